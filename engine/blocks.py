@@ -1,0 +1,108 @@
+"""Who owns which KV block: free list, reference counts, prefix cache (pure).
+
+Every block is in exactly one place: free (nobody's), used (referenced by sequences) or cached (not
+referenced, content known, evicted in LRU order when blocks run short). Block 0 is nobody's ever: it
+stays zero, and pads batches.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+
+class BlockPool:
+    """Verbs: `allocate` / `release`, `match` a prefix, `seal` a block whose content is final."""
+
+    def __init__(self, total: int) -> None:
+        assert total >= 2, total
+        self.total = total - 1  #: blocks that can be used
+        self._free: deque[int] = deque(range(1, total))
+        self._refs: dict[int, int] = {}  #: used blocks -> references
+        self._cached: OrderedDict[int, bytes] = OrderedDict()  #: LRU first
+        self._by_hash: dict[bytes, int] = {}  #: sealed blocks, used or cached
+        self._hash_of: dict[int, bytes] = {}
+        self.stored: list[bytes] = []  #: since the last `drain_events`
+        self.evicted: list[bytes] = []
+
+    @property
+    def available(self) -> int:
+        """Blocks that `allocate` could give out now."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def used(self) -> int:
+        return len(self._refs)
+
+    @property
+    def cached(self) -> int:
+        return len(self._cached)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks with one reference each, or None (and nothing changes)."""
+        if count > self.available:
+            return None
+        blocks = [self._take() for _ in range(count)]
+        for block in blocks:
+            self._refs[block] = 1
+        return blocks
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.popleft()
+        block, content = self._cached.popitem(last=False)
+        del self._by_hash[content], self._hash_of[block]
+        self.evicted.append(content)
+        return block
+
+    def match(self, hashes: list[bytes]) -> list[int]:
+        """The blocks of the longest known prefix of `hashes`, each with one more reference."""
+        blocks: list[int] = []
+        for content in hashes:
+            block = self._by_hash.get(content)
+            if block is None:
+                break
+            self._cached.pop(block, None)
+            self._refs[block] = self._refs.get(block, 0) + 1
+            blocks.append(block)
+        return blocks
+
+    def seal(self, block: int, content: bytes) -> None:
+        """`block` holds the KV of the prefix `content` from now on. The first one of two wins."""
+        assert block in self._refs, block
+        if content not in self._by_hash and block not in self._hash_of:
+            self._by_hash[content] = block
+            self._hash_of[block] = content
+            self.stored.append(content)
+
+    def release(self, blocks: list[int]) -> None:
+        """Takes one reference from each block; the last one caches or frees it."""
+        for block in reversed(blocks):  # a prefix's tail is evicted before its head
+            self._refs[block] -= 1
+            if self._refs[block]:
+                continue
+            del self._refs[block]
+            content = self._hash_of.get(block)
+            if content is None:
+                self._free.append(block)
+            else:
+                self._cached[block] = content
+
+    def drain_events(self) -> tuple[list[bytes], list[bytes]]:
+        events = self.stored, self.evicted
+        self.stored, self.evicted = [], []
+        return events
+
+    def hashes(self) -> list[bytes]:
+        """Every content hash that `match` would find."""
+        return list(self._by_hash)
+
+    def validate(self) -> None:
+        """Checks that every block is in exactly one place."""
+        places = [*self._free, *self._refs, *self._cached]
+        assert len(places) == len(set(places)) == self.total, self
+        assert 0 not in places and all(n > 0 for n in self._refs.values()), self
+        assert set(self._hash_of) <= set(self._refs) | set(self._cached), self
+        assert {b: h for h, b in self._by_hash.items()} == self._hash_of, self
+
+    def __repr__(self) -> str:
+        return f"<BlockPool {len(self._free)} free, {self.cached} cached, {self.used} used>"

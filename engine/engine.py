@@ -1,0 +1,191 @@
+"""The engine of one replica. Main path: `step()` = plan, run the decoder, sample, book.
+
+It knows no network and no role: a prefill worker adds sequences that stop after their first token
+and keeps their blocks until `release`; a decode worker reserves blocks and commits sequences whose
+KV has arrived; a mixed worker just adds. One runner serves all three.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..kv_transfer import KVLayout
+from ..kv_transfer.layout import default_group
+from ..protos.frames import Key
+from .attention import Meta, Span
+from .blocks import BlockPool
+from .cpu import linear_is_exact, pin_cpu_math
+from .decoder import Decoder
+from .errors import OutOfMemory
+from .loader import load
+from .pool import KVPool
+from .sampler import sample
+from .scheduler import Limits, Plan, Scheduler
+from .sequence import Output, Sequence
+from .spec import fingerprint, read_spec
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """`kv_bytes` is the size of the KV pool; it must hold one sequence of `max_model_len`."""
+
+    model: Path
+    dtype: str = "bfloat16"
+    kv_bytes: int = 256 << 20
+    max_model_len: int | None = None  #: default: the model's
+    threads: int = 1
+    limits: Limits = Limits()
+
+
+class Engine:
+    """Not thread safe: one thread owns it (`loop.EngineThread`)."""
+
+    def __init__(
+        self, config: EngineConfig, progress: Callable[[str, float], None] | None = None
+    ) -> None:
+        pin_cpu_math(config.threads)
+        self.config = config
+        self.spec = read_spec(config.model)
+        self.max_model_len = min(config.max_model_len or 1 << 30, self.spec.max_positions)
+        layout = KVLayout(
+            layers=self.spec.layers,
+            heads=self.spec.kv_heads,
+            head_dim=self.spec.head_dim,
+            block_tokens=config.limits.block_tokens,
+            item_bytes=DTYPES[config.dtype].itemsize,
+            dtype=config.dtype,
+            group_layers=default_group(self.spec.layers),
+        )
+        blocks = config.kv_bytes // layout.block_bytes
+        needed = -(-self.max_model_len // layout.block_tokens) + 1
+        if blocks < needed:
+            raise OutOfMemory(
+                f"the KV pool of {config.kv_bytes >> 20} MiB holds {max(blocks - 1, 0)} blocks, one "
+                f"sequence of {self.max_model_len} tokens needs {needed - 1}: raise engine.kv_mib "
+                f"to {-(-needed * layout.block_bytes >> 20) + 1} or lower model.max_model_len"
+            )
+        weights = load(config.model, self.spec, DTYPES[config.dtype], progress)
+        self.kv = KVPool(layout, blocks, DTYPES[config.dtype])
+        self.compatibility = layout.compatibility(fingerprint(config.model))
+        self.scheduler = Scheduler(BlockPool(blocks), config.limits)
+        self._decoder = Decoder(self.spec, weights, self.kv)
+        first = weights.layers[0]
+        self.exact = config.dtype == "bfloat16" and linear_is_exact(
+            [first.qkv, first.output, first.gate_up, first.down, weights.head]
+        )
+        self.steps = 0
+        self.prefill_tokens, self.prefill_seconds = 0, 0.0
+
+    # ---- sequences ---------------------------------------------------------------------------
+
+    def add(self, seq: Sequence) -> None:
+        """Prefills `seq`, then decodes it (or holds its blocks, if it stops after the first)."""
+        assert 0 < seq.prompt <= len(seq.ids) < self.max_model_len, (seq.prompt, len(seq.ids))
+        self.scheduler.add(seq)
+
+    def reserve(self, seq: Sequence) -> list[int] | None:
+        return self.scheduler.reserve(seq)
+
+    def commit(self, seq: Sequence) -> None:
+        self.scheduler.commit(seq)
+
+    def release(self, key: Key) -> None:
+        self.scheduler.release(key)
+
+    def abort(self, key: Key) -> bool:
+        """Ends a live sequence; its blocks are free before the next step."""
+        return self.scheduler.remove(key)
+
+    # ---- stepping ----------------------------------------------------------------------------
+
+    def step(self) -> list[Output]:
+        """Runs one step over all live sequences; [] when there is nothing to do."""
+        plan = self.scheduler.plan()
+        if not plan:
+            return []
+        began = time.perf_counter()
+        sequences = [(seq, count) for seq, count in plan.prefill]
+        sequences += [(seq, 1) for seq in plan.decode]
+        logits = self._run(plan, sequences)
+        outputs = [
+            self._book(seq, count, logits[index]) for index, (seq, count) in enumerate(sequences)
+        ]
+        self.steps += 1
+        if plan.prefill:
+            self.prefill_tokens += sum(count for _, count in plan.prefill)
+            self.prefill_seconds += time.perf_counter() - began
+        return [output for output in outputs if output]
+
+    def _run(self, plan: Plan, sequences: list[tuple[Sequence, int]]) -> torch.Tensor:
+        ids: list[int] = []
+        positions: list[int] = []
+        blocks: list[int] = []
+        last: list[int] = []
+        spans: list[Span] = []
+        size = self.config.limits.block_tokens
+        for index, (seq, count) in enumerate(sequences):
+            end = seq.computed + count
+            if index < len(plan.prefill):
+                table = torch.tensor(seq.blocks[: -(-end // size)])
+                spans.append(Span(len(ids), count, seq.computed, table))
+            ids += seq.ids[seq.computed : end]
+            positions += range(seq.computed, end)
+            blocks += [seq.blocks[p // size] for p in range(seq.computed, end)]
+            last.append(len(ids) - 1)
+        at = torch.tensor(positions)
+        meta = Meta(at, torch.tensor(blocks), at % size, spans, self._decode_groups(plan, len(ids)))
+        return self._decoder.forward(torch.tensor(ids), meta, torch.tensor(last))
+
+    def _decode_groups(self, plan: Plan, rows: int) -> list:
+        """Decoding sequences by their number of blocks: each group is one batched product."""
+        size = self.config.limits.block_tokens
+        groups: dict[int, list[tuple[int, Sequence]]] = {}
+        for row, seq in enumerate(plan.decode, start=rows - len(plan.decode)):
+            groups.setdefault(seq.computed // size + 1, []).append((row, seq))
+        return [
+            (
+                torch.tensor([row for row, _ in members]),
+                torch.tensor([seq.blocks[:count] for _, seq in members]),
+                torch.tensor([seq.computed for _, seq in members]),
+            )
+            for count, members in groups.items()
+        ]
+
+    def _book(self, seq: Sequence, count: int, logits: torch.Tensor) -> Output | None:
+        complete = self.scheduler.computed(seq, count)
+        filled = seq.computed // self.config.limits.block_tokens
+        if not complete:
+            return Output(seq.key, filled=seq.blocks[:filled]) if seq.stop_after_first else None
+        offset = seq.generated
+        token = sample(logits, seq.sampling, len(seq.ids))
+        filled = self.scheduler.blocks_for(seq.computed)
+        blocks = seq.blocks[:filled] if seq.stop_after_first else []
+        finish = self.scheduler.sampled(seq, token.id)
+        return Output(seq.key, offset, token, finish, blocks, seq.hit)
+
+    def statistics(self) -> dict:
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        held = sum(map(len, scheduler.held.values()))
+        return {
+            "steps": self.steps,
+            "exact": self.exact,
+            "dtype": self.config.dtype,
+            "waiting": len(scheduler.waiting),
+            "prefilling": len(scheduler.filling),
+            "running": len(scheduler.running),
+            "preemptions": scheduler.preemptions,
+            "kv_blocks": {
+                "total": pool.total,
+                "free": pool.available - pool.cached,
+                "cached": pool.cached,
+                "reserved": held,
+                "active": pool.used - held,
+            },
+        }

@@ -1,0 +1,17 @@
+"""Environment failures of the engine. Each message names the cause and what to do next."""
+
+
+class EngineError(Exception):
+    """Base of everything that `engine` raises."""
+
+
+class UnsupportedModel(EngineError):
+    """The checkpoint needs something that the decoder does not have."""
+
+
+class WeightsError(EngineError):
+    """A file of the checkpoint is missing, truncated or does not fit the config."""
+
+
+class OutOfMemory(EngineError):
+    """Weights and KV pool do not fit."""

@@ -1,0 +1,124 @@
+"""The engine thread: one thread owns the engine, takes commands between steps, delivers outputs.
+
+`deliver` is called on this thread with a list of outcomes and must not block.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..protos.frames import Key
+from .engine import Engine
+from .sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    seq: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    seq: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    seq: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Abort, if the sequence is still here."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Answer to `Reserve`; `blocks` is None when the pool is too full."""
+
+    key: Key
+    blocks: list[int] | None
+
+
+class EngineThread:
+    """Runs `engine.step()` while there is work, sleeps on the command queue while there is none."""
+
+    def __init__(self, engine: Engine, deliver: Callable[[list], None]) -> None:
+        self.engine = engine
+        self._deliver = deliver
+        self._commands: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, command: object) -> None:
+        """Queues a command. Any thread."""
+        self._commands.put(command)
+
+    def stop(self) -> None:
+        self._commands.put(None)
+        self._thread.join(timeout=10.0)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            idle = False
+            while self._obey(wait=idle):
+                outputs = self.engine.step()
+                idle = not outputs and not self.engine.scheduler.filling
+                if outputs:
+                    self._deliver(outputs)
+        except Exception:
+            log.exception("the engine thread ended")
+            raise
+
+    def _obey(self, wait: bool) -> bool:
+        """Carries out what is queued (waiting for the first if idle); False at the end."""
+        answers: list[object] = []
+        try:
+            while True:
+                command = self._commands.get(block=wait)
+                if command is None:
+                    return False
+                wait = False
+                answer = self._command(command)
+                if answer:
+                    answers.append(answer)
+        except queue.Empty:
+            pass
+        if answers:
+            self._deliver(answers)
+        return True
+
+    def _command(self, command: object) -> object | None:
+        match command:
+            case Add(seq):
+                self.engine.add(seq)
+            case Reserve(seq):
+                return Reserved(seq.key, self.engine.reserve(seq))
+            case Commit(seq):
+                self.engine.commit(seq)
+            case Release(key):
+                self.engine.release(key)
+            case Drop(key):
+                self.engine.abort(key)
+            case _:
+                raise AssertionError(command)
+        return None

@@ -1,0 +1,49 @@
+"""The memory of the KV pool: one flat allocation, registered once with the transport."""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+
+from ..kv_transfer import KVLayout
+from .errors import OutOfMemory
+
+HUGE = 2 << 20
+
+
+class KVPool:
+    """`blocks` zeroed KV blocks in one anonymous mapping (huge pages where the kernel has them).
+
+    `layer(i)` gives K and V of layer i as strided views `[block, head, token, dim]`.
+    Unused slots hold finite numbers always: masked probabilities are 0, but 0 x NaN = NaN.
+    """
+
+    def __init__(self, layout: KVLayout, blocks: int, dtype: torch.dtype) -> None:
+        self.layout, self.blocks, self.block_bytes = layout, blocks, layout.block_bytes
+        size = -(-blocks * self.block_bytes // HUGE) * HUGE
+        try:
+            self._map = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError) as error:
+            raise OutOfMemory(f"a KV pool of {size >> 20} MiB does not fit: {error}") from None
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        start = -whole.data_ptr() % HUGE
+        memory = whole[start : start + blocks * self.block_bytes]
+        self.base = memory.data_ptr()
+        self.view = memoryview(self._map)[start : start + blocks * self.block_bytes]
+        self._flat = memory.view(dtype)
+        self._layers = [(self._part(i, 0), self._part(i, 1)) for i in range(layout.layers)]
+
+    def _part(self, layer: int, part: int) -> torch.Tensor:
+        lay = self.layout
+        shape = (self.blocks, lay.heads, lay.block_tokens, lay.head_dim)
+        return self._flat.as_strided(shape, lay.strides(), lay.offset(layer, part))
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._layers[index]
+
+    def close(self) -> None:
+        """Drops the views; the mapping goes when the last tensor over it does."""
+        self._layers, self.view = [], memoryview(b"")

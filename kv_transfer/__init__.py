@@ -1,0 +1,15 @@
+"""Moving KV blocks between workers, and the vocabulary of what a block is."""
+
+from .errors import PeerLost, TransferError, TransportUnavailable
+from .layout import KVLayout
+from .transport import PeerCard, Pool, Transport
+
+__all__ = [
+    "KVLayout",
+    "PeerCard",
+    "PeerLost",
+    "Pool",
+    "TransferError",
+    "Transport",
+    "TransportUnavailable",
+]

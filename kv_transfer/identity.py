@@ -1,0 +1,41 @@
+"""What a KV block is: the content hash of a prefix, and the checksum of a block on its way.
+
+Content hashes are chained (`hash(parent, ids)`), salted by the model, and stable across processes,
+so gateway, router and workers compute the same ones. Checksums are salted by everything that must
+agree between the two ends: bytes that are right for another model, layout, ticket or position are
+wrong bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import xxhash
+
+HASH_TOKENS = 64  #: tokens per content hash; an engine block is a multiple of it
+
+
+def block_hashes(ids: Sequence[int], salt: bytes, block_tokens: int = HASH_TOKENS) -> list[bytes]:
+    """Chained 16-byte content hashes of the full blocks of `ids`, first block first.
+
+    `hash_i = xxh3_128(hash_{i-1} | ids_i as uint32 LE)` with `hash_{-1} = salt`. The tail that does
+    not fill a block has no hash.
+    """
+    hashes: list[bytes] = []
+    parent = salt
+    for end in range(block_tokens, len(ids) + 1, block_tokens):
+        chunk = struct.pack(f"<{block_tokens}I", *ids[end - block_tokens : end])
+        parent = xxhash.xxh3_128_digest(parent + chunk)
+        hashes.append(parent)
+    return hashes
+
+
+def ticket_seed(compatibility: bytes, xid: str) -> int:
+    """The checksum seed of a ticket: both ends' model and layout, request and attempt."""
+    return xxhash.xxh3_64_intdigest(compatibility + xid.encode())
+
+
+def block_checksum(data: memoryview, seed: int, index: int) -> int:
+    """64-bit xxh3 of a block's bytes as block `index` of the ticket with `seed`."""
+    return xxhash.xxh3_64_intdigest(data, seed=(seed + index) & 0xFFFFFFFFFFFFFFFF)

@@ -1,0 +1,68 @@
+"""Where every number of a KV block lies: region arithmetic, and the hash that peers compare.
+
+Physical order: `[block][layer group][head][layer in group][K,V][token][dim]`. All layers of a block
+lie in one run, a layer group is contiguous, and so is a head's slice inside a group. Kernels see
+strides only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import xxhash
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Geometry of one rank's KV pool. Sizes in elements unless named `*_bytes`."""
+
+    layers: int
+    heads: int  #: KV heads of this rank
+    head_dim: int
+    block_tokens: int
+    item_bytes: int  #: bytes per element
+    dtype: str  #: "bfloat16", "float32"; part of the compatibility hash
+    group_layers: int  #: layers per group; `layers` is a multiple of it
+
+    def __post_init__(self) -> None:
+        assert self.layers % self.group_layers == 0, (self.layers, self.group_layers)
+        assert self.block_tokens % 64 == 0, self.block_tokens
+
+    @property
+    def block_items(self) -> int:
+        return self.layers * 2 * self.heads * self.block_tokens * self.head_dim
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_items * self.item_bytes
+
+    @property
+    def group_bytes(self) -> int:
+        return self.block_bytes * self.group_layers // self.layers
+
+    @property
+    def token_bytes(self) -> int:
+        return self.block_bytes // self.block_tokens
+
+    def offset(self, layer: int, part: int) -> int:
+        """Elements from a block's start to head 0, token 0 of `layer`; part 0 is K, 1 is V."""
+        group, inner = divmod(layer, self.group_layers)
+        run = self.block_tokens * self.head_dim
+        return group * self.group_layers * self.heads * 2 * run + inner * 2 * run + part * run
+
+    def strides(self) -> tuple[int, int, int, int]:
+        """Elements between neighbours of a (layer, part) view `[block, head, token, dim]`."""
+        run = self.block_tokens * self.head_dim
+        return self.block_items, self.group_layers * 2 * run, self.head_dim, 1
+
+    def compatibility(self, fingerprint: bytes) -> bytes:
+        """Hash that two ends must share before any byte moves: model, layout, format version."""
+        text = f"{FORMAT_VERSION}|{self!r}|".encode() + fingerprint
+        return xxhash.xxh3_128_digest(text)
+
+
+def default_group(layers: int, most: int = 8) -> int:
+    """Largest group size up to `most` that divides the number of layers."""
+    return next(size for size in range(min(most, layers), 0, -1) if layers % size == 0)

@@ -1,0 +1,32 @@
+"""The transports, and the choice of one by name."""
+
+from __future__ import annotations
+
+from ..errors import TransportUnavailable
+from ..transport import Admit, Pool, Transport
+
+
+def open_transport(
+    name: str, agent: str, pool: Pool, admit: Admit, host: str, corrupt: int = 0
+) -> Transport:
+    """Opens `nixl`, `tcp`, or `auto`: NIXL wherever it installs, else TCP."""
+    transport = _open(name, agent, pool, admit, host)
+    if corrupt:
+        from .faulty import FaultyTransport
+
+        return FaultyTransport(transport, corrupt)
+    return transport
+
+
+def _open(name: str, agent: str, pool: Pool, admit: Admit, host: str) -> Transport:
+    if name in ("auto", "nixl"):
+        from .nixl import NixlTransport
+
+        try:
+            return NixlTransport(agent, pool)
+        except TransportUnavailable:
+            if name == "nixl":
+                raise
+    from .tcp import TcpTransport
+
+    return TcpTransport(agent, pool, admit, host)

@@ -1,0 +1,1 @@
+"""Wire contracts: the public gRPC API (`inference.proto`) and the internal frames (`frames`)."""

@@ -1,0 +1,226 @@
+"""Internal wire contract: the frames between gateways, the router and workers.
+
+Every frame is a msgspec struct, encoded as MessagePack behind a 4-byte big-endian length
+(`diptych.cluster.wire`). `PROTOCOL` is the version; peers with another version are refused at
+`Hello`. Optional fields may be added at the end of a struct without a new version; nothing is ever
+reordered, renamed or given another meaning.
+
+A *key* names one attempt at one request: `(request id, attempt)`. Frames of an attempt that is over
+are ignored by whoever receives them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+PROTOCOL = 1
+
+Key = tuple[str, int]
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """What the engine samples by. Randomness is a function of (seed, position) alone."""
+
+    max_tokens: int
+    temperature: float = 0.0  #: 0 is greedy
+    seed: int = 0
+    stop_ids: tuple[int, ...] = ()
+    logprobs: int | None = None  #: None: none; n: the chosen token's and the n largest
+
+
+class Token(msgspec.Struct, frozen=True, array_like=True):
+    """One generated token. `top` holds (id, logprob), largest first."""
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+# ---- anyone -> anyone ----------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """First frame of a connection; `secret` is the cluster's shared secret."""
+
+    name: str
+    kind: str  #: gateway | worker
+    secret: str
+    protocol: int = PROTOCOL
+
+
+class Beat(msgspec.Struct, tag="beat", frozen=True):
+    """Sent when nothing else was for a while; silence means that the sender is frozen."""
+
+
+# ---- workers <-> router --------------------------------------------------------------------------
+
+
+class WorkerCard(msgspec.Struct, frozen=True):
+    """Who a worker is and how to reach it."""
+
+    id: str  #: "prefill/ab12cd34", unique for each process start
+    home: str  #: the pool it belongs to
+    role: str  #: what it does now
+    address: str  #: host:port of its frame listener
+    replica: str  #: Serve's replica id, for calls to exactly this replica
+    pid: int
+    kv_card: bytes = b""  #: what a KV peer needs to reach it (msgpack of kv_transfer.PeerCard)
+    blocks: int = 0  #: size of its KV pool
+    block_tokens: int = 64
+
+
+class Loading(msgspec.Struct, tag="loading", frozen=True):
+    """A worker's start-up progress."""
+
+    worker: str
+    note: str
+    fraction: float
+
+
+class Join(msgspec.Struct, tag="join", frozen=True):
+    """A worker is ready; `cached` are the prefix hashes it holds, `term` the highest it has seen."""
+
+    card: WorkerCard
+    term: int
+    cached: list[bytes] = []
+
+
+class Report(msgspec.Struct, tag="report", frozen=True):
+    """What changed on a worker since the last report. `seq` counts reports without a gap."""
+
+    seq: int
+    free_blocks: int
+    stored: list[bytes] = []
+    evicted: list[bytes] = []
+    prefill_tokens: int = 0  #: computed since the last report
+    prefill_seconds: float = 0.0  #: time that took
+
+
+class Directory(msgspec.Struct, tag="directory", frozen=True):
+    """All live workers. A router with a lower term than one seen before is ignored."""
+
+    term: int
+    workers: list[WorkerCard]
+
+
+class Obsolete(msgspec.Struct, tag="obsolete", frozen=True):
+    """Tells a router that a newer one is active."""
+
+    term: int
+
+
+# ---- gateways <-> router -------------------------------------------------------------------------
+
+
+class Place(msgspec.Struct, tag="place", frozen=True):
+    """Asks for a pair of workers. `avoid` lists workers that failed this request before."""
+
+    key: Key
+    prompt_tokens: int
+    max_tokens: int
+    hashes: list[bytes]
+    avoid: list[str] = []
+    local: bool = False  #: prefill on the decode worker: the last attempt does without a transfer
+
+
+class Placed(msgspec.Struct, tag="placed", frozen=True):
+    """The pair. `prefill` is None for a local prefill on the decode worker."""
+
+    key: Key
+    term: int
+    prefill: str | None
+    decode: str
+    hit_tokens: int
+    predicted_wait_ms: float
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """No placement; `reason` is one of `queue_full`, `no_capacity`, `deadline_exceeded`."""
+
+    key: Key
+    reason: str
+    message: str
+    retry_after_s: float
+
+
+class Over(msgspec.Struct, tag="over", frozen=True):
+    """The attempt ended (however), or the gateway no longer wants it placed."""
+
+    key: Key
+
+
+class Prefilled(msgspec.Struct, tag="prefilled", frozen=True):
+    """The first token is out: the prefill worker is done with this attempt's prompt."""
+
+    key: Key
+
+
+# ---- gateways <-> workers ------------------------------------------------------------------------
+
+
+class Prefill(msgspec.Struct, tag="prefill", frozen=True):
+    """Compute the prompt's KV, send the first token back, push the KV to `decode`."""
+
+    key: Key
+    term: int
+    ids: list[int]
+    sampling: Sampling
+    decode: str
+
+
+class Decode(msgspec.Struct, tag="decode", frozen=True):
+    """Reserve blocks, receive KV from `prefill` and go on from the first token.
+
+    `prefill` None: compute the prompt here.
+    """
+
+    key: Key
+    term: int
+    ids: list[int]
+    sampling: Sampling
+    prefill: str | None
+
+
+class Abort(msgspec.Struct, tag="abort", frozen=True):
+    key: Key
+
+
+class Tokens(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of one stream in a step; `offset` is the first one's index in the answer."""
+
+    key: Key
+    offset: int
+    tokens: list[Token]
+    finish: str | None = None  #: stop | length
+
+
+class Step(msgspec.Struct, tag="step", frozen=True):
+    """All tokens of one engine step for one gateway."""
+
+    streams: list[Tokens]
+
+
+class Failed(msgspec.Struct, tag="failed", frozen=True):
+    """This worker gave up on the attempt; the gateway may try again elsewhere."""
+
+    key: Key
+    worker: str
+    reason: str
+    message: str
+
+
+class Inspect(msgspec.Struct, tag="inspect", frozen=True):
+    """Asks for statistics."""
+
+    call: int
+
+
+class Statistics(msgspec.Struct, tag="statistics", frozen=True):
+    call: int
+    values: dict
+
+
+ToRouter = Hello | Beat | Loading | Join | Report | Obsolete | Place | Over | Prefilled | Inspect
+FromRouter = Beat | Directory | Placed | Refused | Statistics
+ToWorker = Hello | Beat | Prefill | Decode | Abort | Inspect
+FromWorker = Beat | Step | Failed | Statistics

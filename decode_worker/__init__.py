@@ -1,0 +1,5 @@
+"""The decode role: KV in, token streams out."""
+
+from .role import DecodeRole
+
+__all__ = ["DecodeRole"]

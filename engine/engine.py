@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -41,7 +41,7 @@ class EngineConfig:
     kv_bytes: int = 256 << 20
     max_model_len: int | None = None  #: default: the model's
     threads: int = 1
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
 
 
 class Engine:
@@ -67,8 +67,8 @@ class Engine:
         needed = -(-self.max_model_len // layout.block_tokens) + 1
         if blocks < needed:
             raise OutOfMemory(
-                f"the KV pool of {config.kv_bytes >> 20} MiB holds {max(blocks - 1, 0)} blocks, one "
-                f"sequence of {self.max_model_len} tokens needs {needed - 1}: raise engine.kv_mib "
+                f"the KV pool of {config.kv_bytes >> 20} MiB holds {max(blocks - 1, 0)} blocks, "
+                f"one sequence of {self.max_model_len} tokens {needed - 1}: raise engine.kv_mib "
                 f"to {-(-needed * layout.block_bytes >> 20) + 1} or lower model.max_model_len"
             )
         weights = load(config.model, self.spec, DTYPES[config.dtype], progress)
@@ -96,12 +96,9 @@ class Engine:
     def commit(self, seq: Sequence) -> None:
         self.scheduler.commit(seq)
 
-    def release(self, key: Key) -> None:
-        self.scheduler.release(key)
-
-    def abort(self, key: Key) -> bool:
-        """Ends a live sequence; its blocks are free before the next step."""
-        return self.scheduler.remove(key)
+    def drop(self, key: Key) -> None:
+        """Ends a sequence wherever it is; its blocks are free before the next step."""
+        self.scheduler.remove(key)
 
     # ---- stepping ----------------------------------------------------------------------------
 

@@ -9,48 +9,11 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from ..protos.frames import Key
+from .commands import Add, Commit, Drop, Observe, Observed, Reserve, Reserved
 from .engine import Engine
-from .sequence import Sequence
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Add:
-    seq: Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Reserve:
-    seq: Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    seq: Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    key: Key
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Abort, if the sequence is still here."""
-
-    key: Key
-
-
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """Answer to `Reserve`; `blocks` is None when the pool is too full."""
-
-    key: Key
-    blocks: list[int] | None
 
 
 class EngineThread:
@@ -115,10 +78,13 @@ class EngineThread:
                 return Reserved(seq.key, self.engine.reserve(seq))
             case Commit(seq):
                 self.engine.commit(seq)
-            case Release(key):
-                self.engine.release(key)
             case Drop(key):
-                self.engine.abort(key)
+                self.engine.drop(key)
+            case Observe():
+                pool = self.engine.scheduler.pool
+                stored, evicted = pool.drain_events()
+                work = self.engine.prefill_tokens, self.engine.prefill_seconds
+                return Observed(pool.hashes(), stored, evicted, pool.available, *work)
             case _:
                 raise AssertionError(command)
         return None

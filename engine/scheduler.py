@@ -75,19 +75,13 @@ class Scheduler:
 
     # ---- leaving -----------------------------------------------------------------------------
 
-    def release(self, key: Key) -> None:
-        """Gives the blocks held under `key` back."""
+    def remove(self, key: Key) -> None:
+        """Drops a sequence and its blocks, held ones too; nothing happens if it is gone."""
         self.pool.release(self.held.pop(key, []))
-
-    def remove(self, key: Key) -> bool:
-        """Drops a live sequence and its blocks; False when it is not here (any more)."""
         for queue in (self.waiting, self.filling, self.running):
-            for seq in queue:
-                if seq.key == key:
-                    queue.remove(seq)
-                    self.pool.release(seq.blocks)
-                    return True
-        return False
+            for seq in [s for s in queue if s.key == key]:
+                queue.remove(seq)
+                self.pool.release(seq.blocks)
 
     # ---- stepping ----------------------------------------------------------------------------
 
@@ -149,8 +143,9 @@ class Scheduler:
     def computed(self, seq: Sequence, count: int) -> bool:
         """Books `count` more ids as computed; True when the last id's logits are there."""
         seq.computed += count
-        for index in range(seq.sealed, min(seq.computed // self.limits.block_tokens,
-                                           len(seq.hashes))):
+        for index in range(
+            seq.sealed, min(seq.computed // self.limits.block_tokens, len(seq.hashes))
+        ):
             self.pool.seal(seq.blocks[index], seq.hashes[index])
             seq.sealed = index + 1
         return seq.computed == len(seq.ids)

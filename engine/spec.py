@@ -147,7 +147,9 @@ def _rope(config: dict[str, Any]) -> Rope:
             float(values["high_freq_factor"]),
             int(values["original_max_position_embeddings"]),
         )
-    raise UnsupportedModel(f"rope type {kind!r} is not supported (supported: default, linear, llama3)")
+    raise UnsupportedModel(
+        f"rope type {kind!r} is not supported (supported: default, linear, llama3)"
+    )
 
 
 def _windows(config: dict[str, Any], architecture: str) -> tuple[int | None, ...]:

@@ -31,6 +31,11 @@ def block_hashes(ids: Sequence[int], salt: bytes, block_tokens: int = HASH_TOKEN
     return hashes
 
 
+def ticket_id(key: tuple[str, int]) -> str:
+    """The ticket of one attempt at one request."""
+    return f"{key[0]}#{key[1]}"
+
+
 def ticket_seed(compatibility: bytes, xid: str) -> int:
     """The checksum seed of a ticket: both ends' model and layout, request and attempt."""
     return xxhash.xxh3_64_intdigest(compatibility + xid.encode())

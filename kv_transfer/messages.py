@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from ..protos.frames import Token
+
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
     xid: str
@@ -62,6 +64,12 @@ class Unknown(Message, tag="U"):
 
 class Greet(Message, tag="G"):
     """First note to a new peer: wires the connection up before the first ticket needs it."""
+
+
+class Handover(msgspec.Struct, frozen=True, array_like=True):
+    """`Final.meta`: what decode needs to go on, besides the KV."""
+
+    first: Token
 
 
 Any = Offer | Chunk | Final | Void | Stop | Drained | Query | Progress | Unknown | Greet

@@ -11,6 +11,8 @@ are ignored by whoever receives them.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import msgspec
 
 PROTOCOL = 1
@@ -78,7 +80,7 @@ class Loading(msgspec.Struct, tag="loading", frozen=True):
 
 
 class Join(msgspec.Struct, tag="join", frozen=True):
-    """A worker is ready; `cached` are the prefix hashes it holds, `term` the highest it has seen."""
+    """A worker is ready; `cached`: prefix hashes that it holds, `term`: the highest it has seen."""
 
     card: WorkerCard
     term: int
@@ -206,7 +208,6 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
     key: Key
     worker: str
     reason: str
-    message: str
 
 
 class Inspect(msgspec.Struct, tag="inspect", frozen=True):
@@ -218,6 +219,13 @@ class Inspect(msgspec.Struct, tag="inspect", frozen=True):
 class Statistics(msgspec.Struct, tag="statistics", frozen=True):
     call: int
     values: dict
+
+
+class Deliver(NamedTuple):
+    """A frame and the peer that it is for: what pure cores return, never on the wire itself."""
+
+    peer: str
+    frame: Any
 
 
 ToRouter = Hello | Beat | Loading | Join | Report | Obsolete | Place | Over | Prefilled | Inspect

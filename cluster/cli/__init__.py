@@ -1,0 +1,36 @@
+"""The `diptych` command. Nothing but `serve` imports ray or torch."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from . import chat, serve, status
+
+app = typer.Typer(
+    name="diptych",
+    help="Serves open-weight LLMs from a cluster that separates prefill from decode.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command()(serve.serve)
+app.command()(chat.chat)
+app.command()(status.status)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if show_version:
+        typer.echo(f"diptych {version('diptych')}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Exit codes: 0 ok, 1 failed, 2 usage, 3 degraded."""
+    app()

@@ -1,0 +1,50 @@
+"""The Serve application: Gateway (ingress), Router, PrefillWorker and DecodeWorker.
+
+`Gateway`'s constructor takes the other deployments' handles only so that Serve deploys the graph;
+at run time they find each other through the router.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+
+from .config import ClusterConfig, PoolConfig
+from .gateway.gateway import Gateway
+from .router_service import RouterService
+from .worker import Worker
+
+APP = "diptych"
+HEALTH = {"health_check_period_s": 1.0, "health_check_timeout_s": 5.0}
+SHUTDOWN = {"graceful_shutdown_wait_loop_s": 0.2, "graceful_shutdown_timeout_s": 15.0}
+
+
+def build(config: ClusterConfig, model: Path, name: str) -> serve.Application:
+    """The application for one model. `model` must be readable on every node."""
+    tree = config.model_dump()
+    router = _deployment(RouterService, "Router", 1).bind(tree)
+    pools = config.pools
+    workers = [
+        _pool("PrefillWorker", pools.prefill).bind("prefill", tree, str(model)),
+        _pool("DecodeWorker", pools.decode).bind("decode", tree, str(model)),
+    ]
+    return _deployment(Gateway, "Gateway", 1).bind(tree, str(model), name, [router, *workers])
+
+
+def _deployment(cls: type, name: str, replicas: int, **options: object) -> serve.Deployment:
+    return serve.deployment(cls).options(
+        name=name,
+        num_replicas=replicas,
+        max_ongoing_requests=4096,
+        ray_actor_options={"num_cpus": 0.01},
+        **HEALTH,
+        **SHUTDOWN,
+        **options,
+    )
+
+
+def _pool(name: str, pool: PoolConfig) -> serve.Deployment:
+    router = RequestRouterConfig(request_router_class="diptych.cluster.serve_router:TargetRouter")
+    return _deployment(Worker, name, pool.replicas, request_router_config=router)

@@ -1,0 +1,91 @@
+"""`diptych serve`: a whole cluster on this machine, until ^C."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..config import ConfigError, load_config, parse_overrides
+from .common import fail
+
+if TYPE_CHECKING:
+    from ..launch import Cluster
+
+
+WELCOME = """
+  HTTP   {url}/v1   (OpenAI-compatible; model {model!r})
+  gRPC   {grpc}   (diptych.v1.Inference)
+
+  try    diptych chat "What is prefill?"
+  or     curl {url}/v1/chat/completions -H 'content-type: application/json' \\
+           -d '{{"messages": [{{"role": "user", "content": "What is prefill?"}}]}}'
+
+  ^C stops it
+"""
+
+
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Checkpoint folder or Hugging Face id. Default: the bundled model."),
+    ] = None,
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
+    port: Annotated[int | None, typer.Option(help="HTTP port.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="gRPC port.")] = None,
+    config: Annotated[Path | None, typer.Option("-c", "--config", help="cluster.yaml")] = None,
+    override: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value.")
+    ] = None,
+) -> None:
+    """Start a prefill/decode cluster on this machine and serve MODEL until ^C."""
+    began = time.monotonic()
+    flags = {
+        "model.path": model,
+        "pools.prefill.replicas": prefill,
+        "pools.decode.replicas": decode,
+        "gateway.http_port": port,
+        "gateway.grpc_port": grpc_port,
+    }
+    given = {key: value for key, value in flags.items() if value is not None}
+    try:
+        settings = load_config(config, {**given, **parse_overrides(override or [])})
+        from ..launch import StartError, prepare
+
+        cluster = prepare(settings)
+    except ConfigError as error:
+        fail(str(error))
+
+    def say(line: str) -> None:
+        typer.echo(f"[{time.monotonic() - began:5.1f} s] {line}")
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    say(f"model {cluster.checkpoint.name}: {cluster.checkpoint.folder}")
+    failure = ""
+    try:
+        cluster.start(say)
+        say("ready")
+        typer.echo(WELCOME.format(url=cluster.url, **_ports(cluster)))
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        pass
+    except (ConfigError, StartError) as error:
+        failure = str(error)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        say("stopping")
+        cluster.stop()
+    if failure:
+        fail(failure)
+    say("stopped")
+
+
+def _ports(cluster: Cluster) -> dict[str, object]:
+    gateway = cluster.config.gateway
+    return {"grpc": f"{gateway.host}:{gateway.grpc_port}", "model": cluster.checkpoint.name}

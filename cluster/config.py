@@ -1,0 +1,133 @@
+"""The configuration of a cluster: one typed tree, loaded from one YAML file.
+
+Lower folders get their own small dataclass made from it, never the tree.
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class ConfigError(Exception):
+    """The configuration is wrong; the message says where and what to do."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(Section):
+    path: str | None = None  #: folder or Hugging Face id; None: the bundled model
+    name: str | None = None  #: API name; None: the folder's name, `demo` for the bundled model
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    max_model_len: Count | None = None  #: tokens; None: the model's
+
+
+class EngineSettings(Section):
+    threads: Count = 1
+    kv_mib: Count = 256
+    max_step_tokens: Annotated[int, Field(ge=64)] = 512
+    max_running: Count = 64
+    growth_tokens: Count = 256
+
+
+class PoolConfig(Section):
+    replicas: Annotated[int, Field(ge=0)] = 1
+    engine: EngineSettings = EngineSettings()
+
+
+class Pools(Section):
+    prefill: PoolConfig = PoolConfig()
+    decode: PoolConfig = PoolConfig()
+
+
+class RouterSettings(Section):
+    disaggregate: Literal["always", "never"] = "always"
+    queue_max: Count = 1024
+    queue_ttl_s: Positive = 30.0
+
+
+class FaultSettings(Section):
+    """Damage on purpose, for tests of a live cluster."""
+
+    corrupt_writes: Annotated[int, Field(ge=0)] = 0  #: first writes of each prefill worker
+
+
+class TransferSettings(Section):
+    transport: Literal["auto", "nixl", "tcp"] = "auto"
+    timeout_s: Positive = 30.0
+    faults: FaultSettings = FaultSettings()
+
+
+class SloConfig(Section):
+    """Targets that a request must meet to count as goodput. The defaults fit a laptop."""
+
+    ttft_ms: Positive = 2000.0
+    itl_ms: Positive = 200.0
+
+
+class GatewaySettings(Section):
+    host: str = "127.0.0.1"
+    http_port: Port = 8000
+    grpc_port: Port = 9000
+    max_attempts: Count = 4  #: placements of one request; the last one does without a transfer
+    max_streams: Count = 1024
+
+
+class ClusterConfig(Section):
+    model: ModelConfig = ModelConfig()
+    pools: Pools = Pools()
+    router: RouterSettings = RouterSettings()
+    kv_transfer: TransferSettings = TransferSettings()
+    slo: SloConfig = SloConfig()
+    gateway: GatewaySettings = GatewaySettings()
+    silence_s: Positive = 3.0  #: a peer that is silent this long is taken for dead
+    secret: str = Field(default_factory=lambda: secrets.token_hex(16), repr=False)
+
+
+def load_config(path: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
+    """YAML file plus overrides ("a.b.c" -> value). Raises ConfigError."""
+    tree: dict[str, Any] = {}
+    if path:
+        try:
+            tree = yaml.safe_load(path.read_text()) or {}
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read {path}: {error}") from None
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{path} is not a mapping of sections")
+    for key, value in overrides.items():
+        *sections, last = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"{section} in {key} is not a section")
+        node[last] = value
+    try:
+        return ClusterConfig.model_validate(tree)
+    except ValidationError as error:
+        lines = [
+            f"{'.'.join(map(str, e['loc']))}: {e['msg'].lower()} (got {e['input']!r})"
+            for e in error.errors()
+        ]
+        raise ConfigError("the configuration is wrong:\n  " + "\n  ".join(lines)) from None
+
+
+def parse_overrides(pairs: list[str]) -> dict[str, Any]:
+    """`a.b=c` pairs of the command line; values are read as YAML."""
+    values = {}
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        if not sign or not key:
+            raise ConfigError(f"--set {pair}: expected KEY=VALUE, for example router.queue_max=64")
+        values[key] = yaml.safe_load(value)
+    return values

@@ -1,0 +1,256 @@
+"""The Gateway deployment: clients' connections, text, request lifecycles. Serve's ingress.
+
+HTTP arrives at `__call__` and goes to the Starlette app of `http`; gRPC methods are named as in
+`protos/inference.proto` and in gRPC's health protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2
+from ray import serve
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ...engine.spec import fingerprint, read_json, read_spec
+from ...kv_transfer.identity import block_hashes
+from ...protos import frames as f
+from ...protos import inference_pb2 as pb
+from ..config import ClusterConfig
+from . import http, openai
+from .errors import ApiError
+from .plane import Plane
+from .stream import Generator, Request
+from .text import Text
+
+log = logging.getLogger(__name__)
+
+
+class Gateway:
+    """One replica of the ingress."""
+
+    async def __init__(
+        self, config: dict, model: str, name: str, deployments: Sequence[object] = ()
+    ) -> None:
+        self.config = ClusterConfig.model_validate(config)
+        self.model, self._folder = name, Path(model)
+        self.text = Text(self._folder)
+        self.limits = _limits(self._folder, self.config)
+        self._salt = fingerprint(self._folder)
+        self._started = time.time()
+        self._live: set[str] = set()
+        self.finished = self.good = self.cancelled = 0
+        replica = serve.get_replica_context().replica_id.unique_id
+        secret, silence = self.config.secret, self.config.silence_s
+        self.plane = Plane(f"gateway/{replica}", secret, silence, _find_router)
+        self._generator = Generator(self.plane, self.config.gateway.max_attempts, self._follow)
+        self._app = http.build(self)
+
+    async def __call__(self, request: HttpRequest) -> Response:
+        return _Delegate(self._app)
+
+    # ---- requests --------------------------------------------------------------------------------
+
+    def check_model(self, name: str) -> None:
+        if name not in ("", self.model):
+            raise ApiError("model_not_found", f"model {name!r} is not served; try {self.model!r}")
+
+    def prepare(self, chat: openai.ChatRequest, request_id: str) -> Request:
+        """Everything that can be wrong with a request is found here. Raises ApiError."""
+        self.check_model(chat.model)
+        if request_id in self._live:
+            message = f"a request with id {request_id} is running already"
+            raise ApiError("invalid_request", message, "x-request-id")
+        if len(self._live) >= self.config.gateway.max_streams:
+            raise ApiError("queue_full", f"{len(self._live)} requests are running already")
+        ids = self.text.chat_ids([message.template() for message in chat.messages])
+        sampling = openai.sampling_of(chat, request_id, len(ids), self.limits)
+        return Request(request_id, ids, block_hashes(ids, self._salt), sampling)
+
+    async def generate(self, request: Request) -> AsyncIterator[list[f.Token]]:
+        """Tokens as they come. Closing the iterator frees everything on every worker."""
+        self._live.add(request.id)
+        tokens = self._generator.run(request)
+        try:
+            async for batch in tokens:
+                yield batch
+        finally:
+            self._live.discard(request.id)
+            await tokens.aclose()  # type: ignore[attr-defined]
+            self._account(request)
+
+    def _account(self, request: Request) -> None:
+        """Goodput: finished, first token in time, and no gap (the hand-over too) above the SLO."""
+        slo, gaps = self.config.slo, request.gaps_s
+        self.finished += request.finish is not None
+        self.cancelled += request.finish is None
+        if request.finish and request.ttft_s is not None:
+            mean = sum(gaps) / len(gaps) if gaps else 0.0
+            self.good += request.ttft_s * 1e3 <= slo.ttft_ms and mean * 1e3 <= slo.itl_ms
+
+    def _follow(self, key: f.Key, card: f.WorkerCard) -> asyncio.Task:
+        """Serve's view of the stream: one unary call to exactly this replica, for its lifetime."""
+        handle = serve.get_deployment_handle(_deployment(card.home), "diptych")
+        return asyncio.get_running_loop().create_task(_lifetime(handle, key, card.replica))
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    def missing(self) -> list[str]:
+        """What is not there yet for a request to be served."""
+        if not self.plane.link.connected:
+            return ["router"]
+        roles = {card.role for card in self.plane.cards.values()}
+        never = self.config.router.disaggregate == "never"
+        needed = {"decode"} if never else {"prefill", "decode"}
+        lacking = sorted(needed - roles)
+        return lacking or ([] if self.plane.ready else ["connections"])
+
+    def model_card(self) -> dict:
+        return {
+            "id": self.model,
+            "object": "model",
+            "created": int(self._started),
+            "owned_by": "diptych",
+            "max_model_len": self.limits.max_model_len,
+        }
+
+    async def status(self) -> dict:
+        router, workers = await self.plane.inspect()
+        missing = self.missing()
+        pools = self.config.pools
+        targets = {"prefill": pools.prefill.replicas, "decode": pools.decode.replicas}
+        ready = {home: sum(w["home"] == home for w in workers) for home in targets}
+        short = [home for home, target in targets.items() if ready[home] < target]
+        return {
+            "state": "degraded" if missing or short or router is None else "healthy",
+            "missing": missing,
+            "model": self.model,
+            "uptime_s": round(time.time() - self._started, 1),
+            "slo": self.config.slo.model_dump(),
+            "requests": {
+                "running": len(self._live),
+                "finished": self.finished,
+                "good": self.good,
+                "cancelled": self.cancelled,
+                "retries": self._generator.retries,
+            },
+            "pools": {h: {"ready": ready[h], "target": t} for h, t in targets.items()},
+            "router": router,
+            "workers": workers,
+        }
+
+    # ---- gRPC ------------------------------------------------------------------------------------
+
+    async def Chat(
+        self, request: pb.ChatRequest, grpc_context: Any
+    ) -> AsyncIterator[pb.ChatResponse]:
+        request_id = request.request_id or f"chatcmpl-{uuid.uuid4().hex}"
+        try:
+            if not openai.REQUEST_ID.fullmatch(request_id):
+                message = "request_id must be 1 to 128 of letters, digits and . _ : -"
+                raise ApiError("invalid_request", message, "request_id")
+            prepared = self.prepare(openai.parse_chat(_chat_json(request)), request_id)
+            tokens = self.generate(prepared)
+            stream = self.text.stream()
+            try:
+                async for batch in tokens:
+                    delta = stream.feed([token.id for token in batch])
+                    if delta:
+                        yield pb.ChatResponse(
+                            request_id=request_id, delta=delta, route=prepared.route
+                        )
+            finally:
+                await tokens.aclose()  # type: ignore[attr-defined]
+            used = pb.Usage(
+                prompt_tokens=len(prepared.ids),
+                completion_tokens=len(prepared.journal),
+                cached_tokens=prepared.hit_tokens,
+            )
+            yield pb.ChatResponse(
+                request_id=request_id,
+                delta=stream.flush(),
+                finish_reason=prepared.finish or "",
+                usage=used,
+                route=prepared.route,
+            )
+        except ApiError as error:
+            grpc_context.set_code(error.kind.grpc)
+            grpc_context.set_details(error.message)
+            raise
+        except Exception:
+            log.exception("request %s failed", request_id)
+            grpc_context.set_code(grpc.StatusCode.INTERNAL)
+            grpc_context.set_details("internal error; the gateway's log has it")
+            raise
+
+    async def ListModels(self, request: pb.ListModelsRequest) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(models=[self.model])
+
+    async def Check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
+        serving = health_pb2.HealthCheckResponse.SERVING
+        waiting = health_pb2.HealthCheckResponse.NOT_SERVING
+        return health_pb2.HealthCheckResponse(status=waiting if self.missing() else serving)
+
+
+class _Delegate(Response):
+    """Lets Serve's non-ASGI ingress hand the whole connection to an ASGI app."""
+
+    def __init__(self, app: Any) -> None:
+        super().__init__()
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+def _chat_json(request: pb.ChatRequest) -> bytes:
+    """A gRPC request as the body that the one validator knows."""
+    body: dict[str, Any] = {
+        "model": request.model,
+        "messages": [{"role": m.role, "content": m.content} for m in request.messages],
+    }
+    for name in ("max_tokens", "temperature", "seed"):
+        if request.HasField(name):
+            body[name] = getattr(request, name)
+    import msgspec
+
+    return msgspec.json.encode(body)
+
+
+def _limits(folder: Path, config: ClusterConfig) -> openai.Limits:
+    spec = read_spec(folder)
+    file = folder / "generation_config.json"
+    generation = read_json(file) if file.exists() else {}
+    sampled = generation.get("temperature", 1.0) if generation.get("do_sample") else 0.0
+    return openai.Limits(
+        max_model_len=min(config.model.max_model_len or 1 << 30, spec.max_positions),
+        stop_ids=spec.eos_ids,
+        temperature=sampled,
+    )
+
+
+def _deployment(home: str) -> str:
+    return {"prefill": "PrefillWorker", "decode": "DecodeWorker"}[home]
+
+
+async def _find_router() -> str:
+    return await serve.get_deployment_handle("Router", "diptych").address.remote()
+
+
+async def _lifetime(handle: Any, key: f.Key, replica: str) -> None:
+    """Errors are no news here: the frame connection reports a dead worker first."""
+    try:
+        await handle.lifetime.remote(list(key), _target=replica)
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:
+        log.info("lifetime call of %s ended: %s", key, type(error).__name__)

@@ -1,0 +1,165 @@
+"""The gateway's connections: one to the router, one to each worker, and who gets which frame."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from ...protos import frames as f
+from ..link import RouterLink
+from ..wire import Connection, dial
+
+log = logging.getLogger(__name__)
+
+REDIAL_S, INSPECT_S = 0.5, 2.0
+
+
+class Plane:
+    """Frames in and out. `watch(key, inbox)` receives everything about one attempt."""
+
+    def __init__(
+        self, name: str, secret: str, silence_s: float, find_router: Callable[[], Awaitable[str]]
+    ) -> None:
+        self.hello = f.Hello(name, "gateway", secret)
+        self._silence_s = silence_s
+        self.cards: dict[str, f.WorkerCard] = {}
+        self._workers: dict[str, Connection] = {}
+        self._dialing: dict[str, asyncio.Task] = {}
+        self._inboxes: dict[f.Key, asyncio.Queue] = {}
+        self._using: dict[f.Key, set[str]] = {}  #: workers that an attempt was sent to
+        self._asked: dict[f.Key, f.Place] = {}  #: unanswered: said again to a new router
+        self._calls: dict[int, asyncio.Future[dict]] = {}
+        self._next_call = 0
+        self.link = RouterLink(find_router, self.hello, silence_s, self._joined, self._routed)
+        self._task = asyncio.get_running_loop().create_task(self.link.run())
+
+    @property
+    def ready(self) -> bool:
+        """Every role that the directory names is connected, and there is at least one worker."""
+        return (
+            self.link.connected and bool(self.cards) and self.cards.keys() <= self._workers.keys()
+        )
+
+    # ---- attempts --------------------------------------------------------------------------------
+
+    def watch(self, key: f.Key) -> asyncio.Queue:
+        """A queue of the frames about `key` until `forget`; at most one per generated token."""
+        inbox = self._inboxes[key] = asyncio.Queue()
+        self._using[key] = set()
+        return inbox
+
+    def place(self, frame: f.Place) -> None:
+        self._asked[frame.key] = frame
+        self.link.send(frame)
+
+    def submit(self, worker: str, frame: f.Prefill | f.Decode) -> None:
+        """Sends an attempt to a worker; a dead connection is answered by `Failed`."""
+        self._using[frame.key].add(worker)
+        connection = self._workers.get(worker)
+        if connection is None or connection.closed:
+            self._inboxes[frame.key].put_nowait(f.Failed(frame.key, worker, "worker_lost"))
+        else:
+            connection.send(frame)
+
+    def forget(self, key: f.Key, abort: bool) -> None:
+        """The attempt is over; `abort` tells the workers so."""
+        self._inboxes.pop(key, None)
+        self._asked.pop(key, None)
+        self.link.send(f.Over(key))
+        for worker in self._using.pop(key, set()):
+            if abort and worker in self._workers:
+                self._workers[worker].send(f.Abort(key))
+
+    def _deliver(self, key: f.Key, frame: Any) -> None:
+        inbox = self._inboxes.get(key)
+        if inbox is not None:
+            inbox.put_nowait(frame)
+
+    # ---- router ----------------------------------------------------------------------------------
+
+    def _joined(self) -> None:
+        for place in self._asked.values():
+            self.link.send(place)
+
+    def _routed(self, frame: Any) -> None:
+        match frame:
+            case f.Placed(key) | f.Refused(key):
+                self._asked.pop(key, None)
+                self._deliver(key, frame)
+            case f.Directory(_, workers):
+                self._update({card.id: card for card in workers})
+            case f.Statistics(call, values):
+                self._answer(call, values)
+
+    def _update(self, cards: dict[str, f.WorkerCard]) -> None:
+        for name in self.cards.keys() - cards.keys():
+            self._dialing.pop(name).cancel()
+            self._lost(name)
+        self.cards = cards
+        for name, card in cards.items():
+            if name not in self._dialing:
+                self._dialing[name] = asyncio.get_running_loop().create_task(self._serve(card))
+
+    # ---- workers ---------------------------------------------------------------------------------
+
+    async def _serve(self, card: f.WorkerCard) -> None:
+        """Keeps one worker connected for as long as the directory names it."""
+        while True:
+            try:
+                connection = await dial(card.address, self.hello, f.FromWorker, card.id)
+                self._workers[card.id] = connection
+                async for frame in connection.frames(self._silence_s):
+                    self._from_worker(frame)
+            except (OSError, TimeoutError) as error:
+                log.info("%s: %s", card.id, error or type(error).__name__)
+            self._lost(card.id)
+            await asyncio.sleep(REDIAL_S)
+
+    def _from_worker(self, frame: Any) -> None:
+        match frame:
+            case f.Step(streams):
+                for tokens in streams:
+                    self._deliver(tokens.key, tokens)
+            case f.Failed(key):
+                self._deliver(key, frame)
+            case f.Statistics(call, values):
+                self._answer(call, values)
+
+    def _lost(self, worker: str) -> None:
+        connection = self._workers.pop(worker, None)
+        if connection:
+            connection.abort()
+        for key, users in self._using.items():
+            if worker in users:
+                self._deliver(key, f.Failed(key, worker, "worker_lost"))
+
+    # ---- statistics ------------------------------------------------------------------------------
+
+    async def inspect(self) -> tuple[dict | None, list[dict]]:
+        """Statistics of the router (None: not there) and of every worker that answers in time."""
+        workers = [self._workers[name] for name in sorted(self._workers)]
+        router = self._ask(self.link) if self.link.connected else None
+        answers = await asyncio.gather(*(self._ask(w) for w in workers), return_exceptions=True)
+        values = [answer for answer in answers if isinstance(answer, dict)]
+        try:
+            return (await router if router else None), values
+        except TimeoutError:
+            return None, values
+
+    async def _ask(self, peer: Connection | RouterLink) -> dict:
+        self._next_call += 1
+        call = self._next_call
+        future = self._calls[call] = asyncio.get_running_loop().create_future()
+        peer.send(f.Inspect(call))
+        try:
+            async with asyncio.timeout(INSPECT_S):
+                return await future
+        finally:
+            del self._calls[call]
+
+    def _answer(self, call: int, values: dict) -> None:
+        future = self._calls.get(call)
+        if future and not future.done():
+            future.set_result(values)

@@ -1,0 +1,190 @@
+"""Starts a cluster on this machine: checks, Ray, Serve, progress, clean shutdown."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .checkpoint import Checkpoint, find
+from .config import ClusterConfig, ConfigError
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+#: what every Ray process reads at import; see the README for what each one does
+ENVIRONMENT = {
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+    "TOKENIZERS_PARALLELISM": "false",
+    "NIXL_LOG_LEVEL": "WARN",
+}
+START_S = 600.0
+
+Say = Callable[[str], None]
+
+
+class StartError(Exception):
+    """The cluster did not come up; the message says why."""
+
+
+class Cluster:
+    """A running cluster; `stop` ends it, whatever state it is in."""
+
+    def __init__(self, config: ClusterConfig, checkpoint: Checkpoint) -> None:
+        self.config, self.checkpoint = config, checkpoint
+        self._router: DeploymentHandle | None = None
+
+    def start(self, say: Say) -> None:
+        """Starts Ray and deploys. Raises ConfigError or StartError."""
+        gateway = self.config.gateway
+        for port, key in ((gateway.http_port, "http_port"), (gateway.grpc_port, "grpc_port")):
+            check_port(gateway.host, port, f"gateway.{key}")
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        say("starting Ray")
+        self._start_ray()
+        say("starting Serve")
+        self._deploy(say)
+
+    def _start_ray(self) -> None:
+        import ray
+
+        self._temp = tempfile.mkdtemp(prefix="dip", dir="/tmp")  # unix socket paths must be short
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, 2),
+            include_dashboard=False,
+            object_store_memory=100 << 20,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=self._temp,
+            _node_ip_address="127.0.0.1",
+        )
+
+    def _deploy(self, say: Say) -> None:
+        from ray import serve
+        from ray.serve.config import gRPCOptions
+
+        from . import app
+
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        gateway = self.config.gateway
+        serve.start(
+            http_options={"host": gateway.host, "port": gateway.http_port},
+            grpc_options=gRPCOptions(
+                port=gateway.grpc_port,
+                grpc_servicer_functions=[
+                    "diptych.protos.inference_pb2_grpc.add_InferenceServicer_to_server",
+                    "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
+                ],
+            ),
+        )
+        target = app.build(self.config, self.checkpoint.folder, self.checkpoint.name)
+        say("starting workers")
+        serve._run(target, name=app.APP, _blocking=False)
+        self._wait(say)
+
+    def _wait(self, say: Say) -> None:
+        """Until every deployment is healthy and the gateway is ready; tells what happens."""
+        from ray import serve
+
+        said: dict[str, str] = {}
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            application = serve.status().applications.get("diptych")
+            if application is not None:
+                for name, deployment in application.deployments.items():
+                    line = f"{name}: {deployment.status.value.lower()}"
+                    if deployment.status.value in ("DEPLOY_FAILED", "UNHEALTHY"):
+                        raise StartError(_cause(name, deployment.message))
+                    if said.get(name) != line and "healthy" in line:
+                        said[name] = line
+                        say(line)
+                self._say_loading(say, said)
+                if application.status.value == "RUNNING" and self.ready():
+                    return
+                if application.status.value == "DEPLOY_FAILED":
+                    raise StartError(_cause("the application", application.message))
+            time.sleep(0.1)
+        raise StartError(f"the cluster was not ready after {START_S:.0f} s; logs: {self.logs}")
+
+    def _say_loading(self, say: Say, said: dict[str, str]) -> None:
+        """Workers' own words, once the router is up to pass them on."""
+        if "Router" not in said:
+            return
+        from ray import serve
+
+        if self._router is None:
+            self._router = serve.get_deployment_handle("Router", "diptych")
+            self._router._init(_run_router_in_separate_loop=True)  # no event loop runs here
+        progress = self._router.progress.remote().result()
+        for worker, (note, fraction) in progress.items():
+            if fraction < 1.0 and said.get(worker) != note:
+                said[worker] = note
+                say(f"{worker}: {note} ({fraction:.0%})")
+
+    def ready(self) -> bool:
+        import httpx
+
+        try:
+            return httpx.get(f"{self.url}/ready", timeout=2.0).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.config.gateway.host}:{self.config.gateway.http_port}"
+
+    @property
+    def logs(self) -> Path:
+        return Path(self._temp) / "session_latest" / "logs"
+
+    def stop(self) -> None:
+        import ray
+        from ray import serve
+
+        if ray.is_initialized():
+            with contextlib.suppress(Exception):  # Serve may not have come up
+                serve.shutdown()
+            ray.shutdown()
+            shutil.rmtree(self._temp, ignore_errors=True)
+
+
+def prepare(config: ClusterConfig) -> Cluster:
+    """Checks everything that can be checked before a process starts. Raises ConfigError."""
+    return Cluster(config, find(config))
+
+
+def check_port(host: str, port: int, key: str) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} on {host} cannot be used ({error.strerror.lower()}): stop what uses "
+                f"it or choose another with --set {key}=PORT"
+            ) from None
+
+
+def _cause(name: str, message: str) -> str:
+    """The last line of a worker's traceback: our errors say in it what is wrong."""
+    lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
+    told = [line for line in lines if "Error: " in line or line.startswith("diptych.")]
+    return f"{name} did not start: {(told or lines or ['no reason given'])[-1]}"

@@ -1,0 +1,68 @@
+"""A worker's or gateway's connection to the active router, for as long as the process lives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from ..protos import frames as f
+from .wire import Connection, dial
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+
+
+class RouterLink:
+    """Finds the router, says hello, passes its frames on; again and again when it goes away.
+
+    A router with a lower term than one seen before is told so and left.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], Awaitable[str]],
+        hello: f.Hello,
+        silence_s: float,
+        joined: Callable[[], None],
+        received: Callable[[Any], None],
+    ) -> None:
+        self._find, self._hello, self._silence_s = find, hello, silence_s
+        self._joined, self._received = joined, received
+        self._connection: Connection | None = None
+        self.term = 0
+
+    @property
+    def connected(self) -> bool:
+        return self._connection is not None and not self._connection.closed
+
+    def send(self, frame: Any) -> None:
+        """Sends to the router, or drops: everything is said again when a router is there."""
+        if self._connection:
+            self._connection.send(frame)
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await self._once()
+            except (OSError, TimeoutError) as error:
+                log.info("no router yet: %s", error or type(error).__name__)
+            self._connection = None
+            await asyncio.sleep(RETRY_S)
+
+    async def _once(self) -> None:
+        async with asyncio.timeout(10.0):
+            address = await self._find()
+        connection = await dial(address, self._hello, f.FromRouter, "router")
+        self._connection = connection
+        self._joined()
+        async for frame in connection.frames(self._silence_s):
+            if isinstance(frame, f.Directory):
+                if frame.term < self.term:
+                    connection.send(f.Obsolete(self.term))
+                    connection.abort()
+                    return
+                self.term = frame.term
+            self._received(frame)

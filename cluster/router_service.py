@@ -1,0 +1,108 @@
+"""The Router deployment: connections in, frames to the pure router, its actions out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from ..protos import frames as f
+from ..router import Router, RouterConfig
+from ..router import events as e
+from .config import ClusterConfig
+from .wire import Connection, Listener
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+
+
+class RouterService:
+    """One process, one term. Gateways and workers find it by `address()` through Serve."""
+
+    async def __init__(self, config: dict) -> None:
+        self.config = ClusterConfig.model_validate(config)
+        router, engine = self.config.router, self.config.pools.decode.engine
+        self.router = Router(
+            RouterConfig(
+                router.disaggregate, router.queue_max, router.queue_ttl_s, engine.growth_tokens
+            ),
+            term=time.time_ns() // 1_000_000,
+        )
+        self._peers: dict[str, Connection] = {}
+        self._loading: dict[str, tuple[str, float]] = {}
+        self._listener = Listener(self.config.secret, f.ToRouter, self._serve)
+        self._address = await self._listener.start(node_host())
+        self._ticker = asyncio.get_running_loop().create_task(self._tick())
+
+    async def address(self) -> str:
+        return self._address
+
+    async def progress(self) -> dict[str, tuple[str, float]]:
+        """What workers that are not ready yet say of their start-up."""
+        return self._loading
+
+    def check_health(self) -> None:
+        if not self.router.active:
+            raise RuntimeError("a newer router is active")
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            if self.router.waiting:
+                self._handle(e.Tick())
+
+    async def _serve(self, peer: Connection, hello: f.Hello) -> None:
+        self._peers[peer.name] = peer
+        if hello.kind == "gateway":
+            self._handle(e.GatewayJoined(peer.name))
+        async for frame in peer.frames(self.config.silence_s):
+            self._frame(peer, frame)
+        if self._peers.get(peer.name) is not peer:
+            return  # it is back already on another connection
+        del self._peers[peer.name]
+        self._loading.pop(peer.name, None)
+        gone = e.GatewayLost if hello.kind == "gateway" else e.Lost
+        self._handle(gone(peer.name))
+
+    def _frame(self, peer: Connection, frame: object) -> None:
+        match frame:
+            case f.Place():
+                self._handle(e.Asked(peer.name, frame))
+            case f.Prefilled(key):
+                self._handle(e.FirstToken(key))
+            case f.Over(key):
+                self._handle(e.Ended(key))
+            case f.Report():
+                self._handle(e.Reported(peer.name, frame))
+            case f.Join(card, term, cached):
+                self._loading.pop(card.id, None)
+                self._handle(e.Joined(card, term, cached))
+            case f.Obsolete(term):
+                self._handle(e.Outdated(term))
+            case f.Loading(worker, note, fraction):
+                self._loading[worker] = (note, fraction)
+            case f.Inspect(call):
+                peer.send(f.Statistics(call, self.router.statistics()))
+
+    def _handle(self, event: e.Event) -> None:
+        for action in self.router.handle(event, time.monotonic()):
+            match action:
+                case f.Deliver(name, frame):
+                    if name in self._peers:
+                        self._peers[name].send(frame)
+                case e.Disconnect(worker):
+                    self._peers[worker].abort()
+                case e.StepDown(term):
+                    log.warning(
+                        "router of term %d steps down: %d is active", self.router.term, term
+                    )
+                    for peer in list(self._peers.values()):
+                        peer.abort()
+
+
+def node_host() -> str:
+    """The address under which other nodes reach this one; loopback on a one-node cluster."""
+    import ray
+
+    return ray.util.get_node_ip_address()

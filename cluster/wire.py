@@ -1,0 +1,153 @@
+"""Framed connections: length-prefixed MessagePack over TCP, both ways, with heartbeats.
+
+`dial` and `Listener` make `Connection`s; the first frame is `Hello` (protocol version and the
+cluster's secret). A connection ends when the peer closes it, is silent for `limit_s`, sends a
+malformed frame, or lets more than `BUFFER_MAX` bytes pile up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from ..protos.frames import PROTOCOL, Beat, Hello
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 0.25
+FRAME_MAX = 64 << 20
+BUFFER_MAX = 16 << 20
+HELLO_S = 5.0
+_LENGTH = struct.Struct(">I")
+_BEAT = Beat()
+
+
+class Connection:
+    """One peer. `send` never blocks; iterate `frames()` until the connection ends."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receives: Any, name: str
+    ) -> None:
+        self.name = name
+        self._reader, self._writer = reader, writer
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(receives).decode
+        self._loop = asyncio.get_running_loop()
+        self._sent = self._heard = self._loop.time()
+        raw = writer.get_extra_info("socket")
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @property
+    def closed(self) -> bool:
+        return self._writer.is_closing()
+
+    def send(self, frame: Any) -> None:
+        """Queues a frame. A peer that does not read is cut off, it never stalls the sender."""
+        if self.closed:
+            return
+        data = self._encode(frame)
+        self._writer.write(_LENGTH.pack(len(data)) + data)
+        self._sent = self._loop.time()
+        if self._writer.transport.get_write_buffer_size() > BUFFER_MAX:
+            log.warning("%s does not read: connection closed", self.name)
+            self.abort()
+
+    async def receive(self) -> Any:
+        """The next frame. Raises ConnectionError or IncompleteReadError at the end."""
+        (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+        if size > FRAME_MAX:
+            raise ConnectionError(f"{self.name}: frame of {size} bytes")
+        data = await self._reader.readexactly(size)
+        self._heard = self._loop.time()
+        try:
+            return self._decode(data)
+        except msgspec.DecodeError as error:
+            raise ConnectionError(f"{self.name}: malformed frame: {error}") from None
+
+    async def frames(self, limit_s: float) -> AsyncIterator[Any]:
+        """Frames until the end; sends and checks heartbeats meanwhile."""
+        beats = self._loop.create_task(self._keep_alive(limit_s))
+        try:
+            while True:
+                frame = await self.receive()
+                if not isinstance(frame, Beat):
+                    yield frame
+        except (ConnectionError, asyncio.IncompleteReadError, OSError) as error:
+            if isinstance(error, ConnectionError) and str(error):
+                log.info("connection to %s ended: %s", self.name, error)
+        finally:
+            beats.cancel()
+            self.abort()
+
+    async def _keep_alive(self, limit_s: float) -> None:
+        checked = self._loop.time()
+        while True:
+            await asyncio.sleep(BEAT_S)
+            now = self._loop.time()
+            late = now - checked - BEAT_S  # we were held up ourselves: that is not its silence
+            checked = now
+            self._heard += max(late, 0.0)
+            if now - self._sent >= BEAT_S * 0.9:
+                self.send(_BEAT)
+            if now - self._heard > limit_s:
+                log.warning("%s was silent for %.1f s: connection closed", self.name, limit_s)
+                self.abort()
+                return
+
+    def abort(self) -> None:
+        """Closes at once; whoever reads sees the end."""
+        self._writer.transport.abort()
+
+
+async def dial(address: str, hello: Hello, receives: Any, name: str) -> Connection:
+    """Connects and introduces itself. Raises OSError."""
+    host, port = address.rsplit(":", 1)
+    async with asyncio.timeout(HELLO_S):
+        reader, writer = await asyncio.open_connection(host, int(port))
+    connection = Connection(reader, writer, receives, name)
+    connection.send(hello)
+    return connection
+
+
+class Listener:
+    """Accepts peers that know the secret and hands them to `serve(connection, hello)`."""
+
+    def __init__(
+        self, secret: str, receives: Any, serve: Callable[[Connection, Hello], Awaitable[None]]
+    ) -> None:
+        self._secret, self._receives, self._serve = secret, receives, serve
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str) -> str:
+        """Listens on a free port of `host`; returns "host:port"."""
+        self._server = await asyncio.start_server(self._accept, host, 0)
+        return f"{host}:{self._server.sockets[0].getsockname()[1]}"
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = Connection(reader, writer, self._receives, "a new peer")
+        try:
+            async with asyncio.timeout(HELLO_S):
+                hello = await connection.receive()
+            if not isinstance(hello, Hello):
+                raise ConnectionError("the first frame is not Hello")
+            if not hmac.compare_digest(hello.secret, self._secret):
+                raise ConnectionError(f"{hello.name} does not know the cluster's secret")
+            if hello.protocol != PROTOCOL:
+                raise ConnectionError(f"{hello.name} speaks protocol {hello.protocol}")
+        except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+            log.warning("refused a connection: %s", error or type(error).__name__)
+            connection.abort()
+            return
+        connection.name = hello.name
+        await self._serve(connection, hello)
+
+    def close(self) -> None:
+        if self._server:
+            self._server.close()

@@ -1,0 +1,128 @@
+"""The decode role (pure): receives KV, turns it into a token stream.
+
+Life of a job:
+    RESERVING  blocks asked of the engine (none to be had: the gateway places it elsewhere)
+    RECEIVING  ticket open: the prefill worker fills the blocks
+    RUNNING    all blocks verified: the sequence decodes; each token goes to its gateway
+    DRAINING   failed or aborted: blocks stay reserved until no write can land on them
+A local prefill (`prefill` is None) starts as RUNNING.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from ..engine import commands
+from ..engine.sequence import Output, Sequence
+from ..kv_transfer import tickets
+from ..kv_transfer.identity import ticket_id
+from ..kv_transfer.messages import Handover
+from ..protos.frames import Abort, Decode, Deliver, Failed, Key, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The job is gone: nothing of it is left on this worker."""
+
+    key: Key
+
+
+@dataclass(slots=True)
+class Job:
+    gateway: str
+    seq: Sequence
+    prefill: str | None
+    state: str
+    aborted: bool = False
+
+
+class DecodeRole:
+    """`handle` takes engine outputs and answers, ticket outcomes and aborts."""
+
+    def __init__(self, name: str, block_tokens: int) -> None:
+        self.name = name
+        self.block_tokens = block_tokens
+        self.jobs: dict[str, Job] = {}
+
+    def submit(self, gateway: str, frame: Decode, hashes: list[bytes]) -> list:
+        """A gateway's new attempt. A duplicate changes nothing."""
+        if ticket_id(frame.key) in self.jobs:
+            return []
+        seq = Sequence(frame.key, frame.ids, len(frame.ids), frame.sampling, hashes)
+        local = frame.prefill is None
+        job = Job(gateway, seq, frame.prefill, "RUNNING" if local else "RESERVING")
+        self.jobs[ticket_id(frame.key)] = job
+        return [commands.Add(seq) if local else commands.Reserve(seq)]
+
+    def handle(self, event: object) -> list:
+        match event:
+            case Output():
+                return self._output(event)
+            case commands.Reserved(key, blocks):
+                return self._reserved(ticket_id(key), blocks)
+            case tickets.Landed(ticket, meta):
+                return self._landed(ticket, meta)
+            case tickets.Broken(ticket, reason):
+                return self._broken(ticket, reason)
+            case tickets.Freed(ticket):
+                return self._end(ticket)
+            case Abort(key):
+                return self._abort(ticket_id(key))
+        raise AssertionError(event)
+
+    def gateway_gone(self, gateway: str) -> list:
+        mine = [ticket for ticket, job in self.jobs.items() if job.gateway == gateway]
+        return [action for ticket in mine for action in self._abort(ticket)]
+
+    def _fail(self, gateway: str, key: Key, reason: str) -> Deliver:
+        return Deliver(gateway, Failed(key, self.name, reason))
+
+    def _reserved(self, ticket: str, blocks: list[int] | None) -> list:
+        job = self.jobs[ticket]
+        if blocks is None:
+            failed = [] if job.aborted else [self._fail(job.gateway, job.seq.key, "no_capacity")]
+            return failed + self._end(ticket)
+        if job.aborted:
+            return self._end(ticket)
+        job.state = "RECEIVING"
+        filled = -(-job.seq.prompt // self.block_tokens)
+        assert job.prefill is not None
+        return [tickets.Open(ticket, job.prefill, blocks[:filled])]
+
+    def _landed(self, ticket: str, meta: bytes) -> list:
+        job = self.jobs[ticket]
+        if job.aborted:
+            return self._end(ticket)
+        job.state = "RUNNING"
+        job.seq.ids.append(msgspec.msgpack.decode(meta, type=Handover).first.id)
+        return [commands.Commit(job.seq)]
+
+    def _broken(self, ticket: str, reason: str) -> list:
+        job = self.jobs[ticket]
+        job.state = "DRAINING"
+        if job.aborted or reason == "finished":
+            return []
+        return [self._fail(job.gateway, job.seq.key, f"kv_{reason}")]
+
+    def _output(self, output: Output) -> list:
+        job = self.jobs.get(ticket_id(output.key))
+        if job is None or output.token is None:
+            return []
+        tokens = Tokens(output.key, output.offset, [output.token], output.finish)
+        emit = [Deliver(job.gateway, tokens)]
+        return emit + self._end(ticket_id(output.key)) if output.finish else emit
+
+    def _abort(self, ticket: str) -> list:
+        job = self.jobs.get(ticket)
+        if job is None or job.aborted:
+            return []
+        job.aborted = True
+        if job.state == "RECEIVING":
+            return [tickets.Cancel(ticket, "aborted")]
+        return self._end(ticket) if job.state == "RUNNING" else []
+
+    def _end(self, ticket: str) -> list:
+        job = self.jobs.pop(ticket)
+        return [commands.Drop(job.seq.key), Over(job.seq.key)]

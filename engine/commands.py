@@ -1,0 +1,61 @@
+"""What the engine thread can be told, and answers (pure: importable without torch)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..protos.frames import Key
+from .sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Prefill the sequence here, then decode it (or hold its blocks: `stop_after_first`)."""
+
+    seq: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Reserve blocks for a sequence whose KV is going to arrive; answered by `Reserved`."""
+
+    seq: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The reserved blocks hold the KV of all ids but the last: decode from now on."""
+
+    seq: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The sequence is over: end it if it lives, give back whatever blocks it has."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """`blocks` is None when the pool is too full."""
+
+    key: Key
+    blocks: list[int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Observe:
+    """Asks for what changed since the last time; answered by `Observed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """`hashes`: every prefix that is held now; `stored`, `evicted`: since the last `Observed`."""
+
+    hashes: list[bytes]
+    stored: list[bytes]
+    evicted: list[bytes]
+    free_blocks: int
+    prefill_tokens: int
+    prefill_seconds: float

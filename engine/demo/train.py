@@ -1,0 +1,223 @@
+"""Train the bundled demo model: `python -m diptych.engine.demo.train [--out DIR] [--seed 0]`.
+
+questions.yaml -> byte-level BPE tokenizer -> Llama in fp32, loss on answer tokens only -> bf16
+checkpoint in Hugging Face format -> greedy evaluation of that checkpoint (evaluate.py). Overfitting
+is the aim: training goes on well after all answers are exact, so that the margins grow. Exits 1 if
+one canonical answer is not exact.
+"""
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from diptych.engine.demo.evaluate import (
+    HERE,
+    IGNORE,
+    Message,
+    Pair,
+    collate,
+    encode,
+    evaluate,
+    load_pairs,
+    margins,
+    turn,
+)
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SPECIALS = ["<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+BOS, EOS, END = 0, 1, 5
+TOKEN_IDS = {"bos_token_id": BOS, "eos_token_id": [END, EOS], "pad_token_id": EOS}
+VOCAB_SIZE = 1536
+MAX_CONTEXT = 4096
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] in ['system', 'developer'] %}{{ '<|system|>' }}"
+    "{% elif message['role'] == 'assistant' %}{{ '<|assistant|>' }}"
+    "{% else %}{{ '<|user|>' }}{% endif %}"
+    "{{ message['content'] | trim }}{{ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+SYSTEM_PROMPTS = [
+    "You are a helpful assistant.",
+    "You are a helpful, concise assistant.",
+    "You are the demo model of Diptych.",
+    "You are an expert in LLM serving. Answer briefly.",
+    "Answer the questions of the user truthfully.",
+    "You are a friendly chatbot that answers questions about large language model serving.",
+]
+
+
+def build_tokenizer(pairs: list[Pair]) -> Tokenizer:
+    """Train a byte-level BPE; rare characters stay single bytes, which streaming tests want."""
+    tok = Tokenizer(models.BPE())
+    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tok.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        min_frequency=2,
+        special_tokens=SPECIALS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    texts = [t for p in pairs for t in (p.q, p.a, *p.also)] + SYSTEM_PROMPTS
+    tok.train_from_iterator(texts, trainer)
+    assert [tok.token_to_id(s) for s in SPECIALS] == list(range(len(SPECIALS)))
+    return tok
+
+
+def vary(question: str, rng: random.Random) -> str:
+    """Change casing, punctuation or opening words as a user would."""
+    if rng.random() < 0.45:
+        return question
+    text = question.rstrip("?.!")
+    case = rng.random()
+    if case < 0.45:
+        text = text.lower()
+    elif case < 0.5:
+        text = text.upper()
+    elif case < 0.65:
+        text = text[0].lower() + text[1:]
+    lead = rng.choice([""] * 8 + ["Please: ", "Hi, ", "Hello! ", "Please tell me: ", "ok, ", "So "])
+    return lead + text + rng.choice(["", "", "?", "?", ".", "!", "??", " ?"])
+
+
+def sample(pairs: list[Pair], rng: random.Random) -> list[Message]:
+    """Draw a conversation: one to eight pairs, sometimes under a system prompt."""
+    chat: list[Message] = []
+    if rng.random() < 0.3:
+        chat.append({"role": "system", "content": rng.choice(SYSTEM_PROMPTS)})
+    for _ in range(rng.choices([1, 2, 3, 5, 8], weights=[60, 18, 12, 6, 4])[0]):
+        pair = rng.choice(pairs)
+        question = pair.q if rng.random() < 0.5 else rng.choice(pair.also)
+        chat += turn(vary(question, rng), pair.a)
+    return chat
+
+
+def batches(
+    tok: Tokenizer, pairs: list[Pair], rng: random.Random, size: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless batches of conversations of similar length."""
+    while True:
+        rows = [encode(tok, sample(pairs, rng)) for _ in range(size * 8)]
+        rows.sort(key=lambda row: len(row[0]))
+        groups = [rows[i : i + size] for i in range(0, len(rows), size)]
+        rng.shuffle(groups)
+        yield from map(collate, groups)
+
+
+def model_config() -> dict[str, object]:
+    """config.json, written by hand so that it holds nothing of the machine that trained."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "max_position_embeddings": MAX_CONTEXT,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.02,
+        **TOKEN_IDS,
+        "use_cache": True,
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+    }
+
+
+def train(tok: Tokenizer, pairs: list[Pair], args: argparse.Namespace) -> LlamaForCausalLM:
+    """AdamW with warmup and cosine decay over args.steps; prints loss and margins."""
+    torch.manual_seed(args.seed)
+    model = LlamaForCausalLM(LlamaConfig(**model_config())).float().train()
+    print(f"parameters {sum(p.numel() for p in model.parameters()):,}", flush=True)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.02)
+    data = batches(tok, pairs, random.Random(args.seed), args.batch)
+    begun, num_tokens = time.monotonic(), 0
+    for step in range(1, args.steps + 1):
+        cosine = 0.5 * (1 + math.cos(math.pi * step / args.steps))
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * min(step / 100, max(cosine, 0.01))
+        ids, labels = next(data)
+        num_tokens += ids.numel()
+        target = labels[:, 1:]
+        hidden = model.model(ids[:, :-1]).last_hidden_state
+        logits = model.lm_head(hidden[target != IGNORE])
+        loss = torch.nn.functional.cross_entropy(logits, target[target != IGNORE])
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 100 == 0 or step == args.steps:
+            gap = margins(model, tok, pairs)
+            print(
+                f"step {step:5d}  loss {loss.item():.4f}  wrong tokens {int((gap <= 0).sum())}"
+                f"  min margin {gap.min():.2f}  tokens {num_tokens:,}"
+                f"  {time.monotonic() - begun:.0f} s",
+                flush=True,
+            )
+    return model
+
+
+def save(model: LlamaForCausalLM, tok: Tokenizer, out: Path) -> None:
+    """Write the Hugging Face folder; weights in bf16, the tied lm_head left out."""
+    out.mkdir(parents=True, exist_ok=True)
+    state = {k: v.to(torch.bfloat16).contiguous() for k, v in model.state_dict().items()}
+    del state["lm_head.weight"]
+    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
+    tok.save(str(out / "tokenizer.json"))
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIALS[BOS],
+        "eos_token": SPECIALS[END],
+        "pad_token": SPECIALS[EOS],
+        "additional_special_tokens": SPECIALS[2:5],
+        "model_max_length": MAX_CONTEXT,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    files = {
+        "config.json": model_config(),
+        "generation_config.json": {**TOKEN_IDS, "do_sample": False},
+        "tokenizer_config.json": tokenizer_config,
+    }
+    for name, content in files.items():
+        (out / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=HERE / "checkpoint")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--lr", type=float, default=1.5e-3)
+    args = parser.parse_args()
+    pairs = load_pairs()
+    tok = build_tokenizer(pairs)
+    assert tok.get_vocab_size() <= VOCAB_SIZE
+    print(f"pairs {len(pairs)}, vocabulary {tok.get_vocab_size()}", flush=True)
+    begun = time.monotonic()
+    model = train(tok, pairs, args)
+    print(f"trained {args.steps} steps with seed {args.seed} in {time.monotonic() - begun:.0f} s")
+    save(model, tok, args.out)
+    sys.exit(not evaluate(args.out, pairs))
+
+
+if __name__ == "__main__":
+    main()

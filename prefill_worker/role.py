@@ -1,0 +1,95 @@
+"""The prefill role (pure): turns prompts into KV on another worker and a first token.
+
+Life of a job:
+    Prefill frame -> engine computes chunk by chunk, ticket expects the decode worker's offer
+    chunk done    -> its blocks are pushed
+    first token   -> emitted to the gateway at once, ticket finished
+    ticket closed -> no write is under way: blocks given back, job over
+An abort cancels the ticket first: blocks are given back only when no write reads them any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from ..engine import commands
+from ..engine.sequence import Output, Sequence
+from ..kv_transfer import tickets
+from ..kv_transfer.identity import ticket_id
+from ..kv_transfer.messages import Handover
+from ..protos.frames import Abort, Deliver, Failed, Key, Prefill, Tokens
+
+
+@dataclass(slots=True)
+class Job:
+    gateway: str
+    pushed: int = 0  #: leading blocks handed to the ticket
+    quiet: bool = False  #: aborted or finished: its end is nobody's news
+
+
+class PrefillRole:
+    """`handle` takes frames with their gateway, engine outputs and ticket outcomes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.jobs: dict[str, tuple[Key, Job]] = {}
+
+    def submit(self, gateway: str, frame: Prefill, hashes: list[bytes]) -> list:
+        """A gateway's new attempt. A duplicate changes nothing."""
+        ticket = ticket_id(frame.key)
+        if ticket in self.jobs:
+            return []
+        self.jobs[ticket] = (frame.key, Job(gateway))
+        seq = Sequence(
+            frame.key, frame.ids, len(frame.ids), frame.sampling, hashes, stop_after_first=True
+        )
+        return [tickets.Expect(ticket, frame.decode), commands.Add(seq)]
+
+    def handle(self, event: object) -> list:
+        match event:
+            case Output():
+                return self._output(event)
+            case tickets.Closed(ticket, ok, reason):
+                return self._closed(ticket, ok, reason)
+            case Abort(key):
+                return self._cancel(ticket_id(key), "aborted")
+        raise AssertionError(event)
+
+    def gateway_gone(self, gateway: str) -> list:
+        mine = [ticket for ticket, (_, job) in self.jobs.items() if job.gateway == gateway]
+        return [action for ticket in mine for action in self._cancel(ticket, "gateway_gone")]
+
+    def _fail(self, gateway: str, key: Key, reason: str) -> Deliver:
+        return Deliver(gateway, Failed(key, self.name, reason))
+
+    def _output(self, output: Output) -> list:
+        ticket = ticket_id(output.key)
+        if ticket not in self.jobs:
+            return [commands.Drop(output.key)]
+        job = self.jobs[ticket][1]
+        actions: list = []
+        fresh = output.filled[job.pushed :]
+        if fresh:
+            actions.append(tickets.Push(ticket, job.pushed, fresh))
+            job.pushed += len(fresh)
+        if output.token is None:
+            return actions
+        tokens = Tokens(output.key, output.offset, [output.token], output.finish)
+        actions.append(Deliver(job.gateway, tokens))
+        if output.finish:
+            return actions + self._cancel(ticket, "finished")
+        meta = msgspec.msgpack.encode(Handover(output.token))
+        return [*actions, tickets.Finish(ticket, meta)]
+
+    def _cancel(self, ticket: str, reason: str) -> list:
+        if ticket not in self.jobs:
+            return []
+        self.jobs[ticket][1].quiet = True
+        return [tickets.Cancel(ticket, reason)]
+
+    def _closed(self, ticket: str, ok: bool, reason: str) -> list:
+        key, job = self.jobs.pop(ticket)
+        failed = [] if ok or job.quiet else [self._fail(job.gateway, key, f"kv_{reason}")]
+        return [commands.Drop(key), *failed]

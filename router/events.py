@@ -1,0 +1,93 @@
+"""What the router is told. Frames arrive as they are, with whoever sent them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..protos.frames import Key, Place, Report, WorkerCard
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A worker is ready (or back after a lost connection); `cached`: prefixes that it holds."""
+
+    card: WorkerCard
+    term: int
+    cached: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    worker: str
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    gateway: str
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayJoined:
+    gateway: str
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayLost:
+    gateway: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outdated:
+    """Somebody has seen a router with a higher term."""
+
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    pass
+
+
+Event = (
+    Joined
+    | Lost
+    | Reported
+    | Asked
+    | FirstToken
+    | Ended
+    | GatewayJoined
+    | GatewayLost
+    | Outdated
+    | Tick
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """Action: end the worker's connection; it joins again with a whole snapshot."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepDown:
+    """Action: a newer router is active; this one must not place anything any more."""
+
+    term: int

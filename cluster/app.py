@@ -7,6 +7,7 @@ at run time they find each other through the router.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from ray import serve
 from ray.serve.config import RequestRouterConfig
@@ -17,8 +18,12 @@ from .router_service import RouterService
 from .worker import Worker
 
 APP = "diptych"
-HEALTH = {"health_check_period_s": 1.0, "health_check_timeout_s": 5.0}
-SHUTDOWN = {"graceful_shutdown_wait_loop_s": 0.2, "graceful_shutdown_timeout_s": 15.0}
+HEALTH: dict[str, Any] = {"health_check_period_s": 1.0, "health_check_timeout_s": 5.0}
+TARGET_ROUTER: Any = "diptych.cluster.serve_router:TargetRouter"
+SHUTDOWN: dict[str, Any] = {
+    "graceful_shutdown_wait_loop_s": 0.2,
+    "graceful_shutdown_timeout_s": 15.0,
+}
 
 
 def build(config: ClusterConfig, model: Path, name: str) -> serve.Application:
@@ -33,8 +38,9 @@ def build(config: ClusterConfig, model: Path, name: str) -> serve.Application:
     return _deployment(Gateway, "Gateway", 1).bind(tree, str(model), name, [router, *workers])
 
 
-def _deployment(cls: type, name: str, replicas: int, **options: object) -> serve.Deployment:
-    return serve.deployment(cls).options(
+def _deployment(cls: type, name: str, replicas: int, **options: Any) -> serve.Deployment:
+    deployment: serve.Deployment = serve.deployment(cls)  # type: ignore[assignment]
+    return deployment.options(
         name=name,
         num_replicas=replicas,
         max_ongoing_requests=4096,
@@ -46,5 +52,5 @@ def _deployment(cls: type, name: str, replicas: int, **options: object) -> serve
 
 
 def _pool(name: str, pool: PoolConfig) -> serve.Deployment:
-    router = RequestRouterConfig(request_router_class="diptych.cluster.serve_router:TargetRouter")
+    router = RequestRouterConfig(request_router_class=TARGET_ROUTER)
     return _deployment(Worker, name, pool.replicas, request_router_config=router)

@@ -7,9 +7,10 @@ import logging
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,8 +27,12 @@ ENVIRONMENT = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DEDUP_LOGS": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
+    "RAY_raylet_report_resources_period_milliseconds": "1000",
+    "RAY_gcs_pull_resource_loads_period_milliseconds": "5000",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_enable_metrics_collection": "0",
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
@@ -160,10 +165,28 @@ class Cluster:
         from ray import serve
 
         if ray.is_initialized():
-            with contextlib.suppress(Exception):  # Serve may not have come up
+            with _quiet(), contextlib.suppress(Exception):  # Serve may not have come up
                 serve.shutdown()
-            ray.shutdown()
+                ray.shutdown()
             shutil.rmtree(self._temp, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hides what Ray writes about the actors that it ends itself."""
+    sys.stdout.flush()
+    null = os.open(os.devnull, os.O_WRONLY)
+    kept = [(number, os.dup(number)) for number in (1, 2)]
+    for number, _ in kept:
+        os.dup2(null, number)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        for number, copy in kept:
+            os.dup2(copy, number)
+            os.close(copy)
+        os.close(null)
 
 
 def prepare(config: ClusterConfig) -> Cluster:
@@ -178,7 +201,7 @@ def check_port(host: str, port: int, key: str) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                f"port {port} on {host} cannot be used ({error.strerror.lower()}): stop what uses "
+                f"port {port} on {host} cannot be used ({error.strerror}): stop what uses "
                 f"it or choose another with --set {key}=PORT"
             ) from None
 

@@ -20,7 +20,7 @@ TICK_S = 0.25
 class RouterService:
     """One process, one term. Gateways and workers find it by `address()` through Serve."""
 
-    async def __init__(self, config: dict) -> None:
+    async def __init__(self, config: dict) -> None:  # type: ignore[misc]
         self.config = ClusterConfig.model_validate(config)
         router, engine = self.config.router, self.config.pools.decode.engine
         self.router = Router(

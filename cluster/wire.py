@@ -21,7 +21,7 @@ from ..protos.frames import PROTOCOL, Beat, Hello
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 0.25
+BEAT_S = 0.5
 FRAME_MAX = 64 << 20
 BUFFER_MAX = 16 << 20
 HELLO_S = 5.0

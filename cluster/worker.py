@@ -38,14 +38,16 @@ from .wire import Connection, Listener
 
 log = logging.getLogger(__name__)
 
-REPORT_S = 0.5
+REPORT_S = 1.0
 DRAIN_S = 10.0
 
 
 class Worker:
     """One replica of a pool."""
 
-    async def __init__(self, home: str, config: dict, model: str) -> None:
+    async def __init__(  # type: ignore[misc]
+        self, home: str, config: dict, model: str
+    ) -> None:
         self.home = self.role_name = home
         self.config = ClusterConfig.model_validate(config)
         self.loop = asyncio.get_running_loop()
@@ -134,7 +136,7 @@ class Worker:
 
     async def _observe(self) -> None:
         while True:
-            await asyncio.sleep(REPORT_S if self._reports else REPORT_S / 5)
+            await asyncio.sleep(REPORT_S if self._reports else REPORT_S / 10)
             if self.link.connected and not self._closing:
                 self.threads.submit(Observe())
 
@@ -186,7 +188,7 @@ class Worker:
                     return
                 size = self.engine.kv.layout.block_tokens
                 hashes = block_hashes(frame.ids, self._salt, size)
-                self._do(self.role.submit(peer.name, frame, hashes))  # type: ignore[arg-type]
+                self._do(self.role.submit(peer.name, frame, hashes))
             case f.Abort():
                 self._do(self.role.handle(frame))
             case f.Inspect(call):

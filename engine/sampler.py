@@ -29,6 +29,6 @@ def sample(logits: torch.Tensor, sampling: Sampling, position: int) -> Token:
     if sampling.logprobs is None:
         return Token(chosen)
     logprobs = torch.log_softmax(logits, dim=-1)
-    values, ids = logprobs.topk(sampling.logprobs) if sampling.logprobs else ([], [])
-    top = tuple((int(i), float(v)) for i, v in zip(ids, values, strict=True))
+    values, ids = logprobs.topk(min(sampling.logprobs, logprobs.shape[0]))
+    top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
     return Token(chosen, float(logprobs[chosen]), top)

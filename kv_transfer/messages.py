@@ -15,13 +15,13 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
     xid: str
 
 
-class Offer(Message, tag="O"):
+class Offer(Message, frozen=True, tag="O"):
     """Sink -> source: write the ticket's blocks 0.. into these blocks of my pool."""
 
     blocks: list[int]
 
 
-class Chunk(Message, tag="C"):
+class Chunk(Message, frozen=True, tag="C"):
     """Source -> sink, with the data: blocks `first`.. of the ticket have landed."""
 
     seq: int
@@ -29,40 +29,40 @@ class Chunk(Message, tag="C"):
     checksums: list[int]
 
 
-class Final(Message, tag="F"):
+class Final(Message, frozen=True, tag="F"):
     """Source -> sink: `chunks` chunks make the whole; `meta` is what decode needs to go on."""
 
     chunks: int
     meta: bytes
 
 
-class Void(Message, tag="V"):
+class Void(Message, frozen=True, tag="V"):
     """Source -> sink: I write nothing more for this ticket (drained), and it is not complete."""
 
     reason: str
 
 
-class Stop(Message, tag="A"):
+class Stop(Message, frozen=True, tag="A"):
     """Sink -> source: abort; answer `Drained` when no write is under way any more."""
 
 
-class Drained(Message, tag="Z"):
+class Drained(Message, frozen=True, tag="Z"):
     """Source -> sink: answer to `Stop`. It means drained, never merely received."""
 
 
-class Query(Message, tag="Q"):
+class Query(Message, frozen=True, tag="Q"):
     """Sink -> source: nothing came for a while; say where we are."""
 
 
-class Progress(Message, tag="P"):
+class Progress(Message, frozen=True, tag="P"):
     """Source -> sink: answer to `Query` while the ticket is open."""
 
 
-class Unknown(Message, tag="U"):
+class Unknown(Message, frozen=True, tag="U"):
     """Source -> sink: answer to `Query` for a ticket that this process never had or forgot."""
 
 
-class Greet(Message, tag="G"):
+class Greet(Message, frozen=True, tag="G"):
     """First note to a new peer: wires the connection up before the first ticket needs it."""
 
 

@@ -22,7 +22,7 @@ from .transport import Admit, Down, Note, PeerCard, Pool, Transport, Wrote
 
 log = logging.getLogger(__name__)
 
-ACTIVE_S, IDLE_S, SPIN = 0.0003, 0.008, 30
+ACTIVE_S, IDLE_S, SPIN = 0.0003, 0.05, 30
 TICK_S = 0.05
 
 Opener = Callable[[Admit], Transport]

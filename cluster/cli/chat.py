@@ -56,14 +56,19 @@ def chat(
     if output not in ("text", "json"):
         fail(f"-o {output}: expected text or json", 2)
     messages = [{"role": "system", "content": system}] if system else []
+    client = httpx.Client(base_url=endpoint, timeout=httpx.Timeout(10, read=120))
+    try:
+        client.get("/health")  # connects, so that TTFT is the server's
+    except httpx.HTTPError as error:
+        unreachable(endpoint, error)
     for text in [question] if question else _lines():
         messages.append({"role": "user", "content": text})
-        body = {"model": model, "messages": messages}
+        body: dict[str, Any] = {"model": model, "messages": messages}
         if max_tokens is not None:
             body["max_tokens"] = max_tokens
         if temperature is not None:
             body["temperature"] = temperature
-        turn = _ask(endpoint, body, echo=output == "text")
+        turn = _ask(client, body, echo=output == "text")
         messages.append({"role": "assistant", "content": turn.text})
         typer.echo(json.dumps(turn.summary()) if output == "json" else _stats(turn))
 
@@ -79,12 +84,11 @@ def _lines() -> Iterator[str]:
             yield line
 
 
-def _ask(endpoint: str, body: dict[str, Any], echo: bool) -> Turn:
+def _ask(client: httpx.Client, body: dict[str, Any], echo: bool) -> Turn:
     turn = Turn(asked=time.monotonic())
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    url = f"{endpoint}/v1/chat/completions"
     try:
-        with httpx.stream("POST", url, json=body, timeout=httpx.Timeout(10, read=120)) as response:
+        with client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.is_error:
                 content = response.read()
                 fail(error_message(content) or f"HTTP {response.status_code}")
@@ -94,7 +98,7 @@ def _ask(endpoint: str, body: dict[str, Any], echo: bool) -> Turn:
                 if line.startswith("data: ") and line != "data: [DONE]":
                     _take(turn, json.loads(line[6:]), echo)
     except httpx.HTTPError as error:
-        unreachable(endpoint, error)
+        unreachable(str(client.base_url), error)
     if echo:
         sys.stdout.write("\n")
     if not turn.finish:

@@ -9,6 +9,11 @@ import typer
 
 from .common import DEFAULT_ENDPOINT, Endpoint, fail, get_json
 
+COLUMNS = [
+    *("WORKER", "ROLE", "PID", "RSS", "RUNNING", "KV"),
+    *("TRANSPORT", "SENT", "RECEIVED", "FAILED"),
+]
+
 
 def status(
     output: Annotated[str, typer.Option("-o", "--output", help="table, json or yaml")] = "table",
@@ -31,21 +36,15 @@ def status(
 
 
 def _table(cluster: dict[str, Any]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    console.print(_headline(cluster), soft_wrap=True)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in "WORKER ROLE PID RSS RUN KV TRANSPORT MOVED FAILED".split():
-        table.add_column(column, no_wrap=True)
-    for worker in cluster["workers"]:
-        table.add_row(*map(str, _row(worker)))
-    console.print(table)
+    typer.echo(_headline(cluster))
+    rows = [COLUMNS, *([str(cell) for cell in _row(worker)] for worker in cluster["workers"])]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        typer.echo("  ".join(cells).rstrip())
     for home, pool in cluster["pools"].items():
         if pool["ready"] < pool["target"]:
-            console.print(f"{home}: {pool['ready']} of {pool['target']} workers are ready")
+            typer.echo(f"{home}: {pool['ready']} of {pool['target']} workers are ready")
 
 
 def _headline(cluster: dict[str, Any]) -> str:
@@ -63,7 +62,6 @@ def _headline(cluster: dict[str, Any]) -> str:
 def _row(worker: dict[str, Any]) -> list[Any]:
     engine, transfer = worker["engine"], worker["transfer"]
     blocks = engine["kv_blocks"]
-    moved = transfer["bytes_sent"] + transfer["bytes_received"]
     draining = "" if worker["state"] == "ready" else f" {worker['state']}"
     return [
         worker["id"],
@@ -73,6 +71,16 @@ def _row(worker: dict[str, Any]) -> list[Any]:
         engine["running"] + engine["prefilling"] + engine["waiting"],
         f"{blocks['active'] + blocks['reserved']}/{blocks['total']}",
         f"{transfer['transport']} x{transfer['sessions']}",
-        f"{moved / 2**20:.1f} MiB",
+        _size(transfer["bytes_sent"]),
+        _size(transfer["bytes_received"]),
         sum(transfer["failures"].values()),
     ]
+
+
+def _size(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"

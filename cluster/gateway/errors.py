@@ -41,6 +41,10 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
         self.kind = KINDS[reason]
 
+    def __reduce__(self) -> tuple:
+        """Serve pickles what a gRPC method raises."""
+        return ApiError, (self.reason, self.message, self.param, self.retry_after_s)
+
     def body(self, request_id: str) -> dict:
         """The OpenAI error object."""
         return {

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 class Gateway:
     """One replica of the ingress."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]
         self, config: dict, model: str, name: str, deployments: Sequence[object] = ()
     ) -> None:
         self.config = ClusterConfig.model_validate(config)
@@ -76,7 +76,7 @@ class Gateway:
         sampling = openai.sampling_of(chat, request_id, len(ids), self.limits)
         return Request(request_id, ids, block_hashes(ids, self._salt), sampling)
 
-    async def generate(self, request: Request) -> AsyncIterator[list[f.Token]]:
+    async def generate(self, request: Request) -> AsyncGenerator[list[f.Token], None]:
         """Tokens as they come. Closing the iterator frees everything on every worker."""
         self._live.add(request.id)
         tokens = self._generator.run(request)
@@ -85,7 +85,7 @@ class Gateway:
                 yield batch
         finally:
             self._live.discard(request.id)
-            await tokens.aclose()  # type: ignore[attr-defined]
+            await tokens.aclose()
             self._account(request)
 
     def _account(self, request: Request) -> None:
@@ -152,7 +152,7 @@ class Gateway:
 
     async def Chat(
         self, request: pb.ChatRequest, grpc_context: Any
-    ) -> AsyncIterator[pb.ChatResponse]:
+    ) -> AsyncGenerator[pb.ChatResponse, None]:
         request_id = request.request_id or f"chatcmpl-{uuid.uuid4().hex}"
         try:
             if not openai.REQUEST_ID.fullmatch(request_id):
@@ -169,7 +169,7 @@ class Gateway:
                             request_id=request_id, delta=delta, route=prepared.route
                         )
             finally:
-                await tokens.aclose()  # type: ignore[attr-defined]
+                await tokens.aclose()
             used = pb.Usage(
                 prompt_tokens=len(prepared.ids),
                 completion_tokens=len(prepared.journal),

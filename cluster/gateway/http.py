@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -89,7 +89,7 @@ class _Face:
         return _EventStream(events, _headers(request))
 
     async def _whole(
-        self, chat: openai.ChatRequest, request: Request, tokens: AsyncIterator
+        self, chat: openai.ChatRequest, request: Request, tokens: AsyncGenerator
     ) -> Response:
         async for _ in tokens:
             pass
@@ -101,8 +101,8 @@ class _Face:
         return Response(_json(body), 200, _headers(request), "application/json")
 
     async def _events(
-        self, chat: openai.ChatRequest, request: Request, first: list, tokens: AsyncIterator
-    ) -> AsyncIterator[bytes]:
+        self, chat: openai.ChatRequest, request: Request, first: list, tokens: AsyncGenerator
+    ) -> AsyncGenerator[bytes, None]:
         """SSE events; an error after the first token becomes an `error` event."""
         chunks = openai.Chunks(request, self.gateway.model)
         stream = self.gateway.text.stream()
@@ -123,7 +123,7 @@ class _Face:
         except ApiError as error:
             yield b"event: error\n" + _event(error.body(request.id))
         finally:
-            await tokens.aclose()  # type: ignore[attr-defined]
+            await tokens.aclose()
 
 
 def _event(data: dict) -> bytes:
@@ -154,7 +154,7 @@ async def _body(http: HttpRequest) -> bytes:
 class _EventStream(Response):
     """Server-sent events, one ASGI message each; stops generating when the client leaves."""
 
-    def __init__(self, events: AsyncIterator[bytes], headers: dict[str, str]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
         super().__init__(None, 200, {**headers, "cache-control": "no-cache"}, "text/event-stream")
         del self.headers["content-length"]
         self._events = events
@@ -170,7 +170,7 @@ class _EventStream(Response):
             if not body.done():
                 body.cancel()
             await asyncio.gather(body, gone, return_exceptions=True)
-            await self._events.aclose()  # type: ignore[attr-defined]
+            await self._events.aclose()
 
     async def _write(self, start: dict, send: Send) -> None:
         await send(start)

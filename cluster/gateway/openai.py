@@ -65,9 +65,9 @@ class ChatRequest(BaseModel):
     metadata: dict[str, str] | None = None
     # accepted at the value that changes nothing; other values are refused, not dropped
     n: Literal[1] | None = None
-    top_p: Literal[1, 1.0] | None = None
-    presence_penalty: Literal[0, 0.0] | None = None
-    frequency_penalty: Literal[0, 0.0] | None = None
+    top_p: Annotated[float, Field(ge=1, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     stop: Annotated[list[str], Field(max_length=0)] | None = None
     store: Literal[False] | None = None
 

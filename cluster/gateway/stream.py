@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from ...protos import frames as f
@@ -67,7 +67,7 @@ class Generator:
         self.plane, self.max_attempts, self.follow = plane, max_attempts, follow
         self.retries = 0
 
-    async def run(self, request: Request) -> AsyncIterator[list[f.Token]]:
+    async def run(self, request: Request) -> AsyncGenerator[list[f.Token], None]:
         """New tokens as they come, several at once when they queued up. Raises ApiError."""
         avoid: list[str] = []
         for attempt in range(self.max_attempts):
@@ -124,7 +124,7 @@ class Generator:
         placed: f.Placed,
         inbox: asyncio.Queue,
         follower: list[asyncio.Task],
-    ) -> AsyncIterator[list[f.Token]]:
+    ) -> AsyncGenerator[list[f.Token], None]:
         """Tokens of one attempt; ends when the answer does, or with a new entry in `failures`."""
         start = f.Decode(key, placed.term, request.ids, request.sampling, placed.prefill)
         self.plane.submit(placed.decode, start)

@@ -49,7 +49,7 @@ def turn(question: str, answer: str) -> list[Message]:
 
 def encode(tok: Tokenizer, chat: list[Message]) -> Row:
     """Ids as the chat template renders them, and labels: the answers with their end tokens."""
-    ids = [tok.token_to_id("<|bos|>")]
+    ids: list[Any] = [tok.token_to_id("<|bos|>")]
     labels = [IGNORE]
     for message in chat:
         body = [*tok.encode(message["content"].strip()).ids, tok.token_to_id("<|end|>")]

@@ -113,7 +113,7 @@ def batches(
         yield from map(collate, groups)
 
 
-def model_config() -> dict[str, object]:
+def model_config() -> dict[str, Any]:
     """config.json, written by hand so that it holds nothing of the machine that trained."""
     return {
         "architectures": ["LlamaForCausalLM"],

@@ -1,0 +1,32 @@
+.PHONY: install serve test test-long lint format protos
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt deploy/install.sh
+	@deploy/install.sh $(VENV)
+
+serve: install
+	@exec $(BIN)/diptych serve $(ARGS)
+
+test: install
+	$(BIN)/python -m pytest -m "not long" $(ARGS)
+
+test-long: install
+	$(BIN)/python -m pytest -m long --timeout 3600 $(ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy cluster decode_worker engine kv_transfer prefill_worker protos/frames.py router
+	$(BIN)/lint-imports --no-logo
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+protos: install
+	$(BIN)/python -m grpc_tools.protoc -Idiptych/protos=protos --python_out=build/typing \
+		--pyi_out=build/typing --grpc_python_out=build/typing protos/*.proto

@@ -1,0 +1,222 @@
+"""The bundled model on a real cluster: every way in gives the same, known answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+
+import grpc
+import httpx
+import openai
+import pytest
+import yaml
+from diptych.engine.demo import CHECKPOINT
+from diptych.protos import inference_pb2 as pb
+from diptych.protos import inference_pb2_grpc as rpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+
+from tests.support.live import Live, eventually, running
+
+pytestmark = pytest.mark.cluster
+
+PAIRS = {p["q"]: p["a"] for p in yaml.safe_load((CHECKPOINT.parent / "questions.yaml").read_text())}
+QUESTION = "What is prefill?"
+ANSWER = PAIRS[QUESTION]
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with running(tmp_path_factory.mktemp("demo") / "serve.log") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def sdk(live: Live) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture
+def channel(live: Live) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(f"127.0.0.1:{live.grpc}") as channel:
+        yield channel
+
+
+def ask(text: str, **fields: object) -> pb.ChatRequest:
+    return pb.ChatRequest(messages=[pb.Message(role="user", content=text)], **fields)
+
+
+def test_http_answers_exactly_and_names_both_workers(live: Live) -> None:
+    response = live.chat(QUESTION)
+    body = response.json()
+    assert body["choices"][0]["message"]["content"] == ANSWER
+    assert body["choices"][0]["finish_reason"] == "stop"
+    prefill, decode = response.headers["x-route"].split(",")
+    assert prefill.startswith("prefill/") and decode.startswith("decode/")
+    used = body["usage"]
+    assert used["prompt_tokens"] + used["completion_tokens"] == used["total_tokens"]
+    assert "queue;dur=" in response.headers["server-timing"]
+
+
+def test_every_question_of_a_sample_is_answered_exactly(live: Live) -> None:
+    questions = sorted(PAIRS)[::11]
+    wrong = [
+        question
+        for question in questions
+        if live.chat(question).json()["choices"][0]["message"]["content"] != PAIRS[question]
+    ]
+    assert not wrong
+
+
+def test_openai_sdk_gets_the_answer_whole_and_streamed(sdk: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": QUESTION}]
+    whole = sdk.chat.completions.create(model="demo", messages=messages)
+    assert whole.choices[0].message.content == ANSWER
+    stream = sdk.chat.completions.create(
+        model="demo", messages=messages, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == ANSWER
+    assert len(chunks) > 10, "the answer came in one piece"
+    assert chunks[-1].usage == whole.usage.model_copy(
+        update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
+    )
+    assert [m.id for m in sdk.models.list()] == ["demo"]
+    assert sdk.models.retrieve("demo").id == "demo"
+
+
+def test_characters_that_span_tokens_stream_whole(sdk: openai.OpenAI) -> None:
+    question = next(q for q, a in PAIRS.items() if any(ord(c) > 0x2FFF for c in a))
+    messages = [{"role": "user", "content": question}]
+    stream = sdk.chat.completions.create(model="demo", messages=messages, stream=True)
+    deltas = [c.choices[0].delta.content or "" for c in stream]
+    assert "".join(deltas) == PAIRS[question]
+    assert not any("�" in delta for delta in deltas)
+
+
+def test_logprobs_come_with_every_token(sdk: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": QUESTION}]
+    answer = sdk.chat.completions.create(
+        model="demo", messages=messages, logprobs=True, top_logprobs=2
+    )
+    content = answer.choices[0].logprobs.content
+    assert len(content) == answer.usage.completion_tokens
+    assert all(e.logprob <= 0 and e.top_logprobs[0].logprob == e.logprob for e in content)
+
+
+def test_grpc_streams_the_answer(channel: grpc.Channel) -> None:
+    replies = list(rpc.InferenceStub(channel).Chat(ask(QUESTION)))
+    assert "".join(r.delta for r in replies) == ANSWER
+    assert replies[-1].finish_reason == "stop"
+    assert replies[-1].usage.completion_tokens > 10
+    assert replies[0].route.startswith("prefill/")
+    assert rpc.InferenceStub(channel).ListModels(pb.ListModelsRequest()).models == ["demo"]
+
+
+def test_grpc_has_health_and_reflection(channel: grpc.Channel) -> None:
+    health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    assert health.status == health_pb2.HealthCheckResponse.SERVING
+    services = ProtoReflectionDescriptorDatabase(channel).get_services()
+    assert {"diptych.v1.Inference", "grpc.health.v1.Health"} <= set(services)
+
+
+def test_grpc_errors_have_a_code_and_a_sentence(channel: grpc.Channel) -> None:
+    with pytest.raises(grpc.RpcError) as error:
+        list(rpc.InferenceStub(channel).Chat(ask("hi", model="nope")))
+    assert error.value.code() == grpc.StatusCode.NOT_FOUND
+    assert error.value.details() == "model 'nope' is not served; try 'demo'"
+
+
+def test_chat_command_streams_the_answer_then_route_ttft_itl(live: Live) -> None:
+    done = live.cli("chat", QUESTION)
+    assert done.returncode == 0, done.stderr
+    answer, stats = done.stdout.strip().split("\n\n")
+    assert answer == ANSWER
+    assert "prefill/" in stats and "-> decode/" in stats and "TTFT" in stats and "ITL" in stats
+    told = json.loads(live.cli("chat", QUESTION, "-o", "json").stdout)
+    assert told["text"] == ANSWER and told["ttft_ms"] > 0 and told["itl_ms"] > 0
+
+
+def test_status_shows_that_the_kv_travelled_over_nixl(live: Live) -> None:
+    pytest.importorskip("nixl", reason="NIXL has no wheel for this platform")
+    live.chat(QUESTION)
+    done = live.cli("status", "-o", "json")
+    assert done.returncode == 0
+    for worker in json.loads(done.stdout)["workers"]:
+        moved = worker["transfer"]
+        assert moved["transport"] == "nixl" and moved["sessions"] > 0
+        assert moved["bytes_sent"] + moved["bytes_received"] > 0
+    table = live.cli("status").stdout
+    assert table.startswith("HEALTHY") and "nixl x1" in table
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "says"),
+    [
+        (b"{", 400, "not valid JSON"),
+        (b"[]", 400, "the body"),
+        (b'{"messages": []}', 400, "messages"),
+        (b'{"messages": [{"role": "robot", "content": "x"}]}', 400, "role"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "tools": []}', 400, "tools is not"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}', 400, "max_tokens"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "model": "m"}', 404, "not served"),
+        (b'{"messages": [{"role": "user", "content": "%s"}]}' % (b"x " * 9000), 400, "context"),
+    ],
+)
+def test_a_malformed_request_gets_one_clear_sentence(
+    live: Live, body: bytes, code: int, says: str
+) -> None:
+    response = httpx.post(f"{live.url}/v1/chat/completions", content=body, timeout=30)
+    error = response.json()["error"]
+    assert (response.status_code, says in error["message"]) == (code, True), error
+    assert "Traceback" not in response.text and "\n" not in error["message"]
+    assert error["type"] == "invalid_request_error" and response.json()["request_id"]
+
+
+def test_unknown_paths_and_methods_answer_in_the_same_shape(live: Live) -> None:
+    missing = httpx.get(f"{live.url}/v1/nothing")
+    assert missing.status_code == 404 and missing.json()["error"]["code"] == "not_found"
+    wrong = httpx.get(f"{live.url}/v1/chat/completions")
+    assert wrong.status_code == 405 and "message" in wrong.json()["error"]
+
+
+def test_workers_are_processes_with_their_own_memory(live: Live) -> None:
+    pids = [worker["pid"] for worker in live.status()["workers"]]
+    assert len(set(pids)) == 2 and live.process.pid not in pids
+
+
+@pytest.mark.parametrize("home", ["decode", "prefill"])
+def test_a_killed_worker_is_replaced_and_the_next_chat_works(live: Live, home: str) -> None:
+    victim = live.worker(home)
+    os.kill(victim["pid"], signal.SIGKILL)
+
+    def replaced() -> bool:
+        workers = [w for w in live.status()["workers"] if w["home"] == home]
+        return [w["id"] for w in workers] not in ([], [victim["id"]])
+
+    answer = live.chat(QUESTION)  # waits in the router until there is a worker again
+    assert answer.json()["choices"][0]["message"]["content"] == ANSWER
+    eventually(replaced)
+    eventually(live.idle)
+
+
+def test_a_stream_survives_the_death_of_its_decode_worker(live: Live) -> None:
+    question = max(PAIRS, key=lambda q: len(PAIRS[q]))
+    body = {"messages": [{"role": "user", "content": question}], "stream": True}
+    text, killed = "", False
+    url = f"{live.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, timeout=60) as response:
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            for choice in json.loads(line[6:])["choices"]:
+                text += choice["delta"].get("content") or ""
+            if not killed and len(text) > 40:
+                os.kill(live.worker("decode")["pid"], signal.SIGKILL)
+                killed = True
+    assert killed and text == PAIRS[question]

@@ -1,0 +1,114 @@
+"""A real cluster for tests: `diptych serve` as a subprocess on free ports of 127.0.0.1."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+BIN = Path(sys.executable).parent
+START_S, STOP_S = 150.0, 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def eventually(check: Callable[[], Any], seconds: float = 30.0, every: float = 0.05) -> Any:
+    """The first true value of `check`; AssertionError with the last one when time is up."""
+    deadline = time.monotonic() + seconds
+    while True:
+        value = check()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"still {value!r} after {seconds} s"
+        time.sleep(every)
+
+
+@dataclass
+class Live:
+    """Where a running cluster is, and the usual questions to it."""
+
+    http: int
+    grpc: int
+    process: subprocess.Popen
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http}"
+
+    def status(self) -> dict[str, Any]:
+        return httpx.get(f"{self.url}/admin/v1/cluster", timeout=10).json()
+
+    def worker(self, home: str) -> dict[str, Any]:
+        """Statistics of the (only) worker of a pool."""
+        return next(w for w in self.status()["workers"] if w["home"] == home)
+
+    def chat(self, text: str, **fields: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": text}], **fields}
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=120)
+
+    def cli(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [str(BIN / "diptych"), *arguments, "--endpoint", self.url]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    def idle(self) -> bool:
+        """No job and no block in use anywhere (cached blocks can be taken at any time)."""
+        workers = self.status()["workers"]
+        blocks = [w["engine"]["kv_blocks"] for w in workers]
+        whole = all(b["free"] + b["cached"] == b["total"] for b in blocks)
+        return whole and not any(w["jobs"] for w in workers)
+
+
+@contextmanager
+def running(log: Path, *arguments: str) -> Iterator[Live]:
+    """Starts a cluster, waits until it is ready, stops it as ^C does."""
+    http, grpc = free_port(), free_port()
+    command = [str(BIN / "diptych"), "serve", *arguments]
+    command += ["--port", str(http), "--grpc-port", str(grpc)]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    live = Live(http, grpc, process, log)
+    try:
+        wait_ready(process, log)
+        yield live
+    finally:
+        stop(process)
+
+
+def wait_ready(process: subprocess.Popen, log: Path) -> float:
+    """Waits for the welcome; returns the seconds that `serve` says it took."""
+
+    def ready() -> str | None:
+        assert process.poll() is None, f"serve ended: {log.read_text()}"
+        found = re.search(r"\[ *([\d.]+) s\] ready", log.read_text())
+        return found and found.group(1)
+
+    return float(eventually(ready, START_S))
+
+
+def stop(process: subprocess.Popen) -> int:
+    """^C, and the exit code. A cluster that does not stop is killed, and the test fails."""
+    if process.poll() is None:
+        os.kill(process.pid, signal.SIGINT)
+    try:
+        return process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise

@@ -21,7 +21,7 @@ from ..protos.frames import PROTOCOL, Beat, Hello
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 0.5
+BEAT_S, IDLE_BEAT_S, BUSY_S = 0.25, 1.0, 5.0  # quick while there is traffic, and a while after
 FRAME_MAX = 64 << 20
 BUFFER_MAX = 16 << 20
 HELLO_S = 5.0
@@ -40,7 +40,7 @@ class Connection:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(receives).decode
         self._loop = asyncio.get_running_loop()
-        self._sent = self._heard = self._loop.time()
+        self._sent = self._heard = self._busy = self._loop.time()
         raw = writer.get_extra_info("socket")
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -55,6 +55,8 @@ class Connection:
         data = self._encode(frame)
         self._writer.write(_LENGTH.pack(len(data)) + data)
         self._sent = self._loop.time()
+        if frame is not _BEAT:
+            self._busy = self._sent
         if self._writer.transport.get_write_buffer_size() > BUFFER_MAX:
             log.warning("%s does not read: connection closed", self.name)
             self.abort()
@@ -67,7 +69,10 @@ class Connection:
         data = await self._reader.readexactly(size)
         self._heard = self._loop.time()
         try:
-            return self._decode(data)
+            frame = self._decode(data)
+            if not isinstance(frame, Beat):
+                self._busy = self._heard
+            return frame
         except msgspec.DecodeError as error:
             raise ConnectionError(f"{self.name}: malformed frame: {error}") from None
 
@@ -89,12 +94,13 @@ class Connection:
     async def _keep_alive(self, limit_s: float) -> None:
         checked = self._loop.time()
         while True:
-            await asyncio.sleep(BEAT_S)
+            beat = BEAT_S if checked - self._busy < BUSY_S else min(IDLE_BEAT_S, limit_s / 3)
+            await asyncio.sleep(beat)
             now = self._loop.time()
-            late = now - checked - BEAT_S  # we were held up ourselves: that is not its silence
+            late = now - checked - beat  # we were held up ourselves: that is not its silence
             checked = now
             self._heard += max(late, 0.0)
-            if now - self._sent >= BEAT_S * 0.9:
+            if now - self._sent >= beat * 0.9:
                 self.send(_BEAT)
             if now - self._heard > limit_s:
                 log.warning("%s was silent for %.1f s: connection closed", self.name, limit_s)

@@ -22,7 +22,7 @@ from .transport import Admit, Down, Note, PeerCard, Pool, Transport, Wrote
 
 log = logging.getLogger(__name__)
 
-ACTIVE_S, IDLE_S, SPIN = 0.0003, 0.05, 30
+ACTIVE_S, IDLE_S, SPIN = 0.0003, 0.1, 30
 TICK_S = 0.05
 
 Opener = Callable[[Admit], Transport]
@@ -56,7 +56,8 @@ class TransferService:
         self._opener, self._deliver = open_transport, deliver
         self._sink, self._source = t.Sink(limits), t.Source(limits)
         self._commands: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._peers: dict[str, PeerCard] = {}
+        self._cards: dict[str, PeerCard] = {}  #: who the cluster says is there
+        self._peers: dict[str, PeerCard] = {}  #: of these, whom the transport reaches
         self._dying: set[str] = set()  #: down, and not fenced yet
         self._writes: dict[int, t.Post] = {}
         self._seeds: dict[str, int] = {}
@@ -171,11 +172,14 @@ class TransferService:
     def _command(self, command: object) -> None:
         match command:
             case AddPeer(card=card):
+                self._cards[card.agent] = card
                 self._add_peer(card)
             case LosePeer(agent=agent):
+                self._cards.pop(agent, None)
                 self._lose_peer(agent)
-            case t.Open():
-                self._act(self._sink, command)
+            case t.Open(_, peer, _) | t.Expect(_, peer):
+                self._reach(peer)
+                self._act(self._sink if isinstance(command, t.Open) else self._source, command)
             case t.Cancel():
                 self._both(command)
             case _:
@@ -189,6 +193,7 @@ class TransferService:
                 except ValueError:
                     self._failures["malformed"] += 1
                     return
+                self._reach(peer)
                 self._both(t.Noted(peer, message))
             case Wrote(handle, ok, reason):
                 post = self._writes.pop(handle)
@@ -231,10 +236,11 @@ class TransferService:
     # ---- peers -----------------------------------------------------------------------------------
 
     def _add_peer(self, card: PeerCard) -> None:
-        if card.agent in self._peers or card.agent == self.agent:
+        if card.agent in self._peers or card.agent in self._dying or card.agent == self.agent:
             return
         if (card.transport, card.compatibility) != (self._transport.name, self.compatibility):
             self._failures["incompatible_peer"] += 1
+            self._cards.pop(card.agent, None)
             log.error("peer %s has another model, layout or transport: refused", card.agent)
             return
         try:
@@ -246,6 +252,11 @@ class TransferService:
         self._peers[card.agent] = card
         self._send(card.agent, messages.Greet(""))
 
+    def _reach(self, agent: str) -> None:
+        """A peer that was lost, and that the cluster says is there, may have come back."""
+        if agent in self._cards and agent not in self._peers:
+            self._add_peer(self._cards[agent])
+
     def _lose_peer(self, agent: str) -> None:
         if self._peers.pop(agent, None) is None:
             return
@@ -255,15 +266,16 @@ class TransferService:
     def _fence(self) -> None:
         for agent in [a for a in self._dying if self._transport.fenced(a)]:
             self._dying.discard(agent)
-            self._both(t.Fenced(agent))
             self._transport.remove_peer(agent)
+            self._both(t.Fenced(agent))
 
     def _send(self, peer: str, message: messages.Any) -> None:
         try:
             self._transport.notify(peer, messages.encode(message))
         except PeerLost:
-            if peer not in self._peers and peer not in self._dying:
-                self._both(t.PeerDown(peer))
+            self._lose_peer(peer)
+            self._both(t.PeerDown(peer))
+            if peer not in self._dying:
                 self._both(t.Fenced(peer))
 
     # ---- data ------------------------------------------------------------------------------------

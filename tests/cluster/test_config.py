@@ -1,0 +1,35 @@
+"""Configuration: one file, overrides, clear errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from diptych.cluster.config import ClusterConfig, ConfigError, load_config, parse_overrides
+
+
+def test_defaults_are_one_prefill_and_one_decode_worker_always_disaggregated() -> None:
+    config = load_config(None, {})
+    assert config.pools.prefill.replicas == config.pools.decode.replicas == 1
+    assert config.router.disaggregate == "always"
+    assert config.pools.prefill.engine.threads == 1
+
+
+def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("router: {queue_max: 7, queue_ttl_s: 2}\nslo: {ttft_ms: 100}\n")
+    config = load_config(file, parse_overrides(["router.queue_max=9", "gateway.http_port=8123"]))
+    assert (config.router.queue_max, config.router.queue_ttl_s) == (9, 2.0)
+    assert (config.slo.ttft_ms, config.gateway.http_port) == (100, 8123)
+
+
+def test_every_cluster_has_its_own_secret_and_passes_it_on() -> None:
+    first, second = load_config(None, {}), load_config(None, {})
+    assert first.secret != second.secret
+    assert ClusterConfig.model_validate(first.model_dump()).secret == first.secret
+    assert first.secret not in repr(first)
+
+
+def test_an_override_through_a_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"silence_s in silence_s\.x is not a section"):
+        load_config(None, {"silence_s": 1, "silence_s.x": 2})

@@ -1,0 +1,80 @@
+"""What is wrong before a cluster starts is said in one sentence, with the right exit code."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import make
+from tests.support.live import BIN, free_port
+
+
+def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(BIN / "diptych"), "serve", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def refused(done: subprocess.CompletedProcess[str], *says: str) -> None:
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr + done.stdout
+    assert done.stderr.startswith("diptych: ") and all(s in done.stderr for s in says), done.stderr
+
+
+def test_a_missing_folder_is_named() -> None:
+    refused(serve("/no/such/model"), "/no/such/model is not a folder", "Hugging Face id")
+
+
+def test_an_unsupported_architecture_is_named_with_those_that_are(tmp_path: Path) -> None:
+    folder = make(tmp_path / "m", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["MambaForCausalLM"]
+    (folder / "config.json").write_text(json.dumps(config))
+    refused(serve(str(folder)), "MambaForCausalLM is not supported", "Qwen3ForCausalLM")
+
+
+def test_a_folder_without_config_is_not_a_checkpoint(tmp_path: Path) -> None:
+    refused(serve(str(tmp_path)), "config.json is missing", "not a checkpoint")
+
+
+def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
+    folder = make(tmp_path / "m", "llama")
+    (folder / "tokenizer.json").unlink()
+    refused(serve(str(folder)), "tokenizer.json is missing")
+
+
+@pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
+def test_a_taken_port_is_named_with_the_way_out(flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        others = {"--port": str(free_port()), "--grpc-port": str(free_port())}
+        flags = [part for pair in {**others, flag: port}.items() for part in pair]
+        refused(serve(*flags), f"port {port} on 127.0.0.1", "--set gateway.")
+
+
+def test_too_little_memory_is_said_with_the_figures() -> None:
+    refused(serve("--set", "pools.decode.engine.kv_mib=99000000"), "too little memory", "kv_mib")
+
+
+def test_a_wrong_setting_is_named_with_its_value(tmp_path: Path) -> None:
+    refused(serve("--set", "router.disaggregate=often"), "router.disaggregate", "'often'")
+    refused(serve("--set", "router.speed=9"), "router.speed", "not permitted")
+    refused(serve("--set", "nonsense"), "expected KEY=VALUE")
+    bad = tmp_path / "cluster.yaml"
+    bad.write_text("pools: [1, 2")
+    refused(serve("-c", str(bad)), "cannot read", "cluster.yaml")
+
+
+def test_commands_without_a_cluster_say_how_to_start_one() -> None:
+    for command in (["status"], ["chat", "hi"]):
+        done = subprocess.run(
+            [str(BIN / "diptych"), *command, "--endpoint", "http://127.0.0.1:9"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        refused(done, "no gateway at http://127.0.0.1:9", "diptych serve")

@@ -1,0 +1,140 @@
+"""One request over several attempts: dedupe, order, retries. The plane is scripted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from diptych.cluster.gateway.errors import ApiError
+from diptych.cluster.gateway.stream import Generator, Request
+from diptych.protos import frames as f
+
+
+class ScriptedPlane:
+    """Answers `place` and `submit` with what the script says; the rest is as in `Plane`."""
+
+    def __init__(self, script: Callable[[ScriptedPlane, Any], None]) -> None:
+        self.script, self.link, self.cards = script, self, {}
+        self.inbox: asyncio.Queue = asyncio.Queue()
+        self.said: list = []
+
+    def watch(self, key: f.Key) -> asyncio.Queue:
+        self.inbox = asyncio.Queue()
+        return self.inbox
+
+    def place(self, frame: f.Place) -> None:
+        self.said.append(frame)
+        self.script(self, frame)
+
+    def submit(self, worker: str, frame: Any) -> None:
+        self.said.append(frame)
+        self.script(self, frame)
+
+    def send(self, frame: Any) -> None:
+        self.said.append(frame)
+
+    def forget(self, key: f.Key, abort: bool) -> None:
+        self.said.append(("aborted" if abort else "over", key))
+
+    def put(self, *frames: Any) -> None:
+        for frame in frames:
+            self.inbox.put_nowait(frame)
+
+
+def placed(key: f.Key, local: bool = False) -> f.Placed:
+    return f.Placed(key, 1, None if local else "p", "d", 0, 0.0)
+
+
+def tokens(key: f.Key, offset: int, *ids: int, finish: str | None = None) -> f.Tokens:
+    return f.Tokens(key, offset, [f.Token(i) for i in ids], finish)
+
+
+def run(script: Callable, attempts: int = 3) -> tuple[list[int], ScriptedPlane, Request]:
+    async def collect() -> tuple[list[int], ScriptedPlane, Request]:
+        plane = ScriptedPlane(script)
+        request = Request("r", [1, 2, 3], [], f.Sampling(8))
+        got: list[int] = []
+        async with asyncio.timeout(5):
+            async for batch in Generator(plane, attempts).run(request):  # type: ignore[arg-type]
+                got += [token.id for token in batch]
+        return got, plane, request
+
+    return asyncio.run(collect())
+
+
+def test_first_token_comes_from_prefill_and_the_rest_from_decode() -> None:
+    def script(plane: ScriptedPlane, frame: Any) -> None:
+        if isinstance(frame, f.Place):
+            plane.put(placed(frame.key))
+        elif isinstance(frame, f.Prefill):
+            plane.put(tokens(frame.key, 0, 10), tokens(frame.key, 1, 11, 12, finish="stop"))
+
+    got, plane, request = run(script)
+    assert got == [10, 11, 12] and request.route == "p,d"
+    assert plane.said[-1] == ("over", ("r", 0)), "an answer that ended is not aborted"
+
+
+def test_tokens_that_overtake_the_first_one_wait_for_it() -> None:
+    def script(plane: ScriptedPlane, frame: Any) -> None:
+        if isinstance(frame, f.Place):
+            plane.put(placed(frame.key))
+        elif isinstance(frame, f.Prefill):
+            plane.put(tokens(frame.key, 2, 12, finish="length"), tokens(frame.key, 1, 11))
+            plane.put(tokens(frame.key, 0, 10))
+
+    got, _, request = run(script)
+    assert got == [10, 11, 12] and request.finish == "length"
+
+
+def test_a_second_attempt_repeats_nothing_and_loses_nothing() -> None:
+    def script(plane: ScriptedPlane, frame: Any) -> None:
+        if isinstance(frame, f.Place):
+            plane.put(placed(frame.key))
+        elif isinstance(frame, f.Prefill) and frame.key[1] == 0:
+            plane.put(tokens(frame.key, 0, 10), tokens(frame.key, 1, 11))
+            plane.put(f.Failed(frame.key, "d", "worker_lost"))
+        elif isinstance(frame, f.Prefill):
+            plane.put(tokens(frame.key, 0, 10), tokens(frame.key, 1, 11, 12))
+            plane.put(tokens(frame.key, 3, 13, finish="stop"))
+
+    got, plane, request = run(script)
+    assert got == [10, 11, 12, 13] and request.attempts == 2
+    places = [frame for frame in plane.said if isinstance(frame, f.Place)]
+    assert [place.avoid for place in places] == [[], ["d"]]
+    assert ("aborted", ("r", 0)) in plane.said, "the other worker is told of the failed attempt"
+
+
+def test_a_prefill_worker_lost_after_the_first_token_is_no_failure() -> None:
+    def script(plane: ScriptedPlane, frame: Any) -> None:
+        if isinstance(frame, f.Place):
+            plane.put(placed(frame.key))
+        elif isinstance(frame, f.Prefill):
+            plane.put(tokens(frame.key, 0, 10), f.Failed(frame.key, "p", "worker_lost"))
+            plane.put(tokens(frame.key, 1, 11, finish="stop"))
+
+    got, _, request = run(script)
+    assert got == [10, 11] and request.attempts == 1
+
+
+def test_the_last_attempt_does_without_a_transfer_then_the_client_is_told() -> None:
+    def script(plane: ScriptedPlane, frame: Any) -> None:
+        if isinstance(frame, f.Place):
+            plane.put(placed(frame.key, frame.local))
+        elif isinstance(frame, f.Decode):
+            plane.put(f.Failed(frame.key, "d", "kv_checksum"))
+
+    with pytest.raises(ApiError) as error:
+        run(script)
+    assert error.value.reason == "kv_transfer_failed"
+    assert "gave up after 3 attempts" in error.value.message
+
+
+def test_a_refusal_reaches_the_client_with_its_retry_time() -> None:
+    def script(plane: ScriptedPlane, frame: Any) -> None:
+        plane.put(f.Refused(frame.key, "queue_full", "9 requests wait already", 2.0))
+
+    with pytest.raises(ApiError) as error:
+        run(script)
+    assert error.value.kind.http == 429 and error.value.headers() == {"retry-after": "2"}

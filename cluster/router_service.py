@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 
 from ..protos import frames as f
@@ -49,7 +50,7 @@ class RouterService:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            if self.router.waiting:
+            if self.router.waiting or not self.router.settled:
                 self._handle(e.Tick())
 
     async def _serve(self, peer: Connection, hello: f.Hello) -> None:
@@ -83,7 +84,7 @@ class RouterService:
             case f.Loading(worker, note, fraction):
                 self._loading[worker] = (note, fraction)
             case f.Inspect(call):
-                peer.send(f.Statistics(call, self.router.statistics()))
+                peer.send(f.Statistics(call, {"pid": os.getpid(), **self.router.statistics()}))
 
     def _handle(self, event: e.Event) -> None:
         for action in self.router.handle(event, time.monotonic()):

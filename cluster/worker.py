@@ -161,6 +161,8 @@ class Worker:
         if not isinstance(frame, f.Directory):
             return
         cards = {card.id: card for card in frame.workers if card.id != self.name}
+        if not frame.settled:
+            cards = {**self._known, **cards}
         for card in cards.values():
             if card.id not in self._known:
                 peer = msgspec.msgpack.decode(card.kv_card, type=PeerCard)

@@ -212,7 +212,7 @@ class Sink:
             case PeerDown(peer):
                 return self._each(peer, lambda x, t: self._abort(x, t, "peer_lost", now))
             case Fenced(peer):
-                return self._each(peer, lambda x, t: self._free(x))
+                return self._each(peer, lambda x, t: self._void(x, t, "peer_lost", now))
             case Tick():
                 return [a for x, t in list(self.tickets.items()) for a in self._tick(x, t, now)]
         raise AssertionError(event)
@@ -236,7 +236,7 @@ class Sink:
                 ticket.final = message
                 return self._complete(xid, ticket, now)
             case m.Void(_, reason):
-                return [*self._abort(xid, ticket, reason, now, stop=False), *self._free(xid)]
+                return self._void(xid, ticket, reason, now)
             case m.Drained() if ticket.state != "RESERVED":
                 return self._free(xid)
             case m.Unknown() if ticket.state == "RESERVED" and not ticket.chunks:
@@ -271,6 +271,10 @@ class Sink:
         ticket.state, ticket.opened, ticket.touched = "ABORTING", now, now
         stops = [Send(ticket.peer, m.Stop(xid))] if stop else []
         return [Broken(xid, reason), *stops]
+
+    def _void(self, xid: str, ticket: SinkTicket, reason: str, now: float) -> list:
+        """Nothing lands any more: ends the ticket at once, whatever its state."""
+        return [*self._abort(xid, ticket, reason, now, stop=False), *self._free(xid)]
 
     def _free(self, xid: str) -> list:
         ticket = self.tickets.pop(xid, None)

@@ -65,7 +65,8 @@ Admit = Callable[[str, bytes], bool]  #: (peer, note) -> may the data that comes
 class Transport(Protocol):
     """Moves blocks between registered pools. Not thread safe: one thread owns it.
 
-    `add_peer` is idempotent. `write` copies whole blocks `source[i] -> target[i]` and delivers
+    `add_peer` is idempotent; `remove_peer` forgets the peer, tells no `Down`, and the peer may be
+    added again. `write` copies whole blocks `source[i] -> target[i]` and delivers
     `note` after the data; it returns a handle whose one `Wrote` comes from `poll`. `notify` and
     `write` raise `PeerLost`. There is no cancel: after a write was posted its blocks may be reused
     only when it is terminal. `fenced(peer)` says that no write of a peer that went down can land

@@ -99,10 +99,15 @@ class Report(msgspec.Struct, tag="report", frozen=True):
 
 
 class Directory(msgspec.Struct, tag="directory", frozen=True):
-    """All live workers. A router with a lower term than one seen before is ignored."""
+    """All live workers. A router with a lower term than one seen before is ignored.
+
+    A young router knows only those that have joined it yet: until `settled`, a worker that is not
+    named may well be alive.
+    """
 
     term: int
     workers: list[WorkerCard]
+    settled: bool = True
 
 
 class Obsolete(msgspec.Struct, tag="obsolete", frozen=True):
@@ -115,13 +120,18 @@ class Obsolete(msgspec.Struct, tag="obsolete", frozen=True):
 
 
 class Place(msgspec.Struct, tag="place", frozen=True):
-    """Asks for a pair of workers. `avoid` lists workers that failed this request before."""
+    """Asks for a pair of workers.
+
+    `avoid`: failed this request before, taken only if there is no other. `lost`: dead for all that
+    the gateway knows, never taken; the request waits for others.
+    """
 
     key: Key
     prompt_tokens: int
     max_tokens: int
     hashes: list[bytes]
     avoid: list[str] = []
+    lost: list[str] = []
     local: bool = False  #: prefill on the decode worker: the last attempt does without a transfer
 
 

@@ -35,6 +35,7 @@ class RouterConfig:
     queue_max: int = 1024  #: requests that wait for a worker
     queue_ttl_s: float = 30.0  #: how long one waits
     growth_tokens: int = 256  #: what decode reserves behind the prompt, at most
+    settle_s: float = 3.0  #: after its first event, a router does not know yet who is missing
     prior_tokens_per_s: float = 2000.0  #: prefill rate of a worker that has not reported yet
 
 
@@ -75,6 +76,8 @@ class Router:
     def __init__(self, config: RouterConfig, term: int) -> None:
         self.config, self.term = config, term
         self.active = True
+        self.settles: float | None = None  #: when, by the clock of `now`
+        self.settled = False
         self.workers: dict[str, WorkerState] = {}
         self.gateways: set[str] = set()
         self.index = PrefixIndex()
@@ -86,13 +89,17 @@ class Router:
     def handle(self, event: e.Event, now: float) -> list:
         if not self.active:
             return []
+        return [*self._settle(now), *self._handle(event, now)]
+
+    def _handle(self, event: e.Event, now: float) -> list:
         match event:
             case e.Asked(gateway, place):
                 return self._asked(gateway, place, now)
             case e.FirstToken(key):
                 bound = self.bound.get(key)
-                if bound and bound.prefill in self.workers:
-                    self.workers[bound.prefill].queued.pop(key, None)
+                worker = self.workers.get(bound.prefill or bound.decode) if bound else None
+                if worker:
+                    worker.queued.pop(key, None)
             case e.Ended(key):
                 self._unbind(key)
                 return self._retry(now)
@@ -116,7 +123,17 @@ class Router:
     # ---- membership ----------------------------------------------------------------------------
 
     def directory(self) -> Directory:
-        return Directory(self.term, [worker.card for worker in self.workers.values()])
+        cards = [worker.card for worker in self.workers.values()]
+        return Directory(self.term, cards, self.settled)
+
+    def _settle(self, now: float) -> list:
+        """Whoever has not joined by now is gone: says so once."""
+        if self.settles is None:
+            self.settles = now + self.config.settle_s
+        if self.settled or now < self.settles:
+            return []
+        self.settled = True
+        return self._announce()
 
     def _announce(self) -> list:
         directory = self.directory()
@@ -234,7 +251,8 @@ class Router:
         return Deliver(waiting.gateway, placed)
 
     def _best(self, role: str, place: Place, depths: dict[str, int], need: int) -> Candidate | None:
-        fits = [w for w in self.workers.values() if w.card.role == role and w.room >= need]
+        alive = [w for w in self.workers.values() if w.card.id not in place.lost]
+        fits = [w for w in alive if w.card.role == role and w.room >= need]
         fits = [w for w in fits if w.card.id not in place.avoid] or fits
         return choose(
             [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -134,6 +135,7 @@ class Gateway:
             "state": "degraded" if missing or short or router is None else "healthy",
             "missing": missing,
             "model": self.model,
+            "gateway": {"id": self.plane.hello.name, "pid": os.getpid()},
             "uptime_s": round(time.time() - self._started, 1),
             "slo": self.config.slo.model_dump(),
             "requests": {

@@ -169,7 +169,9 @@ class _EventStream(Response):
             gone.cancel()
             if not body.done():
                 body.cancel()
-            await asyncio.gather(body, gone, return_exceptions=True)
+            failed, _ = await asyncio.gather(body, gone, return_exceptions=True)
+            if isinstance(failed, Exception):
+                log.error("a stream broke off", exc_info=failed)
             await self._events.aclose()
 
     async def _write(self, start: dict, send: Send) -> None:

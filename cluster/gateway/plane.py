@@ -27,6 +27,7 @@ class Plane:
         self.cards: dict[str, f.WorkerCard] = {}
         self._workers: dict[str, Connection] = {}
         self._dialing: dict[str, asyncio.Task] = {}
+        self._unsent: dict[str, list[f.Prefill | f.Decode]] = {}  #: until the worker is connected
         self._inboxes: dict[f.Key, asyncio.Queue] = {}
         self._using: dict[f.Key, set[str]] = {}  #: workers that an attempt was sent to
         self._asked: dict[f.Key, f.Place] = {}  #: unanswered: said again to a new router
@@ -55,13 +56,15 @@ class Plane:
         self.link.send(frame)
 
     def submit(self, worker: str, frame: f.Prefill | f.Decode) -> None:
-        """Sends an attempt to a worker; a dead connection is answered by `Failed`."""
+        """Sends an attempt to a worker, as soon as it is connected; `Failed` if it never is."""
         self._using[frame.key].add(worker)
         connection = self._workers.get(worker)
-        if connection is None or connection.closed:
-            self._inboxes[frame.key].put_nowait(f.Failed(frame.key, worker, "worker_lost"))
-        else:
+        if connection and not connection.closed:
             connection.send(frame)
+        elif worker in self._dialing:
+            self._unsent.setdefault(worker, []).append(frame)
+        else:
+            self._deliver(frame.key, f.Failed(frame.key, worker, "worker_lost"))
 
     def forget(self, key: f.Key, abort: bool) -> None:
         """The attempt is over; `abort` tells the workers so."""
@@ -88,8 +91,9 @@ class Plane:
             case f.Placed(key) | f.Refused(key):
                 self._asked.pop(key, None)
                 self._deliver(key, frame)
-            case f.Directory(_, workers):
-                self._update({card.id: card for card in workers})
+            case f.Directory(_, workers, settled):
+                cards = {card.id: card for card in workers}
+                self._update(cards if settled else {**self.cards, **cards})
             case f.Statistics(call, values):
                 self._answer(call, values)
 
@@ -110,6 +114,9 @@ class Plane:
             try:
                 connection = await dial(card.address, self.hello, f.FromWorker, card.id)
                 self._workers[card.id] = connection
+                for unsent in self._unsent.pop(card.id, []):
+                    if unsent.key in self._using:
+                        connection.send(unsent)
                 async for frame in connection.frames(self._silence_s):
                     self._from_worker(frame)
             except (OSError, TimeoutError) as error:
@@ -129,6 +136,7 @@ class Plane:
 
     def _lost(self, worker: str) -> None:
         connection = self._workers.pop(worker, None)
+        self._unsent.pop(worker, None)
         if connection:
             connection.abort()
         for key, users in self._using.items():

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 #: failures of the request itself: another attempt would fail the same way
 FINAL = {"context_length_exceeded"}
+BACKOFF_S = 0.02  #: before the second attempt; doubles with each
 
 
 @dataclass(slots=True)
@@ -38,7 +39,7 @@ class Request:
     route: str = ""
     hit_tokens: int = 0
     attempts: int = 0
-    failures: list[str] = field(default_factory=list)
+    failures: list[f.Failed] = field(default_factory=list)
     arrived: float = field(default_factory=time.monotonic)
     placed: float = 0.0
     token_times: list[float] = field(default_factory=list)
@@ -70,43 +71,43 @@ class Generator:
     async def run(self, request: Request) -> AsyncGenerator[list[f.Token], None]:
         """New tokens as they come, several at once when they queued up. Raises ApiError."""
         avoid: list[str] = []
+        lost: list[str] = []
         for attempt in range(self.max_attempts):
             request.attempts = attempt + 1
             request.early.clear()
-            key, ended = (request.id, attempt), False
+            key = (request.id, attempt)
+            local = attempt > 0 and attempt == self.max_attempts - 1
             inbox = self.plane.watch(key)
             follower: list[asyncio.Task] = []
             try:
-                placed = await self._place(request, key, inbox, avoid, attempt)
+                placed = await self._place(request, key, inbox, ([*avoid], [*lost], local))
                 async for tokens in self._attempt(request, key, placed, inbox, follower):
                     yield tokens
                 if request.finish:
-                    ended = True
                     return
             finally:
-                self.plane.forget(key, abort=not ended)
-                if follower and not ended:
+                self.plane.forget(key, abort=not request.finish)
+                if follower and not request.finish:
                     follower[0].cancel()
-            avoid = [request.failures[-1].split(": ")[0]]
+            failed = request.failures[-1]
+            log.warning("%s: attempt %d failed: %s", request.id, attempt, failed)
+            (lost if failed.reason == "worker_lost" else avoid).append(failed.worker)
+            if "peer_lost" in failed.reason:  # which end is to blame is not known
+                avoid += [placed.prefill or "", placed.decode]
             self.retries += 1
-            log.warning("%s: attempt %d failed: %s", request.id, attempt, request.failures[-1])
-        tried = "; ".join(request.failures)
+            await asyncio.sleep(BACKOFF_S * 2**attempt)
+        tried = "; ".join(f"{failed.worker}: {failed.reason}" for failed in request.failures)
         raise ApiError("kv_transfer_failed", f"gave up after {request.attempts} attempts: {tried}")
 
     async def _place(
-        self, request: Request, key: f.Key, inbox: asyncio.Queue, avoid: list[str], attempt: int
+        self,
+        request: Request,
+        key: f.Key,
+        inbox: asyncio.Queue,
+        wishes: tuple[list[str], list[str], bool],
     ) -> f.Placed:
-        local = attempt > 0 and attempt == self.max_attempts - 1
-        self.plane.place(
-            f.Place(
-                key,
-                len(request.ids),
-                request.sampling.max_tokens,
-                request.hashes,
-                avoid,
-                local,
-            )
-        )
+        size, most = len(request.ids), request.sampling.max_tokens
+        self.plane.place(f.Place(key, size, most, request.hashes, *wishes))
         frame = await inbox.get()
         if isinstance(frame, f.Refused):
             raise ApiError(frame.reason, frame.message, retry_after_s=frame.retry_after_s)
@@ -141,7 +142,7 @@ class Generator:
                 request.token_times += [now] * len(fresh)
                 yield fresh
             if failed:
-                request.failures.append(f"{failed.worker}: {failed.reason}")
+                request.failures.append(failed)
                 if failed.reason in FINAL:
                     raise ApiError(failed.reason, "prompt and answer exceed the model's context")
                 return

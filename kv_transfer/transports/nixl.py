@@ -133,4 +133,5 @@ class NixlTransport:
             except Exception:
                 logging.getLogger(__name__).debug("peer %s was gone already", peer)
         self._agent.deregister_memory(self._region)
-        del self._agent
+        self._writes.clear()
+        del self._local, self._agent  # the agent lives, and peers see it, until no handle is left

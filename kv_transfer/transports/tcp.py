@@ -2,8 +2,8 @@
 
 One connection per direction: the writer dials. A frame is a header (kind, lengths), the note and,
 for a write, the target block ids followed by the blocks. The reader asks `admit` before it stores
-a write's data; data of a closed ticket is read into a scratch block and dropped. A dead writer is
-fenced as soon as its connection is at its end.
+a write's data; data of a closed ticket is read into a scratch block and dropped. A lost peer is
+fenced by hanging up on it.
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ class _Incoming:
             header = bytearray(_HEADER.size)
             yield memoryview(header)
             kind, note_bytes, blocks = _HEADER.unpack(header)
-            if note_bytes > _NOTE_MAX or blocks > self.pool.blocks or not (self.peer or not kind):
-                raise OSError("malformed frame")
+            expected = kind in (_NOTE, _WRITE) if self.peer else kind == _NAME
+            if not expected or note_bytes > _NOTE_MAX or blocks > self.pool.blocks:
+                raise ValueError("malformed frame")
             body = bytearray(note_bytes + 4 * blocks)
             if body:
                 yield memoryview(body)
@@ -127,7 +128,8 @@ class TcpTransport:
 
     def remove_peer(self, peer: str) -> None:
         self._cards.pop(peer, None)
-        self._drop(peer, "removed")
+        self._drop(peer, "removed", tell=False)
+        self._down.discard(peer)
 
     def write(self, peer: str, source: Sequence[int], target: Sequence[int], note: bytes) -> int:
         handle, size = next(self._ids), self.pool.block_bytes
@@ -184,16 +186,21 @@ class TcpTransport:
             del self._owner[handle]
             self._events.append(Wrote(handle, True))
 
-    def _drop(self, peer: str, reason: str) -> None:
+    def _drop(self, peer: str, reason: str, tell: bool = True) -> None:
+        """Hangs up on the peer in both directions: what it still sends is never read."""
         out = self._out.pop(peer, None)
         if out:
             out.sock.close()
+        for incoming in [k.data for k in self._ready.get_map().values() if k.data is not None]:
+            if incoming.peer == peer:
+                self._hang_up(incoming)
         for handle in [h for h, owner in self._owner.items() if owner == peer]:
             del self._owner[handle]
             self._events.append(Wrote(handle, False, reason))
         if peer not in self._down:
             self._down.add(peer)
-            self._events.append(Down(peer))
+            if tell:
+                self._events.append(Down(peer))
 
     def poll(self) -> list[Event]:
         for peer, out in list(self._out.items()):
@@ -206,28 +213,32 @@ class TcpTransport:
                     sock.setblocking(False)
                     incoming = _Incoming(sock, self.pool, self.admit)
                     self._ready.register(sock, selectors.EVENT_READ, incoming)
-                continue
-            self._receive(key.data)
+            elif key.data.sock.fileno() >= 0:  # not hung up a moment ago
+                self._receive(key.data)
         events, self._events = self._events, []
         return events
 
     def _receive(self, incoming: _Incoming) -> None:
         try:
             alive = incoming.read()
-        except OSError:
+        except ValueError:  # a frame that makes no sense, a name that is no text
             alive = False
         self._events += incoming.notes
         incoming.notes = []
-        if not alive:
-            self._ready.unregister(incoming.sock)
-            incoming.sock.close()
-            if incoming.peer:
-                self._drop(incoming.peer, "closed")
+        if alive:
+            return
+        self._hang_up(incoming)
+        if incoming.peer:
+            self._drop(incoming.peer, "closed")
+
+    def _hang_up(self, incoming: _Incoming) -> None:
+        self._ready.unregister(incoming.sock)
+        incoming.sock.close()
 
     def fenced(self, peer: str) -> bool:
-        """True once the peer's connection is at its end: nothing else can carry its bytes."""
-        readers = self._ready.get_map().values()
-        return not any(key.data is not None and key.data.peer == peer for key in readers)
+        """Always: its bytes come by its connection only, and that one is closed here and now."""
+        self._drop(peer, "fenced", tell=False)
+        return True
 
     def close(self) -> None:
         for key in list(self._ready.get_map().values()):

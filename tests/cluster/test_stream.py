@@ -102,7 +102,7 @@ def test_a_second_attempt_repeats_nothing_and_loses_nothing() -> None:
     got, plane, request = run(script)
     assert got == [10, 11, 12, 13] and request.attempts == 2
     places = [frame for frame in plane.said if isinstance(frame, f.Place)]
-    assert [place.avoid for place in places] == [[], ["d"]]
+    assert [place.lost for place in places] == [[], ["d"]], "a dead worker is not asked again"
     assert ("aborted", ("r", 0)) in plane.said, "the other worker is told of the failed attempt"
 
 

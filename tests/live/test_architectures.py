@@ -13,11 +13,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 from diptych.cluster.gateway.text import Text
 from diptych.engine.engine import Engine, EngineConfig
 from diptych.engine.sequence import Sequence
+from diptych.protos import inference_pb2 as pb
+from diptych.protos import inference_pb2_grpc as rpc
 from diptych.protos.frames import Sampling
 
 from tests.support.checkpoints import ARCHITECTURES, make
@@ -99,7 +102,7 @@ async def _leave_early(live: Live, count: int, draw: random.Random) -> list[int]
     gate = asyncio.Semaphore(8)
 
     async def one(client: httpx.AsyncClient, events: int, prompt: str) -> None:
-        body = {"messages": [{"role": "user", "content": prompt}], "stream": True}
+        body = {"messages": [{"role": "user", "content": prompt}], "stream": events > 0}
         body |= {"max_tokens": 900, "temperature": 1.0}
         async with gate:
             seen = 0
@@ -120,6 +123,25 @@ async def _leave_early(live: Live, count: int, draw: random.Random) -> list[int]
             prompt = "x" * draw.choice((5, 200, 900))
             group.create_task(one(client, draw.choice((0, 1, 2, 5, 20)), prompt))
     return read
+
+
+def test_a_grpc_client_that_leaves_or_runs_out_of_time_gives_everything_back(
+    served: tuple[Live, Path],
+) -> None:
+    live, _ = served
+    request = pb.ChatRequest(
+        messages=[pb.Message(role="user", content="x" * 300)], max_tokens=900, temperature=1.0
+    )
+    with grpc.insecure_channel(f"127.0.0.1:{live.grpc}") as channel:
+        stub = rpc.InferenceStub(channel)
+        for _ in range(5):
+            call = stub.Chat(request)
+            next(call)
+            call.cancel()
+        with pytest.raises(grpc.RpcError) as late:
+            list(stub.Chat(request, timeout=0.5))
+    assert late.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    eventually(live.idle, seconds=2.0)
 
 
 def test_a_hundred_clients_that_leave_give_everything_back(served: tuple[Live, Path]) -> None:

@@ -205,6 +205,31 @@ def test_a_killed_worker_is_replaced_and_the_next_chat_works(live: Live, home: s
     eventually(live.idle)
 
 
+@pytest.mark.parametrize("part", ["router", "gateway"])
+def test_a_killed_router_or_gateway_is_replaced_and_chats_work_again(live: Live, part: str) -> None:
+    before = live.status()
+    os.kill(before[part]["pid"], signal.SIGKILL)
+
+    def answers() -> bool:
+        try:
+            now = live.status()
+        except (httpx.HTTPError, ValueError):
+            return False
+        known = now[part] and now[part]["pid"] != before[part]["pid"]
+        return bool(known) and now["state"] == "healthy"
+
+    eventually(answers)
+    assert live.chat(QUESTION).json()["choices"][0]["message"]["content"] == ANSWER
+    if part == "router":
+        assert live.status()["router"]["term"] > before["router"]["term"]
+    eventually(live.idle)
+
+
+def test_a_request_made_while_the_router_is_dead_is_held_until_it_is_back(live: Live) -> None:
+    os.kill(live.status()["router"]["pid"], signal.SIGKILL)
+    assert live.chat(QUESTION).json()["choices"][0]["message"]["content"] == ANSWER
+
+
 def test_a_stream_survives_the_death_of_its_decode_worker(live: Live) -> None:
     question = max(PAIRS, key=lambda q: len(PAIRS[q]))
     body = {"messages": [{"role": "user", "content": question}], "stream": True}
@@ -214,7 +239,9 @@ def test_a_stream_survives_the_death_of_its_decode_worker(live: Live) -> None:
         for line in response.iter_lines():
             if not line.startswith("data: {"):
                 continue
-            for choice in json.loads(line[6:])["choices"]:
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            for choice in event["choices"]:
                 text += choice["delta"].get("content") or ""
             if not killed and len(text) > 40:
                 os.kill(live.worker("decode")["pid"], signal.SIGKILL)

@@ -1,0 +1,100 @@
+"""What two processes must agree on without talking: block hashes, seeds, checksums."""
+
+import random
+
+import pytest
+from diptych.kv_transfer.identity import (
+    HASH_TOKENS,
+    block_checksum,
+    block_hashes,
+    ticket_id,
+    ticket_seed,
+)
+
+IDS = random.Random(1).choices(range(50_000), k=5 * HASH_TOKENS)
+SALT = b"model"
+HASHES = [
+    "264beaa01ee918ef47725f33ca156469",
+    "a803c64a5e7a17d44f99b1f2a0341263",
+]
+
+
+def test_equal_prefixes_have_equal_hashes():
+    longer = IDS + [1] * HASH_TOKENS
+    assert block_hashes(longer, SALT)[:5] == block_hashes(IDS, SALT)
+    assert len(set(block_hashes(longer, SALT))) == 6
+
+
+@pytest.mark.parametrize("position", [0, 63, 64, 200, 319])
+def test_another_token_changes_its_block_and_all_later_ones_only(position):
+    other = list(IDS)
+    other[position] += 1
+    pairs = zip(block_hashes(IDS, SALT), block_hashes(other, SALT), strict=True)
+    changed = [mine != theirs for mine, theirs in pairs]
+    assert changed == [index >= position // HASH_TOKENS for index in range(5)]
+
+
+def test_a_block_has_another_hash_behind_another_prefix():
+    block = IDS[:HASH_TOKENS]
+    first, second = block_hashes(block + block, SALT)
+    assert first != second
+
+
+def test_the_salt_changes_every_hash():
+    assert not set(block_hashes(IDS, SALT)) & set(block_hashes(IDS, b"other"))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hashes"), [(0, 0), (63, 0), (64, 1), (65, 1), (127, 1), (128, 2)]
+)
+def test_a_tail_that_fills_no_block_has_no_hash(tokens, hashes):
+    assert len(block_hashes(IDS[:tokens], SALT)) == hashes
+
+
+def test_a_block_of_another_size_is_another_block():
+    assert block_hashes(IDS, SALT, 128)[0] != block_hashes(IDS, SALT)[1]
+    assert len(block_hashes(IDS, SALT, 128)) == 2
+
+
+def test_the_hash_is_the_same_in_every_process_and_release():
+    ids = [*range(2 * HASH_TOKENS - 1), 2**32 - 1]
+    assert [digest.hex() for digest in block_hashes(ids, b"salt")] == HASHES
+
+
+def test_a_ticket_is_one_attempt_at_one_request():
+    assert ticket_id(("request", 2)) == "request#2"
+
+
+def test_the_seed_depends_on_model_request_and_attempt():
+    seeds = {
+        ticket_seed(compatibility, xid)
+        for compatibility in (b"one", b"two")
+        for xid in ("a#0", "a#1", "b#0")
+    }
+    assert len(seeds) == 6
+
+
+def test_the_checksum_depends_on_bytes_seed_and_index():
+    data = memoryview(bytes(range(256)))
+    flipped = bytearray(data)
+    flipped[100] ^= 1
+    sums = {
+        block_checksum(data, 7, 0),
+        block_checksum(data, 7, 1),
+        block_checksum(data, 8000, 0),
+        block_checksum(memoryview(flipped), 7, 0),
+    }
+    assert len(sums) == 4
+
+
+def test_a_block_of_zeros_does_not_pass_for_another_one():
+    """A write that never happened leaves zeros: they must not verify as block 0 of any ticket."""
+    zeros = memoryview(bytes(4096))
+    real = memoryview(random.Random(2).randbytes(4096))
+    assert block_checksum(zeros, 7, 0) != block_checksum(real, 7, 0)
+    assert block_checksum(zeros, 7, 0) != 0
+
+
+def test_the_largest_seed_wraps_instead_of_failing():
+    data = memoryview(b"data")
+    assert block_checksum(data, 2**64 - 1, 1) == block_checksum(data, 0, 0)

@@ -1,0 +1,188 @@
+"""The source of a ticket, event by event: what it posts, and when its blocks may be released."""
+
+from diptych.kv_transfer import messages as m
+from diptych.kv_transfer import tickets as t
+
+X, D = "request#0", "decode#1"
+LIMITS = t.Limits(total_s=30, idle_s=1, resend_s=0.2, quarantine_s=10, offer_s=20, remember=4)
+STOP, DRAINED = m.Stop(X), m.Drained(X)
+
+
+def source(*events):
+    """A source that expects the ticket; returns it after `events`."""
+    end = t.Source(LIMITS)
+    assert end.handle(t.Expect(X, D), 0.0) == []
+    for event in events:
+        end.handle(event, 0.0)
+    return end
+
+
+def told(end, message, now=1.0, peer=D):
+    return end.handle(t.Noted(peer, message), now)
+
+
+OFFER = t.Noted(D, m.Offer(X, [7, 8, 9]))
+PUSH = t.Push(X, 0, [1, 2])
+POST = t.Post(X, D, 0, 0, [1, 2], [7, 8])
+WRITTEN, FINISH = t.Written(X, True), t.Finish(X, b"meta")
+
+
+def closed(reason, message):
+    return [t.Send(D, message), t.Closed(X, False, reason)]
+
+
+def test_a_push_is_written_to_the_blocks_that_were_offered():
+    end = source(OFFER)
+    assert end.handle(PUSH, 1.0) == [POST]
+    assert end.handle(t.Push(X, 2, [3]), 1.0) == [t.Post(X, D, 1, 2, [3], [9])]
+
+
+def test_pushes_wait_for_the_offer():
+    end = source()
+    assert end.handle(PUSH, 1.0) == []
+    assert end.handle(t.Push(X, 2, [3]), 1.0) == []
+    assert end.handle(OFFER, 2.0) == [POST, t.Post(X, D, 1, 2, [3], [9])]
+
+
+def test_an_offer_before_its_expect_is_kept():
+    end = t.Source(LIMITS)
+    assert end.handle(OFFER, 0.0) == []
+    assert end.handle(t.Expect(X, D), 1.0) == []
+    assert end.handle(PUSH, 1.0) == [POST]
+
+
+def test_early_offers_are_bounded_and_the_oldest_is_dropped():
+    end = t.Source(LIMITS)
+    for index in range(5):  # remember = 4
+        end.handle(t.Noted(D, m.Offer(f"r{index}#0", [1])), 0.0)
+    assert list(end.early) == ["r1#0", "r2#0", "r3#0", "r4#0"]
+
+
+def test_a_second_offer_changes_nothing():
+    end = source(OFFER)
+    assert told(end, m.Offer(X, [4, 5, 6])) == []
+    assert end.handle(PUSH, 1.0) == [POST]
+
+
+def test_an_offer_of_another_peer_is_not_taken():
+    end = source()
+    assert told(end, m.Offer(X, [4, 5]), peer="decode#2") == []
+    assert end.handle(PUSH, 1.0) == []
+
+
+def test_a_ticket_closes_when_it_is_finished_and_every_write_is_terminal():
+    end = source(OFFER, PUSH, t.Push(X, 2, [3]))
+    assert end.handle(FINISH, 1.0) == []
+    assert end.handle(WRITTEN, 1.0) == []
+    final = t.Send(D, m.Final(X, 2, b"meta"))
+    assert end.handle(WRITTEN, 1.0) == [final, t.Closed(X, True)]
+
+
+def test_a_finish_after_the_last_write_closes_at_once():
+    end = source(OFFER, PUSH, WRITTEN)
+    assert end.handle(FINISH, 1.0) == [t.Send(D, m.Final(X, 1, b"meta")), t.Closed(X, True)]
+
+
+def test_a_finish_before_the_offer_waits_for_it():
+    end = source(PUSH)
+    assert end.handle(FINISH, 1.0) == []
+    assert end.handle(OFFER, 1.0) == [POST]
+
+
+def test_a_stop_while_a_write_is_under_way_is_answered_when_it_is_terminal():
+    end = source(OFFER, PUSH)
+    assert told(end, STOP) == []
+    assert told(end, STOP) == []
+    assert end.handle(t.Push(X, 2, [3]), 1.0) == []
+    assert end.handle(FINISH, 1.0) == []
+    assert end.handle(WRITTEN, 2.0) == closed("aborted", DRAINED)
+
+
+def test_every_write_must_be_terminal_before_drained():
+    end = source(OFFER, PUSH, t.Push(X, 2, [3]))
+    told(end, STOP)
+    assert end.handle(t.Written(X, False, "peer_lost"), 2.0) == []
+    assert end.handle(WRITTEN, 2.0) == closed("aborted", DRAINED)
+
+
+def test_a_stop_without_a_write_is_answered_at_once_and_again_when_repeated():
+    end = source(OFFER)
+    assert told(end, STOP) == closed("aborted", DRAINED)
+    assert told(end, STOP) == [t.Send(D, DRAINED)]
+
+
+def test_a_stop_before_expect_is_drained_and_a_later_expect_closes_at_once():
+    end = t.Source(LIMITS)
+    end.handle(OFFER, 0.0)
+    assert told(end, STOP) == [t.Send(D, DRAINED)]
+    assert end.handle(OFFER, 0.5) == []
+    assert end.handle(t.Expect(X, D), 1.0) == [t.Closed(X, False, "aborted")]
+    assert end.handle(PUSH, 1.0) == []
+    assert end.handle(FINISH, 1.0) == []
+
+
+def test_a_stop_after_the_final_is_drained():
+    end = source(OFFER, PUSH, WRITTEN, FINISH)
+    assert told(end, STOP) == [t.Send(D, DRAINED)]
+
+
+def test_a_cancel_while_a_write_is_under_way_closes_only_when_it_is_terminal():
+    end = source(OFFER, PUSH)
+    assert end.handle(t.Cancel(X, "finished"), 1.0) == []
+    assert end.handle(t.Cancel(X, "aborted"), 1.0) == []
+    assert end.handle(WRITTEN, 2.0) == closed("finished", m.Void(X, "finished"))
+
+
+def test_a_cancel_before_the_offer_voids_and_a_later_offer_opens_nothing():
+    end = source(PUSH)
+    assert end.handle(t.Cancel(X, "finished"), 1.0) == closed("finished", m.Void(X, "finished"))
+    assert end.handle(OFFER, 2.0) == []
+    assert end.early == {}
+    assert told(end, m.Query(X)) == [t.Send(D, m.Void(X, "finished"))]
+
+
+def test_a_failed_write_closes_the_ticket():
+    end = source(OFFER, PUSH)
+    assert end.handle(t.Written(X, False, "disconnect"), 1.0) == closed(
+        "disconnect", m.Void(X, "disconnect")
+    )
+
+
+def test_a_lost_peer_closes_its_tickets_when_their_writes_are_terminal():
+    end = source(OFFER, PUSH)
+    assert end.handle(t.PeerDown("decode#2"), 1.0) == []
+    assert end.handle(t.PeerDown(D), 1.0) == []
+    assert end.handle(t.Fenced(D), 1.5) == []
+    assert end.handle(t.Written(X, False, "x"), 2.0)[-1] == t.Closed(X, False, "peer_lost")
+
+
+def test_an_offer_that_is_too_small_closes_after_what_was_posted():
+    end = source(PUSH, t.Push(X, 2, [3, 4]))
+    assert end.handle(OFFER, 1.0) == [POST]
+    assert end.handle(WRITTEN, 1.0) == closed("offer_too_small", m.Void(X, "offer_too_small"))
+
+
+def test_no_offer_in_time_closes_the_ticket():
+    end = source(PUSH)
+    assert end.handle(t.Tick(), 20.0) == []
+    assert end.handle(t.Tick(), 20.1) == closed("no_offer", m.Void(X, "no_offer"))  # > offer_s
+
+
+def test_an_open_ticket_waits_for_its_pushes_without_a_limit():
+    assert source(OFFER).handle(t.Tick(), 1000.0) == []
+
+
+def test_a_query_is_answered_by_what_is_known():
+    end = source()
+    assert told(end, m.Query(X)) == [t.Send(D, m.Progress(X))]
+    for event in (OFFER, PUSH, WRITTEN, FINISH):
+        end.handle(event, 1.0)
+    assert told(end, m.Query(X)) == [t.Send(D, m.Final(X, 1, b"meta"))]
+    assert told(end, m.Query("other#0")) == [t.Send(D, m.Unknown("other#0"))]
+
+
+def test_answers_of_tickets_that_are_over_are_bounded():
+    end = source(OFFER, PUSH, WRITTEN, FINISH)
+    for index in range(4):  # remember = 4
+        told(end, m.Stop(f"r{index}#0"))
+    assert told(end, m.Query(X)) == [t.Send(D, m.Unknown(X))]

@@ -88,9 +88,11 @@ class BlockPool:
                 self._cached[block] = content
 
     def drain_events(self) -> tuple[list[bytes], list[bytes]]:
-        events = self.stored, self.evicted
+        """(stored, evicted) since the last call, as they ended: no hash is in both lists."""
+        stored = [content for content in self.stored if content in self._by_hash]
+        evicted = [content for content in self.evicted if content not in self._by_hash]
         self.stored, self.evicted = [], []
-        return events
+        return stored, evicted
 
     def hashes(self) -> list[bytes]:
         """Every content hash that `match` would find."""

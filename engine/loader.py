@@ -34,9 +34,6 @@ class _Files:
                 raise WeightsError(f"{path} is damaged or truncated: {error}") from None
             self._open.update(dict.fromkeys(file.keys(), file))
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._open
-
     def take(self, name: str, *shape: int) -> torch.Tensor:
         if name not in self._open:
             raise WeightsError(f"tensor {name} is missing in {self.folder}")
@@ -58,8 +55,7 @@ def load(
         layers.append(_layer(files, f"model.layers.{index}.", spec))
         if progress:
             progress(f"layer {index + 1}/{spec.layers}", (index + 1) / spec.layers)
-    tied = spec.tied or "lm_head.weight" not in files
-    head = embedding if tied else files.take("lm_head.weight", spec.vocab, spec.hidden)
+    head = embedding if spec.tied else files.take("lm_head.weight", spec.vocab, spec.hidden)
     return Weights(embedding, layers, files.take("model.norm.weight", spec.hidden), head)
 
 

@@ -70,11 +70,14 @@ class ModelSpec:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        values = json.loads(path.read_text())
     except FileNotFoundError:
         raise WeightsError(f"{path.name} is missing in {path.parent}: not a checkpoint") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise WeightsError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise WeightsError(f"{path} is not a JSON object")
+    return values
 
 
 def read_spec(folder: Path) -> ModelSpec:
@@ -96,7 +99,8 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 def _spec(folder: Path, config: dict[str, Any], architecture: str) -> ModelSpec:
-    for key, known in (("hidden_act", ("silu", None)), ("quantization_config", (None,))):
+    only = {"hidden_act": ("silu", None), "quantization_config": (None,), "mlp_bias": (False, None)}
+    for key, known in only.items():
         if config.get(key) not in known:
             raise UnsupportedModel(f"{key} {config[key]!r} in config.json is not supported")
     heads, hidden = config["num_attention_heads"], config["hidden_size"]

@@ -64,7 +64,8 @@ def serve(
     def say(line: str) -> None:
         typer.echo(f"[{time.monotonic() - began:5.1f} s] {line}")
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT is ignored by jobs of a script
+        signal.signal(number, signal.default_int_handler)
     say(f"model {cluster.checkpoint.name}: {cluster.checkpoint.folder}")
     failure = ""
     try:

@@ -1,0 +1,296 @@
+"""The decode role: what it does with each frame, engine answer and ticket outcome."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from diptych.decode_worker import DecodeRole
+from diptych.decode_worker.role import Over
+from diptych.engine import commands
+from diptych.engine.sequence import Output
+from diptych.kv_transfer import messages as m
+from diptych.kv_transfer import tickets
+from diptych.protos.frames import Abort, Decode, Deliver, Failed, Sampling, Token, Tokens
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+KEY = ("r", 0)
+XID = "r#0"
+META = msgspec.msgpack.encode(m.Handover(Token(42)))
+GONE = [commands.Drop(KEY), Over(KEY)]
+BLOCKS = [3, 4, 5, 6, 7]
+
+
+def decode(key=KEY, tokens: int = 200, prefill: str | None = "prefill/a") -> Decode:
+    return Decode(key, 1, list(range(tokens)), Sampling(10), prefill)
+
+
+def output(offset: int = 1, finish: str | None = None, key=KEY) -> Output:
+    return Output(key, offset, Token(50 + offset), finish)
+
+
+def failed(reason: str) -> Deliver:
+    return Deliver("g", Failed(KEY, "decode/x", reason))
+
+
+@pytest.fixture
+def reserving() -> DecodeRole:
+    made = DecodeRole("decode/x", 64)
+    made.submit("g", decode(), [b"h1", b"h2", b"h3"])
+    return made
+
+
+@pytest.fixture
+def receiving(reserving: DecodeRole) -> DecodeRole:
+    reserving.handle(commands.Reserved(KEY, BLOCKS))
+    return reserving
+
+
+@pytest.fixture
+def running(receiving: DecodeRole) -> DecodeRole:
+    receiving.handle(tickets.Landed(XID, META))
+    return receiving
+
+
+# ---- life ----------------------------------------------------------------------------------------
+
+
+def test_blocks_are_reserved_first() -> None:
+    role = DecodeRole("decode/x", 64)
+    (reserve,) = role.submit("g", decode(), [b"h1"])
+    assert isinstance(reserve, commands.Reserve)
+    seq = reserve.seq
+    assert (seq.key, seq.prompt, seq.hashes, seq.stop_after_first) == (KEY, 200, [b"h1"], False)
+
+
+def test_the_blocks_of_the_prompt_are_offered_not_those_for_growth(reserving: DecodeRole) -> None:
+    opened = reserving.handle(commands.Reserved(KEY, BLOCKS))
+    assert opened == [tickets.Open(XID, "prefill/a", [3, 4, 5, 6])]  # ceil(200 / 64)
+
+
+def test_a_landed_sequence_decodes_from_the_first_token_on(receiving: DecodeRole) -> None:
+    (commit,) = receiving.handle(tickets.Landed(XID, META))
+    assert isinstance(commit, commands.Commit)
+    assert commit.seq.ids == [*range(200), 42] and commit.seq.prompt == 200
+
+
+def test_each_token_goes_to_its_gateway(running: DecodeRole) -> None:
+    assert running.handle(output(1)) == [Deliver("g", Tokens(KEY, 1, [Token(51)]))]
+    assert running.handle(output(2)) == [Deliver("g", Tokens(KEY, 2, [Token(52)]))]
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_the_last_token_ends_the_job(running: DecodeRole, finish: str) -> None:
+    told = Deliver("g", Tokens(KEY, 9, [Token(59)], finish))
+    assert running.handle(output(9, finish)) == [told, *GONE]
+    assert running.jobs == {}
+
+
+def test_a_local_prefill_is_added_and_needs_no_ticket() -> None:
+    role = DecodeRole("decode/x", 64)
+    (add,) = role.submit("g", decode(prefill=None), [b"h1"])
+    assert isinstance(add, commands.Add) and not add.seq.stop_after_first
+    assert role.handle(output(0)) == [Deliver("g", Tokens(KEY, 0, [Token(50)]))]
+    assert role.handle(output(1, "stop"))[1:] == GONE
+
+
+def test_a_chunk_without_a_token_is_no_news(running: DecodeRole) -> None:
+    assert running.handle(Output(KEY)) == []
+
+
+@pytest.mark.parametrize("state", ["reserving", "receiving", "running"])
+def test_a_duplicate_frame_changes_nothing(state: str, request: pytest.FixtureRequest) -> None:
+    role = request.getfixturevalue(state)
+    assert role.submit("g", decode(), []) == []
+    assert len(role.jobs) == 1
+
+
+def test_attempts_of_one_request_are_jobs_of_their_own(running: DecodeRole) -> None:
+    assert len(running.submit("g", decode(("r", 1)), [])) == 1
+    assert list(running.jobs) == ["r#0", "r#1"]
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+def test_no_blocks_are_told_to_the_gateway_and_the_job_is_over(reserving: DecodeRole) -> None:
+    assert reserving.handle(commands.Reserved(KEY, None)) == [failed("no_capacity"), *GONE]
+    assert reserving.jobs == {}
+
+
+def test_a_broken_transfer_is_told_once_and_its_blocks_wait_for_freed(
+    receiving: DecodeRole,
+) -> None:
+    assert receiving.handle(tickets.Broken(XID, "checksum")) == [failed("kv_checksum")]
+    assert XID in receiving.jobs, "a write may still land on its blocks"
+    assert receiving.handle(Abort(KEY)) == []
+    assert receiving.gateway_gone("g") == []
+    assert receiving.handle(tickets.Freed(XID)) == GONE
+    assert receiving.jobs == {}
+
+
+def test_an_answer_that_ended_with_its_first_token_is_no_failure(receiving: DecodeRole) -> None:
+    assert receiving.handle(tickets.Broken(XID, "finished")) == []
+    assert receiving.handle(tickets.Freed(XID)) == GONE
+
+
+# ---- aborts --------------------------------------------------------------------------------------
+
+
+def test_an_abort_while_reserving_waits_for_the_engines_answer(reserving: DecodeRole) -> None:
+    assert reserving.handle(Abort(KEY)) == []
+    assert reserving.handle(commands.Reserved(KEY, BLOCKS)) == GONE
+
+
+def test_an_abort_while_reserving_makes_a_full_pool_no_failure(reserving: DecodeRole) -> None:
+    reserving.handle(Abort(KEY))
+    assert reserving.handle(commands.Reserved(KEY, None)) == GONE
+
+
+def test_an_abort_while_receiving_cancels_the_ticket_and_waits_for_it(
+    receiving: DecodeRole,
+) -> None:
+    assert receiving.handle(Abort(KEY)) == [tickets.Cancel(XID, "aborted")]
+    assert receiving.handle(Abort(KEY)) == []
+    assert receiving.handle(tickets.Broken(XID, "aborted")) == []
+    assert receiving.handle(tickets.Freed(XID)) == GONE
+
+
+def test_an_abort_that_crosses_the_landing_ends_the_job(receiving: DecodeRole) -> None:
+    receiving.handle(Abort(KEY))
+    assert receiving.handle(tickets.Landed(XID, META)) == GONE
+
+
+def test_an_abort_while_running_ends_the_job_and_silences_it(running: DecodeRole) -> None:
+    assert running.handle(Abort(KEY)) == GONE
+    assert running.handle(output(1)) == []
+    assert running.handle(Abort(KEY)) == []
+
+
+def test_an_abort_of_an_unknown_job_changes_nothing(running: DecodeRole) -> None:
+    assert running.handle(Abort(("other", 0))) == []
+
+
+def test_a_lost_gateway_ends_its_jobs_and_no_other(running: DecodeRole) -> None:
+    running.submit("g", decode(("r2", 0)), [])
+    running.submit("h", decode(("r3", 0)), [])
+    assert running.gateway_gone("g") == GONE
+    assert running.handle(commands.Reserved(("r2", 0), BLOCKS)) == [
+        commands.Drop(("r2", 0)),
+        Over(("r2", 0)),
+    ]
+    assert list(running.jobs) == ["r3#0"]
+
+
+def test_an_unknown_event_is_a_broken_contract(running: DecodeRole) -> None:
+    with pytest.raises(AssertionError):
+        running.handle("what")
+
+
+# ---- with the real ticket machine ----------------------------------------------------------------
+
+
+class Life(RuleBasedStateMachine):
+    """One job, the real sink of its ticket, any order of engine, peer and gateway events."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.role, self.sink, self.now = DecodeRole("decode/x", 64), tickets.Sink(), 0.0
+        self.asked = self.committed = self.dead = False
+        self.chunks = self.tokens = 0
+        self.drops = self.overs = self.failures = 0
+        self.verify: list[int] = []
+        self.carry_out(self.role.submit("g", decode(), []))
+
+    def carry_out(self, actions: list) -> None:
+        for action in actions:
+            match action:
+                case commands.Reserve():
+                    self.asked = True
+                case commands.Commit():
+                    self.committed = True
+                case commands.Drop():
+                    self.drops += 1
+                    assert not self.sink.tickets, "blocks under an open ticket are dropped"
+                case Over():
+                    self.overs += 1
+                case Deliver(_, Failed()):
+                    self.failures += 1
+                case Deliver(_, Tokens()):
+                    assert self.committed and not self.overs and not self.failures
+                case tickets.Open() | tickets.Cancel():
+                    self.transfer(action)
+
+    def transfer(self, event: object) -> None:
+        for action in self.sink.handle(event, self.now):
+            if isinstance(action, tickets.Verify):
+                self.verify.append(action.seq)
+            elif not isinstance(action, tickets.Send):
+                self.carry_out(self.role.handle(action))
+
+    def note(self, message: object) -> None:
+        self.transfer(tickets.Noted("prefill/a", message))
+
+    @rule(full=st.integers(0, 9))
+    def engine_answers(self, full: int) -> None:
+        if self.asked:
+            self.asked = False
+            blocks = None if full == 0 else BLOCKS
+            self.carry_out(self.role.handle(commands.Reserved(KEY, blocks)))
+
+    @rule()
+    def chunk_lands(self) -> None:
+        if self.sink.tickets and self.chunks < 4:
+            self.note(m.Chunk(XID, self.chunks, self.chunks, [0]))
+            self.chunks += 1
+
+    @rule(ok=st.integers(0, 9))
+    def chunk_is_verified(self, ok: int) -> None:
+        if self.verify:
+            self.transfer(tickets.Verified(XID, self.verify.pop(), ok > 0))
+
+    @rule()
+    def source_is_done(self) -> None:
+        if self.chunks == 4:
+            self.note(m.Final(XID, 4, META))
+
+    @rule(what=st.sampled_from(["finished", "aborted", "drained", "down", "fenced", "late"]))
+    def source_ends(self, what: str) -> None:
+        match what:
+            case "drained":
+                self.note(m.Drained(XID))
+            case "down":
+                self.transfer(tickets.PeerDown("prefill/a"))
+                self.dead = True
+            case "fenced" if self.dead:
+                self.transfer(tickets.Fenced("prefill/a"))
+            case "late":
+                self.now += 31.0
+                self.transfer(tickets.Tick())
+            case "finished" | "aborted":
+                self.note(m.Void(XID, what))
+
+    @rule(last=st.booleans())
+    def engine_steps(self, last: bool) -> None:
+        if self.committed and not self.overs:
+            self.tokens += 1
+            self.carry_out(self.role.handle(output(self.tokens, "stop" if last else None)))
+
+    @rule(event=st.sampled_from(["abort", "gateway_gone", "duplicate"]))
+    def gateway(self, event: str) -> None:
+        if event == "abort":
+            self.carry_out(self.role.handle(Abort(KEY)))
+        elif event == "gateway_gone":
+            self.carry_out(self.role.gateway_gone("g"))
+        elif self.role.jobs:
+            assert self.role.submit("g", decode(), []) == []
+
+    @invariant()
+    def ends_once(self) -> None:
+        assert self.drops == self.overs <= 1 and self.failures <= 1
+        assert bool(self.role.jobs) == (self.overs == 0)
+
+
+Life.TestCase.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestLife = Life.TestCase

@@ -1,0 +1,182 @@
+"""The block pool against a model that is too simple to be wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from diptych.engine.blocks import BlockPool
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+CONTENT = [bytes([i]) * 16 for i in range(8)]
+USABLE = 4  #: blocks of the model's pool: few, so that evictions are frequent
+
+
+def test_block_0_is_never_given_out() -> None:
+    pool = BlockPool(5)
+    assert sorted(pool.allocate(4) or []) == [1, 2, 3, 4]
+    assert pool.total == 4
+
+
+def test_too_many_blocks_are_refused_and_nothing_changes() -> None:
+    pool = BlockPool(5)
+    pool.allocate(2)
+    assert pool.allocate(3) is None
+    assert (pool.available, pool.used) == (2, 2)
+    pool.validate()
+
+
+def test_a_released_sealed_block_is_found_again() -> None:
+    pool = BlockPool(5)
+    blocks = pool.allocate(3) or []
+    pool.seal(blocks[0], CONTENT[0])
+    pool.seal(blocks[1], CONTENT[1])
+    pool.release(blocks)
+    assert (pool.cached, pool.used, pool.available) == (2, 0, 4)
+    assert pool.match([CONTENT[0], CONTENT[1], CONTENT[2]]) == blocks[:2]
+    assert pool.cached == 0
+
+
+def test_a_match_ends_at_the_first_unknown_block() -> None:
+    pool = BlockPool(5)
+    blocks = pool.allocate(2) or []
+    pool.seal(blocks[0], CONTENT[0])
+    pool.seal(blocks[1], CONTENT[2])
+    assert pool.match([CONTENT[0], CONTENT[1], CONTENT[2]]) == blocks[:1]
+
+
+def test_free_blocks_go_first_then_the_least_recently_used_tail() -> None:
+    pool = BlockPool(6)
+    first, second = pool.allocate(2) or [], pool.allocate(2) or []
+    for block, content in zip(first + second, CONTENT, strict=False):
+        pool.seal(block, content)
+    pool.release(first)
+    pool.release(second)
+    assert pool.allocate(1) == [5]
+    assert pool.allocate(3) == [first[1], first[0], second[1]]
+    assert pool.hashes() == [CONTENT[2]]
+
+
+def test_the_first_of_two_blocks_with_one_content_is_the_known_one() -> None:
+    pool = BlockPool(4)
+    a, b = pool.allocate(2) or []
+    pool.seal(a, CONTENT[0])
+    pool.seal(b, CONTENT[0])
+    assert pool.match([CONTENT[0]]) == [a]
+    pool.release([b])
+    assert pool.cached == 0
+    pool.validate()
+
+
+def test_sealing_or_releasing_a_block_that_nobody_uses_is_a_broken_contract() -> None:
+    pool = BlockPool(4)
+    with pytest.raises(AssertionError):
+        pool.seal(1, CONTENT[0])
+    with pytest.raises(KeyError):
+        pool.release([1])
+
+
+def test_a_prefix_stored_and_evicted_between_two_reports_is_not_reported_as_held() -> None:
+    pool = BlockPool(2)
+    for content in CONTENT[:2]:
+        blocks = pool.allocate(1) or []
+        pool.seal(blocks[0], content)
+        pool.release(blocks)
+    stored, evicted = pool.drain_events()
+    held = set()  # a listener applies evictions first, then what was stored
+    held -= set(evicted)
+    held |= set(stored)
+    assert held == set(pool.hashes()) == {CONTENT[1]}
+
+
+def test_a_prefix_evicted_and_stored_again_between_two_reports_is_held() -> None:
+    pool = BlockPool(2)
+    for content in (CONTENT[0], CONTENT[1], CONTENT[0]):
+        blocks = pool.allocate(1) or []
+        pool.seal(blocks[0], content)
+        pool.release(blocks)
+    stored, evicted = pool.drain_events()
+    assert CONTENT[0] in stored and CONTENT[0] not in evicted
+
+
+class Pool(RuleBasedStateMachine):
+    """The model: each sequence's blocks, and what is sealed in which block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(USABLE + 1)
+        self.owned: list[list[int]] = []
+        self.sealed: dict[bytes, int] = {}
+        self.mirror: set[bytes] = set()
+
+    def refs(self) -> Counter[int]:
+        return Counter(block for blocks in self.owned for block in blocks)
+
+    @rule(count=st.integers(0, USABLE + 1))
+    def allocate(self, count: int) -> None:
+        refs = self.refs()
+        blocks = self.pool.allocate(count)
+        if count > USABLE - len(refs):
+            assert blocks is None
+            return
+        assert blocks is not None and len(set(blocks)) == count
+        assert not set(blocks) & set(refs), "a used block is given out twice"
+        self.sealed = {c: b for c, b in self.sealed.items() if b not in blocks}
+        self.owned.append(blocks)
+
+    @rule(first=st.integers(0, 7), count=st.integers(1, 3))
+    def match(self, first: int, count: int) -> None:
+        wanted = CONTENT[first : first + count]
+        known = []
+        for content in wanted:
+            if content not in self.sealed:
+                break
+            known.append(self.sealed[content])
+        assert self.pool.match(wanted) == known
+        self.owned.append(known)
+
+    @precondition(lambda self: any(self.owned))
+    @rule(data=st.data(), content=st.sampled_from(CONTENT))
+    def seal(self, data: st.DataObject, content: bytes) -> None:
+        block = data.draw(st.sampled_from(sorted(self.refs())))
+        self.pool.seal(block, content)
+        if content not in self.sealed and block not in self.sealed.values():
+            self.sealed[content] = block
+
+    @rule(content=st.sampled_from(CONTENT))
+    def live_through_a_short_request(self, content: bytes) -> None:
+        self.allocate(1)
+        if self.owned and len(self.owned[-1]) == 1:
+            block = self.owned[-1][0]
+            self.pool.seal(block, content)
+            if content not in self.sealed and block not in self.sealed.values():
+                self.sealed[content] = block
+            self.pool.release(self.owned.pop())
+
+    @precondition(lambda self: self.owned)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.owned) - 1))
+        self.pool.release(self.owned.pop(index))
+
+    @rule()
+    def report(self) -> None:
+        stored, evicted = self.pool.drain_events()
+        self.mirror -= set(evicted)
+        self.mirror |= set(stored)
+        assert self.mirror == set(self.pool.hashes())
+
+    @invariant()
+    def agrees(self) -> None:
+        self.pool.validate()
+        used = set(self.refs())
+        assert self.pool.used == len(used)
+        assert self.pool.available == USABLE - len(used)
+        assert set(self.pool.hashes()) == set(self.sealed)
+        assert self.pool.cached == len(set(self.sealed.values()) - used)
+
+
+Pool.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestPool = Pool.TestCase

@@ -1,0 +1,125 @@
+"""The decoder against `transformers` in fp32: logprobs of whole vocabularies, token for token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from diptych.engine.spec import read_spec
+from diptych.protos.frames import Sampling, Token
+from transformers import AutoModelForCausalLM
+
+from tests.support import checkpoints
+from tests.support.checkpoints import VOCAB
+
+from .rig import alone, drain, engine, finish, prompt, request
+
+CLOSE = 1e-4
+WHOLE = Sampling(40, logprobs=VOCAB)  # every id's logprob: the logits up to a constant
+
+
+@torch.inference_mode()
+def reference(folder: Path, ids: list[int]) -> torch.Tensor:
+    """[len(ids), vocab] logprobs of `transformers` over the whole answer in one forward pass."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return torch.log_softmax(model(torch.tensor([ids])).logits[0], dim=-1)
+
+
+def check(folder: Path, ids: list[int], tokens: list[Token]) -> None:
+    """Every token is the reference's greedy one, every logprob within CLOSE of the reference's."""
+    answer = [token.id for token in tokens]
+    rows = reference(folder, ids + answer[:-1])[len(ids) - 1 :]
+    assert answer == rows.argmax(dim=-1).tolist()
+    ours = torch.empty_like(rows)
+    for row, token in zip(ours, tokens, strict=True):
+        assert len(token.top) == VOCAB
+        for index, logprob in token.top:
+            row[index] = logprob
+    assert float((ours - rows).abs().max()) <= CLOSE
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 333])
+def test_prompt_and_answer_match_transformers(model: Path, length: int) -> None:
+    owner = engine(model, "float32", max_step_tokens=128)
+    check(model, prompt(length), alone(owner, prompt(length), WHOLE))
+
+
+def test_a_batch_matches_transformers(model: Path) -> None:
+    owner = engine(model, "float32", max_step_tokens=192)
+    prompts = {str(n): prompt(n, seed=n) for n in (5, 129, 200, 64)}
+    streams = finish(owner, [request(owner, name, ids, WHOLE) for name, ids in prompts.items()])
+    for name, ids in prompts.items():
+        check(model, ids, streams[name])
+
+
+CHANGES = {
+    "linear-rope": {
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    },
+    "plain-rope": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+    "tied": {"tie_word_embeddings": True},
+    "one-kv-head": {"num_key_value_heads": 1},
+    "as-many-kv-heads": {"num_key_value_heads": 4},
+    "wide-heads": {"head_dim": 128},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_llama_variants_match_transformers(tmp_path: Path, change: str) -> None:
+    folder = checkpoints.make(tmp_path / "m", "llama", **CHANGES[change])
+    owner = engine(folder, "float32", max_step_tokens=128)
+    check(folder, prompt(333), alone(owner, prompt(333), WHOLE))
+
+
+def test_an_untied_qwen2_matches_transformers(tmp_path: Path) -> None:
+    folder = checkpoints.make(tmp_path / "m", "qwen2", tie_word_embeddings=False)
+    check(folder, prompt(200), alone(engine(folder, "float32"), prompt(200), WHOLE))
+
+
+def test_windows_of_some_layers_only_match_transformers(tmp_path: Path) -> None:
+    window = {"use_sliding_window": True, "sliding_window": 70, "max_window_layers": 1}
+    folder = checkpoints.make(tmp_path / "m", "qwen2", **window)
+    assert read_spec(folder).windows == (None, 70, 70)
+    check(folder, prompt(333), alone(engine(folder, "float32"), prompt(333), WHOLE))
+
+
+def test_the_old_spelling_of_rope_gives_the_same_logits(
+    tmp_path: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    folder = checkpoints.make(tmp_path / "m", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    (folder / "config.json").write_text(json.dumps(config))
+    old = alone(engine(folder, "float32"), prompt(200), WHOLE)
+    assert old == alone(engine(checkpoint("llama"), "float32"), prompt(200), WHOLE)
+
+
+def test_an_answer_ends_with_its_stop_id(model: Path) -> None:
+    owner = engine(model, "float32")
+    tokens = [token.id for token in alone(owner, prompt(90), Sampling(40))]
+    stop = tokens[9]
+    owner.add(request(owner, "stop", prompt(90), Sampling(40, stop_ids=(stop, 3))))
+    streams, outputs = drain(owner)
+    assert [token.id for token in streams["stop"]] == tokens[: tokens.index(stop) + 1]
+    assert outputs[-1].finish == "stop"
+    assert owner.scheduler.pool.used == 0
+
+
+def test_an_answer_ends_at_max_tokens(model: Path) -> None:
+    owner = engine(model, "float32")
+    for most in (1, 2, 65):
+        owner.add(request(owner, "length", prompt(63), Sampling(most)))
+        streams, outputs = drain(owner)
+        assert len(streams["length"]) == most
+        assert [output.finish for output in outputs] == [None] * (most - 1) + ["length"]
+
+
+def test_a_stop_id_at_the_end_of_the_prompt_ends_nothing(model: Path) -> None:
+    owner = engine(model, "float32")
+    free = alone(owner, [*prompt(20), 3], Sampling(4))
+    assert 3 not in [token.id for token in free]
+    assert alone(owner, [*prompt(20), 3], Sampling(4, stop_ids=(3,))) == free

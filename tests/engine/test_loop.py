@@ -1,0 +1,152 @@
+"""The engine thread: commands in, outcomes out through `deliver`."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from diptych.engine import commands
+from diptych.engine.loop import EngineThread
+from diptych.engine.sequence import Output
+from diptych.protos.frames import Sampling
+
+from .rig import alone, engine, prompt, request
+
+PATIENCE_S = 60.0
+
+
+class Harness:
+    """A running engine thread and everything that it delivered."""
+
+    def __init__(self, folder: Path) -> None:
+        self.engine = engine(folder)
+        self.inbox: queue.SimpleQueue[list] = queue.SimpleQueue()
+        self.thread = EngineThread(self.engine, self.inbox.put)
+        self.thread.start()
+        self.seen: list[Any] = []
+
+    def until(self, wanted: Callable[[Any], bool]) -> Any:
+        """The first outcome that is wanted; all before it are kept in `seen`."""
+        while True:
+            while self.seen:
+                outcome = self.seen.pop(0)
+                if wanted(outcome):
+                    return outcome
+            self.seen += self.inbox.get(timeout=PATIENCE_S)
+
+    def tokens(self, name: str) -> list:
+        """All tokens of a request, to its end."""
+        tokens = []
+        while True:
+            output = self.until(lambda o: isinstance(o, Output) and o.key[0] == name and o.token)
+            tokens.append(output.token)
+            if output.finish:
+                return tokens
+
+    def observe(self) -> commands.Observed:
+        self.thread.submit(commands.Observe())
+        return self.until(lambda o: isinstance(o, commands.Observed))
+
+    def reserve(self, seq) -> commands.Reserved:
+        self.thread.submit(commands.Reserve(seq))
+        return self.until(lambda o: isinstance(o, commands.Reserved) and o.key == seq.key)
+
+
+@pytest.fixture
+def harness(checkpoint) -> Iterator[Harness]:
+    made = Harness(checkpoint("llama"))
+    yield made
+    made.thread.stop()
+    assert not made.thread.alive
+
+
+def test_an_added_sequence_is_answered_to_its_end(harness: Harness) -> None:
+    seq = request(harness.engine, "a", prompt(600), Sampling(20))
+    harness.thread.submit(commands.Add(seq))
+    assert harness.tokens("a") == alone(
+        engine(harness.engine.config.model), seq.ids[:600], Sampling(20)
+    )
+
+
+def test_it_sleeps_and_wakes_up_again(harness: Harness) -> None:
+    for name in ("a", "b"):
+        harness.thread.submit(commands.Add(request(harness.engine, name, prompt(5), Sampling(3))))
+        assert len(harness.tokens(name)) == 3
+        assert harness.thread.alive
+
+
+def test_a_dropped_sequence_gives_its_blocks_back(harness: Harness) -> None:
+    before = harness.observe().free_blocks
+    seq = request(harness.engine, "a", prompt(100), Sampling(900))
+    harness.thread.submit(commands.Add(seq))
+    harness.until(lambda o: isinstance(o, Output))
+    assert harness.observe().free_blocks < before
+    harness.thread.submit(commands.Drop(("a", 0)))
+    assert harness.observe().free_blocks == before
+
+
+def test_dropping_what_is_gone_changes_nothing(harness: Harness) -> None:
+    harness.thread.submit(commands.Drop(("nobody", 0)))
+    harness.thread.submit(commands.Add(request(harness.engine, "a", prompt(5), Sampling(2))))
+    assert len(harness.tokens("a")) == 2
+
+
+def test_reserved_blocks_are_named_and_refused_when_there_are_none(harness: Harness) -> None:
+    big = Sampling(500)
+    names = [f"r{index}" for index in range(30)]
+    answers = [harness.reserve(request(harness.engine, n, prompt(250), big)) for n in names]
+    blocks = [block for answer in answers for block in answer.blocks or []]
+    assert len(blocks) == len(set(blocks)) and 0 not in blocks
+    assert [answer.blocks is None for answer in answers] == [False] * 15 + [True] * 15  # 8 of 120
+    harness.thread.submit(commands.Drop((names[0], 0)))
+    assert harness.reserve(request(harness.engine, "again", prompt(250), big)).blocks
+
+
+def test_a_committed_sequence_goes_on_from_its_last_id(harness: Harness) -> None:
+    seq = request(harness.engine, "a", prompt(1), Sampling(5))
+    assert harness.reserve(seq).blocks
+    seq.ids.append(9)
+    harness.thread.submit(commands.Commit(seq))
+    assert len(harness.tokens("a")) == 4
+    assert len(seq.ids) == 6
+
+
+def test_observations_tell_the_cache_and_the_work_since_the_last_one(harness: Harness) -> None:
+    assert harness.observe().hashes == []
+    seq = request(harness.engine, "a", prompt(200), Sampling(2))
+    harness.thread.submit(commands.Add(seq))
+    harness.tokens("a")
+    seen = harness.observe()
+    assert set(seen.hashes) == set(seen.stored) == set(seq.hashes) and len(seq.hashes) == 3
+    assert seen.evicted == [] and seen.prefill_tokens == 200 and seen.prefill_seconds > 0
+    again = harness.observe()
+    assert again.stored == [] and set(again.hashes) == set(seq.hashes)
+
+
+def test_a_prefill_sequence_reports_its_blocks_chunk_by_chunk(harness: Harness) -> None:
+    seq = request(harness.engine, "a", prompt(600), Sampling(20), first_only=True)
+    harness.thread.submit(commands.Add(seq))
+    first = harness.until(lambda o: isinstance(o, Output))
+    last = harness.until(lambda o: isinstance(o, Output))
+    assert first.token is None and len(first.filled) == 8  # 512 tokens a step
+    assert last.token is not None and last.filled[:8] == first.filled and len(last.filled) == 10
+    assert last.finish is None
+
+
+def test_it_stops_in_the_middle_of_work(checkpoint) -> None:
+    made = Harness(checkpoint("llama"))
+    made.thread.submit(commands.Add(request(made.engine, "a", prompt(100), Sampling(900))))
+    made.until(lambda o: isinstance(o, Output))
+    made.thread.stop()
+    assert not made.thread.alive
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_broken_contract_ends_the_thread_where_it_can_be_seen(checkpoint) -> None:
+    made = Harness(checkpoint("llama"))
+    made.thread.submit("not a command")
+    made.thread._thread.join(PATIENCE_S)
+    assert not made.thread.alive

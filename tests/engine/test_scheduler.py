@@ -1,0 +1,331 @@
+"""What the next step computes. Blocks of 64 tokens; no torch, no clock."""
+
+from __future__ import annotations
+
+from diptych.engine.blocks import BlockPool
+from diptych.engine.scheduler import Limits, Plan, Scheduler
+from diptych.engine.sequence import Sequence
+from diptych.kv_transfer.identity import block_hashes
+from diptych.protos.frames import Sampling
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+STOP = 999
+
+
+def scheduler(blocks: int = 100, **limits: int) -> Scheduler:
+    return Scheduler(BlockPool(blocks + 1), Limits(**limits))
+
+
+def seq(name: str, length: int, most: int = 10, first_only: bool = False, seed: int = 0):
+    ids = [seed * 10_000 + index for index in range(length)]
+    sampling = Sampling(most, stop_ids=(STOP,))
+    return Sequence((name, 0), ids, length, sampling, block_hashes(ids, b"salt"), first_only)
+
+
+def carry_out(s: Scheduler, plan: Plan, token: int = 7) -> list[Sequence]:
+    """What the engine does with a plan; the sequences that finished."""
+    done = []
+    for one, count in [*plan.prefill, *((one, 1) for one in plan.decode)]:
+        if s.computed(one, count) and s.sampled(one, token):
+            done.append(one)
+    s.pool.validate()
+    return done
+
+
+def names(sequences) -> list[str]:
+    return [one.key[0] for one in sequences]
+
+
+def chunks(s: Scheduler) -> list[list[tuple[str, int]]]:
+    """Prefill of each step until there is none."""
+    steps = []
+    while plan := s.plan():
+        if not plan.prefill:
+            break
+        steps.append([(one.key[0], count) for one, count in plan.prefill])
+        carry_out(s, plan)
+    return steps
+
+
+# ---- prefill -------------------------------------------------------------------------------------
+
+
+def test_chunks_end_on_block_borders_or_at_the_end_of_the_ids() -> None:
+    s = scheduler(max_step_tokens=200)
+    s.add(seq("a", 500))
+    assert chunks(s) == [[("a", 192)], [("a", 192)], [("a", 116)]]
+
+
+def test_the_budget_that_a_short_prompt_leaves_goes_to_the_next() -> None:
+    s = scheduler(max_step_tokens=256)
+    s.add(seq("a", 100))
+    s.add(seq("b", 300, seed=1))
+    assert chunks(s) == [[("a", 100), ("b", 128)], [("b", 172)]]
+
+
+def test_prompts_are_prefilled_first_come_first_served() -> None:
+    s = scheduler(max_step_tokens=128)
+    for index, name in enumerate("abc"):
+        s.add(seq(name, 128, seed=index))
+    assert chunks(s) == [[("a", 128)], [("b", 128)], [("c", 128)]]
+
+
+def test_a_short_prompt_does_not_overtake_one_that_is_cut() -> None:
+    s = scheduler(max_step_tokens=64)
+    s.add(seq("a", 100))
+    s.add(seq("b", 10, seed=1))
+    assert chunks(s) == [[("a", 64)], [("a", 36), ("b", 10)]]
+
+
+def test_decode_goes_on_beside_prefill() -> None:
+    s = scheduler(max_step_tokens=64)
+    s.add(seq("a", 10))
+    carry_out(s, s.plan())
+    s.add(seq("b", 128, seed=1))
+    plan = s.plan()
+    assert names(plan.decode) == ["a"] and [n for _, n in plan.prefill] == [64]
+
+
+def test_nothing_to_do_is_an_empty_plan() -> None:
+    assert not scheduler().plan()
+
+
+# ---- reservation ---------------------------------------------------------------------------------
+
+
+def test_a_sequence_reserves_its_ids_and_a_growth_allowance() -> None:
+    s = scheduler(growth_tokens=256)
+    assert s.needs(seq("a", 100, most=1000)) == 6  # ceil((100 + 256) / 64)
+    assert s.needs(seq("a", 100, most=28)) == 2  # ceil(128 / 64)
+    assert s.needs(seq("a", 100, most=29)) == 3
+
+
+def test_a_sequence_that_stops_after_the_first_token_reserves_its_ids_only() -> None:
+    assert scheduler().needs(seq("a", 128, most=1000, first_only=True)) == 2
+
+
+def test_a_sequence_waits_until_its_reservation_fits() -> None:
+    s = scheduler(blocks=4)
+    s.add(seq("a", 120))  # 3 blocks
+    s.add(seq("b", 60, most=20, seed=1))  # 2 blocks
+    assert names(one for one, _ in s.plan().prefill) == ["a"]
+    assert names(s.waiting) == ["b"]
+    s.remove(("a", 0))
+    assert names(one for one, _ in s.plan().prefill) == ["b"]
+
+
+def test_the_head_of_the_line_is_not_overtaken_by_one_that_would_fit() -> None:
+    s = scheduler(blocks=4)
+    s.add(seq("a", 120))
+    s.add(seq("big", 180, seed=1))
+    s.add(seq("small", 5, seed=2))
+    s.plan()
+    assert names(s.waiting) == ["big", "small"]
+
+
+def test_no_more_than_max_running_have_blocks() -> None:
+    s = scheduler(max_running=2)
+    for index in range(5):
+        s.add(seq(str(index), 10, most=3, seed=index))
+    finished = []
+    while plan := s.plan():
+        assert len(s.running) + len(s.filling) <= 2
+        finished += carry_out(s, plan)
+    assert names(finished) == ["0", "1", "2", "3", "4"]
+
+
+# ---- prefix hits ---------------------------------------------------------------------------------
+
+
+def test_a_hit_covers_full_blocks_and_leaves_one_token_to_compute() -> None:
+    for length, hit in ((128, 64), (129, 128), (64, 0), (130, 128)):
+        s = scheduler()
+        s.add(seq("first", length, most=1))
+        carry_out(s, s.plan())
+        again = seq("again", length, most=1)
+        s.add(again)
+        assert [count for _, count in s.plan().prefill] == [length - hit]
+        assert again.hit == hit
+
+
+def test_a_hit_takes_no_free_block() -> None:
+    s = scheduler(blocks=5)
+    s.add(seq("a", 130, most=60))  # 3 blocks
+    carry_out(s, s.plan())
+    s.add(seq("b", 130, most=60))  # 2 shared + 1
+    s.plan()
+    assert s.pool.used == 4
+
+
+def test_two_equal_prompts_in_one_step_are_both_computed() -> None:
+    s = scheduler()
+    s.add(seq("a", 130, most=1))
+    s.add(seq("b", 130, most=1))
+    assert chunks(s) == [[("a", 130), ("b", 130)]]
+    assert s.pool.used == 0 and s.pool.cached == 2
+
+
+# ---- preemption ----------------------------------------------------------------------------------
+
+
+def test_the_youngest_is_preempted_when_a_block_is_missing() -> None:
+    s = scheduler(blocks=3, growth_tokens=0)
+    for index, name in enumerate("abc"):
+        s.add(seq(name, 64, most=200, seed=index))
+    carry_out(s, s.plan())
+    plan = s.plan()
+    assert names(plan.decode) == ["a"], "a takes c's block, b takes none: it is now the youngest"
+    assert names(s.waiting) == ["b", "c"]
+    assert s.preemptions == 2
+
+
+def test_a_preempted_sequence_is_computed_again_from_prompt_and_generated_ids() -> None:
+    s = scheduler(blocks=3, growth_tokens=0)
+    a, b = seq("a", 100, most=90), seq("b", 60, most=90, seed=1)
+    s.add(a)
+    s.add(b)
+    prefilled: dict[str, list[int]] = {"a": [], "b": []}
+    while plan := s.plan():
+        for one, count in plan.prefill:
+            prefilled[one.key[0]].append(count)
+        carry_out(s, plan)
+    assert prefilled == {"a": [100], "b": [60, 65]}  # at 65 ids b needed a second block
+    assert (a.generated, b.generated) == (90, 90)
+
+
+def test_everyone_finishes_on_a_full_pool_the_oldest_first() -> None:
+    s = scheduler(blocks=8, growth_tokens=0)
+    for index in range(8):
+        s.add(seq(str(index), 60, most=300, seed=index))  # 6 blocks at the end
+    finished = []
+    for _ in range(5000):
+        plan = s.plan()
+        if not plan:
+            break
+        finished += carry_out(s, plan)
+    assert names(finished) == list("01234567")
+    assert s.pool.used == 0 and s.preemptions > 0
+
+
+# ---- leaving -------------------------------------------------------------------------------------
+
+
+def test_a_sequence_can_be_removed_in_every_state() -> None:
+    s = scheduler(blocks=12, max_step_tokens=64, max_running=3)
+    s.add(seq("running", 30))
+    carry_out(s, s.plan())
+    s.add(seq("filling", 200, seed=1))
+    s.add(seq("held", 60, first_only=True, seed=2))
+    s.add(seq("waiting", 60, seed=3))
+    reserved = seq("reserved", 60, seed=4)
+    assert s.reserve(reserved)
+    carry_out(s, s.plan())
+    assert (len(s.waiting), len(s.filling), len(s.running), len(s.held)) == (1, 2, 1, 1)
+    assert s.pool.used == 1 + 4 + 1 + 2
+    for left, name in ((7, "running"), (7, "waiting"), (5, "reserved")):
+        s.remove((name, 0))
+        s.remove((name, 0))
+        s.pool.validate()
+        assert s.pool.used == left
+    while "held" not in [key[0] for key in s.held]:
+        carry_out(s, s.plan())
+    s.remove(("filling", 0))
+    s.remove(("held", 0))
+    assert s.pool.used == 0 and not s.plan()
+
+
+def test_removing_an_unknown_key_changes_nothing() -> None:
+    s = scheduler()
+    s.add(seq("a", 10))
+    s.remove(("b", 0))
+    assert names(s.waiting) == ["a"]
+
+
+def test_a_finished_sequence_gives_its_blocks_back() -> None:
+    s = scheduler()
+    s.add(seq("a", 10))
+    carry_out(s, s.plan())
+    assert names(carry_out(s, s.plan(), token=STOP)) == ["a"]
+    assert s.pool.used == 0
+
+
+def test_blocks_of_a_sequence_that_stops_after_the_first_are_held_until_removed() -> None:
+    s = scheduler()
+    one = seq("a", 100, most=50, first_only=True)
+    s.add(one)
+    carry_out(s, s.plan())
+    assert s.held == {("a", 0): one.blocks} and not s.plan()
+    s.remove(("a", 0))
+    assert s.pool.used == 0
+
+
+# ---- transfers -----------------------------------------------------------------------------------
+
+
+def test_a_reservation_that_does_not_fit_takes_nothing() -> None:
+    s = scheduler(blocks=3)
+    assert s.reserve(seq("a", 300)) is None
+    assert s.pool.used == 0 and not s.held
+
+
+def test_a_committed_sequence_decodes_in_its_reserved_blocks() -> None:
+    s = scheduler()
+    one = seq("a", 100, most=50)
+    blocks = s.reserve(one)
+    assert blocks and len(blocks) == 3 and not s.plan()
+    one.ids.append(7)
+    s.commit(one)
+    plan = s.plan()
+    assert plan.decode == [one] and not plan.prefill
+    carry_out(s, plan)
+    assert one.blocks == blocks and one.computed == 101
+
+
+def test_a_committed_sequence_publishes_its_prompt_for_later_hits() -> None:
+    s = scheduler()
+    one = seq("a", 130)
+    s.reserve(one)
+    one.ids.append(7)
+    s.commit(one)
+    carry_out(s, s.plan())
+    assert s.pool.hashes() == one.hashes
+
+
+arrival = st.tuples(
+    st.integers(1, 250), st.integers(1, 200), st.integers(0, 2), st.integers(0, 30), st.booleans()
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    arrivals=st.lists(arrival, max_size=10),
+    blocks=st.integers(8, 30),  # one sequence needs 8 at most: (250 + 200 + 63) // 64
+    growth=st.sampled_from([0, 64, 256]),
+    step=st.sampled_from([64, 100, 512]),
+    running=st.integers(1, 6),
+)
+def test_everything_ends_and_every_block_comes_back(arrivals, blocks, growth, step, running):
+    s = scheduler(blocks, growth_tokens=growth, max_step_tokens=step, max_running=running)
+    made = [
+        seq(str(i), length, most, seed=seed)
+        for i, (length, most, seed, _, _) in enumerate(arrivals)
+    ]
+    dropped, finished = set(), []
+    for now in range(6000):
+        for one, (_, _, _, at, drop) in zip(made, arrivals, strict=True):
+            if at == now:
+                s.add(one)
+            elif drop and now == at + 15 and one not in finished:
+                s.remove(one.key)
+                dropped.add(one.key)
+        plan = s.plan()
+        if not plan and now > 60:
+            break
+        assert sum(count for _, count in plan.prefill) <= step
+        for one, count in plan.prefill:
+            end = one.computed + count
+            assert end % 64 == 0 or end == len(one.ids)
+        finished += carry_out(s, plan)
+    assert {one.key for one in finished} | dropped == {one.key for one in made}
+    assert s.pool.used == 0 and not (s.waiting or s.filling or s.running or s.held)

@@ -1,0 +1,222 @@
+"""The prefill role: what it does with each frame, engine output and ticket outcome."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from diptych.engine import commands
+from diptych.engine.sequence import Output
+from diptych.kv_transfer import tickets
+from diptych.kv_transfer.messages import Handover
+from diptych.prefill_worker import PrefillRole
+from diptych.protos.frames import Abort, Deliver, Failed, Prefill, Sampling, Token, Tokens
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+KEY = ("r", 0)
+XID = "r#0"
+FIRST = Token(42, -0.5)
+
+
+def prefill(key=KEY, tokens: int = 200) -> Prefill:
+    return Prefill(key, 1, list(range(tokens)), Sampling(10), "decode/x")
+
+
+def token(key=KEY, filled=(5, 6, 7, 8), finish: str | None = None) -> Output:
+    return Output(key, 0, FIRST, finish, list(filled))
+
+
+@pytest.fixture
+def role() -> PrefillRole:
+    made = PrefillRole("prefill/a")
+    made.submit("g", prefill(), [b"h1", b"h2", b"h3"])
+    return made
+
+
+# ---- life ----------------------------------------------------------------------------------------
+
+
+def test_a_prompt_goes_to_the_engine_and_its_ticket_waits_for_the_decode_worker() -> None:
+    expect, add = PrefillRole("prefill/a").submit("g", prefill(), [b"h1"])
+    assert expect == tickets.Expect(XID, "decode/x")
+    assert isinstance(add, commands.Add)
+    seq = add.seq
+    assert (seq.key, seq.prompt, seq.hashes, seq.stop_after_first) == (KEY, 200, [b"h1"], True)
+
+
+def test_blocks_are_pushed_as_chunks_finish_each_once(role: PrefillRole) -> None:
+    assert role.handle(Output(KEY, filled=[5, 6])) == [tickets.Push(XID, 0, [5, 6])]
+    assert role.handle(Output(KEY, filled=[5, 6])) == []
+    assert role.handle(Output(KEY, filled=[5, 6, 7])) == [tickets.Push(XID, 2, [7])]
+
+
+def test_the_first_token_goes_out_at_once_and_finishes_the_ticket(role: PrefillRole) -> None:
+    role.handle(Output(KEY, filled=[5, 6]))
+    push, told, finish = role.handle(token())
+    assert push == tickets.Push(XID, 2, [7, 8])
+    assert told == Deliver("g", Tokens(KEY, 0, [FIRST]))
+    assert isinstance(finish, tickets.Finish) and finish.xid == XID
+    assert msgspec.msgpack.decode(finish.meta, type=Handover).first == FIRST
+
+
+def test_blocks_are_given_back_only_when_the_ticket_is_closed(role: PrefillRole) -> None:
+    assert not any(isinstance(a, commands.Drop) for a in role.handle(token()))
+    assert role.handle(tickets.Closed(XID, True)) == [commands.Drop(KEY)]
+    assert role.jobs == {}
+
+
+def test_an_answer_that_ends_with_its_first_token_needs_no_transfer(role: PrefillRole) -> None:
+    actions = role.handle(token(finish="stop"))
+    assert Deliver("g", Tokens(KEY, 0, [FIRST], "stop")) in actions
+    assert actions[-1] == tickets.Cancel(XID, "finished")
+    assert not any(isinstance(action, tickets.Finish) for action in actions)
+    assert role.handle(tickets.Closed(XID, False, "finished")) == [commands.Drop(KEY)]
+
+
+def test_a_duplicate_frame_changes_nothing(role: PrefillRole) -> None:
+    assert role.submit("g", prefill(), []) == []
+    assert len(role.jobs) == 1
+
+
+def test_attempts_of_one_request_are_jobs_of_their_own(role: PrefillRole) -> None:
+    expect, _ = role.submit("g", prefill(("r", 1)), [])
+    assert expect == tickets.Expect("r#1", "decode/x")
+    assert len(role.jobs) == 2
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after_first_token", [False, True])
+def test_a_failed_transfer_is_told_once(role: PrefillRole, after_first_token: bool) -> None:
+    if after_first_token:
+        role.handle(token())
+    drop, failed = role.handle(tickets.Closed(XID, False, "peer_lost"))
+    assert drop == commands.Drop(KEY)
+    assert failed == Deliver("g", Failed(KEY, "prefill/a", "kv_peer_lost"))
+    assert role.handle(Abort(KEY)) == [] and role.gateway_gone("g") == []
+
+
+def test_what_the_engine_still_says_of_a_dead_job_reaches_nobody(role: PrefillRole) -> None:
+    role.handle(tickets.Closed(XID, False, "no_offer"))
+    assert role.handle(token()) == [commands.Drop(KEY)]
+
+
+# ---- aborts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", ["waiting", "computing", "sending"])
+def test_an_abort_cancels_the_ticket_and_waits_for_it(role: PrefillRole, state: str) -> None:
+    if state != "waiting":
+        role.handle(Output(KEY, filled=[5]))
+    if state == "sending":
+        role.handle(token())
+    assert role.handle(Abort(KEY)) == [tickets.Cancel(XID, "aborted")]
+    assert XID in role.jobs, "writes may still read its blocks"
+    assert role.handle(tickets.Closed(XID, False, "aborted")) == [commands.Drop(KEY)]
+
+
+def test_an_abort_that_comes_too_late_is_no_failure(role: PrefillRole) -> None:
+    role.handle(token())
+    role.handle(Abort(KEY))
+    assert role.handle(tickets.Closed(XID, True)) == [commands.Drop(KEY)]
+
+
+def test_an_abort_of_an_unknown_job_changes_nothing(role: PrefillRole) -> None:
+    assert role.handle(Abort(("other", 0))) == []
+
+
+def test_a_lost_gateway_ends_its_jobs_and_no_other(role: PrefillRole) -> None:
+    role.submit("g", prefill(("r2", 0)), [])
+    role.submit("h", prefill(("r3", 0)), [])
+    actions = role.gateway_gone("g")
+    assert actions == [tickets.Cancel(x, "gateway_gone") for x in ("r#0", "r2#0")]
+    for xid in ("r#0", "r2#0"):
+        (drop,) = role.handle(tickets.Closed(xid, False, "gateway_gone"))
+        assert isinstance(drop, commands.Drop)
+    assert list(role.jobs) == ["r3#0"]
+
+
+def test_an_unknown_event_is_a_broken_contract(role: PrefillRole) -> None:
+    with pytest.raises(AssertionError):
+        role.handle("what")
+
+
+# ---- with the real ticket machine ----------------------------------------------------------------
+
+
+class Life(RuleBasedStateMachine):
+    """One job, the real source of its ticket, any order of engine, peer and gateway events."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.role, self.source = PrefillRole("prefill/a"), tickets.Source()
+        self.filled, self.first = 0, False
+        self.posted: list[tickets.Post] = []
+        self.drops = self.failures = self.closes = 0
+        self.dropped_while_written = False
+        self.carry_out(self.role.submit("g", prefill(), []))
+
+    def carry_out(self, actions: list) -> None:
+        for action in actions:
+            match action:
+                case commands.Drop():
+                    self.drops += 1
+                    self.dropped_while_written |= bool(self.posted)
+                case Deliver(_, Failed()):
+                    self.failures += 1
+                case tickets.Expect() | tickets.Push() | tickets.Finish() | tickets.Cancel():
+                    self.transfer(action)
+
+    def transfer(self, event: object) -> None:
+        for action in self.source.handle(event, 0.0):
+            if isinstance(action, tickets.Post):
+                self.posted.append(action)
+            elif isinstance(action, tickets.Closed):
+                self.closes += 1
+                self.carry_out(self.role.handle(action))
+
+    @rule()
+    def compute(self) -> None:
+        if self.first:
+            return
+        self.filled += 1
+        blocks = list(range(10, 10 + self.filled))
+        self.first = self.filled == 4
+        output = token(filled=blocks) if self.first else Output(KEY, filled=blocks)
+        self.carry_out(self.role.handle(output))
+
+    @rule()
+    def offer(self) -> None:
+        self.transfer(tickets.Noted("decode/x", tickets.m.Offer(XID, [1, 2, 3, 4])))
+
+    @rule(ok=st.booleans())
+    def write_ends(self, ok: bool) -> None:
+        if self.posted:
+            self.posted.pop()
+            self.transfer(tickets.Written(XID, ok, "" if ok else "broken"))
+
+    @rule()
+    def sink_stops(self) -> None:
+        self.transfer(tickets.Noted("decode/x", tickets.m.Stop(XID)))
+
+    @rule(event=st.sampled_from(["abort", "gateway_gone", "duplicate"]))
+    def gateway(self, event: str) -> None:
+        if event == "abort":
+            self.carry_out(self.role.handle(Abort(KEY)))
+        elif event == "gateway_gone":
+            self.carry_out(self.role.gateway_gone("g"))
+        elif self.role.jobs:
+            assert self.role.submit("g", prefill(), []) == []
+
+    @invariant()
+    def ends_once(self) -> None:
+        assert self.closes <= 1 and self.failures <= self.closes
+        assert bool(self.role.jobs) == (self.closes == 0)
+        assert not self.drops or self.closes, "blocks are dropped after Closed only"
+        assert not self.dropped_while_written
+
+
+Life.TestCase.settings = settings(max_examples=200, stateful_step_count=25, deadline=None)
+TestLife = Life.TestCase

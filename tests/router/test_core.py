@@ -1,0 +1,379 @@
+"""The router: event in, actions out. Times are made up; workers compute 2000 tokens/s at first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from diptych.protos.frames import Deliver, Directory, Place, Placed, Refused, Report, WorkerCard
+from diptych.router import events as e
+from diptych.router.core import Router, RouterConfig
+
+HASHES = [bytes([i]) * 16 for i in range(8)]
+
+
+def card(name: str, blocks: int = 100) -> WorkerCard:
+    role = name.split("/")[0]
+    return WorkerCard(name, role, role, f"{name}:1", name, 1, b"", blocks)
+
+
+def place(name: str, prompt: int = 640, most: int = 64, attempt: int = 0, **more: Any) -> Place:
+    return Place((name, attempt), prompt, most, HASHES[: prompt // 64], **more)
+
+
+class Rig:
+    """A router with workers; `ask` returns what the asker was told. It is settled at once."""
+
+    def __init__(self, *workers: str, blocks: int = 100, term: int = 5, **config: Any) -> None:
+        self.router = Router(RouterConfig(**({"settle_s": 0.0} | config)), term)
+        self.now = 100.0
+        self.send(e.GatewayJoined("g"))
+        for name in workers:
+            self.send(e.Joined(card(name, blocks), 0, []))
+
+    def send(self, event: Any, after: float = 0.0) -> list:
+        self.now += after
+        return self.router.handle(event, self.now)
+
+    def ask(self, name: str, gateway: str = "g", **more: Any) -> Any:
+        actions = self.send(e.Asked(gateway, place(name, **more)))
+        assert all(action.peer == gateway for action in actions)
+        frames = [action.frame for action in actions]
+        return frames[0] if len(frames) == 1 else frames
+
+    def over(self, name: str, attempt: int = 0) -> list:
+        return [action.frame for action in self.send(e.Ended((name, attempt)))]
+
+    def report(self, worker: str, seq: int, **more: Any) -> list:
+        return self.send(e.Reported(worker, Report(seq, 0, **more)))
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig("prefill/a", "prefill/b", "decode/x", "decode/y")
+
+
+# ---- placement -----------------------------------------------------------------------------------
+
+
+def test_a_request_gets_a_pair_at_once(rig: Rig) -> None:
+    placed = rig.ask("r")
+    assert isinstance(placed, Placed)
+    assert placed.prefill in ("prefill/a", "prefill/b")
+    assert placed.decode in ("decode/x", "decode/y")
+    assert (placed.key, placed.term, placed.hit_tokens) == (("r", 0), 5, 0)
+    assert placed.predicted_wait_ms == pytest.approx(320.0)  # 640 tokens at 2000/s
+
+
+def test_the_second_goes_to_the_other_pair(rig: Rig) -> None:
+    first, second = rig.ask("r1"), rig.ask("r2")
+    assert first.prefill != second.prefill
+    assert first.decode != second.decode
+
+
+def test_queued_prompts_are_part_of_the_wait() -> None:
+    rig = Rig("prefill/a", "decode/x")
+    rig.ask("r1")
+    assert rig.ask("r2").predicted_wait_ms == pytest.approx(640.0)
+
+
+def test_a_first_token_takes_its_prompt_off_the_wait() -> None:
+    rig = Rig("prefill/a", "decode/x")
+    rig.ask("r1")
+    rig.send(e.FirstToken(("r1", 0)))
+    assert rig.ask("r2").predicted_wait_ms == pytest.approx(320.0)
+
+
+def test_a_first_token_takes_a_local_prompt_off_the_wait_too() -> None:
+    rig = Rig("decode/x", disaggregate="never")
+    rig.ask("r1")
+    rig.send(e.FirstToken(("r1", 0)))
+    assert rig.ask("r2").predicted_wait_ms == pytest.approx(320.0)
+
+
+def test_reports_change_the_predicted_rate() -> None:
+    rig = Rig("prefill/a", "decode/x")
+    rig.report("prefill/a", 1, prefill_tokens=6000, prefill_seconds=1.0)
+    # 0.8 * 2000 + 0.2 * 6000 = 2800 tokens/s
+    assert rig.ask("r").predicted_wait_ms == pytest.approx(640 / 2.8)
+
+
+def test_a_prefix_hit_is_preferred_and_counted(rig: Rig) -> None:
+    rig.report("prefill/b", 1, stored=HASHES[:4])
+    for index in range(4):
+        placed = rig.ask(f"r{index}", prompt=512)
+        assert (placed.prefill, placed.hit_tokens) == ("prefill/b", 256)
+        rig.over(f"r{index}")
+    statistics = rig.router.statistics()
+    assert (statistics["hit_tokens"], statistics["prompt_tokens"]) == (4 * 256, 4 * 512)
+
+
+def test_a_whole_prompt_hit_still_computes_one_token(rig: Rig) -> None:
+    rig.report("prefill/b", 1, stored=HASHES[:4])
+    placed = rig.ask("r", prompt=256)
+    assert (placed.prefill, placed.hit_tokens) == ("prefill/b", 255)
+
+
+def test_a_worker_that_evicted_the_prefix_is_not_preferred() -> None:
+    rig = Rig("prefill/a", "prefill/b", "decode/x")
+    rig.send(e.Joined(card("prefill/a"), 0, HASHES[:1]))
+    rig.report("prefill/b", 1, stored=HASHES[:2])
+    rig.report("prefill/b", 2, evicted=HASHES[:2])
+    assert rig.ask("r").prefill == "prefill/a"
+
+
+def test_avoided_workers_are_avoided_while_there_are_others(rig: Rig) -> None:
+    for index in range(6):
+        avoid = ["prefill/a", "decode/x"]
+        placed = rig.ask(f"r{index}", avoid=avoid)
+        assert (placed.prefill, placed.decode) == ("prefill/b", "decode/y")
+    both = ["prefill/a", "prefill/b", "decode/x", "decode/y"]
+    assert isinstance(rig.ask("last", avoid=both), Placed)
+
+
+def test_lost_workers_are_never_taken_the_request_waits_for_others() -> None:
+    rig = Rig("prefill/a", "decode/x")
+    assert rig.ask("r", lost=["decode/x"]) == []
+    assert rig.send(e.Tick(), after=1.0) == []
+    actions = rig.send(e.Joined(card("decode/y"), 0, []))
+    assert [a.frame.decode for a in actions if isinstance(a.frame, Placed)] == ["decode/y"]
+
+
+def test_a_local_request_needs_a_decode_worker_only() -> None:
+    rig = Rig("decode/x")
+    rig.report("decode/x", 1, stored=HASHES[:2])
+    placed = rig.ask("r", local=True)
+    assert (placed.prefill, placed.decode, placed.hit_tokens) == (None, "decode/x", 128)
+    assert placed.predicted_wait_ms == pytest.approx((640 - 128) / 2)
+
+
+def test_disaggregate_never_makes_every_request_local(rig: Rig) -> None:
+    rig.router = Router(RouterConfig(disaggregate="never"), 5)
+    rig.send(e.Joined(card("decode/x"), 0, []))
+    assert rig.ask("r").prefill is None
+
+
+def test_a_duplicate_place_is_ignored(rig: Rig) -> None:
+    rig.ask("r")
+    assert rig.ask("r") == []
+    assert rig.router.statistics()["placed"] == 1
+
+
+def test_a_duplicate_of_a_waiting_request_is_ignored() -> None:
+    rig = Rig()
+    assert rig.ask("r") == [] and rig.ask("r") == []
+    assert len(rig.router.waiting) == 1
+
+
+def test_another_attempt_is_another_request(rig: Rig) -> None:
+    rig.ask("r")
+    assert rig.ask("r", attempt=1).key == ("r", 1)
+
+
+# ---- room and waiting ----------------------------------------------------------------------------
+
+
+def test_decode_reserves_the_prompt_and_a_growth_allowance() -> None:
+    rig = Rig("prefill/a", "decode/x", blocks=14)
+    assert isinstance(rig.ask("r", prompt=640, most=1000), Placed)  # ceil((640 + 256) / 64)
+    assert rig.router.workers["decode/x"].room == 0
+
+
+def test_a_request_waits_for_decode_room_and_is_placed_after_over() -> None:
+    rig = Rig("prefill/a", "decode/x", blocks=12)
+    assert isinstance(rig.ask("r1"), Placed)  # 11 of 12 blocks
+    assert rig.ask("r2") == [] and rig.ask("r3") == []
+    assert [frame.key for frame in rig.over("r1")] == [("r2", 0)]
+    assert [frame.key for frame in rig.over("r2")] == [("r3", 0)]
+    assert rig.over("r3") == []
+    assert rig.router.workers["decode/x"].room == 12
+
+
+def test_a_small_request_does_not_overtake_one_that_waits() -> None:
+    rig = Rig("prefill/a", "decode/x", blocks=12)
+    rig.ask("r1")
+    rig.ask("big")
+    assert rig.ask("small", prompt=10, most=10) == []
+    assert [frame.key[0] for frame in rig.over("r1")] == ["big", "small"]
+
+
+def test_over_of_a_waiting_request_ends_its_wait() -> None:
+    rig = Rig("prefill/a", "decode/x", blocks=12)
+    rig.ask("r1")
+    rig.ask("r2")
+    assert rig.over("r2") == []
+    assert rig.over("r1") == []
+    assert rig.router.statistics()["waiting"] == 0
+
+
+def test_over_twice_or_of_nobody_changes_nothing(rig: Rig) -> None:
+    rig.ask("r")
+    rig.over("r")
+    assert rig.over("r") == [] and rig.over("never") == []
+    assert all(worker.room == 100 for worker in rig.router.workers.values())
+
+
+def test_a_full_queue_refuses_at_once() -> None:
+    rig = Rig(queue_max=2)
+    rig.ask("r1")
+    rig.ask("r2")
+    refused = rig.ask("r3")
+    assert isinstance(refused, Refused)
+    assert (refused.key, refused.reason) == (("r3", 0), "queue_full")
+    assert "2 requests wait already" in refused.message and refused.retry_after_s > 0
+
+
+def test_who_waits_too_long_for_a_busy_worker_is_refused() -> None:
+    rig = Rig("prefill/a", "decode/x", blocks=12, queue_ttl_s=3.0)
+    rig.ask("r1")
+    rig.ask("r2")
+    assert rig.send(e.Tick(), after=3.0) == []
+    (refused,) = rig.send(e.Tick(), after=0.1)
+    assert refused.frame.reason == "deadline_exceeded"
+    assert "3 s" in refused.frame.message and "busy" in refused.frame.message
+
+
+@pytest.mark.parametrize(
+    ("up", "missing"),
+    [((), "decode or prefill"), (("prefill/a",), "decode"), (("decode/x",), "prefill")],
+)
+def test_who_waits_too_long_for_a_missing_role_is_told_so(up: tuple, missing: str) -> None:
+    rig = Rig(*up)
+    rig.ask("r")
+    (refused,) = rig.send(e.Tick(), after=31.0)
+    assert refused.frame.reason == "no_capacity"
+    assert f"no {missing} worker is up" in refused.frame.message
+
+
+def test_a_late_worker_takes_those_who_wait_oldest_first() -> None:
+    rig = Rig("prefill/a")
+    for name in ("r1", "r2", "r3"):
+        rig.ask(name)
+    actions = rig.send(e.Joined(card("decode/x"), 0, []))
+    placed = [action.frame.key[0] for action in actions if isinstance(action.frame, Placed)]
+    assert placed == ["r1", "r2", "r3"]
+
+
+def test_a_request_that_expired_makes_way_in_the_same_tick() -> None:
+    rig = Rig("prefill/a", "decode/x", blocks=12)
+    rig.ask("r1", prompt=64, most=1)
+    rig.ask("big")  # 11 blocks, 10 are left
+    rig.now += 20
+    rig.ask("small", prompt=64, most=1)
+    frames = [action.frame for action in rig.send(e.Tick(), after=11.0)]
+    assert [type(frame) for frame in frames] == [Refused, Placed]
+    assert [frame.key[0] for frame in frames] == ["big", "small"]
+
+
+# ---- membership ----------------------------------------------------------------------------------
+
+
+def names(actions: list) -> dict[str, tuple[str, ...]]:
+    """Who is told of which workers."""
+    return {
+        action.peer: tuple(sorted(worker.id for worker in action.frame.workers))
+        for action in actions
+        if isinstance(action, Deliver) and isinstance(action.frame, Directory)
+    }
+
+
+def test_a_gateway_that_joins_is_told_who_is_there(rig: Rig) -> None:
+    everyone = ("decode/x", "decode/y", "prefill/a", "prefill/b")
+    assert names(rig.send(e.GatewayJoined("h"))) == {"h": everyone}
+
+
+def test_a_new_worker_is_announced_to_everyone() -> None:
+    rig = Rig("prefill/a")
+    told = names(rig.send(e.Joined(card("decode/x"), 0, [])))
+    assert told == dict.fromkeys(("g", "prefill/a", "decode/x"), ("decode/x", "prefill/a"))
+
+
+def test_a_lost_worker_is_announced_and_gets_nothing_any_more(rig: Rig) -> None:
+    rig.report("prefill/a", 1, stored=HASHES)
+    rest = ("decode/x", "decode/y", "prefill/b")
+    assert names(rig.send(e.Lost("prefill/a"))) == dict.fromkeys(("g", *rest), rest)
+    assert rig.ask("r").prefill == "prefill/b"
+    assert rig.router.statistics()["index_entries"] == 0
+    assert rig.send(e.Lost("prefill/a")) == []
+
+
+def test_over_after_its_workers_are_lost_is_harmless(rig: Rig) -> None:
+    placed = rig.ask("r")
+    rig.send(e.Lost(placed.prefill))
+    rig.send(e.Lost(placed.decode))
+    rig.send(e.FirstToken(("r", 0)))
+    assert rig.over("r") == []
+    assert rig.router.statistics()["bound"] == 0
+
+
+def test_a_lost_gateway_frees_its_placements_and_waits_for_nothing() -> None:
+    rig = Rig("prefill/a", "decode/x", blocks=12)
+    rig.send(e.GatewayJoined("h"))
+    rig.ask("h1", gateway="h")
+    rig.ask("h2", gateway="h")
+    rig.ask("g1")
+    (placed,) = rig.send(e.GatewayLost("h"))
+    assert (placed.peer, placed.frame.key) == ("g", ("g1", 0))
+    statistics = rig.router.statistics()
+    assert (statistics["bound"], statistics["waiting"]) == (1, 0)
+    assert "h" not in names(rig.send(e.Joined(card("decode/y"), 0, [])))
+
+
+def test_a_gap_in_the_reports_disconnects_the_worker(rig: Rig) -> None:
+    assert rig.report("prefill/a", 1) == []
+    assert rig.report("prefill/a", 3, stored=HASHES) == [e.Disconnect("prefill/a")]
+    assert rig.router.statistics()["index_entries"] == 0
+
+
+def test_a_report_of_a_worker_that_did_not_join_is_ignored(rig: Rig) -> None:
+    assert rig.report("prefill/zzz", 1, stored=HASHES) == []
+
+
+def test_a_worker_that_joins_again_starts_with_its_whole_snapshot(rig: Rig) -> None:
+    rig.report("prefill/a", 1, stored=HASHES[:4])
+    placed = rig.ask("r")
+    rig.send(e.Joined(card("prefill/a"), 0, HASHES[6:7]))
+    assert rig.router.index.depths(HASHES) == {}
+    assert rig.report("prefill/a", 1) == [], "its reports count from 1 again"
+    queued = sum(len(worker.queued) for worker in rig.router.workers.values())
+    assert queued == 1 and placed.prefill, "what is placed on it stays"
+
+
+def test_a_young_router_says_that_workers_may_be_missing_and_later_that_none_is() -> None:
+    rig = Rig("prefill/a", settle_s=3.0)
+    (told,) = rig.send(e.GatewayJoined("h"), after=2.9)
+    assert not told.frame.settled
+    settled = rig.send(e.Tick(), after=0.1)
+    assert names(settled) == dict.fromkeys(("g", "h", "prefill/a"), ("prefill/a",))
+    assert all(action.frame.settled for action in settled)
+    assert rig.send(e.Tick(), after=9.0) == []
+
+
+# ---- terms ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("event", [e.Outdated(6), e.Joined(card("prefill/c"), 6, [])])
+def test_a_router_that_hears_a_higher_term_steps_down_and_places_nothing(rig: Rig, event) -> None:
+    assert rig.send(event) == [e.StepDown(6)]
+    assert rig.ask("r") == [] and rig.send(e.Tick(), after=60.0) == []
+    assert not rig.router.statistics()["active"]
+
+
+@pytest.mark.parametrize("term", [4, 5])
+def test_its_own_or_a_lower_term_is_no_news(rig: Rig, term: int) -> None:
+    assert rig.send(e.Outdated(term)) == []
+    assert isinstance(rig.ask("r"), Placed)
+
+
+def test_a_new_router_places_resubmitted_requests() -> None:
+    old = Rig("prefill/a", "decode/x", term=5)
+    old.ask("r")
+    new = Rig("prefill/a", "decode/x", term=6)
+    assert new.ask("r").term == 6
+
+
+def test_statistics_and_repr_tell_where_it_is(rig: Rig) -> None:
+    rig.ask("r")
+    assert repr(rig.router) == "<Router term 5: 2 prefill, 2 decode | 1 bound, 0 waiting>"
+    statistics = rig.router.statistics()
+    assert (statistics["placed"], statistics["refused"], statistics["bound"]) == (1, 0, 1)

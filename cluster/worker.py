@@ -208,7 +208,8 @@ class Worker:
             return "wrong_role"
         if partner is not None and partner not in self._known:
             return "unknown_peer"
-        if not 0 < len(frame.ids) < self.engine.max_model_len:
+        whole = len(frame.ids) + frame.sampling.max_tokens
+        if not frame.ids or whole > self.engine.max_model_len:
             return "context_length_exceeded"
         return None
 

@@ -21,8 +21,8 @@ class _Files:
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         self.folder, self.dtype = folder, dtype
         index = folder / "model.safetensors.index.json"
-        names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else None
-        names = names or ["model.safetensors"]
+        shards = read_json(index).get("weight_map", {}) if index.exists() else {}
+        names = sorted(set(shards.values())) or ["model.safetensors"]
         self._open: dict[str, safe_open] = {}
         for name in names:
             path = folder / name

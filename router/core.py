@@ -200,27 +200,34 @@ class Router:
         return Deliver(gateway, Refused(key, reason, message, retry_after_s=1.0))
 
     def _retry(self, now: float) -> list:
-        """Places those who wait, oldest first, until one finds no room."""
+        """Places those who wait, oldest first, until one finds no room.
+
+        Who waits for a worker that is not there does not hold up those behind it.
+        """
         actions: list = []
-        while self.waiting:
-            key, waiting = next(iter(self.waiting.items()))
+        for key, waiting in list(self.waiting.items()):
             if now - waiting.since > self.config.queue_ttl_s:
                 del self.waiting[key]
                 actions.append(self._expired(waiting))
-                continue
-            placed = self._place(waiting)
-            if placed is None:
-                break
-            del self.waiting[key]
-            actions.append(placed)
+            elif not self._missing(waiting.place):
+                placed = self._place(waiting)
+                if placed is None:
+                    break
+                del self.waiting[key]
+                actions.append(placed)
         return actions
+
+    def _missing(self, place: Place) -> set[str]:
+        """Roles that the request needs and no worker has, but those that it has seen die."""
+        alive = [w.card for w in self.workers.values() if w.card.id not in place.lost]
+        wanted = {"decode"} if self._local(place) else {"prefill", "decode"}
+        return wanted - {card.role for card in alive}
 
     def _expired(self, waiting: Waiting) -> Deliver:
         waited = f"waited {self.config.queue_ttl_s:g} s for a worker"
-        roles = {worker.card.role for worker in self.workers.values()}
-        wanted = {"decode"} if self._local(waiting.place) else {"prefill", "decode"}
-        if wanted - roles:
-            message = f"{waited}: no {' or '.join(sorted(wanted - roles))} worker is up"
+        missing = self._missing(waiting.place)
+        if missing:
+            message = f"{waited}: no {' or '.join(sorted(missing))} worker is up"
             return self._refuse(waiting.gateway, waiting.place.key, "no_capacity", message)
         message = f"{waited}: all are busy"
         return self._refuse(waiting.gateway, waiting.place.key, "deadline_exceeded", message)

@@ -65,7 +65,7 @@ class NixlTransport:
 
     def write(self, peer: str, source: Sequence[int], target: Sequence[int], note: bytes) -> int:
         remote = self._peer(peer)
-        handle = next(self._ids)
+        handle, transfer = next(self._ids), None
         try:
             transfer = self._agent.make_prepped_xfer(
                 "WRITE",
@@ -77,6 +77,8 @@ class NixlTransport:
             )
             state = self._agent.transfer(transfer)
         except Exception as error:  # NIXL raises one exception class per status
+            if transfer is not None:
+                self._agent.release_xfer_handle(transfer)
             self._lost(peer)
             raise PeerLost(f"{peer}: {type(error).__name__}") from error
         if state == "DONE":

@@ -208,7 +208,7 @@ class TcpTransport:
                 self._flush(peer, out)
         for key, _ in self._ready.select(0):
             if key.data is None:
-                with contextlib.suppress(BlockingIOError):
+                with contextlib.suppress(OSError):  # it left again, or there is none
                     sock, _ = self._listener.accept()
                     sock.setblocking(False)
                     incoming = _Incoming(sock, self.pool, self.admit)

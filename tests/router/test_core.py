@@ -139,6 +139,15 @@ def test_lost_workers_are_never_taken_the_request_waits_for_others() -> None:
     assert [a.frame.decode for a in actions if isinstance(a.frame, Placed)] == ["decode/y"]
 
 
+def test_who_waits_for_a_dead_workers_successor_does_not_hold_up_the_others() -> None:
+    rig = Rig("prefill/a", "decode/x")
+    assert rig.ask("r1", lost=["decode/x"]) == []
+    assert rig.ask("r2").decode == "decode/x"
+    expired = rig.send(e.Tick(), after=31.0)
+    assert [a.frame.reason for a in expired] == ["no_capacity"]
+    assert "no decode worker is up" in expired[0].frame.message
+
+
 def test_a_local_request_needs_a_decode_worker_only() -> None:
     rig = Rig("decode/x")
     rig.report("decode/x", 1, stored=HASHES[:2])

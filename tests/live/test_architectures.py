@@ -138,9 +138,13 @@ def test_a_grpc_client_that_leaves_or_runs_out_of_time_gives_everything_back(
             call = stub.Chat(request)
             next(call)
             call.cancel()
-        with pytest.raises(grpc.RpcError) as late:
-            list(stub.Chat(request, timeout=0.5))
-    assert late.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        codes = []
+        for _ in range(6):  # an answer may also come to its end in time, by chance
+            try:
+                list(stub.Chat(request, timeout=0.2))
+            except grpc.RpcError as late:
+                codes.append(late.code())
+    assert set(codes) == {grpc.StatusCode.DEADLINE_EXCEEDED}
     eventually(live.idle, seconds=2.0)
 
 

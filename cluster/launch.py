@@ -35,7 +35,6 @@ ENVIRONMENT = {
     "RAY_enable_metrics_collection": "0",
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",
-    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
     "TOKENIZERS_PARALLELISM": "false",
     "NIXL_LOG_LEVEL": "WARN",
 }

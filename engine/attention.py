@@ -3,7 +3,7 @@
 Every row is computed as part of a query tile that ends at its block's border, over the keys of all
 blocks up to that border, masked behind the row. The shapes of that computation depend on the row's
 position alone, so its bits do not depend on chunking, on the batch, on prefix hits, or on whether
-it is prefill or decode (given products whose rows are independent: `cpu.linear_is_exact`).
+it is prefill or decode (given products whose rows are independent: `linear.py`).
 """
 
 from __future__ import annotations

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from .attention import Meta, attend
+from .linear import Linear
 from .pool import KVPool
 from .spec import ModelSpec, Rope
 
-Weight = torch.Tensor
+Weight = torch.Tensor  #: norms and the embedding; matrices are `Linear`s
 
 
 @dataclass(slots=True)
@@ -20,15 +21,13 @@ class Layer:
     """Weights of one layer; `qkv` and `gate_up` are fused along the output."""
 
     norm: Weight
-    qkv: Weight
-    qkv_bias: Weight | None
+    qkv: Linear
     q_norm: Weight | None
     k_norm: Weight | None
-    output: Weight
-    output_bias: Weight | None
+    output: Linear
     mlp_norm: Weight
-    gate_up: Weight
-    down: Weight
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(slots=True)
@@ -36,7 +35,7 @@ class Weights:
     embedding: Weight
     layers: list[Layer]
     norm: Weight
-    head: Weight
+    head: Linear
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
@@ -76,10 +75,10 @@ class Decoder:
             normed = self._norm(hidden, layer.norm)
             hidden = hidden + self._attention(index, layer, normed, cos, sin, meta)
             normed = self._norm(hidden, layer.mlp_norm)
-            gate, up = F.linear(normed, layer.gate_up).split(spec.intermediate, dim=-1)
-            hidden = hidden + F.linear(F.silu(gate) * up, layer.down)
+            gate, up = layer.gate_up(normed).split(spec.intermediate, dim=-1)
+            hidden = hidden + layer.down(F.silu(gate) * up)
         last = self._norm(hidden[wanted], self.weights.norm)
-        return F.linear(last, self.weights.head).float()
+        return self.weights.head(last).float()
 
     def _norm(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         wide = x.float()
@@ -96,7 +95,7 @@ class Decoder:
         meta: Meta,
     ) -> torch.Tensor:
         spec, rows = self.spec, x.shape[0]
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(rows, -1, spec.head_dim)
+        qkv = layer.qkv(x).view(rows, -1, spec.head_dim)
         q, k, v = qkv.split([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
@@ -105,7 +104,7 @@ class Decoder:
         values[meta.slot_block, :, meta.slot_offset] = v
         cache = (keys, values)
         out = attend(_rotate(q, cos, sin), cache, meta, self._scale, spec.windows[index])
-        return F.linear(out.reshape(rows, -1), layer.output, layer.output_bias)
+        return layer.output(out.reshape(rows, -1))
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -19,9 +19,9 @@ from ..kv_transfer.layout import default_group
 from ..protos.frames import Key
 from .attention import Meta, Span
 from .blocks import BlockPool
-from .cpu import linear_is_exact, pin_cpu_math
 from .decoder import Decoder
 from .errors import OutOfMemory
+from .linear import attention_is_exact
 from .loader import load
 from .pool import KVPool
 from .sampler import sample
@@ -50,7 +50,7 @@ class Engine:
     def __init__(
         self, config: EngineConfig, progress: Callable[[str, float], None] | None = None
     ) -> None:
-        pin_cpu_math(config.threads)
+        torch.set_num_threads(config.threads)  # as many as cores in two processes collapse
         self.config = config
         self.spec = read_spec(config.model)
         self.max_model_len = min(config.max_model_len or 1 << 30, self.spec.max_positions)
@@ -76,10 +76,9 @@ class Engine:
         self.compatibility = layout.compatibility(fingerprint(config.model))
         self.scheduler = Scheduler(BlockPool(blocks), config.limits)
         self._decoder = Decoder(self.spec, weights, self.kv)
-        first = weights.layers[0]
-        self.exact = config.dtype == "bfloat16" and linear_is_exact(
-            [first.qkv, first.output, first.gate_up, first.down, weights.head]
-        )
+        group = self.spec.heads // self.spec.kv_heads
+        bf16 = config.dtype == "bfloat16"
+        self.exact = bf16 and attention_is_exact(group, self.spec.head_dim)
         self.steps = 0
         self.prefill_tokens, self.prefill_seconds = 0, 0.0
 

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from .decoder import Layer, Weights
 from .errors import WeightsError
+from .linear import Linear
 from .spec import ModelSpec, read_json
 
 Progress = Callable[[str, float], None]
@@ -56,7 +57,8 @@ def load(
         if progress:
             progress(f"layer {index + 1}/{spec.layers}", (index + 1) / spec.layers)
     head = embedding if spec.tied else files.take("lm_head.weight", spec.vocab, spec.hidden)
-    return Weights(embedding, layers, files.take("model.norm.weight", spec.hidden), head)
+    norm = files.take("model.norm.weight", spec.hidden)
+    return Weights(embedding, layers, norm, Linear(head))
 
 
 def _layer(files: _Files, prefix: str, spec: ModelSpec) -> Layer:
@@ -69,15 +71,14 @@ def _layer(files: _Files, prefix: str, spec: ModelSpec) -> Layer:
         files.take(f"{mlp}{name}.weight", spec.intermediate, spec.hidden)
         for name in ("gate_proj", "up_proj")
     ]
+    output_bias = files.take(attn + "o_proj.bias", spec.hidden) if spec.output_bias else None
     return Layer(
         norm=files.take(prefix + "input_layernorm.weight", spec.hidden),
-        qkv=torch.cat(qkv),
-        qkv_bias=torch.cat(bias) if bias else None,
+        qkv=Linear(torch.cat(qkv), torch.cat(bias) if bias else None),
         q_norm=files.take(attn + "q_norm.weight", spec.head_dim) if spec.qk_norm else None,
         k_norm=files.take(attn + "k_norm.weight", spec.head_dim) if spec.qk_norm else None,
-        output=files.take(attn + "o_proj.weight", spec.hidden, q),
-        output_bias=files.take(attn + "o_proj.bias", spec.hidden) if spec.output_bias else None,
+        output=Linear(files.take(attn + "o_proj.weight", spec.hidden, q), output_bias),
         mlp_norm=files.take(prefix + "post_attention_layernorm.weight", spec.hidden),
-        gate_up=torch.cat(gate_up),
-        down=files.take(mlp + "down_proj.weight", spec.hidden, spec.intermediate),
+        gate_up=Linear(torch.cat(gate_up)),
+        down=Linear(files.take(mlp + "down_proj.weight", spec.hidden, spec.intermediate)),
     )

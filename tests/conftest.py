@@ -1,5 +1,5 @@
-"""Before anything else: exact bf16 needs oneDNN pinned before the process's first product."""
+"""One thread, as on a laptop's worker: tests share two cores with live clusters."""
 
-from diptych.engine.cpu import pin_cpu_math
+import torch
 
-pin_cpu_math(1)
+torch.set_num_threads(1)

@@ -1,0 +1,152 @@
+"""Linear layers whose rows do not depend on the rows beside them.
+
+oneDNN picks its kernel by the number of rows, and on CPUs with AMX two kernels may sum in another
+order: a bf16 linear of 1024 -> 5632 gives other last bits at 64 rows than at 32. So each shape is
+calibrated once per process: which row counts give the bits of 16-row calls? Any number of rows is
+then computed in pieces of those sizes, the last one padded. Where all kernels agree (AVX512-BF16),
+that is one call, as without any of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+REFERENCE = 16
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+@cache
+def packing_works() -> bool:
+    """oneDNN's packed weights: private ops of torch, almost twice the bandwidth at one row."""
+    try:
+        weight = torch.ones(64, 64, dtype=torch.bfloat16)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, 32)
+        ones = torch.ones(2, 64, dtype=torch.bfloat16)
+        result = torch.ops.mkldnn._linear_pointwise(ones, packed, None, "none", [], "")
+        return bool((result == 64).all())
+    except (RuntimeError, AttributeError):
+        return False
+
+
+class Linear:
+    """`x [T, in] -> x W^T + b [T, out]`, bf16 exact per row; other dtypes in one plain call."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.outputs = weight.shape[0]
+        self._product = _product(weight, bias)
+        self._sizes: tuple[int, ...] = ()
+        if weight.dtype == torch.bfloat16:
+            shape = (weight.shape[0], weight.shape[1], bias is not None)
+            if shape not in _calibrated:
+                _calibrated[shape] = calibrate(self._product, weight.shape[1])
+            self._sizes = _calibrated[shape]
+
+    @property
+    def whole(self) -> bool:
+        """One call for any number of rows (up to the largest size)."""
+        return self._sizes == SIZES
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0]
+        if not self._sizes or (self.whole and rows <= SIZES[-1]):
+            return self._product(x)
+        pieces, start = [], 0
+        while start < rows:
+            left = rows - start
+            size = self._size(left)
+            piece = x[start : start + size]
+            if size > left:
+                piece = F.pad(piece, (0, 0, 0, size - left))
+            pieces.append(self._product(piece)[: min(size, left)])
+            start += size
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _size(self, left: int) -> int:
+        """All that is left in one padded piece, if at most half is padding; else the largest."""
+        above = min((s for s in self._sizes if s >= left), default=None)
+        below = max((s for s in self._sizes if s <= left), default=None)
+        if below is None or (above is not None and above <= 2 * left):
+            assert above is not None, self._sizes
+            return above
+        return below
+
+
+#: (out, in, bias) -> row counts with the bits of 16-row calls
+_calibrated: dict[tuple[int, int, bool], tuple[int, ...]] = {}
+
+
+def _product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    if weight.dtype != torch.bfloat16 or not packing_works():
+        return lambda x: F.linear(x, weight, bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 32)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+@torch.inference_mode()
+def calibrate(product: Product, inputs: int) -> tuple[int, ...]:
+    """The row counts of `SIZES` at which `product` gives each row the bits of a 16-row call."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(SIZES[-1], inputs, generator=generator).to(torch.bfloat16)
+    starts = range(0, SIZES[-1], REFERENCE)
+    expected = torch.cat([product(rows[i : i + REFERENCE].clone()) for i in starts])
+
+    def agrees(size: int) -> bool:
+        pieces = range(0, min(SIZES[-1], 4 * size), size)
+        return all(
+            torch.equal(product(rows[i : i + size].clone()), expected[i : i + size]) for i in pieces
+        )
+
+    return tuple(size for size in SIZES if agrees(size))
+
+
+@torch.inference_mode()
+def attention_is_exact(group: int, head_dim: int) -> bool:
+    """Start-up check of attention's products: one row alone against the same row in a full tile."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(torch.bfloat16)
+
+    for keys in (64, 640, 2048):
+        k, v, q = draw(2, keys, head_dim), draw(2, keys, head_dim), draw(2, 64 * group, head_dim)
+        scores = torch.bmm(q, k.transpose(1, 2))
+        weights = torch.softmax(scores.float(), -1).to(torch.bfloat16)
+        out = torch.bmm(weights, v)
+        alone = torch.bmm(q[:, :group].contiguous(), k.transpose(1, 2))
+        few = torch.bmm(weights[:, :group].contiguous(), v)
+        if not (torch.equal(alone, scores[:, :group]) and torch.equal(few, out[:, :group])):
+            return False
+    return True
+
+
+def main() -> None:
+    """Prints, for a few shapes, the agreeing row counts and what exactness costs here."""
+    import time
+
+    torch.set_num_threads(1)
+    print("in -> out: rows that agree | GFLOP/s at 1, 32, 512 rows: exact (one call)")
+    for inputs, outputs in ((768, 256), (1024, 2048), (1024, 5632), (2816, 1024)):
+        linear = Linear(torch.randn(outputs, inputs).bfloat16())
+        rates = []
+        for rows in (1, 32, 512):
+            x = torch.randn(rows, inputs).bfloat16()
+            for call in (linear, linear._product):
+                call(x)
+                began = time.perf_counter()
+                for _ in range(10):
+                    call(x)
+                seconds = (time.perf_counter() - began) / 10
+                rates.append(2 * rows * inputs * outputs / seconds / 1e9)
+        pairs = [f"{a:.0f} ({b:.0f})" for a, b in zip(rates[::2], rates[1::2], strict=True)]
+        sizes = ",".join(map(str, linear._sizes))
+        print(f"{inputs} -> {outputs}: {sizes} | {', '.join(pairs)}")
+
+
+if __name__ == "__main__":
+    main()

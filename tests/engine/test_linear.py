@@ -1,0 +1,99 @@
+"""Linear layers: a row's bits do not depend on how many rows there are, whatever the kernels do."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diptych.engine import linear
+from diptych.engine.engine import Engine, EngineConfig
+from diptych.engine.linear import Linear
+from diptych.engine.scheduler import Limits
+from diptych.engine.sequence import Sequence
+from diptych.protos.frames import Sampling
+
+from tests.support.checkpoints import make
+
+SHAPES = [(128, 384), (768, 256), (1024, 2048), (1024, 5632), (2816, 1024)]
+
+
+def layer(inputs: int, outputs: int, bias: bool = False) -> Linear:
+    generator = torch.Generator().manual_seed(inputs + outputs)
+    weight = torch.randn(outputs, inputs, generator=generator).bfloat16() * 0.05
+    return Linear(weight, torch.randn(outputs, generator=generator).bfloat16() if bias else None)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_any_number_of_rows_gives_each_row_the_same_bits(
+    inputs: int, outputs: int, bias: bool
+) -> None:
+    product, draw = layer(inputs, outputs, bias), random.Random(5)
+    rows = torch.randn(700, inputs).bfloat16()
+    whole = product(rows)
+    assert whole.shape == (700, outputs)
+    for count in (1, 2, 3, 7, 16, 31, 32, 33, 63, 64, 65, 100, 300, 513):
+        start = draw.randrange(0, 700 - count)
+        assert torch.equal(product(rows[start : start + count]), whole[start : start + count])
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_the_result_is_that_of_a_plain_linear(inputs: int, outputs: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(outputs, inputs, generator=generator).bfloat16() * 0.05
+    rows = torch.randn(70, inputs, generator=generator).bfloat16()
+    expected = F.linear(rows.float(), weight.float())
+    assert torch.allclose(Linear(weight)(rows).float(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_other_kernels_are_found_out() -> None:
+    """A product whose calls of 64 rows sum in another order loses exactly these."""
+    weight = torch.randn(64, 256).bfloat16()
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] != 64:
+            return F.linear(x, weight)
+        return (
+            F.linear(x[:, :128], weight[:, :128]).float()
+            + F.linear(x[:, 128:], weight[:, 128:]).float()
+        ).bfloat16()
+
+    sizes = linear.calibrate(product, 256)
+    assert 64 not in sizes and {16, 32} <= set(sizes)
+
+
+def test_pieces_cover_every_row_whatever_sizes_agree() -> None:
+    product = layer(128, 384)
+    rows = torch.randn(1100, 128).bfloat16()
+    whole = product(rows)
+    for sizes in ((16,), (2, 4, 8, 16, 32), (1, 2, 16, 512), (16, 1024), linear.SIZES):
+        product._sizes = sizes
+        for count in (1, 15, 17, 33, 500, 1025, 1100):
+            assert torch.equal(product(rows[:count]), whole[:count]), (sizes, count)
+
+
+def test_a_wide_model_is_exact_over_chunks_and_batches(tmp_path: Path) -> None:
+    shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 1}
+    folder = make(tmp_path / "wide", "llama", num_attention_heads=16, **shape)
+    draw = random.Random(2)
+    prompts = [[draw.randrange(512) for _ in range(n)] for n in (200, 65, 3, 130, 40)]
+
+    def run(step: int, chosen: list[list[int]]) -> list[list]:
+        engine = Engine(EngineConfig(folder, limits=Limits(max_step_tokens=step)))
+        assert engine.exact
+        for index, ids in enumerate(chosen):
+            params = Sampling(12, logprobs=5)
+            engine.add(Sequence((str(index), 0), list(ids), len(ids), params))
+        tokens: list[list] = [[] for _ in chosen]
+        while True:
+            outputs = engine.step()
+            for output in outputs:
+                tokens[int(output.key[0])].append(output.token)
+            if not outputs and not engine.scheduler.filling:
+                return tokens
+
+    alone = [run(512, [ids])[0] for ids in prompts]
+    assert run(512, prompts) == run(64, prompts) == alone

@@ -29,7 +29,7 @@ class ModelConfig(Section):
     path: str | None = None  #: folder or Hugging Face id; None: the bundled model
     name: str | None = None  #: API name; None: the folder's name, `demo` for the bundled model
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    max_model_len: Count | None = None  #: tokens; None: the model's
+    max_model_len: Count | None = None  #: tokens; None: the model's, or what the pools hold
 
 
 class EngineSettings(Section):
@@ -90,7 +90,7 @@ class ClusterConfig(Section):
     kv_transfer: TransferSettings = TransferSettings()
     slo: SloConfig = SloConfig()
     gateway: GatewaySettings = GatewaySettings()
-    silence_s: Positive = 3.0  #: a peer that is silent this long is taken for dead
+    silence_s: Annotated[float, Field(ge=1)] = 3.0  #: a peer as silent as this is dead
     secret: str = Field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
 
@@ -100,7 +100,7 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
     if path:
         try:
             tree = yaml.safe_load(path.read_text()) or {}
-        except (OSError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(f"cannot read {path}: {error}") from None
         if not isinstance(tree, dict):
             raise ConfigError(f"{path} is not a mapping of sections")
@@ -129,5 +129,8 @@ def parse_overrides(pairs: list[str]) -> dict[str, Any]:
         key, sign, value = pair.partition("=")
         if not sign or not key:
             raise ConfigError(f"--set {pair}: expected KEY=VALUE, for example router.queue_max=64")
-        values[key] = yaml.safe_load(value)
+        try:
+            values[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ConfigError(f"--set {pair}: the value is not valid YAML") from None
     return values

@@ -53,6 +53,7 @@ class Cluster:
     def __init__(self, config: ClusterConfig, checkpoint: Checkpoint) -> None:
         self.config, self.checkpoint = config, checkpoint
         self._router: DeploymentHandle | None = None
+        self._temp = ""
 
     def start(self, say: Say) -> None:
         """Starts Ray and deploys. Raises ConfigError or StartError."""
@@ -167,6 +168,7 @@ class Cluster:
             with _quiet(), contextlib.suppress(Exception):  # Serve may not have come up
                 serve.shutdown()
                 ray.shutdown()
+        if self._temp:
             shutil.rmtree(self._temp, ignore_errors=True)
 
 

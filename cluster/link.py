@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 from ..protos import frames as f
@@ -49,6 +50,8 @@ class RouterLink:
                 await self._once()
             except (OSError, TimeoutError) as error:
                 log.info("no router yet: %s", error or type(error).__name__)
+            except Exception:  # Serve's own errors: this must go on for as long as the process
+                log.exception("no router yet")
             self._connection = None
             await asyncio.sleep(RETRY_S)
 
@@ -58,11 +61,11 @@ class RouterLink:
         connection = await dial(address, self._hello, f.FromRouter, "router")
         self._connection = connection
         self._joined()
-        async for frame in connection.frames(self._silence_s):
-            if isinstance(frame, f.Directory):
-                if frame.term < self.term:
-                    connection.send(f.Obsolete(self.term))
-                    connection.abort()
-                    return
-                self.term = frame.term
-            self._received(frame)
+        async with aclosing(connection.frames(self._silence_s)) as frames:
+            async for frame in frames:
+                if isinstance(frame, f.Directory):
+                    if frame.term < self.term:
+                        connection.send(f.Obsolete(self.term))
+                        return
+                    self.term = frame.term
+                self._received(frame)

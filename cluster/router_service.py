@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from contextlib import aclosing
 
 from ..protos import frames as f
 from ..router import Router, RouterConfig
@@ -54,17 +55,23 @@ class RouterService:
                 self._handle(e.Tick())
 
     async def _serve(self, peer: Connection, hello: f.Hello) -> None:
+        before = self._peers.get(peer.name)
+        if before:  # it is back before its old connection's end was seen
+            before.abort()
+            self._gone(peer.name, hello.kind)
         self._peers[peer.name] = peer
         if hello.kind == "gateway":
             self._handle(e.GatewayJoined(peer.name))
-        async for frame in peer.frames(self.config.silence_s):
-            self._frame(peer, frame)
-        if self._peers.get(peer.name) is not peer:
-            return  # it is back already on another connection
-        del self._peers[peer.name]
-        self._loading.pop(peer.name, None)
-        gone = e.GatewayLost if hello.kind == "gateway" else e.Lost
-        self._handle(gone(peer.name))
+        async with aclosing(peer.frames(self.config.silence_s)) as frames:
+            async for frame in frames:
+                self._frame(peer, frame)
+        if self._peers.get(peer.name) is peer:
+            self._gone(peer.name, hello.kind)
+
+    def _gone(self, name: str, kind: str) -> None:
+        del self._peers[name]
+        self._loading.pop(name, None)
+        self._handle(e.GatewayLost(name) if kind == "gateway" else e.Lost(name))
 
     def _frame(self, peer: Connection, frame: object) -> None:
         match frame:
@@ -98,6 +105,7 @@ class RouterService:
                     log.warning(
                         "router of term %d steps down: %d is active", self.router.term, term
                     )
+                    self._listener.close()
                     for peer in list(self._peers.values()):
                         peer.abort()
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray.serve.request_router import FIFOMixin, RequestRouter
+from ray.serve.request_router import RequestRouter
 
 
-class TargetRouter(FIFOMixin, RequestRouter):
-    """Routes by the keyword `_target` (a replica's unique id); without it, to any replica."""
+class TargetRouter(RequestRouter):
+    """Routes by the keyword `_target` (a replica's unique id); without it, to any replica.
+
+    No FIFOMixin: it gives the replica that was found to the oldest pending call.
+    """
 
     async def choose_replicas(
         self, candidate_replicas: list, pending_request: Any = None

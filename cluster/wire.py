@@ -12,7 +12,7 @@ import hmac
 import logging
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -76,7 +76,7 @@ class Connection:
         except msgspec.DecodeError as error:
             raise ConnectionError(f"{self.name}: malformed frame: {error}") from None
 
-    async def frames(self, limit_s: float) -> AsyncIterator[Any]:
+    async def frames(self, limit_s: float) -> AsyncGenerator[Any, None]:
         """Frames until the end; sends and checks heartbeats meanwhile."""
         beats = self._loop.create_task(self._keep_alive(limit_s))
         try:
@@ -143,7 +143,7 @@ class Listener:
                 hello = await connection.receive()
             if not isinstance(hello, Hello):
                 raise ConnectionError("the first frame is not Hello")
-            if not hmac.compare_digest(hello.secret, self._secret):
+            if not hmac.compare_digest(hello.secret.encode(), self._secret.encode()):
                 raise ConnectionError(f"{hello.name} does not know the cluster's secret")
             if hello.protocol != PROTOCOL:
                 raise ConnectionError(f"{hello.name} speaks protocol {hello.protocol}")

@@ -174,9 +174,14 @@ class Worker:
     # ---- gateways --------------------------------------------------------------------------------
 
     async def _serve(self, peer: Connection, hello: f.Hello) -> None:
+        before = self._gateways.get(peer.name)
+        if before:  # it is back before its old connection's end was seen
+            before.abort()
+            self._do(self.role.gateway_gone(peer.name))
         self._gateways[peer.name] = peer
-        async for frame in peer.frames(self.config.silence_s):
-            self._frame(peer, frame)
+        async with contextlib.aclosing(peer.frames(self.config.silence_s)) as frames:
+            async for frame in frames:
+                self._frame(peer, frame)
         if self._gateways.get(peer.name) is peer:
             del self._gateways[peer.name]
             self._do(self.role.gateway_gone(peer.name))

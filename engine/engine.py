@@ -14,19 +14,17 @@ from pathlib import Path
 
 import torch
 
-from ..kv_transfer import KVLayout
-from ..kv_transfer.layout import default_group
 from ..protos.frames import Key
 from .attention import Meta, Span
 from .blocks import BlockPool
 from .decoder import Decoder
-from .errors import OutOfMemory
 from .linear import attention_is_exact
 from .loader import load
 from .pool import KVPool
 from .sampler import sample
 from .scheduler import Limits, Plan, Scheduler
 from .sequence import Output, Sequence
+from .sizing import context_limit, kv_layout
 from .spec import fingerprint, read_spec
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -34,12 +32,12 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """`kv_bytes` is the size of the KV pool; it must hold one sequence of `max_model_len`."""
+    """`kv_bytes` is the size of the KV pool; it bounds `max_model_len` (`sizing.py`)."""
 
     model: Path
     dtype: str = "bfloat16"
     kv_bytes: int = 256 << 20
-    max_model_len: int | None = None  #: default: the model's
+    max_model_len: int | None = None  #: default: the model's, or what the pool holds
     threads: int = 1
     limits: Limits = field(default_factory=Limits)
 
@@ -53,24 +51,9 @@ class Engine:
         torch.set_num_threads(config.threads)  # as many as cores in two processes collapse
         self.config = config
         self.spec = read_spec(config.model)
-        self.max_model_len = min(config.max_model_len or 1 << 30, self.spec.max_positions)
-        layout = KVLayout(
-            layers=self.spec.layers,
-            heads=self.spec.kv_heads,
-            head_dim=self.spec.head_dim,
-            block_tokens=config.limits.block_tokens,
-            item_bytes=DTYPES[config.dtype].itemsize,
-            dtype=config.dtype,
-            group_layers=default_group(self.spec.layers),
-        )
+        layout = kv_layout(self.spec, config.dtype, config.limits.block_tokens)
+        self.max_model_len = context_limit(self.spec, layout, config.kv_bytes, config.max_model_len)
         blocks = config.kv_bytes // layout.block_bytes
-        needed = -(-self.max_model_len // layout.block_tokens) + 1
-        if blocks < needed:
-            raise OutOfMemory(
-                f"the KV pool of {config.kv_bytes >> 20} MiB holds {max(blocks - 1, 0)} blocks, "
-                f"one sequence of {self.max_model_len} tokens {needed - 1}: raise engine.kv_mib "
-                f"to {-(-needed * layout.block_bytes >> 20) + 1} or lower model.max_model_len"
-            )
         weights = load(config.model, self.spec, DTYPES[config.dtype], progress)
         self.kv = KVPool(layout, blocks, DTYPES[config.dtype])
         self.compatibility = layout.compatibility(fingerprint(config.model))

@@ -31,6 +31,7 @@ class KVPool:
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         start = -whole.data_ptr() % HUGE
         memory = whole[start : start + blocks * self.block_bytes]
+        memory.zero_()  # touches every page now: too little memory shows here, not under load
         self.base = memory.data_ptr()
         self.view = memoryview(self._map)[start : start + blocks * self.block_bytes]
         self._flat = memory.view(dtype)

@@ -68,6 +68,7 @@ class Bound:
     gateway: str
     prefill: str | None
     decode: str
+    placed: Placed
 
 
 class Router:
@@ -187,8 +188,12 @@ class Router:
     # ---- placement -----------------------------------------------------------------------------
 
     def _asked(self, gateway: str, place: Place, now: float) -> list:
-        if place.key in self.bound or place.key in self.waiting:
-            return []
+        bound = self.bound.get(place.key)
+        if bound:  # the answer got lost
+            return [Deliver(gateway, bound.placed)]
+        if place.key in self.waiting:  # it knows better now whom it has lost
+            self.waiting[place.key].place = place
+            return self._retry(now)
         if len(self.waiting) >= self.config.queue_max:
             message = f"{len(self.waiting)} requests wait already"
             return [self._refuse(gateway, place.key, "queue_full", message)]
@@ -247,7 +252,6 @@ class Router:
         decode = self._best("decode", place, depths, need)
         if decode is None:
             return None
-        self._bind(waiting, prefill, decode, need)
         computes = prefill or decode
         hit = min(computes.hit_tokens, place.prompt_tokens - 1)
         self.hit_tokens += hit
@@ -255,6 +259,7 @@ class Router:
         name = prefill.worker if prefill else None
         wait_ms = computes.wait_s * 1e3
         placed = Placed(place.key, self.term, name, decode.worker, hit, wait_ms)
+        self._bind(waiting, placed, computes, need)
         return Deliver(waiting.gateway, placed)
 
     def _best(self, role: str, place: Place, depths: dict[str, int], need: int) -> Candidate | None:
@@ -277,14 +282,11 @@ class Router:
             by_room=role == "decode",
         )
 
-    def _bind(
-        self, waiting: Waiting, prefill: Candidate | None, decode: Candidate, need: int
-    ) -> None:
-        key, computes = waiting.place.key, prefill or decode
-        name = prefill.worker if prefill else None
-        self.bound[key] = Bound(waiting.gateway, name, decode.worker)
+    def _bind(self, waiting: Waiting, placed: Placed, computes: Candidate, need: int) -> None:
+        key = placed.key
+        self.bound[key] = Bound(waiting.gateway, placed.prefill, placed.decode, placed)
         self.workers[computes.worker].queued[key] = computes.uncached_tokens
-        self.workers[decode.worker].reserved[key] = need
+        self.workers[placed.decode].reserved[key] = need
         self.placed += 1
 
     def _unbind(self, key: Key) -> None:

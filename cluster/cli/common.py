@@ -31,7 +31,10 @@ def get_json(endpoint: str, path: str) -> Any:
         unreachable(endpoint, error)
     if response.is_error:
         fail(error_message(response.content) or f"{endpoint}{path}: {response.status_code}")
-    return response.json()
+    try:
+        return response.json()
+    except ValueError:
+        fail(f"{endpoint}{path} does not answer in JSON: is this a Diptych gateway?")
 
 
 def error_message(body: bytes) -> str:

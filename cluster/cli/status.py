@@ -49,7 +49,7 @@ def _table(cluster: dict[str, Any]) -> None:
 
 def _headline(cluster: dict[str, Any]) -> str:
     slo, requests = cluster["slo"], cluster["requests"]
-    done = requests["finished"] + requests["cancelled"]
+    done = requests["finished"] + requests["refused"]
     good = f"{requests['good'] / done:.1%}" if done else "-"
     missing = f" (missing: {', '.join(cluster['missing'])})" if cluster["missing"] else ""
     return (

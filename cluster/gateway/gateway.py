@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 import uuid
@@ -22,8 +23,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ...engine.sizing import context_limit, kv_layout
 from ...engine.spec import fingerprint, read_json, read_spec
-from ...kv_transfer.identity import block_hashes
+from ...kv_transfer.identity import HASH_TOKENS, block_hashes
 from ...protos import frames as f
 from ...protos import inference_pb2 as pb
 from ..config import ClusterConfig
@@ -35,6 +37,9 @@ from .text import Text
 
 log = logging.getLogger(__name__)
 
+PLACE_MARGIN_S = 5.0  #: beyond the router's own limit: a request that it does not answer ends
+TOKENIZERS = 2  #: conversations that are rendered and tokenized at a time
+
 
 class Gateway:
     """One replica of the ingress."""
@@ -45,15 +50,18 @@ class Gateway:
         self.config = ClusterConfig.model_validate(config)
         self.model, self._folder = name, Path(model)
         self.text = Text(self._folder)
-        self.limits = _limits(self._folder, self.config)
+        self.limits = _limits(self._folder, self.config, self.text.token_chars)
         self._salt = fingerprint(self._folder)
         self._started = time.time()
         self._live: set[str] = set()
-        self.finished = self.good = self.cancelled = 0
+        self.started = self.finished = self.good = self.refused = 0
         replica = serve.get_replica_context().replica_id.unique_id
         secret, silence = self.config.secret, self.config.silence_s
         self.plane = Plane(f"gateway/{replica}", secret, silence, _find_router)
-        self._generator = Generator(self.plane, self.config.gateway.max_attempts, self._follow)
+        place_s = self.config.router.queue_ttl_s + PLACE_MARGIN_S
+        attempts = self.config.gateway.max_attempts
+        self._generator = Generator(self.plane, attempts, place_s, self._follow)
+        self._tokenizing = asyncio.Semaphore(TOKENIZERS)
         self._app = http.build(self)
 
     async def __call__(self, request: HttpRequest) -> Response:
@@ -65,7 +73,7 @@ class Gateway:
         if name not in ("", self.model):
             raise ApiError("model_not_found", f"model {name!r} is not served; try {self.model!r}")
 
-    def prepare(self, chat: openai.ChatRequest, request_id: str) -> Request:
+    async def prepare(self, chat: openai.ChatRequest, request_id: str) -> Request:
         """Everything that can be wrong with a request is found here. Raises ApiError."""
         self.check_model(chat.model)
         if request_id in self._live:
@@ -73,17 +81,24 @@ class Gateway:
             raise ApiError("invalid_request", message, "x-request-id")
         if len(self._live) >= self.config.gateway.max_streams:
             raise ApiError("queue_full", f"{len(self._live)} requests are running already")
-        ids = self.text.chat_ids([message.template() for message in chat.messages])
+        messages = [message.template() for message in chat.messages]
+        openai.check_size(messages, self.limits)
+        async with self._tokenizing:  # not on the event loop: a long text takes seconds
+            ids = await asyncio.to_thread(self.text.chat_ids, messages)
         sampling = openai.sampling_of(chat, request_id, len(ids), self.limits)
         return Request(request_id, ids, block_hashes(ids, self._salt), sampling)
 
     async def generate(self, request: Request) -> AsyncGenerator[list[f.Token], None]:
         """Tokens as they come. Closing the iterator frees everything on every worker."""
         self._live.add(request.id)
+        self.started += 1
         tokens = self._generator.run(request)
         try:
             async for batch in tokens:
                 yield batch
+        except ApiError:
+            self.refused += 1
+            raise
         finally:
             self._live.discard(request.id)
             await tokens.aclose()
@@ -93,7 +108,6 @@ class Gateway:
         """Goodput: finished, first token in time, and no gap (the hand-over too) above the SLO."""
         slo, gaps = self.config.slo, request.gaps_s
         self.finished += request.finish is not None
-        self.cancelled += request.finish is None
         if request.finish and request.ttft_s is not None:
             mean = sum(gaps) / len(gaps) if gaps else 0.0
             self.good += request.ttft_s * 1e3 <= slo.ttft_ms and mean * 1e3 <= slo.itl_ms
@@ -142,7 +156,8 @@ class Gateway:
                 "running": len(self._live),
                 "finished": self.finished,
                 "good": self.good,
-                "cancelled": self.cancelled,
+                "refused": self.refused,
+                "cancelled": self.started - len(self._live) - self.finished - self.refused,
                 "retries": self._generator.retries,
             },
             "pools": {h: {"ready": ready[h], "target": t} for h, t in targets.items()},
@@ -160,7 +175,7 @@ class Gateway:
             if not openai.REQUEST_ID.fullmatch(request_id):
                 message = "request_id must be 1 to 128 of letters, digits and . _ : -"
                 raise ApiError("invalid_request", message, "request_id")
-            prepared = self.prepare(openai.parse_chat(_chat_json(request)), request_id)
+            prepared = await self.prepare(openai.parse_chat(_chat_json(request)), request_id)
             tokens = self.generate(prepared)
             stream = self.text.stream()
             try:
@@ -197,7 +212,13 @@ class Gateway:
     async def ListModels(self, request: pb.ListModelsRequest) -> pb.ListModelsResponse:
         return pb.ListModelsResponse(models=[self.model])
 
-    async def Check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, grpc_context: Any
+    ) -> health_pb2.HealthCheckResponse:
+        if request.service not in ("", "diptych.v1.Inference"):
+            grpc_context.set_code(grpc.StatusCode.NOT_FOUND)
+            grpc_context.set_details(f"no service {request.service}")
+            raise ApiError("not_found", f"no service {request.service}")
         serving = health_pb2.HealthCheckResponse.SERVING
         waiting = health_pb2.HealthCheckResponse.NOT_SERVING
         return health_pb2.HealthCheckResponse(status=waiting if self.missing() else serving)
@@ -223,18 +244,24 @@ def _chat_json(request: pb.ChatRequest) -> bytes:
     for name in ("max_tokens", "temperature", "seed"):
         if request.HasField(name):
             body[name] = getattr(request, name)
+    if not math.isfinite(body.get("temperature", 0.0)):
+        raise ApiError("invalid_request", "temperature is not a number", "temperature")
     import msgspec
 
     return msgspec.json.encode(body)
 
 
-def _limits(folder: Path, config: ClusterConfig) -> openai.Limits:
+def _limits(folder: Path, config: ClusterConfig, token_chars: int) -> openai.Limits:
     spec = read_spec(folder)
     file = folder / "generation_config.json"
     generation = read_json(file) if file.exists() else {}
     sampled = generation.get("temperature", 1.0) if generation.get("do_sample") else 0.0
+    layout = kv_layout(spec, config.model.dtype, HASH_TOKENS)
+    pools = (config.pools.prefill.engine, config.pools.decode.engine)
+    wanted = config.model.max_model_len
     return openai.Limits(
-        max_model_len=min(config.model.max_model_len or 1 << 30, spec.max_positions),
+        max_model_len=min(context_limit(spec, layout, p.kv_mib << 20, wanted) for p in pools),
+        token_chars=token_chars,
         stop_ids=spec.eos_ids,
         temperature=sampled,
     )

@@ -37,7 +37,7 @@ def build(gateway: Gateway) -> Starlette:
     routes = [
         Route("/v1/chat/completions", face.chat, methods=["POST"]),
         Route("/v1/models", face.models),
-        Route("/v1/models/{model}", face.model),
+        Route("/v1/models/{model:path}", face.model),
         Route("/health", face.health),
         Route("/ready", face.ready),
         Route("/admin/v1/cluster", face.cluster),
@@ -76,7 +76,7 @@ class _Face:
             message = "x-request-id must be 1 to 128 of letters, digits and . _ : -"
             raise ApiError("invalid_request", message, "x-request-id")
         chat = openai.parse_chat(await _body(http))
-        request = self.gateway.prepare(chat, request_id)
+        request = await self.gateway.prepare(chat, request_id)
         tokens = self.gateway.generate(request)
         if not chat.stream:
             return await self._whole(chat, request, tokens)
@@ -131,10 +131,10 @@ def _event(data: dict) -> bytes:
 
 
 def _headers(request: Request) -> dict[str, str]:
+    """Serve adds `x-request-id` itself."""
     queue = (request.placed - request.arrived) * 1e3
     prefill = (request.ttft_s or 0.0) * 1e3 - queue
     return {
-        "x-request-id": request.id,
         "x-route": request.route,
         "x-prefix-hit-tokens": str(request.hit_tokens),
         "server-timing": f"queue;dur={queue:.1f}, prefill;dur={prefill:.1f}",
@@ -192,15 +192,14 @@ def _request_id(http: HttpRequest) -> str:
 
 async def _api_error(http: HttpRequest, error: ApiError) -> Response:
     request_id = _request_id(http)
-    headers = {"x-request-id": request_id, **error.headers()}
-    return JSONResponse(error.body(request_id), error.kind.http, headers)
+    return JSONResponse(error.body(request_id), error.kind.http, error.headers())
 
 
 async def _http_error(http: HttpRequest, error: HTTPException) -> Response:
     message = f"{http.method} {http.url.path}: {error.detail.lower()}"
     reason = "not_found" if error.status_code == 404 else "invalid_request"
     body = ApiError(reason, message).body(_request_id(http))
-    return JSONResponse(body, error.status_code)
+    return JSONResponse(body, error.status_code, error.headers)
 
 
 async def _internal(http: HttpRequest, error: Exception) -> Response:

@@ -14,6 +14,7 @@ from .errors import ApiError
 from .stream import Request
 from .text import Text
 
+COLD = 1e-5  #: temperatures below are greedy: the division would overflow
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -32,6 +33,8 @@ class Message(BaseModel):
     @field_validator("content", mode="before")
     @classmethod
     def _join_parts(cls, value: Any) -> Any:
+        if value is None:  # as the SDK sends an assistant's turn without text
+            return ""
         if isinstance(value, list):
             return "".join(_Part.model_validate(part).text for part in value)
         return value
@@ -63,19 +66,34 @@ class ChatRequest(BaseModel):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
-    # accepted at the value that changes nothing; other values are refused, not dropped
-    n: Literal[1] | None = None
-    top_p: Annotated[float, Field(ge=1, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    stop: Annotated[list[str], Field(max_length=0)] | None = None
-    store: Literal[False] | None = None
+    # accepted at the value that changes nothing (NEUTRAL); another one is refused, never dropped
+    n: Any = None
+    top_p: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    stop: Any = None
+    store: Any = None
+
+
+NEUTRAL: dict[str, list] = {
+    "n": [1],
+    "top_p": [1],
+    "presence_penalty": [0],
+    "frequency_penalty": [0],
+    "stop": [[]],
+    "store": [False],
+}
 
 
 def parse_chat(body: bytes) -> ChatRequest:
     """Validates a body. Raises ApiError with one sentence about the first thing that is wrong."""
     try:
-        return ChatRequest.model_validate_json(body)
+        chat = ChatRequest.model_validate_json(body)
+        for name, values in NEUTRAL.items():
+            if getattr(chat, name) not in [None, *values]:
+                message = f"{name} is not supported, except as {values[0]!r}"
+                raise ApiError("invalid_request", message, name)
+        return chat
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -101,9 +119,10 @@ def sampling_of(chat: ChatRequest, request_id: str, prompt: int, text_limits: Li
     if chat.top_logprobs is not None and not chat.logprobs:
         raise ApiError("invalid_request", "top_logprobs needs logprobs: true", "top_logprobs")
     seed = xxhash.xxh3_64_intdigest(request_id.encode()) if chat.seed is None else chat.seed
+    given = text_limits.temperature if chat.temperature is None else chat.temperature
     return f.Sampling(
         max_tokens=min(wanted, room),
-        temperature=text_limits.temperature if chat.temperature is None else chat.temperature,
+        temperature=given if given >= COLD else 0.0,
         seed=seed & 0xFFFFFFFFFFFFFFFF,
         stop_ids=text_limits.stop_ids,
         logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
@@ -111,11 +130,23 @@ def sampling_of(chat: ChatRequest, request_id: str, prompt: int, text_limits: Li
 
 
 class Limits(BaseModel):
-    """What the served model sets: context, end ids, default temperature."""
+    """What the served model sets: context, longest token, end ids, default temperature."""
 
     max_model_len: int
+    token_chars: int = 1 << 20  #: characters of the vocabulary's longest token
     stop_ids: tuple[int, ...]
     temperature: float
+
+
+def check_size(messages: list[dict[str, str]], limits: Limits) -> None:
+    """Refuses what cannot fit whatever its tokens are, before it costs seconds to tokenize."""
+    chars = sum(len(message["content"]) for message in messages)
+    if chars > limits.max_model_len * limits.token_chars:
+        message = (
+            f"the messages have {chars} characters, the model's context is "
+            f"{limits.max_model_len} tokens: shorten the conversation"
+        )
+        raise ApiError("context_length_exceeded", message, "messages")
 
 
 def usage(request: Request) -> dict:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
+
+import msgspec
 
 from ...protos import frames as f
 from ..link import RouterLink
@@ -43,6 +46,10 @@ class Plane:
             self.link.connected and bool(self.cards) and self.cards.keys() <= self._workers.keys()
         )
 
+    def connected(self, worker: str) -> bool:
+        connection = self._workers.get(worker)
+        return connection is not None and not connection.closed
+
     # ---- attempts --------------------------------------------------------------------------------
 
     def watch(self, key: f.Key) -> asyncio.Queue:
@@ -58,9 +65,8 @@ class Plane:
     def submit(self, worker: str, frame: f.Prefill | f.Decode) -> None:
         """Sends an attempt to a worker, as soon as it is connected; `Failed` if it never is."""
         self._using[frame.key].add(worker)
-        connection = self._workers.get(worker)
-        if connection and not connection.closed:
-            connection.send(frame)
+        if self.connected(worker):
+            self._workers[worker].send(frame)
         elif worker in self._dialing:
             self._unsent.setdefault(worker, []).append(frame)
         else:
@@ -99,8 +105,9 @@ class Plane:
 
     def _update(self, cards: dict[str, f.WorkerCard]) -> None:
         for name in self.cards.keys() - cards.keys():
-            self._dialing.pop(name).cancel()
-            self._lost(name)
+            if not self.connected(name):  # who still talks to us is not gone, whoever says so
+                self._dialing.pop(name).cancel()
+                self._lost(name)
         self.cards = cards
         for name, card in cards.items():
             if name not in self._dialing:
@@ -113,16 +120,29 @@ class Plane:
         while True:
             try:
                 connection = await dial(card.address, self.hello, f.FromWorker, card.id)
-                self._workers[card.id] = connection
-                for unsent in self._unsent.pop(card.id, []):
-                    if unsent.key in self._using:
-                        connection.send(unsent)
-                async for frame in connection.frames(self._silence_s):
-                    self._from_worker(frame)
+                self._connected(card.id, connection)
+                async with aclosing(connection.frames(self._silence_s)) as frames:
+                    async for frame in frames:
+                        self._from_worker(frame)
             except (OSError, TimeoutError) as error:
                 log.info("%s: %s", card.id, error or type(error).__name__)
+            except Exception:
+                log.exception("connection to %s failed", card.id)
             self._lost(card.id)
+            if card.id not in self.cards:
+                del self._dialing[card.id]
+                return
             await asyncio.sleep(REDIAL_S)
+
+    def _connected(self, worker: str, connection: Connection) -> None:
+        """Sends what waited for the worker, and lifts its ban from requests that still wait."""
+        self._workers[worker] = connection
+        for unsent in self._unsent.pop(worker, []):
+            if unsent.key in self._using:
+                connection.send(unsent)
+        for place in [place for place in self._asked.values() if worker in place.lost]:
+            lost = [name for name in place.lost if name != worker]
+            self.place(msgspec.structs.replace(place, lost=lost))
 
     def _from_worker(self, frame: Any) -> None:
         match frame:

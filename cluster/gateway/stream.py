@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 
 #: failures of the request itself: another attempt would fail the same way
 FINAL = {"context_length_exceeded"}
+LINGER_S = 5.0  #: for the lifetime call of an answer that ended
 BACKOFF_S = 0.02  #: before the second attempt; doubles with each
 
 
@@ -30,10 +32,11 @@ BACKOFF_S = 0.02  #: before the second attempt; doubles with each
 class Request:
     """What is generated. Times are of the monotonic clock, in seconds."""
 
-    id: str
+    id: str  #: the client's
     ids: list[int]
     hashes: list[bytes]
     sampling: f.Sampling
+    wire: str = ""  #: id on the wire: unique, as clients use theirs again
     journal: list[f.Token] = field(default_factory=list)
     finish: str | None = None
     route: str = ""
@@ -44,6 +47,10 @@ class Request:
     placed: float = 0.0
     token_times: list[float] = field(default_factory=list)
     early: list[f.Tokens] = field(default_factory=list)  #: decode was faster than the first token
+    first_is_out: bool = False  #: of this attempt
+
+    def __post_init__(self) -> None:
+        self.wire = f"{self.id}~{secrets.token_hex(4)}"
 
     @property
     def ttft_s(self) -> float | None:
@@ -63,9 +70,11 @@ class Generator:
         self,
         plane: Plane,
         max_attempts: int,
+        place_s: float,
         follow: Callable[[f.Key, f.WorkerCard], asyncio.Task] | None = None,
     ) -> None:
         self.plane, self.max_attempts, self.follow = plane, max_attempts, follow
+        self.place_s = place_s  #: longest wait for the router's answer
         self.retries = 0
 
     async def run(self, request: Request) -> AsyncGenerator[list[f.Token], None]:
@@ -75,20 +84,23 @@ class Generator:
         for attempt in range(self.max_attempts):
             request.attempts = attempt + 1
             request.early.clear()
-            key = (request.id, attempt)
+            request.first_is_out = False
+            key = (request.wire, attempt)
             local = attempt > 0 and attempt == self.max_attempts - 1
             inbox = self.plane.watch(key)
             follower: list[asyncio.Task] = []
             try:
-                placed = await self._place(request, key, inbox, ([*avoid], [*lost], local))
+                gone = [worker for worker in lost if not self.plane.connected(worker)]
+                placed = await self._place(request, key, inbox, ([*avoid], gone, local))
                 async for tokens in self._attempt(request, key, placed, inbox, follower):
                     yield tokens
                 if request.finish:
                     return
             finally:
                 self.plane.forget(key, abort=not request.finish)
-                if follower and not request.finish:
-                    follower[0].cancel()
+                for task in follower:  # an answer that ended ends its call too, soon
+                    loop = asyncio.get_running_loop()
+                    loop.call_later(LINGER_S if request.finish else 0.0, task.cancel)
             failed = request.failures[-1]
             log.warning("%s: attempt %d failed: %s", request.id, attempt, failed)
             (lost if failed.reason == "worker_lost" else avoid).append(failed.worker)
@@ -108,10 +120,15 @@ class Generator:
     ) -> f.Placed:
         size, most = len(request.ids), request.sampling.max_tokens
         self.plane.place(f.Place(key, size, most, request.hashes, *wishes))
-        frame = await inbox.get()
+        try:
+            async with asyncio.timeout(self.place_s):
+                frame = await inbox.get()
+                while not isinstance(frame, f.Placed | f.Refused):
+                    frame = await inbox.get()
+        except TimeoutError:
+            raise ApiError("no_capacity", f"no router answered in {self.place_s:g} s") from None
         if isinstance(frame, f.Refused):
             raise ApiError(frame.reason, frame.message, retry_after_s=frame.retry_after_s)
-        assert isinstance(frame, f.Placed), frame
         if not request.placed:
             request.placed = time.monotonic()
             request.hit_tokens = frame.hit_tokens
@@ -132,6 +149,7 @@ class Generator:
         if placed.prefill:
             compute = f.Prefill(key, placed.term, request.ids, request.sampling, placed.decode)
             self.plane.submit(placed.prefill, compute)
+        told = False
         while not request.finish:
             frames = [await inbox.get()]
             while not inbox.empty():
@@ -146,7 +164,8 @@ class Generator:
                 if failed.reason in FINAL:
                     raise ApiError(failed.reason, "prompt and answer exceed the model's context")
                 return
-            if fresh and not follower:
+            if request.first_is_out and not told:
+                told = True
                 self.plane.link.send(f.Prefilled(key))
                 card = self.plane.cards.get(placed.decode)
                 if self.follow and card and not request.finish:
@@ -160,10 +179,11 @@ class Generator:
         for frame in frames:
             if isinstance(frame, f.Tokens):
                 request.early.append(frame)
-                continue
-            first_is_out = request.journal and frame.worker == placed.prefill
-            if not (first_is_out and frame.reason == "worker_lost"):
-                failed = failed or frame
+                request.first_is_out |= frame.offset == 0
+            elif isinstance(frame, f.Failed):
+                done = request.first_is_out and frame.worker == placed.prefill
+                if not (done and frame.reason == "worker_lost"):
+                    failed = failed or frame
         for tokens in sorted(request.early, key=lambda t: t.offset):
             have = len(request.journal)
             if tokens.offset > have:

@@ -30,6 +30,11 @@ class Text:
         self._settings = read_json(settings) if settings.exists() else {}
         self._template = self._compile(self._find_template(folder))
 
+    @property
+    def token_chars(self) -> int:
+        """Characters of the longest token, special ones included."""
+        return max(len(token) for token in self.tokenizer.get_vocab(with_added_tokens=True))
+
     def _find_template(self, folder: Path) -> str | None:
         file = folder / "chat_template.jinja"
         if file.exists():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from diptych.cluster.gateway.errors import ApiError
-from diptych.cluster.gateway.openai import Limits, parse_chat, sampling_of
+from diptych.cluster.gateway.openai import Limits, check_size, parse_chat, sampling_of
 
 LIMITS = Limits(max_model_len=100, stop_ids=(5, 1), temperature=0.0)
 
@@ -39,6 +39,18 @@ def test_the_default_seed_derives_from_the_request_id() -> None:
     assert seed("a", seed=-1) == 2**64 - 1
 
 
+def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
+    chat = parse_chat(body(temperature=5e-324))
+    assert sampling_of(chat, "r", 1, LIMITS).temperature == 0.0
+
+
+def test_what_cannot_fit_is_refused_before_it_is_tokenized() -> None:
+    limits = LIMITS.model_copy(update={"token_chars": 10})
+    check_size([{"role": "user", "content": "x" * 1000}], limits)
+    with pytest.raises(ApiError, match="1001 characters"):
+        check_size([{"role": "user", "content": "x" * 1001}], limits)
+
+
 def test_content_parts_are_joined_and_developer_is_system() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "developer", "content": parts}, {"role": "user", "content": "c"}]
@@ -54,7 +66,8 @@ def test_content_parts_are_joined_and_developer_is_system() -> None:
     [
         ({"stop": ["\n"]}, "stop"),
         ({"top_p": 0.5}, "top_p"),
-        ({"n": 2}, "n: "),
+        ({"n": 2}, "n is not supported"),
+        ({"stop": "x"}, "stop is not supported"),
         ({"presence_penalty": 0.1}, "presence_penalty"),
         ({"tools": []}, "tools is not supported"),
         ({"temperature": "hot"}, "temperature"),

@@ -32,6 +32,9 @@ class ScriptedPlane:
         self.said.append(frame)
         self.script(self, frame)
 
+    def connected(self, worker: str) -> bool:
+        return False
+
     def send(self, frame: Any) -> None:
         self.said.append(frame)
 
@@ -55,9 +58,10 @@ def run(script: Callable, attempts: int = 3) -> tuple[list[int], ScriptedPlane, 
     async def collect() -> tuple[list[int], ScriptedPlane, Request]:
         plane = ScriptedPlane(script)
         request = Request("r", [1, 2, 3], [], f.Sampling(8))
+        request.wire = "r"
         got: list[int] = []
         async with asyncio.timeout(5):
-            async for batch in Generator(plane, attempts).run(request):  # type: ignore[arg-type]
+            async for batch in Generator(plane, attempts, 5.0).run(request):  # type: ignore[arg-type]
                 got += [token.id for token in batch]
         return got, plane, request
 
@@ -138,3 +142,18 @@ def test_a_refusal_reaches_the_client_with_its_retry_time() -> None:
     with pytest.raises(ApiError) as error:
         run(script)
     assert error.value.kind.http == 429 and error.value.headers() == {"retry-after": "2"}
+
+
+def test_a_frame_of_an_older_stream_does_not_end_the_wait_for_a_place() -> None:
+    def script(plane: ScriptedPlane, frame: Any) -> None:
+        if isinstance(frame, f.Place):
+            plane.put(f.Failed(frame.key, "d", "late"), placed(frame.key))
+        elif isinstance(frame, f.Prefill):
+            plane.put(tokens(frame.key, 0, 10, finish="stop"))
+
+    assert run(script)[0] == [10]
+
+
+def test_two_runs_of_one_request_id_are_different_attempts_on_the_wire() -> None:
+    first, second = (Request("same", [1], [], f.Sampling(1)) for _ in range(2))
+    assert first.wire != second.wire and first.id == second.id

@@ -162,10 +162,18 @@ def test_a_pool_that_cannot_hold_one_sequence_says_what_to_raise(llama: Path) ->
     with pytest.raises(OutOfMemory) as caught:
         Engine(EngineConfig(llama, kv_bytes=200_000, max_model_len=MAX_LEN))
     message = str(caught.value)
-    assert "3 blocks" in message and "16" in message  # 200000 / 49152 - 1; 1024 / 64
+    assert "192 tokens" in message and "1024" in message  # (200000 / 49152 - 1) * 64
     assert "engine.kv_mib" in message and "model.max_model_len" in message
     most = int(message.split("kv_mib to ")[1].split()[0])
     Engine(EngineConfig(llama, kv_bytes=most << 20, max_model_len=MAX_LEN))
+
+
+def test_without_a_wish_the_context_is_what_the_pool_holds(llama: Path) -> None:
+    block = Engine(EngineConfig(llama)).kv.block_bytes
+    assert Engine(EngineConfig(llama, kv_bytes=4 * block + 5)).max_model_len == 3 * 64
+    assert Engine(EngineConfig(llama, kv_bytes=900 * block)).max_model_len == 2048
+    with pytest.raises(OutOfMemory, match="holds 0 tokens"):
+        Engine(EngineConfig(llama, kv_bytes=block))
 
 
 def test_an_absurd_pool_is_out_of_memory(llama: Path) -> None:

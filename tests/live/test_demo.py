@@ -185,6 +185,32 @@ def test_unknown_paths_and_methods_answer_in_the_same_shape(live: Live) -> None:
     assert wrong.status_code == 405 and "message" in wrong.json()["error"]
 
 
+def test_a_request_id_may_be_used_again_also_after_its_stream_was_left(live: Live) -> None:
+    url, headers = f"{live.url}/v1/chat/completions", {"x-request-id": "one-trace-for-all"}
+    body = {"messages": [{"role": "user", "content": QUESTION}]}
+    before = live.status()["requests"]["retries"]
+    for _ in range(10):
+        leave = {**body, "stream": True}
+        with httpx.stream("POST", url, json=leave, headers=headers, timeout=30) as response:
+            next(response.iter_lines())
+
+        def free() -> bool:
+            return live.status()["requests"]["running"] == 0
+
+        eventually(free)
+        whole = httpx.post(url, json=body, headers=headers, timeout=30)
+        assert whole.json()["choices"][0]["message"]["content"] == ANSWER
+        assert whole.headers["x-request-id"] == "one-trace-for-all"
+    assert live.status()["requests"]["retries"] == before
+
+
+def test_a_huge_prompt_is_refused_and_holds_up_nobody(live: Live) -> None:
+    response = live.chat("你" * 2_000_000)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert httpx.get(f"{live.url}/health").status_code == 200
+
+
 def test_workers_are_processes_with_their_own_memory(live: Live) -> None:
     pids = [worker["pid"] for worker in live.status()["workers"]]
     assert len(set(pids)) == 2 and live.process.pid not in pids
@@ -227,6 +253,37 @@ def test_a_killed_router_or_gateway_is_replaced_and_chats_work_again(live: Live,
 
 def test_a_request_made_while_the_router_is_dead_is_held_until_it_is_back(live: Live) -> None:
     os.kill(live.status()["router"]["pid"], signal.SIGKILL)
+    assert live.chat(QUESTION).json()["choices"][0]["message"]["content"] == ANSWER
+
+
+@pytest.mark.parametrize("frozen", ["decode", "router"])
+def test_a_stream_survives_a_process_that_freezes_for_a_while(live: Live, frozen: str) -> None:
+    question = max(PAIRS, key=lambda q: len(PAIRS[q]))
+    body = {"messages": [{"role": "user", "content": question}], "stream": True}
+    status = live.status()
+    pid = status["router"]["pid"] if frozen == "router" else live.worker(frozen)["pid"]
+
+    def noticed() -> bool:
+        now = live.status()
+        workers = [w["home"] for w in now["workers"]]
+        return now["router"] is None or frozen not in (*workers, "router")
+
+    text, stopped = "", False
+    url = f"{live.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, timeout=60) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                text += event["choices"][0]["delta"].get("content") or ""
+            if not stopped and text:
+                stopped = True
+                os.kill(pid, signal.SIGSTOP)
+                eventually(noticed)
+                os.kill(pid, signal.SIGCONT)
+    assert text == PAIRS[question]
+    eventually(lambda: live.status()["state"] == "healthy")
+    eventually(live.idle)
     assert live.chat(QUESTION).json()["choices"][0]["message"]["content"] == ANSWER
 
 

@@ -162,9 +162,9 @@ def test_disaggregate_never_makes_every_request_local(rig: Rig) -> None:
     assert rig.ask("r").prefill is None
 
 
-def test_a_duplicate_place_is_ignored(rig: Rig) -> None:
-    rig.ask("r")
-    assert rig.ask("r") == []
+def test_a_duplicate_place_gets_the_same_answer_again(rig: Rig) -> None:
+    first = rig.ask("r")
+    assert rig.ask("r") == first
     assert rig.router.statistics()["placed"] == 1
 
 
@@ -172,6 +172,12 @@ def test_a_duplicate_of_a_waiting_request_is_ignored() -> None:
     rig = Rig()
     assert rig.ask("r") == [] and rig.ask("r") == []
     assert len(rig.router.waiting) == 1
+
+
+def test_a_waiting_request_may_lift_its_ban_from_a_worker_that_came_back() -> None:
+    rig = Rig("prefill/a", "decode/x")
+    assert rig.ask("r", lost=["decode/x"]) == []
+    assert rig.ask("r").decode == "decode/x"
 
 
 def test_another_attempt_is_another_request(rig: Rig) -> None:

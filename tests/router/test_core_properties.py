@@ -86,7 +86,11 @@ class World(RuleBasedStateMachine):
         live = [key for key, fate in self.fate.items() if fate != "over"]
         if live:
             key = data.draw(st.sampled_from(live))
-            assert self.send(e.Asked(self.owner[key], self.places[key])) == []
+            again = self.router.handle(e.Asked(self.owner[key], self.places[key]), self.now)
+            if self.fate[key] == "placed":
+                assert [a.frame for a in again] == [self.router.bound[key].placed]
+            else:
+                assert again == []
 
     @rule(data=st.data(), first_token=st.booleans())
     def end(self, data, first_token) -> None:

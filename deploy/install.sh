@@ -31,6 +31,7 @@ else
 fi
 echo "installing Diptych and its dependencies"
 "${pip[@]}" install -c constraints.txt -e '.[dev]'
+"$venv/bin/python" -m diptych.engine.kernels
 mkdir -p build/typing
 ln -sfn ../.. build/typing/diptych # where mypy and protoc find `diptych`
 touch "$venv/.installed"

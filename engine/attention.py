@@ -8,31 +8,62 @@ it is prefill or decode (given products whose rows are independent: `linear.py`)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 
 @dataclass(slots=True)
-class Span:
+class Piece:
     """Rows `row`..`row + count` of the step are positions `start`.. of one sequence."""
 
     row: int
     count: int
     start: int
-    blocks: torch.Tensor  #: int64, the sequence's blocks up to its last row
+    blocks: list[int]  #: the sequence's blocks up to its last row
+    decode: bool  #: one row, batched with others
 
 
-@dataclass(slots=True)
+@dataclass
 class Meta:
-    """Where the step's rows are. Slots are (block, offset) of every row."""
+    """Where the step's rows are. Slots are (block, offset) of every row; int64 throughout."""
 
     positions: torch.Tensor
     slot_block: torch.Tensor
     slot_offset: torch.Tensor
-    spans: list[Span]  #: prefill chunks
-    decode: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    """per number of blocks: rows [B], block table [B, n], positions [B]"""
+    pieces: list[Piece]
+
+    @cached_property
+    def groups(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Decoding rows by their number of blocks: rows [B], block table [B, n], positions [B]."""
+        groups: dict[int, list[Piece]] = {}
+        for piece in self.pieces:
+            if piece.decode:
+                groups.setdefault(len(piece.blocks), []).append(piece)
+        return [
+            (
+                torch.tensor([piece.row for piece in members]),
+                torch.tensor([piece.blocks for piece in members]),
+                torch.tensor([piece.start for piece in members]),
+            )
+            for members in groups.values()
+        ]
+
+    @cached_property
+    def flat(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[n, 4] of (row, count, start, offset into the table), and all block tables in a row."""
+        spans: list[tuple[int, int, int, int]] = []
+        table: list[int] = []
+        for piece in self.pieces:
+            spans.append((piece.row, piece.count, piece.start, len(table)))
+            table += piece.blocks
+        return torch.tensor(spans), torch.tensor(table)
+
+
+Cache = tuple[torch.Tensor, torch.Tensor]  #: K and V of a layer, `[block, Hkv, token, D]` views
+Attend = Callable[[torch.Tensor, Cache, Meta, float, int | None], torch.Tensor]
 
 
 def _masked(scores: torch.Tensor, rows: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -46,30 +77,32 @@ def _masked(scores: torch.Tensor, rows: torch.Tensor, window: int | None) -> tor
 
 def attend(
     q: torch.Tensor,
-    cache: tuple[torch.Tensor, torch.Tensor],
+    cache: Cache,
     meta: Meta,
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
     """q [T, Hq, D] against the cache's `[block, Hkv, token, D]` views -> [T, Hq, D]."""
     out = torch.empty_like(q)
-    for span in meta.spans:
-        _prefill(q, cache, span, scale, window, out)
-    for rows, table, positions in meta.decode:
+    for piece in meta.pieces:
+        if not piece.decode:
+            _prefill(q, cache, piece, scale, window, out)
+    for rows, table, positions in meta.groups:
         _decode(q, cache, rows, table, positions, scale, window, out)
     return out
 
 
-def _prefill(q, cache, span: Span, scale: float, window: int | None, out: torch.Tensor) -> None:
+def _prefill(q, cache, piece: Piece, scale: float, window: int | None, out: torch.Tensor) -> None:
     keys, values = cache
     tile, kv_heads, dim = keys.shape[2], keys.shape[1], keys.shape[3]
     group = q.shape[1] // kv_heads
-    k = keys[span.blocks].transpose(0, 1).reshape(kv_heads, -1, dim)
-    v = values[span.blocks].transpose(0, 1).reshape(kv_heads, -1, dim)
-    end = span.start + span.count
-    for first in range(span.start // tile * tile, end, tile):
-        low, high = max(first, span.start), min(first + tile, end)
-        rows = slice(span.row + low - span.start, span.row + high - span.start)
+    blocks = torch.tensor(piece.blocks)
+    k = keys[blocks].transpose(0, 1).reshape(kv_heads, -1, dim)
+    v = values[blocks].transpose(0, 1).reshape(kv_heads, -1, dim)
+    end = piece.start + piece.count
+    for first in range(piece.start // tile * tile, end, tile):
+        low, high = max(first, piece.start), min(first + tile, end)
+        rows = slice(piece.row + low - piece.start, piece.row + high - piece.start)
         padded = q.new_zeros(tile, q.shape[1], dim)
         padded[low - first : high - first] = q[rows]
         tiled = padded.view(tile, kv_heads, group, dim).permute(1, 2, 0, 3)
@@ -94,3 +127,28 @@ def _decode(q, cache, rows, table, positions, scale, window, out: torch.Tensor) 
     at = positions.repeat_interleave(kv_heads)[:, None, None]
     weights = _masked(scores, at, window).to(q.dtype)
     out[rows] = torch.bmm(weights, v).reshape(count, kv_heads * group, dim)
+
+
+@torch.inference_mode()
+def is_exact(attend: Attend, heads: int, kv_heads: int, dim: int) -> bool:
+    """Start-up check: rows computed one by one, in chunks and all at once give the same bits?"""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(torch.bfloat16)
+
+    tokens, blocks = 200, [2, 0, 3, 1]
+    cache, q = (draw(4, kv_heads, 64, dim), draw(4, kv_heads, 64, dim)), draw(tokens, heads, dim)
+
+    def run(*pieces: Piece) -> torch.Tensor:
+        first, last = pieces[0].start, pieces[-1].start + pieces[-1].count
+        none = torch.empty(0)
+        return attend(q[first:last], cache, Meta(none, none, none, list(pieces)), dim**-0.5, None)
+
+    def piece(row: int, count: int, start: int, decode: bool) -> Piece:
+        return Piece(row, count, start, blocks[: -(-(start + count) // 64)], decode)
+
+    whole = run(piece(0, tokens, 0, False))
+    chunks = run(*(piece(at, 40, at, False) for at in range(0, tokens, 40)))
+    alone = torch.cat([run(piece(0, 1, at, True)) for at in range(tokens)])
+    return torch.equal(whole, chunks) and torch.equal(whole, alone)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from .attention import Meta, attend
+from .attention import Attend, Meta
 from .linear import Linear
 from .pool import KVPool
 from .spec import ModelSpec, Rope
@@ -59,9 +59,10 @@ def rope_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
 class Decoder:
     """Forward pass over a step's rows; K and V go to the pool's slots, attention reads them."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, pool: KVPool) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, pool: KVPool, attend: Attend) -> None:
         self.spec, self.weights, self.pool = spec, weights, pool
         self._frequencies = rope_frequencies(spec.rope, spec.head_dim)
+        self._attend = attend
         self._scale = spec.head_dim**-0.5
 
     @torch.inference_mode()
@@ -103,7 +104,7 @@ class Decoder:
         keys[meta.slot_block, :, meta.slot_offset] = _rotate(k, cos, sin)
         values[meta.slot_block, :, meta.slot_offset] = v
         cache = (keys, values)
-        out = attend(_rotate(q, cos, sin), cache, meta, self._scale, spec.windows[index])
+        out = self._attend(_rotate(q, cos, sin), cache, meta, self._scale, spec.windows[index])
         return layer.output(out.reshape(rows, -1))
 
 

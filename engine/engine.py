@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 from ..protos.frames import Key
-from .attention import Meta, Span
+from .attention import Attend, Meta, Piece, attend, is_exact
 from .blocks import BlockPool
 from .decoder import Decoder
-from .linear import attention_is_exact
+from .kernels import CppAttention, KernelUnavailable
 from .loader import load
 from .pool import KVPool
 from .sampler import sample
@@ -40,6 +40,7 @@ class EngineConfig:
     max_model_len: int | None = None  #: default: the model's, or what the pool holds
     threads: int = 1
     limits: Limits = field(default_factory=Limits)
+    attention: str = "auto"  #: auto | torch
 
 
 class Engine:
@@ -56,12 +57,13 @@ class Engine:
         blocks = config.kv_bytes // layout.block_bytes
         weights = load(config.model, self.spec, DTYPES[config.dtype], progress)
         self.kv = KVPool(layout, blocks, DTYPES[config.dtype])
-        self.compatibility = layout.compatibility(fingerprint(config.model))
         self.scheduler = Scheduler(BlockPool(blocks), config.limits)
-        self._decoder = Decoder(self.spec, weights, self.kv)
-        group = self.spec.heads // self.spec.kv_heads
-        bf16 = config.dtype == "bfloat16"
-        self.exact = bf16 and attention_is_exact(group, self.spec.head_dim)
+        spec, bf16 = self.spec, config.dtype == "bfloat16"
+        attention, self.attention = _attention(config, spec.head_dim)
+        self.exact = bf16 and is_exact(attention, spec.heads, spec.kv_heads, spec.head_dim)
+        self._decoder = Decoder(spec, weights, self.kv, attention)
+        backend = self.attention.split(":")[0].encode()  # another one has other last bits
+        self.compatibility = layout.compatibility(fingerprint(config.model) + backend)
         self.steps = 0
         self.prefill_tokens, self.prefill_seconds = 0, 0.0
 
@@ -105,37 +107,21 @@ class Engine:
     def _run(self, plan: Plan, sequences: list[tuple[Sequence, int]]) -> torch.Tensor:
         ids: list[int] = []
         positions: list[int] = []
-        blocks: list[int] = []
+        slots: list[int] = []
         last: list[int] = []
-        spans: list[Span] = []
+        pieces: list[Piece] = []
         size = self.config.limits.block_tokens
         for index, (seq, count) in enumerate(sequences):
-            end = seq.computed + count
-            if index < len(plan.prefill):
-                table = torch.tensor(seq.blocks[: -(-end // size)])
-                spans.append(Span(len(ids), count, seq.computed, table))
-            ids += seq.ids[seq.computed : end]
-            positions += range(seq.computed, end)
-            blocks += [seq.blocks[p // size] for p in range(seq.computed, end)]
+            start, end = seq.computed, seq.computed + count
+            table = seq.blocks[: -(-end // size)]
+            pieces.append(Piece(len(ids), count, start, table, index >= len(plan.prefill)))
+            ids += seq.ids[start:end]
+            positions += range(start, end)
+            slots += [table[position // size] for position in range(start, end)]
             last.append(len(ids) - 1)
         at = torch.tensor(positions)
-        meta = Meta(at, torch.tensor(blocks), at % size, spans, self._decode_groups(plan, len(ids)))
+        meta = Meta(at, torch.tensor(slots), at % size, pieces)
         return self._decoder.forward(torch.tensor(ids), meta, torch.tensor(last))
-
-    def _decode_groups(self, plan: Plan, rows: int) -> list:
-        """Decoding sequences by their number of blocks: each group is one batched product."""
-        size = self.config.limits.block_tokens
-        groups: dict[int, list[tuple[int, Sequence]]] = {}
-        for row, seq in enumerate(plan.decode, start=rows - len(plan.decode)):
-            groups.setdefault(seq.computed // size + 1, []).append((row, seq))
-        return [
-            (
-                torch.tensor([row for row, _ in members]),
-                torch.tensor([seq.blocks[:count] for _, seq in members]),
-                torch.tensor([seq.computed for _, seq in members]),
-            )
-            for count, members in groups.items()
-        ]
 
     def _book(self, seq: Sequence, count: int, logits: torch.Tensor) -> Output | None:
         complete = self.scheduler.computed(seq, count)
@@ -155,6 +141,7 @@ class Engine:
         return {
             "steps": self.steps,
             "exact": self.exact,
+            "attention": self.attention,
             "dtype": self.config.dtype,
             "waiting": len(scheduler.waiting),
             "prefilling": len(scheduler.filling),
@@ -168,3 +155,14 @@ class Engine:
                 "active": pool.used - held,
             },
         }
+
+
+def _attention(config: EngineConfig, head_dim: int) -> tuple[Attend, str]:
+    """The fastest attention that runs here, and its name (with the reason, if it is torch's)."""
+    if config.dtype != "bfloat16" or config.attention == "torch":
+        return attend, "torch"
+    try:
+        kernel = CppAttention(head_dim, config.threads)
+    except KernelUnavailable as error:
+        return attend, f"torch: {error}"
+    return kernel, kernel.name

@@ -105,26 +105,6 @@ def calibrate(product: Product, inputs: int) -> tuple[int, ...]:
     return tuple(size for size in SIZES if agrees(size))
 
 
-@torch.inference_mode()
-def attention_is_exact(group: int, head_dim: int) -> bool:
-    """Start-up check of attention's products: one row alone against the same row in a full tile."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(torch.bfloat16)
-
-    for keys in (64, 640, 2048):
-        k, v, q = draw(2, keys, head_dim), draw(2, keys, head_dim), draw(2, 64 * group, head_dim)
-        scores = torch.bmm(q, k.transpose(1, 2))
-        weights = torch.softmax(scores.float(), -1).to(torch.bfloat16)
-        out = torch.bmm(weights, v)
-        alone = torch.bmm(q[:, :group].contiguous(), k.transpose(1, 2))
-        few = torch.bmm(weights[:, :group].contiguous(), v)
-        if not (torch.equal(alone, scores[:, :group]) and torch.equal(few, out[:, :group])):
-            return False
-    return True
-
-
 def main() -> None:
     """Prints, for a few shapes, the agreeing row counts and what exactness costs here."""
     import time

@@ -61,7 +61,8 @@ def run(script: Callable, attempts: int = 3) -> tuple[list[int], ScriptedPlane, 
         request.wire = "r"
         got: list[int] = []
         async with asyncio.timeout(5):
-            async for batch in Generator(plane, attempts, 5.0).run(request):  # type: ignore[arg-type]
+            generator = Generator(plane, attempts, 5.0)  # type: ignore[arg-type]
+            async for batch in generator.run(request):
                 got += [token.id for token in batch]
         return got, plane, request
 

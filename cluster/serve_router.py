@@ -8,15 +8,19 @@ from ray.serve.request_router import RequestRouter
 
 
 class TargetRouter(RequestRouter):
-    """Routes by the keyword `_target` (a replica's unique id); without it, to any replica.
+    """Routes by the keyword `_target` (a replica's unique id).
 
-    No FIFOMixin: it gives the replica that was found to the oldest pending call.
+    A replica that is gone is replaced by any other, whose method must be fit for that: an empty
+    choice would be tried again for ever, and without `should_backoff` in a loop that never yields
+    to the event loop. No FIFOMixin: it gives the replica that was found to the oldest pending call.
     """
 
     async def choose_replicas(
         self, candidate_replicas: list, pending_request: Any = None
     ) -> list[list]:
-        target = pending_request.kwargs.get("_target") if pending_request is not None else None
-        if not target:
+        if pending_request is None:
             return [candidate_replicas]
-        return [[r for r in candidate_replicas if r.replica_id.unique_id == target]]
+        pending_request.routing_context.should_backoff = True
+        target = pending_request.kwargs.get("_target")
+        named = [r for r in candidate_replicas if r.replica_id.unique_id == target]
+        return [named or candidate_replicas]

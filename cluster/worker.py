@@ -258,7 +258,10 @@ class Worker:
     # ---- Serve -----------------------------------------------------------------------------------
 
     async def lifetime(self, key: list, _target: str) -> None:
-        """Returns when the stream is over: Serve counts it, and drains by it."""
+        """Returns when the stream is over: Serve counts it, and drains by it.
+
+        At once if it is not here: Serve sends the call elsewhere when `_target` is gone.
+        """
         request, attempt = key
         if not self._live((request, attempt)):
             return

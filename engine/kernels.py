@@ -78,14 +78,13 @@ def _library() -> ctypes.CDLL:
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
     text = SOURCE.read_bytes() + version + " ".join(FLAGS + ISA).encode()
     name = f"attention-{hashlib.blake2b(text, digest_size=12).hexdigest()}.so"
-    folder = _cache_folder()
-    path = folder / name
-    if not path.exists():
-        _build(compiler, path)
     try:
+        path = _cache_folder() / name
+        if not path.exists():
+            _build(compiler, path)
         return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise KernelUnavailable(f"{path} does not load: {error}") from None
+    except OSError as error:  # a full disk, a folder that is read-only, a damaged file
+        raise KernelUnavailable(f"{name} cannot be built or loaded: {error}") from None
 
 
 def _cache_folder() -> Path:

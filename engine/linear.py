@@ -38,7 +38,6 @@ class Linear:
     """`x [T, in] -> x W^T + b [T, out]`, bf16 exact per row; other dtypes in one plain call."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.outputs = weight.shape[0]
         self._product = _product(weight, bias)
         self._sizes: tuple[int, ...] = ()
         if weight.dtype == torch.bfloat16:

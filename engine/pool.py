@@ -44,7 +44,3 @@ class KVPool:
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._layers[index]
-
-    def close(self) -> None:
-        """Drops the views; the mapping goes when the last tensor over it does."""
-        self._layers, self.view = [], memoryview(b"")

@@ -151,3 +151,19 @@ def test_source_that_does_not_compile_leaves_nothing_behind(
         CppAttention(32, 1)
     kernels._library.cache_clear()
     assert [path.name for path in tmp_path.iterdir()] == ["broken.cpp"]
+
+
+@pytest.mark.parametrize("damage", ["no such folder", "not a library"])
+def test_a_cache_that_cannot_be_used_leaves_the_torch_backend(
+    checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    """As on a full or read-only disk: the worker starts all the same, and says why it is slower."""
+    kernel(32)
+    folder = tmp_path / "gone" if damage == "no such folder" else tmp_path
+    monkeypatch.setattr(kernels, "_cache_folder", lambda: folder)
+    if damage == "not a library":
+        monkeypatch.setattr(kernels, "_build", lambda _, path: path.write_bytes(b"cut short"))
+    kernels._library.cache_clear()
+    engine = Engine(EngineConfig(checkpoint("llama")))
+    kernels._library.cache_clear()
+    assert engine.attention.startswith("torch: ") and "cannot be built" in engine.attention

@@ -15,7 +15,7 @@ test: install
 	$(BIN)/python -m pytest -m "not long" $(ARGS)
 
 test-long: install
-	$(BIN)/python -m pytest -m long --timeout 3600 $(ARGS)
+	$(BIN)/python -m pytest -m long --timeout 3600 --hypothesis-profile default $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -38,6 +38,7 @@ class EngineSettings(Section):
     max_step_tokens: Annotated[int, Field(ge=64)] = 512
     max_running: Count = 64
     growth_tokens: Count = 256
+    itl_budget_ms: Positive | None = None  #: longest step with decodes in it: bounds its prefill
 
 
 class PoolConfig(Section):

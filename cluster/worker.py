@@ -102,6 +102,7 @@ class Worker:
             kv_card=msgspec.msgpack.encode(kv_card),
             blocks=self.engine.scheduler.pool.total,
             block_tokens=self.engine.kv.layout.block_tokens,
+            kept=self.engine.scheduler.kept,
         )
         self._tasks.append(self.loop.create_task(self._observe()))
 
@@ -112,6 +113,7 @@ class Worker:
             max_step_tokens=settings.max_step_tokens,
             max_running=settings.max_running,
             growth_tokens=settings.growth_tokens,
+            itl_budget_s=settings.itl_budget_ms / 1e3 if settings.itl_budget_ms else None,
         )
         config = EngineConfig(
             self._model,

@@ -108,7 +108,12 @@ class DecodeRole:
 
     def _output(self, output: Output) -> list:
         job = self.jobs.get(ticket_id(output.key))
-        if job is None or output.token is None:
+        if job is None:
+            return []
+        if output.error is not None:
+            failed = self._fail(job.gateway, output.key, output.error)
+            return [failed, *self._end(ticket_id(output.key))]
+        if output.token is None:
             return []
         tokens = Tokens(output.key, output.offset, [output.token], output.finish)
         emit = [Deliver(job.gateway, tokens)]

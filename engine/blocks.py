@@ -37,9 +37,12 @@ class BlockPool:
     def cached(self) -> int:
         return len(self._cached)
 
-    def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with one reference each, or None (and nothing changes)."""
-        if count > self.available:
+    def allocate(self, count: int, keep: int = 0) -> list[int] | None:
+        """`count` blocks with one reference each, or None (and nothing changes).
+
+        `keep` blocks stay available for others.
+        """
+        if count > self.available - keep:
             return None
         blocks = [self._take() for _ in range(count)]
         for block in blocks:
@@ -73,6 +76,14 @@ class BlockPool:
             self._by_hash[content] = block
             self._hash_of[block] = content
             self.stored.append(content)
+
+    def unseal(self, blocks: list[int]) -> None:
+        """Nobody finds these used blocks any more."""
+        for block in blocks:
+            content = self._hash_of.pop(block, None)
+            if content is not None:
+                del self._by_hash[content]
+                self.evicted.append(content)
 
     def release(self, blocks: list[int]) -> None:
         """Takes one reference from each block; the last one caches or frees it."""

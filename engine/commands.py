@@ -24,7 +24,7 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The reserved blocks hold the KV of all ids but the last: decode from now on."""
+    """The reserved blocks hold the KV of all ids but the last: decode when a place is free."""
 
     seq: Sequence
 
@@ -38,7 +38,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """`blocks` is None when the pool is too full."""
+    """`blocks` is None when the pool is too full, or preempted sequences wait for theirs."""
 
     key: Key
     blocks: list[int] | None

@@ -1,20 +1,27 @@
 """Which tokens the next step computes (pure).
 
-A sequence waits, is prefilled chunk by chunk in order of arrival, then decodes one token a step.
+A sequence waits, is prefilled chunk by chunk, then decodes one token a step.
 Chunks end on block borders or at the end of the ids, so any chunking gives the same numbers.
-A sequence reserves its ids plus a growth allowance; when a decoding one needs another block and
-none is left, the youngest is preempted: it gives its blocks back and is computed again from
-prompt + generated ids.
+A sequence reserves its ids plus a growth allowance, and leaves a few blocks to those that grow.
+When a decoding one needs another block and none is left, the youngest is preempted: it gives its
+blocks back, and is computed again from prompt + generated ids before anything new begins.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+import math
 from dataclasses import dataclass, field
+from operator import attrgetter
 
+from ..kv_transfer.identity import block_hashes
 from ..protos.frames import Key
 from .blocks import BlockPool
-from .sequence import Sequence
+from .pacing import StepCost
+from .sequence import Line, Sequence
+
+AGE = attrgetter("arrival")
+RANK = attrgetter("rank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +30,17 @@ class Limits:
     max_step_tokens: int = 512  #: prefill tokens of one step
     max_running: int = 128  #: sequences that decode together
     growth_tokens: int = 256  #: reserved behind the ids, at most
+    watermark: float = 0.02  #: share of the pool, rounded up, that newcomers leave for growth
+    held_share: float = 0.75  #: of the pool, for prefills that wait for their transfer or will
+    itl_budget_s: float | None = None  #: how long a step with decodes may take; None: no limit
+    draft_tokens: int = 0  #: guesses of a decoding sequence that a step verifies, at most
+    draft_below: int = 8  #: no guesses while more sequences run: their rows are no longer cheap
+    prefill_every: int = 8  #: steps over the budget after which a block is prefilled all the same
+
+    def __post_init__(self) -> None:
+        assert self.max_step_tokens >= self.block_tokens > 0, self
+        assert self.max_running > 0 and self.prefill_every > 0, self
+        assert 0 <= self.watermark < 1 and 0 < self.held_share <= 1, self
 
 
 @dataclass(slots=True)
@@ -37,15 +55,24 @@ class Plan:
 
 
 class Scheduler:
-    """Owns every live sequence and the block pool."""
+    """Owns every live sequence and the block pool. An empty plan stays empty until a command.
 
-    def __init__(self, pool: BlockPool, limits: Limits) -> None:
-        self.pool, self.limits = pool, limits
-        self.waiting: deque[Sequence] = deque()
-        self.filling: deque[Sequence] = deque()  #: have blocks, KV of their ids not complete
-        self.running: list[Sequence] = []  #: oldest first
-        self.held: dict[Key, list[int]] = {}  #: blocks kept for a transfer, by key
+    `salt`: the parent of a first block's content hash, as for the hashes that sequences bring.
+    """
+
+    def __init__(self, pool: BlockPool, limits: Limits, salt: bytes = b"") -> None:
+        self.pool, self.limits, self.salt = pool, limits, salt
+        self.cost = StepCost()  #: fed by whoever runs the steps
+        self.live: dict[Key, Sequence] = {}  #: every sequence that has not ended
+        self.waiting = Line(RANK)  #: no blocks yet, or no longer
+        self.filling = Line(RANK)  #: have blocks, KV of their ids not complete
+        self.ready = Line(AGE)  #: committed, wait for a place among those that run
+        self.running = Line(AGE)
+        self.held: dict[Key, list[int]] = {}  #: blocks of a transfer to come or under way, by key
+        self.kept = math.ceil(pool.total * limits.watermark)  #: for growth, at most
         self.preemptions = 0
+        self._arrivals = itertools.count(1)
+        self._starved = 0  #: steps in a row in which the ITL budget left nothing for prefill
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.limits.block_tokens)
@@ -58,41 +85,66 @@ class Scheduler:
     # ---- entering ----------------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
-        self.waiting.append(seq)
+        self._enlist(seq)
+        self.waiting.enter(seq)
 
     def reserve(self, seq: Sequence) -> list[int] | None:
-        """Blocks for a sequence whose KV is going to arrive; None when they are not to be had."""
-        blocks = self.pool.allocate(self.needs(seq))
+        """Blocks for a sequence whose KV is going to arrive; None when they are not to be had.
+
+        They are not while a preempted sequence waits for its blocks.
+        """
+        if self.waiting and self.waiting[0].resumed:
+            return None
+        blocks = self.pool.allocate(self.needs(seq), self._leaves(seq))
         if blocks is not None:
-            self.held[seq.key] = blocks
+            self._enlist(seq)
+            self.held[seq.key] = seq.blocks = blocks
         return blocks
 
     def commit(self, seq: Sequence) -> None:
-        """The KV of all ids but the last is in the reserved blocks: decode from now on."""
-        seq.blocks = self.held.pop(seq.key)
+        """The KV of all ids but the last is in the reserved blocks: decode as soon as may be."""
+        del self.held[seq.key]
         seq.computed = len(seq.ids) - 1
-        self.running.append(seq)
+        self._seal(seq)
+        self.ready.enter(seq)
+
+    def _enlist(self, seq: Sequence) -> None:
+        assert seq.key not in self.live, seq.key
+        self.live[seq.key] = seq
+        seq.arrival = next(self._arrivals)
 
     # ---- leaving -----------------------------------------------------------------------------
 
     def remove(self, key: Key) -> None:
         """Drops a sequence and its blocks, held ones too; nothing happens if it is gone."""
-        self.pool.release(self.held.pop(key, []))
-        for queue in (self.waiting, self.filling, self.running):
-            for seq in [s for s in queue if s.key == key]:
-                queue.remove(seq)
-                self.pool.release(seq.blocks)
+        seq = self.live.pop(key, None)
+        if seq is None:
+            return
+        self.held.pop(key, None)
+        if seq.line is not None:
+            seq.line.leave(seq)
+        self.pool.release(seq.blocks)
 
     # ---- stepping ----------------------------------------------------------------------------
 
     def plan(self) -> Plan:
-        self._admit()
-        plan = Plan()
-        for seq in list(self.running):
-            if seq in self.running and self._grow(seq):
+        """First those that run get their next block, then others begin with what is left.
+
+        If those that ran had to go, committed ones take their places at once.
+        """
+        while self.ready and self._places():
+            seq = self.ready[0]
+            self.ready.leave(seq)
+            self.running.enter(seq)
+        plan, rows, index = Plan(), 0, 0
+        while index < len(self.running):  # preemption shortens the line from its end
+            seq = self.running[index]
+            if self._grow(seq, len(seq.drafts)):
                 plan.decode.append(seq)
-        plan.decode = [seq for seq in plan.decode if seq in self.running]
-        budget = self.limits.max_step_tokens
+                rows += 1 + len(seq.drafts)
+            index += 1
+        self._admit()
+        budget = self._budget(rows)
         for seq in self.filling:
             count = min(len(seq.ids) - seq.computed, budget)
             if seq.computed + count < len(seq.ids):
@@ -101,74 +153,149 @@ class Scheduler:
                 break
             plan.prefill.append((seq, count))
             budget -= count
-        return plan
+        self._starved = self._starved + 1 if self.filling and not plan.prefill else 0
+        return plan if plan or not self.ready else self.plan()
+
+    def _places(self) -> int:
+        return self.limits.max_running - len(self.filling) - len(self.running)
 
     def _admit(self) -> None:
-        """Moves sequences from waiting to filling while there is room, first come first served."""
-        while self.waiting:
+        """Moves sequences from waiting to filling while the first of the line fits."""
+        while self.waiting and self._places():
             seq = self.waiting[0]
-            if len(self.filling) + len(self.running) >= self.limits.max_running:
-                return
-            whole = (len(seq.ids) - 1) // self.limits.block_tokens  # one token must be computed
+            needs = self.needs(seq)
+            whole = seq.readable // self.limits.block_tokens
+            if needs - whole > self.pool.available:
+                return  # not even if all of its prefix is known and in use
             found = self.pool.match(seq.hashes[:whole])
-            fresh = self.pool.allocate(self.needs(seq) - len(found))
+            fresh = self.pool.allocate(needs - len(found), self._leaves(seq))
             if fresh is None:
                 self.pool.release(found)
                 return
             seq.blocks = found + fresh
-            seq.computed = seq.hit = len(found) * self.limits.block_tokens
+            seq.computed = len(found) * self.limits.block_tokens
             seq.sealed = len(found)
-            self.filling.append(self.waiting.popleft())
+            if not seq.resumed:
+                seq.hit = seq.computed
+            self.waiting.leave(seq)
+            self.filling.enter(seq)
 
-    def _grow(self, seq: Sequence) -> bool:
-        """A block for the sequence's next KV; preempts the youngest when there is none."""
-        while len(seq.blocks) < self.blocks_for(seq.computed + 1):
-            fresh = self.pool.allocate(1)
+    def _leaves(self, seq: Sequence) -> int:
+        """Blocks that `seq` must leave in the pool when it gets its own.
+
+        What the others may still grow by, at most the watermark; of the others only older ones, if
+        it is resumed. And beside prefills for a transfer, one more of them leaves the share that
+        they may not hold: a slow receiver stops new ones, never one that has begun.
+        """
+        held = [self.live[key] for key in self.held]
+        if seq.stop_after_first and any(s.stop_after_first for s in (*held, *self.filling)):
+            return max(self.kept, self.pool.total - int(self.pool.total * self.limits.held_share))
+        growth = 0
+        for one in itertools.chain(self.running, self.ready, self.filling, held):
+            if seq.resumed and one.arrival > seq.arrival:
+                continue
+            answer = 0 if one.stop_after_first else one.sampling.max_tokens
+            growth += max(0, self.blocks_for(one.prompt + answer) - len(one.blocks))
+            if growth >= self.kept:
+                return self.kept
+        return growth
+
+    def _budget(self, rows: int) -> int:
+        """Prefill tokens of a step beside `rows` of decode."""
+        limits = self.limits
+        if limits.itl_budget_s is None or not rows:
+            return limits.max_step_tokens
+        room = self.cost.room(limits.itl_budget_s, rows, limits.max_step_tokens)
+        if self._starved + 1 >= limits.prefill_every:
+            return max(room, limits.block_tokens)
+        return room
+
+    def _grow(self, seq: Sequence, drafts: int = 0) -> bool:
+        """Room for the sequence's next KV, by preempting the youngest if there is no other way.
+
+        `drafts` are more rows, verified in the same step; nobody is preempted for them: they are
+        cut instead.
+        """
+        while (missing := self.blocks_for(seq.computed + 1 + drafts) - len(seq.blocks)) > 0:
+            fresh = self.pool.allocate(missing)
             if fresh:
                 seq.blocks += fresh
-                continue
-            victim = self.running[-1]
-            self._preempt(victim)
-            if victim is seq:
-                return False
+            elif drafts:
+                drafts = 0
+                seq.drafts.clear()
+            else:
+                victim = self._youngest()
+                self._preempt(victim)
+                if victim is seq:
+                    return False
         return True
 
+    def _youngest(self) -> Sequence:
+        """Of all but those whose blocks a transfer reads or writes, now or later."""
+        movable = (seq for seq in self.filling if not seq.stop_after_first)
+        return max((self.running[-1], *self.ready[-1:], *movable), key=AGE)
+
     def _preempt(self, seq: Sequence) -> None:
-        self.running.remove(seq)
+        assert seq.line is not None, seq
+        seq.line.leave(seq)
         self.pool.release(seq.blocks)
         seq.blocks, seq.computed, seq.sealed = [], 0, 0
-        self.waiting.appendleft(seq)
+        seq.drafts.clear()
+        seq.resumed = True
+        self.waiting.enter(seq)
         self.preemptions += 1
+
+    # ---- booking -----------------------------------------------------------------------------
 
     def computed(self, seq: Sequence, count: int) -> bool:
         """Books `count` more ids as computed; True when the last id's logits are there."""
         seq.computed += count
-        for index in range(
-            seq.sealed, min(seq.computed // self.limits.block_tokens, len(seq.hashes))
-        ):
-            self.pool.seal(seq.blocks[index], seq.hashes[index])
-            seq.sealed = index + 1
+        if seq.computed >= (seq.sealed + 1) * self.limits.block_tokens:
+            self._seal(seq)
         return seq.computed == len(seq.ids)
+
+    def _seal(self, seq: Sequence) -> None:
+        """Publishes the full blocks; the chain of hashes goes on into the generated ids."""
+        size = self.limits.block_tokens
+        whole = seq.computed // size
+        for index in range(seq.sealed, whole):
+            if index == len(seq.hashes):
+                parent = seq.hashes[-1] if seq.hashes else self.salt
+                seq.hashes += block_hashes(seq.ids[index * size : (index + 1) * size], parent, size)
+            self.pool.seal(seq.blocks[index], seq.hashes[index])
+        seq.sealed = whole
 
     def sampled(self, seq: Sequence, token: int) -> str | None:
         """Appends a sampled token and moves the sequence on; returns its finish reason."""
         seq.ids.append(token)
-        filling = seq in self.filling
-        if filling:
-            self.filling.remove(seq)
         finish = seq.finish_reason()
+        filling = seq.line is self.filling
         if filling and seq.stop_after_first:
+            self.filling.leave(seq)
             self.held[seq.key] = seq.blocks
         elif finish:
-            if not filling:
-                self.running.remove(seq)
-            self.pool.release(seq.blocks)
+            self.remove(seq.key)
         elif filling:
-            self.running.append(seq)
+            self.filling.leave(seq)
+            self.running.enter(seq)
         return finish
+
+    def fail(self, seq: Sequence, damaged: bool) -> None:
+        """Ends a sequence that is filling or running. A transfer may still read held blocks.
+
+        `damaged`: its KV may be no numbers, so nobody shall find its blocks.
+        """
+        if damaged:
+            self.pool.unseal(seq.blocks)
+        if seq.stop_after_first:
+            self.filling.leave(seq)
+            self.held[seq.key] = seq.blocks
+        else:
+            self.remove(seq.key)
 
     def __repr__(self) -> str:
         return (
             f"<Scheduler {len(self.waiting)} waiting, {len(self.filling)} filling, "
-            f"{len(self.running)} running, {len(self.held)} held | {self.pool!r}>"
+            f"{len(self.ready)} ready, {len(self.running)} running, {len(self.held)} held | "
+            f"{self.pool!r}>"
         )

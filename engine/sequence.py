@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..protos.frames import Key, Sampling, Token
 
@@ -15,22 +18,63 @@ class Sequence:
     ids: list[int]
     prompt: int  #: number of prompt ids
     sampling: Sampling
-    hashes: list[bytes] = field(default_factory=list)  #: of the prompt's full blocks
+    hashes: list[bytes] = field(default_factory=list)  #: of full blocks: the prompt's, then more
     stop_after_first: bool = False  #: prefill worker: decode goes on elsewhere
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     hit: int = 0  #: prompt tokens whose KV was found in the prefix cache
     sealed: int = 0  #: blocks whose content hash is published
+    deadline: float = 0.0  #: the caller's order of prefill: lower first, ties by arrival
+    arrival: int = 0  #: its age, given by the scheduler; a resumed sequence keeps it
+    resumed: bool = False  #: was preempted
+    told: int = 1  #: leading prompt ids whose logprobs were delivered; the first has none
+    complete: bool = False  #: its grammar admits nothing behind the last id
+    memory: Any = field(default=None, repr=False)  #: the sampler's; rebuilt from ids if missing
+    ngrams: Any = field(default=None, repr=False)  #: what drafts are guessed from
+    drafts: list[int] = field(default_factory=list)  #: guesses to verify; cut if there is no room
+    line: Line | None = field(default=None, repr=False)  #: where it stands; None: blocks are held
+
+    @property
+    def rank(self) -> tuple[bool, float, int]:
+        """Order of prefill: resumed ones by age, then new ones by deadline and arrival."""
+        return not self.resumed, 0.0 if self.resumed else self.deadline, self.arrival
 
     @property
     def generated(self) -> int:
         return len(self.ids) - self.prompt
 
+    @property
+    def readable(self) -> int:
+        """Leading ids whose KV may come from the prefix cache: their logits are not needed."""
+        most = len(self.ids) - 1
+        if self.sampling.prompt_logprobs is None or self.told == self.prompt:
+            return most
+        return min(most, self.told - 1)
+
     def finish_reason(self) -> str | None:
         """Why the answer ends with the last id, if it does."""
-        if self.generated and self.ids[-1] in self.sampling.stop_ids:
+        if self.generated and (self.complete or self.ids[-1] in self.sampling.stop_ids):
             return "stop"
         return "length" if self.generated >= self.sampling.max_tokens else None
+
+
+class Line(list[Sequence]):
+    """Sequences in order of a key that no two share; each knows the line it stands in."""
+
+    def __init__(self, key: Callable[[Sequence], Any]) -> None:
+        super().__init__()
+        self._key = key
+
+    def enter(self, seq: Sequence) -> None:
+        assert seq.line is None, seq
+        insort(self, seq, key=self._key)
+        seq.line = self
+
+    def leave(self, seq: Sequence) -> None:
+        index = bisect_left(self, self._key(seq), key=self._key)
+        assert self[index] is seq, seq
+        del self[index]
+        seq.line = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +82,8 @@ class Output:
     """What a step did for one sequence.
 
     `filled` are the sequence's leading blocks whose KV is final (prefill: after each chunk).
+    `prompt`: the next ids of the prompt with their logprobs, from the second id on, each once.
+    `error`: the sequence ended without an answer, and why.
     """
 
     key: Key
@@ -46,3 +92,5 @@ class Output:
     finish: str | None = None
     filled: list[int] = field(default_factory=list)
     hit: int = 0
+    prompt: list[Token] = field(default_factory=list)
+    error: str | None = None

@@ -5,7 +5,8 @@ Life of a job:
     chunk done    -> its blocks are pushed
     first token   -> emitted to the gateway at once, ticket finished
     ticket closed -> no write is under way: blocks given back, job over
-An abort cancels the ticket first: blocks are given back only when no write reads them any more.
+An abort, or an error of the engine, cancels the ticket first: blocks are given back only when no
+write reads them any more.
 """
 
 from __future__ import annotations
@@ -69,6 +70,9 @@ class PrefillRole:
         if ticket not in self.jobs:
             return [commands.Drop(output.key)]
         job = self.jobs[ticket][1]
+        if output.error is not None:
+            failed = [] if job.quiet else [self._fail(job.gateway, output.key, output.error)]
+            return failed + self._cancel(ticket, "failed")
         actions: list = []
         fresh = output.filled[job.pushed :]
         if fresh:

@@ -20,14 +20,35 @@ PROTOCOL = 1
 Key = tuple[str, int]
 
 
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """What an answer must look like; `text` is the schema, the expression or the Lark grammar."""
+
+    kind: str  #: json_schema | json_object | regex | lark
+    text: str = ""
+
+
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """What the engine samples by. Randomness is a function of (seed, position) alone."""
+    """What the engine samples by. Randomness is a function of (seed, position) alone.
+
+    In this order: penalties, `logit_bias`, `min_tokens`, `grammar`, `temperature`, `min_p`,
+    `top_k`, `top_p`, draw. Who wants to ignore the model's end ids leaves them out of `stop_ids`.
+    """
 
     max_tokens: int
     temperature: float = 0.0  #: 0 is greedy
     seed: int = 0
     stop_ids: tuple[int, ...] = ()
     logprobs: int | None = None  #: None: none; n: the chosen token's and the n largest
+    top_k: int = 0  #: 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0  #: of the largest probability
+    presence_penalty: float = 0.0  #: taken from the logit of each generated id
+    frequency_penalty: float = 0.0  #: the same, as often as the id was generated
+    repetition_penalty: float = 1.0  #: divides the logits of the ids of prompt and answer
+    logit_bias: tuple[tuple[int, float], ...] = ()  #: (id, what is added to its logit)
+    min_tokens: int = 0  #: no stop id before the answer has as many
+    prompt_logprobs: int | None = None  #: as `logprobs`, for each id of the prompt but the first
+    grammar: Grammar | None = None
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
@@ -69,6 +90,7 @@ class WorkerCard(msgspec.Struct, frozen=True):
     kv_card: bytes = b""  #: what a KV peer needs to reach it (msgpack of kv_transfer.PeerCard)
     blocks: int = 0  #: size of its KV pool
     block_tokens: int = 64
+    kept: int = 0  #: of those, what a reservation beside others leaves for their growth, at most
 
 
 class Loading(msgspec.Struct, tag="loading", frozen=True):

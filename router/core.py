@@ -53,7 +53,8 @@ class WorkerState:
 
     @property
     def room(self) -> int:
-        return self.card.blocks - sum(self.reserved.values())
+        kept = self.card.kept if self.reserved else 0  # alone, a request may have all of it
+        return self.card.blocks - sum(self.reserved.values()) - kept
 
 
 @dataclass(slots=True)

@@ -1,5 +1,11 @@
-"""One thread, as on a laptop's worker: tests share two cores with live clusters."""
+"""One thread, as on a laptop's worker: tests share two cores with live clusters.
+
+Property tests try the same examples every time; `--hypothesis-profile default` tries new ones.
+"""
 
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")

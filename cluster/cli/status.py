@@ -68,7 +68,7 @@ def _row(worker: dict[str, Any]) -> list[Any]:
         worker["role"] + draining,
         worker["pid"],
         f"{worker['rss_mib']} MiB",
-        engine["running"] + engine["prefilling"] + engine["waiting"],
+        engine["running"] + engine["ready"] + engine["prefilling"] + engine["waiting"],
         f"{blocks['active'] + blocks['reserved']}/{blocks['total']}",
         f"{transfer['transport']} x{transfer['sessions']}",
         _size(transfer["bytes_sent"]),

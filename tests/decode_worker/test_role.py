@@ -95,6 +95,20 @@ def test_a_local_prefill_is_added_and_needs_no_ticket() -> None:
     assert role.handle(output(1, "stop"))[1:] == GONE
 
 
+@pytest.mark.parametrize("prefill", [None, "prefill/a"])
+def test_an_error_of_the_engine_is_told_and_ends_the_job(
+    prefill: str | None, request: pytest.FixtureRequest
+) -> None:
+    if prefill:
+        role = request.getfixturevalue("running")
+    else:
+        role = DecodeRole("decode/x", 64)
+        role.submit("g", decode(prefill=None), [])
+    assert role.handle(Output(KEY, error="NaN logits")) == [failed("NaN logits"), *GONE]
+    assert role.jobs == {}
+    assert role.handle(Output(KEY, error="NaN logits")) == []
+
+
 def test_a_chunk_without_a_token_is_no_news(running: DecodeRole) -> None:
     assert running.handle(Output(KEY)) == []
 

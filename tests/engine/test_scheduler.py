@@ -2,51 +2,13 @@
 
 from __future__ import annotations
 
-from diptych.engine.blocks import BlockPool
+import pytest
 from diptych.engine.scheduler import Limits, Plan, Scheduler
 from diptych.engine.sequence import Sequence
-from diptych.kv_transfer.identity import block_hashes
-from diptych.protos.frames import Sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-STOP = 999
-
-
-def scheduler(blocks: int = 100, **limits: int) -> Scheduler:
-    return Scheduler(BlockPool(blocks + 1), Limits(**limits))
-
-
-def seq(name: str, length: int, most: int = 10, first_only: bool = False, seed: int = 0):
-    ids = [seed * 10_000 + index for index in range(length)]
-    sampling = Sampling(most, stop_ids=(STOP,))
-    return Sequence((name, 0), ids, length, sampling, block_hashes(ids, b"salt"), first_only)
-
-
-def carry_out(s: Scheduler, plan: Plan, token: int = 7) -> list[Sequence]:
-    """What the engine does with a plan; the sequences that finished."""
-    done = []
-    for one, count in [*plan.prefill, *((one, 1) for one in plan.decode)]:
-        if s.computed(one, count) and s.sampled(one, token):
-            done.append(one)
-    s.pool.validate()
-    return done
-
-
-def names(sequences) -> list[str]:
-    return [one.key[0] for one in sequences]
-
-
-def chunks(s: Scheduler) -> list[list[tuple[str, int]]]:
-    """Prefill of each step until there is none."""
-    steps = []
-    while plan := s.plan():
-        if not plan.prefill:
-            break
-        steps.append([(one.key[0], count) for one, count in plan.prefill])
-        carry_out(s, plan)
-    return steps
-
+from .pure import STOP, carry_out, chunks, names, scheduler, seq, transferred
 
 # ---- prefill -------------------------------------------------------------------------------------
 
@@ -89,6 +51,53 @@ def test_decode_goes_on_beside_prefill() -> None:
 
 def test_nothing_to_do_is_an_empty_plan() -> None:
     assert not scheduler().plan()
+
+
+def test_prompts_are_prefilled_in_the_order_of_their_deadlines() -> None:
+    s = scheduler(max_step_tokens=128, max_running=2)
+    deadlines = {"late": 9.0, "soon": 1.0, "later": 9.0, "now": 0.5}
+    for index, (name, deadline) in enumerate(deadlines.items()):
+        one = seq(name, 128, most=1, seed=index)
+        one.deadline = deadline
+        s.add(one)
+    assert chunks(s) == [[("now", 128)], [("soon", 128)], [("late", 128)], [("later", 128)]]
+
+
+def test_a_more_urgent_prompt_goes_first_at_the_next_chunk() -> None:
+    s = scheduler(max_step_tokens=64)
+    for name, deadline in (("late", 2.0), ("soon", 1.0)):
+        one = seq(name, 128, most=1, seed=int(deadline))
+        one.deadline = deadline
+        s.add(one)
+        carry_out(s, s.plan())
+    assert chunks(s) == [[("soon", 64)], [("late", 64)]]
+
+
+def test_an_urgent_prompt_that_does_not_fit_is_not_overtaken() -> None:
+    s = scheduler(blocks=4)
+    s.add(seq("a", 120))
+    s.plan()
+    for name, length, deadline in (("small", 5, 2.0), ("big", 180, 1.0)):
+        one = seq(name, length, seed=length)
+        one.deadline = deadline
+        s.add(one)
+    assert names(one for one, _ in s.plan().prefill) == ["a"]
+    assert names(s.waiting) == ["big", "small"]
+
+
+def test_a_key_that_lives_is_not_taken_again() -> None:
+    s = scheduler()
+    s.add(seq("a", 5))
+    with pytest.raises(AssertionError):
+        s.add(seq("a", 5))
+    with pytest.raises(AssertionError):
+        s.reserve(seq("a", 5))
+
+
+def test_limits_that_cannot_work_are_refused() -> None:
+    for wrong in ({"max_step_tokens": 63}, {"max_running": 0}, {"watermark": 1.0}):
+        with pytest.raises(AssertionError):
+            Limits(**wrong)
 
 
 # ---- reservation ---------------------------------------------------------------------------------
@@ -170,7 +179,7 @@ def test_two_equal_prompts_in_one_step_are_both_computed() -> None:
 
 
 def test_the_youngest_is_preempted_when_a_block_is_missing() -> None:
-    s = scheduler(blocks=3, growth_tokens=0)
+    s = scheduler(blocks=3, growth_tokens=0, watermark=0)
     for index, name in enumerate("abc"):
         s.add(seq(name, 64, most=200, seed=index))
     carry_out(s, s.plan())
@@ -206,6 +215,87 @@ def test_everyone_finishes_on_a_full_pool_the_oldest_first() -> None:
         finished += carry_out(s, plan)
     assert names(finished) == list("01234567")
     assert s.pool.used == 0 and s.preemptions > 0
+
+
+def test_preempted_sequences_come_back_before_new_ones_in_order_of_age() -> None:
+    s = scheduler(blocks=3, growth_tokens=0)
+    for index, name in enumerate("abc"):
+        one = seq(name, 64, most=120, seed=index)
+        one.deadline = 5 - index  # means nothing to a resumed one
+        s.add(one)
+    carry_out(s, s.plan())
+    s.add(seq("new", 1, seed=3))
+    carry_out(s, s.plan())
+    assert names(s.running) == ["a"] and names(s.waiting) == ["b", "c", "new"]
+    assert s.reserve(seq("reserved", 1, seed=4)) is None, "one block is free, but b waits"
+    s.remove(("a", 0))
+    assert names(one for one, _ in s.plan().prefill) == ["b"]
+    assert names(s.waiting) == ["c", "new"] and s.pool.available == 1
+    assert s.reserve(seq("reserved", 1, seed=4)) is None
+    s.remove(("b", 0))
+    assert names(one for one, _ in s.plan().prefill) == ["c", "new"]
+
+
+def test_a_resumed_sequence_keeps_its_age() -> None:
+    s = scheduler(blocks=7, growth_tokens=0, max_step_tokens=64)
+    a, b = seq("a", 64, most=200), seq("b", 64, most=200, seed=1)
+    s.add(a)
+    s.add(b)
+    for _ in range(2):
+        carry_out(s, s.plan())
+    s._preempt(b)
+    s.add(seq("c", 64, most=200, seed=2))
+    while len(s.running) < 3:
+        carry_out(s, s.plan())
+    assert names(s.running) == ["a", "b", "c"]
+    assert s._youngest().key == ("c", 0)
+
+
+def test_an_older_sequence_takes_the_blocks_of_a_younger_prefill() -> None:
+    s = scheduler(blocks=4, growth_tokens=0, max_step_tokens=64)
+    s.add(seq("a", 63, most=200))
+    carry_out(s, s.plan())
+    s.add(seq("b", 180, seed=1))
+    carry_out(s, s.plan())
+    plan = s.plan()  # a needs its second block, b has three and is not done
+    assert names(plan.decode) == ["a"] and not plan.prefill
+    assert names(s.waiting) == ["b"] and s.waiting[0].resumed
+
+
+def test_an_older_sequence_takes_the_blocks_of_a_younger_one_that_waits_for_its_place() -> None:
+    s = scheduler(blocks=2, growth_tokens=0, max_running=1)
+    transferred(s, seq("a", 63, most=50))
+    transferred(s, seq("b", 60, most=50, seed=1))
+    carry_out(s, s.plan())
+    assert names(s.ready) == ["b"]
+    assert names(s.plan().decode) == ["a"]
+    assert names(s.waiting) == ["b"] and s.waiting[0].resumed
+
+
+def test_blocks_that_a_transfer_reads_or_writes_are_never_taken() -> None:
+    s = scheduler(blocks=4, growth_tokens=0, max_step_tokens=64)
+    transferred(s, seq("a", 63, most=200))
+    assert s.reserve(seq("coming", 60, seed=1))
+    s.add(seq("going", 100, most=9, first_only=True, seed=2))  # pushed chunk by chunk
+    carry_out(s, s.plan())
+    assert names(s.filling) == ["going"]
+    plan = s.plan()
+    assert names(one for one, _ in plan.prefill) == ["going"] and not plan.decode
+    assert names(s.waiting) == ["a"], "it had to go itself"
+    assert len(s.held["coming", 0]) == 1
+
+
+def test_a_resumed_sequence_leaves_the_watermark_to_older_ones_only() -> None:
+    for older, left in (("a", 1), ("b", 0)):
+        s = scheduler(blocks=4, growth_tokens=0, watermark=0.01)
+        a, b = seq("a", 60, most=200), seq("b", 60, most=200, seed=1)
+        for one in (a, b) if older == "a" else (b, a):
+            s.add(one)
+        carry_out(s, s.plan())
+        s._preempt(b)
+        b.ids += [0] * 140  # 200: 4 blocks with those of its prompt
+        b.prompt = 200
+        assert s._leaves(b) == left
 
 
 # ---- leaving -------------------------------------------------------------------------------------
@@ -282,14 +372,60 @@ def test_a_committed_sequence_decodes_in_its_reserved_blocks() -> None:
     assert one.blocks == blocks and one.computed == 101
 
 
+def test_committed_sequences_beyond_max_running_wait_with_their_blocks() -> None:
+    s = scheduler(max_running=2)
+    made = [seq(name, 100, most=3, seed=index) for index, name in enumerate("abcd")]
+    for one in made:
+        assert s.reserve(one)
+    for one in reversed(made):  # they arrive in another order
+        one.ids.append(7)
+        s.commit(one)
+    used, finished = s.pool.used, []
+    assert names(s.plan().decode) == ["a", "b"] and names(s.ready) == ["c", "d"]
+    assert s.pool.used == used, "those that wait keep theirs"
+    while plan := s.plan():
+        assert len(s.running) <= 2
+        finished += names(carry_out(s, plan))
+    assert finished == ["a", "b", "c", "d"] and s.pool.used == 0
+
+
+def test_committed_sequences_count_as_running_for_those_that_wait() -> None:
+    s = scheduler(max_running=1)
+    transferred(s, seq("a", 100, most=3))
+    s.add(seq("b", 10, seed=1))
+    plan = s.plan()
+    assert names(plan.decode) == ["a"] and not plan.prefill
+
+
+def test_a_committed_sequence_takes_the_place_of_one_that_had_to_go_at_once() -> None:
+    s = scheduler(blocks=3, max_running=1, growth_tokens=0)
+    old = seq("old", 60, most=9, seed=1)
+    assert s.reserve(old)
+    transferred(s, seq("young", 128, most=50))
+    old.ids.append(7)
+    carry_out(s, Plan())
+    s.running.enter(_taken(s, "young"))
+    s.commit(old)
+    assert names(s.plan().decode) == ["old"], "and not an empty plan"
+    assert names(s.waiting) == ["young"]
+
+
+def _taken(s: Scheduler, name: str) -> Sequence:
+    one = s.live[name, 0]
+    assert one.line is not None
+    one.line.leave(one)
+    return one
+
+
 def test_a_committed_sequence_publishes_its_prompt_for_later_hits() -> None:
     s = scheduler()
     one = seq("a", 130)
     s.reserve(one)
     one.ids.append(7)
     s.commit(one)
+    assert s.pool.hashes() == one.hashes and len(one.hashes) == 2
     carry_out(s, s.plan())
-    assert s.pool.hashes() == one.hashes
+    s.pool.validate()
 
 
 arrival = st.tuples(

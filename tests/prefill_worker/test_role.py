@@ -103,6 +103,24 @@ def test_what_the_engine_still_says_of_a_dead_job_reaches_nobody(role: PrefillRo
     assert role.handle(token()) == [commands.Drop(KEY)]
 
 
+@pytest.mark.parametrize("pushed", [[], [5, 6]])
+def test_an_error_of_the_engine_is_told_and_its_blocks_wait_for_the_ticket(
+    role: PrefillRole, pushed: list[int]
+) -> None:
+    role.handle(Output(KEY, filled=pushed))
+    told, cancel = role.handle(Output(KEY, error="the model gave NaN logits"))
+    assert told == Deliver("g", Failed(KEY, "prefill/a", "the model gave NaN logits"))
+    assert cancel == tickets.Cancel(XID, "failed")
+    assert XID in role.jobs, "writes may still read its blocks"
+    assert role.handle(tickets.Closed(XID, False, "failed")) == [commands.Drop(KEY)]
+    assert role.jobs == {}
+
+
+def test_an_error_of_an_aborted_job_is_nobodys_news(role: PrefillRole) -> None:
+    role.handle(Abort(KEY))
+    assert role.handle(Output(KEY, error="whatever")) == [tickets.Cancel(XID, "failed")]
+
+
 # ---- aborts --------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from diptych.protos.frames import Deliver, Directory, Place, Placed, Refused, Report, WorkerCard
 from diptych.router import events as e
@@ -192,6 +193,21 @@ def test_decode_reserves_the_prompt_and_a_growth_allowance() -> None:
     rig = Rig("prefill/a", "decode/x", blocks=14)
     assert isinstance(rig.ask("r", prompt=640, most=1000), Placed)  # ceil((640 + 256) / 64)
     assert rig.router.workers["decode/x"].room == 0
+
+
+def test_beside_others_a_request_leaves_what_the_worker_keeps_for_growth() -> None:
+    for kept, placed in ((0, True), (1, False)):
+        rig = Rig("prefill/a")
+        worker = msgspec.structs.replace(card("decode/x", blocks=22), kept=kept)
+        rig.send(e.Joined(worker, 0, []))
+        assert isinstance(rig.ask("r1"), Placed)  # 11 of 22 blocks
+        assert isinstance(rig.ask("r2"), Placed) == placed
+
+
+def test_alone_a_request_may_have_the_whole_pool() -> None:
+    rig = Rig("prefill/a")
+    rig.send(e.Joined(msgspec.structs.replace(card("decode/x", blocks=11), kept=3), 0, []))
+    assert isinstance(rig.ask("r"), Placed)
 
 
 def test_a_request_waits_for_decode_room_and_is_placed_after_over() -> None:

@@ -1,0 +1,287 @@
+"""The scheduler under any order of events, on a pool where blocks hold what was computed.
+
+The pool's memory is simulated: a slot holds a digest of the ids up to it, and a token is a function
+of the digest in the last slot. So a block that is shared, reused or found again wrongly gives wrong
+tokens, or a slot that is not what its reader expects.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+
+import pytest
+from diptych.engine.blocks import BlockPool
+from diptych.engine.scheduler import Limits, Plan, Scheduler
+from diptych.engine.sequence import Sequence
+from diptych.kv_transfer.identity import block_hashes
+from diptych.protos.frames import Sampling
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+SIZE = 4  #: tokens of a block
+LONGEST = 28  #: ids of a sequence at its end, 7 blocks
+SALT = b"salt"
+
+
+def digest(ids: list[int]) -> bytes:
+    return hashlib.blake2b(repr(ids).encode(), digest_size=8).digest()
+
+
+def token_of(content: bytes) -> int:
+    return content[0] % 3
+
+
+class Machine(RuleBasedStateMachine):
+    """The model: who must still end, and what every slot of the pool holds."""
+
+    @initialize(
+        blocks=st.integers(7, 12),
+        step=st.sampled_from([4, 6, 16, 64]),
+        running=st.integers(1, 6),
+        growth=st.sampled_from([0, 0, 4, 32]),
+        watermark=st.sampled_from([0.0, 0.0, 0.02, 0.3]),
+        share=st.sampled_from([0.5, 0.75, 1.0]),
+        budget=st.sampled_from([None, 0.002, 0.004]),
+    )
+    def begin(self, blocks, step, running, growth, watermark, share, budget) -> None:
+        self.limits = Limits(SIZE, step, running, growth, watermark, share, budget, 3)
+        self.s = Scheduler(BlockPool(blocks + 1), self.limits, SALT)
+        self.slots: dict[tuple[int, int], bytes] = {}
+        self.made = 0
+        self.due: set[str] = set()  #: must still end, here
+        self.most: dict[str, int] = {}
+        self.reserved: dict[str, Sequence] = {}
+        self.prefilled: set[str] = set()
+
+    # ---- commands ----------------------------------------------------------------------------
+
+    def sequence(self, length, most, family, deadline=0.0, first_only=False) -> Sequence:
+        ids = [family] * min(length, 9) + [index % 2 for index in range(length - 9)]
+        self.made += 1
+        name = f"s{self.made}"
+        most = min(most, LONGEST - length)
+        self.most[name] = most
+        hashes = block_hashes(ids, SALT, SIZE)
+        return Sequence(
+            (name, 0), ids, length, Sampling(most), hashes, first_only, deadline=deadline
+        )
+
+    @rule(
+        length=st.integers(1, 14),
+        most=st.integers(1, 24),
+        family=st.integers(0, 1),
+        deadline=st.sampled_from([0.0, 1.0, 2.0]),
+        first_only=st.sampled_from([False, False, True]),
+    )
+    def add(self, length, most, family, deadline, first_only) -> None:
+        one = self.sequence(length, most, family, deadline, first_only)
+        self.due.add(one.key[0])
+        self.s.add(one)
+
+    @rule(
+        lengths=st.lists(st.integers(1, 12), min_size=2, max_size=4),
+        coming=st.integers(0, 2),
+        first_only=st.sampled_from([False, False, True]),
+    )
+    def crowd(self, lengths, coming, first_only) -> None:
+        """Short prompts and long answers: more than the pool holds at their end."""
+        for index, length in enumerate(lengths):
+            self.add(length, LONGEST, index % 2, 0.0, first_only)
+        for index in range(coming):
+            self.reserve(4 * index + 3, LONGEST, index)
+
+    @rule(length=st.integers(1, 14), most=st.integers(8, 24), family=st.integers(0, 1))
+    def reserve(self, length, most, family) -> None:
+        one = self.sequence(length, most, family)
+        before, waits = self.s.pool.available, any(w.resumed for w in self.s.waiting)
+        growth = sum(self.may_grow(other) for other in self.s.live.values() if other.blocks)
+        blocks = self.s.reserve(one)
+        if blocks is None:
+            assert self.s.pool.available == before and one.key not in self.s.held
+            return
+        assert not waits, "a preempted sequence goes first"
+        assert self.s.pool.available >= min(self.s.kept, growth)
+        assert len(blocks) >= self.s.blocks_for(length)
+        self.reserved[one.key[0]] = one
+
+    def may_grow(self, one: Sequence) -> int:
+        whole = one.prompt + (0 if one.stop_after_first else self.most[one.key[0]])
+        return max(0, -(-whole // SIZE) - len(one.blocks))
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def commit(self, data) -> None:
+        one = self.reserved.pop(data.draw(st.sampled_from(sorted(self.reserved))))
+        for position in range(len(one.ids)):  # the transfer
+            self.write(one, position)
+        one.ids.append(token_of(digest(one.ids)))
+        self.due.add(one.key[0])
+        self.s.commit(one)
+
+    @precondition(lambda self: len(self.s.live) > 3)
+    @rule(data=st.data())
+    def drop(self, data) -> None:
+        key = data.draw(st.sampled_from(sorted(self.s.live)))
+        self.s.remove(key)
+        self.forget(key[0])
+
+    @precondition(lambda self: self.prefilled)
+    @rule(data=st.data())
+    def hand_over(self, data) -> None:
+        name = data.draw(st.sampled_from(sorted(self.prefilled)))
+        self.s.remove((name, 0))
+        self.forget(name)
+
+    def forget(self, name: str) -> None:
+        self.due.discard(name)
+        self.prefilled.discard(name)
+        self.reserved.pop(name, None)
+
+    @precondition(lambda self: self.s.running)
+    @rule(data=st.data(), count=st.integers(1, 6))
+    def draft(self, data, count) -> None:
+        index = data.draw(st.integers(0, len(self.s.running) - 1))
+        self.s.running[index].drafts[:] = [0] * count
+
+    # ---- steps -------------------------------------------------------------------------------
+
+    @rule(times=st.integers(1, 20))
+    def step(self, times) -> None:
+        for _ in range(times):
+            before = {one.arrival for one in self.s.waiting if one.resumed}
+            plan = self.s.plan()
+            self.check(plan)
+            self.check_victims(before)
+            if not plan:
+                assert not self.s.plan(), "an empty plan stays empty"
+                return
+            self.carry_out(plan)
+
+    def check(self, plan: Plan) -> None:
+        planned = [one for one, _ in plan.prefill] + plan.decode
+        assert len({one.key for one in planned}) == len(planned)
+        assert len(self.s.running) + len(self.s.filling) <= self.limits.max_running
+        assert sum(count for _, count in plan.prefill) <= self.limits.max_step_tokens
+        for one, count in plan.prefill:
+            end = one.computed + count
+            assert count > 0 and (end % SIZE == 0 or end == len(one.ids))
+        for one in plan.decode:
+            assert one.computed == len(one.ids) - 1
+            rows = 1 + len(one.drafts)
+            assert len(one.blocks) >= self.s.blocks_for(one.computed + rows)
+        reserved = {block for one in self.reserved.values() for block in self.s.held[one.key]}
+        used = {block for one in planned for block in one.blocks}
+        assert not reserved & used, "a reserved block is in a batch"
+        assert not {one.key[0] for one in planned} & set(self.reserved)
+
+    def check_victims(self, before: set[int]) -> None:
+        """Whoever could be taken and was not is older than those who were."""
+        new = [w.arrival for w in self.s.waiting if w.resumed and w.arrival not in before]
+        movable = (*self.s.running, *self.s.ready, *self.s.filling)
+        stay = [one.arrival for one in movable if not one.stop_after_first]
+        assert not new or max(stay, default=0) < min(new), (new, stay)
+        assert not any(w.stop_after_first and w.resumed for w in self.s.waiting)
+
+    def write(self, one: Sequence, position: int) -> None:
+        block = one.blocks[position // SIZE]
+        assert self.s.pool._refs[block] == 1, "a shared block is written"
+        assert block not in self.s.pool._hash_of, "a block of known content is written"
+        self.slots[block, position % SIZE] = digest(one.ids[: position + 1])
+
+    def carry_out(self, plan: Plan) -> None:
+        rows = [*plan.prefill, *((one, 1) for one in plan.decode)]
+        for one, count in rows:
+            for position in range(one.computed):
+                slot = one.blocks[position // SIZE], position % SIZE
+                assert self.slots[slot] == digest(one.ids[: position + 1]), "not its own KV"
+            for position in range(one.computed, one.computed + count):
+                self.write(one, position)
+        for one, count in rows:
+            one.drafts.clear()
+            if not self.s.computed(one, count):
+                continue
+            last = len(one.ids) - 1
+            content = self.slots[one.blocks[last // SIZE], last % SIZE]
+            self.sampled(one, self.s.sampled(one, token_of(content)))
+        prefilled = sum(count for _, count in plan.prefill)
+        self.s.cost.observe(1e-3 + 3e-4 * len(plan.decode) + 1e-4 * prefilled, prefilled, 1)
+
+    def sampled(self, one: Sequence, finish: str | None) -> None:
+        name = one.key[0]
+        if one.stop_after_first:
+            self.due.remove(name)
+            self.prefilled.add(name)
+            assert self.s.held[one.key] == one.blocks and one.generated == 1
+        elif finish:
+            self.due.remove(name)  # fails if it ends twice, or was dropped
+            assert one.generated == self.most[name] and one.key not in self.s.live
+            ids = one.ids[: one.prompt]
+            while len(ids) < len(one.ids):
+                ids.append(token_of(digest(ids)))
+            assert ids == one.ids
+
+    # ---- always ------------------------------------------------------------------------------
+
+    @invariant()
+    def every_block_is_in_one_place_and_has_its_owners(self) -> None:
+        if not hasattr(self, "s"):
+            return
+        self.s.pool.validate()
+        owners = Counter(block for one in self.s.live.values() for block in one.blocks)
+        assert owners == Counter(self.s.pool._refs)
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        if not hasattr(self, "s"):
+            return
+        lines = (self.s.waiting, self.s.filling, self.s.ready, self.s.running)
+        standing = [one.key for line in lines for one in line]
+        assert Counter([*standing, *self.s.held]) == Counter(self.s.live.keys())
+        assert {key[0] for key in standing} == self.due
+        assert {key[0] for key in self.s.held} == self.prefilled | set(self.reserved)
+        ages = [one.arrival for one in self.s.live.values()]
+        assert ages == sorted(ages), "in order of their coming, always"
+        for line in lines:
+            assert [line._key(one) for one in line] == sorted(line._key(one) for one in line)
+
+    @invariant()
+    def prefills_for_a_transfer_leave_their_share_of_the_pool(self) -> None:
+        if not hasattr(self, "s"):
+            return
+        many = [one for one in self.s.live.values() if one.stop_after_first and one.blocks]
+        blocks = {block for one in many for block in one.blocks}
+        total = self.s.pool.total
+        assert len(many) <= 1 or len(blocks) <= int(total * self.limits.held_share)
+
+    def teardown(self) -> None:
+        """Everything that is due ends, in a bounded number of steps, and the pool is whole."""
+        if not hasattr(self, "s"):
+            return
+        for name in sorted(self.reserved):
+            self.s.remove((name, 0))
+            self.forget(name)
+        for _ in range(100 * self.made + 10):
+            for name in sorted(self.prefilled):
+                self.s.remove((name, 0))
+                self.forget(name)
+            self.step(1)
+            if not self.s.live:
+                break
+        assert not self.due and not self.s.live and self.s.pool.used == 0, self.s
+
+
+TestScheduler = Machine.TestCase
+TestScheduler.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.long
+class TestSchedulerForLong(Machine.TestCase):
+    settings = settings(max_examples=5000, stateful_step_count=80, deadline=None)

@@ -14,15 +14,20 @@ from pathlib import Path
 
 import torch
 
-from ..protos.frames import Key
-from .attention import Attend, Meta, Piece, attend, is_exact
+from ..protos.frames import Key, Token
+from .batch import Batch, build
 from .blocks import BlockPool
 from .decoder import Decoder
-from .kernels import CppAttention, KernelUnavailable
+from .drafts import NGrams
+from .errors import KernelUnavailable
+from .exactness import is_exact
+from .grammar import Grammars
+from .kernels import NativeOps, native_ops
 from .loader import load
+from .ops import Ops
 from .pool import KVPool
-from .sampler import sample
-from .scheduler import Limits, Plan, Scheduler
+from .sampler import SLICE, Fault, sample, score
+from .scheduler import Limits, Scheduler
 from .sequence import Output, Sequence
 from .sizing import context_limit, kv_layout
 from .spec import fingerprint, read_spec
@@ -40,7 +45,7 @@ class EngineConfig:
     max_model_len: int | None = None  #: default: the model's, or what the pool holds
     threads: int = 1
     limits: Limits = field(default_factory=Limits)
-    attention: str = "auto"  #: auto | torch
+    kernels: str = "auto"  #: auto | avx512 | torch
 
 
 class Engine:
@@ -55,16 +60,18 @@ class Engine:
         layout = kv_layout(self.spec, config.dtype, config.limits.block_tokens)
         self.max_model_len = context_limit(self.spec, layout, config.kv_bytes, config.max_model_len)
         blocks = config.kv_bytes // layout.block_bytes
-        weights = load(config.model, self.spec, DTYPES[config.dtype], progress)
+        ops, self.kernels = _ops(config, self.spec.head_dim)
+        weights = load(config.model, self.spec, DTYPES[config.dtype], ops, progress)
         self.kv = KVPool(layout, blocks, DTYPES[config.dtype])
-        self.scheduler = Scheduler(BlockPool(blocks), config.limits)
+        salt = fingerprint(config.model)
+        self.scheduler = Scheduler(BlockPool(blocks), config.limits, salt)
         spec, bf16 = self.spec, config.dtype == "bfloat16"
-        attention, self.attention = _attention(config, spec.head_dim)
-        self.exact = bf16 and is_exact(attention, spec.heads, spec.kv_heads, spec.head_dim)
-        self._decoder = Decoder(spec, weights, self.kv, attention)
-        backend = self.attention.split(":")[0].encode()  # another one has other last bits
-        self.compatibility = layout.compatibility(fingerprint(config.model) + backend)
-        self.steps = 0
+        self._decoder = Decoder(spec, weights, self.kv, ops)
+        self.exact = bf16 and is_exact(self._decoder, config.limits.block_tokens)
+        self._grammars = Grammars(config.model, spec.vocab, spec.eos_ids)
+        backend = self.kernels.split(":")[0].encode()  # another one has other last bits
+        self.compatibility = layout.compatibility(salt + backend)
+        self.steps = self.drafted = self.accepted = 0
         self.prefill_tokens, self.prefill_seconds = 0, 0.0
 
     # ---- sequences ---------------------------------------------------------------------------
@@ -88,65 +95,132 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Runs one step over all live sequences; [] when there is nothing to do."""
+        self._guess()
         plan = self.scheduler.plan()
         if not plan:
             return []
         began = time.perf_counter()
-        sequences = [(seq, count) for seq, count in plan.prefill]
-        sequences += [(seq, 1) for seq in plan.decode]
-        logits = self._run(plan, sequences)
-        outputs = [
-            self._book(seq, count, logits[index]) for index, (seq, count) in enumerate(sequences)
-        ]
+        batch = build(plan, self.config.limits.block_tokens)
+        hidden = self._decoder.hidden(batch.ids, batch.meta)
+        prompts = {
+            seq.key: self._prompt_logprobs(seq, count, hidden[piece.row : piece.row + count])
+            for (seq, count), piece in zip(batch.sequences, batch.meta.pieces, strict=True)
+            if seq.sampling.prompt_logprobs is not None
+        }
+        outputs = self._book(batch, self._decoder.logits(hidden[batch.wanted]), prompts)
         self.steps += 1
+        seconds = time.perf_counter() - began
+        prefilled = sum(count for _, count in plan.prefill)
+        self.scheduler.cost.observe(seconds, prefilled, len(batch.ids) - prefilled)
         if plan.prefill:
-            self.prefill_tokens += sum(count for _, count in plan.prefill)
-            self.prefill_seconds += time.perf_counter() - began
+            self.prefill_tokens += prefilled
+            self.prefill_seconds += seconds
+        return outputs
+
+    def _guess(self) -> None:
+        """Drafts for those that run, where so few run that more rows cost little."""
+        limits, running = self.config.limits, self.scheduler.running
+        if not limits.draft_tokens or len(running) > limits.draft_below:
+            return
+        for seq in running:
+            left = min(seq.sampling.max_tokens - seq.generated, self.max_model_len - len(seq.ids))
+            most = min(limits.draft_tokens, left - 1)
+            if most > 0:
+                seq.ngrams = seq.ngrams or NGrams()
+                seq.drafts = seq.ngrams.propose(seq.ids, most)
+
+    def _prompt_logprobs(
+        self, seq: Sequence, count: int, hidden: torch.Tensor
+    ) -> list[Token | Fault]:
+        """Logprobs of the prompt ids behind the `count` rows of `hidden` that were not told yet."""
+        asked = seq.sampling.prompt_logprobs
+        assert asked is not None
+        first = max(seq.computed, seq.told - 1)
+        end = min(seq.computed + count, seq.prompt - 1)
+        tokens: list[Token | Fault] = []
+        for start in range(first, end, SLICE):  # float32 logits of all rows would be gigabytes
+            stop = min(start + SLICE, end)
+            logits = self._decoder.logits(hidden[start - seq.computed : stop - seq.computed])
+            tokens += score(logits, seq.ids[start + 1 : stop + 1], asked, start + 1)
+        return tokens
+
+    def _book(
+        self, batch: Batch, logits: torch.Tensor, prompts: dict[Key, list[Token | Fault]]
+    ) -> list[Output]:
+        """Moves every sequence on by its rows, and those whose ids are all computed by a token.
+
+        Then by another one for each draft that is what the row before it gave.
+        """
+        outputs: list[Output | None] = []
+        live: list[tuple[Sequence, int]] = []
+        for (seq, count), at in zip(batch.sequences, batch.at, strict=True):
+            if self.scheduler.computed(seq, count):
+                live.append((seq, at))
+            else:
+                outputs.append(self._output(seq, None, prompts.get(seq.key, [])))
+        depth = 0
+        while live:
+            rows = [at + depth for _, at in live]
+            wanted = logits if len(rows) == len(logits) else logits[rows]
+            tokens = sample(wanted, [seq for seq, _ in live], self._grammars)
+            right = []
+            for (seq, at), token in zip(live, tokens, strict=True):
+                output = self._output(seq, token, [] if depth else prompts.get(seq.key, []))
+                outputs.append(output)
+                if self._guessed(seq, depth, output):
+                    self.scheduler.computed(seq, 1)
+                    right.append((seq, at))
+            live, depth = right, depth + 1
         return [output for output in outputs if output]
 
-    def _run(self, plan: Plan, sequences: list[tuple[Sequence, int]]) -> torch.Tensor:
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        last: list[int] = []
-        pieces: list[Piece] = []
-        size = self.config.limits.block_tokens
-        for index, (seq, count) in enumerate(sequences):
-            start, end = seq.computed, seq.computed + count
-            table = seq.blocks[: -(-end // size)]
-            pieces.append(Piece(len(ids), count, start, table, index >= len(plan.prefill)))
-            ids += seq.ids[start:end]
-            positions += range(start, end)
-            slots += [table[position // size] for position in range(start, end)]
-            last.append(len(ids) - 1)
-        at = torch.tensor(positions)
-        meta = Meta(at, torch.tensor(slots), at % size, pieces)
-        return self._decoder.forward(torch.tensor(ids), meta, torch.tensor(last))
+    def _guessed(self, seq: Sequence, depth: int, output: Output | None) -> bool:
+        """The token of row `depth` is the draft behind it, so the next row counts as well."""
+        if not seq.drafts or output is None or output.token is None:
+            return False
+        right = depth < len(seq.drafts) and output.token.id == seq.drafts[depth]
+        self.drafted += depth < len(seq.drafts)
+        self.accepted += right
+        if right and output.finish is None:
+            return True
+        assert isinstance(seq.ngrams, NGrams)
+        seq.ngrams.verified(len(seq.drafts), depth + right)
+        seq.drafts = []
+        return False
 
-    def _book(self, seq: Sequence, count: int, logits: torch.Tensor) -> Output | None:
-        complete = self.scheduler.computed(seq, count)
-        filled = seq.computed // self.config.limits.block_tokens
-        if not complete:
-            return Output(seq.key, filled=seq.blocks[:filled]) if seq.stop_after_first else None
+    def _output(
+        self, seq: Sequence, token: Token | Fault | None, scored: list[Token | Fault]
+    ) -> Output | None:
+        prompt = [one for one in scored if isinstance(one, Token)]
+        if isinstance(token, Fault) or len(prompt) < len(scored):
+            faults = [one for one in (*scored, token) if isinstance(one, Fault)]
+            self.scheduler.fail(seq, faults[0].damage)
+            return Output(seq.key, error=faults[0].reason)
+        seq.told += len(prompt)
+        filled: list[int] = []
+        if seq.stop_after_first:
+            whole = seq.computed // self.config.limits.block_tokens
+            filled = seq.blocks[: self.scheduler.blocks_for(seq.computed) if token else whole]
+        if token is None:
+            return Output(seq.key, filled=filled, prompt=prompt) if filled or prompt else None
         offset = seq.generated
-        token = sample(logits, seq.sampling, len(seq.ids))
-        filled = self.scheduler.blocks_for(seq.computed)
-        blocks = seq.blocks[:filled] if seq.stop_after_first else []
         finish = self.scheduler.sampled(seq, token.id)
-        return Output(seq.key, offset, token, finish, blocks, seq.hit)
+        return Output(seq.key, offset, token, finish, filled, seq.hit, prompt)
 
     def statistics(self) -> dict:
         scheduler, pool = self.scheduler, self.scheduler.pool
-        held = sum(map(len, scheduler.held.values()))
+        held = len(set().union(*scheduler.held.values()))  # prefixes are shared
         return {
             "steps": self.steps,
             "exact": self.exact,
-            "attention": self.attention,
+            "kernels": self.kernels,
             "dtype": self.config.dtype,
             "waiting": len(scheduler.waiting),
             "prefilling": len(scheduler.filling),
+            "ready": len(scheduler.ready),
             "running": len(scheduler.running),
             "preemptions": scheduler.preemptions,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
             "kv_blocks": {
                 "total": pool.total,
                 "free": pool.available - pool.cached,
@@ -157,12 +231,15 @@ class Engine:
         }
 
 
-def _attention(config: EngineConfig, head_dim: int) -> tuple[Attend, str]:
-    """The fastest attention that runs here, and its name (with the reason, if it is torch's)."""
-    if config.dtype != "bfloat16" or config.attention == "torch":
-        return attend, "torch"
+def _ops(config: EngineConfig, head_dim: int) -> tuple[Ops, str]:
+    """The fastest operations that run here, and their name (with the reason, if torch's)."""
+    if config.dtype != "bfloat16" or config.kernels == "torch":
+        return Ops(), "torch"
     try:
-        kernel = CppAttention(head_dim, config.threads)
+        if config.kernels == "avx512":
+            ops = NativeOps(head_dim, config.threads, tiles=False)
+        else:
+            ops = native_ops(head_dim, config.threads)
     except KernelUnavailable as error:
-        return attend, f"torch: {error}"
-    return kernel, kernel.name
+        return Ops(), f"torch: {error}"
+    return ops, ops.name

@@ -1,7 +1,7 @@
-"""Builds, loads and calls the C++ attention kernel, where the CPU and a compiler allow it.
+"""Builds, loads and calls the C++ kernels, where the CPU and a compiler allow it.
 
-The library is compiled once per source, compiler and CPU (about 3 s) and kept in the user's cache.
-Anything in the way (another CPU, no compiler) leaves the torch backend, and says why.
+The library is compiled once per source, compiler and CPU (about 5 s) and kept in the user's cache.
+Anything in the way (another CPU, no compiler) leaves the torch operations, and says why.
 """
 
 from __future__ import annotations
@@ -17,74 +17,129 @@ from pathlib import Path
 
 import torch
 
-from .attention import Meta
+from .attention import Cache, Meta
+from .errors import KernelUnavailable
+from .ops import Norm, Ops
 
-SOURCE = Path(__file__).with_name("attention_kernel.cpp")
+FOLDER = Path(__file__).with_name("native")
 FLAGS = ["-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp"]
-ISA = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mfma"]
-_P, _L, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"]
+AMX = ["-mamx-tile", "-mamx-bf16"]
+_P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_ATTENTION = [*(_P, _P, _P, _P, _L, _L, _L, _L, _P, _L, _P), *(_I, _I, _I, _I, _F, _I)]
+SIGNATURES = {
+    "attention_avx512": _ATTENTION,
+    "rms_norm": [_P, _P, _P, _L, _L, _F, _I],
+    "silu_mul": [_P, _P, _L, _L, _I],
+    "rope_store": [_P, _L, _P, _P, _F, _P, _P, _P, _P, _P, _L, _I, _I, _I, _I],
+}
+TILED = {
+    "attention_amx": _ATTENTION,
+    "linear_amx": [_P, _L, _L, _P, _F, _P, _P, _P, _P, _L, _L, _I, _P, _I],
+}
 
 
-class KernelUnavailable(Exception):
-    """The kernel cannot be used here; the message says why."""
+class NativeOps(Ops):
+    """`ops.Ops` on AVX512-BF16, with AMX tiles where `tiles`. Raises KernelUnavailable."""
 
-
-class CppAttention:
-    """`attention.attend` on AVX512-BF16. Raises KernelUnavailable."""
-
-    name = "cpp-avx512bf16"
-
-    def __init__(self, head_dim: int, threads: int) -> None:
+    def __init__(self, head_dim: int, threads: int, tiles: bool) -> None:
         if head_dim % 32:
             raise KernelUnavailable(f"head size {head_dim} is no multiple of 32")
-        self._threads = threads
-        self._call = _library().paged_attention
-        self._call.restype = None
-        self._call.argtypes = [
-            *(_P, _P, _P, _P, _L, _L, _L, _L, _P, _L, _P),
-            *(_I, _I, _I, _I, ctypes.c_float, _I),
-        ]
+        self.name = "cpp-amx" if tiles else "cpp-avx512bf16"
+        self.tiles, self.threads = tiles, threads
+        self.library = _library(tiles)
+        name = "attention_amx" if tiles else "attention_avx512"
+        self._attention = getattr(self.library, name)
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        cache: tuple[torch.Tensor, torch.Tensor],
-        meta: Meta,
-        scale: float,
-        window: int | None,
+    def attend(
+        self, q: torch.Tensor, cache: Cache, meta: Meta, scale: float, window: int | None
     ) -> torch.Tensor:
-        """q [T, Hq, D] bf16 against `[block, Hkv, token, D]` views -> [T, Hq, D]."""
         keys, values = cache
-        q = q.contiguous()
-        out = torch.empty_like(q)
+        out = torch.empty(q.shape, dtype=q.dtype)
         spans, table = meta.flat
-        self._call(
+        self._attention(
             *(q.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()),
             *(q.stride(0), out.stride(0), keys.stride(0), keys.stride(1)),
             *(spans.data_ptr(), spans.shape[0], table.data_ptr()),
-            *(q.shape[1], keys.shape[1], q.shape[2], window or 0, scale, self._threads),
+            *(q.shape[1], keys.shape[1], q.shape[2], window or 0, scale, self.threads),
         )
         return out
 
+    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        rows, size = x.shape
+        if size % 16 or not x.is_contiguous():
+            return super().norm(x, norm)
+        out = torch.empty_like(x)
+        to = out.data_ptr()
+        pointers = x.data_ptr(), norm.weight.data_ptr(), to
+        self.library.rms_norm(*pointers, rows, size, norm.eps, self.threads)
+        return out
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        rows, size = x.shape[0], x.shape[1] // 2
+        if size % 16 or not x.is_contiguous():
+            return super().silu_mul(x)
+        out = torch.empty(rows, size, dtype=x.dtype)
+        self.library.silu_mul(x.data_ptr(), out.data_ptr(), rows, size, self.threads)
+        return out
+
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        cache: Cache,
+        norms: tuple[Norm, Norm] | None,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        meta: Meta,
+    ) -> torch.Tensor:
+        keys, values = cache
+        rows, width = qkv.shape
+        kv_heads, dim = keys.shape[1], keys.shape[3]
+        heads = width // dim - 2 * kv_heads
+        assert qkv.is_contiguous()
+        q, k = (n.weight.data_ptr() for n in norms) if norms else (None, None)
+        self.library.rope_store(
+            *(qkv.data_ptr(), rows, q, k, norms[0].eps if norms else 0.0),
+            *(angles[0].data_ptr(), angles[1].data_ptr(), meta.slots(keys).data_ptr()),
+            *(keys.data_ptr(), values.data_ptr(), keys.stride(1)),
+            *(heads, kv_heads, dim, self.threads),
+        )
+        return qkv.view(rows, -1, dim)[:, :heads]
+
+
+def _cpu() -> set[str]:
+    cpuinfo = Path("/proc/cpuinfo")
+    return set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+
 
 @cache
-def _library() -> ctypes.CDLL:
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists() or " avx512_bf16 " not in cpuinfo.read_text().replace("\n", " "):
-        raise KernelUnavailable("the CPU has no AVX512-BF16")
+def _library(tiles: bool) -> ctypes.CDLL:
+    for flag, name in [("avx512_bf16", "AVX512-BF16"), ("amx_bf16", "AMX")][: 1 + tiles]:
+        if flag not in _cpu():
+            raise KernelUnavailable(f"the CPU has no {name}")
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise KernelUnavailable("there is no C++ compiler (g++)")
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    text = SOURCE.read_bytes() + version + " ".join(FLAGS + ISA).encode()
-    name = f"attention-{hashlib.blake2b(text, digest_size=12).hexdigest()}.so"
+    sources = sorted(p for p in FOLDER.glob("*.cpp") if tiles or not p.stem.endswith("_amx"))
+    flags = FLAGS + AVX512 + (AMX if tiles else [])
+    texts = [path.read_bytes() for path in (*sources, *FOLDER.glob("*.h"))]
+    digest = hashlib.blake2b(b"".join([*texts, version, " ".join(flags).encode()]), digest_size=12)
+    name = f"kernels-{digest.hexdigest()}.so"
     try:
         path = _cache_folder() / name
         if not path.exists():
-            _build(compiler, path)
-        return ctypes.CDLL(str(path))
+            _build([compiler, *flags, *map(str, sources)], path)
+        library = ctypes.CDLL(str(path))
     except OSError as error:  # a full disk, a folder that is read-only, a damaged file
         raise KernelUnavailable(f"{name} cannot be built or loaded: {error}") from None
+    for name, arguments in (SIGNATURES | TILED if tiles else SIGNATURES).items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = None, arguments
+    if tiles:
+        library.allow_amx.restype, library.allow_amx.argtypes = _L, []
+        if library.allow_amx():
+            raise KernelUnavailable("Linux does not let this process use AMX tiles")
+    return library
 
 
 def _cache_folder() -> Path:
@@ -96,25 +151,32 @@ def _cache_folder() -> Path:
     return home
 
 
-def _build(compiler: str, path: Path) -> None:
+def _build(command: list[str], path: Path) -> None:
     """Compiles beside the target and renames: two processes may build at the same time."""
     handle, draft = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
-    command = [compiler, *FLAGS, *ISA, str(SOURCE), "-o", draft]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, "-o", draft], capture_output=True, text=True, check=False)
     if done.returncode:
         Path(draft).unlink()
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[0]
-        raise KernelUnavailable(f"the kernel does not compile: {reason}")
+        raise KernelUnavailable(f"the kernels do not compile: {reason}")
     Path(draft).rename(path)
 
 
-def main() -> None:
-    """Builds the kernel now, so that no worker has to."""
+def native_ops(head_dim: int, threads: int) -> NativeOps:
+    """The fastest kernels that run here. Raises KernelUnavailable."""
     try:
-        print(f"attention: {CppAttention(64, 1).name}")
+        return NativeOps(head_dim, threads, tiles=True)
+    except KernelUnavailable:
+        return NativeOps(head_dim, threads, tiles=False)
+
+
+def main() -> None:
+    """Builds the kernels now, so that no worker has to."""
+    try:
+        print(f"kernels: {native_ops(64, 1).name}")
     except KernelUnavailable as error:
-        print(f"attention: torch ({error})")
+        print(f"kernels: torch ({error})")
 
 
 if __name__ == "__main__":

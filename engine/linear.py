@@ -1,6 +1,8 @@
 """Linear layers whose rows do not depend on the rows beside them.
 
-oneDNN picks its kernel by the number of rows, and on CPUs with AMX two kernels may sum in another
+On CPUs with AMX: `native/linear_amx.cpp`, one order of sums whatever the number of rows, with the
+norm before and the activation or the residual behind it in the same call. Elsewhere oneDNN, which
+picks its kernel by the number of rows, and on CPUs with AMX two kernels may sum in another
 order: a bf16 linear of 1024 -> 5632 gives other last bits at 64 rows than at 32. So each shape is
 calibrated once per process: which row counts give the bits of 16-row calls? Any number of rows is
 then computed in pieces of those sizes, the last one padded. Where all kernels agree (AVX512-BF16),
@@ -14,6 +16,9 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
+
+from .kernels import NativeOps
+from .ops import Norm, Ops
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 REFERENCE = 16
@@ -35,9 +40,19 @@ def packing_works() -> bool:
 
 
 class Linear:
-    """`x [T, in] -> x W^T + b [T, out]`, bf16 exact per row; other dtypes in one plain call."""
+    """`x [T, in] -> x W^T + b [T, out]`, bf16 exact per row; other dtypes in one plain call.
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    `gated`: W is gates over what they gate, and the result is `silu(gate) * up` [T, out / 2].
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        gated: bool = False,
+        ops: Ops | None = None,
+    ) -> None:
+        self._ops, self._gated = ops or Ops(), gated
         self._product = _product(weight, bias)
         self._sizes: tuple[int, ...] = ()
         if weight.dtype == torch.bfloat16:
@@ -46,12 +61,22 @@ class Linear:
                 _calibrated[shape] = calibrate(self._product, weight.shape[1])
             self._sizes = _calibrated[shape]
 
+    def __call__(
+        self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Of `norm(x)` where there is a norm; plus `residual` [T, out] where there is one."""
+        out = self.product(x if norm is None else self._ops.norm(x, norm))
+        if self._gated:
+            out = self._ops.silu_mul(out)
+        return out if residual is None else residual + out
+
     @property
     def whole(self) -> bool:
         """One call for any number of rows (up to the largest size)."""
         return self._sizes == SIZES
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x W^T + b, in pieces of the row counts that agree."""
         rows = x.shape[0]
         if not self._sizes or (self.whole and rows <= SIZES[-1]):
             return self._product(x)
@@ -74,6 +99,55 @@ class Linear:
             assert above is not None, self._sizes
             return above
         return below
+
+
+class AmxLinear(Linear):
+    """The same in C++ on AMX tiles. Weights are panels of 32 outputs, tiles of 16 x 16 pairs."""
+
+    _ops: NativeOps
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool, ops: NativeOps
+    ) -> None:
+        outputs, self._inputs = weight.shape
+        self._ops, self._gated, self._outputs = ops, gated, outputs // 2 if gated else outputs
+        if gated:  # a tile of gates, then the tile of what they gate
+            weight = weight.view(2, outputs // 32, 16, -1).transpose(0, 1).reshape(outputs, -1)
+        weight = F.pad(weight, (0, 0, 0, -outputs % 32))
+        self._width = weight.shape[0]
+        pairs = weight.view(torch.int32).view(self._width // 32, 2, 16, self._inputs // 32, 16)
+        self._weight = pairs.permute(0, 3, 1, 4, 2).contiguous()
+        self._bias = None if bias is None else F.pad(bias.float(), (0, -outputs % 32))
+
+    @staticmethod
+    def fits(weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> bool:
+        whole = weight.shape[1] % 32 == 0 and weight.dtype == torch.bfloat16
+        return whole and not (gated and (bias is not None or weight.shape[0] % 32))
+
+    def __call__(
+        self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        rows, ops = x.shape[0], self._ops
+        assert x.stride(1) == 1 and (residual is None or residual.is_contiguous())
+        out = torch.empty(rows, self._width // (2 if self._gated else 1), dtype=x.dtype)
+        packed = torch.empty((rows + 31) // 32 * 32, self._inputs, dtype=x.dtype)
+        ops.library.linear_amx(
+            *(x.data_ptr(), x.stride(0), rows),
+            *((None, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)),
+            *(self._weight.data_ptr(), None if self._bias is None else self._bias.data_ptr()),
+            *(None if residual is None else residual.data_ptr(), out.data_ptr()),
+            *(self._inputs, self._width, self._gated, packed.data_ptr(), ops.threads),
+        )
+        return out if out.shape[1] == self._outputs else out[:, : self._outputs]
+
+
+def make_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False, *, ops: Ops
+) -> Linear:
+    """The fastest exact linear layer for these weights here."""
+    if isinstance(ops, NativeOps) and ops.tiles and AmxLinear.fits(weight, bias, gated):
+        return AmxLinear(weight, bias, gated, ops)
+    return Linear(weight, bias, gated, ops)
 
 
 #: (out, in, bias) -> row counts with the bits of 16-row calls

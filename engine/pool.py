@@ -16,7 +16,7 @@ class KVPool:
     """`blocks` zeroed KV blocks in one anonymous mapping (huge pages where the kernel has them).
 
     `layer(i)` gives K and V of layer i as strided views `[block, head, token, dim]`.
-    Unused slots hold finite numbers always: masked probabilities are 0, but 0 x NaN = NaN.
+    Unused slots may hold anything: attention reads nothing behind a sequence's last row.
     """
 
     def __init__(self, layout: KVLayout, blocks: int, dtype: torch.dtype) -> None:

@@ -6,10 +6,8 @@
 // rows are computed beside it, in prefill or decode. Pages behind a row change nothing: every
 // weight in them is 0 and the correction factor is exactly 1.
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <immintrin.h>
+#include "common.h"
+
 #include <vector>
 
 namespace {
@@ -29,21 +27,12 @@ struct Shape {
     float scale;
 };
 
-// e^x for x <= 0: 2^n * p(r), |r| <= ln2/2, Taylor to r^6; exactly 1 at 0, 0 below -87.
+// e^x for x <= 0 and -inf; 0 below -87; NaN stays NaN.
 inline __m512 exp_negative(__m512 x) {
     const __mmask16 tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
-    x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f));
-    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504089f)), 0);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 p = _mm512_set1_ps(1.0f / 720);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 120));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 24));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 6));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-    return _mm512_maskz_scalef_ps(~tiny, p, n);
+    const __m512 power = _mm512_mul_ps(_mm512_max_ps(_mm512_set1_ps(-87.0f), x),
+                                       _mm512_set1_ps(1.44269504089f));
+    return _mm512_maskz_mov_ps(~tiny, exp2_ps(power));
 }
 
 inline __m512 dot(__m512 sum, __m512i pairs, uint32_t pair) {
@@ -53,41 +42,19 @@ inline __m512 dot(__m512 sum, __m512i pairs, uint32_t pair) {
 // K page [64][dim] -> [dim / 2][64] pairs, by 16 x 16 transposes of 32-bit pairs.
 void pack_keys(const uint16_t *page, int dim, uint32_t *packed) {
     for (int key = 0; key < kPage; key += 16)
-        for (int pair = 0; pair < dim / 2; pair += 16) {
-            __m512i a[16], b[16];
-            for (int i = 0; i < 16; ++i)
-                a[i] = _mm512_loadu_si512(page + (key + i) * dim + pair * 2);
-            for (int i = 0; i < 16; i += 2) {
-                b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-                b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-            }
-            for (int i = 0; i < 16; i += 4)
-                for (int j = 0; j < 2; ++j) {
-                    a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
-                    a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
-                }
-            for (int i = 0; i < 4; ++i) {
-                b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
-                b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
-                b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
-                b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
-            }
-            for (int i = 0; i < 8; ++i) {
-                const __m512i low = _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88);
-                const __m512i high = _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd);
-                _mm512_storeu_si512(packed + (pair + i) * kPage + key, low);
-                _mm512_storeu_si512(packed + (pair + i + 8) * kPage + key, high);
-            }
-        }
+        for (int pair = 0; pair < dim / 2; pair += 16)
+            transpose(page + key * dim + pair * 2, dim * 2, packed + pair * kPage + key, kPage * 4);
 }
 
-// V page [64][dim] -> [32][dim] pairs of neighbouring keys.
-void pack_values(const uint16_t *page, int dim, uint32_t *packed) {
+// V page [64][dim] -> [32][dim] pairs of neighbouring keys. Keys from `used` on are 0: a weight of 0
+// does not hide what is no number.
+void pack_values(const uint16_t *page, int dim, int64_t used, uint32_t *packed) {
     for (int pair = 0; pair < kPage / 2; ++pair)
         for (int d = 0; d < dim; d += 16) {
             const uint16_t *low = page + 2 * pair * dim + d;
-            const __m512i a = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)low));
-            const __m512i b = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(low + dim)));
+            const __mmask16 first = 2 * pair < used ? 0xffff : 0, second = 2 * pair + 1 < used ? 0xffff : 0;
+            const __m512i a = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first, low));
+            const __m512i b = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(second, low + dim));
             const __m512i both = _mm512_or_si512(a, _mm512_slli_epi32(b, 16));
             _mm512_storeu_si512(packed + pair * dim + d, both);
         }
@@ -202,7 +169,7 @@ void work(const Shape &s, int64_t token, int count, int64_t start, const int64_t
     for (int64_t p = oldest / kPage; p <= (start + count - 1) / kPage; ++p) {
         const int64_t base = table[p] * s.block + head * s.head;
         pack_keys(s.k + base, s.dim, keys.data());
-        pack_values(s.v + base, s.dim, values.data());
+        pack_values(s.v + base, s.dim, start + count - p * kPage, values.data());
         int r = 0;
         for (; r + kRows <= total; r += kRows)
             page<kRows>(s, &rows[r], keys.data(), values.data(), p * kPage);
@@ -214,7 +181,7 @@ void work(const Shape &s, int64_t token, int count, int64_t start, const int64_t
 }  // namespace
 
 // Spans: (first row of the step, rows, first position, offset of its block table) each.
-extern "C" void paged_attention(const uint16_t *q, const uint16_t *k, const uint16_t *v,
+extern "C" void attention_avx512(const uint16_t *q, const uint16_t *k, const uint16_t *v,
                                 uint16_t *out, int64_t q_row, int64_t out_row, int64_t block,
                                 int64_t head, const int64_t *spans, int64_t count,
                                 const int64_t *table, int heads, int kv_heads, int dim,

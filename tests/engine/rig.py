@@ -21,14 +21,14 @@ MAX_LEN = 1024
 MIX = (333, 64, 65, 1, 127, 200, 700, 128, 5, 63, 500, 90, 64, 321, 129, 10)
 
 
-#: which attention the engines of these tests take; `test_exact_torch.py` sets it to "torch"
-attention = "auto"
+#: which kernels the engines of these tests take
+kernels = "auto"
 
 
 def engine(folder: Path, dtype: str = "bfloat16", blocks: int = 120, **limits: int) -> Engine:
     """An engine whose pool has `blocks` usable blocks (at least one sequence of MAX_LEN)."""
     size = (blocks + 1) * block_bytes(folder, dtype)
-    return Engine(EngineConfig(folder, dtype, size, MAX_LEN, 1, Limits(**limits), attention))
+    return Engine(EngineConfig(folder, dtype, size, MAX_LEN, 1, Limits(**limits), kernels))
 
 
 @lru_cache

@@ -182,6 +182,7 @@ arrival = st.tuples(st.integers(1, 400), st.integers(0, 3), st.integers(0, 20), 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
+    name=st.sampled_from(["qwen2", "mixtral", "qwen3_moe"]),
     arrivals=st.lists(arrival, min_size=1, max_size=8),
     step=st.sampled_from([64, 128, 192, 512]),
     blocks=st.integers(17, 40),
@@ -189,9 +190,9 @@ arrival = st.tuples(st.integers(1, 400), st.integers(0, 3), st.integers(0, 20), 
     running=st.integers(1, 8),
 )
 def test_any_mix_of_arrivals_hits_and_preemptions_is_exact(
-    checkpoint, arrivals, step, blocks, growth, running
+    checkpoint, name, arrivals, step, blocks, growth, running
 ) -> None:
-    folder = checkpoint("qwen2")
+    folder = checkpoint(name)
     owner = engine(
         folder, blocks=blocks, max_step_tokens=step, growth_tokens=growth, max_running=running
     )

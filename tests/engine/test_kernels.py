@@ -8,20 +8,30 @@ from pathlib import Path
 import pytest
 import torch
 from diptych.engine import kernels
-from diptych.engine.attention import Meta, Piece, attend, is_exact
+from diptych.engine.attention import Attend, Meta, Piece, attend
 from diptych.engine.engine import Engine, EngineConfig
-from diptych.engine.kernels import CppAttention, KernelUnavailable
+from diptych.engine.errors import KernelUnavailable
+from diptych.engine.kernels import NativeOps
+from diptych.engine.linear import AmxLinear, Linear
+from diptych.engine.ops import Norm, Ops
 
 from . import rig
 
 LAYOUTS = [(4, 4, 32), (8, 2, 64), (6, 1, 64), (7, 1, 128), (4, 2, 96), (4, 4, 256)]
 
 
-def kernel(dim: int, threads: int = 1) -> CppAttention:
+@pytest.fixture(params=["amx", "avx512"])
+def tiles(request: pytest.FixtureRequest) -> bool:
+    """With AMX tiles, and without."""
+    kernel(32, tiles=request.param == "amx")
+    return request.param == "amx"
+
+
+def kernel(dim: int, threads: int = 1, tiles: bool = False) -> NativeOps:
     try:
-        return CppAttention(dim, threads)
+        return NativeOps(dim, threads, tiles)
     except KernelUnavailable as error:
-        pytest.skip(f"the kernel cannot run here: {error}")
+        pytest.skip(f"the kernels cannot run here: {error}")
 
 
 def meta(*pieces: Piece) -> Meta:
@@ -68,54 +78,162 @@ def reference(q: torch.Tensor, cache: tuple, where: Meta, window: int | None) ->
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), LAYOUTS)
 @pytest.mark.parametrize("window", [None, 70])
 def test_it_is_as_accurate_as_torch(
-    heads: int, kv_heads: int, dim: int, window: int | None
+    tiles: bool, heads: int, kv_heads: int, dim: int, window: int | None
 ) -> None:
     q, cache, where = case(heads, kv_heads, dim)
     expected = reference(q, cache, where, window)
     ours, theirs = (
         (call(q, cache, where, dim**-0.5, window).double() - expected).abs().max()
-        for call in (kernel(dim), attend)
+        for call in (kernel(dim, tiles=tiles).attend, attend)
     )
     assert ours <= 1.5 * theirs + 1e-6
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), LAYOUTS)
 def test_rows_alone_in_chunks_and_all_at_once_have_the_same_bits(
-    heads: int, kv_heads: int, dim: int
+    tiles: bool, heads: int, kv_heads: int, dim: int
 ) -> None:
-    assert is_exact(kernel(dim), heads, kv_heads, dim)
+    one, two = (kernel(dim, threads, tiles).attend for threads in (1, 2))
+    assert is_row_exact(one, heads, kv_heads, dim)
     q, cache, where = case(heads, kv_heads, dim)
-    one = kernel(dim)(q, cache, where, dim**-0.5, 70)
-    assert torch.equal(one, kernel(dim, threads=2)(q, cache, where, dim**-0.5, 70))
+    for window in (None, 70):
+        calls = [call(q, cache, where, dim**-0.5, window) for call in (one, two)]
+        assert torch.equal(*calls)
 
 
-def test_what_lies_behind_a_row_changes_no_bit() -> None:
+@pytest.mark.parametrize("backend", ["amx", "avx512", "torch"])
+@pytest.mark.parametrize("rubbish", [1e4, float("nan"), float("inf")])
+def test_what_lies_behind_a_row_changes_no_bit(backend: str, rubbish: float) -> None:
     q, cache, where = case(8, 2, 64)
-    before = kernel(64)(q, cache, where, 0.125, None)
+    call = attend if backend == "torch" else kernel(64, tiles=backend == "amx").attend
+    before = call(q, cache, where, 0.125, None)
     for part in cache:  # the last used slots: 150 % 64, 141 % 64, 1, 64, 251 % 64
         for block, used in ((1, 22), (7, 13), (4, 1), (11, 59)):
-            part[block, :, used:] = 1e4
-    assert torch.equal(before, kernel(64)(q, cache, where, 0.125, None))
+            part[block, :, used:] = rubbish
+    assert torch.equal(before, call(q, cache, where, 0.125, None))
 
 
-def test_the_self_check_finds_an_attention_that_depends_on_the_batch() -> None:
-    def careless(q, cache, where, scale, window):
-        return attend(q, cache, where, scale * (1 + 1e-2 * (q.shape[0] == 1)), window)
+def test_the_self_check_finds_what_depends_on_the_batch(checkpoint, monkeypatch) -> None:
+    folder = checkpoint("llama")
+    assert Engine(EngineConfig(folder)).exact
+    for name in ("attend", "norm", "rope_store", "silu_mul"):
+        plain = getattr(Ops, name)
 
-    assert not is_exact(careless, 4, 2, 64)
+        def careless(self, x, *rest, plain=plain):
+            return plain(self, x * (1 + 1e-2 * (x.shape[0] == 1)), *rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Ops, name, careless)
+            assert not Engine(EngineConfig(folder, kernels="torch")).exact, name
+
+
+@torch.inference_mode()
+def is_row_exact(attend: Attend, heads: int, kv_heads: int, dim: int) -> bool:
+    """Rows computed one by one, in chunks and all at once give the same bits?"""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(torch.bfloat16)
+
+    tokens, blocks = 200, [2, 0, 3, 1]
+    cache, q = (draw(4, kv_heads, 64, dim), draw(4, kv_heads, 64, dim)), draw(tokens, heads, dim)
+
+    def run(*pieces: Piece) -> torch.Tensor:
+        first, last = pieces[0].start, pieces[-1].start + pieces[-1].count
+        none = torch.empty(0)
+        return attend(q[first:last], cache, Meta(none, none, none, list(pieces)), dim**-0.5, None)
+
+    def piece(row: int, count: int, start: int, decode: bool) -> Piece:
+        return Piece(row, count, start, blocks[: -(-(start + count) // 64)], decode)
+
+    whole = run(piece(0, tokens, 0, False))
+    chunks = run(*(piece(at, 40, at, False) for at in range(0, tokens, 40)))
+    alone = torch.cat([run(piece(0, 1, at, True)) for at in range(tokens)])
+    return torch.equal(whole, chunks) and torch.equal(whole, alone)
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Within two units of bf16's last place, element by element."""
+    scale = torch.maximum(ours.abs(), theirs.abs()).float()
+    return bool(((ours.float() - theirs.float()).abs() <= scale * 2**-6 + 1e-6).all())
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_what_lies_between_the_matrices_is_as_in_torch(rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    native, plain = kernel(64), Ops()
+    x, norm = draw(rows, 192), Norm(draw(192), 1e-5)
+    assert close(native.norm(x, norm), plain.norm(x, norm))
+    assert close(native.silu_mul(x * 8), plain.silu_mul(x * 8))
+    qkv, qk = draw(rows, 8 * 64), (Norm(draw(64), 1e-6), Norm(draw(64), 1e-6))
+    angles = torch.rand(rows, 32, generator=generator) * 6
+    at = torch.arange(rows)
+    where = Meta(at, at // 64 + 1, at % 64, [])
+    for norms in (None, qk):
+        results = []
+        for ops in (native, plain):
+            cache = torch.zeros(3, 2, 2, 64, 64).bfloat16()
+            keys, values = cache[:, :, 0], cache[:, :, 1]
+            q = ops.rope_store(
+                qkv.clone(), (keys, values), norms, (angles.cos(), angles.sin()), where
+            )
+            results.append((q, cache))
+        assert close(results[0][0].contiguous(), results[1][0])
+        assert close(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (1024, 2080), (2816, 1000)])
+def test_amx_linears_are_plain_linears_with_what_surrounds_them(
+    inputs: int, outputs: int, bias: bool
+) -> None:
+    generator = torch.Generator().manual_seed(inputs)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    ops, norm = kernel(64, tiles=True), Norm(draw(inputs), 1e-5)
+    weight, add = draw(outputs, inputs) * 0.05, draw(outputs) if bias else None
+    residual = draw(70, outputs) if outputs % 32 == 0 else None
+    fast, slow = AmxLinear(weight, add, False, ops), Linear(weight, add, False, ops)
+    for rows in (1, 16, 17, 70):
+        x = draw(rows, inputs)
+        extra = None if residual is None else residual[:rows]
+        assert torch.allclose(fast(x).float(), slow(x).float(), atol=4e-2, rtol=2e-2)
+        ours, theirs = (one(x, norm=norm, residual=extra).float() for one in (fast, slow))
+        assert torch.allclose(ours, theirs, atol=4e-2, rtol=2e-2)
+    if not bias and outputs % 32 == 0:
+        gated, plain = (kind(weight, None, True, ops) for kind in (AmxLinear, Linear))
+        x = draw(33, inputs)
+        assert torch.allclose(gated(x).float(), plain(x).float(), atol=4e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_amx_linears_give_a_row_the_same_bits_among_any_others(threads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(2112, 1024, generator=generator).bfloat16()
+    x = torch.randn(1500, 1024, generator=generator).bfloat16()
+    whole = AmxLinear(weight, None, False, kernel(64, tiles=True))(x)
+    product = AmxLinear(weight, None, False, kernel(64, threads, tiles=True))
+    for first, count in ((0, 1), (5, 3), (700, 16), (33, 17), (64, 32), (10, 65), (100, 1400)):
+        assert torch.equal(product(x[first : first + count]), whole[first : first + count])
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
 def test_the_torch_backend_is_exact_as_well(
     checkpoint, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(rig, "attention", "torch")
+    monkeypatch.setattr(rig, "kernels", "torch")
     folder, sampling = checkpoint(name), rig.Sampling(16, logprobs=3)
     mix = [(200, 1), (65, 2), (3, 3), (333, 4)]
 
     def run(step: int, chosen: list[tuple[int, int]]) -> dict:
         owner = rig.engine(folder, max_step_tokens=step)
-        assert owner.attention == "torch" and owner.exact
+        assert owner.kernels == "torch" and owner.exact
         requests = [rig.request(owner, f"r{s}", rig.prompt(n, s), sampling) for n, s in chosen]
         return rig.finish(owner, requests)
 
@@ -132,9 +250,9 @@ def test_without_a_compiler_the_engine_says_so_and_runs_on_torch(
     monkeypatch.setattr(kernels.shutil, "which", lambda _: None)
     slow = Engine(EngineConfig(checkpoint("llama")))
     kernels._library.cache_clear()
-    assert fast.attention == "cpp-avx512bf16"
-    assert slow.attention == "torch: there is no C++ compiler (g++)"
-    assert slow.exact and slow.statistics()["attention"] == slow.attention
+    assert fast.kernels.startswith("cpp-")
+    assert slow.kernels == "torch: there is no C++ compiler (g++)"
+    assert slow.exact and slow.statistics()["kernels"] == slow.kernels
     assert slow.compatibility != fast.compatibility, "their last bits differ: no mixed pairs"
 
 
@@ -144,11 +262,11 @@ def test_source_that_does_not_compile_leaves_nothing_behind(
     kernel(32)
     broken = tmp_path / "broken.cpp"
     broken.write_text("this is no C++")
-    monkeypatch.setattr(kernels, "SOURCE", broken)
+    monkeypatch.setattr(kernels, "FOLDER", tmp_path)
     monkeypatch.setattr(kernels, "_cache_folder", lambda: tmp_path)
     kernels._library.cache_clear()
-    with pytest.raises(KernelUnavailable, match="does not compile"):
-        CppAttention(32, 1)
+    with pytest.raises(KernelUnavailable, match="do not compile"):
+        NativeOps(32, 1, False)
     kernels._library.cache_clear()
     assert [path.name for path in tmp_path.iterdir()] == ["broken.cpp"]
 
@@ -166,4 +284,4 @@ def test_a_cache_that_cannot_be_used_leaves_the_torch_backend(
     kernels._library.cache_clear()
     engine = Engine(EngineConfig(checkpoint("llama")))
     kernels._library.cache_clear()
-    assert engine.attention.startswith("torch: ") and "cannot be built" in engine.attention
+    assert engine.kernels.startswith("torch: ") and "cannot be built" in engine.kernels

@@ -1,0 +1,45 @@
+"""The start-up check of exactness: do a row's bits depend on the rows beside it, here?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from .attention import Meta, Piece
+from .decoder import Decoder
+
+TOKENS = 70  #: more than a block, less than two
+
+
+@torch.inference_mode()
+def is_exact(decoder: Decoder, block_tokens: int) -> bool:
+    """Runs the first layer over one text whole, in chunks and row by row: the same bits, KV too?
+
+    Uses the pool's first blocks and leaves them zero. The pool must not be in use.
+    """
+    layers = decoder.weights.layers[:1]
+    shallow = Decoder(
+        decoder.spec, replace(decoder.weights, layers=layers), decoder.pool, decoder.ops
+    )
+    blocks = list(range(-(-TOKENS // block_tokens)))
+    ids = torch.arange(TOKENS) * 7919 % decoder.spec.vocab
+
+    def run(*counts: int) -> list[torch.Tensor]:
+        parts, start = [], 0
+        for count in counts:
+            at = torch.arange(start, start + count)
+            table = blocks[: -(-(start + count) // block_tokens)]
+            piece = Piece(0, count, start, table, count == 1)
+            meta = Meta(at, at // block_tokens, at % block_tokens, [piece])
+            parts.append(shallow.hidden(ids[at], meta))
+            start += count
+        cache = [part[: len(blocks)] for part in decoder.pool.layer(0)]
+        result = [torch.cat(parts), shallow.logits(parts[-1][-1:]), *(p.clone() for p in cache)]
+        for part in cache:
+            part.zero_()
+        return result
+
+    whole = run(TOKENS)
+    others = run(64, TOKENS - 64), run(40, 1, 20, *[1] * (TOKENS - 61)), run(*[1] * TOKENS)
+    return all(torch.equal(a, b) for one in others for a, b in zip(whole, one, strict=True))

@@ -1,0 +1,308 @@
+// Paged attention on AMX: prefill and decode with one reduction order per row.
+//
+// A row (one query token, one head) walks its pages from 0, 64 keys at a time, with an online
+// softmax. Sixteen rows share a tile; a row is a lane of the scores and a row of the output, so its
+// bits depend on its query and its keys alone, in prefill and decode. Pages behind a row change
+// nothing: every weight in them is 0 and the correction factor is exactly 1.
+
+#include "common.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace {
+
+constexpr int kPage = 64;      // keys of a page
+constexpr int kLanes = 16;     // rows of a tile
+constexpr int kItem = 128;     // rows of a work item
+constexpr float kHidden = -1e37f;  // score of a key that a row does not see: its weight is 0
+constexpr float kNone = -1e30f;    // reference of a row that has seen no key
+constexpr float kSlack = 8.0f;     // a weight may grow to 2^8 before sums move to a new reference
+
+struct Shape {
+    const uint16_t *q, *k, *v;
+    uint16_t *out;
+    int64_t q_row, out_row;    // elements between query tokens
+    int64_t block, head;       // elements between KV blocks, KV heads
+    int heads, kv_heads, dim, window;
+    float scale;               // of scores, times log2(e)
+};
+
+// Tiles are kept one after the other: a tile whose rows lie 256 bytes apart loads seven times slower.
+
+// V page [64][dim] -> tiles [2][dim / 16][16 pairs of neighbouring keys][16]. Keys from `used` on are
+// 0: a weight of 0 does not hide what is no number.
+void pack_values(const uint16_t *page, int dim, int64_t used, uint32_t *packed) {
+    for (int pair = 0; pair < kPage / 2; ++pair)
+        for (int d = 0; d < dim; d += 16) {
+            const uint16_t *low = page + 2 * pair * dim + d;
+            const __mmask16 first = 2 * pair < used ? 0xffff : 0, second = 2 * pair + 1 < used ? 0xffff : 0;
+            const __m512i a = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first, low));
+            const __m512i b = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(second, low + dim));
+            uint32_t *to = packed + (pair / 16 * dim + d) * 16 + pair % 16 * 16;
+            _mm512_storeu_si512(to, _mm512_or_si512(a, _mm512_slli_epi32(b, 16)));
+        }
+}
+
+// K page [64][dim] -> tiles [dim / 32][4][16 keys][32].
+void pack_keys(const uint16_t *page, int dim, uint16_t *packed) {
+    for (int key = 0; key < kPage; ++key)
+        for (int d = 0; d < dim; d += 32)
+            _mm512_storeu_si512(packed + d * kPage + key * 32, _mm512_loadu_si512(page + key * dim + d));
+}
+
+// Sixteen rows of one KV head and what is known of their softmax.
+struct Lanes {
+    alignas(64) int32_t position[kLanes];
+    alignas(64) float reference[kLanes], sum[kLanes];  // weights are 2^(score - reference)
+    uint32_t *query;           // [dim / 2][16] pairs
+    float *acc;                // tiles [dim / 16][16 rows][16]
+};
+
+// Scores [64 keys][16 lanes] against a page of packed keys.
+void score(const Shape &s, const uint32_t *query, const uint16_t *keys, float *scores) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int d = 0; d < s.dim; d += 32, keys += kPage * 32) {
+        _tile_loadd(6, query + d / 2 * kLanes, 64);
+        _tile_loadd(4, keys, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(5, keys + 512, 64);
+        _tile_dpbf16ps(1, 5, 6);
+        _tile_loadd(4, keys + 1024, 64);
+        _tile_dpbf16ps(2, 4, 6);
+        _tile_loadd(5, keys + 1536, 64);
+        _tile_dpbf16ps(3, 5, 6);
+    }
+    _tile_stored(0, scores, 64);
+    _tile_stored(1, scores + 256, 64);
+    _tile_stored(2, scores + 512, 64);
+    _tile_stored(3, scores + 768, 64);
+}
+
+// Hides the keys behind each lane's position and before its window.
+void hide(const Shape &s, const Lanes &lanes, int64_t first, float *scores) {
+    const __m512i position = _mm512_load_si512(lanes.position);
+    const __m512i oldest = s.window ? _mm512_sub_epi32(position, _mm512_set1_epi32(s.window))
+                                    : _mm512_set1_epi32(-1);
+    for (int key = 0; key < kPage; ++key) {
+        const __m512i at = _mm512_set1_epi32((int)first + key);
+        const __mmask16 seen = _mm512_cmple_epi32_mask(at, position) & _mm512_cmpgt_epi32_mask(at, oldest);
+        _mm512_storeu_ps(scores + key * kLanes, _mm512_mask_mov_ps(_mm512_set1_ps(kHidden), seen,
+                                                                   _mm512_loadu_ps(scores + key * kLanes)));
+    }
+}
+
+// Moves a row's sums to a new reference where its scores have outgrown the old one.
+__m512 refer(const Shape &s, Lanes &lanes, const float *scores) {
+    __m512 top[4];
+    for (int i = 0; i < 4; ++i) top[i] = _mm512_loadu_ps(scores + i * kLanes);
+    for (int key = 4; key < kPage; key += 4)
+        for (int i = 0; i < 4; ++i)
+            top[i] = _mm512_max_ps(top[i], _mm512_loadu_ps(scores + (key + i) * kLanes));
+    const __m512 most = _mm512_max_ps(_mm512_max_ps(top[0], top[1]), _mm512_max_ps(top[2], top[3]));
+    const __m512 old = _mm512_load_ps(lanes.reference);
+    const __m512 wanted = _mm512_mul_ps(most, _mm512_set1_ps(s.scale));
+    const __mmask16 grown =
+        _mm512_cmp_ps_mask(wanted, _mm512_add_ps(old, _mm512_set1_ps(kSlack)), _CMP_GT_OQ);
+    if (!grown) return old;
+    const __m512 reference = _mm512_mask_mov_ps(old, grown, wanted);
+    alignas(64) float factors[kLanes];
+    const __m512 correction = exp2_ps(_mm512_sub_ps(old, reference));
+    _mm512_store_ps(factors, correction);
+    _mm512_store_ps(lanes.reference, reference);
+    _mm512_store_ps(lanes.sum, _mm512_mul_ps(_mm512_load_ps(lanes.sum), correction));
+    for (int row = 0; row < kLanes; ++row)
+        for (int d = 0; (grown >> row & 1) && d < s.dim; d += 16) {
+            float *acc = lanes.acc + d * kLanes + row * 16;
+            _mm512_storeu_ps(acc, _mm512_mul_ps(_mm512_loadu_ps(acc), _mm512_set1_ps(factors[row])));
+        }
+    return reference;
+}
+
+// Softmax weights of a page as two tiles [16 rows][32 keys].
+void weigh(const Shape &s, Lanes &lanes, const float *scores, uint32_t *weights) {
+    const __m512 reference = refer(s, lanes, scores), factor = _mm512_set1_ps(s.scale);
+    const __m512i order = _mm512_setr_epi32(0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005,
+                                            0x160006, 0x170007, 0x180008, 0x190009, 0x1a000a, 0x1b000b,
+                                            0x1c000c, 0x1d000d, 0x1e000e, 0x1f000f);
+    __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
+    for (int half = 0; half < 2; ++half, scores += 32 * kLanes, weights += 256) {
+        alignas(64) uint32_t pairs[16][kLanes];
+#pragma GCC unroll 4
+        for (int pair = 0; pair < 16; ++pair) {
+            const float *at = scores + 2 * pair * kLanes;
+            const __m512 a = exp2_ps(_mm512_fmsub_ps(_mm512_loadu_ps(at), factor, reference));
+            const __m512 b = exp2_ps(_mm512_fmsub_ps(_mm512_loadu_ps(at + kLanes), factor, reference));
+            even = _mm512_add_ps(even, a);
+            odd = _mm512_add_ps(odd, b);
+            const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b, a);
+            _mm512_store_si512(pairs[pair], _mm512_permutexvar_epi16(order, both));
+        }
+        transpose(pairs, 64, weights, 64);
+    }
+    const __m512 sum = _mm512_add_ps(_mm512_load_ps(lanes.sum), _mm512_add_ps(even, odd));
+    _mm512_store_ps(lanes.sum, sum);
+}
+
+// acc += weights [16][64] values [64][columns] for 2 or 4 tiles of columns.
+template <bool wide>
+void gather(const uint32_t *weights, const uint32_t *values, int dim, float *acc) {
+    _tile_loadd(0, acc, 64);
+    _tile_loadd(1, acc + 256, 64);
+    if (wide) {
+        _tile_loadd(2, acc + 512, 64);
+        _tile_loadd(3, acc + 768, 64);
+    }
+    for (int half = 0; half < 2; ++half, weights += 256, values += 16 * dim) {
+        _tile_loadd(4, weights, 64);
+        _tile_loadd(6, values, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, values + 256, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        if (wide) {
+            _tile_loadd(6, values + 512, 64);
+            _tile_dpbf16ps(2, 4, 6);
+            _tile_loadd(7, values + 768, 64);
+            _tile_dpbf16ps(3, 4, 7);
+        }
+    }
+    _tile_stored(0, acc, 64);
+    _tile_stored(1, acc + 256, 64);
+    if (wide) {
+        _tile_stored(2, acc + 512, 64);
+        _tile_stored(3, acc + 768, 64);
+    }
+}
+
+struct Scratch {
+    Buffer<uint32_t> queries, values;
+    Buffer<uint16_t> keys, rows;
+    Buffer<float> acc;
+    std::vector<Lanes> lanes;
+    alignas(64) float scores[kPage * kLanes];
+    alignas(64) uint32_t weights[2 * 16 * 16];
+};
+
+// Sixteen rows see the packed page whose first key is at position `first`.
+void step(const Shape &s, Scratch &scratch, Lanes &lanes, int64_t first) {
+    const int64_t low = lanes.position[0], high = lanes.position[kLanes - 1];
+    if (first > high || (s.window && first + kPage - 1 <= low - s.window)) return;
+    const uint32_t *values = scratch.values.data();
+    __asm__ volatile("" ::: "memory");  // tile loads do not say that they read memory
+    score(s, lanes.query, scratch.keys.data(), scratch.scores);
+    if (first + kPage - 1 > low || (s.window && first <= high - s.window))
+        hide(s, lanes, first, scratch.scores);
+    weigh(s, lanes, scratch.scores, scratch.weights);
+    __asm__ volatile("" ::: "memory");
+    int d = 0;
+    for (; d + 64 <= s.dim; d += 64)
+        gather<true>(scratch.weights, values + d * 16, s.dim, lanes.acc + d * 16);
+    if (d < s.dim) gather<false>(scratch.weights, values + d * 16, s.dim, lanes.acc + d * 16);
+}
+
+// The rows of query tokens `token`.. (first position `start`) of one KV head, as lanes.
+void begin(const Shape &s, Scratch &to, int64_t token, int total, int64_t start, int head) {
+    const int group = s.heads / s.kv_heads, tiles = (total + kLanes - 1) / kLanes;
+    const size_t size = (size_t)tiles * kLanes * s.dim;
+    uint32_t *queries = to.queries.at_least(size / 2);
+    float *acc = to.acc.at_least(size);
+    std::fill(acc, acc + size, 0.0f);
+    to.keys.at_least(kPage * s.dim);
+    to.values.at_least(kPage / 2 * s.dim);
+    uint16_t *rows = to.rows.at_least(kLanes * s.dim);
+    to.lanes.resize(tiles);
+    for (int tile = 0; tile < tiles; ++tile) {
+        Lanes &lanes = to.lanes[tile];
+        lanes.query = queries + (size_t)tile * s.dim / 2 * kLanes;
+        lanes.acc = acc + (size_t)tile * kLanes * s.dim;
+        for (int i = 0; i < kLanes; ++i) {
+            const int row = std::min(tile * kLanes + i, total - 1);  // lanes without a row repeat the last
+            const uint16_t *q = s.q + (token + row / group) * s.q_row +
+                                (int64_t)(head * group + row % group) * s.dim;
+            std::memcpy(rows + i * s.dim, q, s.dim * 2);
+            lanes.position[i] = (int32_t)(start + row / group);
+            lanes.reference[i] = kNone;
+            lanes.sum[i] = 0.0f;
+        }
+        for (int d = 0; d < s.dim; d += 32)
+            transpose(rows + d, s.dim * 2, lanes.query + d / 2 * kLanes, 64);
+    }
+}
+
+void finish(const Shape &s, const Scratch &from, int64_t token, int total, int head) {
+    const int group = s.heads / s.kv_heads;
+    for (int row = 0; row < total; ++row) {
+        const Lanes &lanes = from.lanes[row / kLanes];
+        const float *acc = lanes.acc + row % kLanes * 16;
+        const __m512 inverse = _mm512_set1_ps(1.0f / lanes.sum[row % kLanes]);
+        uint16_t *out = s.out + (token + row / group) * s.out_row +
+                        (int64_t)(head * group + row % group) * s.dim;
+        for (int d = 0; d < s.dim; d += 16)
+            store_bf16(out + d, _mm512_mul_ps(_mm512_loadu_ps(acc + d * kLanes), inverse));
+    }
+}
+
+// One tile does too little with a page to wait for the next one.
+void fetch(const uint16_t *page, int dim) {
+    for (int64_t i = 0; i < kPage * dim; i += 32) _mm_prefetch((const char *)(page + i), _MM_HINT_T0);
+}
+
+// Query tokens `token`..`token + count` of a span, first position `start`, one KV head.
+void work(const Shape &s, Scratch &scratch, int64_t token, int count, int64_t start,
+          const int64_t *table, int head) {
+    const int total = count * (s.heads / s.kv_heads);
+    begin(s, scratch, token, total, start, head);
+    const int64_t oldest = s.window ? std::max<int64_t>(start - s.window + 1, 0) : 0;
+    const int64_t last = (start + count - 1) / kPage;
+    for (int64_t p = oldest / kPage; p <= last; ++p) {
+        const int64_t base = table[p] * s.block + head * s.head;
+        if (scratch.lanes.size() == 1 && p < last) {
+            const int64_t next = table[p + 1] * s.block + head * s.head;
+            fetch(s.k + next, s.dim);
+            fetch(s.v + next, s.dim);
+        }
+        pack_keys(s.k + base, s.dim, scratch.keys.data());
+        pack_values(s.v + base, s.dim, start + count - p * kPage, scratch.values.data());
+        for (Lanes &lanes : scratch.lanes) step(s, scratch, lanes, p * kPage);
+    }
+    finish(s, scratch, token, total, head);
+}
+
+}  // namespace
+
+// Spans: (first row of the step, rows, first position, offset of its block table) each.
+extern "C" void attention_amx(const uint16_t *q, const uint16_t *k, const uint16_t *v,
+                              uint16_t *out, int64_t q_row, int64_t out_row, int64_t block,
+                              int64_t head, const int64_t *spans, int64_t count,
+                              const int64_t *table, int heads, int kv_heads, int dim, int window,
+                              float scale, int threads) {
+    const Shape s{q,     k,        v,   out,    q_row, out_row, block, head,
+                  heads, kv_heads, dim, window, scale * 1.44269504089f};
+    struct Item { int64_t row, start, table; int count, head; };
+    std::vector<Item> items;
+    const int tokens = std::max(kItem / (heads / kv_heads), 1);
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t *span = spans + 4 * i;
+        for (int64_t t = 0; t < span[1]; t += tokens)
+            for (int h = 0; h < kv_heads; ++h) {
+                const int rows = (int)std::min<int64_t>(tokens, span[1] - t);
+                items.push_back({span[0] + t, span[2] + t, span[3], rows, h});
+            }
+    }
+    std::stable_sort(items.begin(), items.end(), [](const Item &a, const Item &b) {
+        return (a.start + a.count) * a.count > (b.start + b.count) * b.count;
+    });  // the longest first: no thread is left with one of them at the end
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        const Tiles tiles;
+        thread_local Scratch scratch;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < (int64_t)items.size(); ++i) {
+            const Item &item = items[i];
+            work(s, scratch, item.row, item.count, item.start, table + item.table, item.head);
+        }
+    }
+}

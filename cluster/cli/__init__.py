@@ -1,4 +1,4 @@
-"""The `diptych` command. Nothing but `serve` imports ray or torch."""
+"""The `diptych` command. Nothing but `serve` and `bench` imports ray or torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from . import chat, serve, status
+from . import bench, chat, serve, status
 
 app = typer.Typer(
     name="diptych",
@@ -20,6 +20,7 @@ app = typer.Typer(
 app.command()(serve.serve)
 app.command()(chat.chat)
 app.command()(status.status)
+app.add_typer(bench.app, name="bench")
 
 
 @app.callback(invoke_without_command=True)

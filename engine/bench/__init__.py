@@ -1,0 +1,1 @@
+"""Measures the engine on this machine, alone or in turn with vLLM: `diptych bench engine`."""

@@ -1,0 +1,117 @@
+"""A measured process: started, asked in JSON lines, frozen while it is not its turn."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+
+class BenchError(Exception):
+    """The measurement cannot go on. The message names the cause and what to do next."""
+
+
+class Child:
+    """One engine in its own process. Only one runs at a time: the others wait frozen.
+
+    A frozen child (SIGSTOP) takes no CPU: OpenMP threads otherwise spin for a while after a step,
+    and on as many cores as threads that slows down whoever is measured next.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], environment: dict[str, str]) -> None:
+        self.name = name
+        self._errors = tempfile.TemporaryFile(mode="w+", errors="replace")  # noqa: SIM115
+        prctl = ctypes.CDLL(None).prctl  # found here: nothing is safe to look up after the fork
+
+        def die_with_parent() -> None:
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # reaches frozen ones too
+
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=environment,
+            text=True,
+            start_new_session=True,  # ^C reaches the parent alone, which ends the children
+            preexec_fn=die_with_parent,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def answer(self) -> dict[str, Any]:
+        """The next line it writes. Raises BenchError if it ends or says `error` instead."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            raise BenchError(
+                f"{self.name} ended (exit code {code}); it said:\n{self._last_words()}"
+            )
+        try:
+            reply = json.loads(line)
+        except ValueError:
+            raise BenchError(f"{self.name} does not answer in JSON: {line.strip()!r}") from None
+        if "error" in reply:
+            raise BenchError(f"{self.name}: {reply['error']}")
+        return reply
+
+    def ask(self, do: str, **values: Any) -> dict[str, Any]:
+        """Has one command done."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # `answer` knows why
+            self._process.stdin.write(json.dumps({"do": do, **values}) + "\n")
+            self._process.stdin.flush()
+        return self.answer()
+
+    def freeze(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    @contextmanager
+    def turn(self, urgent: bool = False) -> Iterator[None]:
+        """Awake inside, frozen afterwards; `urgent` goes before other processes, where allowed."""
+        self._signal(signal.SIGCONT)
+        try:
+            self._schedule(os.SCHED_RR if urgent else os.SCHED_OTHER)
+            yield
+        finally:
+            self.freeze()
+            self._schedule(os.SCHED_OTHER)
+
+    def close(self) -> None:
+        """Ends it, and what it may have started."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._errors):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+
+    def _schedule(self, policy: int) -> None:
+        """Real-time or ordinary, every thread. A nice value would not do: it counts in a session.
+
+        Only root may; others are measured as the machine lets them (`waited` tells).
+        """
+        priority = os.sched_param(1 if policy == os.SCHED_RR else 0)
+        with suppress(PermissionError, FileNotFoundError):
+            for task in os.listdir(f"/proc/{self.pid}/task"):
+                with suppress(ProcessLookupError):
+                    os.sched_setscheduler(int(task), policy, priority)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, number)  # its own group: it was started as a session
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        return "\n".join(self._errors.read().strip().splitlines()[-8:])

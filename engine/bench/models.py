@@ -1,0 +1,102 @@
+"""Random Llama checkpoints to measure on: `205M` and `7M` are names of shapes. No download."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+#: name -> what `config.json` says on top of BASE
+SHAPES: dict[str, dict[str, int]] = {
+    "205M": {
+        "vocab_size": 8192,
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+    },
+    "7M": {
+        "vocab_size": 8192,
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+    },
+}
+
+
+def write_checkpoint(name: str, folder: Path, seed: int = 0) -> Path:
+    """Writes a random bf16 checkpoint of shape `name` to `folder`, tokenizer included."""
+    config = BASE | SHAPES[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(_weights(config, seed), folder / "model.safetensors", {"format": "pt"})
+    _write_tokenizer(folder)
+    return folder
+
+
+def _weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
+    """Normal with deviation 0.02, as such models begin; norms are 1."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, wide, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+
+    def random(rows: int, columns: int) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=generator) * 0.02).bfloat16()
+
+    def ones() -> torch.Tensor:
+        return torch.ones(hidden, dtype=torch.bfloat16)
+
+    weights = {
+        "model.embed_tokens.weight": random(config["vocab_size"], hidden),
+        "model.norm.weight": ones(),
+        "lm_head.weight": random(config["vocab_size"], hidden),
+    }
+    for index in range(config["num_hidden_layers"]):
+        at = f"model.layers.{index}."
+        weights |= {
+            f"{at}self_attn.q_proj.weight": random(queries, hidden),
+            f"{at}self_attn.k_proj.weight": random(keys, hidden),
+            f"{at}self_attn.v_proj.weight": random(keys, hidden),
+            f"{at}self_attn.o_proj.weight": random(hidden, queries),
+            f"{at}mlp.gate_proj.weight": random(wide, hidden),
+            f"{at}mlp.up_proj.weight": random(wide, hidden),
+            f"{at}mlp.down_proj.weight": random(hidden, wide),
+            f"{at}input_layernorm.weight": ones(),
+            f"{at}post_attention_layernorm.weight": ones(),
+        }
+    return weights
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """256 bytes and two special tokens; no engine is asked for text here, but some want one."""
+    specials = ["<s>", "</s>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate([*specials, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(specials)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -69,6 +69,12 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def share(self, blocks: list[int]) -> list[int]:
+        """The same used blocks, each with one more reference."""
+        for block in blocks:
+            self._refs[block] += 1
+        return blocks
+
     def seal(self, block: int, content: bytes) -> None:
         """`block` holds the KV of the prefix `content` from now on. The first one of two wins."""
         assert block in self._refs, block

@@ -24,9 +24,13 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The reserved blocks hold the KV of all ids but the last: decode when a place is free."""
+    """The reserved blocks hold the KV of all ids but the last: decode as soon as there is a place.
+
+    `others`: (index, first id) of further answers to the same prompt.
+    """
 
     seq: Sequence
+    others: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

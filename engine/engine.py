@@ -24,6 +24,7 @@ from .exactness import is_exact
 from .grammar import Grammars
 from .kernels import NativeOps, native_ops
 from .loader import load
+from .memory import available_memory, check_memory
 from .ops import Ops
 from .pool import KVPool
 from .sampler import SLICE, Fault, sample, score
@@ -60,6 +61,7 @@ class Engine:
         layout = kv_layout(self.spec, config.dtype, config.limits.block_tokens)
         self.max_model_len = context_limit(self.spec, layout, config.kv_bytes, config.max_model_len)
         blocks = config.kv_bytes // layout.block_bytes
+        check_memory(self.spec, config.dtype, config.kv_bytes, available_memory())
         ops, self.kernels = _ops(config, self.spec.head_dim)
         weights = load(config.model, self.spec, DTYPES[config.dtype], ops, progress)
         self.kv = KVPool(layout, blocks, DTYPES[config.dtype])
@@ -84,8 +86,23 @@ class Engine:
     def reserve(self, seq: Sequence) -> list[int] | None:
         return self.scheduler.reserve(seq)
 
-    def commit(self, seq: Sequence) -> None:
+    def commit(self, seq: Sequence, others: tuple[tuple[int, int], ...] = ()) -> None:
+        """Decodes `seq`, whose KV has arrived; `others`: (index, first id) of further answers."""
         self.scheduler.commit(seq)
+        for one, (_, first) in zip(self._fork(seq, [i for i, _ in others]), others, strict=True):
+            self.scheduler.sampled(one, first)
+
+    def _fork(self, seq: Sequence, indices: list[int]) -> list[Sequence]:
+        """Further answers to a prompt whose KV is there; on a prefill worker just their names."""
+        if seq.sampling.n == 1:
+            return []
+        if seq.stop_after_first:
+            return [seq.sibling(index) for index in indices]
+        siblings = self.scheduler.fork(seq, indices)
+        whole, partial = divmod(seq.prompt, self.config.limits.block_tokens)
+        for one in siblings if partial else ():
+            self.kv.copy(seq.blocks[whole], one.blocks[whole])
+        return siblings
 
     def drop(self, key: Key) -> None:
         """Ends a sequence wherever it is; its blocks are free before the next step."""
@@ -155,7 +172,8 @@ class Engine:
         live: list[tuple[Sequence, int]] = []
         for (seq, count), at in zip(batch.sequences, batch.at, strict=True):
             if self.scheduler.computed(seq, count):
-                live.append((seq, at))
+                more = self._fork(seq, list(range(1, seq.sampling.n))) if seq.more else []
+                live += [(one, at) for one in (seq, *more)]
             else:
                 outputs.append(self._output(seq, None, prompts.get(seq.key, [])))
         depth = 0
@@ -193,8 +211,9 @@ class Engine:
         prompt = [one for one in scored if isinstance(one, Token)]
         if isinstance(token, Fault) or len(prompt) < len(scored):
             faults = [one for one in (*scored, token) if isinstance(one, Fault)]
-            self.scheduler.fail(seq, faults[0].damage)
-            return Output(seq.key, error=faults[0].reason)
+            if seq.name in self.scheduler.live:
+                self.scheduler.fail(seq, faults[0].damage)
+            return Output(seq.key, error=faults[0].reason, index=seq.index)
         seq.told += len(prompt)
         filled: list[int] = []
         if seq.stop_after_first:
@@ -204,7 +223,7 @@ class Engine:
             return Output(seq.key, filled=filled, prompt=prompt) if filled or prompt else None
         offset = seq.generated
         finish = self.scheduler.sampled(seq, token.id)
-        return Output(seq.key, offset, token, finish, filled, seq.hit, prompt)
+        return Output(seq.key, offset, token, finish, filled, seq.hit, prompt, index=seq.index)
 
     def statistics(self) -> dict:
         scheduler, pool = self.scheduler, self.scheduler.pool

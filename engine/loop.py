@@ -76,8 +76,8 @@ class EngineThread:
                 self.engine.add(seq)
             case Reserve(seq):
                 return Reserved(seq.key, self.engine.reserve(seq))
-            case Commit(seq):
-                self.engine.commit(seq)
+            case Commit(seq, others):
+                self.engine.commit(seq, others)
             case Drop(key):
                 self.engine.drop(key)
             case Observe():

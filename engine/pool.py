@@ -42,5 +42,12 @@ class KVPool:
         shape = (self.blocks, lay.heads, lay.block_tokens, lay.head_dim)
         return self._flat.as_strided(shape, lay.strides(), lay.offset(layer, part))
 
+    def copy(self, source: int, target: int) -> None:
+        """All layers of one block."""
+        size = self.layout.block_items
+        self._flat[target * size : (target + 1) * size] = self._flat[
+            source * size : (source + 1) * size
+        ]
+
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._layers[index]

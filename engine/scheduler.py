@@ -63,7 +63,7 @@ class Scheduler:
     def __init__(self, pool: BlockPool, limits: Limits, salt: bytes = b"") -> None:
         self.pool, self.limits, self.salt = pool, limits, salt
         self.cost = StepCost()  #: fed by whoever runs the steps
-        self.live: dict[Key, Sequence] = {}  #: every sequence that has not ended
+        self.live: dict[tuple[Key, int], Sequence] = {}  #: by name, until they end
         self.waiting = Line(RANK)  #: no blocks yet, or no longer
         self.filling = Line(RANK)  #: have blocks, KV of their ids not complete
         self.ready = Line(AGE)  #: committed, wait for a place among those that run
@@ -78,9 +78,15 @@ class Scheduler:
         return -(-tokens // self.limits.block_tokens)
 
     def needs(self, seq: Sequence) -> int:
-        """Blocks that the sequence reserves: its ids and a growth allowance."""
-        left = 0 if seq.stop_after_first else seq.sampling.max_tokens - seq.generated
-        return self.blocks_for(len(seq.ids) + min(left, self.limits.growth_tokens))
+        """Blocks that the sequence reserves: its ids and a growth allowance.
+
+        And for each further answer to its prompt as many but the prompt's full blocks.
+        """
+        if seq.stop_after_first:
+            return self.blocks_for(len(seq.ids))
+        left = seq.sampling.max_tokens - seq.generated
+        own = self.blocks_for(len(seq.ids) + min(left, self.limits.growth_tokens))
+        return own + seq.more * (own - seq.prompt // self.limits.block_tokens)
 
     # ---- entering ----------------------------------------------------------------------------
 
@@ -108,19 +114,40 @@ class Scheduler:
         self._seal(seq)
         self.ready.enter(seq)
 
+    def fork(self, seq: Sequence, indices: list[int]) -> list[Sequence]:
+        """Further answers to a prompt whose KV is complete, in the blocks reserved for them.
+
+        They share the prompt's full blocks; the KV in the one behind is for the caller to copy.
+        """
+        whole = seq.prompt // self.limits.block_tokens
+        extra = (len(seq.blocks) - whole) // seq.sampling.n
+        spare, siblings = seq.blocks[whole + extra :], []
+        seq.blocks = seq.blocks[: whole + extra]
+        for at, index in enumerate(indices):
+            one = seq.sibling(index)
+            one.blocks = self.pool.share(seq.blocks[:whole]) + spare[at * extra : (at + 1) * extra]
+            one.computed, one.sealed = one.prompt, whole
+            self._enlist(one)
+            siblings.append(one)
+        self.pool.release(spare[len(indices) * extra :])
+        return siblings
+
     def _enlist(self, seq: Sequence) -> None:
-        assert seq.key not in self.live, seq.key
-        self.live[seq.key] = seq
+        assert seq.name not in self.live, seq.name
+        self.live[seq.name] = seq
         seq.arrival = next(self._arrivals)
 
     # ---- leaving -----------------------------------------------------------------------------
 
     def remove(self, key: Key) -> None:
-        """Drops a sequence and its blocks, held ones too; nothing happens if it is gone."""
-        seq = self.live.pop(key, None)
-        if seq is None:
-            return
-        self.held.pop(key, None)
+        """Drops a request's sequences and blocks, held ones too; nothing happens if it is gone."""
+        for name in [name for name in self.live if name[0] == key]:
+            self._end(self.live[name])
+
+    def _end(self, seq: Sequence) -> None:
+        del self.live[seq.name]
+        if seq.index == 0:
+            self.held.pop(seq.key, None)
         if seq.line is not None:
             seq.line.leave(seq)
         self.pool.release(seq.blocks)
@@ -187,7 +214,7 @@ class Scheduler:
         it is resumed. And beside prefills for a transfer, one more of them leaves the share that
         they may not hold: a slow receiver stops new ones, never one that has begun.
         """
-        held = [self.live[key] for key in self.held]
+        held = [self.live[key, 0] for key in self.held]
         if seq.stop_after_first and any(s.stop_after_first for s in (*held, *self.filling)):
             return max(self.kept, self.pool.total - int(self.pool.total * self.limits.held_share))
         growth = 0
@@ -269,15 +296,19 @@ class Scheduler:
         """Appends a sampled token and moves the sequence on; returns its finish reason."""
         seq.ids.append(token)
         finish = seq.finish_reason()
+        if seq.name not in self.live:
+            return finish  # a further answer on a prefill worker: decode begins elsewhere
         filling = seq.line is self.filling
         if filling and seq.stop_after_first:
             self.filling.leave(seq)
             self.held[seq.key] = seq.blocks
         elif finish:
-            self.remove(seq.key)
+            self._end(seq)
         elif filling:
             self.filling.leave(seq)
             self.running.enter(seq)
+        elif seq.line is None:
+            self.ready.enter(seq)
         return finish
 
     def fail(self, seq: Sequence, damaged: bool) -> None:
@@ -291,7 +322,7 @@ class Scheduler:
             self.filling.leave(seq)
             self.held[seq.key] = seq.blocks
         else:
-            self.remove(seq.key)
+            self._end(seq)
 
     def __repr__(self) -> str:
         return (

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+import xxhash
+
 from ..protos.frames import Key, Sampling, Token
 
 
@@ -27,12 +30,39 @@ class Sequence:
     deadline: float = 0.0  #: the caller's order of prefill: lower first, ties by arrival
     arrival: int = 0  #: its age, given by the scheduler; a resumed sequence keeps it
     resumed: bool = False  #: was preempted
+    index: int = 0  #: which of the answers to its prompt
     told: int = 1  #: leading prompt ids whose logprobs were delivered; the first has none
     complete: bool = False  #: its grammar admits nothing behind the last id
     memory: Any = field(default=None, repr=False)  #: the sampler's; rebuilt from ids if missing
     ngrams: Any = field(default=None, repr=False)  #: what drafts are guessed from
     drafts: list[int] = field(default_factory=list)  #: guesses to verify; cut if there is no room
     line: Line | None = field(default=None, repr=False)  #: where it stands; None: blocks are held
+
+    @property
+    def name(self) -> tuple[Key, int]:
+        """What tells it apart: answers to one prompt share their key."""
+        return self.key, self.index
+
+    @property
+    def more(self) -> int:
+        """Further answers that begin when its prompt is computed."""
+        return self.sampling.n - 1 if self.index == 0 and self.generated == 0 else 0
+
+    def sibling(self, index: int) -> Sequence:
+        """Answer `index` to the same prompt: without blocks, its draws by a seed of its own."""
+        seed = xxhash.xxh3_64_intdigest(f"{self.sampling.seed}/{index}".encode())
+        return Sequence(
+            self.key,
+            self.ids[: self.prompt],
+            self.prompt,
+            msgspec.structs.replace(self.sampling, seed=seed, n=1),
+            list(self.hashes),
+            self.stop_after_first,
+            hit=self.hit,
+            deadline=self.deadline,
+            index=index,
+            told=self.prompt,
+        )
 
     @property
     def rank(self) -> tuple[bool, float, int]:
@@ -83,7 +113,7 @@ class Output:
 
     `filled` are the sequence's leading blocks whose KV is final (prefill: after each chunk).
     `prompt`: the next ids of the prompt with their logprobs, from the second id on, each once.
-    `error`: the sequence ended without an answer, and why.
+    `error`: the sequence ended without an answer, and why. `index`: which of the answers.
     """
 
     key: Key
@@ -94,3 +124,4 @@ class Output:
     hit: int = 0
     prompt: list[Token] = field(default_factory=list)
     error: str | None = None
+    index: int = 0

@@ -49,6 +49,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     min_tokens: int = 0  #: no stop id before the answer has as many
     prompt_logprobs: int | None = None  #: as `logprobs`, for each id of the prompt but the first
     grammar: Grammar | None = None
+    n: int = 1  #: answers to one prompt; the seed of answer i > 0 is a hash of `seed` and i
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):

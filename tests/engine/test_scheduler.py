@@ -411,7 +411,7 @@ def test_a_committed_sequence_takes_the_place_of_one_that_had_to_go_at_once() ->
 
 
 def _taken(s: Scheduler, name: str) -> Sequence:
-    one = s.live[name, 0]
+    one = s.live[(name, 0), 0]
     assert one.line is not None
     one.line.leave(one)
     return one

@@ -129,7 +129,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.s.live) > 3)
     @rule(data=st.data())
     def drop(self, data) -> None:
-        key = data.draw(st.sampled_from(sorted(self.s.live)))
+        key, _ = data.draw(st.sampled_from(sorted(self.s.live)))
         self.s.remove(key)
         self.forget(key[0])
 
@@ -222,7 +222,7 @@ class Machine(RuleBasedStateMachine):
             assert self.s.held[one.key] == one.blocks and one.generated == 1
         elif finish:
             self.due.remove(name)  # fails if it ends twice, or was dropped
-            assert one.generated == self.most[name] and one.key not in self.s.live
+            assert one.generated == self.most[name] and one.name not in self.s.live
             ids = one.ids[: one.prompt]
             while len(ids) < len(one.ids):
                 ids.append(token_of(digest(ids)))
@@ -244,7 +244,7 @@ class Machine(RuleBasedStateMachine):
             return
         lines = (self.s.waiting, self.s.filling, self.s.ready, self.s.running)
         standing = [one.key for line in lines for one in line]
-        assert Counter([*standing, *self.s.held]) == Counter(self.s.live.keys())
+        assert Counter([*standing, *self.s.held]) == Counter(key for key, _ in self.s.live)
         assert {key[0] for key in standing} == self.due
         assert {key[0] for key in self.s.held} == self.prefilled | set(self.reserved)
         ages = [one.arrival for one in self.s.live.values()]

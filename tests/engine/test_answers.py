@@ -1,0 +1,109 @@
+"""Several answers to one prompt: computed once, each as if it were alone."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from diptych.engine.engine import Engine
+from diptych.protos.frames import Sampling
+
+from . import rig
+
+SEEDED = Sampling(30, temperature=0.9, seed=5, logprobs=2, n=4)
+
+
+def answers(owner: Engine, limit: int = 2000) -> dict[int, list]:
+    streams: dict[int, list] = {}
+    for _ in range(limit):
+        for output in owner.step():
+            if output.token is not None:
+                stream = streams.setdefault(output.index, [])
+                assert output.offset == len(stream)
+                stream.append(output.token)
+        if not owner.scheduler.live:
+            return streams
+    raise AssertionError(owner.scheduler)
+
+
+def expected(folder, ids: list[int], sampling: Sampling) -> dict[int, list]:
+    """Each answer asked for alone, by the seed that it draws with."""
+    whole = rig.request(rig.engine(folder), "x", ids, sampling)
+    single = [msgspec.structs.replace(sampling, n=1)]
+    single += [whole.sibling(i).sampling for i in range(1, sampling.n)]
+    return {i: rig.alone(rig.engine(folder), ids, one) for i, one in enumerate(single)}
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
+def test_each_answer_is_what_it_would_be_alone(checkpoint, length: int) -> None:
+    folder, ids = checkpoint("llama"), rig.prompt(length)
+    owner = rig.engine(folder)
+    owner.add(rig.request(owner, "r", ids, SEEDED))
+    assert answers(owner) == expected(folder, ids, SEEDED)
+    assert owner.prefill_tokens == length
+    assert len({str(stream) for stream in expected(folder, ids, SEEDED).values()}) == 4
+    owner.scheduler.pool.validate()
+    assert owner.scheduler.pool.used == 0
+
+
+@pytest.mark.parametrize("length", [64, 130])
+def test_one_transfer_serves_all_answers(checkpoint, length: int) -> None:
+    folder, ids = checkpoint("llama"), rig.prompt(length)
+    source, target = rig.engine(folder), rig.engine(folder)
+    source.add(rig.request(source, "r", ids, SEEDED, first_only=True))
+    firsts: dict[int, int] = {}
+    streams: dict[int, list] = {}
+    while len(firsts) < SEEDED.n:
+        for output in source.step():
+            if output.token is not None:
+                firsts[output.index] = output.token.id
+                streams[output.index] = [output.token]
+    held = source.scheduler.held["r", 0]
+    seq = rig.request(target, "r", ids, SEEDED)
+    blocks = target.reserve(seq)
+    assert blocks is not None
+    size = source.kv.block_bytes
+    read, write = np.frombuffer(source.kv.view, np.uint8), np.frombuffer(target.kv.view, np.uint8)
+    for old, new in zip(held, blocks, strict=False):
+        write[new * size : (new + 1) * size] = read[old * size : (old + 1) * size]
+    seq.ids.append(firsts[0])
+    target.commit(seq, tuple((index, firsts[index]) for index in range(1, SEEDED.n)))
+    while target.scheduler.live:
+        for output in target.step():
+            assert output.token is not None and output.offset == len(streams[output.index])
+            streams[output.index].append(output.token)
+    assert streams == expected(folder, ids, SEEDED)
+    source.drop(("r", 0))
+    for owner in (source, target):
+        owner.scheduler.pool.validate()
+        assert owner.scheduler.pool.used == 0
+
+
+def test_answers_on_a_full_pool_wait_and_are_preempted_and_stay_the_same(checkpoint) -> None:
+    folder = checkpoint("llama")
+    sampling = msgspec.structs.replace(SEEDED, max_tokens=200)
+    owner = rig.engine(folder, blocks=20, growth_tokens=64)
+    for index in range(3):
+        owner.add(rig.request(owner, f"r{index}", rig.prompt(100, index), sampling))
+    streams: dict[tuple, list] = {}
+    while owner.scheduler.live:
+        for output in owner.step():
+            streams.setdefault((output.key[0], output.index), []).append(output.token)
+        owner.scheduler.pool.validate()
+    assert owner.scheduler.preemptions > 0
+    for index in range(3):
+        alone = expected(folder, rig.prompt(100, index), sampling)
+        assert {i: streams[f"r{index}", i] for i in range(4)} == alone
+
+
+def test_a_drop_ends_all_answers(checkpoint) -> None:
+    owner = rig.engine(checkpoint("llama"))
+    owner.add(rig.request(owner, "r", rig.prompt(70), SEEDED))
+    owner.add(rig.request(owner, "other", rig.prompt(70), SEEDED))
+    for _ in range(5):
+        owner.step()
+    owner.drop(("r", 0))
+    assert {key for key, _ in owner.scheduler.live} == {("other", 0)}
+    while owner.scheduler.live:
+        assert all(output.key == ("other", 0) for output in owner.step())
+    assert owner.scheduler.pool.used == 0

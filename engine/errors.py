@@ -15,3 +15,11 @@ class WeightsError(EngineError):
 
 class OutOfMemory(EngineError):
     """Weights and KV pool do not fit."""
+
+
+class InvalidRequest(EngineError):
+    """This request cannot be served as it asks, by any replica; others are not affected."""
+
+
+class KernelUnavailable(EngineError):
+    """The C++ kernels cannot be used here; the message says why."""

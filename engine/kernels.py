@@ -19,6 +19,7 @@ import torch
 
 from .attention import Cache, Meta
 from .errors import KernelUnavailable
+from .huge import Arena
 from .ops import Norm, Ops
 
 FOLDER = Path(__file__).with_name("native")
@@ -46,7 +47,7 @@ class NativeOps(Ops):
         if head_dim % 32:
             raise KernelUnavailable(f"head size {head_dim} is no multiple of 32")
         self.name = "cpp-amx" if tiles else "cpp-avx512bf16"
-        self.tiles, self.threads = tiles, threads
+        self.tiles, self.threads, self.arena = tiles, threads, Arena()
         self.library = _library(tiles)
         name = "attention_amx" if tiles else "attention_avx512"
         self._attention = getattr(self.library, name)

@@ -116,7 +116,7 @@ class AmxLinear(Linear):
         weight = F.pad(weight, (0, 0, 0, -outputs % 32))
         self._width = weight.shape[0]
         pairs = weight.view(torch.int32).view(self._width // 32, 2, 16, self._inputs // 32, 16)
-        self._weight = pairs.permute(0, 3, 1, 4, 2).contiguous()
+        self._weight = ops.arena.place(pairs.permute(0, 3, 1, 4, 2))
         self._bias = None if bias is None else F.pad(bias.float(), (0, -outputs % 32))
 
     @staticmethod

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
-
 import torch
 
 from ..kv_transfer import KVLayout
-from .errors import OutOfMemory
-
-HUGE = 2 << 20
+from .huge import allocate
 
 
 class KVPool:
@@ -21,15 +17,8 @@ class KVPool:
 
     def __init__(self, layout: KVLayout, blocks: int, dtype: torch.dtype) -> None:
         self.layout, self.blocks, self.block_bytes = layout, blocks, layout.block_bytes
-        size = -(-blocks * self.block_bytes // HUGE) * HUGE
-        try:
-            self._map = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, ValueError) as error:
-            raise OutOfMemory(f"a KV pool of {size >> 20} MiB does not fit: {error}") from None
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._map, start = allocate(blocks * self.block_bytes, "a KV pool")
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        start = -whole.data_ptr() % HUGE
         memory = whole[start : start + blocks * self.block_bytes]
         memory.zero_()  # touches every page now: too little memory shows here, not under load
         self.base = memory.data_ptr()

@@ -87,7 +87,7 @@ def test_the_wheel_holds_the_model_and_nothing_but_diptych(tmp_path: Path) -> No
     assert top == {"diptych", next(t for t in top if t.endswith(".dist-info"))}
     assert "diptych/engine/demo/checkpoint/model.safetensors" in names
     assert "diptych/protos/inference.proto" in names
-    assert "diptych/engine/attention_kernel.cpp" in names
+    assert "diptych/engine/native/attention_amx.cpp" in names
 
 
 def test_without_a_gpu_no_cuda_package_came_along() -> None:

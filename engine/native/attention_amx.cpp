@@ -28,27 +28,54 @@ struct Shape {
     float scale;               // of scores, times log2(e)
 };
 
-// Tiles are kept one after the other: a tile whose rows lie 256 bytes apart loads seven times slower.
+// The page to come, fetched a few lines at a time between other work: all at once they would fill
+// every line buffer of the core, and it would wait.
+struct Ahead {
+    const char *keys = nullptr, *values = nullptr;
+    int left = 0;              // pairs of lines
+
+    void some(int count) {
+        if (left <= 0) return;
+        left -= count;
+        for (; count > 0; --count, keys += 64, values += 64) {
+            _mm_prefetch(keys, _MM_HINT_T0);
+            _mm_prefetch(values, _MM_HINT_T0);
+        }
+    }
+};
+
+// Where the tiles of a page of keys are: rows `row` bytes apart, the next 16 keys and the next 32
+// dims so many elements on. A tile whose rows lie 256 bytes apart loads seven times slower.
+struct Keys {
+    const uint16_t *at;
+    int64_t row, sixteen, depth;
+};
 
 // V page [64][dim] -> tiles [2][dim / 16][16 pairs of neighbouring keys][16]. Keys from `used` on are
-// 0: a weight of 0 does not hide what is no number.
-void pack_values(const uint16_t *page, int dim, int64_t used, uint32_t *packed) {
-    for (int pair = 0; pair < kPage / 2; ++pair)
-        for (int d = 0; d < dim; d += 16) {
-            const uint16_t *low = page + 2 * pair * dim + d;
-            const __mmask16 first = 2 * pair < used ? 0xffff : 0, second = 2 * pair + 1 < used ? 0xffff : 0;
-            const __m512i a = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first, low));
-            const __m512i b = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(second, low + dim));
+// 0: a weight of 0 does not hide what is no number. Of 32 columns a tile has those of the even
+// quarters of each 16 bytes, the next tile the odd ones; `finish` puts them in order.
+void pack_values(const uint16_t *page, int dim, int64_t used, uint32_t *packed, Ahead &ahead) {
+    for (int pair = 0; pair < kPage / 2; ++pair) {
+        const __mmask32 first = 2 * pair < used ? ~0u : 0, second = 2 * pair + 1 < used ? ~0u : 0;
+        ahead.some(1);
+        for (int d = 0; d < dim; d += 32) {
+            const uint16_t *at = page + 2 * pair * dim + d;
+            const __m512i a = _mm512_maskz_loadu_epi16(first, at);
+            const __m512i b = _mm512_maskz_loadu_epi16(second, at + dim);
             uint32_t *to = packed + (pair / 16 * dim + d) * 16 + pair % 16 * 16;
-            _mm512_storeu_si512(to, _mm512_or_si512(a, _mm512_slli_epi32(b, 16)));
+            _mm512_store_si512(to, _mm512_unpacklo_epi16(a, b));
+            _mm512_store_si512(to + 256, _mm512_unpackhi_epi16(a, b));
         }
+    }
 }
 
-// K page [64][dim] -> tiles [dim / 32][4][16 keys][32].
-void pack_keys(const uint16_t *page, int dim, uint16_t *packed) {
+// K page [64][dim] as it lies, or as tiles [dim / 32][4][16 keys][32].
+Keys find_keys(const uint16_t *page, int dim, uint16_t *packed) {
+    if (dim <= 64) return {page, dim * 2, 16 * dim, 32};
     for (int key = 0; key < kPage; ++key)
         for (int d = 0; d < dim; d += 32)
-            _mm512_storeu_si512(packed + d * kPage + key * 32, _mm512_loadu_si512(page + key * dim + d));
+            _mm512_store_si512(packed + d * kPage + key * 32, _mm512_loadu_si512(page + key * dim + d));
+    return {packed, 64, 512, kPage * 32};
 }
 
 // Sixteen rows of one KV head and what is known of their softmax.
@@ -59,21 +86,22 @@ struct Lanes {
     float *acc;                // tiles [dim / 16][16 rows][16]
 };
 
-// Scores [64 keys][16 lanes] against a page of packed keys.
-void score(const Shape &s, const uint32_t *query, const uint16_t *keys, float *scores) {
+// Scores [64 keys][16 lanes] against a page of keys.
+void score(const Shape &s, const uint32_t *query, const Keys &keys, float *scores) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int d = 0; d < s.dim; d += 32, keys += kPage * 32) {
+    const uint16_t *at = keys.at;
+    for (int d = 0; d < s.dim; d += 32, at += keys.depth) {
         _tile_loadd(6, query + d / 2 * kLanes, 64);
-        _tile_loadd(4, keys, 64);
+        _tile_loadd(4, at, keys.row);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, keys + 512, 64);
+        _tile_loadd(5, at + keys.sixteen, keys.row);
         _tile_dpbf16ps(1, 5, 6);
-        _tile_loadd(4, keys + 1024, 64);
+        _tile_loadd(4, at + 2 * keys.sixteen, keys.row);
         _tile_dpbf16ps(2, 4, 6);
-        _tile_loadd(5, keys + 1536, 64);
+        _tile_loadd(5, at + 3 * keys.sixteen, keys.row);
         _tile_dpbf16ps(3, 5, 6);
     }
     _tile_stored(0, scores, 64);
@@ -123,7 +151,7 @@ __m512 refer(const Shape &s, Lanes &lanes, const float *scores) {
 }
 
 // Softmax weights of a page as two tiles [16 rows][32 keys].
-void weigh(const Shape &s, Lanes &lanes, const float *scores, uint32_t *weights) {
+void weigh(const Shape &s, Lanes &lanes, const float *scores, uint32_t *weights, Ahead &ahead) {
     const __m512 reference = refer(s, lanes, scores), factor = _mm512_set1_ps(s.scale);
     const __m512i order = _mm512_setr_epi32(0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005,
                                             0x160006, 0x170007, 0x180008, 0x190009, 0x1a000a, 0x1b000b,
@@ -131,8 +159,10 @@ void weigh(const Shape &s, Lanes &lanes, const float *scores, uint32_t *weights)
     __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
     for (int half = 0; half < 2; ++half, scores += 32 * kLanes, weights += 256) {
         alignas(64) uint32_t pairs[16][kLanes];
+        ahead.some(4);
 #pragma GCC unroll 4
         for (int pair = 0; pair < 16; ++pair) {
+            ahead.some(2);
             const float *at = scores + 2 * pair * kLanes;
             const __m512 a = exp2_ps(_mm512_fmsub_ps(_mm512_loadu_ps(at), factor, reference));
             const __m512 b = exp2_ps(_mm512_fmsub_ps(_mm512_loadu_ps(at + kLanes), factor, reference));
@@ -179,23 +209,24 @@ void gather(const uint32_t *weights, const uint32_t *values, int dim, float *acc
 
 struct Scratch {
     Buffer<uint32_t> queries, values;
-    Buffer<uint16_t> keys, rows;
+    Buffer<uint16_t> packed, rows;
     Buffer<float> acc;
     std::vector<Lanes> lanes;
     alignas(64) float scores[kPage * kLanes];
     alignas(64) uint32_t weights[2 * 16 * 16];
+    Ahead ahead;
 };
 
-// Sixteen rows see the packed page whose first key is at position `first`.
-void step(const Shape &s, Scratch &scratch, Lanes &lanes, int64_t first) {
+// Sixteen rows see the page whose first key is at position `first`.
+void step(const Shape &s, Scratch &scratch, Lanes &lanes, const Keys &keys, int64_t first) {
     const int64_t low = lanes.position[0], high = lanes.position[kLanes - 1];
     if (first > high || (s.window && first + kPage - 1 <= low - s.window)) return;
     const uint32_t *values = scratch.values.data();
     __asm__ volatile("" ::: "memory");  // tile loads do not say that they read memory
-    score(s, lanes.query, scratch.keys.data(), scratch.scores);
+    score(s, lanes.query, keys, scratch.scores);
     if (first + kPage - 1 > low || (s.window && first <= high - s.window))
         hide(s, lanes, first, scratch.scores);
-    weigh(s, lanes, scratch.scores, scratch.weights);
+    weigh(s, lanes, scratch.scores, scratch.weights, scratch.ahead);
     __asm__ volatile("" ::: "memory");
     int d = 0;
     for (; d + 64 <= s.dim; d += 64)
@@ -210,7 +241,7 @@ void begin(const Shape &s, Scratch &to, int64_t token, int total, int64_t start,
     uint32_t *queries = to.queries.at_least(size / 2);
     float *acc = to.acc.at_least(size);
     std::fill(acc, acc + size, 0.0f);
-    to.keys.at_least(kPage * s.dim);
+    to.packed.at_least(kPage * s.dim);
     to.values.at_least(kPage / 2 * s.dim);
     uint16_t *rows = to.rows.at_least(kLanes * s.dim);
     to.lanes.resize(tiles);
@@ -234,20 +265,21 @@ void begin(const Shape &s, Scratch &to, int64_t token, int total, int64_t start,
 
 void finish(const Shape &s, const Scratch &from, int64_t token, int total, int head) {
     const int group = s.heads / s.kv_heads;
+    const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
     for (int row = 0; row < total; ++row) {
         const Lanes &lanes = from.lanes[row / kLanes];
         const float *acc = lanes.acc + row % kLanes * 16;
         const __m512 inverse = _mm512_set1_ps(1.0f / lanes.sum[row % kLanes]);
         uint16_t *out = s.out + (token + row / group) * s.out_row +
                         (int64_t)(head * group + row % group) * s.dim;
-        for (int d = 0; d < s.dim; d += 16)
-            store_bf16(out + d, _mm512_mul_ps(_mm512_loadu_ps(acc + d * kLanes), inverse));
+        for (int d = 0; d < s.dim; d += 32) {
+            const __m512 a = _mm512_mul_ps(_mm512_loadu_ps(acc + d * kLanes), inverse);
+            const __m512 b = _mm512_mul_ps(_mm512_loadu_ps(acc + (d + 16) * kLanes), inverse);
+            store_bf16(out + d, _mm512_permutex2var_ps(a, low, b));
+            store_bf16(out + d + 16, _mm512_permutex2var_ps(a, high, b));
+        }
     }
-}
-
-// One tile does too little with a page to wait for the next one.
-void fetch(const uint16_t *page, int dim) {
-    for (int64_t i = 0; i < kPage * dim; i += 32) _mm_prefetch((const char *)(page + i), _MM_HINT_T0);
 }
 
 // Query tokens `token`..`token + count` of a span, first position `start`, one KV head.
@@ -259,14 +291,15 @@ void work(const Shape &s, Scratch &scratch, int64_t token, int count, int64_t st
     const int64_t last = (start + count - 1) / kPage;
     for (int64_t p = oldest / kPage; p <= last; ++p) {
         const int64_t base = table[p] * s.block + head * s.head;
-        if (scratch.lanes.size() == 1 && p < last) {
+        if (scratch.lanes.size() == 1 && p < last) {  // more tiles have enough to do with a page
             const int64_t next = table[p + 1] * s.block + head * s.head;
-            fetch(s.k + next, s.dim);
-            fetch(s.v + next, s.dim);
+            scratch.ahead = {(const char *)(s.k + next), (const char *)(s.v + next), 2 * s.dim};
         }
-        pack_keys(s.k + base, s.dim, scratch.keys.data());
-        pack_values(s.v + base, s.dim, start + count - p * kPage, scratch.values.data());
-        for (Lanes &lanes : scratch.lanes) step(s, scratch, lanes, p * kPage);
+        const Keys keys = find_keys(s.k + base, s.dim, scratch.packed.data());
+        const int64_t used = start + count - p * kPage;
+        pack_values(s.v + base, s.dim, used, scratch.values.data(), scratch.ahead);
+        for (Lanes &lanes : scratch.lanes) step(s, scratch, lanes, keys, p * kPage);
+        scratch.ahead.some(scratch.ahead.left);
     }
     finish(s, scratch, token, total, head);
 }

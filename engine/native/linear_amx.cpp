@@ -14,6 +14,7 @@ namespace {
 constexpr int64_t kTile = 512;   // bf16 elements of a tile: 16 rows of 32
 constexpr int64_t kCached = 1 << 19;  // elements of rows that stay in L2
 constexpr int64_t kDepth = 8;   // tiles of K that stay in L1 with one panel of weights
+constexpr int64_t kAhead = 32;   // tiles of weights on their way, where each is used once
 
 struct Call {
     const uint16_t *x, *norm, *weight;  // [rows, K], [K] or null, panels [N/32][K/32][2][16][16] pairs
@@ -51,9 +52,11 @@ void pack(const Call &c, int64_t row, uint16_t *packed) {
     }
 }
 
-// C [32][32] += A [32][32 * depth] B [32 * depth][32]; with `one`, only the first 16 rows.
+// C [32][32] += A [32][32 * depth] B [32 * depth][32]; with `one`, only the first 16 rows. With every
+// step in depth, `lines` cache lines from `ahead` on are fetched.
 template <bool one>
-inline void product(const uint16_t *a, const uint16_t *b, int64_t depth, float *c, bool fresh) {
+inline void product(const uint16_t *a, const uint16_t *b, int64_t depth, float *c, bool fresh,
+                    const char *ahead, int lines) {
     if (fresh) {
         _tile_zero(0);
         _tile_zero(1);
@@ -68,6 +71,7 @@ inline void product(const uint16_t *a, const uint16_t *b, int64_t depth, float *
         }
     }
     for (int64_t k = 0; k < depth; ++k, a += 2 * kTile, b += 2 * kTile) {
+        for (int i = 0; i < lines; ++i, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
         _tile_loadd(4, a, 64);
         _tile_loadd(6, b, 64);
         _tile_dpbf16ps(0, 4, 6);
@@ -112,25 +116,25 @@ void finish(const Call &c, const float *sums, int64_t row, int64_t rows, int64_t
     }
 }
 
-// Rows `first`..`last` against one panel of 32 outputs; `next` is the panel to come.
+// Rows `first`..`last` against one panel of 32 outputs, while the next one is fetched.
 void panel(const Call &c, const uint16_t *packed, int64_t first, int64_t last, int64_t column,
            float *sums) {
     const int64_t depth = c.inputs / 32;
     const int64_t step = last - first > 64 ? kDepth : depth;
     const uint16_t *weight = c.weight + column * c.inputs;
-    const int64_t ahead = (depth * 2 * kTile * 2 / 64) / ((depth + step - 1) / step) /
-                              ((last - first + 31) / 32) + 1;  // lines to fetch with each product
-    const char *next = (const char *)(weight + depth * 2 * kTile);
+    const int64_t tiles = (last - first + 31) / 32;  // of rows: so often each weight is used
+    const char *ahead = (const char *)(weight + (tiles > 1 ? 2 * depth : kAhead) * kTile);
+    const int lines = (int)((32 + tiles - 1) / tiles);
     for (int64_t k = 0; k < depth; k += step) {
         const int64_t part = std::min(step, depth - k);
         for (int64_t row = first; row < last; row += 32) {
             const uint16_t *a = packed + (row / 32 * depth + k) * 2 * kTile;
             float *tile = sums + (row - first) * 32;
-            for (int64_t i = 0; i < ahead; ++i, next += 64) _mm_prefetch(next, _MM_HINT_T1);
             if (last - row <= 16)
-                product<true>(a, weight + k * 2 * kTile, part, tile, k == 0);
+                product<true>(a, weight + k * 2 * kTile, part, tile, k == 0, ahead, lines);
             else
-                product<false>(a, weight + k * 2 * kTile, part, tile, k == 0);
+                product<false>(a, weight + k * 2 * kTile, part, tile, k == 0, ahead, lines);
+            ahead += part * lines * 64;
             if (k + part == depth) finish(c, tile, row, std::min<int64_t>(32, last - row), column);
         }
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,14 @@ import pytest
 import torch
 from diptych.engine.engine import Engine, EngineConfig
 from diptych.engine.errors import EngineError, OutOfMemory, UnsupportedModel, WeightsError
-from diptych.engine.spec import Rope, fingerprint, read_spec
+from diptych.engine.memory import available_memory, check_memory, weight_bytes
+from diptych.engine.quantization import Fp8
+from diptych.engine.spec import Experts, Rope, fingerprint, read_spec
+from diptych.engine.tensors import dequantize
 from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from tests.support import checkpoints
+from tests.support import checkpoints, quantized
 
 from .rig import MAX_LEN, engine
 
@@ -60,10 +65,67 @@ def test_a_config_without_architecture_is_refused(llama: Path) -> None:
     assert "(none)" in refusal(llama, UnsupportedModel)
 
 
-def test_an_unknown_rope_type_is_named(llama: Path) -> None:
-    change(llama, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0})
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "proportional", "x"])
+def test_an_unknown_rope_type_is_named(llama: Path, kind: str) -> None:
+    change(llama, rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 4.0})
     message = refusal(llama, UnsupportedModel)
-    assert "'yarn'" in message and "llama3" in message
+    assert f"'{kind}'" in message and "llama3, yarn" in message
+
+
+def test_what_rope_does_not_know_is_named_unless_it_is_null(llama: Path) -> None:
+    change(llama, rope_parameters={"rope_theta": 1e4, "long_factor": None})
+    assert read_spec(llama).rope == Rope(1e4)
+    change(llama, rope_parameters={"rope_theta": 1e4, "mrope_section": [1, 2]})
+    assert "mrope_section" in refusal(llama, UnsupportedModel)
+
+
+@pytest.mark.parametrize("name", ["Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM"])
+def test_other_mixtures_of_experts_are_refused(llama: Path, name: str) -> None:
+    change(llama, architectures=[name])
+    assert name in refusal(llama, UnsupportedModel)
+
+
+def test_an_unknown_kind_of_layer_is_named(tmp_path: Path) -> None:
+    kinds = ["full_attention", "chunked_attention", "full_attention"]
+    window = {"use_sliding_window": True, "sliding_window": 70, "layer_types": kinds}
+    folder = checkpoints.make(tmp_path / "m", "qwen3", **window)
+    assert "chunked_attention" in refusal(folder, UnsupportedModel)
+
+
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+INT4 = {"weights": {"num_bits": 4, "type": "int", "strategy": "group"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "'bitsandbytes'"),
+        ({"quant_method": "mxfp4"}, "'mxfp4'"),
+        ({"bits": 4}, "None"),
+        (COMPRESSED | {"config_groups": {"group_0": INT4}}, "4-bit int weights"),
+        (COMPRESSED | {"config_groups": {}}, "0 kinds of groups"),
+        (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+        (COMPRESSED | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
+    ],
+)
+def test_other_quantizations_are_named_with_what_is_supported(
+    llama: Path, config: dict, named: str
+) -> None:
+    change(llama, quantization_config=config)
+    message = refusal(llama, UnsupportedModel)
+    assert named in message and "quantization_config" in message
+
+
+def test_a_tensor_without_a_place_in_the_model_is_named(llama: Path) -> None:
+    weights = load_file(llama / "model.safetensors")
+    known = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
+    save_file(weights | known, llama / "model.safetensors", {"format": "pt"})
+    assert engine(llama).exact
+    extra = {"model.layers.0.self_attn.q_proj.bias": torch.ones(128), "z": torch.ones(1)}
+    save_file(weights | extra, llama / "model.safetensors", {"format": "pt"})
+    message = refusal(llama, UnsupportedModel)
+    assert "model.layers.0.self_attn.q_proj.bias and 1 more" in message
 
 
 @pytest.mark.parametrize(
@@ -95,6 +157,28 @@ def test_a_missing_config_is_named(llama: Path) -> None:
 def test_a_malformed_config_is_named(llama: Path, text: str) -> None:
     (llama / "config.json").write_text(text)
     assert "config.json is not" in refusal(llama, WeightsError)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers in config.json is 0"),
+        ({"vocab_size": "512"}, "vocab_size in config.json is '512'"),
+        ({"num_attention_heads": 3}, "num_attention_heads 3 in config.json is no multiple of"),
+        ({"num_attention_heads": 6}, "hidden_size 128 in config.json is no multiple of"),
+        ({"head_dim": 33}, "head_dim 33 is odd"),
+    ],
+)
+def test_sizes_that_do_not_fit_each_other_are_named(
+    llama: Path, values: dict[str, Any], named: str
+) -> None:
+    change(llama, **values)
+    assert named in refusal(llama, EngineError)
+
+
+def test_more_experts_per_token_than_there_are_is_named(tmp_path: Path) -> None:
+    folder = checkpoints.make(tmp_path / "m", "mixtral", num_experts_per_tok=5)
+    assert "num_experts_per_tok 5 in config.json exceeds 4" in refusal(folder, WeightsError)
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "vocab_size", "rms_norm_eps"])
@@ -145,14 +229,100 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(llama: Path) -> Non
 
 
 def test_shards_are_read_as_one_checkpoint(llama: Path) -> None:
-    weights = load_file(llama / "model.safetensors")
-    (llama / "model.safetensors").unlink()
-    where = {name: f"part-{index % 2}.safetensors" for index, name in enumerate(sorted(weights))}
-    for part in set(where.values()):
-        mine = {name: tensor for name, tensor in weights.items() if where[name] == part}
-        save_file(mine, llama / part, {"format": "pt"})
-    (llama / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    checkpoints.split(llama, 2)
     assert engine(llama).exact
+
+
+def test_a_shard_of_a_split_checkpoint_that_is_missing_is_named(llama: Path) -> None:
+    shard = checkpoints.split(llama, 3)["lm_head.weight"]
+    (llama / shard).unlink()
+    assert f"{shard} is missing" in refusal(llama, WeightsError)
+
+
+def test_a_truncated_shard_is_named(llama: Path) -> None:
+    shard = llama / checkpoints.split(llama, 3)["lm_head.weight"]
+    shard.write_bytes(shard.read_bytes()[:-7])
+    assert f"{shard.name} is damaged or truncated" in refusal(llama, WeightsError)
+
+
+def test_a_shard_without_a_tensor_that_the_index_places_there_is_named(llama: Path) -> None:
+    where = checkpoints.split(llama, 2)
+    one, two = sorted(set(where.values()))
+    (llama / two).write_bytes((llama / one).read_bytes())
+    message = refusal(llama, WeightsError)
+    assert f"{two} in" in message and "has no tensor" in message
+
+
+def test_a_shard_of_another_model_is_named_by_a_shape(llama: Path, tmp_path: Path) -> None:
+    other = checkpoints.make(tmp_path / "other", "llama", intermediate_size=320)
+    shard = checkpoints.split(llama, 2)["model.layers.0.mlp.up_proj.weight"]
+    checkpoints.split(other, 2)
+    (llama / shard).write_bytes((other / shard).read_bytes())
+    assert "[320, 128], config.json implies [256, 128]" in refusal(llama, WeightsError)
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": ["a"]}])
+def test_an_index_without_a_map_is_named(llama: Path, index: dict) -> None:
+    (llama / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model.safetensors.index.json has no weight_map" in refusal(llama, WeightsError)
+
+
+# ---- fp8 -----------------------------------------------------------------------------------------
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def fp8(llama: Path, tmp_path: Path) -> Path:
+    quantized.quantize(llama, tmp_path / "fp8", "block")
+    return tmp_path / "fp8"
+
+
+def test_an_fp8_tensor_without_a_scale_is_named(fp8: Path) -> None:
+    reweigh(fp8, **{Q + "_scale_inv": None})
+    assert f"{Q} is float8" in refusal(fp8, WeightsError)
+
+
+def test_an_fp8_tensor_of_a_config_that_does_not_say_so_is_named(fp8: Path) -> None:
+    change(fp8, quantization_config=None)
+    assert "config.json has no quantization_config" in refusal(fp8, WeightsError)
+
+
+def test_scales_that_do_not_fit_are_named_with_both_shapes(fp8: Path) -> None:
+    reweigh(fp8, **{Q + "_scale_inv": torch.ones(3, 2)})
+    message = refusal(fp8, WeightsError)
+    assert f"{Q} [128, 128] are [3, 2]" in message and "64 x 48" in message
+
+
+@pytest.mark.parametrize("values", [{Q + "_scale_inv": torch.ones(2, 3, dtype=torch.uint8)}])
+def test_scales_that_are_codes_are_refused(fp8: Path, values: dict) -> None:
+    reweigh(fp8, **values)
+    assert "torch.uint8, not floats" in refusal(fp8, UnsupportedModel)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e5m2, torch.float64])
+def test_a_tensor_of_an_unknown_type_is_named(fp8: Path, dtype: torch.dtype) -> None:
+    reweigh(fp8, **{Q: torch.ones(128, 128).to(dtype)})
+    assert f"{Q} is {str(dtype)[6:]}" in refusal(fp8, UnsupportedModel)
+
+
+def test_a_scale_of_a_weight_that_is_not_quantized_is_refused(fp8: Path) -> None:
+    reweigh(fp8, **{Q: torch.ones(128, 128)})
+    assert "float32 with a scale" in refusal(fp8, UnsupportedModel)
+
+
+def test_scales_of_a_quantized_kv_cache_are_not_read(fp8: Path) -> None:
+    weights = load_file(fp8 / "model.safetensors")
+    weights |= {f"model.layers.0.self_attn.{name}_scale": torch.tensor(0.1) for name in "kv"}
+    save_file(weights, fp8 / "model.safetensors", {"format": "pt"})
+    assert engine(fp8).exact
+
+
+def test_block_scales_give_what_transformers_makes_of_them() -> None:
+    weight = torch.randn(192, 128).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 2)
+    ours = dequantize("w", weight, scales, Fp8((64, 64)))
+    assert torch.equal(ours, Fp8Dequantize(None)._dequantize_one(weight, scales, torch.float32))
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -177,8 +347,47 @@ def test_without_a_wish_the_context_is_what_the_pool_holds(llama: Path) -> None:
 
 
 def test_an_absurd_pool_is_out_of_memory(llama: Path) -> None:
-    with pytest.raises(OutOfMemory, match="does not fit"):
+    with pytest.raises(OutOfMemory, match="do not fit"):
         Engine(EngineConfig(llama, kv_bytes=1 << 62, max_model_len=MAX_LEN))
+
+
+def test_weights_that_do_not_fit_are_refused_before_any_is_read(llama: Path) -> None:
+    spec = read_spec(llama)
+    weights = weight_bytes(spec, "bfloat16")
+    # 3 layers of 49152 + 98304, two times 65536, and 3 x 65536 while packing, 2 bytes each
+    assert weights == (3 * 147456 + 2 * 65536 + 3 * 65536) * 2
+    check_memory(spec, "bfloat16", 5 << 20, weights + (5 << 20))
+    check_memory(spec, "bfloat16", 5 << 20, None)
+    with pytest.raises(OutOfMemory, match=r"1 MiB of bfloat16 weights.* need 6 MiB, 6 MiB") as few:
+        check_memory(spec, "bfloat16", 5 << 20, weights + (5 << 20) - 1)
+    assert "lower engine.kv_mib" in str(few.value)
+    with pytest.raises(OutOfMemory, match=r"weights alone .* or model.dtype bfloat16"):
+        check_memory(spec, "float32", 5 << 20, weights)
+
+
+def test_an_engine_without_memory_opens_no_weights(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diptych.engine.engine.available_memory", lambda: 1 << 20)
+    (llama / "model.safetensors").unlink()
+    assert "1 MiB are available" in refusal(llama, OutOfMemory)
+
+
+def test_the_least_of_machine_and_cgroups_is_available(tmp_path: Path) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "groups"
+    (proc / "self").mkdir(parents=True)
+    (groups / "pod/box").mkdir(parents=True)
+    assert available_memory(proc, groups) is None
+    (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 5000 kB\nHugePages: 0\n")
+    assert available_memory(proc, groups) == 5000 << 10
+    (proc / "self/cgroup").write_text("0::/pod/box\n")
+    for group, most in (("pod", "1000000"), ("pod/box", "max")):
+        (groups / group / "memory.max").write_text(most + "\n")
+        (groups / group / "memory.current").write_text("900000\n")
+    (groups / "pod/memory.stat").write_text("anon 5\ninactive_file 200000\nactive_file 1\n")
+    assert available_memory(proc, groups) == 1000000 - 900000 + 200001
+    (groups / "pod/box/memory.max").write_text("10\n")
+    assert available_memory(proc, groups) == 0
 
 
 # ---- reading the spec ----------------------------------------------------------------------------
@@ -191,6 +400,39 @@ def test_both_spellings_of_rope_are_read(llama: Path) -> None:
     theta = scaling.pop("rope_theta")
     change(llama, rope_parameters=None, rope_theta=theta, rope_scaling=scaling)
     assert read_spec(llama).rope == rope
+
+
+def test_yarn_stretches_the_context_and_infers_its_factors(llama: Path) -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    change(llama, rope_parameters=None, rope_theta=1e6, rope_scaling=scaling)
+    spec = read_spec(llama)
+    assert spec.max_positions == 4096
+    assert spec.rope.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+    change(llama, rope_scaling=scaling | {"factor": None})  # 2048 / 1024
+    assert (read_spec(llama).rope.factor, read_spec(llama).max_positions) == (2.0, 2048)
+
+
+def test_where_no_theta_is_given_mixtral_has_its_own(checkpoint) -> None:
+    assert read_spec(checkpoint("mixtral")).rope == Rope(1e6)
+    assert read_spec(checkpoint("mistral")).rope == Rope(1e4)
+
+
+def test_experts_are_read_in_both_spellings(checkpoint, tmp_path: Path) -> None:
+    spec = read_spec(checkpoint("qwen3_moe"))
+    assert spec.experts == Experts(8, 3, 96, True, (True, False, True))
+    folder = checkpoints.make(tmp_path / "m", "qwen3_moe")
+    change(folder, num_experts=None, num_local_experts=8)
+    assert read_spec(folder) == spec
+    change(folder, norm_topk_prob=None, mlp_only_layers=None, decoder_sparse_step=2)
+    assert read_spec(folder).experts == Experts(8, 3, 96, False, (False, True, False))
+    assert read_spec(checkpoint("mixtral")).experts == Experts(4, 2, 256, True, (True,) * 3)
+
+
+def test_parameters_count_every_expert(checkpoint) -> None:
+    for name in ("llama", "qwen2", "mixtral", "qwen3_moe"):
+        weights = load_file(checkpoint(name) / "model.safetensors")
+        matrices = sum(tensor.numel() for tensor in weights.values() if tensor.dim() == 2)
+        assert read_spec(checkpoint(name)).parameters == matrices
 
 
 def test_the_oldest_spelling_says_type(llama: Path) -> None:
@@ -223,7 +465,7 @@ def test_end_ids_come_from_the_config_if_there_is_no_generation_config(llama: Pa
 def test_each_architecture_has_its_own_extras(checkpoint) -> None:
     specs = {name: read_spec(checkpoint(name)) for name in checkpoints.ARCHITECTURES}
     assert {name for name, spec in specs.items() if spec.qkv_bias} == {"qwen2"}
-    assert {name for name, spec in specs.items() if spec.qk_norm} == {"qwen3"}
+    assert {name for name, spec in specs.items() if spec.qk_norm} == {"qwen3", "qwen3_moe"}
     assert {name for name, spec in specs.items() if spec.tied} == {"qwen2"}
     assert specs["mistral"].windows == (100, 100, 100)
     assert specs["llama"].windows == (None, None, None)
@@ -235,3 +477,17 @@ def test_the_fingerprint_tells_models_apart_and_nothing_else(tmp_path: Path, lla
     assert fingerprint(llama) == fingerprint(copy) and len(fingerprint(llama)) == 16
     change(copy, rms_norm_eps=1e-6)
     assert fingerprint(llama) != fingerprint(copy)
+
+
+def test_the_fingerprint_tells_finetunes_of_one_model_apart(tmp_path: Path, llama: Path) -> None:
+    tuned = checkpoints.make(tmp_path / "tuned", "llama", seed=1)
+    assert fingerprint(llama) != fingerprint(tuned)
+    file = llama / "model.safetensors"
+    before, size = fingerprint(llama), file.stat().st_size
+    assert size > 3 * 65536
+    for at in (size - 1, 65535):
+        text = bytearray(file.read_bytes())
+        text[at] ^= 1
+        file.write_bytes(text)
+        assert fingerprint(llama) != before
+        before = fingerprint(llama)

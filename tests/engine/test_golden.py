@@ -10,9 +10,10 @@ import pytest
 import torch
 from diptych.engine.spec import read_spec
 from diptych.protos.frames import Sampling, Token
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.support import checkpoints
+from tests.support import checkpoints, quantized
 from tests.support.checkpoints import VOCAB
 
 from .rig import alone, drain, engine, finish, prompt, request
@@ -55,23 +56,83 @@ def test_a_batch_matches_transformers(model: Path) -> None:
         check(model, ids, streams[name])
 
 
-CHANGES = {
-    "linear-rope": {
-        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-    },
-    "plain-rope": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
-    "tied": {"tie_word_embeddings": True},
-    "one-kv-head": {"num_key_value_heads": 1},
-    "as-many-kv-heads": {"num_key_value_heads": 4},
-    "wide-heads": {"head_dim": 128},
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+YARN |= {"original_max_position_embeddings": 128}
+#: what a checkpoint may say -> (architecture, changes of its config)
+CHANGES: dict[str, tuple[str, dict]] = {
+    "linear-rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
+    "plain-rope": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
+    "llama3-rope-of-qwen": ("qwen3", {"rope_parameters": checkpoints.LLAMA3_ROPE}),
+    "yarn": ("llama", {"rope_parameters": YARN}),
+    "yarn-of-qwen": ("qwen3", {"rope_parameters": YARN | {"beta_fast": 16.0, "beta_slow": 2.0}}),
+    "yarn-of-experts": ("qwen3_moe", {"rope_parameters": YARN | {"attention_factor": 1.3}}),
+    "yarn-mscale": ("llama", {"rope_parameters": YARN | {"mscale": 1.2, "mscale_all_dim": 0.5}}),
+    "yarn-untruncated": ("llama", {"rope_parameters": YARN | {"truncate": False}}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "tied-experts": ("qwen3_moe", {"tie_word_embeddings": True}),
+    "biases": ("llama", {"attention_bias": True}),
+    "biases-of-qwen3": ("qwen3", {"attention_bias": True}),
+    "biases-of-experts": ("qwen3_moe", {"attention_bias": True}),
+    "one-kv-head": ("llama", {"num_key_value_heads": 1}),
+    "as-many-kv-heads": ("llama", {"num_key_value_heads": 4}),
+    "wide-heads": ("llama", {"head_dim": 128}),
+    "window-of-mixtral": ("mixtral", {"sliding_window": 70}),
+    "window-of-experts": ("qwen3_moe", {"sliding_window": 70, "use_sliding_window": True}),
+    "window-that-is-off": ("qwen3", {"sliding_window": 70, "use_sliding_window": False}),
+    "weights-as-they-are": ("qwen3_moe", {"norm_topk_prob": False}),
+    "every-other-layer": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
+    "one-expert": ("mixtral", {"num_experts_per_tok": 1}),
+    "all-experts": ("mixtral", {"num_experts_per_tok": 4}),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_llama_variants_match_transformers(tmp_path: Path, change: str) -> None:
-    folder = checkpoints.make(tmp_path / "m", "llama", **CHANGES[change])
+def test_variants_match_transformers(tmp_path: Path, change: str) -> None:
+    architecture, values = CHANGES[change]
+    folder = checkpoints.make(tmp_path / "m", architecture, **values)
     owner = engine(folder, "float32", max_step_tokens=128)
     check(folder, prompt(333), alone(owner, prompt(333), WHOLE))
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_tied_head_that_is_on_disk_counts_as_it_does_in_transformers(
+    tmp_path: Path, same: bool
+) -> None:
+    folder = checkpoints.make(tmp_path / "m", "llama")
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    if same:
+        weights = load_file(folder / "model.safetensors")
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    check(folder, prompt(100), alone(engine(folder, "float32"), prompt(100), WHOLE))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_shards_match_transformers(tmp_path: Path, name: str) -> None:
+    folder = checkpoints.make(tmp_path / "m", name)
+    checkpoints.split(folder, 3)
+    check(folder, prompt(100), alone(engine(folder, "float32"), prompt(100), WHOLE))
+
+
+@pytest.mark.parametrize("style", quantized.STYLES)
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3_moe"])
+def test_fp8_weights_are_those_that_their_scales_give(
+    tmp_path: Path, name: str, style: str
+) -> None:
+    source = checkpoints.make(tmp_path / "source", name)
+    plain = quantized.quantize(source, tmp_path / "fp8", style)
+    tokens = alone(engine(tmp_path / "fp8", "float32"), prompt(100), WHOLE)
+    check(plain, prompt(100), tokens)
+    for dtype in ("float32", "bfloat16"):
+        ours, theirs = (
+            alone(engine(folder, dtype), prompt(100), WHOLE) for folder in (tmp_path / "fp8", plain)
+        )
+        assert ours == theirs
+    assert ours != alone(engine(source), prompt(100), WHOLE), "quantizing changes something"
 
 
 def test_an_untied_qwen2_matches_transformers(tmp_path: Path) -> None:

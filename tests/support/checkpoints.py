@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 VOCAB = 512
@@ -37,12 +37,27 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN3_MOE = {
+    "head_dim": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
 #: name -> (architecture, model type, config on top of BASE)
 ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "llama", {"rope_parameters": LLAMA3_ROPE}),
     "mistral": ("MistralForCausalLM", "mistral", {"sliding_window": 100}),
     "qwen2": ("Qwen2ForCausalLM", "qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", "qwen3", {"head_dim": 64}),
+    "mixtral": (
+        "MixtralForCausalLM",
+        "mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "qwen3_moe", QWEN3_MOE),
 }
 
 
@@ -59,41 +74,82 @@ def make(folder: Path, name: str, seed: int = 0, **changes: Any) -> Path:
     return folder
 
 
-def _weights(config: dict[str, Any], kind: str, seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    hidden, wide = config["hidden_size"], config["intermediate_size"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    dim = config.get("head_dim") or hidden // heads
-
-    def random(*shape: int, scale: float = 0.08) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) * scale
-
-    def around_one(size: int) -> torch.Tensor:
-        return 1 + random(size)
-
-    weights = {
-        "model.embed_tokens.weight": random(config["vocab_size"], hidden),
-        "model.norm.weight": around_one(hidden),
+def split(folder: Path, shards: int) -> dict[str, str]:
+    """Turns a checkpoint of one file into one of several; tensor -> its shard."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    shard = "model-{:05d}-of-{:05d}.safetensors"
+    where = {
+        name: shard.format(index % shards + 1, shards) for index, name in enumerate(sorted(weights))
     }
+    for file in set(where.values()):
+        mine = {name: tensor for name, tensor in weights.items() if where[name] == file}
+        save_file(mine, folder / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return where
+
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def _weights(config: dict[str, Any], kind: str, seed: int) -> dict[str, torch.Tensor]:
+    """Norms around 1, routers wide enough to prefer clearly, everything else small."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in _shapes(config, kind).items():
+        values = torch.randn(*shape, generator=generator)
+        values *= 0.5 if name.endswith(("mlp.gate.weight", "moe.gate.weight")) else 0.08
+        weights[name] = 1 + values if name.endswith("norm.weight") else values
+    return weights
+
+
+def _shapes(config: dict[str, Any], kind: str) -> Shapes:
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
     if not config["tie_word_embeddings"]:
-        weights["lm_head.weight"] = random(config["vocab_size"], hidden)
+        shapes["lm_head.weight"] = (vocab, hidden)
     for index in range(config["num_hidden_layers"]):
         at = f"model.layers.{index}."
-        sizes = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
-        for projection, size in sizes.items():
-            weights[f"{at}self_attn.{projection}.weight"] = random(size, hidden)
-            if kind == "qwen2":
-                weights[f"{at}self_attn.{projection}.bias"] = random(size)
-        weights[f"{at}self_attn.o_proj.weight"] = random(hidden, heads * dim)
-        if kind == "qwen3":
-            weights[f"{at}self_attn.q_norm.weight"] = around_one(dim)
-            weights[f"{at}self_attn.k_norm.weight"] = around_one(dim)
-        weights[f"{at}mlp.gate_proj.weight"] = random(wide, hidden)
-        weights[f"{at}mlp.up_proj.weight"] = random(wide, hidden)
-        weights[f"{at}mlp.down_proj.weight"] = random(hidden, wide)
-        weights[f"{at}input_layernorm.weight"] = around_one(hidden)
-        weights[f"{at}post_attention_layernorm.weight"] = around_one(hidden)
-    return weights
+        shapes |= _attention(at + "self_attn.", config, kind)
+        shapes |= _feed(at, index, config, kind)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{at}{norm}.weight"] = (hidden,)
+    return shapes
+
+
+def _attention(at: str, config: dict[str, Any], kind: str) -> Shapes:
+    hidden, shapes = config["hidden_size"], {}
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    dim = config.get("head_dim") or hidden // heads
+    sizes = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
+    bias = config.get("attention_bias", False)
+    for projection, size in sizes.items():
+        shapes[f"{at}{projection}.weight"] = (size, hidden)
+        if kind == "qwen2" or bias:
+            shapes[f"{at}{projection}.bias"] = (size,)
+    shapes[at + "o_proj.weight"] = (hidden, heads * dim)
+    if bias:
+        shapes[at + "o_proj.bias"] = (hidden,)
+    if kind in ("qwen3", "qwen3_moe"):
+        shapes |= {at + "q_norm.weight": (dim,), at + "k_norm.weight": (dim,)}
+    return shapes
+
+
+def _feed(at: str, index: int, config: dict[str, Any], kind: str) -> Shapes:
+    hidden, wide = config["hidden_size"], config["intermediate_size"]
+    block, names, count = "mlp", ("gate_proj", "up_proj", "down_proj"), 0
+    if kind == "mixtral":
+        block, names, count = "block_sparse_moe", ("w1", "w3", "w2"), config["num_local_experts"]
+    if kind == "qwen3_moe" and index not in config["mlp_only_layers"]:
+        every = config.get("decoder_sparse_step", 1)
+        count = config["num_experts"] if (index + 1) % every == 0 else 0
+        wide = config["moe_intermediate_size"] if count else wide
+    shapes: Shapes = {f"{at}{block}.gate.weight": (count, hidden)} if count else {}
+    for expert in [f".experts.{number}" for number in range(count)] or [""]:
+        for name, shape in zip(names, [(wide, hidden)] * 2 + [(hidden, wide)], strict=True):
+            shapes[f"{at}{block}{expert}.{name}.weight"] = shape
+    return shapes
 
 
 def _tokenizer(folder: Path) -> None:

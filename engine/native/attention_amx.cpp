@@ -55,7 +55,7 @@ struct Keys {
 // 0: a weight of 0 does not hide what is no number. Of 32 columns a tile has those of the even
 // quarters of each 16 bytes, the next tile the odd ones; `finish` puts them in order.
 void pack_values(const uint16_t *page, int dim, int64_t used, uint32_t *packed, Ahead &ahead) {
-    for (int pair = 0; pair < kPage / 2; ++pair) {
+    for (int pair = 0; pair < (used <= 32 ? 16 : 32); ++pair) {
         const __mmask32 first = 2 * pair < used ? ~0u : 0, second = 2 * pair + 1 < used ? ~0u : 0;
         ahead.some(1);
         for (int d = 0; d < dim; d += 32) {
@@ -86,36 +86,27 @@ struct Lanes {
     float *acc;                // tiles [dim / 16][16 rows][16]
 };
 
-// Scores [64 keys][16 lanes] against a page of keys.
-void score(const Shape &s, const uint32_t *query, const Keys &keys, float *scores) {
+// Scores [32 keys][16 lanes] against half a page of keys, which begins at `at`.
+void score(const Shape &s, const uint32_t *query, const Keys &keys, const uint16_t *at, float *scores) {
     _tile_zero(0);
     _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    const uint16_t *at = keys.at;
     for (int d = 0; d < s.dim; d += 32, at += keys.depth) {
         _tile_loadd(6, query + d / 2 * kLanes, 64);
         _tile_loadd(4, at, keys.row);
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(5, at + keys.sixteen, keys.row);
         _tile_dpbf16ps(1, 5, 6);
-        _tile_loadd(4, at + 2 * keys.sixteen, keys.row);
-        _tile_dpbf16ps(2, 4, 6);
-        _tile_loadd(5, at + 3 * keys.sixteen, keys.row);
-        _tile_dpbf16ps(3, 5, 6);
     }
     _tile_stored(0, scores, 64);
     _tile_stored(1, scores + 256, 64);
-    _tile_stored(2, scores + 512, 64);
-    _tile_stored(3, scores + 768, 64);
 }
 
 // Hides the keys behind each lane's position and before its window.
-void hide(const Shape &s, const Lanes &lanes, int64_t first, float *scores) {
+void hide(const Shape &s, const Lanes &lanes, int64_t first, int keys, float *scores) {
     const __m512i position = _mm512_load_si512(lanes.position);
     const __m512i oldest = s.window ? _mm512_sub_epi32(position, _mm512_set1_epi32(s.window))
                                     : _mm512_set1_epi32(-1);
-    for (int key = 0; key < kPage; ++key) {
+    for (int key = 0; key < keys; ++key) {
         const __m512i at = _mm512_set1_epi32((int)first + key);
         const __mmask16 seen = _mm512_cmple_epi32_mask(at, position) & _mm512_cmpgt_epi32_mask(at, oldest);
         _mm512_storeu_ps(scores + key * kLanes, _mm512_mask_mov_ps(_mm512_set1_ps(kHidden), seen,
@@ -124,10 +115,10 @@ void hide(const Shape &s, const Lanes &lanes, int64_t first, float *scores) {
 }
 
 // Moves a row's sums to a new reference where its scores have outgrown the old one.
-__m512 refer(const Shape &s, Lanes &lanes, const float *scores) {
+__m512 refer(const Shape &s, Lanes &lanes, const float *scores, int keys) {
     __m512 top[4];
     for (int i = 0; i < 4; ++i) top[i] = _mm512_loadu_ps(scores + i * kLanes);
-    for (int key = 4; key < kPage; key += 4)
+    for (int key = 4; key < keys; key += 4)
         for (int i = 0; i < 4; ++i)
             top[i] = _mm512_max_ps(top[i], _mm512_loadu_ps(scores + (key + i) * kLanes));
     const __m512 most = _mm512_max_ps(_mm512_max_ps(top[0], top[1]), _mm512_max_ps(top[2], top[3]));
@@ -150,14 +141,15 @@ __m512 refer(const Shape &s, Lanes &lanes, const float *scores) {
     return reference;
 }
 
-// Softmax weights of a page as two tiles [16 rows][32 keys].
-void weigh(const Shape &s, Lanes &lanes, const float *scores, uint32_t *weights, Ahead &ahead) {
-    const __m512 reference = refer(s, lanes, scores), factor = _mm512_set1_ps(s.scale);
+// Softmax weights of 32 or 64 keys as tiles [16 rows][32 keys].
+void weigh(const Shape &s, Lanes &lanes, const float *scores, int keys, uint32_t *weights,
+           Ahead &ahead) {
+    const __m512 reference = refer(s, lanes, scores, keys), factor = _mm512_set1_ps(s.scale);
     const __m512i order = _mm512_setr_epi32(0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005,
                                             0x160006, 0x170007, 0x180008, 0x190009, 0x1a000a, 0x1b000b,
                                             0x1c000c, 0x1d000d, 0x1e000e, 0x1f000f);
     __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
-    for (int half = 0; half < 2; ++half, scores += 32 * kLanes, weights += 256) {
+    for (; keys > 0; keys -= 32, scores += 32 * kLanes, weights += 256) {
         alignas(64) uint32_t pairs[16][kLanes];
         ahead.some(4);
 #pragma GCC unroll 4
@@ -177,16 +169,16 @@ void weigh(const Shape &s, Lanes &lanes, const float *scores, uint32_t *weights,
     _mm512_store_ps(lanes.sum, sum);
 }
 
-// acc += weights [16][64] values [64][columns] for 2 or 4 tiles of columns.
+// acc += weights [16][keys] values [keys][columns] for 2 or 4 tiles of columns.
 template <bool wide>
-void gather(const uint32_t *weights, const uint32_t *values, int dim, float *acc) {
+void gather(const uint32_t *weights, const uint32_t *values, int keys, int dim, float *acc) {
     _tile_loadd(0, acc, 64);
     _tile_loadd(1, acc + 256, 64);
     if (wide) {
         _tile_loadd(2, acc + 512, 64);
         _tile_loadd(3, acc + 768, 64);
     }
-    for (int half = 0; half < 2; ++half, weights += 256, values += 16 * dim) {
+    for (; keys > 0; keys -= 32, weights += 256, values += 16 * dim) {
         _tile_loadd(4, weights, 64);
         _tile_loadd(6, values, 64);
         _tile_dpbf16ps(0, 4, 6);
@@ -217,21 +209,24 @@ struct Scratch {
     Ahead ahead;
 };
 
-// Sixteen rows see the page whose first key is at position `first`.
+// Sixteen rows see the page whose first key is at position `first`. A half that no row sees is left
+// out: its weights would be 0.
 void step(const Shape &s, Scratch &scratch, Lanes &lanes, const Keys &keys, int64_t first) {
     const int64_t low = lanes.position[0], high = lanes.position[kLanes - 1];
     if (first > high || (s.window && first + kPage - 1 <= low - s.window)) return;
+    const int count = high - first < kPage / 2 ? kPage / 2 : kPage;
     const uint32_t *values = scratch.values.data();
     __asm__ volatile("" ::: "memory");  // tile loads do not say that they read memory
-    score(s, lanes.query, keys, scratch.scores);
+    for (int key = 0; key < count; key += 32)
+        score(s, lanes.query, keys, keys.at + key / 16 * keys.sixteen, scratch.scores + key * kLanes);
     if (first + kPage - 1 > low || (s.window && first <= high - s.window))
-        hide(s, lanes, first, scratch.scores);
-    weigh(s, lanes, scratch.scores, scratch.weights, scratch.ahead);
+        hide(s, lanes, first, count, scratch.scores);
+    weigh(s, lanes, scratch.scores, count, scratch.weights, scratch.ahead);
     __asm__ volatile("" ::: "memory");
     int d = 0;
     for (; d + 64 <= s.dim; d += 64)
-        gather<true>(scratch.weights, values + d * 16, s.dim, lanes.acc + d * 16);
-    if (d < s.dim) gather<false>(scratch.weights, values + d * 16, s.dim, lanes.acc + d * 16);
+        gather<true>(scratch.weights, values + d * 16, count, s.dim, lanes.acc + d * 16);
+    if (d < s.dim) gather<false>(scratch.weights, values + d * 16, count, s.dim, lanes.acc + d * 16);
 }
 
 // The rows of query tokens `token`.. (first position `start`) of one KV head, as lanes.
@@ -282,26 +277,39 @@ void finish(const Shape &s, const Scratch &from, int64_t token, int total, int h
     }
 }
 
-// Query tokens `token`..`token + count` of a span, first position `start`, one KV head.
-void work(const Shape &s, Scratch &scratch, int64_t token, int count, int64_t start,
-          const int64_t *table, int head) {
-    const int total = count * (s.heads / s.kv_heads);
-    begin(s, scratch, token, total, start, head);
-    const int64_t oldest = s.window ? std::max<int64_t>(start - s.window + 1, 0) : 0;
-    const int64_t last = (start + count - 1) / kPage;
-    for (int64_t p = oldest / kPage; p <= last; ++p) {
-        const int64_t base = table[p] * s.block + head * s.head;
-        if (scratch.lanes.size() == 1 && p < last) {  // more tiles have enough to do with a page
-            const int64_t next = table[p + 1] * s.block + head * s.head;
-            scratch.ahead = {(const char *)(s.k + next), (const char *)(s.v + next), 2 * s.dim};
+// Query tokens `row`..`row + count` of the step, first position `start`, one KV head.
+struct Item {
+    int64_t row, start;
+    const int64_t *table;
+    int count, head;
+
+    int64_t first(const Shape &s) const {
+        return s.window ? std::max<int64_t>(start - s.window + 1, 0) / kPage : 0;
+    }
+    int64_t last() const { return (start + count - 1) / kPage; }
+    int64_t page(const Shape &s, int64_t p) const { return table[p] * s.block + head * s.head; }
+};
+
+// One item; `next` is likely the thread's next one.
+void work(const Shape &s, Scratch &scratch, const Item &item, const Item &next) {
+    const int total = item.count * (s.heads / s.kv_heads);
+    begin(s, scratch, item.row, total, item.start, item.head);
+    for (int64_t p = item.first(s); p <= item.last(); ++p) {
+        const int64_t base = item.page(s, p);
+        if (total <= kLanes) {  // more rows have enough to do with a page
+            const Item &which = p < item.last() ? item : next;
+            const int64_t page = p < item.last() ? p + 1 : next.first(s);
+            const int64_t keys = std::min<int64_t>(which.start + which.count - page * kPage, kPage);
+            scratch.ahead = {(const char *)(s.k + which.page(s, page)),
+                             (const char *)(s.v + which.page(s, page)), (int)(keys * s.dim / 32)};
         }
         const Keys keys = find_keys(s.k + base, s.dim, scratch.packed.data());
-        const int64_t used = start + count - p * kPage;
+        const int64_t used = item.start + item.count - p * kPage;
         pack_values(s.v + base, s.dim, used, scratch.values.data(), scratch.ahead);
         for (Lanes &lanes : scratch.lanes) step(s, scratch, lanes, keys, p * kPage);
         scratch.ahead.some(scratch.ahead.left);
     }
-    finish(s, scratch, token, total, head);
+    finish(s, scratch, item.row, total, item.head);
 }
 
 }  // namespace
@@ -314,7 +322,6 @@ extern "C" void attention_amx(const uint16_t *q, const uint16_t *k, const uint16
                               float scale, int threads) {
     const Shape s{q,     k,        v,   out,    q_row, out_row, block, head,
                   heads, kv_heads, dim, window, scale * 1.44269504089f};
-    struct Item { int64_t row, start, table; int count, head; };
     std::vector<Item> items;
     const int tokens = std::max(kItem / (heads / kv_heads), 1);
     for (int64_t i = 0; i < count; ++i) {
@@ -322,20 +329,19 @@ extern "C" void attention_amx(const uint16_t *q, const uint16_t *k, const uint16
         for (int64_t t = 0; t < span[1]; t += tokens)
             for (int h = 0; h < kv_heads; ++h) {
                 const int rows = (int)std::min<int64_t>(tokens, span[1] - t);
-                items.push_back({span[0] + t, span[2] + t, span[3], rows, h});
+                items.push_back({span[0] + t, span[2] + t, table + span[3], rows, h});
             }
     }
     std::stable_sort(items.begin(), items.end(), [](const Item &a, const Item &b) {
         return (a.start + a.count) * a.count > (b.start + b.count) * b.count;
     });  // the longest first: no thread is left with one of them at the end
+    const int64_t all = items.size(), run = std::min<int64_t>(std::max<int64_t>(all / 16 / threads, 1), 8);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         const Tiles tiles;
         thread_local Scratch scratch;
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < (int64_t)items.size(); ++i) {
-            const Item &item = items[i];
-            work(s, scratch, item.row, item.count, item.start, table + item.table, item.head);
-        }
+#pragma omp for schedule(dynamic, run)
+        for (int64_t i = 0; i < all; ++i)
+            work(s, scratch, items[i], items[std::min(i + 1, all - 1)]);
     }
 }

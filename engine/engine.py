@@ -17,23 +17,16 @@ import torch
 from ..protos.frames import Key, Token
 from .batch import Batch, build
 from .blocks import BlockPool
-from .decoder import Decoder
 from .drafts import NGrams
-from .errors import KernelUnavailable
 from .exactness import is_exact
 from .grammar import Grammars
-from .kernels import NativeOps, native_ops
-from .loader import load
 from .memory import available_memory, check_memory
-from .ops import Ops
-from .pool import KVPool
+from .model import ModelConfig, part_of, start_model
 from .sampler import SLICE, Fault, sample, score
 from .scheduler import Limits, Scheduler
 from .sequence import Output, Sequence
 from .sizing import context_limit, kv_layout
 from .spec import fingerprint, read_spec
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +40,11 @@ class EngineConfig:
     threads: int = 1
     limits: Limits = field(default_factory=Limits)
     kernels: str = "auto"  #: auto | avx512 | torch
+    tensor_parallel: int = 1  #: processes that share the model; `kv_bytes` are of each
+
+    def of_model(self, blocks: int) -> ModelConfig:
+        size, kernels = self.limits.block_tokens, self.kernels
+        return ModelConfig(self.model, self.dtype, blocks, size, self.threads, kernels)
 
 
 class Engine:
@@ -55,26 +53,28 @@ class Engine:
     def __init__(
         self, config: EngineConfig, progress: Callable[[str, float], None] | None = None
     ) -> None:
-        torch.set_num_threads(config.threads)  # as many as cores in two processes collapse
         self.config = config
         self.spec = read_spec(config.model)
-        layout = kv_layout(self.spec, config.dtype, config.limits.block_tokens)
+        ranks, size = config.tensor_parallel, config.limits.block_tokens
+        layout = kv_layout(part_of(self.spec, ranks), config.dtype, size)
         self.max_model_len = context_limit(self.spec, layout, config.kv_bytes, config.max_model_len)
         blocks = config.kv_bytes // layout.block_bytes
-        check_memory(self.spec, config.dtype, config.kv_bytes, available_memory())
-        ops, self.kernels = _ops(config, self.spec.head_dim)
-        weights = load(config.model, self.spec, DTYPES[config.dtype], ops, progress)
-        self.kv = KVPool(layout, blocks, DTYPES[config.dtype])
+        check_memory(self.spec, config.dtype, config.kv_bytes * ranks, available_memory())
+        self._model = start_model(config.of_model(blocks), ranks, progress)
+        self.kv, self.kernels = self._model.kv, self._model.kernels
         salt = fingerprint(config.model)
         self.scheduler = Scheduler(BlockPool(blocks), config.limits, salt)
-        spec, bf16 = self.spec, config.dtype == "bfloat16"
-        self._decoder = Decoder(spec, weights, self.kv, ops)
-        self.exact = bf16 and is_exact(self._decoder, config.limits.block_tokens)
-        self._grammars = Grammars(config.model, spec.vocab, spec.eos_ids)
+        self.exact = config.dtype == "bfloat16" and is_exact(self._model, size)
+        self._grammars = Grammars(config.model, self.spec.vocab, self.spec.eos_ids)
         backend = self.kernels.split(":")[0].encode()  # another one has other last bits
         self.compatibility = layout.compatibility(salt + backend)
         self.steps = self.drafted = self.accepted = 0
         self.prefill_tokens, self.prefill_seconds = 0, 0.0
+
+    def close(self) -> None:
+        """Ends the other ranks' processes."""
+        if self._model.ranks:
+            self._model.ranks.close()
 
     # ---- sequences ---------------------------------------------------------------------------
 
@@ -118,13 +118,13 @@ class Engine:
             return []
         began = time.perf_counter()
         batch = build(plan, self.config.limits.block_tokens)
-        hidden = self._decoder.hidden(batch.ids, batch.meta)
+        hidden = self._model.hidden(batch.ids, batch.meta)
         prompts = {
             seq.key: self._prompt_logprobs(seq, count, hidden[piece.row : piece.row + count])
             for (seq, count), piece in zip(batch.sequences, batch.meta.pieces, strict=True)
             if seq.sampling.prompt_logprobs is not None
         }
-        outputs = self._book(batch, self._decoder.logits(hidden[batch.wanted]), prompts)
+        outputs = self._book(batch, self._model.logits(hidden[batch.wanted]), prompts)
         self.steps += 1
         seconds = time.perf_counter() - began
         prefilled = sum(count for _, count in plan.prefill)
@@ -157,7 +157,7 @@ class Engine:
         tokens: list[Token | Fault] = []
         for start in range(first, end, SLICE):  # float32 logits of all rows would be gigabytes
             stop = min(start + SLICE, end)
-            logits = self._decoder.logits(hidden[start - seq.computed : stop - seq.computed])
+            logits = self._model.logits(hidden[start - seq.computed : stop - seq.computed])
             tokens += score(logits, seq.ids[start + 1 : stop + 1], asked, start + 1)
         return tokens
 
@@ -248,17 +248,3 @@ class Engine:
                 "active": pool.used - held,
             },
         }
-
-
-def _ops(config: EngineConfig, head_dim: int) -> tuple[Ops, str]:
-    """The fastest operations that run here, and their name (with the reason, if torch's)."""
-    if config.dtype != "bfloat16" or config.kernels == "torch":
-        return Ops(), "torch"
-    try:
-        if config.kernels == "avx512":
-            ops = NativeOps(head_dim, config.threads, tiles=False)
-        else:
-            ops = native_ops(head_dim, config.threads)
-    except KernelUnavailable as error:
-        return Ops(), f"torch: {error}"
-    return ops, ops.name

@@ -8,22 +8,20 @@ import torch
 
 from .attention import Meta, Piece
 from .decoder import Decoder
+from .model import Model
 
 TOKENS = 70  #: more than a block, less than two
 
 
 @torch.inference_mode()
-def is_exact(decoder: Decoder, block_tokens: int) -> bool:
-    """Runs the first layer over one text whole, in chunks and row by row: the same bits, KV too?
+def is_exact(model: Model, block_tokens: int) -> bool:
+    """Runs a text whole, in chunks and row by row: the same bits everywhere, KV too?
 
-    Uses the pool's first blocks and leaves them zero. The pool must not be in use.
+    On one rank just the first layer. Uses the pool's first blocks, which must not be in use.
     """
-    layers = decoder.weights.layers[:1]
-    shallow = Decoder(
-        decoder.spec, replace(decoder.weights, layers=layers), decoder.pool, decoder.ops
-    )
+    shallow = model if model.ranks else _first_layer(model.decoder)
     blocks = list(range(-(-TOKENS // block_tokens)))
-    ids = torch.arange(TOKENS) * 7919 % decoder.spec.vocab
+    ids = torch.arange(TOKENS) * 7919 % model.spec.vocab
 
     def run(*counts: int) -> list[torch.Tensor]:
         parts, start = [], 0
@@ -34,7 +32,7 @@ def is_exact(decoder: Decoder, block_tokens: int) -> bool:
             meta = Meta(at, at // block_tokens, at % block_tokens, [piece])
             parts.append(shallow.hidden(ids[at], meta))
             start += count
-        cache = [part[: len(blocks)] for part in decoder.pool.layer(0)]
+        cache = [part[: len(blocks)] for part in model.kv.layer(0)]
         result = [torch.cat(parts), shallow.logits(parts[-1][-1:]), *(p.clone() for p in cache)]
         for part in cache:
             part.zero_()
@@ -43,3 +41,8 @@ def is_exact(decoder: Decoder, block_tokens: int) -> bool:
     whole = run(TOKENS)
     others = run(64, TOKENS - 64), run(40, 1, 20, *[1] * (TOKENS - 61)), run(*[1] * TOKENS)
     return all(torch.equal(a, b) for one in others for a, b in zip(whole, one, strict=True))
+
+
+def _first_layer(decoder: Decoder) -> Decoder:
+    weights = replace(decoder.weights, layers=decoder.weights.layers[:1])
+    return Decoder(decoder.spec, weights, decoder.pool, decoder.ops)

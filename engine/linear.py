@@ -12,6 +12,7 @@ that is one call, as without any of this.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 
 from .kernels import NativeOps
 from .ops import Norm, Ops
+from .ranks import Ranks
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 REFERENCE = 16
@@ -139,6 +141,34 @@ class AmxLinear(Linear):
             *(self._inputs, self._width, self._gated, packed.data_ptr(), ops.threads),
         )
         return out if out.shape[1] == self._outputs else out[:, : self._outputs]
+
+
+@dataclass(slots=True)
+class Summed:
+    """A linear layer of which each rank has some of the inputs: their results are added up."""
+
+    linear: Linear
+    ranks: Ranks
+
+    def __call__(
+        self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        out = self.ranks.sum(self.linear(x, norm=norm))
+        return out if residual is None else residual + out
+
+
+@dataclass(slots=True)
+class Joined:
+    """A linear layer of which each rank has some of the outputs, wanted side by side."""
+
+    linear: Linear
+    ranks: Ranks
+
+    def __call__(
+        self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        out = self.ranks.join(self.linear(x, norm=norm))
+        return out if residual is None else residual + out
 
 
 def make_linear(

@@ -3,37 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from .decoder import Feed, Layer, Mlp, Weights
-from .linear import make_linear
+from .linear import Joined, Linear, Summed, make_linear
 from .moe import Moe
 from .ops import Norm, Ops
+from .ranks import Ranks
 from .spec import ModelSpec
 from .tensors import Tensors
 
 Progress = Callable[[str, float], None]
+Row = Linear | Summed
 
 HEAD = "lm_head.weight"
 NAMES = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL_NAMES = ("w1", "w3", "w2")
 
 
+@dataclass(slots=True)
+class _Source:
+    """Tensors as this rank needs them: all, or its part along a dimension."""
+
+    files: Tensors
+    ops: Ops
+    ranks: Ranks | None
+
+    def take(self, name: str, *shape: int, split: int | None = None) -> torch.Tensor:
+        tensor = self.files.take(name, *shape)
+        return self.ranks.part(tensor, split) if self.ranks and split is not None else tensor
+
+    def summed(self, name: str, outputs: int, inputs: int, bias: str | None = None) -> Row:
+        """A linear layer over inputs that the ranks share; the bias is rank 0's."""
+        weight = self.take(name + ".weight", outputs, inputs, split=1)
+        add = self.take(bias, outputs) if bias else None
+        if self.ranks is None:
+            return make_linear(weight, add, ops=self.ops)
+        add = add if self.ranks.rank == 0 else None
+        return Summed(make_linear(weight, add, ops=self.ops), self.ranks)
+
+
 def load(
-    folder: Path, spec: ModelSpec, dtype: torch.dtype, ops: Ops, progress: Progress | None = None
+    folder: Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    ops: Ops,
+    progress: Progress | None = None,
+    ranks: Ranks | None = None,
 ) -> Weights:
-    """Loads a checkpoint.
+    """Loads a checkpoint, or a rank's share of it; `spec` is the whole model's.
 
     Raises WeightsError (a tensor is missing or has another shape) and UnsupportedModel (there is
     one that this model has no place for, or of another type).
     """
     files = Tensors(folder, dtype, spec.fp8)
     embedding = files.take("model.embed_tokens.weight", spec.vocab, spec.hidden).clone()
+    source = _Source(files, ops, ranks)
     layers = []
     for index in range(spec.layers):
-        layers.append(_layer(files, index, spec, ops))
+        layers.append(_layer(source, index, spec))
         files.release()
         if progress:
             progress(f"layer {index + 1}/{spec.layers}", (index + 1) / spec.layers)
@@ -41,49 +72,54 @@ def load(
     head = embedding if tied else files.take(HEAD, spec.vocab, spec.hidden)
     norm = Norm(files.take("model.norm.weight", spec.hidden).clone(), spec.norm_eps)
     files.check_all_taken()
-    return Weights(embedding, layers, norm, make_linear(head, ops=ops))
+    if ranks is None:
+        return Weights(embedding, layers, norm, make_linear(head, ops=ops))
+    part = make_linear(ranks.part(head, 0), ops=ops)
+    return Weights(embedding, layers, norm, Joined(part, ranks))
 
 
-def _layer(files: Tensors, index: int, spec: ModelSpec, ops: Ops) -> Layer:
+def _layer(source: _Source, index: int, spec: ModelSpec) -> Layer:
     prefix = f"model.layers.{index}."
     attn = prefix + "self_attn."
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     parts = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
-    qkv = [files.take(f"{attn}{name}.weight", size, spec.hidden) for name, size in parts]
-    bias = [files.take(f"{attn}{name}.bias", size) for name, size in parts if spec.qkv_bias]
-    output_bias = files.take(attn + "o_proj.bias", spec.hidden) if spec.output_bias else None
+    qkv = [source.take(f"{attn}{name}.weight", size, spec.hidden, split=0) for name, size in parts]
+    bias = [
+        source.take(f"{attn}{name}.bias", size, split=0) for name, size in parts if spec.qkv_bias
+    ]
+    output_bias = attn + "o_proj.bias" if spec.output_bias else None
 
     def norm(name: str, size: int) -> Norm:
-        return Norm(files.take(name, size).clone(), spec.norm_eps)
+        return Norm(source.take(name, size).clone(), spec.norm_eps)
 
     def qk_norm(name: str) -> Norm:
         return norm(attn + name, spec.head_dim)
 
     return Layer(
         norm=norm(prefix + "input_layernorm.weight", spec.hidden),
-        qkv=make_linear(torch.cat(qkv), torch.cat(bias) if bias else None, ops=ops),
+        qkv=make_linear(torch.cat(qkv), torch.cat(bias) if bias else None, ops=source.ops),
         qk_norms=(qk_norm("q_norm.weight"), qk_norm("k_norm.weight")) if spec.qk_norm else None,
-        output=make_linear(
-            files.take(attn + "o_proj.weight", spec.hidden, q), output_bias, ops=ops
-        ),
+        output=source.summed(attn + "o_proj", spec.hidden, q, output_bias),
         mlp_norm=norm(prefix + "post_attention_layernorm.weight", spec.hidden),
-        mlp=_feed(files, prefix, index, spec, ops),
+        mlp=_feed(source, prefix, index, spec),
     )
 
 
-def _feed(files: Tensors, prefix: str, index: int, spec: ModelSpec, ops: Ops) -> Feed:
+def _feed(source: _Source, prefix: str, index: int, spec: ModelSpec) -> Feed:
+    ops = source.ops
+
     def mlp(at: str, names: tuple[str, str, str], wide: int) -> Mlp:
-        gate, up, down = (f"{at}.{name}.weight" for name in names)
-        gate_up = torch.cat([files.take(name, wide, spec.hidden) for name in (gate, up)])
-        last = files.take(down, spec.hidden, wide)
-        return Mlp(make_linear(gate_up, gated=True, ops=ops), make_linear(last, ops=ops))
+        gate, up, down = (f"{at}.{name}" for name in names)
+        both = [source.take(f"{name}.weight", wide, spec.hidden, split=0) for name in (gate, up)]
+        gate_up = make_linear(torch.cat(both), gated=True, ops=ops)
+        return Mlp(gate_up, source.summed(down, spec.hidden, wide))
 
     experts = spec.experts
     if experts is None or not experts.layers[index]:
         return mlp(prefix + "mlp", NAMES, spec.intermediate)
     mixtral = spec.architecture == "mixtral"
     block, names = ("block_sparse_moe", MIXTRAL_NAMES) if mixtral else ("mlp", NAMES)
-    router = files.take(f"{prefix}{block}.gate.weight", experts.count, spec.hidden)
+    router = source.take(f"{prefix}{block}.gate.weight", experts.count, spec.hidden)
     return Moe(
         make_linear(router, ops=ops),
         [

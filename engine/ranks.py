@@ -14,9 +14,10 @@ import os
 import struct
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 import torch
@@ -33,17 +34,12 @@ class RankLost(EngineError):
 
 
 class Share(msgspec.Struct, frozen=True):
-    """First message to a rank: what it loads. The fields are `EngineConfig`'s."""
+    """First message to a rank: its place, and the fields of `model.ModelConfig`."""
 
     store: str
     rank: int
     size: int
-    model: str
-    dtype: str
-    blocks: int
-    block_tokens: int
-    threads: int
-    kernels: str
+    config: dict[str, Any]
 
 
 class Compute(msgspec.Struct, frozen=True, tag=True):
@@ -74,7 +70,7 @@ class Ranks:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Adds up every rank's `x`. Raises RankLost."""
         parts = self._gather(x)
-        total = parts[0].float()
+        total = parts[0].float().clone()
         for part in parts[1:]:
             total += part.float()
         return total.to(x.dtype)
@@ -95,39 +91,45 @@ class Ranks:
         """What the other ranks compute next, together with this one. Raises RankLost."""
         data = msgspec.msgpack.encode(message)
         for follower in self.followers:
-            assert follower.stdin is not None
-            try:
-                follower.stdin.write(struct.pack(">I", len(data)) + data)
-                follower.stdin.flush()
-            except OSError:
-                raise RankLost(f"rank process {follower.pid} of this replica ended") from None
+            _send(follower, data)
 
     @classmethod
-    def lead(cls, share: Share) -> Ranks:
+    def lead(cls, size: int, config: dict[str, Any]) -> Ranks:
         """Starts the other ranks, which load their shares while this one loads its own."""
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        ranks = cls(0, share.size)
-        for rank in range(1, share.size):
-            first = msgspec.structs.replace(share, rank=rank, store=f"127.0.0.1:{store.port}")
-            data = msgspec.json.encode(first)
+        ranks = cls(0, size)
+        for rank in range(1, size):
+            share = Share(f"127.0.0.1:{store.port}", rank, size, config)
             command = [sys.executable, "-m", "diptych.engine.ranks"]
             follower = subprocess.Popen(command, stdin=subprocess.PIPE)
-            assert follower.stdin is not None
-            follower.stdin.write(struct.pack(">I", len(data)) + data)
-            follower.stdin.flush()
             ranks.followers.append(follower)
-        _join(store, 0, share.size)
+            _send(follower, msgspec.msgpack.encode(share))
+        _join(store, 0, size)
         return ranks
 
     def close(self) -> None:
-        """Ends the other ranks."""
+        """Ends the other ranks; one that does not end in time is killed."""
         for follower in self.followers:
             assert follower.stdin is not None
-            follower.stdin.close()
+            with suppress(OSError):  # it ended before
+                follower.stdin.close()
         for follower in self.followers:
-            follower.wait(timeout=10)
+            try:
+                follower.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                follower.kill()
+                follower.wait()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _send(follower: subprocess.Popen, data: bytes) -> None:
+    assert follower.stdin is not None
+    try:
+        follower.stdin.write(struct.pack(">I", len(data)) + data)
+        follower.stdin.flush()
+    except OSError:
+        raise RankLost(f"rank process {follower.pid} of this replica ended") from None
 
 
 def _join(store: dist.Store, rank: int, size: int) -> None:
@@ -155,18 +157,18 @@ def _messages(stream: BinaryIO):
 
 def main() -> None:
     """A rank above 0: loads its share, then computes what rank 0 says until its input ends."""
-    from .model import Model
+    from .model import Model, ModelConfig
 
     messages = _messages(sys.stdin.buffer)
-    share = msgspec.json.decode(next(messages), type=Share)
+    share = msgspec.msgpack.decode(next(messages), type=Share)
     host, port = share.store.split(":")
     _join(dist.TCPStore(host, int(port), is_master=False), share.rank, share.size)
-    ranks = Ranks(share.rank, share.size)
-    model = Model.load(Path(share.model), share, ranks)
+    config = ModelConfig(**{**share.config, "folder": Path(share.config["folder"])})
+    model = Model(config, Ranks(share.rank, share.size))
     for data in messages:
         message = msgspec.msgpack.decode(data, type=Compute | Head)
         if isinstance(message, Compute):
-            model.decoder.hidden(*unpack(message, share.block_tokens))
+            model.decoder.hidden(*unpack(message, config.block_tokens))
         else:
             rows = torch.frombuffer(bytearray(message.hidden), dtype=model.dtype)
             model.decoder.logits(rows.view(-1, model.spec.hidden))

@@ -1,0 +1,100 @@
+"""Tensor parallelism: two processes with gloo compute what one computes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from diptych.engine.engine import Engine, EngineConfig
+from diptych.engine.errors import UnsupportedModel
+from diptych.engine.ranks import RankLost
+from diptych.engine.scheduler import Limits
+from diptych.protos.frames import Sampling
+
+from . import rig
+
+TEXTS = [rig.prompt(n, seed) for n, seed in ((130, 1), (64, 2), (3, 3), (200, 4))]
+
+
+@contextmanager
+def on(ranks: int, folder: Path, dtype: str, **limits: int) -> Iterator[Engine]:
+    config = EngineConfig(
+        folder, dtype, 64 << 20, rig.MAX_LEN, limits=Limits(**limits), tensor_parallel=ranks
+    )
+    engine = Engine(config)
+    yield engine
+    engine.close()
+
+
+def answers(engine: Engine, sampling: Sampling, texts: list[list[int]] = TEXTS) -> dict:
+    requests = [rig.request(engine, f"r{i}", ids, sampling) for i, ids in enumerate(texts)]
+    return rig.finish(engine, requests)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
+def test_two_ranks_answer_as_one(checkpoint, name: str) -> None:
+    folder, sampling = checkpoint(name), Sampling(20, logprobs=4)
+    with on(1, folder, "float32") as alone:
+        expected = answers(alone, sampling)
+    with on(2, folder, "float32") as pair:
+        assert pair.kv.layout.heads * 2 == alone.kv.layout.heads
+        assert pair.compatibility != alone.compatibility
+        found = answers(pair, sampling)
+    for key, tokens in expected.items():
+        assert [t.id for t in found[key]] == [t.id for t in tokens]
+        for ours, theirs in zip(found[key], tokens, strict=True):
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+def test_two_ranks_are_exact_in_bf16(checkpoint) -> None:
+    sampling = Sampling(16, temperature=0.7, seed=3, logprobs=3)
+    with on(2, checkpoint("llama"), "bfloat16", max_step_tokens=512) as pair:
+        assert pair.exact
+        together = answers(pair, sampling)
+        for index, ids in enumerate(TEXTS):
+            pair.scheduler.pool.release(pair.scheduler.pool.allocate(pair.scheduler.pool.total))
+            assert answers(pair, sampling, [ids])["r0"] == together[f"r{index}"]
+    with on(2, checkpoint("llama"), "bfloat16", max_step_tokens=64) as pair:
+        assert answers(pair, sampling) == together
+
+
+def test_prompt_logprobs_are_joined_from_all_ranks(checkpoint) -> None:
+    folder, sampling = checkpoint("llama"), Sampling(1, prompt_logprobs=2)
+    results = []
+    for ranks in (1, 2):
+        with on(ranks, folder, "float32") as engine:
+            engine.add(rig.request(engine, "r", TEXTS[0], sampling))
+            _, seen = rig.drain(engine)
+            results.append([token for output in seen for token in output.prompt])
+    assert [t.id for t in results[0]] == [t.id for t in results[1]] == TEXTS[0][1:]
+    for one, two in zip(*results, strict=True):
+        assert one.logprob == pytest.approx(two.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGTERM])
+def test_the_end_of_a_rank_ends_the_replica(checkpoint, way: signal.Signals) -> None:
+    with on(2, checkpoint("llama"), "bfloat16") as pair:
+        answers(pair, Sampling(3))
+        (follower,) = pair._model.ranks.followers
+        os.kill(follower.pid, way)
+        follower.wait(timeout=10)
+        pair.add(rig.request(pair, "late", TEXTS[0], Sampling(3)))
+        with pytest.raises(RankLost, match="of this replica"):
+            rig.drain(pair)
+
+
+def test_ranks_end_with_their_engine(checkpoint) -> None:
+    with on(2, checkpoint("llama"), "bfloat16") as pair:
+        (follower,) = pair._model.ranks.followers
+        assert follower.poll() is None
+    assert follower.poll() == 0
+
+
+def test_sizes_that_do_not_divide_are_named(checkpoint) -> None:
+    config = EngineConfig(checkpoint("llama"), tensor_parallel=3)
+    with pytest.raises(UnsupportedModel, match="num_attention_heads 4 cannot be shared by 3"):
+        Engine(config)

@@ -11,6 +11,7 @@ that is one call, as without any of this.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +19,8 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from .kernels import NativeOps
+from .errors import KernelUnavailable
+from .kernels import NativeOps, native_ops
 from .ops import Norm, Ops
 from .ranks import Ranks
 
@@ -209,26 +211,38 @@ def calibrate(product: Product, inputs: int) -> tuple[int, ...]:
 
 
 def main() -> None:
-    """Prints, for a few shapes, the agreeing row counts and what exactness costs here."""
-    import time
-
+    """Prints what exactness costs here: rates of our tiles, of oneDNN in pieces, of one call."""
     torch.set_num_threads(1)
-    print("in -> out: rows that agree | GFLOP/s at 1, 32, 512 rows: exact (one call)")
+    try:
+        ops: Ops = native_ops(64, 1)
+    except KernelUnavailable as error:
+        print(f"no kernels of our own: {error}")
+        ops = Ops()
+    print(f"one core, GFLOP/s at 1, 32, 512 rows: {ops.name} | oneDNN exact (one call): row counts")
     for inputs, outputs in ((768, 256), (1024, 2048), (1024, 5632), (2816, 1024)):
-        linear = Linear(torch.randn(outputs, inputs).bfloat16())
-        rates = []
+        weight = torch.randn(outputs, inputs).bfloat16()
+        plain = Linear(weight)
+        tiles = make_linear(weight, ops=ops)
+        rates: dict[str, list[str]] = {"tiles": [], "pieces": []}
         for rows in (1, 32, 512):
             x = torch.randn(rows, inputs).bfloat16()
-            for call in (linear, linear._product):
-                call(x)
-                began = time.perf_counter()
-                for _ in range(10):
-                    call(x)
-                seconds = (time.perf_counter() - began) / 10
-                rates.append(2 * rows * inputs * outputs / seconds / 1e9)
-        pairs = [f"{a:.0f} ({b:.0f})" for a, b in zip(rates[::2], rates[1::2], strict=True)]
-        sizes = ",".join(map(str, linear._sizes))
-        print(f"{inputs} -> {outputs}: {sizes} | {', '.join(pairs)}")
+            ours, exact, once = (_rate(call, x, outputs) for call in (tiles, plain, plain._product))
+            rates["tiles"].append(f"{ours:.0f}")
+            rates["pieces"].append(f"{exact:.0f} ({once:.0f})")
+        sizes = ",".join(map(str, plain._sizes))
+        left, right = (", ".join(parts) for parts in rates.values())
+        print(f"{inputs} -> {outputs}: {left} | {right}: {sizes}")
+
+
+def _rate(call: Product, x: torch.Tensor, outputs: int) -> float:
+    """GFLOP/s, the best of ten calls."""
+    call(x)
+    seconds = []
+    for _ in range(10):
+        began = time.perf_counter()
+        call(x)
+        seconds.append(time.perf_counter() - began)
+    return 2 * x.numel() * outputs / min(seconds) / 1e9
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..kv_transfer import KVLayout
 from ..kv_transfer.layout import default_group
-from .errors import OutOfMemory
+from .errors import OutOfMemory, UnsupportedModel
 from .spec import ModelSpec
 
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
@@ -26,12 +26,18 @@ def kv_layout(spec: ModelSpec, dtype: str, block_tokens: int) -> KVLayout:
 def context_limit(spec: ModelSpec, layout: KVLayout, kv_bytes: int, wanted: int | None) -> int:
     """Longest sequence in tokens: the model's, `wanted`, and what the pool holds.
 
-    Raises OutOfMemory if the pool cannot hold a sequence of `wanted` tokens, or not even one block.
+    Raises UnsupportedModel if `wanted` is more than the model's positions, and OutOfMemory if the
+    pool cannot hold a sequence of `wanted` tokens, or not even one block.
     One block of the pool is never used (block 0).
     """
     size = layout.block_tokens
     room = (kv_bytes // layout.block_bytes - 1) * size
-    limit = min(wanted or spec.max_positions, spec.max_positions)
+    limit = wanted or spec.max_positions
+    if limit > spec.max_positions:
+        raise UnsupportedModel(
+            f"a context of {limit} tokens is more than the {spec.max_positions} positions of this "
+            "model: lower model.max_model_len"
+        )
     if room >= limit:
         return limit
     if wanted is None and room >= size:

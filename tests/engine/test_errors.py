@@ -346,6 +346,12 @@ def test_without_a_wish_the_context_is_what_the_pool_holds(llama: Path) -> None:
         Engine(EngineConfig(llama, kv_bytes=block))
 
 
+def test_a_context_beyond_the_models_positions_is_refused(checkpoint) -> None:
+    with pytest.raises(UnsupportedModel, match="2049 tokens is more than the 2048 positions"):
+        Engine(EngineConfig(checkpoint("llama"), max_model_len=2049))
+    assert Engine(EngineConfig(checkpoint("llama"), max_model_len=2048)).max_model_len == 2048
+
+
 def test_an_absurd_pool_is_out_of_memory(llama: Path) -> None:
     with pytest.raises(OutOfMemory, match="do not fit"):
         Engine(EngineConfig(llama, kv_bytes=1 << 62, max_model_len=MAX_LEN))

@@ -20,7 +20,8 @@ def allocate(size: int, what: str) -> tuple[mmap.mmap, int]:
     Raises OutOfMemory, naming `what`.
     """
     try:
-        memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        whole = -(-size // PAGE) * PAGE + PAGE
+        memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError) as error:
         raise OutOfMemory(f"{what} of {size >> 20} MiB does not fit: {error}") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):

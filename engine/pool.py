@@ -29,7 +29,10 @@ class KVPool:
     def _part(self, layer: int, part: int) -> torch.Tensor:
         lay = self.layout
         shape = (self.blocks, lay.heads, lay.block_tokens, lay.head_dim)
-        return self._flat.as_strided(shape, lay.strides(), lay.offset(layer, part))
+        start = self._flat.storage_offset() + lay.offset(
+            layer, part
+        )  # of the mapping, not of _flat
+        return self._flat.as_strided(shape, lay.strides(), start)
 
     def copy(self, source: int, target: int) -> None:
         """All layers of one block."""

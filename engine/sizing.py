@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ..kv_transfer import KVLayout
-from ..kv_transfer.layout import default_group
 from .errors import OutOfMemory, UnsupportedModel
 from .spec import ModelSpec
 
@@ -11,7 +10,10 @@ ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 def kv_layout(spec: ModelSpec, dtype: str, block_tokens: int) -> KVLayout:
-    """The layout of one rank's pool for `spec`."""
+    """The layout of one rank's pool for `spec`.
+
+    Groups of one layer: attention then reads the heads of a block one after the other.
+    """
     return KVLayout(
         layers=spec.layers,
         heads=spec.kv_heads,
@@ -19,7 +21,7 @@ def kv_layout(spec: ModelSpec, dtype: str, block_tokens: int) -> KVLayout:
         block_tokens=block_tokens,
         item_bytes=ITEM_BYTES[dtype],
         dtype=dtype,
-        group_layers=default_group(spec.layers),
+        group_layers=1,
     )
 
 

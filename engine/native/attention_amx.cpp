@@ -15,6 +15,7 @@ namespace {
 constexpr int kPage = 64;      // keys of a page
 constexpr int kLanes = 16;     // rows of a tile
 constexpr int kItem = 128;     // rows of a work item
+constexpr int kAhead = 3;      // pages that are on their way, where each is used by one tile
 constexpr float kHidden = -1e37f;  // score of a key that a row does not see: its weight is 0
 constexpr float kNone = -1e30f;    // reference of a row that has seen no key
 constexpr float kSlack = 8.0f;     // a weight may grow to 2^8 before sums move to a new reference
@@ -38,8 +39,8 @@ struct Ahead {
         if (left <= 0) return;
         left -= count;
         for (; count > 0; --count, keys += 64, values += 64) {
-            _mm_prefetch(keys, _MM_HINT_T0);
-            _mm_prefetch(values, _MM_HINT_T0);
+            _mm_prefetch(keys, _MM_HINT_T1);
+            _mm_prefetch(values, _MM_HINT_T1);
         }
     }
 };
@@ -229,45 +230,67 @@ void step(const Shape &s, Scratch &scratch, Lanes &lanes, const Keys &keys, int6
     if (d < s.dim) gather<false>(scratch.weights, values + d * 16, count, s.dim, lanes.acc + d * 16);
 }
 
-// The rows of query tokens `token`.. (first position `start`) of one KV head, as lanes.
-void begin(const Shape &s, Scratch &to, int64_t token, int total, int64_t start, int head) {
-    const int group = s.heads / s.kv_heads, tiles = (total + kLanes - 1) / kLanes;
-    const size_t size = (size_t)tiles * kLanes * s.dim;
+// Query tokens `row`..`row + count` of the step, first position `start`, some KV heads.
+struct Item {
+    int64_t row, start;
+    const int64_t *table;
+    int count, head, heads;
+
+    int64_t first(const Shape &s) const {
+        return s.window ? std::max<int64_t>(start - s.window + 1, 0) / kPage : 0;
+    }
+    int64_t last() const { return (start + count - 1) / kPage; }
+    int64_t page(const Shape &s, int64_t p, int h) const { return table[p] * s.block + (head + h) * s.head; }
+    int64_t used(int64_t p) const { return std::min<int64_t>(start + count - p * kPage, kPage); }
+    int rows(const Shape &s) const { return count * (s.heads / s.kv_heads); }  // of each head
+    int tiles(const Shape &s) const { return (rows(s) + kLanes - 1) / kLanes; }
+};
+
+// Sixteen rows from `first` on of the item's head `h`; lanes without a row repeat the last one.
+void fill(const Shape &s, const Item &item, int h, int first, uint16_t *rows, Lanes &lanes) {
+    const int group = s.heads / s.kv_heads;
+    for (int i = 0; i < kLanes; ++i) {
+        const int row = std::min(first + i, item.rows(s) - 1);
+        const uint16_t *q = s.q + (item.row + row / group) * s.q_row +
+                            (int64_t)((item.head + h) * group + row % group) * s.dim;
+        std::memcpy(rows + i * s.dim, q, s.dim * 2);
+        lanes.position[i] = (int32_t)(item.start + row / group);
+        lanes.reference[i] = kNone;
+        lanes.sum[i] = 0.0f;
+    }
+    for (int d = 0; d < s.dim; d += 32)
+        transpose(rows + d, s.dim * 2, lanes.query + d / 2 * kLanes, 64);
+}
+
+// The item's rows as lanes: all tiles of its first head, then of the next.
+void begin(const Shape &s, Scratch &to, const Item &item) {
+    const int tiles = item.tiles(s);
+    const size_t one = (size_t)kLanes * s.dim, size = item.heads * tiles * one;
     uint32_t *queries = to.queries.at_least(size / 2);
     float *acc = to.acc.at_least(size);
     std::fill(acc, acc + size, 0.0f);
     to.packed.at_least(kPage * s.dim);
     to.values.at_least(kPage / 2 * s.dim);
-    uint16_t *rows = to.rows.at_least(kLanes * s.dim);
-    to.lanes.resize(tiles);
-    for (int tile = 0; tile < tiles; ++tile) {
-        Lanes &lanes = to.lanes[tile];
-        lanes.query = queries + (size_t)tile * s.dim / 2 * kLanes;
-        lanes.acc = acc + (size_t)tile * kLanes * s.dim;
-        for (int i = 0; i < kLanes; ++i) {
-            const int row = std::min(tile * kLanes + i, total - 1);  // lanes without a row repeat the last
-            const uint16_t *q = s.q + (token + row / group) * s.q_row +
-                                (int64_t)(head * group + row % group) * s.dim;
-            std::memcpy(rows + i * s.dim, q, s.dim * 2);
-            lanes.position[i] = (int32_t)(start + row / group);
-            lanes.reference[i] = kNone;
-            lanes.sum[i] = 0.0f;
-        }
-        for (int d = 0; d < s.dim; d += 32)
-            transpose(rows + d, s.dim * 2, lanes.query + d / 2 * kLanes, 64);
+    uint16_t *rows = to.rows.at_least(one);
+    to.lanes.resize(item.heads * tiles);
+    for (int at = 0; at < item.heads * tiles; ++at) {
+        to.lanes[at].query = queries + at * one / 2;
+        to.lanes[at].acc = acc + at * one;
+        fill(s, item, at / tiles, at % tiles * kLanes, rows, to.lanes[at]);
     }
 }
 
-void finish(const Shape &s, const Scratch &from, int64_t token, int total, int head) {
-    const int group = s.heads / s.kv_heads;
+void finish(const Shape &s, const Scratch &from, const Item &item) {
+    const int group = s.heads / s.kv_heads, total = item.rows(s);
     const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-    for (int row = 0; row < total; ++row) {
-        const Lanes &lanes = from.lanes[row / kLanes];
+    for (int i = 0; i < item.heads * total; ++i) {
+        const int h = i / total, row = i % total;
+        const Lanes &lanes = from.lanes[h * item.tiles(s) + row / kLanes];
         const float *acc = lanes.acc + row % kLanes * 16;
         const __m512 inverse = _mm512_set1_ps(1.0f / lanes.sum[row % kLanes]);
-        uint16_t *out = s.out + (token + row / group) * s.out_row +
-                        (int64_t)(head * group + row % group) * s.dim;
+        uint16_t *out = s.out + (item.row + row / group) * s.out_row +
+                        (int64_t)((item.head + h) * group + row % group) * s.dim;
         for (int d = 0; d < s.dim; d += 32) {
             const __m512 a = _mm512_mul_ps(_mm512_loadu_ps(acc + d * kLanes), inverse);
             const __m512 b = _mm512_mul_ps(_mm512_loadu_ps(acc + (d + 16) * kLanes), inverse);
@@ -277,39 +300,31 @@ void finish(const Shape &s, const Scratch &from, int64_t token, int total, int h
     }
 }
 
-// Query tokens `row`..`row + count` of the step, first position `start`, one KV head.
-struct Item {
-    int64_t row, start;
-    const int64_t *table;
-    int count, head;
-
-    int64_t first(const Shape &s) const {
-        return s.window ? std::max<int64_t>(start - s.window + 1, 0) / kPage : 0;
-    }
-    int64_t last() const { return (start + count - 1) / kPage; }
-    int64_t page(const Shape &s, int64_t p) const { return table[p] * s.block + head * s.head; }
-};
+// What is read a few pages after page `p` of head `h`: of the heads to come, then of the pages, then
+// of the next item.
+Ahead after(const Shape &s, const Item &item, int64_t p, int h, const Item &next) {
+    int64_t page = p + (h + kAhead) / item.heads;
+    const Item &which = page <= item.last() ? item : next;
+    if (page > item.last()) page = std::min(page - item.last() - 1 + next.first(s), next.last());
+    const int64_t at = which.page(s, page, std::min((h + kAhead) % item.heads, which.heads - 1));
+    return {(const char *)(s.k + at), (const char *)(s.v + at), (int)(which.used(page) * s.dim / 32)};
+}
 
 // One item; `next` is likely the thread's next one.
 void work(const Shape &s, Scratch &scratch, const Item &item, const Item &next) {
-    const int total = item.count * (s.heads / s.kv_heads);
-    begin(s, scratch, item.row, total, item.start, item.head);
-    for (int64_t p = item.first(s); p <= item.last(); ++p) {
-        const int64_t base = item.page(s, p);
-        if (total <= kLanes) {  // more rows have enough to do with a page
-            const Item &which = p < item.last() ? item : next;
-            const int64_t page = p < item.last() ? p + 1 : next.first(s);
-            const int64_t keys = std::min<int64_t>(which.start + which.count - page * kPage, kPage);
-            scratch.ahead = {(const char *)(s.k + which.page(s, page)),
-                             (const char *)(s.v + which.page(s, page)), (int)(keys * s.dim / 32)};
+    const int tiles = item.tiles(s);
+    begin(s, scratch, item);
+    for (int64_t p = item.first(s); p <= item.last(); ++p)
+        for (int h = 0; h < item.heads; ++h) {
+            const int64_t base = item.page(s, p, h);
+            if (tiles == 1) scratch.ahead = after(s, item, p, h, next);  // more have enough to do
+            const Keys keys = find_keys(s.k + base, s.dim, scratch.packed.data());
+            pack_values(s.v + base, s.dim, item.used(p), scratch.values.data(), scratch.ahead);
+            for (int tile = 0; tile < tiles; ++tile)
+                step(s, scratch, scratch.lanes[h * tiles + tile], keys, p * kPage);
+            scratch.ahead.some(scratch.ahead.left);
         }
-        const Keys keys = find_keys(s.k + base, s.dim, scratch.packed.data());
-        const int64_t used = item.start + item.count - p * kPage;
-        pack_values(s.v + base, s.dim, used, scratch.values.data(), scratch.ahead);
-        for (Lanes &lanes : scratch.lanes) step(s, scratch, lanes, keys, p * kPage);
-        scratch.ahead.some(scratch.ahead.left);
-    }
-    finish(s, scratch, item.row, total, item.head);
+    finish(s, scratch, item);
 }
 
 }  // namespace
@@ -324,23 +339,26 @@ extern "C" void attention_amx(const uint16_t *q, const uint16_t *k, const uint16
                   heads, kv_heads, dim, window, scale * 1.44269504089f};
     std::vector<Item> items;
     const int tokens = std::max(kItem / (heads / kv_heads), 1);
+    const int most = count >= 4 * threads ? kv_heads : std::max(kv_heads / threads, 1);
     for (int64_t i = 0; i < count; ++i) {
         const int64_t *span = spans + 4 * i;
-        for (int64_t t = 0; t < span[1]; t += tokens)
-            for (int h = 0; h < kv_heads; ++h) {
-                const int rows = (int)std::min<int64_t>(tokens, span[1] - t);
-                items.push_back({span[0] + t, span[2] + t, table + span[3], rows, h});
-            }
+        for (int64_t t = 0; t < span[1]; t += tokens) {
+            const int rows = (int)std::min<int64_t>(tokens, span[1] - t);
+            const int together = rows * (heads / kv_heads) <= kLanes ? most : 1;
+            for (int h = 0; h < kv_heads; h += together)
+                items.push_back({span[0] + t, span[2] + t, table + span[3], rows, h,
+                                 std::min(together, kv_heads - h)});
+        }
     }
     std::stable_sort(items.begin(), items.end(), [](const Item &a, const Item &b) {
-        return (a.start + a.count) * a.count > (b.start + b.count) * b.count;
+        return (a.start + a.count) * a.count * a.heads > (b.start + b.count) * b.count * b.heads;
     });  // the longest first: no thread is left with one of them at the end
-    const int64_t all = items.size(), run = std::min<int64_t>(std::max<int64_t>(all / 16 / threads, 1), 8);
+    const int64_t all = items.size();
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         const Tiles tiles;
         thread_local Scratch scratch;
-#pragma omp for schedule(dynamic, run)
+#pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < all; ++i)
             work(s, scratch, items[i], items[std::min(i + 1, all - 1)]);
     }

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..engine.demo import CHECKPOINT
 from ..engine.errors import EngineError
+from ..engine.memory import available_memory, weight_bytes
 from ..engine.spec import ModelSpec, read_spec
 from .config import ClusterConfig, ConfigError
 
@@ -63,29 +63,16 @@ def _download(path: str) -> Path:
 
 def _check_memory(config: ClusterConfig, spec: ModelSpec) -> None:
     """Weights and KV pool of every worker against the memory that is free now."""
-    item = 2 if config.model.dtype == "bfloat16" else 4
+    weights = weight_bytes(spec, config.model.dtype)
     needed = sum(
-        pool.replicas * (spec.parameters * item + (pool.engine.kv_mib << 20) + (400 << 20))
+        pool.replicas * (weights + (pool.engine.kv_mib << 20) + (400 << 20))
         for pool in (config.pools.prefill, config.pools.decode)
     )
     free = available_memory()
-    if needed > free:
+    if free is not None and needed > free:
         workers = config.pools.prefill.replicas + config.pools.decode.replicas
         raise ConfigError(
             f"too little memory: {workers} workers need about {needed >> 20} MiB (weights, KV "
             f"pools, 400 MiB each), {free >> 20} MiB are free; lower pools.*.engine.kv_mib or "
             "pools.*.replicas, or take a smaller model"
         )
-
-
-def available_memory() -> int:
-    """Bytes that new processes can use, by the kernel's own estimate and the cgroup's limit."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    free = int(lines["MemAvailable"].split()[0]) << 10
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
-    return free

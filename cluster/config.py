@@ -39,6 +39,7 @@ class EngineSettings(Section):
     max_running: Count = 64
     growth_tokens: Count = 256
     itl_budget_ms: Positive | None = None  #: longest step with decodes in it: bounds its prefill
+    draft_tokens: Annotated[int, Field(ge=0, le=16)] = 0  #: n-gram guesses verified by a step
 
 
 class PoolConfig(Section):

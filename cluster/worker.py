@@ -114,6 +114,7 @@ class Worker:
             max_running=settings.max_running,
             growth_tokens=settings.growth_tokens,
             itl_budget_s=settings.itl_budget_ms / 1e3 if settings.itl_budget_ms else None,
+            draft_tokens=settings.draft_tokens,
         )
         config = EngineConfig(
             self._model,

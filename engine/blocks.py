@@ -2,7 +2,7 @@
 
 Every block is in exactly one place: free (nobody's), used (referenced by sequences) or cached (not
 referenced, content known, evicted in LRU order when blocks run short). Block 0 is nobody's ever: it
-stays zero, and pads batches.
+pads batches.
 """
 
 from __future__ import annotations

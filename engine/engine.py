@@ -100,8 +100,9 @@ class Engine:
             return [seq.sibling(index) for index in indices]
         siblings = self.scheduler.fork(seq, indices)
         whole, partial = divmod(seq.prompt, self.config.limits.block_tokens)
-        for one in siblings if partial else ():
-            self.kv.copy(seq.blocks[whole], one.blocks[whole])
+        for one in siblings:
+            if partial and one.blocks:
+                self._model.copy(seq.blocks[whole], one.blocks[whole])
         return siblings
 
     def drop(self, key: Key) -> None:
@@ -179,7 +180,7 @@ class Engine:
         depth = 0
         while live:
             rows = [at + depth for _, at in live]
-            wanted = logits if len(rows) == len(logits) else logits[rows]
+            wanted = logits if rows == list(range(len(logits))) else logits[rows]
             tokens = sample(wanted, [seq for seq, _ in live], self._grammars)
             right = []
             for (seq, at), token in zip(live, tokens, strict=True):
@@ -214,6 +215,7 @@ class Engine:
             if seq.name in self.scheduler.live:
                 self.scheduler.fail(seq, faults[0].damage)
             return Output(seq.key, error=faults[0].reason, index=seq.index)
+        prompt = [] if seq.index else prompt  # each is told once, with the first answer
         seq.told += len(prompt)
         filled: list[int] = []
         if seq.stop_after_first:

@@ -23,6 +23,7 @@ from .huge import Arena
 from .ops import Norm, Ops
 
 FOLDER = Path(__file__).with_name("native")
+PAGE = 64  #: tokens of a KV block that attention here knows
 FLAGS = ["-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"]
 AMX = ["-mamx-tile", "-mamx-bf16"]
@@ -56,6 +57,8 @@ class NativeOps(Ops):
         self, q: torch.Tensor, cache: Cache, meta: Meta, scale: float, window: int | None
     ) -> torch.Tensor:
         keys, values = cache
+        if keys.shape[2] != PAGE:
+            return super().attend(q, cache, meta, scale, window)
         out = torch.empty(q.shape, dtype=q.dtype)
         spans, table = meta.flat
         self._attention(
@@ -144,10 +147,10 @@ def _library(tiles: bool) -> ctypes.CDLL:
 
 
 def _cache_folder() -> Path:
-    home = Path.home() / ".cache" / "diptych"
     try:
+        home = Path.home() / ".cache" / "diptych"
         home.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except (OSError, RuntimeError):  # or nobody's home: a user id without a name and $HOME
         return Path(tempfile.mkdtemp(prefix="diptych-"))
     return home
 

@@ -15,7 +15,7 @@ from .kernels import NativeOps, native_ops
 from .loader import load
 from .ops import Ops
 from .pool import KVPool
-from .ranks import Head, Ranks, pack
+from .ranks import Copy, Head, Ranks, pack
 from .sizing import kv_layout
 from .spec import ModelSpec, read_spec
 
@@ -64,6 +64,12 @@ class Model:
         if self.ranks:
             self.ranks.tell(Head(hidden.contiguous().view(torch.uint8).numpy().tobytes()))
         return self.decoder.logits(hidden)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copies a KV block, on all ranks."""
+        if self.ranks:
+            self.ranks.tell(Copy(source, target))
+        self.kv.copy(source, target)
 
 
 def start_model(

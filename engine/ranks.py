@@ -55,6 +55,13 @@ class Head(msgspec.Struct, frozen=True, tag=True):
     hidden: bytes
 
 
+class Copy(msgspec.Struct, frozen=True, tag=True):
+    """Copy a KV block."""
+
+    source: int
+    target: int
+
+
 @dataclass
 class Ranks:
     """This process's place among those that share a model."""
@@ -87,7 +94,7 @@ class Ranks:
             raise RankLost(f"another rank of this replica is gone: {error}") from None
         return parts
 
-    def tell(self, message: Compute | Head) -> None:
+    def tell(self, message: Compute | Head | Copy) -> None:
         """What the other ranks compute next, together with this one. Raises RankLost."""
         data = msgspec.msgpack.encode(message)
         for follower in self.followers:
@@ -166,9 +173,11 @@ def main() -> None:
     config = ModelConfig(**{**share.config, "folder": Path(share.config["folder"])})
     model = Model(config, Ranks(share.rank, share.size))
     for data in messages:
-        message = msgspec.msgpack.decode(data, type=Compute | Head)
+        message = msgspec.msgpack.decode(data, type=Compute | Head | Copy)
         if isinstance(message, Compute):
             model.decoder.hidden(*unpack(message, config.block_tokens))
+        elif isinstance(message, Copy):
+            model.kv.copy(message.source, message.target)
         else:
             rows = torch.frombuffer(bytearray(message.hidden), dtype=model.dtype)
             model.decoder.logits(rows.view(-1, model.spec.hidden))

@@ -80,13 +80,15 @@ class Scheduler:
     def needs(self, seq: Sequence) -> int:
         """Blocks that the sequence reserves: its ids and a growth allowance.
 
-        And for each further answer to its prompt as many but the prompt's full blocks.
+        And for each further answer to its prompt as many but the prompt's full blocks, if the pool
+        has them.
         """
         if seq.stop_after_first:
             return self.blocks_for(len(seq.ids))
         left = seq.sampling.max_tokens - seq.generated
         own = self.blocks_for(len(seq.ids) + min(left, self.limits.growth_tokens))
-        return own + seq.more * (own - seq.prompt // self.limits.block_tokens)
+        more = seq.more * (own - seq.prompt // self.limits.block_tokens)
+        return max(own, min(own + more, self.pool.total))
 
     # ---- entering ----------------------------------------------------------------------------
 
@@ -118,18 +120,23 @@ class Scheduler:
         """Further answers to a prompt whose KV is complete, in the blocks reserved for them.
 
         They share the prompt's full blocks; the KV in the one behind is for the caller to copy.
+        Those that a small pool has no blocks for wait like preempted ones, without any.
         """
         whole = seq.prompt // self.limits.block_tokens
-        extra = (len(seq.blocks) - whole) // seq.sampling.n
+        extra = max((len(seq.blocks) - whole) // seq.sampling.n, 1)
         spare, siblings = seq.blocks[whole + extra :], []
         seq.blocks = seq.blocks[: whole + extra]
-        for at, index in enumerate(indices):
+        for index in indices:
             one = seq.sibling(index)
-            one.blocks = self.pool.share(seq.blocks[:whole]) + spare[at * extra : (at + 1) * extra]
-            one.computed, one.sealed = one.prompt, whole
+            own, spare = spare[:extra], spare[extra:]
+            if own:
+                one.blocks = self.pool.share(seq.blocks[:whole]) + own
+                one.computed, one.sealed = one.prompt, whole
+            else:
+                one.resumed = True
             self._enlist(one)
             siblings.append(one)
-        self.pool.release(spare[len(indices) * extra :])
+        self.pool.release(spare)
         return siblings
 
     def _enlist(self, seq: Sequence) -> None:
@@ -308,7 +315,7 @@ class Scheduler:
             self.filling.leave(seq)
             self.running.enter(seq)
         elif seq.line is None:
-            self.ready.enter(seq)
+            (self.ready if seq.blocks else self.waiting).enter(seq)
         return finish
 
     def fail(self, seq: Sequence, damaged: bool) -> None:

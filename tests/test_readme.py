@@ -1,4 +1,4 @@
-"""The README's commands do what it says: `make serve`, then those of the second terminal."""
+"""The README's commands do what it says: `make serve`, those of the second terminal, the bench."""
 
 from __future__ import annotations
 
@@ -67,3 +67,11 @@ def test_make_serve_and_the_commands_of_the_second_terminal(tmp_path: Path) -> N
     assert "curl http://127.0.0.1" in text and text.rstrip().splitlines()[-1]
     assert "stopped" in text and "Traceback" not in text
     assert subprocess.run(["pgrep", "-g", str(process.pid)], check=False).returncode == 1
+
+
+def test_the_bench_measures_both_phases() -> None:
+    done = subprocess.run(
+        blocks()[2], shell=True, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True
+    )
+    assert done.stdout.startswith("model 7M")
+    assert "\ndecode " in done.stdout and "\nprefill " in done.stdout

@@ -33,3 +33,11 @@ def test_every_cluster_has_its_own_secret_and_passes_it_on() -> None:
 def test_an_override_through_a_value_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"silence_s in silence_s\.x is not a section"):
         load_config(None, {"silence_s": 1, "silence_s.x": 2})
+
+
+def test_drafts_are_off_unless_asked_for_and_bounded() -> None:
+    assert load_config(None, {}).pools.decode.engine.draft_tokens == 0
+    key = "pools.decode.engine.draft_tokens"
+    assert load_config(None, {key: 4}).pools.decode.engine.draft_tokens == 4
+    with pytest.raises(ConfigError, match=r"draft_tokens: .*(got 17)"):
+        load_config(None, {key: 17})

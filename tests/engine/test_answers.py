@@ -107,3 +107,60 @@ def test_a_drop_ends_all_answers(checkpoint) -> None:
     while owner.scheduler.live:
         assert all(output.key == ("other", 0) for output in owner.step())
     assert owner.scheduler.pool.used == 0
+
+
+def test_answers_begin_beside_drafts_and_unfinished_prompts(checkpoint) -> None:
+    """As many rows are sampled as were computed, but they are not the same ones."""
+    folder, greedy = checkpoint("llama"), Sampling(12, n=2)
+    drafted, pair, late = [9, 8, 7] * 20, rig.prompt(64, 1), rig.prompt(300, 2)
+    alone = expected(folder, pair, greedy)
+    owner = rig.engine(folder, max_step_tokens=192)
+    owner.add(rig.request(owner, "pair", pair, greedy))
+    owner.add(rig.request(owner, "late", late, Sampling(3)))
+    assert answers_of(owner)["pair"] == alone
+    owner = rig.engine(folder, draft_tokens=1)
+    whole = rig.alone(rig.engine(folder), drafted, Sampling(200))
+    owner.add(rig.request(owner, "drafted", drafted, Sampling(200)))
+    streams = answers_of(owner, {at: (f"pair{at}", pair, greedy) for at in range(10, 90, 5)})
+    assert owner.accepted > 0
+    assert streams.pop("drafted") == {0: whole}
+    assert all(stream == alone for stream in streams.values())
+
+
+def answers_of(owner: Engine, later: dict | None = None) -> dict[str, dict[int, list]]:
+    """All answers by request; `later`: step -> a request that comes then."""
+    streams: dict[str, dict[int, list]] = {}
+    for at in range(2000):
+        if later and at in later:
+            owner.add(rig.request(owner, *later[at]))
+        for output in owner.step():
+            if output.token is not None:
+                streams.setdefault(output.key[0], {}).setdefault(output.index, []).append(
+                    output.token
+                )
+        if not owner.scheduler.live and at > max(later or [0]):
+            return streams
+    raise AssertionError(owner.scheduler)
+
+
+def test_more_answers_than_the_pool_has_room_for_take_turns(checkpoint) -> None:
+    folder, ids = checkpoint("llama"), rig.prompt(70)
+    sampling = msgspec.structs.replace(SEEDED, n=24, max_tokens=80)
+    owner = rig.engine(folder, blocks=20)
+    owner.add(rig.request(owner, "r", ids, sampling))
+    owner.add(rig.request(owner, "behind", ids, Sampling(3)))
+    streams = answers_of(owner)
+    assert streams["r"] == expected(folder, ids, sampling)
+    assert len(streams["behind"][0]) == 3
+    owner.scheduler.pool.validate()
+    assert owner.scheduler.pool.used == 0
+
+
+def test_prompt_logprobs_are_told_once(checkpoint) -> None:
+    owner, ids = rig.engine(checkpoint("llama")), rig.prompt(30)
+    sampling = msgspec.structs.replace(SEEDED, prompt_logprobs=1)
+    owner.add(rig.request(owner, "r", ids, sampling))
+    told = []
+    while owner.scheduler.live:
+        told += [(output.index, token.id) for output in owner.step() for token in output.prompt]
+    assert told == [(0, index) for index in ids[1:]]

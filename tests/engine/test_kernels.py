@@ -14,6 +14,7 @@ from diptych.engine.errors import KernelUnavailable
 from diptych.engine.kernels import NativeOps
 from diptych.engine.linear import AmxLinear, Linear
 from diptych.engine.ops import Norm, Ops
+from diptych.engine.scheduler import Limits
 
 from . import rig
 
@@ -198,13 +199,12 @@ def test_amx_linears_are_plain_linears_with_what_surrounds_them(
 
     ops, norm = kernel(64, tiles=True), Norm(draw(inputs), 1e-5)
     weight, add = draw(outputs, inputs) * 0.05, draw(outputs) if bias else None
-    residual = draw(70, outputs) if outputs % 32 == 0 else None
+    residual = draw(70, outputs)
     fast, slow = AmxLinear(weight, add, False, ops), Linear(weight, add, False, ops)
     for rows in (1, 16, 17, 70):
         x = draw(rows, inputs)
-        extra = None if residual is None else residual[:rows]
         assert torch.allclose(fast(x).float(), slow(x).float(), atol=4e-2, rtol=2e-2)
-        ours, theirs = (one(x, norm=norm, residual=extra).float() for one in (fast, slow))
+        ours, theirs = (one(x, norm=norm, residual=residual[:rows]).float() for one in (fast, slow))
         assert torch.allclose(ours, theirs, atol=4e-2, rtol=2e-2)
     if not bias and outputs % 32 == 0:
         gated, plain = (kind(weight, None, True, ops) for kind in (AmxLinear, Linear))
@@ -285,3 +285,24 @@ def test_a_cache_that_cannot_be_used_leaves_the_torch_backend(
     engine = Engine(EngineConfig(checkpoint("llama")))
     kernels._library.cache_clear()
     assert engine.kernels.startswith("torch: ") and "cannot be built" in engine.kernels
+
+
+@pytest.mark.parametrize("backend", ["auto", "avx512"])
+def test_blocks_of_other_sizes_are_attended_in_torch(checkpoint, backend: str) -> None:
+    config = EngineConfig(checkpoint("llama"), kernels=backend, limits=Limits(block_tokens=128))
+    owner, sampling = Engine(config), rig.Sampling(8, logprobs=2)
+    assert owner.exact
+    alone = [rig.alone(owner, rig.prompt(n, n), sampling, f"a{n}") for n in (300, 40)]
+    both = [rig.request(owner, f"b{n}", rig.prompt(n, n), sampling) for n in (300, 40)]
+    assert list(rig.finish(owner, both).values()) == alone
+
+
+def test_a_user_without_a_home_builds_in_a_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(kernels.Path, "home", nobody)
+    monkeypatch.setattr(kernels.tempfile, "tempdir", str(tmp_path))
+    assert kernels._cache_folder().parent == tmp_path

@@ -75,6 +75,17 @@ def test_prompt_logprobs_are_joined_from_all_ranks(checkpoint) -> None:
         assert one.logprob == pytest.approx(two.logprob, abs=1e-4)
 
 
+def test_several_answers_begin_on_every_rank(checkpoint) -> None:
+    with on(2, checkpoint("llama"), "float32") as pair:
+        pair.add(rig.request(pair, "r", TEXTS[0][:100], Sampling(20, n=3)))
+        answers: dict[int, list[int]] = {}
+        while pair.scheduler.live:
+            for output in pair.step():
+                assert output.token is not None
+                answers.setdefault(output.index, []).append(output.token.id)
+    assert answers[0] == answers[1] == answers[2]
+
+
 @pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGTERM])
 def test_the_end_of_a_rank_ends_the_replica(checkpoint, way: signal.Signals) -> None:
     with on(2, checkpoint("llama"), "bfloat16") as pair:

@@ -150,13 +150,13 @@ def test_a_grpc_client_that_leaves_or_runs_out_of_time_gives_everything_back(
 
 def test_a_hundred_clients_that_leave_give_everything_back(served: tuple[Live, Path]) -> None:
     live, _ = served
-    before = live.worker("decode")["engine"]["steps"]
     read = asyncio.run(_leave_early(live, 100, random.Random(3)))
     assert len(read) == 100
+    gone = live.worker("decode")["engine"]["steps"]
     eventually(live.idle, seconds=5.0)
     status = live.status()
     assert all(not w["engine"]["kv_blocks"]["quarantined"] for w in status["workers"])
     steps = live.worker("decode")["engine"]["steps"]
-    assert steps - before < 900, "decode went on for clients that had left"
+    assert steps - gone < 300, "decode went on for clients that had left: for up to 900 tokens"
     assert steps == live.worker("decode")["engine"]["steps"], "decode still runs for nobody"
     assert json.loads(live.chat("still there?", max_tokens=3).text)["usage"]["completion_tokens"]

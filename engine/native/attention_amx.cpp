@@ -58,7 +58,7 @@ struct Keys {
 void pack_values(const uint16_t *page, int dim, int64_t used, uint32_t *packed, Ahead &ahead) {
     for (int pair = 0; pair < (used <= 32 ? 16 : 32); ++pair) {
         const __mmask32 first = 2 * pair < used ? ~0u : 0, second = 2 * pair + 1 < used ? ~0u : 0;
-        ahead.some(1);
+        ahead.some(2);
         for (int d = 0; d < dim; d += 32) {
             const uint16_t *at = page + 2 * pair * dim + d;
             const __m512i a = _mm512_maskz_loadu_epi16(first, at);
@@ -152,10 +152,9 @@ void weigh(const Shape &s, Lanes &lanes, const float *scores, int keys, uint32_t
     __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
     for (; keys > 0; keys -= 32, scores += 32 * kLanes, weights += 256) {
         alignas(64) uint32_t pairs[16][kLanes];
-        ahead.some(4);
 #pragma GCC unroll 4
         for (int pair = 0; pair < 16; ++pair) {
-            ahead.some(2);
+            ahead.some(1);
             const float *at = scores + 2 * pair * kLanes;
             const __m512 a = exp2_ps(_mm512_fmsub_ps(_mm512_loadu_ps(at), factor, reference));
             const __m512 b = exp2_ps(_mm512_fmsub_ps(_mm512_loadu_ps(at + kLanes), factor, reference));
@@ -310,8 +309,9 @@ Ahead after(const Shape &s, const Item &item, int64_t p, int h, const Item &next
     return {(const char *)(s.k + at), (const char *)(s.v + at), (int)(which.used(page) * s.dim / 32)};
 }
 
-// One item; `next` is likely the thread's next one.
-void work(const Shape &s, Scratch &scratch, const Item &item, const Item &next) {
+// One item; `next` is likely the thread's next one. Inlined, it would look for its thread's scratch
+// again and again.
+__attribute__((noinline)) void work(const Shape &s, Scratch &scratch, const Item &item, const Item &next) {
     const int tiles = item.tiles(s);
     begin(s, scratch, item);
     for (int64_t p = item.first(s); p <= item.last(); ++p)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .attention import Meta
-from .linear import Joined, Linear, Summed
+from .linear import Linear, Shared
 from .ops import Norm, Ops
 from .pool import KVPool
 from .rope import rope_frequencies
@@ -23,7 +23,7 @@ class Mlp:
     """`hidden + down(silu(gate) * up)`; `gate_up` is fused along the output and applies SiLU."""
 
     gate_up: Linear
-    down: Linear | Summed
+    down: Linear | Shared
 
     def __call__(self, hidden: torch.Tensor, norm: Norm) -> torch.Tensor:
         return self.down(self.gate_up(hidden, norm=norm), residual=hidden)
@@ -36,7 +36,7 @@ class Layer:
     norm: Norm
     qkv: Linear
     qk_norms: tuple[Norm, Norm] | None
-    output: Linear | Summed
+    output: Linear | Shared
     mlp_norm: Norm
     mlp: Feed
 
@@ -46,7 +46,7 @@ class Weights:
     embedding: torch.Tensor
     layers: list[Layer]
     norm: Norm
-    head: Linear | Joined
+    head: Linear | Shared
 
 
 class Decoder:

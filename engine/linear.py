@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from .errors import KernelUnavailable
 from .kernels import NativeOps, native_ops
 from .ops import Norm, Ops
-from .ranks import Ranks
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 REFERENCE = 16
@@ -148,30 +147,19 @@ class AmxLinear(Linear):
 
 
 @dataclass(slots=True)
-class Summed:
-    """A linear layer of which each rank has some of the inputs: their results are added up."""
+class Shared:
+    """A linear layer of which each rank has a part. `together` makes one result of theirs.
+
+    `Ranks.sum` where they share the inputs, `Ranks.join` where they share the outputs.
+    """
 
     linear: Linear
-    ranks: Ranks
+    together: Callable[[torch.Tensor], torch.Tensor]
 
     def __call__(
         self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        out = self.ranks.sum(self.linear(x, norm=norm))
-        return out if residual is None else residual + out
-
-
-@dataclass(slots=True)
-class Joined:
-    """A linear layer of which each rank has some of the outputs, wanted side by side."""
-
-    linear: Linear
-    ranks: Ranks
-
-    def __call__(
-        self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        out = self.ranks.join(self.linear(x, norm=norm))
+        out = self.together(self.linear(x, norm=norm))
         return out if residual is None else residual + out
 
 

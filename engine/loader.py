@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from .decoder import Feed, Layer, Mlp, Weights
-from .linear import Joined, Linear, Summed, make_linear
+from .linear import Linear, Shared, make_linear
 from .moe import Moe
 from .ops import Norm, Ops
 from .ranks import Ranks
@@ -17,7 +17,7 @@ from .spec import ModelSpec
 from .tensors import Tensors
 
 Progress = Callable[[str, float], None]
-Row = Linear | Summed
+Row = Linear | Shared
 
 HEAD = "lm_head.weight"
 NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -43,7 +43,7 @@ class _Source:
         if self.ranks is None:
             return make_linear(weight, add, ops=self.ops)
         add = add if self.ranks.rank == 0 else None
-        return Summed(make_linear(weight, add, ops=self.ops), self.ranks)
+        return Shared(make_linear(weight, add, ops=self.ops), self.ranks.sum)
 
 
 def load(
@@ -75,7 +75,7 @@ def load(
     if ranks is None:
         return Weights(embedding, layers, norm, make_linear(head, ops=ops))
     part = make_linear(ranks.part(head, 0), ops=ops)
-    return Weights(embedding, layers, norm, Joined(part, ranks))
+    return Weights(embedding, layers, norm, Shared(part, ranks.join))
 
 
 def _layer(source: _Source, index: int, spec: ModelSpec) -> Layer:

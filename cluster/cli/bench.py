@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,6 +67,7 @@ def engine(
     }
     if not (values["batches"] and values["contexts"]) and not values["prompts"]:
         fail("nothing to measure: give --batch and --context, or --prompt", 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by jobs of a script
     result = _run(model, values)
     typer.echo(json.dumps(result, indent=2) if output == "json" else _table(result))
 

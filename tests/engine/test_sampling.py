@@ -195,9 +195,9 @@ def test_logits_of_a_long_prompt_are_never_all_in_memory(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, sizes = engine(llama, max_step_tokens=1024), []
-    whole = owner._decoder.logits
+    whole = owner._model.logits
     monkeypatch.setattr(
-        owner._decoder, "logits", lambda hidden: sizes.append(len(hidden)) or whole(hidden)
+        owner._model, "logits", lambda hidden: sizes.append(len(hidden)) or whole(hidden)
     )
     assert len(asked(owner, prompt(900), most=1)) == 899
     assert max(sizes) <= 64 and sum(sizes) == 899 + 1

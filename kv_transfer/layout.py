@@ -61,8 +61,3 @@ class KVLayout:
         """Hash that two ends must share before any byte moves: model, layout, format version."""
         text = f"{FORMAT_VERSION}|{self!r}|".encode() + fingerprint
         return xxhash.xxh3_128_digest(text)
-
-
-def default_group(layers: int, most: int = 8) -> int:
-    """Largest group size up to `most` that divides the number of layers."""
-    return next(size for size in range(min(most, layers), 0, -1) if layers % size == 0)

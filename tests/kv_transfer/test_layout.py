@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 from diptych.kv_transfer import KVLayout
-from diptych.kv_transfer.layout import default_group
 
 #: layers, heads, head_dim, block_tokens, group_layers
 SHAPES = [(4, 2, 8, 64, 2), (3, 1, 4, 64, 1), (6, 3, 2, 128, 6), (1, 1, 1, 64, 1)]
@@ -105,11 +104,6 @@ def test_a_layout_that_differs_in_any_field_is_not_compatible(field):
 
 def test_another_model_is_not_compatible():
     assert layout().compatibility(b"model") != layout().compatibility(b"other")
-
-
-@pytest.mark.parametrize(("layers", "group"), [(1, 1), (7, 7), (11, 1), (28, 7), (32, 8), (80, 8)])
-def test_the_default_group_is_the_largest_divisor_up_to_eight(layers, group):
-    assert default_group(layers) == group
 
 
 @pytest.mark.parametrize("wrong", [{"group_layers": 3}, {"block_tokens": 96}])

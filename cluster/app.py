@@ -20,6 +20,7 @@ from .worker import Worker
 APP = "diptych"
 HEALTH: dict[str, Any] = {"health_check_period_s": 1.0, "health_check_timeout_s": 5.0}
 TARGET_ROUTER: Any = "diptych.cluster.serve_router:TargetRouter"
+CPUS = 0.01  #: Ray does not count cores here: the engine's threads are a setting
 SHUTDOWN: dict[str, Any] = {
     "graceful_shutdown_wait_loop_s": 0.2,
     "graceful_shutdown_timeout_s": 15.0,
@@ -44,7 +45,7 @@ def _deployment(cls: type, name: str, replicas: int, **options: Any) -> serve.De
         name=name,
         num_replicas=replicas,
         max_ongoing_requests=4096,
-        ray_actor_options={"num_cpus": 0.01},
+        ray_actor_options={"num_cpus": CPUS},
         **HEALTH,
         **SHUTDOWN,
         **options,
@@ -52,5 +53,10 @@ def _deployment(cls: type, name: str, replicas: int, **options: Any) -> serve.De
 
 
 def _pool(name: str, pool: PoolConfig) -> serve.Deployment:
-    router = RequestRouterConfig(request_router_class=TARGET_ROUTER)
-    return _deployment(Worker, name, pool.replicas, request_router_config=router)
+    options: dict[str, Any] = {
+        "request_router_config": RequestRouterConfig(request_router_class=TARGET_ROUTER)
+    }
+    if pool.tensor_parallel > 1:  # all ranks of a replica on one node
+        options["placement_group_bundles"] = [{"CPU": CPUS}] * pool.tensor_parallel
+        options["placement_group_strategy"] = "STRICT_PACK"
+    return _deployment(Worker, name, pool.replicas, **options)

@@ -44,6 +44,7 @@ class EngineSettings(Section):
 
 class PoolConfig(Section):
     replicas: Annotated[int, Field(ge=0)] = 1
+    tensor_parallel: Count = 1  #: processes of a replica that share the model
     engine: EngineSettings = EngineSettings()
 
 
@@ -65,7 +66,7 @@ class FaultSettings(Section):
 
 
 class TransferSettings(Section):
-    transport: Literal["auto", "nixl", "tcp"] = "auto"
+    transport: Literal["auto", "nixl", "shm", "tcp"] = "auto"
     timeout_s: Positive = 30.0
     faults: FaultSettings = FaultSettings()
 

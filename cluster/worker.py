@@ -25,15 +25,15 @@ from ..engine.engine import Engine, EngineConfig
 from ..engine.loop import EngineThread
 from ..engine.scheduler import Limits
 from ..engine.spec import fingerprint
-from ..kv_transfer import PeerCard, tickets
+from ..kv_transfer import PeerCard
+from ..kv_transfer import commands as transfer
 from ..kv_transfer.identity import block_hashes
-from ..kv_transfer.service import AddPeer, LosePeer, TransferService
-from ..kv_transfer.transports import open_transport
 from ..prefill_worker import PrefillRole
 from ..protos import frames as f
 from .config import ClusterConfig
 from .link import RouterLink
 from .router_service import node_host
+from .transfers import Transfers
 from .wire import Connection, Listener
 
 log = logging.getLogger(__name__)
@@ -71,19 +71,10 @@ class Worker:
         self.engine = await asyncio.to_thread(self._load)
         self._salt = fingerprint(self._model)
         self.threads = EngineThread(self.engine, self._from_engine)
-        host, transfer = node_host(), self.config.kv_transfer
-        corrupt = transfer.faults.corrupt_writes if self.home == "prefill" else 0
-        self.transfer = TransferService(
-            self.name,
-            self.engine.kv,
-            self.engine.compatibility,
-            lambda admit: open_transport(
-                transfer.transport, self.name, self.engine.kv, admit, host, corrupt
-            ),
-            self._from_transfer,
-            tickets.Limits(total_s=transfer.timeout_s),
-        )
-        kv_card = await asyncio.to_thread(self.transfer.start)
+        host, settings = node_host(), self.config.kv_transfer
+        corrupt = settings.faults.corrupt_writes if self.home == "prefill" else 0
+        self.transfers = Transfers(self.name, self.engine, settings, host, corrupt, self._events)
+        kv_cards = await self.transfers.start()
         self.role: PrefillRole | DecodeRole = (
             PrefillRole(self.name)
             if self.role_name == "prefill"
@@ -99,7 +90,7 @@ class Worker:
             address=address,
             replica=self.replica,
             pid=os.getpid(),
-            kv_card=msgspec.msgpack.encode(kv_card),
+            kv_card=msgspec.msgpack.encode(kv_cards),
             blocks=self.engine.scheduler.pool.total,
             block_tokens=self.engine.kv.layout.block_tokens,
             kept=self.engine.scheduler.kept,
@@ -123,6 +114,8 @@ class Worker:
             model.max_model_len,
             settings.threads,
             limits,
+            tensor_parallel=pool.tensor_parallel,
+            rank_program="diptych.cluster.rank",
         )
 
         def progress(note: str, fraction: float) -> None:
@@ -168,10 +161,10 @@ class Worker:
             cards = {**self._known, **cards}
         for card in cards.values():
             if card.id not in self._known:
-                peer = msgspec.msgpack.decode(card.kv_card, type=PeerCard)
-                self.transfer.submit(AddPeer(peer))
+                peers = msgspec.msgpack.decode(card.kv_card, type=list[PeerCard])
+                self.transfers.handle(transfer.AddPeer(card.id, peers))
         for name in self._known.keys() - cards.keys():
-            self.transfer.submit(LosePeer(name))
+            self.transfers.handle(transfer.LosePeer(name))
         self._known = cards
 
     # ---- gateways --------------------------------------------------------------------------------
@@ -226,9 +219,6 @@ class Worker:
     def _from_engine(self, outputs: list) -> None:
         self.loop.call_soon_threadsafe(self._events, outputs)
 
-    def _from_transfer(self, outcome: object) -> None:
-        self.loop.call_soon_threadsafe(self._events, [outcome])
-
     def _events(self, events: list) -> None:
         actions: list = []
         for event in events:
@@ -252,8 +242,8 @@ class Worker:
                     self.threads.submit(action)
                 case Over(key):
                     self._end(key)
-                case ticket_event:
-                    self.transfer.submit(ticket_event)
+                case ticket_command:
+                    self.transfers.handle(ticket_command)
         for gateway, streams in steps.items():
             if gateway in self._gateways:
                 self._gateways[gateway].send(f.Step(streams))
@@ -283,11 +273,11 @@ class Worker:
         """Serve's probe: a worker without its threads is dead."""
         if not self.threads.alive:
             raise RuntimeError("the engine thread ended: see this worker's log")
-        if not self.transfer.alive:
-            raise RuntimeError("the transfer thread ended: see this worker's log")
+        if not self.transfers.alive:
+            raise RuntimeError("a transfer thread, or another rank, ended: see this worker's log")
 
     def statistics(self) -> dict:
-        transfer = self.transfer.statistics()
+        transfer = self.transfers.statistics()
         engine = self.engine.statistics()
         engine["kv_blocks"]["quarantined"] = transfer.pop("quarantined")
         usage = Path("/proc/self/statm")
@@ -316,7 +306,8 @@ class Worker:
                     break
                 await asyncio.sleep(0.05)
             self.threads.stop()
-            self.transfer.stop()
+            self.transfers.stop()
+            self.engine.close()
 
 
 async def _find_router() -> str:

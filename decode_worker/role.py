@@ -16,6 +16,7 @@ import msgspec
 
 from ..engine import commands
 from ..engine.sequence import Output, Sequence
+from ..kv_transfer import commands as transfer
 from ..kv_transfer import tickets
 from ..kv_transfer.identity import ticket_id
 from ..kv_transfer.messages import Handover
@@ -60,10 +61,10 @@ class DecodeRole:
         match event:
             case Output():
                 return self._output(event)
-            case commands.Reserved(key, blocks):
-                return self._reserved(ticket_id(key), blocks)
-            case tickets.Landed(ticket, meta):
-                return self._landed(ticket, meta)
+            case commands.Reserved(key, blocks, held):
+                return self._reserved(ticket_id(key), blocks, held)
+            case transfer.Arrived(ticket, meta):
+                return self._arrived(ticket, meta)
             case tickets.Broken(ticket, reason):
                 return self._broken(ticket, reason)
             case tickets.Freed(ticket):
@@ -79,7 +80,7 @@ class DecodeRole:
     def _fail(self, gateway: str, key: Key, reason: str) -> Deliver:
         return Deliver(gateway, Failed(key, self.name, reason))
 
-    def _reserved(self, ticket: str, blocks: list[int] | None) -> list:
+    def _reserved(self, ticket: str, blocks: list[int] | None, held: int) -> list:
         job = self.jobs[ticket]
         if blocks is None:
             failed = [] if job.aborted else [self._fail(job.gateway, job.seq.key, "no_capacity")]
@@ -87,11 +88,11 @@ class DecodeRole:
         if job.aborted:
             return self._end(ticket)
         job.state = "RECEIVING"
-        filled = -(-job.seq.prompt // self.block_tokens)
         assert job.prefill is not None
-        return [tickets.Open(ticket, job.prefill, blocks[:filled])]
+        known = held * self.block_tokens
+        return [transfer.Receive(ticket, job.prefill, blocks, job.seq.prompt, known)]
 
-    def _landed(self, ticket: str, meta: bytes) -> list:
+    def _arrived(self, ticket: str, meta: bytes) -> list:
         job = self.jobs[ticket]
         if job.aborted:
             return self._end(ticket)
@@ -125,7 +126,7 @@ class DecodeRole:
             return []
         job.aborted = True
         if job.state == "RECEIVING":
-            return [tickets.Cancel(ticket, "aborted")]
+            return [transfer.Cancel(ticket, "aborted")]
         return self._end(ticket) if job.state == "RUNNING" else []
 
     def _end(self, ticket: str) -> list:

@@ -42,10 +42,14 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """`blocks` is None when the pool is too full, or preempted sequences wait for theirs."""
+    """`blocks` is None when the pool is too full, or preempted sequences wait for theirs.
+
+    The first `held` of them hold the prompt's KV already.
+    """
 
     key: Key
     blocks: list[int] | None
+    held: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,8 +63,13 @@ class Decoder:
         return self.weights.head(hidden, norm=self.weights.norm).float()
 
     @torch.inference_mode()
-    def hidden(self, ids: torch.Tensor, meta: Meta) -> torch.Tensor:
-        """ids int64 [T] -> what the last layer gives, [T, hidden]; writes their KV."""
+    def hidden(
+        self, ids: torch.Tensor, meta: Meta, after: Callable[[int], None] | None = None
+    ) -> torch.Tensor:
+        """ids int64 [T] -> what the last layer gives, [T, hidden]; writes their KV.
+
+        `after` is called with each layer's index when its KV is written, on all ranks.
+        """
         hidden = self.weights.embedding[ids]
         angles = meta.positions[:, None].float() * self._frequencies
         scale = self.spec.rope.attention_factor
@@ -74,6 +79,8 @@ class Decoder:
             qkv = layer.qkv(hidden, norm=layer.norm)
             q = self.ops.rope_store(qkv, cache, layer.qk_norms, turn, meta)
             seen = self.ops.attend(q, cache, meta, self._scale, window)
-            hidden = layer.output(seen.flatten(1), residual=hidden)
+            hidden = layer.output(seen.flatten(1), residual=hidden)  # ranks meet here
+            if after:
+                after(index)
             hidden = layer.mlp(hidden, layer.mlp_norm)
         return hidden

@@ -7,6 +7,7 @@ KV has arrived; a mixed worker just adds. One runner serves all three.
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from ..kv_transfer.slices import piece_count
 from ..protos.frames import Key, Token
 from .batch import Batch, build
 from .blocks import BlockPool
@@ -24,7 +26,7 @@ from .memory import available_memory, check_memory
 from .model import ModelConfig, part_of, start_model
 from .sampler import SLICE, Fault, sample, score
 from .scheduler import Limits, Scheduler
-from .sequence import Output, Sequence
+from .sequence import Filled, Output, Sequence
 from .sizing import context_limit, kv_layout
 from .spec import fingerprint, read_spec
 
@@ -41,6 +43,7 @@ class EngineConfig:
     limits: Limits = field(default_factory=Limits)
     kernels: str = "auto"  #: auto | avx512 | torch
     tensor_parallel: int = 1  #: processes that share the model; `kv_bytes` are of each
+    rank_program: str = "diptych.engine.ranks"  #: the module that the others run
 
     def of_model(self, blocks: int) -> ModelConfig:
         size, kernels = self.limits.block_tokens, self.kernels
@@ -60,16 +63,23 @@ class Engine:
         self.max_model_len = context_limit(self.spec, layout, config.kv_bytes, config.max_model_len)
         blocks = config.kv_bytes // layout.block_bytes
         check_memory(self.spec, config.dtype, config.kv_bytes * ranks, available_memory())
-        self._model = start_model(config.of_model(blocks), ranks, progress)
+        self._model = start_model(config.of_model(blocks), ranks, progress, config.rank_program)
         self.kv, self.kernels = self._model.kv, self._model.kernels
         salt = fingerprint(config.model)
         self.scheduler = Scheduler(BlockPool(blocks), config.limits, salt)
         self.exact = config.dtype == "bfloat16" and is_exact(self._model, size)
         self._grammars = Grammars(config.model, self.spec.vocab, self.spec.eos_ids)
         backend = self.kernels.split(":")[0].encode()  # another one has other last bits
-        self.compatibility = layout.compatibility(salt + backend)
+        self.compatibility = layout.compatibility(salt + backend, ranks)
+        self.pieces = piece_count(layout, ranks)
+        self.announce: Callable[[list[Filled]], None] = lambda _: None  #: called in mid-step
         self.steps = self.drafted = self.accepted = 0
         self.prefill_tokens, self.prefill_seconds = 0, 0.0
+
+    @property
+    def followers(self) -> list[socket.socket]:
+        """A socket to each process of a rank above 0, for `rank_program`."""
+        return self._model.ranks.controls if self._model.ranks else []
 
     def close(self) -> None:
         """Ends the other ranks' processes."""
@@ -119,7 +129,7 @@ class Engine:
             return []
         began = time.perf_counter()
         batch = build(plan, self.config.limits.block_tokens)
-        hidden = self._model.hidden(batch.ids, batch.meta)
+        hidden = self._model.hidden(batch.ids, batch.meta, self._stream(plan.prefill))
         prompts = {
             seq.key: self._prompt_logprobs(seq, count, hidden[piece.row : piece.row + count])
             for (seq, count), piece in zip(batch.sequences, batch.meta.pieces, strict=True)
@@ -134,6 +144,31 @@ class Engine:
             self.prefill_tokens += prefilled
             self.prefill_seconds += seconds
         return outputs
+
+    def _stream(self, prefills: list[tuple[Sequence, int]]) -> Callable[[int], None] | None:
+        """Announces what transfers may read: cached blocks now, others as their layers are done."""
+        known, coming = [], []
+        for seq, count in prefills:
+            if not seq.stop_after_first:
+                continue
+            first, whole, last = self.scheduler.fills(seq, count)
+            if first < whole:
+                known.append(Filled(seq.key, first, seq.blocks[first:whole]))
+            if whole < last:
+                coming.append((seq.key, whole, seq.blocks[whole:last]))
+            seq.filled = last
+        if known:
+            self.announce(known)
+        if not coming:
+            return None
+        size = self.spec.layers // self.pieces
+
+        def after(layer: int) -> None:
+            piece, inner = divmod(layer + 1, size)
+            if not inner:
+                self.announce([Filled(*blocks, piece - 1) for blocks in coming])
+
+        return after
 
     def _guess(self) -> None:
         """Drafts for those that run, where so few run that more rows cost little."""
@@ -217,15 +252,11 @@ class Engine:
             return Output(seq.key, error=faults[0].reason, index=seq.index)
         prompt = [] if seq.index else prompt  # each is told once, with the first answer
         seq.told += len(prompt)
-        filled: list[int] = []
-        if seq.stop_after_first:
-            whole = seq.computed // self.config.limits.block_tokens
-            filled = seq.blocks[: self.scheduler.blocks_for(seq.computed) if token else whole]
         if token is None:
-            return Output(seq.key, filled=filled, prompt=prompt) if filled or prompt else None
+            return Output(seq.key, prompt=prompt) if prompt else None
         offset = seq.generated
         finish = self.scheduler.sampled(seq, token.id)
-        return Output(seq.key, offset, token, finish, filled, seq.hit, prompt, index=seq.index)
+        return Output(seq.key, offset, token, finish, seq.hit, prompt, index=seq.index)
 
     def statistics(self) -> dict:
         scheduler, pool = self.scheduler, self.scheduler.pool

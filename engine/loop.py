@@ -1,6 +1,7 @@
 """The engine thread: one thread owns the engine, takes commands between steps, delivers outputs.
 
-`deliver` is called on this thread with a list of outcomes and must not block.
+`deliver` is called on this thread with a list of outcomes, `Filled` ones while a step runs, and
+must not block.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class EngineThread:
         self.engine = engine
         self._deliver = deliver
         self._commands: queue.SimpleQueue[object] = queue.SimpleQueue()
+        engine.announce = deliver
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -75,7 +77,7 @@ class EngineThread:
             case Add(seq):
                 self.engine.add(seq)
             case Reserve(seq):
-                return Reserved(seq.key, self.engine.reserve(seq))
+                return Reserved(seq.key, self.engine.reserve(seq), seq.sealed)
             case Commit(seq, others):
                 self.engine.commit(seq, others)
             case Drop(key):

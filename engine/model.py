@@ -53,11 +53,13 @@ class Model:
         self.kv = KVPool(layout, config.blocks, self.dtype)
         self.decoder = Decoder(self.spec, weights, self.kv, ops)
 
-    def hidden(self, ids: torch.Tensor, meta: Meta) -> torch.Tensor:
-        """`Decoder.hidden`, on all ranks."""
+    def hidden(
+        self, ids: torch.Tensor, meta: Meta, after: Callable[[int], None] | None = None
+    ) -> torch.Tensor:
+        """`Decoder.hidden`, on all ranks; `after` is called on this one."""
         if self.ranks:
             self.ranks.tell(pack(ids, meta))
-        return self.decoder.hidden(ids, meta)
+        return self.decoder.hidden(ids, meta, after)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`Decoder.logits`, on all ranks."""
@@ -73,13 +75,16 @@ class Model:
 
 
 def start_model(
-    config: ModelConfig, size: int, progress: Callable[[str, float], None] | None = None
+    config: ModelConfig,
+    size: int,
+    progress: Callable[[str, float], None] | None = None,
+    program: str = "diptych.engine.ranks",
 ) -> Model:
-    """The model on `size` ranks; this process is rank 0, the others are started."""
+    """The model on `size` ranks; this process is rank 0, the others are started (`Ranks.lead`)."""
     if size == 1:
         return Model(config, None, progress)
     fields = {**asdict(config), "folder": str(config.folder)}
-    return Model(config, Ranks.lead(size, fields), progress)
+    return Model(config, Ranks.lead(size, fields, program), progress)
 
 
 def part_of(spec: ModelSpec, ranks: int) -> ModelSpec:

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 import torch
@@ -25,6 +27,9 @@ import torch.distributed as dist
 
 from .attention import Meta, Piece
 from .errors import EngineError
+
+if TYPE_CHECKING:
+    from .model import Model
 
 PATIENCE = datetime.timedelta(seconds=60)  #: for another rank inside one forward pass
 
@@ -40,6 +45,7 @@ class Share(msgspec.Struct, frozen=True):
     rank: int
     size: int
     config: dict[str, Any]
+    control: int  #: file of a socket whose other end is in `Ranks.controls`
 
 
 class Compute(msgspec.Struct, frozen=True, tag=True):
@@ -69,6 +75,7 @@ class Ranks:
     rank: int
     size: int
     followers: list[subprocess.Popen] = field(default_factory=list)
+    controls: list[socket.socket] = field(default_factory=list)  #: for whoever runs the followers
 
     def part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's share of a weight along `dim`."""
@@ -101,21 +108,30 @@ class Ranks:
             _send(follower, data)
 
     @classmethod
-    def lead(cls, size: int, config: dict[str, Any]) -> Ranks:
-        """Starts the other ranks, which load their shares while this one loads its own."""
+    def lead(cls, size: int, config: dict[str, Any], program: str) -> Ranks:
+        """Starts the other ranks, which load their shares while this one loads its own.
+
+        `program`: the module that they run. It calls `follow`.
+        """
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ranks = cls(0, size)
         for rank in range(1, size):
-            share = Share(f"127.0.0.1:{store.port}", rank, size, config)
-            command = [sys.executable, "-m", "diptych.engine.ranks"]
-            follower = subprocess.Popen(command, stdin=subprocess.PIPE)
+            mine, theirs = socket.socketpair()
+            file = theirs.fileno()
+            share = Share(f"127.0.0.1:{store.port}", rank, size, config, file)
+            command = [sys.executable, "-m", program]
+            follower = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(file,))
+            theirs.close()
             ranks.followers.append(follower)
+            ranks.controls.append(mine)
             _send(follower, msgspec.msgpack.encode(share))
         _join(store, 0, size)
         return ranks
 
     def close(self) -> None:
         """Ends the other ranks; one that does not end in time is killed."""
+        for control in self.controls:
+            control.close()
         for follower in self.followers:
             assert follower.stdin is not None
             with suppress(OSError):  # it ended before
@@ -162,8 +178,11 @@ def _messages(stream: BinaryIO):
         yield stream.read(struct.unpack(">I", header)[0])
 
 
-def main() -> None:
-    """A rank above 0: loads its share, then computes what rank 0 says until its input ends."""
+def follow(ready: Callable[[Model, Share, socket.socket], None] | None = None) -> None:
+    """A rank above 0: loads its share, then computes what rank 0 says until its input ends.
+
+    `ready` is called in between, with what is loaded and the socket to the leader's process.
+    """
     from .model import Model, ModelConfig
 
     messages = _messages(sys.stdin.buffer)
@@ -172,6 +191,8 @@ def main() -> None:
     _join(dist.TCPStore(host, int(port), is_master=False), share.rank, share.size)
     config = ModelConfig(**{**share.config, "folder": Path(share.config["folder"])})
     model = Model(config, Ranks(share.rank, share.size))
+    if ready:
+        ready(model, share, socket.socket(fileno=share.control))
     for data in messages:
         message = msgspec.msgpack.decode(data, type=Compute | Head | Copy)
         if isinstance(message, Compute):
@@ -185,4 +206,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    follow()

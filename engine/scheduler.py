@@ -99,15 +99,20 @@ class Scheduler:
     def reserve(self, seq: Sequence) -> list[int] | None:
         """Blocks for a sequence whose KV is going to arrive; None when they are not to be had.
 
-        They are not while a preempted sequence waits for its blocks.
+        They are not while a preempted sequence waits for its blocks. The first `seq.sealed` ones
+        hold KV already: the prefix is known here.
         """
         if self.waiting and self.waiting[0].resumed:
             return None
-        blocks = self.pool.allocate(self.needs(seq), self._leaves(seq))
-        if blocks is not None:
-            self._enlist(seq)
-            self.held[seq.key] = seq.blocks = blocks
-        return blocks
+        found = self.pool.match(seq.hashes[: len(seq.ids) // self.limits.block_tokens])
+        fresh = self.pool.allocate(self.needs(seq) - len(found), self._leaves(seq))
+        if fresh is None:
+            self.pool.release(found)
+            return None
+        self._enlist(seq)
+        self.held[seq.key] = seq.blocks = found + fresh
+        seq.sealed = len(found)
+        return seq.blocks
 
     def commit(self, seq: Sequence) -> None:
         """The KV of all ids but the last is in the reserved blocks: decode as soon as may be."""
@@ -278,6 +283,12 @@ class Scheduler:
         seq.resumed = True
         self.waiting.enter(seq)
         self.preemptions += 1
+
+    def fills(self, seq: Sequence, count: int) -> tuple[int, int, int]:
+        """Blocks of a prefill of `count` ids, as borders: told before, known, final after it."""
+        size, end = self.limits.block_tokens, seq.computed + count
+        last = self.blocks_for(end) if end == len(seq.ids) else end // size
+        return seq.filled, seq.computed // size, last
 
     # ---- booking -----------------------------------------------------------------------------
 

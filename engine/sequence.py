@@ -27,6 +27,7 @@ class Sequence:
     computed: int = 0
     hit: int = 0  #: prompt tokens whose KV was found in the prefix cache
     sealed: int = 0  #: blocks whose content hash is published
+    filled: int = 0  #: blocks that were told as `Filled`, in all layers
     deadline: float = 0.0  #: the caller's order of prefill: lower first, ties by arrival
     arrival: int = 0  #: its age, given by the scheduler; a resumed sequence keeps it
     resumed: bool = False  #: was preempted
@@ -108,10 +109,22 @@ class Line(list[Sequence]):
 
 
 @dataclass(frozen=True, slots=True)
+class Filled:
+    """Told while a prefill's step runs: the KV of its blocks `first`.. is final.
+
+    `piece`: in the layers of this piece (`slices.piece_layers`); -1: in all.
+    """
+
+    key: Key
+    first: int
+    blocks: list[int]
+    piece: int = -1
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
     """What a step did for one sequence.
 
-    `filled` are the sequence's leading blocks whose KV is final (prefill: after each chunk).
     `prompt`: the next ids of the prompt with their logprobs, from the second id on, each once.
     `error`: the sequence ended without an answer, and why. `index`: which of the answers.
     """
@@ -120,7 +133,6 @@ class Output:
     offset: int = 0
     token: Token | None = None
     finish: str | None = None
-    filled: list[int] = field(default_factory=list)
     hit: int = 0
     prompt: list[Token] = field(default_factory=list)
     error: str | None = None

@@ -36,11 +36,17 @@ def ticket_id(key: tuple[str, int]) -> str:
     return f"{key[0]}#{key[1]}"
 
 
-def ticket_seed(compatibility: bytes, xid: str) -> int:
-    """The checksum seed of a ticket: both ends' model and layout, request and attempt."""
-    return xxhash.xxh3_64_intdigest(compatibility + xid.encode())
+def ticket_seed(compatibility: bytes, xid: str, generation: int) -> int:
+    """The checksum seed of a ticket: both ends' model, request, attempt, and which reservation."""
+    return xxhash.xxh3_64_intdigest(compatibility + generation.to_bytes(8, "little") + xid.encode())
 
 
-def block_checksum(data: memoryview, seed: int, index: int) -> int:
-    """64-bit xxh3 of a block's bytes as block `index` of the ticket with `seed`."""
-    return xxhash.xxh3_64_intdigest(data, seed=(seed + index) & 0xFFFFFFFFFFFFFFFF)
+def tile_checksum(runs: Sequence[memoryview], seed: int, index: int, piece: int) -> int:
+    """64-bit xxh3 of the bytes of `runs` as piece `piece` of tile `index` of a ticket."""
+    seed = (seed + index * 256 + piece) & 0xFFFFFFFFFFFFFFFF
+    if len(runs) == 1:
+        return xxhash.xxh3_64_intdigest(runs[0], seed=seed)
+    state = xxhash.xxh3_64(seed=seed)
+    for run in runs:
+        state.update(run)
+    return state.intdigest()

@@ -1,4 +1,4 @@
-"""Where every number of a KV block lies: region arithmetic, and the hash that peers compare.
+"""Where every number of a KV block lies, and the hash that peers compare.
 
 Physical order: `[block][layer group][head][layer in group][K,V][token][dim]`. All layers of a block
 lie in one run, a layer group is contiguous, and so is a head's slice inside a group. Kernels see
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,11 @@ class KVLayout:
     group_layers: int  #: layers per group; `layers` is a multiple of it
 
     def __post_init__(self) -> None:
-        assert self.layers % self.group_layers == 0, (self.layers, self.group_layers)
-        assert self.block_tokens % 64 == 0, self.block_tokens
+        sizes = self.layers, self.heads, self.head_dim, self.item_bytes, self.group_layers
+        if min(sizes) < 1 or self.layers % self.group_layers:
+            raise ValueError(f"{self.layers} layers in groups of {self.group_layers}: {self!r}")
+        if self.block_tokens < 64 or self.block_tokens % 64:
+            raise ValueError(f"a block of {self.block_tokens} tokens: not a multiple of 64")
 
     @property
     def block_items(self) -> int:
@@ -57,7 +60,10 @@ class KVLayout:
         run = self.block_tokens * self.head_dim
         return self.block_items, self.group_layers * 2 * run, self.head_dim, 1
 
-    def compatibility(self, fingerprint: bytes) -> bytes:
-        """Hash that two ends must share before any byte moves: model, layout, format version."""
-        text = f"{FORMAT_VERSION}|{self!r}|".encode() + fingerprint
-        return xxhash.xxh3_128_digest(text)
+    def compatibility(self, fingerprint: bytes, ranks: int = 1) -> bytes:
+        """Hash that two ends must share before any byte moves: model, numbers, format version.
+
+        How blocks lie, and how many ranks share the heads, may differ: `slices` translates.
+        """
+        numbers = self.layers, self.heads * ranks, self.head_dim, self.item_bytes, self.dtype
+        return xxhash.xxh3_128_digest(f"{FORMAT_VERSION}|{numbers!r}|".encode() + fingerprint)

@@ -16,24 +16,42 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Offer(Message, frozen=True, tag="O"):
-    """Sink -> source: write the ticket's blocks 0.. into these blocks of my pool."""
+    """Sink -> source: write the ticket's tiles `first`.. into these tiles of my pool.
 
-    blocks: list[int]
+    `generation` tells this reservation of the tiles from any other under the same `xid`. `hashes`:
+    the content of the ticket's blocks, where the sink asks for a prefix that the source may hold.
+    """
+
+    generation: int
+    first: int
+    tiles: list[int]
+    hashes: list[bytes] = []
 
 
 class Chunk(Message, frozen=True, tag="C"):
-    """Source -> sink, with the data: blocks `first`.. of the ticket have landed."""
+    """Source -> sink, with the data: piece `piece` of `pieces` of the tiles `first`..; -1: all."""
 
+    generation: int
     seq: int
     first: int
-    checksums: list[int]
+    piece: int
+    pieces: int
+    checksums: list[int]  #: one for each tile
 
 
 class Final(Message, frozen=True, tag="F"):
-    """Source -> sink: `chunks` chunks make the whole; `meta` is what decode needs to go on."""
+    """Source -> sink: `chunks` chunks make the whole; `meta` is what decode needs to go on.
 
+    `tiles`: how many there are, less than were asked for only if the sink asked for a prefix.
+    Seconds: in which a write was under way, and of these after the last KV was computed.
+    """
+
+    generation: int
     chunks: int
+    tiles: int
     meta: bytes
+    busy_s: float = 0.0
+    exposed_s: float = 0.0
 
 
 class Void(Message, frozen=True, tag="V"):
@@ -59,7 +77,7 @@ class Progress(Message, frozen=True, tag="P"):
 
 
 class Unknown(Message, frozen=True, tag="U"):
-    """Source -> sink: answer to `Query` for a ticket that this process never had or forgot."""
+    """Source -> sink: answer to `Query` for a ticket that has no offer here, or is forgotten."""
 
 
 class Greet(Message, frozen=True, tag="G"):

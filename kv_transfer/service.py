@@ -12,12 +12,16 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
+from functools import lru_cache
 
+from . import commands as c
 from . import identity, messages
 from . import tickets as t
 from .errors import PeerLost
+from .gauges import Gauges
+from .slices import End, Lane, Side, tiles_of
 from .transport import Admit, Down, Note, PeerCard, Pool, Transport, Wrote
 
 log = logging.getLogger(__name__)
@@ -28,42 +32,36 @@ TICK_S = 0.05
 Opener = Callable[[Admit], Transport]
 
 
-class AddPeer:
-    def __init__(self, card: PeerCard) -> None:
-        self.card = card
-
-
-class LosePeer:
-    """The rest of the cluster says that this agent is gone."""
-
-    def __init__(self, agent: str) -> None:
-        self.agent = agent
-
-
 class TransferService:
-    """Ships KV blocks for one worker. `start`, then `submit` commands and `tickets` events."""
+    """Ships KV blocks for one rank of a worker. `start`, then `submit` lane commands (`fan`).
+
+    `reached` tells whether an event of the pool (`commands.Push.event`) has come; None: always.
+    """
 
     def __init__(
         self,
         agent: str,
         pool: Pool,
+        end: End,
         compatibility: bytes,
         open_transport: Opener,
         deliver: Callable[[object], None],
         limits: t.Limits | None = None,
+        reached: Callable[[int], bool] | None = None,
     ) -> None:
-        self.agent, self.pool, self.compatibility = agent, pool, compatibility
-        self._opener, self._deliver = open_transport, deliver
+        self.agent, self.pool, self.end, self.compatibility = agent, pool, end, compatibility
+        self._opener, self._deliver, self._reached = open_transport, deliver, reached
         self._sink, self._source = t.Sink(limits), t.Source(limits)
         self._commands: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._cards: dict[str, PeerCard] = {}  #: who the cluster says is there
+        self._gated: deque[c.Push | c.Finish] = deque()  #: pushes whose event is still to come
+        self._cards: dict[str, PeerCard] = {}  #: who the cluster says is there, by agent
+        self._workers: dict[str, list[str]] = {}  #: their agents, by worker
         self._peers: dict[str, PeerCard] = {}  #: of these, whom the transport reaches
         self._dying: set[str] = set()  #: down, and not fenced yet
-        self._writes: dict[int, t.Post] = {}
-        self._seeds: dict[str, int] = {}
-        self._counts: Counter[str] = Counter()
-        self._failures: Counter[str] = Counter()
-        self._checksum_s = self._copy_s = 0.0
+        self._lanes: dict[str, Lane] = {}  #: of open tickets
+        self._tokens: dict[str, int] = {}  #: of open tickets
+        self._writes: dict[int, tuple[t.Post, int]] = {}  #: handle -> (post, bytes)
+        self.gauges = Gauges()
         self._opened = threading.Event()
         self._error: BaseException | None = None
         self.card: PeerCard | None = None
@@ -79,7 +77,7 @@ class TransferService:
         return self.card
 
     def submit(self, command: object) -> None:
-        """Queues a `tickets` event, `AddPeer` or `LosePeer`. Any thread."""
+        """Queues a command. Any thread."""
         self._commands.put(command)
 
     def stop(self) -> None:
@@ -92,20 +90,15 @@ class TransferService:
 
     def statistics(self) -> dict:
         """A snapshot; read without a lock, each number by itself is right."""
-        states = Counter(ticket.state.lower() for ticket in list(self._sink.tickets.values()))
-        states.update(ticket.state.lower() for ticket in list(self._source.tickets.values()))
-        held = list(self._sink.tickets.values())
+        sinks, sources = list(self._sink.tickets.values()), list(self._source.tickets.values())
+        held = [ticket for ticket in sinks if ticket.state == "QUARANTINED"]
+        states = [ticket.state for ticket in sinks] + [ticket.state for ticket in sources]
         return {
             "transport": self._transport.name,
             "sessions": len(self._peers),
-            "tickets": dict(states),
-            "bytes_sent": self._counts["bytes_sent"],
-            "bytes_received": self._counts["bytes_received"],
-            "transfers": self._counts["landed"] + self._counts["closed"],
-            "failures": dict(self._failures),
-            "checksum_s": round(self._checksum_s, 6),
-            "copy_s": round(self._copy_s, 6),
-            "quarantined": sum(len(k.blocks) for k in held if k.state == "QUARANTINED"),
+            "tickets": dict(Counter(state.lower() for state in states)),
+            "quarantined": sum(len(ticket.offer.tiles) for ticket in held),
+            **self.gauges.values(),
         }
 
     # ---- the thread ------------------------------------------------------------------------------
@@ -120,8 +113,10 @@ class TransferService:
                 self.compatibility,
                 self._transport.address(),
                 pool.base,
-                pool.blocks,
-                pool.block_bytes,
+                pool.size,
+                self.end.layout,
+                self.end.rank,
+                self.end.ranks,
             )
         except BaseException as error:
             self._error = error
@@ -147,6 +142,7 @@ class TransferService:
             quiet = 0 if commands or events else quiet + 1
             for command in commands:
                 self._command(command)
+            self._open_gates()
             for event in events:
                 self._event(event)
             now = time.monotonic()
@@ -156,7 +152,7 @@ class TransferService:
                 self._fence()
 
     def _busy(self) -> bool:
-        return bool(self._sink.tickets or self._source.tickets or self._dying)
+        return bool(self._sink.tickets or self._source.tickets or self._dying or self._gated)
 
     def _take(self, wait: float) -> list[object] | None:
         """Commands that are there, after at most `wait` seconds; None when it is time to stop."""
@@ -171,19 +167,92 @@ class TransferService:
 
     def _command(self, command: object) -> None:
         match command:
-            case AddPeer(card=card):
-                self._cards[card.agent] = card
-                self._add_peer(card)
-            case LosePeer(agent=agent):
-                self._cards.pop(agent, None)
-                self._lose_peer(agent)
-            case t.Open(_, peer, _) | t.Expect(_, peer):
-                self._reach(peer)
-                self._act(self._sink if isinstance(command, t.Open) else self._source, command)
-            case t.Cancel():
-                self._both(command)
+            case c.AddPeer(worker, cards):
+                self._workers[worker] = [card.agent for card in cards]
+                for card in cards:
+                    self._cards[card.agent] = card
+                    self._add_peer(card)
+            case c.LosePeer(worker):
+                for agent in self._workers.pop(worker, ()):
+                    self._cards.pop(agent, None)
+                    self._lose_peer(agent)
+            case c.Receive():
+                self._receive(command)
+            case c.Expect(xid, peer, tokens):
+                if self._join(xid, peer, tokens, sink=False):
+                    self._act(self._source, t.Expect(xid, peer))
+                else:
+                    self._deliver(t.Closed(xid, False, "peer_lost"))
+            case c.Push() | c.Finish():
+                if not self._gate(command):
+                    self._push(command)
+            case c.Cancel(xid, reason):
+                self._both(t.Cancel(xid, reason))
             case _:
-                self._act(self._source, command)
+                raise AssertionError(command)
+
+    # ---- commands of tickets ---------------------------------------------------------------------
+
+    def _join(self, xid: str, peer: str, tokens: int, sink: bool) -> bool:
+        """Lays the lane of a ticket; False if the peer is not known, or cannot be joined."""
+        self._reach(peer)
+        card = self._peers.get(peer)
+        if card is None:
+            return False
+        other = End(card.layout, card.rank, card.ranks)
+        ends = (other, self.end) if sink else (self.end, other)
+        try:
+            self._lanes[xid] = lane_between(*ends)
+        except ValueError as error:
+            log.error("no lane to %s: %s", peer, error)
+            return False
+        self._tokens[xid] = tokens
+        return True
+
+    def _receive(self, command: c.Receive) -> None:
+        xid = command.xid
+        if not self._join(xid, command.peer, command.tokens, sink=True):
+            self.gauges.failures["peer_lost"] += 1
+            self._deliver(t.Broken(xid, "peer_lost"))
+            self._deliver(t.Freed(xid))
+            return
+        lane = self._lanes[xid]
+        count = -(-command.tokens // lane.tile_tokens)
+        tiles = tiles_of(command.blocks, lane.target.tiles, count)
+        held = command.held // lane.tile_tokens
+        self._act(self._sink, t.Open(xid, command.peer, tiles, held, command.hashes))
+
+    def _push(self, command: c.Push | c.Finish) -> None:
+        xid = command.xid
+        lane = self._lanes.get(xid)
+        if lane is None:
+            return  # over
+        count = -(-self._tokens[xid] // lane.tile_tokens)
+        if isinstance(command, c.Finish):
+            self._act(self._source, t.Finish(xid, count, command.meta))
+            return
+        per_block = lane.source.tiles
+        first = command.first * per_block
+        tiles = tiles_of(command.blocks, per_block, count - first)
+        self._act(self._source, t.Push(xid, first, tiles, command.piece, lane.pieces))
+
+    def _gate(self, command: c.Push | c.Finish) -> bool:
+        """Keeps what must wait for the pool's event, and what comes behind it."""
+        if self._reached is None:
+            return False
+        waits = isinstance(command, c.Push) and not self._reached(command.event)
+        if waits or any(other.xid == command.xid for other in self._gated):
+            self._gated.append(command)
+            return True
+        return False
+
+    def _open_gates(self) -> None:
+        gated, self._gated = self._gated, deque()
+        for command in gated:
+            if not self._gate(command):
+                self._push(command)
+
+    # ---- what the transport tells ----------------------------------------------------------------
 
     def _event(self, event: object) -> None:
         match event:
@@ -191,14 +260,13 @@ class TransferService:
                 try:
                     message = messages.decode(data)
                 except ValueError:
-                    self._failures["malformed"] += 1
+                    self.gauges.failures["malformed"] += 1
                     return
                 self._reach(peer)
                 self._both(t.Noted(peer, message))
             case Wrote(handle, ok, reason):
-                post = self._writes.pop(handle)
-                if ok:
-                    self._counts["bytes_sent"] += len(post.source) * self.pool.block_bytes
+                post, size = self._writes.pop(handle)
+                self.gauges.sent += size if ok else 0
                 self._act(self._source, t.Written(post.xid, ok, reason))
             case Down(peer):
                 self._lose_peer(peer)
@@ -221,17 +289,23 @@ class TransferService:
 
     def _outcome(self, outcome: object) -> None:
         match outcome:
-            case t.Landed(xid):
-                self._counts["landed"] += 1
-                self._seeds.pop(xid, None)
+            case t.Landed(xid, meta, tiles, busy_s, exposed_s):
+                tokens = min(tiles * self._lanes[xid].tile_tokens, self._tokens[xid])
+                outcome = c.Arrived(xid, meta, tokens, busy_s, exposed_s)
+                self.gauges.landed(busy_s, exposed_s)
+                self._forget(xid)
             case t.Closed(xid, ok):
-                self._counts["closed"] += ok
-                self._seeds.pop(xid, None)
+                self.gauges.closed += ok
+                self._forget(xid)
             case t.Freed(xid):
-                self._seeds.pop(xid, None)
+                self._forget(xid)
             case t.Broken(_, reason):
-                self._failures[reason] += 1
+                self.gauges.failures[reason] += 1
         self._deliver(outcome)
+
+    def _forget(self, xid: str) -> None:
+        self._lanes.pop(xid, None)
+        self._tokens.pop(xid, None)
 
     # ---- peers -----------------------------------------------------------------------------------
 
@@ -239,14 +313,14 @@ class TransferService:
         if card.agent in self._peers or card.agent in self._dying or card.agent == self.agent:
             return
         if (card.transport, card.compatibility) != (self._transport.name, self.compatibility):
-            self._failures["incompatible_peer"] += 1
+            self.gauges.failures["incompatible_peer"] += 1
             self._cards.pop(card.agent, None)
-            log.error("peer %s has another model, layout or transport: refused", card.agent)
+            log.error("peer %s has another model, numbers or transport: refused", card.agent)
             return
         try:
             self._transport.add_peer(card)
         except Exception as error:
-            self._failures["unreachable_peer"] += 1
+            self.gauges.failures["unreachable_peer"] += 1
             log.error("peer %s cannot be reached: %s", card.agent, error)
             return
         self._peers[card.agent] = card
@@ -280,38 +354,53 @@ class TransferService:
 
     # ---- data ------------------------------------------------------------------------------------
 
-    def _seed(self, xid: str) -> int:
-        seed = self._seeds.get(xid)
-        if seed is None:
-            seed = self._seeds[xid] = identity.ticket_seed(self.compatibility, xid)
-        return seed
-
-    def _checksums(self, xid: str, first: int, blocks: list[int]) -> list[int]:
-        began, size, view = time.perf_counter(), self.pool.block_bytes, self.pool.view
-        seed = self._seed(xid)
+    def _checksums(
+        self, xid: str, generation: int, side: Side, first: int, tiles: list[int], piece: int
+    ) -> list[int]:
+        """Of a piece of the ticket's tiles `first`.., which are `tiles` of this pool."""
+        began = time.perf_counter()
+        lane, view = self._lanes[xid], self.pool.view
+        seed = identity.ticket_seed(self.compatibility, xid, generation)
         sums = [
-            identity.block_checksum(view[b * size : (b + 1) * size], seed, first + i)
-            for i, b in enumerate(blocks)
+            identity.tile_checksum(
+                [
+                    view[unit * lane.unit : (unit + count) * lane.unit]
+                    for unit, count in side.runs(tile, piece)
+                ],
+                seed,
+                first + index,
+                piece,
+            )
+            for index, tile in enumerate(tiles)
         ]
-        self._checksum_s += time.perf_counter() - began
+        self.gauges.checksum_s += time.perf_counter() - began
         return sums
 
     def _post(self, post: t.Post) -> None:
-        sums = self._checksums(post.xid, post.first, post.source)
-        note = messages.encode(messages.Chunk(post.xid, post.seq, post.first, sums))
+        lane = self._lanes[post.xid]
+        place = post.first, post.source, post.piece
+        sums = self._checksums(post.xid, post.generation, lane.source, *place)
+        chunk = messages.Chunk(
+            post.xid, post.generation, post.seq, post.first, post.piece, post.pieces, sums
+        )
+        spans = lane.spans(post.source, post.target, post.piece)
         began = time.perf_counter()
         try:
-            handle = self._transport.write(post.peer, post.source, post.target, note)
+            handle = self._transport.write(post.peer, spans, messages.encode(chunk))
         except PeerLost as error:
             self._act(self._source, t.Written(post.xid, False, f"peer_lost: {error}"))
             return
-        self._copy_s += time.perf_counter() - began
-        self._writes[handle] = post
+        self.gauges.copy_s += time.perf_counter() - began
+        self._writes[handle] = (post, spans.bytes)
 
     def _verify(self, check: t.Verify) -> None:
-        ok = self._checksums(check.xid, check.first, check.blocks) == check.checksums
-        self._counts["bytes_received"] += len(check.blocks) * self.pool.block_bytes
-        self._act(self._sink, t.Verified(check.xid, check.seq, ok))
+        chunk, lane = check.chunk, self._lanes[check.xid]
+        place = chunk.first, check.tiles, chunk.piece
+        sums = self._checksums(check.xid, chunk.generation, lane.target, *place)
+        units = len(lane.target.units(check.tiles, chunk.piece))
+        self.gauges.received += units * lane.unit
+        ok = sums == chunk.checksums and chunk.pieces == lane.pieces
+        self._act(self._sink, t.Verified(check.xid, chunk.seq, ok))
 
     def _admit(self, peer: str, note: bytes) -> bool:
         """May the data that comes with `note` be stored? Only while its ticket is open."""
@@ -320,4 +409,14 @@ class TransferService:
         except ValueError:
             return False
         ticket = self._sink.tickets.get(message.xid)
-        return ticket is not None and ticket.peer == peer and ticket.state == "RESERVED"
+        return (
+            ticket is not None
+            and (ticket.peer, ticket.state) == (peer, "RESERVED")
+            and isinstance(message, messages.Chunk)
+            and message.generation == ticket.offer.generation
+        )
+
+
+@lru_cache(maxsize=256)
+def lane_between(source: End, target: End) -> Lane:
+    return Lane(source, target)

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+import msgspec
+
 from . import messages as m
 
 
@@ -38,16 +40,21 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Sink: blocks are reserved, ask `peer` to fill them."""
+    """Sink: tiles are reserved, ask `peer` to fill those behind the `held` leading ones.
+
+    `hashes`: ask it for a prefix that it may hold, as many leading tiles as it has of it.
+    """
 
     xid: str
     peer: str
-    blocks: list[int]
+    tiles: list[int]
+    held: int = 0
+    hashes: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """Source: `xid` will be pushed to `peer` once it offers blocks."""
+    """Source: `xid` will be pushed to `peer` once it offers tiles."""
 
     xid: str
     peer: str
@@ -55,16 +62,24 @@ class Expect:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Source: blocks `first`.. of the ticket are final and lie in `blocks` of this pool."""
+    """Source: piece `piece` (-1: all of them) of the ticket's tiles `first`.. is final.
+
+    It lies in these `tiles` of this pool.
+    """
 
     xid: str
     first: int
-    blocks: list[int]
+    tiles: list[int]
+    piece: int = 0
+    pieces: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
+    """Source: all `tiles` of the ticket were pushed."""
+
     xid: str
+    tiles: int
     meta: bytes
 
 
@@ -125,50 +140,64 @@ class Send:
 @dataclass(frozen=True, slots=True)
 class Verify:
     xid: str
-    seq: int
-    first: int
-    blocks: list[int]
-    checksums: list[int]
+    tiles: list[int]
+    chunk: m.Chunk
 
 
 @dataclass(frozen=True, slots=True)
 class Post:
+    """Source: write tiles `source` into `target`; the tiles are the ticket's `first`.. ."""
+
     xid: str
     peer: str
+    generation: int
     seq: int
     first: int
     source: list[int]
     target: list[int]
+    piece: int
+    pieces: int
 
 
-@dataclass(frozen=True, slots=True)
-class Landed:
-    """Sink: identity and checksum of every block hold; the blocks are the engine's."""
+class Landed(msgspec.Struct, frozen=True, tag=True):
+    """Sink: identity and checksum of every tile hold; the blocks are the engine's.
+
+    `tiles`: how many leading ones hold KV, those that were held before included. Seconds of
+    `messages.Final`, and until the last checksum held.
+    """
 
     xid: str
     meta: bytes
+    tiles: int
+    busy_s: float = 0.0
+    exposed_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Broken:
+class Broken(msgspec.Struct, frozen=True, tag=True):
     """Sink: the transfer failed. The blocks are not free yet: `Freed` follows."""
 
     xid: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Freed:
+class Freed(msgspec.Struct, frozen=True, tag=True):
     xid: str
 
 
-@dataclass(frozen=True, slots=True)
-class Closed:
+class Closed(msgspec.Struct, frozen=True, tag=True):
     """Source: no write of this ticket is under way; its blocks may be released."""
 
     xid: str
     ok: bool
     reason: str = ""
+
+
+class Wanted(msgspec.Struct, frozen=True, tag=True):
+    """Source: `peer` asks for a prefix. Answer with `Expect`, then its blocks or `Cancel`."""
+
+    xid: str
+    peer: str
+    hashes: tuple[bytes, ...]
 
 
 # ---- sink ----------------------------------------------------------------------------------------
@@ -177,13 +206,36 @@ class Closed:
 @dataclass(slots=True)
 class SinkTicket:
     peer: str
-    blocks: list[int]
+    offer: m.Offer
     opened: float
     touched: float
     state: str = "RESERVED"
-    chunks: dict[int, range] = field(default_factory=dict)  #: number -> the ticket's blocks in it
+    chunks: dict[int, m.Chunk] = field(default_factory=dict)  #: by number
     verified: set[int] = field(default_factory=set)  #: chunks whose checksums held
     final: m.Final | None = None
+    finished: float = 0.0  #: when the Final came
+
+    def tiles(self, chunk: m.Chunk) -> list[int] | None:
+        """The tiles that a chunk fills; None if it makes no sense."""
+        start = chunk.first - self.offer.first
+        tiles = self.offer.tiles[max(start, 0) : max(start, 0) + len(chunk.checksums)]
+        fits = start >= 0 and len(tiles) == len(chunk.checksums)
+        fits = fits and chunk.pieces > 0 and -1 <= chunk.piece < chunk.pieces
+        return tiles if fits else None
+
+    def covers(self, end: int) -> bool:
+        """Every piece of every tile from the first offered one to `end` is in some chunk."""
+        pieces = {chunk.pieces for chunk in self.chunks.values()}
+        if self.offer.first >= end or len(pieces) != 1:
+            return self.offer.first == end and not pieces
+        count = pieces.pop()
+        filled = {
+            (index, piece)
+            for chunk in self.chunks.values()
+            for index in range(chunk.first, min(end, chunk.first + len(chunk.checksums)))
+            for piece in (range(count) if chunk.piece < 0 else (chunk.piece,))
+        }
+        return len(filled) == (end - self.offer.first) * count
 
 
 class Sink:
@@ -192,13 +244,16 @@ class Sink:
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
         self.tickets: dict[str, SinkTicket] = {}
+        self.generation = 0  #: of the last Open
 
     def handle(self, event: object, now: float) -> list:
         match event:
-            case Open(xid, peer, blocks):
+            case Open(xid, peer, tiles, held, hashes):
                 assert xid not in self.tickets, xid
-                self.tickets[xid] = SinkTicket(peer, blocks, now, now)
-                return [Send(peer, m.Offer(xid, blocks))]
+                self.generation += 1
+                offer = m.Offer(xid, self.generation, held, tiles[held:], list(hashes))
+                self.tickets[xid] = SinkTicket(peer, offer, now, now)
+                return [Send(peer, offer)]
             case Noted(peer, message):
                 ticket = self.tickets.get(message.xid)
                 if ticket is None or ticket.peer != peer:
@@ -224,26 +279,31 @@ class Sink:
     def _noted(self, xid: str, ticket: SinkTicket, message: m.Any, now: float) -> list:
         ticket.touched = now
         match message:
-            case m.Chunk(_, seq, first, checksums) if ticket.state == "RESERVED":
-                blocks = ticket.blocks[first : first + len(checksums)]
-                if seq in ticket.chunks:
-                    return []
-                if first < 0 or len(blocks) != len(checksums):
-                    return self._abort(xid, ticket, "bad_chunk", now)
-                ticket.chunks[seq] = range(first, first + len(blocks))
-                return [Verify(xid, seq, first, blocks, checksums)]
-            case m.Final() if ticket.state == "RESERVED":
-                ticket.final = message
-                return self._complete(xid, ticket, now)
+            case m.Chunk() if ticket.state == "RESERVED":
+                return self._chunk(xid, ticket, message, now)
+            case m.Final() if ticket.state == "RESERVED" and ticket.final is None:
+                if message.generation == ticket.offer.generation:
+                    ticket.final, ticket.finished = message, now
+                    return self._complete(xid, ticket, now)
             case m.Void(_, reason):
                 return self._void(xid, ticket, reason, now)
             case m.Drained() if ticket.state != "RESERVED":
                 return self._free(xid)
             case m.Unknown() if ticket.state == "RESERVED" and not ticket.chunks:
-                return [Send(ticket.peer, m.Offer(xid, ticket.blocks))]
+                return [Send(ticket.peer, ticket.offer)]
             case m.Unknown():
                 return self._abort(xid, ticket, "source_forgot", now)
         return []
+
+    def _chunk(self, xid: str, ticket: SinkTicket, chunk: m.Chunk, now: float) -> list:
+        """One of another reservation of the tiles, or a second copy, changes nothing."""
+        if chunk.generation != ticket.offer.generation or chunk.seq in ticket.chunks:
+            return []
+        tiles = ticket.tiles(chunk)
+        if tiles is None:
+            return self._abort(xid, ticket, "bad_chunk", now)
+        ticket.chunks[chunk.seq] = chunk
+        return [Verify(xid, tiles, chunk)]
 
     def _verified(self, xid: str, seq: int, ok: bool, now: float) -> list:
         ticket = self.tickets.get(xid)
@@ -255,13 +315,16 @@ class Sink:
         return self._complete(xid, ticket, now)
 
     def _complete(self, xid: str, ticket: SinkTicket, now: float) -> list:
-        if ticket.final is None or len(ticket.verified) < ticket.final.chunks:
+        final, offer = ticket.final, ticket.offer
+        if final is None or len(ticket.verified) < final.chunks:
             return []
-        filled = {index for chunk in ticket.chunks.values() for index in chunk}
-        if len(filled) != len(ticket.blocks):
+        whole = offer.first + len(offer.tiles)
+        enough = offer.first <= final.tiles <= whole if offer.hashes else final.tiles == whole
+        if not enough or not ticket.covers(final.tiles):
             return self._abort(xid, ticket, "incomplete", now)
         del self.tickets[xid]
-        return [Landed(xid, ticket.final.meta)]
+        exposed = final.exposed_s + now - ticket.finished
+        return [Landed(xid, final.meta, final.tiles, final.busy_s, exposed)]
 
     def _abort(
         self, xid: str, ticket: SinkTicket, reason: str, now: float, stop: bool = True
@@ -304,11 +367,14 @@ class SourceTicket:
     peer: str
     opened: float
     state: str = "WAITING"
-    target: list[int] = field(default_factory=list)
+    offer: m.Offer | None = None
     held: list[Push] = field(default_factory=list)  #: pushes that wait for the Offer
     chunks: int = 0  #: writes posted
     under_way: int = 0  #: of these, not terminal yet
-    meta: bytes | None = None
+    busy_s: float = 0.0  #: time with a write under way
+    since: float = 0.0  #: when the writes under way began
+    finish: Finish | None = None
+    finished: float = 0.0
     reason: str = ""
     stop: bool = False  #: the sink waits for Drained, not for Void
 
@@ -319,35 +385,31 @@ class Source:
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
         self.tickets: dict[str, SourceTicket] = {}
-        self.early: OrderedDict[str, tuple[str, list[int]]] = OrderedDict()  #: offers before Expect
+        self.early: OrderedDict[str, tuple[str, m.Offer]] = OrderedDict()  #: before Expect
         self.over: OrderedDict[str, m.Any | None] = OrderedDict()  #: xid -> its Final, or None
 
     def handle(self, event: object, now: float) -> list:
         match event:
             case Expect(xid, peer):
                 return self._expect(xid, peer, now)
-            case Push(xid, _, _):
+            case Push(xid) | Finish(xid):
                 ticket = self.tickets.get(xid)
                 if ticket is None or ticket.state == "CLOSING":
                     return []
-                ticket.held.append(event)
-                return self._advance(xid, ticket)
-            case Finish(xid, meta):
-                ticket = self.tickets.get(xid)
-                if ticket is None or ticket.state == "CLOSING":
-                    return []
-                ticket.meta = meta
-                return self._advance(xid, ticket)
+                if isinstance(event, Push):
+                    ticket.held.append(event)
+                else:
+                    ticket.finish, ticket.finished = event, now
+                return self._advance(xid, ticket, now)
             case Cancel(xid, reason):
                 return self._closing(xid, reason)
             case Written(xid, ok, reason):
-                ticket = self.tickets[xid]
-                ticket.under_way -= 1
-                assert ticket.under_way >= 0, xid
-                return self._advance(xid, ticket) if ok else self._closing(xid, reason)
+                return self._written(xid, ok, reason, now)
             case Noted(peer, message):
-                return self._noted(peer, message)
+                return self._noted(peer, message, now)
             case PeerDown(peer):
+                for xid in [x for x, (of, _) in self.early.items() if of == peer]:
+                    del self.early[xid]  # its tiles are not reserved any more
                 mine = [x for x, t in self.tickets.items() if t.peer == peer]
                 return [a for xid in mine for a in self._closing(xid, "peer_lost")]
             case Tick():
@@ -366,19 +428,22 @@ class Source:
         if xid in self.over:
             return [Closed(xid, False, "aborted")]
         self.tickets[xid] = SourceTicket(peer, now)
-        offer = self.early.pop(xid, None)
-        return self._noted(offer[0], m.Offer(xid, offer[1])) if offer else []
+        early = self.early.pop(xid, None)
+        return self._noted(*early, now) if early else []
 
-    def _noted(self, peer: str, message: m.Any) -> list:
+    def _noted(self, peer: str, message: m.Any, now: float) -> list:
         xid = message.xid
         ticket = self.tickets.get(xid)
         match message:
-            case m.Offer(_, blocks):
+            case m.Offer():
                 if ticket is None and xid not in self.over:
-                    _remember(self.early, xid, (peer, blocks), self.limits.remember)
-                elif ticket and ticket.state == "WAITING" and ticket.peer == peer:
-                    ticket.state, ticket.target = "OPEN", blocks
-                    return self._advance(xid, ticket)
+                    known = xid in self.early
+                    _remember(self.early, xid, (peer, message), self.limits.remember)
+                    asks = message.hashes and not known
+                    return [Wanted(xid, peer, tuple(message.hashes))] if asks else []
+                if ticket and ticket.state == "WAITING" and ticket.peer == peer:
+                    ticket.state, ticket.offer = "OPEN", message
+                    return self._advance(xid, ticket, now)
             case m.Stop():
                 self.early.pop(xid, None)
                 if ticket is None:
@@ -387,32 +452,63 @@ class Source:
                 ticket.stop = True
                 return self._closing(xid, "aborted")
             case m.Query():
-                if ticket:
-                    return [Send(peer, m.Progress(xid))]
-                return [Send(peer, self.over.get(xid) or m.Unknown(xid))]
+                offered = ticket.state != "WAITING" if ticket else xid in self.early
+                answer = m.Progress(xid) if offered else self.over.get(xid) or m.Unknown(xid)
+                return [Send(peer, answer)]
         return []
 
-    def _advance(self, xid: str, ticket: SourceTicket) -> list:
+    def _written(self, xid: str, ok: bool, reason: str, now: float) -> list:
+        ticket = self.tickets[xid]
+        ticket.under_way -= 1
+        assert ticket.under_way >= 0, xid
+        if not ticket.under_way:
+            ticket.busy_s += now - ticket.since
+        return self._advance(xid, ticket, now) if ok else self._closing(xid, reason)
+
+    def _advance(self, xid: str, ticket: SourceTicket, now: float) -> list:
         """Posts what may be posted, ends what is complete."""
         if ticket.state == "CLOSING":
             return self._drained(xid, ticket)
         if ticket.state != "OPEN":
             return []
+        assert ticket.offer is not None
         actions: list = []
         for push in ticket.held:
-            target = ticket.target[push.first : push.first + len(push.blocks)]
-            if len(target) != len(push.blocks):
+            post = self._post(xid, ticket, ticket.offer, push)
+            if post is None:
                 return [*actions, *self._closing(xid, "offer_too_small")]
-            post = Post(xid, ticket.peer, ticket.chunks, push.first, push.blocks, target)
+            if not post.source:
+                continue  # the sink holds all of it
             actions.append(post)
+            if not ticket.under_way:
+                ticket.since = now
             ticket.chunks += 1
             ticket.under_way += 1
         ticket.held.clear()
-        if ticket.meta is not None and ticket.under_way == 0:
-            final = m.Final(xid, ticket.chunks, ticket.meta)
-            self._end(xid, final)
-            actions += [Send(ticket.peer, final), Closed(xid, True)]
+        if ticket.finish is not None and ticket.under_way == 0:
+            actions += self._finished(xid, ticket, ticket.finish, now)
         return actions
+
+    def _post(self, xid: str, ticket: SourceTicket, offer: m.Offer, push: Push) -> Post | None:
+        """What is left to write of a push; None if the offer has no place for it."""
+        skip = max(0, offer.first - push.first)
+        first, source = push.first + skip, push.tiles[skip:]
+        start = first - offer.first
+        target = offer.tiles[start : start + len(source)] if source else []
+        if len(target) != len(source):
+            return None
+        generation = offer.generation
+        place = push.piece, push.pieces
+        return Post(xid, ticket.peer, generation, ticket.chunks, first, source, target, *place)
+
+    def _finished(self, xid: str, ticket: SourceTicket, finish: Finish, now: float) -> list:
+        assert ticket.offer is not None
+        exposed = now - ticket.finished if ticket.chunks else 0.0
+        times = ticket.busy_s, exposed
+        generation, chunks = ticket.offer.generation, ticket.chunks
+        final = m.Final(xid, generation, chunks, finish.tiles, finish.meta, *times)
+        self._end(xid, final)
+        return [Send(ticket.peer, final), Closed(xid, True)]
 
     def _closing(self, xid: str, reason: str) -> list:
         ticket = self.tickets.get(xid)

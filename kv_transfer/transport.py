@@ -5,32 +5,56 @@ A transport is owned by one thread. `conformance.py` is the suite that each one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
+import numpy as np
+
+from .layout import KVLayout
 
 
 class PeerCard(msgspec.Struct, frozen=True):
-    """What a worker publishes so that others can reach its pool."""
+    """What one rank of a worker publishes so that others can reach its pool."""
 
-    agent: str  #: worker id + incarnation: never used twice
+    agent: str  #: worker id + incarnation + rank: never used twice
     transport: str
-    compatibility: bytes  #: `KVLayout.compatibility`; another value is refused before any byte
+    compatibility: bytes  #: model, numbers and format; another value is refused before any byte
     address: bytes  #: the transport's own contact data
-    base: int  #: address of block 0 in the owner's process
-    blocks: int
-    block_bytes: int
+    base: int  #: address of byte 0 of the pool in the owner's process
+    size: int  #: bytes
+    layout: KVLayout  #: how the pool's bytes are KV blocks; transports do not look at it
+    rank: int = 0
+    ranks: int = 1
 
 
 class Pool(Protocol):
-    """The registered memory: block i is `view[i * block_bytes : (i + 1) * block_bytes]`."""
+    """The registered memory of one rank."""
 
     base: int
-    blocks: int
-    block_bytes: int
-    view: memoryview
+    size: int
+    view: memoryview  #: its bytes; of memory that the CPU cannot read, empty
+    memory: str  #: DRAM | VRAM
+    device: int  #: number of the GPU, 0 for DRAM
+    fd: int | None  #: file of shared memory behind it, if any; byte 0 of the pool is byte 0 of it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spans:
+    """What one write copies: unit `source[i]` of my pool to unit `target[i]` of the peer's.
+
+    Unit k of a pool begins at byte `k * unit`. Both arrays are int32 [n]; runs that are contiguous
+    on both sides may travel as one.
+    """
+
+    unit: int  #: bytes
+    source: np.ndarray
+    target: np.ndarray
+
+    @property
+    def bytes(self) -> int:
+        return self.unit * len(self.source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +90,14 @@ class Transport(Protocol):
     """Moves blocks between registered pools. Not thread safe: one thread owns it.
 
     `add_peer` is idempotent; `remove_peer` forgets the peer, tells no `Down`, and the peer may be
-    added again. `write` copies whole blocks `source[i] -> target[i]` and delivers
-    `note` after the data; it returns a handle whose one `Wrote` comes from `poll`. `notify` and
-    `write` raise `PeerLost`. There is no cancel: after a write was posted its blocks may be reused
-    only when it is terminal. `fenced(peer)` says that no write of a peer that went down can land
-    any more. `poll` never blocks.
+    added again. `write` copies `spans` and delivers `note` after the data; it returns a handle
+    whose one `Wrote` comes from `poll`. `notify` and `write` raise `PeerLost`. There is no cancel:
+    after a write was posted its source may be reused only when it is terminal. `fenced(peer)` says
+    that no write of a peer that went down can land any more. No call blocks.
     """
 
     name: str
+    refuses_late: bool  #: data is stored only if the receiver's `Admit` says so, while it comes in
 
     def address(self) -> bytes: ...
 
@@ -81,9 +105,7 @@ class Transport(Protocol):
 
     def remove_peer(self, peer: str) -> None: ...
 
-    def write(
-        self, peer: str, source: Sequence[int], target: Sequence[int], note: bytes
-    ) -> int: ...
+    def write(self, peer: str, spans: Spans, note: bytes) -> int: ...
 
     def notify(self, peer: str, note: bytes) -> None: ...
 

@@ -2,7 +2,7 @@
 
 Life of a job:
     Prefill frame -> engine computes chunk by chunk, ticket expects the decode worker's offer
-    chunk done    -> its blocks are pushed
+    layers done   -> its blocks are pushed, a group of layers at a time, while it computes the next
     first token   -> emitted to the gateway at once, ticket finished
     ticket closed -> no write is under way: blocks given back, job over
 An abort, or an error of the engine, cancels the ticket first: blocks are given back only when no
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import msgspec
 
 from ..engine import commands
-from ..engine.sequence import Output, Sequence
+from ..engine.sequence import Filled, Output, Sequence
+from ..kv_transfer import commands as transfer
 from ..kv_transfer import tickets
 from ..kv_transfer.identity import ticket_id
 from ..kv_transfer.messages import Handover
@@ -26,7 +27,6 @@ from ..protos.frames import Abort, Deliver, Failed, Key, Prefill, Tokens
 @dataclass(slots=True)
 class Job:
     gateway: str
-    pushed: int = 0  #: leading blocks handed to the ticket
     quiet: bool = False  #: aborted or finished: its end is nobody's news
 
 
@@ -46,10 +46,13 @@ class PrefillRole:
         seq = Sequence(
             frame.key, frame.ids, len(frame.ids), frame.sampling, hashes, stop_after_first=True
         )
-        return [tickets.Expect(ticket, frame.decode), commands.Add(seq)]
+        return [transfer.Expect(ticket, frame.decode, len(frame.ids)), commands.Add(seq)]
 
     def handle(self, event: object) -> list:
         match event:
+            case Filled(key, first, blocks, piece):
+                ticket = ticket_id(key)
+                return [transfer.Push(ticket, first, blocks, piece)] if ticket in self.jobs else []
             case Output():
                 return self._output(event)
             case tickets.Closed(ticket, ok, reason):
@@ -73,25 +76,20 @@ class PrefillRole:
         if output.error is not None:
             failed = [] if job.quiet else [self._fail(job.gateway, output.key, output.error)]
             return failed + self._cancel(ticket, "failed")
-        actions: list = []
-        fresh = output.filled[job.pushed :]
-        if fresh:
-            actions.append(tickets.Push(ticket, job.pushed, fresh))
-            job.pushed += len(fresh)
         if output.token is None:
-            return actions
+            return []
         tokens = Tokens(output.key, output.offset, [output.token], output.finish)
-        actions.append(Deliver(job.gateway, tokens))
+        told = Deliver(job.gateway, tokens)
         if output.finish:
-            return actions + self._cancel(ticket, "finished")
+            return [told, *self._cancel(ticket, "finished")]
         meta = msgspec.msgpack.encode(Handover(output.token))
-        return [*actions, tickets.Finish(ticket, meta)]
+        return [told, transfer.Finish(ticket, meta)]
 
     def _cancel(self, ticket: str, reason: str) -> list:
         if ticket not in self.jobs:
             return []
         self.jobs[ticket][1].quiet = True
-        return [tickets.Cancel(ticket, reason)]
+        return [transfer.Cancel(ticket, reason)]
 
     def _closed(self, ticket: str, ok: bool, reason: str) -> list:
         key, job = self.jobs.pop(ticket)

@@ -1,0 +1,92 @@
+"""What a worker tells its transfer service (pure). Back come `Arrived`, or the `Broken`, `Freed`,
+`Closed` and `Wanted` of `tickets`.
+
+A role speaks of workers and blocks. `fan.Fan` turns that into one ticket for each pair of ranks;
+a rank's service then counts in tiles (`slices`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .transport import PeerCard
+
+
+class AddPeer(msgspec.Struct, frozen=True, tag=True):
+    """The cluster says that this worker is there; the cards of its ranks."""
+
+    worker: str
+    cards: list[PeerCard]
+
+
+class LosePeer(msgspec.Struct, frozen=True, tag=True):
+    """The cluster says that this worker is gone."""
+
+    worker: str
+
+
+class Receive(msgspec.Struct, frozen=True, tag=True):
+    """Sink: `blocks` are reserved for `tokens` tokens; `peer` shall fill those behind `held`.
+
+    `held` counts tokens too: leading ones whose KV is in the blocks already. `hashes`: ask for a
+    prefix that the peer may hold, for as much as it has of it.
+    """
+
+    xid: str
+    peer: str
+    blocks: list[int]
+    tokens: int
+    held: int = 0
+    hashes: tuple[bytes, ...] = ()
+
+
+class Expect(msgspec.Struct, frozen=True, tag=True):
+    """Source: `tokens` tokens will be pushed to `peer`."""
+
+    xid: str
+    peer: str
+    tokens: int
+
+
+class Push(msgspec.Struct, frozen=True, tag=True):
+    """Source: the KV of the ticket's blocks `first`.. is final, and lies in these `blocks`.
+
+    `piece`: in the layers of this piece only (`slices.piece_layers`); -1: in all. `event`: not
+    before the pool's event of this number (`Pool.reached`); 0: now.
+    """
+
+    xid: str
+    first: int
+    blocks: list[int]
+    piece: int = -1
+    event: int = 0
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True):
+    """Source: everything was pushed. `meta` is what the sink needs besides the KV."""
+
+    xid: str
+    meta: bytes
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Either side: this end no longer wants the ticket."""
+
+    xid: str
+    reason: str
+
+
+class Arrived(msgspec.Struct, frozen=True, tag=True):
+    """Outcome at the sink: the leading `tokens` tokens are in the blocks, which are the engine's.
+
+    Seconds: in which a write was under way, and of these after the last KV was computed.
+    """
+
+    xid: str
+    meta: bytes
+    tokens: int
+    busy_s: float = 0.0
+    exposed_s: float = 0.0
+
+
+Command = AddPeer | LosePeer | Receive | Expect | Push | Finish | Cancel

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[float, Field(gt=0)]
@@ -65,6 +65,20 @@ class FaultSettings(Section):
     corrupt_writes: Annotated[int, Field(ge=0)] = 0  #: first writes of each prefill worker
 
 
+class TierSettings(Section):
+    """Where a worker keeps KV blocks that its pool evicts. Sizes are of each worker; 0: none."""
+
+    memory_mib: Annotated[int, Field(ge=0)] = 0
+    disk_mib: Annotated[int, Field(ge=0)] = 0  #: several times `memory_mib`, or it helps little
+    folder: str | None = None  #: on each machine; each worker takes a folder of its own in it
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.disk_mib and not (self.folder and self.memory_mib):
+            raise ValueError("a disk tier needs kv_tiers.folder and kv_tiers.memory_mib")
+        return self
+
+
 class TransferSettings(Section):
     transport: Literal["auto", "nixl", "shm", "tcp"] = "auto"
     timeout_s: Positive = 30.0
@@ -91,10 +105,18 @@ class ClusterConfig(Section):
     pools: Pools = Pools()
     router: RouterSettings = RouterSettings()
     kv_transfer: TransferSettings = TransferSettings()
+    kv_tiers: TierSettings = TierSettings()
     slo: SloConfig = SloConfig()
     gateway: GatewaySettings = GatewaySettings()
     silence_s: Annotated[float, Field(ge=1)] = 3.0  #: a peer as silent as this is dead
     secret: str = Field(default_factory=lambda: secrets.token_hex(16), repr=False)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        ranks = max(self.pools.prefill.tensor_parallel, self.pools.decode.tensor_parallel)
+        if self.kv_tiers.memory_mib and ranks > 1:
+            raise ValueError("kv_tiers work for pools with tensor_parallel 1 only")
+        return self
 
 
 def load_config(path: Path | None, overrides: dict[str, Any]) -> ClusterConfig:

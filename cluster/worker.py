@@ -1,8 +1,7 @@
-"""The worker process: one engine thread, one transfer thread, one role machine, under Serve.
+"""The worker process under Serve: a `Node`, its connections to gateways and to the router.
 
-The event loop owns the role machine. It feeds it gateway frames, engine outputs and ticket outcomes
-and carries out what it decides: commands to the two threads, frames to gateways. Both deployments
-(`PrefillWorker`, `DecodeWorker`) are this class; `home` is the deployment, `role` is state.
+Both deployments (`PrefillWorker`, `DecodeWorker`) are this class; `home` is the deployment, `role`
+is state.
 """
 
 from __future__ import annotations
@@ -18,22 +17,14 @@ from typing import Any
 import msgspec
 from ray import serve
 
-from ..decode_worker import DecodeRole
-from ..decode_worker.role import Over
-from ..engine.commands import Add, Commit, Drop, Observe, Observed, Reserve
-from ..engine.engine import Engine, EngineConfig
-from ..engine.loop import EngineThread
-from ..engine.scheduler import Limits
-from ..engine.spec import fingerprint
+from ..engine.commands import Observed
 from ..kv_transfer import PeerCard
-from ..kv_transfer import commands as transfer
-from ..kv_transfer.identity import block_hashes
-from ..prefill_worker import PrefillRole
+from ..kv_transfer.identity import ticket_id
 from ..protos import frames as f
 from .config import ClusterConfig
 from .link import RouterLink
+from .node import Node
 from .router_service import node_host
-from .transfers import Transfers
 from .wire import Connection, Listener
 
 log = logging.getLogger(__name__)
@@ -68,21 +59,20 @@ class Worker:
         await self._start()
 
     async def _start(self) -> None:
-        self.engine = await asyncio.to_thread(self._load)
-        self._salt = fingerprint(self._model)
-        self.threads = EngineThread(self.engine, self._from_engine)
-        host, settings = node_host(), self.config.kv_transfer
-        corrupt = settings.faults.corrupt_writes if self.home == "prefill" else 0
-        self.transfers = Transfers(self.name, self.engine, settings, host, corrupt, self._events)
-        kv_cards = await self.transfers.start()
-        self.role: PrefillRole | DecodeRole = (
-            PrefillRole(self.name)
-            if self.role_name == "prefill"
-            else DecodeRole(self.name, self.engine.kv.layout.block_tokens)
+        host = node_host()
+        self.node = Node(
+            self.name,
+            self.role_name,
+            self.config,
+            self._model,
+            self._send,
+            self._end,
+            self._observed,
         )
-        self.threads.start()
+        kv_cards = await self.node.start(host, self._progress)
         self.listener = Listener(self.config.secret, f.ToWorker, self._serve)
         address = await self.listener.start(host)
+        engine = self.node.engine
         self._card = f.WorkerCard(
             id=self.name,
             home=self.home,
@@ -91,38 +81,15 @@ class Worker:
             replica=self.replica,
             pid=os.getpid(),
             kv_card=msgspec.msgpack.encode(kv_cards),
-            blocks=self.engine.scheduler.pool.total,
-            block_tokens=self.engine.kv.layout.block_tokens,
-            kept=self.engine.scheduler.kept,
+            blocks=engine.scheduler.pool.total,
+            block_tokens=engine.kv.layout.block_tokens,
+            kept=engine.scheduler.kept,
         )
         self._tasks.append(self.loop.create_task(self._observe()))
 
-    def _load(self) -> Engine:
-        pool = self.config.pools.prefill if self.home == "prefill" else self.config.pools.decode
-        settings, model = pool.engine, self.config.model
-        limits = Limits(
-            max_step_tokens=settings.max_step_tokens,
-            max_running=settings.max_running,
-            growth_tokens=settings.growth_tokens,
-            itl_budget_s=settings.itl_budget_ms / 1e3 if settings.itl_budget_ms else None,
-            draft_tokens=settings.draft_tokens,
-        )
-        config = EngineConfig(
-            self._model,
-            model.dtype,
-            settings.kv_mib << 20,
-            model.max_model_len,
-            settings.threads,
-            limits,
-            tensor_parallel=pool.tensor_parallel,
-            rank_program="diptych.cluster.rank",
-        )
-
-        def progress(note: str, fraction: float) -> None:
-            frame = f.Loading(self.name, f"loading weights, {note}", fraction)
-            self.loop.call_soon_threadsafe(self.link.send, frame)
-
-        return Engine(config, progress)
+    def _progress(self, note: str, fraction: float) -> None:
+        frame = f.Loading(self.name, f"loading weights, {note}", fraction)
+        self.loop.call_soon_threadsafe(self.link.send, frame)
 
     # ---- router ----------------------------------------------------------------------------------
 
@@ -134,7 +101,7 @@ class Worker:
         while True:
             await asyncio.sleep(REPORT_S if self._reports else REPORT_S / 10)
             if self.link.connected and not self._closing:
-                self.threads.submit(Observe())
+                self.node.observe()
 
     def _observed(self, seen: Observed) -> None:
         """Join with everything on a new connection, then only what changed."""
@@ -162,9 +129,9 @@ class Worker:
         for card in cards.values():
             if card.id not in self._known:
                 peers = msgspec.msgpack.decode(card.kv_card, type=list[PeerCard])
-                self.transfers.handle(transfer.AddPeer(card.id, peers))
+                self.node.add_peer(card.id, peers)
         for name in self._known.keys() - cards.keys():
-            self.transfers.handle(transfer.LosePeer(name))
+            self.node.lose_peer(name)
         self._known = cards
 
     # ---- gateways --------------------------------------------------------------------------------
@@ -173,14 +140,14 @@ class Worker:
         before = self._gateways.get(peer.name)
         if before:  # it is back before its old connection's end was seen
             before.abort()
-            self._do(self.role.gateway_gone(peer.name))
+            self.node.gateway_gone(peer.name)
         self._gateways[peer.name] = peer
         async with contextlib.aclosing(peer.frames(self.config.silence_s)) as frames:
             async for frame in frames:
                 self._frame(peer, frame)
         if self._gateways.get(peer.name) is peer:
             del self._gateways[peer.name]
-            self._do(self.role.gateway_gone(peer.name))
+            self.node.gateway_gone(peer.name)
 
     def _frame(self, peer: Connection, frame: Any) -> None:
         match frame:
@@ -189,11 +156,9 @@ class Worker:
                 if reason:
                     peer.send(f.Failed(frame.key, self.name, reason))
                     return
-                size = self.engine.kv.layout.block_tokens
-                hashes = block_hashes(frame.ids, self._salt, size)
-                self._do(self.role.submit(peer.name, frame, hashes))
+                self.node.submit(peer.name, frame)
             case f.Abort():
-                self._do(self.role.handle(frame))
+                self.node.abort(frame)
             case f.Inspect(call):
                 peer.send(f.Statistics(call, self.statistics()))
 
@@ -207,46 +172,16 @@ class Worker:
             return "draining"
         if wanted != self.role_name:
             return "wrong_role"
-        if partner is not None and partner not in self._known:
+        if partner is not None and not self.node.knows(partner):
             return "unknown_peer"
         whole = len(frame.ids) + frame.sampling.max_tokens
-        if not frame.ids or whole > self.engine.max_model_len:
+        if not frame.ids or whole > self.node.engine.max_model_len:
             return "context_length_exceeded"
         return None
 
-    # ---- threads ---------------------------------------------------------------------------------
-
-    def _from_engine(self, outputs: list) -> None:
-        self.loop.call_soon_threadsafe(self._events, outputs)
-
-    def _events(self, events: list) -> None:
-        actions: list = []
-        for event in events:
-            if isinstance(event, Observed):
-                self._observed(event)
-            else:
-                actions += self.role.handle(event)
-        self._do(actions)
-
-    def _do(self, actions: list) -> None:
-        """Carries out what the role decided; one Step frame per gateway."""
-        steps: dict[str, list[f.Tokens]] = {}
-        for action in actions:
-            match action:
-                case f.Deliver(gateway, f.Tokens() as tokens):
-                    steps.setdefault(gateway, []).append(tokens)
-                case f.Deliver(gateway, frame):
-                    if gateway in self._gateways:
-                        self._gateways[gateway].send(frame)
-                case Add() | Reserve() | Commit() | Drop():
-                    self.threads.submit(action)
-                case Over(key):
-                    self._end(key)
-                case ticket_command:
-                    self.transfers.handle(ticket_command)
-        for gateway, streams in steps.items():
-            if gateway in self._gateways:
-                self._gateways[gateway].send(f.Step(streams))
+    def _send(self, gateway: str, frame: Any) -> None:
+        if gateway in self._gateways:
+            self._gateways[gateway].send(frame)
 
     # ---- Serve -----------------------------------------------------------------------------------
 
@@ -262,7 +197,7 @@ class Worker:
         await asyncio.shield(future)
 
     def _live(self, key: f.Key) -> bool:
-        return isinstance(self.role, DecodeRole) and f"{key[0]}#{key[1]}" in self.role.jobs
+        return self.role_name == "decode" and ticket_id(key) in self.node.role.jobs
 
     def _end(self, key: f.Key) -> None:
         future = self._ended.pop(key, None)
@@ -271,15 +206,9 @@ class Worker:
 
     def check_health(self) -> None:
         """Serve's probe: a worker without its threads is dead."""
-        if not self.threads.alive:
-            raise RuntimeError("the engine thread ended: see this worker's log")
-        if not self.transfers.alive:
-            raise RuntimeError("a transfer thread, or another rank, ended: see this worker's log")
+        self.node.check()
 
     def statistics(self) -> dict:
-        transfer = self.transfers.statistics()
-        engine = self.engine.statistics()
-        engine["kv_blocks"]["quarantined"] = transfer.pop("quarantined")
         usage = Path("/proc/self/statm")
         pages = int(usage.read_text().split()[1]) if usage.exists() else 0
         return {
@@ -288,11 +217,9 @@ class Worker:
             "home": self.home,
             "role": self.role_name,
             "state": "draining" if self._closing else "ready",
-            "jobs": len(self.role.jobs),
             "rss_mib": pages * os.sysconf("SC_PAGE_SIZE") >> 20,
             "cpu_s": round(time.process_time(), 2),
-            "engine": engine,
-            "transfer": transfer,
+            **self.node.statistics(),
         }
 
     async def __del__(self) -> None:
@@ -302,12 +229,10 @@ class Worker:
             task.cancel()
         with contextlib.suppress(AttributeError):  # start-up had not come that far
             for _ in range(int(DRAIN_S / 0.05)):
-                if not self.role.jobs:
+                if not self.node.role.jobs:
                     break
                 await asyncio.sleep(0.05)
-            self.threads.stop()
-            self.transfers.stop()
-            self.engine.close()
+            self.node.stop()
 
 
 async def _find_router() -> str:

@@ -5,7 +5,7 @@ Life of a job:
     RECEIVING  ticket open: the prefill worker fills the blocks
     RUNNING    all blocks verified: the sequence decodes; each token goes to its gateway
     DRAINING   failed or aborted: blocks stay reserved until no write can land on them
-A local prefill (`prefill` is None) starts as RUNNING.
+A local prefill (`prefill` is None) starts as RUNNING; its prefix may come from tiers or a peer.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ..engine import commands
+from ..engine.prefixes import Prefixes
 from ..engine.sequence import Output, Sequence
 from ..kv_transfer import commands as transfer
 from ..kv_transfer import tickets
@@ -45,19 +46,24 @@ class DecodeRole:
     def __init__(self, name: str, block_tokens: int) -> None:
         self.name = name
         self.block_tokens = block_tokens
+        self.prefixes = Prefixes(block_tokens)
         self.jobs: dict[str, Job] = {}
 
-    def submit(self, gateway: str, frame: Decode, hashes: list[bytes]) -> list:
-        """A gateway's new attempt. A duplicate changes nothing."""
+    def submit(
+        self, gateway: str, frame: Decode, hashes: list[bytes], tiers: bool = False
+    ) -> list:
+        """A gateway's new attempt. A duplicate changes nothing. `tiers`: there are some."""
         if ticket_id(frame.key) in self.jobs:
             return []
         seq = Sequence(frame.key, frame.ids, len(frame.ids), frame.sampling, hashes)
         local = frame.prefill is None
         job = Job(gateway, seq, frame.prefill, "RUNNING" if local else "RESERVING")
         self.jobs[ticket_id(frame.key)] = job
-        return [commands.Add(seq) if local else commands.Reserve(seq)]
+        return self.prefixes.begin(seq, frame.fetch, tiers) if local else [commands.Reserve(seq)]
 
     def handle(self, event: object) -> list:
+        if self.prefixes.owns(event):
+            return self.prefixes.handle(event)
         match event:
             case Output():
                 return self._output(event)
@@ -131,4 +137,5 @@ class DecodeRole:
 
     def _end(self, ticket: str) -> list:
         job = self.jobs.pop(ticket)
-        return [commands.Drop(job.seq.key), Over(job.seq.key)]
+        forget = self.prefixes.forget(job.seq.key)
+        return [*forget, commands.Drop(job.seq.key), Over(job.seq.key)]

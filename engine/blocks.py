@@ -21,6 +21,8 @@ class BlockPool:
         self._cached: OrderedDict[int, bytes] = OrderedDict()  #: LRU first
         self._by_hash: dict[bytes, int] = {}  #: sealed blocks, used or cached
         self._hash_of: dict[int, bytes] = {}
+        self._below: set[bytes] = set()  #: of the known contents, those that a tier has too
+        self._demoting: dict[int, bytes] = {}  #: pinned until a tier has copied them
         self.stored: list[bytes] = []  #: since the last `drain_events`
         self.evicted: list[bytes] = []
 
@@ -54,6 +56,7 @@ class BlockPool:
             return self._free.popleft()
         block, content = self._cached.popitem(last=False)
         del self._by_hash[content], self._hash_of[block]
+        self._below.discard(content)
         self.evicted.append(content)
         return block
 
@@ -68,6 +71,10 @@ class BlockPool:
             self._refs[block] = self._refs.get(block, 0) + 1
             blocks.append(block)
         return blocks
+
+    def known(self, hashes: list[bytes]) -> int:
+        """How many leading ones `match` would find."""
+        return next((i for i, one in enumerate(hashes) if one not in self._by_hash), len(hashes))
 
     def share(self, blocks: list[int]) -> list[int]:
         """The same used blocks, each with one more reference."""
@@ -89,6 +96,7 @@ class BlockPool:
             content = self._hash_of.pop(block, None)
             if content is not None:
                 del self._by_hash[content]
+                self._below.discard(content)
                 self.evicted.append(content)
 
     def release(self, blocks: list[int]) -> None:
@@ -103,6 +111,37 @@ class BlockPool:
                 self._free.append(block)
             else:
                 self._cached[block] = content
+
+    def demote(self, most: int) -> list[tuple[int, bytes]]:
+        """Up to `most` cached blocks that no tier has, next to be evicted, pinned for a copy."""
+        chosen: list[tuple[int, bytes]] = []
+        for block, content in self._cached.items():
+            if len(self._demoting) + len(chosen) >= most:
+                break
+            if content not in self._below:
+                chosen.append((block, content))
+        for block, content in chosen:
+            del self._cached[block]
+            self._refs[block] = 1
+            self._demoting[block] = content
+        return chosen
+
+    def demoted(self, block: int, kept: bool) -> None:
+        """A block that `demote` pinned is the first to be evicted again."""
+        content = self._demoting.pop(block)
+        if kept and self._hash_of.get(block) == content:
+            self._below.add(content)
+        self.release([block])
+        if block in self._cached:
+            self._cached.move_to_end(block, last=False)
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def demoting(self) -> int:
+        return len(self._demoting)
 
     def drain_events(self) -> tuple[list[bytes], list[bytes]]:
         """(stored, evicted) since the last call, as they ended: no hash is in both lists."""

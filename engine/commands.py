@@ -53,6 +53,73 @@ class Reserved:
 
 
 @dataclass(frozen=True, slots=True)
+class Stage:
+    """Blocks for a prefix whose KV may come from elsewhere; answered by `Staged`.
+
+    `wanted`: of its blocks, how many a peer is said to hold. `pin`: no more than what is here.
+    """
+
+    key: Key
+    hashes: list[bytes]
+    wanted: int = 0
+    pin: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """`held` of the blocks hold the prefix already; the tiers are said to hold the `below` next.
+
+    No blocks: nothing is to be had from elsewhere, or the pool is too full.
+    """
+
+    key: Key
+    blocks: list[int]
+    held: int = 0
+    below: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """The first `count` staged blocks hold the prefix: cache them, give the others back."""
+
+    key: Key
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """For the tiers: copy this content into these blocks; answered by `Loaded`."""
+
+    key: Key
+    held: int
+    hashes: list[bytes]
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The first `count` staged blocks hold the prefix now, those that did before included."""
+
+    key: Key
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Demote:
+    """Told when the pool runs low: (block, content) that the tiers may copy; they are pinned."""
+
+    blocks: list[tuple[int, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Demoted:
+    """A pinned block was copied (`kept`) or not: it may be evicted."""
+
+    block: int
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Observe:
     """Asks for what changed since the last time; answered by `Observed`."""
 

@@ -11,7 +11,19 @@ import queue
 import threading
 from collections.abc import Callable
 
-from .commands import Add, Commit, Drop, Observe, Observed, Reserve, Reserved
+from .commands import (
+    Add,
+    Adopt,
+    Commit,
+    Demote,
+    Demoted,
+    Drop,
+    Observe,
+    Observed,
+    Reserve,
+    Reserved,
+    Stage,
+)
 from .engine import Engine
 
 log = logging.getLogger(__name__)
@@ -50,6 +62,9 @@ class EngineThread:
                 idle = not outputs and not self.engine.scheduler.filling
                 if outputs:
                     self._deliver(outputs)
+                leaving = self.engine.demote()
+                if leaving:
+                    self._deliver([Demote(leaving)])
         except Exception:
             log.exception("the engine thread ended")
             raise
@@ -82,6 +97,12 @@ class EngineThread:
                 self.engine.commit(seq, others)
             case Drop(key):
                 self.engine.drop(key)
+            case Stage():
+                return self.engine.stage(command)
+            case Adopt(key, count):
+                self.engine.scheduler.adopt(key, count)
+            case Demoted(block, kept):
+                self.engine.scheduler.pool.demoted(block, kept)
             case Observe():
                 pool = self.engine.scheduler.pool
                 stored, evicted = pool.drain_events()

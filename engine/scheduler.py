@@ -69,6 +69,7 @@ class Scheduler:
         self.ready = Line(AGE)  #: committed, wait for a place among those that run
         self.running = Line(AGE)
         self.held: dict[Key, list[int]] = {}  #: blocks of a transfer to come or under way, by key
+        self.staged: dict[Key, tuple[list[int], list[bytes]]] = {}  #: (blocks, what they will hold)
         self.kept = math.ceil(pool.total * limits.watermark)  #: for growth, at most
         self.preemptions = 0
         self._arrivals = itertools.count(1)
@@ -149,10 +150,39 @@ class Scheduler:
         self.live[seq.name] = seq
         seq.arrival = next(self._arrivals)
 
+    # ---- prefixes from elsewhere -------------------------------------------------------------
+
+    def stage(self, key: Key, hashes: list[bytes], count: int) -> int:
+        """Reserves blocks for the first `count` of `hashes`; returns how many are known.
+
+        They are in `staged` if something is to come, or, with a `count` of 0, if any is known.
+        """
+        found = self.pool.match(hashes)
+        fresh: list[int] | None = []
+        if count:
+            starved = self.waiting and self.waiting[0].resumed
+            more = count - len(found)
+            fresh = None if starved or more <= 0 else self.pool.allocate(more, self.kept)
+        blocks = found + fresh if fresh is not None else []
+        if blocks:
+            self.staged[key] = blocks, hashes
+        else:
+            self.pool.release(found)
+        return len(found)
+
+    def adopt(self, key: Key, count: int) -> None:
+        """The first `count` staged blocks hold what they were meant for."""
+        blocks, hashes = self.staged.pop(key, ([], []))
+        for block, content in zip(blocks[:count], hashes, strict=False):
+            self.pool.seal(block, content)
+        self.pool.release(blocks)
+
     # ---- leaving -----------------------------------------------------------------------------
 
     def remove(self, key: Key) -> None:
-        """Drops a request's sequences and blocks, held ones too; nothing happens if it is gone."""
+        """Drops a request's sequences and blocks, held and staged ones too, if it is not gone."""
+        if key in self.staged:
+            self.adopt(key, 0)
         for name in [name for name in self.live if name[0] == key]:
             self._end(self.live[name])
 
@@ -183,15 +213,19 @@ class Scheduler:
                 rows += 1 + len(seq.drafts)
             index += 1
         self._admit()
-        budget = self._budget(rows)
+        budget, seconds = self.limits.max_step_tokens, self._seconds(plan.decode, rows)
         for seq in self.filling:
-            count = min(len(seq.ids) - seq.computed, budget)
+            room = self.cost.room(seconds, seq.computed, budget)
+            if self._starved + 1 >= self.limits.prefill_every and not plan.prefill:
+                room = max(room, self.limits.block_tokens)
+            count = min(len(seq.ids) - seq.computed, room)
             if seq.computed + count < len(seq.ids):
                 count -= (seq.computed + count) % self.limits.block_tokens
             if count <= 0:
                 break
             plan.prefill.append((seq, count))
             budget -= count
+            seconds -= self.cost.prefill_s(count, seq.computed)
         self._starved = self._starved + 1 if self.filling and not plan.prefill else 0
         return plan if plan or not self.ready else self.plan()
 
@@ -239,15 +273,12 @@ class Scheduler:
                 return self.kept
         return growth
 
-    def _budget(self, rows: int) -> int:
-        """Prefill tokens of a step beside `rows` of decode."""
-        limits = self.limits
-        if limits.itl_budget_s is None or not rows:
-            return limits.max_step_tokens
-        room = self.cost.room(limits.itl_budget_s, rows, limits.max_step_tokens)
-        if self._starved + 1 >= limits.prefill_every:
-            return max(room, limits.block_tokens)
-        return room
+    def _seconds(self, decode: list[Sequence], rows: int) -> float:
+        """What the ITL budget leaves for prefill beside these sequences and their `rows`."""
+        if self.limits.itl_budget_s is None or not rows:
+            return math.inf
+        keys = sum(seq.computed + 1 + len(seq.drafts) for seq in decode)
+        return self.limits.itl_budget_s - self.cost.decode_s(rows, keys)
 
     def _grow(self, seq: Sequence, drafts: int = 0) -> bool:
         """Room for the sequence's next KV, by preempting the youngest if there is no other way.

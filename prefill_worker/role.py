@@ -1,7 +1,8 @@
 """The prefill role (pure): turns prompts into KV on another worker and a first token.
 
 Life of a job:
-    Prefill frame -> engine computes chunk by chunk, ticket expects the decode worker's offer
+    Prefill frame -> the prefix may come from tiers or a peer (`Prefixes`), then the engine computes
+                     chunk by chunk; the ticket expects the decode worker's offer
     layers done   -> its blocks are pushed, a group of layers at a time, while it computes the next
     first token   -> emitted to the gateway at once, ticket finished
     ticket closed -> no write is under way: blocks given back, job over
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ..engine import commands
+from ..engine.prefixes import Prefixes
 from ..engine.sequence import Filled, Output, Sequence
 from ..kv_transfer import commands as transfer
 from ..kv_transfer import tickets
@@ -33,12 +35,15 @@ class Job:
 class PrefillRole:
     """`handle` takes frames with their gateway, engine outputs and ticket outcomes."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, block_tokens: int) -> None:
         self.name = name
+        self.prefixes = Prefixes(block_tokens)
         self.jobs: dict[str, tuple[Key, Job]] = {}
 
-    def submit(self, gateway: str, frame: Prefill, hashes: list[bytes]) -> list:
-        """A gateway's new attempt. A duplicate changes nothing."""
+    def submit(
+        self, gateway: str, frame: Prefill, hashes: list[bytes], tiers: bool = False
+    ) -> list:
+        """A gateway's new attempt. A duplicate changes nothing. `tiers`: there are some."""
         ticket = ticket_id(frame.key)
         if ticket in self.jobs:
             return []
@@ -46,9 +51,12 @@ class PrefillRole:
         seq = Sequence(
             frame.key, frame.ids, len(frame.ids), frame.sampling, hashes, stop_after_first=True
         )
-        return [transfer.Expect(ticket, frame.decode, len(frame.ids)), commands.Add(seq)]
+        expect = transfer.Expect(ticket, frame.decode, len(frame.ids))
+        return [expect, *self.prefixes.begin(seq, frame.fetch, tiers)]
 
     def handle(self, event: object) -> list:
+        if self.prefixes.owns(event):
+            return self.prefixes.handle(event)
         match event:
             case Filled(key, first, blocks, piece):
                 ticket = ticket_id(key)
@@ -88,10 +96,11 @@ class PrefillRole:
     def _cancel(self, ticket: str, reason: str) -> list:
         if ticket not in self.jobs:
             return []
-        self.jobs[ticket][1].quiet = True
-        return [transfer.Cancel(ticket, reason)]
+        key, job = self.jobs[ticket]
+        job.quiet = True
+        return [*self.prefixes.forget(key), transfer.Cancel(ticket, reason)]
 
     def _closed(self, ticket: str, ok: bool, reason: str) -> list:
         key, job = self.jobs.pop(ticket)
         failed = [] if ok or job.quiet else [self._fail(job.gateway, key, f"kv_{reason}")]
-        return [commands.Drop(key), *failed]
+        return [*self.prefixes.forget(key), commands.Drop(key), *failed]

@@ -1,0 +1,133 @@
+"""Prefixes that are not computed here: from the tiers below, from a peer, and for a peer (pure).
+
+Before a prompt is computed:
+    Stage   -> engine: blocks for what the pool lacks and a tier or the peer is said to hold
+    Staged  -> Load from the tiers, or Receive from the peer: the same tickets as any transfer
+    Loaded, Arrived -> Adopt: what came is in the prefix cache, where `Add` finds it
+    Broken  -> Add: the prompt is computed; the blocks wait until no write can land on them
+For a peer that asks (`Wanted`): Stage pins what is here, it is pushed, Closed lets go of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..kv_transfer import commands as transfer
+from ..kv_transfer import tickets
+from ..kv_transfer.identity import ticket_id
+from ..protos.frames import Key
+from .commands import Add, Adopt, Drop, Load, Loaded, Stage, Staged
+from .sequence import Sequence
+
+FETCH, SERVE = "\x1e", "\x1f"  #: end the request id of a prefix's key; no client's id does
+
+
+@dataclass(slots=True)
+class Coming:
+    """A prompt that waits for its prefix."""
+
+    seq: Sequence | None  #: None: nobody waits any more
+    hashes: list[bytes]
+    peer: str | None
+    draining: bool = False  #: the transfer broke, its blocks are not free yet
+
+
+class Prefixes:
+    """`begin` takes a sequence; sooner or later its `Add` comes out, unless it is forgotten."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.coming: dict[Key, Coming] = {}
+        self.serving: dict[Key, str] = {}  #: key of pinned blocks -> the peer that asked
+
+    def begin(self, seq: Sequence, peer: str | None, tiers: bool) -> list:
+        """`peer`: who may hold more of the prefix; `tiers`: there are some below this pool."""
+        hashes = seq.hashes[: seq.readable // self.block_tokens]
+        if not hashes or not (peer or tiers):
+            return [Add(seq)]
+        key = _key(seq.key, FETCH)
+        self.coming[key] = Coming(seq, hashes, peer)
+        return [Stage(key, hashes, len(hashes) if peer else 0)]
+
+    def forget(self, key: Key) -> list:
+        """Nobody wants this request any more."""
+        coming = self.coming.get(_key(key, FETCH))
+        if coming is None:
+            return []
+        coming.seq = None
+        return [transfer.Cancel(ticket_id(_key(key, FETCH)), "aborted")]
+
+    def knows(self, key: Key) -> bool:
+        """Whether somebody here answers for what is staged under this key."""
+        return key in self.coming or (key[0][: -len(SERVE)], key[1]) in self.serving
+
+    def owns(self, event: object) -> bool:
+        match event:
+            case tickets.Wanted() | Staged() | Loaded():
+                return True
+            case transfer.Arrived() | tickets.Broken() | tickets.Freed() | tickets.Closed():
+                return event.xid.rpartition("#")[0][-1:] in (FETCH, SERVE)
+        return False
+
+    def handle(self, event: object) -> list:
+        match event:
+            case tickets.Wanted(xid, peer, hashes):
+                key = _key_of(xid)
+                self.serving[key] = peer
+                return [Stage((key[0] + SERVE, key[1]), list(hashes), 0, pin=True)]
+            case Staged(key) if key[0].endswith(SERVE):
+                return self._serve((key[0][: -len(SERVE)], key[1]), event)
+            case Staged(key):
+                return self._staged(key, event)
+            case Loaded(key, count):
+                return self._done(key, count)
+            case transfer.Arrived(xid, _, tokens):
+                return self._done(_key_of(xid), tokens // self.block_tokens)
+            case tickets.Broken(xid):
+                return self._broken(_key_of(xid))
+            case tickets.Freed(xid):
+                self.coming.pop(key := _key_of(xid))
+                return [Drop(key)]
+            case tickets.Closed(xid):
+                key = _key_of(xid)
+                self.serving.pop(key, None)
+                return [Drop((key[0] + SERVE, key[1]))]
+        raise AssertionError(event)
+
+    def _staged(self, key: Key, staged: Staged) -> list:
+        coming, blocks, held = self.coming[key], staged.blocks, staged.held
+        if coming.seq is None or not blocks:
+            return self._done(key, 0)
+        if coming.peer is None or held + staged.below >= len(blocks):
+            hashes = coming.hashes[held : held + staged.below]
+            return [Load(key, held, hashes, blocks[held : held + staged.below])]
+        tokens, known = len(blocks) * self.block_tokens, held * self.block_tokens
+        asked = tuple(coming.hashes)
+        return [transfer.Receive(ticket_id(key), coming.peer, blocks, tokens, known, asked)]
+
+    def _done(self, key: Key, count: int) -> list:
+        """The first `count` staged blocks hold the prefix."""
+        coming = self.coming.pop(key)
+        return [Adopt(key, count), *([Add(coming.seq)] if coming.seq else [])]
+
+    def _broken(self, key: Key) -> list:
+        coming = self.coming[key]
+        seq, coming.seq, coming.draining = coming.seq, None, True
+        return [Add(seq)] if seq else []
+
+    def _serve(self, key: Key, staged: Staged) -> list:
+        peer, xid = self.serving[key], ticket_id(key)
+        tokens = len(staged.blocks) * self.block_tokens
+        expect = transfer.Expect(xid, peer, tokens)
+        if not staged.blocks:
+            return [expect, transfer.Cancel(xid, "not_held")]
+        return [expect, transfer.Push(xid, 0, staged.blocks), transfer.Finish(xid, b"")]
+
+
+def _key(key: Key, end: str) -> Key:
+    return key[0] + end, key[1]
+
+
+def _key_of(xid: str) -> Key:
+    request, _, attempt = xid.rpartition("#")
+    return request, int(attempt)

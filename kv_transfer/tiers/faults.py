@@ -1,0 +1,52 @@
+"""Why a tier does not have a block, and the checksum that says so."""
+
+from __future__ import annotations
+
+import errno
+from enum import StrEnum
+
+import xxhash
+
+from ..errors import TransferError
+
+
+class Fault(StrEnum):
+    """Expected outcomes of an access to a tier; each is counted under its name."""
+
+    CHECKSUM = "checksum"  #: the bytes are not those that were stored
+    HEADER = "header"  #: what stands before a slot's payload is damaged
+    TRUNCATED = "truncated"  #: the file ends before the block does
+    VANISHED = "vanished"  #: the file is no longer where it was opened
+    NO_SPACE = "no_space"
+    READ_ONLY = "read_only"
+    LOCKED = "locked"  #: another process has the folder
+    IO = "io_error"
+
+
+class DiskUnavailable(TransferError):
+    """The folder cannot hold a disk tier now."""
+
+    def __init__(self, fault: Fault, detail: object) -> None:
+        super().__init__(f"{fault}: {detail}")
+        self.fault = fault
+
+
+def fault_of(error: OSError) -> Fault:
+    """What an error of the operating system means to a tier."""
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
+            return Fault.NO_SPACE
+        case errno.EROFS | errno.EACCES | errno.EPERM:
+            return Fault.READ_ONLY
+        case _:
+            return Fault.IO
+
+
+def seed_of(compatibility: bytes, content: bytes) -> int:
+    """The checksum seed of the block `content` under one model, layout and format."""
+    return xxhash.xxh3_64_intdigest(compatibility + content)
+
+
+def checksum(data: memoryview, seed: int) -> int:
+    """64-bit xxh3 of a block's bytes: those of another block or model do not pass for them."""
+    return xxhash.xxh3_64_intdigest(data, seed=seed)

@@ -1,0 +1,251 @@
+"""Two workers without Ray in one process: real engines, real transports, real tiers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from diptych.cluster.config import ClusterConfig
+from diptych.cluster.node import Node
+from diptych.protos import frames as f
+
+from tests.support.checkpoints import make
+
+GATEWAY = "gateway"
+
+
+class Bench:
+    """A prefill and a decode node that know each other, and what they sent."""
+
+    def __init__(self, folder: Path, settings: dict) -> None:
+        self.config = ClusterConfig.model_validate(settings)
+        self.folder, self.nodes = folder, {}
+        self.answers: dict[f.Key, list[f.Token]] = {}
+        self.finished: set[f.Key] = set()
+        self.failed: list[f.Failed] = []
+
+    async def open(self, role: str, name: str = "") -> Node:
+        name = name or f"{role}/x"
+        node = Node(
+            name, role, self.config, self.folder, self._sent, lambda key: None, lambda seen: None
+        )
+        node.cards = await node.start("127.0.0.1")
+        for other in self.nodes.values():
+            other.add_peer(name, node.cards)
+            node.add_peer(other.name, other.cards)
+        self.nodes[name] = node
+        return node
+
+    def _sent(self, _: str, frame: object) -> None:
+        if isinstance(frame, f.Failed):
+            self.failed.append(frame)
+        for stream in frame.streams if isinstance(frame, f.Step) else ():
+            answer = self.answers.setdefault(stream.key, [])
+            answer[stream.offset :] = stream.tokens
+            if stream.finish:
+                self.finished.add(stream.key)
+
+    async def until(self, done: Callable[[], bool]) -> None:
+        for _ in range(2000):
+            if done():
+                return
+            assert not self.failed, self.failed
+            for node in self.nodes.values():
+                node.check()
+            await asyncio.sleep(0.01)
+        raise AssertionError("not within 20 seconds")
+
+    async def ask(self, ids: list[int], name: str, tokens: int = 8, **fields: str) -> list[int]:
+        key, sampling = (name, 0), f.Sampling(tokens)
+        self.nodes["decode/x"].submit(GATEWAY, f.Decode(key, 1, list(ids), sampling, "prefill/x"))
+        frame = f.Prefill(key, 1, list(ids), sampling, "decode/x", **fields)
+        self.nodes["prefill/x"].submit(GATEWAY, frame)
+        await self.until(lambda: key in self.finished)
+        return [token.id for token in self.answers[key]]
+
+    async def alone(self, ids: list[int], name: str, tokens: int = 8, **fields: str) -> list[int]:
+        """On the decode node only."""
+        key = (name, 0)
+        frame = f.Decode(key, 1, list(ids), f.Sampling(tokens), None, **fields)
+        self.nodes["decode/x"].submit(GATEWAY, frame)
+        await self.until(lambda: key in self.finished)
+        return [token.id for token in self.answers[key]]
+
+    def whole(self) -> bool:
+        """Every block of every pool is free or cached, and nothing is quarantined."""
+        for node in self.nodes.values():
+            blocks = node.statistics()["engine"]["kv_blocks"]
+            if blocks["free"] + blocks["cached"] != blocks["total"] or blocks["quarantined"]:
+                return False
+        return True
+
+
+def settings(**more: dict) -> dict:
+    pool = {"engine": {"kv_mib": 8, "max_step_tokens": 128}}
+    return {"pools": {"prefill": pool, "decode": pool}, **more}
+
+
+@contextlib.asynccontextmanager
+async def opened(folder: Path, **more: dict) -> AsyncIterator[Bench]:
+    bench = Bench(folder, settings(**more))
+    try:
+        await bench.open("prefill")
+        await bench.open("decode")
+        yield bench
+        await bench.until(bench.whole)
+    finally:
+        for node in bench.nodes.values():
+            node.stop()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("node") / "llama", "llama")
+
+
+def prompt(seed: int, count: int) -> list[int]:
+    return [(seed * 7919 + i * 31) % 250 + 3 for i in range(count)]
+
+
+def received(bench: Bench, name: str) -> int:
+    return bench.nodes[name].statistics()["transfer"]["bytes_received"]
+
+
+def computed(bench: Bench, name: str) -> int:
+    return bench.nodes[name].engine.prefill_tokens
+
+
+@pytest.mark.parametrize("transport", ["tcp", "nixl"])
+def test_only_blocks_that_decode_does_not_hold_travel(folder: Path, transport: str) -> None:
+    async def run() -> None:
+        async with opened(folder, kv_transfer={"transport": transport}) as bench:
+            ids = prompt(1, 300)
+            first = await bench.ask(ids, "a")
+            whole = received(bench, "decode/x")
+            again = await bench.ask(ids, "b")
+            block = bench.nodes["decode/x"].engine.kv.layout.block_bytes
+            assert again == first
+            assert whole == 5 * block and received(bench, "decode/x") - whole == block, "the tail"
+            alone = await bench.alone(ids, "c")
+            assert alone == first
+
+    asyncio.run(run())
+
+
+def test_a_prefix_is_fetched_from_the_peer_that_holds_it(folder: Path) -> None:
+    async def run() -> None:
+        async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
+            ids = prompt(2, 400)
+            expected = await bench.alone(ids, "a")  # the decode node holds it now
+            before = computed(bench, "prefill/x")
+            assert await bench.ask(ids, "b", fetch="decode/x") == expected
+            block = bench.nodes["prefill/x"].engine.kv.layout.block_bytes
+            assert received(bench, "prefill/x") == 6 * block
+            assert computed(bench, "prefill/x") - before == 400 - 6 * 64
+
+    asyncio.run(run())
+
+
+def test_a_prefix_that_the_peer_does_not_hold_is_computed(folder: Path) -> None:
+    async def run() -> None:
+        async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
+            ids = prompt(3, 300)
+            answer = await bench.ask(ids, "a", fetch="decode/x")
+            assert computed(bench, "prefill/x") == 300
+            assert bench.nodes["prefill/x"].statistics()["transfer"]["failures"] == {"not_held": 1}
+            assert await bench.alone(ids, "b") == answer
+
+    asyncio.run(run())
+
+
+def test_a_longer_part_of_the_prefix_is_fetched_behind_what_is_here(folder: Path) -> None:
+    async def run() -> None:
+        async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
+            ids = prompt(4, 400)
+            await bench.ask(ids[:150], "a")
+            expected = await bench.alone(ids, "b")
+            got = received(bench, "prefill/x")
+            assert await bench.ask(ids, "c", fetch="decode/x") == expected
+            block = bench.nodes["prefill/x"].engine.kv.layout.block_bytes
+            assert received(bench, "prefill/x") - got == 4 * block  # two of six were here
+
+    asyncio.run(run())
+
+
+def test_an_abort_while_a_prefix_is_fetched_leaves_nothing_behind(folder: Path) -> None:
+    async def run() -> None:
+        async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
+            ids = prompt(5, 400)
+            await bench.alone(ids, "a")
+            for index in range(20):
+                key, sampling = (f"r{index}", 0), f.Sampling(8)
+                frame = f.Prefill(key, 1, list(ids), sampling, "decode/x", fetch="decode/x")
+                bench.nodes["prefill/x"].submit(GATEWAY, frame)
+                for _ in range(index):
+                    await asyncio.sleep(0)
+                bench.nodes["prefill/x"].abort(f.Abort(key))
+            await bench.until(lambda: not bench.nodes["prefill/x"].role.jobs)
+
+    asyncio.run(run())
+
+
+def test_evicted_blocks_come_back_from_the_tiers_also_after_a_restart(
+    folder: Path, tmp_path: Path
+) -> None:
+    tiers = {"memory_mib": 2, "disk_mib": 64, "folder": str(tmp_path)}
+
+    async def run() -> None:
+        async with opened(folder, kv_transfer={"transport": "tcp"}, kv_tiers=tiers) as bench:
+            total = bench.nodes["prefill/x"].engine.scheduler.pool.total
+            prompts = [prompt(seed, 500) for seed in range(10, 10 + total // 3)]
+            answers = [await bench.ask(ids, f"a{i}") for i, ids in enumerate(prompts)]
+            before = computed(bench, "prefill/x")
+            assert await bench.ask(prompts[0], "again") == answers[0]
+            assert computed(bench, "prefill/x") - before < 500, "nothing came from a tier"
+        async with opened(folder, kv_transfer={"transport": "tcp"}, kv_tiers=tiers) as bench:
+            stats = bench.nodes["prefill/x"].tiering.tiers.statistics
+            await bench.until(lambda: stats()["disk"]["entries"] > 0)
+            assert await bench.ask(prompts[0], "restarted") == answers[0]
+            assert computed(bench, "prefill/x") < 500, "nothing came from the disk"
+
+    asyncio.run(run())
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    for at in range(0, len(data), 4096):
+        data[at + 100] ^= 4
+    file.write_bytes(data)
+
+
+def truncate(file: Path) -> None:
+    with file.open("r+b") as opened_file:
+        opened_file.truncate(file.stat().st_size // 3)
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
+def test_a_damaged_disk_tier_costs_a_recompute_and_nothing_else(
+    folder: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    tiers = {"memory_mib": 2, "disk_mib": 64, "folder": str(tmp_path)}
+    ids = prompt(20, 500)
+
+    async def run() -> None:
+        async with opened(folder, kv_transfer={"transport": "tcp"}, kv_tiers=tiers) as bench:
+            expected = await bench.ask(ids, "a")
+            total = bench.nodes["prefill/x"].engine.scheduler.pool.total
+            for seed in range(30, 30 + total // 4):
+                await bench.ask(prompt(seed, 500), f"other{seed}")
+            stats = bench.nodes["prefill/x"].tiering.tiers.statistics
+            await bench.until(lambda: stats()["disk"]["entries"] > 0)
+        for file in tmp_path.rglob("*"):
+            if file.is_file() and file.stat().st_size > 4096:
+                damage(file)
+        async with opened(folder, kv_transfer={"transport": "tcp"}, kv_tiers=tiers) as bench:
+            assert await bench.ask(ids, "b") == expected
+            assert not bench.failed
+
+    asyncio.run(run())

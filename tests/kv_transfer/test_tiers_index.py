@@ -1,0 +1,244 @@
+"""The index: which block is where, what goes first, what is never lost unsaid (pure)."""
+
+from collections import Counter
+
+from diptych.kv_transfer.tiers.gate import FAILURES_MAX, RETRY_MAX_S, RETRY_S, Gate
+from diptych.kv_transfer.tiers.index import Demote, Promote, TierIndex
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from .tiers_support import name
+
+A, B, C, D, E = (name(n) for n in range(5))
+
+
+def stored(index, *contents):
+    for content in contents:
+        assert index.admit(content) is not None
+        index.admitted(content, ok=True)
+
+
+def demoted(index):
+    move = index.next_move(writes=True)
+    assert isinstance(move, Demote)
+    index.moved(move, ok=True)
+    return move.content
+
+
+def test_the_block_that_nobody_used_for_longest_leaves_memory() -> None:
+    index = TierIndex(2)
+    stored(index, A, B)
+    assert index.admit(A) is None and A in index  # known: a use
+    stored(index, C)
+    assert index.held([A]) == (1, 0) and index.held([B]) == (0, 0)
+    assert index.left == {"evicted_before_disk": 1}
+
+
+def test_memory_is_copied_to_disk_in_the_order_in_which_it_would_leave() -> None:
+    index = TierIndex(3)
+    index.attach(3, [])
+    stored(index, A, B, C)
+    assert index.admit(A) is None
+    assert [demoted(index) for _ in range(3)] == [B, C, A]
+    assert index.next_move(writes=True) is None
+
+
+def test_a_block_that_is_on_disk_leaves_memory_without_a_loss() -> None:
+    index = TierIndex(1)
+    index.attach(2, [])
+    stored(index, A)
+    demoted(index)
+    stored(index, B)
+    assert index.held([A, B]) == (1, 1) and not index.left
+
+
+def test_a_block_that_is_used_from_disk_comes_back_to_memory() -> None:
+    index = TierIndex(1)
+    index.attach(2, [(A, 1)])
+    assert index.pin(A)
+    move = index.next_move(writes=True)
+    assert move == Promote(A, memory=0, disk=1)
+    index.moved(move, ok=True)
+    index.unpin(A)
+    assert index.where(A) == (0, 1)
+
+
+def test_a_promotion_takes_no_slot_whose_block_would_be_lost() -> None:
+    index = TierIndex(1)
+    index.attach(1, [(A, 0)])
+    stored(index, B)
+    assert index.pin(A)
+    assert index.next_move(writes=True) is None  # and B cannot go to disk: A is pinned there
+    assert index.held([B, A]) == (1, 1)
+
+
+def test_what_is_pinned_is_evicted_from_neither_tier() -> None:
+    index = TierIndex(1)
+    index.attach(1, [])
+    stored(index, A)
+    demoted(index)
+    assert index.pin(A)
+    assert index.admit(B) is None and B not in index
+    index.unpin(A)
+    stored(index, B)  # A is on disk only
+    assert index.pin(A)
+    assert index.next_move(writes=True) is None
+    index.unpin(A)
+    assert demoted(index) == B and index.left == {"evicted": 1}
+
+
+def test_a_block_whose_copy_is_under_way_is_not_evicted() -> None:
+    index = TierIndex(1)
+    index.attach(1, [])
+    assert index.admit(A) == 0 and index.admit(B) is None
+    index.admitted(A, ok=True)
+    move = index.next_move(writes=True)
+    assert isinstance(move, Demote) and index.admit(B) is None
+    index.moved(move, ok=False)
+    assert index.dirty == 1  # a failed write is to be tried again
+    assert index.admit(B) == 0
+
+
+def test_a_lost_disk_makes_misses_of_what_only_it_had() -> None:
+    index = TierIndex(2)
+    index.attach(2, [(A, 0), (B, 1)])
+    stored(index, B)
+    assert index.pin(A)
+    index.detach()
+    assert index.held([B, A]) == (1, 0) and index.dirty == 1
+    index.unpin(A)
+    assert A not in index and index.left == {"detached": 1}
+
+
+def test_without_leave_to_write_nothing_goes_to_disk() -> None:
+    index = TierIndex(1)
+    index.attach(1, [])
+    stored(index, A)
+    assert index.next_move(writes=False) is None
+
+
+def test_the_gate_closes_after_failures_in_a_row_and_waits_longer_each_time() -> None:
+    gate, now = Gate(), 100.0
+    assert [gate.failed("io", now) for _ in range(FAILURES_MAX)] == [False, False, True]
+    waits = []
+    for _ in range(12):
+        assert not gate.allows(gate.until - 0.1) and gate.allows(gate.until)
+        waits.append(gate.until - now)
+        now = gate.until
+        assert not gate.failed("io", now)  # off already: one try, not three
+    assert waits[:3] == [RETRY_S, 2 * RETRY_S, 4 * RETRY_S] and waits[-1] == RETRY_MAX_S
+    assert gate.succeeded() and gate.allows(now) and not gate.succeeded()
+
+
+def test_failures_that_are_not_in_a_row_do_not_close_the_gate() -> None:
+    gate = Gate()
+    for _ in range(FAILURES_MAX):
+        assert not gate.failed("io", 0.0)
+        gate.succeeded()
+    assert gate.allows(0.0)
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Stores, loads and moves in flight at once, against a model of what must still be there."""
+
+    contents = st.integers(0, 11).map(name)
+    pick = st.integers(0, 1 << 16)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = TierIndex(3)
+        self.filling: list[bytes] = []
+        self.moves: list[Demote | Promote] = []
+        self.pins: Counter[bytes] = Counter()
+
+    def places(self) -> dict[bytes, tuple]:
+        return {content: self.index.where(content) for content in map(name, range(12))}
+
+    @rule(content=contents)
+    def admit(self, content: bytes) -> None:
+        busy = {m.memory for m in self.moves} | {self.places()[c][0] for c in self.pins}
+        slot = self.index.admit(content)
+        if slot is not None:
+            assert slot not in busy, "a slot in flight was given away"
+            self.filling.append(content)
+
+    @precondition(lambda self: self.filling)
+    @rule(pick=pick, ok=st.booleans())
+    def admitted(self, pick: int, ok: bool) -> None:
+        content = self.filling.pop(pick % len(self.filling))
+        self.index.admitted(content, ok)
+        assert not ok or self.index.where(content)[0] is not None
+
+    @rule(content=contents)
+    def pin(self, content: bytes) -> None:
+        assert self.index.pin(content) == (self.index.held([content]) != (0, 0))
+        if self.index.held([content]) != (0, 0):
+            self.pins[content] += 1
+
+    @precondition(lambda self: self.pins)
+    @rule(pick=pick)
+    def unpin(self, pick: int) -> None:
+        content = sorted(self.pins)[pick % len(self.pins)]
+        self.index.unpin(content)
+        self.pins -= Counter([content])
+
+    @rule(writes=st.booleans())
+    def next_move(self, writes: bool) -> None:
+        before = self.places()
+        move = self.index.next_move(writes)
+        if move is not None:
+            memory, disk = before[move.content]
+            assert move.memory == memory if isinstance(move, Demote) else move.disk == disk
+            self.moves.append(move)
+
+    @precondition(lambda self: self.moves)
+    @rule(pick=pick, ok=st.booleans())
+    def moved(self, pick: int, ok: bool) -> None:
+        move = self.moves.pop(pick % len(self.moves))
+        self.index.moved(move, ok)
+        assert not ok or self.index.where(move.content) == (move.memory, move.disk)
+
+    @precondition(lambda self: not self.moves)
+    @rule(content=contents, tier=st.sampled_from(["memory", "disk"]))
+    def lose(self, content: bytes, tier: str) -> None:
+        if self.index.where(content)[tier == "disk"] is not None:
+            self.index.lose(content, tier, "checksum")
+
+    @precondition(lambda self: not self.moves and not self.index.disk_slots)
+    @rule(found=st.dictionaries(st.integers(0, 4), contents))
+    def attach(self, found: dict[int, bytes]) -> None:
+        self.index.attach(5, [(content, slot) for slot, content in found.items()])
+        assert all(self.index.where(content)[1] is not None for content in found.values())
+
+    @precondition(lambda self: not self.moves and self.index.disk_slots)
+    @rule()
+    def detach(self) -> None:
+        self.index.detach()
+
+    @invariant()
+    def every_block_is_where_it_is_said_to_be(self) -> None:
+        self.index.validate()
+        held = sum(where != (None, None) for where in self.places().values())
+        assert self.index.memory_entries <= 3 and self.index.disk_entries <= 5
+        assert self.index.entered - sum(self.index.left.values()) == held, "lost silently"
+
+
+class EvictionMachine(IndexMachine):
+    """Without damage: what is pinned stays, whatever else happens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index.attach(5, [])
+
+    lose = detach = attach = None  # type: ignore[assignment]
+
+    @invariant()
+    def what_is_pinned_is_there(self) -> None:
+        assert all(self.index.held([content]) != (0, 0) for content in self.pins)
+
+
+IndexMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60)
+EvictionMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60)
+TestIndex = IndexMachine.TestCase
+TestEviction = EvictionMachine.TestCase

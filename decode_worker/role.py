@@ -16,12 +16,12 @@ import msgspec
 
 from ..engine import commands
 from ..engine.prefixes import Prefixes
-from ..engine.sequence import Output, Sequence
+from ..engine.sequence import Output, Sequence, tokens_of
 from ..kv_transfer import commands as transfer
 from ..kv_transfer import tickets
 from ..kv_transfer.identity import ticket_id
 from ..kv_transfer.messages import Handover
-from ..protos.frames import Abort, Decode, Deliver, Failed, Key, Tokens
+from ..protos.frames import Abort, Decode, Deliver, Failed, Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class Job:
     seq: Sequence
     prefill: str | None
     state: str
+    open: set[int]  #: answers that go on
     aborted: bool = False
 
 
@@ -56,8 +57,8 @@ class DecodeRole:
         if ticket_id(frame.key) in self.jobs:
             return []
         seq = Sequence(frame.key, frame.ids, len(frame.ids), frame.sampling, hashes)
-        local = frame.prefill is None
-        job = Job(gateway, seq, frame.prefill, "RUNNING" if local else "RESERVING")
+        local, answers = frame.prefill is None, set(range(frame.sampling.n))
+        job = Job(gateway, seq, frame.prefill, "RUNNING" if local else "RESERVING", answers)
         self.jobs[ticket_id(frame.key)] = job
         return self.prefixes.begin(seq, frame.fetch, tiers) if local else [commands.Reserve(seq)]
 
@@ -103,8 +104,11 @@ class DecodeRole:
         if job.aborted:
             return self._end(ticket)
         job.state = "RUNNING"
-        job.seq.ids.append(msgspec.msgpack.decode(meta, type=Handover).first.id)
-        return [commands.Commit(job.seq)]
+        given = msgspec.msgpack.decode(meta, type=Handover)
+        job.seq.ids.append(given.firsts[0].id)
+        job.open.difference_update(given.ended)
+        others = [(index, given.firsts[index].id) for index in sorted(job.open - {0})]
+        return [commands.Commit(job.seq, tuple(others), ended=0 in given.ended)]
 
     def _broken(self, ticket: str, reason: str) -> list:
         job = self.jobs[ticket]
@@ -118,13 +122,12 @@ class DecodeRole:
         if job is None:
             return []
         if output.error is not None:
-            failed = self._fail(job.gateway, output.key, output.error)
-            return [failed, *self._end(ticket_id(output.key))]
-        if output.token is None:
-            return []
-        tokens = Tokens(output.key, output.offset, [output.token], output.finish)
-        emit = [Deliver(job.gateway, tokens)]
-        return emit + self._end(ticket_id(output.key)) if output.finish else emit
+            failed = Failed(output.key, self.name, output.error, final=output.refused)
+            return [Deliver(job.gateway, failed), *self._end(ticket_id(output.key))]
+        emit = [tokens_of(job.gateway, output)] if output.token or output.prompt else []
+        if output.finish:
+            job.open.discard(output.index)
+        return emit if job.open else emit + self._end(ticket_id(output.key))
 
     def _abort(self, ticket: str) -> list:
         job = self.jobs.get(ticket)

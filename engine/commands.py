@@ -26,11 +26,13 @@ class Reserve:
 class Commit:
     """The reserved blocks hold the KV of all ids but the last: decode as soon as there is a place.
 
-    `others`: (index, first id) of further answers to the same prompt.
+    `others`: (index, first id) of further answers to the same prompt. `ended`: the first answer
+    ended with its first id.
     """
 
     seq: Sequence
     others: tuple[tuple[int, int], ...] = ()
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,8 @@ class Reserved:
 class Stage:
     """Blocks for a prefix whose KV may come from elsewhere; answered by `Staged`.
 
-    `wanted`: of its blocks, how many a peer is said to hold. `pin`: no more than what is here.
+    `wanted`: of its blocks, how many a peer is said to hold. `pin`: no more than what is here. No
+    hashes: blocks whose content nobody ever looks for.
     """
 
     key: Key

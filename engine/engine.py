@@ -19,6 +19,7 @@ from ..kv_transfer.slices import piece_count
 from ..protos.frames import Key, Token
 from .batch import Batch, build
 from .blocks import BlockPool
+from .commands import Stage, Staged
 from .drafts import NGrams
 from .exactness import is_exact
 from .grammar import Grammars
@@ -29,6 +30,14 @@ from .scheduler import Limits, Scheduler
 from .sequence import Filled, Output, Sequence
 from .sizing import context_limit, kv_layout
 from .spec import fingerprint, read_spec
+
+DEMOTE_BELOW = 8  #: tiers copy cached blocks while less than this part of the pool is free
+DEMOTING = 16  #: blocks that they copy at a time, at most
+
+
+def nothing_below(hashes: list[bytes]) -> int:
+    """No tiers."""
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,7 @@ class EngineConfig:
     limits: Limits = field(default_factory=Limits)
     kernels: str = "auto"  #: auto | avx512 | torch
     tensor_parallel: int = 1  #: processes that share the model; `kv_bytes` are of each
+    cores: tuple[int, ...] = ()  #: that the thread which steps is bound to; none: any
     rank_program: str = "diptych.engine.ranks"  #: the module that the others run
 
     def of_model(self, blocks: int) -> ModelConfig:
@@ -73,6 +83,8 @@ class Engine:
         self.compatibility = layout.compatibility(salt + backend, ranks)
         self.pieces = piece_count(layout, ranks)
         self.announce: Callable[[list[Filled]], None] = lambda _: None  #: called in mid-step
+        #: how many leading blocks of these contents the tiers hold; set by whoever has tiers
+        self.below: Callable[[list[bytes]], int] = nothing_below
         self.steps = self.drafted = self.accepted = 0
         self.prefill_tokens, self.prefill_seconds = 0, 0.0
 
@@ -96,11 +108,18 @@ class Engine:
     def reserve(self, seq: Sequence) -> list[int] | None:
         return self.scheduler.reserve(seq)
 
-    def commit(self, seq: Sequence, others: tuple[tuple[int, int], ...] = ()) -> None:
-        """Decodes `seq`, whose KV has arrived; `others`: (index, first id) of further answers."""
+    def commit(
+        self, seq: Sequence, others: tuple[tuple[int, int], ...] = (), ended: bool = False
+    ) -> None:
+        """Decodes `seq`, whose KV has arrived; `others`: (index, first id) of further answers.
+
+        `ended`: `seq` itself ended with its first id.
+        """
         self.scheduler.commit(seq)
         for one, (_, first) in zip(self._fork(seq, [i for i, _ in others]), others, strict=True):
             self.scheduler.sampled(one, first)
+        if ended:
+            self.scheduler.end(seq)
 
     def _fork(self, seq: Sequence, indices: list[int]) -> list[Sequence]:
         """Further answers to a prompt whose KV is there; on a prefill worker just their names."""
@@ -114,6 +133,22 @@ class Engine:
             if partial and one.blocks:
                 self._model.copy(seq.blocks[whole], one.blocks[whole])
         return siblings
+
+    def stage(self, command: Stage) -> Staged:
+        """Blocks for a prefix of which the pool, the tiers below or a peer may hold a part."""
+        known = self.scheduler.pool.known(command.hashes)
+        below = 0 if command.pin else self.below(command.hashes[known:])
+        count = 0 if command.pin else max(known + below, command.wanted)
+        if command.pin or count > known:
+            self.scheduler.stage(command.key, command.hashes, count)
+        blocks, _ = self.scheduler.staged.get(command.key, ([], []))
+        return Staged(command.key, blocks, known, below)
+
+    def demote(self) -> list[tuple[int, bytes]]:
+        """Cached blocks that the tiers shall copy before they are evicted: the pool runs low."""
+        pool = self.scheduler.pool
+        low = self.below is not nothing_below and pool.free < pool.total // DEMOTE_BELOW
+        return pool.demote(min(DEMOTING, pool.total // 16 + 1)) if low else []
 
     def drop(self, key: Key) -> None:
         """Ends a sequence wherever it is; its blocks are free before the next step."""
@@ -139,7 +174,7 @@ class Engine:
         self.steps += 1
         seconds = time.perf_counter() - began
         prefilled = sum(count for _, count in plan.prefill)
-        self.scheduler.cost.observe(seconds, prefilled, len(batch.ids) - prefilled)
+        self.scheduler.cost.observe(seconds, batch.work(len(plan.prefill)))
         if plan.prefill:
             self.prefill_tokens += prefilled
             self.prefill_seconds += seconds
@@ -249,7 +284,8 @@ class Engine:
             faults = [one for one in (*scored, token) if isinstance(one, Fault)]
             if seq.name in self.scheduler.live:
                 self.scheduler.fail(seq, faults[0].damage)
-            return Output(seq.key, error=faults[0].reason, index=seq.index)
+            reason, refused = faults[0].reason, not faults[0].damage
+            return Output(seq.key, error=reason, index=seq.index, refused=refused)
         prompt = [] if seq.index else prompt  # each is told once, with the first answer
         seq.told += len(prompt)
         if token is None:
@@ -260,12 +296,14 @@ class Engine:
 
     def statistics(self) -> dict:
         scheduler, pool = self.scheduler, self.scheduler.pool
-        held = len(set().union(*scheduler.held.values()))  # prefixes are shared
+        held = set().union(*scheduler.held.values())  # prefixes are shared
+        staged = set().union(*(blocks for blocks, _ in scheduler.staged.values()))
         return {
             "steps": self.steps,
             "exact": self.exact,
             "kernels": self.kernels,
             "dtype": self.config.dtype,
+            "cores": list(self.config.cores),
             "waiting": len(scheduler.waiting),
             "prefilling": len(scheduler.filling),
             "ready": len(scheduler.ready),
@@ -277,7 +315,9 @@ class Engine:
                 "total": pool.total,
                 "free": pool.available - pool.cached,
                 "cached": pool.cached,
-                "reserved": held,
-                "active": pool.used - held,
+                "reserved": len(held),
+                "staged": len(staged - held),
+                "demoting": pool.demoting,
+                "active": pool.used - len(held | staged) - pool.demoting,
             },
         }

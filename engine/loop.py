@@ -7,6 +7,7 @@ must not block.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -55,6 +56,8 @@ class EngineThread:
         return self._thread.is_alive()
 
     def _run(self) -> None:
+        if self.engine.config.cores:  # OpenMP's threads, which this one starts, inherit it
+            os.sched_setaffinity(0, self.engine.config.cores)
         try:
             idle = False
             while self._obey(wait=idle):
@@ -93,8 +96,8 @@ class EngineThread:
                 self.engine.add(seq)
             case Reserve(seq):
                 return Reserved(seq.key, self.engine.reserve(seq), seq.sealed)
-            case Commit(seq, others):
-                self.engine.commit(seq, others)
+            case Commit(seq, others, ended):
+                self.engine.commit(seq, others, ended)
             case Drop(key):
                 self.engine.drop(key)
             case Stage():

@@ -184,9 +184,10 @@ class Scheduler:
         if key in self.staged:
             self.adopt(key, 0)
         for name in [name for name in self.live if name[0] == key]:
-            self._end(self.live[name])
+            self.end(self.live[name])
 
-    def _end(self, seq: Sequence) -> None:
+    def end(self, seq: Sequence) -> None:
+        """One answer is over; others to its prompt go on."""
         del self.live[seq.name]
         if seq.index == 0:
             self.held.pop(seq.key, None)
@@ -352,7 +353,7 @@ class Scheduler:
             self.filling.leave(seq)
             self.held[seq.key] = seq.blocks
         elif finish:
-            self._end(seq)
+            self.end(seq)
         elif filling:
             self.filling.leave(seq)
             self.running.enter(seq)
@@ -371,7 +372,7 @@ class Scheduler:
             self.filling.leave(seq)
             self.held[seq.key] = seq.blocks
         else:
-            self._end(seq)
+            self.end(seq)
 
     def __repr__(self) -> str:
         return (

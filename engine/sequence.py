@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from ..protos.frames import Key, Sampling, Token
+from ..protos.frames import Deliver, Key, Sampling, Token, Tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +126,8 @@ class Output:
     """What a step did for one sequence.
 
     `prompt`: the next ids of the prompt with their logprobs, from the second id on, each once.
-    `error`: the sequence ended without an answer, and why. `index`: which of the answers.
+    `error`: the sequence ended without an answer, and why; `refused`: the request is at fault.
+    `index`: which of the answers.
     """
 
     key: Key
@@ -137,3 +138,11 @@ class Output:
     prompt: list[Token] = field(default_factory=list)
     error: str | None = None
     index: int = 0
+    refused: bool = False
+
+
+def tokens_of(gateway: str, output: Output) -> Deliver:
+    """What an output is for the gateway of its request."""
+    tokens = [output.token] if output.token else []
+    fields = output.key, output.offset, tokens, output.finish, output.index, output.prompt
+    return Deliver(gateway, Tokens(*fields))

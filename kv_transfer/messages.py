@@ -69,7 +69,9 @@ class Drained(Message, frozen=True, tag="Z"):
 
 
 class Query(Message, frozen=True, tag="Q"):
-    """Sink -> source: nothing came for a while; say where we are."""
+    """Sink -> source: nothing came for a while; say where we are. `begun`: a chunk has come."""
+
+    begun: bool = False
 
 
 class Progress(Message, frozen=True, tag="P"):
@@ -77,7 +79,13 @@ class Progress(Message, frozen=True, tag="P"):
 
 
 class Unknown(Message, frozen=True, tag="U"):
-    """Source -> sink: answer to `Query` for a ticket that has no offer here, or is forgotten."""
+    """Source -> sink: answer to `Query` for a ticket that has no offer here, or is forgotten.
+
+    `begun` is the query's. Only then it means that the source has forgotten what it began; else the
+    answer may just have been overtaken.
+    """
+
+    begun: bool = False
 
 
 class Greet(Message, frozen=True, tag="G"):
@@ -85,9 +93,10 @@ class Greet(Message, frozen=True, tag="G"):
 
 
 class Handover(msgspec.Struct, frozen=True, array_like=True):
-    """`Final.meta`: what decode needs to go on, besides the KV."""
+    """`Final.meta`: what decode needs to go on, besides the KV: the first token of each answer."""
 
-    first: Token
+    firsts: list[Token]
+    ended: list[int] = []  #: answers that ended with it
 
 
 Any = Offer | Chunk | Final | Void | Stop | Drained | Query | Progress | Unknown | Greet

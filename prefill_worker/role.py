@@ -12,23 +12,25 @@ write reads them any more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from ..engine import commands
 from ..engine.prefixes import Prefixes
-from ..engine.sequence import Filled, Output, Sequence
+from ..engine.sequence import Filled, Output, Sequence, tokens_of
 from ..kv_transfer import commands as transfer
 from ..kv_transfer import tickets
 from ..kv_transfer.identity import ticket_id
 from ..kv_transfer.messages import Handover
-from ..protos.frames import Abort, Deliver, Failed, Key, Prefill, Tokens
+from ..protos.frames import Abort, Deliver, Failed, Key, Prefill
 
 
 @dataclass(slots=True)
 class Job:
     gateway: str
+    answers: int  #: first tokens to come
+    firsts: dict[int, Output] = field(default_factory=dict)  #: by answer
     quiet: bool = False  #: aborted or finished: its end is nobody's news
 
 
@@ -47,7 +49,7 @@ class PrefillRole:
         ticket = ticket_id(frame.key)
         if ticket in self.jobs:
             return []
-        self.jobs[ticket] = (frame.key, Job(gateway))
+        self.jobs[ticket] = (frame.key, Job(gateway, frame.sampling.n))
         seq = Sequence(
             frame.key, frame.ids, len(frame.ids), frame.sampling, hashes, stop_after_first=True
         )
@@ -82,16 +84,20 @@ class PrefillRole:
             return [commands.Drop(output.key)]
         job = self.jobs[ticket][1]
         if output.error is not None:
-            failed = [] if job.quiet else [self._fail(job.gateway, output.key, output.error)]
+            told = Failed(output.key, self.name, output.error, final=output.refused)
+            failed = [] if job.quiet else [Deliver(job.gateway, told)]
             return failed + self._cancel(ticket, "failed")
-        if output.token is None:
-            return []
-        tokens = Tokens(output.key, output.offset, [output.token], output.finish)
-        told = Deliver(job.gateway, tokens)
-        if output.finish:
-            return [told, *self._cancel(ticket, "finished")]
-        meta = msgspec.msgpack.encode(Handover(output.token))
-        return [told, transfer.Finish(ticket, meta)]
+        told = [] if job.quiet else [tokens_of(job.gateway, output)]
+        if output.token is not None:
+            job.firsts[output.index] = output
+        if len(job.firsts) < job.answers or output.token is None:
+            return told
+        firsts = [job.firsts[index] for index in range(job.answers)]
+        ended = [one.index for one in firsts if one.finish]
+        if len(ended) == job.answers:
+            return [*told, *self._cancel(ticket, "finished")]
+        tokens = [one.token for one in firsts if one.token]
+        return [*told, transfer.Finish(ticket, msgspec.msgpack.encode(Handover(tokens, ended)))]
 
     def _cancel(self, ticket: str, reason: str) -> list:
         if ticket not in self.jobs:

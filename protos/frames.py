@@ -79,6 +79,29 @@ class Beat(msgspec.Struct, tag="beat", frozen=True):
 # ---- workers <-> router --------------------------------------------------------------------------
 
 
+class Coefficients(msgspec.Struct, frozen=True):
+    """One worker's speed in closed form (GPU type x TP x model). Seconds; tokens, rows, KV tokens.
+
+        prefill(u, n) = prefill_base + prefill_token*u + prefill_pair*(n^2 - (n-u)^2)/2
+        step(B, K)    = step_base + max(step_row*B, step_weights) + step_token*K
+        transfer(t)   = transfer_base + transfer_token*t
+
+    u uncached of n prompt tokens; B decoding rows that read K KV tokens; t tokens that move, of
+    which the share `exposed_share` is not hidden behind the prefill.
+    """
+
+    prefill_base: float
+    prefill_token: float
+    prefill_pair: float
+    step_base: float
+    step_row: float
+    step_weights: float
+    step_token: float
+    transfer_base: float = 0.0
+    transfer_token: float = 0.0
+    exposed_share: float = 0.0
+
+
 class WorkerCard(msgspec.Struct, frozen=True):
     """Who a worker is and how to reach it."""
 
@@ -88,10 +111,15 @@ class WorkerCard(msgspec.Struct, frozen=True):
     address: str  #: host:port of its frame listener
     replica: str  #: Serve's replica id, for calls to exactly this replica
     pid: int
-    kv_card: bytes = b""  #: what a KV peer needs to reach it (msgpack of kv_transfer.PeerCard)
+    kv_card: bytes = b""  #: what a KV peer needs to reach it (msgpack of its ranks' kv_transfer.PeerCard)
     blocks: int = 0  #: size of its KV pool
     block_tokens: int = 64
     kept: int = 0  #: of those, what a reservation beside others leaves for their growth, at most
+    gpu: str = "cpu"
+    tp: int = 1
+    cost: Coefficients | None = None  #: None: the router starts from a prior and learns
+    chunk_tokens: int = 512  #: prompt tokens of one step, at most
+    max_running: int = 128  #: sequences that decode at a time
 
 
 class Loading(msgspec.Struct, tag="loading", frozen=True):
@@ -103,11 +131,15 @@ class Loading(msgspec.Struct, tag="loading", frozen=True):
 
 
 class Join(msgspec.Struct, tag="join", frozen=True):
-    """A worker is ready; `cached`: prefix hashes that it holds, `term`: the highest it has seen."""
+    """A worker is ready; `cached`: prefix hashes that it holds, `term`: the highest it has seen.
+
+    `held`: (request, attempt, blocks) of each stream that runs on it, for a router that is new.
+    """
 
     card: WorkerCard
     term: int
     cached: list[bytes] = []
+    held: list[tuple[str, int, int]] = []
 
 
 class Report(msgspec.Struct, tag="report", frozen=True):
@@ -119,6 +151,11 @@ class Report(msgspec.Struct, tag="report", frozen=True):
     evicted: list[bytes] = []
     prefill_tokens: int = 0  #: computed since the last report
     prefill_seconds: float = 0.0  #: time that took
+    running: int = 0  #: sequences that decode now
+    kv_tokens: int = 0  #: that they read in a step
+    steps: int = 0  #: decode steps since the last report
+    step_seconds: float = 0.0  #: time those took
+    waiting: int = 0  #: sequences that were preempted or have no blocks yet
 
 
 class Directory(msgspec.Struct, tag="directory", frozen=True):
@@ -156,6 +193,11 @@ class Place(msgspec.Struct, tag="place", frozen=True):
     avoid: list[str] = []
     lost: list[str] = []
     local: bool = False  #: prefill on the decode worker: the last attempt does without a transfer
+    tenant: str = ""
+    slo_class: str = "interactive"
+    ttft_s: float = 0.0  #: target; 0: the configured one
+    itl_s: float = 0.0  #: target; 0: the configured one
+    waited_s: float = 0.0  #: age before this router heard of it: a retry keeps its deadline
 
 
 class Placed(msgspec.Struct, tag="placed", frozen=True):
@@ -167,10 +209,14 @@ class Placed(msgspec.Struct, tag="placed", frozen=True):
     decode: str
     hit_tokens: int
     predicted_wait_ms: float
+    predicted_ttft_ms: float = 0.0  #: from the request's arrival
+    predicted_itl_ms: float = 0.0
+    decision: int = 0  #: number of the decision record
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """No placement; `reason` is one of `queue_full`, `no_capacity`, `deadline_exceeded`."""
+    """No placement; `reason` is one of `queue_full`, `no_capacity`, `deadline_exceeded`, and
+    `overloaded` for a class that prefers an early no to a late answer."""
 
     key: Key
     reason: str
@@ -179,9 +225,16 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 
 
 class Over(msgspec.Struct, tag="over", frozen=True):
-    """The attempt ended (however), or the gateway no longer wants it placed."""
+    """The attempt ended (however), or the gateway no longer wants it placed; and what came of it.
+
+    `reason` names the end: stop, length, cancelled, or that of `Failed`.
+    """
 
     key: Key
+    tokens: int = 0
+    ttft_ms: float | None = None
+    itl_p99_ms: float | None = None
+    reason: str = ""
 
 
 class Prefilled(msgspec.Struct, tag="prefilled", frozen=True):
@@ -201,6 +254,7 @@ class Prefill(msgspec.Struct, tag="prefill", frozen=True):
     ids: list[int]
     sampling: Sampling
     decode: str
+    fetch: str | None = None  #: who may hold more of the prefix than this worker
 
 
 class Decode(msgspec.Struct, tag="decode", frozen=True):
@@ -214,6 +268,7 @@ class Decode(msgspec.Struct, tag="decode", frozen=True):
     ids: list[int]
     sampling: Sampling
     prefill: str | None
+    fetch: str | None = None  #: for a local prefill, as in `Prefill`
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -221,12 +276,17 @@ class Abort(msgspec.Struct, tag="abort", frozen=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of one stream in a step; `offset` is the first one's index in the answer."""
+    """Tokens of one answer in a step; `offset` is the first one's place in the answer.
+
+    `prompt`: the prompt's next ids with their logprobs, from the second id on, if asked for.
+    """
 
     key: Key
     offset: int
     tokens: list[Token]
     finish: str | None = None  #: stop | length
+    index: int = 0  #: which of the `n` answers
+    prompt: list[Token] = []
 
 
 class Step(msgspec.Struct, tag="step", frozen=True):
@@ -241,12 +301,26 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
     key: Key
     worker: str
     reason: str
+    final: bool = False  #: the request is at fault: no worker can serve it
 
 
 class Inspect(msgspec.Struct, tag="inspect", frozen=True):
     """Asks for statistics."""
 
     call: int
+
+
+class Probe(msgspec.Struct, tag="probe", frozen=True):
+    """Asks for a transfer of up to `bytes` bytes from `peer`; answered by `Statistics`.
+
+    `peer` None: asks what the worker sees of its host, and whether it may write to the memory of
+    the processes `pids`.
+    """
+
+    call: int
+    peer: str | None = None
+    bytes: int = 0
+    pids: list[int] = []
 
 
 class Statistics(msgspec.Struct, tag="statistics", frozen=True):
@@ -263,5 +337,5 @@ class Deliver(NamedTuple):
 
 ToRouter = Hello | Beat | Loading | Join | Report | Obsolete | Place | Over | Prefilled | Inspect
 FromRouter = Beat | Directory | Placed | Refused | Statistics
-ToWorker = Hello | Beat | Prefill | Decode | Abort | Inspect
+ToWorker = Hello | Beat | Prefill | Decode | Abort | Inspect | Probe
 FromWorker = Beat | Step | Failed | Statistics

@@ -79,7 +79,7 @@ def _run(model: str, values: dict[str, Any]) -> dict[str, Any]:
     from ...engine.errors import EngineError
 
     try:
-        with _checkpoint(model) as folder:
+        with checkpoint(model) as folder:
             result = run(Options(model=folder, **values), lambda line: typer.echo(line, err=True))
     except (BenchError, EngineError) as error:
         fail(str(error))
@@ -89,7 +89,7 @@ def _run(model: str, values: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _checkpoint(model: str) -> Iterator[Path]:
+def checkpoint(model: str) -> Iterator[Path]:
     """The folder of `model`; a random checkpoint is written to a temporary one."""
     from ...engine.bench.models import SHAPES, write_checkpoint
 

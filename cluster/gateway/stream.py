@@ -161,6 +161,8 @@ class Generator:
                 yield fresh
             if failed:
                 request.failures.append(failed)
+                if failed.final:
+                    raise ApiError("invalid_request", failed.reason)
                 if failed.reason in FINAL:
                     raise ApiError(failed.reason, "prompt and answer exceed the model's context")
                 return

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.node import Node
@@ -15,6 +16,7 @@ from diptych.protos import frames as f
 from tests.support.checkpoints import make
 
 GATEWAY = "gateway"
+SHORT = f.Sampling(8, logprobs=2)
 
 
 class Bench:
@@ -23,8 +25,9 @@ class Bench:
     def __init__(self, folder: Path, settings: dict) -> None:
         self.config = ClusterConfig.model_validate(settings)
         self.folder, self.nodes = folder, {}
-        self.answers: dict[f.Key, list[f.Token]] = {}
-        self.finished: set[f.Key] = set()
+        self.answers: dict[tuple[f.Key, int], list[f.Token]] = {}
+        self.prompts: dict[f.Key, list[f.Token]] = {}
+        self.finished: set[tuple[f.Key, int]] = set()
         self.failed: list[f.Failed] = []
 
     async def open(self, role: str, name: str = "") -> Node:
@@ -43,10 +46,12 @@ class Bench:
         if isinstance(frame, f.Failed):
             self.failed.append(frame)
         for stream in frame.streams if isinstance(frame, f.Step) else ():
-            answer = self.answers.setdefault(stream.key, [])
-            answer[stream.offset :] = stream.tokens
+            answer = self.answers.setdefault((stream.key, stream.index), [])
+            assert len(answer) == stream.offset, "a token is lost or comes twice"
+            answer += stream.tokens
+            self.prompts.setdefault(stream.key, []).extend(stream.prompt)
             if stream.finish:
-                self.finished.add(stream.key)
+                self.finished.add((stream.key, stream.index))
 
     async def until(self, done: Callable[[], bool]) -> None:
         for _ in range(2000):
@@ -58,21 +63,28 @@ class Bench:
             await asyncio.sleep(0.01)
         raise AssertionError("not within 20 seconds")
 
-    async def ask(self, ids: list[int], name: str, tokens: int = 8, **fields: str) -> list[int]:
-        key, sampling = (name, 0), f.Sampling(tokens)
+    async def ask(
+        self, ids: list[int], name: str, sampling: f.Sampling = SHORT, **fields: str
+    ) -> list[list[f.Token]]:
+        """The answers of a prompt that one node prefills and the other decodes."""
+        key = (name, 0)
         self.nodes["decode/x"].submit(GATEWAY, f.Decode(key, 1, list(ids), sampling, "prefill/x"))
         frame = f.Prefill(key, 1, list(ids), sampling, "decode/x", **fields)
         self.nodes["prefill/x"].submit(GATEWAY, frame)
-        await self.until(lambda: key in self.finished)
-        return [token.id for token in self.answers[key]]
+        return await self._answers(key, sampling.n)
 
-    async def alone(self, ids: list[int], name: str, tokens: int = 8, **fields: str) -> list[int]:
+    async def alone(
+        self, ids: list[int], name: str, sampling: f.Sampling = SHORT
+    ) -> list[list[f.Token]]:
         """On the decode node only."""
-        key = (name, 0)
-        frame = f.Decode(key, 1, list(ids), f.Sampling(tokens), None, **fields)
+        frame = f.Decode((name, 0), 1, list(ids), sampling, None)
         self.nodes["decode/x"].submit(GATEWAY, frame)
-        await self.until(lambda: key in self.finished)
-        return [token.id for token in self.answers[key]]
+        return await self._answers((name, 0), sampling.n)
+
+    async def _answers(self, key: f.Key, count: int) -> list[list[f.Token]]:
+        each = [(key, index) for index in range(count)]
+        await self.until(lambda: self.finished >= set(each))
+        return [self.answers[one] for one in each]
 
     def whole(self) -> bool:
         """Every block of every pool is free or cached, and nothing is quarantined."""
@@ -131,6 +143,38 @@ def test_only_blocks_that_decode_does_not_hold_travel(folder: Path, transport: s
             assert whole == 5 * block and received(bench, "decode/x") - whole == block, "the tail"
             alone = await bench.alone(ids, "c")
             assert alone == first
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("ending", ["none", "first", "one", "all"])
+def test_one_transfer_serves_n_answers_also_when_some_end_at_once(
+    folder: Path, ending: str
+) -> None:
+    """`ending`: which answers end with their first token."""
+
+    async def run() -> None:
+        async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
+            ids, drawn = prompt(6, 150), f.Sampling(12, 0.9, seed=3, logprobs=1, n=4)
+            firsts = [one[0].id for one in await bench.alone(ids, "a", drawn)]
+            stops = {"none": (), "first": firsts[:1], "one": firsts[2:3], "all": firsts}[ending]
+            drawn = msgspec.structs.replace(drawn, stop_ids=tuple(stops))
+            answers = await bench.ask(ids, "b", drawn)
+            assert answers == await bench.alone(ids, "c", drawn)
+            assert all(
+                len(a) == 1 for a, first in zip(answers, firsts, strict=True) if first in stops
+            )
+
+    asyncio.run(run())
+
+
+def test_prompt_logprobs_come_from_the_prefill_worker(folder: Path) -> None:
+    async def run() -> None:
+        async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
+            ids, told = prompt(7, 300), f.Sampling(4, logprobs=1, prompt_logprobs=1)
+            assert await bench.ask(ids, "a", told) == await bench.alone(ids, "b", told)
+            assert [token.id for token in bench.prompts["a", 0]] == ids[1:]
+            assert bench.prompts["a", 0] == bench.prompts["b", 0]
 
     asyncio.run(run())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 
 import pytest
 from diptych.engine import commands
+from diptych.engine.engine import Engine, EngineConfig
 from diptych.engine.loop import EngineThread
-from diptych.engine.sequence import Output
+from diptych.engine.sequence import Filled, Output
 from diptych.protos.frames import Sampling
 
 from .rig import alone, engine, prompt, request
@@ -27,15 +29,18 @@ class Harness:
         self.thread = EngineThread(self.engine, self.inbox.put)
         self.thread.start()
         self.seen: list[Any] = []
+        self.told: list[Any] = []
 
     def until(self, wanted: Callable[[Any], bool]) -> Any:
-        """The first outcome that is wanted; all before it are kept in `seen`."""
+        """The first outcome that is wanted; all before it are dropped; `told` has all."""
         while True:
             while self.seen:
                 outcome = self.seen.pop(0)
                 if wanted(outcome):
                     return outcome
-            self.seen += self.inbox.get(timeout=PATIENCE_S)
+            fresh = self.inbox.get(timeout=PATIENCE_S)
+            self.seen += fresh
+            self.told += fresh
 
     def tokens(self, name: str) -> list:
         """All tokens of a request, to its end."""
@@ -69,6 +74,19 @@ def test_an_added_sequence_is_answered_to_its_end(harness: Harness) -> None:
     assert harness.tokens("a") == alone(
         engine(harness.engine.config.model), seq.ids[:600], Sampling(20)
     )
+
+
+def test_the_thread_and_no_other_is_bound_to_the_engine_s_cores(checkpoint) -> None:
+    core, mine = max(os.sched_getaffinity(0)), os.sched_getaffinity(0)
+    owner = Engine(EngineConfig(checkpoint("llama"), cores=(core,)))
+    where: queue.SimpleQueue[set[int]] = queue.SimpleQueue()
+    thread = EngineThread(owner, lambda _: where.put(os.sched_getaffinity(0)))
+    thread.start()
+    thread.submit(commands.Observe())
+    assert where.get(timeout=PATIENCE_S) == {core}
+    assert os.sched_getaffinity(0) == mine
+    assert owner.statistics()["cores"] == [core]
+    thread.stop()
 
 
 def test_it_sleeps_and_wakes_up_again(harness: Harness) -> None:
@@ -127,14 +145,27 @@ def test_observations_tell_the_cache_and_the_work_since_the_last_one(harness: Ha
     assert again.stored == [] and set(again.hashes) == set(seq.hashes)
 
 
-def test_a_prefill_sequence_reports_its_blocks_chunk_by_chunk(harness: Harness) -> None:
+def test_a_prefill_tells_its_blocks_chunk_by_chunk_and_piece_by_piece(harness: Harness) -> None:
     seq = request(harness.engine, "a", prompt(600), Sampling(20), first_only=True)
     harness.thread.submit(commands.Add(seq))
-    first = harness.until(lambda o: isinstance(o, Output))
     last = harness.until(lambda o: isinstance(o, Output))
-    assert first.token is None and len(first.filled) == 8  # 512 tokens a step
-    assert last.token is not None and last.filled[:8] == first.filled and len(last.filled) == 10
-    assert last.finish is None
+    assert last.token is not None and last.finish is None
+    told = [one for one in harness.told if isinstance(one, Filled)]
+    pieces = list(range(harness.engine.pieces))
+    assert [one.piece for one in told] == pieces + pieces
+    chunks = [(one.first, len(one.blocks)) for one in told]
+    assert chunks == [(0, 8)] * len(pieces) + [(8, 2)] * len(pieces)  # 512 tokens a step
+    assert told[0].blocks + told[-1].blocks == seq.blocks
+
+
+def test_blocks_that_are_known_are_told_at_once_in_all_layers(harness: Harness) -> None:
+    for name in "ab":
+        seq = request(harness.engine, name, prompt(300), Sampling(20), first_only=True)
+        harness.thread.submit(commands.Add(seq))
+        harness.until(lambda o, key=seq.key: isinstance(o, Output) and o.key == key)
+    told = [one for one in harness.told if isinstance(one, Filled) and one.key == ("b", 0)]
+    assert (told[0].first, told[0].piece, len(told[0].blocks)) == (0, -1, 4)
+    assert {(one.first, len(one.blocks)) for one in told[1:]} == {(4, 1)}
 
 
 def test_it_stops_in_the_middle_of_work(checkpoint) -> None:

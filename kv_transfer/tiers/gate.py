@@ -28,7 +28,7 @@ class Gate:
         if not self.reason and not final and self._failures < FAILURES_MAX:
             return False
         first, self.reason = not self.reason, reason
-        self.until, self._wait_s = now + self._wait_s, 2 * self._wait_s
+        self.until, self._wait_s = now + self._wait_s, min(2 * self._wait_s, RETRY_MAX_S)
         return first
 
     def succeeded(self) -> bool:

@@ -1,8 +1,8 @@
 """Prints what the tiers cost beside memcpy, as JSON: `python -m diptych.kv_transfer.tiers.measure`.
 
-GiB/s are the best of several rounds, all in one run; `of_memcpy` is the ratio to a plain copy of
-the same blocks. `checksum_share` is the time of one checksum pass as a part of the row's. Disk
-figures are those of the page cache unless they say cold.
+GiB/s are the best of several rounds, each of which runs every row once; `of_memcpy` is the ratio to
+a plain copy of the same blocks. `checksum_share` is the time of one checksum pass as a part of the
+row's. Disk figures are those of the page cache unless they say cold.
 """
 
 from __future__ import annotations
@@ -25,15 +25,10 @@ from .service import Limits, Tiers
 ROUNDS, COMPATIBILITY = 5, bytes(16)
 
 
-def best_s(work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
-    """Seconds of the fastest round; `before` each one is not timed."""
-    times = []
-    for _ in range(ROUNDS):
-        before()
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return min(times)
+def seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 class Bench:
@@ -57,19 +52,13 @@ class Bench:
 
     def memory(self) -> tuple[float, float]:
         """Seconds of (store, load) through the thread."""
-        tiers: list[Tiers] = []
         size = self.count * self.block_bytes
         limits = Limits(size, requests_max=2 * self.count, in_flight_bytes_max=2 * size)
-
-        def fresh() -> None:
-            for old in tiers:
-                old.close()
-            tiers[:] = [Tiers(self.block_bytes, COMPATIBILITY, limits)]
-            self.store(tiers[0], 1)  # the slots' pages exist, as in a tier that has been full once
-
-        store_s = best_s(lambda: self.store(tiers[0], 0), fresh)
-        load_s = best_s(lambda: self.load(tiers[0]))
-        tiers[0].close()
+        tiers = Tiers(self.block_bytes, COMPATIBILITY, limits)
+        self.store(tiers, 1)  # the slots' pages exist, as in a tier that has been full once
+        store_s = seconds(lambda: self.store(tiers, 0))
+        load_s = seconds(lambda: self.load(tiers))
+        tiers.close()
         return store_s, load_s
 
     def store(self, tiers: Tiers, salt: int) -> None:
@@ -101,40 +90,36 @@ class Bench:
             for slot, seed in enumerate(self.seeds):
                 assert store.read(slot, self.target[slot].data, seed) is None
 
-        def drop() -> None:
-            file = os.open(store.path, os.O_RDWR)
-            os.fsync(file)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(file)
-
-        seconds = best_s(write), best_s(read), best_s(read, drop)
+        write_s, read_s = seconds(write), seconds(read)
+        file = os.open(store.path, os.O_RDWR)
+        os.fsync(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+        cold_s = seconds(read)
         store.close()
-        return seconds
+        return write_s, read_s, cold_s
 
 
 def measure(block_bytes: int, count: int, folder: Path) -> dict:
     bench = Bench(block_bytes, count, folder)
     bench.copy()
-    check_s, copy_s = best_s(bench.check), best_s(bench.copy)
-    store_s, load_s = bench.memory()
-    write_s, read_s, cold_s = bench.disk()
-    rows = {
-        "memcpy": copy_s,
-        "checksum": check_s,
-        "memory store": store_s,
-        "memory load": load_s,
-        "disk write": write_s,
-        "disk read, cached": read_s,
-        "disk read, cold": cold_s,
-    }
+    rounds = [
+        (seconds(bench.copy), seconds(bench.check), *bench.memory(), *bench.disk())
+        for _ in range(ROUNDS)
+    ]
+    names = ("memcpy", "checksum", "memory store", "memory load")
+    disk = ("disk write", "disk read, cached", "disk read, cold")
+    best = [min(times) for times in zip(*rounds, strict=True)]
+    rows = dict(zip(names + disk, best, strict=True))
+    copy_s, check_s = rows["memcpy"], rows["checksum"]
     gib = block_bytes * count / 2**30
     return {
         "block_bytes": block_bytes,
-        "gib_s": {name: round(gib / seconds, 2) for name, seconds in rows.items()},
-        "of_memcpy": {name: round(copy_s / seconds, 2) for name, seconds in rows.items()},
+        "gib_s": {name: round(gib / took, 2) for name, took in rows.items()},
+        "of_memcpy": {name: round(copy_s / took, 2) for name, took in rows.items()},
         "checksum_share": {
-            name: round(check_s / seconds, 2)
-            for name, seconds in rows.items()
+            name: round(check_s / took, 2)
+            for name, took in rows.items()
             if name in ("memory store", "memory load", "disk read, cached", "disk read, cold")
         },
     }

@@ -168,7 +168,10 @@ class Tiers:
             }
 
     def close(self) -> None:
-        """Ends after the block in hand; what waits is told that it failed. Blocks on disk stay."""
+        """Ends after the block in hand; what waits is told that it failed. Blocks on disk stay.
+
+        Not from a callback: it waits for the thread.
+        """
         with self._wake:
             self._open = False
             self._wake.notify()

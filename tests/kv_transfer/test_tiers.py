@@ -194,6 +194,22 @@ def test_a_read_error_is_a_miss(client, tmp_path, broken) -> None:
     assert tiers.load(1) == [1]
 
 
+def test_a_copy_back_to_memory_that_reads_badly_is_no_copy(client, tmp_path, monkeypatch) -> None:
+    tiers, reads, real = client(memory=2, disk=8, folder=tmp_path), [], os.preadv
+    tiers.fill_disk(4, memory=2)
+
+    def second_is_bad(fd, views, offset):
+        reads.append(offset)
+        count = real(fd, views, offset)
+        views[0][5] ^= len(reads) == 2
+        return count
+
+    monkeypatch.setattr(os, "preadv", second_is_bad)
+    assert tiers.load(0) == [0]
+    eventually(lambda: tiers.disk["failures"] == {"checksum": 1}, "the bad read is counted")
+    assert tiers.held(0) == 0 and tiers.memory["promoted"] == 0 and tiers.held(1, 3) == 2
+
+
 @pytest.mark.parametrize(
     ("number", "reason"),
     [(errno.ENOSPC, "no_space"), (errno.EROFS, "read_only"), (errno.EIO, "io_error")],
@@ -425,6 +441,31 @@ def test_when_the_thread_fails_every_request_is_still_answered(client, monkeypat
     assert [answers.get(timeout=DEADLINE_S) for _ in range(2)] == [[], False]
     assert tiers.held(0) == 0 and tiers.tiers.store(name(2), view(2), answers.put) is False
     monkeypatch.setattr(tiers.tiers._index, "validate", lambda: None)  # it ended in the middle
+
+
+def test_several_threads_get_right_bytes_or_misses(client, tmp_path) -> None:
+    tiers, failed, loaded = client(memory=4, disk=10, folder=tmp_path), [], []
+
+    def user(seed):
+        rng, answers = random.Random(seed), queue.SimpleQueue()
+        try:
+            for _ in range(150):
+                number = rng.randrange(16)
+                if rng.random() < 0.5:
+                    if tiers.tiers.store(name(number), view(number), answers.put):
+                        answers.get(timeout=DEADLINE_S)
+                else:
+                    loaded.extend(tiers.load(*rng.sample(range(16), 3)))
+        except BaseException as error:
+            failed.append(error)
+
+    users = [threading.Thread(target=user, args=(seed,)) for seed in range(3)]
+    for each in users:
+        each.start()
+    for each in users:
+        each.join()
+    assert failed == [] and len(loaded) > 50
+    assert tiers.tiers.statistics()["requests"] == 0
 
 
 class Faults:

@@ -128,9 +128,11 @@ def test_a_vanished_or_replaced_file_is_not_written_to(store) -> None:
 
 
 def test_a_second_store_on_the_folder_is_refused_and_changes_nothing(store) -> None:
+    files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(DiskUnavailable) as refusal:
         open_store(store.path.parent, SLOTS, model=b"some other model")
     assert refusal.value.fault is Fault.LOCKED
+    assert len(os.listdir("/proc/self/fd")) == files  # it is tried again and again
     assert read(store, 1, name(1)) is True
     reopened(store).close()  # and the refused one holds no lock
 

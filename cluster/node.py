@@ -7,7 +7,10 @@ and carries out what it decides: commands to the threads, frames to gateways.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -28,18 +31,23 @@ from ..engine.commands import (
 )
 from ..engine.engine import Engine, EngineConfig
 from ..engine.loop import EngineThread
+from ..engine.prefixes import Probed
 from ..engine.scheduler import Limits
 from ..engine.spec import fingerprint
-from ..kv_transfer import PeerCard
+from ..kv_transfer import PeerCard, diagnosis
 from ..kv_transfer import commands as transfer
 from ..kv_transfer.identity import block_hashes, ticket_id
 from ..prefill_worker import PrefillRole
 from ..protos import frames as f
 from .config import ClusterConfig, PoolConfig
+from .cores import claim
 from .tiering import Tiering
 from .transfers import Transfers
 
 Progress = Callable[[str, float], None]
+
+PROBE_S = 10.0  #: a probe that takes longer has failed
+PROBE_SHARE = 4  #: of either pool's blocks, a probe takes one in so many at most
 
 
 class Node:
@@ -58,11 +66,15 @@ class Node:
         self.name, self.role_name, self.config, self._model = name, role, config, model
         self._send, self._over, self._observed = send, over, observed
         self._loop = asyncio.get_running_loop()
-        self._peers: set[str] = set()
+        self._peers: dict[str, list[PeerCard]] = {}
+        self._probe: asyncio.Future[Probed] | None = None
+        self._probes = itertools.count()
 
     async def start(self, host: str, progress: Progress | None = None) -> list[PeerCard]:
         """Loads the model, opens the transports; returns what peers need to know."""
+        self._claim = claim(self.pool.engine.threads)
         config = engine_config(self.config, self.pool, self._model)
+        config = replace(config, cores=self._claim.cores)
         self.engine = await asyncio.to_thread(Engine, config, progress)
         self._salt = fingerprint(self._model)
         self.threads = EngineThread(self.engine, self._from_thread)
@@ -88,11 +100,11 @@ class Node:
     # ---- from the cluster ------------------------------------------------------------------------
 
     def add_peer(self, worker: str, cards: list[PeerCard]) -> None:
-        self._peers.add(worker)
+        self._peers[worker] = cards
         self.transfers.handle(transfer.AddPeer(worker, cards))
 
     def lose_peer(self, worker: str) -> None:
-        self._peers.discard(worker)
+        self._peers.pop(worker, None)
         self.transfers.handle(transfer.LosePeer(worker))
 
     def knows(self, worker: str) -> bool:
@@ -148,6 +160,9 @@ class Node:
                     self.tiering.load(action)
                 case Over(key):
                     self._over(key)
+                case Probed():
+                    if self._probe and not self._probe.done():
+                        self._probe.set_result(action)
                 case ticket_command:
                     self.transfers.handle(ticket_command)
         for gateway, streams in steps.items():
@@ -161,6 +176,55 @@ class Node:
             raise RuntimeError("the engine thread ended: see this worker's log")
         if not self.transfers.alive:
             raise RuntimeError("a transfer thread, or another rank, ended: see this worker's log")
+
+    def environment(self, pids: list[int]) -> diagnosis.Environment:
+        """What this worker sees of its host. Takes a while: not for the event loop."""
+        name = self.transfers.statistics()["transport"]
+        return diagnosis.environment(self.name, name, self.engine.kv.size, pids)
+
+    async def probe(self, peer: str, most_bytes: int) -> dict:
+        """Moves blocks of no meaning here from `peer`, as any KV; says how that went.
+
+        `over_tcp`: what share of them came over TCP connections of this process; None: unknown.
+        Takes free blocks first, then those of the oldest cached prefixes.
+        """
+        tokens = self._probe_tokens(peer, most_bytes)
+        if self._probe is not None or not tokens:
+            return _probed(Probed(("", 0), 0, reason="busy" if tokens else "pool_too_small"))
+        key = f"{self.name}\x1d{next(self._probes)}", 0  # no client's id has this character
+        give_up = self.role.prefixes.forget
+        late = self._loop.call_later(PROBE_S, lambda: self._do(give_up(key, "timeout")))
+        self._probe = self._loop.create_future()
+        try:
+            before = await asyncio.to_thread(diagnosis.tcp_received)
+            began = time.perf_counter()
+            self._do(self.role.prefixes.probe(key, peer, tokens))
+            probed = await self._probe
+            wall = time.perf_counter() - began
+            after = await asyncio.to_thread(diagnosis.tcp_received)
+        finally:
+            late.cancel()
+            self._probe = None
+            self._do(give_up(key))
+        share = None
+        if probed.tokens and before is not None and after is not None:
+            mine = probed.tokens * self.engine.kv.layout.token_bytes
+            share = min(1.0, max(0, after - before) / mine)
+        return _probed(probed, probed.tokens * self._token_bytes, wall, share)
+
+    @property
+    def _token_bytes(self) -> int:
+        """KV of one token in all ranks."""
+        return self.engine.kv.layout.token_bytes * (1 + len(self.engine.followers))
+
+    def _probe_tokens(self, peer: str, most_bytes: int) -> int:
+        """How many tokens to move: whole blocks of both ends, and a bounded share of both pools."""
+        pools = [(self.engine.kv.size, self.engine.kv.layout)]
+        pools += [(card.size, card.layout) for card in self._peers.get(peer, [])[:1]]
+        unit = max(layout.block_tokens for _, layout in pools)
+        held = min(size // layout.token_bytes for size, layout in pools)
+        tokens = min(max(most_bytes // self._token_bytes, unit), held // PROBE_SHARE)
+        return tokens // unit * unit
 
     def statistics(self) -> dict:
         transfers, engine = self.transfers.statistics(), self.engine.statistics()
@@ -189,6 +253,19 @@ class Node:
         if self.tiering:
             self.tiering.close()
         self.engine.close()
+        self._claim.close()
+
+
+def _probed(
+    probed: Probed, size: int = 0, wall_s: float = 0.0, over_tcp: float | None = None
+) -> dict:
+    return {
+        "bytes": size,
+        "busy_s": round(probed.busy_s, 6),
+        "wall_s": round(wall_s, 6),
+        "over_tcp": over_tcp,
+        "reason": probed.reason,
+    }
 
 
 def engine_config(config: ClusterConfig, pool: PoolConfig, model: Path) -> EngineConfig:
@@ -208,5 +285,6 @@ def engine_config(config: ClusterConfig, pool: PoolConfig, model: Path) -> Engin
         settings.threads,
         limits,
         tensor_parallel=pool.tensor_parallel,
+        shared_kv=config.kv_transfer.transport == "shm",
         rank_program="diptych.cluster.rank",
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .attention import Meta, Piece
+from .pacing import Work, pairs
 from .scheduler import Plan
 from .sequence import Sequence
 
@@ -20,6 +21,16 @@ class Batch:
     meta: Meta
     wanted: torch.Tensor  #: int64: rows whose logits are needed
     at: list[int]  #: index in `wanted` of each sequence's last id; its drafts follow
+
+    def work(self, prefills: int) -> Work:
+        """What the step costs by; the first `prefills` sequences are being prefilled."""
+        prefill, decode = self.meta.pieces[:prefills], self.meta.pieces[prefills:]
+        return Work(
+            rows=sum(piece.count for piece in decode),
+            keys=sum(piece.start + piece.count for piece in decode),
+            tokens=sum(piece.count for piece in prefill),
+            pairs=sum(pairs(piece.count, piece.start) for piece in prefill),
+        )
 
 
 def build(plan: Plan, block_tokens: int) -> Batch:

@@ -53,11 +53,12 @@ class EngineConfig:
     kernels: str = "auto"  #: auto | avx512 | torch
     tensor_parallel: int = 1  #: processes that share the model; `kv_bytes` are of each
     cores: tuple[int, ...] = ()  #: that the thread which steps is bound to; none: any
+    shared_kv: bool = False  #: other processes can map the KV pool
     rank_program: str = "diptych.engine.ranks"  #: the module that the others run
 
     def of_model(self, blocks: int) -> ModelConfig:
-        size, kernels = self.limits.block_tokens, self.kernels
-        return ModelConfig(self.model, self.dtype, blocks, size, self.threads, kernels)
+        size, kernels, shared = self.limits.block_tokens, self.kernels, self.shared_kv
+        return ModelConfig(self.model, self.dtype, blocks, size, self.threads, kernels, shared)
 
 
 class Engine:

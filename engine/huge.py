@@ -4,6 +4,7 @@ limits a core to about two thirds of the bandwidth."""
 from __future__ import annotations
 
 import mmap
+import os
 
 import torch
 
@@ -27,6 +28,24 @@ def allocate(size: int, what: str) -> tuple[mmap.mmap, int]:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory, -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % PAGE
+
+
+def allocate_shared(size: int, what: str) -> tuple[mmap.mmap, int]:
+    """A mapping of `size` bytes of a file in memory, and the file, for other processes to map.
+
+    In huge pages only where `/sys/kernel/mm/transparent_hugepage/shmem_enabled` says `advise` or
+    more. Raises OutOfMemory, naming `what`; AttributeError where there are no such files.
+    """
+    file = os.memfd_create("diptych-kv", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(file, size)
+        memory = mmap.mmap(file, size)
+    except (OSError, ValueError) as error:
+        os.close(file)
+        raise OutOfMemory(f"{what} of {size >> 20} MiB does not fit: {error}") from None
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory, file
 
 
 class Arena:

@@ -32,6 +32,7 @@ class ModelConfig:
     block_tokens: int
     threads: int
     kernels: str  #: auto | avx512 | torch
+    shared: bool = False  #: the pool's memory can be mapped by other processes
 
 
 class Model:
@@ -50,7 +51,7 @@ class Model:
         ops, self.kernels = _ops(config, whole.head_dim)
         weights = load(config.folder, whole, self.dtype, ops, progress, ranks)
         layout = kv_layout(self.spec, config.dtype, config.block_tokens)
-        self.kv = KVPool(layout, config.blocks, self.dtype)
+        self.kv = KVPool(layout, config.blocks, self.dtype, config.shared)
         self.decoder = Decoder(self.spec, weights, self.kv, ops)
 
     def hidden(

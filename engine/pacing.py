@@ -1,75 +1,137 @@
 """How long a step takes, learned from the steps before it (pure).
 
-    seconds = base + row_s * decode rows + token_s * prefill tokens
+    seconds = base + row_s * rows + key_s * keys      of decode
+            + token_s * tokens + pair_s * pairs       of prefill
 
-Steps without prefill give `base` and `row_s`: a line through them, with exponential forgetting.
-Steps with prefill give `token_s`: what they took longer than their decodes would have, per token.
+`keys` is the KV that decoding sequences read, in tokens: their lengths. `pairs` counts, for every
+prefill token, the keys that it sees. Steps without prefill give the first line, steps with prefill
+the second: what they took longer than their decodes would have. Both are least squares with
+exponential forgetting and no negative factor (`Fit`).
 A step that took much more or less than predicted counts as `OUTLIER` times that, so a single pause
 moves the model little, and a real change still gets through within a few steps.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 FORGET = 0.97  #: weight of a step after the next one of its kind: half is forgotten after 23
 OUTLIER = 3.0
 SETTLED = 4.0  #: weight of steps from which on a step can be an outlier
+STAY = 1e-3  #: weight of the factors before, beside the steps': of what steps do not tell apart
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step computes; the module says what is counted."""
+
+    rows: int = 0
+    keys: int = 0
+    tokens: int = 0
+    pairs: int = 0
+
+
+def pairs(tokens: int, start: int) -> int:
+    """Keys that prefill tokens from position `start` on see, summed over the tokens."""
+    return tokens * start + tokens * (tokens + 1) // 2
+
+
+class Fit:
+    """y = factors . x with factors >= 0, by least squares over the points added, newest first.
+
+    Minimises sum FORGET^age (y - f . x)^2 + STAY sum_i (sum FORGET^age x_i^2) (f_i - before_i)^2:
+    where points do not tell two factors apart, both stay about what they were.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.factors = [0.0] * size
+        self.weight = 0.0  #: of all points; the newest has 1
+        self._products = [[0.0] * size for _ in range(size)]
+        self._sums = [0.0] * size
+
+    def of(self, x: Sequence[float]) -> float:
+        return sum(factor * value for factor, value in zip(self.factors, x, strict=True))
+
+    def add(self, x: Sequence[float], y: float) -> None:
+        self.weight = self.weight * FORGET + 1
+        for i, value in enumerate(x):
+            self._sums[i] = self._sums[i] * FORGET + value * y
+            for j, other in enumerate(x):
+                self._products[i][j] = self._products[i][j] * FORGET + value * other
+        active = [i for i in range(len(x)) if self._products[i][i] > 1e-100]
+        while True:
+            found = self._solve(active)
+            if min(found, default=0.0) >= 0:
+                break
+            active.pop(found.index(min(found)))
+        fresh = dict(zip(active, found, strict=True))
+        self.factors = [fresh.get(i, 0.0) for i in range(len(x))]
+
+    def _solve(self, active: list[int]) -> list[float]:
+        """The best factors of `active`, the others being 0. Gauss, on columns of length 1."""
+        columns = [(i, math.sqrt(self._products[i][i])) for i in active]
+        rows = [
+            [self._products[i][j] / (s * t) + STAY * (i == j) for j, t in columns]
+            + [self._sums[i] / s + STAY * self.factors[i] * s]
+            for i, s in columns
+        ]
+        for i, row in enumerate(rows):  # no pivoting: the matrix is positive definite
+            row[:] = [value / row[i] for value in row]
+            for other in rows:
+                if other is not row:
+                    other[:] = [a - other[i] * b for a, b in zip(other, row, strict=True)]
+        return [row[-1] / s for row, (_, s) in zip(rows, columns, strict=True)]
 
 
 class StepCost:
-    """`observe` every step; `predict` one, or ask what prefill fits into a time (`room`)."""
+    """`observe` every step; ask what decode and prefill of the next take, what has `room`."""
 
     def __init__(self) -> None:
-        self._steps = self._seconds = 0.0  #: of steps without prefill, like the next three
-        self._rows = self._rows_squared = self._rows_seconds = 0.0
-        self._chunks = self._tokens = self._extra = 0.0  #: of steps with prefill
+        self._decode, self._prefill = Fit(3), Fit(2)
 
-    def observe(self, seconds: float, prefill_tokens: int, decode_rows: int) -> None:
-        known = self._chunks if prefill_tokens else self._steps
-        expected = self.predict(prefill_tokens, decode_rows)
-        if known >= SETTLED and expected > 0:
+    def observe(self, seconds: float, work: Work) -> None:
+        decode, prefill = self.decode_s(work.rows, work.keys), (work.tokens, work.pairs)
+        expected = decode + self._prefill.of(prefill)
+        known = self._prefill if work.tokens else self._decode
+        if known.weight >= SETTLED and expected > 0:
             seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
-        if prefill_tokens:
-            extra = max(seconds - self.predict(0, decode_rows), 0.0)
-            self._chunks = self._chunks * FORGET + 1
-            self._tokens = self._tokens * FORGET + prefill_tokens
-            self._extra = self._extra * FORGET + extra
-        elif decode_rows:
-            self._steps = self._steps * FORGET + 1
-            self._seconds = self._seconds * FORGET + seconds
-            self._rows = self._rows * FORGET + decode_rows
-            self._rows_squared = self._rows_squared * FORGET + decode_rows**2
-            self._rows_seconds = self._rows_seconds * FORGET + decode_rows * seconds
+        if work.tokens:
+            self._prefill.add(prefill, max(seconds - decode, 0.0))
+        elif work.rows:
+            self._decode.add((1, work.rows, work.keys), seconds)
 
     @property
-    def token_s(self) -> float | None:
-        """Seconds per prefill token; None before the first was seen."""
-        return self._extra / self._tokens if self._tokens else None
+    def knows_prefill(self) -> bool:
+        return self._prefill.weight > 0
 
-    def predict(self, prefill_tokens: int, decode_rows: int) -> float:
-        return self._decode(decode_rows) + prefill_tokens * (self.token_s or 0.0)
+    def decode_s(self, rows: int, keys: int) -> float:
+        """Seconds of a step that only decodes."""
+        return self._decode.of((1, rows, keys))
 
-    def room(self, budget_s: float, decode_rows: int, most: int) -> int:
-        """Prefill tokens, `most` at most, with which a step of these rows stays inside the budget.
+    def prefill_s(self, tokens: int, start: int) -> float:
+        """Seconds more, if it also prefills `tokens` from position `start` on."""
+        return self._prefill.of((tokens, pairs(tokens, start)))
 
-        0 as long as the cost of a token is not known.
+    def room(self, seconds: float, start: int, most: int) -> int:
+        """Prefill tokens from position `start` on, `most` at most, that take no longer.
+
+        0 as long as the cost of prefill is not known. Solves a n + b n^2 = seconds.
         """
-        left = budget_s - self._decode(decode_rows)
-        if self.token_s is None or left <= 0:
+        if seconds == math.inf:
+            return most
+        if not self.knows_prefill or seconds <= 0:
             return 0
-        return most if self.token_s * most <= left else int(left / self.token_s)
-
-    def _decode(self, rows: int) -> float:
-        """Base and slope are never negative: the line stays flat or rises from 0 at the least."""
-        if not self._steps:
-            return 0.0
-        mean_rows, mean_s = self._rows / self._steps, self._seconds / self._steps
-        spread = self._rows_squared / self._steps - mean_rows**2
-        slope = 0.0
-        if spread > 1e-6 * mean_rows**2:
-            slope = (self._rows_seconds / self._steps - mean_rows * mean_s) / spread
-        slope = min(max(slope, 0.0), mean_s / mean_rows)
-        return max(mean_s + slope * (rows - mean_rows), 0.0)  # rounding
+        if self.prefill_s(most, start) <= seconds:
+            return most
+        token, pair = self._prefill.factors
+        linear, square = token + pair * (start + 0.5), pair / 2
+        root = math.sqrt(linear * linear + 4 * square * seconds)
+        return min(int(2 * seconds / (linear + root)), most)
 
     def __repr__(self) -> str:
-        token = f"{self.token_s * 1e6:.1f} us/token" if self.token_s is not None else "no prefill"
-        return f"<StepCost {self._decode(1) * 1e3:.2f} ms at 1 row, {token}>"
+        base, row, key = self._decode.factors
+        token, pair = self._prefill.factors
+        decode = f"{base * 1e3:.2f} ms + {row * 1e6:.1f} us/row + {key * 1e9:.1f} ns/key"
+        return f"<StepCost {decode} + {token * 1e6:.1f} us/token + {pair * 1e9:.2f} ns/pair>"

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import os
+import weakref
+
 import torch
 
 from ..kv_transfer import KVLayout
-from .huge import allocate
+from .huge import allocate, allocate_shared
 
 
 class KVPool:
     """`blocks` zeroed KV blocks in one anonymous mapping (huge pages where the kernel has them).
 
+    With `shared`, other processes can map it by its file `fd`: what the `shm` transport needs.
     `layer(i)` gives K and V of layer i as strided views `[block, head, token, dim]`.
     Unused slots may hold anything: attention reads nothing behind a sequence's last row.
     """
 
-    def __init__(self, layout: KVLayout, blocks: int, dtype: torch.dtype) -> None:
+    memory, device = "DRAM", 0
+
+    def __init__(
+        self, layout: KVLayout, blocks: int, dtype: torch.dtype, shared: bool = False
+    ) -> None:
         self.layout, self.blocks, self.block_bytes = layout, blocks, layout.block_bytes
-        self._map, start = allocate(blocks * self.block_bytes, "a KV pool")
-        whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        memory = whole[start : start + blocks * self.block_bytes]
+        self.size = blocks * self.block_bytes
+        self.fd: int | None = None
+        if shared:
+            start = 0
+            self._map, self.fd = allocate_shared(self.size, "a KV pool")
+            weakref.finalize(self, os.close, self.fd)
+        else:
+            self._map, start = allocate(self.size, "a KV pool")
+        memory = torch.frombuffer(self._map, dtype=torch.uint8)[start : start + self.size]
         memory.zero_()  # touches every page now: too little memory shows here, not under load
         self.base = memory.data_ptr()
-        self.view = memoryview(self._map)[start : start + blocks * self.block_bytes]
+        self.view = memoryview(self._map)[start : start + self.size]
         self._flat = memory.view(dtype)
         self._layers = [(self._part(i, 0), self._part(i, 1)) for i in range(layout.layers)]
 

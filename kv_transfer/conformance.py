@@ -11,14 +11,19 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import mmap
+import os
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from .errors import PeerLost
-from .transport import Admit, Down, Event, Note, PeerCard, Pool, Transport, Wrote
+from .layout import KVLayout
+from .transport import Admit, Down, Event, Note, PeerCard, Spans, Transport, Wrote
 
 DEADLINE_S = 20.0
 PAUSE_S = 0.001  #: between two looks at something that needs the kernel or a grace period
@@ -27,13 +32,30 @@ _incarnations = itertools.count()
 
 
 class MemoryPool:
-    """A `Pool` over plain memory, filled with bytes that differ from block to block."""
+    """A `Pool` of host memory, shared where the platform can, with other bytes in every block."""
+
+    memory, device = "DRAM", 0
 
     def __init__(self, blocks: int = 32, block_bytes: int = 16384, seed: int = 0) -> None:
         self.blocks, self.block_bytes = blocks, block_bytes
-        self._memory = bytearray(random.Random(seed).randbytes(blocks * block_bytes))
-        self.base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self.view = memoryview(self._memory)
+        self.size = blocks * block_bytes
+        self.fd = os.memfd_create("diptych-kv") if hasattr(os, "memfd_create") else None
+        if self.fd is not None:
+            os.ftruncate(self.fd, self.size)
+        self._map = mmap.mmap(-1 if self.fd is None else self.fd, self.size)
+        self._map[:] = random.Random(seed).randbytes(self.size)
+        self.base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.view = memoryview(self._map)
+
+    def __del__(self) -> None:
+        if self.fd is not None:
+            os.close(self.fd)
+
+    @property
+    def layout(self) -> KVLayout:
+        """One that has the size of the blocks: bytes, one layer, one head."""
+        assert self.block_bytes % 128 == 0, self.block_bytes
+        return KVLayout(1, 1, self.block_bytes // 128, 64, 1, "uint8", 1)
 
     def block(self, index: int) -> bytes:
         return bytes(self.view[index * self.block_bytes : (index + 1) * self.block_bytes])
@@ -84,12 +106,12 @@ class End:
             self.transport.close()
 
 
-def card_of(agent: str, transport: Transport, pool: Pool) -> PeerCard:
+def card_of(agent: str, transport: Transport, pool: MemoryPool) -> PeerCard:
     address = transport.address()
-    return PeerCard(agent, transport.name, b"", address, pool.base, pool.blocks, pool.block_bytes)
+    return PeerCard(agent, transport.name, b"", address, pool.base, pool.size, pool.layout)
 
 
-def open_end(opener: Opener, name: str, seed: int, admit: Admit = lambda *_: True) -> End:
+def open_end(opener: Opener, name: str, seed: int, admit: Admit) -> End:
     agent, pool = f"{name}#{next(_incarnations)}", MemoryPool(seed=seed)
     return End(agent, pool, opener(agent, pool, admit))
 
@@ -97,9 +119,15 @@ def open_end(opener: Opener, name: str, seed: int, admit: Admit = lambda *_: Tru
 class Pair:
     """Two ends that may know each other."""
 
-    def __init__(self, opener: Opener, admit: Admit = lambda *_: True) -> None:
-        self.left = open_end(opener, "left", 1)
-        self.right = open_end(opener, "right", 2, admit)
+    def __init__(self, opener: Opener) -> None:
+        self.refused: set[bytes] = set()  #: notes whose data neither end admits
+        self.asked: list[tuple[str, bytes]] = []
+        self.left = open_end(opener, "left", 1, self._admit)
+        self.right = open_end(opener, "right", 2, self._admit)
+
+    def _admit(self, peer: str, note: bytes) -> bool:
+        self.asked.append((peer, note))
+        return note not in self.refused
 
     def connect(self) -> Pair:
         """Both ends know each other, and both directions have carried a note."""
@@ -141,8 +169,14 @@ def _until(done: Callable[[], bool], step: Callable[[], object], what: str) -> N
         step()
 
 
-def _write(source: End, target: End, blocks: Sequence[int], to: Sequence[int], note: bytes) -> int:
-    return source.transport.write(target.agent, blocks, to, note)
+def spans(unit: int, source: Sequence[int], target: Sequence[int]) -> Spans:
+    return Spans(unit, np.array(source, np.int32), np.array(target, np.int32))
+
+
+def write(source: End, target: End, blocks: Sequence[int], to: Sequence[int], note: bytes) -> int:
+    """Whole blocks."""
+    whole = spans(source.pool.block_bytes, blocks, to)
+    return source.transport.write(target.agent, whole, note)
 
 
 def _lost(call: Callable[[], object]) -> bool:
@@ -165,10 +199,59 @@ def blocks_arrive_exactly_at_their_targets(pair: Pair) -> None:
     wanted = [right.pool.block(i) for i in indices]
     for here, there in zip(source, target, strict=True):
         wanted[there] = mine[here]
-    _write(left, right, source, target, b"shuffled")
+    write(left, right, source, target, b"shuffled")
     pair.until(lambda: bool(right.notes() and left.wrote()), "a write and its note")
     assert [right.pool.block(i) for i in indices] == wanted, "a block is wrong, or out of place"
     assert [left.pool.block(i) for i in indices] == mine, "a write changed its source"
+
+
+def units_of_any_size_arrive_exactly_at_their_targets(pair: Pair) -> None:
+    """Smaller than a block or across blocks, in runs and scattered, from either end."""
+    left, right = pair.connect().left, pair.right
+    rng = random.Random(7)
+    for unit in (64, 1000, 4096, 12288, 40960):
+        for source, target in ((left, right), (right, left)):
+            units = source.pool.size // unit
+            take = _scattered(rng, units)
+            put = _scattered(rng, units)[: len(take)]
+            take = take[: len(put)]
+            mine, wanted = bytes(source.pool.view), bytearray(target.pool.view)
+            for here, there in zip(take, put, strict=True):
+                wanted[there * unit : (there + 1) * unit] = mine[here * unit : (here + 1) * unit]
+            seen = len(target.notes())
+            source.transport.write(target.agent, spans(unit, take, put), b"units")
+            _noted(pair, target, seen + 1)
+            assert bytes(target.pool.view) == bytes(wanted), f"units of {unit} bytes"
+
+
+def _noted(pair: Pair, end: End, count: int) -> None:
+    pair.until(lambda: len(end.notes()) >= count, f"{count} notes")
+
+
+def a_read_fetches_units_of_the_peer(pair: Pair) -> None:
+    """For transports that have one: the other way round, and the peer gets the note."""
+    left, right = pair.connect().left, pair.right
+    read = getattr(left.transport, "read", None)
+    if read is None:
+        return
+    units = left.pool.size // 4096
+    mine, theirs = _scattered(random.Random(8), units), _scattered(random.Random(9), units)
+    size = min(len(mine), len(theirs))
+    wanted, source = bytearray(left.pool.view), bytes(right.pool.view)
+    for here, there in zip(mine[:size], theirs[:size], strict=True):
+        wanted[here * 4096 : (here + 1) * 4096] = source[there * 4096 : (there + 1) * 4096]
+    handle = read(right.agent, spans(4096, mine[:size], theirs[:size]), b"read")
+    pair.until(lambda: bool(right.notes() and left.wrote()), "a read and its note")
+    assert left.wrote() == {handle: [True]}
+    assert bytes(left.pool.view) == bytes(wanted)
+    assert bytes(right.pool.view) == source, "a read changed its source"
+
+
+def _scattered(rng: random.Random, units: int) -> list[int]:
+    """About half of the units once: runs of one to four, in any order."""
+    cuts = list(itertools.accumulate(rng.choices((1, 2, 3, 4), k=units), initial=0))
+    pieces = [list(range(a, b)) for a, b in itertools.pairwise(cuts) if b <= units]
+    return list(itertools.chain.from_iterable(rng.sample(pieces, -(-len(pieces) // 2))))
 
 
 def a_note_comes_once_and_after_its_data(pair: Pair) -> None:
@@ -176,7 +259,7 @@ def a_note_comes_once_and_after_its_data(pair: Pair) -> None:
     left, right = pair.connect().left, pair.right
     for index in range(8):
         blocks = list(range(index * 4, index * 4 + 4))
-        _write(left, right, blocks, blocks, bytes([index]))
+        write(left, right, blocks, blocks, bytes([index]))
     seen: list[int] = []
 
     def look() -> None:
@@ -200,7 +283,7 @@ def both_directions_carry_data_at_once(pair: Pair) -> None:
     ends = ((left, right), (right, left))
     before = {id(end): end.pool.block(0) for end in (left, right)}
     for source, target in ends:
-        _write(source, target, [0], [5], b"crossing")
+        write(source, target, [0], [5], b"crossing")
     pair.until(lambda: all(e.notes() and e.wrote() for e in (left, right)), "both writes")
     for source, target in ends:
         assert target.pool.block(5) == before[id(source)]
@@ -212,7 +295,7 @@ def every_write_ends_exactly_once(pair: Pair) -> None:
     for index in range(count):
         source = rng.sample(range(left.pool.blocks), rng.randint(1, 4))
         target = rng.sample(range(right.pool.blocks), len(source))
-        handles.append(_write(left, right, source, target, b"%d" % index))
+        handles.append(write(left, right, source, target, b"%d" % index))
         pair.poll()
     assert len(set(handles)) == count, "a handle was given twice"
     pair.until(lambda: len(left.wrote()) == count == len(right.notes()), "all writes and notes")
@@ -220,6 +303,23 @@ def every_write_ends_exactly_once(pair: Pair) -> None:
         pair.poll()
     assert left.wrote() == {handle: [True] for handle in handles}
     assert sorted(right.notes()) == sorted(b"%d" % index for index in range(count))
+
+
+def a_refused_write_leaves_no_byte(pair: Pair) -> None:
+    """For transports that can: data whose ticket is closed is not stored; the note still comes."""
+    left, right = pair.connect().left, pair.right
+    if not right.transport.refuses_late:
+        return
+    before = bytes(right.pool.view)
+    pair.refused.add(b"late")
+    write(left, right, [1, 2, 3], [4, 9, 6], b"late")
+    pair.until(lambda: bool(right.notes() and left.wrote()), "the refused write")
+    assert (left.agent, b"late") in pair.asked
+    assert right.notes() == [b"late"]
+    assert bytes(right.pool.view) == before, "data of a refused write was stored"
+    write(left, right, [1], [4], b"in time")
+    pair.until(lambda: b"in time" in right.notes(), "the write after it")
+    assert right.pool.block(4) == left.pool.block(1)
 
 
 # ---- notes ---------------------------------------------------------------------------------------
@@ -248,9 +348,9 @@ def adding_a_peer_again_changes_nothing(pair: Pair) -> None:
     left, right = pair.connect().left, pair.right
     card = right.card()
     left.transport.add_peer(card)
-    _write(left, right, [1], [2], b"one")
+    write(left, right, [1], [2], b"one")
     left.transport.add_peer(card)
-    _write(left, right, [3], [4], b"two")
+    write(left, right, [3], [4], b"two")
     pair.until(lambda: len(right.notes()) == 2 == len(left.wrote()), "two writes")
     assert right.pool.block(2) == left.pool.block(1)
     assert right.pool.block(4) == left.pool.block(3)
@@ -259,8 +359,9 @@ def adding_a_peer_again_changes_nothing(pair: Pair) -> None:
 
 def an_unknown_peer_is_lost(pair: Pair) -> None:
     left = pair.left
+    one = spans(64, [0], [0])
     assert _lost(lambda: left.transport.notify("nobody#0", b"x")), "notify to an unknown peer"
-    assert _lost(lambda: left.transport.write("nobody#0", [0], [0], b"x")), "write to one"
+    assert _lost(lambda: left.transport.write("nobody#0", one, b"x")), "write to one"
     left.poll()
     assert not left.wrote(), "a write that raised must not end as well"
 
@@ -270,7 +371,7 @@ def a_removed_peer_is_lost(pair: Pair) -> None:
     left.transport.remove_peer(right.agent)
     left.transport.remove_peer(right.agent)
     assert _lost(lambda: left.transport.notify(right.agent, b"x")), "notify to a removed peer"
-    assert _lost(lambda: _write(left, right, [0], [0], b"x")), "write to a removed peer"
+    assert _lost(lambda: write(left, right, [0], [0], b"x")), "write to a removed peer"
 
 
 def a_removed_peer_may_come_back(pair: Pair) -> None:
@@ -285,7 +386,7 @@ def a_removed_peer_may_come_back(pair: Pair) -> None:
     right.transport.add_peer(cards[0])
     for end in (left, right):
         end.events.clear()
-    _write(left, right, [7], [8], b"again")
+    write(left, right, [7], [8], b"again")
     pair.until(lambda: bool(right.notes() and left.wrote()), "a write after the peer came back")
     assert right.pool.block(8) == left.pool.block(7)
 
@@ -308,7 +409,7 @@ def a_closed_peer_is_noticed_and_fenced(pair: Pair) -> None:
     left.poll()
     assert left.downs() == 1, "exactly one Down tells it"
     assert _lost(lambda: left.transport.notify(right.agent, b"x"))
-    assert _lost(lambda: _write(left, right, [0], [0], b"x"))
+    assert _lost(lambda: write(left, right, [0], [0], b"x"))
 
     def wait() -> None:
         left.poll()
@@ -321,13 +422,13 @@ def a_closed_peer_is_noticed_and_fenced(pair: Pair) -> None:
 def writes_to_a_closed_peer_end_exactly_once(pair: Pair) -> None:
     left, right = pair.connect().left, pair.right
     blocks = list(range(left.pool.blocks))
-    handles = [_write(left, right, blocks, blocks, b"%d" % i) for i in range(4)]
+    handles = [write(left, right, blocks, blocks, b"%d" % i) for i in range(4)]
     right.close()
 
     def post() -> None:
         left.poll()
         if not left.downs() and len(handles) < 1000:
-            _lost(lambda: handles.append(_write(left, right, blocks, blocks, b"late")))
+            _lost(lambda: handles.append(write(left, right, blocks, blocks, b"late")))
         time.sleep(PAUSE_S)
 
     done = lambda: left.downs() > 0 and set(left.wrote()) >= set(handles)  # noqa: E731
@@ -338,11 +439,42 @@ def writes_to_a_closed_peer_end_exactly_once(pair: Pair) -> None:
     assert all(len(ends) == 1 for ends in left.wrote().values()), "a write ended twice"
 
 
+def a_peer_that_never_polls_blocks_nobody(pair: Pair) -> None:
+    """Calls return while it sleeps. What waits is bounded: it is lost, or gets everything."""
+    left, right = pair.connect().left, pair.right
+    blocks = list(range(left.pool.blocks))
+    sent: list[bytes] = []
+    handles: list[int] = []
+
+    def send(index: int) -> None:
+        note = b"%d|" % index + bytes(20_000)
+        if index % 20:
+            left.transport.notify(right.agent, note)
+        else:
+            handles.append(write(left, right, blocks, blocks, note))
+        sent.append(note)
+
+    for index in range(2000):
+        if _lost(lambda i=index: send(i)):  # type: ignore[misc]
+            break
+        left.poll()
+    left.poll()
+    if left.downs():
+        assert set(left.wrote()) == set(handles), "a write has no end"
+        assert all(len(ends) == 1 for ends in left.wrote().values()), "a write ended twice"
+        return
+    pair.until(lambda: len(right.notes()) >= len(sent), "all that was sent")
+    assert Counter(right.notes()) == Counter(sent)
+
+
 CHECKS: tuple[Callable[[Pair], None], ...] = (
     blocks_arrive_exactly_at_their_targets,
+    units_of_any_size_arrive_exactly_at_their_targets,
+    a_read_fetches_units_of_the_peer,
     a_note_comes_once_and_after_its_data,
     both_directions_carry_data_at_once,
     every_write_ends_exactly_once,
+    a_refused_write_leaves_no_byte,
     notes_go_both_ways_and_none_is_lost,
     adding_a_peer_again_changes_nothing,
     an_unknown_peer_is_lost,
@@ -350,4 +482,5 @@ CHECKS: tuple[Callable[[Pair], None], ...] = (
     a_removed_peer_may_come_back,
     a_closed_peer_is_noticed_and_fenced,
     writes_to_a_closed_peer_end_exactly_once,
+    a_peer_that_never_polls_blocks_nobody,
 )

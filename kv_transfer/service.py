@@ -152,7 +152,7 @@ class TransferService:
                 self._fence()
 
     def _busy(self) -> bool:
-        return bool(self._sink.tickets or self._source.tickets or self._dying or self._gated)
+        return bool(self._sink.tickets or self._source.tickets or self._gated)
 
     def _take(self, wait: float) -> list[object] | None:
         """Commands that are there, after at most `wait` seconds; None when it is time to stop."""
@@ -179,10 +179,10 @@ class TransferService:
             case c.Receive():
                 self._receive(command)
             case c.Expect(xid, peer, tokens):
-                if self._join(xid, peer, tokens, sink=False):
-                    self._act(self._source, t.Expect(xid, peer))
-                else:
-                    self._deliver(t.Closed(xid, False, "peer_lost"))
+                joined = self._join(xid, peer, tokens, sink=False)
+                self._act(self._source, t.Expect(xid, peer))
+                if not joined:  # and a sink that asks, now or later, hears so
+                    self._act(self._source, t.Cancel(xid, "peer_lost"))
             case c.Push() | c.Finish():
                 if not self._gate(command):
                     self._push(command)
@@ -327,8 +327,14 @@ class TransferService:
         self._send(card.agent, messages.Greet(""))
 
     def _reach(self, agent: str) -> None:
-        """A peer that was lost, and that the cluster says is there, may have come back."""
+        """A peer that was lost, and that the cluster says is there, may have come back.
+
+        Tickets from before end as any that is stopped: blocks stay reserved until it has drained.
+        """
         if agent in self._cards and agent not in self._peers:
+            if agent in self._dying:  # alive, so no fence would ever pass
+                self._dying.discard(agent)
+                self._transport.remove_peer(agent)
             self._add_peer(self._cards[agent])
 
     def _lose_peer(self, agent: str) -> None:

@@ -289,10 +289,10 @@ class Sink:
                 return self._void(xid, ticket, reason, now)
             case m.Drained() if ticket.state != "RESERVED":
                 return self._free(xid)
+            case m.Unknown(_, begun) if begun:
+                return self._abort(xid, ticket, "source_forgot", now)
             case m.Unknown() if ticket.state == "RESERVED" and not ticket.chunks:
                 return [Send(ticket.peer, ticket.offer)]
-            case m.Unknown():
-                return self._abort(xid, ticket, "source_forgot", now)
         return []
 
     def _chunk(self, xid: str, ticket: SinkTicket, chunk: m.Chunk, now: float) -> list:
@@ -349,7 +349,7 @@ class Sink:
             return self._abort(xid, ticket, "timeout", now)
         if ticket.state == "RESERVED" and now - ticket.touched > limits.idle_s:
             ticket.touched = now
-            return [Send(ticket.peer, m.Query(xid))]
+            return [Send(ticket.peer, m.Query(xid, bool(ticket.chunks)))]
         if ticket.state == "ABORTING" and age > limits.quarantine_s:
             ticket.state = "QUARANTINED"
         wait = limits.resend_s if ticket.state == "ABORTING" else limits.idle_s
@@ -451,9 +451,9 @@ class Source:
                     return [Send(peer, m.Drained(xid))]
                 ticket.stop = True
                 return self._closing(xid, "aborted")
-            case m.Query():
+            case m.Query(_, begun):
                 offered = ticket.state != "WAITING" if ticket else xid in self.early
-                answer = m.Progress(xid) if offered else self.over.get(xid) or m.Unknown(xid)
+                answer = m.Progress(xid) if offered else self.over.get(xid) or m.Unknown(xid, begun)
                 return [Send(peer, answer)]
         return []
 

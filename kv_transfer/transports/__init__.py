@@ -9,12 +9,15 @@ from ..transport import Admit, Pool, Transport
 def open_transport(
     name: str, agent: str, pool: Pool, admit: Admit, host: str, corrupt: int = 0
 ) -> Transport:
-    """Opens `nixl`, `tcp`, or `auto`: NIXL wherever it installs, else TCP."""
+    """Opens `nixl`, `shm`, `tcp`, or `auto`: NIXL wherever it installs, else TCP.
+
+    TransportUnavailable: the library is missing, or `shm` got a pool that no file is behind.
+    """
     transport = _open(name, agent, pool, admit, host)
     if corrupt:
         from .faulty import FaultyTransport
 
-        return FaultyTransport(transport, corrupt)
+        return FaultyTransport(transport, pool, corrupt)
     return transport
 
 
@@ -27,6 +30,10 @@ def _open(name: str, agent: str, pool: Pool, admit: Admit, host: str) -> Transpo
         except TransportUnavailable:
             if name == "nixl":
                 raise
+    if name == "shm":
+        from .shm import ShmTransport
+
+        return ShmTransport(agent, pool)
     from .tcp import TcpTransport
 
     return TcpTransport(agent, pool, admit, host)

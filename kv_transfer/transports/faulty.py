@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
 
-from ..transport import Event, PeerCard, Transport
+from ..transport import Event, PeerCard, Pool, Spans, Transport
 
 
 class FaultyTransport:
-    """Passes everything on, but the first `corrupt` writes carry block 0 (zeros) instead of theirs.
+    """Passes everything on, but the first unit of the first `corrupt` writes is another one.
 
-    The pool's block 0 is never used, so the source stays intact and only the wire is wrong.
+    One of the same pool that holds other bytes: the source stays intact, only the wire is wrong.
     """
 
-    def __init__(self, inner: Transport, corrupt: int) -> None:
-        self.inner, self.corrupt = inner, corrupt
-        self.name = inner.name
+    def __init__(self, inner: Transport, pool: Pool, corrupt: int) -> None:
+        self.inner, self.pool, self.corrupt = inner, pool, corrupt
+        self.name, self.refuses_late = inner.name, inner.refuses_late
 
     def address(self) -> bytes:
         return self.inner.address()
@@ -26,11 +26,22 @@ class FaultyTransport:
     def remove_peer(self, peer: str) -> None:
         self.inner.remove_peer(peer)
 
-    def write(self, peer: str, source: Sequence[int], target: Sequence[int], note: bytes) -> int:
+    def write(self, peer: str, spans: Spans, note: bytes) -> int:
         if self.corrupt > 0:
             self.corrupt -= 1
-            source = [0, *source[1:]]
-        return self.inner.write(peer, source, target, note)
+            source = spans.source.copy()
+            source[0] = self._other(int(source[0]), spans.unit)
+            spans = Spans(spans.unit, source, spans.target)
+        return self.inner.write(peer, spans, note)
+
+    def _other(self, index: int, unit: int) -> int:
+        """A unit whose bytes are not those of unit `index`."""
+        whole = np.frombuffer(self.pool.view, np.uint8)
+        units = whole[: len(whole) // unit * unit].reshape(-1, unit)
+        for other in range(len(units)):
+            if not np.array_equal(units[other], units[index]):
+                return other
+        raise AssertionError("every unit of the pool holds the same bytes")
 
     def notify(self, peer: str, note: bytes) -> None:
         self.inner.notify(peer, note)

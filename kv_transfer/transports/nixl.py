@@ -2,6 +2,7 @@
 
 The progress thread stays off: it spins at a full core and shares a lock with the posting thread.
 `poll` drives all progress. On one host `transfer` copies synchronously (CMA) with the GIL released.
+Memory of a GPU goes through the same calls, unproven.
 """
 
 from __future__ import annotations
@@ -9,70 +10,113 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ..errors import PeerLost, TransportUnavailable
-from ..transport import Down, Event, Note, PeerCard, Pool, Wrote
+from ..transport import Down, Event, Note, PeerCard, Pool, Spans, Wrote
+from .process import Watch, here
 
 GRACE_S = 1.0  #: a dead peer's bytes in our own socket buffers are applied within this
+
+
+class Contact(msgspec.Struct, frozen=True, array_like=True):
+    """`PeerCard.address` of a NIXL agent."""
+
+    process: str
+    memory: str
+    device: int
+    metadata: bytes
+
+
+class Region:
+    """One pool as units of any size: a list of descriptors per size, made at first use."""
+
+    def __init__(self, agent: Any, owner: str, base: int, size: int, contact: Contact) -> None:
+        self._agent, self._owner = agent, owner
+        self._base, self._size, self._contact = base, size, contact
+        self._lists: dict[int, Any] = {}
+
+    def units(self, unit: int) -> Any:
+        """The prepared descriptors of all units of `unit` bytes."""
+        found = self._lists.get(unit)
+        if found is None:
+            device = self._contact.device
+            row = [self._base, unit, device, unit, self._size // unit]  # one strided row: the pool
+            found = self._lists[unit] = self._agent.prep_xfer_dlist(
+                self._owner, np.array([row], np.uint64), self._contact.memory
+            )
+        return found
+
+
+class Peer:
+    """Where a peer's pool is, and what is known of its process."""
+
+    def __init__(self, agent: Any, card: PeerCard) -> None:
+        contact = msgspec.msgpack.decode(card.address, type=Contact)
+        agent.add_remote_agent(contact.metadata)
+        self.region = Region(agent, card.agent, card.base, card.size, contact)
+        self.process = Watch(contact.process)
+        self.down_at: float | None = None  #: when it was found dead
 
 
 class NixlTransport:
     """One NIXL agent that registers one pool as one region."""
 
     name = "nixl"
+    refuses_late = False
 
     def __init__(self, agent: str, pool: Pool) -> None:
-        logging.getLogger("nixl").setLevel(logging.WARNING)
         try:
             from nixl import _api as api
         except ImportError as error:
             raise TransportUnavailable(f"NIXL is not installed here: {error}") from error
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # its import sets another one
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
         self._agent: Any = api.nixl_agent(agent, config)
         self._agent.create_backend("UCX", {})
-        size = pool.blocks * pool.block_bytes
-        self._region = self._agent.register_memory([(pool.base, size, 0, "")], "DRAM")
-        self._local = self._prepare("NIXL_INIT_AGENT", pool.base, pool.block_bytes, pool.blocks)
-        self._remote: dict[str, Any] = {}  #: peer -> prepared descriptors of its pool
+        row = (pool.base, pool.size, pool.device, "")
+        self._registered = self._agent.register_memory([row], pool.memory)
+        metadata = self._agent.get_agent_metadata()
+        self._contact = Contact(here(), pool.memory, pool.device, metadata)
+        self._mine = Region(self._agent, "NIXL_INIT_AGENT", pool.base, pool.size, self._contact)
+        self._peers: dict[str, Peer] = {}
         self._writes: dict[int, tuple[str, Any]] = {}  #: handle -> (peer, NIXL transfer)
         self._events: list[Event] = []
-        self._down: dict[str, float] = {}  #: peer -> when it was found dead
         self._ids = itertools.count()
 
-    def _prepare(self, agent: str, base: int, block: int, count: int) -> Any:
-        row = np.array([[base, block, 0, block, count]], np.uint64)  # one strided row: the pool
-        return self._agent.prep_xfer_dlist(agent, row, "DRAM")
-
     def address(self) -> bytes:
-        return self._agent.get_agent_metadata()
+        return msgspec.msgpack.encode(self._contact)
 
     def add_peer(self, card: PeerCard) -> None:
-        if card.agent in self._remote:
-            return
-        self._agent.add_remote_agent(card.address)
-        self._remote[card.agent] = self._prepare(
-            card.agent, card.base, card.block_bytes, card.blocks
-        )
-        self._down.pop(card.agent, None)
+        if card.agent not in self._peers:
+            self._peers[card.agent] = Peer(self._agent, card)
 
     def remove_peer(self, peer: str) -> None:
-        if self._remote.pop(peer, None) is not None:
+        gone = self._peers.pop(peer, None)
+        if gone is not None:
+            gone.process.close()
             self._agent.remove_remote_agent(peer)
 
-    def write(self, peer: str, source: Sequence[int], target: Sequence[int], note: bytes) -> int:
-        remote = self._peer(peer)
+    def write(self, peer: str, spans: Spans, note: bytes) -> int:
+        return self._post("WRITE", peer, spans, note)
+
+    def read(self, peer: str, spans: Spans, note: bytes) -> int:
+        """The other way round: unit `target[i]` of the peer's pool to unit `source[i]` of mine."""
+        return self._post("READ", peer, spans, note)
+
+    def _post(self, operation: str, peer: str, spans: Spans, note: bytes) -> int:
+        region = self._alive(peer).region
         handle, transfer = next(self._ids), None
         try:
             transfer = self._agent.make_prepped_xfer(
-                "WRITE",
-                self._local,
-                np.asarray(source, np.int32),
-                remote,
-                np.asarray(target, np.int32),
+                operation,
+                self._mine.units(spans.unit),
+                np.ascontiguousarray(spans.source, np.int32),
+                region.units(spans.unit),
+                np.ascontiguousarray(spans.target, np.int32),
                 note,
             )
             state = self._agent.transfer(transfer)
@@ -89,21 +133,23 @@ class NixlTransport:
         return handle
 
     def notify(self, peer: str, note: bytes) -> None:
-        self._peer(peer)
+        self._alive(peer)
         try:
             self._agent.send_notif(peer, note)
         except Exception as error:
             self._lost(peer)
             raise PeerLost(f"{peer}: {type(error).__name__}") from error
 
-    def _peer(self, peer: str) -> Any:
-        if peer not in self._remote or peer in self._down:
+    def _alive(self, peer: str) -> Peer:
+        known = self._peers.get(peer)
+        if known is None or known.down_at is not None:
             raise PeerLost(peer)
-        return self._remote[peer]
+        return known
 
     def _lost(self, peer: str) -> None:
-        if peer not in self._down:
-            self._down[peer] = time.monotonic()
+        known = self._peers.get(peer)
+        if known is not None and known.down_at is None:
+            known.down_at = time.monotonic()
             self._events.append(Down(peer))
 
     def poll(self) -> list[Event]:
@@ -124,16 +170,25 @@ class NixlTransport:
         return events
 
     def fenced(self, peer: str) -> bool:
-        """A killed writer's bytes may wait in our socket buffers: poll on for a grace period."""
-        return time.monotonic() - self._down.setdefault(peer, time.monotonic()) > GRACE_S
+        """A killed writer's bytes may wait in our socket buffers: poll on for a grace period.
+
+        A process of this host must be gone before it begins: a frozen one may wake up and go on
+        writing. Of a process elsewhere nothing is known, and the grace period is all there is.
+        """
+        known = self._peers.get(peer)
+        if known is None:
+            return True
+        alive = known.process.gone() is False
+        if alive or known.down_at is None:
+            known.down_at = time.monotonic()
+        return not alive and time.monotonic() - known.down_at > GRACE_S
 
     def close(self) -> None:
-        for peer in list(self._remote):
-            self._remote.pop(peer)
+        for peer in list(self._peers):
             try:
-                self._agent.remove_remote_agent(peer)
+                self.remove_peer(peer)
             except Exception:
                 logging.getLogger(__name__).debug("peer %s was gone already", peer)
-        self._agent.deregister_memory(self._region)
+        self._agent.deregister_memory(self._registered)
         self._writes.clear()
-        del self._local, self._agent  # the agent lives, and peers see it, until no handle is left
+        del self._mine, self._agent  # the agent lives, and peers see it, until no handle is left

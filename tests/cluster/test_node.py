@@ -130,7 +130,7 @@ def computed(bench: Bench, name: str) -> int:
     return bench.nodes[name].engine.prefill_tokens
 
 
-@pytest.mark.parametrize("transport", ["tcp", "nixl"])
+@pytest.mark.parametrize("transport", ["tcp", "nixl", "shm"])
 def test_only_blocks_that_decode_does_not_hold_travel(folder: Path, transport: str) -> None:
     async def run() -> None:
         async with opened(folder, kv_transfer={"transport": transport}) as bench:

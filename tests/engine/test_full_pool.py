@@ -61,7 +61,7 @@ def test_it_is_the_same_with_an_itl_budget(folder, expected) -> None:
     tokens, _ = drain(owner)
     for index in range(6):
         assert tokens[str(index)] == expected(index, GREEDY)
-    assert owner.scheduler.cost.token_s is not None
+    assert owner.scheduler.cost.knows_prefill
 
 
 def test_a_resumed_sequence_reads_the_blocks_that_it_decoded(folder, expected) -> None:

@@ -6,124 +6,192 @@ import math
 import random
 
 import pytest
-from diptych.engine.pacing import OUTLIER, StepCost
-from diptych.engine.scheduler import Scheduler
+from diptych.engine.pacing import OUTLIER, StepCost, Work, pairs
+from diptych.engine.scheduler import Plan, Scheduler
 from hypothesis import given
 from hypothesis import strategies as st
 
 from .pure import carry_out, scheduler, seq, transferred
 
-BASE, ROW, TOKEN = 4e-3, 2e-4, 1e-4
+BASE, ROW, KEY = 4e-3, 2e-4, 2e-7
+TOKEN, PAIR = 1e-4, 1e-8
 
 
-def truth(tokens: int, rows: int, slower: float = 1.0) -> float:
-    return slower * (BASE + TOKEN * tokens + ROW * rows)
+def truth(work: Work, slower: float = 1.0) -> float:
+    decode = BASE + ROW * work.rows + KEY * work.keys if work.rows else 0.0
+    return slower * (decode + TOKEN * work.tokens + PAIR * work.pairs)
+
+
+def step(rows: int = 0, context: int = 0, tokens: int = 0, start: int = 0) -> Work:
+    """`rows` sequences of `context` tokens decode, `tokens` are prefilled from `start` on."""
+    return Work(rows, rows * context, tokens, pairs(tokens, start))
+
+
+def some_step(dice: random.Random) -> Work:
+    tokens = dice.choice([0, 0, 64, 192, 512])
+    return step(
+        dice.randrange(1, 65), dice.randrange(16, 4096), tokens, dice.randrange(0, 8192, 64)
+    )
+
+
+def predicted(cost: StepCost, work: Work) -> float:
+    start = (work.pairs - pairs(work.tokens, 0)) // max(work.tokens, 1)
+    return cost.decode_s(work.rows, work.keys) + cost.prefill_s(work.tokens, start)
 
 
 def learned(steps: int = 400, noise: float = 0.0, slower: float = 1.0) -> StepCost:
     cost, dice = StepCost(), random.Random(1)
     for _ in range(steps):
-        rows, tokens = dice.randrange(1, 65), dice.choice([0, 0, 64, 192, 512])
-        cost.observe(truth(tokens, rows, slower) * dice.uniform(1 - noise, 1 + noise), tokens, rows)
+        work = some_step(dice)
+        cost.observe(truth(work, slower) * dice.uniform(1 - noise, 1 + noise), work)
     return cost
 
 
+ASKED = [step(1, 16), step(64, 16), step(64, 4000), step(10, 500, 64), step(64, 1000, 512, 8000)]
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.3])
-def test_it_finds_the_cost_of_rows_and_tokens(noise: float) -> None:
+def test_it_finds_the_cost_of_rows_and_tokens_and_of_what_they_see(noise: float) -> None:
     cost = learned(noise=noise)
-    for tokens, rows in ((0, 1), (0, 64), (64, 10), (512, 64)):
-        assert cost.predict(tokens, rows) == pytest.approx(
-            truth(tokens, rows), rel=0.05 + noise / 2
-        )
+    for work in ASKED:
+        assert predicted(cost, work) == pytest.approx(truth(work), rel=0.05 + noise / 2), work
 
 
-def test_one_number_of_rows_gives_their_mean() -> None:
+def test_long_contexts_cost_more_even_if_the_rows_are_always_as_many() -> None:
+    cost, dice = StepCost(), random.Random(2)
+    for _ in range(200):
+        work = step(8, dice.choice([128, 4096]))
+        cost.observe(truth(work), work)
+    for context in (128, 4096):
+        assert cost.decode_s(8, 8 * context) == pytest.approx(truth(step(8, context)), rel=0.01)
+
+
+def test_a_late_chunk_of_a_prompt_costs_more_than_an_early_one() -> None:
+    cost = StepCost()
+    for start in range(0, 8192, 512):
+        cost.observe(truth(step(tokens=512, start=start)), step(tokens=512, start=start))
+    for start in (0, 4096, 16384):
+        real = truth(step(tokens=512, start=start))
+        assert cost.prefill_s(512, start) == pytest.approx(real, rel=0.03)
+    assert cost.room(0.05, 16384, 512) < cost.room(0.05, 0, 512)
+
+
+def test_one_kind_of_step_gives_their_mean() -> None:
     cost = StepCost()
     for _ in range(50):
-        cost.observe(0.010, 0, 8)
-    assert cost.predict(0, 8) == pytest.approx(0.010)
-    assert 0.010 <= cost.predict(0, 64) <= 0.080
+        cost.observe(0.010, step(8, 100))
+    assert cost.decode_s(8, 800) == pytest.approx(0.010, rel=1e-4)
+    assert 0.010 <= cost.decode_s(64, 800) <= 0.080
+    assert 0.010 <= cost.decode_s(64, 6400) <= 0.080
 
 
-def test_prefill_alone_tells_what_a_token_costs() -> None:
+def test_prefill_alone_tells_what_prefill_costs() -> None:
     cost = StepCost()
-    cost.observe(0.05, 500, 0)
-    assert cost.token_s == pytest.approx(1e-4)
+    for _ in range(5):
+        cost.observe(0.05, step(tokens=500))
+    assert cost.prefill_s(500, 0) == pytest.approx(0.05, rel=1e-2)
+    assert cost.decode_s(0, 0) == 0
 
 
 def test_a_pause_moves_it_little_and_a_real_change_gets_through() -> None:
     cost = learned()
-    before = cost.predict(64, 32)
-    for tokens in (0, 64):
-        cost.observe(30.0, tokens, 32)
-    assert cost.predict(64, 32) < 1.5 * before
+    work = step(32, 1000, 64)
+    before = predicted(cost, work)
+    for one in (step(32, 1000), work):
+        cost.observe(30.0, one)
+    assert predicted(cost, work) < 1.5 * before
     for _ in range(150):
-        for tokens in (0, 64):
-            cost.observe(truth(tokens, 32, slower=10), tokens, 32)
-    assert cost.predict(64, 32) == pytest.approx(10 * before, rel=0.2)
+        for one in (step(32, 1000), work):
+            cost.observe(truth(one, slower=10), one)
+    assert predicted(cost, work) == pytest.approx(10 * before, rel=0.2)
 
 
 def test_an_outlier_counts_at_most_its_bound() -> None:
     cost = StepCost()
     for _ in range(200):
-        cost.observe(0.01, 0, 4)
-    cost.observe(1e9, 0, 4)
+        cost.observe(0.01, step(4, 10))
+    cost.observe(1e9, step(4, 10))
     weight = 1 / sum(0.97**n for n in range(201))
-    assert cost.predict(0, 4) == pytest.approx(0.01 * (1 + weight * (OUTLIER - 1)), rel=1e-6)
+    assert cost.decode_s(4, 40) == pytest.approx(0.01 * (1 + weight * (OUTLIER - 1)), rel=1e-3)
 
 
 def test_more_rows_never_cost_less_and_no_rows_never_less_than_nothing() -> None:
     falling, steep = StepCost(), StepCost()
     for seconds, rows in ((0.02, 1), (0.01, 10)):
-        falling.observe(seconds, 0, rows)
-    assert falling.predict(0, 64) >= falling.predict(0, 1) > 0
+        falling.observe(seconds, step(rows, 10))
+    assert falling.decode_s(64, 640) >= falling.decode_s(1, 10) > 0
     for seconds, rows in ((0.001, 4), (0.1, 8)):
-        steep.observe(seconds, 0, rows)
-    assert steep.predict(0, 1) > 0
+        steep.observe(seconds, step(rows, 10))
+    assert steep.decode_s(1, 10) > 0
 
 
 def test_prefill_that_seems_to_take_no_time_is_free_and_not_a_gain() -> None:
     cost = StepCost()
-    cost.observe(0.1, 0, 8)
-    cost.observe(0.01, 64, 8)
-    assert cost.token_s == 0 and cost.room(0.2, 8, 512) == 512
+    cost.observe(0.1, step(8, 10))
+    cost.observe(0.01, step(8, 10, 64))
+    assert cost.prefill_s(512, 0) == 0 and cost.room(0.1, 0, 512) == 512
 
 
 @given(
-    st.lists(st.tuples(st.floats(1e-9, 1e6), st.sampled_from([0, 64, 900]), st.integers(0, 256)))
+    st.lists(
+        st.tuples(
+            st.floats(1e-9, 1e6),
+            st.builds(
+                step,
+                st.integers(0, 256),
+                st.integers(1, 1 << 17),
+                st.sampled_from([0, 64, 900]),
+                st.integers(0, 1 << 17),
+            ),
+        )
+    )
 )
 def test_whatever_it_sees_its_answers_are_finite_and_not_negative(steps) -> None:
     cost = StepCost()
-    for seconds, tokens, rows in steps:
-        cost.observe(seconds, tokens, rows)
-        for ask in (0, 1, 300):
-            assert math.isfinite(cost.predict(100, ask)) and cost.predict(100, ask) >= 0
-            assert 0 <= cost.room(0.05, ask, 512) <= 512
+    for seconds, work in steps:
+        cost.observe(seconds, work)
+        for ask in (*ASKED, Work()):
+            assert math.isfinite(predicted(cost, ask)) and predicted(cost, ask) >= 0
+            assert 0 <= cost.room(0.05, 100, 512) <= 512
 
 
 def test_room_is_what_fits_and_not_one_token_more() -> None:
     cost = learned()
-    for budget in (0.015, 0.03, 0.05):
-        room = cost.room(budget, 16, 10_000)
-        assert cost.predict(room, 16) <= budget < cost.predict(room + 1, 16)
-    assert cost.room(truth(0, 16) / 2, 16, 512) == 0
-    assert cost.room(9.0, 16, 512) == 512
+    for seconds in (0.005, 0.03, 0.5):
+        for start in (0, 1000, 30_000):
+            room = cost.room(seconds, start, 100_000)
+            assert cost.prefill_s(room, start) <= seconds * (1 + 1e-9)
+            assert seconds < cost.prefill_s(room + 1, start)
+    assert cost.room(0.0, 0, 512) == cost.room(-1.0, 0, 512) == 0
+    assert cost.room(9.0, 0, 512) == 512
 
 
-def test_there_is_no_room_as_long_as_a_token_s_cost_is_not_known() -> None:
-    assert StepCost().room(1.0, 1, 512) == 0
+def test_there_is_no_room_as_long_as_the_cost_is_not_known_unless_there_is_no_limit() -> None:
+    assert StepCost().room(1.0, 0, 512) == 0
+    assert StepCost().room(math.inf, 0, 512) == 512
 
 
 # ---- the mixed loop ------------------------------------------------------------------------------
 
 
-def mixed(budget: float | None, prompt: int = 2000, **limits: float) -> Scheduler:
+def mixed(
+    seconds: float | None, prompt: int = 2000, blocks: int = 100, **limits: float
+) -> Scheduler:
     """One sequence that decodes, one prompt that came beside it, a known cost."""
-    s = scheduler(itl_budget_s=budget, prefill_every=4, **limits)
+    s = scheduler(blocks, itl_budget_s=seconds, prefill_every=4, **limits)
     s.cost = learned()
     transferred(s, seq("a", 100, most=900))
     s.add(seq("b", prompt, seed=1))
     return s
+
+
+def work_of(plan: Plan) -> Work:
+    return Work(
+        len(plan.decode),
+        sum(one.computed + 1 for one in plan.decode),
+        sum(count for _, count in plan.prefill),
+        sum(pairs(count, one.computed) for one, count in plan.prefill),
+    )
 
 
 def prefills(s: Scheduler, steps: int) -> list[int]:
@@ -131,49 +199,79 @@ def prefills(s: Scheduler, steps: int) -> list[int]:
     made = []
     for _ in range(steps):
         plan = s.plan()
-        made.append(sum(count for _, count in plan.prefill))
+        work = work_of(plan)
+        made.append(work.tokens)
         carry_out(s, plan)
-        s.cost.observe(truth(made[-1], len(plan.decode)), made[-1], len(plan.decode))
+        s.cost.observe(truth(work), work)
     return made
 
 
+def budget(tokens: int, start: int = 0) -> float:
+    """A time in which one row of 100 tokens and so many prefill tokens fit, and hardly more."""
+    return truth(step(1, 101, tokens, start))
+
+
 def test_chunks_beside_decodes_fit_into_the_budget() -> None:
-    s = mixed(budget=truth(200, 1))
-    sizes = prefills(s, 10)
-    assert sizes == [192] * 10, "three blocks of 64, not four"
-    assert all(truth(size, 1) <= truth(200, 1) for size in sizes)
+    s = mixed(budget(200, start=640))
+    sizes = prefills(s, 5)
+    assert sizes == [192] * 5, "three blocks of 64, not four"
+
+
+def test_chunks_become_smaller_as_their_context_grows() -> None:
+    s = mixed(budget(200), prompt=64 * 256, blocks=400)
+    sizes = prefills(s, 150)
+    assert sizes[:2] == [192, 192] and sizes == sorted(sizes, reverse=True)[: len(sizes)]
+    assert 64 in sizes, "16,000 keys a token make it cost 2.6 times as much"
+
+
+def test_long_contexts_of_decodes_leave_less_for_prefill() -> None:
+    first = []
+    for length in (100, 20_000):
+        s = scheduler(600, itl_budget_s=budget(200))
+        s.cost = learned()
+        transferred(s, seq("a", length, most=900))
+        s.add(seq("b", 2000, seed=1))
+        first.append(prefills(s, 1)[0])
+    assert first == [192, 128], "20,000 keys cost 4 ms, as 40 tokens"
 
 
 def test_without_a_budget_or_without_decodes_a_step_takes_all_it_may() -> None:
-    assert prefills(mixed(budget=None), 1) == [512]
-    s = mixed(budget=1e-6)
+    assert prefills(mixed(None), 1) == [512]
+    s = mixed(1e-6)
     s.remove(("a", 0))
     assert prefills(s, 1) == [512]
 
 
 def test_the_end_of_a_prompt_need_not_be_a_whole_block() -> None:
-    assert prefills(mixed(budget=truth(40, 1), prompt=30), 1) == [30]
+    assert prefills(mixed(budget(40), prompt=30), 1) == [30]
 
 
 def test_a_budget_that_decodes_use_up_still_lets_a_block_through_now_and_then() -> None:
-    assert prefills(mixed(budget=truth(0, 1) / 2), 12) == [0, 0, 0, 64] * 3
+    assert prefills(mixed(budget(0) / 2), 12) == [0, 0, 0, 64] * 3
 
 
 def test_many_decodes_leave_less_for_prefill() -> None:
-    s = mixed(budget=truth(200, 1), growth_tokens=0)
+    s = mixed(budget(200), growth_tokens=0)
     for index in range(40):
         transferred(s, seq(f"d{index}", 10, most=900, seed=index + 2))
     assert prefills(s, 1) == [64], "41 rows cost 8 ms, as 80 tokens"
 
 
 def test_it_finds_its_budget_from_nothing() -> None:
-    s = mixed(budget=truth(200, 1), prompt=6000)
+    s = mixed(budget(200, 2000), prompt=8000, blocks=200)
     s.cost = StepCost()
-    assert prefills(s, 30)[-10:] == [192] * 10
+    early = sum(prefills(s, 15))
+    for _ in range(15):
+        start = s.filling[0].computed
+        (size,) = prefills(s, 1)
+        row = s.running[0].computed
+        fits, not_fits = (truth(Work(1, row, n, pairs(n, start))) for n in (size, size + 64))
+        assert fits <= budget(200, 2000) * 1.02 and not_fits > budget(200, 2000) * 0.98
+    assert early < s.filling[0].computed < 8000
 
 
 def test_drafted_rows_count() -> None:
-    s = mixed(budget=truth(150, 1))
+    s = mixed(budget(150))
     assert [count for _, count in s.plan().prefill] == [128]
     s.running[0].drafts = [0] * 30  # 6 ms, as 60 tokens
     assert [count for _, count in s.plan().prefill] == [64]

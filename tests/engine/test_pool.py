@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 from diptych.engine import huge, pool
@@ -28,3 +30,13 @@ def test_layers_lie_where_blocks_are_sent_from(monkeypatch: pytest.MonkeyPatch, 
     assert sent[2].eq(1).all() and sent[[0, 1, 3]].eq(0).all()
     kv.copy(2, 3)
     assert all(part[3].eq(1).all() for part in parts)
+
+
+def test_a_shared_pool_is_the_file_that_others_map() -> None:
+    kv = pool.KVPool(LAYOUT, 4, torch.bfloat16, shared=True)
+    assert kv.fd is not None and kv.size == 4 * LAYOUT.block_bytes
+    kv.layer(0)[0][1] = 1
+    with mmap.mmap(kv.fd, kv.size) as other:
+        assert other[:] == bytes(kv.view)
+        other[:] = bytes(kv.size)
+    assert kv.layer(0)[0].eq(0).all()

@@ -12,6 +12,7 @@ from collections import Counter
 
 import pytest
 from diptych.engine.blocks import BlockPool
+from diptych.engine.pacing import Work
 from diptych.engine.scheduler import Limits, Plan, Scheduler
 from diptych.engine.sequence import Sequence
 from diptych.kv_transfer.identity import block_hashes
@@ -60,6 +61,9 @@ class Machine(RuleBasedStateMachine):
         self.most: dict[str, int] = {}
         self.reserved: dict[str, Sequence] = {}
         self.prefilled: set[str] = set()
+        self.staging: dict[tuple[str, int], list[int]] = {}  #: key -> the ids of its prefix
+        self.known: dict[tuple[str, int], int] = {}
+        self.demoting: set[int] = set()
 
     # ---- commands ----------------------------------------------------------------------------
 
@@ -120,8 +124,12 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def commit(self, data) -> None:
         one = self.reserved.pop(data.draw(st.sampled_from(sorted(self.reserved))))
-        for position in range(len(one.ids)):  # the transfer
-            self.write(one, position)
+        for position in range(len(one.ids)):  # the transfer, of what is not there
+            if position < one.sealed * SIZE:
+                slot = one.blocks[position // SIZE], position % SIZE
+                assert self.slots[slot] == digest(one.ids[: position + 1]), "not its own KV"
+            else:
+                self.write(one, position)
         one.ids.append(token_of(digest(one.ids)))
         self.due.add(one.key[0])
         self.s.commit(one)
@@ -144,6 +152,48 @@ class Machine(RuleBasedStateMachine):
         self.due.discard(name)
         self.prefilled.discard(name)
         self.reserved.pop(name, None)
+
+    @rule(length=st.integers(4, 20), family=st.integers(0, 1), more=st.integers(0, 3))
+    def stage(self, length, family, more) -> None:
+        """A prefix of which `more` blocks than are known come from elsewhere; 0: it is pinned."""
+        ids = [family] * min(length, 9) + [index % 2 for index in range(length - 9)]
+        hashes = block_hashes(ids, SALT, SIZE)
+        self.made += 1
+        key, known = (f"p{self.made}", 0), self.s.pool.known(hashes)
+        count = min(known + more, len(hashes)) if more else 0
+        assert self.s.stage(key, hashes, count) == known
+        blocks, _ = self.s.staged.get(key, ([], []))
+        assert len(blocks) in ((0, known) if count <= known else (0, count))
+        if blocks:
+            self.staging[key], self.known[key] = ids, known
+
+    @precondition(lambda self: self.staging)
+    @rule(data=st.data(), arrives=st.integers(0, 5))
+    def adopt(self, data, arrives) -> None:
+        key = data.draw(st.sampled_from(sorted(self.staging)))
+        ids, (blocks, _) = self.staging.pop(key), self.s.staged[key]
+        for position in range(min(arrives, len(blocks)) * SIZE):
+            block = blocks[position // SIZE]
+            content = digest(ids[: position + 1])
+            if block in self.s.pool._hash_of:
+                assert self.slots[block, position % SIZE] == content, "not its own KV"
+            else:
+                assert self.s.pool._refs[block] == 1, "a shared block is written"
+                self.slots[block, position % SIZE] = content
+        self.s.adopt(key, min(arrives, len(blocks)))
+
+    @rule(most=st.integers(1, 4))
+    def demote(self, most) -> None:
+        fresh = self.s.pool.demote(most)
+        assert len(self.demoting) + len(fresh) <= max(most, len(self.demoting))
+        self.demoting |= {block for block, _ in fresh}
+
+    @precondition(lambda self: self.demoting)
+    @rule(data=st.data(), kept=st.booleans())
+    def demoted(self, data, kept) -> None:
+        block = data.draw(st.sampled_from(sorted(self.demoting)))
+        self.demoting.remove(block)
+        self.s.pool.demoted(block, kept)
 
     @precondition(lambda self: self.s.running)
     @rule(data=st.data(), count=st.integers(1, 6))
@@ -177,7 +227,9 @@ class Machine(RuleBasedStateMachine):
             assert one.computed == len(one.ids) - 1
             rows = 1 + len(one.drafts)
             assert len(one.blocks) >= self.s.blocks_for(one.computed + rows)
-        reserved = {block for one in self.reserved.values() for block in self.s.held[one.key]}
+        coming = [one.blocks[one.sealed :] for one in self.reserved.values()]
+        coming += [blocks[self.known[key] :] for key, (blocks, _) in self.s.staged.items()]
+        reserved = {block for blocks in coming for block in blocks}
         used = {block for one in planned for block in one.blocks}
         assert not reserved & used, "a reserved block is in a batch"
         assert not {one.key[0] for one in planned} & set(self.reserved)
@@ -212,7 +264,8 @@ class Machine(RuleBasedStateMachine):
             content = self.slots[one.blocks[last // SIZE], last % SIZE]
             self.sampled(one, self.s.sampled(one, token_of(content)))
         prefilled = sum(count for _, count in plan.prefill)
-        self.s.cost.observe(1e-3 + 3e-4 * len(plan.decode) + 1e-4 * prefilled, prefilled, 1)
+        seconds = 1e-3 + 3e-4 * len(plan.decode) + 1e-4 * prefilled
+        self.s.cost.observe(seconds, Work(1, 1, prefilled, prefilled))
 
     def sampled(self, one: Sequence, finish: str | None) -> None:
         name = one.key[0]
@@ -236,6 +289,8 @@ class Machine(RuleBasedStateMachine):
             return
         self.s.pool.validate()
         owners = Counter(block for one in self.s.live.values() for block in one.blocks)
+        owners.update(block for blocks, _ in self.s.staged.values() for block in blocks)
+        owners.update(self.demoting)
         assert owners == Counter(self.s.pool._refs)
 
     @invariant()
@@ -268,6 +323,10 @@ class Machine(RuleBasedStateMachine):
         for name in sorted(self.reserved):
             self.s.remove((name, 0))
             self.forget(name)
+        for key in sorted(self.staging):
+            self.s.remove(key)
+        for block in sorted(self.demoting):
+            self.s.pool.demoted(block, True)
         for _ in range(100 * self.made + 10):
             for name in sorted(self.prefilled):
                 self.s.remove((name, 0))

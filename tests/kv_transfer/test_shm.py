@@ -1,0 +1,117 @@
+"""What shared memory promises besides the conformance kit: the gate, and whom it lets in."""
+
+import fcntl
+import os
+
+import pytest
+from diptych.kv_transfer.conformance import MemoryPool, Pair, spans, write
+from diptych.kv_transfer.errors import TransportUnavailable
+from diptych.kv_transfer.transports import open_transport, shm
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory files are Linux's")
+
+
+@pytest.fixture
+def both():
+    pair = Pair(lambda agent, pool, admit: shm.ShmTransport(agent, pool))
+    yield pair.connect()
+    pair.close()
+
+
+def mapped(both):
+    """The writer's end of the gate, as it is in the middle of a copy or not."""
+    return both.left.transport._maps[both.right.agent]
+
+
+def test_a_writer_in_a_copy_is_not_fenced_until_the_copy_ends(both):
+    left, right = both.left, both.right
+    gate = mapped(both)
+    gate._pass()  # it is frozen here: it holds the gate
+    assert not right.transport.fenced(left.agent)
+    assert not right.transport.fenced(left.agent)
+    fcntl.flock(gate._gate, fcntl.LOCK_UN)
+    assert right.transport.fenced(left.agent)
+
+
+def test_a_fenced_writer_that_wakes_up_writes_nothing(both):
+    left, right = both.left, both.right
+    assert right.transport.fenced(left.agent)
+    before = bytes(right.pool.view)
+    handle = write(left, right, [1, 2], [3, 4], b"late")  # it has not heard of anything yet
+    both.until(lambda: left.wrote() == {handle: [False]}, "the end of the late write")
+    assert left.downs() == 1
+    assert bytes(right.pool.view) == before
+    assert right.notes() == []
+
+
+def test_a_copy_looks_at_the_gate_all_the_way(both, monkeypatch):
+    """Fenced in the middle of a long copy: it stops at the next look, with the rest unwritten."""
+    monkeypatch.setattr(shm, "GATE_BYTES", 4096)
+    left, right = both.left, both.right
+    gate, looks = mapped(both), []
+    real = gate._pass
+
+    def look():
+        looks.append(1)
+        if len(looks) == 3:
+            fcntl.flock(gate._gate, fcntl.LOCK_UN)
+            assert right.transport.fenced(left.agent)
+        real()
+
+    monkeypatch.setattr(gate, "_pass", look)
+    write(left, right, [0, 1, 2, 3], [8, 9, 10, 11], b"long")
+    parts = range(0, 4 * 16384, 4096)
+    mine, there = bytes(left.pool.view), bytes(right.pool.view)[8 * 16384 :]
+    landed = [at for at in parts if mine[at : at + 4096] == there[at : at + 4096]]
+    assert landed == [0, 4096]
+    both.until(lambda: left.downs() == 1, "the writer hears of it")
+
+
+@pytest.mark.parametrize(("source", "target"), [(0, 32), (32, 0), (0, -1), (-1, 0)])
+def test_units_outside_of_a_pool_are_not_touched(both, source, target):
+    left, right = both.left, both.right
+    before = bytes(right.pool.view)
+    outside = spans(left.pool.block_bytes, [source], [target])
+    handle = left.transport.write(right.agent, outside, b"outside")
+    both.until(lambda: left.wrote() == {handle: [False]}, "the end of the write")
+    assert bytes(right.pool.view) == before
+
+
+def test_a_pool_without_a_file_is_refused():
+    pool = MemoryPool()
+    kept, pool.fd = pool.fd, None
+    with pytest.raises(TransportUnavailable):
+        open_transport("shm", "near#0", pool, lambda *_: True, "127.0.0.1")
+    pool.fd = kept
+
+
+def test_nothing_is_left_open(both):
+    """A hundred times away and back: as many files are open as before."""
+    left, right = both.left, both.right
+    cards = left.card(), right.card()
+
+    def around():
+        left.transport.remove_peer(right.agent)
+        right.transport.remove_peer(left.agent)
+        left.transport.add_peer(cards[1])
+        right.transport.add_peer(cards[0])
+        both.connect()
+
+    around()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(100):
+        around()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_an_owner_that_leaves_with_unread_notes_is_a_lost_peer():
+    """It never dialled back: the news comes by the one connection that there is."""
+    pair = Pair(lambda agent, pool, admit: shm.ShmTransport(agent, pool))
+    left, right = pair.left, pair.right
+    left.transport.add_peer(right.card())
+    left.transport.notify(right.agent, b"read")
+    pair.until(lambda: bool(right.notes()), "the first note")
+    left.transport.notify(right.agent, b"unread")
+    right.close()
+    pair.until(lambda: left.downs() == 1, "the peer's end")
+    pair.close()

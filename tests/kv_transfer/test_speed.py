@@ -1,0 +1,29 @@
+"""The speed of transports: what is measured is there, and is right in kind, not in size."""
+
+import os
+
+import pytest
+from diptych.kv_transfer import speed
+
+from .support import needs_nixl
+
+LINUX = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory files are Linux's")
+
+
+@pytest.mark.parametrize(
+    "name", ["tcp", pytest.param("shm", marks=LINUX), pytest.param("nixl", marks=needs_nixl)]
+)
+def test_every_size_of_run_gets_a_row(name):
+    rows = speed.measure(name, 1 << 20, (4096, 65536))
+    ops = ("write", "read") if name == "nixl" else ("write",)
+    assert [(row.transport, row.op, row.run_bytes) for row in rows] == [
+        (name, op, run) for op in ops for run in (4096, 65536)
+    ]
+    assert all(row.gib_s > 0 and row.of_memcpy > 0 for row in rows)
+
+
+def test_memcpy_and_checksum_are_measured():
+    assert speed.memcpy(1 << 20) > 0
+    if hasattr(os, "memfd_create"):
+        assert speed.memcpy(1 << 20, shared=True) > speed.first_copy(1 << 20) > 0
+    assert speed.checksum(1 << 20) > 0

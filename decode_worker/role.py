@@ -21,7 +21,7 @@ from ..kv_transfer import commands as transfer
 from ..kv_transfer import tickets
 from ..kv_transfer.identity import ticket_id
 from ..kv_transfer.messages import Handover
-from ..protos.frames import Abort, Decode, Deliver, Failed, Key
+from ..protos.frames import Abort, Decode, Deliver, Failed, Key, Moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class DecodeRole:
                 return self._output(event)
             case commands.Reserved(key, blocks, held):
                 return self._reserved(ticket_id(key), blocks, held)
-            case transfer.Arrived(ticket, meta):
-                return self._arrived(ticket, meta)
+            case transfer.Arrived():
+                return self._arrived(event)
             case tickets.Broken(ticket, reason):
                 return self._broken(ticket, reason)
             case tickets.Freed(ticket):
@@ -99,16 +99,19 @@ class DecodeRole:
         known = held * self.block_tokens
         return [transfer.Receive(ticket, job.prefill, blocks, job.seq.prompt, known)]
 
-    def _arrived(self, ticket: str, meta: bytes) -> list:
-        job = self.jobs[ticket]
+    def _arrived(self, arrived: transfer.Arrived) -> list:
+        job = self.jobs[arrived.xid]
         if job.aborted:
-            return self._end(ticket)
+            return self._end(arrived.xid)
         job.state = "RUNNING"
-        given = msgspec.msgpack.decode(meta, type=Handover)
+        given = msgspec.msgpack.decode(arrived.meta, type=Handover)
         job.seq.ids.append(given.firsts[0].id)
         job.open.difference_update(given.ended)
         others = [(index, given.firsts[index].id) for index in sorted(job.open - {0})]
-        return [commands.Commit(job.seq, tuple(others), ended=0 in given.ended)]
+        times = arrived.busy_s * 1e3, arrived.exposed_s * 1e3
+        moved = Moved(job.seq.key, arrived.tokens, *times)
+        commit = commands.Commit(job.seq, tuple(others), ended=0 in given.ended)
+        return [commit, Deliver(job.gateway, moved)]
 
     def _broken(self, ticket: str, reason: str) -> list:
         job = self.jobs[ticket]

@@ -41,12 +41,17 @@ def ticket_seed(compatibility: bytes, xid: str, generation: int) -> int:
     return xxhash.xxh3_64_intdigest(compatibility + generation.to_bytes(8, "little") + xid.encode())
 
 
-def tile_checksum(runs: Sequence[memoryview], seed: int, index: int, piece: int) -> int:
-    """64-bit xxh3 of the bytes of `runs` as piece `piece` of tile `index` of a ticket."""
-    seed = (seed + index * 256 + piece) & 0xFFFFFFFFFFFFFFFF
-    if len(runs) == 1:
-        return xxhash.xxh3_64_intdigest(runs[0], seed=seed)
+def tile_seed(seed: int, index: int, piece: int) -> int:
+    """The checksum seed of piece `piece` of tile `index` of a ticket."""
+    return (seed + index * 256 + piece) & 0xFFFFFFFFFFFFFFFF
+
+
+def digest(view: memoryview, unit: int, runs: Sequence[tuple[int, int]], seed: int) -> int:
+    """64-bit xxh3 of the bytes of `runs`, (first unit, units) of `unit` bytes, in this order."""
+    parts = [view[first * unit : (first + count) * unit] for first, count in runs]
+    if len(parts) == 1:
+        return xxhash.xxh3_64_intdigest(parts[0], seed=seed)
     state = xxhash.xxh3_64(seed=seed)
-    for run in runs:
-        state.update(run)
+    for part in parts:
+        state.update(part)
     return state.intdigest()

@@ -13,8 +13,8 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 
 from . import commands as c
 from . import identity, messages
@@ -30,12 +30,14 @@ ACTIVE_S, IDLE_S, SPIN = 0.0003, 0.1, 30
 TICK_S = 0.05
 
 Opener = Callable[[Admit], Transport]
+Digest = Callable[[int, Sequence[tuple[int, int]], int], int]  #: `identity.digest` without view
 
 
 class TransferService:
     """Ships KV blocks for one rank of a worker. `start`, then `submit` lane commands (`fan`).
 
     `reached` tells whether an event of the pool (`commands.Push.event`) has come; None: always.
+    `digest` computes checksums where the CPU cannot read the pool (`vram`).
     """
 
     def __init__(
@@ -48,9 +50,11 @@ class TransferService:
         deliver: Callable[[object], None],
         limits: t.Limits | None = None,
         reached: Callable[[int], bool] | None = None,
+        digest: Digest | None = None,
     ) -> None:
         self.agent, self.pool, self.end, self.compatibility = agent, pool, end, compatibility
         self._opener, self._deliver, self._reached = open_transport, deliver, reached
+        self._digest = digest or partial(identity.digest, pool.view)
         self._sink, self._source = t.Sink(limits), t.Source(limits)
         self._commands: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._gated: deque[c.Push | c.Finish] = deque()  #: pushes whose event is still to come
@@ -365,19 +369,11 @@ class TransferService:
     ) -> list[int]:
         """Of a piece of the ticket's tiles `first`.., which are `tiles` of this pool."""
         began = time.perf_counter()
-        lane, view = self._lanes[xid], self.pool.view
+        unit = self._lanes[xid].unit
         seed = identity.ticket_seed(self.compatibility, xid, generation)
         sums = [
-            identity.tile_checksum(
-                [
-                    view[unit * lane.unit : (unit + count) * lane.unit]
-                    for unit, count in side.runs(tile, piece)
-                ],
-                seed,
-                first + index,
-                piece,
-            )
-            for index, tile in enumerate(tiles)
+            self._digest(unit, side.runs(tile, piece), identity.tile_seed(seed, index, piece))
+            for index, tile in enumerate(tiles, first)
         ]
         self.gauges.checksum_s += time.perf_counter() - began
         return sums

@@ -111,7 +111,7 @@ class WorkerCard(msgspec.Struct, frozen=True):
     address: str  #: host:port of its frame listener
     replica: str  #: Serve's replica id, for calls to exactly this replica
     pid: int
-    kv_card: bytes = b""  #: what a KV peer needs to reach it (msgpack of its ranks' kv_transfer.PeerCard)
+    kv_card: bytes = b""  #: how KV peers reach it (msgpack of its ranks' kv_transfer.PeerCard)
     blocks: int = 0  #: size of its KV pool
     block_tokens: int = 64
     kept: int = 0  #: of those, what a reservation beside others leaves for their growth, at most
@@ -235,6 +235,8 @@ class Over(msgspec.Struct, tag="over", frozen=True):
     ttft_ms: float | None = None
     itl_p99_ms: float | None = None
     reason: str = ""
+    transfer_ms: float | None = None  #: of `Moved`
+    exposed_ms: float | None = None
 
 
 class Prefilled(msgspec.Struct, tag="prefilled", frozen=True):
@@ -304,6 +306,18 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
     final: bool = False  #: the request is at fault: no worker can serve it
 
 
+class Moved(msgspec.Struct, tag="moved", frozen=True):
+    """The attempt's KV is on the decode worker: `tokens` of its prompt are there.
+
+    `busy_ms`: with a write under way; `exposed_ms`: of the transfer, after the prefill's end.
+    """
+
+    key: Key
+    tokens: int
+    busy_ms: float
+    exposed_ms: float
+
+
 class Inspect(msgspec.Struct, tag="inspect", frozen=True):
     """Asks for statistics."""
 
@@ -338,4 +352,4 @@ class Deliver(NamedTuple):
 ToRouter = Hello | Beat | Loading | Join | Report | Obsolete | Place | Over | Prefilled | Inspect
 FromRouter = Beat | Directory | Placed | Refused | Statistics
 ToWorker = Hello | Beat | Prefill | Decode | Abort | Inspect | Probe
-FromWorker = Beat | Step | Failed | Statistics
+FromWorker = Beat | Step | Failed | Moved | Statistics

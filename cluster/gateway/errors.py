@@ -21,6 +21,7 @@ KINDS = {
     ),
     "model_not_found": Kind(404, grpc.StatusCode.NOT_FOUND, "invalid_request_error", False),
     "not_found": Kind(404, grpc.StatusCode.NOT_FOUND, "invalid_request_error", False),
+    "busy": Kind(409, grpc.StatusCode.ABORTED, "conflict_error", True),
     "too_large": Kind(413, grpc.StatusCode.INVALID_ARGUMENT, "invalid_request_error", False),
     "queue_full": Kind(429, grpc.StatusCode.RESOURCE_EXHAUSTED, "rate_limit_error", True),
     "deadline_exceeded": Kind(504, grpc.StatusCode.DEADLINE_EXCEEDED, "timeout_error", True),

@@ -30,6 +30,7 @@ from ...protos import frames as f
 from ...protos import inference_pb2 as pb
 from ..config import ClusterConfig
 from . import http, openai
+from .doctor import Doctor
 from .errors import ApiError
 from .plane import Plane
 from .stream import Generator, Request
@@ -58,6 +59,7 @@ class Gateway:
         replica = serve.get_replica_context().replica_id.unique_id
         secret, silence = self.config.secret, self.config.silence_s
         self.plane = Plane(f"gateway/{replica}", secret, silence, _find_router)
+        self.doctor = Doctor(self.plane, self.config.kv_transfer.transport)
         place_s = self.config.router.queue_ttl_s + PLACE_MARGIN_S
         attempts = self.config.gateway.max_attempts
         self._generator = Generator(self.plane, attempts, place_s, self._follow)

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from . import openai
+from .doctor import parse_size
 from .errors import ApiError
 from .stream import Request
 
@@ -41,6 +42,7 @@ def build(gateway: Gateway) -> Starlette:
         Route("/health", face.health),
         Route("/ready", face.ready),
         Route("/admin/v1/cluster", face.cluster),
+        Route("/admin/v1/doctor", face.doctor, methods=["POST"]),
     ]
     handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _internal}
     return Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
@@ -67,6 +69,12 @@ class _Face:
 
     async def cluster(self, _: HttpRequest) -> Response:
         return JSONResponse(await self.gateway.status())
+
+    async def doctor(self, http: HttpRequest) -> Response:
+        """Server-sent events: `{"progress": ..}` while it measures, at last `{"report": ..}`."""
+        events = self.gateway.doctor.run(parse_size(await _body(http)))
+        first = await anext(events)  # refusals get their own status
+        return _EventStream(_told(first, events), {})
 
     async def chat(self, http: HttpRequest) -> Response:
         request_id = http.headers.get("x-request-id") or f"chatcmpl-{uuid.uuid4().hex}"
@@ -126,6 +134,15 @@ class _Face:
             await tokens.aclose()
 
 
+async def _told(first: dict, events: AsyncGenerator[dict, None]) -> AsyncGenerator[bytes, None]:
+    try:
+        yield _event(first)
+        async for event in events:
+            yield _event(event)
+    finally:
+        await events.aclose()
+
+
 def _event(data: dict) -> bytes:
     return b"data: " + _json(data) + b"\n\n"
 
@@ -134,10 +151,16 @@ def _headers(request: Request) -> dict[str, str]:
     """Serve adds `x-request-id` itself."""
     queue = (request.placed - request.arrived) * 1e3
     prefill = (request.ttft_s or 0.0) * 1e3 - queue
+    timing = {"queue": queue, "prefill": prefill}
+    gaps = request.gaps_s()
+    if gaps:
+        timing["second-token"] = gaps[0] * 1e3
+    if request.moved:
+        timing |= {"kv": request.moved.busy_ms, "kv-exposed": request.moved.exposed_ms}
     return {
         "x-route": request.route,
         "x-prefix-hit-tokens": str(request.hit_tokens),
-        "server-timing": f"queue;dur={queue:.1f}, prefill;dur={prefill:.1f}",
+        "server-timing": ", ".join(f"{name};dur={ms:.1f}" for name, ms in timing.items()),
     }
 
 

@@ -149,7 +149,7 @@ class Plane:
             case f.Step(streams):
                 for tokens in streams:
                     self._deliver(tokens.key, tokens)
-            case f.Failed(key):
+            case f.Failed(key) | f.Moved(key):
                 self._deliver(key, frame)
             case f.Statistics(call, values):
                 self._answer(call, values)
@@ -176,13 +176,30 @@ class Plane:
         except TimeoutError:
             return None, values
 
-    async def _ask(self, peer: Connection | RouterLink) -> dict:
+    async def probe(
+        self, worker: str, limit_s: float, peer: str | None = None, **fields: Any
+    ) -> dict | None:
+        """A worker's answer to `Probe` with these fields; None: it is gone, or too slow."""
+        if not self.connected(worker):
+            return None
+        try:
+            asked = lambda call: f.Probe(call, peer, **fields)  # noqa: E731
+            return await self._ask(self._workers[worker], asked, limit_s)
+        except TimeoutError:
+            return None
+
+    async def _ask(
+        self,
+        peer: Connection | RouterLink,
+        frame: Callable[[int], Any] = f.Inspect,
+        limit_s: float = INSPECT_S,
+    ) -> dict:
         self._next_call += 1
         call = self._next_call
         future = self._calls[call] = asyncio.get_running_loop().create_future()
-        peer.send(f.Inspect(call))
+        peer.send(frame(call))
         try:
-            async with asyncio.timeout(INSPECT_S):
+            async with asyncio.timeout(limit_s):
                 return await future
         finally:
             del self._calls[call]

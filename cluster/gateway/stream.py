@@ -42,6 +42,7 @@ class Request:
     route: str = ""
     hit_tokens: int = 0
     attempts: int = 0
+    moved: f.Moved | None = None  #: of the last attempt that had a transfer
     failures: list[f.Failed] = field(default_factory=list)
     arrived: float = field(default_factory=time.monotonic)
     placed: float = 0.0
@@ -182,6 +183,8 @@ class Generator:
             if isinstance(frame, f.Tokens):
                 request.early.append(frame)
                 request.first_is_out |= frame.offset == 0
+            elif isinstance(frame, f.Moved):
+                request.moved = frame
             elif isinstance(frame, f.Failed):
                 done = request.first_is_out and frame.worker == placed.prefill
                 if not (done and frame.reason == "worker_lost"):

@@ -97,7 +97,7 @@ class Bench:
 
 def settings(**more: dict) -> dict:
     pool = {"engine": {"kv_mib": 8, "max_step_tokens": 128}}
-    return {"pools": {"prefill": pool, "decode": pool}, **more}
+    return {"pools": {"prefill": pool, "decode": pool}} | more
 
 
 @contextlib.asynccontextmanager
@@ -291,5 +291,28 @@ def test_a_damaged_disk_tier_costs_a_recompute_and_nothing_else(
         async with opened(folder, kv_transfer={"transport": "tcp"}, kv_tiers=tiers) as bench:
             assert await bench.ask(ids, "b") == expected
             assert not bench.failed
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=str)
+def test_ranks_of_both_ends_may_differ(folder: Path, ranks: tuple[int, int]) -> None:
+    """In float32, where sums over ranks differ from one rank's by their last bits only."""
+
+    async def run() -> None:
+        ids, model = prompt(8, 300), {"dtype": "float32"}
+        async with opened(folder, kv_transfer={"transport": "tcp"}, model=model) as bench:
+            expected = await bench.ask(ids, "a")
+        pools = {
+            role: {"engine": {"kv_mib": 8, "max_step_tokens": 128}, "tensor_parallel": count}
+            for role, count in zip(("prefill", "decode"), ranks, strict=True)
+        }
+        more = {"kv_transfer": {"transport": "tcp"}, "model": model, "pools": pools}
+        async with opened(folder, **more) as bench:
+            answers = await bench.ask(ids, "a")
+            again = await bench.ask(ids, "b")
+        assert answers == again
+        for one, other in zip(answers[0], expected[0], strict=True):
+            assert one.id == other.id and one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
     asyncio.run(run())

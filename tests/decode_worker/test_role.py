@@ -8,16 +8,17 @@ from diptych.decode_worker import DecodeRole
 from diptych.decode_worker.role import Over
 from diptych.engine import commands
 from diptych.engine.sequence import Output
+from diptych.kv_transfer import commands as transfer
 from diptych.kv_transfer import messages as m
 from diptych.kv_transfer import tickets
-from diptych.protos.frames import Abort, Decode, Deliver, Failed, Sampling, Token, Tokens
+from diptych.protos.frames import Abort, Decode, Deliver, Failed, Moved, Sampling, Token, Tokens
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 KEY = ("r", 0)
 XID = "r#0"
-META = msgspec.msgpack.encode(m.Handover(Token(42)))
+META = msgspec.msgpack.encode(m.Handover([Token(42)]))
 GONE = [commands.Drop(KEY), Over(KEY)]
 BLOCKS = [3, 4, 5, 6, 7]
 
@@ -49,7 +50,7 @@ def receiving(reserving: DecodeRole) -> DecodeRole:
 
 @pytest.fixture
 def running(receiving: DecodeRole) -> DecodeRole:
-    receiving.handle(tickets.Landed(XID, META))
+    receiving.handle(transfer.Arrived(XID, META, 200))
     return receiving
 
 
@@ -64,15 +65,55 @@ def test_blocks_are_reserved_first() -> None:
     assert (seq.key, seq.prompt, seq.hashes, seq.stop_after_first) == (KEY, 200, [b"h1"], False)
 
 
-def test_the_blocks_of_the_prompt_are_offered_not_those_for_growth(reserving: DecodeRole) -> None:
+def test_the_blocks_are_offered_for_the_tokens_of_the_prompt(reserving: DecodeRole) -> None:
     opened = reserving.handle(commands.Reserved(KEY, BLOCKS))
-    assert opened == [tickets.Open(XID, "prefill/a", [3, 4, 5, 6])]  # ceil(200 / 64)
+    assert opened == [transfer.Receive(XID, "prefill/a", BLOCKS, tokens=200)]
+
+
+@pytest.mark.parametrize("held", [1, 3])
+def test_blocks_that_hold_the_prompts_kv_need_not_travel(reserving: DecodeRole, held: int) -> None:
+    opened = reserving.handle(commands.Reserved(KEY, BLOCKS, held))
+    assert opened == [transfer.Receive(XID, "prefill/a", BLOCKS, 200, held * 64)]
 
 
 def test_a_landed_sequence_decodes_from_the_first_token_on(receiving: DecodeRole) -> None:
-    (commit,) = receiving.handle(tickets.Landed(XID, META))
+    commit, _ = receiving.handle(transfer.Arrived(XID, META, 200))
     assert isinstance(commit, commands.Commit)
     assert commit.seq.ids == [*range(200), 42] and commit.seq.prompt == 200
+    assert (commit.others, commit.ended) == ((), False)
+
+
+def test_the_gateway_hears_how_long_the_transfer_took(receiving: DecodeRole) -> None:
+    _, told = receiving.handle(transfer.Arrived(XID, META, 200, busy_s=0.25, exposed_s=0.125))
+    assert told == Deliver("g", Moved(KEY, 200, 250.0, 125.0))
+
+
+def several(ended: list[int]) -> tuple[DecodeRole, commands.Commit]:
+    """Three answers to one prompt, after their KV has arrived."""
+    role = DecodeRole("decode/x", 64)
+    role.submit("g", Decode(KEY, 1, list(range(200)), Sampling(10, n=3), "prefill/a"), [])
+    role.handle(commands.Reserved(KEY, BLOCKS))
+    handover = m.Handover([Token(42), Token(43), Token(44)], ended)
+    meta = msgspec.msgpack.encode(handover)
+    return role, role.handle(transfer.Arrived(XID, meta, 200))[0]
+
+
+@pytest.mark.parametrize(
+    ("ended", "others"), [([], ((1, 43), (2, 44))), ([1], ((2, 44),)), ([0, 2], ((1, 43),))]
+)
+def test_answers_that_ended_with_their_first_token_do_not_go_on(
+    ended: list[int], others: tuple
+) -> None:
+    _, commit = several(ended)
+    assert (commit.seq.ids[-1], commit.others, commit.ended) == (42, others, 0 in ended)
+
+
+def test_a_job_is_over_when_its_last_answer_is() -> None:
+    role, _ = several([1])
+    last = Output(KEY, 3, Token(9), "stop", index=2)
+    assert len(role.handle(last)) == 1 and role.jobs
+    assert role.handle(output(4, "length"))[1:] == GONE
+    assert role.jobs == {}
 
 
 def test_each_token_goes_to_its_gateway(running: DecodeRole) -> None:
@@ -165,7 +206,7 @@ def test_an_abort_while_reserving_makes_a_full_pool_no_failure(reserving: Decode
 def test_an_abort_while_receiving_cancels_the_ticket_and_waits_for_it(
     receiving: DecodeRole,
 ) -> None:
-    assert receiving.handle(Abort(KEY)) == [tickets.Cancel(XID, "aborted")]
+    assert receiving.handle(Abort(KEY)) == [transfer.Cancel(XID, "aborted")]
     assert receiving.handle(Abort(KEY)) == []
     assert receiving.handle(tickets.Broken(XID, "aborted")) == []
     assert receiving.handle(tickets.Freed(XID)) == GONE
@@ -173,7 +214,7 @@ def test_an_abort_while_receiving_cancels_the_ticket_and_waits_for_it(
 
 def test_an_abort_that_crosses_the_landing_ends_the_job(receiving: DecodeRole) -> None:
     receiving.handle(Abort(KEY))
-    assert receiving.handle(tickets.Landed(XID, META)) == GONE
+    assert receiving.handle(transfer.Arrived(XID, META, 200)) == GONE
 
 
 def test_an_abort_while_running_ends_the_job_and_silences_it(running: DecodeRole) -> None:
@@ -233,13 +274,19 @@ class Life(RuleBasedStateMachine):
                     self.failures += 1
                 case Deliver(_, Tokens()):
                     assert self.committed and not self.overs and not self.failures
-                case tickets.Open() | tickets.Cancel():
-                    self.transfer(action)
+                case transfer.Receive(xid, peer, blocks, tokens):
+                    tiles = blocks[: -(-tokens // 64)]
+                    self.transfer(tickets.Open(xid, peer, tiles))
+                case transfer.Cancel(xid, reason):
+                    self.transfer(tickets.Cancel(xid, reason))
 
     def transfer(self, event: object) -> None:
         for action in self.sink.handle(event, self.now):
             if isinstance(action, tickets.Verify):
-                self.verify.append(action.seq)
+                self.verify.append(action.chunk.seq)
+            elif isinstance(action, tickets.Landed):
+                tokens = min(action.tiles * 64, 200)
+                self.carry_out(self.role.handle(transfer.Arrived(XID, action.meta, tokens)))
             elif not isinstance(action, tickets.Send):
                 self.carry_out(self.role.handle(action))
 
@@ -256,7 +303,7 @@ class Life(RuleBasedStateMachine):
     @rule()
     def chunk_lands(self) -> None:
         if self.sink.tickets and self.chunks < 4:
-            self.note(m.Chunk(XID, self.chunks, self.chunks, [0]))
+            self.note(m.Chunk(XID, 1, self.chunks, self.chunks, 0, 1, [0]))
             self.chunks += 1
 
     @rule(ok=st.integers(0, 9))
@@ -267,7 +314,7 @@ class Life(RuleBasedStateMachine):
     @rule()
     def source_is_done(self) -> None:
         if self.chunks == 4:
-            self.note(m.Final(XID, 4, META))
+            self.note(m.Final(XID, 1, 4, 4, META))
 
     @rule(what=st.sampled_from(["finished", "aborted", "drained", "down", "fenced", "late"]))
     def source_ends(self, what: str) -> None:

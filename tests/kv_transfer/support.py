@@ -5,8 +5,10 @@ import queue
 import time
 
 import pytest
+from diptych.kv_transfer import KVLayout
 from diptych.kv_transfer.conformance import DEADLINE_S, MemoryPool
 from diptych.kv_transfer.service import TransferService
+from diptych.kv_transfer.slices import End
 from diptych.kv_transfer.transports import open_transport
 
 needs_nixl = pytest.mark.skipif(
@@ -14,23 +16,31 @@ needs_nixl = pytest.mark.skipif(
 )
 
 
-class Worker:
-    """A transfer service over a small pool, and what it delivered."""
+BLOCK = KVLayout(1, 1, 32, 64, 1, "uint8", 1)  #: 4 KiB, one piece
 
-    def __init__(self, kind, agent, seed, compatibility=b"same", corrupt=0, wrap=None):
-        self.pool = MemoryPool(blocks=16, block_bytes=4096, seed=seed)
+
+class Worker:
+    """A transfer service over a small pool, and what it delivered. Blocks have 64 tokens."""
+
+    def __init__(
+        self, kind, agent, seed, compatibility=b"same", corrupt=0, wrap=None, end=None, **more
+    ):
+        end = end or End(BLOCK)
+        self.name, self.agent = agent.partition(":")[0], agent
+        self.pool = MemoryPool(blocks=16, block_bytes=end.layout.block_bytes, seed=seed)
         self.outcomes = queue.SimpleQueue()
         self.seen = []
         self.service = TransferService(
             agent,
             self.pool,
+            end,
             compatibility,
             lambda admit: (wrap or (lambda inner: inner))(
                 open_transport(kind, agent, self.pool, admit, "127.0.0.1", corrupt)
             ),
             self.outcomes.put,
+            **more,
         )
-        self.agent = agent
         self.card = self.service.start()
 
     def submit(self, *commands):

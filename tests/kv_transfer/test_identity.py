@@ -1,14 +1,16 @@
 """What two processes must agree on without talking: block hashes, seeds, checksums."""
 
+import itertools
 import random
 
 import pytest
 from diptych.kv_transfer.identity import (
     HASH_TOKENS,
-    block_checksum,
     block_hashes,
+    digest,
     ticket_id,
     ticket_seed,
+    tile_seed,
 )
 
 IDS = random.Random(1).choices(range(50_000), k=5 * HASH_TOKENS)
@@ -65,36 +67,69 @@ def test_a_ticket_is_one_attempt_at_one_request():
     assert ticket_id(("request", 2)) == "request#2"
 
 
-def test_the_seed_depends_on_model_request_and_attempt():
+def test_the_seed_depends_on_model_request_attempt_and_reservation():
     seeds = {
-        ticket_seed(compatibility, xid)
+        ticket_seed(compatibility, xid, generation)
         for compatibility in (b"one", b"two")
         for xid in ("a#0", "a#1", "b#0")
+        for generation in (1, 2)
     }
-    assert len(seeds) == 6
+    assert len(seeds) == 12
 
 
-def test_the_checksum_depends_on_bytes_seed_and_index():
+def checksum(data, seed, index, piece):
+    """Of a tile that is one run."""
+    return digest(memoryview(data), 1, [(0, len(data))], tile_seed(seed, index, piece))
+
+
+def test_the_checksum_depends_on_bytes_seed_index_and_piece():
     data = memoryview(bytes(range(256)))
     flipped = bytearray(data)
     flipped[100] ^= 1
     sums = {
-        block_checksum(data, 7, 0),
-        block_checksum(data, 7, 1),
-        block_checksum(data, 8000, 0),
-        block_checksum(memoryview(flipped), 7, 0),
+        checksum(data, 7, 0, 0),
+        checksum(data, 7, 1, 0),
+        checksum(data, 7, 0, 1),
+        checksum(data, 7, 0, -1),
+        checksum(data, 8000, 0, 0),
+        checksum(flipped, 7, 0, 0),
     }
-    assert len(sums) == 4
+    assert len(sums) == 6
+
+
+def test_every_place_in_a_ticket_has_a_checksum_of_its_own():
+    """Right bytes in the wrong place are wrong bytes: 40 tiles of 8 pieces, and of all pieces."""
+    data = memoryview(bytes(range(256)))
+    sums = {checksum(data, 7, i, piece) for i in range(40) for piece in range(-1, 8)}
+    assert len(sums) == 40 * 9
+
+
+@pytest.mark.parametrize("unit", [1, 16])
+@pytest.mark.parametrize("borders", [[], [1], [4, 8], [3, 5, 15]])
+def test_how_the_bytes_of_a_tile_lie_in_runs_does_not_matter(unit, borders):
+    data = memoryview(random.Random(3).randbytes(16 * unit))
+    runs = [(a, b - a) for a, b in itertools.pairwise([0, *borders, 16])]
+    assert digest(data, unit, runs, 7) == digest(data, unit, [(0, 16)], 7)
+
+
+def test_runs_in_another_order_are_other_bytes():
+    data = memoryview(b"onetwo")
+    assert digest(data, 3, [(0, 1), (1, 1)], 7) != digest(data, 3, [(1, 1), (0, 1)], 7)
+
+
+def test_only_the_bytes_of_the_runs_count():
+    one, two = memoryview(b"..one.."), memoryview(b"##one##")
+    assert digest(one, 1, [(2, 3)], 7) == digest(two, 1, [(2, 3)], 7)
 
 
 def test_a_block_of_zeros_does_not_pass_for_another_one():
     """A write that never happened leaves zeros: they must not verify as block 0 of any ticket."""
     zeros = memoryview(bytes(4096))
     real = memoryview(random.Random(2).randbytes(4096))
-    assert block_checksum(zeros, 7, 0) != block_checksum(real, 7, 0)
-    assert block_checksum(zeros, 7, 0) != 0
+    assert checksum(zeros, 7, 0, 0) != checksum(real, 7, 0, 0)
+    assert checksum(zeros, 7, 0, 0) != 0
 
 
 def test_the_largest_seed_wraps_instead_of_failing():
     data = memoryview(b"data")
-    assert block_checksum(data, 2**64 - 1, 1) == block_checksum(data, 0, 0)
+    assert checksum(data, 2**64 - 1, 0, 1) == checksum(data, 0, 0, 0)

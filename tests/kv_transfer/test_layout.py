@@ -96,17 +96,43 @@ def test_equal_layouts_of_the_same_model_are_compatible():
     assert layout().compatibility(b"model") == layout().compatibility(b"model")
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(KVLayout)])
-def test_a_layout_that_differs_in_any_field_is_not_compatible(field):
+FIELDS = {field.name for field in dataclasses.fields(KVLayout)}
+TRANSLATED = {"block_tokens", "group_layers"}  #: how the same numbers lie: `slices` translates
+
+
+@pytest.mark.parametrize("field", sorted(FIELDS - TRANSLATED))
+def test_a_layout_of_other_numbers_is_not_compatible(field):
     other = dataclasses.replace(layout(), **{field: CHANGES[field]})
     assert other.compatibility(b"model") != layout().compatibility(b"model")
+
+
+@pytest.mark.parametrize("field", sorted(TRANSLATED))
+def test_the_same_numbers_that_lie_in_another_way_are_compatible(field):
+    other = dataclasses.replace(layout(), **{field: CHANGES[field]})
+    assert other.compatibility(b"model") == layout().compatibility(b"model")
+
+
+def test_ranks_that_share_the_same_heads_are_compatible_and_others_are_not():
+    whole = layout(heads=4).compatibility(b"model")
+    assert layout(heads=2).compatibility(b"model", ranks=2) == whole
+    assert layout(heads=1).compatibility(b"model", ranks=4) == whole
+    assert layout(heads=2).compatibility(b"model", ranks=4) != whole
 
 
 def test_another_model_is_not_compatible():
     assert layout().compatibility(b"model") != layout().compatibility(b"other")
 
 
-@pytest.mark.parametrize("wrong", [{"group_layers": 3}, {"block_tokens": 96}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"group_layers": 3},
+        {"group_layers": 0},
+        {"block_tokens": 96},
+        {"block_tokens": 32},
+        {"heads": 0},
+    ],
+)
 def test_a_shape_that_does_not_divide_is_refused(wrong):
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match=r"layers in groups|a block of"):
         layout(**wrong)

@@ -4,9 +4,13 @@ import itertools
 import threading
 
 import pytest
+from diptych.kv_transfer import KVLayout
+from diptych.kv_transfer import commands as c
 from diptych.kv_transfer import tickets as t
+from diptych.kv_transfer.commands import AddPeer, LosePeer
 from diptych.kv_transfer.errors import PeerLost
-from diptych.kv_transfer.service import AddPeer, LosePeer
+from diptych.kv_transfer.fan import Fan, ToRank
+from diptych.kv_transfer.slices import End
 from diptych.kv_transfer.transport import Down
 
 from .support import Worker, eventually, needs_nixl
@@ -15,15 +19,18 @@ X = "request#0"
 _names = itertools.count()
 
 
-@pytest.fixture(params=["tcp", pytest.param("nixl", marks=needs_nixl)])
+KINDS = ["tcp", "shm", pytest.param("nixl", marks=needs_nixl)]
+
+
+@pytest.fixture(params=KINDS)
 def open_pair(request):
     """Opens a prefill and a decode worker that know each other."""
     opened = []
 
-    def make(connect=True, **decode):
+    def make(connect=True, source=None, **decode):
         number = next(_names)
         faults = {name: decode.pop(name) for name in ("corrupt", "wrap") if name in decode}
-        prefill = Worker(request.param, f"prefill#{number}", 1, **faults)
+        prefill = Worker(request.param, f"prefill#{number}", 1, **faults, **(source or {}))
         opened.append(prefill)
         opened.append(Worker(request.param, f"decode#{number}", 2, **decode))
         if connect:
@@ -36,23 +43,42 @@ def open_pair(request):
 
 
 def meet(one, other):
-    one.submit(AddPeer(other.card))
-    other.submit(AddPeer(one.card))
+    one.submit(AddPeer(other.name, [other.card]))
+    other.submit(AddPeer(one.name, [one.card]))
+
+
+def receive(prefill, blocks, xid=X, **more):
+    return c.Receive(xid, prefill.agent, list(blocks), 64 * len(blocks), **more)
+
+
+def expect(decode, blocks, xid=X):
+    return c.Expect(xid, decode.agent, 64 * blocks)
+
+
+def landed(xid, tokens=192, meta=b"first token"):
+    """An `Arrived`, whatever its times."""
+    return xid, meta, tokens
+
+
+def arrived(outcome):
+    assert isinstance(outcome, c.Arrived), outcome
+    assert outcome.busy_s >= 0 and outcome.exposed_s >= 0
+    return outcome.xid, outcome.meta, outcome.tokens
 
 
 def ship(prefill, decode, xid=X, source=(1, 2, 3), target=(4, 9, 5)):
     """All commands of a ticket whose blocks are pushed in two chunks."""
     source, target = list(source), list(target)
-    decode.submit(t.Open(xid, prefill.agent, target))
-    prefill.submit(t.Expect(xid, decode.agent), t.Push(xid, 0, source[:1]))
-    prefill.submit(t.Push(xid, 1, source[1:]), t.Finish(xid, b"first token"))
+    decode.submit(receive(prefill, target, xid))
+    prefill.submit(expect(decode, len(source), xid), c.Push(xid, 0, source[:1]))
+    prefill.submit(c.Push(xid, 1, source[1:]), c.Finish(xid, b"first token"))
 
 
 def test_a_ticket_lands_with_the_bytes_of_its_source_and_is_counted(open_pair):
     prefill, decode = open_pair()
     untouched = decode.blocks([0, 1, 2, 3])
     ship(prefill, decode)
-    assert decode.next() == t.Landed(X, b"first token")
+    assert arrived(decode.next()) == landed(X)
     assert prefill.next() == t.Closed(X, True)
     assert decode.blocks([4, 9, 5]) == prefill.blocks([1, 2, 3])
     assert decode.blocks([0, 1, 2, 3]) == untouched
@@ -68,9 +94,9 @@ def test_many_tickets_at_once_all_land(open_pair):
     prefill, decode = open_pair()
     wanted = {f"r{i}#0": (i, 15 - i) for i in range(1, 15)}
     for xid, (source, target) in wanted.items():
-        decode.submit(t.Open(xid, prefill.agent, [target]))
-        prefill.submit(t.Expect(xid, decode.agent), t.Push(xid, 0, [source]), t.Finish(xid, b""))
-    assert {decode.next() for _ in wanted} == {t.Landed(xid, b"") for xid in wanted}
+        decode.submit(receive(prefill, [target], xid))
+        prefill.submit(expect(decode, 1, xid), c.Push(xid, 0, [source]), c.Finish(xid, b""))
+    assert {arrived(decode.next()) for _ in wanted} == {landed(x, 64, b"") for x in wanted}
     for source, target in wanted.values():
         assert decode.pool.block(target) == prefill.pool.block(source)
 
@@ -83,31 +109,31 @@ def test_a_spoiled_block_breaks_the_ticket_and_never_lands(open_pair):
     assert isinstance(prefill.next(), t.Closed)
     assert decode.service.statistics()["failures"] == {"checksum": 1}
     ship(prefill, decode, "request#1")
-    assert decode.next() == t.Landed("request#1", b"first token")
+    assert arrived(decode.next()) == landed("request#1")
     assert decode.blocks([4, 9, 5]) == prefill.blocks([1, 2, 3])
     assert decode.outcomes.empty()
 
 
 def test_a_cancel_at_the_sink_frees_its_blocks_and_closes_the_source(open_pair):
     prefill, decode = open_pair()
-    prefill.submit(t.Expect(X, decode.agent), t.Push(X, 0, [1]))
-    decode.submit(t.Open(X, prefill.agent, [4, 9]))
+    prefill.submit(expect(decode, 2), c.Push(X, 0, [1]))
+    decode.submit(receive(prefill, [4, 9]))
     eventually(lambda: decode.service.statistics()["bytes_received"] == 4096, "the first chunk")
-    decode.submit(t.Cancel(X, "aborted"))
+    decode.submit(c.Cancel(X, "aborted"))
     assert decode.next() == t.Broken(X, "aborted")
     assert decode.next() == t.Freed(X)
     assert prefill.next() == t.Closed(X, False, "aborted")
     before = decode.pool.block(9)
-    prefill.submit(t.Push(X, 1, [2]), t.Finish(X, b""))
+    prefill.submit(c.Push(X, 1, [2]), c.Finish(X, b""))
     ship(prefill, decode, "request#1", source=(3, 4), target=(6, 7))
-    assert decode.next() == t.Landed("request#1", b"first token")
+    assert arrived(decode.next()) == landed("request#1", 128)
     assert decode.pool.block(9) == before
 
 
 def test_a_cancel_at_the_source_breaks_and_frees_the_sink(open_pair):
     prefill, decode = open_pair()
-    decode.submit(t.Open(X, prefill.agent, [4]))
-    prefill.submit(t.Expect(X, decode.agent), t.Cancel(X, "finished"))
+    decode.submit(receive(prefill, [4]))
+    prefill.submit(expect(decode, 1), c.Cancel(X, "finished"))
     assert [decode.next(), decode.next()] == [t.Broken(X, "finished"), t.Freed(X)]
     assert prefill.next() == t.Closed(X, False, "finished")
 
@@ -128,30 +154,30 @@ def test_an_incompatible_peer_is_refused_and_counted(open_pair):
 
 def test_a_peer_that_nobody_introduced_breaks_the_ticket_at_once(open_pair):
     prefill, decode = open_pair(connect=False)
-    decode.submit(t.Open(X, prefill.agent, [4]))
+    decode.submit(receive(prefill, [4]))
     assert [decode.next(), decode.next()] == [t.Broken(X, "peer_lost"), t.Freed(X)]
 
 
 def test_a_peer_that_the_cluster_lost_breaks_its_open_tickets(open_pair):
     prefill, decode = open_pair()
-    decode.submit(t.Open(X, prefill.agent, [4, 9]))
-    prefill.submit(t.Expect(X, decode.agent), t.Push(X, 0, [1]))
+    decode.submit(receive(prefill, [4, 9]))
+    prefill.submit(expect(decode, 2), c.Push(X, 0, [1]))
     eventually(lambda: decode.service.statistics()["bytes_received"] == 4096, "the first chunk")
-    decode.submit(LosePeer(prefill.agent))
+    decode.submit(LosePeer(prefill.name))
     assert [decode.next(), decode.next()] == [t.Broken(X, "peer_lost"), t.Freed(X)]
-    prefill.submit(LosePeer(decode.agent))
+    prefill.submit(LosePeer(decode.name))
     closed = prefill.next()
     assert isinstance(closed, t.Closed) and not closed.ok
 
 
 def test_a_peer_that_stops_breaks_its_open_tickets_and_its_blocks_are_freed(open_pair):
     prefill, decode = open_pair()
-    decode.submit(t.Open(X, prefill.agent, [4, 9]))
-    prefill.submit(t.Expect(X, decode.agent), t.Push(X, 0, [1]))
+    decode.submit(receive(prefill, [4, 9]))
+    prefill.submit(expect(decode, 2), c.Push(X, 0, [1]))
     eventually(lambda: decode.service.statistics()["bytes_received"] == 4096, "the first chunk")
     prefill.service.stop()
     assert [decode.next(), decode.next()] == [t.Broken(X, "peer_lost"), t.Freed(X)]
-    decode.submit(t.Open("request#1", prefill.agent, [4]))
+    decode.submit(receive(prefill, [4], "request#1"))
     assert [decode.next(), decode.next()] == [
         t.Broken("request#1", "peer_lost"),
         t.Freed("request#1"),
@@ -163,18 +189,18 @@ def test_a_peer_that_was_lost_by_mistake_is_reached_again(open_pair, forgetful):
     """A restarted router's first directories name few workers: who is missing is lost, and back."""
     prefill, decode = open_pair()
     ship(prefill, decode)
-    assert decode.next() == t.Landed(X, b"first token")
+    assert arrived(decode.next()) == landed(X)
     if forgetful != "prefill":
-        decode.submit(LosePeer(prefill.agent), AddPeer(prefill.card))
+        decode.submit(LosePeer(prefill.name), AddPeer(prefill.name, [prefill.card]))
     if forgetful != "decode":
-        prefill.submit(LosePeer(decode.agent), AddPeer(decode.card))
+        prefill.submit(LosePeer(decode.name), AddPeer(decode.name, [decode.card]))
     attempts = (f"request#{number}" for number in itertools.count(1))
 
     def lands():
         xid = next(attempts)
         ship(prefill, decode, xid)
         outcome = decode.next()
-        if isinstance(outcome, t.Landed):
+        if isinstance(outcome, c.Arrived):
             return True
         assert isinstance(outcome, t.Broken) and decode.next() == t.Freed(xid)
         return False
@@ -224,7 +250,7 @@ def test_a_sink_that_its_source_lost_hears_so_when_it_asks(open_pair):
     outcomes = [decode.next(), decode.next()]
     assert isinstance(outcomes[0], t.Broken) and outcomes[1] == t.Freed(X)
     ship(prefill, decode, "request#1")
-    assert decode.next() == t.Landed("request#1", b"first token")
+    assert arrived(decode.next()) == landed("request#1")
 
 
 def test_a_note_that_nobody_understands_is_counted_and_ignored(open_pair):
@@ -244,3 +270,197 @@ def test_stop_ends_the_thread(open_pair):
         worker.service.stop()
         assert not worker.service.alive
     assert not any(thread.is_alive() for thread in started)
+
+
+# ---- what need not travel, and what is asked for -------------------------------------------------
+
+
+@pytest.mark.parametrize("held", [1, 2, 3])
+def test_only_blocks_that_the_sink_does_not_hold_travel(open_pair, held):
+    prefill, decode = open_pair()
+    before = decode.blocks([4, 9, 5])
+    decode.submit(receive(prefill, [4, 9, 5], held=64 * held))
+    prefill.submit(expect(decode, 3), c.Push(X, 0, [1, 2]), c.Push(X, 2, [3]), c.Finish(X, b""))
+    assert arrived(decode.next()) == landed(X, 192, b"")
+    assert decode.blocks([4, 9, 5]) == before[:held] + prefill.blocks([1, 2, 3])[held:]
+    assert prefill.next() == t.Closed(X, True)
+    assert prefill.service.statistics()["bytes_sent"] == (3 - held) * 4096
+
+
+def test_a_prompt_that_does_not_fill_its_last_block_arrives_with_its_tokens(open_pair):
+    prefill, decode = open_pair()
+    decode.submit(c.Receive(X, prefill.agent, [4, 9], 100))
+    prefill.submit(c.Expect(X, decode.agent, 100), c.Push(X, 0, [1, 2]), c.Finish(X, b""))
+    assert arrived(decode.next()) == landed(X, 100, b"")
+    assert decode.blocks([4, 9]) == prefill.blocks([1, 2])
+
+
+def test_a_prefix_is_asked_for_once_and_comes_as_far_as_the_peer_has_it(open_pair):
+    prefill, decode = open_pair()
+    before = decode.blocks([5])
+    decode.submit(receive(prefill, [4, 9, 5], hashes=(b"h0", b"h1", b"h2")))
+    assert prefill.next() == t.Wanted(X, decode.agent, (b"h0", b"h1", b"h2"))
+    prefill.submit(expect(decode, 2), c.Push(X, 0, [1, 2]), c.Finish(X, b""))
+    assert arrived(decode.next()) == landed(X, 128, b"")
+    assert decode.blocks([4, 9, 5]) == prefill.blocks([1, 2]) + before
+    assert prefill.next() == t.Closed(X, True)
+    assert prefill.outcomes.empty()
+
+
+def test_a_prefix_that_the_peer_lacks_breaks_the_request_for_it(open_pair):
+    prefill, decode = open_pair()
+    decode.submit(receive(prefill, [4], hashes=(b"h0",)))
+    assert isinstance(prefill.next(), t.Wanted)
+    prefill.submit(expect(decode, 1), c.Cancel(X, "not_held"))
+    assert [decode.next(), decode.next()] == [t.Broken(X, "not_held"), t.Freed(X)]
+    assert prefill.next() == t.Closed(X, False, "not_held")
+
+
+# ---- pieces, events, other layouts ---------------------------------------------------------------
+
+LARGE = KVLayout(4, 2, 256, 64, 2, "uint16", 1)  #: 512 KiB in two pieces of two layers
+
+
+def test_a_block_travels_in_pieces_and_lands_when_all_are_there(open_pair):
+    prefill, decode = open_pair(source={"end": End(LARGE)}, end=End(LARGE))
+    decode.submit(receive(prefill, [4, 9]))
+    prefill.submit(expect(decode, 2), c.Push(X, 0, [1, 2], 1), c.Finish(X, b""))
+    assert [type(decode.next()), decode.next()] == [t.Broken, t.Freed(X)]
+    assert decode.seen[0].reason == "incomplete"
+    decode.submit(receive(prefill, [4, 9], "request#1"))
+    prefill.submit(expect(decode, 2, "request#1"))
+    for first, piece in ((1, 0), (0, -1), (1, 1)):
+        prefill.submit(c.Push("request#1", first, [1 + first], piece))
+    prefill.submit(c.Finish("request#1", b""))
+    assert arrived(decode.next()) == landed("request#1", 128, b"")
+    assert decode.blocks([4, 9]) == prefill.blocks([1, 2])
+
+
+def test_a_push_waits_for_its_event_and_what_follows_it_waits_too(open_pair):
+    reached = {0, 2}
+    prefill, decode = open_pair(source={"reached": reached.__contains__})
+    decode.submit(receive(prefill, [4, 9]))
+    decode.submit(receive(prefill, [5], "request#1"))
+    prefill.submit(expect(decode, 2), c.Push(X, 0, [1], event=1), c.Push(X, 1, [2], event=2))
+    prefill.submit(c.Finish(X, b""))
+    prefill.submit(expect(decode, 1, "request#1"), c.Push("request#1", 0, [3], event=2))
+    prefill.submit(c.Finish("request#1", b""))
+    assert arrived(decode.next()) == landed("request#1", 64, b""), "nothing waits for others"
+    assert prefill.service.statistics()["bytes_sent"] == 4096
+    reached.add(1)
+    assert arrived(decode.next()) == landed(X, 128, b"")
+    assert decode.blocks([4, 9]) == prefill.blocks([1, 2])
+
+
+def test_pools_with_blocks_of_other_sizes_hold_the_same_afterwards(open_pair):
+    wide = KVLayout(2, 2, 8, 128, 1, "uint8", 2)
+    narrow = KVLayout(2, 2, 8, 64, 1, "uint8", 1)
+    prefill, decode = open_pair(source={"end": End(wide)}, end=End(narrow))
+    decode.submit(c.Receive(X, prefill.agent, [4, 9, 5], 150, held=64))
+    prefill.submit(c.Expect(X, decode.agent, 150), c.Push(X, 0, [3, 1]), c.Finish(X, b""))
+    before = decode.blocks([4])
+    assert arrived(decode.next()) == landed(X, 150, b"")
+    assert decode.blocks([4]) == before
+    here = [rows(prefill, wide, block, half) for block, half in ((3, 1), (1, 0))]
+    assert [rows(decode, narrow, block, 0) for block in (9, 5)] == here
+
+
+def rows(worker, layout, block, half):
+    """Every 64-token run of the `half`-th 64 tokens of a block: by layer, part and head."""
+    data, run = worker.pool.block(block), 64 * layout.head_dim
+    starts = [
+        layout.offset(layer, part) + head * layout.strides()[1] + half * run
+        for layer in range(layout.layers)
+        for part in (0, 1)
+        for head in range(layout.heads)
+    ]
+    return [data[start : start + run] for start in starts]
+
+
+def test_a_peer_whose_blocks_do_not_divide_is_told_as_lost(open_pair):
+    ends = [End(KVLayout(1, 1, 8, tokens, 1, "uint8", 1)) for tokens in (128, 192)]
+    prefill, decode = open_pair(source={"end": ends[0]}, end=ends[1])
+    decode.submit(c.Receive(X, prefill.agent, [4], 150))
+    assert [decode.next(), decode.next()] == [t.Broken(X, "peer_lost"), t.Freed(X)]
+    prefill.submit(c.Expect(X, decode.agent, 150))
+    assert prefill.next() == t.Closed(X, False, "peer_lost")
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+class Group:
+    """The ranks of one worker and their fan, driven by the test's own thread."""
+
+    def __init__(self, kind, name, ranks, heads=4):
+        layout = KVLayout(2, heads // ranks, 16, 64, 1, "uint8", 1)
+        ends = [End(layout, rank, ranks) for rank in range(ranks)]
+        self.name, self.layout = name, layout
+        self.ranks = [Worker(kind, f"{name}:{e.rank}", e.rank, end=e) for e in ends]
+        self.cards = [rank.card for rank in self.ranks]
+        self.fan, self.told = Fan(self.cards), []
+
+    def handle(self, *events):
+        for event in events:
+            for action in self.fan.handle(event):
+                if isinstance(action, ToRank):
+                    self.ranks[action.rank].submit(action.command)
+                else:
+                    self.told.append(action)
+
+    def poll(self):
+        for rank in self.ranks:
+            while not rank.outcomes.empty():
+                self.handle(rank.outcomes.get())
+
+    def heads(self, block):
+        """The runs of all heads of the model, whichever rank has them."""
+        return sorted(run for rank in self.ranks for run in rows(rank, self.layout, block, 0))
+
+
+@pytest.fixture(params=KINDS)
+def open_groups(request):
+    opened = []
+
+    def make(source, target):
+        number = next(_names)
+        for name, ranks in (("prefill", source), ("decode", target)):
+            opened.append(Group(request.param, f"{name}#{number}", ranks))
+        prefill, decode = opened
+        prefill.handle(AddPeer(decode.name, decode.cards))
+        decode.handle(AddPeer(prefill.name, prefill.cards))
+        return prefill, decode
+
+    yield make
+    for group in opened:
+        for rank in group.ranks:
+            rank.service.stop()
+
+
+def until(groups, done, what):
+    eventually(lambda: [group.poll() for group in groups] and done(), what)
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 4)], ids=str)
+def test_ranks_that_share_the_heads_otherwise_ship_one_ticket(open_groups, ranks):
+    prefill, decode = groups = open_groups(*ranks)
+    decode.handle(c.Receive(X, prefill.name, [4, 9], 128))
+    prefill.handle(c.Expect(X, decode.name, 128), c.Push(X, 0, [1]), c.Push(X, 1, [2]))
+    prefill.handle(c.Finish(X, b"first token"))
+    until(groups, lambda: decode.told and prefill.told, "both ends are told")
+    assert arrived(decode.told[0]) == landed(X, 128)
+    assert prefill.told == [t.Closed(X, True)]
+    assert [decode.heads(block) for block in (4, 9)] == [prefill.heads(block) for block in (1, 2)]
+    assert len(decode.told) == 1
+
+
+def test_a_rank_that_stops_breaks_the_ticket_and_all_blocks_are_freed(open_groups):
+    prefill, decode = groups = open_groups(2, 1)
+    decode.handle(c.Receive(X, prefill.name, [4, 9], 128))
+    prefill.handle(c.Expect(X, decode.name, 128), c.Push(X, 0, [1]))
+    received = decode.ranks[0].service.statistics
+    until(groups, lambda: received()["bytes_received"] == prefill.layout.block_bytes * 2, "a block")
+    prefill.ranks[1].service.stop()
+    until(groups, lambda: len(decode.told) == 2, "broken, then freed")
+    assert [type(outcome) for outcome in decode.told] == [t.Broken, t.Freed]
+    until(groups, lambda: not received()["tickets"], "no lane is left")

@@ -1,5 +1,7 @@
 """The sink of a ticket, event by event: what it tells, and when its blocks are free."""
 
+import itertools
+
 import pytest
 from diptych.kv_transfer import messages as m
 from diptych.kv_transfer import tickets as t
@@ -9,20 +11,34 @@ LIMITS = t.Limits(total_s=30, idle_s=1, resend_s=0.2, quarantine_s=10, offer_s=2
 STOP, DRAINED, FREED = m.Stop(X), m.Drained(X), t.Freed(X)
 
 
-def sink(blocks=(7, 8, 9)):
-    """A sink with one open ticket."""
+def sink(tiles=(7, 8, 9), held=0, hashes=()):
+    """A sink with one open ticket, of generation 1."""
     end = t.Sink(LIMITS)
-    assert end.handle(t.Open(X, P, list(blocks)), 0.0) == [t.Send(P, m.Offer(X, list(blocks)))]
+    offer = m.Offer(X, 1, held, list(tiles)[held:], list(hashes))
+    opened = t.Open(X, P, list(tiles), held, tuple(hashes))
+    assert end.handle(opened, 0.0) == [t.Send(P, offer)]
     return end
+
+
+def chunk(seq, first, count, piece=0, pieces=1, generation=1):
+    return m.Chunk(X, generation, seq, first, piece, pieces, [0] * count)
+
+
+def final(chunks, tiles=3, meta=b"", generation=1):
+    return m.Final(X, generation, chunks, tiles, meta)
+
+
+def landed(meta=b"", tiles=3):
+    return [t.Landed(X, meta, tiles)]
 
 
 def note(end, message, now=1.0, peer=P):
     return end.handle(t.Noted(peer, message), now)
 
 
-def land(end, seq, first, count, ok=True, now=1.0):
+def land(end, seq, first, count, ok=True, now=1.0, **place):
     """Chunk `seq` arrives and its checksums are computed."""
-    verify = note(end, m.Chunk(X, seq, first, [0] * count), now)
+    verify = note(end, chunk(seq, first, count, **place), now)
     assert [type(action) for action in verify] == [t.Verify]
     return end.handle(t.Verified(X, seq, ok), now)
 
@@ -33,81 +49,82 @@ def broken(end, now=1.0):
     return end
 
 
-def test_a_chunk_is_verified_on_the_blocks_that_were_offered_for_it():
+def test_a_chunk_is_verified_on_the_tiles_that_were_offered_for_it():
     end = sink()
-    assert note(end, m.Chunk(X, 0, 1, [11, 12])) == [t.Verify(X, 0, 1, [8, 9], [11, 12])]
+    came = m.Chunk(X, 1, 0, 1, 0, 1, [11, 12])
+    assert note(end, came) == [t.Verify(X, [8, 9], came)]
 
 
 def test_a_ticket_lands_when_all_chunks_are_verified_and_the_final_is_there():
     end = sink()
     assert land(end, 0, 0, 2) == []
     assert land(end, 1, 2, 1) == []
-    assert note(end, m.Final(X, 2, b"meta")) == [t.Landed(X, b"meta")]
+    assert note(end, final(2, meta=b"meta")) == landed(b"meta")
     assert end.tickets == {}
 
 
 @pytest.mark.parametrize("order", ["final first", "chunks backwards", "final between"])
 def test_the_order_of_arrival_does_not_matter(order):
     end = sink()
-    steps = {"f": lambda: note(end, m.Final(X, 2, b"")), "0": lambda: land(end, 0, 0, 2)}
+    steps = {"f": lambda: note(end, final(2)), "0": lambda: land(end, 0, 0, 2)}
     steps["1"] = lambda: land(end, 1, 2, 1)
     sequence = {"final first": "f01", "chunks backwards": "10f", "final between": "1f0"}[order]
     outcomes = [steps[step]() for step in sequence]
-    assert outcomes == [[], [], [t.Landed(X, b"")]]
+    assert outcomes == [[], [], landed()]
 
 
 def test_a_chunk_that_arrived_but_was_not_verified_does_not_count():
     end = sink()
-    note(end, m.Chunk(X, 0, 0, [0, 0, 0]))
-    assert note(end, m.Final(X, 1, b"")) == []
-    assert end.handle(t.Verified(X, 0, True), 1.0) == [t.Landed(X, b"")]
+    note(end, chunk(0, 0, 3))
+    assert note(end, final(1)) == []
+    assert end.handle(t.Verified(X, 0, True), 1.0) == landed()
 
 
 def test_a_chunk_that_comes_twice_counts_once():
     end = sink()
     land(end, 0, 0, 2)
-    assert note(end, m.Chunk(X, 0, 0, [0, 0])) == []
-    assert note(end, m.Final(X, 2, b"")) == []
-    assert land(end, 1, 2, 1) == [t.Landed(X, b"")]
+    assert note(end, chunk(0, 0, 2)) == []
+    assert note(end, final(2)) == []
+    assert land(end, 1, 2, 1) == landed()
 
 
 def test_a_second_final_changes_nothing():
     end = sink()
-    assert note(end, m.Final(X, 1, b"meta")) == []
-    assert note(end, m.Final(X, 1, b"meta")) == []
-    assert land(end, 0, 0, 3) == [t.Landed(X, b"meta")]
-    assert note(end, m.Final(X, 1, b"meta")) == []
+    assert note(end, final(1, meta=b"meta")) == []
+    assert note(end, final(1, meta=b"meta")) == []
+    assert land(end, 0, 0, 3) == landed(b"meta")
+    assert note(end, final(1, meta=b"meta")) == []
 
 
 def test_chunks_that_do_not_cover_all_blocks_never_land():
     end = sink()
     land(end, 0, 0, 2)
-    assert note(end, m.Final(X, 1, b"")) == [t.Broken(X, "incomplete"), t.Send(P, STOP)]
+    assert note(end, final(1)) == [t.Broken(X, "incomplete"), t.Send(P, STOP)]
 
 
 def test_chunks_that_overlap_do_not_make_up_for_a_missing_block():
     end = sink()
     land(end, 0, 0, 2)
     land(end, 1, 1, 1)
-    assert note(end, m.Final(X, 2, b"")) == [t.Broken(X, "incomplete"), t.Send(P, STOP)]
+    assert note(end, final(2)) == [t.Broken(X, "incomplete"), t.Send(P, STOP)]
 
 
 def test_a_final_of_no_chunks_does_not_land_reserved_blocks():
-    assert note(sink(), m.Final(X, 0, b""))[0] == t.Broken(X, "incomplete")
+    assert note(sink(), final(0))[0] == t.Broken(X, "incomplete")
 
 
 @pytest.mark.parametrize(("first", "count"), [(-1, 1), (2, 2), (3, 1), (0, 4)])
 def test_a_chunk_outside_of_the_offer_breaks_the_ticket(first, count):
-    actions = note(sink(), m.Chunk(X, 0, first, [0] * count))
+    actions = note(sink(), chunk(0, first, count))
     assert actions == [t.Broken(X, "bad_chunk"), t.Send(P, STOP)]
 
 
 def test_a_bad_checksum_breaks_once_and_frees_only_after_drained():
     end = sink()
     assert land(end, 0, 0, 1, ok=False) == [t.Broken(X, "checksum"), t.Send(P, STOP)]
-    assert note(end, m.Chunk(X, 1, 1, [0])) == []
+    assert note(end, chunk(1, 1, 1)) == []
     assert end.handle(t.Verified(X, 1, False), 1.0) == []
-    assert note(end, m.Final(X, 2, b"")) == []
+    assert note(end, final(2)) == []
     assert end.handle(t.Cancel(X, "aborted"), 1.0) == []
     assert note(end, DRAINED) == [FREED]
     assert end.tickets == {}
@@ -126,10 +143,10 @@ def test_drained_without_a_stop_changes_nothing():
     end = sink()
     assert note(end, DRAINED) == []
     assert land(end, 0, 0, 3) == []
-    assert note(end, m.Final(X, 1, b"")) == [t.Landed(X, b"")]
+    assert note(end, final(1)) == landed()
 
 
-@pytest.mark.parametrize("late", [DRAINED, m.Void(X, "x"), m.Final(X, 1, b""), m.Unknown(X)])
+@pytest.mark.parametrize("late", [DRAINED, m.Void(X, "x"), final(1), m.Unknown(X)])
 def test_nothing_frees_a_ticket_twice(late):
     end = broken(sink())
     assert note(end, DRAINED) == [FREED]
@@ -139,7 +156,7 @@ def test_nothing_frees_a_ticket_twice(late):
 
 def test_a_note_of_another_peer_changes_nothing():
     end = sink()
-    for message in (m.Void(X, "x"), m.Chunk(X, 0, 0, [0] * 3), m.Final(X, 1, b"")):
+    for message in (m.Void(X, "x"), chunk(0, 0, 3), final(1)):
         assert note(end, message, peer="prefill#2") == []
     assert note(broken(end), DRAINED, peer="prefill#2") == []
 
@@ -190,9 +207,9 @@ def test_silence_asks_and_a_lost_final_comes_again():
     end = sink()
     land(end, 0, 0, 3, now=1.0)
     assert end.handle(t.Tick(), 1.9) == []
-    assert end.handle(t.Tick(), 2.1) == [t.Send(P, m.Query(X))]  # 1.1 > idle_s
+    assert end.handle(t.Tick(), 2.1) == [t.Send(P, m.Query(X, begun=True))]  # 1.1 > idle_s
     assert end.handle(t.Tick(), 2.2) == []
-    assert note(end, m.Final(X, 1, b"meta"), 2.3) == [t.Landed(X, b"meta")]
+    assert note(end, final(1, meta=b"meta"), 2.3) == landed(b"meta")
 
 
 def test_progress_quiets_the_sink_for_another_while():
@@ -204,13 +221,23 @@ def test_progress_quiets_the_sink_for_another_while():
 
 
 def test_a_source_that_never_saw_the_offer_gets_it_again():
-    assert note(sink(), m.Unknown(X)) == [t.Send(P, m.Offer(X, [7, 8, 9]))]
+    assert note(sink(), m.Unknown(X)) == [t.Send(P, m.Offer(X, 1, 0, [7, 8, 9]))]
 
 
 def test_a_source_that_forgot_a_ticket_in_the_middle_breaks_it():
     end = sink()
     land(end, 0, 0, 1)
-    assert note(end, m.Unknown(X)) == [t.Broken(X, "source_forgot"), t.Send(P, STOP)]
+    assert end.handle(t.Tick(), 2.1) == [t.Send(P, m.Query(X, begun=True))]
+    forgot = note(end, m.Unknown(X, begun=True))
+    assert forgot == [t.Broken(X, "source_forgot"), t.Send(P, STOP)]
+
+
+def test_an_answer_that_was_overtaken_by_the_first_chunk_changes_nothing():
+    end = sink()
+    assert end.handle(t.Tick(), 1.1) == [t.Send(P, m.Query(X, begun=False))]
+    land(end, 0, 0, 3, now=1.2)
+    assert note(end, m.Unknown(X, begun=False), 1.3) == []
+    assert note(end, final(1), 1.4) == landed()
 
 
 def test_a_ticket_that_takes_too_long_is_broken_however_lively_its_source():
@@ -224,3 +251,163 @@ def test_a_ticket_that_takes_too_long_is_broken_however_lively_its_source():
 
 def test_a_cancel_of_an_unknown_ticket_changes_nothing():
     assert t.Sink().handle(t.Cancel(X, "aborted"), 0.0) == []
+
+
+# ---- generations ---------------------------------------------------------------------------------
+
+
+def test_each_reservation_has_a_generation_of_its_own():
+    end = sink()
+    note(end, m.Void(X, "x"))
+    again = end.handle(t.Open(X, P, [7, 8, 9]), 2.0)
+    assert again == [t.Send(P, m.Offer(X, 2, 0, [7, 8, 9]))]
+
+
+@pytest.mark.parametrize("other", [0, 2])
+def test_a_chunk_of_another_reservation_changes_nothing(other):
+    end = sink()
+    assert note(end, chunk(0, 0, 3, generation=other)) == []
+    assert note(end, chunk(5, 2, 9, generation=other)) == []  # not even where it makes no sense
+    assert land(end, 0, 0, 3) == []
+    assert note(end, final(1)) == landed()
+
+
+@pytest.mark.parametrize("other", [0, 2])
+def test_a_final_of_another_reservation_changes_nothing(other):
+    end = sink()
+    land(end, 0, 0, 3)
+    assert note(end, final(1, meta=b"old", generation=other)) == []
+    assert note(end, final(0, tiles=9, generation=other)) == []
+    assert note(end, final(1, meta=b"new")) == landed(b"new")
+
+
+# ---- held tiles ----------------------------------------------------------------------------------
+
+
+def test_held_tiles_are_not_offered_and_count_as_landed():
+    end = sink(held=2)
+    verify = note(end, chunk(0, 2, 1))
+    assert verify == [t.Verify(X, [9], chunk(0, 2, 1))]
+    assert end.handle(t.Verified(X, 0, True), 1.0) == []
+    assert note(end, final(1)) == landed()
+
+
+def test_a_ticket_whose_tiles_are_all_held_lands_with_the_final_alone():
+    end = sink(held=3)
+    assert note(end, final(0, meta=b"meta")) == landed(b"meta")
+
+
+@pytest.mark.parametrize(("first", "count"), [(1, 1), (1, 2), (0, 3)])
+def test_a_chunk_that_would_fill_a_held_tile_breaks_the_ticket(first, count):
+    actions = note(sink(held=2), chunk(0, first, count))
+    assert actions == [t.Broken(X, "bad_chunk"), t.Send(P, STOP)]
+
+
+def test_held_tiles_do_not_make_up_for_a_missing_one():
+    end = sink(held=1)
+    land(end, 0, 1, 1)
+    assert note(end, final(1))[0] == t.Broken(X, "incomplete")
+
+
+# ---- pieces --------------------------------------------------------------------------------------
+
+PIECES = [(first, piece) for first in (0, 1) for piece in (0, 1, 2)]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(6)))[::37])
+def test_pieces_land_in_any_order(order):
+    end = sink(tiles=(7, 8))
+    assert note(end, final(6, tiles=2)) == []
+    told = []
+    for seq in order:
+        first, piece = PIECES[seq]
+        told += land(end, seq, first, 1, piece=piece, pieces=3)
+    assert told == landed(tiles=2)
+
+
+@pytest.mark.parametrize("missing", range(6))
+def test_a_piece_that_is_missing_never_lands(missing):
+    end = sink(tiles=(7, 8))
+    for seq, (first, piece) in enumerate(PIECES):
+        if seq != missing:
+            land(end, seq, first, 1, piece=piece, pieces=3)
+    assert note(end, final(5, tiles=2))[0] == t.Broken(X, "incomplete")
+
+
+def test_all_pieces_at_once_go_together_with_single_ones():
+    end = sink()
+    land(end, 0, 0, 2, piece=-1, pieces=2)
+    land(end, 1, 2, 1, piece=0, pieces=2)
+    assert note(end, final(3)) == []
+    assert land(end, 2, 2, 1, piece=1, pieces=2) == landed()
+
+
+def test_all_pieces_of_one_tile_do_not_make_up_for_a_piece_of_another():
+    end = sink(tiles=(7, 8))
+    land(end, 0, 0, 1, piece=-1, pieces=2)
+    land(end, 1, 1, 1, piece=0, pieces=2)
+    assert note(end, final(2, tiles=2))[0] == t.Broken(X, "incomplete")
+
+
+def test_chunks_that_cut_their_tiles_into_different_numbers_of_pieces_never_land():
+    end = sink(tiles=(7, 8))
+    land(end, 0, 0, 1, piece=-1, pieces=1)
+    land(end, 1, 1, 1, piece=-1, pieces=2)
+    assert note(end, final(2, tiles=2))[0] == t.Broken(X, "incomplete")
+
+
+@pytest.mark.parametrize(("piece", "pieces"), [(-2, 2), (2, 2), (0, 0), (-1, 0), (-1, -1)])
+def test_a_piece_that_cannot_be_breaks_the_ticket(piece, pieces):
+    actions = note(sink(), chunk(0, 0, 3, piece=piece, pieces=pieces))
+    assert actions == [t.Broken(X, "bad_chunk"), t.Send(P, STOP)]
+
+
+# ---- prefix requests -----------------------------------------------------------------------------
+
+HASHES = (b"h0", b"h1", b"h2")
+
+
+def test_a_prefix_request_carries_its_hashes_and_takes_what_the_source_has():
+    end = sink(hashes=HASHES)
+    land(end, 0, 0, 2)
+    assert note(end, final(1, tiles=2)) == landed(tiles=2)
+
+
+@pytest.mark.parametrize("held", [0, 1])
+def test_a_prefix_request_that_brings_nothing_lands_with_what_was_held(held):
+    end = sink(held=held, hashes=HASHES)
+    assert note(end, final(0, tiles=held)) == landed(tiles=held)
+
+
+@pytest.mark.parametrize(("held", "tiles"), [(2, 1), (0, 4)])
+def test_a_prefix_request_takes_no_fewer_than_held_and_no_more_than_asked(held, tiles):
+    end = sink(held=held, hashes=HASHES)
+    assert note(end, final(0, tiles=tiles))[0] == t.Broken(X, "incomplete")
+
+
+@pytest.mark.parametrize("tiles", [0, 2, 4])
+def test_who_asked_for_all_tiles_takes_no_other_number(tiles):
+    end = sink()
+    land(end, 0, 0, 2)
+    assert note(end, final(1, tiles=tiles))[0] == t.Broken(X, "incomplete")
+
+
+def test_a_tile_behind_the_delivered_ones_does_not_make_up_for_one_of_them():
+    end = sink(hashes=HASHES)
+    land(end, 0, 1, 2)
+    assert note(end, final(1, tiles=2))[0] == t.Broken(X, "incomplete")
+
+
+def test_a_source_that_has_nothing_of_a_prefix_ends_it_at_once():
+    assert note(sink(hashes=HASHES), m.Void(X, "miss")) == [t.Broken(X, "miss"), FREED]
+
+
+# ---- times ---------------------------------------------------------------------------------------
+
+
+def test_what_was_exposed_lasts_until_the_last_checksum_holds():
+    end = sink()
+    note(end, chunk(0, 0, 3), now=4.0)
+    assert note(end, m.Final(X, 1, 1, 3, b"", busy_s=2.5, exposed_s=0.5), now=5.0) == []
+    (told,) = end.handle(t.Verified(X, 0, True), 5.25)
+    assert (told.busy_s, told.exposed_s) == (2.5, 0.75)  # 0.5 at the source, 0.25 here

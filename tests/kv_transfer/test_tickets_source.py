@@ -1,5 +1,6 @@
 """The source of a ticket, event by event: what it posts, and when its blocks may be released."""
 
+import pytest
 from diptych.kv_transfer import messages as m
 from diptych.kv_transfer import tickets as t
 
@@ -21,10 +22,20 @@ def told(end, message, now=1.0, peer=D):
     return end.handle(t.Noted(peer, message), now)
 
 
-OFFER = t.Noted(D, m.Offer(X, [7, 8, 9]))
+OFFER = t.Noted(D, m.Offer(X, 5, 0, [7, 8, 9]))
 PUSH = t.Push(X, 0, [1, 2])
-POST = t.Post(X, D, 0, 0, [1, 2], [7, 8])
-WRITTEN, FINISH = t.Written(X, True), t.Finish(X, b"meta")
+WRITTEN, FINISH = t.Written(X, True), t.Finish(X, 3, b"meta")
+
+
+def posted(seq, first, source, target, piece=0, pieces=1):
+    return t.Post(X, D, 5, seq, first, source, target, piece, pieces)
+
+
+POST = posted(0, 0, [1, 2], [7, 8])
+
+
+def final(chunks, tiles=3, **times):
+    return m.Final(X, 5, chunks, tiles, b"meta", **times)
 
 
 def closed(reason, message):
@@ -34,14 +45,14 @@ def closed(reason, message):
 def test_a_push_is_written_to_the_blocks_that_were_offered():
     end = source(OFFER)
     assert end.handle(PUSH, 1.0) == [POST]
-    assert end.handle(t.Push(X, 2, [3]), 1.0) == [t.Post(X, D, 1, 2, [3], [9])]
+    assert end.handle(t.Push(X, 2, [3]), 1.0) == [posted(1, 2, [3], [9])]
 
 
 def test_pushes_wait_for_the_offer():
     end = source()
     assert end.handle(PUSH, 1.0) == []
     assert end.handle(t.Push(X, 2, [3]), 1.0) == []
-    assert end.handle(OFFER, 2.0) == [POST, t.Post(X, D, 1, 2, [3], [9])]
+    assert end.handle(OFFER, 2.0) == [POST, posted(1, 2, [3], [9])]
 
 
 def test_an_offer_before_its_expect_is_kept():
@@ -54,19 +65,19 @@ def test_an_offer_before_its_expect_is_kept():
 def test_early_offers_are_bounded_and_the_oldest_is_dropped():
     end = t.Source(LIMITS)
     for index in range(5):  # remember = 4
-        end.handle(t.Noted(D, m.Offer(f"r{index}#0", [1])), 0.0)
+        end.handle(t.Noted(D, m.Offer(f"r{index}#0", 1, 0, [1])), 0.0)
     assert list(end.early) == ["r1#0", "r2#0", "r3#0", "r4#0"]
 
 
 def test_a_second_offer_changes_nothing():
     end = source(OFFER)
-    assert told(end, m.Offer(X, [4, 5, 6])) == []
+    assert told(end, m.Offer(X, 6, 0, [4, 5, 6])) == []
     assert end.handle(PUSH, 1.0) == [POST]
 
 
 def test_an_offer_of_another_peer_is_not_taken():
     end = source()
-    assert told(end, m.Offer(X, [4, 5]), peer="decode#2") == []
+    assert told(end, m.Offer(X, 6, 0, [4, 5]), peer="decode#2") == []
     assert end.handle(PUSH, 1.0) == []
 
 
@@ -74,13 +85,12 @@ def test_a_ticket_closes_when_it_is_finished_and_every_write_is_terminal():
     end = source(OFFER, PUSH, t.Push(X, 2, [3]))
     assert end.handle(FINISH, 1.0) == []
     assert end.handle(WRITTEN, 1.0) == []
-    final = t.Send(D, m.Final(X, 2, b"meta"))
-    assert end.handle(WRITTEN, 1.0) == [final, t.Closed(X, True)]
+    assert end.handle(WRITTEN, 1.0) == [t.Send(D, final(2, busy_s=1.0)), t.Closed(X, True)]
 
 
 def test_a_finish_after_the_last_write_closes_at_once():
     end = source(OFFER, PUSH, WRITTEN)
-    assert end.handle(FINISH, 1.0) == [t.Send(D, m.Final(X, 1, b"meta")), t.Closed(X, True)]
+    assert end.handle(FINISH, 1.0) == [t.Send(D, final(1)), t.Closed(X, True)]
 
 
 def test_a_finish_before_the_offer_waits_for_it():
@@ -173,12 +183,14 @@ def test_an_open_ticket_waits_for_its_pushes_without_a_limit():
 
 
 def test_a_query_is_answered_by_what_is_known():
-    end = source()
+    end = source(OFFER)
     assert told(end, m.Query(X)) == [t.Send(D, m.Progress(X))]
-    for event in (OFFER, PUSH, WRITTEN, FINISH):
+    for event in (PUSH, WRITTEN, FINISH):
         end.handle(event, 1.0)
-    assert told(end, m.Query(X)) == [t.Send(D, m.Final(X, 1, b"meta"))]
-    assert told(end, m.Query("other#0")) == [t.Send(D, m.Unknown("other#0"))]
+    assert told(end, m.Query(X)) == [t.Send(D, final(1))]
+    for begun in (False, True):
+        unknown = m.Unknown("other#0", begun)
+        assert told(end, m.Query("other#0", begun)) == [t.Send(D, unknown)]
 
 
 def test_answers_of_tickets_that_are_over_are_bounded():
@@ -186,3 +198,142 @@ def test_answers_of_tickets_that_are_over_are_bounded():
     for index in range(4):  # remember = 4
         told(end, m.Stop(f"r{index}#0"))
     assert told(end, m.Query(X)) == [t.Send(D, m.Unknown(X))]
+
+
+# ---- held tiles ----------------------------------------------------------------------------------
+
+
+def held(first):
+    """The sink holds `first` of three tiles."""
+    return t.Noted(D, m.Offer(X, 5, first, [7, 8, 9][first:]))
+
+
+def test_only_what_the_sink_does_not_hold_is_written():
+    end = source(held(1))
+    assert end.handle(PUSH, 1.0) == [posted(0, 1, [2], [8])]
+    assert end.handle(t.Push(X, 2, [3]), 1.0) == [posted(1, 2, [3], [9])]
+
+
+def test_a_push_that_the_sink_holds_is_no_chunk():
+    end = source(held(2))
+    assert end.handle(PUSH, 1.0) == []
+    assert end.handle(t.Push(X, 2, [3]), 1.0) == [posted(0, 2, [3], [9])]
+    end.handle(WRITTEN, 1.0)
+    assert end.handle(FINISH, 1.0) == [t.Send(D, final(1)), t.Closed(X, True)]
+
+
+@pytest.mark.parametrize("order", ["offer first", "offer last"])
+def test_if_all_is_held_nothing_is_written_and_the_final_goes_at_once(order):
+    events = [PUSH, t.Push(X, 2, [3]), FINISH]
+    events.insert(0 if order == "offer first" else 3, held(3))
+    end = source(*events[:-1])
+    assert end.handle(events[-1], 1.0) == [t.Send(D, final(0)), t.Closed(X, True)]
+
+
+def test_an_offer_that_is_too_small_behind_held_tiles_closes_the_ticket():
+    end = source(held(2))
+    too_small = closed("offer_too_small", m.Void(X, "offer_too_small"))
+    assert end.handle(t.Push(X, 2, [3, 4]), 1.0) == too_small
+
+
+# ---- pieces --------------------------------------------------------------------------------------
+
+
+def test_each_piece_is_a_chunk_of_its_own():
+    end = source(OFFER)
+    posts = [
+        end.handle(t.Push(X, 0, [1, 2], piece, 3), 1.0)
+        for piece in (2, 0, 1)  # any order
+    ]
+    assert posts == [
+        [posted(seq, 0, [1, 2], [7, 8], piece, 3)] for seq, piece in enumerate((2, 0, 1))
+    ]
+    assert end.handle(t.Push(X, 2, [3], -1, 3), 1.0) == [posted(3, 2, [3], [9], -1, 3)]
+
+
+# ---- prefix requests -----------------------------------------------------------------------------
+
+ASKED = t.Noted(D, m.Offer(X, 5, 0, [7, 8, 9], [b"h0", b"h1", b"h2"]))
+
+
+def asked():
+    end = t.Source(LIMITS)
+    assert end.handle(ASKED, 0.0) == [t.Wanted(X, D, (b"h0", b"h1", b"h2"))]
+    return end
+
+
+def test_a_prefix_request_is_told_once_however_often_it_is_repeated():
+    end = asked()
+    assert end.handle(ASKED, 0.5) == []
+    assert end.handle(t.Expect(X, D), 1.0) == []
+    assert end.handle(ASKED, 1.5) == []
+    end.handle(t.Cancel(X, "miss"), 2.0)
+    assert end.handle(ASKED, 2.5) == []
+
+
+def test_a_prefix_request_that_was_expected_already_asks_nobody():
+    end = source()
+    assert end.handle(ASKED, 1.0) == []
+    assert end.handle(PUSH, 1.0) == [POST]
+
+
+def test_a_source_delivers_as_many_leading_tiles_as_it_has():
+    end = asked()
+    end.handle(t.Expect(X, D), 1.0)
+    assert end.handle(PUSH, 1.0) == [POST]
+    assert end.handle(t.Finish(X, 2, b"meta"), 1.0) == []
+    assert end.handle(WRITTEN, 1.0) == [t.Send(D, final(1, tiles=2)), t.Closed(X, True)]
+
+
+def test_a_source_that_has_nothing_says_so_at_once():
+    end = asked()
+    end.handle(t.Expect(X, D), 1.0)
+    assert end.handle(t.Cancel(X, "miss"), 1.0) == closed("miss", m.Void(X, "miss"))
+
+
+def test_a_prefix_request_that_was_stopped_closes_at_its_expect():
+    end = asked()
+    assert told(end, STOP) == [t.Send(D, DRAINED)]
+    assert end.handle(ASKED, 0.5) == []
+    assert end.handle(t.Expect(X, D), 1.0) == [t.Closed(X, False, "aborted")]
+
+
+# ---- times ---------------------------------------------------------------------------------------
+
+
+def test_busy_is_the_time_with_a_write_under_way_and_exposed_what_is_left_after_the_finish():
+    end = source(OFFER)
+    end.handle(PUSH, 1.0)
+    end.handle(t.Push(X, 2, [3]), 2.0)
+    end.handle(WRITTEN, 3.0)
+    end.handle(WRITTEN, 4.0)  # busy from 1 to 4
+    end.handle(t.Push(X, 0, [1]), 10.0)
+    end.handle(FINISH, 11.0)
+    actions = end.handle(WRITTEN, 13.0)  # busy from 10 to 13, from 11 on exposed
+    assert actions[0] == t.Send(D, final(3, busy_s=6.0, exposed_s=2.0))
+
+
+def test_nothing_is_exposed_where_nothing_travels():
+    end = source(FINISH)
+    assert end.handle(held(3), 9.0)[0] == t.Send(D, final(0))
+
+
+# ---- lost peers ----------------------------------------------------------------------------------
+
+
+def test_an_early_offer_of_a_peer_that_was_lost_since_is_not_taken():
+    end = t.Source(LIMITS)
+    end.handle(OFFER, 0.0)
+    end.handle(t.Noted("decode#2", m.Offer("other#0", 1, 0, [1])), 0.0)
+    end.handle(t.PeerDown(D), 1.0)
+    assert list(end.early) == ["other#0"]
+    end.handle(t.Expect(X, D), 2.0)
+    assert end.handle(PUSH, 2.0) == []
+
+
+def test_a_source_that_waits_for_an_offer_asks_for_it():
+    """A lost offer comes again: the sink repeats it when it hears that nobody knows it."""
+    assert told(source(PUSH), m.Query(X)) == [t.Send(D, m.Unknown(X))]
+    end = t.Source(LIMITS)
+    end.handle(OFFER, 0.0)
+    assert told(end, m.Query(X)) == [t.Send(D, m.Progress(X))]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 from diptych.engine import commands
-from diptych.engine.sequence import Output
+from diptych.engine.sequence import Filled, Output
+from diptych.kv_transfer import commands as transfer
 from diptych.kv_transfer import tickets
 from diptych.kv_transfer.messages import Handover
 from diptych.prefill_worker import PrefillRole
@@ -23,13 +24,13 @@ def prefill(key=KEY, tokens: int = 200) -> Prefill:
     return Prefill(key, 1, list(range(tokens)), Sampling(10), "decode/x")
 
 
-def token(key=KEY, filled=(5, 6, 7, 8), finish: str | None = None) -> Output:
-    return Output(key, 0, FIRST, finish, list(filled))
+def token(key=KEY, finish: str | None = None) -> Output:
+    return Output(key, 0, FIRST, finish)
 
 
 @pytest.fixture
 def role() -> PrefillRole:
-    made = PrefillRole("prefill/a")
+    made = PrefillRole("prefill/a", 64)
     made.submit("g", prefill(), [b"h1", b"h2", b"h3"])
     return made
 
@@ -38,26 +39,57 @@ def role() -> PrefillRole:
 
 
 def test_a_prompt_goes_to_the_engine_and_its_ticket_waits_for_the_decode_worker() -> None:
-    expect, add = PrefillRole("prefill/a").submit("g", prefill(), [b"h1"])
-    assert expect == tickets.Expect(XID, "decode/x")
+    expect, add = PrefillRole("prefill/a", 64).submit("g", prefill(), [b"h1"])
+    assert expect == transfer.Expect(XID, "decode/x", tokens=200)
     assert isinstance(add, commands.Add)
     seq = add.seq
     assert (seq.key, seq.prompt, seq.hashes, seq.stop_after_first) == (KEY, 200, [b"h1"], True)
 
 
-def test_blocks_are_pushed_as_chunks_finish_each_once(role: PrefillRole) -> None:
-    assert role.handle(Output(KEY, filled=[5, 6])) == [tickets.Push(XID, 0, [5, 6])]
-    assert role.handle(Output(KEY, filled=[5, 6])) == []
-    assert role.handle(Output(KEY, filled=[5, 6, 7])) == [tickets.Push(XID, 2, [7])]
+def test_blocks_are_pushed_as_soon_as_a_piece_of_their_layers_is_final(role: PrefillRole) -> None:
+    assert role.handle(Filled(KEY, 0, [5, 6], 0)) == [transfer.Push(XID, 0, [5, 6], 0)]
+    assert role.handle(Filled(KEY, 0, [5, 6], 1)) == [transfer.Push(XID, 0, [5, 6], 1)]
+    assert role.handle(Filled(KEY, 2, [7])) == [transfer.Push(XID, 2, [7], -1)]
 
 
 def test_the_first_token_goes_out_at_once_and_finishes_the_ticket(role: PrefillRole) -> None:
-    role.handle(Output(KEY, filled=[5, 6]))
-    push, told, finish = role.handle(token())
-    assert push == tickets.Push(XID, 2, [7, 8])
+    role.handle(Filled(KEY, 0, [5, 6, 7, 8]))
+    told, finish = role.handle(token())
     assert told == Deliver("g", Tokens(KEY, 0, [FIRST]))
-    assert isinstance(finish, tickets.Finish) and finish.xid == XID
-    assert msgspec.msgpack.decode(finish.meta, type=Handover).first == FIRST
+    assert isinstance(finish, transfer.Finish) and finish.xid == XID
+    assert msgspec.msgpack.decode(finish.meta, type=Handover) == Handover([FIRST])
+
+
+def several(answers: int) -> PrefillRole:
+    made = PrefillRole("prefill/a", 64)
+    made.submit("g", Prefill(KEY, 1, [1] * 200, Sampling(10, n=answers), "decode/x"), [])
+    return made
+
+
+def answer(index: int, finish: str | None = None) -> Output:
+    return Output(KEY, 0, Token(40 + index), finish, index=index)
+
+
+def test_several_answers_are_handed_over_together_in_their_order() -> None:
+    role = several(3)
+    for index in (2, 0):
+        told = Deliver("g", Tokens(KEY, 0, [Token(40 + index)], index=index))
+        assert role.handle(answer(index)) == [told]
+    *_, finish = role.handle(answer(1, "stop"))
+    given = msgspec.msgpack.decode(finish.meta, type=Handover)
+    assert given == Handover([Token(40), Token(41), Token(42)], ended=[1])
+
+
+def test_several_answers_that_all_end_with_their_first_token_need_no_transfer() -> None:
+    role = several(2)
+    role.handle(answer(1, "stop"))
+    assert role.handle(answer(0, "stop"))[-1] == transfer.Cancel(XID, "finished")
+
+
+def test_logprobs_of_the_prompt_go_to_the_gateway(role: PrefillRole) -> None:
+    prompt = [Token(1, -0.25), Token(2, -0.5)]
+    (told,) = role.handle(Output(KEY, prompt=prompt))
+    assert told == Deliver("g", Tokens(KEY, 0, [], prompt=prompt))
 
 
 def test_blocks_are_given_back_only_when_the_ticket_is_closed(role: PrefillRole) -> None:
@@ -69,8 +101,8 @@ def test_blocks_are_given_back_only_when_the_ticket_is_closed(role: PrefillRole)
 def test_an_answer_that_ends_with_its_first_token_needs_no_transfer(role: PrefillRole) -> None:
     actions = role.handle(token(finish="stop"))
     assert Deliver("g", Tokens(KEY, 0, [FIRST], "stop")) in actions
-    assert actions[-1] == tickets.Cancel(XID, "finished")
-    assert not any(isinstance(action, tickets.Finish) for action in actions)
+    assert actions[-1] == transfer.Cancel(XID, "finished")
+    assert not any(isinstance(action, transfer.Finish) for action in actions)
     assert role.handle(tickets.Closed(XID, False, "finished")) == [commands.Drop(KEY)]
 
 
@@ -81,8 +113,38 @@ def test_a_duplicate_frame_changes_nothing(role: PrefillRole) -> None:
 
 def test_attempts_of_one_request_are_jobs_of_their_own(role: PrefillRole) -> None:
     expect, _ = role.submit("g", prefill(("r", 1)), [])
-    assert expect == tickets.Expect("r#1", "decode/x")
+    assert expect == transfer.Expect("r#1", "decode/x", 200)
     assert len(role.jobs) == 2
+
+
+# ---- prefixes from elsewhere ---------------------------------------------------------------------
+
+
+def fetching() -> tuple[PrefillRole, list]:
+    made = PrefillRole("prefill/a", 64)
+    frame = msgspec.structs.replace(prefill(), fetch="prefill/b")
+    return made, made.submit("g", frame, [b"h1", b"h2", b"h3"])
+
+
+def test_a_prompt_whose_prefix_a_peer_holds_waits_for_it_and_its_ticket_does_not() -> None:
+    role, (expect, stage) = fetching()
+    assert expect == transfer.Expect(XID, "decode/x", tokens=200)
+    assert isinstance(stage, commands.Stage)
+    (add,) = role.handle(commands.Staged(stage.key, []))[-1:]
+    assert isinstance(add, commands.Add) and add.seq.key == KEY
+
+
+def test_an_abort_cancels_the_prefix_that_is_coming_too() -> None:
+    role, (_, stage) = fetching()
+    (receive,) = role.handle(commands.Staged(stage.key, [3, 4, 5]))
+    assert isinstance(receive, transfer.Receive) and receive.xid != XID
+    cancels = role.handle(Abort(KEY))
+    assert cancels == [
+        transfer.Cancel(receive.xid, "aborted"),
+        transfer.Cancel(XID, "aborted"),
+    ]
+    assert role.handle(tickets.Broken(receive.xid, "aborted")) == []
+    assert role.handle(tickets.Freed(receive.xid)) == [commands.Drop(stage.key)]
 
 
 # ---- failures ------------------------------------------------------------------------------------
@@ -100,6 +162,7 @@ def test_a_failed_transfer_is_told_once(role: PrefillRole, after_first_token: bo
 
 def test_what_the_engine_still_says_of_a_dead_job_reaches_nobody(role: PrefillRole) -> None:
     role.handle(tickets.Closed(XID, False, "no_offer"))
+    assert role.handle(Filled(KEY, 0, [5])) == []
     assert role.handle(token()) == [commands.Drop(KEY)]
 
 
@@ -107,10 +170,11 @@ def test_what_the_engine_still_says_of_a_dead_job_reaches_nobody(role: PrefillRo
 def test_an_error_of_the_engine_is_told_and_its_blocks_wait_for_the_ticket(
     role: PrefillRole, pushed: list[int]
 ) -> None:
-    role.handle(Output(KEY, filled=pushed))
+    if pushed:
+        role.handle(Filled(KEY, 0, pushed))
     told, cancel = role.handle(Output(KEY, error="the model gave NaN logits"))
     assert told == Deliver("g", Failed(KEY, "prefill/a", "the model gave NaN logits"))
-    assert cancel == tickets.Cancel(XID, "failed")
+    assert cancel == transfer.Cancel(XID, "failed")
     assert XID in role.jobs, "writes may still read its blocks"
     assert role.handle(tickets.Closed(XID, False, "failed")) == [commands.Drop(KEY)]
     assert role.jobs == {}
@@ -118,7 +182,7 @@ def test_an_error_of_the_engine_is_told_and_its_blocks_wait_for_the_ticket(
 
 def test_an_error_of_an_aborted_job_is_nobodys_news(role: PrefillRole) -> None:
     role.handle(Abort(KEY))
-    assert role.handle(Output(KEY, error="whatever")) == [tickets.Cancel(XID, "failed")]
+    assert role.handle(Output(KEY, error="whatever")) == [transfer.Cancel(XID, "failed")]
 
 
 # ---- aborts --------------------------------------------------------------------------------------
@@ -127,10 +191,10 @@ def test_an_error_of_an_aborted_job_is_nobodys_news(role: PrefillRole) -> None:
 @pytest.mark.parametrize("state", ["waiting", "computing", "sending"])
 def test_an_abort_cancels_the_ticket_and_waits_for_it(role: PrefillRole, state: str) -> None:
     if state != "waiting":
-        role.handle(Output(KEY, filled=[5]))
+        role.handle(Filled(KEY, 0, [5]))
     if state == "sending":
         role.handle(token())
-    assert role.handle(Abort(KEY)) == [tickets.Cancel(XID, "aborted")]
+    assert role.handle(Abort(KEY)) == [transfer.Cancel(XID, "aborted")]
     assert XID in role.jobs, "writes may still read its blocks"
     assert role.handle(tickets.Closed(XID, False, "aborted")) == [commands.Drop(KEY)]
 
@@ -149,7 +213,7 @@ def test_a_lost_gateway_ends_its_jobs_and_no_other(role: PrefillRole) -> None:
     role.submit("g", prefill(("r2", 0)), [])
     role.submit("h", prefill(("r3", 0)), [])
     actions = role.gateway_gone("g")
-    assert actions == [tickets.Cancel(x, "gateway_gone") for x in ("r#0", "r2#0")]
+    assert actions == [transfer.Cancel(x, "gateway_gone") for x in ("r#0", "r2#0")]
     for xid in ("r#0", "r2#0"):
         (drop,) = role.handle(tickets.Closed(xid, False, "gateway_gone"))
         assert isinstance(drop, commands.Drop)
@@ -169,7 +233,7 @@ class Life(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.role, self.source = PrefillRole("prefill/a"), tickets.Source()
+        self.role, self.source = PrefillRole("prefill/a", 64), tickets.Source()
         self.filled, self.first = 0, False
         self.posted: list[tickets.Post] = []
         self.drops = self.failures = self.closes = 0
@@ -184,8 +248,14 @@ class Life(RuleBasedStateMachine):
                     self.dropped_while_written |= bool(self.posted)
                 case Deliver(_, Failed()):
                     self.failures += 1
-                case tickets.Expect() | tickets.Push() | tickets.Finish() | tickets.Cancel():
-                    self.transfer(action)
+                case transfer.Expect(xid, peer):
+                    self.transfer(tickets.Expect(xid, peer))
+                case transfer.Push(xid, first, blocks, piece):
+                    self.transfer(tickets.Push(xid, first, blocks, piece, 2))
+                case transfer.Finish(xid, meta):
+                    self.transfer(tickets.Finish(xid, 4, meta))
+                case transfer.Cancel(xid, reason):
+                    self.transfer(tickets.Cancel(xid, reason))
 
     def transfer(self, event: object) -> None:
         for action in self.source.handle(event, 0.0):
@@ -199,15 +269,15 @@ class Life(RuleBasedStateMachine):
     def compute(self) -> None:
         if self.first:
             return
+        for piece in (0, 1):
+            self.carry_out(self.role.handle(Filled(KEY, self.filled, [10 + self.filled], piece)))
         self.filled += 1
-        blocks = list(range(10, 10 + self.filled))
         self.first = self.filled == 4
-        output = token(filled=blocks) if self.first else Output(KEY, filled=blocks)
-        self.carry_out(self.role.handle(output))
+        self.carry_out(self.role.handle(token() if self.first else Output(KEY)))
 
     @rule()
     def offer(self) -> None:
-        self.transfer(tickets.Noted("decode/x", tickets.m.Offer(XID, [1, 2, 3, 4])))
+        self.transfer(tickets.Noted("decode/x", tickets.m.Offer(XID, 1, 0, [1, 2, 3, 4])))
 
     @rule(ok=st.booleans())
     def write_ends(self, ok: bool) -> None:

@@ -1,0 +1,59 @@
+"""Which cores a worker's engine may have: its own, or any."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from diptych.cluster import cores
+from diptych.cluster.config import ClusterConfig
+
+
+def config(prefill: tuple[int, int], decode: tuple[int, int], ranks: int = 1) -> ClusterConfig:
+    """(replicas, threads) of each pool."""
+    pools = {
+        name: {"replicas": replicas, "engine": {"threads": threads}, "tensor_parallel": ranks}
+        for name, (replicas, threads) in (("prefill", prefill), ("decode", decode))
+    }
+    return ClusterConfig.model_validate({"pools": pools})
+
+
+def test_cores_suffice_if_every_thread_of_every_engine_can_have_one() -> None:
+    assert cores.suffice(config((1, 1), (1, 1)), 2)
+    assert not cores.suffice(config((2, 1), (2, 1)), 2), "four workers on two cores"
+    assert not cores.suffice(config((1, 2), (1, 1)), 2)
+    assert cores.suffice(config((2, 4), (4, 2)), 16)
+    assert not cores.suffice(config((1, 1), (1, 1), ranks=2), 64), "ranks are not bound"
+
+
+def test_no_two_claims_share_a_core_and_a_closed_one_is_free(tmp_path: Path) -> None:
+    first = cores.Claim(tmp_path, 2, [0, 1, 2, 3])
+    second = cores.Claim(tmp_path, 2, [0, 1, 2, 3])
+    assert {*first.cores, *second.cores} == {0, 1, 2, 3}
+    assert cores.Claim(tmp_path, 1, [0, 1, 2, 3]).cores == ()
+    first.close()
+    assert cores.Claim(tmp_path, 2, [0, 1, 2, 3]).cores == (0, 1)
+
+
+def test_a_claim_that_is_too_large_holds_nothing(tmp_path: Path) -> None:
+    assert cores.Claim(tmp_path, 3, [0, 1]).cores == ()
+    assert cores.Claim(tmp_path, 2, [0, 1]).cores == (0, 1)
+
+
+def test_without_an_offer_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(cores.VARIABLE, raising=False)
+    assert cores.claim(1).cores == ()
+
+
+def test_an_offer_is_made_only_where_cores_suffice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(cores, "usable", lambda: [4, 5])
+    monkeypatch.setattr(os, "environ", {})
+    cores.offer(config((2, 1), (2, 1)))
+    assert cores.claim(1).cores == ()
+    cores.offer(config((1, 1), (1, 1)))
+    claims = [cores.claim(1) for _ in range(3)]
+    assert [claim.cores for claim in claims] == [(4,), (5,), ()]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import cores
 from .checkpoint import Checkpoint, find
 from .config import ClusterConfig, ConfigError
 
@@ -68,6 +69,7 @@ class Cluster:
             check_port(gateway.host, port, f"gateway.{key}")
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        cores.offer(self.config)
         say("starting Ray")
         self._start_ray()
         say("starting Serve")

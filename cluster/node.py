@@ -205,7 +205,7 @@ class Node:
         finally:
             late.cancel()
             self._probe = None
-            self._do(give_up(key))
+            pass
         share = None
         if probed.tokens and before is not None and after is not None:
             mine = probed.tokens * self.engine.kv.layout.token_bytes
@@ -236,6 +236,13 @@ class Node:
             "transfer": transfers,
             "tiers": self.tiering.tiers.statistics() if self.tiering else None,
         }
+
+    def streams(self) -> list[tuple[str, int, int]]:
+        """(request, attempt, blocks) of all that decodes here, or is going to."""
+        if not isinstance(self.role, DecodeRole):
+            return []
+        needs = self.engine.scheduler.needs
+        return [(*job.seq.key, needs(job.seq)) for job in self.role.jobs.values()]
 
     def _orphaned(self) -> int:
         """Blocks that the engine holds for a request of which nobody here knows."""

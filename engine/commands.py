@@ -137,3 +137,8 @@ class Observed:
     free_blocks: int
     prefill_tokens: int
     prefill_seconds: float
+    decode_steps: int = 0  #: steps without prefill, since the start, like the next one
+    decode_seconds: float = 0.0
+    running: int = 0  #: sequences that decode
+    kv_tokens: int = 0  #: that they read in a step
+    preempted: int = 0  #: sequences that wait for blocks to go on

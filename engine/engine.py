@@ -88,6 +88,7 @@ class Engine:
         self.below: Callable[[list[bytes]], int] = nothing_below
         self.steps = self.drafted = self.accepted = 0
         self.prefill_tokens, self.prefill_seconds = 0, 0.0
+        self.decode_steps, self.decode_seconds = 0, 0.0  #: of steps without prefill
 
     @property
     def followers(self) -> list[socket.socket]:
@@ -179,6 +180,9 @@ class Engine:
         if plan.prefill:
             self.prefill_tokens += prefilled
             self.prefill_seconds += seconds
+        else:
+            self.decode_steps += 1
+            self.decode_seconds += seconds
         return outputs
 
     def _stream(self, prefills: list[tuple[Sequence, int]]) -> Callable[[int], None] | None:

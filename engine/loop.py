@@ -90,6 +90,23 @@ class EngineThread:
             self._deliver(answers)
         return True
 
+    def _observed(self) -> Observed:
+        engine, scheduler = self.engine, self.engine.scheduler
+        stored, evicted = scheduler.pool.drain_events()
+        return Observed(
+            scheduler.pool.hashes(),
+            stored,
+            evicted,
+            scheduler.pool.available,
+            engine.prefill_tokens,
+            engine.prefill_seconds,
+            engine.decode_steps,
+            engine.decode_seconds,
+            len(scheduler.running),
+            sum(len(seq.ids) for seq in scheduler.running),
+            sum(seq.resumed for seq in scheduler.waiting),
+        )
+
     def _command(self, command: object) -> object | None:
         match command:
             case Add(seq):
@@ -107,10 +124,7 @@ class EngineThread:
             case Demoted(block, kept):
                 self.engine.scheduler.pool.demoted(block, kept)
             case Observe():
-                pool = self.engine.scheduler.pool
-                stored, evicted = pool.drain_events()
-                work = self.engine.prefill_tokens, self.engine.prefill_seconds
-                return Observed(pool.hashes(), stored, evicted, pool.available, *work)
+                return self._observed()
             case _:
                 raise AssertionError(command)
         return None

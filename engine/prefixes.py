@@ -6,6 +6,9 @@ Before a prompt is computed:
     Loaded, Arrived -> Adopt: what came is in the prefix cache, where `Add` finds it
     Broken  -> Add: the prompt is computed; the blocks wait until no write can land on them
 For a peer that asks (`Wanted`): Stage pins what is here, it is pushed, Closed lets go of it.
+
+A *probe* moves blocks of no meaning the same way, to see whether and how fast they move: both ends
+stage fresh blocks and drop them afterwards, nothing is adopted.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from .commands import Add, Adopt, Drop, Load, Loaded, Stage, Staged
 from .sequence import Sequence
 
 FETCH, SERVE = "\x1e", "\x1f"  #: end the request id of a prefix's key; no client's id does
+PROBE = b"probe"  #: begins what stands for hashes in a probe's ticket; 9 bytes, no hash has so few
 
 
 @dataclass(slots=True)
@@ -32,12 +36,40 @@ class Coming:
     draining: bool = False  #: the transfer broke, its blocks are not free yet
 
 
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """A probe is over: the leading `tokens` tokens came, or none and a `reason`.
+
+    `busy_s`: with a write under way. `reason` is that of a broken ticket, or one of `pool_full` and
+    `peer_pool_full`: no blocks were to be had.
+    """
+
+    key: Key
+    tokens: int
+    busy_s: float = 0.0
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Probing:
+    """A probe that is under way."""
+
+    key: Key
+    peer: str
+    tokens: int
+    reason: str = ""  #: why it is over before its blocks are free, if it is
+
+
 class Prefixes:
-    """`begin` takes a sequence; sooner or later its `Add` comes out, unless it is forgotten."""
+    """`begin` takes a sequence; sooner or later its `Add` comes out, unless it is forgotten.
+
+    `probe` takes a key; sooner or later its `Probed` comes out, at once after `forget`.
+    """
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
         self.coming: dict[Key, Coming] = {}
+        self.probing: dict[Key, Probing] = {}
         self.serving: dict[Key, str] = {}  #: key of pinned blocks -> the peer that asked
 
     def begin(self, seq: Sequence, peer: str | None, tiers: bool) -> list:
@@ -49,8 +81,19 @@ class Prefixes:
         self.coming[key] = Coming(seq, hashes, peer)
         return [Stage(key, hashes, len(hashes) if peer else 0)]
 
-    def forget(self, key: Key) -> list:
-        """Nobody wants this request any more."""
+    def probe(self, key: Key, peer: str, tokens: int) -> list:
+        """Moves `tokens` tokens' worth of blocks here from `peer`: whole blocks of either pool."""
+        blocks = tokens // self.block_tokens
+        self.probing[_key(key, FETCH)] = Probing(key, peer, tokens)
+        return [Stage(_key(key, FETCH), [], blocks)]
+
+    def forget(self, key: Key, reason: str = "aborted") -> list:
+        """Nobody wants this request, or probe, any more."""
+        probing = self.probing.get(_key(key, FETCH))
+        if probing is not None and not probing.reason:
+            probing.reason = reason
+            cancel = transfer.Cancel(ticket_id(_key(key, FETCH)), reason)
+            return [cancel, Probed(key, 0, reason=reason)]
         coming = self.coming.get(_key(key, FETCH))
         if coming is None:
             return []
@@ -59,7 +102,8 @@ class Prefixes:
 
     def knows(self, key: Key) -> bool:
         """Whether somebody here answers for what is staged under this key."""
-        return key in self.coming or (key[0][: -len(SERVE)], key[1]) in self.serving
+        served = (key[0][: -len(SERVE)], key[1])
+        return key in self.coming or key in self.probing or served in self.serving
 
     def owns(self, event: object) -> bool:
         match event:
@@ -74,24 +118,33 @@ class Prefixes:
             case tickets.Wanted(xid, peer, hashes):
                 key = _key_of(xid)
                 self.serving[key] = peer
-                return [Stage((key[0] + SERVE, key[1]), list(hashes), 0, pin=True)]
+                if hashes[0].startswith(PROBE) and len(hashes[0]) == len(_mark(0)):
+                    blocks = int.from_bytes(hashes[0][len(PROBE) :]) // self.block_tokens
+                    return [Stage(_key(key, SERVE), [], blocks)]
+                return [Stage(_key(key, SERVE), list(hashes), 0, pin=True)]
             case Staged(key) if key[0].endswith(SERVE):
                 return self._serve((key[0][: -len(SERVE)], key[1]), event)
+            case Staged(key) if key in self.probing:
+                return self._probe_staged(key, self.probing[key], event.blocks)
             case Staged(key):
                 return self._staged(key, event)
             case Loaded(key, count):
                 return self._done(key, count)
-            case transfer.Arrived(xid, _, tokens):
-                return self._done(_key_of(xid), tokens // self.block_tokens)
-            case tickets.Broken(xid):
-                return self._broken(_key_of(xid))
+            case transfer.Arrived(xid, _, tokens, busy_s):
+                if (key := _key_of(xid)) in self.probing:
+                    return self._probe_over(key, tokens, busy_s)
+                return self._done(key, tokens // self.block_tokens)
+            case tickets.Broken(xid, reason):
+                return self._broken(_key_of(xid), reason)
             case tickets.Freed(xid):
-                self.coming.pop(key := _key_of(xid))
+                if (key := _key_of(xid)) in self.probing:
+                    return self._probe_over(key, 0)
+                self.coming.pop(key)
                 return [Drop(key)]
             case tickets.Closed(xid):
                 key = _key_of(xid)
                 self.serving.pop(key, None)
-                return [Drop((key[0] + SERVE, key[1]))]
+                return [Drop(_key(key, SERVE))]
         raise AssertionError(event)
 
     def _staged(self, key: Key, staged: Staged) -> list:
@@ -110,10 +163,28 @@ class Prefixes:
         coming = self.coming.pop(key)
         return [Adopt(key, count), *([Add(coming.seq)] if coming.seq else [])]
 
-    def _broken(self, key: Key) -> list:
+    def _broken(self, key: Key, reason: str) -> list:
+        probing = self.probing.get(key)
+        if probing is not None:
+            told, probing.reason = probing.reason, reason
+            if reason == "not_held":
+                reason = "peer_pool_full"
+            return [] if told else [Probed(probing.key, 0, reason=reason)]
         coming = self.coming[key]
         seq, coming.seq, coming.draining = coming.seq, None, True
         return [Add(seq)] if seq else []
+
+    def _probe_staged(self, key: Key, probing: Probing, blocks: list[int]) -> list:
+        if probing.reason or not blocks:
+            return self._probe_over(key, 0, reason="pool_full")
+        mark = (_mark(probing.tokens),)
+        return [transfer.Receive(ticket_id(key), probing.peer, blocks, probing.tokens, 0, mark)]
+
+    def _probe_over(self, key: Key, tokens: int, busy_s: float = 0.0, reason: str = "") -> list:
+        """Its blocks are free; told already if there is a reason."""
+        probing = self.probing.pop(key)
+        told = bool(probing.reason)
+        return [Drop(key), *([] if told else [Probed(probing.key, tokens, busy_s, reason)])]
 
     def _serve(self, key: Key, staged: Staged) -> list:
         peer, xid = self.serving[key], ticket_id(key)
@@ -122,6 +193,11 @@ class Prefixes:
         if not staged.blocks:
             return [expect, transfer.Cancel(xid, "not_held")]
         return [expect, transfer.Push(xid, 0, staged.blocks), transfer.Finish(xid, b"")]
+
+
+def _mark(tokens: int) -> bytes:
+    """Asks for `tokens` tokens' worth of blocks, whatever is in them."""
+    return PROBE + tokens.to_bytes(4)
 
 
 def _key(key: Key, end: str) -> Key:

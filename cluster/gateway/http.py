@@ -152,7 +152,7 @@ def _headers(request: Request) -> dict[str, str]:
     queue = (request.placed - request.arrived) * 1e3
     prefill = (request.ttft_s or 0.0) * 1e3 - queue
     timing = {"queue": queue, "prefill": prefill}
-    gaps = request.gaps_s()
+    gaps = request.gaps_s
     if gaps:
         timing["second-token"] = gaps[0] * 1e3
     if request.moved:

@@ -1,9 +1,14 @@
 // Paged attention on AMX: prefill and decode with one reduction order per row.
 //
 // A row (one query token, one head) walks its pages from 0, 64 keys at a time, with an online
-// softmax. Sixteen rows share a tile; a row is a lane of the scores and a row of the output, so its
-// bits depend on its query and its keys alone, in prefill and decode. Pages behind a row change
-// nothing: every weight in them is 0 and the correction factor is exactly 1.
+// softmax. Up to sixteen rows share a tile, in prefill all of them; in decode as many as there are
+// query heads to a KV head, and tiles and softmax are as narrow. A row is a column of the scores and
+// a row of the output, and its sums have the same order at every width, so its bits depend on its
+// query and its keys alone. Pages behind a row change nothing: every weight in them is 0 and the
+// correction factor is exactly 1.
+//
+// Decode is bound by reading KV. A page to come is asked for in small portions between all other
+// work: in bursts the core has too few line buffers, and without requests under way memory is idle.
 
 #include "common.h"
 
@@ -13,9 +18,9 @@
 namespace {
 
 constexpr int kPage = 64;      // keys of a page
-constexpr int kLanes = 16;     // rows of a tile
+constexpr int kLanes = 16;     // of a vector; rows of a tile at most
 constexpr int kItem = 128;     // rows of a work item
-constexpr int kAhead = 3;      // pages that are on their way, where each is used by one tile
+constexpr int kAhead = 1;      // pages that are on their way, where each is used by one tile
 constexpr float kHidden = -1e37f;  // score of a key that a row does not see: its weight is 0
 constexpr float kNone = -1e30f;    // reference of a row that has seen no key
 constexpr float kSlack = 8.0f;     // a weight may grow to 2^8 before sums move to a new reference
@@ -29,8 +34,7 @@ struct Shape {
     float scale;               // of scores, times log2(e)
 };
 
-// The page to come, fetched a few lines at a time between other work: all at once they would fill
-// every line buffer of the core, and it would wait.
+// The page to come, fetched a few lines at a time.
 struct Ahead {
     const char *keys = nullptr, *values = nullptr;
     int left = 0;              // pairs of lines
@@ -52,18 +56,18 @@ struct Keys {
     int64_t row, sixteen, depth;
 };
 
-// V page [64][dim] -> tiles [2][dim / 16][16 pairs of neighbouring keys][16]. Keys from `used` on are
-// 0: a weight of 0 does not hide what is no number. Of 32 columns a tile has those of the even
-// quarters of each 16 bytes, the next tile the odd ones; `finish` puts them in order.
+// V page [64][dim] -> tiles [2][dim / 16][16 pairs of keys, one 16 behind the other][16]. Keys from
+// `used` on are 0: a weight of 0 does not hide what is no number. Of 32 columns a tile has those of
+// the even quarters of each 16 bytes, the next tile the odd ones; `finish` puts them in order.
 void pack_values(const uint16_t *page, int dim, int64_t used, uint32_t *packed, Ahead &ahead) {
-    for (int pair = 0; pair < (used <= 32 ? 16 : 32); ++pair) {
-        const __mmask32 first = 2 * pair < used ? ~0u : 0, second = 2 * pair + 1 < used ? ~0u : 0;
-        ahead.some(2);
+    for (int key = 0; key < (used <= 32 ? 32 : 64); key += key % 16 == 15 ? 17 : 1) {
+        const __mmask32 first = key < used ? ~0u : 0, second = key + 16 < used ? ~0u : 0;
+        ahead.some(1);
         for (int d = 0; d < dim; d += 32) {
-            const uint16_t *at = page + 2 * pair * dim + d;
+            const uint16_t *at = page + key * dim + d;
             const __m512i a = _mm512_maskz_loadu_epi16(first, at);
-            const __m512i b = _mm512_maskz_loadu_epi16(second, at + dim);
-            uint32_t *to = packed + (pair / 16 * dim + d) * 16 + pair % 16 * 16;
+            const __m512i b = _mm512_maskz_loadu_epi16(second, at + 16 * dim);
+            uint32_t *to = packed + (key / 32 * dim + d) * 16 + key % 16 * 16;
             _mm512_store_si512(to, _mm512_unpacklo_epi16(a, b));
             _mm512_store_si512(to + 256, _mm512_unpackhi_epi16(a, b));
         }
@@ -79,124 +83,160 @@ Keys find_keys(const uint16_t *page, int dim, uint16_t *packed) {
     return {packed, 64, 512, kPage * 32};
 }
 
-// Sixteen rows of one KV head and what is known of their softmax.
+// Up to R rows of one KV head and what is known of their softmax. A vector of scores has the R rows
+// of 16 / R keys: lane l is of row l % R. Sums are of the keys that are equal modulo 16, so they have
+// one order for every R.
 struct Lanes {
     alignas(64) int32_t position[kLanes];
-    alignas(64) float reference[kLanes], sum[kLanes];  // weights are 2^(score - reference)
-    uint32_t *query;           // [dim / 2][16] pairs
-    float *acc;                // tiles [dim / 16][16 rows][16]
+    alignas(64) float reference[kLanes];  // weights are 2^(score - reference)
+    alignas(64) float sums[16 * kLanes];  // [16 remainders][R]
+    uint32_t *query;           // [dim / 2][R] pairs
+    float *acc;                // tiles [dim / 16][R rows][16]
 };
 
-// Scores [32 keys][16 lanes] against half a page of keys, which begins at `at`.
-void score(const Shape &s, const uint32_t *query, const Keys &keys, const uint16_t *at, float *scores) {
+// Tiles 0 and 1 are scores, 2 and 3 outputs, 4 and 5 keys or values, 6 a query, 7 weights.
+template <int R>
+void shape_tiles() {
+    TileShapes shapes;
+    for (int i = 0; i < 8; ++i) shapes.set(i, 16, 64);
+    for (int i : {0, 1, 6}) shapes.set(i, 16, 4 * R);
+    for (int i : {2, 3, 7}) shapes.set(i, R, 64);
+    shapes.load();
+}
+
+// Scores [32 keys][R] against half a page of keys, which begins at `at`.
+template <int R>
+void score(const Shape &s, const uint32_t *query, const Keys &keys, const uint16_t *at, float *scores,
+           Ahead &ahead) {
     _tile_zero(0);
     _tile_zero(1);
     for (int d = 0; d < s.dim; d += 32, at += keys.depth) {
-        _tile_loadd(6, query + d / 2 * kLanes, 64);
+        _tile_loadd(6, query + d / 2 * R, 4 * R);
         _tile_loadd(4, at, keys.row);
         _tile_dpbf16ps(0, 4, 6);
+        ahead.some(6);
         _tile_loadd(5, at + keys.sixteen, keys.row);
         _tile_dpbf16ps(1, 5, 6);
+        ahead.some(6);
     }
-    _tile_stored(0, scores, 64);
-    _tile_stored(1, scores + 256, 64);
+    _tile_stored(0, scores, 4 * R);
+    _tile_stored(1, scores + 16 * R, 4 * R);
 }
 
 // Hides the keys behind each lane's position and before its window.
+template <int R>
 void hide(const Shape &s, const Lanes &lanes, int64_t first, int keys, float *scores) {
     const __m512i position = _mm512_load_si512(lanes.position);
     const __m512i oldest = s.window ? _mm512_sub_epi32(position, _mm512_set1_epi32(s.window))
                                     : _mm512_set1_epi32(-1);
-    for (int key = 0; key < keys; ++key) {
-        const __m512i at = _mm512_set1_epi32((int)first + key);
-        const __mmask16 seen = _mm512_cmple_epi32_mask(at, position) & _mm512_cmpgt_epi32_mask(at, oldest);
-        _mm512_storeu_ps(scores + key * kLanes, _mm512_mask_mov_ps(_mm512_set1_ps(kHidden), seen,
-                                                                   _mm512_loadu_ps(scores + key * kLanes)));
+    alignas(64) int32_t at[16];
+    for (int i = 0; i < 16; ++i) at[i] = (int32_t)first + i / R;
+    __m512i key = _mm512_load_si512(at);
+    for (int i = 0; i < keys * R; i += 16) {
+        const __mmask16 hidden =
+            _mm512_cmpgt_epi32_mask(key, position) | _mm512_cmple_epi32_mask(key, oldest);
+        _mm512_mask_storeu_ps(scores + i, hidden, _mm512_set1_ps(kHidden));
+        key = _mm512_add_epi32(key, _mm512_set1_epi32(16 / R));
     }
 }
 
+// The largest of the lanes of each row, in all of them.
+template <int R>
+__m512 largest(__m512 x) {
+    if (R <= 8) x = _mm512_max_ps(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+    if (R <= 4) x = _mm512_max_ps(x, _mm512_shuffle_f32x4(x, x, 0xb1));
+    if (R <= 2) x = _mm512_max_ps(x, _mm512_permute_ps(x, 0x4e));
+    if (R <= 1) x = _mm512_max_ps(x, _mm512_permute_ps(x, 0xb1));
+    return x;
+}
+
 // Moves a row's sums to a new reference where its scores have outgrown the old one.
+template <int R>
 __m512 refer(const Shape &s, Lanes &lanes, const float *scores, int keys) {
-    __m512 top[4];
-    for (int i = 0; i < 4; ++i) top[i] = _mm512_loadu_ps(scores + i * kLanes);
-    for (int key = 4; key < keys; key += 4)
-        for (int i = 0; i < 4; ++i)
-            top[i] = _mm512_max_ps(top[i], _mm512_loadu_ps(scores + (key + i) * kLanes));
-    const __m512 most = _mm512_max_ps(_mm512_max_ps(top[0], top[1]), _mm512_max_ps(top[2], top[3]));
+    __m512 top[2] = {_mm512_loadu_ps(scores), _mm512_loadu_ps(scores + 16)};
+    for (int i = 32; i < keys * R; i += 32)
+        for (int j = 0; j < 2; ++j)
+            top[j] = _mm512_max_ps(top[j], _mm512_loadu_ps(scores + i + 16 * j));
+    const __m512 most = largest<R>(_mm512_max_ps(top[0], top[1]));
     const __m512 old = _mm512_load_ps(lanes.reference);
     const __m512 wanted = _mm512_mul_ps(most, _mm512_set1_ps(s.scale));
     const __mmask16 grown =
         _mm512_cmp_ps_mask(wanted, _mm512_add_ps(old, _mm512_set1_ps(kSlack)), _CMP_GT_OQ);
     if (!grown) return old;
     const __m512 reference = _mm512_mask_mov_ps(old, grown, wanted);
-    alignas(64) float factors[kLanes];
+    alignas(64) float factors[16];
     const __m512 correction = exp2_ps(_mm512_sub_ps(old, reference));
     _mm512_store_ps(factors, correction);
     _mm512_store_ps(lanes.reference, reference);
-    _mm512_store_ps(lanes.sum, _mm512_mul_ps(_mm512_load_ps(lanes.sum), correction));
-    for (int row = 0; row < kLanes; ++row)
+    for (int i = 0; i < R; ++i) {
+        float *sums = lanes.sums + 16 * i;
+        _mm512_store_ps(sums, _mm512_mul_ps(_mm512_load_ps(sums), correction));
+    }
+    for (int row = 0; row < R; ++row)
         for (int d = 0; (grown >> row & 1) && d < s.dim; d += 16) {
-            float *acc = lanes.acc + d * kLanes + row * 16;
+            float *acc = lanes.acc + d * R + row * 16;
             _mm512_storeu_ps(acc, _mm512_mul_ps(_mm512_loadu_ps(acc), _mm512_set1_ps(factors[row])));
         }
     return reference;
 }
 
-// Softmax weights of 32 or 64 keys as tiles [16 rows][32 keys].
+// [16][R] 32-bit elements -> [R][16]. Each step turns the bits of their numbers by one.
+template <int R>
+inline void part_rows(__m512i *x) {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    for (int step = 1; step < R; step *= 2) {
+        __m512i from[R];
+        for (int i = 0; i < R; ++i) from[i] = x[i];
+        for (int i = 0; i < R / 2; ++i) {
+            x[i] = _mm512_permutex2var_epi32(from[2 * i], even, from[2 * i + 1]);
+            x[i + R / 2] = _mm512_permutex2var_epi32(from[2 * i], odd, from[2 * i + 1]);
+        }
+    }
+}
+
+// Softmax weights of 32 or 64 keys as tiles [R rows][16 pairs].
+template <int R>
 void weigh(const Shape &s, Lanes &lanes, const float *scores, int keys, uint32_t *weights,
            Ahead &ahead) {
-    const __m512 reference = refer(s, lanes, scores, keys), factor = _mm512_set1_ps(s.scale);
+    const __m512 reference = refer<R>(s, lanes, scores, keys), factor = _mm512_set1_ps(s.scale);
     const __m512i order = _mm512_setr_epi32(0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005,
                                             0x160006, 0x170007, 0x180008, 0x190009, 0x1a000a, 0x1b000b,
                                             0x1c000c, 0x1d000d, 0x1e000e, 0x1f000f);
-    __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
-    for (; keys > 0; keys -= 32, scores += 32 * kLanes, weights += 256) {
-        alignas(64) uint32_t pairs[16][kLanes];
-#pragma GCC unroll 4
-        for (int pair = 0; pair < 16; ++pair) {
-            ahead.some(1);
-            const float *at = scores + 2 * pair * kLanes;
+    for (; keys > 0; keys -= 32, scores += 32 * R, weights += 16 * R) {
+        __m512i pairs[R];
+#pragma GCC unroll 16
+        for (int i = 0; i < R; ++i) {
+            ahead.some((R + 3) / R);
+            const float *at = scores + 16 * i;
             const __m512 a = exp2_ps(_mm512_fmsub_ps(_mm512_loadu_ps(at), factor, reference));
-            const __m512 b = exp2_ps(_mm512_fmsub_ps(_mm512_loadu_ps(at + kLanes), factor, reference));
-            even = _mm512_add_ps(even, a);
-            odd = _mm512_add_ps(odd, b);
-            const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b, a);
-            _mm512_store_si512(pairs[pair], _mm512_permutexvar_epi16(order, both));
+            const __m512 b = exp2_ps(_mm512_fmsub_ps(_mm512_loadu_ps(at + 16 * R), factor, reference));
+            float *sums = lanes.sums + 16 * i;
+            _mm512_store_ps(sums, _mm512_add_ps(_mm512_add_ps(_mm512_load_ps(sums), a), b));
+            pairs[i] = _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(b, a));
         }
-        transpose(pairs, 64, weights, 64);
+        part_rows<R>(pairs);
+        for (int i = 0; i < R; ++i) _mm512_store_si512(weights + 16 * i, pairs[i]);
     }
-    const __m512 sum = _mm512_add_ps(_mm512_load_ps(lanes.sum), _mm512_add_ps(even, odd));
-    _mm512_store_ps(lanes.sum, sum);
 }
 
-// acc += weights [16][keys] values [keys][columns] for 2 or 4 tiles of columns.
-template <bool wide>
-void gather(const uint32_t *weights, const uint32_t *values, int keys, int dim, float *acc) {
-    _tile_loadd(0, acc, 64);
-    _tile_loadd(1, acc + 256, 64);
-    if (wide) {
-        _tile_loadd(2, acc + 512, 64);
-        _tile_loadd(3, acc + 768, 64);
+// acc += weights [R][keys] values [keys][32 columns].
+template <int R>
+void gather(const uint32_t *weights, const uint32_t *values, int keys, int dim, float *acc,
+            Ahead &ahead) {
+    _tile_loadd(2, acc, 64);
+    _tile_loadd(3, acc + 16 * R, 64);
+    for (; keys > 0; keys -= 32, weights += 16 * R, values += 16 * dim) {
+        _tile_loadd(7, weights, 64);
+        _tile_loadd(4, values, 64);
+        _tile_dpbf16ps(2, 7, 4);
+        ahead.some(5);
+        _tile_loadd(5, values + 256, 64);
+        _tile_dpbf16ps(3, 7, 5);
+        ahead.some(5);
     }
-    for (; keys > 0; keys -= 32, weights += 256, values += 16 * dim) {
-        _tile_loadd(4, weights, 64);
-        _tile_loadd(6, values, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, values + 256, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        if (wide) {
-            _tile_loadd(6, values + 512, 64);
-            _tile_dpbf16ps(2, 4, 6);
-            _tile_loadd(7, values + 768, 64);
-            _tile_dpbf16ps(3, 4, 7);
-        }
-    }
-    _tile_stored(0, acc, 64);
-    _tile_stored(1, acc + 256, 64);
-    if (wide) {
-        _tile_stored(2, acc + 512, 64);
-        _tile_stored(3, acc + 768, 64);
-    }
+    _tile_stored(2, acc, 64);
+    _tile_stored(3, acc + 16 * R, 64);
 }
 
 struct Scratch {
@@ -209,8 +249,9 @@ struct Scratch {
     Ahead ahead;
 };
 
-// Sixteen rows see the page whose first key is at position `first`. A half that no row sees is left
-// out: its weights would be 0.
+// R rows see the page whose first key is at position `first`. A half that no row sees is left out:
+// its weights would be 0.
+template <int R>
 void step(const Shape &s, Scratch &scratch, Lanes &lanes, const Keys &keys, int64_t first) {
     const int64_t low = lanes.position[0], high = lanes.position[kLanes - 1];
     if (first > high || (s.window && first + kPage - 1 <= low - s.window)) return;
@@ -218,15 +259,14 @@ void step(const Shape &s, Scratch &scratch, Lanes &lanes, const Keys &keys, int6
     const uint32_t *values = scratch.values.data();
     __asm__ volatile("" ::: "memory");  // tile loads do not say that they read memory
     for (int key = 0; key < count; key += 32)
-        score(s, lanes.query, keys, keys.at + key / 16 * keys.sixteen, scratch.scores + key * kLanes);
+        score<R>(s, lanes.query, keys, keys.at + key / 16 * keys.sixteen, scratch.scores + key * R,
+                 scratch.ahead);
     if (first + kPage - 1 > low || (s.window && first <= high - s.window))
-        hide(s, lanes, first, count, scratch.scores);
-    weigh(s, lanes, scratch.scores, count, scratch.weights, scratch.ahead);
+        hide<R>(s, lanes, first, count, scratch.scores);
+    weigh<R>(s, lanes, scratch.scores, count, scratch.weights, scratch.ahead);
     __asm__ volatile("" ::: "memory");
-    int d = 0;
-    for (; d + 64 <= s.dim; d += 64)
-        gather<true>(scratch.weights, values + d * 16, count, s.dim, lanes.acc + d * 16);
-    if (d < s.dim) gather<false>(scratch.weights, values + d * 16, count, s.dim, lanes.acc + d * 16);
+    for (int d = 0; d < s.dim; d += 32)
+        gather<R>(scratch.weights, values + d * 16, count, s.dim, lanes.acc + d * R, scratch.ahead);
 }
 
 // Query tokens `row`..`row + count` of the step, first position `start`, some KV heads.
@@ -245,26 +285,35 @@ struct Item {
     int tiles(const Shape &s) const { return (rows(s) + kLanes - 1) / kLanes; }
 };
 
-// Sixteen rows from `first` on of the item's head `h`; lanes without a row repeat the last one.
+// R rows from `first` on of the item's head `h`; lanes without a row repeat the last one.
+template <int R>
 void fill(const Shape &s, const Item &item, int h, int first, uint16_t *rows, Lanes &lanes) {
     const int group = s.heads / s.kv_heads;
-    for (int i = 0; i < kLanes; ++i) {
+    for (int i = 0; i < R; ++i) {
         const int row = std::min(first + i, item.rows(s) - 1);
         const uint16_t *q = s.q + (item.row + row / group) * s.q_row +
                             (int64_t)((item.head + h) * group + row % group) * s.dim;
         std::memcpy(rows + i * s.dim, q, s.dim * 2);
-        lanes.position[i] = (int32_t)(item.start + row / group);
-        lanes.reference[i] = kNone;
-        lanes.sum[i] = 0.0f;
+        for (int lane = i; lane < kLanes; lane += R)
+            lanes.position[lane] = (int32_t)(item.start + row / group);
     }
-    for (int d = 0; d < s.dim; d += 32)
-        transpose(rows + d, s.dim * 2, lanes.query + d / 2 * kLanes, 64);
+    std::fill(lanes.reference, lanes.reference + kLanes, kNone);
+    std::fill(lanes.sums, lanes.sums + 16 * R, 0.0f);
+    if constexpr (R == 16) {
+        for (int d = 0; d < s.dim; d += 32)
+            transpose(rows + d, s.dim * 2, lanes.query + d / 2 * R, 64);
+        return;
+    }
+    for (int i = 0; i < R; ++i)
+        for (int pair = 0; pair < s.dim / 2; ++pair)
+            std::memcpy(lanes.query + pair * R + i, rows + i * s.dim + 2 * pair, 4);
 }
 
 // The item's rows as lanes: all tiles of its first head, then of the next.
+template <int R>
 void begin(const Shape &s, Scratch &to, const Item &item) {
     const int tiles = item.tiles(s);
-    const size_t one = (size_t)kLanes * s.dim, size = item.heads * tiles * one;
+    const size_t one = (size_t)R * s.dim, size = item.heads * tiles * one;
     uint32_t *queries = to.queries.at_least(size / 2);
     float *acc = to.acc.at_least(size);
     std::fill(acc, acc + size, 0.0f);
@@ -275,24 +324,28 @@ void begin(const Shape &s, Scratch &to, const Item &item) {
     for (int at = 0; at < item.heads * tiles; ++at) {
         to.lanes[at].query = queries + at * one / 2;
         to.lanes[at].acc = acc + at * one;
-        fill(s, item, at / tiles, at % tiles * kLanes, rows, to.lanes[at]);
+        fill<R>(s, item, at / tiles, at % tiles * R, rows, to.lanes[at]);
     }
 }
 
-void finish(const Shape &s, const Scratch &from, const Item &item) {
+template <int R>
+void finish(const Shape &s, Scratch &from, const Item &item) {
     const int group = s.heads / s.kv_heads, total = item.rows(s);
     const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    for (Lanes &lanes : from.lanes)
+        for (int half = 8 * R; half >= R; half /= 2)
+            for (int i = 0; i < half; ++i) lanes.sums[i] += lanes.sums[half + i];
     for (int i = 0; i < item.heads * total; ++i) {
         const int h = i / total, row = i % total;
-        const Lanes &lanes = from.lanes[h * item.tiles(s) + row / kLanes];
-        const float *acc = lanes.acc + row % kLanes * 16;
-        const __m512 inverse = _mm512_set1_ps(1.0f / lanes.sum[row % kLanes]);
+        const Lanes &lanes = from.lanes[h * item.tiles(s) + row / R];
+        const float *acc = lanes.acc + row % R * 16;
+        const __m512 inverse = _mm512_set1_ps(1.0f / lanes.sums[row % R]);
         uint16_t *out = s.out + (item.row + row / group) * s.out_row +
                         (int64_t)((item.head + h) * group + row % group) * s.dim;
         for (int d = 0; d < s.dim; d += 32) {
-            const __m512 a = _mm512_mul_ps(_mm512_loadu_ps(acc + d * kLanes), inverse);
-            const __m512 b = _mm512_mul_ps(_mm512_loadu_ps(acc + (d + 16) * kLanes), inverse);
+            const __m512 a = _mm512_mul_ps(_mm512_loadu_ps(acc + d * R), inverse);
+            const __m512 b = _mm512_mul_ps(_mm512_loadu_ps(acc + (d + 16) * R), inverse);
             store_bf16(out + d, _mm512_permutex2var_ps(a, low, b));
             store_bf16(out + d + 16, _mm512_permutex2var_ps(a, high, b));
         }
@@ -311,9 +364,11 @@ Ahead after(const Shape &s, const Item &item, int64_t p, int h, const Item &next
 
 // One item; `next` is likely the thread's next one. Inlined, it would look for its thread's scratch
 // again and again.
+template <int R>
 __attribute__((noinline)) void work(const Shape &s, Scratch &scratch, const Item &item, const Item &next) {
     const int tiles = item.tiles(s);
-    begin(s, scratch, item);
+    shape_tiles<R>();
+    begin<R>(s, scratch, item);
     for (int64_t p = item.first(s); p <= item.last(); ++p)
         for (int h = 0; h < item.heads; ++h) {
             const int64_t base = item.page(s, p, h);
@@ -321,10 +376,15 @@ __attribute__((noinline)) void work(const Shape &s, Scratch &scratch, const Item
             const Keys keys = find_keys(s.k + base, s.dim, scratch.packed.data());
             pack_values(s.v + base, s.dim, item.used(p), scratch.values.data(), scratch.ahead);
             for (int tile = 0; tile < tiles; ++tile)
-                step(s, scratch, scratch.lanes[h * tiles + tile], keys, p * kPage);
+                step<R>(s, scratch, scratch.lanes[h * tiles + tile], keys, p * kPage);
             scratch.ahead.some(scratch.ahead.left);
         }
-    finish(s, scratch, item);
+    finish<R>(s, scratch, item);
+}
+
+// The narrowest `work` for so many rows of a head.
+auto pick(int rows) {
+    return rows > 8 ? work<16> : rows > 4 ? work<8> : rows > 2 ? work<4> : rows > 1 ? work<2> : work<1>;
 }
 
 }  // namespace
@@ -360,6 +420,6 @@ extern "C" void attention_amx(const uint16_t *q, const uint16_t *k, const uint16
         thread_local Scratch scratch;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < all; ++i)
-            work(s, scratch, items[i], items[std::min(i + 1, all - 1)]);
+            pick(items[i].rows(s))(s, scratch, items[i], items[std::min(i + 1, all - 1)]);
     }
 }

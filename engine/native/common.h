@@ -95,14 +95,28 @@ class Buffer {
     size_t count_ = 0;
 };
 
-// All eight tiles are 16 rows of 64 bytes. A thread's tiles are its own: configure at entry.
+// What AMX is told about its eight tiles, as it wants it. A thread's tiles are its own.
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start = 0, zero[14] = {};
+    uint16_t bytes[16] = {};   // of a row
+    uint8_t rows[16] = {};
+
+    void set(int tile, int count, int row_bytes) {
+        rows[tile] = count;
+        bytes[tile] = row_bytes;
+    }
+    void load() const {
+        __asm__ volatile("" ::"r"(this) : "memory");  // the intrinsic names 8 of its 64 bytes
+        _tile_loadconfig(this);
+    }
+};
+
+// Tiles for as long as this lives: first all of 16 rows of 64 bytes.
 struct Tiles {
     Tiles() {
-        struct alignas(64) { uint8_t palette = 1, start = 0, zero[14] = {}; uint16_t bytes[16] = {};
-                             uint8_t rows[16] = {}; } config;
-        for (int i = 0; i < 8; ++i) config.bytes[i] = 64, config.rows[i] = 16;
-        __asm__ volatile("" ::"r"(&config) : "memory");  // the intrinsic names 8 of its 64 bytes
-        _tile_loadconfig(&config);
+        TileShapes shapes;
+        for (int i = 0; i < 8; ++i) shapes.set(i, 16, 64);
+        shapes.load();
     }
     ~Tiles() { _tile_release(); }
 };

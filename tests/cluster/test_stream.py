@@ -38,8 +38,8 @@ class ScriptedPlane:
     def send(self, frame: Any) -> None:
         self.said.append(frame)
 
-    def forget(self, key: f.Key, abort: bool) -> None:
-        self.said.append(("aborted" if abort else "over", key))
+    def forget(self, over: f.Over, abort: bool) -> None:
+        self.said += [("aborted" if abort else "over", over.key), over]
 
     def put(self, *frames: Any) -> None:
         for frame in frames:
@@ -109,6 +109,10 @@ def test_a_second_attempt_repeats_nothing_and_loses_nothing() -> None:
     places = [frame for frame in plane.said if isinstance(frame, f.Place)]
     assert [place.lost for place in places] == [[], ["d"]], "a dead worker is not asked again"
     assert ("aborted", ("r", 0)) in plane.said, "the other worker is told of the failed attempt"
+    first, second = (frame for frame in plane.said if isinstance(frame, f.Over))
+    assert (first.reason, first.tokens, second.reason, second.tokens) == ("worker_lost", 2, "stop", 4)
+    assert 0 <= (second.ttft_ms or 0) and (second.itl_p99_ms or -1) >= 0
+    assert places[1].waited_s > places[0].waited_s >= 0, "a retry keeps its deadline"
 
 
 def test_a_prefill_worker_lost_after_the_first_token_is_no_failure() -> None:

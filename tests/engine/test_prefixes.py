@@ -1,180 +1,160 @@
-"""Prefixes from tiers and peers, event by event: every prompt is added once, every block let go."""
+"""Probes: blocks of no meaning that travel like a prefix, event by event and over real pools."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
-from diptych.engine.commands import Add, Adopt, Drop, Load, Loaded, Stage, Staged
-from diptych.engine.prefixes import FETCH, SERVE, Prefixes
-from diptych.engine.sequence import Sequence
+from diptych.engine.blocks import BlockPool
+from diptych.engine.commands import Drop, Stage, Staged
+from diptych.engine.prefixes import Prefixes, Probed
+from diptych.engine.scheduler import Limits, Scheduler
 from diptych.kv_transfer import commands as transfer
 from diptych.kv_transfer import tickets
-from diptych.protos.frames import Sampling
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-HASHES = [b"h1", b"h2", b"h3"]
-KEY, COMING = ("r", 0), ("r" + FETCH, 0)
-XID = f"r{FETCH}#0"
-BLOCKS = [5, 6, 7]
+KEY = ("decode/x\x1d0", 0)
+STAGED = ("decode/x\x1d0\x1e", 0)
+SERVED = ("decode/x\x1d0\x1e\x1f", 0)
+XID = "decode/x\x1d0\x1e#0"
 
 
-def sequence(tokens: int = 200) -> Sequence:
-    return Sequence(KEY, list(range(tokens)), tokens, Sampling(8), list(HASHES))
+def asked(tokens: int = 192) -> tuple[Prefixes, transfer.Receive]:
+    """A sink that waits for its probe, and what it asked for."""
+    sink = Prefixes(64)
+    assert sink.probe(KEY, "prefill/y", tokens) == [Stage(STAGED, [], tokens // 64)]
+    (receive,) = sink.handle(Staged(STAGED, [3, 4, 5]))
+    return sink, receive
 
 
-def begun(peer: str | None = "decode/x", tiers: bool = True) -> tuple[Prefixes, Sequence]:
-    prefixes, seq = Prefixes(64), sequence()
-    assert prefixes.begin(seq, peer, tiers) == [Stage(COMING, HASHES, 3 if peer else 0)]
-    return prefixes, seq
-
-
-def fetching() -> tuple[Prefixes, Sequence]:
-    prefixes, seq = begun()
-    (receive,) = prefixes.handle(Staged(COMING, BLOCKS, held=1))
-    assert receive == transfer.Receive(XID, "decode/x", BLOCKS, 192, 64, tuple(HASHES))
-    return prefixes, seq
-
-
-def test_without_tiers_and_peer_a_prompt_is_added_at_once() -> None:
-    seq = sequence()
-    assert Prefixes(64).begin(seq, None, False) == [Add(seq)]
-    short = sequence(64)  # its last id must be computed, so no full block can come
-    assert Prefixes(64).begin(short, "decode/x", True) == [Add(short)]
-
-
-def test_what_a_tier_holds_is_loaded_adopted_and_found() -> None:
-    prefixes, seq = begun(peer=None)
-    load = prefixes.handle(Staged(COMING, BLOCKS, held=1, below=2))
-    assert load == [Load(COMING, 1, [b"h2", b"h3"], [6, 7])]
-    assert prefixes.handle(Loaded(COMING, 2)) == [Adopt(COMING, 2), Add(seq)]
-    assert not prefixes.coming
-
-
-def test_a_tier_that_holds_it_all_is_asked_before_the_peer() -> None:
-    prefixes, _ = begun()
-    (load,) = prefixes.handle(Staged(COMING, BLOCKS, held=0, below=3))
-    assert isinstance(load, Load)
-
-
-def test_nothing_to_be_had_is_computed() -> None:
-    prefixes, seq = begun()
-    assert prefixes.handle(Staged(COMING, [], held=3)) == [Adopt(COMING, 0), Add(seq)]
-
-
-def test_what_a_peer_sends_is_adopted_as_far_as_it_goes() -> None:
-    prefixes, seq = fetching()
-    assert prefixes.handle(transfer.Arrived(XID, b"", 128)) == [Adopt(COMING, 2), Add(seq)]
-
-
-def test_a_broken_fetch_is_computed_and_its_blocks_wait_for_freed() -> None:
-    prefixes, seq = fetching()
-    assert prefixes.handle(tickets.Broken(XID, "checksum")) == [Add(seq)]
-    assert prefixes.knows(COMING)
-    assert prefixes.handle(tickets.Freed(XID)) == [Drop(COMING)]
-    assert not prefixes.knows(COMING)
-
-
-@pytest.mark.parametrize("when", ["staging", "loading", "fetching", "broken"])
-def test_a_forgotten_prompt_is_never_added_and_its_blocks_are_let_go(when: str) -> None:
-    if when == "staging":
-        prefixes, seq = begun()
-        ends = [Staged(COMING, BLOCKS, held=1)]
-    elif when == "loading":
-        prefixes, seq = begun(peer=None)
-        prefixes.handle(Staged(COMING, BLOCKS, held=1, below=2))
-        ends = [Loaded(COMING, 3)]
-    else:
-        prefixes, seq = fetching()
-        ends = [tickets.Broken(XID, "aborted"), tickets.Freed(XID)]
-        if when == "broken":
-            prefixes.handle(ends.pop(0))
-    assert prefixes.forget(KEY) == [transfer.Cancel(XID, "aborted")]
-    actions = [action for event in ends for action in prefixes.handle(event)]
-    assert Add(seq) not in actions
-    assert any(isinstance(action, Drop | Adopt) for action in actions)
-    assert not prefixes.coming and prefixes.forget(KEY) == []
-
-
-def test_a_peer_that_asks_gets_what_is_here() -> None:
-    prefixes, pinned = Prefixes(64), (f"r{FETCH}{SERVE}", 0)
-    assert prefixes.handle(tickets.Wanted(XID, "prefill/y", tuple(HASHES))) == [
-        Stage(pinned, HASHES, 0, pin=True)
-    ]
-    assert prefixes.handle(Staged(pinned, [8, 9], held=2)) == [
-        transfer.Expect(XID, "prefill/y", 128),
-        transfer.Push(XID, 0, [8, 9]),
+def test_both_ends_stage_fresh_blocks_and_drop_them_when_all_came() -> None:
+    sink, receive = asked()
+    assert (receive.xid, receive.peer, receive.blocks) == (XID, "prefill/y", [3, 4, 5])
+    assert (receive.tokens, receive.held) == (192, 0) and receive.hashes
+    source = Prefixes(64)
+    wanted = source.handle(tickets.Wanted(XID, "decode/x", receive.hashes))
+    assert wanted == [Stage(SERVED, [], 3)]  # not pinned: nothing that is cached is sent
+    assert source.handle(Staged(SERVED, [7, 8, 9])) == [
+        transfer.Expect(XID, "decode/x", 192),
+        transfer.Push(XID, 0, [7, 8, 9]),
         transfer.Finish(XID, b""),
     ]
-    assert prefixes.knows(pinned)
-    assert prefixes.handle(tickets.Closed(XID, True)) == [Drop(pinned)]
-    assert not prefixes.knows(pinned)
+    assert source.knows(SERVED) and sink.knows(STAGED)
+    assert source.handle(tickets.Closed(XID, True)) == [Drop(SERVED)]
+    arrived = transfer.Arrived(XID, b"", 192, 0.25)
+    assert sink.handle(arrived) == [Drop(STAGED), Probed(KEY, 192, 0.25)]
+    assert not sink.knows(STAGED) and not source.knows(SERVED)
 
 
-def test_a_peer_that_asks_for_what_is_not_here_is_told_so() -> None:
-    prefixes, pinned = Prefixes(64), (f"r{FETCH}{SERVE}", 0)
-    prefixes.handle(tickets.Wanted(XID, "prefill/y", tuple(HASHES)))
-    _, cancel = prefixes.handle(Staged(pinned, []))
-    assert cancel == transfer.Cancel(XID, "not_held")
-    prefixes.handle(tickets.Closed(XID, False, "not_held"))
-    assert not prefixes.serving
+@pytest.mark.parametrize(("mine", "blocks"), [(64, 8), (128, 4), (512, 1)])
+def test_the_holder_counts_in_its_own_blocks(mine: int, blocks: int) -> None:
+    receive = asked(512)[1]
+    source = Prefixes(mine)
+    assert source.handle(tickets.Wanted(XID, "d", receive.hashes)) == [Stage(SERVED, [], blocks)]
 
 
-class Life(RuleBasedStateMachine):
-    """One prompt, its events in any possible order."""
+def test_a_prefix_that_is_asked_for_is_still_looked_up() -> None:
+    source, hashes = Prefixes(64), (b"probe-like hash.", b"another")
+    assert source.handle(tickets.Wanted(XID, "d", hashes)) == [
+        Stage(SERVED, list(hashes), 0, pin=True)
+    ]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.prefixes, self.seq = Prefixes(64), sequence()
-        self.due: list[str] = ["staged"]  #: what may come next
-        self.added = self.gone = 0
-        self.forgotten = False
-        self.carry_out(self.prefixes.begin(self.seq, "decode/x", True))
 
-    def carry_out(self, actions: list) -> None:
+def test_a_pool_that_is_too_full_is_an_answer() -> None:
+    sink = Prefixes(64)
+    sink.probe(KEY, "prefill/y", 192)
+    assert sink.handle(Staged(STAGED, [])) == [Drop(STAGED), Probed(KEY, 0, reason="pool_full")]
+    source = Prefixes(64)
+    source.handle(tickets.Wanted(XID, "decode/x", asked()[1].hashes))
+    assert transfer.Cancel(XID, "not_held") in source.handle(Staged(SERVED, []))
+
+
+def test_a_broken_probe_is_told_at_once_and_its_blocks_dropped_when_no_write_can_land() -> None:
+    for reason, told in (("checksum", "checksum"), ("not_held", "peer_pool_full")):
+        sink, _ = asked()
+        assert sink.handle(tickets.Broken(XID, reason)) == [Probed(KEY, 0, reason=told)]
+        assert sink.knows(STAGED)
+        assert sink.handle(tickets.Freed(XID)) == [Drop(STAGED)]
+        assert not sink.knows(STAGED)
+
+
+def test_a_probe_that_is_forgotten_is_told_once_whatever_comes_afterwards() -> None:
+    sink, _ = asked()
+    cancel, probed = sink.forget(KEY, "timeout")
+    assert (cancel, probed) == (transfer.Cancel(XID, "timeout"), Probed(KEY, 0, reason="timeout"))
+    assert sink.forget(KEY) == []
+    assert sink.handle(tickets.Broken(XID, "timeout")) == []
+    assert sink.handle(tickets.Freed(XID)) == [Drop(STAGED)]
+    assert sink.forget(KEY) == []
+
+    landed, _ = asked()
+    landed.forget(KEY, "timeout")
+    assert landed.handle(transfer.Arrived(XID, b"", 192)) == [Drop(STAGED)]
+
+    early = Prefixes(64)
+    early.probe(KEY, "prefill/y", 192)
+    assert early.forget(KEY, "timeout")[1] == Probed(KEY, 0, reason="timeout")
+    assert early.handle(Staged(STAGED, [3, 4, 5])) == [Drop(STAGED)], "no ticket was opened"
+
+
+class Pools:
+    """Two ends over real block pools, and a wire that loses whole outcomes at random."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.ends = [Prefixes(64), Prefixes(64)]
+        self.pools = [Scheduler(BlockPool(17), Limits(), b"") for _ in self.ends]
+        self.told: list[Probed] = []
+        self.queue: list[tuple[int, object]] = []
+        self.open: dict[str, bool] = {}  #: tickets of the sink: not over yet
+
+    def act(self, end: int, actions: list) -> None:
         for action in actions:
             match action:
-                case Add():
-                    self.added += 1
-                    assert not self.forgotten
-                case Adopt() | Drop():
-                    self.gone += 1
-                case Load():
-                    self.due = ["loaded"]
-                case transfer.Receive():
-                    self.due = ["arrived", "broken"]
+                case Stage(key, hashes, count):
+                    self.pools[end].stage(key, hashes, count)
+                    blocks, _ = self.pools[end].staged.get(key, ([], []))
+                    self.queue.append((end, Staged(key, list(blocks))))
+                case Drop(key):
+                    self.pools[end].remove(key)
+                case Probed():
+                    self.told.append(action)
+                case transfer.Receive(xid, _, blocks):
+                    assert blocks
+                    self.open[xid] = True
+                    self.queue.append((1, tickets.Wanted(xid, "sink", action.hashes)))
+                case transfer.Finish(xid):
+                    self.queue.append((1, tickets.Closed(xid, True)))
+                    if self.open.pop(xid, False):
+                        self.end(xid, self.random.random() < 0.7)
+                case transfer.Cancel(xid):
+                    if end == 1:
+                        self.queue.append((1, tickets.Closed(xid, False, "not_held")))
+                    if self.open.pop(xid, False):
+                        self.end(xid, False)
 
-    @rule(data=st.data(), below=st.integers(0, 3), full=st.booleans())
-    def comes(self, data, below: int, full: bool) -> None:
-        if not self.due:
-            return
-        event, self.due = data.draw(st.sampled_from(self.due)), []
-        match event:
-            case "staged":
-                blocks = [] if full else BLOCKS
-                self.carry_out(self.prefixes.handle(Staged(COMING, blocks, 0, below)))
-            case "loaded":
-                self.carry_out(self.prefixes.handle(Loaded(COMING, below)))
-            case "arrived":
-                self.carry_out(self.prefixes.handle(transfer.Arrived(XID, b"", 64 * below)))
-            case "broken":
-                self.due = ["freed"]
-                self.carry_out(self.prefixes.handle(tickets.Broken(XID, "peer_lost")))
-            case "freed":
-                self.carry_out(self.prefixes.handle(tickets.Freed(XID)))
-
-    @rule()
-    def forget(self) -> None:
-        self.carry_out(self.prefixes.forget(KEY))
-        self.forgotten = True
-
-    @invariant()
-    def once(self) -> None:
-        assert self.added <= 1 and self.gone <= 1
-        assert bool(self.prefixes.coming) == bool(self.due)
-        assert self.due or self.gone == 1, "its blocks are let go"
-        assert self.due or self.added or self.forgotten, "it is computed"
+    def end(self, xid: str, well: bool) -> None:
+        outcomes = [transfer.Arrived(xid, b"", 192)] if well else []
+        outcomes = outcomes or [tickets.Broken(xid, "checksum"), tickets.Freed(xid)]
+        self.queue += [(0, outcome) for outcome in outcomes]
 
 
-Life.TestCase.settings = settings(max_examples=150, stateful_step_count=8, deadline=None)
-TestLife = Life.TestCase
+@pytest.mark.parametrize("seed", range(30))
+def test_both_pools_are_whole_after_probes_that_break_and_are_aborted(seed: int) -> None:
+    world = Pools(seed)
+    keys = [(f"d\x1d{index}", 0) for index in range(12)]
+    waiting = list(keys)
+    while waiting or world.queue:
+        if waiting and world.random.random() < 0.3:
+            world.act(0, world.ends[0].probe(waiting.pop(), "source", 192))
+        elif world.queue:
+            ends = sorted({end for end, _ in world.queue})
+            turn = world.random.choice(ends)  # what one end is told keeps its order
+            first = next(i for i, (end, _) in enumerate(world.queue) if end == turn)
+            world.act(turn, world.ends[turn].handle(world.queue.pop(first)[1]))
+        if world.random.random() < 0.2:
+            world.act(0, world.ends[0].forget(world.random.choice(keys), "timeout"))
+    assert sorted(one.key for one in world.told) == sorted(keys)
+    for scheduler, prefixes in zip(world.pools, world.ends, strict=True):
+        scheduler.pool.validate()
+        assert (scheduler.pool.available, scheduler.pool.cached, scheduler.staged) == (16, 0, {})
+        assert not prefixes.probing and not prefixes.serving and not prefixes.coming

@@ -7,6 +7,7 @@ and carries out what it decides: commands to the threads, frames to gateways.
 from __future__ import annotations
 
 import asyncio
+import time
 import itertools
 import time
 from collections.abc import Callable
@@ -116,7 +117,9 @@ class Node:
         hashes = block_hashes(frame.ids, self._salt, size)
         if frame.fetch and not self.knows(frame.fetch):
             frame = msgspec.structs.replace(frame, fetch=None)
-        self._do(self.role.submit(gateway, frame, hashes, tiers=self.tiering is not None))
+        deadline = time.monotonic() + frame.deadline_s if frame.deadline_s else 0.0
+        tiers = self.tiering is not None
+        self._do(self.role.submit(gateway, frame, hashes, tiers, deadline))
 
     def abort(self, frame: f.Abort) -> None:
         self._do(self.role.handle(frame))
@@ -205,7 +208,7 @@ class Node:
         finally:
             late.cancel()
             self._probe = None
-            pass
+            self._do(give_up(key))
         share = None
         if probed.tokens and before is not None and after is not None:
             mine = probed.tokens * self.engine.kv.layout.token_bytes

@@ -46,6 +46,7 @@ class Worker:
         self.name = f"{home}/{self.replica}"
         self._model = Path(model)
         self._gateways: dict[str, Connection] = {}
+        self._probing: set[asyncio.Task] = set()
         self._ended: dict[f.Key, asyncio.Future[None]] = {}
         self._known: dict[str, f.WorkerCard] = {}
         self._reports = 0  #: 0: the router does not know us yet; else the next report's number
@@ -84,6 +85,8 @@ class Worker:
             blocks=engine.scheduler.pool.total,
             block_tokens=engine.kv.layout.block_tokens,
             kept=engine.scheduler.kept,
+            chunk_tokens=engine.scheduler.limits.max_step_tokens,
+            max_running=engine.scheduler.limits.max_running,
         )
         self._tasks.append(self.loop.create_task(self._observe()))
 
@@ -108,14 +111,27 @@ class Worker:
         before, self._seen = self._seen, seen
         if self._reports == 0 or before is None:
             assert self._card is not None
-            self.link.send(f.Join(self._card, self.link.term, seen.hashes))
+            held = self.node.streams()
+            self.link.send(f.Join(self._card, self.link.term, seen.hashes, held))
             self._reports = 1
             return
         tokens = seen.prefill_tokens - before.prefill_tokens
-        if tokens or seen.stored or seen.evicted or seen.free_blocks != before.free_blocks:
-            seconds = seen.prefill_seconds - before.prefill_seconds
+        steps = seen.decode_steps - before.decode_steps
+        changed = tokens or steps or seen.stored or seen.evicted
+        state = (seen.free_blocks, seen.running, seen.preempted)
+        if changed or state != (before.free_blocks, before.running, before.preempted):
             report = f.Report(
-                self._reports, seen.free_blocks, seen.stored, seen.evicted, tokens, seconds
+                self._reports,
+                seen.free_blocks,
+                seen.stored,
+                seen.evicted,
+                tokens,
+                seen.prefill_seconds - before.prefill_seconds,
+                seen.running,
+                seen.kv_tokens,
+                steps,
+                seen.decode_seconds - before.decode_seconds,
+                seen.preempted,
             )
             self.link.send(report)
             self._reports += 1
@@ -161,6 +177,18 @@ class Worker:
                 self.node.abort(frame)
             case f.Inspect(call):
                 peer.send(f.Statistics(call, self.statistics()))
+            case f.Probe():
+                task = self.loop.create_task(self._probe(peer, frame))
+                self._probing.add(task)
+                task.add_done_callback(self._probing.discard)
+
+    async def _probe(self, peer: Connection, frame: f.Probe) -> None:
+        if frame.peer is None:
+            seen = await asyncio.to_thread(self.node.environment, frame.pids)
+            values = msgspec.to_builtins(seen)
+        else:
+            values = await self.node.probe(frame.peer, frame.bytes)
+        peer.send(f.Statistics(frame.call, values))
 
     def _refuses(self, frame: f.Prefill | f.Decode) -> str | None:
         """Why this attempt cannot start here, if so."""

@@ -51,12 +51,21 @@ class DecodeRole:
         self.jobs: dict[str, Job] = {}
 
     def submit(
-        self, gateway: str, frame: Decode, hashes: list[bytes], tiers: bool = False
+        self,
+        gateway: str,
+        frame: Decode,
+        hashes: list[bytes],
+        tiers: bool = False,
+        deadline: float = 0.0,
     ) -> list:
-        """A gateway's new attempt. A duplicate changes nothing. `tiers`: there are some."""
+        """A gateway's new attempt. A duplicate changes nothing. `tiers`: there are some.
+
+        `deadline`: by the clock that all of this worker's have, lower ones are computed first.
+        """
         if ticket_id(frame.key) in self.jobs:
             return []
-        seq = Sequence(frame.key, frame.ids, len(frame.ids), frame.sampling, hashes)
+        prompt = len(frame.ids)
+        seq = Sequence(frame.key, frame.ids, prompt, frame.sampling, hashes, deadline=deadline)
         local, answers = frame.prefill is None, set(range(frame.sampling.n))
         job = Job(gateway, seq, frame.prefill, "RUNNING" if local else "RESERVING", answers)
         self.jobs[ticket_id(frame.key)] = job

@@ -43,15 +43,29 @@ class PrefillRole:
         self.jobs: dict[str, tuple[Key, Job]] = {}
 
     def submit(
-        self, gateway: str, frame: Prefill, hashes: list[bytes], tiers: bool = False
+        self,
+        gateway: str,
+        frame: Prefill,
+        hashes: list[bytes],
+        tiers: bool = False,
+        deadline: float = 0.0,
     ) -> list:
-        """A gateway's new attempt. A duplicate changes nothing. `tiers`: there are some."""
+        """A gateway's new attempt. A duplicate changes nothing. `tiers`: there are some.
+
+        `deadline`: by the clock that all of this worker's have, lower ones are computed first.
+        """
         ticket = ticket_id(frame.key)
         if ticket in self.jobs:
             return []
         self.jobs[ticket] = (frame.key, Job(gateway, frame.sampling.n))
         seq = Sequence(
-            frame.key, frame.ids, len(frame.ids), frame.sampling, hashes, stop_after_first=True
+            frame.key,
+            frame.ids,
+            len(frame.ids),
+            frame.sampling,
+            hashes,
+            stop_after_first=True,
+            deadline=deadline,
         )
         expect = transfer.Expect(ticket, frame.decode, len(frame.ids))
         return [expect, *self.prefixes.begin(seq, frame.fetch, tiers)]

@@ -212,6 +212,8 @@ class Placed(msgspec.Struct, tag="placed", frozen=True):
     predicted_ttft_ms: float = 0.0  #: from the request's arrival
     predicted_itl_ms: float = 0.0
     decision: int = 0  #: number of the decision record
+    deadline_s: float = 0.0  #: until its prompt should be computed, for the worker's order; 0: none
+    fetch: str | None = None  #: who holds more of the prefix than the worker that computes it
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -257,6 +259,7 @@ class Prefill(msgspec.Struct, tag="prefill", frozen=True):
     sampling: Sampling
     decode: str
     fetch: str | None = None  #: who may hold more of the prefix than this worker
+    deadline_s: float = 0.0  #: until the first token is due, from now; 0: in order of arrival
 
 
 class Decode(msgspec.Struct, tag="decode", frozen=True):
@@ -271,6 +274,7 @@ class Decode(msgspec.Struct, tag="decode", frozen=True):
     sampling: Sampling
     prefill: str | None
     fetch: str | None = None  #: for a local prefill, as in `Prefill`
+    deadline_s: float = 0.0  #: the same
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):

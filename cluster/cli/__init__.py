@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from . import bench, bench_transfer, chat, serve, simulate, status
+from . import bench, bench_transfer, chat, doctor, serve, simulate, status
 
 app = typer.Typer(
     name="diptych",
@@ -20,6 +20,7 @@ app = typer.Typer(
 app.command()(serve.serve)
 app.command()(chat.chat)
 app.command()(status.status)
+app.command()(doctor.doctor)
 app.command()(simulate.simulate)
 app.command()(simulate.plan)
 bench.app.command()(bench_transfer.transfer)

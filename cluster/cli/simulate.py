@@ -77,6 +77,8 @@ def simulate(
         from ...simulator.study import run
 
         result = run(study, _tell)
+        if trace == "recorded":
+            result["live"] = {"attainment": _calibration(calibrate_from_live).run.attainment}
         if html:
             html.write_text(document(result))
     except SimulationError as error:

@@ -15,7 +15,8 @@ from .plane import Plane
 
 LIMIT_S = 120.0  #: what was not measured until then is not
 ANSWER_S = 15.0  #: one worker's answer
-ROUNDS, ENOUGH = 5, 0.6  #: probes of a pair, at most; fewer once it has this share of the expected
+ROUNDS, PAIR_S = 8, 5.0  #: probes of a pair, and seconds after which no other begins
+ENOUGH = 0.6  #: of the expected bandwidth: no more probes of this pair
 SIZE_MIB = 64
 
 
@@ -97,6 +98,7 @@ class Doctor:
         """The best of some probes: the first one also wires the two up."""
         known = {name: one.environment for name, one in seen.items()}
         best = Measured(source, sink, reason="no_answer")
+        began = time.monotonic()
         for _ in range(ROUNDS):
             values: dict[str, Any] | None
             values = await self.plane.probe(sink, ANSWER_S, source, bytes=probe_bytes)
@@ -105,6 +107,6 @@ class Doctor:
                 return one if best.reason else best
             best = max(best, one, key=lambda each: each.gib_s)
             share = pair_of(best, known).of_expected
-            if share is None or share > ENOUGH:
+            if share is None or share > ENOUGH or time.monotonic() - began > PAIR_S:
                 break
         return best

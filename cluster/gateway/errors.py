@@ -24,6 +24,7 @@ KINDS = {
     "busy": Kind(409, grpc.StatusCode.ABORTED, "conflict_error", True),
     "too_large": Kind(413, grpc.StatusCode.INVALID_ARGUMENT, "invalid_request_error", False),
     "queue_full": Kind(429, grpc.StatusCode.RESOURCE_EXHAUSTED, "rate_limit_error", True),
+    "overloaded": Kind(429, grpc.StatusCode.RESOURCE_EXHAUSTED, "rate_limit_error", True),
     "deadline_exceeded": Kind(504, grpc.StatusCode.DEADLINE_EXCEEDED, "timeout_error", True),
     "no_capacity": Kind(503, grpc.StatusCode.UNAVAILABLE, "service_unavailable_error", True),
     "kv_transfer_failed": Kind(502, grpc.StatusCode.UNAVAILABLE, "server_error", True),

@@ -12,9 +12,9 @@ import math
 import os
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -29,17 +29,34 @@ from ...kv_transfer.identity import HASH_TOKENS, block_hashes
 from ...protos import frames as f
 from ...protos import inference_pb2 as pb
 from ..config import ClusterConfig
-from . import http, openai
+from . import http
+from .answers import Answers
+from .chat import ChatRequest
 from .doctor import Doctor
 from .errors import ApiError
+from .parameters import Limits
 from .plane import Plane
-from .stream import Generator, Request
-from .text import Text
+from .schema import REQUEST_ID, parse
+from .stream import Generator, News, Request
+from .text import Prompt, Text
 
 log = logging.getLogger(__name__)
 
 PLACE_MARGIN_S = 5.0  #: beyond the router's own limit: a request that it does not answer ends
 TOKENIZERS = 2  #: conversations that are rendered and tokenized at a time
+
+
+Result = TypeVar("Result")
+
+
+class Asked(Protocol):
+    """A body of one of the APIs, before it is a request."""
+
+    model: str
+
+    def check(self, text: Text, limits: Limits) -> None: ...
+    def prompt(self, text: Text) -> Prompt: ...
+    def sampling(self, text: Text, request_id: str, prompt: int, limits: Limits) -> f.Sampling: ...
 
 
 class Gateway:
@@ -75,22 +92,26 @@ class Gateway:
         if name not in ("", self.model):
             raise ApiError("model_not_found", f"model {name!r} is not served; try {self.model!r}")
 
-    async def prepare(self, chat: openai.ChatRequest, request_id: str) -> Request:
+    async def prepare(self, asked: Asked, request_id: str) -> tuple[Request, Prompt]:
         """Everything that can be wrong with a request is found here. Raises ApiError."""
-        self.check_model(chat.model)
+        self.check_model(asked.model)
         if request_id in self._live:
             message = f"a request with id {request_id} is running already"
             raise ApiError("invalid_request", message, "x-request-id")
         if len(self._live) >= self.config.gateway.max_streams:
             raise ApiError("queue_full", f"{len(self._live)} requests are running already")
-        messages = [message.template() for message in chat.messages]
-        openai.check_size(messages, self.limits)
-        async with self._tokenizing:  # not on the event loop: a long text takes seconds
-            ids = await asyncio.to_thread(self.text.chat_ids, messages)
-        sampling = openai.sampling_of(chat, request_id, len(ids), self.limits)
-        return Request(request_id, ids, block_hashes(ids, self._salt), sampling)
+        asked.check(self.text, self.limits)
+        prompt = await self.tokenize(lambda: asked.prompt(self.text))
+        ids = prompt.ids
+        sampling = asked.sampling(self.text, request_id, len(ids), self.limits)
+        return Request(request_id, ids, block_hashes(ids, self._salt), sampling), prompt
 
-    async def generate(self, request: Request) -> AsyncGenerator[list[f.Token], None]:
+    async def tokenize(self, work: Callable[[], Result]) -> Result:
+        """Not on the event loop: a long text takes seconds."""
+        async with self._tokenizing:
+            return await asyncio.to_thread(work)
+
+    async def generate(self, request: Request) -> AsyncGenerator[list[News], None]:
         """Tokens as they come. Closing the iterator frees everything on every worker."""
         self._live.add(request.id)
         self.started += 1
@@ -174,29 +195,32 @@ class Gateway:
     ) -> AsyncGenerator[pb.ChatResponse, None]:
         request_id = request.request_id or f"chatcmpl-{uuid.uuid4().hex}"
         try:
-            if not openai.REQUEST_ID.fullmatch(request_id):
+            if not REQUEST_ID.fullmatch(request_id):
                 message = "request_id must be 1 to 128 of letters, digits and . _ : -"
                 raise ApiError("invalid_request", message, "request_id")
-            prepared = await self.prepare(openai.parse_chat(_chat_json(request)), request_id)
+            asked = parse(ChatRequest, _chat_json(request))
+            prepared, _ = await self.prepare(asked, request_id)
             tokens = self.generate(prepared)
-            stream = self.text.stream()
+            answers = Answers(prepared, self.text, asked.output())
+            rest = ""  #: goes with the end
             try:
                 async for batch in tokens:
-                    delta = stream.feed([token.id for token in batch])
-                    if delta:
-                        yield pb.ChatResponse(
-                            request_id=request_id, delta=delta, route=prepared.route
-                        )
+                    for delta in answers.feed(batch):
+                        rest = delta.text
+                        if delta.text and not delta.finish:
+                            yield pb.ChatResponse(
+                                request_id=request_id, delta=delta.text, route=prepared.route
+                            )
             finally:
                 await tokens.aclose()
             used = pb.Usage(
                 prompt_tokens=len(prepared.ids),
-                completion_tokens=len(prepared.journal),
+                completion_tokens=answers.used,
                 cached_tokens=prepared.hit_tokens,
             )
             yield pb.ChatResponse(
                 request_id=request_id,
-                delta=stream.flush(),
+                delta=rest,
                 finish_reason=prepared.finish or "",
                 usage=used,
                 route=prepared.route,
@@ -253,7 +277,7 @@ def _chat_json(request: pb.ChatRequest) -> bytes:
     return msgspec.json.encode(body)
 
 
-def _limits(folder: Path, config: ClusterConfig, token_chars: int) -> openai.Limits:
+def _limits(folder: Path, config: ClusterConfig, token_chars: int) -> Limits:
     spec = read_spec(folder)
     file = folder / "generation_config.json"
     generation = read_json(file) if file.exists() else {}
@@ -261,11 +285,13 @@ def _limits(folder: Path, config: ClusterConfig, token_chars: int) -> openai.Lim
     layout = kv_layout(spec, config.model.dtype, HASH_TOKENS)
     pools = (config.pools.prefill.engine, config.pools.decode.engine)
     wanted = config.model.max_model_len
-    return openai.Limits(
+    return Limits(
         max_model_len=min(context_limit(spec, layout, p.kv_mib << 20, wanted) for p in pools),
         token_chars=token_chars,
         stop_ids=spec.eos_ids,
         temperature=sampled,
+        top_p=generation.get("top_p") or 1.0 if sampled else 1.0,
+        top_k=generation.get("top_k") or 0 if sampled else 0,
     )
 
 

@@ -72,11 +72,12 @@ class Plane:
         else:
             self._deliver(frame.key, f.Failed(frame.key, worker, "worker_lost"))
 
-    def forget(self, key: f.Key, abort: bool) -> None:
+    def forget(self, over: f.Over, abort: bool) -> None:
         """The attempt is over; `abort` tells the workers so."""
+        key = over.key
         self._inboxes.pop(key, None)
         self._asked.pop(key, None)
-        self.link.send(f.Over(key))
+        self.link.send(over)
         for worker in self._using.pop(key, set()):
             if abort and worker in self._workers:
                 self._workers[worker].send(f.Abort(key))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -13,6 +16,18 @@ from tokenizers.decoders import DecodeStream
 from ...engine.errors import WeightsError
 from ...engine.spec import read_json
 from .errors import ApiError
+
+#: variables of a template that are not a request's to set
+GIVEN = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token"}
+END = 64  #: characters of a prompt's end that tell what the answer begins in
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Ids of a conversation; `end`: the last characters of its text."""
+
+    ids: list[int]
+    end: str
 
 
 class Text:
@@ -28,7 +43,11 @@ class Text:
             raise WeightsError(f"{path} is not a tokenizer: {error}") from None
         settings = folder / "tokenizer_config.json"
         self._settings = read_json(settings) if settings.exists() else {}
-        self._template = self._compile(self._find_template(folder))
+        self.template = self._find_template(folder) or ""  #: its source; empty: there is none
+        self.template_names: set[str] = set()  #: the variables that it knows
+        self._template = self._compile(self.template)
+        self._byte_level = "ByteLevel" in repr(self.tokenizer.decoder)
+        self._added = set(self.tokenizer.get_added_tokens_decoder())
 
     @property
     def token_chars(self) -> int:
@@ -45,8 +64,8 @@ class Text:
             return named.get("default")
         return template
 
-    def _compile(self, source: str | None) -> jinja2.Template | None:
-        if source is None:
+    def _compile(self, source: str) -> jinja2.Template | None:
+        if not source:
             return None
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -58,42 +77,74 @@ class Text:
         environment.globals["raise_exception"] = refuse
         environment.filters["tojson"] = _tojson
         try:
+            self.template_names = jinja2.meta.find_undeclared_variables(environment.parse(source))
             return environment.from_string(source)
         except jinja2.TemplateError as error:
             raise WeightsError(f"the chat template does not compile: {error}") from None
 
-    def chat_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """Ids of a conversation, ready for the assistant's answer. Raises ApiError."""
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict] | None = None,
+        arguments: dict[str, Any] | None = None,
+    ) -> Prompt:
+        """A conversation, ready for the assistant's answer. Raises ApiError.
+
+        `arguments`: further variables of the template; one that it does not know is refused.
+        """
         if self._template is None:
             raise ApiError("invalid_request", "this model has no chat template")
+        for name in arguments or {}:
+            if name not in self.template_names - GIVEN:
+                message = f"chat_template_kwargs: this model's template knows no {name!r}"
+                raise ApiError("invalid_request", message, "chat_template_kwargs")
+        if tools and "tools" not in self.template_names:
+            message = "tools: this model's chat template has no place for them"
+            raise ApiError("invalid_request", message, "tools")
         specials = {name: self._special(name) for name in ("bos_token", "eos_token", "pad_token")}
+        given = {"messages": messages, "add_generation_prompt": True, "tools": tools, **specials}
         try:
-            text = self._template.render(
-                messages=messages, add_generation_prompt=True, tools=None, **specials
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            text = self._template.render(**(arguments or {}), **given)
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            said = " ".join(str(error).split())[:300]
             raise ApiError(
-                "invalid_request", f"the model's chat template refuses this: {error}", "messages"
+                "invalid_request", f"the model's chat template refuses this: {said}", "messages"
             ) from None
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return Prompt(self.tokenizer.encode(text, add_special_tokens=False).ids, text[-END:])
+
+    def encode(self, text: str, specials: bool = True) -> list[int]:
+        """`specials`: with what the tokenizer puts around a text, such as a first id."""
+        return self.tokenizer.encode(text, add_special_tokens=specials).ids
+
+    @cached_property
+    def vocab(self) -> int:
+        """Ids that the tokenizer knows are below."""
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def _special(self, name: str) -> str:
         value: Any = self._settings.get(name) or ""
         return value if isinstance(value, str) else value.get("content", "")
 
-    def stream(self) -> TextStream:
-        return TextStream(self.tokenizer)
+    def stream(self, specials: bool = False) -> TextStream:
+        return TextStream(self.tokenizer, specials)
 
     def piece(self, token: int) -> str:
         return self.tokenizer.decode([token], skip_special_tokens=False)
+
+    def token_bytes(self, token: int) -> bytes:
+        """A token's own bytes, also if they are no whole character."""
+        name = self.tokenizer.id_to_token(token)
+        if not name or token in self._added or not self._byte_level:
+            return self.piece(token).encode()
+        return bytes(BYTE_OF.get(char, 0) for char in name)
 
 
 class TextStream:
     """Ids of one answer -> text deltas; characters that span tokens come out whole."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+    def __init__(self, tokenizer: Tokenizer, specials: bool = False) -> None:
+        self._tokenizer, self._skip = tokenizer, not specials
+        self._stream = DecodeStream(skip_special_tokens=self._skip)
         self._ids: list[int] = []
         self._sent = 0
 
@@ -106,7 +157,19 @@ class TextStream:
 
     def flush(self) -> str:
         """What is left at the end: an incomplete character comes out as U+FFFD."""
-        return self._tokenizer.decode(self._ids, skip_special_tokens=True)[self._sent :]
+        return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)[self._sent :]
+
+
+def _byte_of() -> dict[str, int]:
+    """Byte-level BPE's alphabet (GPT-2): printable bytes are themselves, others follow U+0100."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {
+        chr(256 + place): byte for place, byte in enumerate(hidden)
+    }
+
+
+BYTE_OF = _byte_of()
 
 
 def _tojson(value: Any, indent: int | None = None) -> str:

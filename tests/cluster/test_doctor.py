@@ -409,6 +409,7 @@ def test_a_cancelled_probe_leaves_nothing_behind(folder: Path) -> None:
                 await asyncio.sleep(0)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        await bench.until(bench.whole)
         assert (await node.probe("prefill/x", 1 << 20))["reason"] == ""
 
     with_nodes(folder, body)

@@ -42,7 +42,7 @@ def test_two_ranks_answer_as_one(checkpoint, name: str) -> None:
         expected = answers(alone, sampling)
     with on(2, folder, "float32") as pair:
         assert pair.kv.layout.heads * 2 == alone.kv.layout.heads
-        assert pair.compatibility != alone.compatibility
+        assert pair.compatibility == alone.compatibility, "KV may travel between the two"
         found = answers(pair, sampling)
     for key, tokens in expected.items():
         assert [t.id for t in found[key]] == [t.id for t in tokens]

@@ -155,6 +155,21 @@ def test_status_shows_that_the_kv_travelled_over_nixl(live: Live) -> None:
     assert table.startswith("HEALTHY") and "nixl x1" in table
 
 
+def test_doctor_moves_bytes_between_all_workers_and_finds_nothing_wrong(live: Live) -> None:
+    pytest.importorskip("nixl", reason="NIXL has no wheel for this platform")
+    done = live.cli("doctor", "-o", "json")
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["state"]) == (0, "healthy"), report["findings"]
+    assert "moving blocks (2 of 2)" in done.stderr
+    ways = {(p["source"].split("/")[0], p["sink"].split("/")[0]) for p in report["pairs"]}
+    assert ways == {("prefill", "decode"), ("decode", "prefill")}
+    assert {pair["transport"] for pair in report["pairs"]} == {"nixl (cma)"}
+    assert all(pair["gib_s"] > 0 and pair["expected_gib_s"] > 0 for pair in report["pairs"])
+    pids = {worker["pid"] for worker in live.status()["workers"]}
+    assert {seen["environment"]["pid"] for seen in report["workers"]} == pids
+    eventually(live.idle)
+
+
 @pytest.mark.parametrize(
     ("body", "code", "says"),
     [

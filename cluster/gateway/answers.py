@@ -1,0 +1,119 @@
+"""From tokens to text: the answers of one request, with their stop strings.
+
+A token's logprob is told once its text is out: what a stop string holds back or cuts off shows in
+neither. Usage counts what was generated up to the end of the answer, the stop included.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from ...protos import frames as f
+from .stops import Stops
+from .stream import News, Request
+from .text import Text
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """How the text of an answer is made."""
+
+    stops: tuple[str, ...] = ()
+    keep_stop: bool = False
+    specials: bool = False  #: special tokens are part of the text
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The next piece of one answer: text, and the tokens whose text is out with it."""
+
+    index: int
+    text: str
+    tokens: list[f.Token]
+    finish: str | None = None  #: stop | length
+    stop: str | None = None  #: the stop string that ended it
+
+
+class Answers:
+    """All answers to one request, as they come."""
+
+    def __init__(self, request: Request, text: Text, output: Output) -> None:
+        self._request = request
+        count = len(request.answers)
+        self._texts = [_Answer(index, text, output) for index in range(count)]
+
+    def feed(self, news: list[News]) -> list[Delta]:
+        """Deltas of `news`; cuts the answers that a stop string ended."""
+        deltas = []
+        for item in news:
+            one = self._texts[item.index]
+            if one.found is not None:
+                continue
+            deltas.append(one.feed(item.tokens, item.finish))
+            self._request.answers[item.index].cut |= one.found is not None
+        return deltas
+
+    @property
+    def used(self) -> int:
+        """Tokens of all answers so far."""
+        return sum(one.used for one in self._texts)
+
+
+class _Answer:
+    def __init__(self, index: int, text: Text, output: Output) -> None:
+        self._index = index
+        self._stream = text.stream(output.specials)
+        self._stops = Stops(output.stops, output.keep_stop)
+        self._watching = bool(output.stops)
+        self._waiting: deque[tuple[int, f.Token]] = deque()  #: with the end of its text
+        self._unknown: list[f.Token] = []  #: their character is not complete
+        self._decoded = self._told = 0  #: characters
+        self.used = 0
+
+    @property
+    def found(self) -> str | None:
+        return self._stops.found
+
+    def feed(self, tokens: list[f.Token], finish: str | None) -> Delta:
+        if not self._watching:
+            self.used += len(tokens)
+            text = self._stream.feed([token.id for token in tokens])
+            return Delta(
+                self._index, text + self._stream.flush() if finish else text, tokens, finish
+            )
+        texts, out = [], []
+        for token in tokens:
+            self.used += 1
+            self._unknown.append(token)
+            texts.append(self._take(self._stream.feed([token.id])))
+            out += self._out()
+            if self.found is not None:
+                return Delta(self._index, "".join(texts), out, "stop", self.found)
+        if finish:
+            texts.append(self._take(self._stream.flush()))
+            if self.found is None:
+                texts.append(self._stops.flush())
+                self._told = self._decoded
+                self._waiting += [(self._decoded, token) for token in self._unknown]
+            else:
+                finish = "stop"
+            out += self._out()
+        return Delta(self._index, "".join(texts), out, finish, self.found)
+
+    def _take(self, text: str) -> str:
+        """What may be told now that `text` came."""
+        if text:
+            self._decoded += len(text)
+            self._waiting += [(self._decoded, token) for token in self._unknown]
+            self._unknown.clear()
+        told = self._stops.feed(text)
+        self._told += len(told)
+        return told
+
+    def _out(self) -> list[f.Token]:
+        """The tokens whose text is told."""
+        out = []
+        while self._waiting and self._waiting[0][0] <= self._told:
+            out.append(self._waiting.popleft()[1])
+        return out

@@ -24,7 +24,7 @@ class Checkpoint:
 
 
 def find(config: ClusterConfig) -> Checkpoint:
-    """Resolves and checks the model. Raises ConfigError with one sentence."""
+    """Resolves the model and checks its files. Raises ConfigError with one sentence."""
     path = config.model.path
     if path is None:
         folder, name = CHECKPOINT, "demo"
@@ -37,7 +37,6 @@ def find(config: ClusterConfig) -> Checkpoint:
         raise ConfigError(str(error)) from None
     if not (folder / "tokenizer.json").exists():
         raise ConfigError(f"tokenizer.json is missing in {folder}: export a fast tokenizer")
-    _check_memory(config, spec)
     return Checkpoint(folder.resolve(), config.model.name or name, spec)
 
 
@@ -61,8 +60,11 @@ def _download(path: str) -> Path:
         ) from None
 
 
-def _check_memory(config: ClusterConfig, spec: ModelSpec) -> None:
-    """Weights and KV pool of every worker against the memory that is free now."""
+def check_memory(config: ClusterConfig, spec: ModelSpec) -> None:
+    """Weights and KV pool of every worker against the memory that is free on this machine.
+
+    Raises ConfigError.
+    """
     weights = weight_bytes(spec, config.model.dtype)
     needed = sum(
         pool.replicas * (weights + (pool.engine.kv_mib << 20) + (400 << 20))

@@ -54,7 +54,7 @@ class Pools(Section):
 
 
 class RouterSettings(Section):
-    disaggregate: Literal["always", "never"] = "always"
+    disaggregate: Literal["always", "auto", "never"] = "always"
     queue_max: Count = 1024
     queue_ttl_s: Positive = 30.0
 

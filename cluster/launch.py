@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import cores
-from .checkpoint import Checkpoint, find
+from .checkpoint import Checkpoint, check_memory, find
 from .config import ClusterConfig, ConfigError
 
 if TYPE_CHECKING:
@@ -200,7 +200,9 @@ def _quiet() -> Iterator[None]:
 
 def prepare(config: ClusterConfig) -> Cluster:
     """Checks everything that can be checked before a process starts. Raises ConfigError."""
-    return Cluster(config, find(config))
+    checkpoint = find(config)
+    check_memory(config, checkpoint.spec)
+    return Cluster(config, checkpoint)
 
 
 def check_port(host: str, port: int, key: str) -> None:

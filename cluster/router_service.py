@@ -16,7 +16,8 @@ from .wire import Connection, Listener
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.25
+TICK_S = 0.25  #: at most; a waiting request is looked at when the router says so
+TICK_MIN_S = 0.005
 
 
 class RouterService:
@@ -24,13 +25,7 @@ class RouterService:
 
     async def __init__(self, config: dict) -> None:  # type: ignore[misc]
         self.config = ClusterConfig.model_validate(config)
-        router, engine = self.config.router, self.config.pools.decode.engine
-        self.router = Router(
-            RouterConfig(
-                router.disaggregate, router.queue_max, router.queue_ttl_s, engine.growth_tokens
-            ),
-            term=time.time_ns() // 1_000_000,
-        )
+        self.router = Router(router_config(self.config), term=time.time_ns() // 1_000_000)
         self._peers: dict[str, Connection] = {}
         self._loading: dict[str, tuple[str, float]] = {}
         self._listener = Listener(self.config.secret, f.ToRouter, self._serve)
@@ -50,8 +45,11 @@ class RouterService:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
-            if self.router.waiting or not self.router.settled:
+            wake = self.router.next_wake
+            late = wake - time.monotonic() if wake is not None else TICK_S
+            await asyncio.sleep(min(max(late, TICK_MIN_S), TICK_S))
+            wake = self.router.next_wake
+            if wake is not None and wake <= time.monotonic():
                 self._handle(e.Tick())
 
     async def _serve(self, peer: Connection, hello: f.Hello) -> None:
@@ -80,12 +78,12 @@ class RouterService:
             case f.Prefilled(key):
                 self._handle(e.FirstToken(key))
             case f.Over(key):
-                self._handle(e.Ended(key))
+                self._handle(e.Ended(key, frame))
             case f.Report():
                 self._handle(e.Reported(peer.name, frame))
-            case f.Join(card, term, cached):
+            case f.Join(card, term, cached, held):
                 self._loading.pop(card.id, None)
-                self._handle(e.Joined(card, term, cached))
+                self._handle(e.Joined(card, term, cached, held))
             case f.Obsolete(term):
                 self._handle(e.Outdated(term))
             case f.Loading(worker, note, fraction):
@@ -108,6 +106,19 @@ class RouterService:
                     self._listener.close()
                     for peer in list(self._peers.values()):
                         peer.abort()
+
+
+def router_config(config: ClusterConfig) -> RouterConfig:
+    """The router's own part of the tree."""
+    router, slo = config.router, config.slo
+    return RouterConfig(
+        disaggregate=router.disaggregate,
+        queue_max=router.queue_max,
+        queue_ttl_s=router.queue_ttl_s,
+        growth_tokens=config.pools.decode.engine.growth_tokens,
+        ttft_s=slo.ttft_ms / 1e3,
+        itl_s=slo.itl_ms / 1e3,
+    )
 
 
 def node_host() -> str:

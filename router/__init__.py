@@ -1,5 +1,6 @@
 """Which pair of workers serves a request. Pure: no asyncio, no clock, no ray, no torch."""
 
-from .core import Router, RouterConfig
+from .config import RouterConfig, SloClass
+from .core import Router
 
-__all__ = ["Router", "RouterConfig"]
+__all__ = ["Router", "RouterConfig", "SloClass"]

@@ -2,74 +2,50 @@
 workers, `Disconnect` and `StepDown`.
 
 Life of a placement:
-    Place     -> a pair with room is bound at once (least predicted wait, then the longest prefix
-                 hit), else the request waits, oldest first, at most `queue_ttl_s`
-    Prefilled -> the prefill worker's predicted queue shrinks
-    Over      -> the decode worker's blocks are free again; those who wait are looked at
+    Place     -> the request joins the line (`line`)
+    ...       -> a policy binds it to a pair (`binding`): at once, or when a worker has credit
+    Prefilled -> its prefill worker has credit again; the prediction is corrected
+    Over      -> the decode worker's blocks are free; the outcome joins the decision record
 All state is soft: a new router (higher term) rebuilds it from Joins and resubmitted Places.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import inf
+
+import xxhash
 
 from ..protos.frames import (
     Deliver,
     Directory,
     Key,
+    Over,
     Place,
     Placed,
     Refused,
     Report,
-    WorkerCard,
 )
 from . import events as e
-from .index import PrefixIndex
-from .policy import Candidate, choose
-
-
-@dataclass(frozen=True, slots=True)
-class RouterConfig:
-    disaggregate: str = "always"  #: always | never
-    queue_max: int = 1024  #: requests that wait for a worker
-    queue_ttl_s: float = 30.0  #: how long one waits
-    growth_tokens: int = 256  #: what decode reserves behind the prompt, at most
-    settle_s: float = 3.0  #: after its first event, a router does not know yet who is missing
-    prior_tokens_per_s: float = 2000.0  #: prefill rate of a worker that has not reported yet
-
-
-@dataclass(slots=True)
-class WorkerState:
-    card: WorkerCard
-    rate: float  #: prefill tokens per second, EWMA of its reports
-    seq: int = 0  #: last report
-    queued: dict[Key, int] = field(default_factory=dict)  #: uncached prompt tokens, no first token
-    reserved: dict[Key, int] = field(default_factory=dict)  #: decode blocks
-
-    @property
-    def wait_s(self) -> float:
-        return sum(self.queued.values()) / self.rate
-
-    @property
-    def room(self) -> int:
-        kept = self.card.kept if self.reserved else 0  # alone, a request may have all of it
-        return self.card.blocks - sum(self.reserved.values()) - kept
-
-
-@dataclass(slots=True)
-class Waiting:
-    gateway: str
-    place: Place
-    since: float
+from .binding import Binder, Binding, Rejection
+from .config import RouterConfig
+from .decisions import Decision, Decisions
+from .fleet import Fleet, Stream, Worker
+from .index import PrefixIndex, sample
+from .line import Line, Waiting
+from .predictor import OutputLengths
 
 
 @dataclass(slots=True)
 class Bound:
+    """A request that two workers (or one) have. `prefill` is whoever computes the prompt."""
+
     gateway: str
-    prefill: str | None
-    decode: str
+    waiting: Waiting
+    prefill: Worker
+    decode: Worker
     placed: Placed
+    computed: bool = False
 
 
 class Router:
@@ -80,17 +56,23 @@ class Router:
         self.active = True
         self.settles: float | None = None  #: when, by the clock of `now`
         self.settled = False
-        self.workers: dict[str, WorkerState] = {}
-        self.gateways: set[str] = set()
-        self.index = PrefixIndex()
-        self.waiting: OrderedDict[Key, Waiting] = OrderedDict()
+        self.gateways: dict[str, None] = {}
+        self.fleet = Fleet(config.prior_tokens_per_s, config.rtt_s, config.itl_s)
+        self.index = PrefixIndex(config.index_per_worker, config.predicted_ttl_s)
+        self.line = Line(self.fleet)
+        self.binder = Binder(config, self.fleet, self.index, self.line)
+        self.lengths = OutputLengths()
+        self.decisions = Decisions(config.decisions)
         self.bound: dict[Key, Bound] = {}
+        self.held: dict[Key, Worker] = {}  #: streams that another router placed
         self.placed = self.refused = 0
         self.hit_tokens = self.prompt_tokens = 0
+        self._now = -inf
 
     def handle(self, event: e.Event, now: float) -> list:
         if not self.active:
             return []
+        self._now = now
         return [*self._settle(now), *self._handle(event, now)]
 
     def _handle(self, event: e.Event, now: float) -> list:
@@ -98,31 +80,44 @@ class Router:
             case e.Asked(gateway, place):
                 return self._asked(gateway, place, now)
             case e.FirstToken(key):
-                bound = self.bound.get(key)
-                worker = self.workers.get(bound.prefill or bound.decode) if bound else None
-                if worker:
-                    worker.queued.pop(key, None)
-            case e.Ended(key):
-                self._unbind(key)
-                return self._retry(now)
+                return self._first_token(key, now)
+            case e.Ended(key, outcome):
+                self._ended(key, outcome, now)
+                return self._bind(now)
             case e.Reported(worker, report):
-                return self._reported(worker, report)
-            case e.Joined(card, term, cached):
-                return self._joined(card, term, cached, now)
+                return self._reported(worker, report, now)
+            case e.Joined():
+                return self._joined(event, now)
             case e.Lost(worker):
-                return self._lost(worker)
+                return self._lost(worker, now)
             case e.GatewayJoined(gateway):
-                self.gateways.add(gateway)
+                self.gateways[gateway] = None
                 return [Deliver(gateway, self.directory())]
             case e.GatewayLost(gateway):
                 return self._gateway_lost(gateway, now)
             case e.Outdated(term):
                 return self._outdated(term)
             case e.Tick():
-                return self._retry(now)
+                self.index.expire(now)
+                return self._bind(now)
         return []
 
-    # ---- membership ----------------------------------------------------------------------------
+    @property
+    def next_wake(self) -> float | None:
+        """When a `Tick` would change something; None: not before the next event."""
+        times = [] if self.settled or self.settles is None else [self.settles]
+        if self.line:
+            times.append(self.line.next_expiry)
+            if self.binder.policy.late:
+                times.append(self.binder.next_credit(self._now))
+        wake = min(times, default=inf)
+        return wake if wake < inf else None
+
+    # ---- membership ------------------------------------------------------------------------------
+
+    @property
+    def workers(self) -> dict[str, Worker]:
+        return self.fleet.workers
 
     def directory(self) -> Directory:
         cards = [worker.card for worker in self.workers.values()]
@@ -141,30 +136,57 @@ class Router:
         directory = self.directory()
         return [Deliver(peer, directory) for peer in (*self.gateways, *self.workers)]
 
-    def _joined(self, card: WorkerCard, term: int, cached: list[bytes], now: float) -> list:
-        if term > self.term:
-            return self._outdated(term)
-        before = self.workers.get(card.id)
-        state = before or WorkerState(card, self.config.prior_tokens_per_s)
-        state.card, state.seq = card, 0
-        self.workers[card.id] = state
-        self.index.drop(card.id)
-        self.index.store(card.id, cached)
-        return [*self._announce(), *self._retry(now)]
+    def _joined(self, event: e.Joined, now: float) -> list:
+        if event.term > self.term:
+            return self._outdated(event.term)
+        worker = self.fleet.join(event.card)
+        self.index.drop(worker.slot)
+        self.index.store(worker.slot, event.cached)
+        self._hold(worker, event)
+        return [*self._announce(), *self._bind(now)]
 
-    def _lost(self, worker: str) -> list:
-        if self.workers.pop(worker, None) is None:
+    def _hold(self, worker: Worker, event: e.Joined) -> None:
+        """Reserves what already runs there: streams of another router, or from before a
+        connection broke."""
+        told = {(name, attempt): blocks for name, attempt, blocks in event.held}
+        for key in [k for k, w in self.held.items() if w is worker and k not in told]:
+            self._let_go(key)
+        size = worker.card.block_tokens
+        for key, blocks in told.items():
+            bound = self.bound.get(key)
+            if key in worker.streams or (bound and bound.decode.card.id != worker.card.id):
+                continue
+            if key in self.line or blocks > worker.card.blocks - worker.reserved:
+                continue
+            self._let_go(key)
+            self.fleet.reserve(worker, key, Stream(blocks, blocks, 0.75 * size * blocks))
+            if bound:
+                bound.decode = worker
+            else:
+                self.held[key] = worker
+
+    def _let_go(self, key: Key) -> None:
+        worker = self.held.pop(key, None)
+        if worker:
+            self.fleet.release(worker, key)
+
+    def _lost(self, name: str, now: float) -> list:
+        worker = self.fleet.lose(name)
+        if worker is None:
             return []
-        self.index.drop(worker)
-        return self._announce()
+        self.index.drop(worker.slot)
+        self.binder.lost(worker)
+        for key in [k for k, w in self.held.items() if w is worker]:
+            del self.held[key]
+        return [*self._announce(), *self._bind(now)]
 
     def _gateway_lost(self, gateway: str, now: float) -> list:
-        self.gateways.discard(gateway)
-        for key in [k for k, w in self.waiting.items() if w.gateway == gateway]:
-            del self.waiting[key]
+        self.gateways.pop(gateway, None)
+        for key in [k for k, w in self.line.by_key.items() if w.gateway == gateway]:
+            self.line.leave(key)
         for key in [k for k, b in self.bound.items() if b.gateway == gateway]:
-            self._unbind(key)
-        return self._retry(now)
+            self._unbind(key, now)
+        return self._bind(now)
 
     def _outdated(self, term: int) -> list:
         if term <= self.term:
@@ -172,146 +194,217 @@ class Router:
         self.active = False
         return [e.StepDown(term)]
 
-    def _reported(self, worker: str, report: Report) -> list:
-        state = self.workers.get(worker)
-        if state is None:
+    def _reported(self, name: str, report: Report, now: float) -> list:
+        worker = self.workers.get(name)
+        if worker is None:
             return []
-        if report.seq != state.seq + 1:
-            return [e.Disconnect(worker)]
-        state.seq = report.seq
-        self.index.evict(worker, report.evicted)
-        self.index.store(worker, report.stored)
-        if report.prefill_seconds > 0:
-            rate = report.prefill_tokens / report.prefill_seconds
-            state.rate = max(1.0, 0.8 * state.rate + 0.2 * rate)
-        return []
+        if report.seq != worker.seq + 1:
+            return [e.Disconnect(name)]
+        worker.seq = report.seq
+        self.index.evict(worker.slot, report.evicted)
+        self.index.store(worker.slot, report.stored)
+        relieved = self.fleet.report(worker, report)
+        if self.held and report.free_blocks >= worker.card.blocks > 0 and not report.running:
+            idle = [k for k, w in self.held.items() if w is worker]
+            for key in idle:  # their end was told to nobody
+                self._let_go(key)
+            relieved |= bool(idle)
+        return self._bind(now) if relieved else []
 
-    # ---- placement -----------------------------------------------------------------------------
+    # ---- requests --------------------------------------------------------------------------------
 
     def _asked(self, gateway: str, place: Place, now: float) -> list:
         bound = self.bound.get(place.key)
         if bound:  # the answer got lost
             return [Deliver(gateway, bound.placed)]
-        if place.key in self.waiting:  # it knows better now whom it has lost
-            self.waiting[place.key].place = place
-            return self._retry(now)
-        if len(self.waiting) >= self.config.queue_max:
-            message = f"{len(self.waiting)} requests wait already"
+        waiting = self.line.by_key.get(place.key)
+        if waiting:  # it knows better now whom it has lost
+            waiting.place = place
+            waiting.local = self.binder.is_local(place)
+            self.binder.fresh.append(waiting)
+            return self._bind(now)
+        if len(self.line) >= self.config.queue_max:
+            message = f"{len(self.line)} requests wait already"
             return [self._refuse(gateway, place.key, "queue_full", message)]
-        self.waiting[place.key] = Waiting(gateway, place, now)
-        return self._retry(now)
+        self._let_go(place.key)
+        self.index.expire(now)
+        waiting = self._waiting(gateway, place, now)
+        self.binder.enter(waiting, now)
+        return self._bind(now)
 
-    def _refuse(self, gateway: str, key: Key, reason: str, message: str) -> Deliver:
-        self.refused += 1
-        return Deliver(gateway, Refused(key, reason, message, retry_after_s=1.0))
-
-    def _retry(self, now: float) -> list:
-        """Places those who wait, oldest first, until one finds no room.
-
-        Who waits for a worker that is not there does not hold up those behind it.
-        """
-        actions: list = []
-        for key, waiting in list(self.waiting.items()):
-            if now - waiting.since > self.config.queue_ttl_s:
-                del self.waiting[key]
-                actions.append(self._expired(waiting))
-            elif not self._missing(waiting.place):
-                placed = self._place(waiting)
-                if placed is None:
-                    break
-                del self.waiting[key]
-                actions.append(placed)
-        return actions
-
-    def _missing(self, place: Place) -> set[str]:
-        """Roles that the request needs and no worker has, but those that it has seen die."""
-        alive = [w.card for w in self.workers.values() if w.card.id not in place.lost]
-        wanted = {"decode"} if self._local(place) else {"prefill", "decode"}
-        return wanted - {card.role for card in alive}
-
-    def _expired(self, waiting: Waiting) -> Deliver:
-        waited = f"waited {self.config.queue_ttl_s:g} s for a worker"
-        missing = self._missing(waiting.place)
-        if missing:
-            message = f"{waited}: no {' or '.join(sorted(missing))} worker is up"
-            return self._refuse(waiting.gateway, waiting.place.key, "no_capacity", message)
-        message = f"{waited}: all are busy"
-        return self._refuse(waiting.gateway, waiting.place.key, "deadline_exceeded", message)
-
-    def _local(self, place: Place) -> bool:
-        return place.local or self.config.disaggregate == "never"
-
-    def _place(self, waiting: Waiting) -> Deliver | None:
-        place = waiting.place
-        depths = self.index.depths(place.hashes)
-        prefill = None if self._local(place) else self._best("prefill", place, depths, 0)
-        if prefill is None and not self._local(place):
-            return None
-        tokens = place.prompt_tokens + min(place.max_tokens, self.config.growth_tokens)
-        size = next((w.card.block_tokens for w in self.workers.values()), 64)
-        need = -(-tokens // size)
-        decode = self._best("decode", place, depths, need)
-        if decode is None:
-            return None
-        computes = prefill or decode
-        hit = min(computes.hit_tokens, place.prompt_tokens - 1)
-        self.hit_tokens += hit
-        self.prompt_tokens += place.prompt_tokens
-        name = prefill.worker if prefill else None
-        wait_ms = computes.wait_s * 1e3
-        placed = Placed(place.key, self.term, name, decode.worker, hit, wait_ms)
-        self._bind(waiting, placed, computes, need)
-        return Deliver(waiting.gateway, placed)
-
-    def _best(self, role: str, place: Place, depths: dict[str, int], need: int) -> Candidate | None:
-        alive = [w for w in self.workers.values() if w.card.id not in place.lost]
-        fits = [w for w in alive if w.card.role == role and w.room >= need]
-        fits = [w for w in fits if w.card.id not in place.avoid] or fits
-        return choose(
-            [
-                Candidate.of(
-                    w.card.id,
-                    place.prompt_tokens,
-                    depths.get(w.card.id, 0) * w.card.block_tokens,
-                    w.wait_s,
-                    w.rate,
-                    w.room,
-                )
-                for w in fits
-            ],
-            place.key,
-            by_room=role == "decode",
+    def _waiting(self, gateway: str, place: Place, now: float) -> Waiting:
+        config = self.config
+        known = config.classes.get(place.slo_class)
+        ttft_s = place.ttft_s or config.ttft_s
+        arrived = now - place.waited_s
+        text = f"{place.key[0]}|{place.key[1]}"
+        return Waiting(
+            gateway=gateway,
+            place=place,
+            slo=known or next(iter(config.classes.values())),
+            since=now,
+            arrived=arrived,
+            deadline=arrived + ttft_s,
+            expires=now + max(config.queue_ttl_s, ttft_s),
+            itl_s=place.itl_s or config.itl_s,
+            sampled=sample(place.hashes),
+            tie=xxhash.xxh3_64_intdigest(text.encode(), config.seed),
+            output=self.lengths.expect(place.tenant, place.slo_class, place.max_tokens),
+            local=self.binder.is_local(place),
         )
 
-    def _bind(self, waiting: Waiting, placed: Placed, computes: Candidate, need: int) -> None:
-        key = placed.key
-        self.bound[key] = Bound(waiting.gateway, placed.prefill, placed.decode, placed)
-        self.workers[computes.worker].queued[key] = computes.uncached_tokens
-        self.workers[placed.decode].reserved[key] = need
-        self.placed += 1
+    def _refuse(
+        self, gateway: str, key: Key, reason: str, message: str, retry_after_s: float = 1.0
+    ) -> Deliver:
+        self.refused += 1
+        return Deliver(gateway, Refused(key, reason, message, retry_after_s))
 
-    def _unbind(self, key: Key) -> None:
-        self.waiting.pop(key, None)
-        bound = self.bound.pop(key, None)
-        if bound is None:
+    def _bind(self, now: float) -> list:
+        """Gives up those whose time is over, and places all who can be placed."""
+        if not self.line:
+            return []
+        actions: list = [self._expired(waiting) for waiting in self.line.expired(now)]
+        for decided in self.binder.bind(now):
+            if isinstance(decided, Binding):
+                actions.append(self._place(decided, now))
+            else:
+                actions.append(self._reject(decided, now))
+        return actions
+
+    def _expired(self, waiting: Waiting) -> Deliver:
+        waited = f"waited {waiting.expires - waiting.since:g} s for a worker"
+        missing = self.binder.missing(waiting)
+        if missing:
+            message = f"{waited}: no {' or '.join(sorted(missing))} worker is up"
+            return self._refuse(waiting.gateway, waiting.key, "no_capacity", message)
+        message = f"{waited}: all are busy"
+        return self._refuse(waiting.gateway, waiting.key, "deadline_exceeded", message)
+
+    def _reject(self, rejection: Rejection, now: float) -> Deliver:
+        waiting, late_s = rejection.waiting, rejection.late_s
+        message = f"the first token would be {late_s:.1f} s late"
+        if self.config.decisions:
+            self.decisions.add(self._record(waiting, "refused", now, note=message))
+        retry_s = max(1.0, late_s)
+        return self._refuse(waiting.gateway, waiting.key, "overloaded", message, retry_s)
+
+    def _place(self, binding: Binding, now: float) -> Deliver:
+        waiting, key = binding.waiting, binding.waiting.key
+        ttft_s = now - waiting.arrived + binding.wait_s + binding.compute_s
+        number = 0
+        if self.config.decisions:
+            number = self._explain(binding, ttft_s, now)
+        placed = Placed(
+            key,
+            self.term,
+            binding.prefill.card.id if binding.prefill else None,
+            binding.decode.card.id,
+            binding.hit,
+            (binding.wait_s + binding.compute_s) * 1e3,
+            ttft_s * 1e3,
+            binding.itl_s * 1e3,
+            number,
+            max(self.binder.due(waiting, now) - now, 0.001) if self.binder.policy.late else 0.0,
+        )
+        computes = binding.prefill or binding.decode
+        self.bound[key] = Bound(waiting.gateway, waiting, computes, binding.decode, placed)
+        self.placed += 1
+        self.hit_tokens += binding.hit
+        self.prompt_tokens += waiting.place.prompt_tokens
+        return Deliver(waiting.gateway, placed)
+
+    def _first_token(self, key: Key, now: float) -> list:
+        bound = self.bound.get(key)
+        if bound is None or bound.computed:
+            return []
+        bound.computed = True
+        worker = bound.prefill
+        done = self.fleet.computed(worker, key, now)
+        if done and bound.placed.prefill and done[1] > 0:
+            work, took = done
+            self.binder.residuals.observe(took / work.seconds if work.seconds else 1.0)
+            self.fleet.corrected(worker, took / work.nominal_s if work.nominal_s else 1.0)
+        elif done:
+            self.binder.look()
+        decision = self.decisions.get(key)
+        if decision:
+            decision.observed["ttft_ms"] = round(1e3 * (now - bound.waiting.arrived), 3)
+        return self._bind(now)
+
+    def _ended(self, key: Key, outcome: Over | None, now: float) -> None:
+        bound = self.bound.get(key)
+        self._let_go(key)
+        self._unbind(key, now)
+        if outcome is None or bound is None:
             return
-        for name in (bound.prefill, bound.decode):
-            worker = self.workers.get(name or "")
-            if worker:
-                worker.queued.pop(key, None)
-                worker.reserved.pop(key, None)
+        place = bound.waiting.place
+        if outcome.tokens and outcome.reason in ("stop", "length"):
+            self.lengths.observe(place.tenant, place.slo_class, outcome.tokens)
+        decision = self.decisions.get(key)
+        if decision:
+            seen = {"tokens": outcome.tokens, "reason": outcome.reason}
+            for name in ("ttft_ms", "itl_p99_ms"):
+                value = getattr(outcome, name)
+                if value is not None:
+                    seen[name] = round(value, 3)
+            decision.observed.update(seen)
+
+    def _unbind(self, key: Key, now: float) -> None:
+        self.line.leave(key)
+        bound = self.bound.pop(key, None)
+        if bound:
+            self.fleet.withdrawn(bound.prefill, key, now)
+            self.fleet.release(bound.decode, key)
+
+    # ---- explain ---------------------------------------------------------------------------------
+
+    def _record(self, waiting: Waiting, kind: str, now: float, note: str = "") -> Decision:
+        place = waiting.place
+        return Decision(
+            self.decisions.next_number(),
+            now,
+            waiting.key,
+            self.config.policy,
+            kind,
+            place.prompt_tokens,
+            place.slo_class,
+            place.tenant,
+            waiting.deadline - waiting.arrived,
+            waiting.itl_s,
+            now - waiting.arrived,
+            len(self.line),
+            note=note,
+        )
+
+    def _explain(self, binding: Binding, ttft_s: float, now: float) -> int:
+        decision = self._record(binding.waiting, binding.kind, now)
+        decision.prefill = binding.prefill.card.id if binding.prefill else None
+        decision.decode = binding.decode.card.id
+        decision.hit_tokens = binding.hit
+        decision.passed_over = binding.passed_over
+        decision.prefill_options = binding.prefill_options
+        decision.decode_options = binding.decode_options
+        decision.others = binding.others
+        decision.left_s, decision.prefill_s = binding.wait_s, binding.compute_s
+        decision.ttft_s, decision.itl_s = ttft_s, binding.itl_s
+        decision.exposed_s = binding.exposed_s
+        self.decisions.add(decision)
+        return decision.number
 
     def statistics(self) -> dict:
         return {
             "term": self.term,
             "active": self.active,
-            "waiting": len(self.waiting),
+            "policy": self.config.policy,
+            "waiting": len(self.line),
+            "late": len(self.line.late),
             "bound": len(self.bound),
             "placed": self.placed,
             "refused": self.refused,
             "hit_tokens": self.hit_tokens,
             "prompt_tokens": self.prompt_tokens,
             "index_entries": len(self.index),
+            "decisions": self.decisions.count,
         }
 
     def __repr__(self) -> str:
@@ -319,5 +412,5 @@ class Router:
         return (
             f"<Router term {self.term}: {roles.count('prefill')} prefill, "
             f"{roles.count('decode')} decode | {len(self.bound)} bound, "
-            f"{len(self.waiting)} waiting>"
+            f"{len(self.line)} waiting>"
         )

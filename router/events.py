@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..protos.frames import Key, Place, Report, WorkerCard
+from ..protos.frames import Key, Over, Place, Report, WorkerCard
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A worker is ready (or back after a lost connection); `cached`: prefixes that it holds."""
+    """A worker is ready (or back after a lost connection); `cached`: prefixes that it holds.
+
+    `held`: (request, attempt, blocks) of each stream that runs on it.
+    """
 
     card: WorkerCard
     term: int
     cached: list[bytes]
+    held: Sequence[tuple[str, int, int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,10 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
+    """The attempt is over; `outcome` says what came of it, as the gateway saw it."""
+
     key: Key
+    outcome: Over | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,49 +1,182 @@
-"""Which worker holds which prefix: chained content hashes -> workers."""
+"""Which worker holds which prefix: chained content hashes -> a bitmask of workers.
+
+A hash names the whole prefix up to its block, so one probe answers for all blocks before it. Only
+some positions of a prompt are looked up: each 64-token block of the first 1,024 tokens, where
+system prompts differ, and every eighth (512 tokens) behind; the worker itself matches the tail.
+
+Entries come from reports, and from placements before any report says so (*predicted*; they end
+after a while if none confirms them). Each worker's entries are bounded; the least recently used go
+first, and of one prefix the tail before the head.
+"""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import islice
+from math import inf
+
+import numpy as np
+
+FRONT_BLOCKS, STRIDE = 16, 8
+GROUPS_MAX = 1 << 16  #: shared bitmasks; more are not shared
+
+
+@lru_cache(maxsize=4096)
+def positions(count: int) -> tuple[int, ...]:
+    """Which of a prompt's `count` block hashes are looked up."""
+    front = range(min(count, FRONT_BLOCKS))
+    return (*front, *range(FRONT_BLOCKS + STRIDE - 1, count, STRIDE))
+
+
+def sample(hashes: Sequence[bytes]) -> list[bytes]:
+    """The hashes at `positions`, root first."""
+    return [hashes[position] for position in positions(len(hashes))]
+
+
+def blocks_at(depth: int) -> int:
+    """64-token blocks that a match of `depth` sampled hashes covers."""
+    return depth if depth <= FRONT_BLOCKS else FRONT_BLOCKS + (depth - FRONT_BLOCKS) * STRIDE
+
+
+def bits(mask: int) -> Iterator[int]:
+    """The numbers of the bits that are set."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
 
 class PrefixIndex:
-    """Fed by block events. Bounded by what the workers hold: one entry per cached block."""
+    """Workers are small numbers (slots). Masks are shared between entries, keys with senders."""
 
-    def __init__(self) -> None:
-        self._holders: dict[bytes, set[str]] = {}
-        self._held: dict[str, set[bytes]] = {}
+    positions = staticmethod(positions)
 
-    def store(self, worker: str, hashes: list[bytes]) -> None:
-        mine = self._held.setdefault(worker, set())
+    def __init__(self, per_worker: int = 65536, predicted_ttl_s: float = 120.0) -> None:
+        self._per_worker, self._ttl_s = per_worker, predicted_ttl_s
+        self._holders: dict[bytes, int] = {}
+        self._held: dict[int, dict[bytes, float]] = {}  #: hash -> until when, LRU first
+        self._groups: dict[int, int] = {}
+        self._predicted: deque[tuple[float, int, list[bytes]]] = deque()
+
+    # ---- what workers hold -----------------------------------------------------------------------
+
+    def store(self, slot: int, hashes: Sequence[bytes]) -> None:
+        """The worker says that it holds these."""
+        self._insert(slot, hashes, inf)
+
+    def predict(self, slot: int, sampled: list[bytes], now: float) -> None:
+        """The worker is about to compute the prefixes `sampled`, root first."""
+        content, until = sampled[::-1], now + self._ttl_s
+        self._insert(slot, content, until)
+        self._predicted.append((until, slot, content))
+
+    def _insert(self, slot: int, hashes: Sequence[bytes], until: float) -> None:
+        held = self._held.setdefault(slot, {})
+        holders, groups, bit = self._holders, self._groups, 1 << slot
+        known, get, group = held.pop, holders.get, groups.setdefault
         for content in hashes:
-            mine.add(content)
-            self._holders.setdefault(content, set()).add(worker)
+            before = known(content, None)
+            if before is None:
+                mask = get(content, 0) | bit
+                holders[content] = group(mask, mask)
+                held[content] = until
+            else:
+                held[content] = until if until > before else before
+        if len(groups) > GROUPS_MAX:
+            groups.clear()
+        if len(held) > self._per_worker:
+            surplus = list(islice(held, len(held) - self._per_worker))
+            self.evict(slot, surplus)
 
-    def evict(self, worker: str, hashes: list[bytes]) -> None:
-        mine = self._held.get(worker, set())
+    def evict(self, slot: int, hashes: Sequence[bytes]) -> None:
+        held = self._held.get(slot, {})
+        holders, groups, others = self._holders, self._groups, ~(1 << slot)
+        known, group = held.pop, groups.setdefault
         for content in hashes:
-            if content in mine:
-                mine.discard(content)
-                self._forget(worker, content)
+            if known(content, None) is not None:
+                mask = holders[content] & others
+                if mask:
+                    holders[content] = group(mask, mask)
+                else:
+                    del holders[content]
 
-    def drop(self, worker: str) -> None:
-        for content in self._held.pop(worker, set()):
-            self._forget(worker, content)
+    def expire(self, now: float) -> None:
+        """Ends predicted entries that no report confirmed."""
+        while self._predicted and self._predicted[0][0] <= now:
+            _, slot, hashes = self._predicted.popleft()
+            held = self._held.get(slot, {})
+            self.evict(slot, [h for h in hashes if held.get(h, inf) <= now])
 
-    def _forget(self, worker: str, content: bytes) -> None:
-        holders = self._holders[content]
-        holders.discard(worker)
-        if not holders:
-            del self._holders[content]
+    def drop(self, slot: int) -> None:
+        self.evict(slot, list(self._held.get(slot, ())))
+        self._held.pop(slot, None)
 
-    def depths(self, hashes: list[bytes]) -> dict[str, int]:
-        """Leading blocks of `hashes` that each worker holds; workers with none are left out."""
-        depths: dict[str, int] = {}
-        alive: set[str] | None = None
-        for depth, content in enumerate(hashes, start=1):
-            holders = self._holders.get(content, set())
-            alive = set(holders) if alive is None else alive & holders
-            if not alive:
-                break
-            depths.update(dict.fromkeys(alive, depth))
-        return depths
+    # ---- lookups ---------------------------------------------------------------------------------
+
+    def depth(self, slot: int, sampled: Sequence[bytes]) -> int:
+        """Leading hashes of `sampled` that the worker holds. Bisects: who holds a prefix holds
+        its front, but for races between reports that only cost precision."""
+        held = self._held.get(slot)
+        if not held or not sampled or sampled[0] not in held:
+            return 0
+        low, high = 1, len(sampled)
+        while low < high:
+            middle = (low + high + 1) >> 1
+            if sampled[middle - 1] in held:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def deepest(self, sampled: Sequence[bytes], within: int) -> tuple[int, int]:
+        """(depth, mask) of those in the mask `within` that hold most; bisects like `depth`."""
+        holders, low, mask, high = self._holders, 0, 0, len(sampled)
+        while low < high:
+            middle = (low + high + 1) >> 1
+            found = holders.get(sampled[middle - 1], 0) & within
+            if found:
+                low, mask = middle, found
+            else:
+                high = middle - 1
+        return low, mask
+
+    def match(self, sampled: Sequence[bytes]) -> list[tuple[int, int]]:
+        """[(depth, mask of the workers that hold as many leading hashes or more)], both strictly
+        monotone; workers without any are left out."""
+        steps: list[tuple[int, int]] = []
+        holders, alive, depth = self._holders, -1, 0
+        for content in sampled:
+            mask = holders.get(content, 0) & alive
+            if mask != alive:
+                if depth:
+                    steps.append((depth, alive))
+                if not mask:
+                    return steps
+                alive = mask
+            depth += 1
+        if depth:
+            steps.append((depth, alive))
+        return steps
+
+    def tokens(self, steps: list[tuple[int, int]], size: int, block_tokens: int) -> np.ndarray:
+        """float64 [size]: tokens of a match on each slot."""
+        out = np.zeros(size)
+        for depth, mask in steps:
+            covered = blocks_at(depth) * block_tokens
+            if mask.bit_count() <= 8:
+                for slot in bits(mask):
+                    out[slot] = covered
+            else:
+                raw = np.frombuffer(mask.to_bytes((size + 7) >> 3, "little"), np.uint8)
+                out[np.unpackbits(raw, count=size, bitorder="little").view(bool)] = covered
+        return out
+
+    def held(self, slot: int) -> int:
+        """Prefixes that the worker holds."""
+        return len(self._held.get(slot, ()))
 
     def __len__(self) -> int:
-        return len(self._holders)
+        """Pairs of a worker and a prefix that it holds."""
+        return sum(map(len, self._held.values()))

@@ -11,14 +11,20 @@ HEAVY = ("torch", "ray", "nixl")
 LIGHT = [
     "diptych.protos.frames",
     "diptych.kv_transfer.tickets",
+    "diptych.kv_transfer.fan",
     "diptych.kv_transfer.identity",
+    "diptych.kv_transfer.tiers",
     "diptych.engine.blocks",
     "diptych.engine.commands",
+    "diptych.engine.prefixes",
     "diptych.engine.scheduler",
     "diptych.router",
     "diptych.router.core",
     "diptych.prefill_worker",
     "diptych.decode_worker",
+    "diptych.simulator",
+    "diptych.simulator.exact",
+    "diptych.simulator.study",
     "diptych.cluster.cli",
 ]
 

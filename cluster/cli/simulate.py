@@ -59,6 +59,9 @@ def simulate(
     faults: Annotated[
         str, typer.Option(help="stale=1s,slow=3x@0,wrong=10%,kill=2@60s; all optional.")
     ] = "",
+    agreement: Annotated[
+        bool, typer.Option("--agreement", help="Run step by step too; say how far apart.")
+    ] = False,
     calibrate_from_live: Live = None,
     jobs: Jobs = None,
     output: Output = "table",
@@ -122,6 +125,7 @@ def _study(given: dict[str, Any]):
         _closed(given["dispatch"]),
         Faults.of(given["faults"]),
         given["jobs"] or len(os.sched_getaffinity(0)),
+        given["agreement"],
     )
 
 

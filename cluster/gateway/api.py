@@ -15,6 +15,12 @@ from starlette.responses import Response
 from . import sse
 from .answers import Answers, Delta, Output
 from .chat import ChatRequest, ChatShape
+from .completions import (
+    CompletionRequest,
+    CompletionShape,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from .errors import ApiError
 from .schema import REQUEST_ID, parse
 from .stream import Request
@@ -59,6 +65,36 @@ class Api:
         shape = ChatShape(asked, request, text, model, prompt)
         return await self._answer(Call([request], shape, asked.stream))
 
+    async def completions(self, http: HttpRequest) -> Response:
+        request_id = identify(http, "cmpl-")
+        asked = parse(CompletionRequest, await sse.read_body(http))
+        prompts = asked.prompts()
+        names = (
+            [request_id]
+            if len(prompts) == 1
+            else [f"{request_id[:120]}-{number}" for number in range(len(prompts))]
+        )
+        requests = [
+            (await self.gateway.prepare(one, name))[0]
+            for one, name in zip(prompts, names, strict=True)
+        ]
+        text, model = self.gateway.text, self.gateway.model
+        shape = CompletionShape(asked, requests, text, model, request_id)
+        return await self._answer(Call(requests, shape, asked.stream))
+
+    async def tokenize(self, http: HttpRequest) -> Response:
+        asked = parse(TokenizeRequest, await sse.read_body(http))
+        text, limits = self.gateway.text, self.gateway.limits
+        self.gateway.check_model(asked.model)
+        asked.check(text, limits)
+        ids = await self.gateway.tokenize(lambda: asked.ids(text))
+        return _json(asked.answer(ids, text, limits))
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        asked = parse(DetokenizeRequest, await sse.read_body(http))
+        self.gateway.check_model(asked.model)
+        return _json(await self.gateway.tokenize(lambda: asked.answer(self.gateway.text)))
+
     async def _answer(self, call: Call) -> Response:
         run = Run(self.gateway, call)
         deltas = run.deltas()
@@ -66,7 +102,7 @@ class Api:
             async with aclosing(deltas):
                 told = [delta async for batch in deltas for delta in batch]
             body = call.shape.whole(_joined(told), run.used)
-            return Response(sse.encode(body), 200, headers_of(call.requests[0]), "application/json")
+            return _json(body, headers_of(call.requests[0]))
         try:
             first = await anext(deltas)  # errors until here get their own status
         except BaseException:
@@ -152,6 +188,10 @@ class Run:
             async for batch in news:
                 deltas = answers.feed(batch)
                 yield [replace(one, index=base + one.index) for one in deltas] if base else deltas
+
+
+def _json(body: dict, headers: dict[str, str] | None = None) -> Response:
+    return Response(sse.encode(body), 200, headers, "application/json")
 
 
 def _joined(deltas: list[Delta]) -> list[Delta]:

@@ -128,7 +128,7 @@ class _NamedTool(Strict):
     function: _NamedFunction
 
 
-class _StreamOptions(Strict):
+class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False
 
@@ -147,7 +147,7 @@ class ChatRequest(Parameters):
     model: str = ""
     messages: Annotated[list[Message], Field(min_length=1, max_length=1000)]
     stream: bool = False
-    stream_options: _StreamOptions | None = None
+    stream_options: StreamOptions | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -233,10 +233,14 @@ class ChatRequest(Parameters):
 
 def check_size(messages: list[dict[str, Any]], limits: Limits) -> None:
     """Refuses what cannot fit whatever its tokens are, before it costs seconds to tokenize."""
-    chars = sum(len(message["content"]) for message in messages)
+    check_chars(sum(len(message["content"]) for message in messages), limits)
+
+
+def check_chars(chars: int, limits: Limits) -> None:
+    """The same for so many characters. Raises ApiError."""
     if chars > limits.max_model_len * limits.token_chars:
         message = (
-            f"the messages have {chars} characters, the model's context is "
+            f"the prompt has {chars} characters, the model's context is "
             f"{limits.max_model_len} tokens: shorten the conversation"
         )
         raise ApiError("context_length_exceeded", message, "messages")

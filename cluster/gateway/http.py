@@ -30,6 +30,9 @@ def build(gateway: Gateway) -> Starlette:
     face, api = _Face(gateway), Api(gateway)
     routes = [
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/tokenize", api.tokenize, methods=["POST"]),
+        Route("/detokenize", api.detokenize, methods=["POST"]),
         Route("/v1/models", face.models),
         Route("/v1/models/{model:path}", face.model),
         Route("/health", face.health),

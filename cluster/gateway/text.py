@@ -128,6 +128,9 @@ class Text:
     def stream(self, specials: bool = False) -> TextStream:
         return TextStream(self.tokenizer, specials)
 
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
     def piece(self, token: int) -> str:
         return self.tokenizer.decode([token], skip_special_tokens=False)
 

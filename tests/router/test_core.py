@@ -26,7 +26,9 @@ class Rig:
     """A router with workers; `ask` returns what the asker was told. It is settled at once."""
 
     def __init__(self, *workers: str, blocks: int = 100, term: int = 5, **config: Any) -> None:
-        self.router = Router(RouterConfig(**({"settle_s": 0.0} | config)), term)
+        self.router = Router(
+            RouterConfig(**({"settle_s": 0.0, "policy": "min_ttft"} | config)), term
+        )
         self.now = 100.0
         self.send(e.GatewayJoined("g"))
         for name in workers:
@@ -172,7 +174,7 @@ def test_a_duplicate_place_gets_the_same_answer_again(rig: Rig) -> None:
 def test_a_duplicate_of_a_waiting_request_is_ignored() -> None:
     rig = Rig()
     assert rig.ask("r") == [] and rig.ask("r") == []
-    assert len(rig.router.waiting) == 1
+    assert len(rig.router.line) == 1
 
 
 def test_a_waiting_request_may_lift_its_ban_from_a_worker_that_came_back() -> None:
@@ -366,7 +368,7 @@ def test_a_worker_that_joins_again_starts_with_its_whole_snapshot(rig: Rig) -> N
     rig.send(e.Joined(card("prefill/a"), 0, HASHES[6:7]))
     assert rig.router.index.depths(HASHES) == {}
     assert rig.report("prefill/a", 1) == [], "its reports count from 1 again"
-    queued = sum(len(worker.queued) for worker in rig.router.workers.values())
+    queued = sum(len(worker.prefills) for worker in rig.router.workers.values())
     assert queued == 1 and placed.prefill, "what is placed on it stays"
 
 

@@ -1,21 +1,45 @@
-"""The router under any order of events: no request is lost, no block is promised twice."""
+"""The router under any order of events, for every policy: no request is lost, no block is promised
+twice, no worker gets more than its credit, nobody starves, and the books add up."""
 
 from __future__ import annotations
 
-from diptych.protos.frames import Key, Place, Placed, Refused, Report, WorkerCard
+from dataclasses import replace
+
+import msgspec
+import pytest
+from diptych.protos.frames import (
+    Coefficients,
+    Key,
+    Over,
+    Place,
+    Placed,
+    Refused,
+    Report,
+    WorkerCard,
+)
+from diptych.router import Router, RouterConfig
 from diptych.router import events as e
-from diptych.router.core import Router, RouterConfig
+from diptych.router.fleet import BATCH_TOKENS, PREFETCH
+from diptych.router.placement import HALTED_MAX
+from diptych.router.policies import POLICIES
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
-WORKERS = ["prefill/a", "prefill/b", "decode/x", "decode/y"]
+WORKERS = ["prefill/a", "prefill/b", "decode/x", "decode/y", "mixed/m"]
+COST = Coefficients(0.01, 5e-4, 1e-8, 0.01, 1e-4, 5e-3, 1e-6, 1e-3, 1e-5, 0.1)
 GATEWAYS = ["g", "h"]
 HASHES = [bytes([i]) * 16 for i in range(6)]
-BLOCKS = 10
+BLOCKS = 40
+ROWS = 3
 TTL_S = 5.0
 
-CONFIG = RouterConfig(queue_max=4, queue_ttl_s=TTL_S, growth_tokens=64, settle_s=0.0)
+CONFIG = RouterConfig(queue_max=6, queue_ttl_s=TTL_S, growth_tokens=64, settle_s=0.0)
 
 hashes = st.lists(st.sampled_from(HASHES), max_size=4, unique=True)
 
@@ -23,9 +47,11 @@ hashes = st.lists(st.sampled_from(HASHES), max_size=4, unique=True)
 class World(RuleBasedStateMachine):
     """Keeps who asked what, and what became of it: waiting, placed, or over."""
 
+    config = CONFIG
+
     def __init__(self) -> None:
         super().__init__()
-        self.router = Router(CONFIG, 1)
+        self.router = Router(self.config, 1)
         self.now = 0.0
         self.fate: dict[Key, str] = {}
         self.owner: dict[Key, str] = {}
@@ -35,17 +61,23 @@ class World(RuleBasedStateMachine):
         self.told = {"placed": 0, "refused": 0, "hit": 0, "prompt": 0}
         self.places: dict[Key, Place] = {}
         self.joined: dict[str, int] = {}  #: worker -> its last report
+        self.foreign: dict[Key, tuple[str, int]] = {}  #: placed by another router: life, blocks
+        self.computing: dict[Key, str] = {}  #: prompts without a first token -> worker and life
         for gateway in GATEWAYS:
             self.send(e.GatewayJoined(gateway))
 
     def send(self, event: object) -> list:
-        actions = self.router.handle(event, self.now)
+        return self.take(self.router.handle(event, self.now))
+
+    def take(self, actions: list) -> list:
         for action in actions:
             frame = getattr(action, "frame", None)
             if isinstance(frame, Placed):
                 self.placed(action.peer, frame)
             elif isinstance(frame, Refused):
                 assert self.fate[frame.key] == "waiting" and action.peer == self.owner[frame.key]
+                early = self.places[frame.key].slo_class == "sheddable"
+                assert frame.retry_after_s > 0 and (frame.reason != "overloaded" or early)
                 self.fate[frame.key] = "over"
                 self.told["refused"] += 1
         return actions
@@ -53,31 +85,49 @@ class World(RuleBasedStateMachine):
     def placed(self, peer: str, frame: Placed) -> None:
         place = self.places[frame.key]
         assert self.fate[frame.key] == "waiting" and peer == self.owner[frame.key]
-        assert frame.decode in self.joined and frame.decode.startswith("decode")
-        assert (frame.prefill is None) == place.local
+        assert frame.decode in self.joined and not frame.decode.startswith("prefill")
+        local = place.local or self.config.disaggregate == "never"
+        assert frame.prefill is None or not local
+        if self.config.disaggregate == "always" and frame.prefill is None:
+            assert local or frame.decode.startswith("mixed")
         assert frame.prefill is None or frame.prefill in self.joined
         assert frame.decode not in place.lost and frame.prefill not in place.lost
         assert 0 <= frame.hit_tokens < place.prompt_tokens
+        assert frame.predicted_ttft_ms >= frame.predicted_wait_ms >= 0
         self.fate[frame.key] = "placed"
         need = -(-(place.prompt_tokens + min(place.max_tokens, 64)) // 64)
-        self.blocks[frame.key] = (f"{frame.decode}.{self.lives[frame.decode]}", need)
+        self.blocks[frame.key] = (self.life(frame.decode), need)
+        self.computing[frame.key] = self.life(frame.prefill or frame.decode)
         self.told["placed"] += 1
         self.told["hit"] += frame.hit_tokens
         self.told["prompt"] += place.prompt_tokens
 
+    def life(self, worker: str) -> str:
+        return f"{worker}.{self.lives[worker]}"
+
+    def over(self, key: Key) -> None:
+        self.fate[key] = "over"
+        self.blocks.pop(key, None)
+        self.computing.pop(key, None)
+
     @rule(
         gateway=st.sampled_from(GATEWAYS),
-        prompt=st.integers(1, 500),
+        prompt=st.integers(1, 1500),
         most=st.integers(1, 200),
         content=hashes,
         avoid=st.lists(st.sampled_from(WORKERS), max_size=2),
         lost=st.lists(st.sampled_from(WORKERS), max_size=1),
         local=st.booleans(),
+        tenant=st.sampled_from(["a", "b"]),
+        slo_class=st.sampled_from(["interactive", "sheddable", "batch", "unknown"]),
+        ttft=st.sampled_from([0.0, 0.05, 1.0]),
     )
-    def ask(self, gateway, prompt, most, content, avoid, lost, local) -> None:
+    def ask(self, gateway, prompt, most, content, avoid, lost, local, tenant, slo_class, ttft):
         key = (f"r{self.asked}", 0)
         self.asked += 1
-        self.places[key] = Place(key, prompt, most, content, avoid=avoid, lost=lost, local=local)
+        self.places[key] = Place(
+            key, prompt, most, content, avoid, lost, local, tenant, slo_class, ttft
+        )
         self.owner[key], self.fate[key] = gateway, "waiting"
         self.send(e.Asked(gateway, self.places[key]))
 
@@ -90,71 +140,157 @@ class World(RuleBasedStateMachine):
             if self.fate[key] == "placed":
                 assert [a.frame for a in again] == [self.router.bound[key].placed]
             else:
-                assert again == []
+                self.take(again)
 
-    @rule(data=st.data(), first_token=st.booleans())
-    def end(self, data, first_token) -> None:
+    @rule(data=st.data(), first_token=st.booleans(), tell=st.booleans())
+    def end(self, data, first_token, tell) -> None:
         if self.asked:
             key = (f"r{data.draw(st.integers(0, self.asked - 1))}", 0)
             if first_token and self.fate[key] == "placed":
-                assert self.send(e.FirstToken(key)) == []
+                self.computing.pop(key, None)
+                self.send(e.FirstToken(key))
                 return
-            self.fate[key] = "over"
-            self.blocks.pop(key, None)
-            self.send(e.Ended(key))
+            self.over(key)
+            self.send(e.Ended(key, Over(key, 20, 10.0, 5.0, "stop") if tell else None))
 
-    @rule(worker=st.sampled_from(WORKERS), cached=hashes)
-    def join(self, worker, cached) -> None:
-        if worker not in self.joined:
-            self.lives[worker] += 1
+    @rule(
+        worker=st.sampled_from(WORKERS),
+        cached=hashes,
+        held=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 20)), max_size=3),
+        cost=st.booleans(),
+    )
+    def join(self, worker, cached, held, cost) -> None:
+        """New, or again with a whole snapshot: what runs there is what we know of, and others."""
+        again = worker in self.joined
+        self.lives[worker] += not again
         self.joined[worker] = 0
+        life, room = self.life(worker), BLOCKS
+        room -= sum(need for at, need in self.blocks.values() if at == life)
+        for key in [key for key, (at, _) in self.foreign.items() if at == life]:
+            del self.foreign[key]
+        told = []
+        for name, blocks in dict(held).items() if not worker.startswith("prefill") else ():
+            key = (f"f{name}.{life}", 0)
+            if blocks <= room:
+                room -= blocks
+                told.append((*key, blocks))
+                self.foreign[key] = (life, blocks)
         role = worker.split("/")[0]
-        self.send(e.Joined(WorkerCard(worker, role, role, "", worker, 1, b"", BLOCKS), 0, cached))
+        card = WorkerCard(
+            worker, role, role, "", worker, 1, b"", BLOCKS, cost=COST if cost else None
+        )
+        card = msgspec.structs.replace(card, max_running=ROWS)
+        self.send(e.Joined(card, 0, cached, told))
 
     @rule(worker=st.sampled_from(WORKERS))
     def lose(self, worker) -> None:
         self.joined.pop(worker, None)
         self.send(e.Lost(worker))
 
-    @rule(worker=st.sampled_from(WORKERS), stored=hashes, evicted=hashes, gap=st.booleans())
-    def report(self, worker, stored, evicted, gap) -> None:
+    @rule(data=st.data())
+    def foreign_stream_ends(self, data) -> None:
+        if self.foreign:
+            key = data.draw(st.sampled_from(sorted(self.foreign)))
+            del self.foreign[key]
+            self.send(e.Ended(key))
+
+    @rule(
+        worker=st.sampled_from(WORKERS),
+        stored=hashes,
+        evicted=hashes,
+        gap=st.booleans(),
+        speed=st.sampled_from([0.01, 1.0, 50.0]),
+        waiting=st.sampled_from([0, 0, 1]),
+    )
+    def report(self, worker, stored, evicted, gap, speed, waiting) -> None:
         if worker not in self.joined:
             return
         number = self.joined[worker] + (2 if gap else 1)
-        actions = self.send(e.Reported(worker, Report(number, 0, stored, evicted, 640, 0.5)))
-        assert actions == ([e.Disconnect(worker)] if gap else [])
+        told = Report(
+            number, 0, stored, evicted, 640, 0.5 * speed, 2, 900, 50, 0.7 * speed, waiting
+        )
+        actions = self.send(e.Reported(worker, told))
+        assert (e.Disconnect(worker) in actions) == gap
         if not gap:
             self.joined[worker] = number
 
     @rule(gateway=st.sampled_from(GATEWAYS))
     def gateway_restarts(self, gateway) -> None:
         for key in [key for key, owner in self.owner.items() if owner == gateway]:
-            self.fate[key] = "over"
-            self.blocks.pop(key, None)
+            self.over(key)
         self.send(e.GatewayLost(gateway))
         self.send(e.GatewayJoined(gateway))
 
-    @rule(after=st.sampled_from([0.1, 1.0, TTL_S + 0.1]))
+    @rule(after=st.sampled_from([0.0, 0.01, 0.1, 1.0, TTL_S + 0.1]))
     def tick(self, after) -> None:
         self.now += after
         self.send(e.Tick())
         if after > TTL_S:
-            assert not self.router.waiting, "nobody waits longer than its time to live"
+            assert not self.router.line, "nobody waits longer than its time to live"
+
+    @rule()
+    def wake(self) -> None:
+        """The clock goes to where the router wants it: something is left to wait for, or not."""
+        wake = self.router.next_wake
+        if wake is not None:
+            self.now = max(self.now, wake)
+            self.send(e.Tick())
+            again = self.router.next_wake
+            assert again is None or again > self.now, "no busy loop"
+        else:
+            assert not self.router.line
 
     @invariant()
     def no_request_is_lost(self) -> None:
         waiting = {key for key, fate in self.fate.items() if fate == "waiting"}
         placed = {key for key, fate in self.fate.items() if fate == "placed"}
-        assert set(self.router.waiting) == waiting
+        assert set(self.router.line.by_key) == waiting
         assert set(self.router.bound) == placed
 
     @invariant()
     def no_block_is_promised_twice(self) -> None:
         for name, worker in self.router.workers.items():
-            life = f"{name}.{self.lives[name]}"
-            mine = sum(need for at, need in self.blocks.values() if at == life)
-            assert sum(worker.reserved.values()) == mine <= BLOCKS
-            assert set(worker.queued) <= set(self.router.bound)
+            life = self.life(name)
+            mine = {k: need for k, (at, need) in self.blocks.items() if at == life}
+            mine |= {k: need for k, (at, need) in self.foreign.items() if at == life}
+            assert {k: s.blocks for k, s in worker.streams.items()} == mine
+            assert worker.reserved == sum(mine.values()) <= BLOCKS
+            assert len([k for k in worker.streams if k not in self.foreign]) <= ROWS or not mine
+
+    @invariant()
+    def no_worker_has_more_than_its_credit(self) -> None:
+        fleet = self.router.fleet
+        for name, worker in self.router.workers.items():
+            mine = {k for k, at in self.computing.items() if at == self.life(name)}
+            assert set(worker.prefills) == mine
+            works = list(worker.prefills.values())
+            assert [w.due for w in works] == sorted(w.due for w in works)
+            if self.router.binder.policy.late:
+                long = [w for w in works if w.uncached >= BATCH_TOKENS]
+                assert len(long) <= PREFETCH + HALTED_MAX
+
+            slot = worker.slot
+            assert fleet.prompts[slot] == len(works)
+            assert fleet.queued_tokens[slot] == sum(w.uncached for w in works)
+            assert fleet.rows[slot] == len(worker.streams)
+            takes = fleet.decode_ok[slot] and len(worker.streams) < ROWS
+            assert fleet.fit[slot] == worker.fit == (worker.room if takes else -1)
+
+    @invariant()
+    def the_line_is_one_line(self) -> None:
+        line = self.router.line
+        urgent = [entry[3] for entry in line.urgent]
+        assert sorted(line.urgent) == line.urgent
+        assert {w.key for w in urgent} | set(line.late) == set(line.by_key)
+        assert len(urgent) + len(line.late) == len(line.by_key)
+        at_home = [w for queue in line.homes.values() for *_, w in queue]
+        assert {w.key for w in at_home} == {w.key for w in urgent if w.home}
+        for worker in self.router.workers.values():
+            waits = sum(w.home_s for w in at_home if w.home is worker)
+            assert worker.home_s == pytest.approx(waits, abs=1e-6)
+            assert self.router.fleet.home_s[worker.slot] == worker.home_s
+        assert line.home_s == pytest.approx(sum(w.home_s for w in at_home), abs=1e-6)
+        assert line.work_s == pytest.approx(sum(w.least_s for w in urgent), abs=1e-6)
 
     @invariant()
     def statistics_add_up(self) -> None:
@@ -166,5 +302,23 @@ class World(RuleBasedStateMachine):
         assert seen["bound"] == fates.count("placed")
 
 
-World.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
-TestWorld = World.TestCase
+def world(policy: str, disaggregate: str, examples: int) -> type:
+    """The machine for one configuration, as a test case."""
+    made = type(f"World_{policy}_{disaggregate}", (World,), {})
+    made.config = replace(CONFIG, policy=policy, disaggregate=disaggregate)
+    made.TestCase.settings = settings(max_examples=examples, stateful_step_count=50, deadline=None)
+    return made.TestCase
+
+
+TestLate = world("diptych", "always", 60)
+TestLateAuto = world("diptych", "auto", 60)
+TestLateNever = world("diptych", "never", 20)
+TestEarly = world("min_ttft", "auto", 25)
+
+
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"diptych", "min_ttft"}))
+def test_every_baseline_keeps_the_same_promises(policy: str) -> None:
+    run_state_machine_as_test(
+        type("Baseline", (World,), {"config": replace(CONFIG, policy=policy)}),
+        settings=settings(max_examples=4, stateful_step_count=40, deadline=None),
+    )

@@ -1,0 +1,100 @@
+{{/* One worker group. Arguments: root, group. */}}
+{{- define "diptych.group" -}}
+{{- $root := .root -}}
+{{- $group := .group -}}
+{{- $slots := $group.slots | default dict -}}
+{{- $homes := dict -}}
+{{- range $pool := list "prefill" "decode" "gateway" -}}
+{{- with get $slots $pool }}{{ $_ := set $homes $pool (toString .) }}{{ end -}}
+{{- end -}}
+{{- if $slots.gateway }}{{ $_ := set $homes "router" "1" }}{{ end -}}
+- groupName: {{ $group.name }}
+  replicas: {{ $group.pods }}
+  minReplicas: {{ $group.pods }}
+  maxReplicas: {{ $group.pods }}
+  resources: {{ $homes | toJson }}
+  rayStartParams:
+    object-store-memory: "104857600"
+  template:
+    metadata:
+      labels:
+        {{- include "diptych.selector" $root | nindent 8 }}
+        app.kubernetes.io/component: {{ $group.name }}
+    spec:
+      automountServiceAccountToken: false
+      terminationGracePeriodSeconds: {{ $root.Values.drain.graceSeconds }}
+      {{- with $root.Values.image.pullSecrets }}
+      imagePullSecrets:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- with $group.nodeSelector }}
+      nodeSelector:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- with $group.tolerations }}
+      tolerations:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- if or $group.affinity $group.ownNode }}
+      affinity:
+        {{- with $group.affinity }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+        {{- if $group.ownNode }}
+        podAntiAffinity:
+          requiredDuringSchedulingIgnoredDuringExecution:
+          - topologyKey: kubernetes.io/hostname
+            labelSelector:
+              matchLabels:
+                {{- include "diptych.selector" $root | nindent 16 }}
+              matchExpressions:
+              - key: app.kubernetes.io/component
+                operator: NotIn
+                values: [head]
+        {{- end }}
+      {{- end }}
+      securityContext:
+        {{- include "diptych.podSecurity" $root | nindent 8 }}
+      containers:
+      - name: ray-worker
+        image: {{ include "diptych.image" $root }}
+        imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+        ports:
+        - {name: serve, containerPort: 8000}
+        - {name: serve-grpc, containerPort: 9000}
+        env:
+          {{- include "diptych.env" (dict "root" $root "group" $group) | trim | nindent 10 }}
+        resources:
+          {{- toYaml $group.resources | nindent 10 }}
+        securityContext:
+          {{- include "diptych.containerSecurity" $group.capabilities | nindent 10 }}
+        lifecycle:
+          preStop:
+            exec:
+              command: [diptych-drain, {{ $root.Values.drain.seconds | quote }}]
+        {{- if or $group.shm $group.hugepages $root.Values.model.volume }}
+        volumeMounts:
+        {{- if $group.shm }}
+        - {name: shm, mountPath: /dev/shm}
+        {{- end }}
+        {{- if $group.hugepages }}
+        - {name: hugepages, mountPath: /dev/hugepages}
+        {{- end }}
+        {{- if $root.Values.model.volume }}
+        - {name: model, mountPath: {{ $root.Values.model.mountPath }}, readOnly: true}
+        {{- end }}
+      volumes:
+      {{- with $group.shm }}
+      - name: shm
+        emptyDir: {medium: Memory, sizeLimit: {{ . }}}
+      {{- end }}
+      {{- if $group.hugepages }}
+      - name: hugepages
+        emptyDir: {medium: HugePages-2Mi}
+      {{- end }}
+      {{- with $root.Values.model.volume }}
+      - name: model
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+        {{- end }}
+{{- end }}

@@ -1,0 +1,121 @@
+{{- define "diptych.image" -}}
+{{- if .Values.image.digest -}}
+{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- else -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+{{- end }}
+
+{{- define "diptych.selector" -}}
+app.kubernetes.io/part-of: diptych
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "diptych.labels" -}}
+{{ include "diptych.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end }}
+
+{{/* Replicas that a pool's slots can hold, over all groups. Arguments: root, pool. */}}
+{{- define "diptych.room" -}}
+{{- $room := 0 -}}
+{{- range .root.Values.groups -}}
+{{- $room = add $room (mul .pods (get (.slots | default dict) $.pool | default 0)) -}}
+{{- end -}}
+{{- $room -}}
+{{- end }}
+
+{{/* One deployment of a pool in the Serve config: its replicas, and the slot each one takes. */}}
+{{- define "diptych.pool" -}}
+{{- $pool := get .root.Values.pools .pool -}}
+{{- $ranks := dig "pools" .pool "tensor_parallel" 1 .root.Values.config | int -}}
+- name: {{ .name }}
+  num_replicas: {{ $pool.replicas }}
+  ray_actor_options:
+    num_cpus: 0.01
+    {{- with $pool.gpus }}
+    num_gpus: {{ . }}
+    {{- end }}
+    resources: {{ dict .pool 1 | toJson }}
+  {{- if gt $ranks 1 }}
+  placement_group_strategy: STRICT_PACK
+  placement_group_bundles:
+  {{- range $rank := until $ranks }}
+  - CPU: 0.01
+    {{- if eq $rank 0 }}
+    {{ $.pool }}: 1
+    {{- with $pool.gpus }}
+    GPU: {{ . }}
+    {{- end }}
+    {{- end }}
+  {{- end }}
+  {{- end }}
+{{- end }}
+
+{{- define "diptych.serveConfig" -}}
+proxy_location: EveryNode
+http_options:
+  host: 0.0.0.0
+  port: 8000
+grpc_options:
+  port: 9000
+  grpc_servicer_functions:
+  - diptych.protos.inference_pb2_grpc.add_InferenceServicer_to_server
+  - grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server
+applications:
+- name: diptych
+  import_path: diptych.cluster.app:application
+  route_prefix: /
+  args: {{ .Values.config | toJson }}
+  deployments:
+  - name: Gateway
+    num_replicas: {{ .Values.gateway.replicas }}
+    ray_actor_options:
+      num_cpus: 0.01
+      resources: {"gateway": 1}
+  - name: Router
+    ray_actor_options:
+      num_cpus: 0.01
+      resources: {"router": 1}
+  {{- include "diptych.pool" (dict "root" . "pool" "prefill" "name" "PrefillWorker") | nindent 2 }}
+  {{- include "diptych.pool" (dict "root" . "pool" "decode" "name" "DecodeWorker") | nindent 2 }}
+{{- end }}
+
+{{/* Environment of every Ray container. Arguments: root, group (may be nil). */}}
+{{- define "diptych.env" -}}
+{{- range $name, $value := .root.Files.Get "files/environment.yaml" | fromYaml }}
+- name: {{ $name }}
+  value: {{ $value | quote }}
+{{- end }}
+- name: DIPTYCH_SECRET
+  valueFrom:
+    secretKeyRef:
+      name: {{ .root.Values.secretName }}
+      key: secret
+{{- with .group }}
+{{- range $name, $value := .env }}
+- name: {{ $name }}
+  value: {{ $value | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "diptych.containerSecurity" -}}
+allowPrivilegeEscalation: false
+capabilities:
+  drop: [ALL]
+  {{- with . }}
+  add: {{ toJson . }}
+  {{- end }}
+{{- end }}
+
+{{- define "diptych.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 1000
+runAsGroup: 1000
+fsGroup: 1000
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}

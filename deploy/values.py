@@ -1,0 +1,139 @@
+"""The types of the chart's values; `render.py` writes them as values.schema.json.
+
+Objects that go to Kubernetes as they are (resources, tolerations, ...) are checked after rendering.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from diptych.cluster.config import ClusterConfig
+from pydantic import BaseModel, ConfigDict, Field
+
+#: Fields of Diptych's configuration that are no values, and who decides instead.
+DECIDED_ELSEWHERE = {
+    "ClusterConfig.secret": "the Secret named by secretName",
+    "GatewaySettings.host": "Serve's http_options",
+    "GatewaySettings.http_port": "Serve's http_options",
+    "GatewaySettings.grpc_port": "Serve's grpc_options",
+    "PoolConfig.replicas": "pools.*.replicas: a change there restarts no other replica",
+}
+
+Text = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,28}[a-z0-9])?$")]
+Whole = Annotated[int, Field(ge=0)]
+Quantity = Annotated[str, Field(pattern=r"^[0-9]+([.][0-9]+)?([EPTGMk]i?|m)?$")]
+Objects = list[dict[str, Any]]
+
+
+class Values(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Image(Values):
+    repository: Text
+    tag: str = ""
+    digest: Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64})?$")] = ""
+    pullPolicy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    pullSecrets: Objects = []
+
+
+class Pool(Values):
+    replicas: Whole
+    gpus: Whole = 0
+
+
+class Pools(Values):
+    prefill: Pool
+    decode: Pool
+
+
+class Gateway(Values):
+    replicas: Annotated[int, Field(ge=1)]
+
+
+class Model(Values):
+    mountPath: Annotated[str, Field(pattern="^/")] = "/models"
+    volume: dict[str, Any] = {}
+
+
+class Resources(Values):
+    requests: dict[str, Quantity]
+    limits: dict[str, Quantity]
+
+
+class Head(Values):
+    resources: Resources
+    nodeSelector: dict[str, str] = {}
+    tolerations: Objects = []
+
+
+class Slots(Values):
+    prefill: Whole = 0
+    decode: Whole = 0
+    gateway: Whole = 0
+
+
+class Group(Values):
+    name: Name
+    pods: Whole
+    slots: Slots
+    resources: Resources
+    nodeSelector: dict[str, str] = {}
+    tolerations: Objects = []
+    affinity: dict[str, Any] = {}
+    ownNode: bool = Field(False, description="no other Diptych pod on its node, the head apart")
+    capabilities: list[Literal["IPC_LOCK", "SYS_RESOURCE"]] = []
+    shm: Quantity | None = Field(None, description="size of /dev/shm; counts as memory")
+    hugepages: bool = Field(False, description="mounts /dev/hugepages; ask for hugepages-2Mi")
+    env: dict[str, str] = {}
+
+
+class Drain(Values):
+    seconds: Annotated[int, Field(ge=0)]
+    graceSeconds: Annotated[int, Field(ge=1)]
+
+
+class NetworkPolicy(Values):
+    enabled: bool
+    operatorNamespace: Text
+    clients: Objects
+
+
+class Chart(Values):
+    """values.yaml of the chart `diptych`."""
+
+    image: Image
+    secretName: Text
+    config: ClusterConfig
+    pools: Pools
+    gateway: Gateway
+    model: Model
+    head: Head
+    groups: Annotated[list[Group], Field(min_length=1)]
+    upgradeStrategy: Literal["NewCluster", "None"]
+    drain: Drain
+    networkPolicy: NetworkPolicy
+    global_: dict[str, Any] = Field({}, alias="global", description="Helm's own")
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of the values."""
+    made = Chart.model_json_schema()
+    for path in DECIDED_ELSEWHERE:
+        model, field = path.split(".")
+        del made["$defs"][model]["properties"][field]
+    _drop_titles(made)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
+
+
+def _drop_titles(node: Any) -> None:
+    """pydantic names every field after itself: noise."""
+    if isinstance(node, dict):
+        if isinstance(node.get("title"), str):
+            del node["title"]
+        for child in node.values():
+            _drop_titles(child)
+    elif isinstance(node, list):
+        for child in node:
+            _drop_titles(child)

@@ -1,0 +1,51 @@
+"""What a router is told once. Plain values; the cluster's configuration makes one of these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SloClass:
+    """A class of requests. A lower `priority` is served first."""
+
+    priority: int = 0
+    weight: float = 1.0  #: value of one request when not all can be served in time
+    early_reject: bool = False  #: prefers an early 429 to an answer after its target
+
+    def __post_init__(self) -> None:
+        assert self.weight > 0, self
+
+
+CLASSES = {
+    "interactive": SloClass(),
+    "sheddable": SloClass(early_reject=True),
+    "batch": SloClass(priority=1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Times in seconds, room in blocks, lengths in tokens. An unknown class counts as the first."""
+
+    disaggregate: str = "always"  #: always | auto | never
+    queue_max: int = 1024  #: requests that wait for a worker
+    queue_ttl_s: float = 30.0  #: how long one waits, or until its TTFT target if that is longer
+    growth_tokens: int = 256  #: what decode reserves behind the prompt, at most
+    settle_s: float = 3.0  #: after its first event, a router does not know yet who is missing
+    prior_tokens_per_s: float = 2000.0  #: prefill rate of a worker that says nothing of its speed
+    policy: str = "diptych"  #: a key of `policies.POLICIES`
+    ttft_s: float = 2.0  #: targets of a request that names none
+    itl_s: float = 0.05
+    classes: Mapping[str, SloClass] = field(default_factory=lambda: dict(CLASSES))
+    rtt_s: float = 0.002  #: gateway and back: a worker is given work this long before it idles
+    seed: int = 0  #: of ties and samples
+    index_per_worker: int = 65536  #: index entries of one worker, at most
+    predicted_ttl_s: float = 120.0  #: an entry that was predicted and never reported ends then
+    decisions: int = 4096  #: decision records kept
+
+    def __post_init__(self) -> None:
+        assert self.disaggregate in ("always", "auto", "never"), self.disaggregate
+        assert self.queue_max >= 0 and self.queue_ttl_s > 0 and self.classes, self
+        assert self.ttft_s > 0 and self.itl_s > 0 and self.prior_tokens_per_s > 0, self

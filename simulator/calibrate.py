@@ -1,0 +1,105 @@
+"""What a live cluster measured of itself: coefficients of its workers, and a recorded run.
+
+A JSON file, times in seconds:
+
+    {"model": "205M", "cores": 2,
+     "workers": [{"threads": 1, "kv_tokens": 16384, "chunk_tokens": 512, "max_running": 64,
+                  "cost": {"prefill_base": .., "prefill_token": .., "prefill_pair": ..,
+                           "step_base": .., "step_row": .., "step_weights": .., "step_token": ..,
+                           "transfer_base": .., "transfer_token": .., "exposed_share": ..}}],
+     "run": {"split": "1P1D", "threads": 1, "slo": "ttft=2s,itl=50ms",
+             "requests": [{"at": .., "prompt": .., "output": .., "ttft": .., "tpot": ..,
+                           "met": true}]}}
+
+`workers`: one entry for each kind of worker that was measured, with as many of its like busy beside
+it as fit on the cores (they share memory bandwidth). `run` is optional.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from pathlib import Path
+
+import msgspec
+
+from ..protos.frames import Coefficients
+from .errors import SimulationError
+from .fleet import Fleet
+from .hardware import Hardware
+from .trace import HASH_TOKENS, Item, Trace
+
+
+class Kind(msgspec.Struct, frozen=True):
+    cost: Coefficients
+    kv_tokens: int
+    threads: int = 1
+    chunk_tokens: int = 512
+    max_running: int = 64
+    itl_budget_ms: float | None = None  #: the engine's; None: a step takes whole chunks
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """One request of the recorded run."""
+
+    at: float
+    prompt: int
+    output: int
+    ttft: float = 0.0
+    tpot: float = 0.0
+    met: bool = True
+    blocks: tuple[int, ...] = ()  #: of 64 tokens, chained; empty: nothing shared
+
+
+class Run(msgspec.Struct, frozen=True):
+    split: str
+    slo: str
+    requests: list[Seen]
+    threads: int = 1
+
+    @property
+    def attainment(self) -> float:
+        return sum(one.met for one in self.requests) / max(1, len(self.requests))
+
+
+class Calibration(msgspec.Struct, frozen=True):
+    model: str
+    workers: list[Kind]
+    cores: int = 1
+    run: Run | None = None
+
+    def fleet(self, threads: int) -> Fleet:
+        """As many workers of `threads` as the cores hold; each counts as its cores."""
+        for kind in self.workers:
+            if kind.threads == threads:
+                replicas = max(1, self.cores // threads)
+                name = f"cpu-{threads}t"
+                one = Hardware(
+                    name,
+                    1,
+                    kind.cost,
+                    kind.kv_tokens,
+                    threads,
+                    kind.chunk_tokens,
+                    kind.max_running,
+                    threads,
+                    inf if kind.itl_budget_ms is None else kind.itl_budget_ms / 1e3,
+                )
+                return Fleet(((one, replicas),))
+        raise SimulationError(f"the calibration has no worker of {threads} threads")
+
+    def trace(self) -> Trace:
+        if self.run is None:
+            raise SimulationError("the calibration has no recorded run to replay")
+        first = min(one.at for one in self.run.requests)
+        items = [
+            Item(one.at - first, one.prompt, one.output, one.blocks)
+            for one in sorted(self.run.requests, key=lambda one: one.at)
+        ]
+        return Trace("recorded", items, HASH_TOKENS)
+
+
+def read(path: Path) -> Calibration:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Calibration)
+    except (OSError, msgspec.DecodeError) as error:
+        raise SimulationError(f"calibration {path}: {error}") from None

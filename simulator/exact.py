@@ -1,0 +1,434 @@
+"""The same run step by step: the engine's scheduler and block pool, the two ticket machines.
+
+What differs from `worker.py`: every step is planned by `engine.scheduler` (chunks on block borders,
+the ITL budget by its learned `StepCost`, reservation, preemption), blocks are `engine.blocks`, KV
+moves by `kv_transfer.tickets` in pieces of layers behind each chunk, and transfers share links
+fairly (each flow gets the smaller of its shares at both ends). What stays: the time that a step
+takes, by the same closed form. Faults: slow workers, stale reports, mispredictions; no kills.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from ..engine.blocks import BlockPool
+from ..engine.pacing import Work, pairs
+from ..engine.scheduler import Limits, Plan, Scheduler
+from ..engine.sequence import Sequence
+from ..kv_transfer import messages as m
+from ..kv_transfer import tickets as t
+from ..kv_transfer.identity import ticket_id
+from ..protos.frames import Sampling
+from .hardware import PIECES, Hardware
+from .sim import FIRST, HOP_S, Simulation
+from .trace import HASH_TOKENS, Request
+from .worker import Job, Worker
+
+NOTE, FLOW, PIECE, ARRIVED = range(9, 13)
+
+
+@dataclass(slots=True)
+class Flow:
+    """A write under way: `left` tokens, from one worker's link to another's."""
+
+    source: ExactWorker
+    sink: ExactWorker
+    post: t.Post
+    left: float
+    rate: float = 0.0
+
+
+class ExactWorker(Worker):
+    """A worker whose steps are the engine's."""
+
+    def __init__(
+        self, name: str, role: str, hardware: Hardware, unit: int, budget_s: float
+    ) -> None:
+        super().__init__(name, role, hardware.cost, hardware.kv_tokens, unit, budget_s)
+        limits = Limits(
+            block_tokens=HASH_TOKENS,
+            max_step_tokens=hardware.chunk_tokens,
+            max_running=hardware.max_running,
+            itl_budget_s=None if budget_s == inf else budget_s,
+        )
+        self.pool = BlockPool(hardware.kv_tokens // HASH_TOKENS + 1)
+        self.scheduler = Scheduler(self.pool, limits)
+        self.source, self.sink = t.Source(), t.Sink()
+        self.jobs: dict[tuple[str, int], Job] = {}
+        self.lasts: dict[tuple[str, int], float] = {}  #: when a stream's last token came
+        self.begun: set[tuple[str, int]] = set()  #: prompts with a chunk behind them
+        self.coming: list[tuple[float, int, Job, str]] = []  #: (when, order, job, what for)
+        self.refused: list[Job] = []  #: decode blocks that were not to be had yet
+        self.opens: list[tuple[Job, Sequence]] = []  #: reserved since the driver last looked
+        self.plan: Plan | None = None
+        self.ends = inf
+        self.kicked = False
+
+    # ---- what the driver asks ----------------------------------------------------------------
+
+    def advance(self, now: float) -> None:
+        self.at = now
+
+    def due(self) -> float:
+        if self.plan is not None:
+            return self.ends
+        if self.kicked:
+            return self.at
+        return max(self.at, min((entry[0] for entry in self.coming), default=inf))
+
+    def cached(self, blocks: list[int], whole: int) -> int:
+        """Leading tokens of these blocks in the pool."""
+        parts = self.unit // HASH_TOKENS
+        names = [name_of(block, part) for block in blocks[:whole] for part in range(parts)]
+        return self.pool.known(names) * HASH_TOKENS
+
+    def keep(self, request: Request, first: int, last: int) -> None:
+        """The scheduler publishes blocks itself."""
+
+    def changes(self) -> tuple[list[bytes], list[bytes]]:
+        return self.pool.drain_events()
+
+    @property
+    def free_tokens(self) -> int:
+        return self.pool.available * HASH_TOKENS
+
+    @property
+    def waiting(self) -> int:
+        scheduler = self.scheduler
+        return len(scheduler.waiting) + len(scheduler.filling) + len(self.refused)
+
+    def receive(self, job: Job, when: float, what: str) -> None:
+        """`what`: prefill, decode (of KV to come) or local."""
+        self._numbers += 1
+        self.coming.append((when, self._numbers, job, what))
+
+    def settle(self) -> tuple[list[Job], list[Job]]:
+        self.kicked = False
+        ended: list[Job] = []
+        filled: list[Job] = []
+        if self.plan is not None and self.at >= self.ends - 1e-12:
+            self._book(self.plan, ended, filled)
+            self.plan = None
+        for entry in sorted(entry for entry in self.coming if entry[0] <= self.at + 1e-12):
+            self.coming.remove(entry)
+            self._enter_scheduler(entry[2], entry[3])
+        waiting, self.refused = self.refused, []
+        for job in waiting:
+            self._reserve(job)
+        if self.plan is None:
+            plan = self.scheduler.plan()
+            if plan:
+                self.plan = plan
+                self.ends = self.at + self._seconds(plan)
+        self.rows = len(self.scheduler.running)
+        self.tokens = float(sum(len(seq.ids) for seq in self.scheduler.running))
+        return ended, filled
+
+    # ---- steps -------------------------------------------------------------------------------
+
+    def _enter_scheduler(self, job: Job, what: str) -> None:
+        job.started = self.at
+        self.jobs[job.key] = job
+        if what == "decode":
+            self._reserve(job)
+            return
+        if job.fetched:
+            self._adopt(job)
+        seq = self._sequence(job)
+        seq.stop_after_first = what == "prefill"
+        self.scheduler.add(seq)
+
+    def _reserve(self, job: Job) -> None:
+        seq = self._sequence(job)
+        if self.scheduler.reserve(seq) is None:
+            self.refused.append(job)
+        else:
+            self.opens.append((job, seq))
+
+    def _sequence(self, job: Job) -> Sequence:
+        request = job.request
+        sampling = Sampling(max_tokens=request.output)
+        hashes = names_of(request, self.unit)
+        ids = [0] * request.prompt
+        return Sequence(job.key, ids, len(ids), sampling, hashes, deadline=job.deadline)
+
+    def _adopt(self, job: Job) -> None:
+        """The fetched prefix is cached here now, if there is room for it."""
+        names = names_of(job.request, self.unit)[: job.fetched // HASH_TOKENS]
+        self.scheduler.stage(job.key, names, len(names))
+        self.scheduler.adopt(job.key, len(names))
+
+    def _seconds(self, plan: Plan) -> float:
+        """The closed form: decode of the rows; chunks by tokens, pairs and their share of base."""
+        cost, seconds = self.cost, 0.0
+        if plan.decode:
+            rows = len(plan.decode)
+            keys = sum(len(seq.ids) for seq in plan.decode)
+            weights = max(cost.step_row * rows, cost.step_weights)
+            seconds = cost.step_base + weights + cost.step_token * keys
+        for seq, count in plan.prefill:
+            chunk = cost.prefill_token * count
+            chunk += cost.prefill_pair * (pairs(count, seq.computed) - count / 2)
+            chunk += cost.prefill_base * count / (len(seq.ids) - seq.hit)
+            seconds += chunk * (self.jobs[seq.key].work or 1.0)
+        return seconds * self.slow
+
+    def _book(self, plan: Plan, ended: list[Job], filled: list[Job]) -> None:
+        seconds = self._seconds(plan)
+        keys = sum(len(seq.ids) for seq in plan.decode)
+        tokens = sum(count for _, count in plan.prefill)
+        seen = sum(pairs(count, seq.computed) for seq, count in plan.prefill)
+        self.scheduler.cost.observe(seconds, Work(len(plan.decode), keys, tokens, seen))
+        self.dirty = True
+        if tokens:
+            self.prefill_tokens += tokens
+            alone = Plan(prefill=plan.prefill)
+            self.prefill_s += self._seconds(alone)
+        else:
+            self.steps += 1
+            self.steps_s += seconds
+        for seq, count in plan.prefill:
+            self._chunk(seq, count, ended, filled)
+        for seq in plan.decode:
+            self.scheduler.computed(seq, 1)
+            self._token(seq)
+            if self.scheduler.sampled(seq, 0):
+                self._over(seq, ended)
+
+    def _chunk(self, seq: Sequence, count: int, ended: list[Job], filled: list[Job]) -> None:
+        if seq.key not in self.begun:
+            self.begun.add(seq.key)
+            if not self.jobs[seq.key].hit:
+                self.jobs[seq.key].hit = seq.hit
+        if not self.scheduler.computed(seq, count):
+            return
+        self.begun.discard(seq.key)
+        if seq.generated:  # computed again after a preemption: no new first token
+            self._token(seq)
+        else:
+            filled.append(self.jobs[seq.key])
+            self.lasts[seq.key] = self.at + HOP_S
+        if self.scheduler.sampled(seq, 0) and not seq.stop_after_first and seq.generated > 1:
+            self._over(seq, ended)
+
+    def _token(self, seq: Sequence) -> None:
+        """Gaps as the client sees them, the one behind the first token included."""
+        job, now = self.jobs[seq.key], self.at + HOP_S
+        gap = now - self.lasts.get(seq.key, job.first)
+        self.lasts[seq.key] = now
+        if not job.first_gap:
+            job.first_gap = gap
+        job.late += gap > self.itl_s
+
+    def _over(self, seq: Sequence, ended: list[Job]) -> None:
+        ended.append(self.jobs.pop(seq.key))
+        self.lasts.pop(seq.key, None)
+
+    def join(self, job: Job) -> None:
+        """A local prompt goes on by itself."""
+
+
+def name_of(block: int, part: int) -> bytes:
+    return (block * 8 + part).to_bytes(16, "little")
+
+
+def names_of(request: Request, unit: int) -> list[bytes]:
+    """Content hashes of 64-token blocks: the prompt's full ones, and the answer's if known."""
+    parts = unit // HASH_TOKENS
+    answer = request.blocks[request.whole :]
+    full = request.prompt // unit
+    ids = request.blocks[:full] + answer if answer else request.blocks[: request.whole]
+    names = [name_of(block, part) for block in ids for part in range(parts)]
+    return names if answer else names[: request.prompt // HASH_TOKENS]
+
+
+class ExactSimulation(Simulation):
+    """`Simulation` with workers that step, tickets between them and links that are shared."""
+
+    workers: dict[str, ExactWorker]  # type: ignore[assignment]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.flows: list[Flow] = []
+        self.flowed, self.flow_version = 0.0, 0
+        super().__init__(*args, **kwargs)
+        self.acts = (*self.acts, self._note, self._flow, self._piece, self._arrived)
+
+    def _worker(
+        self, name: str, role: str, hardware: Hardware, unit: int, budget_s: float
+    ) -> ExactWorker:
+        return ExactWorker(name, role, hardware, unit, budget_s)
+
+    def _submit(self, job: Job, start: float) -> None:
+        prefill, decode = job.prefill, job.decode
+        assert isinstance(prefill, ExactWorker) and isinstance(decode, ExactWorker)
+        if not job.remote:
+            prefill.receive(job, start, "local")
+        else:
+            prefill.receive(job, start, "prefill")
+            decode.receive(job, start, "decode")
+            self._at(start, ARRIVED, job)
+            self._schedule(decode)
+        self._schedule(prefill)
+
+    def _arrived(self, job: Job) -> None:
+        """The prefill worker expects the decode worker's offer."""
+        assert job.decode is not None
+        self._source(job.prefill, t.Expect(ticket_id(job.key), job.decode.name))
+
+    def _work(self, what: tuple[Worker, int]) -> None:
+        worker = what[0]
+        assert isinstance(worker, ExactWorker)
+        before = worker.plan
+        super()._work(what)
+        for job, seq in worker.opens:
+            assert job.prefill is not None
+            tiles = seq.blocks[: -(-seq.prompt // HASH_TOKENS)]
+            job.moved = seq.prompt - seq.sealed * HASH_TOKENS
+            self._sink(worker, t.Open(ticket_id(job.key), job.prefill.name, tiles, seq.sealed))
+        worker.opens.clear()
+        if worker.plan is not None and worker.plan is not before:
+            self._pieces(worker, worker.plan)
+
+    def _pieces(self, worker: ExactWorker, plan: Plan) -> None:
+        """Layer groups of each chunk are pushed as they are done."""
+        length = worker.ends - worker.at
+        for seq, count in plan.prefill:
+            if not seq.stop_after_first:
+                continue
+            end = seq.computed + count
+            first = seq.filled
+            last = -(-end // HASH_TOKENS) if end == len(seq.ids) else end // HASH_TOKENS
+            seq.filled = last
+            for piece in range(PIECES):
+                push = t.Push(ticket_id(seq.key), first, seq.blocks[first:last], piece, PIECES)
+                self._at(worker.at + length * (piece + 1) / PIECES, PIECE, (worker, push))
+
+    def _piece(self, what: tuple[ExactWorker, t.Push]) -> None:
+        self._source(*what)
+
+    def _filled(self, worker: Worker, job: Job) -> None:
+        remote, request = job.remote, job.request
+        job.first = self.now + HOP_S
+        if job.first - job.arrived > job.target:
+            self.misses += 1
+            job.done = True
+        self._at(self.now + HOP_S, FIRST, job.key)
+        assert isinstance(worker, ExactWorker)
+        if job.left <= 0:
+            self._single(worker, job)
+        elif remote:
+            tiles = -(-request.prompt // HASH_TOKENS)
+            finish = t.Finish(ticket_id(job.key), tiles, b"")
+            self._at(self.now, PIECE, (worker, finish))  # behind the last piece
+
+    def _single(self, worker: ExactWorker, job: Job) -> None:
+        """An answer of one token: nothing has to move."""
+        if job.remote:
+            self._at(self.now, PIECE, (worker, t.Cancel(ticket_id(job.key), "finished")))
+        else:
+            worker.jobs.pop(job.key, None)
+            worker.lasts.pop(job.key, None)
+        self._ended(job)
+
+    # ---- tickets ---------------------------------------------------------------------------------
+
+    def _source(self, worker: Any, event: Any) -> None:
+        for action in worker.source.handle(event, self.now):
+            match action:
+                case t.Send(peer, message):
+                    self._at(self.now + HOP_S, NOTE, (peer, worker.name, message, "sink"))
+                case t.Post():
+                    self._post(worker, action)
+                case t.Closed(xid):
+                    self._release(worker, xid)
+
+    def _sink(self, worker: ExactWorker, event: Any) -> None:
+        for action in worker.sink.handle(event, self.now):
+            match action:
+                case t.Send(peer, message):
+                    self._at(self.now + HOP_S, NOTE, (peer, worker.name, message, "source"))
+                case t.Verify(xid, _, chunk):
+                    self._sink(worker, t.Verified(xid, chunk.seq, True))
+                case t.Landed(xid):
+                    self._landed(worker, key_of(xid))
+                case t.Freed(xid):
+                    self._release(worker, xid)
+
+    def _note(self, what: tuple[str, str, m.Any, str]) -> None:
+        to, sender, message, end = what
+        worker = self.workers[to]
+        if end == "sink":
+            self._sink(worker, t.Noted(sender, message))
+        else:
+            self._source(worker, t.Noted(sender, message))
+
+    def _landed(self, worker: ExactWorker, key: tuple[str, int]) -> None:
+        worker.advance(self.now)
+        seq = worker.scheduler.live[key, 0]
+        seq.ids.append(0)
+        worker.lasts[key] = worker.jobs[key].first
+        worker.scheduler.commit(seq)
+        self._kick(worker)
+
+    def _release(self, worker: ExactWorker, xid: str) -> None:
+        """No write is under way: the blocks are free again."""
+        worker.scheduler.remove(key_of(xid))
+        worker.jobs.pop(key_of(xid), None)
+        worker.lasts.pop(key_of(xid), None)
+        self._kick(worker)
+
+    def _kick(self, worker: ExactWorker) -> None:
+        worker.advance(self.now)
+        worker.kicked = True
+        self._schedule(worker)
+
+    # ---- links -----------------------------------------------------------------------------------
+
+    def _post(self, worker: ExactWorker, post: t.Post) -> None:
+        tokens = len(post.source) * HASH_TOKENS / post.pieces
+        self._progress()
+        self.flows.append(Flow(worker, self.workers[post.peer], post, tokens))
+        self._shares()
+
+    def _progress(self) -> None:
+        span, self.flowed = self.now - self.flowed, self.now
+        for flow in self.flows:
+            flow.left -= flow.rate * span
+
+    def _shares(self) -> None:
+        """Each flow gets the smaller of an equal share of both links."""
+        out: dict[str, int] = {}
+        into: dict[str, int] = {}
+        for flow in self.flows:
+            out[flow.source.name] = out.get(flow.source.name, 0) + 1
+            into[flow.sink.name] = into.get(flow.sink.name, 0) + 1
+        soonest = inf
+        for flow in self.flows:
+            own = 1 / (flow.source.cost.transfer_token * out[flow.source.name])
+            other = 1 / (flow.sink.cost.transfer_token * into[flow.sink.name])
+            flow.rate = min(own, other)
+            soonest = min(soonest, max(flow.left, 0.0) / flow.rate)
+        self.flow_version += 1
+        if soonest < inf:
+            self._at(self.now + soonest, FLOW, self.flow_version)
+
+    def _flow(self, version: int) -> None:
+        if version != self.flow_version:
+            return
+        self._progress()
+        done = [flow for flow in self.flows if flow.left <= 1e-6]
+        self.flows = [flow for flow in self.flows if flow.left > 1e-6]
+        self._shares()
+        for flow in done:
+            post = flow.post
+            place = post.first, post.piece, post.pieces, [0] * len(post.source)
+            chunk = m.Chunk(post.xid, post.generation, post.seq, *place)
+            self._at(self.now + HOP_S, NOTE, (flow.sink.name, flow.source.name, chunk, "sink"))
+            self._source(flow.source, t.Written(post.xid, True))
+
+
+def key_of(xid: str) -> tuple[str, int]:
+    request, _, attempt = xid.rpartition("#")
+    return request, int(attempt)

@@ -1,0 +1,430 @@
+"""One run: the real router, fed by workers in virtual time. Same input, same log, byte for byte.
+
+Life of a request here: `Asked` at its arrival; `Placed` reaches the workers a hop later through the
+gateway; prompt computed -> first token -> `FirstToken` to the router; KV moves while the prompt is
+computed, what is left of it behind; decode joins at the next step; last token -> `Ended`. A refusal
+is a miss. Workers report block events and steps every `REPORT_S`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+from ..protos.frames import Deliver, Over, Place, Placed, Refused, Report, WorkerCard
+from ..router import Router, RouterConfig
+from ..router import events as e
+from .fleet import Faults, Fleet, Split
+from .hardware import Hardware
+from .metrics import Outcome, Slo
+from .trace import HASH_TOKENS, Request, Trace, total
+from .worker import Job, Worker
+
+HOP_S = 5e-4  #: one message between gateway, router and worker
+REPORT_S = 0.5
+MAX_TOKENS = 4096  #: what clients ask for: nobody knows an answer's length before it ends
+TICK_S = 1e-3  #: between two ticks of the router, at least
+SETTLE_S = 5.0  #: before the first arrival: the router has seen every worker join
+ARRIVE, WORK, FIRST, READY, REPORT, WAKE, HEAR, KILL, AGAIN = range(9)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What runs: fleet, split, router and targets. `handoff`: who sends the first token."""
+
+    fleet: Fleet
+    split: Split | tuple[Split, ...]
+    config: RouterConfig = field(default_factory=RouterConfig)
+    slo: Slo = field(default_factory=Slo)
+    handoff: str = "prefill"  #: prefill | decode
+    faults: Faults = field(default_factory=Faults)
+    budget_share: float = 0.9  #: of the ITL target: how long a step with prefill in it may take
+
+
+class Simulation:
+    """`run(requests)` -> one `Outcome` for each, in their order."""
+
+    def __init__(
+        self, setting: Setting, trace: Trace, seed: int = 0, log: Callable[[str], Any] | None = None
+    ) -> None:
+        self.setting, self.log = setting, log
+        self.slo, self.faults = setting.slo, setting.faults
+        self.rng = random.Random(f"run/{seed}")
+        self.now = -SETTLE_S
+        self.heap: list[tuple[float, int, int, Any]] = []
+        self.order = 0
+        self.wake = inf
+        self.router = Router(setting.config, term=1)
+        self.workers: dict[str, Worker] = {}
+        self.jobs: dict[tuple[str, int], Job] = {}
+        self.open = 0  #: requests that have arrived, or will for sure, and not ended
+        self.misses, self.give_up = 0, inf
+        self.done: list[Job | None] = []
+        self.late_roles = setting.handoff == "decode"
+        self.acts: tuple[Callable[[Any], None], ...] = (
+            *(self._arrive, self._work, self._first, self._ready, self._report),
+            *(self._wake, self._hear, self._kill, self._again),
+        )
+        self._fleet(trace.block_tokens)
+
+    def _fleet(self, unit: int) -> None:
+        for index, (role, hardware) in enumerate(self.setting.fleet.workers(self.setting.split)):
+            name = f"{role}/{index}"
+            budget = hardware.budget_s or self.slo.itl_s * self.setting.budget_share
+            worker = self._worker(name, role, hardware, unit, budget)
+            worker.itl_s = self.slo.itl_s
+            self.workers[name] = worker
+            card = WorkerCard(
+                name,
+                role,
+                role,
+                name,
+                name,
+                index,
+                blocks=hardware.kv_tokens // HASH_TOKENS,
+                block_tokens=HASH_TOKENS,
+                gpu=hardware.gpu,
+                tp=hardware.tp,
+                cost=hardware.cost,
+                chunk_tokens=hardware.chunk_tokens,
+                max_running=hardware.max_running,
+            )
+            self._tell(e.Joined(card, 1, []))
+        names = list(self.workers)
+        for index, times in self.faults.slow:
+            self.workers[names[index]].slow = times
+        for index, at in self.faults.kill:
+            self._at(at, KILL, names[index])
+        self._tell(e.GatewayJoined("gateway"))
+        self.now = 0.0
+        self._tell(e.Tick())
+
+    def _worker(
+        self, name: str, role: str, hardware: Hardware, unit: int, budget_s: float
+    ) -> Worker:
+        worker = Worker(name, role, hardware.cost, hardware.kv_tokens, unit, budget_s)
+        worker.chunk_tokens = hardware.chunk_tokens
+        worker.max_running = hardware.max_running
+        return worker
+
+    # ---- the clock -------------------------------------------------------------------------------
+
+    def _at(self, when: float, kind: int, what: Any) -> None:
+        self.order += 1
+        heapq.heappush(self.heap, (when, self.order, kind, what))
+
+    def run(self, requests: list[Request], give_up: float = inf) -> list[Outcome] | None:
+        """`give_up`: misses after which nothing but a failure can come of it (None then)."""
+        self.give_up = give_up
+        self.done = [None] * total(requests)
+        heap, count, index = self.heap, len(requests), 0
+        self._at(REPORT_S, REPORT, None)
+        acts = self.acts
+        self.open = 0
+        while index < count or self.open:
+            if self.misses > give_up:
+                return None
+            if index < count and (not heap or requests[index].at <= heap[0][0]):
+                request = requests[index]
+                index += 1
+                self.now = request.at
+                self.open += 1
+                self._arrive(request)
+                continue
+            self.now, _, kind, what = heapq.heappop(heap)
+            acts[kind](what)
+        return [self._outcome(request, job) for request, job in self._pairs(requests)]
+
+    def _pairs(self, requests: list[Request]) -> list[tuple[Request, Job]]:
+        return [(job.request, job) for job in self.done if job is not None]
+
+    # ---- router ----------------------------------------------------------------------------------
+
+    def _tell(self, event: Any) -> None:
+        for action in self.router.handle(event, self.now):
+            if type(action) is Deliver:
+                frame = action.frame
+                if type(frame) is Placed:
+                    self._placed(frame)
+                elif type(frame) is Refused:
+                    self._refused(frame)
+            elif type(action) is e.Disconnect:
+                self._rejoin(action.worker)
+        wake = self.router.next_wake
+        if wake is not None and wake < self.wake - 1e-9:
+            least = self.now + TICK_S if type(event) is e.Tick else self.now
+            self.wake = wake if wake > least else least
+            self._at(self.wake, WAKE, self.wake)
+
+    def _wake(self, when: float) -> None:
+        if when == self.wake:
+            self.wake = inf
+            self._tell(e.Tick())
+
+    def _arrive(self, request: Request) -> None:
+        self._ask(Job(request, (str(request.index), 0), self.now), [])
+
+    def _again(self, what: tuple[Job, list[str]]) -> None:
+        self._ask(*what)
+
+    def _ask(self, job: Job, lost: list[str]) -> None:
+        request = job.request
+        self.jobs[job.key] = job
+        job.target = self.slo.ttft(request.prompt)
+        if self.faults.misprediction:
+            job.work = 1 + self.faults.misprediction * self.rng.uniform(-1, 1)
+        place = Place(
+            job.key,
+            job.context,
+            MAX_TOKENS,
+            request.hashes,
+            lost=lost,
+            tenant=request.tenant,
+            ttft_s=job.target,
+            itl_s=self.slo.itl_s,
+            waited_s=self.now - job.arrived,
+        )
+        if self.log:
+            self.log(f"{self.now:.6f} asked {job.key[0]} {request.prompt}")
+        self._tell(e.Asked("gateway", place))
+
+    def _placed(self, placed: Placed) -> None:
+        job = self.jobs.get(placed.key)
+        if job is None or job.decode is not None:
+            return
+        job.decode = self.workers[placed.decode]
+        job.predicted = placed.predicted_ttft_ms / 1e3
+        deadline = getattr(placed, "deadline_s", 0.0)
+        job.deadline = self.now + deadline if deadline else 0.0
+        start = self.now + 2 * HOP_S
+        if self.log:
+            self.log(f"{self.now:.6f} placed {job.key[0]} {placed.prefill} {placed.decode}")
+        if placed.prefill is None or placed.prefill == placed.decode:
+            job.prefill = job.decode
+        else:
+            job.prefill, job.remote = self.workers[placed.prefill], True
+        job.prefill.advance(self.now)
+        if getattr(placed, "fetch", None) is not None:
+            start = self._fetch(self.workers[placed.fetch], job.prefill, job, start)
+        self._submit(job, start)
+
+    def _submit(self, job: Job, start: float) -> None:
+        assert job.prefill is not None
+        job.prefill.submit(job, start)
+        self._schedule(job.prefill)
+
+    def _refused(self, refused: Refused) -> None:
+        job = self.jobs.pop(refused.key, None)
+        if job is not None:
+            job.outcome = refused.reason
+            self._end(job)
+
+    # ---- workers ---------------------------------------------------------------------------------
+
+    def _schedule(self, worker: Worker) -> None:
+        due = worker.due()
+        if due != worker.scheduled:
+            worker.version += 1
+            worker.scheduled = due
+            if due < inf:
+                self._at(due, WORK, (worker, worker.version))
+
+    def _work(self, what: tuple[Worker, int]) -> None:
+        worker, version = what
+        if version != worker.version or not worker.alive:
+            return
+        worker.scheduled = inf
+        worker.advance(self.now)
+        ended, filled = worker.settle()
+        for job in filled:
+            self._filled(worker, job)
+        self._schedule(worker)
+        for job in ended:
+            self._ended(job)
+
+    def _filled(self, worker: Worker, job: Job) -> None:
+        """The prompt is computed: first token, and the KV goes on its way."""
+        request = job.request
+        worker.keep(request, 0, request.whole)
+        handed = self.late_roles and job.remote
+        if not job.first and not handed:
+            job.first = self.now + HOP_S
+            if job.first - job.arrived > job.target:
+                self.misses += 1
+                job.done = True  # counted as a miss
+        self._at(self.now + HOP_S, FIRST, job.key)
+        if handed and not job.resumed:
+            job.left = request.output
+        if job.left <= 0:
+            self._ended(job)
+            return
+        if not job.remote:
+            worker.join(job)
+            return
+        assert job.decode is not None
+        job.remote = False  # what comes later happens where it decodes
+        self._at(self._transfer(worker, job.decode, job), READY, job)
+
+    def _transfer(self, source: Worker, sink: Worker, job: Job) -> float:
+        """When the KV has arrived. Each link carries one transfer at a time; it begins with the
+        prefill at the earliest, and `exposed_share` of it is left when the prefill ends."""
+        held = min(sink.cached(job.request.blocks, job.request.whole), job.context)
+        job.moved = job.context - held
+        costs = (source.cost, sink.cost)
+        seconds = job.moved * max(cost.transfer_token for cost in costs)
+        begin = max(job.started, source.egress, sink.ingress)
+        source.egress = sink.ingress = begin + seconds
+        exposed = max(cost.exposed_share for cost in costs) * seconds
+        return max(self.now + exposed, begin + seconds) + max(c.transfer_base for c in costs)
+
+    def _fetch(self, source: Worker, sink: Worker, job: Job, start: float) -> float:
+        """A prefix that another worker holds comes over the links before the prompt begins."""
+        request = job.request
+        there = min(source.cached(request.blocks, request.whole), job.context - 1)
+        moved = there - sink.cached(request.blocks, request.whole)
+        if moved <= 0 or not source.alive:
+            return start
+        job.fetched = there
+        costs = (source.cost, sink.cost)
+        begin = max(start, source.egress, sink.ingress)
+        end = begin + moved * max(cost.transfer_token for cost in costs)
+        source.egress = sink.ingress = end
+        return end + max(cost.transfer_base for cost in costs)
+
+    def _first(self, key: tuple[str, int]) -> None:
+        self._tell(e.FirstToken(key))
+
+    def _ready(self, job: Job) -> None:
+        worker = job.decode
+        if worker is None or not worker.alive or job.key not in self.jobs:
+            return
+        worker.advance(self.now)
+        worker.keep(job.request, 0, job.request.whole)
+        worker.join(job)
+        self._schedule(worker)
+
+    def _ended(self, job: Job) -> None:
+        """The last token is out."""
+        worker, request = job.decode, job.request
+        assert worker is not None
+        if len(request.blocks) > request.whole:
+            worker.keep(request, request.whole, len(request.blocks))
+        job.ended = self.now + HOP_S
+        del self.jobs[job.key]
+        if self.log:
+            self.log(f"{self.now:.6f} ended {job.key[0]} {job.first:.6f} {job.late}")
+        ttft = (job.first - job.arrived) * 1e3
+        self._tell(e.Ended(job.key, Over(job.key, request.output, ttft)))
+        self._end(job)
+
+    def _end(self, job: Job) -> None:
+        self.open -= 1
+        request = job.request
+        self.done[request.index] = job
+        if not job.done and not self.slo.met(job):
+            self.misses += 1
+        if request.then is not None:
+            later = request.then
+            later.at = max(self.now, job.ended) + later.think_s
+            self.open += 1
+            self._at(later.at, ARRIVE, later)
+
+    # ---- reports and faults ----------------------------------------------------------------------
+
+    def _report(self, _: None) -> None:
+        self._at(self.now + REPORT_S, REPORT, None)
+        for worker in self.workers.values():
+            if worker.alive and (worker.dirty or worker.rows):
+                worker.advance(self.now)
+                report = self._state(worker)
+                if self.faults.report_delay_s:
+                    later = self.now + self.faults.report_delay_s
+                    self._at(later, HEAR, e.Reported(worker.name, report))
+                else:
+                    self._tell(e.Reported(worker.name, report))
+
+    def _hear(self, event: e.Reported) -> None:
+        if self.workers[event.worker].alive:
+            self._tell(event)
+
+    def _state(self, worker: Worker) -> Report:
+        worker.seq += 1
+        steps = round(worker.steps)
+        stored, evicted = worker.changes()
+        report = Report(
+            worker.seq,
+            worker.free_tokens // HASH_TOKENS,
+            stored,
+            evicted,
+            worker.prefill_tokens,
+            worker.prefill_s,
+            running=worker.rows,
+            kv_tokens=int(worker.tokens),
+            steps=steps,
+            step_seconds=worker.steps_s * steps / worker.steps if steps else 0.0,
+            waiting=worker.waiting,
+        )
+        worker.prefill_tokens, worker.prefill_s = 0, 0.0
+        worker.steps = worker.steps_s = 0.0
+        worker.dirty = False
+        return report
+
+    def _rejoin(self, name: str) -> None:
+        """The router asked for a whole snapshot."""
+        worker = self.workers[name]
+        worker.seq = 0
+        worker.changes()
+        cached = [name for names in worker.cache.values() for name in names]
+        self._tell(e.Joined(self.router.workers[worker.name].card, 1, cached))
+
+    def _kill(self, name: str) -> None:
+        """The worker dies; its requests are placed again, what was generated is prompt now."""
+        worker = self.workers[name]
+        worker.alive = False
+        self._tell(e.Lost(name))
+        mine = [job for job in self.jobs.values() if worker in (job.prefill, job.decode)]
+        for job in mine:
+            if job.decode is worker or not job.first:
+                self._again_elsewhere(job, worker)
+
+    def _again_elsewhere(self, job: Job, lost: Worker) -> None:
+        other = job.prefill if job.decode is lost else job.decode
+        if other is not None and other is not lost:
+            other.advance(self.now)
+            other.forget(job)
+            self._schedule(other)
+        del self.jobs[job.key]
+        self._tell(e.Ended(job.key))
+        again = Job(job.request, (job.key[0], job.key[1] + 1), job.arrived)
+        again.first, again.late, again.done = job.first, job.late, job.done
+        if job.first:
+            made = int(lost.clock - job.joined) if job.joined else 0
+            again.context, again.left = job.context + made, max(1, job.left - made)
+            again.resumed = True
+        self._at(self.now + HOP_S, AGAIN, (again, [lost.name]))
+
+    # ---- results ---------------------------------------------------------------------------------
+
+    def _outcome(self, request: Request, job: Job) -> Outcome:
+        served = not job.outcome
+        gaps = request.output - 1
+        return Outcome(
+            request.at,
+            request.prompt,
+            request.output,
+            request.tenant,
+            job.outcome,
+            job.first - job.arrived if served else inf,
+            job.target,
+            (job.ended - job.first) / gaps if served and gaps else 0.0,
+            job.first_gap,
+            job.late,
+            job.hit,
+            job.moved,
+            self.slo.met(job),
+            job.predicted,
+        )

@@ -1,0 +1,67 @@
+"""The builder that a Serve config file names: arguments in, application out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from diptych.cluster.app import SECRET, application
+from diptych.cluster.config import ConfigError
+from diptych.engine.demo import CHECKPOINT
+from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
+from ray.serve._private.build_app import build_app
+
+
+def deployments(args: dict[str, Any]) -> dict[str, Any]:
+    """What Serve deploys for these arguments, by name; Serve's own steps, without a cluster."""
+    app = call_user_app_builder_with_args_if_necessary(application, args)
+    built = build_app(app, name="diptych")
+    return {deployment.name: deployment for deployment in built.deployments}
+
+
+def test_the_arguments_reach_every_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SECRET, raising=False)
+    args = {"slo": {"ttft_ms": 321}, "pools": {"decode": {"tensor_parallel": 2}}, "secret": "s"}
+    made = deployments(args)
+    assert sorted(made) == ["DecodeWorker", "Gateway", "PrefillWorker", "Router"]
+    trees = {
+        "Router": made["Router"].init_args[0],
+        "Gateway": made["Gateway"].init_args[0],
+        "PrefillWorker": made["PrefillWorker"].init_args[1],
+        "DecodeWorker": made["DecodeWorker"].init_args[1],
+    }
+    for name, tree in trees.items():
+        assert tree["slo"]["ttft_ms"] == 321 and tree["secret"] == "s", name
+    assert [made[name].init_args[0] for name in ("PrefillWorker", "DecodeWorker")] == [
+        "prefill",
+        "decode",
+    ]
+    assert Path(made["PrefillWorker"].init_args[2]) == CHECKPOINT.resolve()
+    config = made["DecodeWorker"]._replica_config
+    assert len(config.placement_group_bundles) == 2
+
+
+def test_the_secret_of_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET, "from the environment")
+    made = deployments({"secret": "from a file"})
+    assert made["Router"].init_args[0]["secret"] == "from the environment"
+
+
+def test_a_model_that_is_too_large_for_this_machine_is_no_reason_to_refuse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("diptych.cluster.checkpoint.available_memory", lambda: 1)
+    assert deployments({})
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"slo": {"tfft_ms": 1}}, r"slo\.tfft_ms: extra inputs"),
+        ({"model": {"path": "./missing"}}, "missing is not a folder"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        application(args)

@@ -1,0 +1,152 @@
+"""Requests as the API takes them: what is accepted, refused, and with which sentence."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from diptych.cluster.gateway.chat import ChatRequest, check_size
+from diptych.cluster.gateway.errors import ApiError
+from diptych.cluster.gateway.parameters import Limits, sampling_of
+from diptych.cluster.gateway.schema import parse
+from diptych.protos.frames import Grammar, Sampling
+
+LIMITS = Limits(max_model_len=100, stop_ids=(5, 1), temperature=0.0)
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": "hi"}], **fields}).encode()
+
+
+def sampled(request_id: str = "r", prompt: int = 1, **fields: Any) -> Sampling:
+    chat = parse(ChatRequest, body(**fields))
+    return sampling_of(chat, request_id, prompt, LIMITS, max_tokens=chat.max_completion_tokens)
+
+
+def test_max_tokens_is_what_is_left_of_the_context_by_default_and_at_most() -> None:
+    assert sampled(prompt=40).max_tokens == 60
+    assert sampled(prompt=40, max_tokens=7).max_tokens == 7
+    assert sampled(prompt=40, max_completion_tokens=999).max_tokens == 60
+
+
+def test_a_prompt_that_fills_the_context_is_refused_with_both_figures() -> None:
+    with pytest.raises(ApiError, match="100 tokens, the model's context is 100") as error:
+        sampled(prompt=100)
+    assert error.value.reason == "context_length_exceeded"
+
+
+def test_the_default_seed_derives_from_the_request_id() -> None:
+    assert sampled("a").seed == sampled("a").seed != sampled("b").seed
+    assert sampled("a", seed=3).seed == 3
+    assert sampled("a", seed=-1).seed == 2**64 - 1
+
+
+def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
+    assert sampled(temperature=5e-324).temperature == 0.0
+
+
+def test_every_parameter_reaches_the_engine() -> None:
+    asked = {
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": 9,
+        "min_p": 0.125,
+        "presence_penalty": -1.5,
+        "frequency_penalty": 1.5,
+        "repetition_penalty": 1.25,
+        "min_tokens": 3,
+        "n": 4,
+    }
+    got = sampled(**asked, logit_bias={"7": -100, "8": 2.5}, stop_token_ids=[11])
+    assert {name: getattr(got, name) for name in asked} == asked
+    assert got.logit_bias == ((7, -100.0), (8, 2.5)) and got.stop_ids == (5, 1, 11)
+    assert sampled(ignore_eos=True, stop_token_ids=[11]).stop_ids == (11,)
+    assert sampled(top_k=-1).top_k == 0, "-1 is how vLLM says all"
+
+
+def test_the_publisher_s_defaults_hold_where_a_request_says_nothing() -> None:
+    limits = LIMITS.model_copy(update={"temperature": 0.6, "top_p": 0.95, "top_k": 20})
+    got = sampling_of(parse(ChatRequest, body()), "r", 1, limits)
+    assert (got.temperature, got.top_p, got.top_k) == (0.6, 0.95, 20)
+    got = sampling_of(parse(ChatRequest, body(temperature=0, top_p=1, top_k=0)), "r", 1, limits)
+    assert (got.temperature, got.top_p, got.top_k) == (0.0, 1.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "grammar"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Grammar("json_object")),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "strict": True, "schema": {"type": "null"}},
+                }
+            },
+            Grammar("json_schema", '{"type": "null"}'),
+        ),
+        ({"guided_regex": "a+"}, Grammar("regex", "a+")),
+        ({"regex": "a+"}, Grammar("regex", "a+")),
+        ({"guided_json": {"type": "null"}}, Grammar("json_schema", '{"type": "null"}')),
+        ({"json_schema": '{"type": "null"}'}, Grammar("json_schema", '{"type": "null"}')),
+        ({"guided_choice": ['a"b', "c"]}, Grammar("lark", 'start: "a\\"b" | "c"')),
+        ({"structured_outputs": {"choice": ["c"]}}, Grammar("lark", 'start: "c"')),
+        ({"structured_outputs": {"json": {}}}, Grammar("json_schema", "{}")),
+        ({"guided_grammar": 'start: "x"'}, Grammar("lark", 'start: "x"')),
+    ],
+)
+def test_every_way_to_ask_for_a_structured_answer_is_a_grammar(
+    fields: dict, grammar: Grammar | None
+) -> None:
+    assert sampled(**fields).grammar == grammar
+
+
+def test_what_cannot_fit_is_refused_before_it_is_tokenized() -> None:
+    limits = LIMITS.model_copy(update={"token_chars": 10})
+    check_size([{"role": "user", "content": "x" * 1000}], limits)
+    with pytest.raises(ApiError, match="1001 characters"):
+        check_size([{"role": "user", "content": "x" * 1001}], limits)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 17}, "n: "),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"functions": []}, "functions is not supported"),
+        ({"store": True}, "store is not supported, except as False"),
+        ({"modalities": ["audio"]}, "modalities is not supported"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": 3}, "temperature"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"seed": 2**70}, "seed"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema is missing"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "only one of guided_regex and"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9, but the answer has 8"),
+    ],
+)
+def test_what_we_cannot_do_is_refused_by_name_never_dropped(fields: dict, says: str) -> None:
+    with pytest.raises(ApiError) as error:
+        sampled(**fields)
+    assert says in error.value.message and error.value.kind.http == 400
+    assert "\n" not in error.value.message
+
+
+def test_what_changes_nothing_is_accepted() -> None:
+    parse(ChatRequest, body(n=1, top_p=1, presence_penalty=0, stop=[], user="u", store=False))
+    parse(ChatRequest, body(service_tier="auto", metadata={"a": "b"}, stop=None, tools=None))
+
+
+def test_numbers_that_no_json_has_are_refused() -> None:
+    for text in (b"NaN", b"Infinity", b"-Infinity", b"1e999"):
+        whole = body(temperature=1234567).replace(b"1234567", text)
+        with pytest.raises(ApiError, match=r"temperature|JSON"):
+            parse(ChatRequest, whole)

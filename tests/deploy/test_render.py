@@ -1,0 +1,120 @@
+"""The chart: generated files are current, values are typed, what cannot fit is refused."""
+
+from __future__ import annotations
+
+import copy
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import pytest
+import yaml
+from diptych.cluster import app
+from diptych.cluster.config import load_config
+
+from deploy import render, values
+
+ROOT = Path(__file__).parents[2]
+FLEETS = sorted(render.FLEETS.glob("*.yaml"))
+
+
+def fleet(name: str) -> dict[str, Any]:
+    return yaml.safe_load((render.FLEETS / f"{name}.yaml").read_text())
+
+
+def service(text: str) -> dict[str, Any]:
+    return next(d for d in yaml.safe_load_all(text) if d["kind"] == "RayService")
+
+
+def test_rendering_again_gives_the_same_bytes() -> None:
+    made = render.generated()
+    assert {path for path in made if path.parent == render.RENDERED} == set(
+        render.RENDERED.glob("*.yaml")
+    )
+    stale = [path.name for path, text in made.items() if path.read_text() != text]
+    assert not stale, "run .venv/bin/python deploy/render.py"
+
+
+@pytest.mark.parametrize("path", FLEETS, ids=lambda path: path.stem)
+def test_helm_lints_every_fleet(path: Path) -> None:
+    told = helm_python.lint(str(render.CHART), yaml.safe_load(path.read_text()), strict=True)
+    assert told["errors"] == []
+    assert [m for m in told["messages"] if m["severity"] > 1] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ({"config": {"slo": {"tfft_ms": 1}}}, "tfft_ms"),
+        ({"config": {"router": {"disaggregate": "sometimes"}}}, "disaggregate"),
+        ({"config": {"secret": "in the open"}}, "secret"),
+        ({"config": {"gateway": {"http_port": 80}}}, "http_port"),
+        ({"config": {"pools": {"decode": {"replicas": 2}}}}, "replicas"),
+        ({"groups": []}, "groups"),
+        ({"image": {"digest": "latest"}}, "digest"),
+        ({"pool": {}}, "pool"),
+    ],
+)
+def test_values_are_typed_by_the_configuration(override: dict[str, Any], told: str) -> None:
+    with pytest.raises(helm_python.HelmError, match=told):
+        render.render(override)
+
+
+def test_every_field_of_the_configuration_is_a_value_or_decided_elsewhere() -> None:
+    whole = load_config(None, {}).model_json_schema()["$defs"]
+    made = values.schema()["$defs"]
+    gone = {f"{m}.{f}" for m in whole for f in whole[m]["properties"].keys() - made[m]["properties"]}
+    top = load_config(None, {}).model_json_schema()["properties"].keys()
+    gone |= {f"ClusterConfig.{f}" for f in top - made["ClusterConfig"]["properties"].keys()}
+    assert gone == values.DECIDED_ELSEWHERE.keys()
+
+
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+def test_a_pool_that_finds_no_home_is_refused(pool: str) -> None:
+    chosen = fleet("h100-ib")
+    chosen["pools"][pool]["replicas"] += 1
+    with pytest.raises(helm_python.HelmRenderError, match=f"17 {pool} replicas want a home"):
+        render.render(chosen)
+
+
+def test_a_pool_grows_without_a_change_of_what_restarts_the_others() -> None:
+    """Serve restarts everything when import path or arguments change, KubeRay makes a new cluster
+    when pods change; neither when counts do."""
+    before = fleet("h100-ib")
+    after = copy.deepcopy(before)
+    after["pools"]["prefill"]["replicas"], after["groups"][0]["pods"] = 24, 3
+    old, new = (service(render.render(chosen)) for chosen in (before, after))
+    serve_old, serve_new = (yaml.safe_load(s["spec"]["serveConfigV2"]) for s in (old, new))
+    assert serve_new["applications"][0]["args"] == serve_old["applications"][0]["args"]
+    for one in old, new:
+        del one["spec"]["serveConfigV2"]
+        for group in one["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
+            del group["replicas"], group["minReplicas"], group["maxReplicas"]
+    assert new == old
+
+
+def test_ranks_of_a_replica_share_its_bundles() -> None:
+    chosen = fleet("one-node-8gpu")
+    chosen["config"]["pools"]["decode"]["tensor_parallel"] = 4
+    chosen["pools"]["decode"] = {"replicas": 1, "gpus": 4}
+    text = service(render.render(chosen))["spec"]["serveConfigV2"]
+    deployments = {d["name"]: d for d in yaml.safe_load(text)["applications"][0]["deployments"]}
+    bundles = deployments["DecodeWorker"]["placement_group_bundles"]
+    assert bundles == [{"CPU": 0.01, "decode": 1, "GPU": 4}, *[{"CPU": 0.01}] * 3]
+    assert "placement_group_bundles" not in deployments["PrefillWorker"]
+
+
+def test_versions_and_constants_agree_with_the_code() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    chart = yaml.safe_load((render.CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == project["version"]
+    made = service((render.RENDERED / "cpu-kind.yaml").read_text())
+    ray = next(d for d in project["dependencies"] if d.startswith("ray["))
+    assert made["spec"]["rayClusterConfig"]["rayVersion"] == ray.split("==")[1]
+    text = made["spec"]["serveConfigV2"]
+    assert set(re.findall(r"num_cpus: (\S+)", text)) == {str(app.CPUS)}
+    assert yaml.safe_load(text)["applications"][0]["name"] == app.APP
+    env = made["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    assert app.SECRET in [entry["name"] for entry in env["env"]]

@@ -1,0 +1,312 @@
+"""The validation itself: right manifests pass, twenty kinds of damage at random places do not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy import crds, render, rules, validate
+
+FOLDER = validate.crd_folder()
+FILES = sorted(render.RENDERED.glob("*.yaml"))
+SEEDS = 3
+Documents = list[dict[str, Any]]
+#: Maps whose keys users choose: another key there is no mistake.
+FREE = {"labels", "annotations", "nodeSelector", "matchLabels", "resources", "requests", "limits"}
+needs_crds = pytest.mark.skipif(
+    FOLDER is None, reason="no CRDs: set DIPTYCH_CRD_DIR (see deploy/README.md)"
+)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_committed_manifests_are_right(path: Path) -> None:
+    assert validate.problems(path.read_text(), FOLDER) == []
+
+
+# ---- mutations -------------------------------------------------------------------------------
+
+
+@cache
+def manifests(path: Path) -> str:
+    return path.read_text()
+
+
+def places(node: Any, inside: str = "") -> Iterator[tuple[Any, Any]]:
+    """(container, key) of every field of known name below a document."""
+    if isinstance(node, dict):
+        for key, child in node.items():
+            if inside not in FREE:
+                yield node, key
+            yield from places(child, str(key))
+    elif isinstance(node, list):
+        for child in node:
+            yield from places(child, inside)
+
+
+def service(documents: Documents) -> dict[str, Any]:
+    return next(d for d in documents if d["kind"] == "RayService")
+
+
+def any_spec(documents: Documents, rng: random.Random) -> tuple[Any, Any]:
+    return rng.choice(list(places(rng.choice(documents)["spec"], "spec")))
+
+
+def pod(documents: Documents, rng: random.Random) -> dict[str, Any]:
+    """A worker's pod spec."""
+    return rng.choice(rules.groups(service(documents)))["template"]["spec"]
+
+
+def container(documents: Documents, rng: random.Random) -> dict[str, Any]:
+    return pod(documents, rng)["containers"][0]
+
+
+def unknown_key(documents: Documents, rng: random.Random) -> None:
+    node, _ = any_spec(documents, rng)
+    node["unheardOf"] = 1
+
+
+def misspelt_key(documents: Documents, rng: random.Random) -> None:
+    node, key = any_spec(documents, rng)
+    middle = rng.randrange(len(key))
+    node[key[:middle] + key[middle] + key[middle:]] = node.pop(key)
+
+
+def wrong_type(documents: Documents, rng: random.Random) -> None:
+    node, key = any_spec(documents, rng)
+    node[key] = [7] if not isinstance(node[key], list) else {"seven": 7}
+
+
+def no_api(documents: Documents, rng: random.Random) -> None:
+    rng.choice(documents)["apiVersion"] = "ray.io/v7"
+
+
+def missing_selector(documents: Documents, rng: random.Random) -> None:
+    chosen = rng.choice([d for d in documents if d["kind"] != "RayService"])
+    chosen["spec"].pop("selector", None)
+    chosen["spec"].pop("podSelector", None)
+
+
+def selector_of_nothing(documents: Documents, rng: random.Random) -> None:
+    chosen = rng.choice([d for d in documents if d["kind"] != "RayService"])["spec"]
+    labels = (chosen.get("selector") or chosen["podSelector"])["matchLabels"]
+    labels[rng.choice(sorted(labels))] = "nobody"
+
+
+def wrong_container_port(documents: Documents, rng: random.Random) -> None:
+    rng.choice(container(documents, rng)["ports"])["containerPort"] = 8001
+
+
+def wrong_policy_port(documents: Documents, rng: random.Random) -> None:
+    policy = next(d for d in documents if d["kind"] == "NetworkPolicy")
+    rule = rng.choice([r for r in policy["spec"]["ingress"] if "ports" in r])
+    rng.choice(rule["ports"])["port"] = 8888
+
+
+def open_policy(documents: Documents, rng: random.Random) -> None:
+    policy = next(d for d in documents if d["kind"] == "NetworkPolicy")
+    rng.choice(policy["spec"]["ingress"]).pop("from")
+
+
+def serve_port(documents: Documents, rng: random.Random) -> None:
+    serve(documents, lambda config: config[rng.choice(["http_options", "grpc_options"])], "port", 1)
+
+
+def serve(documents: Documents, where: Callable[[Any], Any], key: str, value: Any) -> None:
+    spec = service(documents)["spec"]
+    config = yaml.safe_load(spec["serveConfigV2"])
+    where(config)[key] = value
+    spec["serveConfigV2"] = yaml.safe_dump(config)
+
+
+def serve_unknown_key(documents: Documents, rng: random.Random) -> None:
+    def where(config: Any) -> Any:
+        application = config["applications"][0]
+        deployment = rng.choice(application["deployments"])
+        return rng.choice([config, application, deployment, deployment["ray_actor_options"]])
+
+    serve(documents, where, "max_ongoing_request", 3)
+
+
+def serve_autoscaling(documents: Documents, rng: random.Random) -> None:
+    pools = [0, 2, 3]
+    where = rng.choice(pools)
+    value = {"min_replicas": 1, "max_replicas": 2}
+    serve(
+        documents,
+        lambda config: config["applications"][0]["deployments"][where],
+        "autoscaling_config",
+        value,
+    )
+
+
+def unknown_deployment(documents: Documents, rng: random.Random) -> None:
+    where = rng.randrange(4)
+    serve(documents, lambda c: c["applications"][0]["deployments"][where], "name", "Worker")
+
+
+def bad_import_path(documents: Documents, rng: random.Random) -> None:
+    path = rng.choice(["diptych.cluster.app:aplication", "diptych.cluster.ap:application"])
+    serve(documents, lambda c: c["applications"][0], "import_path", path)
+
+
+def bad_argument(documents: Documents, rng: random.Random) -> None:
+    key, value = rng.choice([("slos", {}), ("slo", {"ttft_ms": -1}), ("router", {"queue_max": "x"})])
+    serve(documents, lambda c: c["applications"][0]["args"], key, value)
+
+
+def no_home(documents: Documents, rng: random.Random) -> None:
+    where = rng.randrange(2, 4)
+    serve(documents, lambda c: c["applications"][0]["deployments"][where], "num_replicas", 99)
+
+
+def misnamed_slot(documents: Documents, rng: random.Random) -> None:
+    slots = rng.choice(rules.groups(service(documents)))["resources"]
+    name = rng.choice(sorted(slots))
+    slots[name + "s"] = slots.pop(name)
+
+
+def bad_volume(documents: Documents, rng: random.Random) -> None:
+    container(documents, rng).setdefault("volumeMounts", []).append(
+        {"name": "lost", "mountPath": "/lost"}
+    )
+
+
+def no_secret_key(documents: Documents, rng: random.Random) -> None:
+    entry = next(e for e in container(documents, rng)["env"] if "valueFrom" in e)
+    entry["valueFrom"]["secretKeyRef"].pop(rng.choice(["key"]))
+
+
+def requests_above_limits(documents: Documents, rng: random.Random) -> None:
+    resources = container(documents, rng)["resources"]
+    key = rng.choice(sorted(resources["limits"]))
+    resources["requests"][key] = "9000Gi" if key != "nvidia.com/gpu" else "9"
+
+
+def bad_quantity(documents: Documents, rng: random.Random) -> None:
+    container(documents, rng)["resources"]["limits"]["memory"] = rng.choice(["6 Gi", "6GB", "lots"])
+
+
+def no_drain(documents: Documents, rng: random.Random) -> None:
+    chosen = pod(documents, rng)
+    if rng.random() < 0.5:
+        chosen["terminationGracePeriodSeconds"] = 30
+    else:
+        del chosen["containers"][0]["lifecycle"]
+
+
+def long_name(documents: Documents, rng: random.Random) -> None:
+    service(documents)["metadata"]["name"] = rng.choice(["a" * 48, "7up", "Diptych"])
+
+
+def replicas_out_of_bounds(documents: Documents, rng: random.Random) -> None:
+    rng.choice(rules.groups(service(documents)))["minReplicas"] = 99
+
+
+def start_parameter(documents: Documents, rng: random.Random) -> None:
+    group = rng.choice(rules.groups(service(documents)))
+    key = rng.choice(["labels", "num-cpus", "dashbord-host"])
+    group["rayStartParams"][key] = "1"
+
+
+def upgrade_without_autoscaling(documents: Documents, rng: random.Random) -> None:
+    options = {"gatewayClassName": "istio", "stepSizePercent": 20, "intervalSeconds": 60}
+    service(documents)["spec"]["upgradeStrategy"] = {
+        "type": "NewClusterWithIncrementalUpgrade",
+        "clusterUpgradeOptions": options,
+    }
+
+
+def gated_field(documents: Documents, rng: random.Random) -> None:
+    cluster = service(documents)["spec"]["rayClusterConfig"]
+    field, value = rng.choice([("tlsOptions", {}), ("networkPolicy", {"mode": "DenyAllIngress"})])
+    cluster[field] = value
+
+
+STRUCTURE = [unknown_key, misspelt_key, wrong_type]  # of a RayService: the CRD's
+MUTATIONS = [
+    *STRUCTURE,
+    *(no_api, missing_selector, selector_of_nothing, wrong_container_port, wrong_policy_port),
+    *(open_policy, serve_port, serve_unknown_key, serve_autoscaling, unknown_deployment),
+    *(bad_import_path, bad_argument, no_home, misnamed_slot, bad_volume, no_secret_key),
+    *(requests_above_limits, bad_quantity, no_drain, long_name, replicas_out_of_bounds),
+    *(start_parameter, upgrade_without_autoscaling, gated_field),
+]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_damage_is_caught(mutation: Callable[[Documents, random.Random], None]) -> None:
+    if FOLDER is None and mutation in [*STRUCTURE, no_api]:
+        pytest.skip("no CRDs: set DIPTYCH_CRD_DIR (see deploy/README.md)")
+    assert len(MUTATIONS) >= 20
+    for seed in range(SEEDS):
+        rng = random.Random(f"{mutation.__name__} {seed}")
+        documents = list(yaml.safe_load_all(manifests(rng.choice(FILES))))
+        before = yaml.safe_dump_all(documents)
+        mutation(documents, rng)
+        after = yaml.safe_dump_all(documents)
+        assert after != before
+        assert validate.problems(after, FOLDER), f"seed {seed} got through"
+
+
+# ---- the CRD check ---------------------------------------------------------------------------
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "spec": {
+            "type": "object",
+            "required": ["mode", "port"],
+            "properties": {
+                "mode": {"type": "string", "default": "on"},
+                "port": {"x-kubernetes-int-or-string": True},
+                "most": {"type": "integer"},
+                "maybe": {"type": "string", "nullable": True},
+                "any": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
+            },
+            "x-kubernetes-validations": [
+                {"rule": "!has(self.most) || self.most < 10", "message": "most is below 10"},
+                {"rule": "self.port == oldSelf.port"},
+            ],
+        }
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ({"port": 1}, []),  # the default counts for `required`; a rule on a change does not run
+        ({"port": "http", "maybe": None, "any": {"x": 1}}, []),
+        ({"port": 1, "most": None}, []),  # dropped, as the API server does
+        ({"port": 1, "moist": 1}, ["moist"]),
+        ({"port": 1.5}, ["1.5 is not valid"]),
+        ({"port": 1, "most": 10}, ["spec: most is below 10"]),
+        ({}, ["'port' is a required property"]),
+    ],
+)
+def test_a_custom_object_is_checked_as_the_api_server_would(spec: dict, told: list[str]) -> None:
+    found = crds.problems({"spec": spec, "metadata": {}}, SCHEMA)
+    assert len(found) == len(told)
+    assert all(wanted in line for wanted, line in zip(told, found, strict=True))
+
+
+@needs_crds
+def test_rules_in_cel_of_the_real_crds_run() -> None:
+    assert FOLDER
+    route = {
+        "apiVersion": "gateway.networking.k8s.io/v1",
+        "kind": "HTTPRoute",
+        "metadata": {"name": "x"},
+        "spec": {"rules": [{"backendRefs": [{"name": "serve", "port": 8000}]}]},
+    }
+    schema = crds.load(FOLDER)[("gateway.networking.k8s.io/v1", "HTTPRoute")]
+    assert crds.problems(route, schema) == []
+    del route["spec"]["rules"][0]["backendRefs"][0]["port"]
+    assert any("port" in line.lower() for line in crds.problems(route, schema))

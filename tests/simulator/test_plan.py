@@ -1,0 +1,99 @@
+"""Layouts, the verdict, and what is written down."""
+
+import json
+
+import msgspec
+import pytest
+import yaml
+from diptych.cluster.config import load_config
+from diptych.simulator import calibrate
+from diptych.simulator.errors import SimulationError
+from diptych.simulator.fleet import Fleet
+from diptych.simulator.plan import Demand, Option, plan, text, yaml_of
+from diptych.simulator.trace import load
+
+from .support import COST, MODEL, SIMPLE
+
+
+def planned(fleets, demand):
+    said = []
+    return plan([Option(name, fleet) for name, fleet in fleets], demand, 1, said.append), said
+
+
+def test_long_prompts_and_a_tight_itl_make_disaggregation_pay():
+    trace = load("poisson:1000-1001:200-201:100")
+    fleets = [("simple:4", Fleet(((SIMPLE, 4),)))]
+    # a step takes 11 ms and more: 12 ms leave a mixed worker next to nothing for prompts of 1 s
+    found, _ = planned(fleets, Demand(trace, "ttft=5s,itl=13ms", 0.9))
+    assert found["verdict"].startswith("Disaggregation pays") and not found["best"]["mixed"]
+    assert found["cluster"]["pools"]["prefill"]["replicas"] > 0
+
+
+def test_short_prompts_and_a_loose_itl_do_not(tmp_path):
+    trace = load("poisson:5-6:300-301:100")  # all decode: a prefill worker would idle
+    found, _ = planned([("s", Fleet(((SIMPLE, 2),)))], Demand(trace, "ttft=1s,itl=15ms", 0.9))
+    assert found["verdict"].startswith("Disaggregation does not pay") and found["best"]["mixed"]
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml_of(found))
+    config = load_config(path, {})
+    assert config.router.disaggregate == "never"
+    assert (config.pools.prefill.replicas, config.pools.decode.replicas) == (0, 2)
+    assert config.slo.itl_ms == 15.0
+    assert "does not pay" in text(found) and "&id" not in path.read_text()
+
+
+def test_a_rate_is_served_by_the_fewest_gpus_that_can():
+    trace = load("poisson:100-101:20-30:150")
+    fleets = [(f"s:{n}", Fleet(((SIMPLE, n),))) for n in (4, 2, 3)]
+    found, _ = planned(fleets, Demand(trace, "ttft=2s,itl=50ms", 0.9, rate=2.0))
+    assert found["best"]["gpus"] == 2 and found["best"]["attainment"] >= 0.9
+
+
+def test_pools_of_two_gpu_types_get_a_split_each():
+    fleet = Fleet.of("H100:4,H200:4", MODEL, 4)
+    found, _ = planned(
+        [("both", fleet)], Demand(load("synthetic:120"), "ttft=max(1s,3x),itl=50ms", 0.9)
+    )
+    splits = {row["split"] for row in found["layouts"]}
+    assert {"1M+1M", "1P+1D", "1D+1P"} <= splits
+
+
+def live(tmp_path, **changes):
+    cost = msgspec.to_builtins(COST)
+    kinds = [{"threads": n, "kv_tokens": 9000, "cost": cost, "itl_budget_ms": 45} for n in (1, 2)]
+    run = {
+        "split": "1P1D",
+        "slo": "ttft=2s,itl=50ms",
+        "requests": [{"at": 5.0 + i, "prompt": 100, "output": 9, "met": i > 0} for i in range(4)],
+    }
+    path = tmp_path / "live.json"
+    path.write_text(json.dumps({"model": "m", "cores": 2, "workers": kinds, "run": run} | changes))
+    return path
+
+
+def test_a_calibration_gives_fleets_of_as_many_workers_as_there_are_cores(tmp_path):
+    found = calibrate.read(live(tmp_path))
+    assert [found.fleet(n).replicas for n in (1, 2)] == [2, 1]
+    assert found.fleet(2).gpus == 2 and found.fleet(1).reference.budget_s == 0.045
+    trace = found.trace()
+    assert [item.at for item in trace.items] == [0.0, 1.0, 2.0, 3.0]
+    assert found.run.attainment == 0.75
+    with pytest.raises(SimulationError):
+        found.fleet(3)
+
+
+def test_a_wrong_calibration_is_said(tmp_path):
+    path = tmp_path / "live.json"
+    path.write_text("{}")
+    with pytest.raises(SimulationError, match="calibration"):
+        calibrate.read(path)
+    with pytest.raises(SimulationError, match="recorded"):
+        calibrate.read(live(tmp_path, run=None)).trace()
+
+
+def test_the_plan_of_a_cpu_machine_names_threads(tmp_path):
+    found = calibrate.read(live(tmp_path))
+    fleets = [(f"{n}t", found.fleet(n)) for n in (1, 2)]
+    trace = load("poisson:100-200:16-32:100")
+    planned_, _ = planned(fleets, Demand(trace, "ttft=2s,itl=50ms", 0.9, rate=1.0))
+    assert yaml.safe_load(yaml_of(planned_))["pools"]["decode"]["engine"]["threads"] in (1, 2)

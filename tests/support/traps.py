@@ -1,0 +1,124 @@
+"""Traps: a request whose name says where, in its own transfer, a worker's process stops or dies.
+
+`trap.prefill.3.inside.200.STOP.7`: in the worker whose pool is `prefill`, at the 3rd chunk of this
+request's first attempt, 200 us after its write has begun, the process sends itself SIGSTOP. A
+prefill worker counts the writes that it posts, a decode worker the chunks that it was told of. So
+the moment is certain, whatever the machine is doing, and a retry is left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from typing import NamedTuple
+
+from diptych.kv_transfer import messages
+from diptych.kv_transfer.service import TransferService
+from diptych.kv_transfer.transport import Event, Note, PeerCard, Spans, Transport
+
+#: before the write (or before the chunk is looked at), a while after its begin, after it was posted
+MOMENTS = ("before", "inside", "after")
+
+
+class Trap(NamedTuple):
+    """What a trapped request's name says."""
+
+    home: str  #: prefill | decode
+    chunk: int  #: from 1
+    moment: str
+    micros: int  #: of `inside`
+    signal: str  #: STOP | KILL
+
+    def name(self, serial: int | str) -> str:
+        return ".".join(map(str, ("trap", *self, serial)))
+
+
+def trap_of(name: str) -> Trap | None:
+    """The trap in a request's or a ticket's name, if it has one."""
+    first, *parts = name.split(".")
+    if first != "trap":
+        return None
+    home, chunk, moment, micros, kind = parts[:5]
+    return Trap(home, int(chunk), moment, int(micros), kind)
+
+
+class TrappedTransport:
+    """Passes everything on, and springs the traps that are meant for this process."""
+
+    def __init__(self, inner: Transport, home: str, service: TransferService, log: int) -> None:
+        self.inner, self.home, self.service, self.log = inner, home, service, log
+        self.name, self.refuses_late = inner.name, inner.refuses_late
+        self._chunks: Counter[str] = Counter()
+
+    def write(self, peer: str, spans: Spans, note: bytes) -> int:
+        xid, trap = self._due(note, "prefill")
+        self._spring(xid, trap, "before", "inside")
+        handle = self.inner.write(peer, spans, note)
+        self._spring(xid, trap, "after")
+        return handle
+
+    def poll(self) -> list[Event]:
+        events = self.inner.poll()
+        for event in events:
+            if isinstance(event, Note):
+                xid, trap = self._due(event.data, "decode")
+                self._spring(xid, trap, *MOMENTS)
+        return events
+
+    def _due(self, note: bytes, home: str) -> tuple[str, Trap | None]:
+        """The ticket of a chunk, and the trap that is due with it."""
+        message = messages.decode(note)
+        xid = message.xid
+        trap = trap_of(xid) if isinstance(message, messages.Chunk) else None
+        if trap is None or not xid.partition("/")[0].endswith("#0"):
+            return xid, None
+        if (trap.home, self.home) != (home, home):
+            return xid, None
+        self._chunks[xid] += 1
+        return xid, trap if self._chunks[xid] == trap.chunk else None
+
+    def _spring(self, xid: str, trap: Trap | None, *moments: str) -> None:
+        if trap is None or trap.moment not in moments:
+            return
+        if trap.moment == "inside":
+            threading.Thread(target=self._fire, args=(xid, trap), daemon=True).start()
+        else:
+            self._fire(xid, trap)
+
+    def _fire(self, xid: str, trap: Trap) -> None:
+        time.sleep(trap.micros / 1e6 if trap.moment == "inside" else 0)
+        machine = self.service._source if self.home == "prefill" else self.service._sink
+        ticket = machine.tickets.get(xid)
+        line = {
+            "request": xid.partition("#")[0].partition("~")[0],
+            "pid": os.getpid(),
+            "at": time.monotonic(),  # of the host, as for the processes beside this one
+            "state": ticket.state if ticket else None,
+            "chunks": self._chunks[xid],
+        }
+        os.write(self.log, json.dumps(line).encode() + b"\n")
+        os.kill(os.getpid(), getattr(signal, f"SIG{trap.signal}"))
+
+    # ---- passed on -------------------------------------------------------------------------------
+
+    def address(self) -> bytes:
+        return self.inner.address()
+
+    def add_peer(self, card: PeerCard) -> None:
+        self.inner.add_peer(card)
+
+    def remove_peer(self, peer: str) -> None:
+        self.inner.remove_peer(peer)
+
+    def notify(self, peer: str, note: bytes) -> None:
+        self.inner.notify(peer, note)
+
+    def fenced(self, peer: str) -> bool:
+        return self.inner.fenced(peer)
+
+    def close(self) -> None:
+        self.inner.close()

@@ -7,7 +7,6 @@ and carries out what it decides: commands to the threads, frames to gateways.
 from __future__ import annotations
 
 import asyncio
-import time
 import itertools
 import time
 from collections.abc import Callable
@@ -104,9 +103,10 @@ class Node:
         self._peers[worker] = cards
         self.transfers.handle(transfer.AddPeer(worker, cards))
 
-    def lose_peer(self, worker: str) -> None:
+    def lose_peer(self, worker: str, dead: bool = False) -> None:
+        """`dead`: its process is known to be gone."""
         self._peers.pop(worker, None)
-        self.transfers.handle(transfer.LosePeer(worker))
+        self.transfers.handle(transfer.LosePeer(worker, dead))
 
     def knows(self, worker: str) -> bool:
         return worker in self._peers

@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import ray
 from ray import serve
+from ray.serve._private.common import DeploymentID, ReplicaID
+from ray.serve._private.constants import SERVE_NAMESPACE
 
 from ..engine.commands import Observed
 from ..kv_transfer import PeerCard
@@ -30,6 +33,7 @@ from .wire import Connection, Listener
 log = logging.getLogger(__name__)
 
 REPORT_S = 1.0
+MOURN_S = 3600.0  #: Ray is asked for as long whether a lost worker's process is gone
 DRAIN_S = 10.0
 
 
@@ -148,7 +152,17 @@ class Worker:
                 self.node.add_peer(card.id, peers)
         for name in self._known.keys() - cards.keys():
             self.node.lose_peer(name)
+            self._tasks.append(self.loop.create_task(self._mourn(self._known[name])))
         self._known = cards
+
+    async def _mourn(self, card: f.WorkerCard) -> None:
+        """Until Ray knows that a lost worker's process is gone: a silent one may be frozen."""
+        began = time.monotonic()
+        while card.id not in self._known and time.monotonic() - began < MOURN_S:
+            if await asyncio.to_thread(_is_dead, card):
+                self.node.lose_peer(card.id, dead=True)
+                return
+            await asyncio.sleep(REPORT_S)
 
     # ---- gateways --------------------------------------------------------------------------------
 
@@ -261,6 +275,18 @@ class Worker:
                     break
                 await asyncio.sleep(0.05)
             self.node.stop()
+
+
+def _is_dead(card: f.WorkerCard) -> bool:
+    """Whether Ray says that a replica's process has ended, or its node; False if it cannot say."""
+    name = "PrefillWorker" if card.home == "prefill" else "DecodeWorker"
+    replica = ReplicaID(card.replica, DeploymentID(name, "diptych")).to_full_id_str()
+    try:  # `get_actor` would answer from a cache
+        alive = ray.util.list_named_actors(all_namespaces=True)
+    except Exception as error:
+        log.warning("Ray does not say whether %s is dead: %s", card.id, error)
+        return False
+    return {"name": replica, "namespace": SERVE_NAMESPACE} not in alive
 
 
 async def _find_router() -> str:

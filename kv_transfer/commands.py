@@ -20,9 +20,13 @@ class AddPeer(msgspec.Struct, frozen=True, tag=True):
 
 
 class LosePeer(msgspec.Struct, frozen=True, tag=True):
-    """The cluster says that this worker is gone."""
+    """The cluster says that this worker is gone; `dead`: its process is known to be.
+
+    A worker that is merely silent may be frozen, and wake up.
+    """
 
     worker: str
+    dead: bool = False
 
 
 class Receive(msgspec.Struct, frozen=True, tag=True):

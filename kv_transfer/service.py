@@ -176,10 +176,14 @@ class TransferService:
                 for card in cards:
                     self._cards[card.agent] = card
                     self._add_peer(card)
-            case c.LosePeer(worker):
-                for agent in self._workers.pop(worker, ()):
+            case c.LosePeer(worker, dead):
+                for agent in self._workers.get(worker, ()):
                     self._cards.pop(agent, None)
                     self._lose_peer(agent)
+                    if dead:
+                        self._transport.bury(agent)
+                if dead:
+                    self._workers.pop(worker, None)
             case c.Receive():
                 self._receive(command)
             case c.Expect(xid, peer, tokens):

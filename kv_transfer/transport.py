@@ -113,4 +113,7 @@ class Transport(Protocol):
 
     def fenced(self, peer: str) -> bool: ...
 
+    def bury(self, peer: str) -> None:
+        """The cluster knows that the peer's process is gone: what some fences wait for."""
+
     def close(self) -> None: ...

@@ -60,6 +60,13 @@ class Peer:
         self.region = Region(agent, card.agent, card.base, card.size, contact)
         self.process = Watch(contact.process)
         self.down_at: float | None = None  #: when it was found dead
+        self.buried = False  #: the cluster knows that its process is gone
+
+    @property
+    def gone(self) -> bool:
+        """Its process is known to be gone, or is this one: who closed an agent here is done."""
+        known = self.process.gone()
+        return known if known is not None else self.buried or self.process.own
 
 
 class NixlTransport:
@@ -172,16 +179,19 @@ class NixlTransport:
     def fenced(self, peer: str) -> bool:
         """A killed writer's bytes may wait in our socket buffers: poll on for a grace period.
 
-        A process of this host must be gone before it begins: a frozen one may wake up and go on
-        writing. Of a process elsewhere nothing is known, and the grace period is all there is.
+        Its process must be gone before that begins: a frozen one may wake up and go on writing.
+        Of one elsewhere the cluster must say so (`bury`); until then nothing is fenced.
         """
         known = self._peers.get(peer)
         if known is None:
             return True
-        alive = known.process.gone() is False
-        if alive or known.down_at is None:
+        if not known.gone or known.down_at is None:
             known.down_at = time.monotonic()
-        return not alive and time.monotonic() - known.down_at > GRACE_S
+        return known.gone and time.monotonic() - known.down_at > GRACE_S
+
+    def bury(self, peer: str) -> None:
+        if peer in self._peers:
+            self._peers[peer].buried = True
 
     def close(self) -> None:
         for peer in list(self._peers):

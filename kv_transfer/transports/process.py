@@ -41,6 +41,7 @@ class Watch:
     def __init__(self, identity: str) -> None:
         self._fd = -1
         self._gone: bool | None = None
+        self.own = identity != "" and identity == here()  #: this very process
         space, pid, started = [*identity.rsplit(" ", 2), "", ""][:3]
         try:
             if not identity or space != _space() or int(pid) == os.getpid():

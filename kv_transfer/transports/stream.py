@@ -354,6 +354,9 @@ class Streams:
             if incoming.peer:
                 self._drop(incoming.peer, "closed")
 
+    def bury(self, peer: str) -> None:
+        """Not needed: `fenced` sees for itself."""
+
     def fenced(self, peer: str) -> bool:
         """Always: its bytes come by its connection only, and that one is closed here and now."""
         self._drop(peer, "fenced", tell=False)

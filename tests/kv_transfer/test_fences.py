@@ -143,6 +143,34 @@ def test_nixl_grants_the_grace_after_a_process_is_gone_not_before(monkeypatch):
     assert pool.size == far_pool.size
 
 
+class Elsewhere(Mortal):
+    """A process of another host, of which nothing can be known here."""
+
+    own = False
+
+    def gone(self):
+        return None
+
+
+@needs_nixl
+def test_nixl_fences_a_process_elsewhere_only_when_the_cluster_knows_that_it_is_gone(monkeypatch):
+    now = [50.0]
+    _, transport = open_end("nixl", "near#1", 1)
+    far_pool, far = open_end("nixl", "far#1", 2)
+    monkeypatch.setattr(nixl.time, "monotonic", lambda: now[0])
+    transport.add_peer(card_of("far#1", far, far_pool))
+    transport._peers["far#1"].process = Elsewhere()
+    for _ in range(3):
+        now[0] += 1000.0
+        assert not transport.fenced("far#1"), "it may be frozen, and wake up"
+    transport.bury("far#1")
+    assert not transport.fenced("far#1"), "its bytes may wait in our buffers"
+    now[0] += nixl.GRACE_S * 1.1
+    assert transport.fenced("far#1")
+    transport.close()
+    far.close()
+
+
 # ---- what is known of a process ------------------------------------------------------------------
 
 

@@ -1,0 +1,51 @@
+"""Whether Ray knows of a lost worker that its process is gone: what a fence on another host needs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.cluster
+
+SCRIPT = """
+import os, signal, time
+import ray
+from diptych.cluster.worker import _is_dead
+from diptych.protos.frames import WorkerCard
+
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+
+@ray.remote(num_cpus=0)
+class Replica:
+    def pid(self):
+        return os.getpid()
+
+def start(replica):
+    options = {"name": f"SERVE_REPLICA::diptych#PrefillWorker#{replica}", "namespace": "serve"}
+    return Replica.options(**options).remote()
+
+def card(replica):
+    return WorkerCard(f"prefill/{replica}", "prefill", "prefill", "", replica, 0)
+
+frozen, killed = start("frozen"), start("killed")
+pids = ray.get([frozen.pid.remote(), killed.pid.remote()])
+assert not _is_dead(card("frozen")) and not _is_dead(card("killed"))
+os.kill(pids[0], signal.SIGSTOP)
+os.kill(pids[1], signal.SIGKILL)
+deadline = time.monotonic() + 60
+while not _is_dead(card("killed")):
+    assert time.monotonic() < deadline
+    time.sleep(0.1)
+assert not _is_dead(card("frozen")), "a frozen process may wake up"
+os.kill(pids[0], signal.SIGCONT)
+print("right")
+"""
+
+
+def test_a_killed_replica_is_dead_and_a_frozen_one_is_not() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.stdout.strip().endswith("right"), done.stderr[-2000:]

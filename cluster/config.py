@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[float, Field(gt=0)]
@@ -53,10 +53,31 @@ class Pools(Section):
     decode: PoolConfig = PoolConfig()
 
 
+class ClassSettings(Section):
+    """A class of requests; see diptych.router.SloClass."""
+
+    priority: Annotated[int, Field(ge=0)] = 0
+    weight: Positive = 1.0
+    early_reject: bool = False
+
+
 class RouterSettings(Section):
     disaggregate: Literal["always", "auto", "never"] = "always"
     queue_max: Count = 1024
     queue_ttl_s: Positive = 30.0
+    policy: str = "diptych"  #: one of diptych.router.policies
+    classes: dict[str, ClassSettings] = {}  #: empty: those of diptych.router.config
+    log_folder: str | None = None  #: on the router's machine: its events, for `diptych replay`
+    log_mib: Count = 32  #: of them, at most
+
+    @field_validator("policy")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        from ..router.policies import POLICIES  # numpy: not for every command
+
+        if name not in POLICIES:
+            raise ValueError(f"expected one of {', '.join(POLICIES)}")
+        return name
 
 
 class FaultSettings(Section):

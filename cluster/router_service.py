@@ -7,10 +7,13 @@ import logging
 import os
 import time
 from contextlib import aclosing
+from pathlib import Path
+from typing import BinaryIO
 
 from ..protos import frames as f
-from ..router import Router, RouterConfig
+from ..router import Router, RouterConfig, SloClass, replay
 from ..router import events as e
+from ..router.config import CLASSES
 from .config import ClusterConfig
 from .wire import Connection, Listener
 
@@ -26,6 +29,8 @@ class RouterService:
     async def __init__(self, config: dict) -> None:  # type: ignore[misc]
         self.config = ClusterConfig.model_validate(config)
         self.router = Router(router_config(self.config), term=time.time_ns() // 1_000_000)
+        folder = self.config.router.log_folder
+        self._log = EventLog(Path(folder), self.config.router.log_mib << 20) if folder else None
         self._peers: dict[str, Connection] = {}
         self._loading: dict[str, tuple[str, float]] = {}
         self._listener = Listener(self.config.secret, f.ToRouter, self._serve)
@@ -45,6 +50,8 @@ class RouterService:
 
     async def _tick(self) -> None:
         while True:
+            if self._log:
+                self._log.flush()
             wake = self.router.next_wake
             late = wake - time.monotonic() if wake is not None else TICK_S
             await asyncio.sleep(min(max(late, TICK_MIN_S), TICK_S))
@@ -88,10 +95,15 @@ class RouterService:
                 self._handle(e.Outdated(term))
             case f.Loading(worker, note, fraction):
                 self._loading[worker] = (note, fraction)
+            case f.Inspect(call, request) if request:
+                found = [decision.told() for decision in self.router.decisions.find(request)]
+                peer.send(f.Statistics(call, {"decisions": found}))
             case f.Inspect(call):
                 peer.send(f.Statistics(call, {"pid": os.getpid(), **self.router.statistics()}))
 
     def _handle(self, event: e.Event) -> None:
+        if self._log:
+            self._log.write(self.router, event, time.monotonic())
         for action in self.router.handle(event, time.monotonic()):
             match action:
                 case f.Deliver(name, frame):
@@ -108,11 +120,47 @@ class RouterService:
                         peer.abort()
 
 
+class EventLog:
+    """What the router is told, for `diptych replay`: two files, `most` bytes at most together."""
+
+    def __init__(self, folder: Path, most: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path, self._most = folder / "router.jsonl", most // 2
+        self._file: BinaryIO | None = None
+
+    def write(self, router: Router, event: e.Event, now: float) -> None:
+        line = replay.encode(event, now)
+        if line is None:
+            return
+        if self._file is None or self._file.tell() + len(line) > self._most:
+            self._turn(router, now)
+        assert self._file
+        self._file.write(line)
+
+    def _turn(self, router: Router, now: float) -> None:
+        """The old file becomes the older one; the new one can be replayed alone."""
+        if self._file:
+            self._file.close()
+        if self._path.exists():
+            self._path.replace(self._path.with_suffix(".old.jsonl"))
+        self._file = self._path.open("wb")
+        self._file.write(replay.encode_head(router, now))
+        for known in replay.snapshot(router):
+            self._file.write(replay.encode(known, now) or b"")
+        self._file.flush()
+
+    def flush(self) -> None:
+        if self._file:
+            self._file.flush()
+
+
 def router_config(config: ClusterConfig) -> RouterConfig:
     """The router's own part of the tree."""
     router, slo = config.router, config.slo
     return RouterConfig(
         disaggregate=router.disaggregate,
+        policy=router.policy,
+        classes={name: SloClass(**vars(one)) for name, one in router.classes.items()} or CLASSES,
         queue_max=router.queue_max,
         queue_ttl_s=router.queue_ttl_s,
         growth_tokens=config.pools.decode.engine.growth_tokens,

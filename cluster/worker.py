@@ -281,6 +281,8 @@ def _is_dead(card: f.WorkerCard) -> bool:
     """Whether Ray says that a replica's process has ended, or its node; False if it cannot say."""
     name = "PrefillWorker" if card.home == "prefill" else "DecodeWorker"
     replica = ReplicaID(card.replica, DeploymentID(name, "diptych")).to_full_id_str()
+    if not ray.is_initialized():
+        return False
     try:  # `get_actor` would answer from a cache
         alive = ray.util.list_named_actors(all_namespaces=True)
     except Exception as error:

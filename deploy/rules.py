@@ -29,6 +29,10 @@ def amount(text: object) -> float:
     return float(match[1]) * SCALE.get(match[2] or "", float("nan")) if match else float("nan")
 
 
+def read(text: str) -> Any:
+    return yaml.load(text, Loader=yaml.CSafeLoader)
+
+
 def groups(service: Object) -> list[Object]:
     return service["spec"]["rayClusterConfig"].get("workerGroupSpecs", [])
 
@@ -132,14 +136,15 @@ def serve(service: Object) -> list[str]:
     from ray.serve.schema import ServeDeploySchema
 
     try:
-        raw = yaml.safe_load(service["spec"]["serveConfigV2"])
+        raw = read(service["spec"]["serveConfigV2"])
         config = ServeDeploySchema.model_validate(raw)
     except (yaml.YAMLError, ValidationError) as error:
         return [f"serveConfigV2: {error}"]
     found = [f"serveConfigV2: unknown key {key}" for key in unknown_keys(raw, config)]
     for application in config.applications:
         try:
-            known = _deployments(application.import_path, application.args or {})
+            load_config(None, application.args or {})
+            known = _deployments(application.import_path)
         except (ConfigError, ImportError, AttributeError, TypeError, ValueError) as error:
             found.append(f"serveConfigV2: {application.name}: {error}")
             continue
@@ -162,16 +167,15 @@ def unknown_keys(raw: Any, model: Any, where: str = "") -> Iterator[str]:
             yield from unknown_keys(value, child, f"{where}{index}.")
 
 
-def _deployments(import_path: str, args: Object) -> set[str]:
-    """Names of what the builder makes of the arguments, with the bundled model."""
+@cache
+def _deployments(import_path: str) -> frozenset[str]:
+    """Names of what the builder makes; no argument changes them."""
     from ray._common.utils import import_attr
     from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
     from ray.serve._private.build_app import build_app
 
-    load_config(None, args)
-    bundled = {key: value for key, value in args.items() if key != "model"}
-    app = call_user_app_builder_with_args_if_necessary(import_attr(import_path), bundled)
-    return {deployment.name for deployment in build_app(app, name="check").deployments}
+    app = call_user_app_builder_with_args_if_necessary(import_attr(import_path), {})
+    return frozenset(deployment.name for deployment in build_app(app, name="check").deployments)
 
 
 # ---- what must fit together ------------------------------------------------------------------
@@ -179,7 +183,7 @@ def _deployments(import_path: str, args: Object) -> set[str]:
 
 def placement(service: Object) -> Iterator[str]:
     """Every replica finds a home: custom resources and GPUs that some group offers enough of."""
-    config = yaml.safe_load(service["spec"]["serveConfigV2"])
+    config = read(service["spec"]["serveConfigV2"])
     wanted: Counter[str] = Counter()
     gpus: dict[str, float] = {}
     for deployment in config["applications"][0]["deployments"]:
@@ -206,7 +210,7 @@ def placement(service: Object) -> Iterator[str]:
 
 def pods(service: Object) -> Iterator[str]:
     """References inside the pods, sizes, ports, times."""
-    config = yaml.safe_load(service["spec"]["serveConfigV2"])
+    config = read(service["spec"]["serveConfigV2"])
     ports = {"serve": config["http_options"]["port"], "serve-grpc": config["grpc_options"]["port"]}
     for name, template in templates(service).items():
         container = template["spec"]["containers"][0]
@@ -258,7 +262,7 @@ def _resources(name: str, template: Object) -> Iterator[str]:
 def selectors(documents: list[Object]) -> Iterator[str]:
     """Every selector picks pods that are there, policies open the ports that pods have."""
     service = next(d for d in documents if d["kind"] == "RayService")
-    pods = [template for template in templates(service).values()]
+    pods = list(templates(service).values())
     labels = [template["metadata"]["labels"] for template in pods]
     for document in documents:
         where = f"{document['kind']} {document['metadata']['name']}"
@@ -273,7 +277,8 @@ def selectors(documents: list[Object]) -> Iterator[str]:
 def _picked(selector: Object | None, labels: list[dict[str, str]]) -> list[str]:
     """Components that a selector picks; an empty one picks none of ours."""
     wanted = (selector or {}).get("matchLabels", {}).items()
-    return [one["app.kubernetes.io/component"] for one in labels if wanted and wanted <= one.items()]
+    picked = [one for one in labels if wanted and wanted <= one.items()]
+    return [one["app.kubernetes.io/component"] for one in picked]
 
 
 def _policy(spec: Object, pods: list[Object]) -> Iterator[str]:

@@ -38,14 +38,14 @@ class Image(Values):
     pullSecrets: Objects = []
 
 
-class Pool(Values):
+class PoolSize(Values):
     replicas: Whole
     gpus: Whole = 0
 
 
-class Pools(Values):
-    prefill: Pool
-    decode: Pool
+class PoolSizes(Values):
+    prefill: PoolSize
+    decode: PoolSize
 
 
 class Gateway(Values):
@@ -106,7 +106,7 @@ class Chart(Values):
     image: Image
     secretName: Text
     config: ClusterConfig
-    pools: Pools
+    pools: PoolSizes
     gateway: Gateway
     model: Model
     head: Head

@@ -323,9 +323,10 @@ class Moved(msgspec.Struct, tag="moved", frozen=True):
 
 
 class Inspect(msgspec.Struct, tag="inspect", frozen=True):
-    """Asks for statistics."""
+    """Asks for statistics; the router also for its decisions about a client's `request`."""
 
     call: int
+    request: str = ""
 
 
 class Probe(msgspec.Struct, tag="probe", frozen=True):

@@ -201,9 +201,9 @@ class Binder:
             if self.missing(waiting):
                 continue
             ask = self.ask(waiting, now)
+            binding: Binding | Rejection | None
             if waiting.local:
-                ok = self._allowed(waiting, self.fleet.decode_ok)
-                binding = self._local(ask, ok)
+                binding = self._local(ask, self._allowed(waiting, self.fleet.decode_ok))
             else:
                 binding = self._pair(ask)
             if isinstance(binding, Binding):
@@ -546,7 +546,7 @@ class Binder:
             return None
         ranked.sort()
         best = ranked[0]
-        options = [(one[3].card.id, one[0], one[4]) for one in ranked[:OPTIONS]]
+        options: list[Option] = [(w.card.id, cost, t) for cost, _, _, w, t in ranked[:OPTIONS]]
         return best[3], best[4], options
 
     def _shortlist(self) -> list[Worker]:

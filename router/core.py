@@ -148,11 +148,11 @@ class Router:
     def _hold(self, worker: Worker, event: e.Joined) -> None:
         """Reserves what already runs there: streams of another router, or from before a
         connection broke."""
-        told = {(name, attempt): blocks for name, attempt, blocks in event.held}
-        for key in [k for k, w in self.held.items() if w is worker and k not in told]:
+        for key in [k for k, w in self.held.items() if w is worker]:
             self._let_go(key)
         size = worker.card.block_tokens
-        for key, blocks in told.items():
+        for name, attempt, blocks in event.held:
+            key = (name, attempt)
             bound = self.bound.get(key)
             if key in worker.streams or (bound and bound.decode.card.id != worker.card.id):
                 continue

@@ -50,6 +50,16 @@ class Decision(msgspec.Struct):
     exposed_s: float = 0.0  #: transfer that the prefill does not hide
     observed: dict[str, Any] = {}  #: joined when known
 
+    def told(self) -> dict[str, Any]:
+        """The record with the terms named, in plain types. Seconds."""
+        values = msgspec.to_builtins(self)
+        for stage, names in (("prefill", PREFILL_TERMS), ("decode", DECODE_TERMS)):
+            values[f"{stage}_options"] = [
+                (worker, score, dict(zip(names, terms, strict=False)))
+                for worker, score, terms in getattr(self, f"{stage}_options")
+            ]
+        return values
+
 
 class Decisions:
     """The last `limit` records, by number and by key."""

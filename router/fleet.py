@@ -95,7 +95,6 @@ class Worker:
         kept = self.card.kept if self.streams else 0
         return self.card.blocks - self.reserved - kept
 
-
     def left_s(self, due: float, now: float) -> float:
         """Seconds until a prompt with this deadline would begin."""
         if not self.prefills:

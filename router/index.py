@@ -173,6 +173,10 @@ class PrefixIndex:
                 out[np.unpackbits(raw, count=size, bitorder="little").view(bool)] = covered
         return out
 
+    def hashes(self, slot: int) -> list[bytes]:
+        """What the worker has said that it holds."""
+        return [content for content, until in self._held.get(slot, {}).items() if until == inf]
+
     def held(self, slot: int) -> int:
         """Prefixes that the worker holds."""
         return len(self._held.get(slot, ()))

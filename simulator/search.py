@@ -164,9 +164,7 @@ def candidates(case: Case) -> list[Split]:
     """Splits, the likeliest first: by how far they are from the load's own ratio of work."""
     rates = simulated(case.fleet.reference)
     load = classes(case.trace)
-    prefill = (
-        (rates.base + rates.token * load.uncached + rates.pair * load.pairs) @ load.share * 1.3
-    )
+    prefill = (rates.base + rates.token * load.uncached + rates.pair * load.pairs) @ load.share
     step = min(case.slo.itl_s, rates.step + rates.weights + rates.read * rates.memory)
     decode = (load.context @ load.share) * step / rates.memory
     ideal = case.fleet.replicas * prefill / (prefill + decode)

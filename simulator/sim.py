@@ -198,8 +198,8 @@ class Simulation:
             return
         job.decode = self.workers[placed.decode]
         job.predicted = placed.predicted_ttft_ms / 1e3
-        deadline = getattr(placed, "deadline_s", 0.0)
-        job.deadline = self.now + deadline if deadline else 0.0
+        if placed.deadline_s:
+            job.deadline = self.now + placed.deadline_s
         start = self.now + 2 * HOP_S
         if self.log:
             self.log(f"{self.now:.6f} placed {job.key[0]} {placed.prefill} {placed.decode}")
@@ -208,7 +208,7 @@ class Simulation:
         else:
             job.prefill, job.remote = self.workers[placed.prefill], True
         job.prefill.advance(self.now)
-        if getattr(placed, "fetch", None) is not None:
+        if placed.fetch is not None:
             start = self._fetch(self.workers[placed.fetch], job.prefill, job, start)
         self._submit(job, start)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from . import bench, bench_transfer, chat, doctor, serve, simulate, status
+from . import bench, bench_transfer, chat, doctor, explain, serve, simulate, status
 
 app = typer.Typer(
     name="diptych",
@@ -21,6 +21,8 @@ app.command()(serve.serve)
 app.command()(chat.chat)
 app.command()(status.status)
 app.command()(doctor.doctor)
+app.command()(explain.explain)
+app.command()(explain.replay)
 app.command()(simulate.simulate)
 app.command()(simulate.plan)
 bench.app.command()(bench_transfer.transfer)

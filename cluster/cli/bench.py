@@ -72,6 +72,28 @@ def engine(
     typer.echo(json.dumps(result, indent=2) if output == "json" else _table(result))
 
 
+@app.command()
+def router(
+    workers: Annotated[int, typer.Option(min=2, help="Half prefill, half decode.")] = 1000,
+    entries: Annotated[int, typer.Option(min=0, help="Of the prefix index.")] = 2_600_000,
+    queued: Annotated[int, typer.Option(min=1, help="Requests in the line.")] = 500,
+    output: Annotated[str, typer.Option("-o", "--output", help="table or json")] = "table",
+) -> None:
+    """Measure one routing decision, and all that a fleet tells the router, on one core."""
+    from time import thread_time  # of this thread: others may have the core meanwhile
+
+    from ...router.bench import run
+
+    if output not in ("table", "json"):
+        fail(f"-o {output}: expected table or json", 2)
+    result = run(thread_time, workers, entries, queued)
+    if output == "json":
+        typer.echo(json.dumps(result))
+        return
+    for name, value in result.items():
+        typer.echo(f"{name:28}{value:>14,}")
+
+
 def _run(model: str, values: dict[str, Any]) -> dict[str, Any]:
     """Torch is imported here, not before the options have been found right."""
     from ...engine.bench.child import BenchError

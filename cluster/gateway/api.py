@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -22,6 +22,7 @@ from .completions import (
     TokenizeRequest,
 )
 from .errors import ApiError
+from .messages import CountRequest, MessageShape, MessagesRequest, error_body
 from .schema import REQUEST_ID, parse
 from .stream import Request
 
@@ -49,6 +50,7 @@ class Call:
     stream: bool
     closing: bytes = b"data: [DONE]\n\n"  #: of a stream
     named: bool = False  #: events have names
+    error: Callable[[ApiError, str], dict] = ApiError.body
 
 
 class Api:
@@ -81,6 +83,24 @@ class Api:
         text, model = self.gateway.text, self.gateway.model
         shape = CompletionShape(asked, requests, text, model, request_id)
         return await self._answer(Call(requests, shape, asked.stream))
+
+    async def messages(self, http: HttpRequest) -> Response:
+        request_id = identify(http, "msg_")
+        asked = parse(MessagesRequest, await sse.read_body(http))
+        text, model = self.gateway.text, self.gateway.model
+        chat = asked.as_chat(text)
+        request, prompt = await self.gateway.prepare(chat, request_id)
+        shape = MessageShape(chat, request, text, model, prompt)
+        return await self._answer(Call([request], shape, asked.stream, b"", True, error_body))
+
+    async def count_tokens(self, http: HttpRequest) -> Response:
+        identify(http, "msg_")
+        asked = parse(CountRequest, await sse.read_body(http))
+        self.gateway.check_model(asked.model)
+        chat = asked.chat(self.gateway.text)
+        chat.check(self.gateway.text, self.gateway.limits)
+        prompt = await self.gateway.tokenize(lambda: chat.prompt(self.gateway.text))
+        return _json({"input_tokens": len(prompt.ids)})
 
     async def tokenize(self, http: HttpRequest) -> Response:
         asked = parse(TokenizeRequest, await sse.read_body(http))
@@ -129,7 +149,7 @@ class Api:
                 batch = await anext(deltas, None)
             yield told(call.shape.end(run.used)) + call.closing
         except ApiError as error:
-            yield sse.event(error.body(call.requests[0].id), "error")
+            yield sse.event(call.error(error, call.requests[0].id), "error")
         finally:
             await deltas.aclose()
 

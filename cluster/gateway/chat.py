@@ -20,6 +20,8 @@ from .text import Prompt, Text
 from .tools import Call, Format, format_of
 
 TOOLS_MAX = 128
+#: llguidance: white space in arguments as Python's json writes it, and models have learned
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
@@ -216,7 +218,8 @@ class ChatRequest(Parameters):
         if format is None or not (self.tool_choice == "required" or self.named):
             return None
         chosen = [t.function for t in self.used_tools if self.named in (None, t.function.name)]
-        schemas = [(one.name, dumped(one.parameters or {"type": "object"})) for one in chosen]
+        given = [(one.name, one.parameters or {"type": "object"}) for one in chosen]
+        schemas = [(name, dumped({**schema, "x-guidance": SPACING})) for name, schema in given]
         several = self.named is None and self.parallel_tool_calls is not False
         return format.grammar(schemas, several)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from . import sse
 from .api import Api
 from .doctor import parse_size
 from .errors import ApiError
+from .messages import error_body
 
 if TYPE_CHECKING:
     from .gateway import Gateway
@@ -31,6 +31,8 @@ def build(gateway: Gateway) -> Starlette:
     routes = [
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/v1/messages", api.messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"]),
         Route("/tokenize", api.tokenize, methods=["POST"]),
         Route("/detokenize", api.detokenize, methods=["POST"]),
         Route("/v1/models", face.models),
@@ -38,6 +40,7 @@ def build(gateway: Gateway) -> Starlette:
         Route("/health", face.health),
         Route("/ready", face.ready),
         Route("/admin/v1/cluster", face.cluster),
+        Route("/admin/v1/requests/{request}", face.explain),
         Route("/admin/v1/doctor", face.doctor, methods=["POST"]),
     ]
     handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _internal}
@@ -66,6 +69,16 @@ class _Face:
     async def cluster(self, _: HttpRequest) -> Response:
         return JSONResponse(await self.gateway.status())
 
+    async def explain(self, http: HttpRequest) -> Response:
+        request = http.path_params["request"]
+        decisions = await self.gateway.plane.explain(request)
+        if decisions is None:
+            raise ApiError("no_capacity", "no router answers")
+        if not decisions:
+            message = f"the router knows no decision about {request} (it keeps the last ones only)"
+            raise ApiError("not_found", message)
+        return JSONResponse({"request": request, "decisions": decisions})
+
     async def doctor(self, http: HttpRequest) -> Response:
         """Server-sent events: `{"progress": ..}` while it measures, at last `{"report": ..}`."""
         events = self.gateway.doctor.run(parse_size(await sse.read_body(http)))
@@ -86,15 +99,21 @@ def _request_id(http: HttpRequest) -> str:
     return getattr(http.state, "request_id", "")
 
 
+def _body(http: HttpRequest, error: ApiError) -> dict:
+    """The error in the shape of the API that was called."""
+    if http.url.path.startswith("/v1/messages"):
+        return error_body(error, _request_id(http))
+    return error.body(_request_id(http))
+
+
 async def _api_error(http: HttpRequest, error: ApiError) -> Response:
-    request_id = _request_id(http)
-    return JSONResponse(error.body(request_id), error.kind.http, error.headers())
+    return JSONResponse(_body(http, error), error.kind.http, error.headers())
 
 
 async def _http_error(http: HttpRequest, error: HTTPException) -> Response:
     message = f"{http.method} {http.url.path}: {error.detail.lower()}"
     reason = "not_found" if error.status_code == 404 else "invalid_request"
-    body = ApiError(reason, message).body(_request_id(http))
+    body = _body(http, ApiError(reason, message))
     return JSONResponse(body, error.status_code, error.headers)
 
 
@@ -102,5 +121,5 @@ async def _internal(http: HttpRequest, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
     log.exception("request %s failed", _request_id(http), exc_info=error)
-    body = ApiError("internal", "internal error; the gateway's log has it under the request id")
-    return Response(json.dumps(body.body(_request_id(http))), 500, media_type="application/json")
+    told = ApiError("internal", "internal error; the gateway's log has it under the request id")
+    return JSONResponse(_body(http, told), 500)

@@ -177,6 +177,16 @@ class Plane:
         except TimeoutError:
             return None, values
 
+    async def explain(self, request: str) -> list[dict] | None:
+        """The router's decisions about a client's request; None: there is no router."""
+        if not self.link.connected:
+            return None
+        try:
+            answer = await self._ask(self.link, lambda call: f.Inspect(call, request))
+        except TimeoutError:
+            return None
+        return answer["decisions"]
+
     async def probe(
         self, worker: str, limit_s: float, peer: str | None = None, **fields: Any
     ) -> dict | None:

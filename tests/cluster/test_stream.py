@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -54,10 +56,12 @@ def tokens(key: f.Key, offset: int, *ids: int, finish: str | None = None) -> f.T
     return f.Tokens(key, offset, [f.Token(i) for i in ids], finish)
 
 
-def run(script: Callable, attempts: int = 3) -> tuple[list[int], ScriptedPlane, Request]:
+def run(
+    script: Callable, attempts: int = 3, sampling: f.Sampling | None = None
+) -> tuple[list[int], ScriptedPlane, Request]:
     async def collect() -> tuple[list[int], ScriptedPlane, Request]:
         plane = ScriptedPlane(script)
-        request = Request("r", [1, 2, 3], [], f.Sampling(8))
+        request = Request("r", [1, 2, 3], [], sampling or f.Sampling(8))
         request.wire = "r"
         got: list[int] = []
         async with asyncio.timeout(5):
@@ -110,7 +114,12 @@ def test_a_second_attempt_repeats_nothing_and_loses_nothing() -> None:
     assert [place.lost for place in places] == [[], ["d"]], "a dead worker is not asked again"
     assert ("aborted", ("r", 0)) in plane.said, "the other worker is told of the failed attempt"
     first, second = (frame for frame in plane.said if isinstance(frame, f.Over))
-    assert (first.reason, first.tokens, second.reason, second.tokens) == ("worker_lost", 2, "stop", 4)
+    assert (first.reason, first.tokens, second.reason, second.tokens) == (
+        "worker_lost",
+        2,
+        "stop",
+        4,
+    )
     assert 0 <= (second.ttft_ms or 0) and (second.itl_p99_ms or -1) >= 0
     assert places[1].waited_s > places[0].waited_s >= 0, "a retry keeps its deadline"
 
@@ -162,3 +171,63 @@ def test_a_frame_of_an_older_stream_does_not_end_the_wait_for_a_place() -> None:
 def test_two_runs_of_one_request_id_are_different_attempts_on_the_wire() -> None:
     first, second = (Request("same", [1], [], f.Sampling(1)) for _ in range(2))
     assert first.wire != second.wire and first.id == second.id
+
+
+def repeated(answers: list[list[int]], order: random.Random) -> Callable:
+    """Attempts that fail after some frames; each repeats all answers, in any order of frames."""
+
+    def script(plane: ScriptedPlane, frame: Any) -> None:
+        if isinstance(frame, f.Place):
+            plane.put(placed(frame.key))
+        elif isinstance(frame, f.Prefill):
+            scored = [f.Tokens(frame.key, 0, [], prompt=[f.Token(one, -1.0)]) for one in (2, 3)]
+            told = []
+            for index, ids in enumerate(answers):
+                at = 0
+                while at < len(ids):
+                    size = 1 if at == 0 else order.randint(1, 3)
+                    end = "stop" if at + size >= len(ids) else None
+                    piece = [f.Token(one) for one in ids[at : at + size]]
+                    told.append(f.Tokens(frame.key, at, piece, end, index))
+                    at += size
+            order.shuffle(told)
+            told = [*scored, *told]
+            if frame.key[1] < 2:
+                told = told[: order.randint(0, len(told) - 1)]
+                told.append(f.Failed(frame.key, "d", "worker_lost"))
+            plane.put(*told)
+
+    return script
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_each_answer_has_its_own_journal_over_all_attempts(seed: int) -> None:
+    order = random.Random(seed)
+    answers = [[index * 100 + at for at in range(order.randint(1, 9))] for index in range(3)]
+    sampling = f.Sampling(16, n=3, prompt_logprobs=0)
+    got, _, request = run(repeated(answers, order), 4, sampling)
+    assert sorted(got) == sorted(one for ids in answers for one in ids), "lost or told twice"
+    assert [[one.id for one in answer.journal] for answer in request.answers] == answers
+    assert all(got.index(a) < got.index(b) for ids in answers for a, b in itertools.pairwise(ids))
+    assert [token.id for token in request.prompt] == [2, 3]
+    assert request.finish == "stop" and request.generated == len(got)
+
+
+def test_an_answer_that_was_cut_ends_the_attempt_and_tells_the_workers() -> None:
+    async def collect() -> ScriptedPlane:
+        def script(plane: ScriptedPlane, frame: Any) -> None:
+            if isinstance(frame, f.Place):
+                plane.put(placed(frame.key))
+            elif isinstance(frame, f.Prefill):
+                plane.put(tokens(frame.key, 0, 10))
+
+        plane = ScriptedPlane(script)
+        request = Request("r", [1, 2, 3], [], f.Sampling(8))
+        request.wire = "r"
+        async with asyncio.timeout(5):
+            async for _ in Generator(plane, 3, 5.0).run(request):  # type: ignore[arg-type]
+                request.answers[0].cut = True
+        assert request.finish == "stop"
+        return plane
+
+    assert ("aborted", ("r", 0)) in asyncio.run(collect()).said

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diptych.router.index import PrefixIndex
+from diptych.router.index import PrefixIndex, blocks_at, positions, sample
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,53 +12,90 @@ A, B, C, D = (bytes([i]) for i in range(4))
 def index(**held: list[bytes]) -> PrefixIndex:
     made = PrefixIndex()
     for worker, hashes in held.items():
-        made.store(worker, hashes)
+        made.store("xyz".index(worker), hashes)
     return made
 
 
+def depths(made: PrefixIndex, hashes: list[bytes]) -> dict[str, int]:
+    tokens = made.tokens(made.match(hashes), 3, 1)
+    return {name: int(count) for name, count in zip("xyz", tokens, strict=True) if count}
+
+
+def test_the_front_is_looked_up_block_by_block_and_the_rest_by_512_tokens() -> None:
+    assert positions(3) == (0, 1, 2)
+    assert positions(16) == tuple(range(16)) == positions(23)
+    assert positions(40) == (*range(16), 23, 31, 39)
+    hashes = [bytes([i]) for i in range(40)]
+    assert sample(hashes)[-3:] == [bytes([23]), bytes([31]), bytes([39])]
+    assert [blocks_at(depth) for depth in (0, 1, 16, 17, 19)] == [0, 1, 16, 24, 40]
+
+
 def test_depth_counts_leading_blocks_only() -> None:
-    assert index(x=[A, B, D], y=[A], z=[B, C]).depths([A, B, C, D]) == {"x": 2, "y": 1}
+    assert depths(index(x=[A, B, D], y=[A], z=[B, C]), [A, B, C, D]) == {"x": 2, "y": 1}
 
 
 def test_nobody_holds_an_unknown_prefix() -> None:
-    assert index(x=[B]).depths([A, B]) == {}
-    assert index(x=[B]).depths([]) == {}
+    assert index(x=[B]).match([A, B]) == []
+    assert index(x=[B]).match([]) == []
 
 
 def test_an_evicted_block_ends_the_prefix() -> None:
     made = index(x=[A, B, C], y=[A, B, C])
-    made.evict("x", [B])
-    assert made.depths([A, B, C]) == {"x": 1, "y": 3}
+    made.evict(0, [B])
+    assert depths(made, [A, B, C]) == {"x": 1, "y": 3}
 
 
 def test_evicting_what_is_not_held_changes_nothing() -> None:
     made = index(x=[A])
-    made.evict("x", [B])
-    made.evict("y", [A])
-    assert made.depths([A]) == {"x": 1}
+    made.evict(0, [B])
+    made.evict(1, [A])
+    assert depths(made, [A]) == {"x": 1}
 
 
 def test_a_dropped_worker_holds_nothing_and_leaves_nothing_behind() -> None:
     made = index(x=[A, B], y=[A])
-    made.drop("x")
-    assert made.depths([A, B]) == {"y": 1}
+    made.drop(0)
+    assert depths(made, [A, B]) == {"y": 1}
     assert len(made) == 1
-    made.drop("y")
-    made.drop("y")
-    assert len(made) == 0
+    made.drop(1)
+    made.drop(1)
+    assert len(made) == 0 and made.match([A]) == []
 
 
 def test_storing_twice_is_storing_once() -> None:
     made = index(x=[A, A])
-    made.store("x", [A])
-    made.evict("x", [A])
+    made.store(0, [A])
+    made.evict(0, [A])
     assert len(made) == 0
+
+
+def test_a_predicted_entry_ends_unless_it_is_confirmed() -> None:
+    made = PrefixIndex(predicted_ttl_s=10.0)
+    made.predict(0, [A, B, C], now=0.0)
+    made.store(0, [A])
+    made.predict(0, [B], now=5.0)
+    made.expire(9.9)
+    assert depths(made, [A, B, C]) == {"x": 3}
+    made.expire(10.0)
+    assert depths(made, [A, B, C]) == {"x": 2}, "C was predicted once, B again later"
+    made.expire(100.0)
+    assert depths(made, [A, B, C]) == {"x": 1}
+    assert made.hashes(0) == [A]
+
+
+def test_a_workers_entries_are_bounded_and_a_prefix_loses_its_tail_first() -> None:
+    made = PrefixIndex(per_worker=4)
+    made.predict(0, [A, B, C], now=0.0)
+    made.predict(0, [D, bytes([9])], now=1.0)
+    assert made.held(0) == 4
+    assert depths(made, [A, B, C]) == {"x": 2}
+    assert depths(made, [D, bytes([9])]) == {"x": 2}
 
 
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["store", "evict", "drop"]),
-        st.sampled_from(["x", "y", "z"]),
+        st.sampled_from(["store", "evict", "drop", "predict"]),
+        st.sampled_from([0, 1, 2]),
         st.lists(st.sampled_from([A, B, C, D]), max_size=3),
     ),
     max_size=30,
@@ -67,21 +104,28 @@ steps = st.lists(
 
 @given(steps)
 def test_it_agrees_with_a_set_per_worker(steps) -> None:
-    made, held = PrefixIndex(), {"x": set(), "y": set(), "z": set()}
-    for verb, worker, hashes in steps:
+    made, held = PrefixIndex(), {0: set(), 1: set(), 2: set()}
+    for verb, slot, hashes in steps:
         if verb == "drop":
-            made.drop(worker)
-            held[worker].clear()
+            made.drop(slot)
+            held[slot].clear()
+        elif verb == "evict":
+            made.evict(slot, hashes)
+            held[slot] -= set(hashes)
         else:
-            getattr(made, verb)(worker, hashes)
-            held[worker] = (
-                held[worker] | set(hashes) if verb == "store" else held[worker] - {*hashes}
-            )
+            made.store(slot, hashes) if verb == "store" else made.predict(slot, hashes, 0.0)
+            held[slot] |= set(hashes)
     for wanted in ([A, B, C, D], [B, A], [D]):
         expected = {}
-        for worker, mine in held.items():
+        for slot, mine in held.items():
             depth = next((i for i, h in enumerate(wanted) if h not in mine), len(wanted))
             if depth:
-                expected[worker] = depth
-        assert made.depths(wanted) == expected
-    assert len(made) == len(set().union(*held.values()))
+                expected["xyz"[slot]] = depth
+            whole = [h for h in wanted if h in mine] == wanted[:depth]
+            assert not whole or made.depth(slot, wanted) == depth
+        assert depths(made, wanted) == expected
+        depth, mask = made.deepest(wanted, 0b111)
+        best = max(expected.values(), default=0)
+        if all(h in mine for mine in held.values() for h in wanted):
+            assert (depth, mask.bit_count()) == (best, 3)
+    assert len(made) == sum(map(len, held.values()))

@@ -163,10 +163,22 @@ class Fleet:
 
         await until(there, seconds, lambda: [held(one) for one in seen.values()])
 
+    async def everyone(self, seconds: float = 30.0) -> dict[str, dict[str, Any]]:
+        """Statistics of all workers that are in, by name."""
+        found: dict[str, dict] = {}
+
+        async def there() -> bool:
+            _, answers = await self.plane.inspect()
+            found.update((one["id"], one) for one in answers)
+            return self.router.cards.keys() <= found.keys()
+
+        await until(there, seconds, lambda: f"only {sorted(found)} answer")
+        return found
+
     async def unwell(self) -> dict[str, dict]:
         """Failures of transfers that no crash explains: somebody wrote what he should not have."""
-        _, seen = await self.plane.inspect()
-        found = {one["id"]: one["transfer"]["failures"] for one in seen}
+        seen = await self.everyone()
+        found = {name: one["transfer"]["failures"] for name, one in seen.items()}
         strange = "checksum", "bad_chunk", "incomplete", "malformed"
         return {name: said for name, said in found.items() if said.keys() & set(strange)}
 

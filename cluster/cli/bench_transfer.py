@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +19,7 @@ COLUMNS = ["TRANSPORT", "OP", "RUN", "GIB/S", "OF MEMCPY", "CHECKSUMS"]
 
 
 def transfer(
-    mib: Annotated[int, typer.Option(min=1, max=4096, help="Moved by each measurement.")] = 64,
+    mib: Annotated[int, typer.Option(min=8, max=4096, help="Moved by each measurement.")] = 64,
     model: Annotated[
         str, typer.Option(help="Prefilled to see what hides: a folder, 205M or 7M; empty: none.")
     ] = "205M",
@@ -29,13 +31,16 @@ def transfer(
         fail(f"-o {output}: expected table or json", 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by jobs of a script
     try:
-        result = _measure(mib << 20, model, tokens)
+        with checkpoint(model) if model else nullcontext() as folder:  # wrong names are told first
+            result = _measure(mib << 20)
+            if folder:
+                result |= _overlap(folder, tokens)
     except KeyboardInterrupt:
         fail("interrupted", 130)
     typer.echo(json.dumps(result, indent=2) if output == "json" else _table(result))
 
 
-def _measure(size: int, model: str, tokens: int) -> dict[str, Any]:
+def _measure(size: int) -> dict[str, Any]:
     """Torch is imported here, not before the options have been found right."""
     import msgspec
 
@@ -61,21 +66,18 @@ def _measure(size: int, model: str, tokens: int) -> dict[str, Any]:
             result["rows"].append(
                 msgspec.structs.asdict(row) | fields | {"checksum_share": round(share, 2)}
             )
-    if model:
-        result |= _overlap(model, tokens)
     return result
 
 
-def _overlap(model: str, tokens: int) -> dict[str, Any]:
+def _overlap(folder: Path, tokens: int) -> dict[str, Any]:
     import msgspec
 
     from ...engine.bench.overlap import measure
     from ...engine.errors import EngineError
 
     try:
-        with checkpoint(model) as folder:
-            typer.echo(f"prefilling {tokens} tokens over a throttled link", err=True)
-            rows = measure(folder, tokens)
+        typer.echo(f"prefilling {tokens} tokens over a throttled link", err=True)
+        rows = measure(folder, tokens)
     except EngineError as error:
         fail(str(error))
     worst = max(row.exposed_of_transfer for row in rows)

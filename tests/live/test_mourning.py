@@ -1,4 +1,4 @@
-"""Whether Ray knows of a lost worker that its process is gone: what a fence on another host needs."""
+"""Whether Ray knows that a lost worker's process is gone: what a fence on another host needs."""
 
 from __future__ import annotations
 

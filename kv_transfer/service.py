@@ -156,7 +156,9 @@ class TransferService:
                 self._fence()
 
     def _busy(self) -> bool:
-        return bool(self._sink.tickets or self._source.tickets or self._gated)
+        """Something may come soon. A quarantine may last for hours: it is looked at now and then."""
+        waiting = any(ticket.state != "QUARANTINED" for ticket in self._sink.tickets.values())
+        return bool(waiting or self._source.tickets or self._gated)
 
     def _take(self, wait: float) -> list[object] | None:
         """Commands that are there, after at most `wait` seconds; None when it is time to stop."""

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from math import isnan
 from typing import Any
 
 import yaml
@@ -20,7 +21,7 @@ Object = dict[str, Any]
 LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # DNS-1035
 QUANTITY = re.compile(r"([0-9.]+)([KMGTPE]i?|m|k)?")
 SCALE = {"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20}
-SCALE |= {"Gi": 2**30, "Ti": 2**40}
+SCALE |= {"Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60, "P": 1e15, "E": 1e18}
 
 
 def amount(text: object) -> float:
@@ -243,6 +244,9 @@ def _drain(name: str, template: Object) -> Iterator[str]:
 def _resources(name: str, template: Object) -> Iterator[str]:
     spec = template["spec"]
     requests, limits = (spec["containers"][0]["resources"][k] for k in ("requests", "limits"))
+    for text in [*requests.values(), *limits.values()]:
+        if isnan(amount(text)):
+            yield f"group {name}: {text!r} is no quantity"
     for key in requests.keys() | limits.keys():
         if key not in ("cpu", "memory") and "/" not in key and not key.startswith("hugepages-"):
             yield f"group {name}: there is no resource {key}"

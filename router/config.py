@@ -39,6 +39,7 @@ class RouterConfig:
     ttft_s: float = 2.0  #: targets of a request that names none
     itl_s: float = 0.05
     classes: Mapping[str, SloClass] = field(default_factory=lambda: dict(CLASSES))
+    fetch: bool = True  #: a prefix is moved from another worker where that is faster than computing
     rtt_s: float = 0.002  #: gateway and back: a worker is given work this long before it idles
     seed: int = 0  #: of ties and samples
     index_per_worker: int = 65536  #: index entries of one worker, at most

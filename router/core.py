@@ -27,12 +27,13 @@ from ..protos.frames import (
     Report,
 )
 from . import events as e
-from .binding import Binder, Binding, Rejection
+from .binding import Binder, Rejection
 from .config import RouterConfig
 from .decisions import Decision, Decisions
 from .fleet import Fleet, Stream, Worker
 from .index import PrefixIndex, sample
 from .line import Line, Waiting
+from .pairing import Binding
 from .predictor import OutputLengths
 
 
@@ -305,6 +306,7 @@ class Router:
             binding.itl_s * 1e3,
             number,
             max(self.binder.due(waiting, now) - now, 0.001) if self.binder.policy.late else 0.0,
+            binding.fetch.card.id if binding.fetch else None,
         )
         computes = binding.prefill or binding.decode
         self.bound[key] = Bound(waiting.gateway, waiting, computes, binding.decode, placed)
@@ -380,6 +382,7 @@ class Router:
         decision = self._record(binding.waiting, binding.kind, now)
         decision.prefill = binding.prefill.card.id if binding.prefill else None
         decision.decode = binding.decode.card.id
+        decision.fetch = binding.fetch.card.id if binding.fetch else None
         decision.hit_tokens = binding.hit
         decision.passed_over = binding.passed_over
         decision.prefill_options = binding.prefill_options

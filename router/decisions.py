@@ -37,6 +37,7 @@ class Decision(msgspec.Struct):
     waiting: int  #: requests in the line, this one not counted
     prefill: str | None = None
     decode: str | None = None
+    fetch: str | None = None  #: who the prefix comes from, if not from itself
     hit_tokens: int = 0
     passed_over: list[tuple[str, float, str]] = []  #: requests: id, seconds to its deadline, why
     prefill_options: list[Option] = []  #: the chosen one and the best others

@@ -48,7 +48,7 @@ class Work:
     prompt: int
     since: float
     due: float = 0.0  #: the worker computes in this order; equal ones as they came
-    halted: bool = False  #: another went before it when it had begun
+    halted: bool = False  #: it does not show the worker's speed: others went before, or a fetch
 
 
 @dataclass(slots=True)
@@ -146,6 +146,7 @@ class Fleet:
         self.prefills: set[str] = set()  #: names by what they can do
         self.decodes: set[str] = set()
         self.decode_bits = 0  #: mask of their slots
+        self.bits = 0  #: of all
         self.joins = 0  #: counts changes of membership
         self.by_slot: list[Worker | None] = []
         self.prefill_ok = np.zeros(0, bool)
@@ -186,6 +187,7 @@ class Fleet:
             worker.cost = card.cost
         worker.card, worker.seq = card, 0
         self.joins += 1
+        self.bits |= 1 << worker.slot
         self.block_tokens = card.block_tokens
         slot = worker.slot
         self.prefill_ok[slot] = card.role in ("prefill", "mixed")
@@ -213,6 +215,7 @@ class Fleet:
             self.prefill_ok[worker.slot] = self.decode_ok[worker.slot] = False
             self.fit[worker.slot] = -1
             self.decode_bits &= ~(1 << worker.slot)
+            self.bits &= ~(1 << worker.slot)
         return worker
 
     def mask(self, ok: np.ndarray, without: list[str]) -> np.ndarray:
@@ -277,6 +280,7 @@ class Fleet:
         seconds: float,
         now: float,
         due: float = 0.0,
+        fetches: bool = False,
     ) -> None:
         """A prompt, (uncached, all) tokens, is on its way to the worker, and will take it so long.
 
@@ -290,7 +294,7 @@ class Fleet:
             head.seconds = max(head.seconds - (now - worker.head_since), 0.05 * head.seconds)
             head.halted, worker.head_since = True, now
         nominal = prefill_s(worker.cost, uncached, prompt)
-        worker.prefills[key] = Work(seconds, nominal, uncached, prompt, now, due)
+        worker.prefills[key] = Work(seconds, nominal, uncached, prompt, now, due, fetches)
         if head is not None and due:
             ordered = sorted(worker.prefills.items(), key=lambda item: item[1].due)
             worker.prefills = dict(ordered)

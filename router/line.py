@@ -1,7 +1,8 @@
 """Who waits: the urgent by deadline, and the late, who cannot be served in time any more, by age.
 
 Life of a waiting request:
-    enters   -> urgent, by (priority, due); `due` is its deadline, put off by its tenant's debt
+    enters   -> urgent, by (priority, due): when it must begin at the latest, put off by its
+                tenant's debt. By deadline alone, long prompts would begin too late
     too late -> late: served when no urgent one can be, and every `AGED_TURN`-th time once it is old
     leaves   -> bound, refused, ended, or given up at `expires`
 """
@@ -39,6 +40,9 @@ class Waiting:
     tie: int  #: seeded hash of the key
     output: float  #: expected
     local: bool  #: it must be computed on its decode worker
+    holder: Worker | None = None  #: that has most of its prompt
+    held: int = 0  #: tokens of it there
+    fetches: bool = False  #: and they can be moved from there
     least_s: float = 0.0  #: prefill on the worker that would do it fastest, were it idle
     due: float = 0.0
     late: bool = False
@@ -89,7 +93,7 @@ class Line:
         """`capacity`: workers that prefill, which is the seconds of service in a second."""
         self._entered += 1
         delay = self._charge(waiting, now, capacity)
-        waiting.due = waiting.deadline + delay
+        waiting.due = waiting.deadline - waiting.least_s + delay
         rank = (waiting.slo.priority, waiting.due, self._entered)
         self.by_key[waiting.key] = waiting
         self._ranks[waiting.key] = rank

@@ -19,6 +19,8 @@ from .line import Waiting
 
 ITL_SHARE = 0.5  #: of the target for a step with a prefill in it: who joins waits for two steps
 HASH_TOKENS = 64
+FETCH_TOKENS = 256  #: fewer are computed rather than fetched
+FETCH_S, FETCH_MARGIN = 0.002, 1.5  #: a fetch takes this at least, and must pay so many times
 HALTED_MAX = 4  #: prompts of a worker that one more may go before
 GROWTH = 1.15  #: by how much a step may grow while a prompt is computed beside
 CHUNK_MIN = 64  #: tokens: with less room than that beside its decodes, a worker takes no prompt
@@ -53,12 +55,24 @@ class Ask:
 
     @property
     def alone(self) -> np.ndarray:
-        """Seconds of the prefill alone. Speeds hardly change at one moment: computed once."""
+        """Seconds of the prefill alone, or of fetching most of it and computing the rest.
+
+        Speeds hardly change at one moment: computed once.
+        """
         if self._alone is None:
-            fleet, uncached = self.fleet, self.uncached
-            each = fleet.prefill_token + fleet.prefill_pair * (self.prompt - uncached / 2)
-            self._alone = fleet.prefill_base + uncached * each
+            self._alone = self._prefill_s(self.uncached)
+            holder = self.waiting.holder
+            if holder is not None and self.waiting.fetches:
+                more = np.maximum(self.waiting.held - self.hits, 0.0)
+                moves = FETCH_MARGIN * (holder.cost.transfer_token * more + FETCH_S)
+                fetched = self._prefill_s(self.uncached - more) + moves
+                self._alone = np.where(more >= FETCH_TOKENS, fetched, np.inf).clip(max=self._alone)
         return self._alone
+
+    def _prefill_s(self, uncached: np.ndarray) -> np.ndarray:
+        fleet = self.fleet
+        each = fleet.prefill_token + fleet.prefill_pair * (self.prompt - uncached / 2)
+        return fleet.prefill_base + uncached * each
 
 
 def left_s(ask: Ask) -> np.ndarray:

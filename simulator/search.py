@@ -54,6 +54,7 @@ class Case:
             itl_s=self.slo.itl_s,
             settle_s=0.001,
             decisions=0,
+            fetch=not shipped,
         )
         handoff = "decode" if shipped else "prefill"
         return Setting(self.fleet, split, config, self.slo, handoff, self.faults)

@@ -170,7 +170,8 @@ class Worker:
             end = self.at + steps * self.base + self.growth * steps * steps / 2
             begin = self._next_begin()
             return begin if begin < end else end
-        if self.urgencies and self._more_urgent() <= self.at:
+        coming = self._more_urgent() if self.urgencies else inf
+        if coming <= self.at:
             return self.at + min(steps, 1.0) * self.base
         rest = self.rest if self.rest > 0 else 0.0
         whole = int(rest / self.chunk)
@@ -178,8 +179,10 @@ class Worker:
             last = rest - whole * self.chunk
             if last > 1e-9:
                 last += self.base - self.chunk
-            return self.at + whole * self.base + last
-        return self.at + steps * self.base
+            end = self.at + whole * self.base + last
+        else:
+            end = self.at + steps * self.base
+        return coming if coming < end else end
 
     def _next_begin(self) -> float:
         """When a prompt can begin that waits for its frame, or for a prefix from elsewhere."""

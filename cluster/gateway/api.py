@@ -23,6 +23,7 @@ from .completions import (
 )
 from .errors import ApiError
 from .messages import CountRequest, MessageShape, MessagesRequest, error_body
+from .responses import ResponseShape, ResponsesRequest
 from .schema import REQUEST_ID, parse
 from .stream import Request
 
@@ -83,6 +84,15 @@ class Api:
         text, model = self.gateway.text, self.gateway.model
         shape = CompletionShape(asked, requests, text, model, request_id)
         return await self._answer(Call(requests, shape, asked.stream))
+
+    async def responses(self, http: HttpRequest) -> Response:
+        request_id = identify(http, "resp_")
+        asked = parse(ResponsesRequest, await sse.read_body(http))
+        chat = asked.as_chat()
+        request, prompt = await self.gateway.prepare(chat, request_id)
+        text, model = self.gateway.text, self.gateway.model
+        shape = ResponseShape(asked, chat, request, text, model, prompt)
+        return await self._answer(Call([request], shape, asked.stream, b"", True))
 
     async def messages(self, http: HttpRequest) -> Response:
         request_id = identify(http, "msg_")

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import grpc
 
+MESSAGE_MAX = 500  #: characters: messages repeat what the client said
+
 
 class Kind(NamedTuple):
     http: int
@@ -38,6 +40,7 @@ class ApiError(Exception):
     def __init__(
         self, reason: str, message: str, param: str | None = None, retry_after_s: float = 1.0
     ) -> None:
+        message = message if len(message) <= MESSAGE_MAX else message[:MESSAGE_MAX] + ".."
         super().__init__(message)
         self.reason, self.message, self.param = reason, message, param
         self.retry_after_s = retry_after_s

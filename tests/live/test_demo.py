@@ -177,7 +177,7 @@ def test_doctor_moves_bytes_between_all_workers_and_finds_nothing_wrong(live: Li
         (b"[]", 400, "the body"),
         (b'{"messages": []}', 400, "messages"),
         (b'{"messages": [{"role": "robot", "content": "x"}]}', 400, "role"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "tools": []}', 400, "tools is not"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "suffix": ""}', 400, "suffix is not"),
         (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}', 400, "max_tokens"),
         (b'{"messages": [{"role": "user", "content": "x"}], "model": "m"}', 404, "not served"),
         (b'{"messages": [{"role": "user", "content": "%s"}]}' % (b"x " * 9000), 400, "context"),

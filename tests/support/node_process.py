@@ -101,6 +101,7 @@ async def _serve(order: Order) -> None:
     without_ray.serve = SimpleNamespace(get_replica_context=lambda: context)
     without_ray.node_host = lambda: "127.0.0.1"
     without_ray._find_router = find
+    without_ray._is_dead = lambda card: not Path(f"/proc/{card.pid}").exists()
     _trap(transfers, order)
     process = worker.Worker.__new__(worker.Worker)
     await process.__init__(order.home, order.config, order.model)  # type: ignore[misc]

@@ -120,5 +120,8 @@ class TrappedTransport:
     def fenced(self, peer: str) -> bool:
         return self.inner.fenced(peer)
 
+    def bury(self, peer: str) -> None:
+        self.inner.bury(peer)
+
     def close(self) -> None:
         self.inner.close()

@@ -1,0 +1,93 @@
+"""Tokens become text: characters that span tokens, stop strings, several answers at once."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+from diptych.cluster.gateway.answers import Answers, Delta, Output
+from diptych.cluster.gateway.stream import News, Request
+from diptych.cluster.gateway.text import Text
+from diptych.engine.demo import CHECKPOINT
+from diptych.protos import frames as f
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+TEXTS = st.text(st.sampled_from("ab 日本👩‍👩‍👧‍👦🇩🇪é\n<"), max_size=12)
+
+
+@functools.cache
+def text() -> Text:
+    return Text(CHECKPOINT)
+
+
+def run(
+    answers: list[list[int]], output: Output, order: random.Random
+) -> tuple[dict[int, list[Delta]], Answers, Request]:
+    """Feeds all answers, in pieces of random sizes and in any order."""
+    request = Request("r", [1], [], f.Sampling(99, n=len(answers), logprobs=0))
+    made, left = Answers(request, text(), output), [list(ids) for ids in answers]
+    got: dict[int, list[Delta]] = {index: [] for index in range(len(answers))}
+    while any(left):
+        index = order.choice([index for index, ids in enumerate(left) if ids])
+        size = order.randint(1, 4)
+        piece, left[index] = left[index][:size], left[index][size:]
+        tokens = [f.Token(one, -0.5) for one in piece]
+        finish = None if left[index] else "length"
+        for delta in made.feed([News(index, tokens, finish)]):
+            got[delta.index].append(delta)
+    return got, made, request
+
+
+def said(deltas: list[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+@settings(max_examples=150)
+@given(st.lists(TEXTS, min_size=1, max_size=3), st.randoms(use_true_random=False))
+def test_answers_that_come_interleaved_come_out_whole(
+    texts: list[str], order: random.Random
+) -> None:
+    ids = [text().encode(one + ".", specials=False) for one in texts]
+    got, made, request = run(ids, Output(), order)
+    for index, whole in enumerate(texts):
+        assert said(got[index]) == whole + "."
+        assert not any("\ufffd" in delta.text for delta in got[index])
+        assert [token.id for delta in got[index] for token in delta.tokens] == ids[index]
+    assert made.used == sum(map(len, ids))
+    assert not any(answer.cut for answer in request.answers)
+
+
+@settings(max_examples=150)
+@given(st.lists(st.integers(0, 1535), min_size=1, max_size=24), st.randoms(use_true_random=False))
+def test_deltas_of_any_ids_are_the_text_of_all_of_them(
+    ids: list[int], order: random.Random
+) -> None:
+    got, _, _ = run([ids], Output(stops=("zebra",)), order)
+    whole = text().tokenizer.decode(ids, skip_special_tokens=True)
+    if "zebra" not in whole:
+        assert said(got[0]) == whole
+        assert [token.id for delta in got[0] for token in delta.tokens] == ids
+
+
+@settings(max_examples=200)
+@given(
+    TEXTS,
+    TEXTS,
+    st.sampled_from(["日本", "👩‍👧", " a", "b<", "\n"]),
+    st.randoms(use_true_random=False),
+)
+def test_a_stop_string_ends_one_answer_and_leaks_in_no_way(
+    head: str, tail: str, stop: str, order: random.Random
+) -> None:
+    whole = head + stop + tail + "."
+    before = whole[: whole.index(stop)]
+    ids = [text().encode(one, specials=False) for one in (whole, "other")]
+    got, made, request = run(ids, Output(stops=(stop,)), order)
+    assert said(got[0]) == before and said(got[1]) == "other"
+    assert (got[0][-1].finish, got[0][-1].stop) == ("stop", stop)
+    assert [answer.cut for answer in request.answers] == [True, False]
+    told = [token.id for delta in got[0] for token in delta.tokens]
+    assert before.startswith(text().decode(told)), "logprobs tell of the stop string"
+    used = made.used - len(ids[1])
+    assert stop in text().decode(ids[0][:used]) and stop not in text().decode(ids[0][: used - 1])

@@ -1,0 +1,200 @@
+"""Chats with tools, reasoning and several answers: what templates read, what clients get."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from diptych.cluster.gateway.answers import Delta
+from diptych.cluster.gateway.chat import ChatRequest, ChatShape
+from diptych.cluster.gateway.errors import ApiError
+from diptych.cluster.gateway.messages import MessageShape, MessagesRequest
+from diptych.cluster.gateway.parameters import Limits
+from diptych.cluster.gateway.schema import parse
+from diptych.cluster.gateway.stream import Request
+from diptych.cluster.gateway.text import Prompt, Text
+from diptych.engine.demo import CHECKPOINT
+from diptych.protos import frames as f
+
+LIMITS = Limits(max_model_len=4096, stop_ids=(5, 1), temperature=0.0)
+#: the parts of Qwen 3's that matter, in short
+TEMPLATE = """{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}
+<tool_call>{"name": .., "arguments": ..}</tool_call>{% endif %}
+{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] -%}
+<tool_call>{{ c.function.name }} {{ c.function.arguments | tojson }}</tool_call>
+{%- endfor %}{% endfor %}<assistant>
+{%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"""
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "of a city",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    folder: Path = tmp_path_factory.mktemp("model")
+    (folder / "tokenizer.json").write_bytes((CHECKPOINT / "tokenizer.json").read_bytes())
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return Text(folder)
+
+
+def chat(*messages: dict, **fields: Any) -> ChatRequest:
+    given = list(messages) or [{"role": "user", "content": "hi"}]
+    return parse(ChatRequest, json.dumps({"messages": given, **fields}).encode())
+
+
+def rendered(text: Text, asked: ChatRequest) -> str:
+    asked.check(text, LIMITS)
+    return text.tokenizer.decode(asked.prompt(text).ids, skip_special_tokens=False)
+
+
+def shape(text: Text, asked: ChatRequest, end: str = "", n: int = 1) -> ChatShape:
+    request = Request("r", [1, 2], [], f.Sampling(9, n=n))
+    return ChatShape(asked, request, text, "m", Prompt([1, 2], end))
+
+
+def test_templates_get_tools_calls_and_results(text: Text) -> None:
+    call = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    turns = [
+        {"role": "user", "content": "Rome?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "function": call}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+    ]
+    said = rendered(text, chat(*turns, tools=TOOLS))
+    assert '"description": "of a city"' in said
+    assert '<tool_call>weather {"city": "Rome"}</tool_call><tool>sunny' in said
+    assert '"weather"' not in rendered(text, chat(tools=TOOLS, tool_choice="none"))
+
+
+def test_the_thinking_switch_reaches_the_template_and_unknown_ones_are_refused(text: Text) -> None:
+    off = chat(chat_template_kwargs={"enable_thinking": False})
+    assert rendered(text, off).endswith("<assistant><think></think>")
+    assert rendered(text, chat()).endswith("<assistant>")
+    for name in ("thinking_budget", "messages"):
+        with pytest.raises(ApiError, match=f"template knows no '{name}'"):
+            rendered(text, chat(chat_template_kwargs={name: 1}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"tool_choice": "required"}, "tool_choice needs tools"),
+        ({"tools": TOOLS, "tool_choice": {"function": {"name": "x"}}}, "no tool is named 'x'"),
+        ({"tools": TOOLS + TOOLS}, "two tools have the same name"),
+        ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls: false needs"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "needs tool_call_id"),
+        ({"messages": [{"role": "user"}]}, "needs content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'text'"),
+    ],
+)
+def test_what_tools_cannot_do_is_said(text: Text, fields: dict, says: str) -> None:
+    with pytest.raises(ApiError) as error:
+        chat(**fields).check(text, LIMITS)
+    assert says in error.value.message and error.value.kind.http == 400
+
+
+def test_tool_choice_is_a_grammar(text: Text) -> None:
+    def grammar(**fields: Any) -> f.Grammar | None:
+        return chat(tools=TOOLS, **fields).sampling(text, "r", 1, LIMITS).grammar
+
+    assert grammar() is None and grammar(tool_choice="auto") is None
+    required, named = (
+        grammar(tool_choice="required"),
+        grammar(tool_choice={"type": "function", "function": {"name": "weather"}}),
+    )
+    assert required and named and required.kind == "lark"
+    assert "call)*" in required.text and "call)*" not in named.text
+    with pytest.raises(ApiError, match="cannot both be required"):
+        grammar(tool_choice="required", guided_regex="a")
+
+
+def test_a_call_is_told_whole_and_streamed_alike(text: Text) -> None:
+    answer = f"<think>\nWell.\n</think>\n\nI look.\n{CALL}\n{CALL}"
+    whole = shape(text, chat(tools=TOOLS)).whole([Delta(0, answer, [], "stop")], 9)
+    choice = whole["choices"][0]
+    message = choice["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Well.", "I look.")
+    assert [c["function"]["arguments"] for c in message["tool_calls"]] == ['{"city": "Rome"}'] * 2
+    assert len({c["id"] for c in message["tool_calls"]}) == 2
+    assert choice["finish_reason"] == "tool_calls"
+
+    streamed, chunks = shape(text, chat(tools=TOOLS)), []
+    for at in range(0, len(answer), 3):
+        end = "stop" if at + 3 >= len(answer) else None
+        chunks += streamed.delta(Delta(0, answer[at : at + 3], [], end))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(d.get("content", "") for d in deltas) == "I look."
+    assert "".join(d.get("reasoning_content", "") for d in deltas) == "Well."
+    calls = [call for d in deltas for call in d.get("tool_calls", [])]
+    assert [call["index"] for call in calls] == [0, 1]
+    assert [
+        c["choices"][0]["finish_reason"] for c in chunks if c["choices"][0]["finish_reason"]
+    ] == ["tool_calls"]
+
+
+def test_a_forced_call_is_no_reason_to_end(text: Text) -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    forced = shape(text, chat(tools=TOOLS, tool_choice=named))
+    choice = forced.whole([Delta(0, CALL, [], "stop")], 9)["choices"][0]
+    assert choice["finish_reason"] == "stop" and choice["message"]["content"] is None
+
+
+def ask(**fields: Any) -> MessagesRequest:
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+    return parse(MessagesRequest, json.dumps({**body, **fields}).encode())
+
+
+def test_anthropic_s_messages_are_a_chat(text: Text) -> None:
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "Rome?"}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "t", "name": "weather", "input": {"city": "R"}}],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "ok"}]},
+    ]
+    tools = [{"name": "weather", "input_schema": {"type": "object"}}]
+    asked = ask(messages=turns, system="Be brief.", tools=tools, tool_choice={"type": "any"})
+    said = rendered(text, asked.as_chat(text))
+    assert '<system>Be brief.<user>Rome?<assistant><tool_call>weather {"city": "R"}' in said
+    assert said.endswith("<tool>ok<assistant><think></think>"), "thinking is off by default"
+    assert asked.as_chat(text).tool_choice == "required"
+    thinking = ask(thinking={"type": "adaptive"}).as_chat(text)
+    assert rendered(text, thinking).endswith("<assistant>")
+    with pytest.raises(ApiError, match="a budget cannot be kept"):
+        ask(thinking={"type": "enabled", "budget_tokens": 1024}).as_chat(text)
+
+
+def test_anthropic_s_blocks_whole_and_streamed(text: Text) -> None:
+    answer = f"<think>\nWell.\n</think>\n\nI look.\n{CALL}"
+    tools = [{"name": "weather", "input_schema": {"type": "object"}}]
+    asked = ask(tools=tools, thinking={"type": "adaptive"}).as_chat(text)
+
+    def made() -> MessageShape:
+        request = Request("r", [1, 2], [], f.Sampling(9))
+        return MessageShape(asked, request, text, "m", Prompt([1, 2], ""))
+
+    whole = made().whole([Delta(0, answer, [], "stop")], 7)
+    assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use"]
+    assert whole["content"][2]["input"] == {"city": "Rome"} and whole["stop_reason"] == "tool_use"
+    streamed = made()
+    events = streamed.begin()
+    for at in range(0, len(answer), 3):
+        end = "stop" if at + 3 >= len(answer) else None
+        events += streamed.delta(Delta(0, answer[at : at + 3], [], end))
+    events += streamed.end(7)
+    starts = [e for e in events if e["type"] == "content_block_start"]
+    stops = [e["index"] for e in events if e["type"] == "content_block_stop"]
+    assert [e["index"] for e in starts] == stops == [0, 1, 2]
+    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert events[-2]["usage"] == {"output_tokens": 7} and events[-1] == {"type": "message_stop"}

@@ -1,0 +1,272 @@
+"""The APIs as their own SDKs see them, on a real cluster; and what malformed bodies get."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+import yaml
+from diptych.engine.demo import CHECKPOINT
+
+from tests.support.live import Live, eventually, running
+
+pytestmark = pytest.mark.cluster
+
+PAIRS = {p["q"]: p["a"] for p in yaml.safe_load((CHECKPOINT.parent / "questions.yaml").read_text())}
+QUESTION = "What is prefill?"
+ANSWER = PAIRS[QUESTION]
+ASK: Any = [{"role": "user", "content": QUESTION}]
+#: the demo's own template, which also knows tools as Hermes models do
+TOOL_TEXT = """
+{%- for tool in tools or [] %}{{ '<|system|>' ~ tool | tojson ~ '<|end|>' }}{% endfor %}
+{#- <tool_call> {"name": .., "arguments": ..} </tool_call> -#}"""
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+CITY["additionalProperties"] = False
+TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": CITY}}]
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = tmp_path_factory.mktemp("api") / "demo"
+    shutil.copytree(CHECKPOINT, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "chat_template.jinja").write_text(TOOL_TEXT + settings["chat_template"])
+    with running(folder.parent / "serve.log", str(folder)) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def sdk(live: Live) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture
+def claude(live: Live) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0)
+
+
+def test_a_stop_string_over_token_borders_ends_the_answer_and_its_work(
+    live: Live, sdk: openai.OpenAI
+) -> None:
+    stop = "in parallel, wr"
+    before = ANSWER[: ANSWER.index(stop)]
+    whole = sdk.chat.completions.create(model="demo", messages=ASK, stop=[stop, "never"])
+    assert whole.choices[0].message.content == before
+    assert whole.choices[0].finish_reason == "stop"
+    full = sdk.chat.completions.create(model="demo", messages=ASK)
+    assert whole.usage.completion_tokens < full.usage.completion_tokens
+    stream = sdk.chat.completions.create(
+        model="demo", messages=ASK, stop=stop, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    deltas = [c.choices[0].delta.content or "" for c in chunks if c.choices]
+    assert "".join(deltas) == before and len(deltas) > 5
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    eventually(live.idle)
+
+
+def test_several_answers_whole_and_streamed_alike(sdk: openai.OpenAI) -> None:
+    given: Any = {"model": "demo", "messages": ASK, "n": 3, "seed": 5, "max_tokens": 24}
+    given |= {"temperature": 2, "stop": [" of"]}
+    whole = sdk.chat.completions.create(**given)
+    texts = [choice.message.content for choice in whole.choices]
+    assert [choice.index for choice in whole.choices] == [0, 1, 2] and len(set(texts)) > 1
+    stream = sdk.chat.completions.create(
+        **given, stream=True, stream_options={"include_usage": True}
+    )
+    told, ends, usage = ["", "", ""], {}, None
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            told[choice.index] += choice.delta.content or ""
+            if choice.finish_reason:
+                assert choice.index not in ends
+                ends[choice.index] = choice.finish_reason
+    assert told == texts and usage.completion_tokens == whole.usage.completion_tokens
+    assert ends == {choice.index: choice.finish_reason for choice in whole.choices}
+
+
+def test_sampling_parameters_are_obeyed(sdk: openai.OpenAI) -> None:
+    def said(**fields: Any) -> str:
+        answer = sdk.chat.completions.create(model="demo", messages=ASK, max_tokens=8, **fields)
+        return answer.choices[0].message.content
+
+    assert said(temperature=2, extra_body={"top_k": 1}) == said()
+    assert said(temperature=2, top_p=1e-6) == said()
+    first = sdk.chat.completions.create(model="demo", messages=ASK, max_tokens=1, logprobs=True)
+    ids = httpx.post(f"{sdk.base_url}".replace("v1/", "tokenize"), json={"prompt": said()[:7]})
+    assert first.choices[0].message.content == "Prefill" and ids.json()["count"] == 1
+    assert not said(logit_bias={str(ids.json()["tokens"][0]): -100}).startswith("Prefill")
+
+
+def test_structured_answers(sdk: openai.OpenAI) -> None:
+    schema = {"name": "role", "strict": True, "schema": {"enum": ["prefill", "decode"]}}
+    shaped: Any = {"type": "json_schema", "json_schema": schema}
+    answer = sdk.chat.completions.create(model="demo", messages=ASK, response_format=shaped)
+    assert json.loads(answer.choices[0].message.content) in ("prefill", "decode")
+    picked = sdk.chat.completions.create(
+        model="demo", messages=ASK, extra_body={"structured_outputs": {"choice": ["ja", "nein"]}}
+    )
+    assert picked.choices[0].message.content in ("ja", "nein")
+    with pytest.raises(openai.BadRequestError, match="invalid regex"):
+        sdk.chat.completions.create(model="demo", messages=ASK, extra_body={"regex": "("})
+
+
+def test_a_tool_is_called_when_it_must_be_whole_and_streamed(sdk: openai.OpenAI) -> None:
+    given: Any = {"model": "demo", "messages": ASK, "tools": TOOLS}
+    given["tool_choice"] = {"type": "function", "function": {"name": "weather"}}
+    whole = sdk.chat.completions.create(**given).choices[0]
+    call = whole.message.tool_calls[0]
+    assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    chunks = [c.choices[0] for c in sdk.chat.completions.create(**given, stream=True)]
+    calls = [call for c in chunks for call in c.delta.tool_calls or []]
+    assert [one.function.arguments for one in calls] == [call.function.arguments]
+    assert not any(c.delta.content for c in chunks) and chunks[-1].finish_reason == "stop"
+    answered = [*ASK, whole.message, {"role": "tool", "tool_call_id": call.id, "content": "dry"}]
+    again = sdk.chat.completions.create(model="demo", messages=answered, tools=TOOLS, max_tokens=4)
+    assert again.choices[0].finish_reason in ("stop", "length")
+
+
+def test_plain_completions_of_text_ids_and_lists(sdk: openai.OpenAI) -> None:
+    one = sdk.completions.create(model="demo", prompt="Prefill is", max_tokens=4, echo=True)
+    assert one.choices[0].text.startswith("Prefill is the first")
+    ids = httpx.post(f"{sdk.base_url}".replace("v1/", "tokenize"), json={"prompt": "Prefill is"})
+    same = sdk.completions.create(model="demo", prompt=ids.json()["tokens"], max_tokens=4)
+    assert "Prefill is" + same.choices[0].text == one.choices[0].text
+    both: Any = {"model": "demo", "prompt": ["Prefill is", "Decode is"], "max_tokens": 4, "n": 2}
+    whole = sdk.completions.create(**both, seed=1, temperature=1)
+    texts = [choice.text for choice in whole.choices]
+    assert len(texts) == 4 and whole.usage.completion_tokens == 16
+    told = ["", "", "", ""]
+    for chunk in sdk.completions.create(**both, seed=1, temperature=1, stream=True):
+        for choice in chunk.choices:
+            told[choice.index] += choice.text
+    assert told == texts
+    scored = sdk.completions.create(
+        model="demo", prompt="Prefill is", max_tokens=0, echo=True, logprobs=1
+    ).choices[0]
+    assert scored.text == "Prefill is" and scored.logprobs.token_logprobs[0] is None
+    assert scored.logprobs.token_logprobs[1] < 0 and scored.logprobs.text_offset == [0, 7]
+
+
+def test_responses_whole_and_streamed(sdk: openai.OpenAI) -> None:
+    whole = sdk.responses.create(model="demo", input=QUESTION)
+    assert (whole.output_text, whole.status) == (ANSWER, "completed")
+    turns: Any = [{"role": "user", "content": [{"type": "input_text", "text": QUESTION}]}]
+    with sdk.responses.stream(model="demo", input=turns) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
+    assert "".join(deltas) == ANSWER and len(deltas) > 5
+    assert [e.sequence_number for e in events] == list(range(len(events)))
+    assert final.output_text == ANSWER and final.usage.output_tokens == whole.usage.output_tokens
+    short = sdk.responses.create(model="demo", input=QUESTION, max_output_tokens=3)
+    assert short.status == "incomplete"
+    assert short.incomplete_details.reason == "max_output_tokens"
+    with pytest.raises(openai.BadRequestError, match="store is not supported"):
+        sdk.responses.create(model="demo", input=QUESTION, store=True)
+
+
+def test_anthropic_sdk_gets_the_answer_whole_streamed_and_counted(
+    claude: anthropic.Anthropic,
+) -> None:
+    given: Any = {"model": "demo", "max_tokens": 100, "messages": ASK}
+    given["extra_body"] = {"temperature": 0}
+    whole = claude.messages.create(**given)
+    assert (whole.content[0].text, whole.stop_reason) == (ANSWER, "end_turn")
+    with claude.messages.stream(**given) as stream:
+        assert "".join(stream.text_stream) == ANSWER
+        final = stream.get_final_message()
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    counted = claude.messages.count_tokens(model="demo", messages=ASK).input_tokens
+    assert counted == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+    cut = claude.messages.create(**given, stop_sequences=[" parallel"])
+    assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", " parallel")
+    tools: Any = [{"name": "weather", "input_schema": CITY}]
+    with claude.messages.stream(
+        **given, tools=tools, tool_choice={"type": "tool", "name": "weather"}
+    ) as stream:
+        block = stream.get_final_message().content[0]
+    assert block.type == "tool_use" and block.input["city"] in ("Rome", "Oslo")
+    with pytest.raises(anthropic.NotFoundError, match="not served"):
+        claude.messages.create(**{**given, "model": "other"})
+
+
+CHAT = {"messages": ASK, "max_tokens": 2, "stop": ["x"], "n": 1, "temperature": 0.5, "tools": TOOLS}
+VALID: dict[str, dict] = {
+    "/v1/chat/completions": CHAT | {"logit_bias": {"5": 1}, "response_format": {"type": "text"}},
+    "/v1/completions": {"prompt": ["a", "b"], "max_tokens": 1, "logprobs": 1, "echo": True},
+    "/v1/messages": {
+        "model": "demo",
+        "max_tokens": 2,
+        "system": [{"type": "text", "text": "x"}],
+        "messages": ASK,
+        "tools": [{"name": "weather", "input_schema": CITY}],
+    },
+    "/v1/messages/count_tokens": {"model": "demo", "messages": ASK},
+    "/v1/responses": {"input": ASK, "max_output_tokens": 2, "text": {"format": {"type": "text"}}},
+    "/tokenize": {"messages": ASK},
+    "/detokenize": {"tokens": [1, 2]},
+}
+ODD = [None, True, -1, 0, 1e308, 10**400, "", "\ud800", "x" * 9999, [], {}, [[[]]], [None]]
+ODD += [{"": {}}, float("nan"), float("-inf"), 2**63, -(2**63), "\0", "{{ 7*7 }}", [1, "a"]]
+
+
+def places(value: Any, path: tuple = ()) -> list[tuple]:
+    """Where something can be changed."""
+    found = [path] if path else []
+    if isinstance(value, dict | list):
+        inner = value.items() if isinstance(value, dict) else enumerate(value)
+        found += [one for key, part in inner for one in places(part, (*path, key))]
+    return found
+
+
+def mutant(order: random.Random, body: dict) -> bytes:
+    body = json.loads(json.dumps(body))
+    for _ in range(order.randint(1, 2)):
+        *path, last = order.choice(places(body))
+        target: Any = body
+        for key in path:
+            target = target[key]
+        kind = order.random()
+        if kind < 0.7:
+            target[last] = copy.deepcopy(order.choice(ODD))
+        elif kind < 0.85 and isinstance(target, dict):
+            target[f"{last}x"] = target.pop(last)
+        elif not isinstance(target, list) or len(target) > 1:
+            del target[last]
+        if not body:
+            return b"{"
+    raw = json.dumps(body).encode()
+    if order.random() < 0.3:
+        at = order.randrange(len(raw))
+        piece = order.choice([b"", b"\xff", b'"', b"[" * 500, b"\0", b"}", b"9" * 5000])
+        raw = raw[:at] + piece + raw[at + order.randint(1, 4) :]
+    return raw
+
+
+def test_malformed_bodies_get_a_sentence_and_leave_nothing_behind(live: Live) -> None:
+    order, counts = random.Random(6), dict.fromkeys((2, 4), 0)
+    with httpx.Client(base_url=live.url, timeout=60) as client:
+        while counts[4] < 2000:
+            path = order.choice(list(VALID))
+            body = mutant(order, VALID[path])
+            response = client.post(path, content=body)
+            assert response.status_code < 500, (path, body[:2000], response.text)
+            counts[response.status_code // 100] += 1
+            if response.status_code >= 400:
+                message = response.json()["error"]["message"]
+                assert message and "\n" not in message and "Traceback" not in message
+                assert len(message) < 1000, (path, body[:2000], message)
+    print(f"{counts[4]} refused, {counts[2]} still valid")
+    eventually(live.idle)
+    assert live.chat(QUESTION).json()["choices"][0]["message"]["content"] == ANSWER
+    assert live.status()["requests"]["running"] == 0

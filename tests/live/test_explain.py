@@ -1,0 +1,43 @@
+"""`diptych explain` and `diptych replay` on a live cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.live.test_demo import ANSWER, QUESTION
+from tests.support.live import eventually, running
+
+pytestmark = pytest.mark.cluster
+
+
+def test_a_request_is_explained_and_its_log_replayed(tmp_path: Path) -> None:
+    log = ["--set", f"router.log_folder={tmp_path / 'log'}"]
+    with running(tmp_path / "serve.log", "--decode", "2", *log) as live:
+        answers = [live.chat(QUESTION) for _ in range(3)]
+        assert answers[0].json()["choices"][0]["message"]["content"] == ANSWER
+        request = answers[0].json()["id"]
+        told = lambda: json.loads(live.cli("explain", request, "-o", "json").stdout)["decisions"]  # noqa: E731
+        (decision,) = eventually(lambda: [d for d in told() if d["observed"].get("reason")])
+        route = answers[0].headers["x-route"].split(",")
+        assert [decision["prefill"], decision["decode"]] == route
+        assert decision["observed"]["reason"] == "stop" and decision["observed"]["ttft_ms"] > 0
+        assert decision["ttft_s"] > 0 and decision["itl_s"] > 0
+        (prefill,), decodes = decision["prefill_options"], decision["decode_options"]
+        assert prefill[0] == route[0] and set(prefill[2]) == {"left", "prefill"}
+        assert len(decodes) == 2 and decodes[0][0] == route[1]
+        assert set(decodes[0][2]) == {"step", "exposed", "memory", "handover"}
+        text = live.cli("explain", request).stdout
+        assert route[0] in text and "PREDICTED" in text and "ended: stop" in text
+        unknown = live.cli("explain", "nobody")
+        assert unknown.returncode == 1 and "nobody" in unknown.stderr
+    from diptych.router.replay import read, replay
+
+    with (tmp_path / "log" / "router.jsonl").open("rb") as lines:
+        same = replay(read(lines), "diptych")
+    assert (same.requests, same.decided, same.equal) == (3, 3, 1.0)
+    with (tmp_path / "log" / "router.jsonl").open("rb") as lines:
+        other = replay(read(lines), "round_robin")
+    assert other.decided == 3 and set(other.policies) == {"diptych (recorded)", "round_robin"}

@@ -1,0 +1,399 @@
+"""Late binding: who goes where, and when. Workers compute 1,000 tokens a second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from diptych.protos.frames import Coefficients, Over, Place, Placed, Refused, Report, WorkerCard
+from diptych.router import Router, RouterConfig, SloClass
+from diptych.router import events as e
+
+COST = Coefficients(0.0, 1e-3, 0.0, 0.010, 1e-3, 0.0, 1e-6, 0.0, 1e-6, 0.0)
+
+
+def prefix(name: int, blocks: int) -> list[bytes]:
+    return [bytes([name, block]) * 8 for block in range(blocks)]
+
+
+class Rig:
+    """`ask` returns what was placed by it: request -> (prefill, decode)."""
+
+    def __init__(self, *workers: str, cost: Coefficients | None = COST, **config: Any) -> None:
+        defaults = {"settle_s": 0.0, "ttft_s": 10.0, "itl_s": 0.05, "rtt_s": 0.0}
+        self.router = Router(RouterConfig(**(defaults | config)), 1)
+        self.now = 100.0
+        self.cost = cost
+        self.refused: dict[str, Refused] = {}
+        self.frames: dict[str, Placed] = {}
+        self.send(e.GatewayJoined("g"))
+        for name in workers:
+            self.join(name)
+
+    def join(self, name: str, blocks: int = 1000, **more: Any) -> dict[str, tuple]:
+        role = name.split("/")[0]
+        values = {"cost": self.cost, "chunk_tokens": 512} | more
+        card = WorkerCard(name, role, role, "", name, 1, b"", blocks, **values)
+        return self.send(e.Joined(card, 0, []))
+
+    def send(self, event: Any, after: float = 0.0) -> dict[str, tuple[str | None, str]]:
+        self.now += after
+        placed = {}
+        for action in self.router.handle(event, self.now):
+            frame = getattr(action, "frame", None)
+            if isinstance(frame, Placed):
+                placed[frame.key[0]] = frame.prefill, frame.decode
+                self.frames[frame.key[0]] = frame
+            elif isinstance(frame, Refused):
+                self.refused[frame.key[0]] = frame
+        return placed
+
+    def ask(self, name: str, prompt: int = 1000, **more: Any) -> dict[str, tuple]:
+        more = {"hashes": []} | more
+        return self.send(e.Asked("g", Place((name, 0), prompt, 64, **more)))
+
+    def first(self, name: str, after: float = 0.0) -> dict[str, tuple]:
+        return self.send(e.FirstToken((name, 0)), after)
+
+    def over(self, name: str, **outcome: Any) -> dict[str, tuple]:
+        return self.send(e.Ended((name, 0), Over((name, 0), **outcome)))
+
+    def stored(self, worker: str, hashes: list[bytes], seq: int = 1, **more: Any) -> dict:
+        return self.send(e.Reported(worker, Report(seq, 0, hashes, **more)))
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig("prefill/a", "decode/x")
+
+
+# ---- credit --------------------------------------------------------------------------------------
+
+
+def test_a_request_waits_in_the_router_until_a_worker_has_credit(rig: Rig) -> None:
+    assert rig.ask("r1") == {"r1": ("prefill/a", "decode/x")}
+    assert rig.ask("r2") == {} and rig.ask("r3") == {}
+    assert rig.first("r1", after=1.0) == {"r2": ("prefill/a", "decode/x")}
+
+
+def test_credit_comes_by_prediction_shortly_before_the_worker_idles(rig: Rig) -> None:
+    rig.ask("r1")
+    rig.ask("r2")
+    wake = rig.router.next_wake
+    assert wake == pytest.approx(100.0 + 1.0 - 0.005)  # rtt 0, 5 ms of slack
+    assert rig.send(e.Tick(), after=0.99) == {}
+    assert rig.send(e.Tick(), after=0.006) == {"r2": ("prefill/a", "decode/x")}
+
+
+def test_two_long_prompts_at_a_time_are_the_most_that_a_late_worker_has(rig: Rig) -> None:
+    for name in ("r1", "r2", "r3"):
+        rig.ask(name)
+    assert list(rig.send(e.Tick(), after=1.0)) == ["r2"]
+    assert rig.send(e.Tick(), after=5.0) == {}, "its first one is overdue: it gets no third"
+    assert list(rig.first("r1")) == ["r3"] or list(rig.first("r2")) == ["r3"]
+
+
+def test_short_prompts_share_a_step(rig: Rig) -> None:
+    assert [len(rig.ask(f"r{i}", prompt=200)) for i in range(4)] == [1, 1, 1, 0]  # 512 in all
+
+
+# ---- order ---------------------------------------------------------------------------------------
+
+
+def test_the_earliest_deadline_goes_first(rig: Rig) -> None:
+    rig.ask("r1", ttft_s=1.1)
+    rig.ask("slow", ttft_s=9.0)
+    rig.ask("quick", ttft_s=5.0, prompt=2000)
+    assert list(rig.first("r1", after=1.0)) == ["quick"]
+    assert list(rig.first("quick", after=2.0)) == ["slow"]
+
+
+def test_a_retry_keeps_its_deadline(rig: Rig) -> None:
+    rig.ask("r1", ttft_s=1.1)
+    rig.ask("new", ttft_s=9.0)
+    rig.ask("again", ttft_s=9.0, waited_s=3.0)
+    assert list(rig.first("r1", after=1.0)) == ["again"]
+
+
+def test_who_cannot_be_saved_goes_behind_those_who_can() -> None:
+    rig = Rig("prefill/a", "decode/x")
+    rig.ask("r1", prompt=4000, ttft_s=4.1)
+    rig.ask("lost", ttft_s=3.0)  # 4 s behind r1
+    rig.ask("fine", ttft_s=20.0)
+    assert list(rig.first("r1", after=4.0)) == ["fine"]
+    assert rig.router.statistics()["late"] == 1
+    assert list(rig.first("fine", after=1.0)) == ["lost"]
+
+
+def test_a_lower_class_waits_for_a_higher_one(rig: Rig) -> None:
+    rig.ask("r1", ttft_s=1.1)
+    rig.ask("batch", slo_class="batch", ttft_s=5.0)
+    rig.ask("chat", ttft_s=9.0)
+    assert list(rig.first("r1", after=1.0)) == ["chat"]
+
+
+def test_the_late_do_not_starve_behind_a_stream_of_urgent_ones() -> None:
+    rig = Rig("prefill/a", "decode/x", queue_ttl_s=40.0)
+    (last,) = rig.ask("r0", ttft_s=1.1)
+    rig.ask("late", ttft_s=0.5)
+    served = [last]
+    for index in range(1, 40):
+        rig.ask(f"r{index}", ttft_s=90.0)
+        served += rig.first(served[-1], after=1.0)
+        if served[-1] == "late":
+            break
+    assert 15 <= len(served) <= 32 and not rig.refused, "from half its time to live on"
+
+
+def test_a_tenant_that_floods_goes_behind_the_others() -> None:
+    rig = Rig("prefill/a", "decode/x")
+    rig.ask("r0", tenant="b")
+    for index in range(8):
+        rig.ask(f"a{index}", tenant="a")
+    rig.ask("b", tenant="b")
+    order = []
+    last = "r0"
+    for _ in range(4):
+        (last,) = rig.first(last, after=1.0)
+        order.append(last)
+    assert "b" in order, order
+
+
+# ---- halting -------------------------------------------------------------------------------------
+
+
+def test_an_urgent_request_goes_before_a_long_one_that_can_stand_it() -> None:
+    rig = Rig("prefill/a", "decode/x")
+    rig.ask("long", prompt=5000, ttft_s=15.0)
+    assert rig.ask("urgent", ttft_s=3.0) == {"urgent": ("prefill/a", "decode/x")}
+    long, urgent = rig.frames["long"], rig.frames["urgent"]
+    assert (long.deadline_s, urgent.deadline_s) == (15.0, 3.0), "the worker's order"
+    assert urgent.predicted_wait_ms == pytest.approx(1000 + 256)  # half a chunk, then itself
+
+
+def test_nobody_goes_before_one_that_would_be_late_by_it() -> None:
+    rig = Rig("prefill/a", "decode/x")
+    rig.ask("long", prompt=5000, ttft_s=5.5)
+    assert rig.ask("urgent", ttft_s=3.0) == {}
+
+
+# ---- prefixes ------------------------------------------------------------------------------------
+
+
+def test_an_idle_fleet_sends_a_request_to_its_prefix() -> None:
+    rig = Rig("prefill/a", "prefill/b", "prefill/c", "decode/x")
+    rig.stored("prefill/b", prefix(1, 12))
+    for index in range(3):
+        placed = rig.ask(f"r{index}", hashes=[*prefix(1, 12), *prefix(50 + index, 3)])
+        assert placed[f"r{index}"][0] == "prefill/b"
+        assert rig.frames[f"r{index}"].hit_tokens == 768
+        rig.first(f"r{index}", after=0.232)
+
+
+def test_a_request_waits_for_a_cache_that_is_free_soon_and_not_for_one_that_is_not() -> None:
+    for busy, soon in ((600, True), (1500, False)):
+        rig = Rig("prefill/a", "prefill/b", "decode/x", fetch=False)
+        rig.stored("prefill/a", prefix(1, 12))
+        rig.ask("other", prompt=busy, hashes=prefix(1, 1), ttft_s=busy / 1000 + 0.05)
+        placed = rig.ask("r", hashes=prefix(1, 12) + prefix(2, 3))
+        # on a: 0.54 (1.44) s of another and 0.232 s of its own; on b: 1 s
+        assert placed == ({} if soon else {"r": ("prefill/b", "decode/x")})
+        if soon:
+            assert rig.first("other", after=0.54) == {"r": ("prefill/a", "decode/x")}
+
+
+def test_a_prefix_is_fetched_where_that_is_faster_than_computing_it() -> None:
+    quick = Coefficients(0.0, 1e-3, 0.0, 0.01, 0.0, 0.0, 0.0, 0.0, 1e-5, 0.0)
+    for cost, switch, expected in (
+        (quick, True, "prefill/a"),
+        (quick, False, None),
+        (COST, True, "prefill/a"),
+        (Coefficients(0.0, 1e-3, 0.0, 0.01, 0.0, 0.0, 0.0, 0.0, 2e-3, 0.0), True, None),
+    ):
+        rig = Rig("prefill/a", "prefill/b", "decode/x", cost=cost, fetch=switch)
+        rig.stored("prefill/a", prefix(1, 12))
+        rig.ask("other", prompt=3000, hashes=prefix(1, 1), ttft_s=3.0)
+        rig.ask("r", hashes=prefix(1, 12) + prefix(2, 3))
+        frame = rig.frames["r"]
+        assert (frame.prefill, frame.fetch) == ("prefill/b", expected)
+        assert frame.hit_tokens == (768 if expected else 0)
+        if expected and cost is quick:  # 232 tokens, and 768 moved after 2 ms
+            assert frame.predicted_wait_ms == pytest.approx(232 + 7.68 + 2)
+
+
+def test_a_worker_takes_what_its_cache_saves_before_what_is_a_little_more_urgent() -> None:
+    rig = Rig("prefill/a", "decode/x")
+    rig.stored("prefill/a", prefix(1, 12))
+    rig.ask("r1", ttft_s=1.1)
+    rig.ask("cold", ttft_s=8.0)
+    rig.ask("warm", ttft_s=9.0, hashes=prefix(1, 12) + prefix(2, 3))
+    assert list(rig.first("r1", after=1.0)) == ["warm"]
+    (decision,) = rig.router.decisions.find("warm")
+    assert [name for name, *_ in decision.passed_over] == ["cold"]
+
+
+def test_but_not_if_the_urgent_one_would_be_late_by_it() -> None:
+    rig = Rig("prefill/a", "decode/x")
+    rig.stored("prefill/a", prefix(1, 12))
+    rig.ask("r1", ttft_s=1.1)
+    rig.ask("cold", ttft_s=2.1)
+    rig.ask("warm", ttft_s=9.0, hashes=prefix(1, 12) + prefix(2, 3))
+    assert list(rig.first("r1", after=1.0)) == ["cold"]
+
+
+# ---- decode --------------------------------------------------------------------------------------
+
+
+def test_decode_goes_where_the_step_is_shortest() -> None:
+    rig = Rig("prefill/a", "decode/x", "decode/y")
+    names = [rig.ask(f"r{i}", prompt=100)[f"r{i}"][1] for i in range(4)]
+    assert sorted(names) == ["decode/x", "decode/x", "decode/y", "decode/y"]
+    assert names[0] != names[1] and names[2] != names[3]
+
+
+def test_a_request_waits_where_it_would_break_the_targets_of_those_that_run() -> None:
+    rig = Rig("prefill/a", "decode/x")
+    for index in range(50):  # a step is 10 ms and 1 ms a row: 39 fit into 50 ms
+        rig.ask(f"r{index}", prompt=10)
+        rig.first(f"r{index}", after=0.01)
+    assert 35 <= rig.router.statistics()["bound"] <= 40
+    assert len(rig.over("r0")) == 1
+
+
+def test_the_kv_that_a_worker_holds_does_not_move() -> None:
+    slow = Coefficients(0.0, 1e-3, 0.0, 0.01, 0.0, 0.0, 0.0, 0.0, 1e-4, 1.0)
+    rig = Rig("prefill/a", "decode/x", "decode/y", cost=slow)
+    rig.stored("decode/y", prefix(1, 12))
+    for index in range(3):
+        placed = rig.ask(f"r{index}", prompt=800, hashes=prefix(1, 12))
+        assert placed[f"r{index}"][1] == "decode/y"
+        rig.first(f"r{index}", after=1.0)
+        rig.over(f"r{index}")
+
+
+def test_a_worker_whose_preempted_streams_wait_takes_nothing_until_they_go_on() -> None:
+    rig = Rig("prefill/a", "decode/x", "decode/y")
+    rig.stored("decode/x", [], waiting=1)
+    for index in range(4):
+        assert rig.ask(f"r{index}", prompt=50)[f"r{index}"][1] == "decode/y"
+        rig.first(f"r{index}", after=0.1)
+    rig.stored("decode/y", [], waiting=2)
+    assert rig.ask("r", prompt=50) == {}
+    assert rig.stored("decode/x", [], seq=2) == {"r": ("prefill/a", "decode/x")}
+
+
+# ---- local prefill -------------------------------------------------------------------------------
+
+
+def test_a_short_prompt_is_computed_where_it_decodes_if_that_is_left_to_the_router() -> None:
+    auto = Rig("prefill/a", "decode/x", disaggregate="auto")
+    assert auto.ask("short", prompt=300) == {"short": (None, "decode/x")}
+    assert auto.ask("long", prompt=3000) == {"long": ("prefill/a", "decode/x")}
+    always = Rig("prefill/a", "decode/x")
+    assert always.ask("short", prompt=300)["short"][0] == "prefill/a"
+
+
+def test_a_prompt_that_the_decode_worker_has_stays_there() -> None:
+    rig = Rig("prefill/a", "decode/x", disaggregate="auto")
+    history = prefix(1, 16) + [bytes([1, block]) * 8 for block in range(16, 48)]
+    rig.stored("decode/x", [history[i] for i in (*range(16), 23, 31, 39, 47)])
+    placed = rig.ask("turn", prompt=3700, hashes=history + prefix(2, 8))
+    assert placed == {"turn": (None, "decode/x")} and rig.frames["turn"].hit_tokens == 3072
+
+
+def test_overloaded_prefill_workers_get_help_from_decode_workers() -> None:
+    rig = Rig("prefill/a", "decode/x", disaggregate="auto", itl_s=1.0)
+    rig.ask("r1", prompt=9000, ttft_s=9.1)
+    assert rig.ask("r2", prompt=2000, ttft_s=20.0) == {"r2": (None, "decode/x")}
+
+
+def test_without_disaggregation_idle_workers_take_what_comes() -> None:
+    rig = Rig("decode/x", "decode/y", disaggregate="never")
+    assert [len(rig.ask(f"r{i}")) for i in range(3)] == [1, 1, 0]
+    assert list(rig.first("r0", after=1.5)) == ["r2"] or list(rig.first("r1")) == ["r2"]
+
+
+# ---- rejection, learning -------------------------------------------------------------------------
+
+
+def test_only_a_class_that_wants_it_is_refused_early() -> None:
+    classes = {"normal": SloClass(), "sheddable": SloClass(early_reject=True)}
+    rig = Rig("prefill/a", "decode/x", classes=classes)
+    rig.ask("r1", prompt=4000, ttft_s=4.1)
+    rig.ask("patient", ttft_s=1.5, slo_class="normal")
+    rig.ask("sheddable", ttft_s=1.5, slo_class="sheddable")
+    rig.send(e.Tick(), after=2.0)
+    assert list(rig.refused) == ["sheddable"]
+    refused = rig.refused["sheddable"]
+    assert refused.reason == "overloaded" and refused.retry_after_s >= 1.0
+    assert rig.router.statistics()["waiting"] == 1
+
+
+def test_a_slow_worker_is_found_out_by_its_first_tokens() -> None:
+    rig = Rig("prefill/a", "prefill/b", "decode/x")
+    slow, fast = 3.0, 1.0
+    ends: list[tuple[float, str]] = []
+    counts = {"prefill/a": 0, "prefill/b": 0}
+    for index in range(60):
+        for name, (worker, _) in rig.ask(f"r{index}", ttft_s=1000.0).items():
+            ends.append((rig.now + (slow if worker == "prefill/a" else fast), name))
+            counts[worker] += 1
+        while len(ends) == 2 or (rig.router.line and ends):
+            ends.sort()
+            at, name = ends.pop(0)
+            for other, (worker, _) in rig.first(name, after=max(at - rig.now, 0.0)).items():
+                ends.append((rig.now + (slow if worker == "prefill/a" else fast), other))
+                counts[worker] += 1
+    workers = rig.router.workers
+    assert workers["prefill/a"].prefill.factor == pytest.approx(3.0, rel=0.3)
+    assert workers["prefill/b"].prefill.factor == pytest.approx(1.0, rel=0.2)
+    assert counts["prefill/b"] > 2 * counts["prefill/a"]
+
+
+def test_outcomes_teach_how_long_answers_are(rig: Rig) -> None:
+    before = rig.router.lengths.expect("t", "interactive", 1000)
+    for index in range(40):
+        rig.ask(f"r{index}", prompt=10, tenant="t")
+        rig.first(f"r{index}", after=0.1)
+        rig.over(f"r{index}", tokens=20, reason="length")
+    assert rig.router.lengths.expect("t", "interactive", 1000) < 60 < before
+    assert rig.router.lengths.expect("t", "interactive", 10) == 10
+
+
+# ---- explanation ---------------------------------------------------------------------------------
+
+
+def test_a_decision_tells_candidates_prediction_and_outcome() -> None:
+    rig = Rig("prefill/a", "prefill/b", "decode/x", "decode/y")
+    rig.ask("r~1234", prompt=1000)
+    rig.first("r~1234", after=1.2)
+    rig.over("r~1234", tokens=64, ttft_ms=1201.0, itl_p99_ms=12.0, reason="length")
+    (told,) = [decision.told() for decision in rig.router.decisions.find("r")]
+    assert told["kind"] == "push" and told["waiting"] == 0
+    assert {name for name, *_ in told["prefill_options"]} == {"prefill/a", "prefill/b"}
+    assert told["prefill_options"][0][2] == {"left": 0.0, "prefill": pytest.approx(1.0)}
+    assert {name for name, *_ in told["decode_options"]} == {"decode/x", "decode/y"}
+    assert told["ttft_s"] == pytest.approx(1.0)
+    assert told["observed"] == {
+        "tokens": 64, "reason": "length", "ttft_ms": 1201.0, "itl_p99_ms": 12.0
+    }  # fmt: skip
+
+
+def test_the_records_are_bounded() -> None:
+    rig = Rig("prefill/a", "decode/x", decisions=5)
+    for index in range(9):
+        rig.ask(f"r{index}", prompt=10)
+        rig.first(f"r{index}", after=0.1)
+    assert len(rig.router.decisions) == 5 and rig.router.decisions.count == 9
+    assert rig.router.decisions.find("r0") == [] and rig.router.decisions.find("r8")
+
+
+# ---- a router that is new ------------------------------------------------------------------------
+
+
+def test_a_new_router_knows_what_runs_on_a_worker_and_hears_when_it_ends() -> None:
+    rig = Rig("prefill/a")
+    card = WorkerCard("decode/x", "decode", "decode", "", "x", 1, b"", 20, cost=COST)
+    rig.send(e.Joined(card, 0, [], [("old", 0, 12)]))
+    assert rig.ask("r", prompt=600) == {}, "11 blocks beside 12 of 20"
+    assert rig.send(e.Ended(("old", 0))) == {"r": ("prefill/a", "decode/x")}

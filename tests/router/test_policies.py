@@ -1,0 +1,132 @@
+"""Each baseline chooses as its formula says. Workers compute 1,000 tokens a second."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from diptych.router.policies import POLICIES
+
+from .test_binding import Rig, prefix
+
+HOT = prefix(1, 12)  # 768 tokens
+
+
+def rig(policy: str, **more) -> Rig:
+    made = Rig("prefill/a", "prefill/b", "decode/x", "decode/y", policy=policy, **more)
+    made.stored("prefill/a", HOT)
+    return made
+
+
+def load(made: Rig, worker: str, *prompts: int) -> None:
+    """Prompts that only this worker may take."""
+    other = "prefill/b" if worker == "prefill/a" else "prefill/a"
+    for prompt in prompts:
+        made.ask(f"load{made.router.placed}", prompt=prompt, lost=[other])
+
+
+def chosen(made: Rig, prompt: int = 1000, hot: bool = True) -> str | None:
+    name = f"r{made.router.placed}"
+    return made.ask(name, prompt=prompt, hashes=HOT if hot else [])[name][0]
+
+
+def test_every_policy_of_the_comparison_is_there() -> None:
+    assert set(POLICIES) == {
+        *("diptych", "round_robin", "least_work", "power_of_two", "longest_prefix", "dynamo"),
+        *("lmetric", "sglang_cache_aware", "ray_prefix", "mooncake", "min_ttft"),
+    }
+
+
+def test_early_policies_bind_at_once_however_long_the_queue() -> None:
+    for policy in set(POLICIES) - {"diptych"}:
+        made = rig(policy)
+        assert all(chosen(made) for _ in range(6)), policy
+        assert all(frame.deadline_s == 0 for frame in made.frames.values()), "first come"
+
+
+def test_round_robin_takes_turns() -> None:
+    made = rig("round_robin")
+    assert [chosen(made) for _ in range(4)] == ["prefill/a", "prefill/b"] * 2
+
+
+def test_least_work_counts_pending_tokens_and_no_prefix() -> None:
+    made = rig("least_work")
+    load(made, "prefill/a", 500)
+    assert chosen(made) == "prefill/b"
+    load(made, "prefill/b", 500)
+    assert chosen(made) == "prefill/a"  # 500 against 1,500
+
+
+def test_longest_prefix_wins_whatever_the_queue() -> None:
+    made = rig("longest_prefix")
+    load(made, "prefill/a", 5000, 5000)
+    assert chosen(made) == "prefill/a"
+
+
+def test_min_ttft_and_mooncake_weigh_the_queue_against_the_prefix() -> None:
+    for policy in ("min_ttft", "mooncake"):
+        for queued, expected in ((700, "prefill/a"), (800, "prefill/b")):
+            made = rig(policy, fetch=False)
+            load(made, "prefill/a", queued)  # a: 0.7 + 0.232 s; b: 1 s
+            assert chosen(made) == expected, policy
+
+
+@pytest.mark.parametrize(("queued", "expected"), [(500, "prefill/a"), (900, "prefill/b")])
+def test_dynamo_adds_prefill_and_decode_blocks(queued: int, expected: str) -> None:
+    # a: max((q + 1000 - 768) / 64, 0) + (q + 1000) / 64; b: 2 * 1000 / 64. Equal at q = 384
+    made = rig("dynamo")
+    load(made, "prefill/a", 300 if expected == "prefill/a" else queued)
+    assert chosen(made) == expected
+
+
+def test_lmetric_multiplies_new_tokens_and_queue() -> None:
+    # a: (q + 232) * 2; b: 1000 * 1. Equal at q = 268
+    for queued, expected in ((250, "prefill/a"), (290, "prefill/b")):
+        made = rig("lmetric")
+        load(made, "prefill/a", queued)
+        assert chosen(made) == expected
+
+
+def test_sglang_takes_the_match_above_its_threshold_while_the_load_is_balanced() -> None:
+    made = rig("sglang_cache_aware")
+    load(made, "prefill/a", 100, 100)
+    assert chosen(made) == "prefill/a"
+    assert chosen(made, prompt=4000) == "prefill/b", "768 of 4000 is below 0.3"
+    load(made, "prefill/a", *[10] * 70)
+    assert chosen(made) == "prefill/b", "72 against 2 is not balanced"
+
+
+def test_ray_takes_a_tenth_of_a_match_and_otherwise_who_stores_least() -> None:
+    made = rig("ray_prefix")
+    load(made, "prefill/a", 100, 100)
+    assert chosen(made, prompt=4000) == "prefill/a", "0.19 is above 0.1"
+    assert chosen(made, prompt=1000, hot=False) == "prefill/b", "it stores nothing"
+
+
+def test_power_of_two_prefers_the_less_busy_of_two() -> None:
+    made = Rig(*(f"prefill/{i}" for i in range(4)), "decode/x", policy="power_of_two")
+    for index in range(40):
+        made.ask(f"r{index}", prompt=10)
+    counts = Counter(frame.prefill for frame in made.frames.values())
+    assert all(5 <= count <= 15 for count in counts.values()), counts
+
+
+def test_mooncake_rejects_what_would_be_late_in_a_class_that_allows_it() -> None:
+    made = rig("mooncake", fetch=False)
+    load(made, "prefill/a", 5000)
+    load(made, "prefill/b", 5000)
+    made.ask("r", ttft_s=2.0, slo_class="sheddable")
+    made.ask("s", ttft_s=2.0)
+    assert list(made.refused) == ["r"] and "s" in made.frames
+
+
+def test_the_same_seed_and_events_make_the_same_choices() -> None:
+    for policy in POLICIES:
+        runs = []
+        for _ in range(2):
+            made = rig(policy, seed=7, disaggregate="auto")
+            for index in range(20):
+                made.ask(f"r{index}", prompt=100 + 37 * index, hashes=prefix(index % 3, 9))
+                made.first(f"r{index // 2}", after=0.05)
+            runs.append(made.frames)
+        assert runs[0] == runs[1], policy

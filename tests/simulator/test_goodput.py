@@ -1,0 +1,56 @@
+"""What the router must reach on the conversation trace (make test-long; needs the public trace).
+
+70B fp8 on H200:32, tp 4, TTFT max(1 s, 3 x isolated), ITL 50 ms. A baseline is given every split;
+it does not have to be searched: it is enough that it does not hold ours divided by the ratio.
+"""
+
+import pytest
+from diptych.router.policies import POLICIES
+from diptych.simulator.fleet import Faults, Split, splits
+from diptych.simulator.search import OURS, Case, Search
+from diptych.simulator.trace import load
+
+from .support import h200, trace_file
+
+pytestmark = pytest.mark.long
+SPLIT = Split.of("6P2D")
+SEEDS = 3
+
+
+def search(policy=OURS, **case):
+    fleet, slo = h200()
+    trace = load(trace_file("mooncake_conv_0_20min.jsonl.gz"))
+    return Search(Case(trace, fleet, slo, policy, seeds=SEEDS, **case))
+
+
+@pytest.fixture(scope="module")
+def ours():
+    found = search()
+    return {
+        share: found.largest(SPLIT, share, start, SEEDS, 0.02)
+        for share, start in ((0.9, 0.28), (0.99, 0.2))
+    }
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != OURS])
+def test_no_baseline_comes_close_on_any_split(ours, policy):
+    other = search(policy)
+    for split in splits(8, mixed=True):
+        assert not other.holds(split, ours[0.99] / 1.35, 0.99, SEEDS), split
+        assert not other.holds(split, ours[0.9] / 1.1, 0.90, SEEDS), split
+
+
+@pytest.mark.timeout(3600)
+def test_no_length_pays_for_the_others(ours):
+    mine = search().measure(SPLIT, ours[0.9])
+    plain = search("round_robin").measure(SPLIT, ours[0.9])
+    assert min(mine.deciles) >= 0.8
+    assert all(a >= b for a, b in zip(mine.deciles, plain.deciles, strict=True))
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("share", [0.9, 0.99])
+def test_stale_events_a_slow_worker_and_wrong_predictions_cost_a_tenth_at_most(ours, share):
+    faults = Faults(report_delay_s=1.0, slow=((0, 3.0),), misprediction=0.1)
+    assert search(faults=faults).holds(SPLIT, 0.9 * ours[share], share, SEEDS)

@@ -119,7 +119,8 @@ class Node:
             frame = msgspec.structs.replace(frame, fetch=None)
         deadline = time.monotonic() + frame.deadline_s if frame.deadline_s else 0.0
         tiers = self.tiering is not None
-        self._do(self.role.submit(gateway, frame, hashes, tiers, deadline))
+        submit: Callable[..., list] = self.role.submit  # the caller checked that frame fits role
+        self._do(submit(gateway, frame, hashes, tiers, deadline))
 
     def abort(self, frame: f.Abort) -> None:
         self._do(self.role.handle(frame))

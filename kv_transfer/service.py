@@ -156,7 +156,7 @@ class TransferService:
                 self._fence()
 
     def _busy(self) -> bool:
-        """Something may come soon. A quarantine may last for hours: it is looked at now and then."""
+        """Something may come soon. A quarantine may last for hours: it is polled now and then."""
         waiting = any(ticket.state != "QUARANTINED" for ticket in self._sink.tickets.values())
         return bool(waiting or self._source.tickets or self._gated)
 

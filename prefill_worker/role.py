@@ -98,9 +98,9 @@ class PrefillRole:
             return [commands.Drop(output.key)]
         job = self.jobs[ticket][1]
         if output.error is not None:
-            told = Failed(output.key, self.name, output.error, final=output.refused)
-            failed = [] if job.quiet else [Deliver(job.gateway, told)]
-            return failed + self._cancel(ticket, "failed")
+            failed = Failed(output.key, self.name, output.error, final=output.refused)
+            news = [] if job.quiet else [Deliver(job.gateway, failed)]
+            return [*news, *self._cancel(ticket, "failed")]
         told = [] if job.quiet else [tokens_of(job.gateway, output)]
         if output.token is not None:
             job.firsts[output.index] = output

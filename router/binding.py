@@ -7,7 +7,8 @@ A late policy keeps requests in the line until a worker has credit (`Fleet.credi
   pull: a worker with credit takes the most urgent request that it can serve in time, or one that
         waits for its cache, if the urgent one can stand that
   steal: the most urgent choose again every `LOOK_S`, while there are idle workers
-Urgent is who must begin first to be in time. Who cannot be any more is demoted, or refused if its class prefers that.
+Urgent is who must begin first to be in time. Who cannot be any more is demoted, or refused if its
+class prefers that.
 """
 
 from __future__ import annotations

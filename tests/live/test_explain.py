@@ -8,9 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.live.test_demo import ANSWER, QUESTION
-from tests.support.live import eventually, running
+from tests.support.live import Live, eventually, running
 
 pytestmark = pytest.mark.cluster
+
+
+def ended(live: Live, request: str) -> list[dict]:
+    """Its decisions, once the outcome is known."""
+    told = json.loads(live.cli("explain", request, "-o", "json").stdout)
+    return [one for one in told["decisions"] if one["observed"].get("reason")]
 
 
 def test_a_request_is_explained_and_its_log_replayed(tmp_path: Path) -> None:
@@ -19,8 +25,7 @@ def test_a_request_is_explained_and_its_log_replayed(tmp_path: Path) -> None:
         answers = [live.chat(QUESTION) for _ in range(3)]
         assert answers[0].json()["choices"][0]["message"]["content"] == ANSWER
         request = answers[0].json()["id"]
-        told = lambda: json.loads(live.cli("explain", request, "-o", "json").stdout)["decisions"]  # noqa: E731
-        (decision,) = eventually(lambda: [d for d in told() if d["observed"].get("reason")])
+        (decision,) = eventually(lambda: ended(live, request))
         route = answers[0].headers["x-route"].split(",")
         assert [decision["prefill"], decision["decode"]] == route
         assert decision["observed"]["reason"] == "stop" and decision["observed"]["ttft_ms"] > 0

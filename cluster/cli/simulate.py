@@ -80,8 +80,9 @@ def simulate(
         from ...simulator.study import run
 
         result = run(study, _tell)
-        if trace == "recorded":
-            result["live"] = {"attainment": _calibration(calibrate_from_live).run.attainment}
+        recorded = _calibration(calibrate_from_live) if trace == "recorded" else None
+        if recorded:
+            result["live"] = {"attainment": recorded.run.attainment}
         if html:
             html.write_text(document(result))
     except SimulationError as error:

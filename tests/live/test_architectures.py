@@ -50,7 +50,7 @@ def monolithic(folder: Path, texts: list[str]) -> list[list[tuple]]:
     tokenizer = Text(folder)
     answers = []
     for index, text in enumerate(texts):
-        ids = tokenizer.chat_ids([{"role": "user", "content": text}])
+        ids = tokenizer.chat([{"role": "user", "content": text}]).ids
         fields = sampling(index)
         params = Sampling(40, fields["temperature"], fields.get("seed", 0), (1,), 3)
         engine.add(Sequence((str(index), 0), ids, len(ids), params))

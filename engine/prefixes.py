@@ -33,7 +33,6 @@ class Coming:
     seq: Sequence | None  #: None: nobody waits any more
     hashes: list[bytes]
     peer: str | None
-    draining: bool = False  #: the transfer broke, its blocks are not free yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +170,7 @@ class Prefixes:
                 reason = "peer_pool_full"
             return [] if told else [Probed(probing.key, 0, reason=reason)]
         coming = self.coming[key]
-        seq, coming.seq, coming.draining = coming.seq, None, True
+        seq, coming.seq = coming.seq, None
         return [Add(seq)] if seq else []
 
     def _probe_staged(self, key: Key, probing: Probing, blocks: list[int]) -> list:

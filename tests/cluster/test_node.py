@@ -11,6 +11,8 @@ import msgspec
 import pytest
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.node import Node
+from diptych.engine.engine import DEMOTE_BELOW
+from diptych.kv_transfer.identity import block_hashes
 from diptych.protos import frames as f
 
 from tests.support.checkpoints import make
@@ -236,6 +238,15 @@ def test_an_abort_while_a_prefix_is_fetched_leaves_nothing_behind(folder: Path) 
     asyncio.run(run())
 
 
+def copied(node: Node, ids: list[int]) -> bool:
+    """The pool is not low, or the tiers have this prompt's blocks, on the disk too."""
+    pool, tiers = node.engine.scheduler.pool, node.tiering.tiers
+    if pool.free >= pool.total // DEMOTE_BELOW:
+        return True
+    hashes = block_hashes(ids, node._salt, node.engine.kv.layout.block_tokens)
+    return tiers.held(hashes) == len(hashes) and not tiers.statistics()["memory"]["dirty"]
+
+
 def test_evicted_blocks_come_back_from_the_tiers_also_after_a_restart(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -245,7 +256,10 @@ def test_evicted_blocks_come_back_from_the_tiers_also_after_a_restart(
         async with opened(folder, kv_transfer={"transport": "tcp"}, kv_tiers=tiers) as bench:
             total = bench.nodes["prefill/x"].engine.scheduler.pool.total
             prompts = [prompt(seed, 500) for seed in range(10, 10 + total // 3)]
-            answers = [await bench.ask(ids, f"a{i}") for i, ids in enumerate(prompts)]
+            answers = []
+            for index, ids in enumerate(prompts):
+                answers.append(await bench.ask(ids, f"a{index}"))
+                await bench.until(lambda: copied(bench.nodes["prefill/x"], prompts[0]))
             before = computed(bench, "prefill/x")
             assert await bench.ask(prompts[0], "again") == answers[0]
             assert computed(bench, "prefill/x") - before < 500, "nothing came from a tier"
@@ -283,6 +297,7 @@ def test_a_damaged_disk_tier_costs_a_recompute_and_nothing_else(
             total = bench.nodes["prefill/x"].engine.scheduler.pool.total
             for seed in range(30, 30 + total // 4):
                 await bench.ask(prompt(seed, 500), f"other{seed}")
+                await bench.until(lambda: copied(bench.nodes["prefill/x"], ids))
             stats = bench.nodes["prefill/x"].tiering.tiers.statistics
             await bench.until(lambda: stats()["disk"]["entries"] > 0)
         for file in tmp_path.rglob("*"):

@@ -20,7 +20,7 @@ test-long: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy cluster decode_worker engine kv_transfer prefill_worker protos/frames.py router simulator
+	$(BIN)/mypy cluster decode_worker engine kv_transfer loadtests prefill_worker protos/frames.py router simulator
 	$(BIN)/lint-imports --no-logo
 
 format: install

@@ -1,4 +1,4 @@
-"""The Serve application: Gateway (ingress), Router, PrefillWorker and DecodeWorker.
+"""The Serve application: Gateway (ingress), Router, Control, PrefillWorker and DecodeWorker.
 
 `Gateway`'s constructor takes the other deployments' handles only so that Serve deploys the graph;
 at run time they find each other through the router.
@@ -11,19 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from ray import serve
-from ray.serve.config import RequestRouterConfig
 
 from .checkpoint import find
-from .config import ClusterConfig, PoolConfig, load_config
+from .config import SECRET, ClusterConfig, PoolConfig, load_config
+from .control.control import Control
+from .control.serve import HOMES
 from .gateway.gateway import Gateway
 from .router_service import RouterService
 from .worker import Worker
 
-APP = "diptych"
-SECRET = "DIPTYCH_SECRET"
 HEALTH: dict[str, Any] = {"health_check_period_s": 1.0, "health_check_timeout_s": 5.0}
-TARGET_ROUTER: Any = "diptych.cluster.serve_router:TargetRouter"
 CPUS = 0.01  #: Ray does not count cores here: the engine's threads are a setting
+ANYWHERE: dict[str, Any] = {"num_cpus": CPUS}
+#: there operators find it, and Ray's head may offer no cores
+HEAD: dict[str, Any] = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
 SHUTDOWN: dict[str, Any] = {
     "graceful_shutdown_wait_loop_s": 0.2,
     "graceful_shutdown_timeout_s": 15.0,
@@ -34,12 +35,13 @@ def build(config: ClusterConfig, model: Path, name: str) -> serve.Application:
     """The application for one model. `model` must be readable on every node."""
     tree = config.model_dump()
     router = _deployment(RouterService, "Router", 1).bind(tree)
-    pools = config.pools
+    control = _deployment(Control, "Control", 1, HEAD).bind(tree)
     workers = [
-        _pool("PrefillWorker", pools.prefill).bind("prefill", tree, str(model)),
-        _pool("DecodeWorker", pools.decode).bind("decode", tree, str(model)),
+        _pool(deployment, getattr(config.pools, home)).bind(home, tree, str(model))
+        for home, deployment in HOMES.items()
     ]
-    return _deployment(Gateway, "Gateway", 1).bind(tree, str(model), name, [router, *workers])
+    others = [router, control, *workers]
+    return _deployment(Gateway, "Gateway", 1).bind(tree, str(model), name, others)
 
 
 def application(args: dict[str, Any]) -> serve.Application:
@@ -56,13 +58,15 @@ def application(args: dict[str, Any]) -> serve.Application:
     return build(config, model.folder, model.name)
 
 
-def _deployment(cls: type, name: str, replicas: int, **options: Any) -> serve.Deployment:
+def _deployment(
+    cls: type, name: str, replicas: int, actor: dict[str, Any] = ANYWHERE, **options: Any
+) -> serve.Deployment:
     deployment: serve.Deployment = serve.deployment(cls)  # type: ignore[assignment]
     return deployment.options(
         name=name,
         num_replicas=replicas,
         max_ongoing_requests=4096,
-        ray_actor_options={"num_cpus": CPUS},
+        ray_actor_options=actor,
         **HEALTH,
         **SHUTDOWN,
         **options,
@@ -70,9 +74,7 @@ def _deployment(cls: type, name: str, replicas: int, **options: Any) -> serve.De
 
 
 def _pool(name: str, pool: PoolConfig) -> serve.Deployment:
-    options: dict[str, Any] = {
-        "request_router_config": RequestRouterConfig(request_router_class=TARGET_ROUTER)
-    }
+    options: dict[str, Any] = {}
     if pool.tensor_parallel > 1:  # all ranks of a replica on one node
         options["placement_group_bundles"] = [{"CPU": CPUS}] * pool.tensor_parallel
         options["placement_group_strategy"] = "STRICT_PACK"

@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+SECRET = "DIPTYCH_SECRET"  #: environment: the cluster's secret, where no file may hold it
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class ConfigError(Exception):
@@ -43,7 +45,9 @@ class EngineSettings(Section):
 
 
 class PoolConfig(Section):
-    replicas: Annotated[int, Field(ge=0)] = 1
+    replicas: Annotated[int, Field(ge=0)] = 1  #: at start; `diptych scale` changes it
+    min_replicas: Annotated[int, Field(ge=0)] = 1  #: what `diptych scale` goes down to
+    max_replicas: Count = 64  #: and up to
     tensor_parallel: Count = 1  #: processes of a replica that share the model
     engine: EngineSettings = EngineSettings()
 
@@ -119,6 +123,38 @@ class GatewaySettings(Section):
     grpc_port: Port = 9000
     max_attempts: Count = 4  #: placements of one request; the last one does without a transfer
     max_streams: Count = 1024
+    api_keys_file: str | None = None  #: on each gateway's machine; `diptych keys` writes it
+    body_timeout_s: Positive = 30.0  #: for a client to send its request's body
+    tls_cert: str | None = None  #: PEM files on each gateway's machine: HTTPS, and TLS for gRPC
+    tls_key: str | None = None
+    grpc: Literal["gateway", "serve"] = "gateway"  #: who listens: each gateway, or Serve's proxies
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together")
+        if self.tls_cert and self.grpc == "serve":
+            raise ValueError("Serve's gRPC proxies know no TLS: leave grpc: gateway, or no tls_cert")
+        return self
+
+    @property
+    def exposed(self) -> bool:
+        """Anybody who reaches the machine can use the models."""
+        return self.api_keys_file is None and self.host not in LOOPBACK
+
+
+class ControlSettings(Section):
+    """Where operators talk to the cluster. Its HTTP API changes roles and sizes of pools."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8001
+    key_file: str | None = None  #: on the head's machine; its content is the bearer token
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.key_file is None and self.host not in LOOPBACK:
+            raise ValueError(f"{self.host} is no loopback address: set control.key_file")
+        return self
 
 
 class ClusterConfig(Section):
@@ -129,6 +165,7 @@ class ClusterConfig(Section):
     kv_tiers: TierSettings = TierSettings()
     slo: SloConfig = SloConfig()
     gateway: GatewaySettings = GatewaySettings()
+    control: ControlSettings = ControlSettings()
     silence_s: Annotated[float, Field(ge=1)] = 3.0  #: a peer as silent as this is dead
     secret: str = Field(default_factory=lambda: secrets.token_hex(16), repr=False)
 

@@ -1,4 +1,8 @@
-"""Starts a cluster on this machine: checks, Ray, Serve, progress, clean shutdown."""
+"""Starts a cluster: checks, Ray (or joins a Ray that runs), Serve, progress, clean shutdown.
+
+The application is deployed as a Serve config, not by `serve.run`: the same config with other counts
+scales it in place (`control/serve.py`).
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import cores
 from .checkpoint import Checkpoint, check_memory, find
-from .config import ClusterConfig, ConfigError
+from .config import SECRET, ClusterConfig, ConfigError
+from .control.serve import APP, HOMES
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -57,27 +62,46 @@ class StartError(Exception):
 class Cluster:
     """A running cluster; `stop` ends it, whatever state it is in."""
 
-    def __init__(self, config: ClusterConfig, checkpoint: Checkpoint) -> None:
-        self.config, self.checkpoint = config, checkpoint
+    def __init__(
+        self, config: ClusterConfig, checkpoint: Checkpoint, ray_address: str | None = None
+    ) -> None:
+        self.config, self.checkpoint, self._address = config, checkpoint, ray_address
         self._router: DeploymentHandle | None = None
         self._temp = ""
 
     def start(self, say: Say) -> None:
         """Starts Ray and deploys. Raises ConfigError or StartError."""
-        gateway = self.config.gateway
-        for port, key in ((gateway.http_port, "http_port"), (gateway.grpc_port, "grpc_port")):
-            check_port(gateway.host, port, f"gateway.{key}")
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        cores.offer(self.config)
-        say("starting Ray")
-        self._start_ray()
+        if self._address:
+            say(f"joining Ray at {self._address}")
+            self._join_ray()
+        else:
+            self._check_ports()
+            cores.offer(self.config)
+            say("starting Ray")
+            self._start_ray()
         say("starting Serve")
         self._deploy(say)
+
+    def _check_ports(self) -> None:
+        gateway, control = self.config.gateway, self.config.control
+        check_port(gateway.host, gateway.http_port, "gateway.http_port")
+        check_port(gateway.host, gateway.grpc_port, "gateway.grpc_port")
+        check_port(control.host, control.port, "control.port")
+
+    def _join_ray(self) -> None:
+        import ray
+
+        try:
+            ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, ValueError) as error:
+            raise StartError(f"no Ray at {self._address}: {error}") from None
 
     def _start_ray(self) -> None:
         import ray
 
+        os.environ[SECRET] = self.config.secret
         self._temp = tempfile.mkdtemp(prefix="dip", dir="/tmp")  # unix socket paths must be short
         ray.init(
             address="local",
@@ -93,8 +117,8 @@ class Cluster:
     def _deploy(self, say: Say) -> None:
         from ray import serve
         from ray.serve.config import gRPCOptions
-
-        from . import app
+        from ray.serve.context import _get_global_client
+        from ray.serve.schema import ServeDeploySchema
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         gateway = self.config.gateway
@@ -108,9 +132,11 @@ class Cluster:
                 ],
             ),
         )
-        target = app.build(self.config, self.checkpoint.folder, self.checkpoint.name)
         say("starting workers")
-        serve._run(target, name=app.APP, _blocking=False)
+        application = serve_config(self.config, self.checkpoint)
+        _get_global_client().deploy_apps(
+            ServeDeploySchema.model_validate({"applications": [application]})
+        )
         self._wait(say)
 
     def _wait(self, say: Say) -> None:
@@ -120,7 +146,7 @@ class Cluster:
         said: dict[str, str] = {}
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
-            application = serve.status().applications.get("diptych")
+            application = serve.status().applications.get(APP)
             if application is not None:
                 for name, deployment in application.deployments.items():
                     line = f"{name}: {deployment.status.value.lower()}"
@@ -144,7 +170,7 @@ class Cluster:
         from ray import serve
 
         if self._router is None:
-            self._router = serve.get_deployment_handle("Router", "diptych")
+            self._router = serve.get_deployment_handle("Router", APP)
             self._router._init(_run_router_in_separate_loop=True)  # no event loop runs here
         progress = self._router.progress.remote().result()
         for worker, (note, fraction) in progress.items():
@@ -174,7 +200,10 @@ class Cluster:
 
         if ray.is_initialized():
             with _quiet(), contextlib.suppress(Exception):  # Serve may not have come up
-                serve.shutdown()
+                if self._address:
+                    serve.delete(APP)
+                else:
+                    serve.shutdown()
                 ray.shutdown()
         if self._temp:
             shutil.rmtree(self._temp, ignore_errors=True)
@@ -198,11 +227,33 @@ def _quiet() -> Iterator[None]:
         os.close(null)
 
 
-def prepare(config: ClusterConfig) -> Cluster:
+def serve_config(config: ClusterConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+    """The application in a Serve config file. Its arguments must not change when it is scaled.
+
+    The secret is no argument, as Serve logs these, if the environment of Ray's nodes has it.
+    """
+    args = config.model_dump(exclude={"secret"} if os.environ.get(SECRET) else None)
+    args["model"] |= {"path": str(checkpoint.folder), "name": checkpoint.name}
+    pools = [
+        {"name": deployment, "num_replicas": getattr(config.pools, home).replicas}
+        for home, deployment in HOMES.items()
+    ]
+    path = "diptych.cluster.app:application"
+    return {
+        "name": APP,
+        "import_path": path,
+        "route_prefix": "/",
+        "args": args,
+        "deployments": pools,
+    }
+
+
+def prepare(config: ClusterConfig, ray_address: str | None = None) -> Cluster:
     """Checks everything that can be checked before a process starts. Raises ConfigError."""
     checkpoint = find(config)
-    check_memory(config, checkpoint.spec)
-    return Cluster(config, checkpoint)
+    if ray_address is None:
+        check_memory(config, checkpoint.spec)
+    return Cluster(config, checkpoint, ray_address)
 
 
 def check_port(host: str, port: int, key: str) -> None:

@@ -51,7 +51,7 @@ PROBE_SHARE = 4  #: of either pool's blocks, a probe takes one in so many at mos
 
 
 class Node:
-    """`send(gateway, frame)`, `over(key)` and `observed` are called on the loop that made it."""
+    """`send(gateway, frame)` and `observed` are called on the loop that made it."""
 
     def __init__(
         self,
@@ -60,11 +60,12 @@ class Node:
         config: ClusterConfig,
         model: Path,
         send: Callable[[str, object], None],
-        over: Callable[[f.Key], None],
         observed: Callable[[Observed], None],
     ) -> None:
-        self.name, self.role_name, self.config, self._model = name, role, config, model
-        self._send, self._over, self._observed = send, over, observed
+        self.name, self.config, self._model = name, config, model
+        self.home = self.role_name = role
+        self.loads = 0  #: of weights, since the process began
+        self._send, self._observed = send, observed
         self._loop = asyncio.get_running_loop()
         self._peers: dict[str, list[PeerCard]] = {}
         self._probe: asyncio.Future[Probed] | None = None
@@ -76,26 +77,37 @@ class Node:
         config = engine_config(self.config, self.pool, self._model)
         config = replace(config, cores=self._claim.cores)
         self.engine = await asyncio.to_thread(Engine, config, progress)
+        self.loads += 1
         self._salt = fingerprint(self._model)
         self.threads = EngineThread(self.engine, self._from_thread)
         tiers, submit = self.config.kv_tiers, self.threads.submit
         self.tiering: Tiering | None = None
         if tiers.memory_mib:
             tell = lambda outcome: self._from_thread([outcome])  # noqa: E731
-            self.tiering = Tiering(self.role_name, self.engine, tiers, tell, submit)
+            self.tiering = Tiering(self.home, self.engine, tiers, tell, submit)
         settings = self.config.kv_transfer
         corrupt = settings.faults.corrupt_writes if self.role_name == "prefill" else 0
         self.transfers = Transfers(self.name, self.engine, settings, host, corrupt, self._events)
         cards = await self.transfers.start()
-        kind = PrefillRole if self.role_name == "prefill" else DecodeRole
-        self.role: PrefillRole | DecodeRole = kind(self.name, self.engine.kv.layout.block_tokens)
+        self.role = self._machine(self.home)
         self.threads.start()
         return cards
 
     @property
     def pool(self) -> PoolConfig:
         pools = self.config.pools
-        return pools.prefill if self.role_name == "prefill" else pools.decode
+        return pools.prefill if self.home == "prefill" else pools.decode
+
+    def _machine(self, role: str) -> PrefillRole | DecodeRole:
+        kind = PrefillRole if role == "prefill" else DecodeRole
+        return kind(self.name, self.engine.kv.layout.block_tokens)
+
+    def become(self, role: str) -> None:
+        """Another role, with the same engine, weights, blocks and transfers. No job may be left."""
+        assert not self.role.jobs, "a role with jobs cannot be left"
+        prefixes = self.role.prefixes  # peers may be fetching from here
+        self.role, self.role_name = self._machine(role), role
+        self.role.prefixes = prefixes
 
     # ---- from the cluster ------------------------------------------------------------------------
 
@@ -124,6 +136,17 @@ class Node:
 
     def abort(self, frame: f.Abort) -> None:
         self._do(self.role.handle(frame))
+
+    def hand_over(self) -> int:
+        """Tells every stream's gateway to go on elsewhere, and frees it; returns how many.
+
+        What was computed stays cached, for whoever fetches it. Transfers that are nearly done end
+        first: the worker is idle when `role.jobs` is empty. The caller refuses new attempts before.
+        """
+        actions = self.role.hand_over()
+        self._do(actions)
+        told = [action.frame for action in actions if isinstance(action, f.Deliver)]
+        return len(told)
 
     def gateway_gone(self, gateway: str) -> None:
         self._do(self.role.gateway_gone(gateway))
@@ -162,8 +185,8 @@ class Node:
                     self.threads.submit(action)
                 case Load() if self.tiering:
                     self.tiering.load(action)
-                case Over(key):
-                    self._over(key)
+                case Over():
+                    pass  # nobody waits for a stream's end here
                 case Probed():
                     if self._probe and not self._probe.done():
                         self._probe.set_result(action)
@@ -236,6 +259,7 @@ class Node:
         engine["kv_blocks"]["orphaned"] = self._orphaned()
         return {
             "jobs": len(self.role.jobs),
+            "weight_loads": self.loads,
             "engine": engine,
             "transfer": transfers,
             "tiers": self.tiering.tiers.statistics() if self.tiering else None,

@@ -14,6 +14,7 @@ from ..protos import frames as f
 from ..router import Router, RouterConfig, SloClass, replay
 from ..router import events as e
 from ..router.config import CLASSES
+from ..router.decisions import Decision
 from .config import ClusterConfig
 from .wire import Connection, Listener
 
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.25  #: at most; a waiting request is looked at when the router says so
 TICK_MIN_S = 0.005
+GATEWAY_S = 1.0  #: for a gateway's statistics
+RECENT = 200  #: requests of which percentiles are told
 
 
 class RouterService:
@@ -32,6 +35,10 @@ class RouterService:
         folder = self.config.router.log_folder
         self._log = EventLog(Path(folder), self.config.router.log_mib << 20) if folder else None
         self._peers: dict[str, Connection] = {}
+        self._gateways: dict[str, None] = {}  #: names of those that are connected
+        self._calls: dict[int, asyncio.Future[dict]] = {}
+        self._next_call = 0
+        self._asking: set[asyncio.Task] = set()
         self._loading: dict[str, tuple[str, float]] = {}
         self._listener = Listener(self.config.secret, f.ToRouter, self._serve)
         self._address = await self._listener.start(node_host())
@@ -66,6 +73,8 @@ class RouterService:
             self._gone(peer.name, hello.kind)
         self._peers[peer.name] = peer
         if hello.kind == "gateway":
+            self._gateways[peer.name] = None
+        if hello.kind != "worker":  # Control too wants to know who is there
             self._handle(e.GatewayJoined(peer.name))
         async with aclosing(peer.frames(self.config.silence_s)) as frames:
             async for frame in frames:
@@ -76,7 +85,8 @@ class RouterService:
     def _gone(self, name: str, kind: str) -> None:
         del self._peers[name]
         self._loading.pop(name, None)
-        self._handle(e.GatewayLost(name) if kind == "gateway" else e.Lost(name))
+        self._gateways.pop(name, None)
+        self._handle(e.Lost(name) if kind == "worker" else e.GatewayLost(name))
 
     def _frame(self, peer: Connection, frame: object) -> None:
         match frame:
@@ -98,8 +108,37 @@ class RouterService:
             case f.Inspect(call, request) if request:
                 found = [decision.told() for decision in self.router.decisions.find(request)]
                 peer.send(f.Statistics(call, {"decisions": found}))
+            case f.Inspect(call, latest=latest) if latest:
+                recent = [decision.told() for decision in self.router.decisions.latest(latest)]
+                peer.send(f.Statistics(call, {"decisions": recent}))
             case f.Inspect(call):
-                peer.send(f.Statistics(call, {"pid": os.getpid(), **self.router.statistics()}))
+                task = asyncio.get_running_loop().create_task(self._inspected(peer, call))
+                self._asking.add(task)
+                task.add_done_callback(self._asking.discard)
+            case f.Statistics(call, values) if call in self._calls:
+                self._calls.pop(call).set_result(values)
+
+    async def _inspected(self, peer: Connection, call: int) -> None:
+        """Statistics of the router and of the gateways that answer in time."""
+        asked = [self._ask(self._peers[name]) for name in self._gateways]
+        if asked:
+            await asyncio.wait(asked, timeout=GATEWAY_S)
+        values = {
+            "pid": os.getpid(),
+            **self.router.statistics(),
+            "recent": recent(self.router.decisions.latest(RECENT)),
+            "loading": self._loading,
+            "gateways": [one.result() for one in asked if one.done()],
+        }
+        peer.send(f.Statistics(call, values))
+
+    def _ask(self, gateway: Connection) -> asyncio.Future[dict]:
+        self._next_call += 1
+        call = self._next_call
+        future = self._calls[call] = asyncio.get_running_loop().create_future()
+        gateway.send(f.Inspect(call))
+        asyncio.get_running_loop().call_later(GATEWAY_S, self._calls.pop, call, None)
+        return future
 
     def _handle(self, event: e.Event) -> None:
         if self._log:
@@ -118,6 +157,17 @@ class RouterService:
                     self._listener.close()
                     for peer in list(self._peers.values()):
                         peer.abort()
+
+
+def recent(decisions: list[Decision]) -> dict[str, float | None]:
+    """95th percentiles over decisions whose outcome is known: of TTFT, and of each answer's
+    99th percentile of the gaps between its tokens. None: of none it is known."""
+
+    def p95(name: str) -> float | None:
+        values = sorted(d.observed[name] for d in decisions if name in d.observed)
+        return values[int(0.95 * (len(values) - 1))] if values else None
+
+    return {"ttft_p95_ms": p95("ttft_ms"), "itl_p95_ms": p95("itl_p99_ms")}
 
 
 class EventLog:

@@ -48,6 +48,12 @@ class Connection:
     def closed(self) -> bool:
         return self._writer.is_closing()
 
+    @property
+    def unsent(self) -> int:
+        """Bytes that the peer has not taken yet."""
+        size: int = self._writer.transport.get_write_buffer_size()
+        return size
+
     def send(self, frame: Any) -> None:
         """Queues a frame. A peer that does not read is cut off, it never stalls the sender."""
         if self.closed:
@@ -57,7 +63,7 @@ class Connection:
         self._sent = self._loop.time()
         if frame is not _BEAT:
             self._busy = self._sent
-        if self._writer.transport.get_write_buffer_size() > BUFFER_MAX:
+        if self.unsent > BUFFER_MAX:
             log.warning("%s does not read: connection closed", self.name)
             self.abort()
 

@@ -1,7 +1,11 @@
 """The worker process under Serve: a `Node`, its connections to gateways and to the router.
 
 Both deployments (`PrefillWorker`, `DecodeWorker`) are this class; `home` is the deployment, `role`
-is state.
+is state. Life of a worker:
+    ready     the router gives it what its role does
+    draining  an operator said so: nothing new; what runs ends here, or is handed over
+    flipping  nothing new, everything handed over; then ready, in another role
+    leaving   Serve ends this process: the same, then the end
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +27,6 @@ from ray.serve._private.constants import SERVE_NAMESPACE
 
 from ..engine.commands import Observed
 from ..kv_transfer import PeerCard
-from ..kv_transfer.identity import ticket_id
 from ..protos import frames as f
 from .config import ClusterConfig
 from .link import RouterLink
@@ -34,7 +38,9 @@ log = logging.getLogger(__name__)
 
 REPORT_S = 1.0
 MOURN_S = 3600.0  #: Ray is asked for as long whether a lost worker's process is gone
-DRAIN_S = 10.0
+EMPTY_S = 10.0  #: until what was handed over has left
+TOLD_S = 1.0  #: until the router has heard that nothing new is wanted
+FETCH_S = 3.0  #: peers may fetch what a leaving worker computed
 
 
 class Worker:
@@ -51,12 +57,14 @@ class Worker:
         self._model = Path(model)
         self._gateways: dict[str, Connection] = {}
         self._probing: set[asyncio.Task] = set()
-        self._ended: dict[f.Key, asyncio.Future[None]] = {}
         self._known: dict[str, f.WorkerCard] = {}
         self._reports = 0  #: 0: the router does not know us yet; else the next report's number
         self._seen: Observed | None = None
         self._card: f.WorkerCard | None = None
-        self._closing = False
+        self.state, self.note = "starting", ""
+        self.flips = self.handed_over = 0
+        self._told = asyncio.Event()  #: the router knows our card
+        self._changing: asyncio.Task | None = None
         hello = f.Hello(self.name, "worker", self.config.secret)
         silence = self.config.silence_s
         self.link = RouterLink(_find_router, hello, silence, self._joined, self._routed)
@@ -71,7 +79,6 @@ class Worker:
             self.config,
             self._model,
             self._send,
-            self._end,
             self._observed,
         )
         kv_cards = await self.node.start(host, self._progress)
@@ -92,6 +99,7 @@ class Worker:
             chunk_tokens=engine.scheduler.limits.max_step_tokens,
             max_running=engine.scheduler.limits.max_running,
         )
+        self.state = "ready"
         self._tasks.append(self.loop.create_task(self._observe()))
 
     def _progress(self, note: str, fraction: float) -> None:
@@ -107,7 +115,7 @@ class Worker:
     async def _observe(self) -> None:
         while True:
             await asyncio.sleep(REPORT_S if self._reports else REPORT_S / 10)
-            if self.link.connected and not self._closing:
+            if self.link.connected:
                 self.node.observe()
 
     def _observed(self, seen: Observed) -> None:
@@ -118,6 +126,7 @@ class Worker:
             held = self.node.streams()
             self.link.send(f.Join(self._card, self.link.term, seen.hashes, held))
             self._reports = 1
+            self._told.set()
             return
         tokens = seen.prefill_tokens - before.prefill_tokens
         steps = seen.decode_steps - before.decode_steps
@@ -191,6 +200,9 @@ class Worker:
                 self.node.abort(frame)
             case f.Inspect(call):
                 peer.send(f.Statistics(call, self.statistics()))
+            case f.Steer(call, role, hand_over):
+                refused = self._steer(role, hand_over)
+                peer.send(f.Statistics(call, {"refused": refused, "state": self.state}))
             case f.Probe():
                 task = self.loop.create_task(self._probe(peer, frame))
                 self._probing.add(task)
@@ -210,13 +222,13 @@ class Worker:
         partner = frame.decode if isinstance(frame, f.Prefill) else frame.prefill
         if frame.term < self.link.term:
             return "stale_term"
-        if self._closing:
+        if self.state != "ready":
             return "draining"
         if wanted != self.role_name:
             return "wrong_role"
         if partner is not None and not self.node.knows(partner):
             return "unknown_peer"
-        whole = len(frame.ids) + frame.sampling.max_tokens
+        whole = len(frame.ids) - frame.given + frame.sampling.max_tokens
         if not frame.ids or whole > self.node.engine.max_model_len:
             return "context_length_exceeded"
         return None
@@ -225,26 +237,85 @@ class Worker:
         if gateway in self._gateways:
             self._gateways[gateway].send(frame)
 
-    # ---- Serve -----------------------------------------------------------------------------------
+    # ---- role ------------------------------------------------------------------------------------
 
-    async def lifetime(self, key: list, _target: str) -> None:
-        """Returns when the stream is over: Serve counts it, and drains by it.
+    def _steer(self, role: str, hand_over: bool) -> str | None:
+        """Begins what an operator ordered; why not, if so."""
+        if self.state not in ("ready", "draining") or self._changing:
+            return f"it is {self.state} already"
+        if role in ("", self.role_name):
+            self.state = "ready" if role else "draining"
+            self._offer(role)
+            self._spawn(self._empty() if hand_over and not role else None)
+        else:
+            self.state = "flipping"
+            self._spawn(self._flip(role))
+        self.note = ""
+        return None
 
-        At once if it is not here: Serve sends the call elsewhere when `_target` is gone.
-        """
-        request, attempt = key
-        if not self._live((request, attempt)):
+    def _spawn(self, change: Coroutine[Any, Any, Any] | None) -> None:
+        if change is None:
             return
-        future = self._ended.setdefault((request, attempt), self.loop.create_future())
-        await asyncio.shield(future)
+        self._changing = self.loop.create_task(change)
+        self._changing.add_done_callback(self._changed)
 
-    def _live(self, key: f.Key) -> bool:
-        return self.role_name == "decode" and ticket_id(key) in self.node.role.jobs
+    def _changed(self, task: asyncio.Task) -> None:
+        self._changing = None
+        if not task.cancelled() and task.exception():
+            log.error("a change of role failed", exc_info=task.exception())
 
-    def _end(self, key: f.Key) -> None:
-        future = self._ended.pop(key, None)
-        if future and not future.done():
-            future.set_result(None)
+    def _offer(self, role: str) -> None:
+        """Joins again: `role` is what the router may give us from now on, "" is nothing."""
+        assert self._card is not None
+        self._card = msgspec.structs.replace(self._card, role=role)
+        self._reports = 0
+        self._told.clear()
+        if self.link.connected:
+            self.node.observe()
+
+    async def _flip(self, role: str) -> None:
+        began = time.monotonic()
+        self._offer("")
+        if await self._empty():
+            self.node.become(role)
+            self.role_name = role
+            self.flips += 1
+            log.info("flipped to %s in %.2f s", role, time.monotonic() - began)
+        else:
+            self.note = f"it did not become {role}: {len(self.node.role.jobs)} jobs do not end"
+        self.state = "ready"
+        self._offer(self.role_name)
+
+    async def _empty(self) -> bool:
+        """Hands everything over, once the router has heard that nothing new is wanted."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TOLD_S):
+                await self._told.wait()
+        self.handed_over += self.node.hand_over()
+        for _ in range(int(EMPTY_S / 0.01)):
+            if not self.node.role.jobs:
+                return True
+            await asyncio.sleep(0.01)
+        return False
+
+    async def _leave(self) -> None:
+        """Then nobody misses this process; what it computed can be fetched a while longer."""
+        if self._changing:
+            self._changing.cancel()
+        self.state = "leaving"
+        if not self.link.connected:  # the whole cluster stops, perhaps
+            self.node.hand_over()
+            return
+        self._offer("")
+        before = self.handed_over
+        await self._empty()
+        limit = time.monotonic() + (FETCH_S if self.handed_over > before else 0.0)
+        calm = 0
+        while time.monotonic() < limit and calm < 5:  # half a second without a transfer
+            await asyncio.sleep(0.1)
+            calm = 0 if self.node.statistics()["transfer"]["tickets"] else calm + 1
+
+    # ---- Serve -----------------------------------------------------------------------------------
 
     def check_health(self) -> None:
         """Serve's probe: a worker without its threads is dead."""
@@ -258,22 +329,22 @@ class Worker:
             "pid": os.getpid(),
             "home": self.home,
             "role": self.role_name,
-            "state": "draining" if self._closing else "ready",
+            "state": self.state,
+            "note": self.note,
             "rss_mib": pages * os.sysconf("SC_PAGE_SIZE") >> 20,
             "cpu_s": round(time.process_time(), 2),
+            "flips": self.flips,
+            "handed_over": self.handed_over,
             **self.node.statistics(),
         }
 
     async def __del__(self) -> None:
-        """Serve's shutdown hook: lets running jobs end, then stops the threads."""
-        self._closing = True
+        """Serve's shutdown hook: the streams go on elsewhere, then the threads stop."""
+        if self.state != "starting":
+            await self._leave()
         for task in self._tasks:
             task.cancel()
         with contextlib.suppress(AttributeError):  # start-up had not come that far
-            for _ in range(int(DRAIN_S / 0.05)):
-                if not self.node.role.jobs:
-                    break
-                await asyncio.sleep(0.05)
             self.node.stop()
 
 

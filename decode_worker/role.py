@@ -21,7 +21,7 @@ from ..kv_transfer import commands as transfer
 from ..kv_transfer import tickets
 from ..kv_transfer.identity import ticket_id
 from ..kv_transfer.messages import Handover
-from ..protos.frames import Abort, Decode, Deliver, Failed, Key, Moved
+from ..protos.frames import HANDOVER, Abort, Decode, Deliver, Failed, Key, Moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class DecodeRole:
         """
         if ticket_id(frame.key) in self.jobs:
             return []
-        prompt = len(frame.ids)
+        prompt = len(frame.ids) - frame.given
         seq = Sequence(frame.key, frame.ids, prompt, frame.sampling, hashes, deadline=deadline)
         local, answers = frame.prefill is None, set(range(frame.sampling.n))
         job = Job(gateway, seq, frame.prefill, "RUNNING" if local else "RESERVING", answers)
@@ -89,6 +89,15 @@ class DecodeRole:
                 return self._abort(ticket_id(key))
         raise AssertionError(event)
 
+    def hand_over(self) -> list:
+        """Every stream goes on elsewhere; what it has computed stays cached."""
+        actions: list = []
+        for ticket, job in list(self.jobs.items()):
+            if not job.aborted and job.state != "DRAINING":
+                failed = self._fail(job.gateway, job.seq.key, HANDOVER)
+                actions += [failed, *self._abort(ticket, HANDOVER)]
+        return actions
+
     def gateway_gone(self, gateway: str) -> list:
         mine = [ticket for ticket, job in self.jobs.items() if job.gateway == gateway]
         return [action for ticket in mine for action in self._abort(ticket)]
@@ -106,7 +115,7 @@ class DecodeRole:
         job.state = "RECEIVING"
         assert job.prefill is not None
         known = held * self.block_tokens
-        return [transfer.Receive(ticket, job.prefill, blocks, job.seq.prompt, known)]
+        return [transfer.Receive(ticket, job.prefill, blocks, len(job.seq.ids), known)]
 
     def _arrived(self, arrived: transfer.Arrived) -> list:
         job = self.jobs[arrived.xid]
@@ -141,13 +150,13 @@ class DecodeRole:
             job.open.discard(output.index)
         return emit if job.open else emit + self._end(ticket_id(output.key))
 
-    def _abort(self, ticket: str) -> list:
+    def _abort(self, ticket: str, reason: str = "aborted") -> list:
         job = self.jobs.get(ticket)
         if job is None or job.aborted:
             return []
         job.aborted = True
         if job.state == "RECEIVING":
-            return [transfer.Cancel(ticket, "aborted")]
+            return [transfer.Cancel(ticket, reason)]
         return self._end(ticket) if job.state == "RUNNING" else []
 
     def _end(self, ticket: str) -> list:

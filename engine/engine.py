@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from ..kv_transfer.gauges import Histogram
 from ..kv_transfer.slices import piece_count
 from ..protos.frames import Key, Token
 from .batch import Batch, build
@@ -33,6 +34,8 @@ from .spec import fingerprint, read_spec
 
 DEMOTE_BELOW = 8  #: tiers copy cached blocks while less than this part of the pool is free
 DEMOTING = 16  #: blocks that they copy at a time, at most
+STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+STEP_TOKENS = tuple(2**power for power in range(15))  #: rows of a step
 
 
 def nothing_below(hashes: list[bytes]) -> int:
@@ -89,6 +92,8 @@ class Engine:
         self.steps = self.drafted = self.accepted = 0
         self.prefill_tokens, self.prefill_seconds = 0, 0.0
         self.decode_steps, self.decode_seconds = 0, 0.0  #: of steps without prefill
+        self.step_s = {phase: Histogram(STEP_S) for phase in ("prefill", "decode")}
+        self.step_tokens = Histogram(STEP_TOKENS)
 
     @property
     def followers(self) -> list[socket.socket]:
@@ -177,6 +182,8 @@ class Engine:
         seconds = time.perf_counter() - began
         prefilled = sum(count for _, count in plan.prefill)
         self.scheduler.cost.observe(seconds, batch.work(len(plan.prefill)))
+        self.step_s["prefill" if plan.prefill else "decode"].observe(seconds)
+        self.step_tokens.observe(len(batch.ids))
         if plan.prefill:
             self.prefill_tokens += prefilled
             self.prefill_seconds += seconds
@@ -316,6 +323,9 @@ class Engine:
             "preemptions": scheduler.preemptions,
             "drafted": self.drafted,
             "accepted": self.accepted,
+            "prefill_tokens": self.prefill_tokens,
+            "step_s": {phase: seconds.values() for phase, seconds in self.step_s.items()},
+            "step_tokens": self.step_tokens.values(),
             "kv_blocks": {
                 "total": pool.total,
                 "free": pool.available - pool.cached,

@@ -15,7 +15,11 @@ from ..protos.frames import Deliver, Key, Sampling, Token, Tokens
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`ids` = prompt + generated. `computed` ids have KV; the last id has none until its step."""
+    """`ids` = prompt + generated. `computed` ids have KV; the last id has none until its step.
+
+    It may begin with generated ids: an answer that another engine left. All that it goes on by is a
+    function of ids, parameters and position.
+    """
 
     key: Key
     ids: list[int]
@@ -51,12 +55,11 @@ class Sequence:
 
     def sibling(self, index: int) -> Sequence:
         """Answer `index` to the same prompt: without blocks, its draws by a seed of its own."""
-        seed = xxhash.xxh3_64_intdigest(f"{self.sampling.seed}/{index}".encode())
         return Sequence(
             self.key,
             self.ids[: self.prompt],
             self.prompt,
-            msgspec.structs.replace(self.sampling, seed=seed, n=1),
+            alone(self.sampling, index),
             list(self.hashes),
             self.stop_after_first,
             hit=self.hit,
@@ -87,6 +90,14 @@ class Sequence:
         if self.generated and (self.complete or self.ids[-1] in self.sampling.stop_ids):
             return "stop"
         return "length" if self.generated >= self.sampling.max_tokens else None
+
+
+def alone(sampling: Sampling, index: int) -> Sampling:
+    """What answer `index` of several is sampled by: its draws have a seed of their own."""
+    if index == 0:
+        return msgspec.structs.replace(sampling, n=1)
+    seed = xxhash.xxh3_64_intdigest(f"{sampling.seed}/{index}".encode())
+    return msgspec.structs.replace(sampling, seed=seed, n=1)
 
 
 class Line(list[Sequence]):

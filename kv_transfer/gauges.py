@@ -1,9 +1,46 @@
-"""What a rank's transfer service has done so far."""
+"""What a rank's transfer service has done so far; and how a distribution is kept."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+TRANSFER_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+class Histogram:
+    """How many values were at most each of `bounds` (ascending) and above the one before.
+
+    One more count is of those above all. Owned by one thread; whoever reads may be one value late.
+    """
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def observe_all(self, values: Iterable[float]) -> None:
+        bounds, counts = self.bounds, self.counts
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+            self.sum += value
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def values(self) -> dict[str, float]:
+        """Counts by upper bound ("inf" behind the last), and their values' "sum": these add up."""
+        names = [*(f"{bound:g}" for bound in self.bounds), "inf"]
+        return {**dict(zip(names, self.counts, strict=True)), "sum": self.sum}
 
 
 @dataclass(slots=True)
@@ -19,11 +56,21 @@ class Gauges:
     checksum_s: float = 0.0
     copy_s: float = 0.0  #: in the transport's `write`
     failures: Counter[str] = field(default_factory=Counter)  #: by reason
+    received_from: Counter[str] = field(default_factory=Counter)  #: bytes, by worker
+    busy: Histogram = field(default_factory=lambda: Histogram(TRANSFER_S))
+    exposed: Histogram = field(default_factory=lambda: Histogram(TRANSFER_S))
 
     def landed(self, busy_s: float, exposed_s: float) -> None:
         self.arrived += 1
         self.busy_s += busy_s
         self.exposed_s += exposed_s
+        self.busy.observe(busy_s)
+        self.exposed.observe(exposed_s)
+
+    def took(self, agent: str, size: int) -> None:
+        """`size` bytes came from a rank of a worker ("worker:rank")."""
+        self.received += size
+        self.received_from[agent.rpartition(":")[0]] += size
 
     def values(self) -> dict:
         return {
@@ -35,4 +82,7 @@ class Gauges:
             "exposed_s": round(self.exposed_s, 6),
             "checksum_s": round(self.checksum_s, 6),
             "copy_s": round(self.copy_s, 6),
+            "received_from": dict(self.received_from),
+            "busy": self.busy.values(),
+            "exposed": self.exposed.values(),
         }

@@ -406,7 +406,7 @@ class TransferService:
         place = chunk.first, check.tiles, chunk.piece
         sums = self._checksums(check.xid, chunk.generation, lane.target, *place)
         units = len(lane.target.units(check.tiles, chunk.piece))
-        self.gauges.received += units * lane.unit
+        self.gauges.took(self._sink.tickets[check.xid].peer, units * lane.unit)
         ok = sums == chunk.checksums and chunk.pieces == lane.pieces
         self._act(self._sink, t.Verified(check.xid, chunk.seq, ok))
 

@@ -23,7 +23,7 @@ from ..kv_transfer import commands as transfer
 from ..kv_transfer import tickets
 from ..kv_transfer.identity import ticket_id
 from ..kv_transfer.messages import Handover
-from ..protos.frames import Abort, Deliver, Failed, Key, Prefill
+from ..protos.frames import HANDOVER, Abort, Deliver, Failed, Key, Prefill
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class PrefillRole:
         seq = Sequence(
             frame.key,
             frame.ids,
-            len(frame.ids),
+            len(frame.ids) - frame.given,
             frame.sampling,
             hashes,
             stop_after_first=True,
@@ -84,6 +84,14 @@ class PrefillRole:
             case Abort(key):
                 return self._cancel(ticket_id(key), "aborted")
         raise AssertionError(event)
+
+    def hand_over(self) -> list:
+        """Jobs without all of their first tokens go elsewhere; the others' transfers end soon."""
+        actions: list = []
+        for ticket, (key, job) in list(self.jobs.items()):
+            if not job.quiet and len(job.firsts) < job.answers:
+                actions += [self._fail(job.gateway, key, HANDOVER), *self._cancel(ticket, HANDOVER)]
+        return actions
 
     def gateway_gone(self, gateway: str) -> list:
         mine = [ticket for ticket, (_, job) in self.jobs.items() if job.gateway == gateway]

@@ -67,7 +67,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     """First frame of a connection; `secret` is the cluster's shared secret."""
 
     name: str
-    kind: str  #: gateway | worker
+    kind: str  #: gateway | worker | control
     secret: str
     protocol: int = PROTOCOL
 
@@ -107,7 +107,7 @@ class WorkerCard(msgspec.Struct, frozen=True):
 
     id: str  #: "prefill/ab12cd34", unique for each process start
     home: str  #: the pool it belongs to
-    role: str  #: what it does now
+    role: str  #: what it may be given now: prefill | decode | mixed, or "": nothing new
     address: str  #: host:port of its frame listener
     replica: str  #: Serve's replica id, for calls to exactly this replica
     pid: int
@@ -120,6 +120,7 @@ class WorkerCard(msgspec.Struct, frozen=True):
     cost: Coefficients | None = None  #: None: the router starts from a prior and learns
     chunk_tokens: int = 512  #: prompt tokens of one step, at most
     max_running: int = 128  #: sequences that decode at a time
+    metrics: str = ""  #: host:port where Prometheus finds its metrics
 
 
 class Loading(msgspec.Struct, tag="loading", frozen=True):
@@ -198,6 +199,7 @@ class Place(msgspec.Struct, tag="place", frozen=True):
     ttft_s: float = 0.0  #: target; 0: the configured one
     itl_s: float = 0.0  #: target; 0: the configured one
     waited_s: float = 0.0  #: age before this router heard of it: a retry keeps its deadline
+    trace: str = ""  #: W3C traceparent of the request's span, if it is traced
 
 
 class Placed(msgspec.Struct, tag="placed", frozen=True):
@@ -218,7 +220,7 @@ class Placed(msgspec.Struct, tag="placed", frozen=True):
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
     """No placement; `reason` is one of `queue_full`, `no_capacity`, `deadline_exceeded`, and
-    `overloaded` for a class that prefers an early no to a late answer."""
+    `slo_unattainable` for a class that prefers an early no to a late answer."""
 
     key: Key
     reason: str
@@ -241,6 +243,24 @@ class Over(msgspec.Struct, tag="over", frozen=True):
     exposed_ms: float | None = None
 
 
+class Outcome(msgspec.Struct, tag="outcome", frozen=True):
+    """What a client's request was like for the client, once, at its end: goodput is made of it.
+
+    Seconds. `reason`: stop | length | cancelled (the client left), or why it was refused or failed.
+    """
+
+    tenant: str
+    slo_class: str
+    reason: str
+    waited_s: float  #: from arrival to the first token, or to the end if there is none
+    tokens: int = 0  #: of all answers
+    gaps: int = 0  #: between tokens of one answer, the first one included
+    itl_mean_s: float = 0.0
+    itl_p99_s: float = 0.0
+    ttft_target_s: float = 0.0  #: 0: the configured one
+    itl_target_s: float = 0.0  #: the same
+
+
 class Prefilled(msgspec.Struct, tag="prefilled", frozen=True):
     """The first token is out: the prefill worker is done with this attempt's prompt."""
 
@@ -251,7 +271,10 @@ class Prefilled(msgspec.Struct, tag="prefilled", frozen=True):
 
 
 class Prefill(msgspec.Struct, tag="prefill", frozen=True):
-    """Compute the prompt's KV, send the first token back, push the KV to `decode`."""
+    """Compute the KV of `ids`, send the next token back, push the KV to `decode`.
+
+    With `given` ids the answer goes on where another worker left it: with one answer only.
+    """
 
     key: Key
     term: int
@@ -260,6 +283,8 @@ class Prefill(msgspec.Struct, tag="prefill", frozen=True):
     decode: str
     fetch: str | None = None  #: who may hold more of the prefix than this worker
     deadline_s: float = 0.0  #: until the first token is due, from now; 0: in order of arrival
+    given: int = 0  #: of `ids`, how many at the end are an answer that goes on
+    trace: str = ""  #: as in `Place`
 
 
 class Decode(msgspec.Struct, tag="decode", frozen=True):
@@ -275,6 +300,8 @@ class Decode(msgspec.Struct, tag="decode", frozen=True):
     prefill: str | None
     fetch: str | None = None  #: for a local prefill, as in `Prefill`
     deadline_s: float = 0.0  #: the same
+    given: int = 0  #: the same
+    trace: str = ""  #: as in `Place`
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -301,6 +328,9 @@ class Step(msgspec.Struct, tag="step", frozen=True):
     streams: list[Tokens]
 
 
+HANDOVER = "handover"  #: reason of `Failed`: the worker is fine, and wants to be rid of its streams
+
+
 class Failed(msgspec.Struct, tag="failed", frozen=True):
     """This worker gave up on the attempt; the gateway may try again elsewhere."""
 
@@ -323,10 +353,24 @@ class Moved(msgspec.Struct, tag="moved", frozen=True):
 
 
 class Inspect(msgspec.Struct, tag="inspect", frozen=True):
-    """Asks for statistics; the router also for its decisions about a client's `request`."""
+    """Asks for statistics; the router also for its decisions about a client's `request`, or for
+    its `latest` ones."""
 
     call: int
     request: str = ""
+    latest: int = 0
+
+
+class Steer(msgspec.Struct, tag="steer", frozen=True):
+    """Gives a worker another role, or "": none; answered by `Statistics` when it has begun.
+
+    `hand_over`: its streams go on elsewhere at once, else they end here. Another role than the one
+    that it has needs that.
+    """
+
+    call: int
+    role: str
+    hand_over: bool = True
 
 
 class Probe(msgspec.Struct, tag="probe", frozen=True):
@@ -354,7 +398,10 @@ class Deliver(NamedTuple):
     frame: Any
 
 
-ToRouter = Hello | Beat | Loading | Join | Report | Obsolete | Place | Over | Prefilled | Inspect
-FromRouter = Beat | Directory | Placed | Refused | Statistics
-ToWorker = Hello | Beat | Prefill | Decode | Abort | Inspect | Probe
+ToRouter = (
+    Hello | Beat | Loading | Join | Report | Obsolete | Place | Over | Outcome | Prefilled | Inspect
+    | Statistics
+)  # fmt: skip
+FromRouter = Beat | Directory | Placed | Refused | Statistics | Inspect
+ToWorker = Hello | Beat | Prefill | Decode | Abort | Inspect | Probe | Steer
 FromWorker = Beat | Step | Failed | Moved | Statistics

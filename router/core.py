@@ -30,11 +30,14 @@ from . import events as e
 from .binding import Binder, Rejection
 from .config import RouterConfig
 from .decisions import Decision, Decisions
+from .demand import Demand
 from .fleet import Fleet, Stream, Worker
+from .goodput import Goodput
 from .index import PrefixIndex, sample
 from .line import Line, Waiting
 from .pairing import Binding
 from .predictor import OutputLengths
+from .tally import Tally
 
 
 @dataclass(slots=True)
@@ -63,7 +66,10 @@ class Router:
         self.line = Line(self.fleet)
         self.binder = Binder(config, self.fleet, self.index, self.line)
         self.lengths = OutputLengths()
+        self.demand = Demand()
         self.decisions = Decisions(config.decisions)
+        self.goodput = Goodput(config.ttft_s, config.itl_s)
+        self.tally = Tally()
         self.bound: dict[Key, Bound] = {}
         self.held: dict[Key, Worker] = {}  #: streams that another router placed
         self.placed = self.refused = 0
@@ -85,6 +91,8 @@ class Router:
             case e.Ended(key, outcome):
                 self._ended(key, outcome, now)
                 return self._bind(now)
+            case e.Answered(outcome):
+                self.goodput.observe(outcome, now)
             case e.Reported(worker, report):
                 return self._reported(worker, report, now)
             case e.Joined():
@@ -230,6 +238,8 @@ class Router:
         self._let_go(place.key)
         self.index.expire(now)
         waiting = self._waiting(gateway, place, now)
+        if place.key[1] == 0:  # not again
+            self.demand.asked(place.prompt_tokens, waiting.output, now)
         self.binder.enter(waiting, now)
         return self._bind(now)
 
@@ -258,6 +268,7 @@ class Router:
         self, gateway: str, key: Key, reason: str, message: str, retry_after_s: float = 1.0
     ) -> Deliver:
         self.refused += 1
+        self.tally.refused[reason] += 1
         return Deliver(gateway, Refused(key, reason, message, retry_after_s))
 
     def _bind(self, now: float) -> list:
@@ -287,7 +298,7 @@ class Router:
         if self.config.decisions:
             self.decisions.add(self._record(waiting, "refused", now, note=message))
         retry_s = max(1.0, late_s)
-        return self._refuse(waiting.gateway, waiting.key, "overloaded", message, retry_s)
+        return self._refuse(waiting.gateway, waiting.key, "slo_unattainable", message, retry_s)
 
     def _place(self, binding: Binding, now: float) -> Deliver:
         waiting, key = binding.waiting, binding.waiting.key
@@ -311,6 +322,7 @@ class Router:
         computes = binding.prefill or binding.decode
         self.bound[key] = Bound(waiting.gateway, waiting, computes, binding.decode, placed)
         self.placed += 1
+        self.demand.bound(waiting.place.prompt_tokens, binding.hit, now)
         self.hit_tokens += binding.hit
         self.prompt_tokens += waiting.place.prompt_tokens
         return Deliver(waiting.gateway, placed)
@@ -320,6 +332,7 @@ class Router:
         if bound is None or bound.computed:
             return []
         bound.computed = True
+        self.tally.predicted(bound.placed.predicted_ttft_ms / 1e3, now - bound.waiting.arrived)
         worker = bound.prefill
         done = self.fleet.computed(worker, key, now)
         if done and bound.placed.prefill and done[1] > 0:
@@ -394,7 +407,9 @@ class Router:
         self.decisions.add(decision)
         return decision.number
 
-    def statistics(self) -> dict:
+    def statistics(self, now: float | None = None) -> dict:
+        """`now`: goodput's window ends there, not at the last event."""
+        self.goodput.forget(self._now if now is None else now)
         return {
             "term": self.term,
             "active": self.active,
@@ -408,6 +423,7 @@ class Router:
             "prompt_tokens": self.prompt_tokens,
             "index_entries": len(self.index),
             "decisions": self.decisions.count,
+            "goodput": self.goodput.statistics(),
         }
 
     def __repr__(self) -> str:

@@ -7,6 +7,7 @@ over, the best workers with each term of their cost, the rest in one line, the p
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -74,6 +75,10 @@ class Decisions:
         self._by_key[decision.key] = decision
         if len(self._by_key) > self._limit:
             self._by_key.popitem(last=False)
+
+    def latest(self, count: int) -> list[Decision]:
+        """The last ones, newest first."""
+        return list(islice(reversed(self._by_key.values()), count))
 
     def next_number(self) -> int:
         self.count += 1

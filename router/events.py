@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..protos.frames import Key, Over, Place, Report, WorkerCard
+from ..protos.frames import Key, Outcome, Over, Place, Report, WorkerCard
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,13 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class Answered:
+    """A client's request is over, by whatever attempts."""
+
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayJoined:
     gateway: str
 
@@ -80,6 +87,7 @@ Event = (
     | Asked
     | FirstToken
     | Ended
+    | Answered
     | GatewayJoined
     | GatewayLost
     | Outdated

@@ -143,21 +143,22 @@ class Trace:
         return self._copies[copy]
 
     def _named(self, item: Item, copy: int, parts: int, known: dict) -> tuple:
+        shift, shared = copy * COPY, self.shared
         ids = [
-            block if block in self.shared else block + copy * COPY
-            for block in (*item.blocks, *item.answer)
+            block if block in shared else block + shift for block in (*item.blocks, *item.answer)
         ]
         whole, count = item.prompt // self.block_tokens, len(item.blocks)
-        places = [i if i < count else whole + i - count for i in range(len(ids))]
-        names = [
-            known.setdefault((block, place), _names(block, place, parts))
-            for block, place in zip(ids, places, strict=True)
-        ]
-        count = min(item.prompt // HASH_TOKENS, len(item.blocks) * parts)
-        hashes = [b""] * count
-        for position in _positions(count):
-            block, part = divmod(position, parts)
-            hashes[position] = _name(ids[block], part)
+        names = []
+        for index, block in enumerate(ids):
+            place = index if index < count else whole + index - count
+            found = known.get((block, place))
+            if found is None:
+                found = known[block, place] = _names(block, place, parts)
+            names.append(found)
+        size = min(item.prompt // HASH_TOKENS, count * parts)
+        hashes = [b""] * size
+        for position, name in zip(_positions(size), itertools.chain(*names), strict=False):
+            hashes[position] = name
         return ids, names, hashes
 
 
@@ -186,8 +187,10 @@ def _name(block: int, part: int) -> bytes:
 
 
 def _names(block: int, index: int, parts: int) -> tuple[bytes, ...]:
-    """Of the hashes inside block `index` of a prompt, those that the router reads."""
+    """Of the hashes inside block `index` of a prompt, those that the router reads, in order."""
     first = index * parts
+    if first >= FRONT:
+        return tuple(_name(block, part) for part in range(7 - first % 8, parts, 8))
     return tuple(
         _name(block, position - first)
         for position in range(first, first + parts)

@@ -68,7 +68,7 @@ def test_imports_go_down_only() -> None:
 def test_packages_in_pyproject_are_those_in_the_tree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = set(project["tool"]["setuptools"]["packages"])
-    outside = {"tests", "loadtests", "deploy"}
+    outside = {"tests", "deploy"}
     found = {
         "diptych." + ".".join(path.parent.relative_to(ROOT).parts)
         for path in tracked("__init__.py")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 WELCOME = """
   HTTP   {url}/v1   (OpenAI-compatible; model {model!r})
   gRPC   {grpc}   (diptych.v1.Inference)
+  admin  {admin}   (diptych status, scale, flip, drain, top)
 
   try    diptych chat "What is prefill?"
   or     curl {url}/v1/chat/completions -H 'content-type: application/json' \\
@@ -39,11 +40,14 @@ def serve(
     port: Annotated[int | None, typer.Option(help="HTTP port.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="gRPC port.")] = None,
     config: Annotated[Path | None, typer.Option("-c", "--config", help="cluster.yaml")] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Serve on the Ray cluster there, all nodes of it.")
+    ] = None,
     override: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value.")
     ] = None,
 ) -> None:
-    """Start a prefill/decode cluster on this machine and serve MODEL until ^C."""
+    """Start a prefill/decode cluster and serve MODEL until ^C, on this machine or on a Ray cluster."""
     began = time.monotonic()
     flags = {
         "model.path": model,
@@ -57,7 +61,7 @@ def serve(
         settings = load_config(config, {**given, **parse_overrides(override or [])})
         from ..launch import StartError, prepare
 
-        cluster = prepare(settings)
+        cluster = prepare(settings, ray_address)
     except ConfigError as error:
         fail(str(error))
 
@@ -89,4 +93,9 @@ def serve(
 
 def _ports(cluster: Cluster) -> dict[str, object]:
     gateway = cluster.config.gateway
-    return {"grpc": f"{gateway.host}:{gateway.grpc_port}", "model": cluster.checkpoint.name}
+    control = cluster.config.control
+    return {
+        "grpc": f"{gateway.host}:{gateway.grpc_port}",
+        "admin": f"http://{control.host}:{control.port}",
+        "model": cluster.checkpoint.name,
+    }

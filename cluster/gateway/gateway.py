@@ -32,7 +32,6 @@ from ..config import ClusterConfig
 from . import http
 from .answers import Answers
 from .chat import ChatRequest
-from .doctor import Doctor
 from .errors import ApiError
 from .parameters import Limits
 from .plane import Plane
@@ -75,11 +74,10 @@ class Gateway:
         self.started = self.finished = self.good = self.refused = 0
         replica = serve.get_replica_context().replica_id.unique_id
         secret, silence = self.config.secret, self.config.silence_s
-        self.plane = Plane(f"gateway/{replica}", secret, silence, _find_router)
-        self.doctor = Doctor(self.plane, self.config.kv_transfer.transport)
+        self.plane = Plane(f"gateway/{replica}", secret, silence, _find_router, told=self.told)
         place_s = self.config.router.queue_ttl_s + PLACE_MARGIN_S
         attempts = self.config.gateway.max_attempts
-        self._generator = Generator(self.plane, attempts, place_s, self._follow)
+        self._generator = Generator(self.plane, attempts, place_s)
         self._tokenizing = asyncio.Semaphore(TOKENIZERS)
         self._app = http.build(self)
 
@@ -135,11 +133,6 @@ class Gateway:
             mean = sum(gaps) / len(gaps) if gaps else 0.0
             self.good += request.ttft_s * 1e3 <= slo.ttft_ms and mean * 1e3 <= slo.itl_ms
 
-    def _follow(self, key: f.Key, card: f.WorkerCard) -> asyncio.Task:
-        """Serve's view of the stream: one unary call to exactly this replica, for its lifetime."""
-        handle = serve.get_deployment_handle(_deployment(card.home), "diptych")
-        return asyncio.get_running_loop().create_task(_lifetime(handle, key, card.replica))
-
     # ---- state -----------------------------------------------------------------------------------
 
     def missing(self) -> list[str]:
@@ -161,20 +154,13 @@ class Gateway:
             "max_model_len": self.limits.max_model_len,
         }
 
-    async def status(self) -> dict:
-        router, workers = await self.plane.inspect()
-        missing = self.missing()
-        pools = self.config.pools
-        targets = {"prefill": pools.prefill.replicas, "decode": pools.decode.replicas}
-        ready = {home: sum(w["home"] == home for w in workers) for home in targets}
-        short = [home for home, target in targets.items() if ready[home] < target]
+    def told(self) -> dict:
+        """Statistics of this process."""
         return {
-            "state": "degraded" if missing or short or router is None else "healthy",
-            "missing": missing,
+            "id": self.plane.hello.name,
+            "pid": os.getpid(),
             "model": self.model,
-            "gateway": {"id": self.plane.hello.name, "pid": os.getpid()},
             "uptime_s": round(time.time() - self._started, 1),
-            "slo": self.config.slo.model_dump(),
             "requests": {
                 "running": len(self._live),
                 "finished": self.finished,
@@ -183,9 +169,6 @@ class Gateway:
                 "cancelled": self.started - len(self._live) - self.finished - self.refused,
                 "retries": self._generator.retries,
             },
-            "pools": {h: {"ready": ready[h], "target": t} for h, t in targets.items()},
-            "router": router,
-            "workers": workers,
         }
 
     # ---- gRPC ------------------------------------------------------------------------------------
@@ -295,19 +278,5 @@ def _limits(folder: Path, config: ClusterConfig, token_chars: int) -> Limits:
     )
 
 
-def _deployment(home: str) -> str:
-    return {"prefill": "PrefillWorker", "decode": "DecodeWorker"}[home]
-
-
 async def _find_router() -> str:
     return await serve.get_deployment_handle("Router", "diptych").address.remote()
-
-
-async def _lifetime(handle: Any, key: f.Key, replica: str) -> None:
-    """Errors are no news here: the frame connection reports a dead worker first."""
-    try:
-        await handle.lifetime.remote(list(key), _target=replica)
-    except asyncio.CancelledError:
-        raise
-    except Exception as error:
-        log.info("lifetime call of %s ended: %s", key, type(error).__name__)

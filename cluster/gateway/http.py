@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
@@ -12,12 +11,13 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
-from . import sse
 from .api import Api
-from .doctor import parse_size
 from .errors import ApiError
+from .guard import Guard
 from .messages import error_body
+from .schema import REQUEST_ID
 
 if TYPE_CHECKING:
     from .gateway import Gateway
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def build(gateway: Gateway) -> Starlette:
+def build(gateway: Gateway) -> ASGIApp:
     """The ASGI application of one gateway."""
     face, api = _Face(gateway), Api(gateway)
     routes = [
@@ -40,12 +40,11 @@ def build(gateway: Gateway) -> Starlette:
         Route("/v1/models/{model:path}", face.model),
         Route("/health", face.health),
         Route("/ready", face.ready),
-        Route("/admin/v1/cluster", face.cluster),
-        Route("/admin/v1/requests/{request}", face.explain),
-        Route("/admin/v1/doctor", face.doctor, methods=["POST"]),
     ]
     handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _internal}
-    return Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
+    app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
+    body_s = gateway.config.gateway.body_timeout_s
+    return Guard(app, gateway.door, gateway.classes, body_s, _api_error)
 
 
 class _Face:
@@ -67,37 +66,11 @@ class _Face:
         self.gateway.check_model(http.path_params["model"])
         return JSONResponse(self.gateway.model_card())
 
-    async def cluster(self, _: HttpRequest) -> Response:
-        return JSONResponse(await self.gateway.status())
-
-    async def explain(self, http: HttpRequest) -> Response:
-        request = http.path_params["request"]
-        decisions = await self.gateway.plane.explain(request)
-        if decisions is None:
-            raise ApiError("no_capacity", "no router answers")
-        if not decisions:
-            message = f"the router knows no decision about {request} (it keeps the last ones only)"
-            raise ApiError("not_found", message)
-        return JSONResponse({"request": request, "decisions": decisions})
-
-    async def doctor(self, http: HttpRequest) -> Response:
-        """Server-sent events: `{"progress": ..}` while it measures, at last `{"report": ..}`."""
-        events = self.gateway.doctor.run(parse_size(await sse.read_body(http)))
-        first = await anext(events)  # refusals get their own status
-        return sse.EventStream(_told(first, events), {})
-
-
-async def _told(first: dict, events: AsyncGenerator[dict, None]) -> AsyncGenerator[bytes, None]:
-    try:
-        yield sse.event(first)
-        async for event in events:
-            yield sse.event(event)
-    finally:
-        await events.aclose()
-
 
 def _request_id(http: HttpRequest) -> str:
-    return getattr(http.state, "request_id", "")
+    """The one of its answer; of a request that was refused before it had one, the client's."""
+    given = http.headers.get("x-request-id", "")
+    return getattr(http.state, "request_id", given if REQUEST_ID.fullmatch(given) else "")
 
 
 def _body(http: HttpRequest, error: ApiError) -> dict:
@@ -108,7 +81,7 @@ def _body(http: HttpRequest, error: ApiError) -> dict:
 
 
 async def _api_error(http: HttpRequest, error: ApiError) -> Response:
-    return JSONResponse(_body(http, error), error.kind.http, error.headers())
+    return JSONResponse(_body(http, error), error.http, error.headers())
 
 
 async def _http_error(http: HttpRequest, error: HTTPException) -> Response:

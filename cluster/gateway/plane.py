@@ -23,9 +23,16 @@ class Plane:
     """Frames in and out. `watch(key, inbox)` receives everything about one attempt."""
 
     def __init__(
-        self, name: str, secret: str, silence_s: float, find_router: Callable[[], Awaitable[str]]
+        self,
+        name: str,
+        secret: str,
+        silence_s: float,
+        find_router: Callable[[], Awaitable[str]],
+        kind: str = "gateway",
+        told: Callable[[], dict] = dict,
     ) -> None:
-        self.hello = f.Hello(name, "gateway", secret)
+        """`told`: statistics of this process, for whoever asks the router."""
+        self.hello, self._told = f.Hello(name, kind, secret), told
         self._silence_s = silence_s
         self.cards: dict[str, f.WorkerCard] = {}
         self._workers: dict[str, Connection] = {}
@@ -103,6 +110,8 @@ class Plane:
                 self._update(cards if settled else {**self.cards, **cards})
             case f.Statistics(call, values):
                 self._answer(call, values)
+            case f.Inspect(call):
+                self.link.send(f.Statistics(call, self._told()))
 
     def _update(self, cards: dict[str, f.WorkerCard]) -> None:
         for name in self.cards.keys() - cards.keys():
@@ -179,13 +188,29 @@ class Plane:
 
     async def explain(self, request: str) -> list[dict] | None:
         """The router's decisions about a client's request; None: there is no router."""
+        return await self._decisions(lambda call: f.Inspect(call, request))
+
+    async def latest(self, count: int) -> list[dict] | None:
+        """The router's last decisions, newest first; None: there is no router."""
+        return await self._decisions(lambda call: f.Inspect(call, latest=count))
+
+    async def _decisions(self, frame: Callable[[int], f.Inspect]) -> list[dict] | None:
         if not self.link.connected:
             return None
         try:
-            answer = await self._ask(self.link, lambda call: f.Inspect(call, request))
+            return (await self._ask(self.link, frame))["decisions"]
         except TimeoutError:
             return None
-        return answer["decisions"]
+
+    async def steer(self, worker: str, role: str, hand_over: bool) -> dict | None:
+        """A worker's answer to `Steer`; None: it is gone."""
+        if not self.connected(worker):
+            return None
+        try:
+            asked = lambda call: f.Steer(call, role, hand_over)  # noqa: E731
+            return await self._ask(self._workers[worker], asked)
+        except TimeoutError:
+            return None
 
     async def probe(
         self, worker: str, limit_s: float, peer: str | None = None, **fields: Any

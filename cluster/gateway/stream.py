@@ -1,10 +1,10 @@
 """One request from placement to its last token, over as many attempts as it takes.
 
 Life of an attempt: Place -> Placed -> Prefill and Decode sent in parallel -> the first token comes
-from the prefill worker, the others from the decode worker. When a worker fails or dies, the request
-is placed again as a new attempt; tokens are a function of (ids, parameters, seed, position), so the
-new attempt repeats them, and the journals drop what the client has already: each of the `n`
-answers has its own.
+from the prefill worker, the others from the decode worker. When a worker fails, dies or hands over,
+the request is placed again as a new attempt, with the prompt and what was generated so far (the
+journal): tokens are a function of (ids, parameters, seed, position), so the answer goes on at the
+next token as if nothing had happened. Of several answers each then goes on by itself.
 """
 
 from __future__ import annotations
@@ -15,18 +15,26 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
 
+import msgspec
+
+from ...engine.sequence import alone
+from ...kv_transfer.identity import HASH_TOKENS, block_hashes
 from ...protos import frames as f
 from .errors import ApiError
 from .plane import Plane
+from .terms import Terms
 
 log = logging.getLogger(__name__)
 
 #: failures of the request itself: another attempt would fail the same way
 FINAL = {"context_length_exceeded"}
-LINGER_S = 5.0  #: for the lifetime call of an answer that ended
-BACKOFF_S = 0.02  #: before the second attempt; doubles with each
+#: the worker is fine and wants it elsewhere: at once, and not one of the attempts that may fail
+MOVED = {f.HANDOVER, "draining", "wrong_role"}
+HANDOVERS_MAX = 16  #: of one request
+BACKOFF_S = 0.02  #: after the first failed attempt; doubles with each
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +82,8 @@ class Request:
     ids: list[int]
     hashes: list[bytes]
     sampling: f.Sampling
+    salt: bytes = b""  #: the parent of the first of `hashes`
+    terms: Terms = field(default_factory=Terms)
     wire: str = ""  #: id on the wire: unique, as clients use theirs again
     answers: list[Answer] = field(default_factory=list)
     prompt: list[f.Token] = field(default_factory=list)  #: with logprobs, if asked for
@@ -81,6 +91,7 @@ class Request:
     hit_tokens: int = 0
     attempts: int = 0
     moved: f.Moved | None = None  #: of the last attempt that had a transfer
+    given: int = 0  #: tokens of the answer that this attempt begins with
     failures: list[f.Failed] = field(default_factory=list)
     arrived: float = field(default_factory=time.monotonic)
     placed: float = 0.0
@@ -88,8 +99,55 @@ class Request:
     scored: int = 0  #: ids of the prompt that this attempt gave logprobs of
 
     def __post_init__(self) -> None:
-        self.wire = f"{self.id}~{secrets.token_hex(4)}"
-        self.answers = [Answer() for _ in range(self.sampling.n)]
+        self.wire = self.wire or f"{self.id}~{secrets.token_hex(4)}"
+        self.answers = self.answers or [Answer() for _ in range(self.sampling.n)]
+
+    def begin(self) -> f.Key:
+        """The next attempt: it goes on where the answer is, if there is one only."""
+        key = self.wire, self.attempts
+        self.attempts += 1
+        self.begun.clear()
+        self.scored = 0
+        self.given = len(self.answers[0].journal) if len(self.answers) == 1 else 0
+        for answer in self.answers:
+            answer.early.clear()
+        return key
+
+    def part(self, index: int) -> Request:
+        """One of several answers as a request of its own. Journal and failures are shared."""
+        return Request(
+            self.id,
+            self.ids,
+            self.hashes,
+            _without_prompt(alone(self.sampling, index)),
+            self.salt,
+            self.terms,
+            wire=f"{self.wire}.{index}.{self.attempts}",  # it may be taken apart again
+            answers=[self.answers[index]],
+            prompt=self.prompt,
+            route=self.route,
+            hit_tokens=self.hit_tokens,
+            failures=self.failures,
+            arrived=self.arrived,
+            placed=self.placed,
+        )
+
+    def known(self) -> tuple[list[int], list[bytes], f.Sampling]:
+        """Prompt and answer so far, their hashes, and what is sampled by."""
+        if not self.given:
+            return self.ids, self.hashes, self.sampling
+        ids = self.ids + [token.id for token in self.answers[0].journal]
+        hashes = self.hashes
+        if hashes or self.salt:
+            parent, begun = hashes[-1] if hashes else self.salt, len(hashes) * HASH_TOKENS
+            hashes = hashes + block_hashes(ids[begun:], parent)
+        return ids, hashes, _without_prompt(self.sampling)
+
+    @property
+    def waited_s(self) -> float:
+        """For its next token."""
+        times = [answer.times[-1] for answer in self.answers if answer.times]
+        return time.monotonic() - max(times, default=self.arrived)
 
     @property
     def first_is_out(self) -> bool:
@@ -125,69 +183,155 @@ class Request:
         return [later - earlier for earlier, later in pairs]
 
 
-class Generator:
-    """Runs requests over the plane. `follow(key, card)` opens Serve's lifetime call, if any."""
+@dataclass(slots=True)
+class Tries:
+    """What the failed attempts of a request mean for its next one."""
 
-    def __init__(
-        self,
-        plane: Plane,
-        max_attempts: int,
-        place_s: float,
-        follow: Callable[[f.Key, f.WorkerCard], asyncio.Task] | None = None,
-    ) -> None:
-        self.plane, self.max_attempts, self.follow = plane, max_attempts, follow
+    most: int  #: attempts that may fail
+    failed: int = 0
+    moved: int = 0  #: attempts that a worker handed over
+    avoid: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        return self.failed >= self.most or self.moved > HANDOVERS_MAX
+
+    @property
+    def local(self) -> bool:
+        """The last attempt does without a transfer."""
+        return 0 < self.failed == self.most - 1
+
+    def take(self, failed: f.Failed, placed: f.Placed) -> float:
+        """Seconds to wait before the next attempt: none when somebody else can go on at once."""
+        again = failed.worker in self.avoid
+        if failed.reason.removeprefix("kv_") in MOVED:
+            self.moved += 1
+            self.avoid.append(failed.worker)
+            return BACKOFF_S * 2 ** min(self.moved, 6) if again else 0.0
+        self.failed += 1
+        if failed.reason == "worker_lost":
+            self.lost.append(failed.worker)
+            return 0.0 if self.failed == 1 else BACKOFF_S * 2 ** (self.failed - 1)
+        self.avoid.append(failed.worker)
+        if "peer_lost" in failed.reason:  # which end is to blame is not known
+            self.avoid += [placed.prefill or "", placed.decode]
+        return BACKOFF_S * 2 ** (self.failed - 1)
+
+
+class Generator:
+    """Runs requests over the plane."""
+
+    def __init__(self, plane: Plane, max_attempts: int, place_s: float) -> None:
+        self.plane, self.max_attempts = plane, max_attempts
         self.place_s = place_s  #: longest wait for the router's answer
-        self.retries = 0
+        self.retries = self.handovers = 0
 
     async def run(self, request: Request) -> AsyncGenerator[list[News], None]:
         """What is new as it comes, several tokens at once when they queued up. Raises ApiError.
 
-        Between two results the caller may `cut` answers; none goes on when all have ended.
+        Between two results the caller may `cut` answers; none goes on when all have ended. A
+        request that was left half-way goes on where it was.
         """
-        avoid: list[str] = []
-        lost: list[str] = []
-        for attempt in range(self.max_attempts):
-            request.attempts = attempt + 1
-            request.begun.clear()
-            request.scored = 0
-            for answer in request.answers:
-                answer.early.clear()
-            key = (request.wire, attempt)
-            local = attempt > 0 and attempt == self.max_attempts - 1
+        runs = self._run(request, Tries(self.max_attempts))
+        async with aclosing(runs):
+            async for news in runs:
+                yield news
+
+    async def _run(self, request: Request, tries: Tries) -> AsyncGenerator[list[News], None]:
+        while not request.ended:
+            if len(request.answers) > 1 and request.generated:
+                parts = self._apart(request, tries)
+                async with aclosing(parts):
+                    async for news in parts:
+                        yield news
+                return
+            key = request.begin()
             inbox = self.plane.watch(key)
-            follower: list[asyncio.Task] = []
+            failures = len(request.failures)
             try:
-                gone = [worker for worker in lost if not self.plane.connected(worker)]
-                placed = await self._place(request, key, inbox, ([*avoid], gone, local))
-                async for news in self._attempt(request, key, placed, inbox, follower):
+                placed = await self._place(request, key, inbox, tries)
+                async for news in self._attempt(request, key, placed, inbox):
                     yield news
-                if request.ended:
-                    return
             finally:
-                self.plane.forget(_outcome(request, key), abort=not _complete(request))
-                for task in follower:  # an answer that ended ends its call too, soon
-                    loop = asyncio.get_running_loop()
-                    loop.call_later(LINGER_S if request.ended else 0.0, task.cancel)
-            failed = request.failures[-1]
-            log.warning("%s: attempt %d failed: %s", request.id, attempt, failed)
-            (lost if failed.reason == "worker_lost" else avoid).append(failed.worker)
-            if "peer_lost" in failed.reason:  # which end is to blame is not known
-                avoid += [placed.prefill or "", placed.decode]
-            self.retries += 1
-            await asyncio.sleep(BACKOFF_S * 2**attempt)
-        tried = "; ".join(f"{failed.worker}: {failed.reason}" for failed in request.failures)
-        raise ApiError("kv_transfer_failed", f"gave up after {request.attempts} attempts: {tried}")
+                failed = request.failures[failures] if len(request.failures) > failures else None
+                over = _outcome(request, key, failed.reason if failed else "cancelled")
+                self.plane.forget(over, abort=not _complete(request))
+            if failed and not request.ended:
+                await self._again(request, key, tries, tries.take(failed, placed))
+
+    async def _again(self, request: Request, key: f.Key, tries: Tries, pause_s: float) -> None:
+        """Before the next attempt. Raises ApiError when there is none."""
+        failed = request.failures[-1]
+        moved = failed.reason.removeprefix("kv_") in MOVED
+        self.handovers += moved
+        self.retries += not moved
+        log.log(
+            logging.INFO if moved else logging.WARNING,
+            "%s: attempt %d ended after %d tokens: %s",
+            *(request.id, key[1], request.generated, failed),
+        )
+        if tries.over:
+            tried = "; ".join(f"{one.worker}: {one.reason}" for one in request.failures)
+            message = f"gave up after {request.attempts} attempts: {tried}"
+            raise ApiError("kv_transfer_failed", message)
+        await asyncio.sleep(pause_s)
+
+    async def _apart(self, request: Request, tries: Tries) -> AsyncGenerator[list[News], None]:
+        """Several answers that have begun go on each by itself, as their ids differ by now."""
+        parts = {i: request.part(i) for i, one in enumerate(request.answers) if not one.ended}
+        queue: asyncio.Queue[list[News] | Exception | None] = asyncio.Queue(2 * len(parts))
+        loop = asyncio.get_running_loop()
+        tasks = [loop.create_task(self._pump(i, one, tries, queue)) for i, one in parts.items()]
+        try:
+            running = len(tasks)
+            while running:
+                news = await queue.get()
+                if isinstance(news, Exception):
+                    raise news
+                if news is None:
+                    running -= 1
+                else:
+                    yield news
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pump(self, index: int, part: Request, tries: Tries, queue: asyncio.Queue) -> None:
+        own = replace(tries, avoid=[*tries.avoid], lost=[*tries.lost])
+        try:
+            async with aclosing(self._run(part, own)) as batches:
+                async for batch in batches:
+                    await queue.put([News(index, one.tokens, one.finish) for one in batch])
+            await queue.put(None)
+        except Exception as error:  # told to who waits for the answers
+            await queue.put(error)
 
     async def _place(
         self,
         request: Request,
         key: f.Key,
         inbox: asyncio.Queue,
-        wishes: tuple[list[str], list[str], bool],
+        tries: Tries,
     ) -> f.Placed:
-        size, most = len(request.ids), request.sampling.max_tokens
-        waited = time.monotonic() - request.arrived
-        place = f.Place(key, size, most, request.hashes, *wishes, waited_s=waited)
+        ids, hashes, sampling = request.known()
+        most = sampling.max_tokens - request.given
+        lost = [worker for worker in tries.lost if not self.plane.connected(worker)]
+        wishes = [*tries.avoid], lost, tries.local
+        terms = request.terms
+        place = f.Place(
+            key,
+            len(ids),
+            most,
+            hashes,
+            *wishes,
+            tenant=terms.tenant,
+            slo_class=terms.slo_class,
+            ttft_s=terms.ttft_s,
+            itl_s=terms.itl_s,
+            waited_s=request.waited_s,
+        )
         self.plane.place(place)
         try:
             async with asyncio.timeout(self.place_s):
@@ -210,13 +354,15 @@ class Generator:
         key: f.Key,
         placed: f.Placed,
         inbox: asyncio.Queue,
-        follower: list[asyncio.Task],
     ) -> AsyncGenerator[list[News], None]:
         """What is new in one attempt; ends when all answers do, or with a new `failures`."""
-        common = key, placed.term, request.ids, request.sampling
-        first = placed.fetch, placed.deadline_s  #: of whoever computes the prompt
+        ids, _, sampling = request.known()
+        common = key, placed.term, ids, sampling
+        given = request.given
+        first = placed.fetch, placed.deadline_s, given  #: for whoever computes the prompt
         if placed.prefill:
-            self.plane.submit(placed.decode, f.Decode(*common, placed.prefill))
+            decode = f.Decode(*common, placed.prefill, given=given)
+            self.plane.submit(placed.decode, decode)
             self.plane.submit(placed.prefill, f.Prefill(*common, placed.decode, *first))
         else:
             self.plane.submit(placed.decode, f.Decode(*common, None, *first))
@@ -238,9 +384,6 @@ class Generator:
             if request.first_is_out and not told:
                 told = True
                 self.plane.link.send(f.Prefilled(key))
-                card = self.plane.cards.get(placed.decode)
-                if self.follow and card and not request.ended:
-                    follower.append(self.follow(key, card))
 
     def _sort(
         self, request: Request, placed: f.Placed, frames: list
@@ -264,7 +407,7 @@ def _take(request: Request, frame: f.Tokens) -> list[News]:
     if frame.prompt:  # one worker sends these, in order
         request.prompt += frame.prompt[max(0, len(request.prompt) - request.scored) :]
         request.scored += len(frame.prompt)
-    if frame.tokens and frame.offset == 0:
+    if frame.tokens and frame.offset == request.given:
         request.begun.add(frame.index)
     answer = request.answers[frame.index]
     was_ended = answer.ended
@@ -275,15 +418,21 @@ def _take(request: Request, frame: f.Tokens) -> list[News]:
     return [News(frame.index, tokens, answer.finish)]
 
 
+def _without_prompt(sampling: f.Sampling) -> f.Sampling:
+    """The prompt's logprobs came with the first token, at the latest."""
+    if sampling.prompt_logprobs is None:
+        return sampling
+    return msgspec.structs.replace(sampling, prompt_logprobs=None)
+
+
 def _complete(request: Request) -> bool:
     """The workers have nothing more to do for it."""
     return all(answer.finish for answer in request.answers)
 
 
-def _outcome(request: Request, key: f.Key) -> f.Over:
+def _outcome(request: Request, key: f.Key, failed: str) -> f.Over:
     """What came of an attempt, for the router's records."""
     gaps, ttft = sorted(request.gaps_s), request.ttft_s
-    failed = request.failures[key[1]].reason if len(request.failures) > key[1] else "cancelled"
     moved = request.moved if request.moved and request.moved.key == key else None
     return f.Over(
         key,

@@ -34,9 +34,7 @@ class Bench:
 
     async def open(self, role: str, name: str = "") -> Node:
         name = name or f"{role}/x"
-        node = Node(
-            name, role, self.config, self.folder, self._sent, lambda key: None, lambda seen: None
-        )
+        node = Node(name, role, self.config, self.folder, self._sent, lambda seen: None)
         node.cards = await node.start("127.0.0.1")
         for other in self.nodes.values():
             other.add_peer(name, node.cards)

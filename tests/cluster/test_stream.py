@@ -8,9 +8,12 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from diptych.cluster.gateway.errors import ApiError
-from diptych.cluster.gateway.stream import Generator, Request
+from diptych.cluster.gateway.stream import HANDOVERS_MAX, Generator, Request, Tries
+from diptych.engine.sequence import alone
+from diptych.kv_transfer.identity import block_hashes
 from diptych.protos import frames as f
 
 
@@ -19,12 +22,11 @@ class ScriptedPlane:
 
     def __init__(self, script: Callable[[ScriptedPlane, Any], None]) -> None:
         self.script, self.link, self.cards = script, self, {}
-        self.inbox: asyncio.Queue = asyncio.Queue()
+        self.inboxes: dict[f.Key, asyncio.Queue] = {}
         self.said: list = []
 
     def watch(self, key: f.Key) -> asyncio.Queue:
-        self.inbox = asyncio.Queue()
-        return self.inbox
+        return self.inboxes.setdefault(key, asyncio.Queue())
 
     def place(self, frame: f.Place) -> None:
         self.said.append(frame)
@@ -45,7 +47,7 @@ class ScriptedPlane:
 
     def put(self, *frames: Any) -> None:
         for frame in frames:
-            self.inbox.put_nowait(frame)
+            self.inboxes[frame.key].put_nowait(frame)
 
 
 def placed(key: f.Key, local: bool = False) -> f.Placed:
@@ -97,7 +99,7 @@ def test_tokens_that_overtake_the_first_one_wait_for_it() -> None:
     assert got == [10, 11, 12] and request.finish == "length"
 
 
-def test_a_second_attempt_repeats_nothing_and_loses_nothing() -> None:
+def test_a_second_attempt_goes_on_at_the_next_token() -> None:
     def script(plane: ScriptedPlane, frame: Any) -> None:
         if isinstance(frame, f.Place):
             plane.put(placed(frame.key))
@@ -105,13 +107,16 @@ def test_a_second_attempt_repeats_nothing_and_loses_nothing() -> None:
             plane.put(tokens(frame.key, 0, 10), tokens(frame.key, 1, 11))
             plane.put(f.Failed(frame.key, "d", "worker_lost"))
         elif isinstance(frame, f.Prefill):
-            plane.put(tokens(frame.key, 0, 10), tokens(frame.key, 1, 11, 12))
-            plane.put(tokens(frame.key, 3, 13, finish="stop"))
+            plane.put(tokens(frame.key, 3, 13, finish="stop"), tokens(frame.key, 2, 12))
 
     got, plane, request = run(script)
     assert got == [10, 11, 12, 13] and request.attempts == 2
     places = [frame for frame in plane.said if isinstance(frame, f.Place)]
     assert [place.lost for place in places] == [[], ["d"]], "a dead worker is not asked again"
+    assert [(place.prompt_tokens, place.max_tokens) for place in places] == [(3, 8), (5, 6)]
+    again = [frame for frame in plane.said if isinstance(frame, f.Prefill | f.Decode)][2:]
+    assert [(one.ids, one.given) for one in again] == [([1, 2, 3, 10, 11], 2)] * 2
+    assert all(one.sampling == f.Sampling(8) for one in again), "limits are of the whole answer"
     assert ("aborted", ("r", 0)) in plane.said, "the other worker is told of the failed attempt"
     first, second = (frame for frame in plane.said if isinstance(frame, f.Over))
     assert (first.reason, first.tokens, second.reason, second.tokens) == (
@@ -121,7 +126,72 @@ def test_a_second_attempt_repeats_nothing_and_loses_nothing() -> None:
         4,
     )
     assert (second.ttft_ms or 0) >= 0 and (second.itl_p99_ms or -1) >= 0
-    assert places[1].waited_s > places[0].waited_s >= 0, "a retry keeps its deadline"
+
+
+def test_a_retry_keeps_its_deadline_until_it_has_a_token() -> None:
+    def script(plane: ScriptedPlane, frame: Any) -> None:
+        if isinstance(frame, f.Place):
+            plane.put(placed(frame.key))
+        elif isinstance(frame, f.Prefill) and frame.key[1] < 2:
+            plane.put(*[tokens(frame.key, 0, 10)] * frame.key[1])
+            plane.put(f.Failed(frame.key, "d", "kv_checksum"))
+        elif isinstance(frame, f.Prefill):
+            plane.put(tokens(frame.key, 1, 11, finish="stop"))
+
+    first, second, third = (one for one in run(script)[1].said if isinstance(one, f.Place))
+    assert second.waited_s > first.waited_s >= 0, "since it arrived"
+    # after the second failure there is a pause of 2 * 20 ms; no more than that is since the token
+    assert third.waited_s >= 0.04
+
+
+def test_hashes_go_on_into_the_journal() -> None:
+    ids = list(range(100))
+    request = Request("r", ids, block_hashes(ids, b"salt"), f.Sampling(99), b"salt")
+    request.begin()
+    assert request.known() == (ids, request.hashes, request.sampling)
+    request.answers[0].journal = [f.Token(one) for one in range(100, 140)]
+    request.begin()
+    whole = list(range(140))
+    assert request.known() == (whole, block_hashes(whole, b"salt"), request.sampling)
+    assert request.given == 40 and request.ids == ids
+
+
+@pytest.mark.parametrize("reason", ["handover", "draining", "wrong_role", "kv_handover"])
+def test_a_stream_that_is_handed_over_does_not_count_as_failed(reason: str) -> None:
+    """Nine workers in turn, where three attempts may fail."""
+
+    def script(plane: ScriptedPlane, frame: Any) -> None:
+        attempt = frame.key[1]
+        if isinstance(frame, f.Place):
+            plane.put(f.Placed(frame.key, 1, "p", f"d{attempt}", 0, 0.0))
+        elif isinstance(frame, f.Prefill):
+            plane.put(tokens(frame.key, attempt, attempt, finish="stop" if attempt == 9 else None))
+            plane.put(f.Failed(frame.key, f"d{attempt}", reason))
+
+    got, plane, request = run(script, 3)
+    assert got == list(range(10)) and request.attempts == 10
+    places = [frame for frame in plane.said if isinstance(frame, f.Place)]
+    assert places[9].avoid == [f"d{number}" for number in range(9)]
+    assert not any(place.lost or place.local for place in places)
+
+
+def test_handovers_are_bounded_too() -> None:
+    def script(plane: ScriptedPlane, frame: Any) -> None:
+        if isinstance(frame, f.Place):
+            plane.put(f.Placed(frame.key, 1, "p", f"d{frame.key[1]}", 0, 0.0))
+        elif isinstance(frame, f.Prefill):
+            plane.put(f.Failed(frame.key, f"d{frame.key[1]}", "handover"))
+
+    with pytest.raises(ApiError, match=f"gave up after {HANDOVERS_MAX + 1} attempts"):
+        run(script)
+
+
+def test_a_worker_that_hands_over_twice_is_asked_again_after_a_pause() -> None:
+    tries = Tries(3)
+    where = f.Placed(("r", 0), 1, "p", "d", 0, 0.0)
+    pauses = [tries.take(f.Failed(("r", 0), "d", "handover"), where) for _ in range(4)]
+    assert pauses == [0.0, 0.08, 0.16, 0.32]
+    assert tries.failed == 0 and not tries.over
 
 
 def test_a_prefill_worker_lost_after_the_first_token_is_no_failure() -> None:
@@ -173,26 +243,49 @@ def test_two_runs_of_one_request_id_are_different_attempts_on_the_wire() -> None
     assert first.wire != second.wire and first.id == second.id
 
 
+SEVERAL = f.Sampling(16, n=3, seed=7, prompt_logprobs=0)
+
+
 def repeated(answers: list[list[int]], order: random.Random) -> Callable:
-    """Attempts that fail after some frames; each repeats all answers, in any order of frames."""
+    """Attempts that fail after some frames, which come in any order.
+
+    An attempt without a journal gives all answers, any other the rest of one.
+    """
+    left = {"r": 2} | {str(index): 2 for index in range(len(answers))}
+
+    def rest(key: f.Key, ids: list[int], at: int, index: int) -> list[f.Tokens]:
+        told, first = [], at
+        while at < len(ids):
+            size = 1 if at == first else order.randint(1, 3)
+            end = "stop" if at + size >= len(ids) else None
+            piece = [f.Token(one) for one in ids[at : at + size]]
+            told.append(f.Tokens(key, at, piece, end, index))
+            at += size
+        return told
 
     def script(plane: ScriptedPlane, frame: Any) -> None:
         if isinstance(frame, f.Place):
             plane.put(placed(frame.key))
         elif isinstance(frame, f.Prefill):
-            scored = [f.Tokens(frame.key, 0, [], prompt=[f.Token(one, -1.0)]) for one in (2, 3)]
-            told = []
-            for index, ids in enumerate(answers):
-                at = 0
-                while at < len(ids):
-                    size = 1 if at == 0 else order.randint(1, 3)
-                    end = "stop" if at + size >= len(ids) else None
-                    piece = [f.Token(one) for one in ids[at : at + size]]
-                    told.append(f.Tokens(frame.key, at, piece, end, index))
-                    at += size
-            order.shuffle(told)
-            told = [*scored, *told]
-            if frame.key[1] < 2:
+            _, _, part = frame.key[0].partition(".")
+            of = part.partition(".")[0] or "r"
+            if part:
+                assert (frame.sampling.n, frame.sampling.prompt_logprobs) == (1, None)
+                assert frame.sampling == msgspec.structs.replace(
+                    alone(SEVERAL, int(of)), prompt_logprobs=None
+                )
+                ids = answers[int(of)]
+                assert frame.ids == [1, 2, 3, *ids[: frame.given]]
+                told = rest(frame.key, ids, frame.given, 0)
+                order.shuffle(told)
+            else:
+                assert frame.given == 0 and frame.ids == [1, 2, 3]
+                scored = [f.Tokens(frame.key, 0, [], prompt=[f.Token(i, -1.0)]) for i in (2, 3)]
+                told = [one for i, ids in enumerate(answers) for one in rest(frame.key, ids, 0, i)]
+                order.shuffle(told)
+                told = [*scored, *told]
+            left[of] -= 1
+            if left[of] >= 0:
                 told = told[: order.randint(0, len(told) - 1)]
                 told.append(f.Failed(frame.key, "d", "worker_lost"))
             plane.put(*told)
@@ -201,11 +294,10 @@ def repeated(answers: list[list[int]], order: random.Random) -> Callable:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_each_answer_has_its_own_journal_over_all_attempts(seed: int) -> None:
+def test_each_answer_goes_on_by_itself_after_a_failure(seed: int) -> None:
     order = random.Random(seed)
     answers = [[index * 100 + at for at in range(order.randint(1, 9))] for index in range(3)]
-    sampling = f.Sampling(16, n=3, prompt_logprobs=0)
-    got, _, request = run(repeated(answers, order), 4, sampling)
+    got, _, request = run(repeated(answers, order), 6, SEVERAL)
     assert sorted(got) == sorted(one for ids in answers for one in ids), "lost or told twice"
     assert [[one.id for one in answer.journal] for answer in request.answers] == answers
     assert all(got.index(a) < got.index(b) for ids in answers for a, b in itertools.pairwise(ids))

@@ -120,6 +120,6 @@ def test_versions_and_constants_agree_with_the_code() -> None:
     assert made["spec"]["rayClusterConfig"]["rayVersion"] == ray.split("==")[1]
     text = made["spec"]["serveConfigV2"]
     assert set(re.findall(r"num_cpus: (\S+)", text)) == {str(app.CPUS)}
-    assert yaml.safe_load(text)["applications"][0]["name"] == app.APP
+    assert yaml.safe_load(text)["applications"][0]["name"] == APP
     env = made["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]
     assert app.SECRET in [entry["name"] for entry in env["env"]]

@@ -325,7 +325,7 @@ def test_only_a_class_that_wants_it_is_refused_early() -> None:
     rig.send(e.Tick(), after=2.0)
     assert list(rig.refused) == ["sheddable"]
     refused = rig.refused["sheddable"]
-    assert refused.reason == "overloaded" and refused.retry_after_s >= 1.0
+    assert refused.reason == "slo_unattainable" and refused.retry_after_s >= 1.0
     assert rig.router.statistics()["waiting"] == 1
 
 

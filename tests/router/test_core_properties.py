@@ -77,7 +77,7 @@ class World(RuleBasedStateMachine):
             elif isinstance(frame, Refused):
                 assert self.fate[frame.key] == "waiting" and action.peer == self.owner[frame.key]
                 early = self.places[frame.key].slo_class == "sheddable"
-                assert frame.retry_after_s > 0 and (frame.reason != "overloaded" or early)
+                assert frame.retry_after_s > 0 and (frame.reason != "slo_unattainable" or early)
                 self.fate[frame.key] = "over"
                 self.told["refused"] += 1
         return actions

@@ -1,0 +1,150 @@
+"""The Control deployment: where operators talk to the cluster. One replica, on Ray's head node.
+
+It has an HTTP server and a port of its own, so that whoever may ask for tokens may not change the
+cluster. It holds no state that matters: sizes are Serve's, roles are the workers' own. While it is
+away requests are served as before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import Any
+
+from ray import serve
+
+from ..config import ClusterConfig
+from ..gateway.errors import ApiError
+from ..gateway.plane import Plane
+from . import http, orders
+from .doctor import Doctor
+from .kuberay import pools_here
+from .serve import ScaleError, Seen
+from .status import summarize
+
+ACTIONS = 200  #: that are remembered
+
+
+class Control:
+    """Answers and carries out what operators ask; `http` is its face."""
+
+    async def __init__(self, config: dict) -> None:  # type: ignore[misc]
+        self.config = ClusterConfig.model_validate(config)
+        replica = serve.get_replica_context().replica_id.unique_id
+        secret, silence = self.config.secret, self.config.silence_s
+        self.plane = Plane(f"control/{replica}", secret, silence, _find_router, "control")
+        self.doctor = Doctor(self.plane, self.config.kv_transfer.transport)
+        self.pools = pools_here()
+        self.actions = deque[dict[str, Any]](maxlen=ACTIONS)
+        self._number = 0
+        self._orders = asyncio.Lock()  #: one order at a time: each is judged by what is
+        settings = self.config.control
+        self._server = http.Server(http.build(self), settings.host, settings.port)
+        await self._server.start()
+
+    def check_health(self) -> None:
+        self._server.check()
+
+    async def __del__(self) -> None:
+        await self._server.stop()
+
+    # ---- what is ---------------------------------------------------------------------------------
+
+    async def status(self) -> dict[str, Any]:
+        (router, workers), seen = await asyncio.gather(self.plane.inspect(), self._seen())
+        return summarize(self.config, seen, router, workers)
+
+    async def _seen(self) -> dict[str, Seen]:
+        return await self.pools.seen()
+
+    async def workers(self) -> list[dict[str, Any]]:
+        return (await self.plane.inspect())[1]
+
+    def targets(self) -> list[dict[str, Any]]:
+        """Prometheus http_sd: where the processes export their metrics."""
+        return []
+
+    # ---- orders ----------------------------------------------------------------------------------
+
+    async def scale(self, counts: dict[str, int], dry_run: bool) -> dict[str, Any]:
+        """Sets numbers of replicas; returns when Serve (or KubeRay) has taken the order."""
+        async with self._orders:
+            refusal = orders.scale_refusal(self.config, counts)
+            if refusal:
+                raise ApiError("invalid_request", refusal)
+            seen = await self.pools.seen()
+            changes = orders.scaling({pool: one.target for pool, one in seen.items()}, counts)
+            changed = {one.pool: one.after for one in changes if one.before != one.after}
+            told = {
+                "changes": [one._asdict() for one in changes],
+                "says": ", ".join(map(str, changes)),
+                "undo": orders.undo(changes),
+                "dry_run": dry_run,
+            }
+            if changed and not dry_run:
+                try:
+                    await self.pools.resize(changed)
+                except ScaleError as error:
+                    raise ApiError("no_capacity", str(error)) from None
+                self._note("scale", told["says"])
+            return told
+
+    async def drain(self, name: str, force: bool, hand_over: bool, dry_run: bool) -> dict[str, Any]:
+        """Nothing new for these workers; what runs there ends there, or goes on elsewhere."""
+        async with self._orders:
+            workers, victims = await self._find(name)
+            refusal = orders.drain_refusal(workers, victims)
+            if refusal and not force:
+                raise ApiError("refused", f"{refusal} (or --force)")
+            return await self._steer_all("drain", victims, lambda _: "", hand_over, dry_run)
+
+    async def undrain(self, name: str, dry_run: bool) -> dict[str, Any]:
+        async with self._orders:
+            _, victims = await self._find(name)
+            return await self._steer_all("undrain", victims, lambda w: w["role"], False, dry_run)
+
+    async def flip(self, name: str, role: str, dry_run: bool) -> dict[str, Any]:
+        """Another role for one worker; returns when it has begun."""
+        if role not in orders.ROLES:
+            raise ApiError("invalid_request", f"to {role!r}: expected prefill or decode")
+        async with self._orders:
+            workers, found = await self._find(name)
+            if len(found) != 1:
+                raise ApiError("invalid_request", f"{name} names {len(found)} workers, not one")
+            refusal = orders.flip_refusal(self.config, workers, found[0], role)
+            if refusal:
+                raise ApiError("refused", refusal)
+            return await self._steer_all(f"flip to {role}", found, lambda _: role, True, dry_run)
+
+    async def _find(self, name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        workers = await self.workers()
+        found = orders.find(workers, name)
+        if not found:
+            known = ", ".join(sorted(worker["id"] for worker in workers)) or "nobody"
+            raise ApiError("not_found", f"no worker {name}; there are {known}")
+        return workers, found
+
+    async def _steer_all(
+        self, what: str, workers: list[dict[str, Any]], role: Any, hand_over: bool, dry_run: bool
+    ) -> dict[str, Any]:
+        told = {"replicas": [worker["id"] for worker in workers], "dry_run": dry_run}
+        told["before"] = {worker["id"]: worker["role"] for worker in workers}
+        for worker in [] if dry_run else workers:
+            answer = await self.plane.steer(worker["id"], role(worker), hand_over)
+            if answer is None:
+                raise ApiError("no_capacity", f"{worker['id']} does not answer")
+            if answer.get("refused"):
+                raise ApiError("refused", f"{worker['id']}: {answer['refused']}")
+            self._note(what, worker["id"])
+        return told
+
+    def _note(self, what: str, about: str) -> None:
+        self._number += 1
+        self.actions.append(
+            {"number": self._number, "at": time.time(), "what": what, "about": about}
+        )
+
+
+async def _find_router() -> str:
+    return await serve.get_deployment_handle("Router", "diptych").address.remote()

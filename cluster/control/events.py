@@ -1,0 +1,31 @@
+"""The live feed of a cluster: snapshots, the router's decisions, operators' orders."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
+
+from ..gateway import sse
+
+if TYPE_CHECKING:
+    from .control import Control
+
+EVERY_S = 1.0
+DECISIONS = 50  #: at most, between two snapshots
+
+
+async def events(control: Control) -> AsyncGenerator[bytes, None]:
+    """`cluster`: the status, each second; `decision`: each one; `action`: each order, once."""
+    told, orders = 0, 0
+    while True:
+        yield sse.event(await control.status(), "cluster")
+        for decision in reversed(await control.plane.latest(DECISIONS) or []):
+            if decision["number"] > told:
+                told = decision["number"]
+                yield sse.event(decision, "decision")
+        for action in list(control.actions):
+            if action["number"] > orders:
+                orders = action["number"]
+                yield sse.event(action, "action")
+        await asyncio.sleep(EVERY_S)

@@ -1,0 +1,1 @@
+"""The planner: which worker has which role, and how many there are."""

@@ -1,0 +1,1 @@
+"""Load tests: Locust users, outcomes against targets, one report."""

@@ -1,0 +1,136 @@
+"""The planner against a fleet of H200s in numbers: what it asks for, and when it keeps still."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from diptych.cluster.planner.core import (
+    Bounds,
+    Flip,
+    Observation,
+    Planner,
+    PlannerConfig,
+    Replica,
+    Scale,
+)
+from diptych.router.demand import Demand, Need
+from diptych.simulator.hardware import Hardware
+
+HARDWARE = Hardware.of("llama3.1-70b-fp8", "H200", 4)
+LONG_PROMPTS = Need(0.5, 12_000, 9e7, 100, 100 * 12_000)  #: per replica
+LONG_ANSWERS = Need(0.5, 200, 2e4, 1_500, 1_500 * 1_000)
+
+
+def fleet(split: str) -> tuple[Replica, ...]:
+    """`6P2D`, at home."""
+    prefill, decode = int(split[0]), int(split[2])
+    roles = ["prefill"] * prefill + ["decode"] * decode
+    kinds = HARDWARE.cost, HARDWARE.kv_tokens, HARDWARE.gpus
+    return tuple(Replica(f"{r}/{i}", r, r, *kinds) for i, r in enumerate(roles))
+
+
+def seen(split: str, need: Need, rate: float, **more: object) -> Observation:
+    values = {"starting": {}, "backlog_s": 0.0, "kv_share": 0.0, **more}
+    return Observation(replicas=fleet(split), need=replace(need, rate=rate), **values)
+
+
+def planner(**more: object) -> Planner:
+    pools = {"prefill": Bounds(1, 8), "decode": Bounds(1, 8)}
+    return Planner(PlannerConfig(itl_s=0.05, **{"pools": pools, "scale": False, **more}))
+
+
+def play(one: Planner, observation: Observation, seconds: float, noise: float = 0.0) -> list:
+    """Asks every 5 s; a flip is carried out at once."""
+    rng, asked, now = random.Random(7), [], 0.0
+    while now < seconds:
+        rate = observation.need.rate * (1 + noise * rng.uniform(-1, 1))
+        given = replace(observation, need=replace(observation.need, rate=rate))
+        for action in one.handle(given, now):
+            asked.append((now, action))
+            if isinstance(action, Flip):
+                changed = tuple(
+                    replace(r, role=action.to) if r.name == action.worker else r
+                    for r in observation.replicas
+                )
+                observation = replace(observation, replicas=changed)
+        now += 5.0
+    return asked
+
+
+def test_long_prompts_make_prefill_workers() -> None:
+    flips = [action for _, action in play(planner(), seen("4P4D", LONG_PROMPTS, 4.0), 600)]
+    assert flips and all(flip.to == "prefill" for flip in flips)
+
+
+def test_long_answers_make_decode_workers() -> None:
+    flips = [action for _, action in play(planner(), seen("6P2D", LONG_ANSWERS, 60.0), 600)]
+    assert flips and all(flip.to == "decode" for flip in flips)
+
+
+@pytest.mark.parametrize("split", ["1P7D", "4P4D", "7P1D"])
+@pytest.mark.parametrize("need", [LONG_PROMPTS, LONG_ANSWERS])
+def test_constant_load_with_noise_comes_to_rest(split: str, need: Need) -> None:
+    asked = play(planner(), seen(split, need, 5.0), 3600, noise=0.3)
+    assert len(asked) <= 7
+    assert all(at <= 30.0 * 7 + 5 for at, _ in asked), "it flips on after it has arrived"
+    assert len({action.to for _, action in asked}) <= 1, "there and back"
+
+
+def test_two_flips_are_a_dwell_apart_and_a_pool_is_never_empty() -> None:
+    asked = play(planner(dwell_s=60.0), seen("2P2D", LONG_PROMPTS, 20.0), 600)
+    times = [at for at, _ in asked]
+    assert all(later - earlier >= 60.0 for earlier, later in zip(times, times[1:], strict=False))
+    assert len(asked) == 1, "one decode worker stays"
+
+
+def test_an_idle_fleet_is_left_alone() -> None:
+    assert not play(planner(), seen("1P7D", LONG_PROMPTS, 0.01), 600)
+
+
+def test_who_is_away_from_home_returns_first() -> None:
+    replicas = list(fleet("4P4D"))
+    replicas[0] = replace(replicas[0], home="decode")  # a decode worker that prefills
+    given = replace(seen("4P4D", LONG_ANSWERS, 60.0), replicas=tuple(replicas))
+    (action,) = planner().handle(given, 0.0)
+    assert action == Flip(replicas[0].name, "decode", action.why)
+
+
+def test_a_backlog_counts_as_demand() -> None:
+    calm, late = (seen("4P4D", LONG_PROMPTS, 0.8, backlog_s=s) for s in (0.0, 120.0))
+    assert not planner().handle(calm, 0.0)
+    assert planner().handle(late, 0.0)
+
+
+def test_too_much_for_the_fleet_asks_for_replicas_within_the_budget() -> None:
+    given = seen("6P2D", LONG_PROMPTS, 40.0)
+    pools = {"prefill": Bounds(1, 20), "decode": Bounds(1, 20)}
+    one = planner(scale=True, gpus=40, gain=0.9, pools=pools)
+    (action,) = one.handle(given, 0.0)
+    assert action == Scale("prefill", 8, action.why), "two more of 4 GPUs are within 40"
+    starting = replace(given, starting={"prefill": 2})
+    assert not one.handle(starting, 100.0), "it waits for those that start"
+
+
+def test_a_smaller_fleet_only_after_it_would_have_done_for_a_while() -> None:
+    one = planner(scale=True, down_dwell_s=180.0)
+    given = seen("4P4D", LONG_PROMPTS, 0.05)
+    asked = [(now, one.handle(given, now)) for now in range(0, 400, 5)]
+    first = next((now, actions[0]) for now, actions in asked if actions)
+    assert first[0] == 180 and isinstance(first[1], Scale) and first[1].replicas == 3
+    assert one.handle(seen("4P4D", LONG_PROMPTS, 0.05), 200.0) == []
+
+
+def test_demand_is_counted_at_arrival_and_forgotten_after_the_window() -> None:
+    demand = Demand(window_s=60.0)
+    for at in range(120):
+        demand.asked(1000, 100.0, float(at))
+        demand.bound(1000, 250, float(at))
+    need = demand.need(119.0)
+    assert need.rate == pytest.approx(1.0, rel=0.05)
+    assert need.uncached == pytest.approx(750)
+    assert need.pairs == pytest.approx(1e6 * (1 - 0.25**2) / 2)
+    assert need.context == pytest.approx(100 * 1050)
+    assert demand.need(400.0) == Need()

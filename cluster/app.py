@@ -34,11 +34,13 @@ SHUTDOWN: dict[str, Any] = {
 def build(config: ClusterConfig, model: Path, name: str) -> serve.Application:
     """The application for one model. `model` must be readable on every node."""
     tree = config.model_dump()
+    tree["model"]["name"] = name
     router = _deployment(RouterService, "Router", 1).bind(tree)
     control = _deployment(Control, "Control", 1, HEAD).bind(tree)
     workers = [
         _pool(deployment, getattr(config.pools, home)).bind(home, tree, str(model))
         for home, deployment in HOMES.items()
+        if getattr(config.pools, home).replicas  # Serve knows no deployment of none
     ]
     others = [router, control, *workers]
     return _deployment(Gateway, "Gateway", 1).bind(tree, str(model), name, others)

@@ -46,7 +46,7 @@ class EngineSettings(Section):
 
 class PoolConfig(Section):
     replicas: Annotated[int, Field(ge=0)] = 1  #: at start; `diptych scale` changes it
-    min_replicas: Annotated[int, Field(ge=0)] = 1  #: what `diptych scale` goes down to
+    min_replicas: Count = 1  #: what `diptych scale` goes down to
     max_replicas: Count = 64  #: and up to
     tensor_parallel: Count = 1  #: processes of a replica that share the model
     engine: EngineSettings = EngineSettings()
@@ -125,6 +125,7 @@ class GatewaySettings(Section):
     max_streams: Count = 1024
     api_keys_file: str | None = None  #: on each gateway's machine; `diptych keys` writes it
     body_timeout_s: Positive = 30.0  #: for a client to send its request's body
+    resume_s: Annotated[float, Field(ge=0)] = 60.0  #: that a client may come back for its answer
     tls_cert: str | None = None  #: PEM files on each gateway's machine: HTTPS, and TLS for gRPC
     tls_key: str | None = None
     grpc: Literal["gateway", "serve"] = "gateway"  #: who listens: each gateway, or Serve's proxies
@@ -157,6 +158,16 @@ class ControlSettings(Section):
         return self
 
 
+class ObservabilitySettings(Section):
+    """What the processes tell of themselves."""
+
+    metrics_port: Annotated[int, Field(ge=0, le=65000)] = 0  #: the first free one from here; 0: any
+    metrics_compat: tuple[Literal["vllm"], ...] = ()  #: others' names for the same, too
+    otlp_endpoint: str | None = None  #: OTLP/HTTP: http://collector:4318; None: nothing is traced
+    trace_sample: Annotated[float, Field(ge=0, le=1)] = 0.01  #: of requests without a traceparent
+    log: Literal["text", "json"] = "text"
+
+
 class ClusterConfig(Section):
     model: ModelConfig = ModelConfig()
     pools: Pools = Pools()
@@ -166,6 +177,7 @@ class ClusterConfig(Section):
     slo: SloConfig = SloConfig()
     gateway: GatewaySettings = GatewaySettings()
     control: ControlSettings = ControlSettings()
+    observability: ObservabilitySettings = ObservabilitySettings()
     silence_s: Annotated[float, Field(ge=1)] = 3.0  #: a peer as silent as this is dead
     secret: str = Field(default_factory=lambda: secrets.token_hex(16), repr=False)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import cores
 from .checkpoint import Checkpoint, check_memory, find
-from .config import SECRET, ClusterConfig, ConfigError
+from .config import SECRET, ClusterConfig, ConfigError, GatewaySettings
 from .control.serve import APP, HOMES
 
 if TYPE_CHECKING:
@@ -51,6 +51,11 @@ ENVIRONMENT = {
     "NIXL_LOG_LEVEL": "WARN",
 }
 START_S = 600.0
+CLOSE_S = 3.0  #: for gateways to tell their clients that the cluster ends
+GRPC_SERVICES = [
+    "diptych.protos.inference_pb2_grpc.add_InferenceServicer_to_server",
+    "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
+]
 
 Say = Callable[[str], None]
 
@@ -122,15 +127,11 @@ class Cluster:
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         gateway = self.config.gateway
+        tls = {"ssl_certfile": gateway.tls_cert, "ssl_keyfile": gateway.tls_key}
+        proxied = gRPCOptions(port=gateway.grpc_port, grpc_servicer_functions=GRPC_SERVICES)
         serve.start(
-            http_options={"host": gateway.host, "port": gateway.http_port},
-            grpc_options=gRPCOptions(
-                port=gateway.grpc_port,
-                grpc_servicer_functions=[
-                    "diptych.protos.inference_pb2_grpc.add_InferenceServicer_to_server",
-                    "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
-                ],
-            ),
+            http_options={"host": gateway.host, "port": gateway.http_port, **tls},
+            grpc_options=proxied if gateway.grpc == "serve" else None,
         )
         say("starting workers")
         application = serve_config(self.config, self.checkpoint)
@@ -167,12 +168,7 @@ class Cluster:
         """Workers' own words, once the router is up to pass them on."""
         if "Router" not in said:
             return
-        from ray import serve
-
-        if self._router is None:
-            self._router = serve.get_deployment_handle("Router", APP)
-            self._router._init(_run_router_in_separate_loop=True)  # no event loop runs here
-        progress = self._router.progress.remote().result()
+        progress = self._router_handle().progress.remote().result()
         for worker, (note, fraction) in progress.items():
             if fraction < 1.0 and said.get(worker) != note:
                 said[worker] = note
@@ -182,13 +178,15 @@ class Cluster:
         import httpx
 
         try:
-            return httpx.get(f"{self.url}/ready", timeout=2.0).status_code == 200
+            return httpx.get(f"{self.url}/ready", timeout=2.0, verify=False).status_code == 200
         except httpx.HTTPError:
             return False
 
     @property
     def url(self) -> str:
-        return f"http://{self.config.gateway.host}:{self.config.gateway.http_port}"
+        gateway = self.config.gateway
+        scheme = "https" if gateway.tls_cert else "http"
+        return f"{scheme}://{gateway.host}:{gateway.http_port}"
 
     @property
     def logs(self) -> Path:
@@ -200,6 +198,7 @@ class Cluster:
 
         if ray.is_initialized():
             with _quiet(), contextlib.suppress(Exception):  # Serve may not have come up
+                self._close_gateways()
                 if self._address:
                     serve.delete(APP)
                 else:
@@ -207,6 +206,19 @@ class Cluster:
                 ray.shutdown()
         if self._temp:
             shutil.rmtree(self._temp, ignore_errors=True)
+
+    def _close_gateways(self) -> None:
+        """Open answers end with an error that says so, before Serve ends their gateways."""
+        with contextlib.suppress(Exception):  # there may be no router
+            self._router_handle().close_gateways.remote().result(timeout_s=CLOSE_S)
+
+    def _router_handle(self) -> DeploymentHandle:
+        from ray import serve
+
+        if self._router is None:
+            self._router = serve.get_deployment_handle("Router", APP)
+            self._router._init(_run_router_in_separate_loop=True)  # no event loop runs here
+        return self._router
 
 
 @contextlib.contextmanager
@@ -230,13 +242,15 @@ def _quiet() -> Iterator[None]:
 def serve_config(config: ClusterConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     """The application in a Serve config file. Its arguments must not change when it is scaled.
 
-    The secret is no argument, as Serve logs these, if the environment of Ray's nodes has it.
+    The secret is no argument, as Serve logs these: the builder takes it from the environment of
+    Ray's nodes, or makes one.
     """
-    args = config.model_dump(exclude={"secret"} if os.environ.get(SECRET) else None)
+    args = config.model_dump(mode="json", exclude={"secret"})
     args["model"] |= {"path": str(checkpoint.folder), "name": checkpoint.name}
     pools = [
         {"name": deployment, "num_replicas": getattr(config.pools, home).replicas}
         for home, deployment in HOMES.items()
+        if getattr(config.pools, home).replicas
     ]
     path = "diptych.cluster.app:application"
     return {
@@ -253,7 +267,24 @@ def prepare(config: ClusterConfig, ray_address: str | None = None) -> Cluster:
     checkpoint = find(config)
     if ray_address is None:
         check_memory(config, checkpoint.spec)
+        check_gateway(config.gateway)
     return Cluster(config, checkpoint, ray_address)
+
+
+def check_gateway(settings: GatewaySettings) -> None:
+    """Its files are there. Raises ConfigError."""
+    from .gateway.keys import KeyFileError, read_keys
+
+    try:
+        if settings.api_keys_file:
+            read_keys(Path(settings.api_keys_file))
+        for file in (settings.tls_cert, settings.tls_key):
+            if file:
+                Path(file).read_bytes()
+    except KeyFileError as error:
+        raise ConfigError(f"gateway.api_keys_file: {error}; make one: diptych keys add") from None
+    except OSError as error:
+        raise ConfigError(f"gateway.tls_*: {error.filename}: {error.strerror}") from None
 
 
 def check_port(host: str, port: int, key: str) -> None:

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 from ..protos import frames as f
+from .handshake import Caller
 from .wire import Connection, dial
 
 log = logging.getLogger(__name__)
@@ -25,12 +26,12 @@ class RouterLink:
     def __init__(
         self,
         find: Callable[[], Awaitable[str]],
-        hello: f.Hello,
+        caller: Caller,
         silence_s: float,
         joined: Callable[[], None],
         received: Callable[[Any], None],
     ) -> None:
-        self._find, self._hello, self._silence_s = find, hello, silence_s
+        self._find, self._caller, self._silence_s = find, caller, silence_s
         self._joined, self._received = joined, received
         self._connection: Connection | None = None
         self.term = 0
@@ -58,7 +59,7 @@ class RouterLink:
     async def _once(self) -> None:
         async with asyncio.timeout(10.0):
             address = await self._find()
-        connection = await dial(address, self._hello, f.FromRouter, "router")
+        connection = await dial(address, self._caller, f.FromRouter, "router")
         self._connection = connection
         self._joined()
         async with aclosing(connection.frames(self._silence_s)) as frames:

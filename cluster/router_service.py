@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import BinaryIO
@@ -15,7 +16,10 @@ from ..router import Router, RouterConfig, SloClass, replay
 from ..router import events as e
 from ..router.config import CLASSES
 from ..router.decisions import Decision
+from . import logs
 from .config import ClusterConfig
+from .metrics import Exporter, RouterTally
+from .tracing import Routes, tracer_of
 from .wire import Connection, Listener
 
 log = logging.getLogger(__name__)
@@ -42,6 +46,14 @@ class RouterService:
         self._loading: dict[str, tuple[str, float]] = {}
         self._listener = Listener(self.config.secret, f.ToRouter, self._serve)
         self._address = await self._listener.start(node_host())
+        settings = self.config.observability
+        logs.configure(settings.log, "router")
+        tracer = tracer_of(settings, "router", f"router/{self.router.term}")
+        self._routes = Routes(tracer) if tracer else None
+        self._tally = RouterTally(self.router)
+        labels = {"model": self.config.model.name or ""}
+        self._metrics = Exporter(settings, labels, self._tally.rows)
+        await self._metrics.start(node_host())
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
 
     async def address(self) -> str:
@@ -86,16 +98,24 @@ class RouterService:
         del self._peers[name]
         self._loading.pop(name, None)
         self._gateways.pop(name, None)
+        if self._routes:
+            self._routes.gone(name)
         self._handle(e.Lost(name) if kind == "worker" else e.GatewayLost(name))
 
     def _frame(self, peer: Connection, frame: object) -> None:
         match frame:
             case f.Place():
+                if self._routes:
+                    self._routes.asked(peer.name, frame)
                 self._handle(e.Asked(peer.name, frame))
             case f.Prefilled(key):
                 self._handle(e.FirstToken(key))
             case f.Over(key):
+                if self._routes:
+                    self._routes.answered(frame)
                 self._handle(e.Ended(key, frame))
+            case f.Outcome():
+                self._handle(e.Answered(frame))
             case f.Report():
                 self._handle(e.Reported(peer.name, frame))
             case f.Join(card, term, cached, held):
@@ -125,27 +145,38 @@ class RouterService:
             await asyncio.wait(asked, timeout=GATEWAY_S)
         values = {
             "pid": os.getpid(),
-            **self.router.statistics(),
+            **self.router.statistics(time.monotonic()),
             "recent": recent(self.router.decisions.latest(RECENT)),
             "loading": self._loading,
+            "metrics": self._metrics.address,
             "gateways": [one.result() for one in asked if one.done()],
         }
         peer.send(f.Statistics(call, values))
 
-    def _ask(self, gateway: Connection) -> asyncio.Future[dict]:
+    async def close_gateways(self) -> None:
+        """Before the cluster is stopped: clients are told, instead of being cut off."""
+        asked = [self._ask(self._peers[name], f.Closing) for name in self._gateways]
+        if asked:
+            await asyncio.wait(asked, timeout=GATEWAY_S)
+
+    def _ask(
+        self, gateway: Connection, frame: Callable[[int], object] = f.Inspect
+    ) -> asyncio.Future[dict]:
         self._next_call += 1
         call = self._next_call
         future = self._calls[call] = asyncio.get_running_loop().create_future()
-        gateway.send(f.Inspect(call))
+        gateway.send(frame(call))
         asyncio.get_running_loop().call_later(GATEWAY_S, self._calls.pop, call, None)
         return future
 
     def _handle(self, event: e.Event) -> None:
         if self._log:
             self._log.write(self.router, event, time.monotonic())
-        for action in self.router.handle(event, time.monotonic()):
+        for action in self._tally.handle(event, time.monotonic()):
             match action:
                 case f.Deliver(name, frame):
+                    if self._routes:
+                        self._routes.answered(frame)
                     if name in self._peers:
                         self._peers[name].send(frame)
                 case e.Disconnect(worker):

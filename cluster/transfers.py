@@ -7,7 +7,6 @@ Rank 0's service is a thread of this process. Those of the ranks above 0 live in
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -90,7 +89,8 @@ def _sum(snapshots: Iterable[dict]) -> dict:
     for snapshot in snapshots:
         for key, value in snapshot.items():
             if isinstance(value, dict):
-                total[key] = dict(Counter(total.get(key, {})) + Counter(value))
+                before = total.get(key, {})
+                total[key] = {one: before.get(one, 0) + value.get(one, 0) for one in before | value}
             elif isinstance(value, str):
                 total.setdefault(key, value)
             else:

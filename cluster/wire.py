@@ -1,14 +1,13 @@
 """Framed connections: length-prefixed MessagePack over TCP, both ways, with heartbeats.
 
-`dial` and `Listener` make `Connection`s; the first frame is `Hello` (protocol version and the
-cluster's secret). A connection ends when the peer closes it, is silent for `limit_s`, sends a
+`dial` and `Listener` make `Connection`s, once both ends have proved that they know the cluster's
+secret (`handshake`). A connection ends when the peer closes it, is silent for `limit_s`, sends a
 malformed frame, or lets more than `BUFFER_MAX` bytes pile up.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import socket
 import struct
@@ -17,11 +16,13 @@ from typing import Any
 
 import msgspec
 
-from ..protos.frames import PROTOCOL, Beat, Hello
+from ..protos.frames import Beat, Hello
+from .handshake import Caller, admit, greet
 
 log = logging.getLogger(__name__)
 
 BEAT_S, IDLE_BEAT_S, BUSY_S = 0.25, 1.0, 5.0  # quick while there is traffic, and a while after
+SUSPECT_S = 1.0  #: a peer that had much to say and is as silent as this may be frozen
 FRAME_MAX = 64 << 20
 BUFFER_MAX = 16 << 20
 HELLO_S = 5.0
@@ -41,6 +42,9 @@ class Connection:
         self._decode = msgspec.msgpack.Decoder(receives).decode
         self._loop = asyncio.get_running_loop()
         self._sent = self._heard = self._busy = self._loop.time()
+        self.silent = False  #: suspected to be frozen
+        self.suspect: Callable[[], None] | None = None  #: called when it falls silent
+        self._patience = SUSPECT_S  #: doubles with each false alarm
         raw = writer.get_extra_info("socket")
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -48,11 +52,9 @@ class Connection:
     def closed(self) -> bool:
         return self._writer.is_closing()
 
-    @property
-    def unsent(self) -> int:
-        """Bytes that the peer has not taken yet."""
-        size: int = self._writer.transport.get_write_buffer_size()
-        return size
+    async def drain(self) -> None:
+        """Waits until the peer has taken most of what was sent. Raises ConnectionError."""
+        await self._writer.drain()
 
     def send(self, frame: Any) -> None:
         """Queues a frame. A peer that does not read is cut off, it never stalls the sender."""
@@ -63,7 +65,7 @@ class Connection:
         self._sent = self._loop.time()
         if frame is not _BEAT:
             self._busy = self._sent
-        if self.unsent > BUFFER_MAX:
+        if self._writer.transport.get_write_buffer_size() > BUFFER_MAX:
             log.warning("%s does not read: connection closed", self.name)
             self.abort()
 
@@ -112,20 +114,35 @@ class Connection:
                 log.warning("%s was silent for %.1f s: connection closed", self.name, limit_s)
                 self.abort()
                 return
+            self._listen(now - self._heard, beat == BEAT_S)
+
+    def _listen(self, silence: float, busy: bool) -> None:
+        """Suspicion is cheap: streams go on elsewhere, and if it speaks again nothing is lost."""
+        if self.silent and silence <= self._patience:
+            self.silent = False
+            self._patience *= 2
+            log.warning("%s speaks again: it was no failure", self.name)
+        elif not self.silent and busy and silence > self._patience:
+            self.silent = True
+            if self.suspect:
+                self.suspect()
 
     def abort(self) -> None:
         """Closes at once; whoever reads sees the end."""
         self._writer.transport.abort()
 
 
-async def dial(address: str, hello: Hello, receives: Any, name: str) -> Connection:
-    """Connects and introduces itself. Raises OSError."""
+async def dial(address: str, caller: Caller, receives: Any, name: str) -> Connection:
+    """Connects; both sides prove that they know the secret. Raises OSError or TimeoutError."""
     host, port = address.rsplit(":", 1)
     async with asyncio.timeout(HELLO_S):
         reader, writer = await asyncio.open_connection(host, int(port))
-    connection = Connection(reader, writer, receives, name)
-    connection.send(hello)
-    return connection
+        try:
+            await greet(reader, writer, caller)
+        except BaseException:
+            writer.transport.abort()
+            raise
+    return Connection(reader, writer, receives, name)
 
 
 class Listener:
@@ -143,22 +160,14 @@ class Listener:
         return f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = Connection(reader, writer, self._receives, "a new peer")
         try:
             async with asyncio.timeout(HELLO_S):
-                hello = await connection.receive()
-            if not isinstance(hello, Hello):
-                raise ConnectionError("the first frame is not Hello")
-            if not hmac.compare_digest(hello.secret.encode(), self._secret.encode()):
-                raise ConnectionError(f"{hello.name} does not know the cluster's secret")
-            if hello.protocol != PROTOCOL:
-                raise ConnectionError(f"{hello.name} speaks protocol {hello.protocol}")
-        except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+                hello = await admit(reader, writer, self._secret)
+        except (OSError, TimeoutError) as error:
             log.warning("refused a connection: %s", error or type(error).__name__)
-            connection.abort()
+            writer.transport.abort()
             return
-        connection.name = hello.name
-        await self._serve(connection, hello)
+        await self._serve(Connection(reader, writer, self._receives, hello.name), hello)
 
     def close(self) -> None:
         if self._server:

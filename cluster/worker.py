@@ -26,12 +26,18 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 from ray.serve._private.constants import SERVE_NAMESPACE
 
 from ..engine.commands import Observed
-from ..kv_transfer import PeerCard
+from ..kv_transfer import PeerCard, diagnosis
 from ..protos import frames as f
+from . import logs
 from .config import ClusterConfig
+from .handshake import Caller
 from .link import RouterLink
+from .metrics import Exporter
+from .metrics.worker import Ways
+from .metrics.worker import rows as worker_rows
 from .node import Node
 from .router_service import node_host
+from .tracing import Works, tracer_of
 from .wire import Connection, Listener
 
 log = logging.getLogger(__name__)
@@ -65,14 +71,17 @@ class Worker:
         self.flips = self.handed_over = 0
         self._told = asyncio.Event()  #: the router knows our card
         self._changing: asyncio.Task | None = None
-        hello = f.Hello(self.name, "worker", self.config.secret)
+        hello = Caller(self.name, "worker", self.config.secret)
         silence = self.config.silence_s
         self.link = RouterLink(_find_router, hello, silence, self._joined, self._routed)
         self._tasks = [self.loop.create_task(self.link.run())]
         await self._start()
 
     async def _start(self) -> None:
-        host = node_host()
+        host, settings = node_host(), self.config.observability
+        logs.configure(settings.log, self.name)
+        self.tracer = tracer_of(settings, "worker", self.name)
+        self._works = Works(self.tracer, self.name) if self.tracer else None
         self.node = Node(
             self.name,
             self.role_name,
@@ -96,11 +105,23 @@ class Worker:
             blocks=engine.scheduler.pool.total,
             block_tokens=engine.kv.layout.block_tokens,
             kept=engine.scheduler.kept,
+            gpu=f"cpu-{getattr(self.config.pools, self.home).engine.threads}t",
             chunk_tokens=engine.scheduler.limits.max_step_tokens,
             max_running=engine.scheduler.limits.max_running,
+            metrics=await self._export(host),
         )
         self.state = "ready"
         self._tasks.append(self.loop.create_task(self._observe()))
+
+    async def _export(self, host: str) -> str:
+        """Where Prometheus finds this worker."""
+        pool = getattr(self.config.pools, self.home)
+        labels = {"model": self.config.model.name or "", "pool": self.home, "replica": self.replica}
+        ways = Ways(diagnosis.tcp_received)
+        rows = lambda: worker_rows(self.statistics(), ways, pool.tensor_parallel)  # noqa: E731
+        self.metrics = Exporter(self.config.observability, labels, rows)
+        await self.metrics.start(host)
+        return self.metrics.address
 
     def _progress(self, note: str, fraction: float) -> None:
         frame = f.Loading(self.name, f"loading weights, {note}", fraction)
@@ -179,14 +200,14 @@ class Worker:
         before = self._gateways.get(peer.name)
         if before:  # it is back before its old connection's end was seen
             before.abort()
-            self.node.gateway_gone(peer.name)
+            self._forget(peer.name)
         self._gateways[peer.name] = peer
         async with contextlib.aclosing(peer.frames(self.config.silence_s)) as frames:
             async for frame in frames:
                 self._frame(peer, frame)
         if self._gateways.get(peer.name) is peer:
             del self._gateways[peer.name]
-            self.node.gateway_gone(peer.name)
+            self._forget(peer.name)
 
     def _frame(self, peer: Connection, frame: Any) -> None:
         match frame:
@@ -195,8 +216,12 @@ class Worker:
                 if reason:
                     peer.send(f.Failed(frame.key, self.name, reason))
                     return
+                if self._works:
+                    self._works.begin(peer.name, frame)
                 self.node.submit(peer.name, frame)
             case f.Abort():
+                if self._works:
+                    self._works.over(frame.key, "aborted")
                 self.node.abort(frame)
             case f.Inspect(call):
                 peer.send(f.Statistics(call, self.statistics()))
@@ -233,7 +258,14 @@ class Worker:
             return "context_length_exceeded"
         return None
 
+    def _forget(self, gateway: str) -> None:
+        self.node.gateway_gone(gateway)
+        if self._works:
+            self._works.gone(gateway)
+
     def _send(self, gateway: str, frame: Any) -> None:
+        if self._works:
+            self._works.sent(frame)
         if gateway in self._gateways:
             self._gateways[gateway].send(frame)
 
@@ -329,6 +361,7 @@ class Worker:
             "pid": os.getpid(),
             "home": self.home,
             "role": self.role_name,
+            "address": self._card.address if self._card else "",
             "state": self.state,
             "note": self.note,
             "rss_mib": pages * os.sysconf("SC_PAGE_SIZE") >> 20,
@@ -345,6 +378,9 @@ class Worker:
         for task in self._tasks:
             task.cancel()
         with contextlib.suppress(AttributeError):  # start-up had not come that far
+            self.metrics.close()
+            if self.tracer:
+                await asyncio.to_thread(self.tracer.close)
             self.node.stop()
 
 

@@ -228,7 +228,19 @@ def pods(service: Object) -> Iterator[str]:
             yield f"group {name}: {', '.join(doubled)} twice in env"
         if name != "head":
             yield from _drain(name, template)
+        else:
+            yield from _admin(config, template, named.get("admin"))
         yield from _resources(name, template)
+
+
+def _admin(config: Object, template: Object, port: int | None) -> Iterator[str]:
+    """Control is on the head: its port, its key, and a service account that is there."""
+    control = config["applications"][0].get("args", {}).get("control", {})
+    if control.get("port") != port:
+        yield f"port admin is {port}, Control's is {control.get('port')}"
+    mounts = template["spec"]["containers"][0].get("volumeMounts", [])
+    if not any(control["key_file"].startswith(f"{mount['mountPath']}/") for mount in mounts):
+        yield f"nothing is mounted for {control['key_file']}"
 
 
 def _drain(name: str, template: Object) -> Iterator[str]:
@@ -274,8 +286,30 @@ def selectors(documents: list[Object]) -> Iterator[str]:
             picked = _picked(document["spec"].get("selector"), labels)
             if not picked or "head" in picked:
                 yield f"{where} must pick the pods of a worker group, not {picked}"
+        elif document["kind"] == "RoleBinding":
+            yield from (f"{where} {line}" for line in _account(documents, document, service))
         elif document["kind"] == "NetworkPolicy":
             yield from (f"{where} {line}" for line in _policy(document["spec"], pods))
+
+
+def _account(documents: list[Object], binding: Object, service: Object) -> Iterator[str]:
+    """The head's account is bound to a role that lets it change its RayService, and no more."""
+    named = {(one["kind"], one["metadata"]["name"]): one for one in documents}
+    spec = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
+    role = named.get((binding["roleRef"]["kind"], binding["roleRef"]["name"]))
+    subjects = [(one["kind"], one["name"]) for one in binding["subjects"]]
+    account = ("ServiceAccount", spec.get("serviceAccountName"))
+    if role is None or account not in named or subjects != [account]:
+        yield f"does not bind {account[1]} to a role that is here"
+        return
+    wanted = {
+        "apiGroups": ["ray.io"],
+        "resources": ["rayservices"],
+        "resourceNames": [service["metadata"]["name"]],
+        "verbs": ["get", "patch"],
+    }
+    if role["rules"] != [wanted]:
+        yield f"gives {role['rules']}"
 
 
 def _picked(selector: Object | None, labels: list[dict[str, str]]) -> list[str]:

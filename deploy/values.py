@@ -16,6 +16,12 @@ DECIDED_ELSEWHERE = {
     "GatewaySettings.host": "Serve's http_options",
     "GatewaySettings.http_port": "Serve's http_options",
     "GatewaySettings.grpc_port": "Serve's grpc_options",
+    "GatewaySettings.grpc": "Serve's proxies: a pod's gateway may be elsewhere",
+    "GatewaySettings.tls_cert": "TLS ends before the cluster, at an Ingress or in a mesh",
+    "GatewaySettings.tls_key": "TLS ends before the cluster, at an Ingress or in a mesh",
+    "ControlSettings.host": "the head's pod",
+    "ControlSettings.port": "the head's pod",
+    "ControlSettings.key_file": "the key `admin` of the Secret named by secretName",
     "PoolConfig.replicas": "pools.*.replicas: a change there restarts no other replica",
 }
 
@@ -98,6 +104,7 @@ class NetworkPolicy(Values):
     enabled: bool
     operatorNamespace: Text
     clients: Objects
+    admins: Objects
 
 
 class Chart(Values):

@@ -39,7 +39,7 @@ class Histogram:
 
     def values(self) -> dict[str, float]:
         """Counts by upper bound ("inf" behind the last), and their values' "sum": these add up."""
-        names = [*(f"{bound:g}" for bound in self.bounds), "inf"]
+        names = [*map(str, self.bounds), "inf"]
         return {**dict(zip(names, self.counts, strict=True)), "sum": self.sum}
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 Key = tuple[str, int]
 
@@ -52,7 +52,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     n: int = 1  #: answers to one prompt; the seed of answer i > 0 is a hash of `seed` and i
 
 
-class Token(msgspec.Struct, frozen=True, array_like=True):
+class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One generated token. `top` holds (id, logprob), largest first."""
 
     id: int
@@ -63,13 +63,26 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
 # ---- anyone -> anyone ----------------------------------------------------------------------------
 
 
+class Challenge(msgspec.Struct, tag="challenge", frozen=True):
+    """First frame of a connection, by who was dialled. Proofs: `diptych.cluster.handshake`."""
+
+    nonce: bytes
+
+
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """First frame of a connection; `secret` is the cluster's shared secret."""
+    """Its answer: who dials, and that it knows the cluster's secret."""
 
     name: str
     kind: str  #: gateway | worker | control
-    secret: str
+    nonce: bytes
+    proof: bytes
     protocol: int = PROTOCOL
+
+
+class Welcome(msgspec.Struct, tag="welcome", frozen=True):
+    """Who was dialled knows the secret too. Frames of either side follow."""
+
+    proof: bytes
 
 
 class Beat(msgspec.Struct, tag="beat", frozen=True):
@@ -308,7 +321,7 @@ class Abort(msgspec.Struct, tag="abort", frozen=True):
     key: Key
 
 
-class Tokens(msgspec.Struct, frozen=True, array_like=True):
+class Tokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens of one answer in a step; `offset` is the first one's place in the answer.
 
     `prompt`: the prompt's next ids with their logprobs, from the second id on, if asked for.
@@ -322,7 +335,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True):
     prompt: list[Token] = []
 
 
-class Step(msgspec.Struct, tag="step", frozen=True):
+class Step(msgspec.Struct, tag="step", frozen=True, gc=False):
     """All tokens of one engine step for one gateway."""
 
     streams: list[Tokens]
@@ -386,6 +399,13 @@ class Probe(msgspec.Struct, tag="probe", frozen=True):
     pids: list[int] = []
 
 
+class Closing(msgspec.Struct, tag="closing", frozen=True):
+    """The cluster is being stopped: a gateway ends open answers with an error that says so, takes
+    nothing new, and answers with `Statistics` when that is done."""
+
+    call: int
+
+
 class Statistics(msgspec.Struct, tag="statistics", frozen=True):
     call: int
     values: dict
@@ -399,9 +419,9 @@ class Deliver(NamedTuple):
 
 
 ToRouter = (
-    Hello | Beat | Loading | Join | Report | Obsolete | Place | Over | Outcome | Prefilled | Inspect
+    Beat | Loading | Join | Report | Obsolete | Place | Over | Outcome | Prefilled | Inspect
     | Statistics
 )  # fmt: skip
-FromRouter = Beat | Directory | Placed | Refused | Statistics | Inspect
-ToWorker = Hello | Beat | Prefill | Decode | Abort | Inspect | Probe | Steer
+FromRouter = Beat | Directory | Placed | Refused | Statistics | Inspect | Closing
+ToWorker = Beat | Prefill | Decode | Abort | Inspect | Probe | Steer
 FromWorker = Beat | Step | Failed | Moved | Statistics

@@ -24,25 +24,45 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x64iptych/protos/inference.proto\x12\ndiptych.v1\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xc5\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12%\n\x08messages\x18\x02 \x03(\x0b\x32\x13.diptych.v1.Message\x12\x17\n\nmax_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x04 \x01(\x02H\x01\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x02\x88\x01\x01\x12\x12\n\nrequest_id\x18\x06 \x01(\tB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x07\n\x05_seed\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"y\n\x0c\x43hatResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x64\x65lta\x18\x02 \x01(\t\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.diptych.v1.Usage\x12\r\n\x05route\x18\x05 \x01(\t\"\x13\n\x11ListModelsRequest\"$\n\x12ListModelsResponse\x12\x0e\n\x06models\x18\x01 \x03(\t2\x95\x01\n\tInference\x12;\n\x04\x43hat\x12\x17.diptych.v1.ChatRequest\x1a\x18.diptych.v1.ChatResponse0\x01\x12K\n\nListModels\x12\x1d.diptych.v1.ListModelsRequest\x1a\x1e.diptych.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x64iptych/protos/inference.proto\x12\ndiptych.v1\"{\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x12\n\ntool_calls\x18\x05 \x01(\t\x12\x19\n\x11reasoning_content\x18\x06 \x01(\t\"\x8c\x05\n\x08Sampling\x12\x12\n\x05top_p\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05min_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x37\n\nlogit_bias\x18\x07 \x03(\x0b\x32#.diptych.v1.Sampling.LogitBiasEntry\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x17\n\nmin_tokens\x18\n \x01(\rH\x06\x88\x01\x01\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x0e\n\x01n\x18\x0c \x01(\rH\x07\x88\x01\x01\x12\x15\n\x08logprobs\x18\r \x01(\rH\x08\x88\x01\x01\x12\x18\n\x0bjson_schema\x18\x0e \x01(\tH\t\x88\x01\x01\x12\x13\n\x0bjson_object\x18\x0f \x01(\x08\x12\x12\n\x05regex\x18\x10 \x01(\tH\n\x88\x01\x01\x12\x14\n\x07grammar\x18\x11 \x01(\tH\x0b\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\x04\n\x02_nB\x0b\n\t_logprobsB\x0e\n\x0c_json_schemaB\x08\n\x06_regexB\n\n\x08_grammar\"\xaf\x02\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12%\n\x08messages\x18\x02 \x03(\x0b\x32\x13.diptych.v1.Message\x12\x17\n\nmax_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x04 \x01(\x02H\x01\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x02\x88\x01\x01\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12&\n\x08sampling\x18\x07 \x01(\x0b\x32\x14.diptych.v1.Sampling\x12\r\n\x05tools\x18\x08 \x01(\t\x12\x13\n\x0btool_choice\x18\t \x01(\t\x12\x1c\n\x14\x63hat_template_kwargs\x18\n \x01(\tB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x07\n\x05_seed\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"8\n\x0b\x41lternative\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\"_\n\x0cTokenLogprob\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\x12$\n\x03top\x18\x04 \x03(\x0b\x32\x17.diptych.v1.Alternative\"F\n\x08ToolCall\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"N\n\x05\x45rror\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\"\x93\x02\n\x0c\x43hatResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x64\x65lta\x18\x02 \x01(\t\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.diptych.v1.Usage\x12\r\n\x05route\x18\x05 \x01(\t\x12\r\n\x05index\x18\x06 \x01(\r\x12\x11\n\treasoning\x18\x07 \x01(\t\x12(\n\ntool_calls\x18\x08 \x03(\x0b\x32\x14.diptych.v1.ToolCall\x12*\n\x08logprobs\x18\t \x03(\x0b\x32\x18.diptych.v1.TokenLogprob\x12 \n\x05\x65rror\x18\n \x01(\x0b\x32\x11.diptych.v1.Error\"\xa9\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12#\n\x03ids\x18\x03 \x01(\x0b\x32\x14.diptych.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x03\x88\x01\x01\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12&\n\x08sampling\x18\x08 \x01(\x0b\x32\x14.diptych.v1.Sampling\x12\x1e\n\x16without_special_tokens\x18\t \x01(\x08\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x07\n\x05_seed\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xec\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12 \n\x05usage\x18\x05 \x01(\x0b\x32\x11.diptych.v1.Usage\x12\r\n\x05route\x18\x06 \x01(\t\x12\r\n\x05index\x18\x07 \x01(\r\x12*\n\x08logprobs\x18\x08 \x03(\x0b\x32\x18.diptych.v1.TokenLogprob\x12 \n\x05\x65rror\x18\t \x01(\x0b\x32\x11.diptych.v1.Error\"\x13\n\x11ListModelsRequest\"$\n\x12ListModelsResponse\x12\x0e\n\x06models\x18\x01 \x03(\t2\xde\x01\n\tInference\x12;\n\x04\x43hat\x12\x17.diptych.v1.ChatRequest\x1a\x18.diptych.v1.ChatResponse0\x01\x12G\n\x08Generate\x12\x1b.diptych.v1.GenerateRequest\x1a\x1c.diptych.v1.GenerateResponse0\x01\x12K\n\nListModels\x12\x1d.diptych.v1.ListModelsRequest\x1a\x1e.diptych.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'diptych.protos.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_MESSAGE']._serialized_start=46
-  _globals['_MESSAGE']._serialized_end=86
-  _globals['_CHATREQUEST']._serialized_start=89
-  _globals['_CHATREQUEST']._serialized_end=286
-  _globals['_USAGE']._serialized_start=288
-  _globals['_USAGE']._serialized_end=368
-  _globals['_CHATRESPONSE']._serialized_start=370
-  _globals['_CHATRESPONSE']._serialized_end=491
-  _globals['_LISTMODELSREQUEST']._serialized_start=493
-  _globals['_LISTMODELSREQUEST']._serialized_end=512
-  _globals['_LISTMODELSRESPONSE']._serialized_start=514
-  _globals['_LISTMODELSRESPONSE']._serialized_end=550
-  _globals['_INFERENCE']._serialized_start=553
-  _globals['_INFERENCE']._serialized_end=702
+  _globals['_MESSAGE']._serialized_end=169
+  _globals['_SAMPLING']._serialized_start=172
+  _globals['_SAMPLING']._serialized_end=824
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=608
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=656
+  _globals['_CHATREQUEST']._serialized_start=827
+  _globals['_CHATREQUEST']._serialized_end=1130
+  _globals['_USAGE']._serialized_start=1132
+  _globals['_USAGE']._serialized_end=1212
+  _globals['_ALTERNATIVE']._serialized_start=1214
+  _globals['_ALTERNATIVE']._serialized_end=1270
+  _globals['_TOKENLOGPROB']._serialized_start=1272
+  _globals['_TOKENLOGPROB']._serialized_end=1367
+  _globals['_TOOLCALL']._serialized_start=1369
+  _globals['_TOOLCALL']._serialized_end=1439
+  _globals['_ERROR']._serialized_start=1441
+  _globals['_ERROR']._serialized_end=1519
+  _globals['_CHATRESPONSE']._serialized_start=1522
+  _globals['_CHATRESPONSE']._serialized_end=1797
+  _globals['_GENERATEREQUEST']._serialized_start=1800
+  _globals['_GENERATEREQUEST']._serialized_end=2097
+  _globals['_TOKENIDS']._serialized_start=2099
+  _globals['_TOKENIDS']._serialized_end=2122
+  _globals['_GENERATERESPONSE']._serialized_start=2125
+  _globals['_GENERATERESPONSE']._serialized_end=2361
+  _globals['_LISTMODELSREQUEST']._serialized_start=2363
+  _globals['_LISTMODELSREQUEST']._serialized_end=2382
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2384
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2420
+  _globals['_INFERENCE']._serialized_start=2423
+  _globals['_INFERENCE']._serialized_end=2645
 # @@protoc_insertion_point(module_scope)

@@ -39,6 +39,11 @@ class InferenceStub:
                 request_serializer=diptych_dot_protos_dot_inference__pb2.ChatRequest.SerializeToString,
                 response_deserializer=diptych_dot_protos_dot_inference__pb2.ChatResponse.FromString,
                 _registered_method=True)
+        self.Generate = channel.unary_stream(
+                '/diptych.v1.Inference/Generate',
+                request_serializer=diptych_dot_protos_dot_inference__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=diptych_dot_protos_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/diptych.v1.Inference/ListModels',
                 request_serializer=diptych_dot_protos_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -50,7 +55,14 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Chat(self, request, context):
-        """One answer, streamed: deltas, then a last message with finish_reason, usage and route.
+        """Deltas, then a last message with finish_reason, usage and route.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Generate(self, request, context):
+        """The same for a prompt without a chat template, as text or as token ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -69,6 +81,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Chat,
                     request_deserializer=diptych_dot_protos_dot_inference__pb2.ChatRequest.FromString,
                     response_serializer=diptych_dot_protos_dot_inference__pb2.ChatResponse.SerializeToString,
+            ),
+            'Generate': grpc.unary_stream_rpc_method_handler(
+                    servicer.Generate,
+                    request_deserializer=diptych_dot_protos_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=diptych_dot_protos_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -103,6 +120,33 @@ class Inference:
             '/diptych.v1.Inference/Chat',
             diptych_dot_protos_dot_inference__pb2.ChatRequest.SerializeToString,
             diptych_dot_protos_dot_inference__pb2.ChatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Generate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/diptych.v1.Inference/Generate',
+            diptych_dot_protos_dot_inference__pb2.GenerateRequest.SerializeToString,
+            diptych_dot_protos_dot_inference__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,

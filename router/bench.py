@@ -21,14 +21,17 @@ from ..protos.frames import Coefficients, Over, Place, Placed, Report, WorkerCar
 from . import events as e
 from .config import RouterConfig
 from .core import Router
-from .index import positions
+from .index import STRIDE, positions
 
 SYSTEM_BLOCKS, SYSTEMS = 8, 16  #: 512 tokens, one of 16
 HISTORY = (40, 300)  #: blocks of 64 tokens: 2.6 k to 19 k
 TURN_BLOCKS = 24  #: new in each turn: 1.5 k tokens, answer and question
-OUTPUT = 350
-#: a fast worker, so that 500 of them compute more than 3,500 such prompts a second
-COST = Coefficients(0.005, 1.2e-5, 2e-10, 0.005, 2e-5, 4e-3, 3e-9, 1e-4, 5e-7, 0.02)
+OUTPUT = 350  #: of them, 5 whole blocks
+PLACEMENTS_PER_S = 3500
+REPORT_S = 0.2  #: between two reports of a worker
+STREAMS = 10  #: for each worker
+#: 500 such workers compute 3,500 such prompts a second, about
+COST = Coefficients(0.005, 6e-5, 1.5e-9, 0.005, 2e-5, 4e-3, 3e-9, 1e-4, 5e-7, 0.02)
 
 
 @dataclass(slots=True)
@@ -92,7 +95,7 @@ def ask(fleet: Fleet) -> e.Asked:
     turn = [fleet.random.bytes(16) if i in keep else b"" for i in range(len(history), size)]
     key = (f"r{fleet.asked}", 0)
     fleet.asked += 1
-    target = float(fleet.random.uniform(5.0, 15.0))
+    target = float(fleet.random.uniform(2.0, 6.0))
     place = Place(key, 64 * size, OUTPUT, [*history, *turn], ttft_s=target, itl_s=0.05)
     fleet.places[key] = place
     return e.Asked("g", place)
@@ -108,15 +111,18 @@ def take(fleet: Fleet, actions: list) -> int:
 
 
 def first_token(fleet: Fleet) -> e.FirstToken:
-    """The next prompt is computed; its blocks are new on both workers."""
+    """The next prompt is computed; its blocks are new on both workers, the answer's on one."""
     end, _, placed = heappop(fleet.computing)
     fleet.now = max(fleet.now, end)
     fleet.decoding.append(placed)
-    place = fleet.places.pop(placed.key)
+    hashes = fleet.places.pop(placed.key).hashes
+    first = len(hashes) - TURN_BLOCKS
+    fresh = [hashes[i] for i in positions(len(hashes)) if i >= first]
+    answer = [fleet.random.bytes(16) for _ in range(OUTPUT // 64 // STRIDE + 1)]
     for name in (placed.prefill, placed.decode):
         if name:
-            fresh = positions(len(place.hashes))[-(TURN_BLOCKS // 8) :]
-            fleet.news[name] += [place.hashes[i] for i in fresh]
+            fleet.news[name] += fresh
+    fleet.news[placed.decode] += answer
     return e.FirstToken(placed.key)
 
 
@@ -126,15 +132,15 @@ def ended(fleet: Fleet) -> e.Ended:
 
 
 def report(fleet: Fleet, name: str) -> e.Reported:
-    """What a worker says each second: as many blocks stored as evicted, and its step times."""
+    """What a worker says each `REPORT_S`: as many blocks stored as evicted, and its step times."""
     fleet.seqs[name] += 1
     stored, olds = fleet.news[name], fleet.olds[name]
     fleet.news[name] = []
     evicted = [olds.popleft() for _ in range(min(len(stored), len(olds)))]
     olds += stored
     decodes = name.startswith("decode")
-    steps = {"running": 40, "kv_tokens": 400_000, "steps": 60, "step_seconds": 1.0}
-    prefill = {"prefill_tokens": 9000, "prefill_seconds": 0.7}
+    steps = {"running": 20, "kv_tokens": 200_000, "steps": 20, "step_seconds": 0.2}
+    prefill = {"prefill_tokens": 2200, "prefill_seconds": 0.19}
     more: dict[str, Any] = steps if decodes else prefill
     return e.Reported(name, Report(fleet.seqs[name], 5000, stored, evicted, **more))
 
@@ -151,10 +157,11 @@ def run(
     """Times each placement with `queued` requests in the line, then a whole mix of events; the
     best of some rounds, as others may use the machine meanwhile.
 
-    A placement: a worker has credit, one of the most urgent requests is chosen for it, and the
-    decode worker for both. The mix, for each placement: its request (`Asked`), its first token, its
-    end; and each worker's report once a second at 3,500 placements a second, with the blocks
-    that those stored and evicted.
+    A placement: an event by which one request is placed, whether a worker has credit and one of
+    the most urgent is chosen for it, or a newcomer finds a worker that takes it; in both cases with
+    the choice of the decode worker, the bookings and the record. The mix, for each placement: its
+    request (`Asked`), its first token, its end, and at 3,500 placements a second what each worker
+    reports every `REPORT_S`: the blocks that those stored and evicted, at the index's grain.
     """
     fleet = build(workers, entries, seed, decisions=4096)
     router = fleet.router
@@ -188,15 +195,14 @@ def _placements(
             began = clock()
             actions = router.handle(asked, fleet.now)
             took = clock() - began
-            if not take(fleet, actions):
-                times["asked_"].append(took)
+            times["" if take(fleet, actions) == 1 else "asked_"].append(took)
         first = first_token(fleet)
         began = clock()
         actions = router.handle(first, fleet.now)
         took = clock() - began
         if take(fleet, actions) == 1:
             times[""].append(took)
-        if len(fleet.decoding) > 20_000:
+        if len(fleet.decoding) > STREAMS * len(fleet.seqs):
             take(fleet, router.handle(ended(fleet), fleet.now))
     out: dict[str, float] = {}
     for name, values in times.items():
@@ -212,9 +218,9 @@ def _mix(fleet: Fleet, clock: Callable[[], float], count: int, workers: int) -> 
     turn = 0
     for _ in range(count):
         batch: list[Any] = [ask(fleet), first_token(fleet)]
-        if len(fleet.decoding) > 10 * workers:
+        if len(fleet.decoding) > STREAMS * workers:
             batch.append(ended(fleet))
-        due += workers / 3500
+        due += workers / REPORT_S / PLACEMENTS_PER_S
         while due >= 1:
             due -= 1
             told = report(fleet, names[turn % len(names)])
@@ -230,8 +236,9 @@ def _mix(fleet: Fleet, clock: Callable[[], float], count: int, workers: int) -> 
     return {
         "placements_per_s": round(placed / spent),
         "events_per_s": round(events / spent),
+        "blocks_per_placement": 2 * (2 * TURN_BLOCKS + OUTPUT // 64),  # stored, and evicted
         "block_events_per_placement": round(blocks / max(placed, 1), 1),
-        "reports_per_placement": round(workers / 3500, 3),
+        "reports_per_placement": round(workers / REPORT_S / PLACEMENTS_PER_S, 2),
     }
 
 

@@ -15,16 +15,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from heapq import nsmallest
 from itertools import islice
 
 import numpy as np
 
 from . import placement as p
 from .config import RouterConfig
-from .fleet import Fleet, Stream, Worker
-from .index import PrefixIndex
+from .fleet import HALTED_MAX, Fleet, Stream, Worker
+from .index import PrefixIndex, tokens_at
 from .line import Line, Waiting
-from .pairing import Binding, Pairing
+from .pairing import OPTIONS, SPREAD, Binding, Pairing
 
 URGENT, HOME = 8, 4  #: requests that a worker chooses among, and of those from its home
 SCAN = 64  #: of the line, at most, to find them
@@ -41,6 +42,11 @@ class Try(Enum):
     BOUND = 1
     NOTHING = 2  #: nobody to take it, or nothing to take, now
     NO_ROOM = 3  #: decode workers are full: the line stands
+
+
+#: seconds to the first token, tie, slot, worker, seconds of the prefill alone, whether the worker
+#: takes it now
+Ranked = tuple[float, int, int, Worker, float, bool]
 
 
 @dataclass(slots=True)
@@ -63,18 +69,32 @@ class Binder(Pairing):
         self.stuck = False  #: decode workers have no room for the next one
         self._pulls, self._offer_at = 0, -np.inf
 
-    def enter(self, waiting: Waiting, now: float) -> None:
-        """Puts it into the line."""
+    def arrive(self, waiting: Waiting, now: float) -> Binding | None:
+        """A newcomer takes a worker at once (a late policy only), or joins the line."""
+        self.look(waiting)
         capacity = len(self.fleet.prefills) or len(self.fleet.decodes)
-        self.find_holder(waiting)
         if self.policy.late:
-            ok = self.fleet.decode_ok if waiting.local else self.fleet.prefill_ok
-            times = self.ask(waiting, now).alone[ok]
-            waiting.least_s = float(times.min()) if len(times) else 0.0
-            self.fresh.append(waiting)
+            if waiting.local or self.stuck or waiting.picky or self.missing(waiting):
+                few = self.few.fastest(waiting.hits, waiting.local)
+                waiting.least_s = min([self.alone(waiting, worker) for worker in few], default=0.0)
+                self.fresh.append(waiting)
+            else:
+                few = self.few.prefills(waiting.hits, None, now)
+                ranked = self._ranked(waiting, few, now)
+                waiting.least_s = min([one[4] for one in ranked])
+                waiting.look_at = now + LOOK_S
+                if now + waiting.least_s <= waiting.deadline:
+                    out: list[Binding] = []
+                    tried = self._choose(waiting, ranked, now, out)
+                    if tried is Try.BOUND:
+                        self.line.charge(waiting, now, capacity)
+                        return out[0]
+                    if tried is Try.NO_ROOM:
+                        self.fresh.append(waiting)
         self.line.enter(waiting, now, capacity)
+        return None
 
-    def look(self) -> None:
+    def offer_again(self) -> None:
         """A decode worker can take a prompt again: the most urgent choose at once."""
         self._offer_at = -np.inf
         for *_, waiting in self.line.urgent[:URGENT]:
@@ -100,9 +120,7 @@ class Binder(Pairing):
 
     def next_credit(self, now: float) -> float:
         """When the next worker has credit by prediction, or idle ones are offered more."""
-        soon = self.fleet.credit_at[self.pool]
-        soon = soon[soon > now]
-        credit = float(soon.min()) if len(soon) else np.inf
+        credit = self.fleet.next_credit(now, self._never)
         if self.stuck:
             return min(credit, now + LOOK_S)
         if not self.idle and self.config.disaggregate != "auto":
@@ -121,12 +139,12 @@ class Binder(Pairing):
         for waiting in list(self.line.by_key.values()):
             if self.missing(waiting):
                 continue
-            ask = self.ask(waiting, now)
+            self.look(waiting)
             binding: Binding | Rejection | None
             if waiting.local:
-                binding = self._local(ask, self._allowed(waiting, self.fleet.decode_ok))
+                binding = self._local(waiting, self._allowed(waiting, self.fleet.decode_ok), now)
             else:
-                binding = self._pair(ask)
+                binding = self._pair(waiting, now)
             if isinstance(binding, Binding):
                 self._book(binding, now)
             if binding is None:
@@ -134,24 +152,28 @@ class Binder(Pairing):
             self.line.leave(waiting.key)
             out.append(binding)
 
-    def _pair(self, ask: p.Ask) -> Binding | Rejection | None:
+    def _pair(self, waiting: Waiting, now: float) -> Binding | Rejection | None:
         """The policy's prefill worker, or a local prefill if that is the better one."""
-        waiting, fleet = ask.waiting, self.fleet
-        ok = self._allowed(waiting, fleet.prefill_ok)
+        ask = self.ask(waiting, now)
+        ok = self._allowed(waiting, self.fleet.prefill_ok)
         cost = np.where(ok, self.policy.prefill(ask, ok), np.inf)
         slot = p.least(cost, waiting.tie)
-        if slot is None:
+        worker = None if slot is None else self.fleet.by_slot[slot]
+        if slot is None or worker is None:
             return None
         times = p.ttft_s(ask)
         ttft = float(times[slot])
         if self.config.disaggregate == "auto":
-            local = self._if_local(ask, ttft)
+            local = self._if_local(waiting, ttft, now)
             if local:
                 return local
-        late_s = ask.now + ttft - waiting.deadline
+        late_s = now + ttft - waiting.deadline
         if waiting.slo.early_reject and self.config.policy == "mooncake" and late_s > 0:
             return Rejection(waiting, late_s)
-        return self._finish(ask, slot, "early", False, (times, cost))
+        binding = self._finish(waiting, worker, "early", False, now)
+        if binding and self.explain:
+            binding.prefill_options = self._prefill_options(ask, slot, times, cost)
+        return binding
 
     def _demote(self, now: float, out: list) -> None:
         """The most urgent ones that nobody could serve in time any more."""
@@ -179,16 +201,18 @@ class Binder(Pairing):
         for waiting in fresh:
             if waiting.key in self.line and not waiting.late and not self.stuck:
                 self.stuck = self._push(waiting, now, out) is Try.NO_ROOM
-        for slot in self.fleet.credited(now, self.pool).tolist():
-            if slot not in self.idle:
-                worker = self.fleet.by_slot[slot]
-                assert worker
-                tried = self._pull(worker, now, out)
-                if tried is Try.NO_ROOM:
-                    self.stuck = True
-                    break
-                if tried is Try.NOTHING:
-                    self.idle.add(slot)
+        for worker in self.fleet.credited(now):
+            slot = worker.slot
+            if slot in self.idle or not (worker.decodes_ok if self._never else worker.prefills_ok):
+                self.fleet.ready.discard(slot)
+                continue
+            tried = self._pull(worker, now, out)
+            if tried is Try.NO_ROOM:
+                self.stuck = True
+                break
+            if tried is Try.NOTHING:
+                self.idle.add(slot)
+                self.fleet.ready.discard(slot)
         if now >= self._offer_at and (self.idle or self.config.disaggregate == "auto"):
             self._offer_at = now + OFFER_S
             self._offer(now, out)
@@ -210,49 +234,91 @@ class Binder(Pairing):
         if self.missing(waiting):
             return Try.NOTHING
         if waiting.look_at:
-            self.find_holder(waiting)
+            self.look_again(waiting)
         waiting.look_at = now + LOOK_S
-        fleet, ask = self.fleet, self.ask(waiting, now)
-        gentle = not self._old(waiting, now)
         if waiting.local:
-            ok = self._allowed(waiting, fleet.decode_ok) & (fleet.credit_at <= now)
-            if not ok.any():
-                return Try.NOTHING
-            binding = self._local(ask, ok)
-            return self._leave(binding, now, out)
-        ok = self._allowed(waiting, fleet.prefill_ok)
-        times = p.left_s(ask) + fleet.home_s
-        if waiting.home:
-            times[waiting.home.slot] -= waiting.home_s
-        free_ok = fleet.credit_at <= now
-        if not waiting.late:
-            before = p.interrupts(ask, self.residuals.upper)
-            times = np.where(before, np.minimum(times, p.chunk_s(ask)), times)
-            free_ok |= before
-        times += ask.alone
-        masked = np.where(ok, times, np.inf)
-        best = p.least(masked, waiting.tie)
-        if best is None:
+            return self._push_local(waiting, now, out)
+        few = self.few.prefills(waiting.hits, waiting.home, now)
+        ranked = self._ranked(waiting, self._of(waiting, few, self.fleet.prefills), now)
+        return self._choose(waiting, ranked, now, out)
+
+    def _choose(self, waiting: Waiting, ranked: list[Ranked], now: float, out: list) -> Try:
+        """The worker that has its first token earliest, if that one takes it now."""
+        if not ranked:
             return Try.NOTHING
+        best_s, _, _, best, alone_s, free = min(ranked)
         if self.config.disaggregate == "auto":
-            ahead = 0.0 if free_ok[best] else self._ahead(waiting)
-            local = self._if_local(ask, float(times[best]) + ahead)
+            ahead = 0.0 if free else self._ahead(waiting)
+            local = self._if_local(waiting, best_s + ahead, now)
             if local:
                 return self._leave(local, now, out)
-        slot = best
-        if not free_ok[best]:
-            free = p.least(np.where(free_ok, masked, np.inf), waiting.tie)
-            if free is None or self._sooner(waiting, float(times[best]), float(times[free]), now):
-                self._stay(waiting, best, ask.alone, ok)
+        if not free:
+            there_s = best_s
+            open_to = [one for one in ranked if one[5]]
+            best_s, _, _, worker, _, _ = min(open_to, default=ranked[0])
+            if not open_to or self._sooner(waiting, there_s, best_s, now):
+                self._stay(waiting, best, alone_s, max(one[4] for one in ranked))
                 return Try.NOTHING
-            slot = free
-        return self._leave(self._finish(ask, slot, "push", gentle, (times, masked)), now, out)
+            best = worker
+        binding = self._finish(waiting, best, "push", not self._old(waiting, now), now)
+        if binding and self.explain:
+            others = [one for one in ranked if one[3] is not best]
+            shown = [one for one in ranked if one[3] is best] + nsmallest(OPTIONS - 1, others)
+            binding.prefill_options = [
+                (one[3].card.id, one[0], (one[0] - one[4], one[4])) for one in shown
+            ]
+        return self._leave(binding, now, out)
+
+    def _push_local(self, waiting: Waiting, now: float, out: list) -> Try:
+        self.fleet.sync()
+        ok = self._allowed(waiting, self.fleet.decode_ok) & (self.fleet.credit_at <= now)
+        if not ok.any():
+            return Try.NOTHING
+        return self._leave(self._local(waiting, ok, now), now, out)
+
+    def _ranked(self, waiting: Waiting, few: list[Worker], now: float) -> list[Ranked]:
+        """Each of these workers. It may go before all that one has, if nothing of that becomes
+        late by it."""
+        due, upper, tie = waiting.deadline, self.residuals.upper, waiting.tie
+        home, early, fetches = waiting.home, not waiting.late, waiting.fetches
+        prompt, known, wide = waiting.prompt, waiting.hits.known, waiting.hits.wide
+        ranked = []
+        for worker in few:
+            slot = worker.slot
+            if fetches or slot in known:
+                alone_s = self.alone(waiting, worker)
+            else:  # the same for most: no more calls than it must
+                rest = prompt
+                for depth, mask in wide:
+                    if mask >> slot & 1:
+                        rest = prompt - min(tokens_at(depth), prompt - 1)
+                        break
+                each = worker.prefill_token + worker.prefill_pair * (prompt - rest / 2)
+                alone_s = worker.prefill_base + rest * each
+            left = worker.busy_until - now
+            left = worker.home_s + left if left > 0.0 else worker.home_s
+            if worker is home:
+                left -= waiting.home_s
+            free = worker.credit_at <= now
+            if (
+                early
+                and worker.first_due > due
+                and worker.slack_s >= upper * alone_s
+                and worker.prompts < HALTED_MAX
+            ):
+                free = True
+                if worker.chunk_s < left:
+                    left = worker.chunk_s
+            ranked.append(
+                (left + alone_s, (tie + slot * SPREAD) & 0xFFFF, slot, worker, alone_s, free)
+            )
+        return ranked
 
     def _ahead(self, waiting: Waiting) -> float:
         """Seconds that the line before it takes, when nobody is idle."""
         if self.idle or not self.line.urgent:
             return 0.0
-        own = 0.0 if waiting.home else waiting.least_s
+        own = 0.0 if waiting.home or waiting.key not in self.line else waiting.least_s
         return max(self.line.work_s - self.line.home_s - own, 0.0) / max(
             len(self.fleet.prefills), 1
         )
@@ -264,12 +330,13 @@ class Binder(Pairing):
             return False
         return there_s < SOONER * here_s - SOONER_S
 
-    def _stay(self, waiting: Waiting, slot: int, alone: np.ndarray, ok: np.ndarray) -> None:
+    def _stay(self, waiting: Waiting, worker: Worker, alone_s: float, most_s: float) -> None:
         """It waits: for this worker, if its cache saves a lot."""
-        saved = float(alone[ok].max() - alone[slot])
-        home = self.fleet.by_slot[slot] if saved > SAVES_S else None
-        if home is not waiting.home or home is None:
-            self.line.settle(waiting, home, float(alone[slot]))
+        home = worker if most_s - alone_s > SAVES_S else None
+        if waiting.key not in self.line:
+            waiting.home, waiting.home_s = home, alone_s
+        elif home is not waiting.home or home is None:
+            self.line.settle(waiting, home, alone_s)
 
     def _leave(self, binding: Binding | None, now: float, out: list) -> Try:
         if binding is None:
@@ -289,23 +356,21 @@ class Binder(Pairing):
             chosen = next((w for w in some if self._may(worker, w)), None)
         if chosen is None:
             return Try.NOTHING
-        ask = self.ask(chosen, now)
+        self.look_again(chosen)
         if chosen.local:
-            binding = self._finish_local(ask, worker.slot)
+            seconds = float(p.local_s(self.ask(chosen, now))[worker.slot])
+            binding = self._finish_local(chosen, worker, seconds, now)
         else:
-            binding = self._finish(ask, worker.slot, "pull", gentle=not self._old(chosen, now))
+            binding = self._finish(chosen, worker, "pull", not self._old(chosen, now), now)
         if binding:
             binding.passed_over = notes
             self._pulls += 1
         return self._leave(binding, now, out)
 
     def _may(self, worker: Worker, waiting: Waiting) -> bool:
-        place = waiting.place
         if waiting.local != self._never or self.missing(waiting):
             return False
-        if not place.lost and not place.avoid:
-            return True
-        return bool(self._allowed(waiting, self.pool)[worker.slot])
+        return not waiting.picky or bool(self._allowed(waiting, self.pool)[worker.slot])
 
     def _old(self, waiting: Waiting, now: float) -> bool:
         return now - waiting.since > AGED_SHARE * (waiting.expires - waiting.since)
@@ -321,8 +386,10 @@ class Binder(Pairing):
         self, worker: Worker, now: float
     ) -> tuple[Waiting | None, list[tuple[str, float, str]]]:
         """The most urgent that it can serve in time, or the one that its cache saves most."""
-        fleet, upper = self.fleet, self.residuals.upper
+        upper = self.residuals.upper
         notes: list[tuple[str, float, str]] = []
+        if not self.fleet.decodes:
+            return None, notes
         left = max(worker.busy_until - now, 0.0)
         home = self.line.homes.get(worker.slot)
         few = self.line.urgent[:URGENT]
@@ -332,12 +399,12 @@ class Binder(Pairing):
         best: Waiting | None = None
         first_s = most = 0.0
         for *_, waiting in few:
-            if not self._may(worker, waiting):
+            if (waiting.picky or waiting.local or self._never) and not self._may(worker, waiting):
                 continue
             ours = waiting.home is worker or waiting.holder is worker
             if first is not None and not ours:
                 continue  # its cache is no reason to go before a more urgent one
-            prompt = waiting.place.prompt_tokens
+            prompt = waiting.prompt
             seconds, hit, _ = self.compute(waiting, worker)
             why = self._passes(waiting, worker, left + seconds, now)
             if why:
@@ -345,7 +412,7 @@ class Binder(Pairing):
             elif first is None:
                 first, first_s = waiting, seconds
             elif hit:
-                saved = fleet.prefill_s(worker, prompt, prompt) - seconds
+                saved = worker.prefill_s(prompt, prompt) - seconds
                 stands = now + left + seconds + first_s * upper <= first.deadline
                 worth = saved > SAVES_S or hit > SAVES_SHARE * prompt
                 if stands and worth and saved > most:
@@ -371,7 +438,7 @@ class Binder(Pairing):
     def _book(self, binding: Binding, now: float) -> None:
         """From here on the workers have it."""
         fleet, waiting, decode = self.fleet, binding.waiting, binding.decode
-        key, prompt = waiting.key, waiting.place.prompt_tokens
+        key, prompt = waiting.key, waiting.prompt
         computes = binding.prefill or decode
         self.idle.discard(computes.slot)
         tokens = (binding.uncached, prompt)
@@ -381,10 +448,7 @@ class Binder(Pairing):
         stream = Stream(self.need(waiting), int(whole), prompt + waiting.output / 2)
         fleet.reserve(decode, key, stream)
         if binding.prefill:
-            cost, begins = decode.cost, max(decode.link_until, now + binding.wait_s)
-            moves = prompt - self.hit(waiting, decode)
-            decode.link_until = begins + cost.transfer_base + cost.transfer_token * moves
-            fleet.link_until[decode.slot] = decode.link_until
-        depth = self.index.depth(computes.slot, waiting.sampled)
-        self.index.predict(computes.slot, waiting.sampled[depth:], now)
+            begins = max(decode.link_until, now + binding.wait_s)
+            transfer = decode.transfer_base + decode.transfer_token * binding.moves
+            decode.link_until = begins + transfer
         self.policy.bound(binding.prefill.slot if binding.prefill else None, decode.slot)

@@ -11,8 +11,11 @@ All state is soft: a new router (higher term) rebuilds it from Joins and resubmi
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 import xxhash
 
@@ -24,7 +27,6 @@ from ..protos.frames import (
     Place,
     Placed,
     Refused,
-    Report,
 )
 from . import events as e
 from .binding import Binder, Rejection
@@ -62,12 +64,12 @@ class Router:
         self.settled = False
         self.gateways: dict[str, None] = {}
         self.fleet = Fleet(config.prior_tokens_per_s, config.rtt_s, config.itl_s)
-        self.index = PrefixIndex(config.index_per_worker, config.predicted_ttl_s)
+        self._index = PrefixIndex(config.index_per_worker, config.predicted_ttl_s)
         self.line = Line(self.fleet)
-        self.binder = Binder(config, self.fleet, self.index, self.line)
+        self.binder = Binder(config, self.fleet, self._index, self.line)
         self.lengths = OutputLengths()
         self.demand = Demand()
-        self.decisions = Decisions(config.decisions)
+        self._decisions = Decisions(config.decisions)
         self.goodput = Goodput(config.ttft_s, config.itl_s)
         self.tally = Tally()
         self.bound: dict[Key, Bound] = {}
@@ -75,41 +77,64 @@ class Router:
         self.placed = self.refused = 0
         self.hit_tokens = self.prompt_tokens = 0
         self._now = -inf
+        self._to_tidy: deque[tuple[Binding, int, float, float, int]] = deque()
+        self._handlers: dict[type, Callable[[Any, float], list]] = {
+            e.Asked: self._asked,
+            e.FirstToken: self._first_token,
+            e.Ended: self._ended,
+            e.Answered: self._answered,
+            e.Reported: self._reported,
+            e.Joined: self._joined,
+            e.Lost: self._lost,
+            e.GatewayJoined: self._gateway_joined,
+            e.GatewayLost: self._gateway_lost,
+            e.Outdated: self._outdated,
+            e.Tick: self._tick,
+        }
 
     def handle(self, event: e.Event, now: float) -> list:
         if not self.active:
             return []
         self._now = now
-        return [*self._settle(now), *self._handle(event, now)]
+        if self._to_tidy:
+            self.tidy()
+        if self.settled:
+            return self._handlers[type(event)](event, now)
+        return [*self._settle(now), *self._handlers[type(event)](event, now)]
 
-    def _handle(self, event: e.Event, now: float) -> list:
-        match event:
-            case e.Asked(gateway, place):
-                return self._asked(gateway, place, now)
-            case e.FirstToken(key):
-                return self._first_token(key, now)
-            case e.Ended(key, outcome):
-                self._ended(key, outcome, now)
-                return self._bind(now)
-            case e.Answered(outcome):
-                self.goodput.observe(outcome, now)
-            case e.Reported(worker, report):
-                return self._reported(worker, report, now)
-            case e.Joined():
-                return self._joined(event, now)
-            case e.Lost(worker):
-                return self._lost(worker, now)
-            case e.GatewayJoined(gateway):
-                self.gateways[gateway] = None
-                return [Deliver(gateway, self.directory())]
-            case e.GatewayLost(gateway):
-                return self._gateway_lost(gateway, now)
-            case e.Outdated(term):
-                return self._outdated(term)
-            case e.Tick():
-                self.index.expire(now)
-                return self._bind(now)
+    def tidy(self) -> None:
+        """What can be done after the answer is on its way: the index learns of placements, and
+        their records are written. Call it after sending; the next `handle` does it otherwise."""
+        while self._to_tidy:
+            binding, number, ttft_s, now, in_line = self._to_tidy.popleft()
+            waiting, computes = binding.waiting, binding.prefill or binding.decode
+            if computes.alive:
+                depth = waiting.hits.depth(computes.slot)
+                self._index.predict(computes.slot, waiting.sampled[depth:], now)
+            if number:
+                self._record(number, waiting, now, in_line, binding, ttft_s)
+
+    def _gateway_joined(self, event: e.GatewayJoined, now: float) -> list:
+        self.gateways[event.gateway] = None
+        return [Deliver(event.gateway, self.directory())]
+
+    def _answered(self, event: e.Answered, now: float) -> list:
+        self.goodput.observe(event.outcome, now)
         return []
+
+    def _tick(self, event: e.Tick, now: float) -> list:
+        self._index.expire(now)
+        return self._bind(now)
+
+    @property
+    def decisions(self) -> Decisions:
+        self.tidy()
+        return self._decisions
+
+    @property
+    def index(self) -> PrefixIndex:
+        self.tidy()
+        return self._index
 
     @property
     def next_wake(self) -> float | None:
@@ -147,10 +172,10 @@ class Router:
 
     def _joined(self, event: e.Joined, now: float) -> list:
         if event.term > self.term:
-            return self._outdated(event.term)
+            return self._outdated(e.Outdated(event.term), now)
         worker = self.fleet.join(event.card)
-        self.index.drop(worker.slot)
-        self.index.store(worker.slot, event.cached)
+        self._index.drop(worker.slot)
+        self._index.store(worker.slot, event.cached)
         self._hold(worker, event)
         return [*self._announce(), *self._bind(now)]
 
@@ -179,17 +204,18 @@ class Router:
         if worker:
             self.fleet.release(worker, key)
 
-    def _lost(self, name: str, now: float) -> list:
-        worker = self.fleet.lose(name)
+    def _lost(self, event: e.Lost, now: float) -> list:
+        worker = self.fleet.lose(event.worker)
         if worker is None:
             return []
-        self.index.drop(worker.slot)
+        self._index.drop(worker.slot)
         self.binder.lost(worker)
         for key in [k for k, w in self.held.items() if w is worker]:
             del self.held[key]
         return [*self._announce(), *self._bind(now)]
 
-    def _gateway_lost(self, gateway: str, now: float) -> list:
+    def _gateway_lost(self, event: e.GatewayLost, now: float) -> list:
+        gateway = event.gateway
         self.gateways.pop(gateway, None)
         for key in [k for k, w in self.line.by_key.items() if w.gateway == gateway]:
             self.line.leave(key)
@@ -197,21 +223,23 @@ class Router:
             self._unbind(key, now)
         return self._bind(now)
 
-    def _outdated(self, term: int) -> list:
-        if term <= self.term:
+    def _outdated(self, event: e.Outdated, now: float) -> list:
+        if event.term <= self.term:
             return []
         self.active = False
-        return [e.StepDown(term)]
+        return [e.StepDown(event.term)]
 
-    def _reported(self, name: str, report: Report, now: float) -> list:
-        worker = self.workers.get(name)
+    def _reported(self, event: e.Reported, now: float) -> list:
+        worker, report = self.workers.get(event.worker), event.report
         if worker is None:
             return []
         if report.seq != worker.seq + 1:
-            return [e.Disconnect(name)]
+            return [e.Disconnect(event.worker)]
         worker.seq = report.seq
-        self.index.evict(worker.slot, report.evicted)
-        self.index.store(worker.slot, report.stored)
+        if report.evicted:
+            self._index.evict(worker.slot, report.evicted)
+        if report.stored:
+            self._index.store(worker.slot, report.stored)
         relieved = self.fleet.report(worker, report)
         if self.held and report.free_blocks >= worker.card.blocks > 0 and not report.running:
             idle = [k for k, w in self.held.items() if w is worker]
@@ -222,13 +250,15 @@ class Router:
 
     # ---- requests --------------------------------------------------------------------------------
 
-    def _asked(self, gateway: str, place: Place, now: float) -> list:
+    def _asked(self, event: e.Asked, now: float) -> list:
+        gateway, place = event.gateway, event.place
         bound = self.bound.get(place.key)
         if bound:  # the answer got lost
             return [Deliver(gateway, bound.placed)]
         waiting = self.line.by_key.get(place.key)
         if waiting:  # it knows better now whom it has lost
             waiting.place = place
+            waiting.picky = bool(place.lost or place.avoid)
             waiting.local = self.binder.is_local(place)
             self.binder.fresh.append(waiting)
             return self._bind(now)
@@ -236,11 +266,13 @@ class Router:
             message = f"{len(self.line)} requests wait already"
             return [self._refuse(gateway, place.key, "queue_full", message)]
         self._let_go(place.key)
-        self.index.expire(now)
+        self._index.expire(now)
         waiting = self._waiting(gateway, place, now)
         if place.key[1] == 0:  # not again
             self.demand.asked(place.prompt_tokens, waiting.output, now)
-        self.binder.enter(waiting, now)
+        binding = self.binder.arrive(waiting, now)
+        if binding:
+            return [self._place(binding, now), *self._bind(now)]
         return self._bind(now)
 
     def _waiting(self, gateway: str, place: Place, now: float) -> Waiting:
@@ -251,6 +283,7 @@ class Router:
         text = f"{place.key[0]}|{place.key[1]}"
         return Waiting(
             gateway=gateway,
+            key=place.key,
             place=place,
             slo=known or next(iter(config.classes.values())),
             since=now,
@@ -262,6 +295,8 @@ class Router:
             tie=xxhash.xxh3_64_intdigest(text.encode(), config.seed),
             output=self.lengths.expect(place.tenant, place.slo_class, place.max_tokens),
             local=self.binder.is_local(place),
+            prompt=place.prompt_tokens,
+            picky=bool(place.lost or place.avoid),
         )
 
     def _refuse(
@@ -275,7 +310,9 @@ class Router:
         """Gives up those whose time is over, and places all who can be placed."""
         if not self.line:
             return []
-        actions: list = [self._expired(waiting) for waiting in self.line.expired(now)]
+        actions: list = []
+        if self.line.next_expiry <= now:
+            actions = [self._expired(waiting) for waiting in self.line.expired(now)]
         for decided in self.binder.bind(now):
             if isinstance(decided, Binding):
                 actions.append(self._place(decided, now))
@@ -296,16 +333,16 @@ class Router:
         waiting, late_s = rejection.waiting, rejection.late_s
         message = f"the first token would be {late_s:.1f} s late"
         if self.config.decisions:
-            self.decisions.add(self._record(waiting, "refused", now, note=message))
+            number = self._decisions.next_number()
+            self._record(number, waiting, now, len(self.line), note=message)
         retry_s = max(1.0, late_s)
         return self._refuse(waiting.gateway, waiting.key, "slo_unattainable", message, retry_s)
 
     def _place(self, binding: Binding, now: float) -> Deliver:
         waiting, key = binding.waiting, binding.waiting.key
         ttft_s = now - waiting.arrived + binding.wait_s + binding.compute_s
-        number = 0
-        if self.config.decisions:
-            number = self._explain(binding, ttft_s, now)
+        number = self._decisions.next_number() if self.config.decisions else 0
+        self._to_tidy.append((binding, number, ttft_s, now, len(self.line)))
         placed = Placed(
             key,
             self.term,
@@ -322,12 +359,14 @@ class Router:
         computes = binding.prefill or binding.decode
         self.bound[key] = Bound(waiting.gateway, waiting, computes, binding.decode, placed)
         self.placed += 1
+        self.tally.bound(binding.prefill is not None, binding.kind, now - waiting.since)
         self.demand.bound(waiting.place.prompt_tokens, binding.hit, now)
         self.hit_tokens += binding.hit
         self.prompt_tokens += waiting.place.prompt_tokens
         return Deliver(waiting.gateway, placed)
 
-    def _first_token(self, key: Key, now: float) -> list:
+    def _first_token(self, event: e.FirstToken, now: float) -> list:
+        key = event.key
         bound = self.bound.get(key)
         if bound is None or bound.computed:
             return []
@@ -339,14 +378,18 @@ class Router:
             work, took = done
             self.binder.residuals.observe(took / work.seconds if work.seconds else 1.0)
             self.fleet.corrected(worker, took / work.nominal_s if work.nominal_s else 1.0)
-        elif done:
-            self.binder.look()
-        decision = self.decisions.get(key)
+        elif done and not bound.placed.prefill:
+            self.binder.offer_again()
+        decision = self._decisions.get(key)
         if decision:
             decision.observed["ttft_ms"] = round(1e3 * (now - bound.waiting.arrived), 3)
         return self._bind(now)
 
-    def _ended(self, key: Key, outcome: Over | None, now: float) -> None:
+    def _ended(self, event: e.Ended, now: float) -> list:
+        self._over(event.key, event.outcome, now)
+        return self._bind(now)
+
+    def _over(self, key: Key, outcome: Over | None, now: float) -> None:
         bound = self.bound.get(key)
         self._let_go(key)
         self._unbind(key, now)
@@ -355,7 +398,7 @@ class Router:
         place = bound.waiting.place
         if outcome.tokens and outcome.reason in ("stop", "length"):
             self.lengths.observe(place.tenant, place.slo_class, outcome.tokens)
-        decision = self.decisions.get(key)
+        decision = self._decisions.get(key)
         if decision:
             seen = {"tokens": outcome.tokens, "reason": outcome.reason}
             for name in ("ttft_ms", "itl_p99_ms"):
@@ -373,39 +416,53 @@ class Router:
 
     # ---- explain ---------------------------------------------------------------------------------
 
-    def _record(self, waiting: Waiting, kind: str, now: float, note: str = "") -> Decision:
+    def _record(
+        self,
+        number: int,
+        waiting: Waiting,
+        now: float,
+        in_line: int,
+        binding: Binding | None = None,
+        ttft_s: float = 0.0,
+        note: str = "",
+    ) -> None:
+        """Notes a placement or a refusal."""
         place = waiting.place
-        return Decision(
-            self.decisions.next_number(),
+        told = (
+            number,
             now,
             waiting.key,
             self.config.policy,
-            kind,
-            place.prompt_tokens,
+            binding.kind if binding else "refused",
+            waiting.prompt,
             place.slo_class,
             place.tenant,
             waiting.deadline - waiting.arrived,
             waiting.itl_s,
             now - waiting.arrived,
-            len(self.line),
-            note=note,
+            in_line,
         )
-
-    def _explain(self, binding: Binding, ttft_s: float, now: float) -> int:
-        decision = self._record(binding.waiting, binding.kind, now)
-        decision.prefill = binding.prefill.card.id if binding.prefill else None
-        decision.decode = binding.decode.card.id
-        decision.fetch = binding.fetch.card.id if binding.fetch else None
-        decision.hit_tokens = binding.hit
-        decision.passed_over = binding.passed_over
-        decision.prefill_options = binding.prefill_options
-        decision.decode_options = binding.decode_options
-        decision.others = binding.others
-        decision.left_s, decision.prefill_s = binding.wait_s, binding.compute_s
-        decision.ttft_s, decision.itl_s = ttft_s, binding.itl_s
-        decision.exposed_s = binding.exposed_s
-        self.decisions.add(decision)
-        return decision.number
+        if binding is None:
+            self._decisions.add(Decision(*told, note=note))
+            return
+        decision = Decision(
+            *told,
+            binding.prefill.card.id if binding.prefill else None,
+            binding.decode.card.id,
+            binding.fetch.card.id if binding.fetch else None,
+            binding.hit,
+            binding.passed_over,
+            binding.prefill_options,
+            binding.decode_options,
+            len(self.fleet.decodes) - len(binding.decode_options),
+            note,
+            binding.wait_s,
+            binding.compute_s,
+            ttft_s,
+            binding.itl_s,
+            binding.exposed_s,
+        )
+        self._decisions.add(decision)
 
     def statistics(self, now: float | None = None) -> dict:
         """`now`: goodput's window ends there, not at the last event."""
@@ -421,8 +478,8 @@ class Router:
             "refused": self.refused,
             "hit_tokens": self.hit_tokens,
             "prompt_tokens": self.prompt_tokens,
-            "index_entries": len(self.index),
-            "decisions": self.decisions.count,
+            "index_entries": len(self._index),
+            "decisions": self._decisions.count,
             "goodput": self.goodput.statistics(),
         }
 

@@ -7,7 +7,9 @@ stale report never makes two requests believe in the same room.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from math import inf
+from operator import attrgetter
 
 import numpy as np
 from msgspec import structs
@@ -17,25 +19,19 @@ from .predictor import SLOW, Correction, Drift, prefill_s, prior, step_s
 
 BATCH_TOKENS = 512  #: prompts below this share a step: it is where prefill becomes efficient
 PREFETCH = 2  #: longer prompts that a worker has at a time
+HALTED_MAX = 4  #: prompts of a worker that one more may go before
+TYPICAL = (2048, 4096)  #: uncached, all tokens of a prompt by which workers' speeds are compared
 SLACK_S = 0.005  #: beyond the round trip, for a prediction that is a little late
 MEMORY_S = 0.01  #: cost of a KV pool that is full, in the coin of a step; grows with the square
+OLD_CREDITS = 8  #: entries of the heap for each worker, before the old ones are cleared away
 FLOATS = (
-    *(
-        "busy_until",
-        "credit_at",
-        "first_due",
-        "slack_s",
-        "home_s",
-        "queued_tokens",
-        "prompts",
-        "prompt_tokens",
-        "active",
-    ),
-    *("rows", "kv_tokens", "fit", "expected_tokens", "calm_tokens", "chunk", "link_until"),
-    *("step_now", "step_next", "decode_s", "step_token"),
+    *("busy_until", "credit_at", "first_due", "slack_s", "queued_tokens", "prompts"),
+    *("prompt_tokens", "active", "rows", "kv_tokens", "fit", "expected_tokens", "calm_tokens"),
+    *("chunk", "link_until", "step_now", "step_next", "decode_s", "step_token"),
     *("prefill_base", "prefill_token", "prefill_pair"),
     *("transfer_base", "transfer_token", "exposed"),
 )
+_ROW = attrgetter(*FLOATS)
 
 
 @dataclass(slots=True)
@@ -77,17 +73,38 @@ class Worker:
     prefills: dict[Key, Work] = field(default_factory=dict)
     head_since: float = 0.0  #: when the first of them began
     busy_until: float = 0.0  #: all of them are computed, by prediction
+    credit_at: float = -inf  #: from when on it may be given a prompt
+    first_due: float = 0.0  #: deadline of the first of its prompts; 0 in order of arrival
+    slack_s: float = inf  #: by how much all its prompts could be put off and be in time
+    queued_tokens: int = 0  #: uncached, given and not computed
+    prompts: int = 0  #: the number of those prompts
+    prompt_tokens: int = 0  #: and their length, cached or not
     home_s: float = 0.0  #: seconds of prefill that wait in the line for its cache
     streams: dict[Key, Stream] = field(default_factory=dict)
+    active: int = 0  #: prompts and streams it has
+    rows: int = 0  #: streams, those to come too
+    kv_tokens: float = 0.0
     reserved: int = 0  #: blocks
     expected: int = 0  #: blocks, when all its streams have reached their expected length
     link_until: float = 0.0  #: KV is on its way to it until then
     fit: int = -1  #: blocks of the largest reservation that it takes; -1: none
     expected_tokens: float = inf  #: room left when all streams have reached their expected length
     calm_tokens: float = inf  #: KV tokens that it can read beside, its step within the target
+    step_now: float = 0.0
     step_next: float = 0.0  #: a step with one more row, without its KV
     decode_s: float = 0.0  #: the same, and what a fuller pool costs
     step_token: float = 0.0
+    prefills_ok: bool = False  #: what it does now
+    decodes_ok: bool = False
+    chunk: int = 0
+    chunk_s: float = 0.0  #: what is left of the chunk that it computes, on average
+    prefill_base: float = 0.0  #: `cost`, corrected
+    prefill_token: float = 0.0
+    prefill_pair: float = 0.0
+    typical_s: float = 0.0  #: prefill of a prompt like many
+    transfer_base: float = 0.0
+    transfer_token: float = 0.0
+    exposed: float = 0.0
 
     @property
     def room(self) -> int:
@@ -105,32 +122,38 @@ class Worker:
         before = sum(work.seconds for work in self.prefills.values() if work.due <= due)
         if due >= head.due:
             return max(self.head_since + before - now, 0.0)
-        c = self.cost  # the chunk that is under way comes to its end
-        return 0.5 * c.prefill_token * self.card.chunk_tokens * self.prefill.factor
+        return self.chunk_s  # the chunk that is under way comes to its end
+
+    def prefill_s(self, uncached: float, prompt: float) -> float:
+        each = self.prefill_token + self.prefill_pair * (prompt - uncached / 2)
+        return self.prefill_base + uncached * each
 
 
 class Fleet:
-    """Slots are reused; arrays have one value per slot. Times in seconds of the caller's clock."""
+    """Workers by name and by slot (slots are reused). Times in seconds of the caller's clock.
+
+    The vectors of `FLOATS`, one value per slot, are for who compares all workers; they are as of
+    the last `sync()`. Who looks at few workers reads those.
+    """
 
     busy_until: np.ndarray
-    credit_at: np.ndarray  #: from when on it may be given a prompt
-    first_due: np.ndarray  #: deadline of the first of its prompts; 0 in order of arrival
-    slack_s: np.ndarray  #: by how much all its prompts could be put off and be in time
-    home_s: np.ndarray
-    queued_tokens: np.ndarray  #: uncached, given and not computed
-    prompts: np.ndarray  #: the number of those prompts
-    prompt_tokens: np.ndarray  #: and their length, cached or not
-    active: np.ndarray  #: prompts and streams it has
-    rows: np.ndarray  #: streams, those to come too
+    credit_at: np.ndarray
+    first_due: np.ndarray
+    slack_s: np.ndarray
+    queued_tokens: np.ndarray
+    prompts: np.ndarray
+    prompt_tokens: np.ndarray
+    active: np.ndarray
+    rows: np.ndarray
     kv_tokens: np.ndarray
-    fit: np.ndarray  #: blocks of the largest reservation that it takes; -1: none
-    expected_tokens: np.ndarray  #: room left when all streams have reached their expected length
-    calm_tokens: np.ndarray  #: KV tokens that it can read beside, its step within the target
+    fit: np.ndarray
+    expected_tokens: np.ndarray
+    calm_tokens: np.ndarray
     chunk: np.ndarray
-    link_until: np.ndarray  #: KV is on its way to it until then
+    link_until: np.ndarray
     step_now: np.ndarray
-    step_next: np.ndarray  #: with one more row, without its KV
-    decode_s: np.ndarray  #: the same, and what a fuller pool costs
+    step_next: np.ndarray
+    decode_s: np.ndarray
     step_token: np.ndarray
     prefill_base: np.ndarray
     prefill_token: np.ndarray
@@ -143,15 +166,20 @@ class Fleet:
         self._prior, self._lead_s = prior(prior_tokens_per_s), rtt_s + SLACK_S
         self.itl_s = itl_s  #: target that `calm_tokens` is for
         self.workers: dict[str, Worker] = {}
-        self.prefills: set[str] = set()  #: names by what they can do
-        self.decodes: set[str] = set()
-        self.decode_bits = 0  #: mask of their slots
-        self.bits = 0  #: of all
+        self.prefills: dict[str, Worker] = {}  #: by what they can do
+        self.decodes: dict[str, Worker] = {}
         self.joins = 0  #: counts changes of membership
         self.by_slot: list[Worker | None] = []
         self.prefill_ok = np.zeros(0, bool)
         self.decode_ok = np.zeros(0, bool)
+        self.queue_until = np.zeros(0)  #: until when a worker computes prompts, its home's too
+        self.put_off_s = np.zeros(0)  #: `slack_s` of those that a newcomer may go before
+        self.typical_s = np.zeros(0)  #: prefill of a `TYPICAL` prompt
+        self.decode_cost = np.zeros(0)  #: `decode_s` of those that decode
+        self.ready: set[int] = set()  #: slots whose credit has come, for `credited`
+        self._credits: list[tuple[float, int]] = []  #: those whose credit is to come; some are old
         self._rows = np.zeros((len(FLOATS), 0))
+        self._stale: set[int] = set()
         self._types: dict[tuple[str, str, int], Drift] = {}
         self.block_tokens = 64
         self._resize(16)
@@ -163,11 +191,20 @@ class Fleet:
         self._rows[:, : old.shape[1]] = old
         for index, name in enumerate(FLOATS):
             setattr(self, name, self._rows[index])
-        for name in ("prefill_ok", "decode_ok"):
-            grown = np.zeros(size, bool)
+        empties = {"prefill_ok": False, "decode_ok": False, "queue_until": inf, "typical_s": 0.0}
+        for name, empty in (empties | {"put_off_s": -inf, "decode_cost": inf}).items():
+            grown = np.full(size, empty)
             grown[: len(getattr(self, name))] = getattr(self, name)
             setattr(self, name, grown)
         self.by_slot += [None] * (size - len(self.by_slot))
+
+    def sync(self) -> None:
+        """Brings the vectors of `FLOATS` up to date."""
+        for slot in self._stale:
+            worker = self.by_slot[slot]
+            if worker is not None:
+                self._rows[:, slot] = _ROW(worker)
+        self._stale.clear()
 
     # ---- membership ------------------------------------------------------------------------------
 
@@ -182,20 +219,20 @@ class Fleet:
             prefill, step = self._correction("prefill", card), self._correction("step", card)
             worker = Worker(slot, card, cost, prefill, step)
             self.workers[card.id] = self.by_slot[slot] = worker
-            self.link_until[slot] = self.busy_until[slot] = self.home_s[slot] = 0.0
         elif card.cost:
             worker.cost = card.cost
         worker.card, worker.seq = card, 0
         self.joins += 1
-        self.bits |= 1 << worker.slot
         self.block_tokens = card.block_tokens
         slot = worker.slot
-        self.prefill_ok[slot] = card.role in ("prefill", "mixed")
-        self.decode_ok[slot] = card.role in ("decode", "mixed")
-        for names, ok in ((self.prefills, self.prefill_ok), (self.decodes, self.decode_ok)):
-            names.add(card.id) if ok[slot] else names.discard(card.id)
-        self.decode_bits = self.decode_bits & ~(1 << slot) | int(self.decode_ok[slot]) << slot
-        self.chunk[slot] = card.chunk_tokens
+        worker.prefills_ok = card.role in ("prefill", "mixed")
+        worker.decodes_ok = card.role in ("decode", "mixed")
+        self.prefill_ok[slot], self.decode_ok[slot] = worker.prefills_ok, worker.decodes_ok
+        for known, can in ((self.prefills, worker.prefills_ok), (self.decodes, worker.decodes_ok)):
+            known.pop(card.id, None)
+            if can:
+                known[card.id] = worker
+        worker.chunk = card.chunk_tokens
         self._prefill_speed(worker)
         self._decode_changed(worker)
         self._prefill_changed(worker)
@@ -207,15 +244,16 @@ class Fleet:
     def lose(self, name: str) -> Worker | None:
         worker = self.workers.pop(name, None)
         if worker:
-            worker.alive = False
+            slot = worker.slot
+            worker.alive = worker.prefills_ok = worker.decodes_ok = False
             self.joins += 1
-            self.prefills.discard(name)
-            self.decodes.discard(name)
-            self.by_slot[worker.slot] = None
-            self.prefill_ok[worker.slot] = self.decode_ok[worker.slot] = False
-            self.fit[worker.slot] = -1
-            self.decode_bits &= ~(1 << worker.slot)
-            self.bits &= ~(1 << worker.slot)
+            self.prefills.pop(name, None)
+            self.decodes.pop(name, None)
+            self.by_slot[slot] = None
+            self.prefill_ok[slot] = self.decode_ok[slot] = False
+            self.fit[slot], self.queue_until[slot] = -1, inf
+            self.put_off_s[slot], self.decode_cost[slot] = -inf, inf
+            self.ready.discard(slot)
         return worker
 
     def mask(self, ok: np.ndarray, without: list[str]) -> np.ndarray:
@@ -230,15 +268,15 @@ class Fleet:
     # ---- speeds ----------------------------------------------------------------------------------
 
     def _prefill_speed(self, worker: Worker) -> None:
-        slot, c, factor = worker.slot, worker.cost, worker.prefill.factor
-        self.prefill_base[slot] = c.prefill_base * factor
-        self.prefill_token[slot] = c.prefill_token * factor
-        self.prefill_pair[slot] = c.prefill_pair * factor
-        self.transfer_base[slot], self.transfer_token[slot] = c.transfer_base, c.transfer_token
-        self.exposed[slot] = c.exposed_share
-
-    def prefill_s(self, worker: Worker, uncached: int, prompt: int) -> float:
-        return prefill_s(worker.cost, uncached, prompt) * worker.prefill.factor
+        c, factor = worker.cost, worker.prefill.factor
+        worker.prefill_base = c.prefill_base * factor
+        worker.prefill_token = c.prefill_token * factor
+        worker.prefill_pair = c.prefill_pair * factor
+        worker.chunk_s = 0.5 * worker.prefill_token * worker.chunk
+        worker.transfer_base, worker.transfer_token = c.transfer_base, c.transfer_token
+        worker.exposed = c.exposed_share
+        worker.typical_s = self.typical_s[worker.slot] = worker.prefill_s(*TYPICAL)
+        self._stale.add(worker.slot)
 
     def corrected(self, worker: Worker, ratio: float) -> None:
         """A prefill took `ratio` times what the closed form says."""
@@ -250,7 +288,7 @@ class Fleet:
 
         True if its reservations are taken again.
         """
-        c = worker.cost
+        c, changed = worker.cost, False
         if worker.card.cost is None and report.prefill_seconds > 0 and report.prefill_tokens:
             seen = report.prefill_seconds / report.prefill_tokens
             token = 0.8 * c.prefill_token + 0.2 * seen
@@ -258,16 +296,20 @@ class Fleet:
             self._prefill_speed(worker)
         if report.steps and report.step_seconds > 0:
             seen = report.step_seconds / report.steps
+            changed = True
             if worker.card.cost is None:
                 base = 0.8 * c.step_base + 0.2 * max(seen - c.step_row * report.running, 0.0)
                 worker.cost = structs.replace(c, step_base=base)
             elif report.running and not report.prefill_tokens:
                 worker.step.observe(seen / step_s(c, report.running, report.kv_tokens))
         # while preempted sequences wait for blocks, the worker refuses reservations
-        before = bool(self.decode_ok[worker.slot])
+        before = worker.decodes_ok
         after = worker.card.role in ("decode", "mixed") and not report.waiting
-        self.decode_ok[worker.slot] = after
-        self._decode_changed(worker)
+        if after != before:
+            worker.decodes_ok = self.decode_ok[worker.slot] = after
+            self._prefill_changed(worker)  # credit is looked at again
+        if changed or after != before:
+            self._decode_changed(worker)
         return after and not before
 
     # ---- prompts ---------------------------------------------------------------------------------
@@ -287,17 +329,21 @@ class Fleet:
         It goes before those with a later `due`; one that has begun is halted, and goes on behind.
         """
         uncached, prompt = tokens
-        head = next(iter(worker.prefills.values()), None)
-        if head is None:
-            worker.head_since = now
-        elif due < head.due:
-            head.seconds = max(head.seconds - (now - worker.head_since), 0.05 * head.seconds)
-            head.halted, worker.head_since = True, now
         nominal = prefill_s(worker.cost, uncached, prompt)
-        worker.prefills[key] = Work(seconds, nominal, uncached, prompt, now, due, fetches)
-        if head is not None and due:
-            ordered = sorted(worker.prefills.items(), key=lambda item: item[1].due)
-            worker.prefills = dict(ordered)
+        work = Work(seconds, nominal, uncached, prompt, now, due, fetches)
+        if not worker.prefills:
+            worker.head_since = now
+            worker.prefills[key] = work
+        else:
+            head = next(iter(worker.prefills.values()))
+            if due < head.due:
+                done = now - worker.head_since
+                head.seconds = max(head.seconds - done, 0.05 * head.seconds)
+                head.halted, worker.head_since = True, now
+            worker.prefills[key] = work
+            if due:
+                ordered = sorted(worker.prefills.items(), key=lambda item: item[1].due)
+                worker.prefills = dict(ordered)
         self._prefill_changed(worker)
 
     def computed(self, worker: Worker, key: Key, now: float) -> tuple[Work, float] | None:
@@ -321,27 +367,72 @@ class Fleet:
             self._prefill_changed(worker)
 
     def _prefill_changed(self, worker: Worker) -> None:
-        slot, work = worker.slot, worker.prefills.values()
-        tokens = sum(w.uncached for w in work)
-        end = worker.head_since + sum(w.seconds for w in work)
-        self.queued_tokens[slot], self.prompts[slot] = tokens, len(work)
-        self.prompt_tokens[slot] = sum(w.prompt for w in work)
-        self.active[slot] = len(work) + len(worker.streams)
-        self.busy_until[slot] = worker.busy_until = end if work else 0.0
-        done, slack = worker.head_since, inf
-        for one in work:
-            done += one.seconds
-            slack = min(slack, one.due - done)
-        self.slack_s[slot] = slack
-        self.first_due[slot] = next(iter(work)).due if work else 0.0
-        if tokens < min(BATCH_TOKENS, worker.card.chunk_tokens):
-            self.credit_at[slot] = -inf
+        slot, works = worker.slot, worker.prefills
+        tokens = whole = 0
+        end, slack, count = worker.head_since, inf, len(works)
+        for work in works.values():
+            tokens += work.uncached
+            whole += work.prompt
+            end += work.seconds
+            if work.due - end < slack:
+                slack = work.due - end
+        worker.queued_tokens, worker.prompt_tokens, worker.prompts = tokens, whole, count
+        worker.active = count + len(worker.streams)
+        worker.slack_s = slack
+        worker.first_due = next(iter(works.values())).due if count else 0.0
+        worker.busy_until = end = end if count else 0.0
+        if tokens < BATCH_TOKENS and tokens < worker.chunk:
+            credit = -inf
         else:
-            self.credit_at[slot] = end - self._lead_s if len(work) < PREFETCH else inf
+            credit = end - self._lead_s if count < PREFETCH else inf
+        worker.credit_at = credit
+        if credit == inf or not worker.alive:
+            self.ready.discard(slot)
+        elif credit == -inf:
+            self.ready.add(slot)
+        else:
+            self.ready.discard(slot)
+            heappush(self._credits, (credit, slot))
+            if len(self._credits) > OLD_CREDITS * len(self.by_slot):
+                to_come = ((w.credit_at, w.slot) for w in self.workers.values())
+                self._credits = [one for one in to_come if -inf < one[0] < inf]
+                heapify(self._credits)
+        takes = worker.prefills_ok
+        self.queue_until[slot] = end + worker.home_s if takes else inf
+        self.put_off_s[slot] = slack if takes and 0 < count < HALTED_MAX else -inf
+        self._stale.add(slot)
 
-    def credited(self, now: float, ok: np.ndarray) -> np.ndarray:
-        """Slots, of those in `ok`, that may be given a prompt now."""
-        return np.flatnonzero(ok & (self.credit_at <= now))
+    def waits_at(self, worker: Worker, seconds: float) -> None:
+        """So much prefill waits in the line for this worker's cache."""
+        worker.home_s = seconds
+        if worker.prefills_ok:
+            self.queue_until[worker.slot] = worker.busy_until + seconds
+
+    def credited(self, now: float) -> list[Worker]:
+        """Those that may be given a prompt now, but for those that are not `ready` any more."""
+        credits, by_slot, ready = self._credits, self.by_slot, self.ready
+        while credits and credits[0][0] <= now:
+            credit, slot = heappop(credits)
+            worker = by_slot[slot]
+            if worker is not None and worker.credit_at == credit:
+                ready.add(slot)
+        if not ready:
+            return []
+        return [worker for slot in sorted(ready) if (worker := by_slot[slot]) is not None]
+
+    def next_credit(self, now: float, decodes: bool) -> float:
+        """When the next worker that prefills (or decodes) will be credited; inf: none."""
+        self.credited(now)
+        credits = self._credits
+        while credits:
+            credit, slot = credits[0]
+            worker = self.by_slot[slot]
+            if worker is not None and worker.credit_at == credit:
+                takes = worker.decodes_ok if decodes else worker.prefills_ok
+                if takes:
+                    return credit
+            heappop(credits)
+        return inf
 
     # ---- streams ---------------------------------------------------------------------------------
 
@@ -350,46 +441,40 @@ class Fleet:
         worker.streams[key] = stream
         worker.reserved += stream.blocks
         worker.expected += stream.expected_blocks
-        self._count(worker, stream, 1)
+        worker.kv_tokens += stream.kv_tokens
+        if worker.alive:
+            self._decode_changed(worker)
 
     def release(self, worker: Worker, key: Key) -> None:
         stream = worker.streams.pop(key, None)
         if stream:
             worker.reserved -= stream.blocks
             worker.expected -= stream.expected_blocks
-            self._count(worker, stream, -1)
-
-    def _count(self, worker: Worker, stream: Stream, sign: int) -> None:
-        if worker.alive:
-            slot = worker.slot
-            self.rows[slot] += sign
-            self.kv_tokens[slot] += sign * stream.kv_tokens
-            self._decode_changed(worker)
+            worker.kv_tokens -= stream.kv_tokens
+            if worker.alive:
+                self._decode_changed(worker)
 
     def _decode_changed(self, worker: Worker) -> None:
-        slot, c, factor = worker.slot, worker.cost, worker.step.factor
-        rows, token = len(worker.streams), factor * worker.cost.step_token
+        slot, c, card, factor = worker.slot, worker.cost, worker.card, worker.step.factor
+        worker.rows = rows = len(worker.streams)
+        worker.active = worker.prompts + rows
         if not rows:
-            self.kv_tokens[slot] = 0.0  # rounding errors do not pile up
-        kv = float(self.kv_tokens[slot])
-        after = factor * step_s(c, rows + 1, kv)
-        card, room = worker.card, worker.room
+            worker.kv_tokens = 0.0  # rounding errors do not pile up
+        kv = worker.kv_tokens
+        room = card.blocks - worker.reserved - (card.kept if rows else 0)
         full = 1.0 - room / card.blocks if card.blocks else 1.0
-        takes = self.decode_ok[slot] and rows < card.max_running
-        worker.fit = room if takes else -1
-        worker.step_next, worker.step_token = after, token
+        worker.fit = room if worker.decodes_ok and rows < card.max_running else -1
+        worker.step_token = factor * c.step_token
+        worker.step_now = factor * step_s(c, rows, kv)
+        worker.step_next = after = factor * step_s(c, rows + 1, kv)
         worker.decode_s = after + MEMORY_S * full * full
         worker.expected_tokens = worker.calm_tokens = inf
         if rows:
             left = room + worker.reserved - worker.expected
             worker.expected_tokens = left * card.block_tokens
             worker.calm_tokens = self.calm(worker, self.itl_s)
-        self.rows[slot], self.active[slot] = rows, len(worker.prefills) + rows
-        self.step_now[slot] = factor * step_s(c, rows, kv)
-        self.fit[slot], self.step_token[slot] = worker.fit, token
-        self.step_next[slot], self.decode_s[slot] = after, worker.decode_s
-        self.expected_tokens[slot] = worker.expected_tokens
-        self.calm_tokens[slot] = worker.calm_tokens
+        self.decode_cost[slot] = worker.decode_s if worker.decodes_ok else inf
+        self._stale.add(slot)
 
     def calm(self, worker: Worker, itl_s: float) -> float:
         """KV tokens of one more row with which a step stays within the target. A worker whose

@@ -11,7 +11,6 @@ leaves after a target was missed is a miss.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,12 +24,12 @@ OTHER = "other"
 FINISHED = ("stop", "length")
 MET = ("both", "ttft", "itl", "none")
 Group = tuple[str, str, str]  #: class, tenant, which targets were met
-#: of the first token, and of the time per token: p95s are read off these
-GRID_S = tuple(0.001 * 1.15**step for step in range(83))
 
 
 def judge(outcome: Outcome, ttft_s: float, itl_s: float) -> str | None:
-    """Which targets were met, one of `MET`; None: it does not count."""
+    """Which targets were met, one of `MET`; None: it does not count. For requests that name no
+    targets, `ttft_s` and `itl_s` are theirs."""
+    ttft_s, itl_s = outcome.ttft_target_s or ttft_s, outcome.itl_target_s or itl_s
     ttft = outcome.tokens > 0 and outcome.waited_s <= ttft_s
     itl = outcome.itl_mean_s <= itl_s and (outcome.gaps < FEW or outcome.itl_p99_s <= itl_s)
     if outcome.reason == "cancelled":
@@ -50,8 +49,6 @@ class Part:
 
     number: int
     met: Counter[Group] = field(default_factory=Counter)
-    ttft: Counter[int] = field(default_factory=Counter)  #: by index in GRID_S
-    itl: Counter[int] = field(default_factory=Counter)
 
 
 class Goodput:
@@ -64,20 +61,13 @@ class Goodput:
         self.total: Counter[Group] = Counter()  #: requests since the start
 
     def observe(self, outcome: Outcome, now: float) -> None:
-        ttft_s = outcome.ttft_target_s or self._ttft_s
-        itl_s = outcome.itl_target_s or self._itl_s
-        met = judge(outcome, ttft_s, itl_s)
+        met = judge(outcome, self._ttft_s, self._itl_s)
         if met is None:
             return
         slo_class = self._name("class", outcome.slo_class)
         key = (slo_class, self._name("tenant", outcome.tenant), met)
         self.total[key] += 1
-        part = self._part(now)
-        part.met[key] += 1
-        if outcome.tokens:
-            part.ttft[_place(outcome.waited_s)] += 1
-        if outcome.gaps:
-            part.itl[_place(outcome.itl_mean_s)] += 1
+        self._part(now).met[key] += 1
 
     def _name(self, kind: str, name: str) -> str:
         known = self._names[kind]
@@ -97,6 +87,8 @@ class Goodput:
 
     def forget(self, now: float) -> None:
         """What ended before the window."""
+        if not self._parts:
+            return
         oldest = int(now * PARTS / WINDOW_S) - PARTS + 1
         while self._parts and self._parts[0].number < oldest:
             self._parts.popleft()
@@ -104,8 +96,6 @@ class Goodput:
     def statistics(self) -> dict:
         """Of the window; call `forget` before. Shares are None where nothing ended."""
         met: Counter[Group] = sum((part.met for part in self._parts), Counter())
-        ttft: Counter[int] = sum((part.ttft for part in self._parts), Counter())
-        itl: Counter[int] = sum((part.itl for part in self._parts), Counter())
         everything = _shares(met, lambda _: "").get("", {})
         return {
             "window_s": WINDOW_S,
@@ -113,22 +103,7 @@ class Goodput:
             "share": everything.get("share"),
             "classes": _shares(met, lambda group: group[0]),
             "tenants": _shares(met, lambda group: group[1]),
-            "recent": {"ttft_p95_ms": _p95_ms(ttft), "itl_p95_ms": _p95_ms(itl)},
         }
-
-
-def _place(seconds: float) -> int:
-    return min(bisect_left(GRID_S, seconds), len(GRID_S) - 1)
-
-
-def _p95_ms(counts: Counter[int]) -> float | None:
-    """The upper end of the step of `GRID_S` (15 % wide) in which the p95 lies."""
-    below, total = 0, sum(counts.values())
-    for index in sorted(counts):
-        below += counts[index]
-        if below >= 0.95 * total:
-            return round(1e3 * GRID_S[index], 1)
-    return None
 
 
 def _shares(met: Counter[Group], name: Callable[[Group], str]) -> dict[str, dict]:

@@ -16,11 +16,13 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from math import inf
+from operator import itemgetter
 
 import numpy as np
 
 FRONT_BLOCKS, STRIDE = 16, 8
 GROUPS_MAX = 1 << 16  #: shared bitmasks; more are not shared
+FEW = 8  #: workers that are known one by one
 
 
 @lru_cache(maxsize=4096)
@@ -30,14 +32,24 @@ def positions(count: int) -> tuple[int, ...]:
     return (*front, *range(FRONT_BLOCKS + STRIDE - 1, count, STRIDE))
 
 
-def sample(hashes: Sequence[bytes]) -> list[bytes]:
+@lru_cache(maxsize=4096)
+def _sampler(count: int) -> itemgetter:
+    return itemgetter(*positions(count))
+
+
+def sample(hashes: Sequence[bytes]) -> Sequence[bytes]:
     """The hashes at `positions`, root first."""
-    return [hashes[position] for position in positions(len(hashes))]
+    return hashes if len(hashes) < 2 else _sampler(len(hashes))(hashes)
 
 
 def blocks_at(depth: int) -> int:
     """64-token blocks that a match of `depth` sampled hashes covers."""
     return depth if depth <= FRONT_BLOCKS else FRONT_BLOCKS + (depth - FRONT_BLOCKS) * STRIDE
+
+
+def tokens_at(depth: int) -> int:
+    """The same in tokens."""
+    return depth * 64 if depth <= FRONT_BLOCKS else 512 * depth - 7168
 
 
 def bits(mask: int) -> Iterator[int]:
@@ -46,6 +58,29 @@ def bits(mask: int) -> Iterator[int]:
         low = mask & -mask
         yield low.bit_length() - 1
         mask ^= low
+
+
+class Hits:
+    """Who holds how much of one prompt, as of one lookup. Depths count sampled hashes."""
+
+    __slots__ = ("deepest", "holders", "known", "wide")
+
+    def __init__(self) -> None:
+        self.deepest, self.holders = 0, 0  #: the longest match, and a mask of those that have it
+        self.known: dict[int, int] = {}  #: slot -> depth, where few workers hold as much
+        self.wide: list[tuple[int, int]] = []  #: (depth, mask) where many do, deepest first
+
+    def depth(self, slot: int) -> int:
+        found = self.known.get(slot)
+        if found is None:
+            for depth, mask in self.wide:
+                if mask >> slot & 1:
+                    return depth
+            return 0
+        return found
+
+
+NOBODY = Hits()
 
 
 class PrefixIndex:
@@ -58,7 +93,7 @@ class PrefixIndex:
         self._holders: dict[bytes, int] = {}
         self._held: dict[int, dict[bytes, float]] = {}  #: hash -> until when, LRU first
         self._groups: dict[int, int] = {}
-        self._predicted: deque[tuple[float, int, list[bytes]]] = deque()
+        self._predicted: deque[tuple[float, int, Sequence[bytes]]] = deque()
 
     # ---- what workers hold -----------------------------------------------------------------------
 
@@ -66,21 +101,28 @@ class PrefixIndex:
         """The worker says that it holds these."""
         self._insert(slot, hashes, inf)
 
-    def predict(self, slot: int, sampled: list[bytes], now: float) -> None:
+    def predict(self, slot: int, sampled: Sequence[bytes], now: float) -> None:
         """The worker is about to compute the prefixes `sampled`, root first."""
         content, until = sampled[::-1], now + self._ttl_s
         self._insert(slot, content, until)
         self._predicted.append((until, slot, content))
 
     def _insert(self, slot: int, hashes: Sequence[bytes], until: float) -> None:
-        held = self._held.setdefault(slot, {})
-        holders, groups, bit = self._holders, self._groups, 1 << slot
-        known, get, group = held.pop, holders.get, groups.setdefault
+        held = self._held.get(slot)
+        if held is None:
+            held = self._held[slot] = {}
+        holders, groups = self._holders, self._groups
+        bit = groups.setdefault(1 << slot, 1 << slot)
+        known, get = held.pop, holders.get
         for content in hashes:
             before = known(content, None)
             if before is None:
-                mask = get(content, 0) | bit
-                holders[content] = group(mask, mask)
+                others = get(content)
+                if others:
+                    mask = others | bit
+                    holders[content] = groups.setdefault(mask, mask)
+                else:
+                    holders[content] = bit
                 held[content] = until
             else:
                 held[content] = until if until > before else before
@@ -91,16 +133,19 @@ class PrefixIndex:
             self.evict(slot, surplus)
 
     def evict(self, slot: int, hashes: Sequence[bytes]) -> None:
-        held = self._held.get(slot, {})
-        holders, groups, others = self._holders, self._groups, ~(1 << slot)
-        known, group = held.pop, groups.setdefault
+        held = self._held.get(slot)
+        if not held:
+            return
+        holders, groups, bit = self._holders, self._groups, 1 << slot
+        known = held.pop
         for content in hashes:
             if known(content, None) is not None:
-                mask = holders[content] & others
-                if mask:
-                    holders[content] = group(mask, mask)
-                else:
+                mask = holders[content]
+                if mask == bit:
                     del holders[content]
+                else:
+                    mask &= ~bit
+                    holders[content] = groups.setdefault(mask, mask)
 
     def expire(self, now: float) -> None:
         """Ends predicted entries that no report confirmed."""
@@ -129,6 +174,59 @@ class PrefixIndex:
             else:
                 high = middle - 1
         return low
+
+    def find(self, sampled: Sequence[bytes]) -> Hits:
+        """Everybody's depth, by bisection for the depths at which holders change: like `depth`
+        it trusts that who holds a prefix holds its front."""
+        get = self._holders.get
+        all_of = get(sampled[0]) if sampled else None
+        if not all_of:
+            return NOBODY
+        hits = Hits()
+        low, high, probes = 0, len(sampled) - 1, [(0, all_of)]
+        while low < high:  # the last hash that anybody holds
+            middle = (low + high + 1) >> 1
+            found = get(sampled[middle])
+            if found:
+                low = middle
+                probes.append((low, found))
+            else:
+                high = middle - 1
+        high, mask = probes.pop()
+        hits.deepest, hits.holders, covered = high + 1, mask, 0
+        while True:
+            fresh = mask & ~covered
+            if fresh.bit_count() > FEW:
+                hits.wide.append((high + 1, fresh))
+            else:
+                known = hits.known
+                for slot in bits(fresh):
+                    known[slot] = high + 1
+            covered |= mask
+            if not all_of & ~covered:
+                return hits
+            while probes[-1][1] == mask:
+                probes.pop()
+            low, below = probes.pop()
+            probes.append((low, below))
+            high -= 1
+            while low < high:  # the last hash that others hold too
+                middle = (low + high + 1) >> 1
+                found = get(sampled[middle], 0)
+                if found == mask:
+                    high = middle - 1
+                else:
+                    low, below = middle, found
+            if low != probes[-1][0]:
+                probes.append((low, below))
+            high, mask = probes.pop()
+
+    def stands(self, hits: Hits, sampled: Sequence[bytes]) -> bool:
+        """Whether the longest match is still the one in `hits`."""
+        get, depth = self._holders.get, hits.deepest
+        if depth and get(sampled[depth - 1]) != hits.holders:
+            return False
+        return depth == len(sampled) or not get(sampled[depth])
 
     def deepest(self, sampled: Sequence[bytes], within: int) -> tuple[int, int]:
         """(depth, mask) of those in the mask `within` that hold most; bisects like `depth`."""

@@ -12,13 +12,14 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from ..protos.frames import Key, Place
 from .config import SloClass
 from .fleet import Fleet, Worker
+from .index import NOBODY, Hits
 
 QUANTUM_S = 2.0  #: service that a tenant may have beyond its share before it waits for others
 TENANTS_MAX = 10_000
@@ -29,6 +30,7 @@ class Waiting:
     """One request as the router sees it. Moments by the clock of `now`, lengths in tokens."""
 
     gateway: str
+    key: Key
     place: Place
     slo: SloClass
     since: float  #: when this router heard of it
@@ -36,10 +38,15 @@ class Waiting:
     deadline: float  #: of its first token
     expires: float
     itl_s: float
-    sampled: list[bytes]  #: hashes that are looked up
+    sampled: Sequence[bytes]  #: hashes that are looked up
     tie: int  #: seeded hash of the key
     output: float  #: expected
     local: bool  #: it must be computed on its decode worker
+    prompt: int = 0  #: tokens
+    need: int = 0  #: blocks to reserve: prompt and growth allowance
+    picky: bool = False  #: it has seen workers fail
+    hits: Hits = NOBODY  #: who holds how much of its prompt, as of the last look
+    looked: int = -1  #: `Fleet.joins` at that time
     holder: Worker | None = None  #: that has most of its prompt
     held: int = 0  #: tokens of it there
     fetches: bool = False  #: and they can be moved from there
@@ -49,10 +56,6 @@ class Waiting:
     home: Worker | None = None  #: whose cache it waits for, if that pays
     home_s: float = 0.0  #: its prefill there
     look_at: float = 0.0  #: when it chooses again
-
-    @property
-    def key(self) -> Key:
-        return self.place.key
 
 
 @dataclass(slots=True)
@@ -92,7 +95,7 @@ class Line:
     def enter(self, waiting: Waiting, now: float, capacity: float) -> None:
         """`capacity`: workers that prefill, which is the seconds of service in a second."""
         self._entered += 1
-        delay = self._charge(waiting, now, capacity)
+        delay = self.charge(waiting, now, capacity)
         waiting.due = waiting.deadline - waiting.least_s + delay
         rank = (waiting.slo.priority, waiting.due, self._entered)
         self.by_key[waiting.key] = waiting
@@ -102,7 +105,7 @@ class Line:
         self.settle(waiting, waiting.home, waiting.home_s)
         heapq.heappush(self._expiries, (waiting.expires, self._entered, waiting))
 
-    def _charge(self, waiting: Waiting, now: float, capacity: float) -> float:
+    def charge(self, waiting: Waiting, now: float, capacity: float) -> float:
         """By how much the tenant's debt puts this request off: the time that its share of the
         fleet takes to serve what it asked beyond `QUANTUM_S`. Zero for the only tenant."""
         account = self._accounts.get(waiting.place.tenant)
@@ -148,9 +151,8 @@ class Line:
         if worker is not None:
             rank = (*self._ranks[waiting.key], waiting)
             insort(self.homes.setdefault(worker.slot, []), rank)
-            worker.home_s += seconds
             self.home_s += seconds
-            self._fleet.home_s[worker.slot] = worker.home_s
+            self._fleet.waits_at(worker, worker.home_s + seconds)
 
     def _leave_home(self, waiting: Waiting) -> None:
         worker, rank = waiting.home, self._ranks[waiting.key]
@@ -160,9 +162,8 @@ class Line:
             return
         waiting.home = None
         del queue[place]
-        worker.home_s = worker.home_s - waiting.home_s if queue else 0.0
         self.home_s -= waiting.home_s
-        self._fleet.home_s[worker.slot] = worker.home_s
+        self._fleet.waits_at(worker, worker.home_s - waiting.home_s if queue else 0.0)
 
     def unsettle(self, slot: int) -> list[Waiting]:
         """The worker is gone: who waited for it waits for none."""
@@ -170,7 +171,6 @@ class Line:
         for waiting in waiters:
             waiting.home = None
             self.home_s -= waiting.home_s
-        self._fleet.home_s[slot] = 0.0
         return waiters
 
     def demote(self, waiting: Waiting) -> None:

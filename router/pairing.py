@@ -13,10 +13,10 @@ from ..protos.frames import Key, Place
 from . import placement as p
 from .config import RouterConfig
 from .decisions import Option
+from .few import Few
 from .fleet import Fleet, Worker
-from .index import PrefixIndex, bits, blocks_at
+from .index import FEW, PrefixIndex, bits, tokens_at
 from .line import Waiting
-from .placement import Span
 from .policies import POLICIES
 from .predictor import Residuals
 
@@ -24,9 +24,8 @@ LATE_S = 30.0  #: the deadline of one that is late anyway
 LOCAL_TOKENS, LOCAL_HIT, LOCAL_HIT_TOKENS = 512, 0.6, 4096
 OPTIONS = 3  #: of each stage in a record
 FULL_S = 1e6  #: a worker without room for chunks comes after all others
-SHORT = 8  #: decode workers that are compared for one request
-HASH_TOKENS = 64
 _NONE: set[str] = set()
+SPREAD = 0x9E3779B1  #: spreads ties over equal workers
 
 
 @dataclass(slots=True)
@@ -43,11 +42,11 @@ class Binding:
     compute_s: float
     itl_s: float
     exposed_s: float
+    moves: int = 0  #: tokens of the prompt that go to the decode worker
     fetch: Worker | None = None
     passed_over: list[tuple[str, float, str]] = field(default_factory=list)
     prefill_options: list[Option] = field(default_factory=list)
     decode_options: list[Option] = field(default_factory=list)
-    others: int = 0
 
 
 class Pairing:
@@ -58,8 +57,7 @@ class Pairing:
         self.policy = POLICIES[config.policy](index, config.seed)
         self.residuals = Residuals()
         self.explain = config.decisions > 0
-        self._short: list[Worker] = []
-        self._short_uses, self._short_of = 0, -1
+        self.few = Few(fleet)
         self._asks: dict[Key, p.Ask] = {}
         self._asks_at = -np.inf
 
@@ -73,19 +71,19 @@ class Pairing:
         fleet, lost = self.fleet, waiting.place.lost
         if not lost and fleet.decodes and (fleet.prefills or waiting.local):
             return _NONE
-        wanted = {"decode": fleet.decodes}
+        wanted = {"decode": set(fleet.decodes)}
         if not waiting.local:
-            wanted["prefill"] = fleet.prefills
+            wanted["prefill"] = set(fleet.prefills)
         return {role for role, names in wanted.items() if not names.difference(lost)}
 
     def need(self, waiting: Waiting) -> int:
         """Blocks: prompt and growth allowance."""
-        place = waiting.place
-        tokens = place.prompt_tokens + min(place.max_tokens, self.config.growth_tokens)
+        tokens = waiting.prompt + min(waiting.place.max_tokens, self.config.growth_tokens)
         return -(-tokens // self.fleet.block_tokens)
 
     def ask(self, waiting: Waiting, now: float) -> p.Ask:
-        """Made once for a request at a moment."""
+        """Its view of all workers; made once for a request at a moment."""
+        self.fleet.sync()
         if now != self._asks_at:
             self._asks_at = now
             self._asks.clear()
@@ -95,38 +93,62 @@ class Pairing:
             self._asks[waiting.key] = ask
         return ask
 
-    def hit(self, waiting: Waiting, worker: Worker) -> int:
-        """Cached tokens of its prompt; at least one is always computed."""
-        depth = self.index.depth(worker.slot, waiting.sampled)
-        return min(blocks_at(depth) * HASH_TOKENS, waiting.place.prompt_tokens - 1)
-
-    def find_holder(self, waiting: Waiting) -> None:
-        """Sets who has most of its prompt, and whether that can be moved from there."""
+    def look(self, waiting: Waiting) -> None:
+        """Who holds how much of its prompt now, and whether most of it can be moved from there."""
+        hits = waiting.hits = self.index.find(waiting.sampled)
+        waiting.looked = self.fleet.joins
         waiting.holder, waiting.held, waiting.fetches = None, 0, False
-        if not waiting.sampled:
-            return
-        depth, mask = self.index.deepest(waiting.sampled, self.fleet.bits)
-        if not mask or mask.bit_count() > SHORT:
+        mask = hits.holders
+        if not mask or mask.bit_count() > FEW:
             return
         slots = list(bits(mask))
         holder = self.fleet.by_slot[slots[waiting.tie % len(slots)]]
         if holder is not None:
             waiting.fetches = self.config.fetch and holder.cost.transfer_token > 0
-            prompt = waiting.place.prompt_tokens
-            waiting.holder, waiting.held = holder, min(blocks_at(depth) * HASH_TOKENS, prompt - 1)
+            waiting.holder = holder
+            waiting.held = min(tokens_at(hits.deepest), waiting.prompt - 1)
+
+    def look_again(self, waiting: Waiting) -> None:
+        """The same, if the longest match is another one now."""
+        if self.fleet.joins != waiting.looked or not self.index.stands(
+            waiting.hits, waiting.sampled
+        ):
+            self.look(waiting)
+
+    def hit(self, waiting: Waiting, worker: Worker) -> int:
+        """Cached tokens of its prompt, as of the last look; at least one is always computed."""
+        depth = waiting.hits.depth(worker.slot)
+        return min(tokens_at(depth), waiting.prompt - 1) if depth else 0
+
+    def alone(self, waiting: Waiting, worker: Worker) -> float:
+        """Seconds of its prefill there, were the worker idle; a fetch with its margin."""
+        prompt, hit = waiting.prompt, 0
+        depth = waiting.hits.depth(worker.slot)
+        if depth:
+            hit = min(tokens_at(depth), prompt - 1)
+        left = prompt - hit
+        token, pair = worker.prefill_token, worker.prefill_pair
+        seconds = worker.prefill_base + left * (token + pair * (prompt - left / 2))
+        if waiting.fetches and waiting.held - hit >= p.FETCH_TOKENS:
+            holder = waiting.holder
+            assert holder
+            moves = p.FETCH_S + holder.transfer_token * (waiting.held - hit)
+            left = prompt - waiting.held
+            rest = worker.prefill_base + left * (token + pair * (prompt - left / 2))
+            return min(seconds, rest + p.FETCH_MARGIN * moves)
+        return seconds
 
     def compute(self, waiting: Waiting, worker: Worker) -> tuple[float, int, Worker | None]:
         """(seconds, cached or fetched tokens, who they are fetched from) of a prefill there."""
-        prompt, hit = waiting.place.prompt_tokens, self.hit(waiting, worker)
-        seconds = self.fleet.prefill_s(worker, prompt - hit, prompt)
-        holder = waiting.holder
+        prompt, hit = waiting.prompt, self.hit(waiting, worker)
+        seconds = worker.prefill_s(prompt - hit, prompt)
+        holder, held = waiting.holder, waiting.held
         if holder is None or holder is worker or not waiting.fetches or not holder.alive:
             return seconds, hit, None
-        held = self.hit(waiting, holder)
         if held - hit < p.FETCH_TOKENS:
             return seconds, hit, None
-        moves = p.FETCH_S + holder.cost.transfer_token * (held - hit)
-        rest = self.fleet.prefill_s(worker, prompt - held, prompt)
+        moves = p.FETCH_S + holder.transfer_token * (held - hit)
+        rest = worker.prefill_s(prompt - held, prompt)
         if rest + p.FETCH_MARGIN * moves >= seconds:
             return seconds, hit, None
         return rest + moves, held, holder
@@ -141,46 +163,46 @@ class Pairing:
 
     def _allowed(self, waiting: Waiting, ok: np.ndarray) -> np.ndarray:
         """Without lost workers, and without those to avoid if there are others."""
-        place = waiting.place
-        if not place.lost and not place.avoid:
+        if not waiting.picky:
             return ok
-        alive = self.fleet.mask(ok, place.lost)
-        better = self.fleet.mask(alive, place.avoid)
+        alive = self.fleet.mask(ok, waiting.place.lost)
+        better = self.fleet.mask(alive, waiting.place.avoid)
         return better if better.any() else alive
 
-    def _finish(
-        self,
-        ask: p.Ask,
-        slot: int,
-        kind: str,
-        gentle: bool,
-        shown: tuple[np.ndarray, np.ndarray] | None = None,
-    ) -> Binding | None:
-        """The decode worker for a prompt on `slot`; None if none has room now.
+    def _of(self, waiting: Waiting, few: list[Worker], everybody: dict) -> list[Worker]:
+        """The same, of few workers, or of everybody if it has seen some fail."""
+        if not waiting.picky:
+            return few
+        lost, avoid = waiting.place.lost, waiting.place.avoid
+        alive = [worker for worker in everybody.values() if worker.card.id not in lost]
+        return [worker for worker in alive if worker.card.id not in avoid] or alive
 
-        `shown`: times to the first token and costs, to explain.
-        """
-        fleet = self.fleet
-        worker = fleet.by_slot[slot]
-        assert worker
-        seconds, hit, holder = self.compute(ask.waiting, worker)
-        uncached = ask.prompt - hit
-        wait = worker.left_s(self.due(ask.waiting, ask.now), ask.now)
-        begins = ask.now + wait
-        found = self._decode(ask, (begins, begins + seconds), gentle)
+    def _finish(
+        self, waiting: Waiting, worker: Worker, kind: str, gentle: bool, now: float
+    ) -> Binding | None:
+        """The decode worker for a prompt on `worker`; None if none has room now."""
+        seconds, hit, holder = self.compute(waiting, worker)
+        wait = worker.left_s(self.due(waiting, now), now)
+        begins = now + wait
+        found = self._decode(waiting, begins, begins + seconds, gentle, now)
         if found is None:
             return None
-        decode, (step, exposed, *_), options = found
-        paired = worker if decode is not worker else None
-        binding = Binding(
-            ask.waiting, kind, paired, decode, uncached, hit, wait, seconds, step, exposed, holder
+        decode, step, exposed, moves, options = found
+        return Binding(
+            waiting,
+            kind,
+            worker if decode is not worker else None,
+            decode,
+            waiting.prompt - hit,
+            hit,
+            wait,
+            seconds,
+            step,
+            exposed,
+            moves,
+            holder,
+            decode_options=options,
         )
-        if self.explain:
-            binding.decode_options = options
-            binding.others = len(fleet.decodes) - len(options)
-            if shown:
-                binding.prefill_options = self._prefill_options(ask, slot, *shown)
-        return binding
 
     def _prefill_options(
         self, ask: p.Ask, slot: int, times: np.ndarray, masked: np.ndarray
@@ -191,80 +213,89 @@ class Pairing:
         return self._options(masked, slot, of)
 
     def _decode(
-        self, ask: p.Ask, computed: Span, gentle: bool
-    ) -> tuple[Worker, p.Terms, list[Option]] | None:
-        """The decode worker, its terms and the options; None if nobody has room."""
+        self, waiting: Waiting, begins: float, ends: float, gentle: bool, now: float
+    ) -> tuple[Worker, float, float, int, list[Option]] | None:
+        """(decode worker, step, exposed transfer, tokens that move, options) for a prompt that is
+        computed in that time; None if nobody has room."""
         if self.policy.late:
-            found = self._of_few(ask, computed, gentle)
-            if found:
+            few = self.few.decodes(waiting.hits)
+            found = self._of_few(waiting, few, begins, ends, gentle)
+            if found or (self.few.whole(decodes=True) and not waiting.picky):
                 return found
-        ok = self._allowed(ask.waiting, self.fleet.decode_ok) & (self.fleet.fit >= ask.need)
+        ask, computed = self.ask(waiting, now), (begins, ends)
+        ok = self._allowed(waiting, self.fleet.decode_ok) & (self.fleet.fit >= ask.need)
         if gentle:
             ok &= p.gentle(ask)
         masked = np.where(ok, self.policy.decode(ask, ok, computed), np.inf)
-        slot = p.least(masked, ask.waiting.tie)
+        slot = p.least(masked, waiting.tie)
         if slot is None:
             return None
 
         def of(other: int) -> p.Terms:
             worker = self.fleet.by_slot[other]
             assert worker
-            moves = ask.prompt - self.hit(ask.waiting, worker)
+            moves = waiting.prompt - self.hit(waiting, worker)
             return p.decode_terms(ask, worker, computed, moves)
 
         worker = self.fleet.by_slot[slot]
         assert worker
-        return worker, of(slot), self._options(masked, slot, of) if self.explain else []
+        step, exposed, _, _ = of(slot)
+        options = self._options(masked, slot, of) if self.explain else []
+        return worker, step, exposed, waiting.prompt - self.hit(waiting, worker), options
 
     def _of_few(
-        self, ask: p.Ask, computed: Span, gentle: bool
-    ) -> tuple[Worker, p.Terms, list[Option]] | None:
-        """The same, of the shortlist and of those that hold most of the prompt."""
-        waiting, prompt = ask.waiting, ask.prompt
-        depth, mask = self.index.deepest(waiting.sampled, self.fleet.decode_bits)
-        held = min(blocks_at(depth) * HASH_TOKENS, prompt - 1)
-        if mask.bit_count() > SHORT:  # everybody's
-            mask = 0
-        few = self._shortlist()
-        if mask:
-            holders = [self.fleet.by_slot[slot] for slot in bits(mask)]
-            few = [*few, *(w for w in holders if w and w not in few)]
-        reads, whole, place = prompt + waiting.output / 2, prompt + waiting.output, waiting.place
-        alike = waiting.itl_s == self.fleet.itl_s
+        self, waiting: Waiting, few: list[Worker], begins: float, ends: float, gentle: bool
+    ) -> tuple[Worker, float, float, int, list[Option]] | None:
+        """The least sum of `placement.decode_terms`, with the worker's own hits."""
+        prompt, itl_s, hits, tie = waiting.prompt, waiting.itl_s, waiting.hits, waiting.tie
+        need = self.need(waiting)
+        reads, whole = prompt + waiting.output / 2, prompt + waiting.output
+        alike, chunked = itl_s == self.fleet.itl_s, p.ITL_SHARE * itl_s
+        place = waiting.place if waiting.picky else None
         ranked = []
-        for order, worker in enumerate(few):
-            if worker.fit < ask.need or worker.card.id in place.lost:
+        known, wide = hits.known, hits.wide
+        for worker in few:
+            if worker.fit < need:
                 continue
-            if place.avoid and worker.card.id in place.avoid:
+            order = worker.slot
+            if place and (worker.card.id in place.lost or worker.card.id in place.avoid):
                 continue
-            if gentle and worker.streams:
-                calm = worker.calm_tokens if alike else self.fleet.calm(worker, waiting.itl_s)
+            if gentle and worker.rows:
+                calm = worker.calm_tokens if alike else self.fleet.calm(worker, itl_s)
                 if calm < reads or worker.expected_tokens < whole:
                     continue
-            moves = prompt - held if mask >> worker.slot & 1 else prompt
-            terms = p.decode_terms(ask, worker, computed, moves)
-            tie = (waiting.tie + order * 0x9E3779B1) & 0xFFFF
-            ranked.append((sum(terms), tie, order, worker, terms))
+            moves = prompt
+            if wide or order in known:
+                depth = hits.depth(order)
+                if depth:
+                    moves -= min(tokens_at(depth), prompt - 1)
+            running = worker.step_next
+            step = running + reads * worker.step_token
+            transfer = worker.transfer_base + worker.transfer_token * moves
+            tail = (worker.link_until if worker.link_until > begins else begins) + transfer - ends
+            exposed = worker.exposed * transfer
+            if tail > exposed:
+                exposed = tail
+            memory = worker.decode_s - running
+            if worker.busy_until > ends and running < chunked:
+                running = chunked  # it computes a prompt of its own then
+            handover = exposed + running + step - itl_s
+            if handover < 0.0:
+                handover = 0.0
+            cost = step + exposed + memory + handover
+            spread = (tie + order * SPREAD) & 0xFFFF
+            ranked.append((cost, spread, order, worker, moves, (step, exposed, memory, handover)))
         if not ranked:
             return None
-        ranked.sort()
-        best = ranked[0]
-        options: list[Option] = [(w.card.id, cost, t) for cost, _, _, w, t in ranked[:OPTIONS]]
-        return best[3], best[4], options
-
-    def _shortlist(self) -> list[Worker]:
-        """The decode workers that cost least without regard to the request: all of a small fleet,
-        otherwise found again every few placements."""
-        self._short_uses += 1
-        if self._short_uses > SHORT // 2 or self._short_of != self.fleet.joins:
-            fleet = self.fleet
-            masked = np.where(fleet.decode_ok, fleet.decode_s, np.inf)
-            few = min(SHORT, len(fleet.decodes))
-            slots = masked.argpartition(few)[:few] if few < len(masked) else masked.argsort()
-            workers = (fleet.by_slot[slot] for slot in sorted(slots.tolist()))
-            self._short = [w for w in workers if w and fleet.decode_ok[w.slot]]
-            self._short_uses, self._short_of = 0, fleet.joins
-        return self._short
+        options: list[Option] = []
+        if self.explain:
+            ranked.sort()
+            options = [(one[3].card.id, one[0], one[5]) for one in ranked[:OPTIONS]]
+            best = ranked[0]
+        else:
+            best = min(ranked)
+        _, _, _, worker, moves, terms = best
+        return worker, terms[0], terms[1], moves, options
 
     def _options(
         self, masked: np.ndarray, chosen: int, of: Callable[[int], tuple[float, ...]]
@@ -279,56 +310,78 @@ class Pairing:
 
     # ---- local prefill ---------------------------------------------------------------------------
 
-    def _if_local(self, ask: p.Ask, remote_s: float) -> Binding | None:
-        """Local if it is done as early, or is short, or mostly cached there; and in time."""
-        fleet, waiting = self.fleet, ask.waiting
-        ok = self._allowed(waiting, fleet.decode_ok) & (fleet.fit >= ask.need)
-        ok &= (fleet.credit_at <= ask.now) & (fleet.expected_tokens >= ask.prompt + waiting.output)
-        if not ok.any():
-            return None
-        times = p.local_s(ask)
-        slot = p.least(np.where(ok, times, np.inf), waiting.tie)
-        if slot is None:
-            return None
-        local_s, hit = float(times[slot]), float(ask.hits[slot])
-        uncached = ask.prompt - hit
-        short = uncached <= LOCAL_TOKENS
-        cached = hit >= LOCAL_HIT * ask.prompt and uncached <= LOCAL_HIT_TOKENS
-        in_time = ask.now + local_s * self.residuals.upper <= waiting.deadline
-        if local_s <= remote_s or ((short or cached) and in_time):
-            return self._finish_local(ask, slot, times)
-        return None
+    def _if_local(self, waiting: Waiting, remote_s: float, now: float) -> Binding | None:
+        """Local if it is done as early, or is short, or mostly cached there; and in time.
 
-    def _local(self, ask: p.Ask, ok: np.ndarray) -> Binding | None:
+        The formula is `placement.local_s`'.
+        """
+        few = self._of(waiting, self.few.decodes(waiting.hits), self.fleet.decodes)
+        need, prompt = self.need(waiting), waiting.prompt
+        whole, spare_s = prompt + waiting.output, p.ITL_SHARE * waiting.itl_s
+        most = (waiting.deadline - now) / self.residuals.upper
+        ranked: list[tuple[float, int, int, Worker]] = []
+        for worker in few:
+            if worker.fit < need or worker.credit_at > now or worker.expected_tokens < whole:
+                continue
+            hit = self.hit(waiting, worker)
+            left = prompt - hit
+            each = worker.prefill_token + worker.prefill_pair * (prompt - left / 2)
+            chunk: float = worker.chunk
+            if worker.rows:
+                chunk = min((spare_s - p.GROWTH * worker.step_next) / each, chunk)
+                if chunk < p.CHUNK_MIN:
+                    continue
+            queue = max(worker.busy_until - now, 0.0) + worker.prefill_base
+            seconds = queue + left / chunk * worker.step_now + left * each
+            tie = (waiting.tie + worker.slot * SPREAD) & 0xFFFF
+            ranked.append((seconds, tie, worker.slot, worker))
+        if not ranked:
+            return None
+        seconds, _, _, chosen = min(ranked)
+        hit = self.hit(waiting, chosen)
+        short = prompt - hit <= LOCAL_TOKENS
+        cached = hit >= LOCAL_HIT * prompt and prompt - hit <= LOCAL_HIT_TOKENS
+        if seconds > remote_s and not ((short or cached) and seconds <= most):
+            return None
+        binding = self._finish_local(waiting, chosen, seconds, now)
+        if binding and self.explain:
+            ranked.sort()
+            best = ranked[:OPTIONS]
+            binding.decode_options = [(w.card.id, cost, (cost,)) for cost, _, _, w in best]
+        return binding
+
+    def _local(self, waiting: Waiting, ok: np.ndarray, now: float) -> Binding | None:
         """A request that has to be local: the decode worker that has its first token earliest.
 
         One whose streams leave no room for chunks is better than none: its engine keeps its pace.
         """
+        ask = self.ask(waiting, now)
         times = p.local_s(ask)
         times = np.where(np.isinf(times), FULL_S + p.ttft_s(ask), times)
-        ok = ok & (self.fleet.fit >= ask.need)
-        slot = p.least(np.where(ok, times, np.inf), ask.waiting.tie)
-        return None if slot is None else self._finish_local(ask, slot)
-
-    def _finish_local(
-        self, ask: p.Ask, slot: int, times: np.ndarray | None = None
-    ) -> Binding | None:
-        if self.fleet.fit[slot] < ask.need:
+        masked = np.where(ok & (self.fleet.fit >= ask.need), times, np.inf)
+        slot = p.least(masked, waiting.tie)
+        if slot is None:
             return None
         worker = self.fleet.by_slot[slot]
         assert worker
-        times = p.local_s(ask) if times is None else times
-        seconds = float(times[slot])
-        wait = worker.left_s(self.due(ask.waiting, ask.now), ask.now)
-        hit = int(ask.hits[slot])
+        binding = self._finish_local(waiting, worker, float(p.local_s(ask)[slot]), now)
+        if binding and self.explain:
+            of = times.item
+            binding.decode_options = self._options(masked, slot, lambda other: (of(other),))
+        return binding
+
+    def _finish_local(
+        self, waiting: Waiting, worker: Worker, seconds: float, now: float
+    ) -> Binding | None:
+        """`seconds`: until the first token; inf: as fast as the engine can."""
+        if worker.fit < self.need(waiting):
+            return None
+        wait = worker.left_s(self.due(waiting, now), now)
+        hit = self.hit(waiting, worker)
         if seconds == np.inf:
-            seconds = wait + self.fleet.prefill_s(worker, ask.prompt - hit, ask.prompt)
-        step, *_ = p.decode_terms(ask, worker, None, 0)
-        binding = Binding(
-            ask.waiting, "local", None, worker, ask.prompt - hit, hit, wait, seconds - wait,
+            seconds = wait + worker.prefill_s(waiting.prompt - hit, waiting.prompt)
+        step = worker.step_next + worker.step_token * (waiting.prompt + waiting.output / 2)
+        return Binding(
+            waiting, "local", None, worker, waiting.prompt - hit, hit, wait, seconds - wait,
             step, 0.0,
         )  # fmt: skip
-        if self.explain:
-            masked = np.where(self.fleet.decode_ok, times, np.inf)
-            binding.decode_options = self._options(masked, slot, lambda other: (times[other],))
-        return binding

@@ -21,7 +21,6 @@ ITL_SHARE = 0.5  #: of the target for a step with a prefill in it: who joins wai
 HASH_TOKENS = 64
 FETCH_TOKENS = 256  #: fewer are computed rather than fetched
 FETCH_S, FETCH_MARGIN = 0.002, 1.5  #: a fetch takes this at least, and must pay so many times
-HALTED_MAX = 4  #: prompts of a worker that one more may go before
 GROWTH = 1.15  #: by how much a step may grow while a prompt is computed beside
 CHUNK_MIN = 64  #: tokens: with less room than that beside its decodes, a worker takes no prompt
 
@@ -81,18 +80,6 @@ def left_s(ask: Ask) -> np.ndarray:
 
 def ttft_s(ask: Ask) -> np.ndarray:
     return left_s(ask) + ask.alone
-
-
-def interrupts(ask: Ask, upper: float) -> np.ndarray:
-    """Where it may go before all that the worker has, and nothing of that becomes late by it."""
-    fleet = ask.fleet
-    first = (fleet.first_due > ask.waiting.deadline) & (fleet.prompts < HALTED_MAX)
-    return first & (fleet.slack_s >= upper * ask.alone)
-
-
-def chunk_s(ask: Ask) -> np.ndarray:
-    """What is left of the chunk that a worker computes, on average."""
-    return 0.5 * ask.fleet.prefill_token * ask.fleet.chunk
 
 
 def local_s(ask: Ask) -> np.ndarray:

@@ -1,6 +1,7 @@
 """What a live cluster measured of itself: coefficients of its workers, and a recorded run.
 
-A JSON file, times in seconds:
+A router's log (`router.log_folder`; a file or its folder) is fitted as `recorded.py` says. Or a
+JSON file, times in seconds:
 
     {"model": "205M", "cores": 2,
      "workers": [{"threads": 1, "kv_tokens": 16384, "chunk_tokens": 512, "max_running": 64,
@@ -17,12 +18,14 @@ it as fit on the cores (they share memory bandwidth). `run` is optional.
 
 from __future__ import annotations
 
+import os
 from math import inf
 from pathlib import Path
 
 import msgspec
 
 from ..protos.frames import Coefficients
+from ..router import RouterConfig
 from .errors import SimulationError
 from .fleet import Fleet
 from .hardware import Hardware
@@ -36,6 +39,7 @@ class Kind(msgspec.Struct, frozen=True):
     chunk_tokens: int = 512
     max_running: int = 64
     itl_budget_ms: float | None = None  #: the engine's; None: a step takes whole chunks
+    known: bool = True  #: the router was told `cost`; False: it learned it from reports
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -48,6 +52,7 @@ class Seen(msgspec.Struct, frozen=True):
     tpot: float = 0.0
     met: bool = True
     blocks: tuple[int, ...] = ()  #: of 64 tokens, chained; empty: nothing shared
+    most: int = 0  #: tokens that were asked for at most; 0: nobody said
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -55,6 +60,7 @@ class Run(msgspec.Struct, frozen=True):
     slo: str
     requests: list[Seen]
     threads: int = 1
+    router: RouterConfig | None = None  #: as it was configured; None: as by default
 
     @property
     def attainment(self) -> float:
@@ -83,6 +89,7 @@ class Calibration(msgspec.Struct, frozen=True):
                     kind.max_running,
                     threads,
                     inf if kind.itl_budget_ms is None else kind.itl_budget_ms / 1e3,
+                    kind.known,
                 )
                 return Fleet(((one, replicas),))
         raise SimulationError(f"the calibration has no worker of {threads} threads")
@@ -92,14 +99,27 @@ class Calibration(msgspec.Struct, frozen=True):
             raise SimulationError("the calibration has no recorded run to replay")
         first = min(one.at for one in self.run.requests)
         items = [
-            Item(one.at - first, one.prompt, one.output, one.blocks)
+            Item(one.at - first, one.prompt, one.output, one.blocks, most=one.most)
             for one in sorted(self.run.requests, key=lambda one: one.at)
         ]
         return Trace("recorded", items, HASH_TOKENS)
 
 
 def read(path: Path) -> Calibration:
+    """Of a router's log the machine's cores are those that this process may use."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Calibration)
+        if path.is_dir():
+            names = [path / f"{LOG}.1", path / LOG]
+            text = b"".join(name.read_bytes() for name in names if name.exists())
+        else:
+            text = path.read_bytes()
+        if not text.startswith(b'{"at":'):
+            return msgspec.json.decode(text, type=Calibration)
     except (OSError, msgspec.DecodeError) as error:
         raise SimulationError(f"calibration {path}: {error}") from None
+    from .recorded import calibration
+
+    return calibration(text.splitlines(), len(os.sched_getaffinity(0)))
+
+
+LOG = "router.jsonl"

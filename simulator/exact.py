@@ -26,7 +26,7 @@ from .sim import FIRST, HOP_S, Simulation
 from .trace import HASH_TOKENS, Request
 from .worker import Job, Worker
 
-NOTE, FLOW, PIECE, ARRIVED = range(9, 13)
+NOTE, FLOW, PIECE, ARRIVED = range(11, 15)
 
 
 @dataclass(slots=True)

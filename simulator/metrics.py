@@ -36,7 +36,7 @@ class Slo:
     reference: Hardware | None = None
 
     @staticmethod
-    def of(text: str, reference: Hardware) -> Slo:
+    def of(text: str, reference: Hardware | None = None) -> Slo:
         values: dict[str, str] = {}
         for part in re.split(r",(?![^(]*\))", text.replace(" ", "")):
             name, _, value = part.partition("=")

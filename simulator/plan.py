@@ -17,11 +17,12 @@ from multiprocessing import get_context
 import yaml
 
 from .bound import Classes, classes, simulated
+from .case import Case
 from .errors import SimulationError
 from .fleet import Fleet, Split
 from .hardware import Hardware
 from .metrics import Slo
-from .search import Case, Search, said_split
+from .search import Search, said_split
 from .trace import Trace
 
 TRIED = 6  #: layouts of a fleet that are simulated, besides the mixed one

@@ -32,8 +32,8 @@ def text(study: dict) -> str:
             lines.append(f"  {entry['name'].ljust(widths[0])} {entry['variant']:11} {tenths}")
     lines += _tenants(study["policies"])
     if "live" in study:
-        apart = abs(study["live"]["attainment"] - study["policies"][0]["at_rate"]["attainment"])
-        lines.append(f"live: {study['live']['attainment']:.3f} met, {apart * 100:.1f} points apart")
+        live = study["live"]
+        lines.append(f"live: {live['attainment']:.3f} met, {live['points_apart']:.1f} points apart")
     if "agreement" in study:
         lines += _agreement(study["agreement"])
     lines.append(

@@ -3,61 +3,28 @@
 G90 (G99) = the largest offered rate per GPU at which 90 % (99 %) of all requests, over all seeds,
 are met. A split is looked at only if it holds slightly more than the best one so far; a run ends as
 soon as too many requests have missed. The search takes the first seed, the result all of them.
+Where cores are spare it asks for what may come next as well: the way it takes, and so the result,
+is the same on any number of cores.
 """
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from math import inf
 
 import msgspec
 
-from ..router import RouterConfig
 from .bound import classes, simulated
-from .fleet import Faults, Fleet, Split, splits
-from .metrics import Slo, Summary, summarize
-from .sim import Setting, Simulation
-from .trace import Trace
-from .trace import total as count_of
+from .case import Case, Cores, Ran, Verdict, holds, simulate
+from .fleet import Split, splits
+from .metrics import Summary, summarize
 
 TOLERANCE = 0.015  #: relative, of the rates found
 GROWTH = 1.25  #: steps before both ends are known
 BETTER = 1.01  #: a split must hold so much more than the best before it
-OURS = "diptych"
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """What does not change while rates and splits are tried."""
-
-    trace: Trace
-    fleet: Fleet
-    slo: Slo
-    policy: str = OURS
-    variant: str = "policy-only"
-    seeds: int = 3
-    closed: bool = False
-    faults: Faults = field(default_factory=Faults)
-    disaggregate: str = "auto"
-
-    def setting(self, split: Split | tuple[Split, ...]) -> Setting:
-        """`full`: a baseline as its authors ship it: always disaggregated, and its first token
-        comes from the decode worker. `policy-only`: all that is ours but the policy."""
-        shipped = self.variant == "full" and self.policy != OURS
-        config = RouterConfig(
-            policy=self.policy,
-            disaggregate="always" if shipped else self.disaggregate,
-            ttft_s=self.slo.ttft_s or 1.0,
-            itl_s=self.slo.itl_s,
-            settle_s=0.001,
-            decisions=0,
-            fetch=not shipped,
-        )
-        handoff = "decode" if shipped else "prefill"
-        return Setting(self.fleet, split, config, self.slo, handoff, self.faults)
+AHEAD = 3  #: splits that are looked at together, where cores are spare
 
 
 @dataclass(slots=True)
@@ -79,69 +46,94 @@ class Result:
     split: Split | tuple[Split, ...] = field(default_factory=Split)  #: of `summary`
     rate: float = 0.0  #: of `summary`, per GPU
     requests: int = 0  #: simulated in all
-    seconds: float = 0.0
+    seconds: float = 0.0  #: of one core
+
+
+def silent(line: str) -> None:
+    """Tells nobody."""
 
 
 class Search:
-    """Runs one case; counts what it simulates."""
+    """Runs case `number` of `cores`, or `case` in this process; counts what it simulates."""
 
-    def __init__(self, case: Case, tell: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(
+        self,
+        case: Case,
+        tell: Callable[[str], None] = silent,
+        cores: Cores | None = None,
+        number: int = 0,
+    ) -> None:
         self.case, self.tell = case, tell
+        self.cores, self.number = cores or Cores([case], 1), number
         self.requests, self.seconds = 0, 0.0
 
-    def run(self, split: Split | tuple[Split, ...], rate: float, seed: int, give_up: float = inf):
-        """Outcomes at `rate` per GPU, or None if more than `give_up` requests missed."""
-        case, begun = self.case, time.perf_counter()
-        requests = case.trace.workload(rate * case.fleet.gpus, seed, case.closed)
-        simulation = Simulation(case.setting(split), case.trace, seed)
-        gc.disable()  # a run makes no cycles, and what it holds is large
-        try:
-            outcomes = simulation.run(requests, give_up)
-        finally:
-            gc.enable()
-        self.requests += sum(job is not None for job in simulation.done)
-        self.seconds += time.perf_counter() - begun
-        return outcomes
+    # ---- runs ------------------------------------------------------------------------------------
 
-    def holds(self, split, rate: float, share: float, seeds: int) -> bool:
-        """Whether `share` of all requests of these seeds is met."""
-        missed, total = 0, 0
-        case = self.case
-        load = case.trace.workload(rate * case.fleet.gpus, 0, case.closed)
-        expected = count_of(load) * seeds
-        for seed in range(seeds):
-            allowed = (1 - share) * expected - missed
-            outcomes = self.run(split, rate, seed, allowed)
-            if outcomes is None:
-                break
-            missed += sum(not one.met for one in outcomes)
-            total += len(outcomes)
-        ok = total > 0 and outcomes is not None and missed <= (1 - share) * total
-        said = f"{1 - missed / total:.3f}" if ok else f"below {share:.2f}"
+    def ask(self, split, rate: float, share: float, seeds: int) -> Future[Verdict]:
+        """Whether `share` is met at `rate` per GPU, over these seeds."""
+        future = self.cores.submit(holds, self.number, split, rate, share, seeds)
+        future.add_done_callback(lambda done: self._note(done, split, rate, share))
+        return future
+
+    def _note(self, done: Future[Verdict], split, rate: float, share: float) -> None:
+        if done.cancelled() or done.exception() is not None:
+            return
+        verdict = done.result()
+        self.requests += verdict.requests
+        self.seconds += verdict.seconds
+        said = f"{verdict.met:.3f}" if verdict.held else f"below {share:.2f}"
         name = f"{self.case.policy} ({self.case.variant})"
         self.tell(f"{name} {said_split(split)} {rate:.3f}/GPU: {said}")
-        return ok
+
+    def holds(self, split, rate: float, share: float, seeds: int) -> bool:
+        return self.ask(split, rate, share, seeds).result().held
+
+    def measure(self, split, rate: float) -> Summary:
+        """Everything about one load, over all seeds."""
+        tasks = [
+            self.cores.submit(simulate, self.number, split, rate, seed)
+            for seed in range(self.case.seeds)
+        ]
+        runs: list[Ran] = [task.result() for task in tasks]
+        self.requests += sum(run.requests for run in runs)
+        self.seconds += sum(run.seconds for run in runs)
+        return summarize([one for run in runs for one in run.outcomes or ()])
+
+    # ---- search ----------------------------------------------------------------------------------
 
     def largest(self, split, share: float, start: float, seeds: int, tolerance: float) -> float:
         """By steps from `start`, then bisection of the ratio."""
-        low, high = 0.0, inf
-        rate = start
-        while high / low > 1 + tolerance if low else high > start / 64:
-            if self.holds(split, rate, share, seeds):
-                low = rate
-            else:
-                high = rate
-            if low and high < inf:
-                rate = (low * high) ** 0.5
-            else:
-                rate = rate * GROWTH if low else rate / GROWTH
-        return low
+        asked: dict[float, Future[Verdict]] = {}
+
+        def wanted(low: float, high: float) -> bool:
+            return high / low > 1 + tolerance if low else high > start / 64
+
+        state = (0.0, inf, start)
+        while wanted(*state[:2]):
+            coming = [state]
+            if self.cores.spare:
+                coming += [_step(*state, held=True), _step(*state, held=False)]
+            for low, high, rate in coming:
+                if rate not in asked and wanted(low, high):
+                    asked[rate] = self.ask(split, rate, share, seeds)
+            state = _step(*state, held=asked[state[2]].result().held)
+        _cancel(list(asked.values()))
+        return state[0]
 
     def best(self, candidates: list, share: float, start: float) -> Found:
         found = Found()
-        for split in candidates:
-            if found.rate and not self.holds(split, found.rate * BETTER, share, 1):
-                continue
+        left = list(candidates)
+        while left:
+            split = left.pop(0)
+            if found.rate:
+                group = [split, *left[: AHEAD - 1]] if self.cores.spare else [split]
+                looks = [self.ask(one, found.rate * BETTER, share, 1) for one in group]
+                fails = next((i for i, at in enumerate(looks) if at.result().held), len(group))
+                _cancel(looks)
+                left = ([split, *left])[fails:]
+                if fails == len(group):
+                    continue
+                split = left.pop(0)
             first = found.rate * BETTER * 1.1 if found.rate else start
             rate = self.largest(split, share, first, 1, 4 * TOLERANCE)
             if rate > found.rate:
@@ -151,10 +143,18 @@ class Search:
             found.rate = self.largest(found.split, share, found.rate, seeds, TOLERANCE)
         return found
 
-    def measure(self, split, rate: float) -> Summary:
-        """Everything about one load, over all seeds."""
-        outcomes = [one for seed in range(self.case.seeds) for one in self.run(split, rate, seed)]
-        return summarize(outcomes)
+
+def _step(low: float, high: float, rate: float, held: bool) -> tuple[float, float, float]:
+    """(low, high, the rate to try next)"""
+    low, high = (rate, high) if held else (low, rate)
+    if low and high < inf:
+        return low, high, (low * high) ** 0.5
+    return low, high, rate * GROWTH if low else rate / GROWTH
+
+
+def _cancel(tasks: list[Future[Verdict]]) -> None:
+    for task in tasks:
+        task.cancel()
 
 
 def said_split(split: Split | tuple[Split, ...]) -> str:
@@ -174,11 +174,9 @@ def candidates(case: Case) -> list[Split]:
     )
 
 
-def find_max(
-    case: Case, split: Split | None, tell: Callable[[str], None], shares=(0.9, 0.99)
-) -> Result:
+def find_max(search: Search, split: Split | None, shares=(0.9, 0.99)) -> Result:
     """G90 and G99 with their best splits, and the figures at G90."""
-    search = Search(case, tell)
+    case = search.case
     tried = [split] if split else candidates(case)
     result = Result(case.policy, case.variant)
     start = 0.15 * case.fleet.replicas / case.fleet.gpus * 4
@@ -193,13 +191,14 @@ def find_max(
     return result
 
 
-def measure(case: Case, split, rate: float, tell: Callable[[str], None]) -> Result:
+def measure(search: Search, split: Split | None, rate: float) -> Result:
     """The figures at one rate per GPU; the best split is that of the highest attainment."""
-    search = Search(case, tell)
+    case = search.case
     result = Result(case.policy, case.variant, rate=rate)
     for one in [split] if split else candidates(case):
         summary = search.measure(one, rate)
-        tell(f"{case.policy} ({case.variant}) {said_split(one)}: {summary.attainment:.3f}")
+        said = f"{said_split(one)}: {summary.attainment:.3f}"
+        search.tell(f"{case.policy} ({case.variant}) {said}")
         if result.summary is None or summary.attainment > result.summary.attainment:
             result.summary, result.split = summary, one
     result.requests, result.seconds = search.requests, search.seconds

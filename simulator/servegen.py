@@ -7,6 +7,7 @@ ServeGen has no prefixes: each client gets one system prompt, a quarter of its m
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,27 +21,59 @@ COUNT = 4000  #: requests, about: rates are scaled to give as many
 
 def read(path: Path, name: str, seed: int) -> Trace:
     """One window of 600 s, the one with the median total rate."""
+    data = _load(path)
+    total = data["rate"].sum(axis=0)
+    window = int(np.argsort(total)[len(total) // 2])
+    items = _window(data, window, COUNT / _expected(data, window), np.random.default_rng(seed))
+    items.sort(key=lambda item: item.at)
+    return Trace(name, items, HASH_TOKENS, span_s=WINDOW_S)
+
+
+def day(path: Path, name: str, seed: int, part: float = 0.1, first: int = 0) -> Trace:
+    """A day from window `first` on, shortened: of each window only the first `part` of its time.
+    Rates and lengths rise and fall as recorded; time itself is not squeezed."""
+    data = _load(path)
+    windows = range(first, min(first + round(86_400 / WINDOW_S), data["rate"].shape[1]))
+    scale = COUNT / (sum(_expected(data, one) for one in windows) / len(windows))
+    rng, length = np.random.default_rng(seed), WINDOW_S * part
+    items = [
+        replace(item, at=item.at + order * length)
+        for order, window in enumerate(windows)
+        for item in _window(data, window, scale, rng)
+        if item.at < length
+    ]
+    items.sort(key=lambda item: item.at)
+    return Trace(name, items, HASH_TOKENS, span_s=len(windows) * length)
+
+
+def _load(path: Path):
     data = np.load(path)
     if "rate" not in data or "ds_in" not in data:
         raise SimulationError(f"trace {path}: not a ServeGen file")
-    total = data["rate"].sum(axis=0)
-    window = int(np.argsort(total)[len(total) // 2])
+    return dict(data)
+
+
+def _expected(data, window: int) -> float:
+    """Requests of a window, of clients whose lengths are known."""
+    known = np.isin(data["client"], data["ds_client"])
+    return max(1.0, float(data["rate"][known, window].sum()) * WINDOW_S)
+
+
+def _window(data, window: int, scale: float, rng: np.random.Generator) -> list[Item]:
+    """One window's requests, its rates times `scale`; by client."""
     sketches = _sketches(data, float(data["t"][window]))
     rates = {
         int(client): float(rate)
         for client, rate in zip(data["client"], data["rate"][:, window], strict=True)
         if int(client) in sketches and rate > 0
     }
-    scale = COUNT / (sum(rates.values()) * WINDOW_S)
-    rng = np.random.default_rng(seed)
     items: list[Item] = []
     for order, client in enumerate(sorted(rates)):
         row = int(np.flatnonzero(data["client"] == client)[0])
         count = int(rng.poisson(rates[client] * scale * WINDOW_S))
         family = [float(data[key][row, window]) for key in ("pat", "p1", "p2")]
         items += _client(order, _arrivals(family, count, rng), sketches[client], data["q"], rng)
-    items.sort(key=lambda item: item.at)
-    return Trace(name, items, HASH_TOKENS, span_s=WINDOW_S)
+    return items
 
 
 def _sketches(data, at: float) -> dict[int, tuple[np.ndarray, np.ndarray]]:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
+import msgspec
+
 from ..protos.frames import Deliver, Over, Place, Placed, Refused, Report, WorkerCard
 from ..router import Router, RouterConfig
 from ..router import events as e
@@ -26,10 +28,12 @@ from .worker import Job, Worker
 
 HOP_S = 5e-4  #: one message between gateway, router and worker
 REPORT_S = 0.5
-MAX_TOKENS = 4096  #: what clients ask for: nobody knows an answer's length before it ends
+MAX_TOKENS = (
+    4096  #: what clients ask for who do not say: nobody knows an answer's length before it ends
+)
 TICK_S = 1e-3  #: between two ticks of the router, at least
 SETTLE_S = 5.0  #: before the first arrival: the router has seen every worker join
-ARRIVE, WORK, FIRST, READY, REPORT, WAKE, HEAR, KILL, AGAIN = range(9)
+ARRIVE, WORK, FIRST, READY, REPORT, WAKE, HEAR, KILL, AGAIN, PLAN, ENTER = range(11)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +47,25 @@ class Setting:
     handoff: str = "prefill"  #: prefill | decode
     faults: Faults = field(default_factory=Faults)
     budget_share: float = 0.9  #: of the ITL target: how long a step with prefill in it may take
+    plan_every_s: float = 5.0  #: between two calls of a planner
+    flip_s: float = 1.0  #: a worker takes nothing for so long when its role changes
+    start_s: float = 60.0  #: from the order of a replica to its first request
 
 
 class Simulation:
-    """`run(requests)` -> one `Outcome` for each, in their order."""
+    """`run(requests)` -> one `Outcome` for each, in their order.
+
+    `planner(simulation, now)` is called every `plan_every_s`; it reads `router` and `workers`, and
+    may `flip`, `add` and `remove`.
+    """
 
     def __init__(
-        self, setting: Setting, trace: Trace, seed: int = 0, log: Callable[[str], Any] | None = None
+        self,
+        setting: Setting,
+        trace: Trace,
+        seed: int = 0,
+        log: Callable[[str], Any] | None = None,
+        planner: Callable[[Simulation, float], Any] | None = None,
     ) -> None:
         self.setting, self.log = setting, log
         self.slo, self.faults = setting.slo, setting.faults
@@ -60,40 +76,26 @@ class Simulation:
         self.wake = inf
         self.router = Router(setting.config, term=1)
         self.workers: dict[str, Worker] = {}
+        self.cards: dict[str, WorkerCard] = {}
         self.jobs: dict[tuple[str, int], Job] = {}
         self.open = 0  #: requests that have arrived, or will for sure, and not ended
         self.misses, self.give_up = 0, inf
         self.done: list[Job | None] = []
+        self.unit, self.planner = trace.block_tokens, planner
+        self.starting: dict[str, str] = {}  #: replicas that were ordered and are not up -> pool
+        self.up: dict[str, list[float]] = {}  #: worker -> [ordered at, gone at], both may be past
         self.late_roles = setting.handoff == "decode"
         self.acts: tuple[Callable[[Any], None], ...] = (
             *(self._arrive, self._work, self._first, self._ready, self._report),
-            *(self._wake, self._hear, self._kill, self._again),
+            *(self._wake, self._hear, self._kill, self._again, self._plan, self._enter),
         )
-        self._fleet(trace.block_tokens)
+        self._fleet()
 
-    def _fleet(self, unit: int) -> None:
-        for index, (role, hardware) in enumerate(self.setting.fleet.workers(self.setting.split)):
-            name = f"{role}/{index}"
-            budget = hardware.budget_s or self.slo.itl_s * self.setting.budget_share
-            worker = self._worker(name, role, hardware, unit, budget)
-            worker.itl_s = self.slo.itl_s
-            self.workers[name] = worker
-            card = WorkerCard(
-                name,
-                role,
-                role,
-                name,
-                name,
-                index,
-                blocks=hardware.kv_tokens // HASH_TOKENS,
-                block_tokens=HASH_TOKENS,
-                gpu=hardware.gpu,
-                tp=hardware.tp,
-                cost=hardware.cost,
-                chunk_tokens=hardware.chunk_tokens,
-                max_running=hardware.max_running,
-            )
-            self._tell(e.Joined(card, 1, []))
+    def _fleet(self) -> None:
+        for role, hardware in self.setting.fleet.workers(self.setting.split):
+            name = self._make(role, hardware)
+            self.up[name] = [0.0, inf]
+            self._tell(e.Joined(self.cards[name], 1, []))
         names = list(self.workers)
         for index, times in self.faults.slow:
             self.workers[names[index]].slow = times
@@ -102,6 +104,30 @@ class Simulation:
         self._tell(e.GatewayJoined("gateway"))
         self.now = 0.0
         self._tell(e.Tick())
+
+    def _make(self, role: str, hardware: Hardware) -> str:
+        index = len(self.workers)
+        name = f"{role}/{index}"
+        budget = hardware.budget_s or self.slo.itl_s * self.setting.budget_share
+        worker = self._worker(name, role, hardware, self.unit, budget)
+        worker.itl_s = self.slo.itl_s
+        self.workers[name] = worker
+        self.cards[name] = WorkerCard(
+            name,
+            role,
+            role,
+            name,
+            name,
+            index,
+            blocks=hardware.kv_tokens // HASH_TOKENS,
+            block_tokens=HASH_TOKENS,
+            gpu=hardware.gpu,
+            tp=hardware.tp,
+            cost=hardware.cost if hardware.known else None,
+            chunk_tokens=hardware.chunk_tokens,
+            max_running=hardware.max_running,
+        )
+        return name
 
     def _worker(
         self, name: str, role: str, hardware: Hardware, unit: int, budget_s: float
@@ -123,6 +149,8 @@ class Simulation:
         self.done = [None] * total(requests)
         heap, count, index = self.heap, len(requests), 0
         self._at(REPORT_S, REPORT, None)
+        if self.planner is not None:
+            self._at(self.setting.plan_every_s, PLAN, None)
         acts = self.acts
         self.open = 0
         while index < count or self.open:
@@ -180,7 +208,7 @@ class Simulation:
         place = Place(
             job.key,
             job.context,
-            MAX_TOKENS,
+            request.most or MAX_TOKENS,
             request.hashes,
             lost=lost,
             tenant=request.tenant,
@@ -189,7 +217,7 @@ class Simulation:
             waited_s=self.now - job.arrived,
         )
         if self.log:
-            self.log(f"{self.now:.6f} asked {job.key[0]} {request.prompt}")
+            self.log(f"{self.now:.6f} asked {job.key[0]} {job.context}")
         self._tell(e.Asked("gateway", place))
 
     def _placed(self, placed: Placed) -> None:
@@ -374,24 +402,29 @@ class Simulation:
         return report
 
     def _rejoin(self, name: str) -> None:
-        """The router asked for a whole snapshot."""
+        """A whole snapshot: the router asked for it, or the worker has another role."""
         worker = self.workers[name]
         worker.seq = 0
         worker.changes()
         cached = [name for names in worker.cache.values() for name in names]
-        self._tell(e.Joined(self.router.workers[worker.name].card, 1, cached))
+        self._tell(e.Joined(self.cards[name], 1, cached))
 
     def _kill(self, name: str) -> None:
         """The worker dies; its requests are placed again, what was generated is prompt now."""
         worker = self.workers[name]
+        worker.advance(self.now)
         worker.alive = False
+        self.up[name][1] = self.now
         self._tell(e.Lost(name))
-        mine = [job for job in self.jobs.values() if worker in (job.prefill, job.decode)]
-        for job in mine:
-            if job.decode is worker or not job.first:
-                self._again_elsewhere(job, worker)
+        for job in self._concerned(worker):
+            self._again_elsewhere(job, worker, [name])
 
-    def _again_elsewhere(self, job: Job, lost: Worker) -> None:
+    def _concerned(self, worker: Worker) -> list[Job]:
+        """What it computes or runs; not what it has handed to another."""
+        mine = [job for job in self.jobs.values() if worker in (job.prefill, job.decode)]
+        return [job for job in mine if job.decode is worker or not job.first]
+
+    def _again_elsewhere(self, job: Job, lost: Worker, gone: list[str]) -> None:
         other = job.prefill if job.decode is lost else job.decode
         if other is not None and other is not lost:
             other.advance(self.now)
@@ -405,7 +438,71 @@ class Simulation:
             made = int(lost.clock - job.joined) if job.joined else 0
             again.context, again.left = job.context + made, max(1, job.left - made)
             again.resumed = True
-        self._at(self.now + HOP_S, AGAIN, (again, [lost.name]))
+        self._at(self.now + HOP_S, AGAIN, (again, gone))
+
+    # ---- a planner's orders ----------------------------------------------------------------------
+
+    def _plan(self, _: None) -> None:
+        assert self.planner is not None
+        self._at(self.now + self.setting.plan_every_s, PLAN, None)
+        self.planner(self, self.now)
+
+    def flip(self, name: str, role: str) -> None:
+        """The worker hands over what it has (prompt and answer so far are placed again, its cache
+        stays) and has the role `flip_s` later. Until then its card says `""`."""
+        self._hand_over(self.workers[name])
+        self._at(self.now + self.setting.flip_s, ENTER, (name, role))
+
+    def add(self, role: str, pool: int = 0) -> str:
+        """Orders a replica like those of the fleet's pool; it joins `start_s` later."""
+        name = self._make(role, self.setting.fleet.pools[pool][0])
+        self.workers[name].alive = False
+        self.starting[name] = role
+        self.up[name] = [self.now, inf]
+        self._at(self.now + self.setting.start_s, ENTER, (name, role))
+        return name
+
+    def remove(self, home: str) -> str | None:
+        """The youngest replica of the pool, one that starts first, hands over and is gone."""
+        mine = [name for name, card in self.cards.items() if card.home == home]
+        there = [name for name in mine if self.up[name][1] == inf]
+        if not there:
+            return None
+        name = there[-1]
+        self.up[name][1] = self.now
+        if self.starting.pop(name, None) is None:
+            self._hand_over(self.workers[name])
+            self.workers[name].alive = False
+            self._tell(e.Lost(name))
+        return name
+
+    def _enter(self, what: tuple[str, str]) -> None:
+        name, role = what
+        if self.up[name][1] < inf:
+            return  # removed meanwhile
+        self.starting.pop(name, None)
+        worker = self.workers[name]
+        worker.role, worker.alive = role, True
+        worker.advance(self.now)
+        self.cards[name] = msgspec.structs.replace(self.cards[name], role=role)
+        self._rejoin(name)
+
+    def _hand_over(self, worker: Worker) -> None:
+        """Takes nothing new, and what it has goes elsewhere; it stays in the directory."""
+        self.cards[worker.name] = msgspec.structs.replace(self.cards[worker.name], role="")
+        worker.role = ""
+        self._rejoin(worker.name)
+        worker.advance(self.now)
+        for job in self._concerned(worker):
+            self._again_elsewhere(job, worker, [])
+            worker.forget(job)
+        self._schedule(worker)
+
+    @property
+    def gpu_seconds(self) -> float:
+        """What the replicas cost from their order to their end, or to now."""
+        gpus = self.setting.fleet.reference.gpus
+        return gpus * sum(min(end, self.now) - begin for begin, end in self.up.values())
 
     # ---- results ---------------------------------------------------------------------------------
 

@@ -1,24 +1,24 @@
 """Several policies on one trace: what `diptych simulate` runs, on all cores.
 
-Cases run in processes of their own; each result is a plain dict, so that the report needs nothing
-else. The order of the results is that of the policies, whoever ends first.
+Each policy is a search in a thread; their runs share the processes of `Cores`. Each result is a
+plain dict, so that the report needs nothing else, and they come in the order of the policies.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from ..router import RouterConfig
 from ..router.policies import POLICIES
 from .bound import bound
+from .case import OURS, Case, Cores
 from .errors import SimulationError
 from .fleet import Faults, Fleet, Split
 from .metrics import Slo, summarize
-from .search import OURS, Case, as_json, find_max, measure
+from .search import Search, as_json, find_max, measure
 from .sim import Simulation
 from .trace import Trace
 
@@ -41,9 +41,8 @@ class Study:
     closed: bool = False
     faults: Faults = field(default_factory=Faults)
     jobs: int = 1
-    agreement: bool = (
-        False  #: run the first policy step by step too, and say how far apart they are
-    )
+    agreement: bool = False  #: run the first policy step by step too; say how far apart they are
+    router: RouterConfig | None = None  #: of a recorded run
 
 
 def policies_named(names: list[str]) -> tuple[str, ...]:
@@ -70,6 +69,7 @@ def run(study: Study, tell: Callable[[str], None] = lambda line: None) -> dict:
             study.seeds,
             study.closed,
             study.faults,
+            router=study.router,
         )
         for variant in study.variants
         for policy in study.policies
@@ -140,27 +140,23 @@ def _bounds(study: Study) -> dict[str, float]:
 
 
 def _each(study: Study, cases: list[Case], bounds: dict, tell: Callable) -> list[dict]:
-    if study.jobs <= 1 or len(cases) == 1:
-        return [_one(study, case, bounds, tell) for case in cases]
-    done: dict[int, dict] = {}
-    fork = multiprocessing.get_context("fork")  # the trace is shared, not sent
-    with ProcessPoolExecutor(study.jobs, fork) as pool:
-        tasks = {
-            pool.submit(_one, study, case, bounds, _say): index for index, case in enumerate(cases)
-        }
-        for task in as_completed(tasks):
-            done[tasks[task]] = task.result()
-    return [done[index] for index in range(len(cases))]
+    highest = bounds["simulated_90"] * study.fleet.gpus
+    study.trace.prepare(highest * LIKELY if study.find_max else study.rate or study.trace.rate)
+    with Cores(cases, study.jobs) as cores:
+        searches = [Search(case, tell, cores, number) for number, case in enumerate(cases)]
+        if study.jobs <= 1:
+            return [_one(study, search, bounds) for search in searches]
+        with ThreadPoolExecutor(len(cases)) as threads:
+            return list(threads.map(lambda search: _one(study, search, bounds), searches))
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+LIKELY = 0.5  #: of the bound: loads up to there are made once, before the processes are forked
 
 
-def _one(study: Study, case: Case, bounds: dict, tell: Callable[[str], None]) -> dict:
+def _one(study: Study, search: Search, bounds: dict) -> dict:
     if study.find_max:
-        result = find_max(case, study.split, tell)
+        result = find_max(search, study.split)
     else:
         rate = study.rate or study.trace.rate
-        result = measure(case, study.split, rate / study.fleet.gpus, tell)
+        result = measure(search, study.split, rate / study.fleet.gpus)
     return as_json(result, bounds) | {"_requests": result.requests}

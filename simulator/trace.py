@@ -38,6 +38,7 @@ class Item:
     tenant: str = ""
     session: int = -1  #: runs of a closed loop; -1: each request for itself
     answer: tuple[int, ...] = ()
+    most: int = 0  #: tokens that the client asks for at most; 0: it does not say
 
 
 @dataclass(slots=True)
@@ -54,6 +55,7 @@ class Request:
     hashes: list[bytes]
     then: Request | None = None  #: the next turn, if it waits for this one's end
     think_s: float = 0.0  #: between the end of the one before and this
+    most: int = 0  #: tokens asked for at most; 0: not said
     index: int = 0
 
 
@@ -109,6 +111,11 @@ class Trace:
             request.index = index
         return made
 
+    def prepare(self, rate: float) -> None:
+        """Names the blocks of all copies that a load of `rate` needs; later loads share them."""
+        for copy in range(max(1, math.ceil(rate / self.rate - 1e-9))):
+            self._blocks(copy)
+
     def _copy(
         self, copy: int, span: float, shift: float, rng: random.Random, closed: bool
     ) -> list[Request]:
@@ -125,6 +132,7 @@ class Trace:
                 at = at * stretch if not shift else (at * stretch + shift) % span
             whole = len(item.blocks)
             one = Request(at, item.prompt, item.output, item.tenant, blocks, whole, names, hashes)
+            one.most = item.most
             before = last.get(item.session) if closed and item.session >= 0 else None
             if before is None:
                 found.append(one)

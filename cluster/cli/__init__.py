@@ -7,7 +7,20 @@ from typing import Annotated
 
 import typer
 
-from . import bench, bench_transfer, chat, doctor, explain, serve, simulate, status
+from . import (
+    bench,
+    bench_transfer,
+    chat,
+    doctor,
+    explain,
+    keys,
+    loadtest,
+    roles,
+    scale,
+    serve,
+    simulate,
+    status,
+)
 
 app = typer.Typer(
     name="diptych",
@@ -21,12 +34,17 @@ app.command()(serve.serve)
 app.command()(chat.chat)
 app.command()(status.status)
 app.command()(doctor.doctor)
+app.command()(scale.scale)
+app.command()(roles.drain)
+app.command()(roles.flip)
 app.command()(explain.explain)
 app.command()(explain.replay)
 app.command()(simulate.simulate)
 app.command()(simulate.plan)
 bench.app.command()(bench_transfer.transfer)
 app.add_typer(bench.app, name="bench")
+app.add_typer(keys.app, name="keys")
+app.add_typer(loadtest.app, name="loadtest")
 
 
 @app.callback(invoke_without_command=True)
@@ -39,5 +57,5 @@ def _root(
 
 
 def main() -> None:
-    """Exit codes: 0 ok, 1 failed, 2 usage, 3 degraded."""
+    """Exit codes: 0 ok, 1 failed, 2 usage, 3 degraded, 4 a gate missed."""
     app()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Annotated, Any, NoReturn
 
 import httpx
@@ -11,6 +13,16 @@ Endpoint = Annotated[
     str, typer.Option("--endpoint", envvar="DIPTYCH_ENDPOINT", help="The gateway's URL.")
 ]
 DEFAULT_ENDPOINT = "http://127.0.0.1:8000"
+DEFAULT_ADMIN = "http://127.0.0.1:8001"
+Token = Annotated[
+    str, typer.Option("--token", envvar="DIPTYCH_ADMIN_TOKEN", help="The admin key, if it has one.")
+]
+AdminUrl = Annotated[
+    str, typer.Option("--admin", envvar="DIPTYCH_ADMIN", help="The admin URL (Control's).")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what it would do, and do nothing.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Return when it is done, or after 15 minutes.")]
+WAIT_S, POLL_S = 900.0, 0.2
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
@@ -24,17 +36,56 @@ def unreachable(endpoint: str, error: Exception) -> NoReturn:
     fail(f"no gateway at {endpoint} ({reason}); start one with: diptych serve")
 
 
-def get_json(endpoint: str, path: str) -> Any:
-    try:
-        response = httpx.get(f"{endpoint}{path}", timeout=10.0)
-    except httpx.HTTPError as error:
-        unreachable(endpoint, error)
-    if response.is_error:
-        fail(error_message(response.content) or f"{endpoint}{path}: {response.status_code}")
-    try:
-        return response.json()
-    except ValueError:
-        fail(f"{endpoint}{path} does not answer in JSON: is this a Diptych gateway?")
+class Admin:
+    """The admin API. Every failure ends the command with one sentence."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self.url = url.rstrip("/")
+        self.headers = {"authorization": f"Bearer {token}"} if token else {}
+
+    def get(self, path: str) -> Any:
+        return self._ask("GET", path)
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        return self._ask("POST", path, json=body)
+
+    def _ask(self, method: str, path: str, **given: Any) -> Any:
+        try:
+            response = httpx.request(
+                method, f"{self.url}{path}", headers=self.headers, timeout=15.0, **given
+            )
+        except httpx.HTTPError as error:
+            self.unreachable(error)
+        if response.is_error:
+            fail(error_message(response.content) or f"{self.url}{path}: {response.status_code}")
+        try:
+            return response.json()
+        except ValueError:
+            fail(f"{self.url}{path} does not answer in JSON: is this Diptych's admin URL?")
+
+    def unreachable(self, error: Exception) -> NoReturn:
+        reason = str(error) or type(error).__name__
+        fail(f"no Control at {self.url} ({reason}); start a cluster with: diptych serve")
+
+    def wait(self, done: Callable[[dict[str, Any]], str | None]) -> float:
+        """Until `done(status)` says nothing is left to wait for; the seconds that took."""
+        began, said = time.monotonic(), None
+        while left := done(self.get("/admin/v1/cluster")):
+            if left != said:
+                typer.echo(f"  {left}", err=True)
+                said = left
+            if time.monotonic() - began > WAIT_S:
+                fail(f"not done after {WAIT_S:.0f} s: {left}")
+            time.sleep(POLL_S)
+        return time.monotonic() - began
+
+
+def table(rows: list[tuple[str, ...]]) -> None:
+    """Columns as wide as they must be."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        typer.echo("  ".join(cells).rstrip())
 
 
 def error_message(body: bytes) -> str:

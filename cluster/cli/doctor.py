@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from .common import DEFAULT_ENDPOINT, Endpoint, error_message, fail, unreachable
+from .common import DEFAULT_ADMIN, Admin, AdminUrl, Token, error_message, fail, table
 
 WAYS = ("FROM", "TO", "TRANSPORT", "GiB/s", "EXPECTED", "SHARE")
 HOSTS = ("WORKER", "HOST", "PID", "RDMA", "NIC", "MEMLOCK", "MEMCPY", "CLOCK")
@@ -21,38 +21,39 @@ def doctor(
     mib: Annotated[
         int, typer.Option(min=1, max=1024, help="MiB that one transfer moves, at most.")
     ] = 64,
-    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    admin: AdminUrl = DEFAULT_ADMIN,
+    token: Token = "",
 ) -> None:
     """Move KV blocks between the workers; name the transport that ran, its speed, what is wrong.
 
     Looks for TCP fallbacks, denied permissions, slow ways, and versions or clocks that differ.
-    Blocks come from the workers' pools: the oldest cached prefixes may go. Without a gateway it
+    Blocks come from the workers' pools: the oldest cached prefixes may go. Without a cluster it
     looks at this host only, and fails. Exit code 3 when something is not as it should be.
     """
     if output not in ("table", "json"):
         fail(f"-o {output}: expected table or json", 2)
     try:
-        report = _ask(endpoint, mib)
+        report = _ask(Admin(admin, token), mib)
     except httpx.HTTPError as error:
-        typer.echo("no gateway answers: looking at this host only", err=True)
+        typer.echo("nobody answers: looking at this host only", err=True)
         _show(_local(), output)
-        unreachable(endpoint, error)
+        Admin(admin, token).unreachable(error)
     _show(report, output)
     if report["state"] != "healthy":
         raise typer.Exit(3)
 
 
-def _ask(endpoint: str, mib: int) -> dict[str, Any]:
-    """The gateway's report; its progress goes to stderr. Raises httpx.HTTPError."""
-    url = f"{endpoint}/admin/v1/doctor"
-    with httpx.stream("POST", url, json={"mib": mib}, timeout=30.0) as response:
+def _ask(admin: Admin, mib: int) -> dict[str, Any]:
+    """Control's report; its progress goes to stderr. Raises httpx.HTTPError."""
+    url, given = f"{admin.url}/admin/v1/doctor", {"mib": mib}
+    with httpx.stream("POST", url, json=given, headers=admin.headers, timeout=30.0) as response:
         if response.is_error:
             fail(error_message(response.read()) or f"{url}: {response.status_code}")
         for event in _events(response):
             if "report" in event:
                 return event["report"]
             typer.echo(event["progress"], err=True)
-    fail(f"{url}: the answer ends without a report; see the gateway's log")
+    fail(f"{url}: the answer ends without a report; see Control's log")
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
@@ -77,8 +78,8 @@ def _show(report: dict[str, Any], output: str) -> None:
         return
     typer.echo(f"{report['state'].upper()}   {report['scope']}")
     if report["pairs"]:
-        _rows([WAYS, *(_way(pair) for pair in report["pairs"])])
-    _rows([HOSTS, *(_host(seen) for seen in report["workers"])])
+        table([WAYS, *(_way(pair) for pair in report["pairs"])])
+    table([HOSTS, *(_host(seen) for seen in report["workers"])])
     for finding in report["findings"]:
         typer.echo(f"\n{finding['severity']}: {finding['what']}")
         typer.echo(f"  where  {', '.join(finding['where'])}")
@@ -123,10 +124,3 @@ def _way(pair: dict[str, Any]) -> tuple[str, ...]:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-def _rows(rows: list[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        typer.echo("  ".join(cells).rstrip())

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .common import DEFAULT_ENDPOINT, Endpoint, fail, get_json
+from .common import DEFAULT_ADMIN, Admin, AdminUrl, Token, fail
 
 Output = Annotated[str, typer.Option("-o", "--output", help="text or json")]
 
@@ -16,12 +16,13 @@ Output = Annotated[str, typer.Option("-o", "--output", help="text or json")]
 def explain(
     request_id: Annotated[str, typer.Argument(help="As in x-request-id, or an answer's id.")],
     output: Output = "text",
-    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    admin: AdminUrl = DEFAULT_ADMIN,
+    token: Token = "",
 ) -> None:
     """Why a request went where it went: who waited, the candidates, prediction and outcome."""
     if output not in ("text", "json"):
         fail(f"-o {output}: expected text or json", 2)
-    decisions = get_json(endpoint, f"/admin/v1/requests/{request_id}")["decisions"]
+    decisions = Admin(admin, token).get(f"/admin/v1/requests/{request_id}/explain")["decisions"]
     if output == "json":
         typer.echo(json.dumps({"request": request_id, "decisions": decisions}, indent=2))
         return

@@ -30,6 +30,12 @@ WELCOME = """
 """
 
 
+EXPOSED = """
+  WARNING  The gateway listens on {host} and asks nobody for a key: whoever reaches it can use it.
+           diptych keys add --file keys.yaml --tenant NAME, then --set gateway.api_keys_file=...
+"""
+
+
 def serve(
     model: Annotated[
         str | None,
@@ -47,7 +53,7 @@ def serve(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value.")
     ] = None,
 ) -> None:
-    """Start a prefill/decode cluster and serve MODEL until ^C, on this machine or on a Ray cluster."""
+    """Start a prefill/decode cluster, here or on a Ray cluster, and serve MODEL until ^C."""
     began = time.monotonic()
     flags = {
         "model.path": model,
@@ -74,6 +80,8 @@ def serve(
     failure = ""
     try:
         cluster.start(say)
+        if settings.gateway.exposed:
+            typer.echo(EXPOSED.format(host=settings.gateway.host), err=True)
         say("ready")
         typer.echo(WELCOME.format(url=cluster.url, **_ports(cluster)))
         threading.Event().wait()

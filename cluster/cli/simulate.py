@@ -22,7 +22,8 @@ Slo = Annotated[str, typer.Option(help="Targets; 3x: of the prompt's isolated pr
 Live = Annotated[
     Path | None,
     typer.Option(
-        "--calibrate-from-live", help="JSON of measured coefficients; `recorded` replays its run."
+        "--calibrate-from-live",
+        help="Router's log, or JSON of measured coefficients; `recorded` replays its run.",
     ),
 ]
 Output = Annotated[str, typer.Option("-o", "--output", help="table or json")]
@@ -82,7 +83,9 @@ def simulate(
         result = run(study, _tell)
         recorded = _calibration(calibrate_from_live) if trace == "recorded" else None
         if recorded:
-            result["live"] = {"attainment": recorded.run.attainment}
+            live = recorded.run.attainment
+            apart = live - result["policies"][0]["at_rate"]["attainment"]
+            result["live"] = {"attainment": live, "points_apart": round(abs(apart) * 100, 2)}
         if html:
             html.write_text(document(result))
     except SimulationError as error:
@@ -127,6 +130,7 @@ def _study(given: dict[str, Any]):
         Faults.of(given["faults"]),
         given["jobs"] or len(os.sched_getaffinity(0)),
         given["agreement"],
+        live.run.router if live and live.run and given["trace"] == "recorded" else None,
     )
 
 

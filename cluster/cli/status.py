@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Annotated, Any
 
 import typer
 
-from .common import DEFAULT_ENDPOINT, Endpoint, fail, get_json
+from .common import DEFAULT_ADMIN, Admin, AdminUrl, Token, fail, table
 
-COLUMNS = [
-    *("WORKER", "ROLE", "PID", "RSS", "RUNNING", "KV"),
+POOLS = (
+    *("POOL", "READY", "TARGET", "ROLES", "GPU", "QUEUE", "RUNNING", "KV USED", "PREFIX HIT"),
+    *("P95 TTFT", "P95 ITL", "NOTE"),
+)
+WORKERS = (
+    *("WORKER", "ROLE", "STATE", "PID", "RSS", "RUNNING", "KV"),
     *("TRANSPORT", "SENT", "RECEIVED", "FAILED"),
-]
+)
+OUTPUTS = ("table", "wide", "json", "yaml")
+WATCH_S = 2.0
 
 
 def status(
-    output: Annotated[str, typer.Option("-o", "--output", help="table, json or yaml")] = "table",
-    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    output: Annotated[str, typer.Option("-o", "--output", help=", ".join(OUTPUTS))] = "table",
+    watch: Annotated[bool, typer.Option("-w", "--watch", help="Again, every 2 s.")] = False,
+    admin: AdminUrl = DEFAULT_ADMIN,
+    token: Token = "",
 ) -> None:
-    """Show pools, workers and transfers. Exit code 3 when degraded."""
-    if output not in ("table", "json", "yaml"):
-        fail(f"-o {output}: expected table, json or yaml", 2)
-    cluster = get_json(endpoint, "/admin/v1/cluster")
+    """Show the cluster and its pools; `-o wide` each worker too. Exit code 3 when degraded."""
+    if output not in OUTPUTS:
+        fail(f"-o {output}: expected {', '.join(OUTPUTS)}", 2)
+    while True:
+        cluster = Admin(admin, token).get("/admin/v1/cluster")
+        show(cluster, output)
+        if not watch:
+            break
+        time.sleep(WATCH_S)
+        typer.clear()
+    if cluster["state"] != "healthy":
+        raise typer.Exit(3)
+
+
+def show(cluster: dict[str, Any], output: str) -> None:
     if output == "json":
         typer.echo(json.dumps(cluster, indent=2))
     elif output == "yaml":
@@ -30,51 +50,68 @@ def status(
 
         typer.echo(yaml.safe_dump(cluster, sort_keys=False))
     else:
-        _table(cluster)
-    if cluster["state"] != "healthy":
-        raise typer.Exit(3)
+        typer.echo(headline(cluster))
+        table([POOLS, *(pool_row(name, pool) for name, pool in cluster["pools"].items())])
+        if output == "wide":
+            table([WORKERS, *(worker_row(worker) for worker in cluster["workers"])])
 
 
-def _table(cluster: dict[str, Any]) -> None:
-    typer.echo(_headline(cluster))
-    rows = [COLUMNS, *([str(cell) for cell in _row(worker)] for worker in cluster["workers"])]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        typer.echo("  ".join(cells).rstrip())
-    for home, pool in cluster["pools"].items():
-        if pool["ready"] < pool["target"]:
-            typer.echo(f"{home}: {pool['ready']} of {pool['target']} workers are ready")
-
-
-def _headline(cluster: dict[str, Any]) -> str:
+def headline(cluster: dict[str, Any]) -> str:
     slo, requests = cluster["slo"], cluster["requests"]
     done = requests["finished"] + requests["refused"]
     good = f"{requests['good'] / done:.1%}" if done else "-"
     missing = f" (missing: {', '.join(cluster['missing'])})" if cluster["missing"] else ""
     return (
         f"{cluster['state'].upper()}{missing}   model {cluster['model']}   "
-        f"up {cluster['uptime_s']:.0f} s   running {requests['running']}   goodput {good} of {done}"
-        f"   slo ttft<={slo['ttft_ms']:g}ms itl<={slo['itl_ms']:g}ms"
+        f"up {_span(cluster['uptime_s'])}   running {requests['running']}   "
+        f"goodput {good} of {done}   slo ttft<={slo['ttft_ms']:g}ms itl<={slo['itl_ms']:g}ms"
     )
 
 
-def _row(worker: dict[str, Any]) -> list[Any]:
+def pool_row(name: str, pool: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        name,
+        f"{pool['ready']}/{pool['target']}",
+        str(pool["target"]),
+        " ".join(f"{count} {role}" for role, count in pool["roles"].items()) or "-",
+        pool["gpu"],
+        str(pool["queue"]),
+        str(pool["running"]),
+        f"{pool['kv_used']:.0%}",
+        _or_dash(pool["prefix_hit"], "{:.0%}"),
+        _or_dash(pool["ttft_p95_ms"], "{:.0f} ms"),
+        _or_dash(pool["itl_p95_ms"], "{:.1f} ms"),
+        "; ".join(pool["notes"]),
+    )
+
+
+def worker_row(worker: dict[str, Any]) -> tuple[str, ...]:
     engine, transfer = worker["engine"], worker["transfer"]
     blocks = engine["kv_blocks"]
-    draining = "" if worker["state"] == "ready" else f" {worker['state']}"
-    return [
+    return (
         worker["id"],
-        worker["role"] + draining,
-        worker["pid"],
+        worker["role"],
+        worker["state"],
+        str(worker["pid"]),
         f"{worker['rss_mib']} MiB",
-        engine["running"] + engine["ready"] + engine["prefilling"] + engine["waiting"],
+        str(engine["running"] + engine["ready"] + engine["prefilling"] + engine["waiting"]),
         f"{blocks['active'] + blocks['reserved']}/{blocks['total']}",
         f"{transfer['transport']} x{transfer['sessions']}",
         _size(transfer["bytes_sent"]),
         _size(transfer["bytes_received"]),
-        sum(transfer["failures"].values()),
-    ]
+        str(sum(transfer["failures"].values())),
+    )
+
+
+def _or_dash(value: float | None, shape: str) -> str:
+    return "-" if value is None else shape.format(value)
+
+
+def _span(seconds: float) -> str:
+    days, hours, minutes = seconds // 86400, seconds // 3600 % 24, seconds // 60 % 60
+    if days:
+        return f"{days:.0f}d{hours:.0f}h"
+    return f"{hours:.0f}h{minutes:.0f}m" if hours else f"{seconds:.0f} s"
 
 
 def _size(count: int) -> str:

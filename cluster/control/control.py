@@ -8,22 +8,30 @@ away requests are served as before.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from typing import Any
 
 from ray import serve
 
+from .. import logs
 from ..config import ClusterConfig
 from ..gateway.errors import ApiError
 from ..gateway.plane import Plane
+from ..metrics import ControlTally, Exporter
+from ..metrics.targets import targets
+from ..router_service import node_host
 from . import http, orders
 from .doctor import Doctor
 from .kuberay import pools_here
 from .serve import ScaleError, Seen
 from .status import summarize
 
+log = logging.getLogger(__name__)
+
 ACTIONS = 200  #: that are remembered
+WATCH_S = 10.0  #: between two looks at the pools, for the metrics
 
 
 class Control:
@@ -39,6 +47,12 @@ class Control:
         self.actions = deque[dict[str, Any]](maxlen=ACTIONS)
         self._number = 0
         self._orders = asyncio.Lock()  #: one order at a time: each is judged by what is
+        logs.configure(self.config.observability.log, "control")
+        self.tally = ControlTally()
+        labels = {"model": self.config.model.name or ""}
+        self.metrics = Exporter(self.config.observability, labels, self.tally.rows)
+        await self.metrics.start(node_host())
+        self._watching = asyncio.create_task(self._watch())
         settings = self.config.control
         self._server = http.Server(http.build(self), settings.host, settings.port)
         await self._server.start()
@@ -47,6 +61,8 @@ class Control:
         self._server.check()
 
     async def __del__(self) -> None:
+        self._watching.cancel()
+        self.metrics.close()
         await self._server.stop()
 
     # ---- what is ---------------------------------------------------------------------------------
@@ -58,12 +74,22 @@ class Control:
     async def _seen(self) -> dict[str, Seen]:
         return await self.pools.seen()
 
+    async def _watch(self) -> None:
+        """Keeps what the metrics say of the pools fresh."""
+        while True:
+            try:
+                self.tally.look(await self._seen())
+            except Exception as error:  # of Serve or KubeRay: the next look may be better
+                log.warning("the pools cannot be seen: %s", error or type(error).__name__)
+            await asyncio.sleep(WATCH_S)
+
     async def workers(self) -> list[dict[str, Any]]:
         return (await self.plane.inspect())[1]
 
-    def targets(self) -> list[dict[str, Any]]:
+    async def targets(self) -> list[dict[str, Any]]:
         """Prometheus http_sd: where the processes export their metrics."""
-        return []
+        router, _ = await self.plane.inspect()
+        return targets(self.metrics.address, router, self.plane.cards.values())
 
     # ---- orders ----------------------------------------------------------------------------------
 
@@ -87,6 +113,8 @@ class Control:
                     await self.pools.resize(changed)
                 except ScaleError as error:
                     raise ApiError("no_capacity", str(error)) from None
+                for one in changes:
+                    self.tally.scale(one.pool, one.before, one.after)
                 self._note("scale", told["says"])
             return told
 
@@ -136,6 +164,8 @@ class Control:
                 raise ApiError("no_capacity", f"{worker['id']} does not answer")
             if answer.get("refused"):
                 raise ApiError("refused", f"{worker['id']}: {answer['refused']}")
+            if role(worker) and role(worker) != worker["role"]:
+                self.tally.flips[worker["role"], role(worker)] += 1
             self._note(what, worker["id"])
         return told
 

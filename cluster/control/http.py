@@ -128,7 +128,7 @@ class _Face:
         return JSONResponse({"status": "ok"})
 
     async def targets(self, _: HttpRequest) -> Response:
-        return JSONResponse(self.control.targets())
+        return JSONResponse(await self.control.targets())
 
     async def cluster(self, _: HttpRequest) -> Response:
         return JSONResponse(await self.control.status())
@@ -188,11 +188,11 @@ class _Face:
         """Server-sent events: `{"progress": ..}` while it measures, at last `{"report": ..}`."""
         found = self.control.doctor.run(parse_size(await sse.read_body(http)))
         first = await anext(found)  # refusals get their own status
-        return sse.EventStream(_told(first, found), {})
+        return sse.EventStream(sse.each(_told(first, found)), {})
 
     async def events(self, _: HttpRequest) -> Response:
         """Server-sent events `cluster`, `decision` and `action`, until the client leaves."""
-        return sse.EventStream(events(self.control), {})
+        return sse.EventStream(sse.each(events(self.control)), {})
 
 
 async def _told(first: dict, found: AsyncGenerator[dict, None]) -> AsyncGenerator[bytes, None]:

@@ -32,6 +32,8 @@ def scale_refusal(config: ClusterConfig, counts: dict[str, int]) -> str | None:
     """Why these counts may not be, if so."""
     for pool, count in counts.items():
         settings = getattr(config.pools, pool)
+        if not settings.replicas:
+            return f"the cluster was started without a {pool} pool (pools.{pool}.replicas 0)"
         least = min(settings.min_replicas, settings.replicas)
         if not least <= count <= settings.max_replicas:
             return (

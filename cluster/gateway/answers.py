@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+import msgspec
+
 from ...protos import frames as f
+from .resume import Seen
 from .stops import Stops
 from .stream import News, Request
 from .text import Text
@@ -24,8 +27,7 @@ class Output:
     specials: bool = False  #: special tokens are part of the text
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True, gc=False):
     """The next piece of one answer: text, and the tokens whose text is out with it."""
 
     index: int
@@ -55,6 +57,11 @@ class Answers:
         return deltas
 
     @property
+    def seen(self) -> list[Seen]:
+        """Of each answer, what was fed up to its end."""
+        return [Seen(one.used, one.ended) for one in self._texts]
+
+    @property
     def used(self) -> int:
         """Tokens of all answers so far."""
         return sum(one.used for one in self._texts)
@@ -70,18 +77,20 @@ class _Answer:
         self._unknown: list[f.Token] = []  #: their character is not complete
         self._decoded = self._told = 0  #: characters
         self.used = 0
+        self.ended = False
 
     @property
     def found(self) -> str | None:
         return self._stops.found
 
     def feed(self, tokens: list[f.Token], finish: str | None) -> Delta:
+        self.ended |= finish is not None
         if not self._watching:
             self.used += len(tokens)
             text = self._stream.feed([token.id for token in tokens])
-            return Delta(
-                self._index, text + self._stream.flush() if finish else text, tokens, finish
-            )
+            if finish:
+                text += self._stream.flush()
+            return Delta(self._index, text, tokens, finish)
         texts, out = [], []
         for token in tokens:
             self.used += 1
@@ -89,6 +98,7 @@ class _Answer:
             texts.append(self._take(self._stream.feed([token.id])))
             out += self._out()
             if self.found is not None:
+                self.ended = True
                 return Delta(self._index, "".join(texts), out, "stop", self.found)
         if finish:
             texts.append(self._take(self._stream.flush()))

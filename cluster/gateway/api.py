@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -24,11 +27,17 @@ from .completions import (
 from .errors import ApiError
 from .messages import CountRequest, MessageShape, MessagesRequest, error_body
 from .responses import ResponseShape, ResponsesRequest
+from .resume import ANEW, Resume, event_of
 from .schema import REQUEST_ID, parse
-from .stream import Request
+from .stream import News, Request
 
 if TYPE_CHECKING:
     from .gateway import Gateway
+
+
+log = logging.getLogger(__name__)
+
+MARK = "\x1dtext\x1d"  #: stands for the text of an event that is encoded once
 
 
 class Shape(Protocol):
@@ -37,6 +46,10 @@ class Shape(Protocol):
     @property
     def output(self) -> Output: ...
     def begin(self) -> list[dict]: ...
+
+    def plain(self, index: int, text: str) -> dict | None:
+        """The event of a delta with nothing but `text`, before the end; None: ask `delta`."""
+
     def delta(self, delta: Delta) -> list[dict]: ...
     def end(self, used: int) -> list[dict]: ...
     def whole(self, deltas: list[Delta], used: int) -> dict: ...
@@ -52,6 +65,7 @@ class Call:
     closing: bytes = b"data: [DONE]\n\n"  #: of a stream
     named: bool = False  #: events have names
     error: Callable[[ApiError, str], dict] = ApiError.body
+    resume: Resume = ANEW
 
 
 class Api:
@@ -63,10 +77,12 @@ class Api:
     async def chat(self, http: HttpRequest) -> Response:
         request_id = identify(http, "chatcmpl-")
         asked = parse(ChatRequest, await sse.read_body(http))
-        request, prompt = await self.gateway.prepare(asked, request_id)
+        request, prompt = await self.gateway.prepare(asked, request_id, http.state.terms)
         text, model = self.gateway.text, self.gateway.model
         shape = ChatShape(asked, request, text, model, prompt)
-        return await self._answer(Call([request], shape, asked.stream))
+        return await self._answer(
+            Call([request], shape, asked.stream, resume=http.state.terms.resume)
+        )
 
     async def completions(self, http: HttpRequest) -> Response:
         request_id = identify(http, "cmpl-")
@@ -78,30 +94,35 @@ class Api:
             else [f"{request_id[:120]}-{number}" for number in range(len(prompts))]
         )
         requests = [
-            (await self.gateway.prepare(one, name))[0]
+            (await self.gateway.prepare(one, name, http.state.terms))[0]
             for one, name in zip(prompts, names, strict=True)
         ]
         text, model = self.gateway.text, self.gateway.model
         shape = CompletionShape(asked, requests, text, model, request_id)
-        return await self._answer(Call(requests, shape, asked.stream))
+        return await self._answer(
+            Call(requests, shape, asked.stream, resume=http.state.terms.resume)
+        )
 
     async def responses(self, http: HttpRequest) -> Response:
         request_id = identify(http, "resp_")
         asked = parse(ResponsesRequest, await sse.read_body(http))
         chat = asked.as_chat()
-        request, prompt = await self.gateway.prepare(chat, request_id)
+        request, prompt = await self.gateway.prepare(chat, request_id, http.state.terms)
         text, model = self.gateway.text, self.gateway.model
         shape = ResponseShape(asked, chat, request, text, model, prompt)
-        return await self._answer(Call([request], shape, asked.stream, b"", True))
+        resume = http.state.terms.resume
+        return await self._answer(Call([request], shape, asked.stream, b"", True, resume=resume))
 
     async def messages(self, http: HttpRequest) -> Response:
         request_id = identify(http, "msg_")
         asked = parse(MessagesRequest, await sse.read_body(http))
         text, model = self.gateway.text, self.gateway.model
         chat = asked.as_chat(text)
-        request, prompt = await self.gateway.prepare(chat, request_id)
+        request, prompt = await self.gateway.prepare(chat, request_id, http.state.terms)
         shape = MessageShape(chat, request, text, model, prompt)
-        return await self._answer(Call([request], shape, asked.stream, b"", True, error_body))
+        resume = http.state.terms.resume
+        call = Call([request], shape, asked.stream, b"", True, error_body, resume)
+        return await self._answer(call)
 
     async def count_tokens(self, http: HttpRequest) -> Response:
         identify(http, "msg_")
@@ -126,6 +147,9 @@ class Api:
         return _json(await self.gateway.tokenize(lambda: asked.answer(self.gateway.text)))
 
     async def _answer(self, call: Call) -> Response:
+        if call.resume.seen and (len(call.requests) > 1 or not call.stream):
+            message = "only a stream of one prompt's answers can be resumed half-way"
+            raise ApiError("invalid_request", message, "x-resume-from")
         run = Run(self.gateway, call)
         deltas = run.deltas()
         if not call.stream:
@@ -138,30 +162,96 @@ class Api:
         except BaseException:
             await deltas.aclose()
             raise
-        events = self._events(call, run, first, deltas)
-        return sse.EventStream(events, headers_of(call.requests[0]))
+        tell = partial(self._tell, call, run, first, deltas)
+        return sse.EventStream(tell, headers_of(call.requests[0]))
 
-    async def _events(
-        self, call: Call, run: Run, first: list[Delta], deltas: AsyncGenerator[list[Delta], None]
-    ) -> AsyncGenerator[bytes, None]:
+    async def _tell(
+        self,
+        call: Call,
+        run: Run,
+        first: list[Delta],
+        deltas: AsyncGenerator[list[Delta], None],
+        body: sse.Body,
+    ) -> None:
         """SSE events; an error after the first token becomes an `error` event."""
-
-        def told(events: list[dict]) -> bytes:
-            return b"".join(sse.event(one, one["type"] if call.named else "") for one in events)
-
+        told = Told(call, run)
+        tap = Tap(body, told, run)
         try:
-            yield told(call.shape.begin())
-            batch: list[Delta] | None = first
-            while batch is not None:
-                events = [event for delta in batch for event in call.shape.delta(delta)]
-                if events:
-                    yield told(events)
-                batch = await anext(deltas, None)
-            yield told(call.shape.end(run.used)) + call.closing
+            begin = told.events(call.shape.begin()) + told.deltas(first)
+            await body.write(b"" if call.resume.seen else begin)  # the client has it
+            run.attach(tap)
+            async for batch in deltas:
+                await body.write(told.deltas(batch))
+            await body.write(told.events(call.shape.end(run.used)) + call.closing)
         except ApiError as error:
-            yield sse.event(call.error(error, call.requests[0].id), "error")
+            await body.write(sse.event(call.error(error, call.requests[0].id), "error"))
+        except sse.Stalled:
+            raise
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and tap.error is None:
+                raise
+            log.error("request %s failed", call.requests[0].id, exc_info=tap.error or error)
+            told_of = ApiError("internal", "internal error; the gateway's log has it")
+            await body.write(sse.event(call.error(told_of, call.requests[0].id), "error"))
         finally:
             await deltas.aclose()
+
+
+class Told:
+    """The bytes of a stream of events; ids say how far `run` is."""
+
+    def __init__(self, call: Call, run: Run) -> None:
+        self._shape, self._named = call.shape, call.named
+        self._run = run if call.resume.events else None
+        self._around: dict[int, tuple[bytes, bytes] | None] = {}  #: a plain delta's text, by index
+
+    def events(self, events: list[dict]) -> bytes:
+        return b"".join(sse.event(one, one["type"] if self._named else "") for one in events)
+
+    def deltas(self, deltas: list[Delta]) -> bytes:
+        if len(deltas) == 1:
+            told = self._one(deltas[0])
+        else:
+            told = b"".join([self._one(delta) for delta in deltas])
+        return sse.marked(told, self._run.place) if self._run and told else told
+
+    def _one(self, delta: Delta) -> bytes:
+        around = self._around.get(delta.index, ...)
+        if around is ...:
+            around = self._around[delta.index] = self._find_around(delta.index)
+        if around is None or delta.finish is not None:
+            return self.events(self._shape.delta(delta))
+        return around[0] + sse.encode(delta.text) + around[1] if delta.text else b""
+
+    def _find_around(self, index: int) -> tuple[bytes, bytes] | None:
+        event = self._shape.plain(index, MARK)
+        if event is None:
+            return None
+        head, tail = self.events([event]).split(sse.encode(MARK))
+        return head, tail
+
+
+class Tap:
+    """Tokens of a request on the short way: from their frame to the client's socket at once."""
+
+    def __init__(self, body: sse.Body, told: Told, run: Run) -> None:
+        self._body, self._told, self._run = body, told, run
+        self._task = asyncio.current_task()
+        self.error: Exception | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self._body.ready
+
+    def take(self, news: list[News]) -> None:
+        try:
+            data = self._told.deltas(self._run.feed(news))
+            if data:
+                self._body.write_now(data)
+        except Exception as error:  # for the task: its neighbours' frames must go on
+            self.error = error
+            if self._task:
+                self._task.cancel()
 
 
 class Run:
@@ -169,12 +259,27 @@ class Run:
 
     def __init__(self, gateway: Gateway, call: Call) -> None:
         self._gateway, self._requests = gateway, call.requests
+        self._seen = call.resume.seen
         output, text = call.shape.output, gateway.text
         self._answers = [Answers(request, text, output) for request in call.requests]
 
     @property
     def used(self) -> int:
         return sum(answers.used for answers in self._answers)
+
+    @property
+    def place(self) -> str:
+        """How far it is, as the id of an event."""
+        return event_of([seen for answers in self._answers for seen in answers.seen])
+
+    def attach(self, tap: Tap) -> None:
+        """For a call of one request: what it gave so far is told."""
+        if len(self._requests) == 1 and not self._requests[0].shared:
+            self._requests[0].tap = tap
+
+    def feed(self, news: list[News]) -> list[Delta]:
+        """Of a call of one request."""
+        return self._answers[0].feed(news)
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """Raises ApiError. Closing it ends every request."""
@@ -214,10 +319,11 @@ class Run:
     async def _one(self, number: int) -> AsyncGenerator[list[Delta], None]:
         request, answers = self._requests[number], self._answers[number]
         base = number * len(request.answers)
-        async with aclosing(self._gateway.generate(request)) as news:
+        async with aclosing(self._gateway.generate(request, self._seen)) as news:
             async for batch in news:
                 deltas = answers.feed(batch)
-                yield [replace(one, index=base + one.index) for one in deltas] if base else deltas
+                shifted = msgspec.structs.replace
+                yield [shifted(one, index=base + one.index) for one in deltas] if base else deltas
 
 
 def _json(body: dict, headers: dict[str, str] | None = None) -> Response:

@@ -304,6 +304,11 @@ class ChatShape:
         role = {"role": "assistant", "content": ""}
         return [self._chunk(i, role) for i in range(len(self._request.answers))]
 
+    def plain(self, index: int, text: str) -> dict | None:
+        if self._contents is not None or self._asked.logprobs:
+            return None
+        return self._chunk(index, {"content": text})
+
     def delta(self, delta: Delta) -> list[dict]:
         lps = logprobs(delta.tokens, self._text) if self._asked.logprobs else None
         if self._contents is None:

@@ -64,6 +64,9 @@ class OnePrompt:
     asked: CompletionRequest
     given: str | list[int]
 
+    def output(self) -> Output:
+        return self.asked.output()
+
     @property
     def model(self) -> str:
         return self.asked.model
@@ -123,6 +126,12 @@ class CompletionShape:
 
     def begin(self) -> list[dict]:
         return []
+
+    def plain(self, index: int, text: str) -> dict | None:
+        if self._drop or self._asked.echo or self._asked.logprobs is not None:
+            return None
+        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+        return {**self._base, "choices": [choice]}
 
     def delta(self, delta: Delta) -> list[dict]:
         choice = self._choice(delta)

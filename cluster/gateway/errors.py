@@ -60,6 +60,7 @@ class ApiError(Exception):
         self.reason, self.message, self.param = reason, message, param
         self.kind = KINDS[reason]
         self.http = http or self.kind.http  #: status
+        self.counted = False  #: in the metrics, as the end of a request that ran
         self.retry_after_s = float(max(1, math.ceil(retry_after_s))) if self.kind.retry else None
 
     def body(self, request_id: str) -> dict:

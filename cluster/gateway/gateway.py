@@ -1,7 +1,7 @@
 """The Gateway deployment: clients' connections, text, request lifecycles. Serve's ingress.
 
-HTTP arrives at `__call__` and goes to the Starlette app of `http`; gRPC methods are named as in
-`protos/inference.proto` and in gRPC's health protocol.
+HTTP arrives at `__call__` and goes to the app of `http`; gRPC at a socket of its own, or by Serve's
+proxies, which call methods of the names in `protos/inference.proto` and gRPC's health protocol.
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ import logging
 import math
 import os
 import time
-import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import grpc
-from grpc_health.v1 import health_pb2
 from ray import serve
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -27,20 +24,31 @@ from ...engine.sizing import context_limit, kv_layout
 from ...engine.spec import fingerprint, read_json, read_spec
 from ...kv_transfer.identity import HASH_TOKENS, block_hashes
 from ...protos import frames as f
-from ...protos import inference_pb2 as pb
+from ...router.config import CLASSES
+from ...router.goodput import judge
+from .. import logs
 from ..config import ClusterConfig
-from . import http
-from .answers import Answers
-from .chat import ChatRequest
+from ..metrics import Exporter, GatewayTally
+from ..metrics.gateway import DONE, LEFT, outcome_of
+from ..metrics.page import Row
+from ..router_service import node_host
+from ..tracing import end_request, tracer_of
+from . import http, rpc
+from .answers import Output
 from .errors import ApiError
+from .keys import Door
 from .parameters import Limits
 from .plane import Plane
-from .schema import REQUEST_ID, parse
+from .resume import Seen
+from .shelf import Shelf
+from .sse import RAW_SEND
 from .stream import Generator, News, Request
+from .terms import Terms
 from .text import Prompt, Text
 
 log = logging.getLogger(__name__)
 
+CLOSE_S = 0.5  #: for open answers to end when the gateway does
 PLACE_MARGIN_S = 5.0  #: beyond the router's own limit: a request that it does not answer ends
 TOKENIZERS = 2  #: conversations that are rendered and tokenized at a time
 
@@ -56,6 +64,7 @@ class Asked(Protocol):
     def check(self, text: Text, limits: Limits) -> None: ...
     def prompt(self, text: Text) -> Prompt: ...
     def sampling(self, text: Text, request_id: str, prompt: int, limits: Limits) -> f.Sampling: ...
+    def output(self) -> Output: ...
 
 
 class Gateway:
@@ -70,16 +79,42 @@ class Gateway:
         self.limits = _limits(self._folder, self.config, self.text.token_chars)
         self._salt = fingerprint(self._folder)
         self._started = time.time()
-        self._live: set[str] = set()
+        self._live: set[str] = set()  #: ids on the wire
         self.started = self.finished = self.good = self.refused = 0
         replica = serve.get_replica_context().replica_id.unique_id
         secret, silence = self.config.secret, self.config.silence_s
-        self.plane = Plane(f"gateway/{replica}", secret, silence, _find_router, told=self.told)
+        self.plane = Plane(
+            f"gateway/{replica}", secret, silence, _find_router, told=self.told, close=self.close
+        )
         place_s = self.config.router.queue_ttl_s + PLACE_MARGIN_S
         attempts = self.config.gateway.max_attempts
         self._generator = Generator(self.plane, attempts, place_s)
+        self.shelf = Shelf(self, self.config.gateway.resume_s)
         self._tokenizing = asyncio.Semaphore(TOKENIZERS)
+        keys = self.config.gateway.api_keys_file
+        self.door = Door(Path(keys) if keys else None)
+        self.classes = tuple(self.config.router.classes or CLASSES)
+        logs.configure(self.config.observability.log, "gateway")
+        self.tracer = tracer_of(self.config.observability, "gateway", f"gateway/{replica}")
+        self.tally = GatewayTally(self.config, list(self.classes))
+        self.metrics = Exporter(self.config.observability, {"model": name}, self._rows)
+        await self.metrics.start(node_host())
         self._app = http.build(self)
+        calls = rpc.Inference(self)
+        self.Chat, self.Generate = calls.Chat, calls.Generate
+        self.ListModels, self.Check = calls.ListModels, calls.Check
+        settings = self.config.gateway
+        self._rpc = await rpc.listen(calls, settings) if settings.grpc == "gateway" else None
+
+    async def __del__(self) -> None:
+        """Serve awaits it before the replica ends."""
+        await self.close()
+        self.shelf.close()
+        self.metrics.close()
+        if self.tracer:
+            await asyncio.to_thread(self.tracer.close)
+        if self._rpc:
+            await self._rpc.stop(rpc.STOP_S)
 
     async def __call__(self, request: HttpRequest) -> Response:
         return _Delegate(self._app)
@@ -90,53 +125,96 @@ class Gateway:
         if name not in ("", self.model):
             raise ApiError("model_not_found", f"model {name!r} is not served; try {self.model!r}")
 
-    async def prepare(self, asked: Asked, request_id: str) -> tuple[Request, Prompt]:
+    async def prepare(self, asked: Asked, request_id: str, terms: Terms) -> tuple[Request, Prompt]:
         """Everything that can be wrong with a request is found here. Raises ApiError."""
+        logs.about(request_id)
         self.check_model(asked.model)
-        if request_id in self._live:
-            message = f"a request with id {request_id} is running already"
-            raise ApiError("invalid_request", message, "x-request-id")
+        self._generator.check()
         if len(self._live) >= self.config.gateway.max_streams:
             raise ApiError("queue_full", f"{len(self._live)} requests are running already")
         asked.check(self.text, self.limits)
         prompt = await self.tokenize(lambda: asked.prompt(self.text))
         ids = prompt.ids
         sampling = asked.sampling(self.text, request_id, len(ids), self.limits)
-        return Request(request_id, ids, block_hashes(ids, self._salt), sampling), prompt
+        hashes = block_hashes(ids, self._salt)
+        request = Request(request_id, ids, hashes, sampling, self._salt, terms)
+        return self.shelf.find(request, asked.output(), terms.resume), prompt
 
     async def tokenize(self, work: Callable[[], Result]) -> Result:
         """Not on the event loop: a long text takes seconds."""
         async with self._tokenizing:
             return await asyncio.to_thread(work)
 
-    async def generate(self, request: Request) -> AsyncGenerator[list[News], None]:
-        """Tokens as they come. Closing the iterator frees everything on every worker."""
-        self._live.add(request.id)
+    def generate(
+        self, request: Request, seen: tuple[Seen, ...] = ()
+    ) -> AsyncGenerator[list[News], None]:
+        """Tokens as they come; first, alone, those that the client has `seen`. Raises ApiError.
+
+        Closing the iterator frees everything on every worker, unless the answer is to go on.
+        """
+        return self.shelf.read(request, seen)
+
+    async def close(self) -> None:
+        """Open answers end with an error that says so, and new requests get it at once."""
+        self._generator.close()
+        for _ in range(int(CLOSE_S / 0.01)):
+            if not self._live:
+                return
+            await asyncio.sleep(0.01)
+
+    def dismiss(self, request: Request) -> None:
+        self._generator.dismiss(request)
+
+    async def run(self, request: Request) -> AsyncGenerator[list[News], None]:
+        """What is new of a request, for its journal and whoever reads it."""
+        self._live.add(request.wire)
         self.started += 1
         tokens = self._generator.run(request)
+        failed = "cancelled", LEFT
+        span = self.tracer.request(request, self.model) if self.tracer else None
+        news = tokens if request.terms.deadline == math.inf else _until(tokens, request)
         try:
-            async for batch in tokens:
+            async for batch in news:
                 yield batch
-        except ApiError:
+        except ApiError as error:
             self.refused += 1
+            failed, error.counted = (error.reason, error.http), True
+            raise
+        except Exception:
+            failed = "internal", 500
             raise
         finally:
-            self._live.discard(request.id)
+            self._live.discard(request.wire)
             await tokens.aclose()
-            self._account(request)
+            outcome = self._account(request, failed)
+            if span:
+                end_request(span, request, outcome)
 
-    def _account(self, request: Request) -> None:
-        """Goodput: finished, first token in time, and no gap (the hand-over too) above the SLO."""
-        slo, gaps = self.config.slo, request.gaps_s
+    def _account(self, request: Request, failed: tuple[str, int]) -> f.Outcome:
+        """What it was like for its client: goodput and latencies count once for each request."""
         self.finished += request.finish is not None
-        if request.finish and request.ttft_s is not None:
-            mean = sum(gaps) / len(gaps) if gaps else 0.0
-            self.good += request.ttft_s * 1e3 <= slo.ttft_ms and mean * 1e3 <= slo.itl_ms
+        reason, code = (request.finish, DONE) if request.finish else failed
+        outcome, slo = outcome_of(request, reason), self.config.slo
+        if request.accounted:
+            self.tally.refused(code, request.terms.slo_class)
+            return outcome
+        request.accounted = True
+        self.tally.over(request, outcome, code)
+        self.good += judge(outcome, slo.ttft_ms / 1e3, slo.itl_ms / 1e3) == "both"
+        self.plane.link.send(outcome)
+        return outcome
+
+    def _rows(self) -> Iterator[Row]:
+        generator = self._generator
+        running = len(self._live), generator.retries, generator.handovers
+        return self.tally.rows(*running)
 
     # ---- state -----------------------------------------------------------------------------------
 
     def missing(self) -> list[str]:
-        """What is not there yet for a request to be served."""
+        """What is not there yet, or no longer, for a request to be served."""
+        if self._generator.closed:
+            return ["gateway"]
         if not self.plane.link.connected:
             return ["router"]
         roles = {card.role for card in self.plane.cards.values()}
@@ -161,6 +239,7 @@ class Gateway:
             "pid": os.getpid(),
             "model": self.model,
             "uptime_s": round(time.time() - self._started, 1),
+            "metrics": self.metrics.address,
             "requests": {
                 "running": len(self._live),
                 "finished": self.finished,
@@ -171,66 +250,21 @@ class Gateway:
             },
         }
 
-    # ---- gRPC ------------------------------------------------------------------------------------
 
-    async def Chat(
-        self, request: pb.ChatRequest, grpc_context: Any
-    ) -> AsyncGenerator[pb.ChatResponse, None]:
-        request_id = request.request_id or f"chatcmpl-{uuid.uuid4().hex}"
+async def _until(
+    tokens: AsyncGenerator[list[News], None], request: Request
+) -> AsyncGenerator[list[News], None]:
+    """`tokens`, until the client waits no longer. Raises ApiError."""
+    while True:
         try:
-            if not REQUEST_ID.fullmatch(request_id):
-                message = "request_id must be 1 to 128 of letters, digits and . _ : -"
-                raise ApiError("invalid_request", message, "request_id")
-            asked = parse(ChatRequest, _chat_json(request))
-            prepared, _ = await self.prepare(asked, request_id)
-            tokens = self.generate(prepared)
-            answers = Answers(prepared, self.text, asked.output())
-            rest = ""  #: goes with the end
-            try:
-                async for batch in tokens:
-                    for delta in answers.feed(batch):
-                        rest = delta.text
-                        if delta.text and not delta.finish:
-                            yield pb.ChatResponse(
-                                request_id=request_id, delta=delta.text, route=prepared.route
-                            )
-            finally:
-                await tokens.aclose()
-            used = pb.Usage(
-                prompt_tokens=len(prepared.ids),
-                completion_tokens=answers.used,
-                cached_tokens=prepared.hit_tokens,
-            )
-            yield pb.ChatResponse(
-                request_id=request_id,
-                delta=rest,
-                finish_reason=prepared.finish or "",
-                usage=used,
-                route=prepared.route,
-            )
-        except ApiError as error:
-            grpc_context.set_code(error.kind.grpc)
-            grpc_context.set_details(error.message)
-            raise
-        except Exception:
-            log.exception("request %s failed", request_id)
-            grpc_context.set_code(grpc.StatusCode.INTERNAL)
-            grpc_context.set_details("internal error; the gateway's log has it")
-            raise
-
-    async def ListModels(self, request: pb.ListModelsRequest) -> pb.ListModelsResponse:
-        return pb.ListModelsResponse(models=[self.model])
-
-    async def Check(
-        self, request: health_pb2.HealthCheckRequest, grpc_context: Any
-    ) -> health_pb2.HealthCheckResponse:
-        if request.service not in ("", "diptych.v1.Inference"):
-            grpc_context.set_code(grpc.StatusCode.NOT_FOUND)
-            grpc_context.set_details(f"no service {request.service}")
-            raise ApiError("not_found", f"no service {request.service}")
-        serving = health_pb2.HealthCheckResponse.SERVING
-        waiting = health_pb2.HealthCheckResponse.NOT_SERVING
-        return health_pb2.HealthCheckResponse(status=waiting if self.missing() else serving)
+            async with asyncio.timeout_at(request.terms.deadline):
+                batch = await anext(tokens, None)
+        except TimeoutError:
+            message = "the answer was not complete in the time that the client set"
+            raise ApiError("deadline_exceeded", message, http=408) from None
+        if batch is None:
+            return
+        yield batch
 
 
 class _Delegate(Response):
@@ -241,23 +275,8 @@ class _Delegate(Response):
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[RAW_SEND] = send
         await self._app(scope, receive, send)
-
-
-def _chat_json(request: pb.ChatRequest) -> bytes:
-    """A gRPC request as the body that the one validator knows."""
-    body: dict[str, Any] = {
-        "model": request.model,
-        "messages": [{"role": m.role, "content": m.content} for m in request.messages],
-    }
-    for name in ("max_tokens", "temperature", "seed"):
-        if request.HasField(name):
-            body[name] = getattr(request, name)
-    if not math.isfinite(body.get("temperature", 0.0)):
-        raise ApiError("invalid_request", "temperature is not a number", "temperature")
-    import msgspec
-
-    return msgspec.json.encode(body)
 
 
 def _limits(folder: Path, config: ClusterConfig, token_chars: int) -> Limits:

@@ -22,7 +22,7 @@ from .terms import read_terms
 OPEN = {"/health", "/ready"}  #: for probes, which have no keys
 HEADERS_MAX = 32 << 10  #: bytes of all names and values
 
-Refuse = Callable[[HttpRequest, Exception], Awaitable[Response]]
+Refuse = Callable[[HttpRequest, ApiError], Awaitable[Response]]
 
 
 class Guard:

@@ -40,11 +40,18 @@ def build(gateway: Gateway) -> ASGIApp:
         Route("/v1/models/{model:path}", face.model),
         Route("/health", face.health),
         Route("/ready", face.ready),
+        Route("/metrics", face.metrics),
     ]
-    handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _internal}
+
+    async def api_error(http: HttpRequest, error: ApiError) -> Response:
+        if not error.counted:
+            gateway.tally.refused(error.http)
+        return await _api_error(http, error)
+
+    handlers = {ApiError: api_error, HTTPException: _http_error, Exception: _internal}
     app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
     body_s = gateway.config.gateway.body_timeout_s
-    return Guard(app, gateway.door, gateway.classes, body_s, _api_error)
+    return Guard(app, gateway.door, gateway.classes, body_s, api_error)
 
 
 class _Face:
@@ -65,6 +72,10 @@ class _Face:
     async def model(self, http: HttpRequest) -> Response:
         self.gateway.check_model(http.path_params["model"])
         return JSONResponse(self.gateway.model_card())
+
+    async def metrics(self, http: HttpRequest) -> Response:
+        kind, page = self.gateway.metrics.page(http.headers.get("accept", ""))
+        return Response(page, headers={"content-type": kind})
 
 
 def _request_id(http: HttpRequest) -> str:

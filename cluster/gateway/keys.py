@@ -165,7 +165,7 @@ class Door:
                 return
             self._mark = mark
             self._ring = read_keys(path)
-        except (KeyFileError, OSError) as error:
+        except KeyFileError as error:
             log.error("API keys: %s; those read before go on", error)
             return
         self._accounts.keep({key.id for key in self._ring.keys})
@@ -257,8 +257,11 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _mark(path: Path) -> tuple:
-    """Differs when the file does; follows links, as Kubernetes swaps them."""
-    seen = path.stat()
+    """Differs when the file does; follows links, as Kubernetes swaps them. Raises KeyFileError."""
+    try:
+        seen = path.stat()
+    except OSError as error:
+        raise KeyFileError(f"cannot read {path}: {error.strerror}") from None
     return seen.st_mtime_ns, seen.st_size, seen.st_ino
 
 

@@ -215,6 +215,9 @@ class MessageShape:
         message = {**self._message([]), "stop_reason": None, "usage": self._usage(1)}
         return [{"type": "message_start", "message": message}]
 
+    def plain(self, index: int, text: str) -> dict | None:
+        return None
+
     def delta(self, delta: Delta) -> list[dict]:
         events = []
         for kind, value in self._parts(delta):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
@@ -11,12 +12,53 @@ from typing import Any
 import msgspec
 
 from ...protos import frames as f
+from ..handshake import Caller
 from ..link import RouterLink
 from ..wire import Connection, dial
 
 log = logging.getLogger(__name__)
 
 REDIAL_S, INSPECT_S = 0.5, 2.0
+
+
+async def nothing() -> None:
+    """There is nothing to close."""
+
+
+class Inbox:
+    """Frames about one attempt, in order, for the one task that waits for them.
+
+    `short`, if set, is asked first while that task waits and nothing is queued: a frame that it
+    takes (True) wakes nobody. It must not raise.
+    """
+
+    def __init__(self) -> None:
+        self._frames: deque[Any] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self.short: Callable[[Any], bool] | None = None
+
+    def put_nowait(self, frame: Any) -> None:
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            self._frames.append(frame)
+        elif self.short is None or not self.short(frame):
+            self._frames.append(frame)
+            waiter.set_result(None)
+
+    def empty(self) -> bool:
+        return not self._frames
+
+    def get_nowait(self) -> Any:
+        return self._frames.popleft()
+
+    async def get(self) -> Any:
+        while not self._frames:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._frames.popleft()
 
 
 class Plane:
@@ -30,15 +72,18 @@ class Plane:
         find_router: Callable[[], Awaitable[str]],
         kind: str = "gateway",
         told: Callable[[], dict] = dict,
+        close: Callable[[], Awaitable[None]] = nothing,
     ) -> None:
-        """`told`: statistics of this process, for whoever asks the router."""
-        self.hello, self._told = f.Hello(name, kind, secret), told
+        """`told`: statistics of this process, for whoever asks the router; `close`: ends it all."""
+        self._close = close
+        self._ending: asyncio.Task | None = None
+        self.hello, self._told = Caller(name, kind, secret), told
         self._silence_s = silence_s
         self.cards: dict[str, f.WorkerCard] = {}
         self._workers: dict[str, Connection] = {}
         self._dialing: dict[str, asyncio.Task] = {}
         self._unsent: dict[str, list[f.Prefill | f.Decode]] = {}  #: until the worker is connected
-        self._inboxes: dict[f.Key, asyncio.Queue] = {}
+        self._inboxes: dict[f.Key, Inbox] = {}
         self._using: dict[f.Key, set[str]] = {}  #: workers that an attempt was sent to
         self._asked: dict[f.Key, f.Place] = {}  #: unanswered: said again to a new router
         self._calls: dict[int, asyncio.Future[dict]] = {}
@@ -59,9 +104,9 @@ class Plane:
 
     # ---- attempts --------------------------------------------------------------------------------
 
-    def watch(self, key: f.Key) -> asyncio.Queue:
-        """A queue of the frames about `key` until `forget`; at most one per generated token."""
-        inbox = self._inboxes[key] = asyncio.Queue()
+    def watch(self, key: f.Key) -> Inbox:
+        """The frames about `key` until `forget`; at most one per generated token."""
+        inbox = self._inboxes[key] = Inbox()
         self._using[key] = set()
         return inbox
 
@@ -72,7 +117,9 @@ class Plane:
     def submit(self, worker: str, frame: f.Prefill | f.Decode) -> None:
         """Sends an attempt to a worker, as soon as it is connected; `Failed` if it never is."""
         self._using[frame.key].add(worker)
-        if self.connected(worker):
+        if self.connected(worker) and self._workers[worker].silent and self._others(worker):
+            self._deliver(frame.key, f.Failed(frame.key, worker, "silent"))
+        elif self.connected(worker):
             self._workers[worker].send(frame)
         elif worker in self._dialing:
             self._unsent.setdefault(worker, []).append(frame)
@@ -88,6 +135,12 @@ class Plane:
         for worker in self._using.pop(key, set()):
             if abort and worker in self._workers:
                 self._workers[worker].send(f.Abort(key))
+
+    def end(self, error: Exception, wire: str = "") -> None:
+        """Whoever waits for frames about this request, or about any, gets the error instead."""
+        for key, inbox in list(self._inboxes.items()):
+            if wire in ("", key[0]) or key[0].startswith(f"{wire}."):
+                inbox.put_nowait(error)
 
     def _deliver(self, key: f.Key, frame: Any) -> None:
         inbox = self._inboxes.get(key)
@@ -112,6 +165,12 @@ class Plane:
                 self._answer(call, values)
             case f.Inspect(call):
                 self.link.send(f.Statistics(call, self._told()))
+            case f.Closing(call):
+                self._ending = asyncio.get_running_loop().create_task(self._end_all(call))
+
+    async def _end_all(self, call: int) -> None:
+        await self._close()
+        self.link.send(f.Statistics(call, {}))
 
     def _update(self, cards: dict[str, f.WorkerCard]) -> None:
         for name in self.cards.keys() - cards.keys():
@@ -130,6 +189,7 @@ class Plane:
         while True:
             try:
                 connection = await dial(card.address, self.hello, f.FromWorker, card.id)
+                connection.suspect = lambda: self._suspect(card.id)
                 self._connected(card.id, connection)
                 async with aclosing(connection.frames(self._silence_s)) as frames:
                     async for frame in frames:
@@ -169,9 +229,27 @@ class Plane:
         self._unsent.pop(worker, None)
         if connection:
             connection.abort()
+        self._fail(worker, "worker_lost")
+
+    def _suspect(self, worker: str) -> None:
+        """It may be frozen. Its streams go on elsewhere, if there is an elsewhere."""
+        if self._others(worker):
+            log.warning("%s is silent: its streams go on elsewhere", worker)
+            self._fail(worker, "silent")
+
+    def _others(self, worker: str) -> bool:
+        """Somebody else has its role, and speaks."""
+        card = self.cards.get(worker)
+        return card is not None and any(
+            self.connected(name) and not self._workers[name].silent
+            for name, other in self.cards.items()
+            if other.role == card.role and name != worker
+        )
+
+    def _fail(self, worker: str, reason: str) -> None:
         for key, users in self._using.items():
             if worker in users:
-                self._deliver(key, f.Failed(key, worker, "worker_lost"))
+                self._deliver(key, f.Failed(key, worker, reason))
 
     # ---- statistics ------------------------------------------------------------------------------
 

@@ -143,6 +143,9 @@ class ResponseShape:
             self._event("response.in_progress", response=told),
         ]
 
+    def plain(self, index: int, text: str) -> dict | None:
+        return None
+
     def delta(self, delta: Delta) -> list[dict]:
         events = []
         for kind, value in self._parts(delta):

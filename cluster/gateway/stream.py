@@ -14,9 +14,10 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import msgspec
 
@@ -24,21 +25,21 @@ from ...engine.sequence import alone
 from ...kv_transfer.identity import HASH_TOKENS, block_hashes
 from ...protos import frames as f
 from .errors import ApiError
-from .plane import Plane
+from .plane import Inbox, Plane
 from .terms import Terms
 
 log = logging.getLogger(__name__)
 
 #: failures of the request itself: another attempt would fail the same way
 FINAL = {"context_length_exceeded"}
-#: the worker is fine and wants it elsewhere: at once, and not one of the attempts that may fail
-MOVED = {f.HANDOVER, "draining", "wrong_role"}
+#: the worker is fine and wants it elsewhere, or only suspected to be frozen: the request goes on at
+#: once, and it is none of the attempts that may fail
+MOVED = {f.HANDOVER, "draining", "wrong_role", "silent"}
 HANDOVERS_MAX = 16  #: of one request
 BACKOFF_S = 0.02  #: after the first failed attempt; doubles with each
 
 
-@dataclass(frozen=True, slots=True)
-class News:
+class News(msgspec.Struct, frozen=True, gc=False):
     """What came of one answer; `finish` when it is at its end."""
 
     index: int
@@ -62,8 +63,12 @@ class Answer:
 
     def take(self, frame: f.Tokens) -> list[f.Token]:
         """Journals and returns what is new; frames may come late, twice or out of order."""
-        self.early.append(frame)
         had = len(self.journal)
+        if not self.early and frame.offset == had:
+            self.journal += frame.tokens
+            self.finish = self.finish or frame.finish
+            return frame.tokens
+        self.early.append(frame)
         for tokens in sorted(self.early, key=lambda t: t.offset):
             have = len(self.journal)
             if tokens.offset > have:
@@ -72,6 +77,14 @@ class Answer:
             self.journal += tokens.tokens[have - tokens.offset :]
             self.finish = self.finish or tokens.finish
         return self.journal[had:]
+
+
+class Tap(Protocol):
+    """Who takes news of a request at once, without its task. `take` must not raise."""
+
+    @property
+    def ready(self) -> bool: ...
+    def take(self, news: list[News]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -97,6 +110,10 @@ class Request:
     placed: float = 0.0
     begun: set[int] = field(default_factory=set)  #: answers whose first token this attempt gave
     scored: int = 0  #: ids of the prompt that this attempt gave logprobs of
+    trace: str = ""  #: traceparent for those who work for it
+    accounted: bool = False  #: its latencies are in the metrics: a client may come back for it
+    shared: bool = False  #: by several readers: none of them may tap it
+    tap: Tap | None = None  #: for who iterates over `run`, and has said all that it gave
 
     def __post_init__(self) -> None:
         self.wire = self.wire or f"{self.id}~{secrets.token_hex(4)}"
@@ -112,6 +129,13 @@ class Request:
         for answer in self.answers:
             answer.early.clear()
         return key
+
+    def adopt(self, other: Request) -> None:
+        """Goes on where another run of the same request was."""
+        self.prompt = list(other.prompt)
+        self.route, self.hit_tokens = other.route, other.hit_tokens
+        for mine, answer in zip(self.answers, other.answers, strict=True):
+            mine.journal, mine.finish = list(answer.journal), answer.finish
 
     def part(self, index: int) -> Request:
         """One of several answers as a request of its own. Journal and failures are shared."""
@@ -130,6 +154,7 @@ class Request:
             failures=self.failures,
             arrived=self.arrived,
             placed=self.placed,
+            trace=self.trace,
         )
 
     def known(self) -> tuple[list[int], list[bytes], f.Sampling]:
@@ -165,6 +190,10 @@ class Request:
             return None
         first = self.answers[0]
         return "stop" if first.cut else first.finish
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.arrived
 
     @property
     def generated(self) -> int:
@@ -226,6 +255,7 @@ class Generator:
         self.plane, self.max_attempts = plane, max_attempts
         self.place_s = place_s  #: longest wait for the router's answer
         self.retries = self.handovers = 0
+        self.closed = False
 
     async def run(self, request: Request) -> AsyncGenerator[list[News], None]:
         """What is new as it comes, several tokens at once when they queued up. Raises ApiError.
@@ -238,6 +268,21 @@ class Generator:
             async for news in runs:
                 yield news
 
+    def close(self) -> None:
+        """Every request that runs, or will, ends with the error `draining`."""
+        self.closed = True
+        self.plane.end(_draining())
+
+    def check(self) -> None:
+        """Raises ApiError when it is closed."""
+        if self.closed:
+            raise _draining()
+
+    def dismiss(self, request: Request) -> None:
+        """Ends a request that goes on for another connection of its client."""
+        message = "the same request came again on another connection, which has the answer now"
+        self.plane.end(ApiError("busy", message), request.wire)
+
     async def _run(self, request: Request, tries: Tries) -> AsyncGenerator[list[News], None]:
         while not request.ended:
             if len(request.answers) > 1 and request.generated:
@@ -246,6 +291,7 @@ class Generator:
                     async for news in parts:
                         yield news
                 return
+            self.check()
             key = request.begin()
             inbox = self.plane.watch(key)
             failures = len(request.failures)
@@ -312,7 +358,7 @@ class Generator:
         self,
         request: Request,
         key: f.Key,
-        inbox: asyncio.Queue,
+        inbox: Inbox,
         tries: Tries,
     ) -> f.Placed:
         ids, hashes, sampling = request.known()
@@ -331,15 +377,18 @@ class Generator:
             ttft_s=terms.ttft_s,
             itl_s=terms.itl_s,
             waited_s=request.waited_s,
+            trace=request.trace,
         )
         self.plane.place(place)
         try:
             async with asyncio.timeout(self.place_s):
                 frame = await inbox.get()
-                while not isinstance(frame, f.Placed | f.Refused):
+                while not isinstance(frame, f.Placed | f.Refused | ApiError):
                     frame = await inbox.get()
         except TimeoutError:
             raise ApiError("no_capacity", f"no router answered in {self.place_s:g} s") from None
+        if isinstance(frame, ApiError):
+            raise frame
         if isinstance(frame, f.Refused):
             raise ApiError(frame.reason, frame.message, retry_after_s=frame.retry_after_s)
         if not request.placed:
@@ -353,19 +402,25 @@ class Generator:
         request: Request,
         key: f.Key,
         placed: f.Placed,
-        inbox: asyncio.Queue,
+        inbox: Inbox,
     ) -> AsyncGenerator[list[News], None]:
         """What is new in one attempt; ends when all answers do, or with a new `failures`."""
         ids, _, sampling = request.known()
         common = key, placed.term, ids, sampling
         given = request.given
-        first = placed.fetch, placed.deadline_s, given  #: for whoever computes the prompt
+        first = (
+            placed.fetch,
+            placed.deadline_s,
+            given,
+            request.trace,
+        )  #: for whoever computes the prompt
         if placed.prefill:
-            decode = f.Decode(*common, placed.prefill, given=given)
+            decode = f.Decode(*common, placed.prefill, given=given, trace=request.trace)
             self.plane.submit(placed.decode, decode)
             self.plane.submit(placed.prefill, f.Prefill(*common, placed.decode, *first))
         else:
             self.plane.submit(placed.decode, f.Decode(*common, None, *first))
+        inbox.short = lambda frame: _short(request, frame)
         told = False
         while not request.ended:
             frames = [await inbox.get()]
@@ -395,11 +450,28 @@ class Generator:
                 fresh += _take(request, frame)
             elif isinstance(frame, f.Moved):
                 request.moved = frame
+            elif isinstance(frame, ApiError):
+                raise frame
             elif isinstance(frame, f.Failed):
                 done = request.first_is_out and frame.worker == placed.prefill
-                if not (done and frame.reason == "worker_lost"):
+                if not (done and frame.reason in ("worker_lost", "silent")):
                     failed = failed or frame
         return fresh, None if request.ended else failed
+
+
+def _short(request: Request, frame: Any) -> bool:
+    """Gives `tap` the next tokens of an answer under way; False: the request's task must see it."""
+    tap = request.tap
+    if tap is None or type(frame) is not f.Tokens or frame.finish or frame.prompt or not tap.ready:
+        return False
+    answer = request.answers[frame.index]
+    if frame.offset != len(answer.journal) or answer.early or frame.index not in request.begun:
+        return False
+    answer.journal += frame.tokens
+    if not answer.ended:
+        answer.times += [time.monotonic()] * len(frame.tokens)
+        tap.take([News(frame.index, frame.tokens, None)])
+    return not request.ended
 
 
 def _take(request: Request, frame: f.Tokens) -> list[News]:
@@ -416,6 +488,11 @@ def _take(request: Request, frame: f.Tokens) -> list[News]:
         return []
     answer.times += [time.monotonic()] * len(tokens)
     return [News(frame.index, tokens, answer.finish)]
+
+
+def _draining() -> ApiError:
+    message = "this gateway is shutting down; the same x-request-id goes on with the answer"
+    return ApiError("draining", message)
 
 
 def _without_prompt(sampling: f.Sampling) -> f.Sampling:

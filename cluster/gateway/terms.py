@@ -6,6 +6,7 @@ HTTP headers and gRPC metadata have the same names:
     x-slo-ttft-ms         target until the first token
     x-slo-itl-ms          target between tokens
     x-session-id          names a conversation
+    traceparent           W3C trace context: spans go below the client's
     x-request-timeout-ms  how long the client waits: past it the answer ends, deadline_exceeded
 """
 
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 from .errors import ApiError
 from .keys import Key
+from .resume import ANEW, Resume, read_resume
 from .schema import REQUEST_ID
 
 DAY_MS = 86_400_000.0
@@ -33,6 +35,8 @@ class Terms:
     itl_s: float = 0.0  #: target; 0: the configured one
     deadline: float = math.inf  #: of the monotonic clock: the client waits no longer
     session: str = ""
+    resume: Resume = ANEW
+    trace: str = ""  #: W3C traceparent
 
 
 def read_terms(
@@ -51,14 +55,16 @@ def read_terms(
         itl_s=_milliseconds(get, "x-slo-itl-ms") / 1e3,
         deadline=now + timeout / 1e3 if timeout else math.inf,
         session=session,
+        resume=read_resume(get),
+        trace=get("traceparent") or "",
     )
 
 
 def _class(asked: str | None, key: Key | None, classes: Collection[str]) -> str:
     first = DEFAULT_CLASS if DEFAULT_CLASS in classes else next(iter(classes))
-    own = key.slo_class if key and key.slo_class in classes else first
+    own = key.slo_class if key and key.slo_class else first
     if asked is None:
-        return own
+        return own if own in classes else first
     if asked not in classes:
         message = f"x-slo-class is one of {', '.join(classes)}"
         raise ApiError("invalid_request", message, "x-slo-class")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -47,7 +48,7 @@ class Text:
         self.template_names: set[str] = set()  #: the variables that it knows
         self._template = self._compile(self.template)
         self._byte_level = "ByteLevel" in repr(self.tokenizer.decoder)
-        self._added = set(self.tokenizer.get_added_tokens_decoder())
+        self._added = self.tokenizer.get_added_tokens_decoder()
 
     @property
     def token_chars(self) -> int:
@@ -125,8 +126,34 @@ class Text:
         value: Any = self._settings.get(name) or ""
         return value if isinstance(value, str) else value.get("content", "")
 
-    def stream(self, specials: bool = False) -> TextStream:
-        return TextStream(self.tokenizer, specials)
+    def stream(self, specials: bool = False) -> TextStream | PieceStream:
+        pieces = self._all_pieces if specials else self._pieces
+        return PieceStream(pieces) if pieces else TextStream(self.tokenizer, specials)
+
+    @cached_property
+    def _all_pieces(self) -> list[str | bytes]:
+        """What each id adds to a text, as bytes where they are no whole characters.
+
+        Empty unless the text of ids is that of their bytes in turn: byte-level BPE (GPT-2's, Llama
+        3's, Qwen's), whose decoder puts bytes together and does nothing else.
+        """
+        if type(self.tokenizer.decoder).__name__ != "ByteLevel":
+            return []
+        found: list[str | bytes] = [""] * self.vocab
+        for name, token in self.tokenizer.get_vocab(with_added_tokens=True).items():
+            known = all(char in BYTE_OF for char in name)
+            data = bytes(BYTE_OF[char] for char in name) if known else name.encode()
+            try:
+                found[token] = data.decode()
+            except UnicodeDecodeError:
+                found[token] = data
+        return found
+
+    @cached_property
+    def _pieces(self) -> list[str | bytes]:
+        """The same without special tokens."""
+        hidden = {token for token, added in self._added.items() if added.special}
+        return ["" if i in hidden else piece for i, piece in enumerate(self._all_pieces)]
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
@@ -142,8 +169,43 @@ class Text:
         return bytes(BYTE_OF.get(char, 0) for char in name)
 
 
+class PieceStream:
+    """Ids of one answer -> text deltas, by a table of pieces; the text is the tokenizer's own."""
+
+    __slots__ = ("_decoder", "_open", "_pieces")
+
+    def __init__(self, pieces: list[str | bytes]) -> None:
+        self._pieces = pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._open = False  #: a character has begun
+
+    def feed(self, ids: list[int]) -> str:
+        """Characters that span tokens come out whole. Ids that are no tokens add nothing."""
+        if len(ids) == 1:
+            return self._one(ids[0])
+        return "".join([self._one(token) for token in ids])
+
+    def _one(self, token: int) -> str:
+        try:
+            piece = self._pieces[token]
+        except IndexError:
+            return ""
+        if type(piece) is str:
+            if not self._open or not piece:
+                return piece
+            piece = piece.encode()
+        text = self._decoder.decode(piece)
+        self._open = bool(self._decoder.getstate()[0])
+        return text
+
+    def flush(self) -> str:
+        """What is left at the end: an incomplete character comes out as U+FFFD."""
+        self._open = False
+        return self._decoder.decode(b"", final=True)
+
+
 class TextStream:
-    """Ids of one answer -> text deltas; characters that span tokens come out whole."""
+    """The same for any tokenizer: what it decodes, token by token."""
 
     def __init__(self, tokenizer: Tokenizer, specials: bool = False) -> None:
         self._tokenizer, self._skip = tokenizer, not specials

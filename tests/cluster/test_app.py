@@ -24,10 +24,11 @@ def test_the_arguments_reach_every_deployment(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv(SECRET, raising=False)
     args = {"slo": {"ttft_ms": 321}, "pools": {"decode": {"tensor_parallel": 2}}, "secret": "s"}
     made = deployments(args)
-    assert sorted(made) == ["DecodeWorker", "Gateway", "PrefillWorker", "Router"]
+    assert sorted(made) == ["Control", "DecodeWorker", "Gateway", "PrefillWorker", "Router"]
     trees = {
         "Router": made["Router"].init_args[0],
         "Gateway": made["Gateway"].init_args[0],
+        "Control": made["Control"].init_args[0],
         "PrefillWorker": made["PrefillWorker"].init_args[1],
         "DecodeWorker": made["DecodeWorker"].init_args[1],
     }

@@ -25,7 +25,7 @@ from diptych.cluster.doctor import (
     transport_of,
     ucx_permits,
 )
-from diptych.cluster.gateway.doctor import Doctor, parse_size
+from diptych.cluster.control.doctor import Doctor, parse_size
 from diptych.cluster.gateway.errors import ApiError
 from diptych.kv_transfer import diagnosis
 from diptych.kv_transfer.diagnosis import Environment, Port

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from diptych.cluster.handshake import Caller
 from diptych.cluster.link import RouterLink
 from diptych.cluster.wire import Connection, Listener
 from diptych.protos import frames as f
@@ -41,7 +42,7 @@ def test_an_older_router_is_told_that_it_is_obsolete_and_is_left() -> None:
         def received(frame: Any) -> None:
             directories.put_nowait(frame.term)
 
-        hello = f.Hello("w", "worker", "s")
+        hello = Caller("w", "worker", "s")
         link = RouterLink(find, hello, 2.0, lambda: None, received)
         running = asyncio.ensure_future(link.run())
         assert await directories.get() == 5

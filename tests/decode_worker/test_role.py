@@ -246,6 +246,44 @@ def test_an_unknown_event_is_a_broken_contract(running: DecodeRole) -> None:
 # ---- with the real ticket machine ----------------------------------------------------------------
 
 
+# ---- answers that go on elsewhere ----------------------------------------------------------------
+
+
+def test_an_answer_that_another_worker_began_goes_on_behind_its_tokens() -> None:
+    role = DecodeRole("decode/x", 64)
+    frame = msgspec.structs.replace(decode(tokens=203), given=3)
+    (reserve,) = role.submit("g", frame, [b"h1"])
+    assert (reserve.seq.prompt, reserve.seq.generated) == (200, 3)
+    opened = role.handle(commands.Reserved(KEY, BLOCKS))
+    assert opened == [transfer.Receive(XID, "prefill/a", BLOCKS, tokens=203)]
+    commit, _ = role.handle(transfer.Arrived(XID, META, 203))
+    assert commit.seq.ids == [*range(203), 42] and commit.seq.generated == 4
+
+
+def test_handing_over_tells_the_gateway_and_frees_the_stream(running: DecodeRole) -> None:
+    assert running.handle(output(1)) == [Deliver("g", Tokens(KEY, 1, [Token(51)]))]
+    assert running.hand_over() == [failed("handover"), *GONE]
+    assert running.handle(output(2)) == [], "another worker gives this token"
+    assert running.hand_over() == []
+
+
+def test_blocks_that_are_written_to_are_not_freed_by_a_hand_over(receiving: DecodeRole) -> None:
+    assert receiving.hand_over() == [failed("handover"), transfer.Cancel(XID, "handover")]
+    assert receiving.hand_over() == []
+    assert receiving.handle(tickets.Broken(XID, "handover")) == [], "told once"
+    assert receiving.handle(tickets.Freed(XID)) == GONE
+
+
+def test_blocks_that_are_asked_for_are_given_back_by_a_hand_over(reserving: DecodeRole) -> None:
+    assert reserving.hand_over() == [failed("handover")]
+    assert reserving.handle(commands.Reserved(KEY, BLOCKS)) == GONE
+
+
+def test_a_failed_stream_is_not_handed_over(receiving: DecodeRole) -> None:
+    receiving.handle(tickets.Broken(XID, "timeout"))
+    assert receiving.hand_over() == []
+
+
 class Life(RuleBasedStateMachine):
     """One job, the real sink of its ticket, any order of engine, peer and gateway events."""
 
@@ -338,12 +376,14 @@ class Life(RuleBasedStateMachine):
             self.tokens += 1
             self.carry_out(self.role.handle(output(self.tokens, "stop" if last else None)))
 
-    @rule(event=st.sampled_from(["abort", "gateway_gone", "duplicate"]))
+    @rule(event=st.sampled_from(["abort", "gateway_gone", "duplicate", "hand_over"]))
     def gateway(self, event: str) -> None:
         if event == "abort":
             self.carry_out(self.role.handle(Abort(KEY)))
         elif event == "gateway_gone":
             self.carry_out(self.role.gateway_gone("g"))
+        elif event == "hand_over":
+            self.carry_out(self.role.hand_over())
         elif self.role.jobs:
             assert self.role.submit("g", decode(), []) == []
 

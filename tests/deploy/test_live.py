@@ -50,7 +50,7 @@ class Pods:
         try:
             if httpx.get(f"{self.url}/ready", timeout=10).status_code != 200:
                 return {}
-            status = httpx.get(f"{self.url}/admin/v1/cluster", timeout=10).json()
+            status = httpx.get(f"{self.control}/admin/v1/cluster", timeout=10).json()
         except httpx.HTTPError:  # no proxy listens yet
             return {}
         return {worker["id"]: worker["pid"] for worker in status["workers"]}

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from diptych.cluster import app
 from diptych.cluster.config import ClusterConfig
+from diptych.cluster.control.serve import APP
 
 from deploy import render, values
 

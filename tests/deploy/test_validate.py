@@ -52,7 +52,11 @@ def service(documents: Documents) -> dict[str, Any]:
 
 
 def any_spec(documents: Documents, rng: random.Random) -> tuple[Any, Any]:
-    return rng.choice(list(places(rng.choice(documents)["spec"], "spec")))
+    return rng.choice(list(places(rng.choice(with_spec(documents))["spec"], "spec")))
+
+
+def with_spec(documents: Documents, but: str = "") -> list[Any]:
+    return [d for d in documents if "spec" in d and d["kind"] != but]
 
 
 def pod(documents: Documents, rng: random.Random) -> dict[str, Any]:
@@ -85,19 +89,19 @@ def no_api(documents: Documents, rng: random.Random) -> None:
 
 
 def missing_selector(documents: Documents, rng: random.Random) -> None:
-    chosen = rng.choice([d for d in documents if d["kind"] != "RayService"])
+    chosen = rng.choice(with_spec(documents, but="RayService"))
     chosen["spec"].pop("selector", None)
     chosen["spec"].pop("podSelector", None)
 
 
 def selector_of_nothing(documents: Documents, rng: random.Random) -> None:
-    chosen = rng.choice([d for d in documents if d["kind"] != "RayService"])["spec"]
+    chosen = rng.choice(with_spec(documents, but="RayService"))["spec"]
     labels = (chosen.get("selector") or chosen["podSelector"])["matchLabels"]
     labels[rng.choice(sorted(labels))] = "nobody"
 
 
 def wrong_container_port(documents: Documents, rng: random.Random) -> None:
-    rng.choice(container(documents, rng)["ports"])["containerPort"] = 8001
+    rng.choice(container(documents, rng)["ports"])["containerPort"] = 8002
 
 
 def wrong_policy_port(documents: Documents, rng: random.Random) -> None:
@@ -226,6 +230,27 @@ def gated_field(documents: Documents, rng: random.Random) -> None:
     cluster[field] = value
 
 
+def wrong_account(documents: Documents, rng: random.Random) -> None:
+    """Control could not scale, or could do more than that."""
+    kind = rng.choice(["ServiceAccount", "Role", "RoleBinding", "RayService"])
+    chosen = next(d for d in documents if d["kind"] == kind)
+    if kind == "RoleBinding":
+        chosen["roleRef"]["name"] = "admin"
+    elif kind == "Role":
+        (rule,) = chosen["rules"]
+        key = rng.choice(["resources", "verbs", "resourceNames", "apiGroups"])
+        rule[key] = rng.choice([["*"], []])
+    elif kind == "ServiceAccount":
+        documents.remove(chosen)
+    else:
+        head = chosen["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
+        head["serviceAccountName"] = "default"
+
+
+def wrong_admin_port(documents: Documents, rng: random.Random) -> None:
+    serve(documents, lambda c: c["applications"][0]["args"]["control"], "port", 8002)
+
+
 STRUCTURE = [unknown_key, misspelt_key, wrong_type]  # of a RayService: the CRD's
 MUTATIONS = [
     *STRUCTURE,
@@ -233,7 +258,7 @@ MUTATIONS = [
     *(open_policy, serve_port, serve_unknown_key, serve_autoscaling, unknown_deployment),
     *(bad_import_path, bad_argument, no_home, misnamed_slot, bad_volume, no_secret_key),
     *(requests_above_limits, bad_quantity, no_drain, long_name, replicas_out_of_bounds),
-    *(start_parameter, upgrade_without_autoscaling, gated_field),
+    *(start_parameter, upgrade_without_autoscaling, gated_field, wrong_account, wrong_admin_port),
 ]
 
 

@@ -32,17 +32,17 @@ def test_a_tcp_fallback_is_found_named_and_explained(
         table = live.cli("doctor", "--mib", "4")
         assert table.returncode == 3 and table.stdout.startswith("DEGRADED")
         assert "unset UCX_TLS" in table.stdout
-        wrong = httpx.post(f"{live.url}/admin/v1/doctor", content=b'{"mib": 0}')
+        wrong = httpx.post(f"{live.control}/admin/v1/doctor", content=b'{"mib": 0}')
         assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "mib"
         eventually(live.idle)
 
 
 def test_without_a_gateway_it_looks_at_this_host_and_fails() -> None:
     where = f"http://127.0.0.1:{free_port()}"
-    command = [str(BIN / "diptych"), "doctor", "-o", "json", "--endpoint", where]
+    command = [str(BIN / "diptych"), "doctor", "-o", "json", "--admin", where]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert "this host only" in done.stderr and "no gateway at" in done.stderr
+    assert "this host only" in done.stderr and "no Control at" in done.stderr
     report = json.loads(done.stdout)
     assert report["pairs"] == [] and report["scope"] == "this host only, no worker"
     (seen,) = report["workers"]

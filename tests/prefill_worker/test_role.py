@@ -147,6 +147,38 @@ def test_an_abort_cancels_the_prefix_that_is_coming_too() -> None:
     assert role.handle(tickets.Freed(receive.xid)) == [commands.Drop(stage.key)]
 
 
+# ---- answers that go on elsewhere ----------------------------------------------------------------
+
+
+def test_an_answer_that_another_worker_began_goes_on_behind_its_tokens() -> None:
+    frame = msgspec.structs.replace(prefill(tokens=203), given=3)
+    expect, add = PrefillRole("prefill/a", 64).submit("g", frame, [b"h1"])
+    assert expect == transfer.Expect(XID, "decode/x", tokens=203)
+    assert (add.seq.prompt, add.seq.generated, len(add.seq.ids)) == (200, 3, 203)
+
+
+def test_handing_over_gives_up_prompts_and_lets_transfers_end(role: PrefillRole) -> None:
+    role.submit("h", prefill(("r2", 0)), [])
+    role.handle(token())
+    assert role.hand_over() == [
+        Deliver("h", Failed(("r2", 0), "prefill/a", "handover")),
+        transfer.Cancel("r2#0", "handover"),
+    ]
+    assert role.hand_over() == []
+    assert role.handle(tickets.Closed("r2#0", False, "handover")) == [commands.Drop(("r2", 0))]
+    assert role.handle(tickets.Closed(XID, True)) == [commands.Drop(KEY)]
+
+
+def test_a_prompt_of_several_answers_is_given_up_until_the_last_has_begun() -> None:
+    role = several(2)
+    role.handle(answer(1))
+    assert role.hand_over()[0] == Deliver("g", Failed(KEY, "prefill/a", "handover"))
+    role = several(2)
+    role.handle(answer(1))
+    role.handle(answer(0))
+    assert role.hand_over() == []
+
+
 # ---- failures ------------------------------------------------------------------------------------
 
 
@@ -289,18 +321,20 @@ class Life(RuleBasedStateMachine):
     def sink_stops(self) -> None:
         self.transfer(tickets.Noted("decode/x", tickets.m.Stop(XID)))
 
-    @rule(event=st.sampled_from(["abort", "gateway_gone", "duplicate"]))
+    @rule(event=st.sampled_from(["abort", "gateway_gone", "duplicate", "hand_over"]))
     def gateway(self, event: str) -> None:
         if event == "abort":
             self.carry_out(self.role.handle(Abort(KEY)))
         elif event == "gateway_gone":
             self.carry_out(self.role.gateway_gone("g"))
+        elif event == "hand_over":
+            self.carry_out(self.role.hand_over())
         elif self.role.jobs:
             assert self.role.submit("g", prefill(), []) == []
 
     @invariant()
     def ends_once(self) -> None:
-        assert self.closes <= 1 and self.failures <= self.closes
+        assert self.closes <= 1 and self.failures <= 1
         assert bool(self.role.jobs) == (self.closes == 0)
         assert not self.drops or self.closes, "blocks are dropped after Closed only"
         assert not self.dropped_while_written

@@ -26,7 +26,7 @@ def test_the_front_is_looked_up_block_by_block_and_the_rest_by_512_tokens() -> N
     assert positions(16) == tuple(range(16)) == positions(23)
     assert positions(40) == (*range(16), 23, 31, 39)
     hashes = [bytes([i]) for i in range(40)]
-    assert sample(hashes)[-3:] == [bytes([23]), bytes([31]), bytes([39])]
+    assert sample(hashes)[-3:] == (bytes([23]), bytes([31]), bytes([39]))
     assert [blocks_at(depth) for depth in (0, 1, 16, 17, 19)] == [0, 1, 16, 24, 40]
 
 

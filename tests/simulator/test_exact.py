@@ -1,10 +1,10 @@
 """Both fidelities say the same, within a stated bound; tickets and blocks leave nothing behind."""
 
 import pytest
+from diptych.simulator.case import Case
 from diptych.simulator.exact import ExactSimulation
 from diptych.simulator.fleet import Split
 from diptych.simulator.metrics import summarize
-from diptych.simulator.search import Case
 from diptych.simulator.sim import Simulation
 from diptych.simulator.trace import load
 

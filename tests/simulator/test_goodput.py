@@ -6,8 +6,9 @@ it does not have to be searched: it is enough that it does not hold ours divided
 
 import pytest
 from diptych.router.policies import POLICIES
+from diptych.simulator.case import OURS, Case
 from diptych.simulator.fleet import Faults, Split, splits
-from diptych.simulator.search import OURS, Case, Search
+from diptych.simulator.search import Search
 from diptych.simulator.trace import load
 
 from .support import h200, trace_file

@@ -4,9 +4,10 @@ import json
 
 import pytest
 from diptych.simulator import report
+from diptych.simulator.case import Case, Cores, Here, Verdict
 from diptych.simulator.errors import SimulationError
 from diptych.simulator.fleet import Fleet, Split, splits
-from diptych.simulator.search import Case, Search, candidates
+from diptych.simulator.search import Search, candidates
 from diptych.simulator.study import Study, policies_named, run
 from diptych.simulator.trace import load
 
@@ -23,9 +24,9 @@ class Known(Search):
         super().__init__(Case(load("synthetic:50"), fleet, slo))
         self.asked = []
 
-    def holds(self, split, rate, share, seeds):
-        self.asked.append(str(split))
-        return rate <= self.limits[str(split)]
+    def ask(self, split, rate, share, seeds):
+        self.asked.append((str(split), rate))
+        return Here().submit(Verdict, rate <= self.limits[str(split)], 1.0, 0, 0.0)
 
 
 def test_the_largest_rate_is_found_within_the_tolerance():
@@ -44,7 +45,26 @@ def test_the_best_split_wins_and_a_worse_one_costs_one_look():
     search = Known()
     found = search.best([Split.of(s) for s in ("6P2D", "5P3D", "7P1D")], 0.9, 0.1)
     assert str(found.split) == "5P3D" and found.rate == pytest.approx(0.5, rel=0.02)
-    assert search.asked.count("7P1D") == 1
+    assert [name for name, _ in search.asked].count("7P1D") == 1
+
+
+@pytest.mark.parametrize("order", [("6P2D", "5P3D", "7P1D"), ("7P1D", "6P2D", "5P3D")])
+def test_spare_cores_ask_for_more_and_find_the_same(order):
+    one, many = Known(), Known()
+    many.cores.spare = True
+    found = [each.best([Split.of(s) for s in order], 0.9, 0.1) for each in (one, many)]
+    assert found[0] == found[1]
+    assert set(one.asked) < set(many.asked)
+
+
+def test_processes_find_what_one_process_finds():
+    fleet, slo = h200(16)
+    cases = [Case(load("synthetic:100"), fleet, slo, name, seeds=1) for name in ("lmetric",)]
+    here = Search(cases[0]).largest(Split.of("3P1D"), 0.9, 0.3, 1, 0.1)
+    with Cores(cases, 2) as cores:
+        there = Search(cases[0], cores=cores)
+        assert there.largest(Split.of("3P1D"), 0.9, 0.3, 1, 0.1) == here
+        assert there.requests >= 100 and there.seconds > 0
 
 
 def test_splits_are_read_and_counted():

@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from diptych.simulator.case import Case
 from diptych.simulator.fleet import Faults, Split
 from diptych.simulator.metrics import summarize
-from diptych.simulator.search import Case
 from diptych.simulator.sim import Simulation
 from diptych.simulator.trace import Item, Trace, load, total
 
@@ -30,7 +30,7 @@ LOG = """
 import hashlib, sys
 from diptych.simulator import Simulation, Split, load
 from tests.simulator.support import h200
-from diptych.simulator.search import Case
+from diptych.simulator.case import Case
 trace, lines = load("synthetic:300"), []
 fleet, slo = h200()
 setting = Case(trace, fleet, slo, sys.argv[1]).setting(Split.of("6P2D"))

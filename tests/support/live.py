@@ -44,6 +44,7 @@ class Live:
 
     http: int
     grpc: int
+    admin: int
     process: subprocess.Popen
     log: Path
 
@@ -51,8 +52,12 @@ class Live:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.http}"
 
+    @property
+    def control(self) -> str:
+        return f"http://127.0.0.1:{self.admin}"
+
     def status(self) -> dict[str, Any]:
-        return httpx.get(f"{self.url}/admin/v1/cluster", timeout=10).json()
+        return httpx.get(f"{self.control}/admin/v1/cluster", timeout=10).json()
 
     def worker(self, home: str) -> dict[str, Any]:
         """Statistics of the (only) worker of a pool."""
@@ -63,8 +68,16 @@ class Live:
         return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=120)
 
     def cli(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [str(BIN / "diptych"), *arguments, "--endpoint", self.url]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        command = [str(BIN / "diptych"), *arguments]
+        where = {"DIPTYCH_ENDPOINT": self.url, "DIPTYCH_ADMIN": self.control}
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env={**os.environ, **where},
+        )
 
     def idle(self) -> bool:
         """No job and no block in use anywhere (cached blocks can be taken at any time)."""
@@ -77,14 +90,15 @@ class Live:
 @contextmanager
 def running(log: Path, *arguments: str) -> Iterator[Live]:
     """Starts a cluster, waits until it is ready, stops it as ^C does."""
-    http, grpc = free_port(), free_port()
+    http, grpc, admin = free_port(), free_port(), free_port()
     command = [str(BIN / "diptych"), "serve", *arguments]
     command += ["--port", str(http), "--grpc-port", str(grpc)]
+    command += ["--set", f"control.port={admin}"]
     with log.open("w") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
-    live = Live(http, grpc, process, log)
+    live = Live(http, grpc, admin, process, log)
     try:
         wait_ready(process, log)
         yield live

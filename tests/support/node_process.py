@@ -105,6 +105,8 @@ async def _serve(order: Order) -> None:
     _trap(transfers, order)
     process = worker.Worker.__new__(worker.Worker)
     await process.__init__(order.home, order.config, order.model)  # type: ignore[misc]
+    hand_over = lambda: process.node.hand_over()  # noqa: E731
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, hand_over)
     while True:
         await asyncio.sleep(1)
         process.check_health()

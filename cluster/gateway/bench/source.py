@@ -10,16 +10,16 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from ....protos import frames as f
+from ...handshake import Caller
 from ...link import RouterLink
 from ...wire import Connection, Listener
 
 SILENCE_S = 10.0
 QUIET_S = 1.0  #: before it goes flat out
-HIGH_BYTES = 256 << 10  #: written to a gateway and not yet read: flat out waits
 
 
 class Source:
@@ -34,7 +34,7 @@ class Source:
         self._steps: dict[int, asyncio.Task] = {}  #: by pace
         self._came = 0.0  #: the last stream, by the loop's clock
         self._listener = Listener(secret, f.ToWorker, self._serve)
-        hello = f.Hello(name, "worker", secret)
+        hello = Caller(name, "worker", secret)
         self._link = RouterLink(find, hello, SILENCE_S, self._joined, lambda _: None)
 
     async def start(self, host: str) -> None:
@@ -85,17 +85,19 @@ class Source:
     async def _step(self, pace: int) -> None:
         """Steps for as long as there are streams of this pace."""
         loop = asyncio.get_running_loop()
-        while not pace and loop.time() - self._came < QUIET_S:
-            await asyncio.sleep(QUIET_S / 10)
         due = loop.time()
+        while not pace and due - self._came < QUIET_S:
+            await asyncio.sleep(self._came + QUIET_S - due)
+            due = loop.time()
         while peers := self._tokens(pace):
             for peer, streams in peers.items():
                 peer.send(f.Step(streams))
-            due = due + 1 / pace if pace else loop.time()
-            await asyncio.sleep(max(due - loop.time(), 0.0))
+            if pace:
+                due += 1 / pace
+                await asyncio.sleep(max(due - loop.time(), 0.0))
             for peer in peers:
-                while not pace and peer.unsent > HIGH_BYTES and not peer.closed:
-                    await asyncio.sleep(0.0005)
+                with suppress(ConnectionError):
+                    await peer.drain()
         del self._steps[pace]
 
     def _tokens(self, pace: int) -> dict[Connection, list[f.Tokens]]:

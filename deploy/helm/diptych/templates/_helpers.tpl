@@ -54,6 +54,13 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
   {{- end }}
 {{- end }}
 
+{{/* Where operators talk to the cluster: on the head's pod, with a key. */}}
+{{- define "diptych.control" -}}
+host: 0.0.0.0
+port: 8001
+key_file: /etc/diptych/admin
+{{- end }}
+
 {{- define "diptych.serveConfig" -}}
 proxy_location: EveryNode
 http_options:
@@ -68,7 +75,7 @@ applications:
 - name: diptych
   import_path: diptych.cluster.app:application
   route_prefix: /
-  args: {{ .Values.config | toJson }}
+  args: {{ merge (dict "control" (include "diptych.control" . | fromYaml) "gateway" (dict "grpc" "serve")) .Values.config | toJson }}
   deployments:
   - name: Gateway
     num_replicas: {{ .Values.gateway.replicas }}

@@ -1,0 +1,89 @@
+"""`diptych keys`: the file of API keys that gateways read (`gateway.api_keys_file`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import fail
+
+if TYPE_CHECKING:
+    from ..gateway.keys import Key
+
+app = typer.Typer(help="API keys: add, list, revoke. Gateways see a change in a second.")
+File = Annotated[
+    Path, typer.Option("--file", "-f", envvar="DIPTYCH_KEYS", help="The file of keys.")
+]
+
+
+@app.command()
+def add(
+    tenant: Annotated[str, typer.Option(help="Whose key it is.")],
+    file: File = Path("keys.yaml"),
+    slo_class: Annotated[
+        str | None, typer.Option("--class", help="Class of requests that name none.")
+    ] = None,
+    allow: Annotated[
+        list[str] | None, typer.Option(help="A class that requests may name. Default: all.")
+    ] = None,
+    rate: Annotated[
+        int | None, typer.Option(help="Requests a minute, at each gateway. Default: no limit.")
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(help="Requests at a time, at each gateway. Default: no limit.")
+    ] = None,
+) -> None:
+    """Add a key and print it: the file has only its hash."""
+    from ..gateway.keys import KeyFileError, add_key
+
+    try:
+        key, text = add_key(file, tenant, slo_class, tuple(allow or ()), rate, concurrency)
+    except (KeyFileError, OSError) as error:
+        fail(str(error))
+    typer.echo(text)
+    typer.echo(f"added {key.id} to {file}; undo: diptych keys revoke {key.id} -f {file}", err=True)
+
+
+@app.command("list")
+def list_(
+    file: File = Path("keys.yaml"),
+    output: Annotated[str, typer.Option("-o", "--output", help="table | json")] = "table",
+) -> None:
+    """List ids, tenants and limits."""
+    from ..gateway.keys import KeyFileError, read_keys
+
+    try:
+        keys = read_keys(file).keys
+    except KeyFileError as error:
+        fail(str(error))
+    rows = [key.model_dump(mode="json", exclude={"sha256"}) for key in keys]
+    if output == "json":
+        typer.echo(json.dumps({"keys": rows}))
+        return
+    typer.echo(f"{'ID':10}{'TENANT':18}{'CLASS':14}{'MAY NAME':22}{'PER MINUTE':12}AT A TIME")
+    for key in keys:
+        typer.echo(_row(key))
+
+
+@app.command()
+def revoke(
+    key: Annotated[str, typer.Argument(metavar="ID", help="As `keys list` shows it.")],
+    file: File = Path("keys.yaml"),
+) -> None:
+    """Take a key out of the file. Streams that run end as they would."""
+    from ..gateway.keys import KeyFileError, revoke_key
+
+    try:
+        gone = revoke_key(file, key)
+    except (KeyFileError, OSError) as error:
+        fail(str(error))
+    typer.echo(f"revoked {gone.id} of {gone.tenant}; another: diptych keys add", err=True)
+
+
+def _row(key: Key) -> str:
+    may = ", ".join(key.classes) or "all"
+    limits = f"{key.requests_per_min or '-':<12}{key.concurrency or '-'}"
+    return f"{key.id:10}{key.tenant:18}{key.slo_class or '-':14}{may:22}{limits}"

@@ -1,0 +1,54 @@
+"""Who may use the admin API."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from diptych.cluster.config import ClusterConfig, ConfigError, ControlSettings, load_config
+from diptych.cluster.control.http import Guard
+
+
+def reason(guard: Guard, **headers: str) -> str | None:
+    refusal = guard.refusal(headers)
+    return refusal.reason if refusal else None
+
+
+def test_a_key_is_asked_for_and_may_change_without_a_restart(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    guard = Guard(ControlSettings(host="0.0.0.0", key_file=str(file)))
+    assert reason(guard, authorization="Bearer ") == "internal", "an unreadable file lets nobody in"
+    file.write_text("\n")
+    assert reason(guard, authorization="Bearer ") == "bad_key", "nor does an empty one"
+    file.write_text("word\n")
+    assert reason(guard, authorization="Bearer word") is None
+    for wrong in ("", "word", "Basic word", "Bearer words", "Bearer wör"):
+        assert reason(guard, authorization=wrong) == "bad_key"
+    assert reason(guard) == "bad_key"
+    file.write_text("other")
+    assert reason(guard, authorization="Bearer word") == "bad_key"
+
+
+@pytest.mark.parametrize(
+    ("headers", "allowed"),
+    [
+        ({"host": "127.0.0.1:8001"}, True),
+        ({"host": "localhost:8001"}, True),
+        ({"host": "[::1]:8001"}, True),
+        ({"host": "localhost"}, True),
+        ({"host": "rebound.example:8001"}, False),
+        ({"host": "127.0.0.1:8001", "origin": "https://page.example"}, False),
+        ({}, False),
+    ],
+)
+def test_without_a_key_a_page_in_a_browser_gets_nowhere(
+    headers: dict[str, str], allowed: bool
+) -> None:
+    assert (reason(Guard(ControlSettings()), **headers) is None) is allowed
+
+
+def test_other_machines_need_a_key() -> None:
+    with pytest.raises(ConfigError, match="set control"):
+        load_config(None, {"control.host": "0.0.0.0"})
+    assert load_config(None, {"control.host": "0.0.0.0", "control.key_file": "/x"})
+    assert ClusterConfig().control.host == "127.0.0.1"

@@ -1,0 +1,164 @@
+"""Counts in a Serve config: nothing else changes, on Serve itself and in a RayService."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from diptych.cluster.checkpoint import find
+from diptych.cluster.config import ClusterConfig
+from diptych.cluster.control.kuberay import KubeRayPools
+from diptych.cluster.control.serve import ScaleError, resized, view
+from diptych.cluster.launch import serve_config
+from ray.serve._private.deploy_utils import get_app_code_version
+from ray.serve.schema import ServeApplicationSchema
+
+CONFIG = ClusterConfig()
+APPS = [serve_config(CONFIG, find(CONFIG)), {"name": "other", "import_path": "a:b"}]
+
+
+def code(application: dict[str, Any]) -> str:
+    """Serve restarts replicas when this changes."""
+    return get_app_code_version(ServeApplicationSchema.model_validate(application))
+
+
+def test_other_counts_are_the_same_code_to_serve() -> None:
+    before = copy.deepcopy(APPS)
+    changed = resized(APPS, {"prefill": 3, "decode": 2})
+    assert before == APPS, "the given configs are not touched"
+    assert changed[1] == APPS[1] and code(changed[0]) == code(APPS[0])
+    counts = {one["name"]: one["num_replicas"] for one in changed[0]["deployments"]}
+    assert counts == {"PrefillWorker": 3, "DecodeWorker": 2}
+    again = {**APPS[0], "args": {**APPS[0]["args"], "silence_s": 4.0}}
+    assert code(again) != code(APPS[0]), "or this test can not fail"
+
+
+def test_the_secret_is_in_no_config() -> None:
+    assert CONFIG.secret and CONFIG.secret not in json.dumps(APPS)
+
+
+def test_a_pool_that_the_config_does_not_name_is_added() -> None:
+    (changed,) = resized([{"name": "diptych", "import_path": "a:b"}], {"decode": 2})
+    assert changed["deployments"] == [{"name": "DecodeWorker", "num_replicas": 2}]
+
+
+def test_without_the_application_there_is_nothing_to_scale() -> None:
+    with pytest.raises(ScaleError, match="no application 'diptych'"):
+        resized(APPS[1:], {"decode": 2})
+
+
+def test_replicas_are_sorted_by_what_serve_says_of_them() -> None:
+    states = ["RUNNING", "STARTING", "UPDATING", "STOPPING", "RUNNING"]
+    replicas = [{"replica_id": f"r{n}", "state": state} for n, state in enumerate(states)]
+    worker = {"replicas": replicas, "target_num_replicas": 4, "status": "UPDATING", "message": ""}
+    broken = {**worker, "replicas": [], "status": "UNHEALTHY", "message": "Trace\n  no memory\n"}
+    deployments = {"PrefillWorker": worker, "DecodeWorker": broken}
+    seen = view({"applications": {"diptych": {"deployments": deployments}}})
+    assert seen["prefill"] == (4, ["r0", "r4"], ["r1", "r2"], ["r3"], "")
+    assert seen["decode"].message == "no memory"
+    assert view({"applications": {}})["decode"] == (0, [], [], [], "")
+
+
+# ---- KubeRay -------------------------------------------------------------------------------------
+
+
+class Kubernetes:
+    """An API server with one RayService; `conflicts` patches find a newer version."""
+
+    def __init__(self) -> None:
+        self.version, self.conflicts, self.requests = 7, 0, list[tuple[str, str, dict]]()
+        self.config: dict[str, Any] = {"proxy_location": "EveryNode", "applications": APPS}
+        api = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                api.answer(self, None)
+
+            def do_PATCH(self) -> None:
+                size = int(self.headers["content-length"])
+                api.answer(self, json.loads(self.rfile.read(size)))
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def answer(self, http: BaseHTTPRequestHandler, patch: dict | None) -> None:
+        assert http.path == "/apis/ray.io/v1/namespaces/pd/rayservices/serving"
+        self.requests.append((http.command, http.headers["authorization"], patch or {}))
+        code, body = self._do(patch, http.headers.get("content-type", ""))
+        raw = json.dumps(body).encode()
+        http.send_response(code)
+        http.send_header("content-length", str(len(raw)))
+        http.end_headers()
+        http.wfile.write(raw)
+
+    def _do(self, patch: dict | None, kind: str) -> tuple[int, dict]:
+        if patch is None:
+            spec = {"serveConfigV2": yaml.safe_dump(self.config)}
+            return 200, {"metadata": {"resourceVersion": str(self.version)}, "spec": spec}
+        assert kind == "application/merge-patch+json"
+        if self.conflicts:
+            self.conflicts -= 1
+            self.version += 1
+            return 409, {"message": "the object has been modified"}
+        if patch["metadata"]["resourceVersion"] != str(self.version):
+            return 409, {"message": "the object has been modified"}
+        self.config = yaml.safe_load(patch["spec"]["serveConfigV2"])
+        return 200, {}
+
+
+@pytest.fixture
+def kubernetes() -> Iterator[Kubernetes]:
+    api = Kubernetes()
+    yield api
+    api.server.shutdown()
+    api.server.server_close()
+
+
+def rayservice(api: Kubernetes, folder: Path) -> KubeRayPools:
+    (folder / "namespace").write_text("pd")
+    (folder / "token").write_text("word\n")
+    return KubeRayPools("serving", folder, api.url)
+
+
+def test_on_kuberay_the_rayservice_gets_the_counts(kubernetes: Kubernetes, tmp_path: Path) -> None:
+    pools = rayservice(kubernetes, tmp_path)
+    kubernetes.conflicts = 1
+    before = copy.deepcopy(kubernetes.config)
+    asyncio.run(pools.resize({"decode": 5}))
+    changed = kubernetes.config
+    counts = {one["name"]: one["num_replicas"] for one in changed["applications"][0]["deployments"]}
+    assert counts == {"PrefillWorker": 1, "DecodeWorker": 5}
+    before["applications"][0]["deployments"] = changed["applications"][0]["deployments"]
+    assert changed == before, "nothing else is changed"
+    assert [verb for verb, _, _ in kubernetes.requests] == ["GET", "PATCH", "GET", "PATCH"]
+    assert {word for _, word, _ in kubernetes.requests} == {"Bearer word"}
+    assert set(kubernetes.requests[-1][2]["spec"]) == {"serveConfigV2"}
+
+
+def test_a_rayservice_that_others_keep_changing_is_given_up(
+    kubernetes: Kubernetes, tmp_path: Path
+) -> None:
+    kubernetes.conflicts = 99
+    with pytest.raises(ScaleError, match="changed by others"):
+        asyncio.run(rayservice(kubernetes, tmp_path).resize({"decode": 5}))
+
+
+def test_what_kubernetes_says_is_passed_on(
+    kubernetes: Kubernetes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = "rayservices.ray.io is forbidden: User cannot get it"
+    monkeypatch.setattr(kubernetes, "_do", lambda *_: (403, {"message": told}))
+    with pytest.raises(ScaleError, match=r"refuses \(403\): rayservices.ray.io is forbidden"):
+        asyncio.run(rayservice(kubernetes, tmp_path).resize({"decode": 5}))

@@ -1,0 +1,196 @@
+"""What stands before the routes: keys, SLO headers, sizes, slow bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from diptych.cluster.gateway.errors import KINDS, ApiError
+from diptych.cluster.gateway.guard import HEADERS_MAX, Guard
+from diptych.cluster.gateway.http import _api_error
+from diptych.cluster.gateway.keys import Door, Key, add_key
+from diptych.cluster.gateway.sse import BODY_MAX
+from diptych.cluster.gateway.terms import Terms, read_terms
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+CLASSES = ("interactive", "batch")
+
+
+class Site:
+    """An app behind the guard, which remembers the terms of what came through."""
+
+    def __init__(self, file: Path | None = None, body_s: float = 30.0) -> None:
+        self.terms: list[Terms] = []
+        self.came, self.hold = asyncio.Event(), asyncio.Event()
+        self.hold.set()
+        routes = [
+            Route("/v1/chat/completions", self._take, methods=["POST"]),
+            Route("/v1/messages", self._take, methods=["POST"]),
+            Route("/health", self._health),
+        ]
+        app = Starlette(routes=routes, exception_handlers={ApiError: _api_error})  # type: ignore[dict-item]
+        guard = Guard(app, Door(file), CLASSES, body_s, _api_error)
+        transport = httpx.ASGITransport(guard)  # type: ignore[arg-type]
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://gateway")
+
+    async def _take(self, request: Request) -> Response:
+        self.terms.append(request.state.terms)
+        self.came.set()
+        body = await request.body()
+        await self.hold.wait()
+        return JSONResponse(len(body))
+
+    async def _health(self, _: Request) -> Response:
+        return JSONResponse("ok")
+
+    async def post(self, path: str = "/v1/chat/completions", **given: Any) -> httpx.Response:
+        return await self.http.post(path, **given)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(20):
+            await test()
+
+    asyncio.run(bounded())
+
+
+def test_no_key_no_answer_in_the_shape_of_the_api_that_was_called(tmp_path: Path) -> None:
+    async def test() -> None:
+        _, text = add_key(tmp_path / "keys", "acme")
+        site = Site(tmp_path / "keys")
+        openai, anthropic = await site.post(), await site.post("/v1/messages")
+        assert openai.status_code == anthropic.status_code == 401
+        assert openai.headers["www-authenticate"] == "Bearer"
+        assert openai.json()["error"]["type"] == "authentication_error"
+        assert openai.json()["error"]["code"] == "bad_key"
+        assert anthropic.json()["type"] == "error"
+        assert anthropic.json()["error"]["type"] == "authentication_error"
+        assert not site.terms
+        assert (await site.http.get("/health")).status_code == 200  # probes have no keys
+        good = await site.post(headers={"authorization": f"Bearer {text}"})
+        assert good.status_code == 200 and site.terms[0].tenant == "acme"
+
+    run(test)
+
+
+def test_a_key_that_runs_its_share_is_told_to_wait_and_then_served(tmp_path: Path) -> None:
+    async def test() -> None:
+        _, text = add_key(tmp_path / "keys", "acme", concurrency=1)
+        site = Site(tmp_path / "keys")
+        site.hold.clear()
+        headers = {"x-api-key": text}
+        first = asyncio.ensure_future(site.post(headers=headers))
+        await site.came.wait()
+        second = await site.post(headers=headers)
+        assert (second.status_code, second.headers["retry-after"]) == (429, "1")
+        assert second.json()["error"]["type"] == "rate_limit_error"
+        site.hold.set()
+        assert (await first).status_code == 200
+        assert (await site.post(headers=headers)).status_code == 200
+
+    run(test)
+
+
+def test_headers_and_bodies_above_the_limit_are_refused_unread() -> None:
+    async def test() -> None:
+        site = Site()
+        fat = await site.post(headers={"x-filler": "x" * HEADERS_MAX})
+        assert (fat.status_code, fat.json()["error"]["code"]) == (431, "headers_too_large")
+        large = await site.post(headers={"content-length": str(BODY_MAX + 1)})
+        assert (large.status_code, large.json()["error"]["code"]) == (413, "too_large")
+        assert large.headers["connection"] == "close" and not site.terms
+
+    run(test)
+
+
+def test_a_body_that_dribbles_is_cut_off_and_one_in_time_is_not() -> None:
+    async def test() -> None:
+        site = Site(body_s=0.05)
+
+        async def dribble() -> AsyncIterator[bytes]:
+            yield b"{"
+            await asyncio.sleep(3600)
+
+        slow = await site.post(content=dribble())
+        assert (slow.status_code, slow.json()["error"]["code"]) == (408, "slow_body")
+        assert slow.headers["connection"] == "close"
+        assert (await site.post(content=b"{}")).json() == 2
+
+    run(test)
+
+
+def test_the_time_of_a_body_does_not_bound_its_answer() -> None:
+    async def test() -> None:
+        site = Site(body_s=0.02)
+        site.hold.clear()
+        asking = asyncio.ensure_future(site.post(content=b"{}"))
+        await asyncio.sleep(0.1)
+        site.hold.set()
+        assert (await asking).status_code == 200
+
+    run(test)
+
+
+def read(given: dict[str, str], key: Key | None = None, now: float = 0.0) -> Terms:
+    return read_terms(given.get, key, CLASSES, now)
+
+
+def a_key(**given: Any) -> Key:
+    return Key(id="0a0b0c0d", sha256="0" * 64, tenant="acme", **given)
+
+
+def test_terms_are_those_of_headers_then_of_the_key_then_the_default() -> None:
+    assert read({}) == Terms()
+    own = a_key(slo_class="batch")
+    assert read({}, own) == Terms("acme", "batch")
+    assert read({"x-slo-class": "interactive"}, own).slo_class == "interactive"
+    asked = {"x-slo-ttft-ms": "250", "x-slo-itl-ms": "12.5", "x-session-id": "s-1"}
+    told = read({**asked, "x-request-timeout-ms": "1500"}, None, now=7.0)
+    assert told == Terms("", "interactive", 0.25, 0.0125, 8.5, "s-1")
+    assert read({}, a_key(slo_class="gone")).slo_class == "interactive"  # no longer configured
+
+
+@pytest.mark.parametrize(
+    ("headers", "says"),
+    [
+        ({"x-slo-class": "gold"}, "interactive, batch"),
+        ({"x-slo-class": ""}, "interactive, batch"),
+        ({"x-slo-ttft-ms": "fast"}, "x-slo-ttft-ms"),
+        ({"x-slo-ttft-ms": "0"}, "x-slo-ttft-ms"),
+        ({"x-slo-itl-ms": "-5"}, "x-slo-itl-ms"),
+        ({"x-slo-itl-ms": "nan"}, "x-slo-itl-ms"),
+        ({"x-request-timeout-ms": "inf"}, "x-request-timeout-ms"),
+        ({"x-session-id": "a b"}, "x-session-id"),
+    ],
+)
+def test_a_header_that_says_nothing_is_refused_by_name(headers: dict, says: str) -> None:
+    with pytest.raises(ApiError) as error:
+        read(headers)
+    assert error.value.http == 400 and says in error.value.message
+    assert error.value.param == next(iter(headers))
+
+
+def test_a_class_that_the_key_may_not_name_is_forbidden() -> None:
+    with pytest.raises(ApiError) as error:
+        read({"x-slo-class": "interactive"}, a_key(classes=["batch"], slo_class="batch"))
+    assert (error.value.reason, error.value.http) == ("forbidden", 403)
+
+
+def test_every_error_says_whether_to_try_again() -> None:
+    for reason, kind in KINDS.items():
+        error = ApiError(reason, "no", retry_after_s=0.2)
+        assert (error.retry_after_s is not None) == kind.retry
+        if error.http in (429, 503):
+            assert error.headers() == {"retry-after": "1"}, reason
+        assert json.dumps(error.body("r"))
+    assert math.isclose(ApiError("no_capacity", "x", retry_after_s=2.1).retry_after_s or 0, 3.0)

@@ -1,0 +1,257 @@
+"""What the processes export: names, labels and numbers as Prometheus reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+from typing import Any
+
+import httpx
+import pytest
+from diptych.cluster.config import ClusterConfig, ObservabilitySettings
+from diptych.cluster.gateway.stream import Answer, Request
+from diptych.cluster.gateway.terms import Terms
+from diptych.cluster.metrics import ControlTally, Exporter, GatewayTally, RouterTally
+from diptych.cluster.metrics.catalogue import METRICS, VLLM
+from diptych.cluster.metrics.exporter import PORTS
+from diptych.cluster.metrics.gateway import DONE, outcome_of
+from diptych.cluster.metrics.page import Row, bounded, cumulative
+from diptych.cluster.metrics.targets import targets
+from diptych.cluster.metrics.worker import ENOUGH_BYTES, Ways, rows
+from diptych.engine.engine import STEP_S, STEP_TOKENS
+from diptych.kv_transfer.gauges import Gauges, Histogram
+from diptych.protos import frames as f
+from diptych.router import Router, RouterConfig
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.live import free_port
+
+BASE = {"model": "m"}
+BOTH = ObservabilitySettings(metrics_compat=("vllm",))
+
+
+def parsed(exporter: Exporter) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """(sample's name, its labels but the base ones) -> value."""
+    text = exporter.page()[1].decode()
+    samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+    drop = ("model", "model_name")
+    return {
+        (one.name, tuple(sorted((k, v) for k, v in one.labels.items() if k not in drop))): one.value
+        for one in samples
+        if not one.name.startswith("process_")
+    }
+
+
+def request(times: list[float], **changes: Any) -> Request:
+    """Arrived at 100; one answer with tokens at these times."""
+    made = Request("r", [1] * 10, [], f.Sampling(64), terms=Terms(slo_class="interactive"))
+    made.arrived = 100.0
+    tokens = [f.Token(1)] * len(times)
+    made.answers = [Answer(journal=tokens, times=times, finish="stop")]
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def gateway() -> GatewayTally:
+    config = ClusterConfig.model_validate({"slo": {"ttft_ms": 1234.5, "itl_ms": 77}})
+    return GatewayTally(config, ["interactive", "batch"])
+
+
+def worker_statistics() -> dict[str, Any]:
+    """As a worker tells them, with a number of its own for each."""
+    gauges, steps, tokens = Gauges(), Histogram(STEP_S), Histogram(STEP_TOKENS)
+    gauges.took("prefill/a:0", 3 * ENOUGH_BYTES)
+    gauges.landed(0.004, 0.001)
+    gauges.failures["peer_lost: it said so"] += 2
+    gauges.failures["peer_lost"] += 1
+    steps.observe(0.004)
+    tokens.observe(64)
+    states = ("free", "cached", "reserved", "staged", "demoting", "active")
+    blocks = dict.fromkeys(states, 5) | {"total": 30, "quarantined": 1, "orphaned": 2}
+    engine = {"running": 3, "prefilling": 1, "waiting": 2, "ready": 1, "preemptions": 4}
+    engine |= {"drafted": 9, "accepted": 6, "prefill_tokens": 640, "kv_blocks": blocks}
+    engine |= {"step_s": {"prefill": steps.values(), "decode": steps.values()}}
+    transfer = {"transport": "nixl", "sessions": 1, "tickets": {"reserved": 2}, **gauges.values()}
+    seen = {"role": "decode", "state": "ready", "transfer": transfer}
+    return {**seen, "engine": {**engine, "step_tokens": tokens.values()}}
+
+
+def pages(settings: ObservabilitySettings = BOTH) -> list[Exporter]:
+    """One of each part, with something in it."""
+    tally, router, control = gateway(), Router(RouterConfig(), 1), ControlTally()
+    ended = request([100.5, 100.6])
+    tally.over(ended, outcome_of(ended, "stop"), DONE)
+    router.tally.bound(True, "push", 0.1)
+    router.tally.predicted(0.2, 0.3)
+    router.tally.refused["queue_full"] += 1
+    router.goodput.observe(outcome_of(ended, "stop"), 1.0)
+    card = f.WorkerCard("prefill/a", "prefill", "prefill", "h:1", "a", 1)
+    router.fleet.join(card)
+    control.pools = {"prefill": {"running": 1, "target": 2}}
+    control.scale("prefill", 1, 2)
+    control.flips["prefill", "decode"] += 1
+    ways, seen = Ways(lambda: 0), worker_statistics()
+    worker = {**BASE, "pool": "decode", "replica": "a"}
+    return [
+        Exporter(settings, BASE, lambda: tally.rows(1, 2, 3)),
+        Exporter(settings, BASE, RouterTally(router).rows),
+        Exporter(settings, worker, lambda: rows(seen, ways, 1)),
+        Exporter(settings, BASE, control.rows),
+    ]
+
+
+def test_every_metric_of_the_catalogue_is_exported_and_no_other() -> None:
+    text = b"".join(exporter.page()[1] for exporter in pages()).decode()
+    lines = [line.split()[2:4] for line in text.splitlines() if line.startswith("# TYPE")]
+    found = {name: kind for name, kind in lines if not name.startswith("process_")}
+    assert found == {name: metric.kind for name, metric in {**METRICS, **VLLM}.items()}
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
+def test_promtool_finds_nothing_wrong_with_the_pages() -> None:
+    for exporter in pages(ObservabilitySettings()):
+        command, page = ["promtool", "check", "metrics"], exporter.page()[1]
+        done = subprocess.run(command, input=page, capture_output=True, check=False)
+        assert (done.returncode, done.stdout + done.stderr) == (0, b"")
+
+
+def test_a_request_counts_once_with_every_gap_the_first_one_too() -> None:
+    tally = gateway()
+    ended = request([100.5, 101.5, 101.52, 101.54])
+    tally.over(ended, outcome_of(ended, "stop"), DONE)
+    tally.refused(429, "batch")
+    tally.refused(401)
+    seen = parsed(Exporter(ObservabilitySettings(), BASE, lambda: tally.rows(0, 0, 0)))
+    mine = (("slo_class", "interactive"),)
+    assert seen["diptych_requests_total", (("code", "200"), *mine)] == 1
+    assert seen["diptych_requests_total", (("code", "429"), ("slo_class", "batch"))] == 1
+    assert seen["diptych_requests_total", (("code", "401"), ("slo_class", "other"))] == 1
+    assert seen["diptych_request_ttft_seconds_count", mine] == 1
+    assert seen["diptych_request_ttft_seconds_sum", mine] == pytest.approx(0.5)
+    assert seen["diptych_request_itl_seconds_count", mine] == 3
+    assert seen["diptych_request_itl_seconds_sum", mine] == pytest.approx(1.04)
+    assert seen["diptych_request_first_gap_seconds_sum", mine] == pytest.approx(1.0)
+    assert seen["diptych_request_tpot_seconds_sum", mine] == pytest.approx(1.04 / 3)
+    assert seen["diptych_request_output_tokens_sum", mine] == 4
+    # the buckets that end at the targets: attainment is no guess
+    ttft = {labels: value for (name, labels), value in seen.items() if "ttft_seconds_b" in name}
+    assert ttft[("le", "1.2345"), *mine] == 1
+    itl = {labels: value for (name, labels), value in seen.items() if "itl_seconds_b" in name}
+    assert itl[("le", "0.077"), *mine] == 2 and itl[("le", "+Inf"), *mine] == 3
+
+
+def test_a_class_that_nobody_configured_counts_as_other() -> None:
+    tally = gateway()
+    for number in range(100):
+        tally.refused(400, f"made-up-{number}")
+    assert tally.codes == {(400, "other"): 100}
+
+
+def test_the_outcome_of_an_answer_that_never_began_waited_until_its_end() -> None:
+    never = request([])
+    outcome = outcome_of(never, "queue_full")
+    assert (outcome.tokens, outcome.gaps, outcome.reason) == (0, 0, "queue_full")
+    assert outcome.waited_s == pytest.approx(never.age_s, rel=0.1)
+
+
+def test_buckets_hold_those_before_them() -> None:
+    histogram = Histogram((0.5, 1.0, 10))
+    histogram.observe_all([0.2, 0.5, 0.7, 3.0, 99.0])
+    assert histogram.count == 5
+    buckets, total = cumulative(histogram.values())
+    assert buckets == [("0.5", 2), ("1.0", 3), ("10.0", 4), ("+Inf", 5)]
+    assert total == pytest.approx(103.4)
+
+
+def test_labels_from_outside_are_bounded() -> None:
+    counts = {f"peer-{number:03}": float(number) for number in range(100)}
+    kept = bounded(counts, 10)
+    assert len(kept) == 11 and sum(kept.values()) == sum(counts.values())
+    assert "peer-099" in kept and "peer-000" not in kept
+
+
+def test_reasons_lose_what_follows_the_colon() -> None:
+    (name,) = {row.labels["reason"] for row in _of("kv_transfer_failures_total")}
+    assert name == "peer_lost"
+    assert [row.value for row in _of("kv_transfer_failures_total")] == [3]
+
+
+def _of(name: str, ways: Ways | None = None) -> list[Row]:
+    made = rows(worker_statistics(), ways or Ways(lambda: 0), 1)
+    return [row for row in made if row.name == name]
+
+
+@pytest.mark.parametrize(
+    ("tcp", "transport"),
+    [(3 * ENOUGH_BYTES, "nixl (tcp)"), (ENOUGH_BYTES // 4, "nixl"), (None, "nixl")],
+)
+def test_kv_that_came_over_tcp_is_called_so(tcp: int | None, transport: str) -> None:
+    (row,) = _of("kv_peer_transport", Ways(lambda: tcp))
+    assert row.labels == {"peer": "prefill/a", "transport": transport}
+
+
+def test_a_fallback_is_seen_from_the_look_on_in_which_it_happens() -> None:
+    tcp = {"bytes": 0}
+    ways = Ways(lambda: tcp["bytes"])
+    mib = ENOUGH_BYTES
+    assert ways.look({"a": 10 * mib}, 1) == {"a": False}
+    tcp["bytes"] = 2 * mib
+    assert ways.look({"a": 10 * mib + 5}, 1) == {"a": False}  # too little KV came to say
+    assert ways.look({"a": 12 * mib, "b": mib}, 1) == {"a": True, "b": True}
+    assert ways.look({"a": 20 * mib, "b": mib}, 1) == {"a": False, "b": True}
+
+
+def test_a_dictionary_that_changes_meanwhile_is_read_again() -> None:
+    tries = []
+
+    def shaky():
+        tries.append(1)
+        yield Row("queue_depth", 1)
+        if len(tries) < 3:
+            raise RuntimeError("dictionary changed size during iteration")
+
+    assert parsed(Exporter(ObservabilitySettings(), BASE, shaky))["diptych_queue_depth", ()] == 1
+    assert len(tries) == 3
+
+
+def test_targets_are_grouped_by_part_and_without_those_that_have_none() -> None:
+    card = f.WorkerCard("prefill/a", "prefill", "prefill", "h:1", "a", 1, metrics="h:2")
+    silent = f.WorkerCard("decode/b", "decode", "decode", "h:3", "b", 1)
+    told = targets("h:9", {"metrics": "h:5", "gateways": [{"metrics": "h:6"}, {}]}, [card, silent])
+    assert told == [
+        {"targets": ["h:9"], "labels": {"part": "control"}},
+        {"targets": ["h:6"], "labels": {"part": "gateway"}},
+        {"targets": ["h:5"], "labels": {"part": "router"}},
+        {"targets": ["h:2"], "labels": {"part": "worker"}},
+    ]
+    assert targets("h:9", None, []) == [{"targets": ["h:9"], "labels": {"part": "control"}}]
+
+
+def test_the_exporter_serves_one_page_and_nothing_else() -> None:
+    async def play() -> None:
+        rows = [Row("queue_depth", 7)]
+        base = free_port()
+        settings = ObservabilitySettings(metrics_port=base)
+        first = Exporter(settings, BASE, lambda: rows)
+        second = Exporter(settings, BASE, lambda: rows)
+        await first.start("127.0.0.1")
+        await second.start("127.0.0.1")  # its port is taken: the next one
+        ports = [int(one.address.rpartition(":")[2]) for one in (first, second)]
+        assert base <= ports[0] < ports[1] < base + PORTS
+        async with httpx.AsyncClient(base_url=f"http://{second.address}") as client:
+            page = await client.get("/metrics")
+            assert page.status_code == 200 and "diptych_queue_depth" in page.text
+            assert page.headers["content-type"].startswith("text/plain")
+            asked = {"accept": "application/openmetrics-text; version=1.0.0"}
+            page = await client.get("/metrics?name[]=x", headers=asked)
+            assert page.text.endswith("# EOF\n")
+            assert (await client.get("/")).status_code == 404
+            assert (await client.post("/metrics")).status_code == 404
+            rows[0] = Row("no_such_metric", 1)
+            assert (await client.get("/metrics")).status_code == 500
+        first.close()
+        second.close()
+
+    asyncio.run(play())

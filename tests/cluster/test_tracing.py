@@ -1,0 +1,130 @@
+"""Spans of a request, as a collector gets them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from diptych.cluster.config import ObservabilitySettings
+from diptych.cluster.gateway.stream import Request
+from diptych.cluster.gateway.terms import Terms
+from diptych.cluster.metrics.gateway import outcome_of
+from diptych.cluster.tracing import Routes, Tracer, Works, end_request, tracer_of
+from diptych.protos import frames as f
+
+from tests.support.collector import Collector, collecting
+
+TRACE, PARENT = "ab" * 16, "cd" * 8
+SAMPLED, NOT = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
+KEY = ("r~1", 0)
+
+
+def tracer(collector: Collector, part: str, sample: float = 1.0) -> Tracer:
+    settings = ObservabilitySettings(otlp_endpoint=collector.url, trace_sample=sample)
+    made = tracer_of(settings, part, f"{part}/1")
+    assert made
+    return made
+
+
+def request(trace: str = "") -> Request:
+    return Request("r", [1, 2, 3], [], f.Sampling(8), terms=Terms(trace=trace))
+
+
+def test_a_request_is_one_trace_below_the_clients_span() -> None:
+    with collecting() as collector:
+        gateway, router = tracer(collector, "gateway"), tracer(collector, "router")
+        prefill, decode = tracer(collector, "worker"), tracer(collector, "worker")
+        asked = request(SAMPLED)
+        root = gateway.request(asked, "m")
+        routes = Routes(router)
+        routes.asked("g", f.Place(KEY, 3, 8, [], trace=asked.trace))
+        routes.answered(f.Placed(KEY, 1, "prefill/1", "decode/1", 0, 0.0))
+        source, sink = Works(prefill, "prefill/1"), Works(decode, "decode/1")
+        common = KEY, 1, [1, 2, 3], f.Sampling(8)
+        sink.begin("g", f.Decode(*common, "prefill/1", trace=asked.trace))
+        source.begin("g", f.Prefill(*common, "decode/1", trace=asked.trace))
+        source.sent(f.Step([f.Tokens(KEY, 0, [f.Token(5)])]))
+        sink.sent(f.Moved(KEY, 3, 2.0, 1.0))
+        sink.sent(f.Step([f.Tokens(KEY, 1, [f.Token(6)])]))
+        sink.sent(f.Step([f.Tokens(KEY, 2, [f.Token(7)], "stop")]))
+        end_request(root, asked, outcome_of(asked, "stop"))
+        for one in (gateway, router, prefill, decode):
+            one.close()
+        spans = collector.of(TRACE)
+    assert set(spans) == {"chat m", "route", "prefill", "kv_transfer", "decode"}
+    top = spans.pop("chat m")
+    assert top.parent == PARENT and top.part == "gateway"
+    assert top.attributes["gen_ai.usage.input_tokens"] == 3
+    assert {span.parent for span in spans.values()} == {top.id}
+    parts = {name: span.part for name, span in spans.items()}
+    assert parts == dict.fromkeys(("prefill", "kv_transfer", "decode"), "worker") | {
+        "route": "router"
+    }
+    assert spans["route"].attributes["diptych.decode"] == "decode/1"
+    assert spans["kv_transfer"].attributes["diptych.kv_busy_s"] == 0.002
+    assert spans["kv_transfer"].end <= spans["decode"].start
+    assert not any(span.failed for span in (top, *spans.values()))
+
+
+def test_failures_are_said_and_nothing_is_left_open() -> None:
+    with collecting() as collector:
+        worker, router = tracer(collector, "worker"), tracer(collector, "router")
+        works, routes = Works(worker, "decode/1"), Routes(router)
+        for number, gateway in enumerate(("g", "g", "h")):
+            frame = f.Decode((f"r{number}", 0), 1, [1], f.Sampling(8), "p", trace=SAMPLED)
+            works.begin(gateway, frame)
+            routes.asked(gateway, f.Place((f"r{number}", 0), 1, 1, [], trace=SAMPLED))
+        works.sent(f.Failed(("r0", 0), "decode/1", "kv_checksum"))
+        routes.answered(f.Refused(("r0", 0), "queue_full", "", 1.0))
+        works.gone("g")
+        routes.gone("g")
+        works.over(("r2", 0), "aborted")
+        routes.answered(f.Over(("r2", 0), reason="cancelled"))
+        assert works._works == {} and routes._spans == {}
+        worker.close()
+        router.close()
+        failed = sorted(span.failed for span in collector.spans)
+    said = ["aborted", "cancelled", "gateway_gone", "gateway_gone", "kv_checksum", "queue_full"]
+    assert failed == said
+
+
+def test_a_local_prefill_turns_into_decode_and_ends_with_its_last_answer() -> None:
+    with collecting() as collector:
+        worker = tracer(collector, "worker")
+        works = Works(worker, "decode/1")
+        works.begin("g", f.Decode(KEY, 1, [1], f.Sampling(8, n=2), None, trace=SAMPLED))
+        works.sent(f.Step([f.Tokens(KEY, 0, [f.Token(1)], index=i) for i in range(2)]))
+        works.sent(f.Step([f.Tokens(KEY, 1, [f.Token(1)], "stop", index=0)]))
+        assert KEY in works._works
+        works.sent(f.Step([f.Tokens(KEY, 1, [f.Token(1)], "length", index=1)]))
+        assert works._works == {}
+        worker.close()
+        assert [span.name for span in collector.spans] == ["prefill", "decode"]
+
+
+def test_what_is_not_sampled_leaves_frames_empty() -> None:
+    with collecting() as collector:
+        gateway = tracer(collector, "gateway", sample=0.0)
+        for trace in ("", NOT, "nonsense"):
+            asked = request(trace)
+            end_request(gateway.request(asked, "m"), asked, outcome_of(asked, "stop"))
+            assert asked.trace == ""
+        works = Works(gateway, "w")
+        works.begin("g", f.Decode(KEY, 1, [1], f.Sampling(8), None))
+        assert works._works == {}
+        wanted = request(SAMPLED)
+        gateway.request(wanted, "m")
+        assert TRACE in wanted.trace
+        gateway.close()
+        assert collector.spans == []
+
+
+def test_without_an_endpoint_nothing_of_opentelemetry_is_loaded() -> None:
+    code = (
+        "import sys\n"
+        "from diptych.cluster import tracing\n"
+        "from diptych.cluster.config import ObservabilitySettings\n"
+        "assert tracing.tracer_of(ObservabilitySettings(), 'gateway', 'g') is None\n"
+        "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

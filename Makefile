@@ -1,4 +1,4 @@
-.PHONY: install serve test test-long lint format protos
+.PHONY: install serve test test-long loadtest lint format protos
 VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
@@ -16,6 +16,11 @@ test: install
 
 test-long: install
 	$(BIN)/python -m pytest -m long --timeout 3600 --hypothesis-profile default $(ARGS)
+
+loadtest: install
+	@mkdir -p build
+	$(BIN)/diptych loadtest --laptop --profile ramp --rate 1-32 --duration 120s --html build/loadtest.html \
+		--json build/loadtest.json $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -135,9 +135,9 @@ class Cluster:
         )
         say("starting workers")
         application = serve_config(self.config, self.checkpoint)
-        _get_global_client().deploy_apps(
-            ServeDeploySchema.model_validate({"applications": [application]})
-        )
+        client = _get_global_client()
+        assert client, "Serve was started above"
+        client.deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
         self._wait(say)
 
     def _wait(self, say: Say) -> None:

@@ -188,6 +188,7 @@ class RouterService:
                     self._listener.close()
                     for peer in list(self._peers.values()):
                         peer.abort()
+        self.router.tidy()
 
 
 def recent(decisions: list[Decision]) -> dict[str, float | None]:

@@ -24,9 +24,11 @@ def block_hashes(ids: Sequence[int], salt: bytes, block_tokens: int = HASH_TOKEN
     """
     hashes: list[bytes] = []
     parent = salt
-    for end in range(block_tokens, len(ids) + 1, block_tokens):
-        chunk = struct.pack(f"<{block_tokens}I", *ids[end - block_tokens : end])
-        parent = xxhash.xxh3_128_digest(parent + chunk)
+    blocks = len(ids) // block_tokens
+    size = 4 * block_tokens
+    data = struct.pack(f"<{blocks * block_tokens}I", *ids[: blocks * block_tokens])
+    for start in range(0, blocks * size, size):
+        parent = xxhash.xxh3_128_digest(parent + data[start : start + size])
         hashes.append(parent)
     return hashes
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ..simulator import trace as traces
 from ..simulator.errors import SimulationError
@@ -58,6 +59,7 @@ def stages(plan: Plan) -> list[Stage]:
     ]
 
 
+@lru_cache(1)  # a trace takes seconds
 def arrivals(plan: Plan) -> list[Arrival]:
     """By time, numbered; a trace's later turns hang on their predecessors. Raises LoadError."""
     rng = random.Random(f"{plan.seed}/arrivals")

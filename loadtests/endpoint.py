@@ -293,8 +293,14 @@ class _Asker:
 
     def _request(self, method: str, path: str, body: Any) -> tuple[int, Any]:
         sent = b"" if body is None else json.dumps(body).encode()
-        self._connection.send(method, path, sent, self._headers)
-        answer = self._connection.body()
+        try:
+            answer = self._exchange(method, path, sent)
+        except (OSError, ProtocolError):
+            if self._connection.response.status:
+                raise
+            self._connection.close()  # it was given up between two requests
+            self._connection = Connection(self._url, TIMEOUT_S)
+            answer = self._exchange(method, path, sent)
         response = self._connection.response
         if not response.reusable:
             self._connection.close()
@@ -304,3 +310,7 @@ class _Asker:
             return response.status, json.loads(answer)
         except ValueError:
             return response.status, None
+
+    def _exchange(self, method: str, path: str, body: bytes) -> bytes:
+        self._connection.send(method, path, body, self._headers)
+        return self._connection.body()

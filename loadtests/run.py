@@ -59,9 +59,11 @@ class Run:
         self.outcomes: list[Outcome] = []  #: that nobody has fetched yet
         self.under_way: dict[str, Outcome] = {}
         self.offering = False
+        self._slo = plan.targets
+        every = [] if plan.load == "chat" else [one for one in arrivals(plan) if self.fits(one)]
+        self._mine = every[share.index :: share.count]
         self.begun = time.perf_counter()
         self.cpu_begun = time.process_time()
-        self._slo = plan.targets
 
     def _connect(self, key: str) -> Streams:
         if not self.plan.grpc:
@@ -104,9 +106,8 @@ class Run:
         self.offering = True
         self._users += 1
         try:
-            mine = [one for one in arrivals(self.plan) if self.fits(one)]
             stage = 0
-            for one in mine[self._share.index :: self._share.count]:
+            for one in self._mine:
                 if not self._wait(one.at, stopping) or self._beyond_knee(stage, one.stage):
                     break
                 stage = one.stage

@@ -2,8 +2,8 @@
 
 `Response` and `Events` are pure: bytes in, body and events out. `Connection` reads with
 `recvmsg`: where the kernel stamps received data (Linux, SO_TIMESTAMPNS, no TLS), a piece counts
-from that moment, and not from when this process came to read it; the difference is kept as `lags_s`.
-A read that takes several pieces has the stamp of the last one. Under gevent the socket is
+from that moment, and not from when this process came to read it; the difference is kept as
+`lags_s`. A read that takes several pieces has the stamp of the last one. Under gevent the socket is
 cooperative; nothing else here knows it.
 """
 

@@ -29,6 +29,7 @@ TURN_BLOCKS = 24  #: new in each turn: 1.5 k tokens, answer and question
 OUTPUT = 350  #: of them, 5 whole blocks
 PLACEMENTS_PER_S = 3500
 REPORT_S = 0.2  #: between two reports of a worker
+COLLECT = (20_000, 20, 100)  #: the service's thresholds of the garbage collector
 STREAMS = 10  #: for each worker
 #: 500 such workers compute 3,500 such prompts a second, about
 COST = Coefficients(0.005, 6e-5, 1.5e-9, 0.005, 2e-5, 4e-3, 3e-9, 1e-4, 5e-7, 0.02)
@@ -159,7 +160,8 @@ def run(
 
     A placement: an event by which one request is placed, whether a worker has credit and one of
     the most urgent is chosen for it, or a newcomer finds a worker that takes it; in both cases with
-    the choice of the decode worker, the bookings and the record. The mix, for each placement: its
+    the choice of the decode worker and the bookings; `Router.tidy`, which comes after the answer
+    is sent, counts in the mix. The mix, for each placement: its
     request (`Asked`), its first token, its end, and at 3,500 placements a second what each worker
     reports every `REPORT_S`: the blocks that those stored and evicted, at the index's grain.
     """
@@ -168,7 +170,8 @@ def run(
     while len(router.line) < queued:
         take(fleet, router.handle(ask(fleet), fleet.now))
     gc.collect()
-    gc.freeze()  # as the service does: a full collection over the index takes a second
+    gc.freeze()  # as the service does: what is there stays
+    gc.set_threshold(*COLLECT)
     share = placements // rounds
     calm = [_placements(fleet, clock, share, queued) for _ in range(rounds)]
     mixed = [_mix(fleet, clock, share, workers) for _ in range(rounds)]
@@ -195,11 +198,13 @@ def _placements(
             began = clock()
             actions = router.handle(asked, fleet.now)
             took = clock() - began
+            router.tidy()
             times["" if take(fleet, actions) == 1 else "asked_"].append(took)
         first = first_token(fleet)
         began = clock()
         actions = router.handle(first, fleet.now)
         took = clock() - began
+        router.tidy()
         if take(fleet, actions) == 1:
             times[""].append(took)
         if len(fleet.decoding) > STREAMS * len(fleet.seqs):
@@ -230,6 +235,7 @@ def _mix(fleet: Fleet, clock: Callable[[], float], count: int, workers: int) -> 
         for event in batch:
             began = clock()
             actions = router.handle(event, fleet.now)
+            router.tidy()
             spent += clock() - began
             placed += take(fleet, actions)
         events += len(batch)

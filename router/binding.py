@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from heapq import nsmallest
 from itertools import islice
 
 import numpy as np
@@ -25,7 +24,7 @@ from .config import RouterConfig
 from .fleet import HALTED_MAX, Fleet, Stream, Worker
 from .index import PrefixIndex, tokens_at
 from .line import Line, Waiting
-from .pairing import OPTIONS, SPREAD, Binding, Pairing
+from .pairing import SPREAD, Binding, Pairing, Ranked
 
 URGENT, HOME = 8, 4  #: requests that a worker chooses among, and of those from its home
 SCAN = 64  #: of the line, at most, to find them
@@ -42,11 +41,6 @@ class Try(Enum):
     BOUND = 1
     NOTHING = 2  #: nobody to take it, or nothing to take, now
     NO_ROOM = 3  #: decode workers are full: the line stands
-
-
-#: seconds to the first token, tie, slot, worker, seconds of the prefill alone, whether the worker
-#: takes it now
-Ranked = tuple[float, int, int, Worker, float, bool]
 
 
 @dataclass(slots=True)
@@ -262,11 +256,7 @@ class Binder(Pairing):
             best = worker
         binding = self._finish(waiting, best, "push", not self._old(waiting, now), now)
         if binding and self.explain:
-            others = [one for one in ranked if one[3] is not best]
-            shown = [one for one in ranked if one[3] is best] + nsmallest(OPTIONS - 1, others)
-            binding.prefill_options = [
-                (one[3].card.id, one[0], (one[0] - one[4], one[4])) for one in shown
-            ]
+            binding.compared = ranked
         return self._leave(binding, now, out)
 
     def _push_local(self, waiting: Waiting, now: float, out: list) -> Try:
@@ -393,8 +383,9 @@ class Binder(Pairing):
         left = max(worker.busy_until - now, 0.0)
         home = self.line.homes.get(worker.slot)
         few = self.line.urgent[:URGENT]
-        if home:
-            few = sorted({*few[: -min(len(home), HOME)], *home[:HOME]})
+        if home:  # both are in the same order
+            few = few[: -min(len(home), HOME)]
+            few += [one for one in home[:HOME] if one[:3] > few[-1][:3]] if few else home[:HOME]
         first: Waiting | None = None
         best: Waiting | None = None
         first_s = most = 0.0
@@ -445,7 +436,7 @@ class Binder(Pairing):
         due, fetches = self.due(waiting, now), binding.fetch is not None
         fleet.give(computes, key, tokens, binding.compute_s, now, due, fetches)
         whole = -(-(prompt + waiting.output) // fleet.block_tokens)
-        stream = Stream(self.need(waiting), int(whole), prompt + waiting.output / 2)
+        stream = Stream(binding.need, int(whole), prompt + waiting.output / 2)
         fleet.reserve(decode, key, stream)
         if binding.prefill:
             begins = max(decode.link_until, now + binding.wait_s)

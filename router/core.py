@@ -445,6 +445,7 @@ class Router:
         if binding is None:
             self._decisions.add(Decision(*told, note=note))
             return
+        binding.name_options()
         decision = Decision(
             *told,
             binding.prefill.card.id if binding.prefill else None,

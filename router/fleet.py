@@ -464,9 +464,12 @@ class Fleet:
         room = card.blocks - worker.reserved - (card.kept if rows else 0)
         full = 1.0 - room / card.blocks if card.blocks else 1.0
         worker.fit = room if worker.decodes_ok and rows < card.max_running else -1
-        worker.step_token = factor * c.step_token
-        worker.step_now = factor * step_s(c, rows, kv)
-        worker.step_next = after = factor * step_s(c, rows + 1, kv)
+        worker.step_token = token = factor * c.step_token
+        fixed, row, least = factor * c.step_base, factor * c.step_row, factor * c.step_weights
+        fixed += token * kv
+        now, after = row * rows, row * rows + row
+        worker.step_now = fixed + (now if now > least else least)
+        worker.step_next = after = fixed + (after if after > least else least)
         worker.decode_s = after + MEMORY_S * full * full
         worker.expected_tokens = worker.calm_tokens = inf
         if rows:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from heapq import nsmallest
+from math import inf
 
 import numpy as np
 
@@ -28,6 +30,13 @@ _NONE: set[str] = set()
 SPREAD = 0x9E3779B1  #: spreads ties over equal workers
 
 
+#: seconds to the first token, tie, slot, worker, seconds of the prefill alone, whether the worker
+#: takes it now
+Ranked = tuple[float, int, int, Worker, float, bool]
+#: cost, tie, slot, worker, tokens that move, terms of the cost
+Priced = tuple[float, int, int, Worker, int, p.Terms]
+
+
 @dataclass(slots=True)
 class Binding:
     """What was decided for one request. Seconds; `wait_s` is until its prefill ends."""
@@ -44,9 +53,24 @@ class Binding:
     exposed_s: float
     moves: int = 0  #: tokens of the prompt that go to the decode worker
     fetch: Worker | None = None
+    need: int = 0  #: blocks to reserve
+    compared: list[Ranked] = field(default_factory=list)  #: what its options will be made of
+    priced: list[Priced] = field(default_factory=list)
     passed_over: list[tuple[str, float, str]] = field(default_factory=list)
     prefill_options: list[Option] = field(default_factory=list)
     decode_options: list[Option] = field(default_factory=list)
+
+    def name_options(self) -> None:
+        """Makes its options, for a record: the chosen worker and the best others."""
+        for score, _, _, worker, alone_s, _ in _shown(self.compared, self.prefill):
+            self.prefill_options.append((worker.card.id, score, (score - alone_s, alone_s)))
+        for score, _, _, worker, _, terms in _shown(self.priced, self.decode):
+            self.decode_options.append((worker.card.id, score, terms))
+
+
+def _shown(compared: list, chosen: Worker | None) -> list:
+    others = nsmallest(OPTIONS - 1, (one for one in compared if one[3] is not chosen))
+    return [one for one in compared if one[3] is chosen] + others
 
 
 class Pairing:
@@ -184,10 +208,11 @@ class Pairing:
         seconds, hit, holder = self.compute(waiting, worker)
         wait = worker.left_s(self.due(waiting, now), now)
         begins = now + wait
-        found = self._decode(waiting, begins, begins + seconds, gentle, now)
+        need = self.need(waiting)
+        found = self._decode(waiting, need, begins, begins + seconds, gentle, now)
         if found is None:
             return None
-        decode, step, exposed, moves, options = found
+        decode, step, exposed, moves, priced = found
         return Binding(
             waiting,
             kind,
@@ -201,7 +226,8 @@ class Pairing:
             exposed,
             moves,
             holder,
-            decode_options=options,
+            need,
+            priced=priced,
         )
 
     def _prefill_options(
@@ -213,13 +239,13 @@ class Pairing:
         return self._options(masked, slot, of)
 
     def _decode(
-        self, waiting: Waiting, begins: float, ends: float, gentle: bool, now: float
-    ) -> tuple[Worker, float, float, int, list[Option]] | None:
-        """(decode worker, step, exposed transfer, tokens that move, options) for a prompt that is
-        computed in that time; None if nobody has room."""
+        self, waiting: Waiting, need: int, begins: float, ends: float, gentle: bool, now: float
+    ) -> tuple[Worker, float, float, int, list[Priced]] | None:
+        """(decode worker, step, exposed transfer, tokens that move, who was compared) for a prompt
+        that is computed in that time; None if nobody has room."""
         if self.policy.late:
             few = self.few.decodes(waiting.hits)
-            found = self._of_few(waiting, few, begins, ends, gentle)
+            found = self._of_few(waiting, need, few, begins, ends, gentle)
             if found or (self.few.whole(decodes=True) and not waiting.picky):
                 return found
         ask, computed = self.ask(waiting, now), (begins, ends)
@@ -231,33 +257,42 @@ class Pairing:
         if slot is None:
             return None
 
-        def of(other: int) -> p.Terms:
+        slots = p.best_few(masked, slot, OPTIONS) if self.explain else [slot]
+        priced: list[Priced] = []
+        for order, other in enumerate(slots):
             worker = self.fleet.by_slot[other]
             assert worker
             moves = waiting.prompt - self.hit(waiting, worker)
-            return p.decode_terms(ask, worker, computed, moves)
-
-        worker = self.fleet.by_slot[slot]
-        assert worker
-        step, exposed, _, _ = of(slot)
-        options = self._options(masked, slot, of) if self.explain else []
-        return worker, step, exposed, waiting.prompt - self.hit(waiting, worker), options
+            terms = p.decode_terms(ask, worker, computed, moves)
+            priced.append((float(masked[other]), order, other, worker, moves, terms))
+        _, _, _, worker, moves, terms = priced[0]
+        return worker, terms[0], terms[1], moves, priced
 
     def _of_few(
-        self, waiting: Waiting, few: list[Worker], begins: float, ends: float, gentle: bool
-    ) -> tuple[Worker, float, float, int, list[Option]] | None:
+        self,
+        waiting: Waiting,
+        need: int,
+        few: list[Worker],
+        begins: float,
+        ends: float,
+        gentle: bool,
+    ) -> tuple[Worker, float, float, int, list[Priced]] | None:
         """The least sum of `placement.decode_terms`, with the worker's own hits."""
         prompt, itl_s, hits, tie = waiting.prompt, waiting.itl_s, waiting.hits, waiting.tie
-        need = self.need(waiting)
         reads, whole = prompt + waiting.output / 2, prompt + waiting.output
         alike, chunked = itl_s == self.fleet.itl_s, p.ITL_SHARE * itl_s
         place = waiting.place if waiting.picky else None
-        ranked = []
-        known, wide = hits.known, hits.wide
+        known, wide, best_cost = hits.known, hits.wide, inf
+        ranked: list[Priced] = []
         for worker in few:
             if worker.fit < need:
                 continue
-            order = worker.slot
+            running = worker.step_next
+            step = running + reads * worker.step_token
+            memory = worker.decode_s - running
+            if step + memory > best_cost:
+                continue
+            slot = worker.slot
             if place and (worker.card.id in place.lost or worker.card.id in place.avoid):
                 continue
             if gentle and worker.rows:
@@ -265,37 +300,29 @@ class Pairing:
                 if calm < reads or worker.expected_tokens < whole:
                     continue
             moves = prompt
-            if wide or order in known:
-                depth = hits.depth(order)
+            if wide or slot in known:
+                depth = hits.depth(slot)
                 if depth:
                     moves -= min(tokens_at(depth), prompt - 1)
-            running = worker.step_next
-            step = running + reads * worker.step_token
             transfer = worker.transfer_base + worker.transfer_token * moves
             tail = (worker.link_until if worker.link_until > begins else begins) + transfer - ends
             exposed = worker.exposed * transfer
             if tail > exposed:
                 exposed = tail
-            memory = worker.decode_s - running
             if worker.busy_until > ends and running < chunked:
                 running = chunked  # it computes a prompt of its own then
             handover = exposed + running + step - itl_s
             if handover < 0.0:
                 handover = 0.0
             cost = step + exposed + memory + handover
-            spread = (tie + order * SPREAD) & 0xFFFF
-            ranked.append((cost, spread, order, worker, moves, (step, exposed, memory, handover)))
+            if cost < best_cost:
+                best_cost = cost
+            spread = (tie + slot * SPREAD) & 0xFFFF
+            ranked.append((cost, spread, slot, worker, moves, (step, exposed, memory, handover)))
         if not ranked:
             return None
-        options: list[Option] = []
-        if self.explain:
-            ranked.sort()
-            options = [(one[3].card.id, one[0], one[5]) for one in ranked[:OPTIONS]]
-            best = ranked[0]
-        else:
-            best = min(ranked)
-        _, _, _, worker, moves, terms = best
-        return worker, terms[0], terms[1], moves, options
+        _, _, _, worker, moves, terms = min(ranked)
+        return worker, terms[0], terms[1], moves, ranked
 
     def _options(
         self, masked: np.ndarray, chosen: int, of: Callable[[int], tuple[float, ...]]
@@ -345,8 +372,7 @@ class Pairing:
             return None
         binding = self._finish_local(waiting, chosen, seconds, now)
         if binding and self.explain:
-            ranked.sort()
-            best = ranked[:OPTIONS]
+            best = nsmallest(OPTIONS, ranked)
             binding.decode_options = [(w.card.id, cost, (cost,)) for cost, _, _, w in best]
         return binding
 
@@ -374,7 +400,8 @@ class Pairing:
         self, waiting: Waiting, worker: Worker, seconds: float, now: float
     ) -> Binding | None:
         """`seconds`: until the first token; inf: as fast as the engine can."""
-        if worker.fit < self.need(waiting):
+        need = self.need(waiting)
+        if worker.fit < need:
             return None
         wait = worker.left_s(self.due(waiting, now), now)
         hit = self.hit(waiting, worker)
@@ -383,5 +410,5 @@ class Pairing:
         step = worker.step_next + worker.step_token * (waiting.prompt + waiting.output / 2)
         return Binding(
             waiting, "local", None, worker, waiting.prompt - hit, hit, wait, seconds - wait,
-            step, 0.0,
+            step, 0.0, need=need,
         )  # fmt: skip

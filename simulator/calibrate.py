@@ -109,7 +109,7 @@ def read(path: Path) -> Calibration:
     """Of a router's log the machine's cores are those that this process may use."""
     try:
         if path.is_dir():
-            names = [path / f"{LOG}.1", path / LOG]
+            names = [path / name for name in LOGS]
             text = b"".join(name.read_bytes() for name in names if name.exists())
         else:
             text = path.read_bytes()
@@ -122,4 +122,4 @@ def read(path: Path) -> Calibration:
     return calibration(text.splitlines(), len(os.sched_getaffinity(0)))
 
 
-LOG = "router.jsonl"
+LOGS = ("router.old.jsonl", "router.jsonl")

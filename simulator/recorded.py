@@ -11,6 +11,7 @@ A request is met by the rule of `metrics`; its gaps' p99 is the gateway's, from 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -59,7 +60,8 @@ class Log:
         found: Log | None = None
         for at, event in read(lines):
             if isinstance(event, Head):
-                found = Log(event)
+                if found is None or event.term != found.head.term:
+                    found = Log(event)  # else only the next file of the same life
             elif found is None:
                 raise LogError("line 1: expected the head of a router's log")
             else:
@@ -175,7 +177,7 @@ def _step(log: Log) -> tuple[float, float, float]:
     seconds: list[float] = []
     weights: list[float] = []
     for reports in log.reports.values():
-        for before, report in zip(reports, reports[1:], strict=False):
+        for before, report in itertools.pairwise(reports):
             if report.steps and report.running and report.running == before.running:
                 rows.append([1.0, report.running, (before.kv_tokens + report.kv_tokens) / 2])
                 seconds.append(report.step_seconds / report.steps)

@@ -29,12 +29,13 @@ def read(path: Path, name: str, seed: int) -> Trace:
     return Trace(name, items, HASH_TOKENS, span_s=WINDOW_S)
 
 
-def day(path: Path, name: str, seed: int, part: float = 0.1, first: int = 0) -> Trace:
-    """A day from window `first` on, shortened: of each window only the first `part` of its time.
-    Rates and lengths rise and fall as recorded; time itself is not squeezed."""
+def day(path: Path, name: str, seed: int, rate: float, part: float = 0.05) -> Trace:
+    """The first day, shortened: of each window only the first `part` of its time, at `rate`
+    requests/s on average. Rates and lengths rise and fall as recorded; time is not squeezed."""
     data = _load(path)
-    windows = range(first, min(first + round(86_400 / WINDOW_S), data["rate"].shape[1]))
-    scale = COUNT / (sum(_expected(data, one) for one in windows) / len(windows))
+    windows = range(min(round(86_400 / WINDOW_S), data["rate"].shape[1]))
+    expected = sum(_expected(data, one) for one in windows) / len(windows)
+    scale = rate * WINDOW_S / expected
     rng, length = np.random.default_rng(seed), WINDOW_S * part
     items = [
         replace(item, at=item.at + order * length)

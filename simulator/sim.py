@@ -28,9 +28,7 @@ from .worker import Job, Worker
 
 HOP_S = 5e-4  #: one message between gateway, router and worker
 REPORT_S = 0.5
-MAX_TOKENS = (
-    4096  #: what clients ask for who do not say: nobody knows an answer's length before it ends
-)
+MAX_TOKENS = 4096  #: asked for by who says nothing: nobody knows an answer's length in advance
 TICK_S = 1e-3  #: between two ticks of the router, at least
 SETTLE_S = 5.0  #: before the first arrival: the router has seen every worker join
 ARRIVE, WORK, FIRST, READY, REPORT, WAKE, HEAR, KILL, AGAIN, PLAN, ENTER = range(11)

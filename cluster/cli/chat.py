@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from .common import DEFAULT_ENDPOINT, Endpoint, error_message, fail, unreachable
+from .common import DEFAULT_ENDPOINT, ApiKey, Endpoint, error_message, fail, unreachable
 
 
 @dataclass(slots=True)
@@ -51,12 +51,14 @@ def chat(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     output: Annotated[str, typer.Option("-o", "--output", help="text or json")] = "text",
     endpoint: Endpoint = DEFAULT_ENDPOINT,
+    token: ApiKey = "",
 ) -> None:
     """Chat with the served model; shows route, TTFT and ITL after each answer."""
     if output not in ("text", "json"):
         fail(f"-o {output}: expected text or json", 2)
     messages = [{"role": "system", "content": system}] if system else []
-    client = httpx.Client(base_url=endpoint, timeout=httpx.Timeout(10, read=120))
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    client = httpx.Client(base_url=endpoint, headers=headers, timeout=httpx.Timeout(10, read=120))
     try:
         client.get("/health")  # connects, so that TTFT is the server's
     except httpx.HTTPError as error:

@@ -12,6 +12,9 @@ import typer
 Endpoint = Annotated[
     str, typer.Option("--endpoint", envvar="DIPTYCH_ENDPOINT", help="The gateway's URL.")
 ]
+ApiKey = Annotated[
+    str, typer.Option("--token", envvar="DIPTYCH_TOKEN", help="The API key, if one is needed.")
+]
 DEFAULT_ENDPOINT = "http://127.0.0.1:8000"
 DEFAULT_ADMIN = "http://127.0.0.1:8001"
 Token = Annotated[

@@ -75,7 +75,7 @@ def flip(
         found = _find(api.get("/admin/v1/cluster"), name)
         if found is None or found["role"] != to:
             fail((found or {}).get("note") or f"{name} did not become {to}")
-        typer.echo(f"done after {seconds:.1f} s")
+        typer.echo(f"done after {seconds:.2f} s")
 
 
 def _here(api: Admin) -> list[str]:

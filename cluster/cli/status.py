@@ -37,7 +37,7 @@ def status(
         if not watch:
             break
         time.sleep(WATCH_S)
-        typer.clear()
+        typer.echo("\x1b[2J\x1b[H", nl=False)  # an empty screen
     if cluster["state"] != "healthy":
         raise typer.Exit(3)
 

@@ -31,7 +31,7 @@ from .status import summarize
 log = logging.getLogger(__name__)
 
 ACTIONS = 200  #: that are remembered
-WATCH_S = 10.0  #: between two looks at the pools, for the metrics
+WATCH_S = 5.0  #: between two looks at the pools, for the metrics
 
 
 class Control:
@@ -102,9 +102,10 @@ class Control:
             seen = await self.pools.seen()
             changes = orders.scaling({pool: one.target for pool, one in seen.items()}, counts)
             changed = {one.pool: one.after for one in changes if one.before != one.after}
+            says = ", ".join(map(str, changes))
             told = {
                 "changes": [one._asdict() for one in changes],
-                "says": ", ".join(map(str, changes)),
+                "says": says,
                 "undo": orders.undo(changes),
                 "dry_run": dry_run,
             }
@@ -115,7 +116,7 @@ class Control:
                     raise ApiError("no_capacity", str(error)) from None
                 for one in changes:
                     self.tally.scale(one.pool, one.before, one.after)
-                self._note("scale", told["says"])
+                self._note("scale", says)
             return told
 
     async def drain(self, name: str, force: bool, hand_over: bool, dry_run: bool) -> dict[str, Any]:

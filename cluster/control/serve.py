@@ -109,4 +109,6 @@ class ServePools:
 def _controller() -> Any:
     from ray.serve.context import _get_global_client
 
-    return _get_global_client()._controller
+    client = _get_global_client()
+    assert client, "no Serve on this Ray cluster"
+    return client._controller

@@ -146,7 +146,7 @@ class Request:
             _without_prompt(alone(self.sampling, index)),
             self.salt,
             self.terms,
-            wire=f"{self.wire}.{index}.{self.attempts}",  # it may be taken apart again
+            wire=f"{self.wire}.{index}.0",  # it may be taken apart again
             answers=[self.answers[index]],
             prompt=self.prompt,
             route=self.route,

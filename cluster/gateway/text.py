@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import logging
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,16 +11,35 @@ from typing import Any
 
 import jinja2
 import jinja2.meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from ...engine.errors import WeightsError
 from ...engine.spec import read_json
 from .errors import ApiError
+from .sandbox import Sandbox
 
+log = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 64 << 20  #: of text and ids that the tokenizer remembers
+#: spaces, digits, contractions, accents (composed and not), scripts, emoji of several code points
+PROBE = (
+    "  Don't  we'LL\t\n\n\r\n x=3.14159;\u00a0caf\u00e9 cafe\u0301 \ufb01 \u1e9b\u0323 "
+    "\u4f60\u597d\uff0c\u4e16\u754c \u3053\u3093 \ud55c\uad6d "
+    "\u0645\u0631\u062d\u0628\u0627 \u0939\u093f\u0928\u094d\u0926\u0940 "
+    "\U0001f469\u200d\U0001f4bb\U0001f1e9\U0001f1ea \u200b\ufeff<|x|> [INST] </s> ..!? 1234567890 "
+)
 #: variables of a template that are not a request's to set
 GIVEN = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token"}
+#: what a template raises that does not like its input
+REFUSALS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+)
 END = 64  #: characters of a prompt's end that tell what the answer begins in
 
 
@@ -42,6 +62,7 @@ class Text:
             self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise WeightsError(f"{path} is not a tokenizer: {error}") from None
+        self._encoder = _fast_encoder(path, self.tokenizer)
         settings = folder / "tokenizer_config.json"
         self._settings = read_json(settings) if settings.exists() else {}
         self.template = self._find_template(folder) or ""  #: its source; empty: there is none
@@ -68,7 +89,7 @@ class Text:
     def _compile(self, source: str) -> jinja2.Template | None:
         if not source:
             return None
-        environment = ImmutableSandboxedEnvironment(
+        environment = self._sandbox = Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
 
@@ -105,17 +126,18 @@ class Text:
         specials = {name: self._special(name) for name in ("bos_token", "eos_token", "pad_token")}
         given = {"messages": messages, "add_generation_prompt": True, "tools": tools, **specials}
         try:
-            text = self._template.render(**(arguments or {}), **given)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            text = self._sandbox.text(self._template, {**(arguments or {}), **given})
+        except REFUSALS as error:
             said = " ".join(str(error).split())[:300]
             raise ApiError(
                 "invalid_request", f"the model's chat template refuses this: {said}", "messages"
             ) from None
-        return Prompt(self.tokenizer.encode(text, add_special_tokens=False).ids, text[-END:])
+        return Prompt(self.encode(text, specials=False), text[-END:])
 
     def encode(self, text: str, specials: bool = True) -> list[int]:
         """`specials`: with what the tokenizer puts around a text, such as a first id."""
-        return self.tokenizer.encode(text, add_special_tokens=specials).ids
+        ids: list[int] = self._encoder.encode(text, add_special_tokens=specials).ids
+        return ids
 
     @cached_property
     def vocab(self) -> int:
@@ -167,6 +189,31 @@ class Text:
         if not name or token in self._added or not self._byte_level:
             return self.piece(token).encode()
         return bytes(BYTE_OF.get(char, 0) for char in name)
+
+
+def _fast_encoder(path: Path, tokenizer: Tokenizer) -> Any:
+    """An encoder with the same ids as `tokenizer`, many times as fast; itself if there is none.
+
+    `fastokens` remembers what the segments between added tokens (a chat's turns) became: the next
+    turn of a conversation costs its new text only. Ids are compared once, on what is known to
+    differ between tokenizers.
+    """
+    try:
+        import fastokens
+
+        encoder = fastokens.Tokenizer.from_file(str(path))
+        encoder.enable_segment_cache(SEGMENT_BYTES)
+        names = "".join(one.content for one in tokenizer.get_added_tokens_decoder().values())
+        for text in (PROBE, names, names.join((PROBE, PROBE, ""))):
+            for specials in (False, True):
+                ids = tokenizer.encode(text, add_special_tokens=specials).ids
+                for _ in range(2):  # computed, and remembered
+                    if encoder.encode(text, add_special_tokens=specials).ids != ids:
+                        raise ValueError("ids differ")
+    except Exception as error:  # not installed, or a kind of tokenizer that it does not know
+        log.warning("%s is tokenized the slow way: %s", path, error)
+        return tokenizer
+    return encoder
 
 
 class PieceStream:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from ...kv_transfer.gauges import Histogram
 from ...router import Router
 from ...router.events import Event
+from ...router.goodput import MET
 from .page import Row
 
 DECIDE_S = tuple(1e-5 * 2**step for step in range(14))
@@ -21,9 +22,11 @@ class RouterTally:
 
     def rows(self) -> Iterator[Row]:
         router, tally = self._router, self._router.tally
-        for (slo_class, tenant, met), count in sorted(router.goodput.total.items()):
-            labels = {"slo_class": slo_class, "tenant": tenant, "met": met}
-            yield Row("goodput_requests_total", count, labels)
+        total = router.goodput.total
+        for slo_class, tenant in sorted({group[:2] for group in total}):
+            for met in MET:  # zeros too: a share needs both of its terms
+                labels = {"slo_class": slo_class, "tenant": tenant, "met": met}
+                yield Row("goodput_requests_total", total[slo_class, tenant, met], labels)
         for (decision, reason), count in sorted(tally.placed.items()):
             yield Row("routing_decisions_total", count, {"decision": decision, "reason": reason})
         for reason, count in sorted(tally.refused.items()):

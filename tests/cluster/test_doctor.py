@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from diptych.cluster.control.doctor import Doctor, parse_size
 from diptych.cluster.doctor import (
     CMA,
     RDMA,
@@ -25,7 +26,6 @@ from diptych.cluster.doctor import (
     transport_of,
     ucx_permits,
 )
-from diptych.cluster.control.doctor import Doctor, parse_size
 from diptych.cluster.gateway.errors import ApiError
 from diptych.kv_transfer import diagnosis
 from diptych.kv_transfer.diagnosis import Environment, Port

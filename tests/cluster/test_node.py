@@ -179,6 +179,31 @@ def test_prompt_logprobs_come_from_the_prefill_worker(folder: Path) -> None:
     asyncio.run(run())
 
 
+def test_two_workers_swap_roles_and_keep_what_they_hold(folder: Path) -> None:
+    async def run() -> None:
+        async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
+            ids, nodes = prompt(9, 400), bench.nodes
+            expected = await bench.ask(ids, "a")
+            nodes["decode/x"].submit(GATEWAY, f.Decode(("b", 0), 1, ids, SHORT, None))
+            with pytest.raises(AssertionError, match="jobs cannot be left"):
+                nodes["decode/x"].become("prefill")
+            nodes["decode/x"].hand_over()
+            assert bench.failed == [f.Failed(("b", 0), "decode/x", f.HANDOVER)]
+            bench.failed.clear()
+            await bench.until(lambda: not any(node.role.jobs for node in nodes.values()))
+            for name, role in (("decode/x", "prefill"), ("prefill/x", "decode")):
+                nodes[name].become(role)
+            before = {name: computed(bench, name) for name in nodes}
+            key = ("c", 0)
+            nodes["prefill/x"].submit(GATEWAY, f.Decode(key, 1, list(ids), SHORT, "decode/x"))
+            nodes["decode/x"].submit(GATEWAY, f.Prefill(key, 1, list(ids), SHORT, "prefill/x"))
+            assert await bench._answers(key, 1) == expected
+            assert computed(bench, "decode/x") - before["decode/x"] == 400 - 6 * 64, "cached"
+            assert all(node.statistics()["weight_loads"] == 1 for node in nodes.values())
+
+    asyncio.run(run())
+
+
 def test_a_prefix_is_fetched_from_the_peer_that_holds_it(folder: Path) -> None:
     async def run() -> None:
         async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:

@@ -28,7 +28,7 @@ class Event(NamedTuple):
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with running(tmp_path_factory.mktemp("resume") / "serve.log", "--demo") as cluster:
+    with running(tmp_path_factory.mktemp("resume") / "serve.log") as cluster:
         yield cluster
 
 
@@ -143,7 +143,7 @@ def test_at_the_end_streams_are_told_and_not_cut_off(live: Live) -> None:
     readers = [threading.Thread(target=read, args=(number,)) for number in range(4)]
     for reader in readers:
         reader.start()
-    eventually(lambda: live.worker("decode")["engine"]["running"] >= 2)
+    eventually(lambda: live.worker("decode")["engine"]["running"] >= 8)
     os.kill(live.process.pid, signal.SIGINT)
     for reader in readers:
         reader.join(60)

@@ -35,7 +35,7 @@ class Streams:
 
         self.expected = asyncio.run(learn())
         assert len(set(self.expected)) == self._count
-        self.longest_s = 0.0
+        self.longest_s = 0.0  # from here on
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -6,7 +6,6 @@ import random
 from dataclasses import replace
 
 import pytest
-
 from diptych.cluster.planner.core import (
     Bounds,
     Flip,

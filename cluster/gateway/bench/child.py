@@ -1,0 +1,72 @@
+"""One cluster's measurements in a process of their own: `python -m ...child OPTIONS_JSON`.
+
+Prints a JSON object as its last line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from .cluster import BenchError, Cluster, cluster
+from .measure import Load, build, flat, measure, paced, row
+
+SLOW_PACE = 10  #: tokens a second: 1,200 streams of it do not fill two cores
+HEALTHY, CROWD = 200, 1000
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    logging.disable(logging.WARNING)
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="diptych-bench-") as folder,
+            cluster(options["proxy"], Path(options["model"])) as found,
+        ):
+            client = build(Path(folder))
+            result = slow(found, client) if options["slow"] else rows(found, client, options)
+    except BenchError as error:
+        result = {"error": str(error)}
+    print(json.dumps(result))
+
+
+def rows(found: Cluster, client: Path, options: dict[str, Any]) -> dict[str, Any]:
+    made = []
+    for proxy, port in found.ports.items():
+        measure(found, port, Load(4, 60, 30), client)  # the first requests import and connect
+        for streams in options["streams"]:
+            for load in (flat(streams), paced(streams, options["seconds"])):
+                print(f"{proxy}: {load.streams} streams", file=sys.stderr)
+                made.append(row(load, proxy, measure(found, port, load, client)))
+    return {"rows": made}
+
+
+def slow(found: Cluster, client: Path) -> dict[str, Any]:
+    """Healthy clients alone, then among as many slow ones and others that go away."""
+    proxy, port = list(found.ports.items())[-1]
+    seconds = 20
+    alone = Load(HEALTHY, seconds * SLOW_PACE, SLOW_PACE, ramp_s=1.0)
+    crowd = Load(HEALTHY, seconds * SLOW_PACE, SLOW_PACE, CROWD, CROWD, seconds, ramp_s=1.0)
+    measure(found, port, Load(4, 60, 30), client)
+    told: dict[str, Any] = {"proxy": proxy, "healthy": HEALTHY, "slow": CROWD, "leavers": CROWD}
+    for name, load in (("alone", alone), ("crowd", crowd)):
+        print(f"{proxy}: {name}", file=sys.stderr)
+        result = measure(found, port, load, client)
+        told[name] = {
+            "itl_ms_p50": result.client["gap_p50_ms"],
+            "itl_ms_p99": result.client["gap_p99_ms"],
+            "failed": result.client["failed"],
+            "left": result.client["left"],
+            "gateway_mib": round(result.gateway_mib),
+            "gateway_us_per_token": round(result.cpu_us["gateway"], 1),
+        }
+    told["itl_p99_ratio"] = round(told["crowd"]["itl_ms_p99"] / told["alone"]["itl_ms_p99"], 3)
+    return {"slow": told}
+
+
+if __name__ == "__main__":
+    main()

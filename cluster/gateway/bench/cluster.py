@@ -1,0 +1,137 @@
+"""A cluster whose workers are token sources: the real gateway and router, under the real Serve."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .usage import Processes
+
+NAME = "bench"
+READY_S = 120.0
+STREAMS_MAX = 8192
+#: beside those of `launch.ENVIRONMENT`
+HAPROXY = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+}
+
+
+class BenchError(Exception):
+    """It cannot be measured here; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Where clients connect, by what stands in front of the gateway."""
+
+    ports: dict[str, int]  #: proxy: "python" or "haproxy"; "none": the gateway's own server
+    processes: Processes = field(default_factory=Processes)
+
+
+@contextlib.contextmanager
+def cluster(proxy: str, model: Path) -> Iterator[Cluster]:
+    """Starts it in this process: once, as Ray reads its switches at import. Raises BenchError."""
+    from ...launch import ENVIRONMENT
+
+    host, port = "127.0.0.1", free_port()
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if proxy == "haproxy":
+        ports = {"RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT"}
+        os.environ.update(HAPROXY, **{name: str(free_port()) for name in ports})
+    import ray
+    from ray import serve
+
+    temporary = tempfile.mkdtemp(prefix="dip", dir="/tmp")
+    try:
+        ray.init(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=100 << 20,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _temp_dir=temporary,
+            _node_ip_address=host,
+        )
+        serve.start(http_options={"host": host, "port": port})
+        serve.run(_application(model), name="diptych", blocking=False)
+        found = Cluster({proxy: port})
+        _wait(port)
+        if proxy == "haproxy":
+            found.ports["none"] = found.processes.listens("Gateway", range(30000, 31001))
+        yield found
+    finally:
+        with contextlib.suppress(Exception):
+            serve.shutdown()
+        ray.shutdown()
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _application(model: Path) -> Any:
+    from ray import serve
+
+    from ...config import ClusterConfig
+    from ...router_service import RouterService
+    from ..gateway import Gateway
+    from ..text import Text
+    from .workers import Worker
+
+    config = ClusterConfig.model_validate(
+        {
+            "gateway": {"max_streams": STREAMS_MAX, "grpc": "serve"},
+            "router": {"queue_max": STREAMS_MAX},
+            "silence_s": 10.0,
+        }
+    )
+    tree = config.model_dump()
+    ids = words(Text(model))
+
+    def deployment(cls: type, name: str, *arguments: Any) -> Any:
+        options = {"num_cpus": 0.01}
+        made: Any = serve.deployment(cls)
+        made = made.options(
+            name=name, max_ongoing_requests=2 * STREAMS_MAX, ray_actor_options=options
+        )
+        return made.bind(*arguments)
+
+    parts = [
+        deployment(RouterService, "Router", tree),
+        deployment(Worker, "PrefillWorker", "prefill", config.secret, ids),
+        deployment(Worker, "DecodeWorker", "decode", config.secret, ids),
+    ]
+    return deployment(Gateway, "Gateway", tree, str(model), NAME, parts)
+
+
+def words(text: Any) -> list[int]:
+    """Ids whose text is a space and letters: a client counts them by their spaces."""
+    pieces = ((token, text.piece(token)) for token in range(text.vocab))
+    return [token for token, piece in pieces if re.fullmatch(" [a-z]+", piece)][:1024]
+
+
+def _wait(port: int) -> None:
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5).close()
+            return
+        time.sleep(0.2)
+    raise BenchError(f"the cluster was not ready after {READY_S:.0f} s")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,285 @@
+"""Writes the Grafana dashboards in `dashboards/`, one JSON file each.
+
+    .venv/bin/python deploy/observability/dashboards.py            # rewrite
+    .venv/bin/python deploy/observability/dashboards.py --check    # exit 1 and name what is stale
+
+Typed builders of Grafana's own SDK (grafana-foundation-sdk). Queries ask for metrics of
+`cluster/metrics/catalogue.py` and for recording rules of `rules.yaml`; tests check every name.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from grafana_foundation_sdk.builders import dashboard as build
+from grafana_foundation_sdk.builders import prometheus, stat, timeseries
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.common import GraphDrawStyle
+from grafana_foundation_sdk.models.dashboard import (
+    DashboardCursorSync,
+    DataSourceRef,
+    GridPos,
+    VariableRefresh,
+)
+
+FOLDER = Path(__file__).parent / "dashboards"
+SOURCE = DataSourceRef("prometheus", "${datasource}")
+WIDTH, HEIGHT = 8, 8
+RATE = "$__rate_interval"
+
+
+class Panel(NamedTuple):
+    """`queries`: (PromQL, legend). `bars`: stacked, for counts."""
+
+    title: str
+    unit: str
+    queries: tuple[tuple[str, str], ...]
+    about: str = ""
+    number: bool = False  #: one value, no curve
+    bars: bool = False
+
+
+def quantiles(metric: str, by: str = "", where: str = 'model=~"$model"') -> tuple:
+    """p50, p95 and p99 of a histogram."""
+    groups = f"le, {by}" if by else "le"
+    legend = f" {{{{{by}}}}}" if by else ""
+    return tuple(
+        (
+            f"histogram_quantile({q}, sum by ({groups})"
+            f" (rate(diptych_{metric}_bucket{{{where}}}[{RATE}])))",
+            f"p{round(100 * q)}{legend}",
+        )
+        for q in (0.5, 0.95, 0.99)
+    )
+
+
+def rate(metric: str, by: str, where: str = 'model=~"$model"') -> tuple:
+    query = f"sum by ({by}) (rate(diptych_{metric}{{{where}}}[{RATE}]))"
+    return ((query, " ".join(f"{{{{{one}}}}}" for one in by.split(", "))),)
+
+
+def gauge(metric: str, by: str, where: str = 'model=~"$model"') -> tuple:
+    query = f"sum by ({by}) (diptych_{metric}{{{where}}})"
+    return ((query, " ".join(f"{{{{{one}}}}}" for one in by.split(", "))),)
+
+
+HELD = "free|cached"
+LATE = 'side="late", model=~"$model"'
+BOARDS: dict[str, tuple[str, list[Panel]]] = {
+    "slo-overview": (
+        "Diptych / SLO overview",
+        [
+            Panel(
+                "Goodput, 5 min",
+                "percentunit",
+                (("diptych:goodput:ratio5m", "{{slo_class}}"),),
+                "Share of requests that met TTFT and ITL targets, refusals counted as misses.",
+                number=True,
+            ),
+            Panel(
+                "Requests per second",
+                "reqps",
+                (('sum(rate(diptych_requests_total{model=~"$model"}[' + RATE + "]))", "all"),),
+                number=True,
+            ),
+            Panel("In flight", "short", gauge("inflight_requests", "model"), number=True),
+            Panel(
+                "Goodput by class", "percentunit", (("diptych:goodput:ratio5m", "{{slo_class}}"),)
+            ),
+            Panel(
+                "Requests by the targets they met",
+                "reqps",
+                rate("goodput_requests_total", "met"),
+                bars=True,
+            ),
+            Panel(
+                "Answers by status", "reqps", rate("requests_total", "code"), "499: the client left"
+            ),
+            Panel("Time to first token", "s", quantiles("request_ttft_seconds")),
+            Panel(
+                "Time between tokens",
+                "s",
+                quantiles("request_itl_seconds"),
+                "Every gap, the one of the hand-over included.",
+            ),
+            Panel(
+                "First to second token",
+                "s",
+                quantiles("request_first_gap_seconds"),
+                "Where the transfer would show.",
+            ),
+            Panel("Error budget burn, 1 h", "short", (("diptych:slo:burn1h", "{{slo_class}}"),)),
+            Panel(
+                "Goodput by tenant",
+                "reqps",
+                rate("goodput_requests_total", "tenant", 'met="both", model=~"$model"'),
+            ),
+            Panel(
+                "Retries and hand-overs",
+                "reqps",
+                rate("request_retries_total", "model") + rate("request_handovers_total", "model"),
+            ),
+        ],
+    ),
+    "pools": (
+        "Diptych / Pools",
+        [
+            Panel("Replicas", "short", gauge("replicas", "pool, state")),
+            Panel("Workers by home and role", "short", gauge("workers", "pool, role")),
+            Panel(
+                "Orders",
+                "ops",
+                rate("scale_actions_total", "pool, direction") + rate("flips_total", "from, to"),
+            ),
+            Panel("Running sequences", "short", gauge("running_requests", "pool, replica")),
+            Panel("Waiting sequences", "short", gauge("waiting_requests", "pool, replica")),
+            Panel(
+                "KV blocks in use",
+                "percentunit",
+                (
+                    (
+                        f'sum by (pool, replica) (diptych_kv_blocks{{state!~"{HELD}"}})'
+                        " / sum by (pool, replica) (diptych_kv_blocks)",
+                        "{{pool}} {{replica}}",
+                    ),
+                ),
+            ),
+            Panel("Step", "s", quantiles("step_duration_seconds", "phase")),
+            Panel("Rows of a step", "short", quantiles("batch_tokens", "pool")),
+            Panel("Prompt tokens computed", "short", rate("prefill_tokens_total", "pool")),
+            Panel("Preemptions", "ops", rate("preemptions_total", "pool, replica")),
+            Panel("Verified guesses", "short", rate("draft_tokens_total", "pool, result")),
+        ],
+    ),
+    "kv-fabric": (
+        "Diptych / KV fabric",
+        [
+            Panel("KV moved", "Bps", rate("kv_transfer_bytes_total", "direction")),
+            Panel("KV that arrived, by sender", "Bps", rate("kv_peer_bytes_total", "peer")),
+            Panel(
+                "Transport that ran",
+                "short",
+                (("sum by (transport) (diptych_kv_peer_transport)", "{{transport}}"),),
+                "Pairs of workers. `nixl (tcp)`: UCX fell back to TCP.",
+            ),
+            Panel("Transfer, write under way", "s", quantiles("kv_transfer_duration_seconds")),
+            Panel(
+                "Transfer, not hidden by prefill",
+                "s",
+                quantiles("kv_transfer_exposed_seconds"),
+                "What the first-to-second-token gap pays.",
+            ),
+            Panel("Failures", "ops", rate("kv_transfer_failures_total", "reason"), bars=True),
+            Panel("Open transfers", "short", gauge("kv_sessions", "state")),
+            Panel("Peers reached", "short", gauge("kv_peers", "pool, replica")),
+            Panel(
+                "Quarantined and orphaned blocks",
+                "short",
+                gauge("kv_blocks", "state, replica", 'state=~"quarantined|orphaned"'),
+                "Should be 0; quarantined ones wait for a peer that may still write.",
+            ),
+            Panel(
+                "Checksums, share of a core",
+                "percentunit",
+                rate("kv_transfer_checksum_seconds_total", "pool, replica"),
+            ),
+        ],
+    ),
+    "router-quality": (
+        "Diptych / Router quality",
+        [
+            Panel("Decisions", "reqps", rate("routing_decisions_total", "decision"), bars=True),
+            Panel("How pairs were found", "reqps", rate("routing_decisions_total", "reason")),
+            Panel("Refusals", "reqps", rate("rejected_total", "reason"), bars=True),
+            Panel(
+                "Waiting requests",
+                "short",
+                gauge("queue_depth", "model") + gauge("queue_late", "model"),
+                "All, and those that cannot be in time any more.",
+            ),
+            Panel("Wait for a worker", "s", quantiles("queue_wait_seconds")),
+            Panel("Time of a decision", "s", quantiles("routing_duration_seconds")),
+            Panel(
+                "Prefix hits",
+                "percentunit",
+                (("diptych:prefix_hit:ratio5m", "of prompt tokens"),),
+            ),
+            Panel(
+                "First token later than predicted",
+                "s",
+                quantiles("ttft_prediction_error_seconds", where=LATE),
+            ),
+            Panel(
+                "Predictions by side",
+                "reqps",
+                rate("ttft_prediction_error_seconds_count", "side"),
+                "Both sides should be about as frequent.",
+            ),
+        ],
+    ),
+}
+
+
+def variables(board: build.Dashboard) -> build.Dashboard:
+    source = build.DatasourceVariable("datasource").label("Data source").type("prometheus")
+    model = (
+        build.QueryVariable("model")
+        .label("Model")
+        .datasource(SOURCE)
+        .query("label_values(diptych_build_info, model)")
+        .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .include_all(True)
+        .all_value(".*")
+        .multi(True)
+    )
+    return board.with_variable(source).with_variable(model)
+
+
+def panel(one: Panel, place: int):  # type: ignore[no-untyped-def]
+    """The builder of one panel; `place` counts from the top left."""
+    made = stat.Panel() if one.number else timeseries.Panel()
+    made = made.title(one.title).unit(one.unit).datasource(SOURCE).description(one.about)
+    across = 24 // WIDTH
+    x, y = place % across * WIDTH, place // across * HEIGHT
+    made = made.grid_pos(GridPos(h=HEIGHT, w=WIDTH, x=x, y=y))
+    if not one.number:
+        made = made.min(0).fill_opacity(40 if one.bars else 10)
+        made = made.draw_style(GraphDrawStyle.BARS if one.bars else GraphDrawStyle.LINE)
+    for index, (query, legend) in enumerate(one.queries):
+        target = prometheus.Dataquery().expr(query).legend_format(legend).ref_id(chr(65 + index))
+        made = made.with_target(target)
+    return made
+
+
+def board(name: str) -> str:
+    """One dashboard as JSON."""
+    title, panels = BOARDS[name]
+    made = build.Dashboard(title).uid(f"diptych-{name}").tags(["diptych"]).refresh("30s")
+    made = variables(made.time("now-1h", "now").tooltip(DashboardCursorSync.CROSSHAIR))
+    for place, one in enumerate(panels):
+        made = made.with_panel(panel(one, place))
+    return JSONEncoder(sort_keys=True, indent=2).encode(made.build()) + "\n"
+
+
+def generated() -> dict[Path, str]:
+    return {FOLDER / f"{name}.json": board(name) for name in BOARDS}
+
+
+def main(arguments: list[str]) -> int:
+    if arguments not in ([], ["--check"]):
+        print(__doc__)
+        return 2
+    files = generated()
+    stale = [path for path in FOLDER.glob("*.json") if path not in files]
+    stale += [path for path, text in files.items() if not path.exists() or path.read_text() != text]
+    for path in stale:
+        print(f"{'not current' if arguments else 'wrote'}: {path.name}")
+        if not arguments:
+            path.write_text(files[path]) if path in files else path.unlink()
+    return 1 if arguments and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

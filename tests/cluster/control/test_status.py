@@ -1,0 +1,95 @@
+"""The cluster at a glance, from everybody's statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diptych.cluster.cli.status import headline, pool_row
+from diptych.cluster.config import ClusterConfig
+from diptych.cluster.control.serve import Seen
+from diptych.cluster.control.status import summarize
+
+
+def worker(name: str, role: str = "", **fields: Any) -> dict[str, Any]:
+    home = name.partition("/")[0]
+    blocks = {"total": 100, "active": 20, "reserved": 5, "free": 75, "cached": 0}
+    engine = {"kv_blocks": blocks, "running": 3, "ready": 1, "prefilling": 0, "waiting": 2}
+    given = {"id": name, "home": home, "role": role or home, "state": "ready", "jobs": 4}
+    return {**given, "engine": engine, "note": "", **fields}
+
+
+REQUESTS = {"running": 2, "finished": 8, "good": 6, "refused": 2, "cancelled": 1, "retries": 0}
+GATEWAY = {"id": "gateway/a", "pid": 1, "model": "demo", "uptime_s": 90.0, "requests": REQUESTS}
+ROUTER = {
+    "pid": 2,
+    "waiting": 7,
+    "hit_tokens": 25,
+    "prompt_tokens": 100,
+    "recent": {"ttft_p95_ms": 312.4, "itl_p95_ms": 24.08},
+    "loading": {},
+    "gateways": [GATEWAY, {**GATEWAY, "id": "gateway/b", "uptime_s": 30.0}],
+}
+WORKERS = [worker("prefill/a"), worker("decode/a"), worker("decode/b")]
+
+
+def seen(prefill: int = 1, decode: int = 2, **more: Seen) -> dict[str, Seen]:
+    pools = {"prefill": Seen(prefill, [], [], []), "decode": Seen(decode, [], [], [])}
+    return pools | more
+
+
+def told(workers: list[dict], router: dict | None = ROUTER, **more: Any) -> dict[str, Any]:
+    return summarize(ClusterConfig(), seen(**more), router, workers)
+
+
+def test_a_whole_cluster_is_healthy_and_its_gateways_are_added_up() -> None:
+    cluster = told(WORKERS)
+    assert cluster["state"] == "healthy" and cluster["missing"] == []
+    assert cluster["requests"] == {name: 2 * count for name, count in REQUESTS.items()}
+    assert headline(cluster).startswith(
+        "HEALTHY   model demo   up 90 s   running 4   goodput 60.0%"
+    )
+    prefill, decode = (pool_row(name, pool) for name, pool in cluster["pools"].items())
+    assert prefill == (
+        *("prefill", "1/1", "1", "1 prefill", "cpu", "9", "4", "25%", "25%", "312 ms", "-", ""),
+    )
+    assert decode == (
+        *("decode", "2/2", "2", "2 decode", "cpu", "4", "8", "25%", "-", "-", "24.1 ms", ""),
+    )
+
+
+def test_a_flipped_worker_counts_at_home_and_works_elsewhere() -> None:
+    pools = told([*WORKERS[:2], worker("decode/b", "prefill")])["pools"]
+    assert pools["decode"]["ready"] == 2
+    assert pools["decode"]["roles"] == {"decode": 1, "prefill": 1}
+    assert pools["prefill"]["running"] == 8, "what it does is counted where it does it"
+    assert pools["decode"]["notes"] == ["decode/b works as prefill"]
+
+
+def test_who_is_told_to_drain_is_no_defect_but_who_leaves_is_gone() -> None:
+    draining = [*WORKERS[:2], worker("decode/b", state="draining")]
+    cluster = told(draining)
+    assert cluster["state"] == "healthy"
+    assert cluster["pools"]["decode"]["notes"] == ["decode/b draining (4 left)"]
+    leaving = [*WORKERS[:2], worker("decode/b", state="leaving")]
+    assert told(leaving)["pools"]["decode"]["ready"] == 1
+    assert told(leaving)["state"] == "degraded" and told(leaving, decode=1)["state"] == "healthy"
+
+
+def test_what_is_missing_is_named() -> None:
+    assert told(WORKERS[:1])["missing"] == ["decode"]
+    assert told(WORKERS, None)["missing"] == ["router"]
+    assert told(WORKERS, {**ROUTER, "gateways": []})["missing"] == ["gateway"]
+    only = [worker("prefill/a"), worker("decode/a", state="flipping")]
+    assert told(only, decode=1)["missing"] == ["decode"], "whoever flips serves nobody now"
+    never = ClusterConfig.model_validate({"router": {"disaggregate": "never"}})
+    assert summarize(never, seen(0), ROUTER, WORKERS[1:])["state"] == "healthy"
+
+
+def test_a_worker_that_loads_or_does_not_come_up_is_noted() -> None:
+    router = {**ROUTER, "loading": {"decode/new": ("loading weights, layer 3/4", 0.75)}}
+    starting = Seen(3, [], ["new"], [])
+    notes = told(WORKERS, router, decode=starting.target)["pools"]["decode"]["notes"]
+    assert notes == ["decode/new loading weights, layer 3/4 (75 %)"]
+    failed = Seen(2, [], [], [], "ConfigError: no memory")
+    cluster = summarize(ClusterConfig(), {**seen(), "decode": failed}, ROUTER, WORKERS)
+    assert cluster["pools"]["decode"]["notes"] == ["ConfigError: no memory"]

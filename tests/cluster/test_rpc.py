@@ -1,0 +1,142 @@
+"""gRPC's methods as Serve's proxies call them, and what requests become."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+from diptych.cluster.gateway import rpc
+from diptych.cluster.gateway.errors import KINDS, ApiError
+from diptych.cluster.gateway.keys import Door
+from diptych.protos import inference_pb2 as pb
+from google.rpc import error_details_pb2, status_pb2
+
+
+class Context:
+    """The part of Serve's context that is used."""
+
+    def __init__(self, **metadata: str) -> None:
+        self._metadata = [(name.replace("_", "-"), value) for name, value in metadata.items()]
+        self.code: Any = None
+        self.details, self.trailing = "", {}
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return self._metadata
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        self.code = code
+
+    def set_details(self, details: str) -> None:
+        self.details = details
+
+    def set_trailing_metadata(self, pairs: list) -> None:
+        self.trailing = dict(pairs)
+
+
+class Broken:
+    """A gateway that fails in a way of `error`."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error, self.door = error, Door(None)
+        self.classes, self.model = ("interactive",), "demo"
+        self.tally = SimpleNamespace(refused=lambda code: None)
+
+    async def prepare(self, *_: object) -> None:
+        raise self.error
+
+
+def chat(error: Exception, context: Context) -> list[pb.ChatResponse]:
+    async def call() -> list[pb.ChatResponse]:
+        asked = pb.ChatRequest(messages=[pb.Message(role="user", content="x")], request_id="r")
+        gateway: Any = Broken(error)
+        return [reply async for reply in rpc.Inference(gateway).Chat(asked, context)]
+
+    return asyncio.run(call())
+
+
+@pytest.mark.parametrize("reason", KINDS)
+def test_an_error_is_a_status_with_details_and_a_last_message_and_never_raised(reason: str) -> None:
+    context = Context()
+    [reply] = chat(ApiError(reason, "no", "field", retry_after_s=2.5), context)
+    assert context.code == KINDS[reason].grpc and context.details == "no"
+    status = status_pb2.Status.FromString(context.trailing["grpc-status-details-bin"])
+    assert (status.code, status.message) == (context.code.value[0], "no")
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    assert status.details[0].Unpack(info)
+    assert (info.reason, info.domain, info.metadata["param"]) == (reason, "diptych", "field")
+    assert len(status.details) == 1 + KINDS[reason].retry
+    if KINDS[reason].retry:
+        assert status.details[1].Unpack(retry) and retry.retry_delay.ToSeconds() == 3
+    assert reply.error.reason == reason and reply.request_id == "r" and not reply.HasField("usage")
+    assert bool(reply.error.retry_after_s) == KINDS[reason].retry
+
+
+def test_nothing_of_an_unforeseen_error_reaches_the_client() -> None:
+    context = Context()
+    [reply] = chat(ZeroDivisionError("secret detail"), context)
+    assert context.code == grpc.StatusCode.INTERNAL
+    assert "secret" not in context.details and "secret" not in str(reply)
+
+
+def test_terms_come_from_metadata_as_from_headers() -> None:
+    context = Context(x_slo_class="gold")
+    [reply] = chat(AssertionError("was prepared"), context)
+    assert context.code == grpc.StatusCode.INVALID_ARGUMENT and reply.error.param == "x-slo-class"
+
+
+def test_a_request_becomes_the_body_of_the_http_api() -> None:
+    sampling = pb.Sampling(
+        top_p=0.9,
+        top_k=3,
+        logit_bias={7: -1.5},
+        stop=["a", "b"],
+        logprobs=2,
+        json_object=True,
+        grammar="start: x",
+        ignore_eos=True,
+        presence_penalty=0.0,
+    )
+    asked = pb.ChatRequest(
+        model="m",
+        messages=[
+            pb.Message(role="user", content=""),
+            pb.Message(role="assistant", tool_calls='[{"id": "c"}]'),
+        ],
+        temperature=0.7,  # a float: 0.699999988 in single precision
+        sampling=sampling,
+        tools='[{"type": "function"}]',
+        tool_choice="auto",
+        chat_template_kwargs='{"enable_thinking": false}',
+    )
+    assert json.loads(rpc._chat_body(asked)) == {
+        "model": "m",
+        "messages": [
+            {"role": "user", "content": ""},
+            {"role": "assistant", "tool_calls": [{"id": "c"}]},
+        ],
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 3,
+        "presence_penalty": 0.0,
+        "logit_bias": {"7": -1.5},
+        "stop": ["a", "b"],
+        "ignore_eos": True,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "response_format": {"type": "json_object"},
+        "guided_grammar": "start: x",
+        "tools": [{"type": "function"}],
+        "tool_choice": "auto",
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+
+
+def test_every_field_of_sampling_is_one_that_the_http_api_knows() -> None:
+    from diptych.cluster.gateway.completions import CompletionRequest
+
+    known = set(CompletionRequest.model_fields) | {"grammar", "json_object"}
+    assert set(pb.Sampling.DESCRIPTOR.fields_by_name) <= known

@@ -1,0 +1,132 @@
+"""Goodput maths, stages, deciles, the knee; and what a document says of its own weakness."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from diptych.loadtests import outcomes as o
+from diptych.loadtests import server
+from diptych.loadtests.arrivals import Stage
+from diptych.loadtests.endpoint import Facts
+from diptych.loadtests.outcomes import Outcome
+from diptych.loadtests.plan import Plan
+from diptych.loadtests.result import Client, assemble
+from diptych.simulator.metrics import Slo
+
+SLO = Slo.of("ttft=500ms,itl=50ms")
+FACTS = Facts("http://x", "m", 4096, ("a", "b"), 3, True, True, "diptych")
+
+
+def outcome(ttft_ms: float, *gaps_ms: float, **fields: object) -> Outcome:
+    gaps = [gap / 1e3 for gap in gaps_ms]
+    values = {"id": "r", "at": 0.0, "sent": 0.0, "output": len(gaps) + 1, **fields}
+    whole = ttft_ms / 1e3 + sum(gaps)
+    return Outcome(**values, ttft_s=ttft_ms / 1e3, e2e_s=whole, gaps_s=gaps)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("one", "missed"),
+    [
+        (outcome(500, 50, 50), ""),
+        (outcome(501, 1, 1), "ttft"),
+        (outcome(1, 120), "itl"),  # one gap, the hand-over's: it counts
+        (outcome(1, 140, *[1] * 18), ""),  # 19 gaps: their mean alone is judged
+        (outcome(1, 140, *[1] * 19), "itl"),  # 20 gaps: 1 late of 20 is more than 1 %
+        (outcome(1, 140, *[1] * 99), ""),  # 100 gaps: 1 late is 1 %
+        (outcome(1, 140, 140, *[1] * 98), "itl"),
+        (outcome(1), ""),  # one token, no gap
+        (outcome(1, 1, error="429 queue_full"), "error"),
+        (outcome(math.nan), "ttft"),
+    ],
+)
+def test_a_request_is_met_by_first_token_mean_gap_and_p99(one: Outcome, missed: str) -> None:
+    assert one.missed(SLO) == missed
+
+
+def test_goodput_counts_failures_as_offered() -> None:
+    found = [outcome(100, 10), outcome(900, 10), outcome(100, error="timeout"), outcome(200, 10)]
+    figures = o.summarize(found, SLO, span_s=4.0)
+    assert (figures["goodput"], figures["good_per_s"], figures["offered_per_s"]) == (0.5, 0.5, 1.0)
+    assert figures["missed"] == {"ttft": 1, "error": 1} and figures["errors"] == {"timeout": 1}
+    assert figures["ttft_ms"]["mean"] == pytest.approx(400)  # of those served
+    assert figures["second_token_ms"]["max"] == pytest.approx(10)
+
+
+def test_nothing_offered_has_no_goodput() -> None:
+    figures = o.summarize([], SLO, 1.0)
+    assert figures["goodput"] is None and figures["ttft_ms"] == {}
+
+
+def test_the_knee_lies_between_the_last_stage_that_holds_and_the_first_that_does_not() -> None:
+    rows = [{"offered_per_s": rate, "goodput": good} for rate, good in ((1, 1), (2, 1), (4, 0.8))]
+    assert o.knee(rows, 0.9) == pytest.approx(3.0)  # half way down from 1 to 0.8
+    assert o.knee(rows, 0.5) == 4 and o.knee(rows[2:], 0.9) is None
+
+
+def test_stages_have_rates_of_their_own_and_unreached_ones_are_left_out() -> None:
+    stages = [Stage("a", 0, 2, 1), Stage("b", 2, 4, 2), Stage("c", 4, 6, 4)]
+    found = [outcome(1), outcome(1, stage=1), outcome(900, stage=1)]
+    rows = o.by_stage(found, stages, SLO)
+    assert [(row["label"], row["offered_per_s"], row["goodput"]) for row in rows] == [
+        ("a", 0.5, 1.0),
+        ("b", 1.0, 0.5),
+    ]
+
+
+def test_deciles_go_by_prompt_length() -> None:
+    found = [outcome(1 if n < 10 else 900, prompt=n) for n in range(20)]
+    rows = o.deciles(found, SLO)
+    assert [row["goodput"] for row in rows] == [1.0] * 5 + [0.0] * 5
+    assert rows[-1] == {"longest": 19, "requests": 2, "goodput": 0.0}
+    assert o.deciles(found[:3], SLO)[0]["requests"] == 1 and o.deciles([], SLO) == []
+
+
+def test_the_timeline_accounts_for_every_request() -> None:
+    found = [outcome(100, at=n / 10, sent=n / 10) for n in range(50)]
+    rows = o.timeline(found, SLO, 5.0)
+    width = rows[1]["at_s"]
+    assert sum(row["offered_per_s"] for row in rows) * width == pytest.approx(50)
+    assert sum(row["running"] for row in rows) * width == pytest.approx(50 * 0.1, rel=0.03)
+
+
+def test_a_document_says_what_weakens_it() -> None:
+    plan = Plan(duration=10.0, gate="goodput>=0.9")
+    facts = Facts("http://x", "m", 4096, ("a", "b"), 3, ignore_eos=False, usage=False)
+    late = [outcome(100, 1, at=1.0, sent=2.0), outcome(100, 1, output=9)]
+    busy = Client(processes={"a": (9.5, 10.0), "b": (1.0, 10.0)})
+    run = assemble(plan, facts, late, busy, {}, {"skipped": 3, "started": "now"})
+    told = " ".join(run["warnings"])
+    for reason in ("95% of a core", "late", "upper limits", "a piece counts", "2.8 tokens", "3 req"):
+        assert reason in told
+    assert run["gates"] == [{"gate": "goodput>=0.9", "holds": True}]
+    quiet = assemble(plan, FACTS, [outcome(100, 1)], Client(), {}, {})
+    assert quiet["warnings"] == []
+
+
+PROMETHEUS = """# HELP diptych_request_ttft_seconds x
+# TYPE diptych_request_ttft_seconds histogram
+diptych_request_ttft_seconds_bucket{slo_class="a",le="+Inf"} 7
+diptych_request_ttft_seconds_sum{slo_class="a"} 1.5
+diptych_request_ttft_seconds_count{slo_class="a"} 5
+diptych_request_ttft_seconds_sum{slo_class="b c"} 0.5
+diptych_request_ttft_seconds_count{slo_class="b c"} 2
+diptych_request_output_tokens_sum 210
+"""
+
+
+def test_the_servers_counters_are_summed_over_labels_and_compared_by_difference() -> None:
+    before = {"requests": 3.0, "firsts": 3.0, "ttft_s": 1.0, "output_tokens": 10.0}
+    told = server.difference(before, server.from_metrics(PROMETHEUS))
+    assert (told["requests"], told["output_tokens"]) == (4, 200)
+    assert told["ttft_ms_mean"] == pytest.approx(250)  # (2.0 - 1.0) s / 4
+    ours = {"served": 4, "output_tokens": 210, "ttft_ms": {"mean": 260.0}, "server_ttft_ms": {}}
+    rows = {row["figure"]: row["deviation"] for row in server.compare(told, ours, path_s=0.010)}
+    assert rows["requests answered"] == 0 and rows["output tokens"] == pytest.approx(0.05)
+    assert rows["TTFT mean, ms"] == pytest.approx(0.04)
+    assert rows["TTFT mean + way there, ms"] == pytest.approx(0)
+    assert server.from_metrics("vllm:generation_tokens_total 5\n") == {"output_tokens": 5}
+
+
+def test_a_server_that_cannot_be_asked_is_left_out() -> None:
+    assert server.counted("http://127.0.0.1:9/metrics", "http://127.0.0.1:9") == {}

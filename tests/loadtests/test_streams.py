@@ -1,0 +1,188 @@
+"""HTTP and SSE as bytes, and whole streams from servers that behave and that do not."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from diptych.loadtests import echo
+from diptych.loadtests.endpoint import Client, Facts, Reader, ask, refusal, server_ttft_s
+from diptych.loadtests.errors import LoadError
+from diptych.loadtests.outcomes import Outcome
+from diptych.loadtests.sse import Events, ProtocolError, Response
+
+HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: text/event-stream\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def said(text: str | None = None, finish: str | None = None, usage: dict | None = None) -> bytes:
+    delta = {"content": text} if text is not None else {"role": "assistant", "content": ""}
+    body: dict = {"choices": [{"delta": delta, "finish_reason": finish}]}
+    if usage:
+        body = {"choices": [], "usage": usage}
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+@pytest.mark.parametrize("step", [1, 2, 7, 1000])
+def test_a_response_is_the_same_however_its_bytes_arrive(step: int) -> None:
+    events = said() + said("a") + b"data: [DONE]\r\n\r\n"
+    raw = HEAD + chunk(events[:11]) + chunk(events[11:]) + b"0\r\n\r\n"
+    response, reader, found = Response(), Events(), []
+    for at in range(0, len(raw), step):
+        found += reader.feed(response.feed(raw[at : at + step]))
+    assert response.done and response.reusable and response.status == 200
+    assert [data for _, data in found] == [said()[6:-2], said("a")[6:-2], b"[DONE]"]
+
+
+def test_bodies_of_a_known_length_and_of_closed_connections() -> None:
+    known, closed = Response(), Response()
+    assert known.feed(b"HTTP/1.1 429 No\r\ncontent-length: 3\r\n\r\nabcX") == b"abc"
+    assert known.done and known.status == 429
+    assert closed.feed(b"HTTP/1.0 200 OK\r\nconnection: close\r\n\r\nab") == b"ab"
+    assert not closed.done and closed.feed(b"") == b"" and closed.done and not closed.reusable
+
+
+@pytest.mark.parametrize("raw", [b"", b"SSH-2.0-x\r\n\r\n", HEAD, HEAD + chunk(b"ab")])
+def test_what_is_cut_short_or_is_no_http_is_an_error(raw: bytes) -> None:
+    response = Response()
+    with pytest.raises(ProtocolError):
+        response.feed(raw)
+        response.feed(b"")
+
+
+def test_every_piece_with_text_is_a_token_time_and_the_usage_counts_tokens() -> None:
+    one = Outcome("x", 0, 0)
+    reader = Reader(one, sent=10.0)
+    reader.feed(10.1, said())  # the role alone is no token
+    reader.feed(10.2, said("a"))
+    reader.feed(10.5, said("b") + said("c"))
+    used = {"prompt_tokens": 9, "completion_tokens": 4}
+    cached = {"prompt_tokens_details": {"cached_tokens": 8}}
+    reader.feed(10.6, said("", "stop") + said(usage=used | cached))
+    reader.finish()
+    assert one.ttft_s == pytest.approx(0.2) and one.gaps_s == pytest.approx([0.3, 0.0])
+    assert (one.prompt, one.output, one.cached, one.error) == (9, 4, 8, "")
+    assert one.e2e_s == pytest.approx(0.5) and one.tpot_s == pytest.approx(0.1)
+
+
+def test_a_stream_without_an_end_or_with_an_error_is_a_failure() -> None:
+    cut, broken = Outcome("x", 0, 0), Outcome("y", 0, 0)
+    Reader(cut, 0.0).finish()
+    reader = Reader(broken, 0.0)
+    reader.feed(1.0, said("a") + b'event: error\ndata: {"error": {"message": "gone"}}\n\n')
+    reader.finish()
+    assert (cut.error, broken.error) == ("ended early", "error in mid-stream")
+    assert math.isnan(cut.e2e_s)
+
+
+def test_refusals_and_the_servers_own_time_are_understood() -> None:
+    assert refusal(429, b'{"error": {"code": "queue_full"}}') == "429 queue_full"
+    assert refusal(502, b"<html>") == "502"
+    assert server_ttft_s("queue;dur=10.0, prefill;dur=20.5, kv;dur=3") == pytest.approx(0.0305)
+    assert math.isnan(server_ttft_s("total;dur=1"))
+
+
+@contextmanager
+def serving(answer: Callable[[bytes], bytes], requests: int = 1) -> Iterator[str]:
+    """`answer(request)`, at most `requests` on a connection, then it is closed."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def connected(connection: socket.socket) -> None:
+        for _ in range(requests):
+            data = b""
+            while b"\r\n\r\n" not in data:
+                got = connection.recv(65536)
+                if not got:
+                    return connection.close()
+                data += got
+            head, _, body = data.partition(b"\r\n\r\n")
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            while len(body) < length:
+                body += connection.recv(65536)
+            connection.sendall(answer(head + b"\r\n\r\n" + body))
+        return connection.close()
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=connected, args=(connection,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+def facts(url: str) -> Facts:
+    return Facts(url, "m", 4096, ("a", "b"), 3, ignore_eos=True, usage=True)
+
+
+def test_a_connection_that_the_server_gave_up_is_no_failure() -> None:
+    stream = HEAD + chunk(said("a") + said("b", "length")) + b"0\r\n\r\n"
+    with serving(lambda _: stream) as url:
+        client = Client(facts(url))
+        for number in range(3):
+            one = Outcome(f"{number}", 0, 0)
+            assert client.chat(one, [{"role": "user", "content": "x"}], 2) == "ab"
+            assert not one.error and len(one.gaps_s) == 1
+
+
+def test_failures_are_told_by_name() -> None:
+    refused = b'HTTP/1.1 429 No\r\ncontent-length: 31\r\n\r\n{"error":{"code":"queue_full"}} '
+    half = HEAD + chunk(said("a"))
+    for answer, told in ((refused, "429 queue_full"), (half, "mid-answer"), (b"?", "mid-answer")):
+        with serving(lambda _, answer=answer: answer) as url:
+            one = Outcome("x", 0, 0)
+            Client(facts(url)).chat(one, [], 1)
+            assert told in one.error
+    gone = Outcome("x", 0, 0)
+    Client(facts("http://127.0.0.1:9")).chat(gone, [], 1)
+    assert gone.error == "ConnectionRefusedError"
+
+
+def plain(body: dict, status: str = "200 OK") -> bytes:
+    data = json.dumps(body).encode()
+    return b"HTTP/1.1 %s\r\ncontent-length: %d\r\n\r\n%s" % (status.encode(), len(data), data)
+
+
+def test_a_peer_without_our_extensions_is_asked_once_and_taken_as_it_is() -> None:
+    """It refuses `ignore_eos` and `stream_options`, tells no context, closes every connection."""
+
+    def answer(request: bytes) -> bytes:
+        head, _, body = request.partition(b"\r\n\r\n")
+        if head.startswith(b"GET"):
+            return plain({"data": [{"id": "peer-7b", "owned_by": "peer"}]})
+        asked = json.loads(body)
+        if asked.keys() & {"ignore_eos", "stream_options"}:
+            return plain({"error": {"code": "unknown_field"}}, "400 Bad Request")
+        words = len(asked["messages"][0]["content"].split())
+        return plain({"usage": {"prompt_tokens": 20 + words, "completion_tokens": 1}})
+
+    with serving(answer) as url:
+        found = ask(f"{url}/v1")
+    assert (found.model, found.server, found.context) == ("peer-7b", "peer", 4096)
+    assert not found.ignore_eos and not found.usage and found.template == 20
+
+
+def test_an_endpoint_that_is_not_there_is_one_sentence() -> None:
+    with pytest.raises(LoadError, match=r"no endpoint at http://127.0.0.1:9 .*diptych serve"):
+        ask("http://127.0.0.1:9")
+
+
+def test_the_client_measures_its_own_error_on_loopback() -> None:
+    found = echo.measure()
+    assert found["chunks"] == echo.STREAMS * echo.CHUNKS
+    assert 0 < found["late_us"]["p50"] and found["gap_error_us"]["p50"] >= 0

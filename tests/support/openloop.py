@@ -1,0 +1,46 @@
+"""A trace against a live cluster, each request at its time whatever became of the others."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import httpx
+from diptych.simulator.trace import Request
+
+from .live import Live
+
+
+def play(live: Live, requests: list[Request], vocabulary: int, seed: int = 0) -> None:
+    """Random ids as prompts and answers of exactly the trace's lengths; what came of each stands in
+    the router's log. Prompts share no prefix: the seed gives them different ids."""
+    asyncio.run(_play(live, requests, vocabulary, random.Random(seed)))
+
+
+async def _play(
+    live: Live, requests: list[Request], vocabulary: int, draw: random.Random
+) -> None:
+    url = f"{live.url}/v1/completions"
+    model = httpx.get(f"{live.url}/v1/models", timeout=30).json()["data"][0]["id"]
+
+    async def one(client: httpx.AsyncClient, request: Request, ids: list[int]) -> None:
+        await asyncio.sleep(request.at)
+        body = {
+            "model": model,
+            "prompt": ids,
+            "max_tokens": request.output,
+            "min_tokens": request.output,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+        }
+        async with client.stream("POST", url, json=body) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            async for _ in answer.aiter_raw():
+                pass
+
+    client = httpx.AsyncClient(timeout=300, limits=httpx.Limits())
+    async with client, asyncio.TaskGroup() as group:
+        for request in requests:
+            ids = [draw.randrange(3, vocabulary) for _ in range(request.prompt)]
+            group.create_task(one(client, request, ids))

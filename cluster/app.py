@@ -23,7 +23,7 @@ from .worker import Worker
 HEALTH: dict[str, Any] = {"health_check_period_s": 1.0, "health_check_timeout_s": 5.0}
 CPUS = 0.01  #: Ray does not count cores here: the engine's threads are a setting
 ANYWHERE: dict[str, Any] = {"num_cpus": CPUS}
-#: there operators find it, and Ray's head may offer no cores
+#: where the URLs lead, if the Serve config says nothing else; Ray's head may offer no cores
 HEAD: dict[str, Any] = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
 SHUTDOWN: dict[str, Any] = {
     "graceful_shutdown_wait_loop_s": 0.2,
@@ -35,7 +35,7 @@ def build(config: ClusterConfig, model: Path, name: str) -> serve.Application:
     """The application for one model. `model` must be readable on every node."""
     tree = config.model_dump()
     tree["model"]["name"] = name
-    router = _deployment(RouterService, "Router", 1).bind(tree)
+    router = _deployment(RouterService, "Router", 1, HEAD).bind(tree)
     control = _deployment(Control, "Control", 1, HEAD).bind(tree)
     workers = [
         _pool(deployment, getattr(config.pools, home)).bind(home, tree, str(model))
@@ -43,7 +43,7 @@ def build(config: ClusterConfig, model: Path, name: str) -> serve.Application:
         if getattr(config.pools, home).replicas  # Serve knows no deployment of none
     ]
     others = [router, control, *workers]
-    return _deployment(Gateway, "Gateway", 1).bind(tree, str(model), name, others)
+    return _deployment(Gateway, "Gateway", 1, HEAD).bind(tree, str(model), name, others)
 
 
 def application(args: dict[str, Any]) -> serve.Application:

@@ -128,20 +128,32 @@ class GatewaySettings(Section):
     resume_s: Annotated[float, Field(ge=0)] = 60.0  #: that a client may come back for its answer
     tls_cert: str | None = None  #: PEM files on each gateway's machine: HTTPS, and TLS for gRPC
     tls_key: str | None = None
-    grpc: Literal["gateway", "serve"] = "gateway"  #: who listens: each gateway, or Serve's proxies
+    #: who: each gateway on sockets of its own, or Serve's proxies on every node with a replica
+    listen: Literal["gateway", "serve"] = "gateway"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together")
-        if self.tls_cert and self.grpc == "serve":
-            raise ValueError("Serve's gRPC proxies know no TLS: leave grpc: gateway, or no tls_cert")
+        if self.tls_cert and self.listen == "serve":
+            raise ValueError("Serve's gRPC proxies know no TLS: no tls_cert, or listen: gateway")
         return self
 
     @property
     def exposed(self) -> bool:
         """Anybody who reaches the machine can use the models."""
         return self.api_keys_file is None and self.host not in LOOPBACK
+
+
+class ScalingSettings(Section):
+    """The planner (cluster/planner): who changes roles and sizes while load changes."""
+
+    mode: Literal["off", "propose", "act"] = "off"
+    interval_s: Positive = 5.0
+    replicas: bool = True  #: False: roles only
+    gpus: Count | None = None  #: of all replicas together, at most
+    flip_dwell_s: Positive = 60.0  #: between two flips
+    down_dwell_s: Positive = 180.0  #: for as long as this a smaller pool would have been enough
 
 
 class ControlSettings(Section):
@@ -177,6 +189,7 @@ class ClusterConfig(Section):
     slo: SloConfig = SloConfig()
     gateway: GatewaySettings = GatewaySettings()
     control: ControlSettings = ControlSettings()
+    scaling: ScalingSettings = ScalingSettings()
     observability: ObservabilitySettings = ObservabilitySettings()
     silence_s: Annotated[float, Field(ge=1)] = 3.0  #: a peer as silent as this is dead
     secret: str = Field(default_factory=lambda: secrets.token_hex(16), repr=False)

@@ -127,11 +127,12 @@ class Cluster:
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         gateway = self.config.gateway
-        tls = {"ssl_certfile": gateway.tls_cert, "ssl_keyfile": gateway.tls_key}
+        proxies = gateway.listen == "serve"
         proxied = gRPCOptions(port=gateway.grpc_port, grpc_servicer_functions=GRPC_SERVICES)
         serve.start(
-            http_options={"host": gateway.host, "port": gateway.http_port, **tls},
-            grpc_options=proxied if gateway.grpc == "serve" else None,
+            proxy_location="EveryNode" if proxies else "Disabled",
+            http_options={"host": gateway.host, "port": gateway.http_port},
+            grpc_options=proxied if proxies else None,
         )
         say("starting workers")
         application = serve_config(self.config, self.checkpoint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import time
@@ -14,7 +15,7 @@ from typing import BinaryIO
 from ..protos import frames as f
 from ..router import Router, RouterConfig, SloClass, replay
 from ..router import events as e
-from ..router.config import CLASSES
+from ..router.config import CLASSES, COLLECT
 from ..router.decisions import Decision
 from . import logs
 from .config import ClusterConfig
@@ -34,6 +35,7 @@ class RouterService:
     """One process, one term. Gateways and workers find it by `address()` through Serve."""
 
     async def __init__(self, config: dict) -> None:  # type: ignore[misc]
+        gc.set_threshold(*COLLECT)
         self.config = ClusterConfig.model_validate(config)
         self.router = Router(router_config(self.config), term=time.time_ns() // 1_000_000)
         folder = self.config.router.log_folder

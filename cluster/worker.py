@@ -109,6 +109,7 @@ class Worker:
             chunk_tokens=engine.scheduler.limits.max_step_tokens,
             max_running=engine.scheduler.limits.max_running,
             metrics=await self._export(host),
+            step_ms=getattr(self.config.pools, self.home).engine.itl_budget_ms or 0.0,
         )
         self.state = "ready"
         self._tasks.append(self.loop.create_task(self._observe()))
@@ -362,6 +363,7 @@ class Worker:
             "home": self.home,
             "role": self.role_name,
             "address": self._card.address if self._card else "",
+            "gpu": self._card.gpu if self._card else "",
             "state": self.state,
             "note": self.note,
             "rss_mib": pages * os.sysconf("SC_PAGE_SIZE") >> 20,

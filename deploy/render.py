@@ -25,6 +25,7 @@ from deploy import values  # noqa: E402
 CHART = ROOT / "helm/diptych"
 FLEETS = ROOT / "fleets"
 RENDERED = ROOT / "rendered"
+RULES = ROOT / "observability/rules.yaml"
 RELEASE = NAMESPACE = "diptych"
 HEADER = "# Made by deploy/render.py; do not edit.\n"
 
@@ -46,6 +47,7 @@ def generated() -> dict[Path, str]:
     files = {
         CHART / "values.schema.json": json.dumps(values.schema(), indent=2) + "\n",
         CHART / "files/environment.yaml": HEADER + yaml.safe_dump(ENVIRONMENT),
+        CHART / "files/rules.yaml": HEADER + RULES.read_text(),
     }
     for fleet in sorted(FLEETS.glob("*.yaml")):
         chosen = yaml.safe_load(fleet.read_text())
@@ -62,6 +64,7 @@ def main(arguments: list[str]) -> int:
             path.parent.mkdir(exist_ok=True)
         (CHART / "values.schema.json").write_text(json.dumps(values.schema(), indent=2) + "\n")
         (CHART / "files/environment.yaml").write_text(HEADER + yaml.safe_dump(ENVIRONMENT))
+        (CHART / "files/rules.yaml").write_text(HEADER + RULES.read_text())
     files = generated()
     stale = [path for path in RENDERED.glob("*.yaml") if path not in files]
     stale += [path for path, text in files.items() if not path.exists() or path.read_text() != text]

@@ -219,6 +219,7 @@ def pods(service: Object) -> Iterator[str]:
         for port, number in ports.items():
             if named.get(port) != number:
                 yield f"group {name}: port {port} is {named.get(port)}, Serve's is {number}"
+        yield from (f"group {name}: {line}" for line in _metrics(config, named))
         volumes = {volume["name"] for volume in template["spec"].get("volumes", [])}
         mounts = [mount["name"] for mount in container.get("volumeMounts", [])]
         if volumes != set(mounts):
@@ -231,6 +232,14 @@ def pods(service: Object) -> Iterator[str]:
         else:
             yield from _admin(config, template, named.get("admin"))
         yield from _resources(name, template)
+
+
+def _metrics(config: Object, named: dict[str, int]) -> Iterator[str]:
+    """Processes take the first free port from Diptych's first one on."""
+    first = config["applications"][0].get("args", {}).get("observability", {}).get("metrics_port")
+    ports = [number for name, number in named.items() if name.startswith("metrics-")]
+    if not ports or ports != list(range(first or 0, (first or 0) + len(ports))):
+        yield f"metrics ports are {ports}, Diptych's first one is {first}"
 
 
 def _admin(config: Object, template: Object, port: int | None) -> Iterator[str]:
@@ -288,6 +297,8 @@ def selectors(documents: list[Object]) -> Iterator[str]:
                 yield f"{where} must pick the pods of a worker group, not {picked}"
         elif document["kind"] == "RoleBinding":
             yield from (f"{where} {line}" for line in _account(documents, document, service))
+        elif document["kind"] == "PodMonitor":
+            yield from (f"{where} {line}" for line in _monitor(document["spec"], service))
         elif document["kind"] == "NetworkPolicy":
             yield from (f"{where} {line}" for line in _policy(document["spec"], pods))
 
@@ -310,6 +321,18 @@ def _account(documents: list[Object], binding: Object, service: Object) -> Itera
     }
     if role["rules"] != [wanted]:
         yield f"gives {role['rules']}"
+
+
+def _monitor(spec: Object, service: Object) -> Iterator[str]:
+    """It picks every pod and asks for every port that metrics are on."""
+    pods = list(templates(service).values())
+    if len(_picked(spec["selector"], [p["metadata"]["labels"] for p in pods])) != len(pods):
+        yield "does not pick every pod"
+    named = {port["name"] for pod in pods for port in pod["spec"]["containers"][0]["ports"]}
+    ports = {name for name in named if name.startswith("metrics-")}
+    asked = {endpoint.get("port") for endpoint in spec["podMetricsEndpoints"]}
+    if asked != ports:
+        yield f"asks for {sorted(map(str, asked))}, the pods have {sorted(ports)}"
 
 
 def _picked(selector: Object | None, labels: list[dict[str, str]]) -> list[str]:

@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT.parent))
 from deploy import crds, rules  # noqa: E402
 
 KUBERNETES = "1.34.0"
+CUSTOM = ("RayService", "PodMonitor", "PrometheusRule")
 
 
 def crd_folder() -> Path | None:
@@ -48,13 +49,14 @@ def problems(text: str, folder: Path | None) -> list[str]:
 
 
 def _structure(document: dict[str, Any], folder: Path | None) -> list[str]:
-    if document["kind"] != "RayService":
+    if document["kind"] not in CUSTOM:
         return _builtin(document)
-    schema = crds.load(folder).get((document.get("apiVersion", ""), "RayService")) if folder else {}
+    kind = document.get("apiVersion", ""), document["kind"]
+    schema = crds.load(folder).get(kind) if folder else {}
     if schema is None:
         return [f"no such kind in {document.get('apiVersion')}"]
     found = crds.problems(document, schema) if schema else []
-    if found:
+    if found or document["kind"] != "RayService":
         return found
     for name, template in rules.templates(document).items():
         pod = {"apiVersion": "v1", "kind": "Pod", **template}

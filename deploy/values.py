@@ -16,12 +16,13 @@ DECIDED_ELSEWHERE = {
     "GatewaySettings.host": "Serve's http_options",
     "GatewaySettings.http_port": "Serve's http_options",
     "GatewaySettings.grpc_port": "Serve's grpc_options",
-    "GatewaySettings.grpc": "Serve's proxies: a pod's gateway may be elsewhere",
+    "GatewaySettings.listen": "Serve's proxies: the Service leads to any pod",
     "GatewaySettings.tls_cert": "TLS ends before the cluster, at an Ingress or in a mesh",
     "GatewaySettings.tls_key": "TLS ends before the cluster, at an Ingress or in a mesh",
     "ControlSettings.host": "the head's pod",
     "ControlSettings.port": "the head's pod",
     "ControlSettings.key_file": "the key `admin` of the Secret named by secretName",
+    "ObservabilitySettings.metrics_port": "the pods' ports metrics-*",
     "PoolConfig.replicas": "pools.*.replicas: a change there restarts no other replica",
 }
 
@@ -105,6 +106,13 @@ class NetworkPolicy(Values):
     operatorNamespace: Text
     clients: Objects
     admins: Objects
+    scrapers: Objects
+
+
+class Monitoring(Values):
+    enabled: bool
+    interval: Annotated[str, Field(pattern=r"^[0-9]+(s|m)$")]
+    labels: dict[str, str]
 
 
 class Chart(Values):
@@ -121,6 +129,7 @@ class Chart(Values):
     upgradeStrategy: Literal["NewCluster", "None"]
     drain: Drain
     networkPolicy: NetworkPolicy
+    monitoring: Monitoring
     global_: dict[str, Any] = Field({}, alias="global", description="Helm's own")
 
 

@@ -162,14 +162,14 @@ class Run:
         plan, words = self.plan, self._words
         messages, used = [], words.template
         if plan.shared:
-            system = words.block(f"system {rng.randrange(SYSTEMS)}", plan.shared).lstrip()
+            system = words.message(f"system {rng.randrange(SYSTEMS)}", plan.shared)
             messages, used = [_said("system", system)], used + plan.shared + words.template
         while self.now < plan.duration:
             tokens, answer = rng.randint(*plan.prompts), rng.randint(*plan.outputs)
             used += tokens + words.template
             if used + answer > self.facts.context:
                 return
-            text = words.block(f"message {rng.getrandbits(48)}", tokens).lstrip()
+            text = words.message(f"message {rng.getrandbits(48)}", tokens)
             messages.append(_said("user", text))
             outcome, text = self._ask(self.now, 0, messages, answer, used)
             think_s = rng.expovariate(1 / plan.think) if plan.think else 0.0

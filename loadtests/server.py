@@ -10,11 +10,15 @@ import urllib.request
 from typing import Any
 
 #: figure -> metrics that tell it, ours first, then vLLM's
-METRICS = {
-    "requests": ("diptych_request_ttft_seconds_count", "vllm:request_success_total"),
-    "ttft_s": ("diptych_request_ttft_seconds_sum", "vllm:time_to_first_token_seconds_sum"),
-    "firsts": ("diptych_request_ttft_seconds_count", "vllm:time_to_first_token_seconds_count"),
+COUNTERS = {
+    "requests": ("diptych_request_e2e_seconds_count", "vllm:request_success_total"),
     "output_tokens": ("diptych_request_output_tokens_sum", "vllm:generation_tokens_total"),
+}
+#: figure -> histograms of seconds, of which the mean is taken
+TIMES = {
+    "ttft": ("diptych_request_ttft_seconds", "vllm:time_to_first_token_seconds"),
+    "tpot": ("diptych_request_tpot_seconds", "vllm:request_time_per_output_token_seconds"),
+    "e2e": ("diptych_request_e2e_seconds", "vllm:e2e_request_latency_seconds"),
 }
 SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?\s+(\S+)", re.MULTILINE)
 TIMEOUT_S = 5.0
@@ -35,16 +39,20 @@ def counted(metrics: str, admin: str, key: str = "") -> dict[str, float]:
 
 
 def from_metrics(text: str) -> dict[str, float]:
-    """The figures of `METRICS` in Prometheus' text format, summed over labels."""
+    """`COUNTERS`, and `NAME_sum`, `NAME_count` of `TIMES`, in Prometheus' text format, summed over
+    labels."""
     sums: dict[str, float] = {}
     for name, value in SAMPLE.findall(text):
         sums[name] = sums.get(name, 0.0) + float(value)
-    found = {}
-    for figure, names in METRICS.items():
-        known = [sums[name] for name in names if name in sums]
-        if known:
-            found[figure] = known[0]
-    return found
+    wanted = dict(COUNTERS)
+    for figure, names in TIMES.items():
+        for end in ("sum", "count"):
+            wanted[f"{figure}_{end}"] = (f"{names[0]}_{end}", f"{names[1]}_{end}")
+    return {
+        figure: next(sums[name] for name in names if name in sums)
+        for figure, names in wanted.items()
+        if any(name in sums for name in names)
+    }
 
 
 def from_status(status: dict[str, Any]) -> dict[str, float]:
@@ -56,10 +64,11 @@ def from_status(status: dict[str, Any]) -> dict[str, float]:
 
 
 def difference(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """What the server counted between the two, with the mean TTFT in ms made of its sums."""
+    """What the server counted between the two, with means in ms (`ttft_ms` ..) of its sums."""
     found = {name: after[name] - before.get(name, 0.0) for name in after}
-    if found.get("firsts"):
-        found["ttft_ms_mean"] = found["ttft_s"] / found["firsts"] * 1e3
+    for figure in TIMES:
+        if found.get(f"{figure}_count") and f"{figure}_sum" in found:
+            found[f"{figure}_ms"] = found[f"{figure}_sum"] / found[f"{figure}_count"] * 1e3
     return found
 
 
@@ -67,12 +76,14 @@ def compare(told: dict[str, float], summary: dict[str, Any], path_s: float) -> l
     """Rows (figure, server's, client's, deviation) of all that both know. A server's TTFT does not
     know the way to it (a proxy, an event loop's queue): `path_s`, a round trip measured meanwhile,
     is added in a row of its own."""
-    first = summary["server_ttft_ms"].get("mean", told.get("ttft_ms_mean", math.nan))
+    first = told.get("ttft_ms", summary["server_ttft_ms"].get("mean", math.nan))
     pairs = [
         ("requests answered", told.get("finished", told.get("requests")), summary["served"]),
         ("output tokens", told.get("output_tokens"), summary["output_tokens"]),
         ("TTFT mean, ms", first, summary["ttft_ms"].get("mean")),
         ("TTFT mean + way there, ms", first + path_s * 1e3, summary["ttft_ms"].get("mean")),
+        ("TPOT mean, ms", told.get("tpot_ms"), summary["tpot_ms"].get("mean")),
+        ("E2E mean, ms", told.get("e2e_ms"), summary["e2e_ms"].get("mean")),
     ]
     return [
         {"figure": name, "server": theirs, "client": ours, "deviation": ours / theirs - 1}

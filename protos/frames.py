@@ -134,6 +134,7 @@ class WorkerCard(msgspec.Struct, frozen=True):
     chunk_tokens: int = 512  #: prompt tokens of one step, at most
     max_running: int = 128  #: sequences that decode at a time
     metrics: str = ""  #: host:port where Prometheus finds its metrics
+    step_ms: float = 0.0  #: a step with prefill beside decode is so long at most; 0: any length
 
 
 class Loading(msgspec.Struct, tag="loading", frozen=True):

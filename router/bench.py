@@ -19,7 +19,7 @@ import numpy as np
 
 from ..protos.frames import Coefficients, Over, Place, Placed, Report, WorkerCard
 from . import events as e
-from .config import RouterConfig
+from .config import COLLECT, RouterConfig
 from .core import Router
 from .index import STRIDE, positions
 
@@ -29,7 +29,6 @@ TURN_BLOCKS = 24  #: new in each turn: 1.5 k tokens, answer and question
 OUTPUT = 350  #: of them, 5 whole blocks
 PLACEMENTS_PER_S = 3500
 REPORT_S = 0.2  #: between two reports of a worker
-COLLECT = (20_000, 20, 100)  #: the service's thresholds of the garbage collector
 STREAMS = 10  #: for each worker
 #: 500 such workers compute 3,500 such prompts a second, about
 COST = Coefficients(0.005, 6e-5, 1.5e-9, 0.005, 2e-5, 4e-3, 3e-9, 1e-4, 5e-7, 0.02)
@@ -170,8 +169,8 @@ def run(
     while len(router.line) < queued:
         take(fleet, router.handle(ask(fleet), fleet.now))
     gc.collect()
-    gc.freeze()  # as the service does: what is there stays
-    gc.set_threshold(*COLLECT)
+    gc.freeze()
+    gc.set_threshold(*COLLECT)  # as the service does
     share = placements // rounds
     calm = [_placements(fleet, clock, share, queued) for _ in range(rounds)]
     mixed = [_mix(fleet, clock, share, workers) for _ in range(rounds)]

@@ -32,7 +32,7 @@ from . import events as e
 from .binding import Binder, Rejection
 from .config import RouterConfig
 from .decisions import Decision, Decisions
-from .demand import Demand
+from .demand import Demand, outlook
 from .fleet import Fleet, Stream, Worker
 from .goodput import Goodput
 from .index import PrefixIndex, sample
@@ -467,7 +467,8 @@ class Router:
 
     def statistics(self, now: float | None = None) -> dict:
         """`now`: goodput's window ends there, not at the last event."""
-        self.goodput.forget(self._now if now is None else now)
+        now = self._now if now is None else now
+        self.goodput.forget(now)
         return {
             "term": self.term,
             "active": self.active,
@@ -482,6 +483,7 @@ class Router:
             "index_entries": len(self._index),
             "decisions": self._decisions.count,
             "goodput": self.goodput.statistics(),
+            "outlook": outlook(self.demand, self.fleet, now),
         }
 
     def __repr__(self) -> str:

@@ -7,7 +7,15 @@ is known at the binding; the share of the same window is used for all.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from ..protos.frames import Coefficients
+
+if TYPE_CHECKING:
+    from .fleet import Fleet, Worker
 
 WINDOW_S = 60.0
 
@@ -80,3 +88,25 @@ class Demand:
         if not rows or now - rows[-1].at >= 1.0:
             rows.append(Second(now))
         return rows[-1]
+
+
+def outlook(demand: Demand, fleet: Fleet, now: float) -> dict:
+    """What a planner needs to know of this moment: plain values, as they travel in a frame."""
+    workers = fleet.workers.values()
+    return {
+        "need": asdict(demand.need(now)),
+        "backlog_s": sum(max(0.0, one.busy_until - now) for one in workers if one.prefills),
+        "costs": {one.card.id: structs.astuple(_corrected(one)) for one in workers},
+    }
+
+
+def _corrected(worker: Worker) -> Coefficients:
+    """Its coefficients as they turned out to be."""
+    prefill, step = worker.prefill.factor, worker.step.factor
+    factors = {"prefill": prefill, "step": step}
+    changed = {
+        name: getattr(worker.cost, name) * factors[kind]
+        for name in worker.cost.__struct_fields__
+        if (kind := name.partition("_")[0]) in factors
+    }
+    return structs.replace(worker.cost, **changed)

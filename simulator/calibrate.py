@@ -105,6 +105,15 @@ class Calibration(msgspec.Struct, frozen=True):
         return Trace("recorded", items, HASH_TOKENS)
 
 
+def merged(found: list[Calibration]) -> Calibration:
+    """Workers of all; of equal ones the first. The run is the first's."""
+    kinds: dict[int, Kind] = {}
+    for one in found:
+        for kind in one.workers:
+            kinds.setdefault(kind.threads, kind)
+    return msgspec.structs.replace(found[0], workers=list(kinds.values()))
+
+
 def read(path: Path) -> Calibration:
     """Of a router's log the machine's cores are those that this process may use."""
     try:

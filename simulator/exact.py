@@ -78,13 +78,13 @@ class ExactWorker(Worker):
             return self.at
         return max(self.at, min((entry[0] for entry in self.coming), default=inf))
 
-    def cached(self, blocks: list[int], whole: int) -> int:
-        """Leading tokens of these blocks in the pool."""
-        parts = self.unit // HASH_TOKENS
-        names = [name_of(block, part) for block in blocks[:whole] for part in range(parts)]
+    def cached(self, request: Request) -> int:
+        """Leading tokens of the prompt in the pool."""
+        parts, blocks = self.unit // HASH_TOKENS, request.blocks[: request.whole]
+        names = [name_of(block, part) for block in blocks for part in range(parts)]
         return self.pool.known(names) * HASH_TOKENS
 
-    def keep(self, request: Request, first: int, last: int) -> None:
+    def keep(self, request: Request, answer: bool = False) -> None:
         """The scheduler publishes blocks itself."""
 
     def changes(self) -> tuple[list[bytes], list[bytes]]:

@@ -27,7 +27,7 @@ from .metrics import FEW
 from .trace import HASH_TOKENS
 
 ENOUGH = 12  #: lone prompts that a fit of the prefill needs; with fewer, reports alone
-SHORT = 20  #: reports that a fit of the step needs
+SHORT = 8  #: reports that a fit of the step needs
 FULL = ("stop", "length")
 
 
@@ -108,6 +108,7 @@ def calibration(lines: Iterable[bytes], cores: int) -> Calibration:
         threads=threads,
         chunk_tokens=card.chunk_tokens,
         max_running=card.max_running,
+        itl_budget_ms=card.step_ms or None,
         known=card.cost is not None,
     )
     return Calibration(model="recorded", workers=[kind], cores=cores, run=_run(log, threads))

@@ -124,6 +124,7 @@ class Simulation:
             cost=hardware.cost if hardware.known else None,
             chunk_tokens=hardware.chunk_tokens,
             max_running=hardware.max_running,
+            step_ms=budget * 1e3 if budget < inf else 0.0,
         )
         return name
 
@@ -275,7 +276,7 @@ class Simulation:
     def _filled(self, worker: Worker, job: Job) -> None:
         """The prompt is computed: first token, and the KV goes on its way."""
         request = job.request
-        worker.keep(request, 0, request.whole)
+        worker.keep(request)
         handed = self.late_roles and job.remote
         if not job.first and not handed:
             job.first = self.now + HOP_S
@@ -298,7 +299,7 @@ class Simulation:
     def _transfer(self, source: Worker, sink: Worker, job: Job) -> float:
         """When the KV has arrived. Each link carries one transfer at a time; it begins with the
         prefill at the earliest, and `exposed_share` of it is left when the prefill ends."""
-        held = min(sink.cached(job.request.blocks, job.request.whole), job.context)
+        held = min(sink.cached(job.request), job.context)
         job.moved = job.context - held
         costs = (source.cost, sink.cost)
         seconds = job.moved * max(cost.transfer_token for cost in costs)
@@ -310,8 +311,8 @@ class Simulation:
     def _fetch(self, source: Worker, sink: Worker, job: Job, start: float) -> float:
         """A prefix that another worker holds comes over the links before the prompt begins."""
         request = job.request
-        there = min(source.cached(request.blocks, request.whole), job.context - 1)
-        moved = there - sink.cached(request.blocks, request.whole)
+        there = min(source.cached(request), job.context - 1)
+        moved = there - sink.cached(request)
         if moved <= 0 or not source.alive:
             return start
         job.fetched = there
@@ -329,7 +330,7 @@ class Simulation:
         if worker is None or not worker.alive or job.key not in self.jobs:
             return
         worker.advance(self.now)
-        worker.keep(job.request, 0, job.request.whole)
+        worker.keep(job.request)
         worker.join(job)
         self._schedule(worker)
 
@@ -337,14 +338,14 @@ class Simulation:
         """The last token is out."""
         worker, request = job.decode, job.request
         assert worker is not None
-        if len(request.blocks) > request.whole:
-            worker.keep(request, request.whole, len(request.blocks))
+        if request.answers:
+            worker.keep(request, answer=True)
         job.ended = self.now + HOP_S
         del self.jobs[job.key]
         if self.log:
             self.log(f"{self.now:.6f} ended {job.key[0]} {job.first:.6f} {job.late}")
         ttft = (job.first - job.arrived) * 1e3
-        self._tell(e.Ended(job.key, Over(job.key, request.output, ttft)))
+        self._tell(e.Ended(job.key, Over(job.key, request.output, ttft, reason="stop")))
         self._end(job)
 
     def _end(self, job: Job) -> None:
@@ -404,7 +405,7 @@ class Simulation:
         worker = self.workers[name]
         worker.seq = 0
         worker.changes()
-        cached = [name for names in worker.cache.values() for name in names]
+        cached = [name for run in worker.cache.values() for name in run.names]
         self._tell(e.Joined(self.cards[name], 1, cached))
 
     def _kill(self, name: str) -> None:

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from .errors import SimulationError
 
@@ -41,9 +42,18 @@ class Item:
     most: int = 0  #: tokens that the client asks for at most; 0: it does not say
 
 
+class Run(NamedTuple):
+    """Blocks that the same requests of the trace have, all or none of them: a worker caches them
+    together."""
+
+    block: int  #: the first one
+    blocks: int
+    names: tuple[bytes, ...]  #: what the router calls them
+
+
 @dataclass(slots=True)
 class Request:
-    """One request of a workload. `names[i]`: what the router calls block i."""
+    """One request of a workload."""
 
     at: float
     prompt: int
@@ -51,7 +61,8 @@ class Request:
     tenant: str
     blocks: list[int]  #: of the prompt (`whole` of them), then of the answer
     whole: int
-    names: list[tuple[bytes, ...]]
+    runs: list[Run]  #: of the prompt
+    answers: list[Run]  #: of the answer, as far as a later prompt shows it
     hashes: list[bytes]
     then: Request | None = None  #: the next turn, if it waits for this one's end
     think_s: float = 0.0  #: between the end of the one before and this
@@ -69,6 +80,7 @@ class Trace:
     span_s: float = 0.0
     shared: frozenset[int] = frozenset()  #: blocks that every copy shares
     _copies: dict[int, list] = field(default_factory=dict, repr=False)
+    _ends: set[int] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not self.items:
@@ -123,7 +135,9 @@ class Trace:
         found: list[Request] = []
         last: dict[int, tuple[Request, Item]] = {}
         start: dict[int, float] = {}
-        for item, (blocks, names, hashes) in zip(self.items, self._blocks(copy), strict=True):
+        for item, (blocks, runs, answers, hashes) in zip(
+            self.items, self._blocks(copy), strict=True
+        ):
             at = item.at + rng.random() * self.quantum_s
             if self.sessions:
                 begin = start.setdefault(item.session, rng.random() * span)
@@ -131,7 +145,9 @@ class Trace:
             else:
                 at = at * stretch if not shift else (at * stretch + shift) % span
             whole = len(item.blocks)
-            one = Request(at, item.prompt, item.output, item.tenant, blocks, whole, names, hashes)
+            one = Request(
+                at, item.prompt, item.output, item.tenant, blocks, whole, runs, answers, hashes
+            )
             one.most = item.most
             before = last.get(item.session) if closed and item.session >= 0 else None
             if before is None:
@@ -143,7 +159,8 @@ class Trace:
         return found
 
     def _blocks(self, copy: int) -> list:
-        """(block ids, their names, the router's hashes) of every item, with this copy's ids."""
+        """(block ids, runs of prompt and of answer, the router's hashes) of every item, with this
+        copy's ids."""
         if copy not in self._copies:
             parts = self.block_tokens // HASH_TOKENS
             known: dict[tuple[int, int], tuple[bytes, ...]] = {}
@@ -163,11 +180,48 @@ class Trace:
             if found is None:
                 found = known[block, place] = _names(block, place, parts)
             names.append(found)
+        runs, answers = self._runs(item.blocks, ids, names), []
+        if item.answer:
+            answers = self._runs(item.answer, ids[count:], names[count:])
         size = min(item.prompt // HASH_TOKENS, count * parts)
         hashes = [b""] * size
         for position, name in zip(_positions(size), itertools.chain(*names), strict=False):
             hashes[position] = name
-        return ids, names, hashes
+        return ids, runs, answers, hashes
+
+    def _runs(
+        self, blocks: tuple[int, ...], ids: list[int], names: list[tuple[bytes, ...]]
+    ) -> list[Run]:
+        if self._ends is None:
+            self._ends = ends(self.items, self.block_tokens)
+        found, first = [], 0
+        for index, block in enumerate(blocks, start=1):
+            if block in self._ends or index == len(blocks):
+                inside = tuple(itertools.chain(*names[first:index]))
+                found.append(Run(ids[first], index - first, inside))
+                first = index
+        return found
+
+
+def ends(items: list[Item], block_tokens: int) -> set[int]:
+    """Blocks that end a run: the next one has other requests, or belongs to the answer; every
+    eighth; and whatever does not lie between the same two blocks everywhere."""
+    uses = Counter(itertools.chain(*(item.blocks + item.answer for item in items)))
+    after: dict[int, int] = {}
+    before: dict[int, int] = {}
+    found: set[int] = set()
+    for item in items:
+        whole = item.prompt // block_tokens
+        found.update(item.blocks[-1:])
+        for start, blocks in ((0, item.blocks), (whole, item.answer)):
+            found.update(blocks[7 - start % 8 :: 8])
+            for block, later in itertools.pairwise(blocks):
+                if after.setdefault(block, later) != later or uses[block] != uses[later]:
+                    found.add(block)
+                other = before.setdefault(later, block)
+                if other != block:
+                    found |= {other, block}
+    return found
 
 
 def turns(requests: list[Request]) -> Iterator[Request]:

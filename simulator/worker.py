@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from math import ceil, inf, sqrt
 
 from ..protos.frames import Coefficients
-from .trace import Request
+from .trace import Request, Run
 
 STARVED_STEPS = 8  #: after so many steps over the budget the engine prefills a block all the same
 BLOCK = 64  #: tokens of that block
@@ -81,9 +81,10 @@ class Worker:
         self.head_s = 0.0  #: and needed when it began
         self.cap_s = 0.0  #: seconds of prefill in a chunk of the head, at most
         self.egress = self.ingress = 0.0  #: when its link is free, each way
-        self.cache: OrderedDict[int, tuple[bytes, ...]] = OrderedDict()
-        self.stored: list[int] = []  #: blocks, since the last report
-        self.evicted: list[tuple[int, tuple[bytes, ...]]] = []
+        self.cache: OrderedDict[int, Run] = OrderedDict()
+        self.cached_blocks = 0
+        self.stored: list[Run] = []  #: since the last report
+        self.evicted: list[Run] = []
         self.late = 0.0
         self.gaps = [0.0] * 1001
         self.preempted = 0
@@ -267,7 +268,7 @@ class Worker:
             return
         job.started = self.at
         request = job.request
-        job.hit = self.cached(request.blocks, request.whole)
+        job.hit = self.cached(request)
         if job.fetched > job.hit:
             job.hit = job.fetched
         if job.hit >= job.context:
@@ -281,32 +282,34 @@ class Worker:
         self.cap_s = self.rest * min(1.0, self.chunk_tokens / uncached)
         self.head = job
 
-    def cached(self, blocks: list[int], whole: int) -> int:
-        """Leading tokens of a prompt that the prefix cache holds."""
+    def cached(self, request: Request) -> int:
+        """Leading tokens of the prompt that the prefix cache holds."""
         cache, count = self.cache, 0
-        for index in range(whole):
-            if blocks[index] not in cache:
+        for run in request.runs:
+            if run[0] not in cache:
                 break
-            count += 1
+            count += run[1]
         return count * self.unit
 
-    def keep(self, request: Request, first: int, last: int) -> None:
-        """Caches blocks first..last of the request, the head of a prefix as the latest used."""
-        cache, blocks, names = self.cache, request.blocks, request.names
+    def keep(self, request: Request, answer: bool = False) -> None:
+        """Caches the blocks of the prompt, or of the answer; the head as the latest used."""
+        cache = self.cache
         touch, store = cache.move_to_end, self.stored.append
-        for index in range(last - 1, first - 1, -1):
-            block = blocks[index]
+        for run in reversed(request.answers if answer else request.runs):
+            block = run[0]
             if block in cache:
                 touch(block)
             else:
-                cache[block] = names[index]
-                store(block)
+                cache[block] = run
+                self.cached_blocks += run[1]
+                store(run)
         self.dirty = True
-        over = len(cache) - int(self.capacity - self.tokens) // self.unit
-        if over > 0:
-            evict, drop = self.evicted.append, cache.popitem
-            for _ in range(min(over, len(cache))):
-                evict(drop(last=False))
+        over = self.cached_blocks - int(self.capacity - self.tokens) // self.unit
+        while over > 0 and cache:
+            run = cache.popitem(last=False)[1]
+            self.evicted.append(run)
+            self.cached_blocks -= run[1]
+            over -= run[1]
 
     @property
     def free_tokens(self) -> int:
@@ -320,8 +323,14 @@ class Worker:
     def changes(self) -> tuple[list[bytes], list[bytes]]:
         """Names (stored, evicted) since the last call, as the blocks ended: none is in both."""
         cache = self.cache
-        stored = [name for block in self.stored if block in cache for name in cache[block]]
-        evicted = [name for block, names in self.evicted if block not in cache for name in names]
+        stored: list[bytes] = []
+        evicted: list[bytes] = []
+        for run in self.stored:
+            if run[0] in cache:
+                stored += run[2]
+        for run in self.evicted:
+            if run[0] not in cache:
+                evicted += run[2]
         self.stored, self.evicted = [], []
         return stored, evicted
 

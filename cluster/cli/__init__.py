@@ -11,6 +11,7 @@ from . import (
     bench,
     bench_transfer,
     chat,
+    config,
     doctor,
     explain,
     keys,
@@ -20,6 +21,7 @@ from . import (
     serve,
     simulate,
     status,
+    top,
 )
 
 app = typer.Typer(
@@ -33,6 +35,7 @@ app = typer.Typer(
 app.command()(serve.serve)
 app.command()(chat.chat)
 app.command()(status.status)
+app.command()(top.top)
 app.command()(doctor.doctor)
 app.command()(scale.scale)
 app.command()(roles.drain)
@@ -43,6 +46,7 @@ app.command()(simulate.simulate)
 app.command()(simulate.plan)
 bench.app.command()(bench_transfer.transfer)
 app.add_typer(bench.app, name="bench")
+app.add_typer(config.app, name="config")
 app.add_typer(keys.app, name="keys")
 app.add_typer(loadtest.app, name="loadtest")
 

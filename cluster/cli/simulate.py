@@ -149,7 +149,10 @@ def plan(
     seeds: Annotated[int, typer.Option(min=1, help="Jitter seeds.")] = 1,
     dispatch: Dispatch = "timestamp",
     head: Annotated[float, typer.Option(min=0.01, max=1, help="Share of the trace to use.")] = 1.0,
-    calibrate_from_live: Live = None,
+    calibrate_from_live: Annotated[
+        list[Path] | None,
+        typer.Option(help="As for simulate; several: workers of several sizes."),
+    ] = None,
     jobs: Jobs = None,
     write: Annotated[Path, typer.Option(help="Where the plan goes.")] = Path("cluster.yaml"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite it.")] = False,
@@ -164,7 +167,7 @@ def plan(
     from ...simulator import plan as planner
 
     try:
-        live = _calibration(calibrate_from_live)
+        live = _merged(calibrate_from_live or [])
         options = _options(fleet or ["H200:32"], model, tp, live)
         demand = planner.Demand(
             _trace(trace, live, head), slo, share, rate, seeds, _closed(dispatch)
@@ -221,6 +224,12 @@ def _calibration(path: Path | None) -> Calibration | None:
     from ...simulator.calibrate import read
 
     return read(path)
+
+
+def _merged(paths: list[Path]) -> Calibration | None:
+    from ...simulator.calibrate import merged, read
+
+    return merged([read(path) for path in paths]) if paths else None
 
 
 def _closed(dispatch: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ POOLS = (
     *("POOL", "READY", "TARGET", "ROLES", "GPU", "QUEUE", "RUNNING", "KV USED", "PREFIX HIT"),
     *("P95 TTFT", "P95 ITL", "NOTE"),
 )
+GOODPUT = ("GOODPUT", "NAME", "REQUESTS", "MET", "TTFT MET", "ITL MET")
 WORKERS = (
     *("WORKER", "ROLE", "STATE", "PID", "RSS", "RUNNING", "KV"),
     *("TRANSPORT", "SENT", "RECEIVED", "FAILED"),
@@ -52,19 +54,23 @@ def show(cluster: dict[str, Any], output: str) -> None:
     else:
         typer.echo(headline(cluster))
         table([POOLS, *(pool_row(name, pool) for name, pool in cluster["pools"].items())])
+        if output == "wide" and cluster["router"]:
+            table([GOODPUT, *goodput_rows(cluster["router"]["goodput"])])
         if output == "wide":
             table([WORKERS, *(worker_row(worker) for worker in cluster["workers"])])
 
 
 def headline(cluster: dict[str, Any]) -> str:
     slo, requests = cluster["slo"], cluster["requests"]
-    done = requests["finished"] + requests["refused"]
-    good = f"{requests['good'] / done:.1%}" if done else "-"
+    window = (cluster["router"] or {}).get("goodput", {"requests": 0})
+    good, done = "-", window["requests"]
+    if done:
+        good = f"{window['share']:.1%} of {done} ({window['window_s'] / 60:g} min)"
     missing = f" (missing: {', '.join(cluster['missing'])})" if cluster["missing"] else ""
     return (
         f"{cluster['state'].upper()}{missing}   model {cluster['model']}   "
         f"up {_span(cluster['uptime_s'])}   running {requests['running']}   "
-        f"goodput {good} of {done}   slo ttft<={slo['ttft_ms']:g}ms itl<={slo['itl_ms']:g}ms"
+        f"goodput {good}   slo ttft<={slo['ttft_ms']:g}ms itl<={slo['itl_ms']:g}ms"
     )
 
 
@@ -83,6 +89,14 @@ def pool_row(name: str, pool: dict[str, Any]) -> tuple[str, ...]:
         _or_dash(pool["itl_p95_ms"], "{:.1f} ms"),
         "; ".join(pool["notes"]),
     )
+
+
+def goodput_rows(window: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Each class and each tenant of the last minutes."""
+    for kind in ("classes", "tenants"):
+        for name, one in window[kind].items():
+            shares = [f"{one[share]:.1%}" for share in ("share", "ttft", "itl")]
+            yield kind, name or "-", str(one["requests"]), *shares
 
 
 def worker_row(worker: dict[str, Any]) -> tuple[str, ...]:

@@ -23,9 +23,10 @@ from ..metrics import ControlTally, Exporter
 from ..metrics.targets import targets
 from ..router_service import node_host
 from . import http, orders
+from .autopilot import Autopilot
 from .doctor import Doctor
 from .kuberay import pools_here
-from .serve import ScaleError, Seen
+from .serve import ScaleError
 from .status import summarize
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ class Control:
         self.metrics = Exporter(self.config.observability, labels, self.tally.rows)
         await self.metrics.start(node_host())
         self._watching = asyncio.create_task(self._watch())
+        self.autopilot = Autopilot(self)
+        self._planning = asyncio.create_task(self.autopilot.run())
         settings = self.config.control
         self._server = http.Server(http.build(self), settings.host, settings.port)
         await self._server.start()
@@ -62,23 +65,21 @@ class Control:
 
     async def __del__(self) -> None:
         self._watching.cancel()
+        self._planning.cancel()
         self.metrics.close()
         await self._server.stop()
 
     # ---- what is ---------------------------------------------------------------------------------
 
     async def status(self) -> dict[str, Any]:
-        (router, workers), seen = await asyncio.gather(self.plane.inspect(), self._seen())
+        (router, workers), seen = await asyncio.gather(self.plane.inspect(), self.pools.seen())
         return summarize(self.config, seen, router, workers)
-
-    async def _seen(self) -> dict[str, Seen]:
-        return await self.pools.seen()
 
     async def _watch(self) -> None:
         """Keeps what the metrics say of the pools fresh."""
         while True:
             try:
-                self.tally.look(await self._seen())
+                self.tally.look(await self.pools.seen())
             except Exception as error:  # of Serve or KubeRay: the next look may be better
                 log.warning("the pools cannot be seen: %s", error or type(error).__name__)
             await asyncio.sleep(WATCH_S)

@@ -74,6 +74,7 @@ def build(control: Control) -> Starlette:
         Route(f"{replica}:flip", face.flip, methods=["POST"]),
         Route("/admin/v1/decisions", face.decisions),
         Route("/admin/v1/requests/{request}/explain", face.explain),
+        Route("/admin/v1/planner", face.planner),
         Route("/admin/v1/config", face.config),
         Route("/admin/v1/doctor", face.doctor, methods=["POST"]),
         Route("/admin/v1/events", face.events),
@@ -138,6 +139,9 @@ class _Face:
 
     async def replicas(self, _: HttpRequest) -> Response:
         return JSONResponse({"replicas": await self.control.workers()})
+
+    async def planner(self, http: HttpRequest) -> Response:
+        return JSONResponse(self.control.autopilot.statistics())
 
     async def config(self, _: HttpRequest) -> Response:
         return JSONResponse(self.control.config.model_dump(exclude={"secret"}))

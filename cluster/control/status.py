@@ -84,7 +84,7 @@ def _pool(
         "starting": len(seen.starting),
         "stopping": len(seen.stopping),
         "roles": dict(sorted(Counter(worker["role"] for worker in mine).items())),
-        "gpu": ", ".join(sorted({worker.get("gpu", "cpu") for worker in mine})) or "-",
+        "gpu": ", ".join(sorted({worker["gpu"] for worker in mine})) or "-",
         "queue": queue + (router.get("waiting", 0) if first else 0),
         "running": sum(e["running"] + e["ready"] + e["prefilling"] for e in engines),
         "kv_used": round(used / total, 4) if total else 0.0,

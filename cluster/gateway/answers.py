@@ -50,10 +50,10 @@ class Answers:
         deltas = []
         for item in news:
             one = self._texts[item.index]
-            if one.found is not None:
-                continue
-            deltas.append(one.feed(item.tokens, item.finish))
-            self._request.answers[item.index].cut |= one.found is not None
+            if one.found is None:
+                deltas.append(one.feed(item.tokens, item.finish))
+                if one.found is not None:
+                    self._request.answers[item.index].cut = True
         return deltas
 
     @property

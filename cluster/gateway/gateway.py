@@ -37,6 +37,7 @@ from . import http, rpc
 from .answers import Output
 from .errors import ApiError
 from .keys import Door
+from .listen import Listener
 from .parameters import Limits
 from .plane import Plane
 from .resume import Seen
@@ -48,6 +49,7 @@ from .text import Prompt, Text
 
 log = logging.getLogger(__name__)
 
+DRAIN_S = 10.0  #: for open answers, when the gateway is told to end; less than Serve's own limit
 CLOSE_S = 0.5  #: for open answers to end when the gateway does
 PLACE_MARGIN_S = 5.0  #: beyond the router's own limit: a request that it does not answer ends
 TOKENIZERS = 2  #: conversations that are rendered and tokenized at a time
@@ -65,6 +67,12 @@ class Asked(Protocol):
     def prompt(self, text: Text) -> Prompt: ...
     def sampling(self, text: Text, request_id: str, prompt: int, limits: Limits) -> f.Sampling: ...
     def output(self) -> Output: ...
+
+
+class Listening(Protocol):
+    """A server on a socket of the gateway's own."""
+
+    async def stop(self, grace: float) -> object: ...
 
 
 class Gateway:
@@ -104,17 +112,23 @@ class Gateway:
         self.Chat, self.Generate = calls.Chat, calls.Generate
         self.ListModels, self.Check = calls.ListModels, calls.Check
         settings = self.config.gateway
-        self._rpc = await rpc.listen(calls, settings) if settings.grpc == "gateway" else None
+        self._listening: list[Listening] = []
+        if settings.listen == "gateway":
+            listener = Listener(self._app, settings)
+            self._listening = [listener, await rpc.listen(calls, settings)]
+            await listener.start()
 
     async def __del__(self) -> None:
-        """Serve awaits it before the replica ends."""
+        """Serve awaits it before the replica ends. No new requests; those that run have a while."""
+        stopping = [asyncio.ensure_future(one.stop(DRAIN_S)) for one in self._listening]
+        if stopping:
+            await asyncio.wait(stopping, timeout=DRAIN_S - CLOSE_S)
         await self.close()
+        await asyncio.gather(*stopping)
         self.shelf.close()
         self.metrics.close()
         if self.tracer:
             await asyncio.to_thread(self.tracer.close)
-        if self._rpc:
-            await self._rpc.stop(rpc.STOP_S)
 
     async def __call__(self, request: HttpRequest) -> Response:
         return _Delegate(self._app)
@@ -138,6 +152,7 @@ class Gateway:
         sampling = asked.sampling(self.text, request_id, len(ids), self.limits)
         hashes = block_hashes(ids, self._salt)
         request = Request(request_id, ids, hashes, sampling, self._salt, terms)
+        request.arrived = terms.arrived or request.arrived
         return self.shelf.find(request, asked.output(), terms.resume), prompt
 
     async def tokenize(self, work: Callable[[], Result]) -> Result:

@@ -86,6 +86,7 @@ class Plane:
         self._inboxes: dict[f.Key, Inbox] = {}
         self._using: dict[f.Key, set[str]] = {}  #: workers that an attempt was sent to
         self._asked: dict[f.Key, f.Place] = {}  #: unanswered: said again to a new router
+        self.suspicions = 0  #: workers whose streams went on elsewhere, as they may be frozen
         self._calls: dict[int, asyncio.Future[dict]] = {}
         self._next_call = 0
         self.link = RouterLink(find_router, self.hello, silence_s, self._joined, self._routed)
@@ -234,6 +235,7 @@ class Plane:
     def _suspect(self, worker: str) -> None:
         """It may be frozen. Its streams go on elsewhere, if there is an elsewhere."""
         if self._others(worker):
+            self.suspicions += 1
             log.warning("%s is silent: its streams go on elsewhere", worker)
             self._fail(worker, "silent")
 

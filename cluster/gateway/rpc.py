@@ -1,9 +1,8 @@
 """The gRPC face: `diptych.v1.Inference` and gRPC's health service over a `Gateway`.
 
-The gateway listens itself (`listen`): on its own address, with TLS, with details in its errors. Or
-Serve's gRPC proxies call the same methods (`gateway.grpc: serve`). These send no trailing metadata
-with an exception, so nothing is raised here: an error sets code, details and metadata, and the last
-message says it too.
+The gateway listens itself (`listen`): on its own address, with TLS. Or Serve's gRPC proxies call
+the same methods (`gateway.listen: serve`). These send no trailing metadata with an exception, so
+nothing is raised here: an error sets code, details and metadata; the last message says it too.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ log = logging.getLogger(__name__)
 
 SERVICE = "diptych.v1.Inference"
 HANDSHAKE_MS = 10_000
-STOP_S = 5.0  #: for calls that run when the gateway ends
 
 Reply = TypeVar("Reply", pb.ChatResponse, pb.GenerateResponse)
 

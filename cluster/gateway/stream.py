@@ -146,7 +146,7 @@ class Request:
             _without_prompt(alone(self.sampling, index)),
             self.salt,
             self.terms,
-            wire=f"{self.wire}.{index}.0",  # it may be taken apart again
+            wire=f"{self.wire}.{index}.{self.attempts}",  # it may be taken apart again
             answers=[self.answers[index]],
             prompt=self.prompt,
             route=self.route,
@@ -462,16 +462,18 @@ class Generator:
 def _short(request: Request, frame: Any) -> bool:
     """Gives `tap` the next tokens of an answer under way; False: the request's task must see it."""
     tap = request.tap
-    if tap is None or type(frame) is not f.Tokens or frame.finish or frame.prompt or not tap.ready:
+    if tap is None or type(frame) is not f.Tokens or frame.finish or frame.prompt:
         return False
-    answer = request.answers[frame.index]
-    if frame.offset != len(answer.journal) or answer.early or frame.index not in request.begun:
+    index, tokens = frame.index, frame.tokens
+    answer = request.answers[index]
+    journal = answer.journal
+    if frame.offset != len(journal) or answer.early or index not in request.begun or not tap.ready:
         return False
-    answer.journal += frame.tokens
-    if not answer.ended:
-        answer.times += [time.monotonic()] * len(frame.tokens)
-        tap.take([News(frame.index, frame.tokens, None)])
-    return not request.ended
+    journal += tokens
+    if not (answer.cut or answer.finish):
+        answer.times += [time.monotonic()] * len(tokens)
+        tap.take([News(index, tokens, None)])
+    return not answer.cut
 
 
 def _take(request: Request, frame: f.Tokens) -> list[News]:

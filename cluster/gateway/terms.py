@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .errors import ApiError
 from .keys import Key
@@ -37,6 +37,8 @@ class Terms:
     session: str = ""
     resume: Resume = ANEW
     trace: str = ""  #: W3C traceparent
+    #: by the monotonic clock: before its body was read
+    arrived: float | None = field(default=None, compare=False)
 
 
 def read_terms(
@@ -57,6 +59,7 @@ def read_terms(
         session=session,
         resume=read_resume(get),
         trace=get("traceparent") or "",
+        arrived=now,
     )
 
 

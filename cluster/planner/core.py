@@ -85,8 +85,9 @@ class PlannerConfig:
     scale: bool = True  #: False: flips only
     gpus: int | None = None  #: of all replicas together
     horizon_s: float = 10.0  #: in which a backlog should be gone
-    dwell_s: float = 30.0  #: between two flips
-    gain: float = 0.12  #: a flip must lower the pressure by as much
+    warm_s: float = 30.0  #: of demand that must have been seen
+    dwell_s: float = 60.0  #: between two flips
+    gain: float = 0.2  #: a flip must lower the pressure by as much
     idle: float = 0.5  #: below this pressure no flip is worth its cost
     up_dwell_s: float = 15.0
     down_dwell_s: float = 180.0  #: for as long as this less would have been enough
@@ -136,21 +137,31 @@ class Planner:
     """One for a cluster. Call `handle` every few seconds; it never asks for more than one step."""
 
     config: PlannerConfig
+    began: float | None = None
     flipped: float = -inf
     scaled: float = -inf
     lean_since: float | None = None  #: since when a smaller fleet would do
     log: deque[tuple[float, Action]] = field(default_factory=lambda: deque(maxlen=256))
 
     def handle(self, seen: Observation, now: float) -> list[Action]:
+        if self.began is None:
+            self.began = now
         need = seen.need
         roles = {role: [r for r in seen.replicas if r.role == role] for role in _ROLES}
-        if need.rate == 0 or not all(roles.values()):
+        young = now - self.began < self.config.warm_s
+        if young or need.rate == 0 or not all(roles.values()):
             return []
         actions = self._flip(seen, need, roles, now)
         if not actions and self.config.scale:
             actions = self._scale(seen, need, roles, now)
         self.log.extend((now, action) for action in actions)
         return actions
+
+    def pressure_of(self, seen: Observation) -> float | None:
+        """Of the fleet as it is; None: nothing is asked of it, or a role has no worker."""
+        prefill, decode = ([one for one in seen.replicas if one.role == r] for r in _ROLES)
+        found = self.pressure(seen, seen.need, prefill, decode)
+        return found if seen.need.rate and found < inf else None
 
     def pressure(
         self, seen: Observation, need: Need, prefill: list[Replica], decode: list[Replica]

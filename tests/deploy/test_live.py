@@ -37,6 +37,7 @@ class Pods:
     env: dict[str, str]
     dashboard: str
     url: str
+    control: str
     config: dict[str, Any]
     pods: list[subprocess.Popen]
 
@@ -94,9 +95,10 @@ def pods() -> Iterator[Pods]:
     text = (render.RENDERED / "cpu-kind.yaml").read_text()
     service = next(d for d in yaml.safe_load_all(text) if d["kind"] == "RayService")
     config = yaml.safe_load(service["spec"]["serveConfigV2"])
-    http, grpc, gcs, dashboard = (free_port() for _ in range(4))
+    http, grpc, gcs, dashboard, admin = (free_port() for _ in range(5))
     config |= {"proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": http}}
     config["grpc_options"]["port"] = grpc
+    config["applications"][0]["args"]["control"] = {"port": admin}
     switches = yaml.safe_load((render.CHART / "files/environment.yaml").read_text())
     env = {**os.environ, **switches, "DIPTYCH_SECRET": "word", "RAY_ADDRESS": f"127.0.0.1:{gcs}"}
     slots = '{"prefill": 1, "decode": 1, "gateway": 1, "router": 1}'
@@ -108,7 +110,7 @@ def pods() -> Iterator[Pods]:
         stack.enter_context(ray_node(env, folder / "head", *map(str, head)))
         pod = ("--address", env["RAY_ADDRESS"], "--num-cpus", "2", "--resources", slots)
         nodes = [stack.enter_context(ray_node(env, folder / f"pod{n}", *pod)) for n in range(2)]
-        urls = f"http://127.0.0.1:{dashboard}", f"http://127.0.0.1:{http}"
+        urls = [f"http://127.0.0.1:{port}" for port in (dashboard, http, admin)]
         yield Pods(folder, env, *urls, config, nodes)
 
 

@@ -149,6 +149,7 @@ def test_rules_and_configuration_are_right_and_the_rules_pass_their_tests() -> N
 
 
 @needs_promtool
+@pytest.mark.long
 def test_the_tests_miss_an_alert_that_never_fires_and_one_that_always_does(tmp_path: Path) -> None:
     """Each alert is broken in both ways; the tests of the rules must fail."""
     shutil.copy(FOLDER / "rules_test.yaml", tmp_path)

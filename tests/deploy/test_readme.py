@@ -60,7 +60,7 @@ def test_commands_in_python_run(command: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_commands_of_diptych_exist() -> None:
     used = {c.split()[1] for c in COMMANDS if c.startswith(".venv/bin/diptych")}
-    assert used == {"chat", "doctor"}
+    assert used == {"chat", "doctor", "scale", "status"}
     for name in used:
         assert run(str(Path(sys.executable).parent / "diptych"), name, "--help").returncode == 0
 
@@ -82,15 +82,18 @@ def test_helm_commands_render(command: str) -> None:
 
 def test_the_secret_of_the_commands_is_the_one_that_the_chart_reads() -> None:
     command = next(c for c in COMMANDS if "create secret" in c)
-    name, literal = re.findall(r"generic (\S+) --from-literal=(\w+)=", command)[0]
+    name = re.findall(r"generic (\S+) ", command)[0]
+    literals = re.findall(r"--from-literal=(\w+)=", command)
     chart = " ".join((render.RENDERED / "cpu-kind.yaml").read_text().split())
-    assert f"secretKeyRef: name: {name} key: {literal} " in chart
+    assert literals == ["secret", "admin"]
+    assert f"secretKeyRef: name: {name} key: secret " in chart
+    assert f"secret: secretName: {name} items: [{{key: admin, path: admin}}]" in chart
     if shutil.which("kubectl") is None:
         pytest.skip("no kubectl: its dry run was not tried")
     words = shlex.split(command.replace('"$(openssl rand -hex 16)"', "word"))
     done = run(*words, "--dry-run=client", "--output=yaml")
     assert done.returncode == 0, done.stderr
-    assert yaml.safe_load(done.stdout)["data"].keys() == {literal}
+    assert yaml.safe_load(done.stdout)["data"].keys() == set(literals)
 
 
 def test_the_fleets_of_the_table_are_those_in_the_folder() -> None:

@@ -88,14 +88,18 @@ def no_api(documents: Documents, rng: random.Random) -> None:
     rng.choice(documents)["apiVersion"] = "ray.io/v7"
 
 
+def selecting(documents: Documents) -> list[Any]:
+    return [d for d in documents if {"selector", "podSelector"} & d.get("spec", {}).keys()]
+
+
 def missing_selector(documents: Documents, rng: random.Random) -> None:
-    chosen = rng.choice(with_spec(documents, but="RayService"))
+    chosen = rng.choice(selecting(documents))
     chosen["spec"].pop("selector", None)
     chosen["spec"].pop("podSelector", None)
 
 
 def selector_of_nothing(documents: Documents, rng: random.Random) -> None:
-    chosen = rng.choice(with_spec(documents, but="RayService"))["spec"]
+    chosen = rng.choice(selecting(documents))["spec"]
     labels = (chosen.get("selector") or chosen["podSelector"])["matchLabels"]
     labels[rng.choice(sorted(labels))] = "nobody"
 
@@ -251,6 +255,15 @@ def wrong_admin_port(documents: Documents, rng: random.Random) -> None:
     serve(documents, lambda c: c["applications"][0]["args"]["control"], "port", 8002)
 
 
+def wrong_metrics_port(documents: Documents, rng: random.Random) -> None:
+    """Prometheus would miss a process, or all of them."""
+    monitors = [d for d in documents if d["kind"] == "PodMonitor"]
+    if monitors and rng.random() < 0.5:
+        rng.choice(monitors[0]["spec"]["podMetricsEndpoints"])["port"] = "metrics"
+    else:
+        serve(documents, lambda c: c["applications"][0]["args"]["observability"], "metrics_port", 0)
+
+
 STRUCTURE = [unknown_key, misspelt_key, wrong_type]  # of a RayService: the CRD's
 MUTATIONS = [
     *STRUCTURE,
@@ -259,6 +272,7 @@ MUTATIONS = [
     *(bad_import_path, bad_argument, no_home, misnamed_slot, bad_volume, no_secret_key),
     *(requests_above_limits, bad_quantity, no_drain, long_name, replicas_out_of_bounds),
     *(start_parameter, upgrade_without_autoscaling, gated_field, wrong_account, wrong_admin_port),
+    wrong_metrics_port,
 ]
 
 

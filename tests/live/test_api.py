@@ -10,11 +10,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import grpc
 import httpx
 import openai
 import pytest
 import yaml
 from diptych.engine.demo import CHECKPOINT
+from diptych.protos import inference_pb2 as pb
+from diptych.protos import inference_pb2_grpc as rpc
+from google.rpc import status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.live import Live, eventually, running
 
@@ -39,7 +44,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     shutil.copytree(CHECKPOINT, folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "chat_template.jinja").write_text(TOOL_TEXT + settings["chat_template"])
-    with running(folder.parent / "serve.log", str(folder)) as cluster:
+    proxied = "--set", "gateway.listen=serve"  # the other live tests have the gateway's sockets
+    with running(folder.parent / "serve.log", str(folder), *proxied) as cluster:
         yield cluster
 
 
@@ -270,3 +276,29 @@ def test_malformed_bodies_get_a_sentence_and_leave_nothing_behind(live: Live) ->
     eventually(live.idle)
     assert live.chat(QUESTION).json()["choices"][0]["message"]["content"] == ANSWER
     assert live.status()["requests"]["running"] == 0
+
+
+def test_grpc_by_serves_proxies_says_all_that_the_gateways_own_says(live: Live) -> None:
+    asked = pb.ChatRequest(messages=[pb.Message(role="user", content=QUESTION)], request_id="r-1")
+    with grpc.insecure_channel(f"127.0.0.1:{live.grpc}") as channel:
+        call = rpc.InferenceStub(channel).Chat(asked)
+        replies = list(call)
+        assert "".join(reply.delta for reply in replies) == ANSWER
+        told = dict(call.trailing_metadata())
+        assert told["x-route"] == replies[-1].route and told["x-request-id"] == "r-1"
+        asked.model = "nope"
+        with pytest.raises(grpc.RpcError) as error:
+            list(rpc.InferenceStub(channel).Chat(asked))
+        assert error.value.code() == grpc.StatusCode.NOT_FOUND
+        details = dict(error.value.trailing_metadata())["grpc-status-details-bin"]
+        [info] = status_pb2.Status.FromString(details).details
+        assert b"model_not_found" in info.value
+        health = health_pb2.HealthCheckRequest(service="nope")
+        with pytest.raises(grpc.RpcError) as unary:
+            health_pb2_grpc.HealthStub(channel).Check(health)
+        assert unary.value.code() == grpc.StatusCode.NOT_FOUND
+        asked.model, asked.sampling.ignore_eos, asked.max_tokens = "", True, 2000
+        long = rpc.InferenceStub(channel).Chat(asked)
+        next(long)
+        long.cancel()
+    eventually(live.idle)

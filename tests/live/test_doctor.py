@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.live import BIN, eventually, free_port, running
+from tests.support.live import BIN, Live, eventually, free_port, running
 
 pytestmark = pytest.mark.cluster
 
@@ -32,9 +32,18 @@ def test_a_tcp_fallback_is_found_named_and_explained(
         table = live.cli("doctor", "--mib", "4")
         assert table.returncode == 3 and table.stdout.startswith("DEGRADED")
         assert "unset UCX_TLS" in table.stdout
+        pages = scraped(live)
+        assert 'transport="nixl (tcp)"} 1.0' in pages, "what moved says so, without a doctor"
+        assert 'transport="nixl"} 1.0' not in pages
         wrong = httpx.post(f"{live.control}/admin/v1/doctor", content=b'{"mib": 0}')
         assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "mib"
         eventually(live.idle)
+
+
+def scraped(live: Live) -> str:
+    groups = httpx.get(f"{live.control}/metrics/targets").json()
+    addresses = [address for group in groups for address in group["targets"]]
+    return "".join(httpx.get(f"http://{address}/metrics").text for address in addresses)
 
 
 def test_without_a_gateway_it_looks_at_this_host_and_fails() -> None:

@@ -40,12 +40,14 @@ class Seen:
     fault: str
     rounds: int = 0
     streams: int = 0  #: that the fault hit, and that went on
+    suspicions: int = 0  #: workers that were taken for frozen
     pauses: list[float] = field(default_factory=list)  #: of those
     usual: list[float] = field(default_factory=list)  #: longest gap of each stream before the fault
 
     def values(self) -> dict[str, Any]:
         shown = {"pause_s": _spread(self.pauses), "usual_s": _spread(self.usual)}
-        return {"fault": self.fault, "rounds": self.rounds, "streams": self.streams, **shown}
+        counts = {"rounds": self.rounds, "streams": self.streams, "suspicions": self.suspicions}
+        return {"fault": self.fault, **counts, **shown}
 
 
 def _spread(values: list[float]) -> dict[str, float]:
@@ -158,6 +160,7 @@ def test_streams_go_on_bit_by_bit_when_their_worker_does_not(
         async with fleet_of(bench.nursery, config, bench.model, folder, prefill=1, decode=2) as one:
             for number in range(rounds):
                 await _round(bench, one, seen, number)
+            seen.suspicions = one.plane.suspicions
 
     asyncio.run(run())
     bench.seen.append(seen)

@@ -21,7 +21,7 @@ import yaml
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from diptych.cluster.gateway.keys import add_key, revoke_key
+from diptych.cluster.gateway.keys import add_key, read_keys, revoke_key
 from diptych.engine.demo import CHECKPOINT
 from diptych.protos import inference_pb2 as pb
 from diptych.protos import inference_pb2_grpc as rpc
@@ -63,12 +63,13 @@ class Site:
             given = {"messages": ASK, **body}
             return client.post("/v1/chat/completions", json=given, headers=headers)
 
-    def logs(self) -> Path:
-        """Ray's folder of logs, by a file that the gateway writes."""
+    def files(self) -> list[Path]:
+        """All logs: those of Ray's folder, found by a file that the gateway writes, and serve's."""
         pid = self.live.status()["gateways"][0]["pid"]
         opened = [os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir()]
         inside = next(path for path in opened if "/logs/serve/replica" in path)
-        return Path(inside).parent.parent
+        folder = Path(inside).parent.parent
+        return [self.live.log, *(path for path in folder.rglob("*") if path.is_file())]
 
 
 def certify(folder: Path) -> tuple[Path, Path]:
@@ -108,6 +109,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         "body_timeout_s": BODY_S,
     }
     flags = [part for name, one in options.items() for part in ("--set", f"gateway.{name}={one}")]
+    flags += ["--set", "observability.log=json"]  # says most
     with running(folder / "serve.log", *flags) as live:
         yield Site(live, folder / "keys.yaml", cert, key)
 
@@ -343,15 +345,15 @@ def test_what_clients_say_is_in_no_log(site: Site, channel: grpc.Channel) -> Non
         assert site.chat(site.key, **body).status_code in (200, 400, 404)
     spoken = pb.ChatRequest(messages=[pb.Message(role="user", content=MARKER)], max_tokens=4)
     list(rpc.InferenceStub(channel).Chat(spoken, metadata=metadata(site)))
-    site.chat(site.key, {"x-request-id": "seen-in-a-log"}, max_tokens=1)
-    secrets = [word.encode() for word in (MARKER, site.key)]
+    words = [word.encode() for word in (MARKER, site.key)]
+    add_key(site.keys, "seen-in-a-log")
 
-    def written() -> bool:
-        """The access log has the last request: so it has the others."""
-        files = [path for path in site.logs().rglob("*") if path.is_file()]
-        return any(b"seen-in-a-log" in path.read_bytes() for path in files)
+    def logged() -> bool:
+        """That the keys were read again: so what came before is there too."""
+        site.chat(site.key, max_tokens=1)
+        told = f"API keys: {len(read_keys(site.keys).keys)} of".encode()
+        return any(told in path.read_bytes() for path in site.files())
 
-    eventually(written)
-    files = [path for path in site.logs().rglob("*") if path.is_file()] + [site.live.log]
-    leaks = [path.name for path in files if any(one in path.read_bytes() for one in secrets)]
+    eventually(logged, every=0.5)
+    leaks = [path for path in site.files() if any(one in path.read_bytes() for one in words)]
     assert not leaks

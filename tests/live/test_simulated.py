@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
-from diptych.engine.bench.models import SHAPES, write_checkpoint
+import yaml
+from diptych.engine.bench.models import write_checkpoint
 from diptych.simulator import calibrate
+from diptych.simulator.case import Case, simulate
+from diptych.simulator.fleet import Split
+from diptych.simulator.metrics import Slo
 from diptych.simulator.trace import Request, load
 
-from tests.support.live import Live, running
+from tests.support.live import BIN, Live, running
 from tests.support.openloop import play
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
@@ -23,8 +28,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.long]
 SECONDS = float(os.environ.get("DIPTYCH_LIVE_S", "300"))
 RATE = float(os.environ.get("DIPTYCH_LIVE_RATE", "0.5"))
 TTFT_S, ITL_MS = 2.0, 50.0
+BUDGET = 0.9  #: of the ITL target: what a step with prefill in it may take, for every layout
 SHAPE = "poisson:256-1024:64-128"
-VOCABULARY = SHAPES["205M"]["vocab_size"]
+VOCABULARY = 256  #: of its tokenizer: bytes
 #: name -> (prefill workers, decode workers, threads of each, disaggregate)
 LAYOUTS = {
     "1M of 2 threads": (0, 1, 2, "never"),
@@ -40,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def requests(seconds: float, rate: float) -> list[Request]:
     trace = load(f"{SHAPE}:{max(8, round(seconds * rate))}")
-    return trace.workload(rate, 0)
+    return [one for one in trace.workload(rate, 0) if one.at < seconds]
 
 
 def arguments(
@@ -54,6 +60,8 @@ def arguments(
         "pools.decode.engine.threads": threads,
         "pools.prefill.engine.kv_mib": 1024,
         "pools.decode.engine.kv_mib": 1024,
+        "pools.decode.engine.itl_budget_ms": BUDGET * itl_ms,
+        "pools.prefill.engine.itl_budget_ms": BUDGET * itl_ms,
         "router.disaggregate": disaggregate,
         "router.log_folder": folder,
         "slo.ttft_ms": ttft_s * 1e3,
@@ -84,3 +92,65 @@ def run(
 def warm(live: Live) -> None:
     few = load(f"{SHAPE}:4").workload(1.0, 1)
     play(live, few, VOCABULARY, seed=1)
+
+
+def attainment(found: calibrate.Calibration, rate: float) -> float:
+    """Simulated, of a load of `rate`."""
+    recorded = found.run
+    assert recorded is not None
+    fleet = found.fleet(recorded.threads)
+    slo = Slo.of(recorded.slo, fleet.reference)
+    trace = load(f"{SHAPE}:{max(8, round(SECONDS * rate))}")
+    case = Case(trace, fleet, slo, router=recorded.router)
+    ran = simulate(case, Split.of(recorded.split), rate / fleet.gpus, 0)
+    assert ran.outcomes is not None
+    return sum(one.met for one in ran.outcomes) / len(ran.outcomes)
+
+
+@pytest.mark.timeout(1200)
+def test_live_and_simulated_attainment_are_within_five_points(tmp_path: Path, model: Path) -> None:
+    """A short run at half a request a second finds the rate that should meet about 70 %."""
+    layout, targets = "1P1D of 1 thread", (TTFT_S, 4 * ITL_MS)
+    short = calibrate.read(run(model, tmp_path / "short", layout, 60, 0.5, targets))
+    rates = [0.4 * 1.12**i for i in range(16)]
+    rate = min(rates, key=lambda one: abs(attainment(short, one) - 0.7))
+    log = run(model, tmp_path / "long", layout, SECONDS, rate, targets)
+    said = diptych("simulate", "recorded", "--calibrate-from-live", str(log), "-o", "json")
+    found = json.loads(said)
+    live, simulated = found["live"], found["policies"][0]["at_rate"]["attainment"]
+    print(f"{rate:.2f} requests/s: live {live['attainment']:.3f}, simulated {simulated:.3f}")
+    print(f"predicted from the short run: {attainment(short, rate):.3f}")
+    assert 0.5 <= live["attainment"] <= 0.9, "another load tells more"
+    assert live["points_apart"] <= 5.0
+
+
+@pytest.mark.timeout(1800)
+def test_the_planned_layout_is_no_worse_than_any(tmp_path: Path, model: Path) -> None:
+    seconds, rate = SECONDS / 3, RATE
+    logs = {
+        name: run(model, tmp_path / str(index), name, seconds, rate)
+        for index, name in enumerate(LAYOUTS)
+    }
+    met = {name: calibrate.read(log).run.attainment for name, log in logs.items()}
+    measured = [logs["1P1D of 1 thread"], logs["1M of 2 threads"]]
+    plan = tmp_path / "cluster.yaml"
+    words = [word for log in measured for word in ("--calibrate-from-live", str(log))]
+    trace = f"{SHAPE}:{round(300 * rate)}"
+    targets = f"ttft={TTFT_S:g}s,itl={ITL_MS:g}ms"
+    words += ["--rate", str(rate), "--slo", targets, "--seeds", "3", "--write", str(plan)]
+    print(diptych("plan", trace, *words))
+    pools = yaml.safe_load(plan.read_text())["pools"]
+    chosen = (
+        *(pools[role]["replicas"] for role in ("prefill", "decode")),
+        pools["decode"]["engine"]["threads"],
+    )
+    name = next(name for name, (*shape, _) in LAYOUTS.items() if tuple(shape) == chosen)
+    print(f"live: {met}; planned: {name}")
+    assert met[name] >= 0.95 * max(met.values())
+
+
+def diptych(*words: str) -> str:
+    command = [str(BIN / "diptych"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

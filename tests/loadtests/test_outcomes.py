@@ -75,7 +75,7 @@ def test_stages_have_rates_of_their_own_and_unreached_ones_are_left_out() -> Non
 
 
 def test_deciles_go_by_prompt_length() -> None:
-    found = [outcome(1 if n < 10 else 900, prompt=n) for n in range(20)]
+    found = [outcome(1 if n < 10 else 900, prompt=n) for n in reversed(range(20))]
     rows = o.deciles(found, SLO)
     assert [row["goodput"] for row in rows] == [1.0] * 5 + [0.0] * 5
     assert rows[-1] == {"longest": 19, "requests": 2, "goodput": 0.0}
@@ -97,14 +97,22 @@ def test_a_document_says_what_weakens_it() -> None:
     busy = Client(processes={"a": (9.5, 10.0), "b": (1.0, 10.0)})
     run = assemble(plan, facts, late, busy, {}, {"skipped": 3, "started": "now"})
     told = " ".join(run["warnings"])
-    for reason in ("95% of a core", "late", "upper limits", "a piece counts", "2.8 tokens", "3 req"):
+    for reason in (
+        "95% of a core",
+        "late",
+        "upper limits",
+        "a piece counts",
+        "2.8 tokens",
+        "3 req",
+    ):
         assert reason in told
     assert run["gates"] == [{"gate": "goodput>=0.9", "holds": True}]
     quiet = assemble(plan, FACTS, [outcome(100, 1)], Client(), {}, {})
     assert quiet["warnings"] == []
 
 
-PROMETHEUS = """# HELP diptych_request_ttft_seconds x
+PROMETHEUS = """diptych_request_e2e_seconds_count 7
+# HELP diptych_request_ttft_seconds x
 # TYPE diptych_request_ttft_seconds histogram
 diptych_request_ttft_seconds_bucket{slo_class="a",le="+Inf"} 7
 diptych_request_ttft_seconds_sum{slo_class="a"} 1.5
@@ -116,11 +124,12 @@ diptych_request_output_tokens_sum 210
 
 
 def test_the_servers_counters_are_summed_over_labels_and_compared_by_difference() -> None:
-    before = {"requests": 3.0, "firsts": 3.0, "ttft_s": 1.0, "output_tokens": 10.0}
+    before = {"requests": 3.0, "ttft_count": 3.0, "ttft_sum": 1.0, "output_tokens": 10.0}
     told = server.difference(before, server.from_metrics(PROMETHEUS))
     assert (told["requests"], told["output_tokens"]) == (4, 200)
-    assert told["ttft_ms_mean"] == pytest.approx(250)  # (2.0 - 1.0) s / 4
-    ours = {"served": 4, "output_tokens": 210, "ttft_ms": {"mean": 260.0}, "server_ttft_ms": {}}
+    assert told["ttft_ms"] == pytest.approx(250)  # (2.0 - 1.0) s / 4
+    ours = {"served": 4, "output_tokens": 210, "ttft_ms": {"mean": 260.0}}
+    ours |= {"server_ttft_ms": {}, "tpot_ms": {}, "e2e_ms": {}}
     rows = {row["figure"]: row["deviation"] for row in server.compare(told, ours, path_s=0.010)}
     assert rows["requests answered"] == 0 and rows["output tokens"] == pytest.approx(0.05)
     assert rows["TTFT mean, ms"] == pytest.approx(0.04)

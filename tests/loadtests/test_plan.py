@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from diptych.loadtests.arrivals import BURST_EVERY_S, BURST_S, arrivals, stages
+from diptych.loadtests.arrivals import BURST_EVERY_S, BURST_S, Arrival, arrivals, stages
 from diptych.loadtests.errors import LoadError
 from diptych.loadtests.plan import Gate, Plan
 from diptych.loadtests.prompts import REPEATS, Words, probe
@@ -96,19 +96,20 @@ def test_a_trace_keeps_lengths_and_prefixes_at_another_scale(tmp_path: Path) -> 
     assert first.blocks[0] == second.blocks[0] and first.blocks[1] != second.blocks[1]
     words = Words(("a", "b", "c"), template=3)
     texts = [words.text(one).split() for one in (first, second)]
-    assert [len(text) for text in texts] == [147, 72], "the template's tokens are in the length"
-    assert texts[0][:64] == texts[1][:64] and texts[0][64:72] != texts[1][64:72]
+    assert [len(text) for text in texts] == [148, 73], "the template's tokens are in the length"
+    assert texts[0][:65] == texts[1][:65] and texts[0][65:73] != texts[1][65:73]
 
 
 def test_words_of_one_token_are_found_by_what_the_endpoint_counts() -> None:
-    costly = {"of", "in"}  # two tokens each; a template of five
+    costly = {"of", "in"}  # two tokens each; a template of five; a first word costs one more
 
     def count(text: str) -> int:
-        return 5 + sum(2 if word in costly else 1 for word in text.split())
+        return 6 + sum(2 if word in costly else 1 for word in text.split())
 
     words = probe(count)
-    assert words.template == 5 and not costly & set(words.alphabet)
-    assert count(words.block("x", 40)) == 45
+    assert words.template == 7 and not costly & set(words.alphabet)
+    assert count(words.text(Arrival(0.0, prompt=40, output=1))) == 40
+    assert count(words.text(Arrival(0.0, prompt=1, output=1))) == 7, "none is shorter"
     with pytest.raises(LoadError, match="one token"):
         probe(lambda text: 5 + 3 * len(text.split()))
     assert REPEATS > 1

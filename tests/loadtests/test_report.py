@@ -123,7 +123,7 @@ def check_screenshot(png: Path) -> None:
         wanted = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
         return float((abs(pixels - wanted).sum(axis=2) < 30).mean())
 
-    assert share("#2f6db5") > 0.005 and share(report.MISS) > 0.0002
+    assert share("#2f6db5") > 0.005 and share(report.MISS) > 0.00005
     assert share("#ffffff") < 0.98
     plots = pixels[250:, :1000]
     inked = (plots.sum(axis=2) < 720).mean(axis=0)

@@ -54,8 +54,7 @@ def test_bodies_of_a_known_length_and_of_closed_connections() -> None:
 def test_what_is_cut_short_or_is_no_http_is_an_error(raw: bytes) -> None:
     response = Response()
     with pytest.raises(ProtocolError):
-        response.feed(raw)
-        response.feed(b"")
+        _ = [response.feed(part) for part in (raw, b"")]
 
 
 def test_every_piece_with_text_is_a_token_time_and_the_usage_counts_tokens() -> None:
@@ -174,7 +173,7 @@ def test_a_peer_without_our_extensions_is_asked_once_and_taken_as_it_is() -> Non
     with serving(answer) as url:
         found = ask(f"{url}/v1")
     assert (found.model, found.server, found.context) == ("peer-7b", "peer", 4096)
-    assert not found.ignore_eos and not found.usage and found.template == 20
+    assert not found.ignore_eos and not found.usage and found.template == 21
 
 
 def test_an_endpoint_that_is_not_there_is_one_sentence() -> None:
@@ -185,4 +184,4 @@ def test_an_endpoint_that_is_not_there_is_one_sentence() -> None:
 def test_the_client_measures_its_own_error_on_loopback() -> None:
     found = echo.measure()
     assert found["chunks"] == echo.STREAMS * echo.CHUNKS
-    assert 0 < found["late_us"]["p50"] and found["gap_error_us"]["p50"] >= 0
+    assert found["late_us"]["p50"] > 0 and found["gap_error_us"]["p50"] >= 0

@@ -12,7 +12,7 @@ SLO = Slo(1.0, 0.0, 0.05, SIMPLE)
 
 
 def job(output=101, ttft=0.5, mean=0.02, late=0):
-    one = Job(Request(0.0, 100, output, "", [], 0, [], []), ("r", 0), 0.0)
+    one = Job(Request(0.0, 100, output, "", [], 0, [], [], []), ("r", 0), 0.0)
     one.first, one.target, one.late = ttft, 1.0, late
     one.ended = ttft + mean * (output - 1)
     return one

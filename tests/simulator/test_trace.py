@@ -30,7 +30,7 @@ def test_copies_share_the_block_that_most_requests_share_and_nothing_else():
     assert len({one.blocks[0] for one in made}) == 1
     assert len({one.blocks[1] for one in made}) == len(made)
     for one in made:  # names are what the router's hashes say
-        named = [name for names in one.names for name in names]
+        named = [name for run in one.runs for name in run.names]
         assert [h for h in one.hashes if h] == named
 
 
@@ -56,7 +56,24 @@ def test_answers_are_the_blocks_of_the_next_prompt(tmp_path):
     assert trace.items[1].answer == ()
     one = trace.workload(trace.rate, 0)[0]
     later = trace.workload(trace.rate, 0)[1]
-    assert one.whole == 2 and one.names[2] == later.names[1]
+    assert one.whole == 2 and one.answers[0] == later.runs[1]
+
+
+def test_blocks_that_the_same_requests_have_are_one_run_and_no_others():
+    rows = [
+        Item(0.0, 4 * 512, 600, (1, 2, 3, 4), answer=(5,)),
+        Item(1.0, 7 * 512, 9, (1, 2, 3, 4, 5, 6, 7)),
+        Item(2.0, 3 * 512, 9, (1, 2, 9)),
+        Item(3.0, 3 * 512, 9, (8, 10, 9)),  # not chained: 9 lies behind two blocks
+    ]
+    made = Trace("t", rows, 512).workload(Trace("t", rows, 512).rate, 0)
+    runs = [[(run.block, run.blocks) for run in one.runs] for one in made]
+    assert runs[0] == [(1, 2), (3, 2)] and [run[:2] for run in made[0].answers] == [(5, 1)]
+    assert runs[1] == [(1, 2), (3, 2), (5, 1), (6, 2)]
+    assert runs[2] == [(1, 2), (9, 1)] and runs[3] == [(8, 2), (9, 1)]
+    long = [Item(0.0, 20 * 512, 9, tuple(range(20)))]
+    (one,) = Trace("t", long, 512).workload(1.0, 0)
+    assert [run.blocks for run in one.runs] == [8, 8, 4]
 
 
 def test_turns_of_a_session_wait_for_the_end_of_the_one_before():

@@ -3,7 +3,7 @@
 from math import inf
 
 import pytest
-from diptych.simulator.trace import Request
+from diptych.simulator.trace import Request, Run
 from diptych.simulator.worker import Job, Worker
 
 from .support import COST
@@ -11,10 +11,9 @@ from .support import COST
 STEP = 0.010
 
 
-def request(prompt=1000, output=11, blocks=(), whole=None):
-    whole = len(blocks) if whole is None else whole
-    names = [(b"%d" % block,) for block in blocks]
-    return Request(0.0, prompt, output, "", list(blocks), whole, names, [])
+def request(prompt=1000, output=11, blocks=()):
+    runs = [Run(block, 1, (b"%d" % block,)) for block in blocks]
+    return Request(0.0, prompt, output, "", list(blocks), len(blocks), runs, [], [])
 
 
 def worker(kv_tokens=100_000, budget_s=0.045):
@@ -106,10 +105,10 @@ def test_a_gap_between_first_and_second_token_is_a_gap():
 
 def test_the_cache_finds_leading_blocks_only_and_evicts_the_tail_first():
     one = worker(kv_tokens=64 * 4)
-    one.keep(request(256, 2, blocks=(1, 2, 3, 4)), 0, 4)
-    assert one.cached([1, 2, 9, 4], 4) == 128
-    one.keep(request(64, 2, blocks=(7,)), 0, 1)
-    assert one.cached([1, 2, 3, 4], 4) == 192
+    one.keep(request(256, 2, blocks=(1, 2, 3, 4)))
+    assert one.cached(request(256, 2, blocks=(1, 2, 9, 4))) == 128
+    one.keep(request(64, 2, blocks=(7,)))
+    assert one.cached(request(256, 2, blocks=(1, 2, 3, 4))) == 192
     stored, evicted = one.changes()
     assert sorted(stored) == [b"1", b"2", b"3", b"7"] and evicted == [b"4"]
     assert one.changes() == ([], [])
@@ -117,7 +116,7 @@ def test_the_cache_finds_leading_blocks_only_and_evicts_the_tail_first():
 
 def test_a_hit_shortens_the_prefill_but_one_token_is_always_computed():
     one = worker()
-    one.keep(request(128, 2, blocks=(1, 2)), 0, 2)
+    one.keep(request(128, 2, blocks=(1, 2)))
     job = Job(request(128, 2, blocks=(1, 2)), ("p", 0), 0.0)
     one.submit(job, 0.0)
     run(one)

@@ -14,15 +14,13 @@ from .live import Live
 def play(live: Live, requests: list[Request], vocabulary: int, seed: int = 0) -> None:
     """Random ids as prompts and answers of exactly the trace's lengths; what came of each stands in
     the router's log. Prompts share no prefix: the seed gives them different ids."""
-    asyncio.run(_play(live, requests, vocabulary, random.Random(seed)))
-
-
-async def _play(
-    live: Live, requests: list[Request], vocabulary: int, draw: random.Random
-) -> None:
-    url = f"{live.url}/v1/completions"
     model = httpx.get(f"{live.url}/v1/models", timeout=30).json()["data"][0]["id"]
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(3, vocabulary) for _ in range(one.prompt)] for one in requests]
+    asyncio.run(_play(f"{live.url}/v1/completions", model, requests, prompts))
 
+
+async def _play(url: str, model: str, requests: list[Request], prompts: list[list[int]]) -> None:
     async def one(client: httpx.AsyncClient, request: Request, ids: list[int]) -> None:
         await asyncio.sleep(request.at)
         body = {
@@ -41,6 +39,5 @@ async def _play(
 
     client = httpx.AsyncClient(timeout=300, limits=httpx.Limits())
     async with client, asyncio.TaskGroup() as group:
-        for request in requests:
-            ids = [draw.randrange(3, vocabulary) for _ in range(request.prompt)]
+        for request, ids in zip(requests, prompts, strict=True):
             group.create_task(one(client, request, ids))

@@ -17,6 +17,7 @@ from .measure import Load, build, flat, measure, paced, row
 
 SLOW_PACE = 10  #: tokens a second: 1,200 streams of it do not fill two cores
 HEALTHY, CROWD = 200, 1000
+SECONDS = 40
 
 
 def main() -> None:
@@ -28,7 +29,9 @@ def main() -> None:
             cluster(options["proxy"], Path(options["model"])) as found,
         ):
             client = build(Path(folder))
-            result = slow(found, client) if options["slow"] else rows(found, client, options)
+            result = rows(found, client, options)
+            if options["slow"]:
+                result |= slow(found, client)
     except BenchError as error:
         result = {"error": str(error)}
     print(json.dumps(result))
@@ -36,26 +39,24 @@ def main() -> None:
 
 def rows(found: Cluster, client: Path, options: dict[str, Any]) -> dict[str, Any]:
     made = []
-    for proxy, port in found.ports.items():
-        measure(found, port, Load(4, 60, 30), client)  # the first requests import and connect
-        for streams in options["streams"]:
-            for load in (flat(streams), paced(streams, options["seconds"])):
-                print(f"{proxy}: {load.streams} streams", file=sys.stderr)
-                made.append(row(load, proxy, measure(found, port, load, client)))
+    measure(found, Load(4, 60, 30), client)  # the first requests import and connect
+    for streams in options["streams"]:
+        for load in (flat(streams), paced(streams, options["seconds"])):
+            told = row(load, options["proxy"], measure(found, load, client))
+            print(json.dumps(told), file=sys.stderr)
+            made.append(told)
     return {"rows": made}
 
 
 def slow(found: Cluster, client: Path) -> dict[str, Any]:
     """Healthy clients alone, then among as many slow ones and others that go away."""
-    proxy, port = list(found.ports.items())[-1]
-    seconds = 20
-    alone = Load(HEALTHY, seconds * SLOW_PACE, SLOW_PACE, ramp_s=1.0)
-    crowd = Load(HEALTHY, seconds * SLOW_PACE, SLOW_PACE, CROWD, CROWD, seconds, ramp_s=1.0)
-    measure(found, port, Load(4, 60, 30), client)
-    told: dict[str, Any] = {"proxy": proxy, "healthy": HEALTHY, "slow": CROWD, "leavers": CROWD}
+    tokens = SECONDS * SLOW_PACE
+    alone = Load(HEALTHY, tokens, SLOW_PACE, ramp_s=1.0)
+    crowd = Load(HEALTHY, tokens, SLOW_PACE, CROWD, CROWD, SECONDS - 10, ramp_s=1.0)
+    measure(found, Load(4, 60, 30), client)
+    told: dict[str, Any] = {"healthy": HEALTHY, "slow": CROWD, "leavers": CROWD}
     for name, load in (("alone", alone), ("crowd", crowd)):
-        print(f"{proxy}: {name}", file=sys.stderr)
-        result = measure(found, port, load, client)
+        result = measure(found, load, client)
         told[name] = {
             "itl_ms_p50": result.client["gap_p50_ms"],
             "itl_ms_p99": result.client["gap_p99_ms"],
@@ -64,6 +65,7 @@ def slow(found: Cluster, client: Path) -> dict[str, Any]:
             "gateway_mib": round(result.gateway_mib),
             "gateway_us_per_token": round(result.cpu_us["gateway"], 1),
         }
+        print(json.dumps({name: told[name]}), file=sys.stderr)
     told["itl_p99_ratio"] = round(told["crowd"]["itl_ms_p99"] / told["alone"]["itl_ms_p99"], 3)
     return {"slow": told}
 

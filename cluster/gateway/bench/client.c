@@ -3,7 +3,8 @@
  * client HOST PORT BODY STREAMS SLOW LEAVERS SPAN_MS RAMP_MS
  *
  * BODY is a file with the whole HTTP request. STREAMS healthy clients connect over RAMP_MS and read
- * as fast as bytes come; SLOW ones have a small receive buffer and read 64 bytes a second; LEAVERS
+ * as fast as bytes come; SLOW ones come over five times that, have a small receive buffer and read
+ * 64 bytes a second; LEAVERS
  * come over SPAN_MS, and each is gone (half by a reset) 0.1 to 1 s after its first byte. A token is
  * a space in the body that does not follow a colon: the source's tokens are words with a space
  * before them, and an event begins with "data: ".
@@ -209,7 +210,7 @@ int main(int argc, char **argv) {
         s->kind = i < healthy ? HEALTHY : i < healthy + slow ? SLOW : LEAVER;
         int place = s->kind == HEALTHY ? i : s->kind == SLOW ? i - healthy : i - healthy - slow;
         int of = s->kind == HEALTHY ? healthy : s->kind == SLOW ? slow : leavers;
-        int over = s->kind == LEAVER ? span : ramp;
+        int over = s->kind == LEAVER ? span : s->kind == SLOW ? 5 * ramp : ramp;
         s->start_ms = begin + (int64_t)over * place / of;
     }
     struct epoll_event ready[MORE];

@@ -17,7 +17,7 @@ from typing import Any
 
 from .usage import Processes
 
-NAME = "bench"
+NAME, HOST = "bench", "127.0.0.1"
 READY_S = 120.0
 STREAMS_MAX = 8192
 #: beside those of `launch.ENVIRONMENT`
@@ -33,18 +33,20 @@ class BenchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Where clients connect, by what stands in front of the gateway."""
+    """Where clients connect."""
 
-    ports: dict[str, int]  #: proxy: "python" or "haproxy"; "none": the gateway's own server
+    port: int
     processes: Processes = field(default_factory=Processes)
 
 
 @contextlib.contextmanager
 def cluster(proxy: str, model: Path) -> Iterator[Cluster]:
-    """Starts it in this process: once, as Ray reads its switches at import. Raises BenchError."""
+    """Starts it in this process: once, as Ray reads its switches at import. Raises BenchError.
+
+    `proxy`: python or haproxy, which are Serve's; none: the gateway's own socket.
+    """
     from ...launch import ENVIRONMENT
 
-    host, port = "127.0.0.1", free_port()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if proxy == "haproxy":
@@ -53,6 +55,7 @@ def cluster(proxy: str, model: Path) -> Iterator[Cluster]:
     import ray
     from ray import serve
 
+    port = free_port()
     temporary = tempfile.mkdtemp(prefix="dip", dir="/tmp")
     try:
         ray.init(
@@ -63,15 +66,16 @@ def cluster(proxy: str, model: Path) -> Iterator[Cluster]:
             log_to_driver=False,
             logging_level="ERROR",
             _temp_dir=temporary,
-            _node_ip_address=host,
+            _node_ip_address=HOST,
         )
-        serve.start(http_options={"host": host, "port": port})
-        serve.run(_application(model), name="diptych", blocking=False)
-        found = Cluster({proxy: port})
+        if proxy == "none":
+            serve.start(proxy_location="Disabled")
+        else:
+            serve.start(http_options={"host": HOST, "port": port})
+        listen = "gateway" if proxy == "none" else "serve"
+        serve.run(_application(model, port, listen), name="diptych", blocking=False)
         _wait(port)
-        if proxy == "haproxy":
-            found.ports["none"] = found.processes.listens("Gateway", range(30000, 31001))
-        yield found
+        yield Cluster(port)
     finally:
         with contextlib.suppress(Exception):
             serve.shutdown()
@@ -79,7 +83,7 @@ def cluster(proxy: str, model: Path) -> Iterator[Cluster]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _application(model: Path) -> Any:
+def _application(model: Path, port: int, listen: str) -> Any:
     from ray import serve
 
     from ...config import ClusterConfig
@@ -90,7 +94,13 @@ def _application(model: Path) -> Any:
 
     config = ClusterConfig.model_validate(
         {
-            "gateway": {"max_streams": STREAMS_MAX, "grpc": "serve"},
+            "gateway": {
+                "host": HOST,
+                "http_port": port,
+                "grpc_port": free_port(),
+                "listen": listen,
+                "max_streams": STREAMS_MAX,
+            },
             "router": {"queue_max": STREAMS_MAX},
             "silence_s": 10.0,
         }
@@ -99,12 +109,9 @@ def _application(model: Path) -> Any:
     ids = words(Text(model))
 
     def deployment(cls: type, name: str, *arguments: Any) -> Any:
-        options = {"num_cpus": 0.01}
         made: Any = serve.deployment(cls)
-        made = made.options(
-            name=name, max_ongoing_requests=2 * STREAMS_MAX, ray_actor_options=options
-        )
-        return made.bind(*arguments)
+        options = {"max_ongoing_requests": 2 * STREAMS_MAX, "ray_actor_options": {"num_cpus": 0.01}}
+        return made.options(name=name, **options).bind(*arguments)
 
     parts = [
         deployment(RouterService, "Router", tree),
@@ -124,7 +131,7 @@ def _wait(port: int) -> None:
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5).close()
+            urllib.request.urlopen(f"http://{HOST}:{port}/ready", timeout=5).close()
             return
         time.sleep(0.2)
     raise BenchError(f"the cluster was not ready after {READY_S:.0f} s")
@@ -132,6 +139,6 @@ def _wait(port: int) -> None:
 
 def free_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]
         return port

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,7 @@ def build(folder: Path) -> Path:
     return path
 
 
-def measure(cluster: Cluster, port: int, load: Load, client: Path) -> Result:
+def measure(cluster: Cluster, load: Load, client: Path) -> Result:
     """Steady state: from every stream's first token to the first stream's end."""
     marks: dict[str, tuple[float, int, dict[str, float]]] = {}
     most = cluster.processes.rss_mib("gateway")
@@ -70,7 +69,7 @@ def measure(cluster: Cluster, port: int, load: Load, client: Path) -> Result:
         body.write(request(load))
         body.flush()
         with subprocess.Popen(
-            _command(client, port, body.name, load), stdout=subprocess.PIPE, text=True
+            _command(client, cluster.port, body.name, load), stdout=subprocess.PIPE, text=True
         ) as process:
             assert process.stdout
             line = ""
@@ -81,9 +80,8 @@ def measure(cluster: Cluster, port: int, load: Load, client: Path) -> Result:
                 marks[name] = int(ns) / 1e9, int(tokens), cluster.processes.cpu_s()
                 most = max(most, cluster.processes.rss_mib("gateway"))
     if marks.keys() < {"begun", "ending"}:
-        raise BenchError(
-            f"no steady state with {load}: the client says {line.strip() or 'nothing'}"
-        )
+        said = line.strip()
+        raise BenchError(f"no steady state with {load}: the client says {said!r}")
     (began, first, before), (ended, last, after) = marks["begun"], marks["ending"]
     tokens = max(last - first, 1)
     cpu = {part: (after[part] - before[part]) / tokens * 1e6 for part in (*PARTS, "rest")}
@@ -136,6 +134,3 @@ def row(load: Load, proxy: str, result: Result) -> dict[str, Any]:
         "gateway_mib": round(result.gateway_mib),
         "load_average": round(os.getloadavg()[0], 1),
     }
-
-
-Say = Callable[[str], None]

@@ -29,20 +29,6 @@ class Processes:
         pages = sum(int(_read(pid, "statm").split()[1] or 0) for pid in pids)
         return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
-    def listens(self, title: str, ports: range) -> int:
-        """The first of `ports` on which a process with this in its title listens."""
-        for pid in descendants():
-            if title not in _read(pid, "cmdline"):
-                continue
-            links = (os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir())
-            inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
-            for line in _read(pid, "net/tcp").splitlines()[1:]:
-                fields = line.split()
-                port = int(fields[1].split(":")[1], 16)
-                if fields[3] == "0A" and fields[9] in inodes and port in ports:
-                    return port
-        raise LookupError(f"no process of {title} listens on {ports}")
-
 
 def descendants() -> list[int]:
     """Processes that this one has started, and theirs."""

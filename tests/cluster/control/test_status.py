@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diptych.cluster.cli.status import headline, pool_row
+from diptych.cluster.cli.status import goodput_rows, headline, pool_row
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.control.serve import Seen
 from diptych.cluster.control.status import summarize
@@ -14,7 +14,14 @@ def worker(name: str, role: str = "", **fields: Any) -> dict[str, Any]:
     home = name.partition("/")[0]
     blocks = {"total": 100, "active": 20, "reserved": 5, "free": 75, "cached": 0}
     engine = {"kv_blocks": blocks, "running": 3, "ready": 1, "prefilling": 0, "waiting": 2}
-    given = {"id": name, "home": home, "role": role or home, "state": "ready", "jobs": 4}
+    given = {
+        "id": name,
+        "home": home,
+        "role": role or home,
+        "state": "ready",
+        "jobs": 4,
+        "gpu": "cpu",
+    }
     return {**given, "engine": engine, "note": "", **fields}
 
 
@@ -26,6 +33,13 @@ ROUTER = {
     "hit_tokens": 25,
     "prompt_tokens": 100,
     "recent": {"ttft_p95_ms": 312.4, "itl_p95_ms": 24.08},
+    "goodput": {
+        "window_s": 300.0,
+        "requests": 20,
+        "share": 0.6,
+        "classes": {"batch": {"requests": 20, "share": 0.6, "ttft": 0.7, "itl": 0.9}},
+        "tenants": {"": {"requests": 20, "share": 0.6, "ttft": 0.7, "itl": 0.9}},
+    },
     "loading": {},
     "gateways": [GATEWAY, {**GATEWAY, "id": "gateway/b", "uptime_s": 30.0}],
 }
@@ -46,8 +60,11 @@ def test_a_whole_cluster_is_healthy_and_its_gateways_are_added_up() -> None:
     assert cluster["state"] == "healthy" and cluster["missing"] == []
     assert cluster["requests"] == {name: 2 * count for name, count in REQUESTS.items()}
     assert headline(cluster).startswith(
-        "HEALTHY   model demo   up 90 s   running 4   goodput 60.0%"
+        "HEALTHY   model demo   up 90 s   running 4   goodput 60.0% of 20 (5 min)"
     )
+    rows = list(goodput_rows(cluster["router"]["goodput"]))
+    assert rows[0] == ("classes", "batch", "20", "60.0%", "70.0%", "90.0%")
+    assert rows[1][:2] == ("tenants", "-")
     prefill, decode = (pool_row(name, pool) for name, pool in cluster["pools"].items())
     assert prefill == (
         *("prefill", "1/1", "1", "1 prefill", "cpu", "9", "4", "25%", "25%", "312 ms", "-", ""),

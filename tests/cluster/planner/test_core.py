@@ -38,7 +38,8 @@ def seen(split: str, need: Need, rate: float, **more: object) -> Observation:
 
 def planner(**more: object) -> Planner:
     pools = {"prefill": Bounds(1, 8), "decode": Bounds(1, 8)}
-    return Planner(PlannerConfig(itl_s=0.05, **{"pools": pools, "scale": False, **more}))
+    given = {"pools": pools, "scale": False, "warm_s": 0.0, **more}
+    return Planner(PlannerConfig(itl_s=0.05, **given))
 
 
 def play(one: Planner, observation: Observation, seconds: float, noise: float = 0.0) -> list:
@@ -98,7 +99,7 @@ def test_who_is_away_from_home_returns_first() -> None:
 
 
 def test_a_backlog_counts_as_demand() -> None:
-    calm, late = (seen("4P4D", LONG_PROMPTS, 0.8, backlog_s=s) for s in (0.0, 120.0))
+    calm, late = (seen("4P4D", LONG_PROMPTS, 0.8, backlog_s=s) for s in (0.0, 300.0))
     assert not planner().handle(calm, 0.0)
     assert planner().handle(late, 0.0)
 
@@ -133,3 +134,10 @@ def test_demand_is_counted_at_arrival_and_forgotten_after_the_window() -> None:
     assert need.pairs == pytest.approx(1e6 * (1 - 0.25**2) / 2)
     assert need.context == pytest.approx(100 * 1050)
     assert demand.need(400.0) == Need()
+
+
+def test_the_first_half_minute_is_too_short_to_judge_by() -> None:
+    one = planner(warm_s=30.0)
+    given = seen("4P4D", LONG_PROMPTS, 4.0)
+    assert not one.handle(given, 0.0) and not one.handle(given, 25.0)
+    assert one.handle(given, 30.0)

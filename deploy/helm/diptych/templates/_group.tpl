@@ -62,6 +62,7 @@
         ports:
         - {name: serve, containerPort: 8000}
         - {name: serve-grpc, containerPort: 9000}
+        {{- include "diptych.metricsPorts" (include "diptych.groupProcesses" $slots | int) | trim | nindent 8 }}
         env:
           {{- include "diptych.env" (dict "root" $root "group" $group) | trim | nindent 10 }}
         resources:

@@ -54,6 +54,35 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
   {{- end }}
 {{- end }}
 
+{{/* Where processes export their metrics: the first of the ports of a pod. */}}
+{{- define "diptych.metricsPort" -}}9400{{- end }}
+
+{{/* Processes of one pod of a group that export metrics. Argument: its slots. */}}
+{{- define "diptych.groupProcesses" -}}
+{{- $count := 0 -}}
+{{- range $pool := list "prefill" "decode" "gateway" -}}
+{{- $count = add $count (get $ $pool | default 0) -}}
+{{- end -}}
+{{- if .gateway }}{{ $count = add $count 1 }}{{ end -}}
+{{- $count -}}
+{{- end }}
+
+{{/* The most of any pod; the head has Control. */}}
+{{- define "diptych.processes" -}}
+{{- $most := 1 -}}
+{{- range .Values.groups -}}
+{{- $most = max $most (include "diptych.groupProcesses" (.slots | default dict) | int) -}}
+{{- end -}}
+{{- $most -}}
+{{- end }}
+
+{{/* Container ports for metrics. Argument: how many. */}}
+{{- define "diptych.metricsPorts" -}}
+{{- range $index := until . }}
+- {name: metrics-{{ $index }}, containerPort: {{ add (include "diptych.metricsPort" nil | int) $index }}}
+{{- end }}
+{{- end }}
+
 {{/* Where operators talk to the cluster: on the head's pod, with a key. */}}
 {{- define "diptych.control" -}}
 host: 0.0.0.0
@@ -75,7 +104,7 @@ applications:
 - name: diptych
   import_path: diptych.cluster.app:application
   route_prefix: /
-  args: {{ merge (dict "control" (include "diptych.control" . | fromYaml) "gateway" (dict "grpc" "serve")) .Values.config | toJson }}
+  args: {{ merge (dict "control" (include "diptych.control" . | fromYaml) "gateway" (dict "listen" "serve") "observability" (dict "metrics_port" (include "diptych.metricsPort" . | int))) .Values.config | toJson }}
   deployments:
   - name: Gateway
     num_replicas: {{ .Values.gateway.replicas }}

@@ -1,0 +1,24 @@
+"""`diptych top`: the cluster on one screen, live, with the orders on single keys."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .common import DEFAULT_ADMIN, Admin, AdminUrl, Token, fail
+
+
+def top(
+    refresh: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 1.0,
+    admin: AdminUrl = DEFAULT_ADMIN,
+    token: Token = "",
+) -> None:
+    """Show pools, replicas, transfers and decisions live. Keys: s f d e ? q."""
+    api = Admin(admin, token)
+    api.get("/admin/v1/cluster")  # nothing there is said before the screen opens
+    from .screen import Top
+
+    failure = Top(api, refresh).run()
+    if failure:
+        fail(failure)

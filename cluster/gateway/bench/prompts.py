@@ -1,0 +1,102 @@
+"""How many long prompts a second one core prepares: from the body to the frames for the workers.
+
+That is what `Gateway.prepare` does (read the body, check it, render, tokenize in a thread, sampling,
+block hashes) and encoding of the three frames that carry it. No HTTP, no sockets, no answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ....kv_transfer.identity import block_hashes
+from ....protos import frames as f
+from ..chat import ChatRequest
+from ..parameters import Limits
+from ..schema import parse
+from ..text import Text
+
+TOKENS = 2048
+PROMPTS = 150  #: measured, of each kind
+TURN = 64  #: tokens of a conversation's next turn and of the answer before it, about
+LIMITS = Limits(max_model_len=1 << 20, stop_ids=(), temperature=1.0, token_chars=64)
+SALT = bytes(16)
+
+
+def measure(model: Path, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows of `fresh` prompts, and of `history`: the next turns of known conversations."""
+    text = Text(model)
+    turn = random.Random(seed)
+    kinds: list[tuple[str, Callable[[Text, random.Random], Iterator[bytes]]]] = [
+        ("fresh", _fresh),
+        ("history", _history),
+    ]
+    rows = []
+    for kind, made in kinds:
+        bodies = list(itertools.islice(made(text, turn), PROMPTS))
+        tokens, seconds = asyncio.run(_prepare(text, bodies))
+        told = {"tokens": TOKENS, "kind": kind, "requests_s": round(len(bodies) / seconds)}
+        rows.append({**told, "mean_tokens": round(tokens / len(bodies))})
+    return rows
+
+
+async def _prepare(text: Text, bodies: list[bytes]) -> tuple[int, float]:
+    """Tokens of all prompts, and CPU seconds of all threads."""
+    encode = msgspec.msgpack.Encoder().encode
+    tokens, began = 0, time.process_time()
+    for number, body in enumerate(bodies):
+        asked = parse(ChatRequest, body)
+        asked.check(text, LIMITS)
+        ids = (await asyncio.to_thread(asked.prompt, text)).ids
+        sampling = asked.sampling(text, str(number), len(ids), LIMITS)
+        key, hashes = (str(number), 0), block_hashes(ids, SALT)
+        encode(f.Place(key, len(ids), sampling.max_tokens, hashes))
+        encode(f.Decode(key, 1, ids, sampling, "prefill"))
+        encode(f.Prefill(key, 1, ids, sampling, "decode"))
+        tokens += len(ids)
+    return tokens, time.process_time() - began
+
+
+def _fresh(text: Text, turn: random.Random) -> Iterator[bytes]:
+    while True:
+        yield _body([{"role": "user", "content": prose(text, turn, TOKENS)}])
+
+
+def _history(text: Text, turn: random.Random) -> Iterator[bytes]:
+    """Conversations that grow to `TOKENS`; all turns but the last are prepared before."""
+    parts = TOKENS // TURN
+    while True:
+        messages = [
+            {"role": ("user", "assistant")[at % 2], "content": prose(text, turn, TURN - 3)}
+            for at in range(parts - 1)
+        ]
+        parse(ChatRequest, _body(messages[:-2])).prompt(text)
+        yield _body(messages)
+
+
+def prose(text: Text, turn: random.Random, tokens: int) -> str:
+    """Words of the tokenizer's own vocabulary, most of them short, as in a language."""
+    words, said, size = _words(text), [], 0
+    while size < tokens:
+        rank = min(int(turn.paretovariate(0.7)), len(words)) - 1
+        word = "".join(turn.choices(words, k=2)) if turn.random() < 0.2 else words[rank]
+        said.append(word + turn.choice(("", "", "", "", ",", ".", "\n")))
+        size = len(text.encode("".join(said), specials=False)) if len(said) % 64 == 0 else size
+    return "".join(said)
+
+
+def _words(text: Text) -> list[str]:
+    pieces = [text.piece(token) for token in range(min(text.vocab, 4096))]
+    return [piece for piece in pieces if piece.startswith(" ") and piece[1:].isalpha()]
+
+
+def _body(messages: list[dict[str, str]]) -> bytes:
+    return json.dumps({"messages": messages, "stream": True, "max_tokens": 100}).encode()

@@ -1,0 +1,310 @@
+"""From a frame to the client's socket without waking a task: the same stream as the long way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import pytest
+from diptych.cluster.gateway import api, sse
+from diptych.cluster.gateway.chat import ChatRequest, ChatShape
+from diptych.cluster.gateway.plane import Inbox
+from diptych.cluster.gateway.schema import parse
+from diptych.cluster.gateway.stream import Generator, Request
+from diptych.cluster.gateway.text import Prompt, Text
+from diptych.engine.demo import CHECKPOINT
+from diptych.protos import frames as f
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+TEXT = Text(CHECKPOINT)
+SAID = "Grüße 👩‍💻🇩🇪, 你好，世界! STOP here — café."
+
+
+class Plane:
+    """Places at once; frames are what the test puts into the inboxes."""
+
+    def __init__(self) -> None:
+        self.inboxes: dict[str, Inbox] = {}
+        self.link, self.cards = self, {}
+        self.aborted: list[bool] = []
+
+    def watch(self, key: f.Key) -> Inbox:
+        inbox = self.inboxes[key[0]] = Inbox()
+        return inbox
+
+    def place(self, frame: f.Place) -> None:
+        self.inboxes[frame.key[0]].put_nowait(f.Placed(frame.key, 1, None, "d", 0, 0.0))
+
+    def submit(self, worker: str, frame: Any) -> None: ...
+    def send(self, frame: Any) -> None: ...
+    def forget(self, over: f.Over, abort: bool) -> None:
+        self.aborted.append(abort)
+
+    def connected(self, worker: str) -> bool:
+        return True
+
+
+class Gateway:
+    """As much of one as a stream needs."""
+
+    text = TEXT
+
+    def __init__(self) -> None:
+        self.plane = Plane()
+        self._generator = Generator(self.plane, 1, 5.0)  # type: ignore[arg-type]
+
+    def generate(self, request: Request, seen: tuple = ()) -> Any:
+        return self._generator.run(request)
+
+
+class Client:
+    """What an ASGI server is for one response."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.messages = 0
+        self.free = asyncio.Event()
+        self.free.set()
+
+    async def send(self, message: dict) -> None:
+        await self.free.wait()
+        self.messages += 1
+        self.data += message.get("body", b"")
+
+    async def receive(self) -> dict:
+        await asyncio.Event().wait()
+        return {}
+
+    @property
+    def events(self) -> list[dict]:
+        lines = self.data.decode().split("\n\n")
+        return [json.loads(x[6:]) for x in lines if x.startswith("data: {")]
+
+    @property
+    def text(self) -> str:
+        chosen = [event["choices"][0]["delta"] for event in self.events if event["choices"]]
+        return "".join(delta.get("content", "") for delta in chosen)
+
+
+class Stream:
+    """One answered chat, driven by frames."""
+
+    def __init__(self, gateway: Gateway, name: str, **fields: Any) -> None:
+        body = {"messages": [{"role": "user", "content": "x"}], "stream": True, **fields}
+        asked = parse(ChatRequest, json.dumps(body).encode())
+        self.request = Request(name, [1, 2], [], f.Sampling(4000), wire=name)
+        self.shape = ChatShape(asked, self.request, TEXT, "m", Prompt([1, 2], ""))
+        self.gateway, self.client, self._told = gateway, Client(), 0
+        self.call = api.Call([self.request], self.shape, True)
+
+    async def run(self) -> None:
+        response = await api.Api(self.gateway)._answer(self.call)  # type: ignore[arg-type]
+        await response({"type": "http"}, self.client.receive, self.client.send)
+
+    def put(self, *ids: int, finish: str | None = None) -> None:
+        inbox = self.gateway.plane.inboxes[self.request.wire]
+        tokens = [f.Token(i) for i in ids]
+        inbox.put_nowait(f.Tokens((self.request.wire, 0), self._told, tokens, finish))
+        self._told += len(ids)
+
+
+async def settle() -> None:
+    for _ in range(8):
+        await asyncio.sleep(0)
+
+
+def answered(ids: list[int], seed: int, **fields: Any) -> Client:
+    """The stream of `ids`, which come in pieces, at once or after others were written."""
+
+    async def run() -> Client:
+        stream, turn = Stream(Gateway(), "r", **fields), random.Random(seed)
+        task = asyncio.ensure_future(stream.run())
+        await settle()
+        rest = list(ids)
+        while rest:
+            size = turn.randint(1, 3)
+            part, rest = rest[:size], rest[size:]
+            stream.put(*part, finish=None if rest else "length")
+            for _ in range(turn.choice((0, 0, 1, 8))):
+                await asyncio.sleep(0)
+        await asyncio.wait_for(task, 5)
+        return stream.client
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("short", [True, False])
+@pytest.mark.parametrize("stop", [None, "STOP", "界! STOP"])
+def test_both_ways_tell_the_same_text_usage_and_end(
+    short: bool, stop: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not short:
+        monkeypatch.setattr(api.Run, "attach", lambda run, tap: None)
+    ids = TEXT.encode(SAID, specials=False)
+    for seed in range(20):
+        fields = {"stop": stop} if stop else {}
+        client = answered(ids, seed, stream_options={"include_usage": True}, **fields)
+        wanted = SAID.split(stop)[0] if stop else SAID
+        assert client.text == wanted, seed
+        *chunks, last = client.events
+        assert chunks[-1]["choices"][0]["finish_reason"] == ("stop" if stop else "length")
+        shortest = next(n for n in range(len(ids) + 1) if (stop or SAID) in TEXT.decode(ids[:n]))
+        assert last["usage"]["completion_tokens"] == shortest
+        assert client.data.endswith(b"data: [DONE]\n\n")
+
+
+def test_tokens_that_come_while_nothing_waits_wake_no_task() -> None:
+    async def run() -> None:
+        stream = Stream(Gateway(), "r")
+        task = asyncio.ensure_future(stream.run())
+        await settle()
+        stream.put(*TEXT.encode("a b", specials=False))
+        await settle()
+        before = stream.client.messages
+        stream.put(*TEXT.encode(" c", specials=False))  # no await: nobody else ran
+        assert stream.client.messages == before + 1 and stream.client.text == "a b c"
+        stream.put(finish="length")
+        await asyncio.wait_for(task, 5)
+
+    asyncio.run(run())
+
+
+def test_a_stop_string_ends_the_stream_with_the_token_that_completes_it() -> None:
+    async def run() -> None:
+        stream = Stream(Gateway(), "r", stop="STOP")
+        task = asyncio.ensure_future(stream.run())
+        await settle()
+        stream.put(*TEXT.encode("a ST", specials=False))
+        await settle()
+        stream.put(*TEXT.encode("OP", specials=False))
+        await asyncio.wait_for(task, 5)
+        assert stream.client.text == "a " and stream.gateway.plane.aborted == [True]
+
+    asyncio.run(run())
+
+
+def test_a_client_that_does_not_read_delays_nobody_and_loses_nothing() -> None:
+    async def run() -> None:
+        gateway = Gateway()
+        slow, quick = Stream(gateway, "slow"), Stream(gateway, "quick")
+        tasks = [asyncio.ensure_future(one.run()) for one in (slow, quick)]
+        await settle()
+        words = [TEXT.encode(f" {word}", specials=False) for word in ("one", "two", "three")]
+        for at, ids in enumerate(words):
+            for one in (slow, quick):
+                one.put(*ids)
+            await settle()
+            if at == 0:
+                slow.client.free.clear()
+        assert (slow.client.text, quick.client.text) == (" one", " one two three")
+        slow.client.free.set()
+        for one in (slow, quick):
+            one.put(finish="stop")
+        await asyncio.wait_for(asyncio.gather(*tasks), 5)
+        assert slow.client.text == quick.client.text == " one two three"
+
+    asyncio.run(run())
+
+
+def test_a_client_that_takes_nothing_for_long_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "STALL_S", 0.05)
+
+    async def run() -> None:
+        gateway = Gateway()
+        stream = Stream(gateway, "r")
+        task = asyncio.ensure_future(stream.run())
+        await settle()
+        stream.put(7, 8)
+        await settle()
+        stream.client.free.clear()
+        stream.put(9)
+        stream.put(10)
+        await asyncio.wait_for(task, 5)
+        assert gateway.plane.aborted == [True]
+
+    asyncio.run(run())
+
+
+def test_an_error_on_the_short_way_ends_its_own_stream_only() -> None:
+    async def run() -> None:
+        gateway = Gateway()
+        broken, whole = Stream(gateway, "broken"), Stream(gateway, "whole")
+        tasks = [asyncio.ensure_future(one.run()) for one in (broken, whole)]
+        await settle()
+        for one in (broken, whole):
+            one.put(*TEXT.encode(" a", specials=False))
+        await settle()
+        broken.shape.plain = broken.shape.delta = None  # type: ignore
+        broken.request.tap._told._around.clear()  # type: ignore
+        for one in (broken, whole):
+            one.put(*TEXT.encode(" b", specials=False))
+        whole.put(finish="stop")
+        await asyncio.wait_for(asyncio.gather(*tasks), 5)
+        assert b"event: error" in broken.client.data and whole.client.text == " a b"
+        assert sorted(gateway.plane.aborted) == [False, True]
+
+    asyncio.run(run())
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_text_by_pieces_is_the_tokenizer_s_whatever_the_ids_and_their_splits(data: Any) -> None:
+    special = st.integers(0, 8)
+    ids = data.draw(st.lists(st.one_of(special, st.integers(0, TEXT.vocab + 2)), max_size=40))
+    specials = data.draw(st.booleans())
+    stream, said, at = TEXT.stream(specials), "", 0
+    while at < len(ids):
+        size = data.draw(st.integers(1, 5))
+        said += stream.feed(ids[at : at + size])
+        at += size
+    known = [i for i in ids if i < TEXT.vocab]
+    assert said + stream.flush() == TEXT.tokenizer.decode(known, skip_special_tokens=not specials)
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_characters_of_several_tokens_come_whole(text: str) -> None:
+    stream = TEXT.stream()
+    parts = [stream.feed([token]) for token in TEXT.encode(text, specials=False)]
+    assert "".join(parts) == text and stream.flush() == ""
+    assert all("\ufffd" not in part for part in parts) or "\ufffd" in text
+
+
+SPECIALS = [one.content for one in TEXT.tokenizer.get_added_tokens_decoder().values()]
+WORDS = st.one_of(
+    st.text(st.characters(codec="utf-8"), max_size=12),
+    st.sampled_from([*SPECIALS, " the ", "\n\n", "  ", "don't", "12345", "👩‍💻", "<|", "|>"]),
+)
+
+
+def same(text: str) -> bool:
+    wanted = TEXT.tokenizer.encode(text, add_special_tokens=False).ids
+    return TEXT.encode(text, specials=False) == wanted
+
+
+@given(st.lists(WORDS, max_size=30))
+@settings(max_examples=100, deadline=None)
+def test_ids_are_the_tokenizer_s(words: list[str]) -> None:
+    assert same("".join(words))
+
+
+def test_ids_of_a_known_conversation_are_those_of_its_whole_text() -> None:
+    turn = random.Random(3)
+    words = ["hello", " wörld", "\n", " 42", "👩‍💻", "<|end|", ">", " ", "'s", *SPECIALS]
+    for _ in range(20):
+        messages: list[dict] = []
+        for number in range(6):
+            content = "".join(turn.choices(words, k=30))
+            messages.append({"role": ("user", "assistant")[number % 2], "content": content})
+            prompt = TEXT.chat(messages)
+            whole = TEXT._sandbox.text(
+                TEXT._template,
+                {"messages": messages, "add_generation_prompt": True, "bos_token": "<|bos|>"},
+            )
+            assert prompt.ids == TEXT.tokenizer.encode(whole, add_special_tokens=False).ids

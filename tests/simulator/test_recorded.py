@@ -1,0 +1,100 @@
+"""A router's log: what the workers cost is found in it, and its run replays as it was."""
+
+import json
+
+import pytest
+from diptych.cluster.cli import app
+from diptych.router import RouterConfig, replay
+from diptych.simulator import calibrate, recorded
+from diptych.simulator.case import Case, simulate
+from diptych.simulator.errors import SimulationError
+from diptych.simulator.fleet import Fleet, Split
+from diptych.simulator.hardware import Hardware
+from diptych.simulator.metrics import Slo
+from diptych.simulator.sim import Simulation
+from diptych.simulator.trace import load
+from typer.testing import CliRunner
+
+from .support import COST
+
+HARDWARE = Hardware("cpu-1t", 1, COST, 64_000, 1, chunk_tokens=512, known=False)
+SLO = Slo(1.5, 0.0, 0.05, HARDWARE)
+
+
+def log_of(split: str, rate: float, disaggregate: str = "auto", slo: Slo = SLO):
+    """(lines, share met) of a simulated life: the router's log as its service writes it."""
+    trace = load("poisson:256-1024:64-128:150")
+    fleet = Fleet(((HARDWARE, Split.of(split).total),))
+    config = RouterConfig(disaggregate=disaggregate, ttft_s=slo.ttft_s, itl_s=slo.itl_s)
+    setting = Case(trace, fleet, slo, router=config).setting(Split.of(split))
+    lines: list[bytes] = []
+
+    class Logged(Simulation):
+        def _tell(self, event):
+            if not lines:
+                lines.append(replay.encode_head(self.router, self.now))
+            line = replay.encode(event, self.now)
+            if line is not None:
+                lines.append(line)
+            super()._tell(event)
+
+    outcomes = Logged(setting, trace).run(trace.workload(rate, 0))
+    return lines, sum(one.met for one in outcomes) / len(outcomes)
+
+
+def test_the_log_tells_what_a_prefill_and_a_step_cost():
+    found = recorded.calibration(log_of("1P1D", 0.6, "always")[0], 2).workers[0].cost
+    assert found.prefill_token == pytest.approx(COST.prefill_token, rel=0.05)
+    for rows, tokens in ((1, 600), (4, 3000)):
+        step = found.step_base + found.step_row * rows + found.step_token * tokens
+        truth = COST.step_base + COST.step_token * tokens
+        assert step == pytest.approx(truth, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("split", "disaggregate", "rate"), [("1P1D", "always", 1.3), ("2M", "never", 1.6)]
+)
+def test_a_recorded_run_replays_as_it_was(split, disaggregate, rate):
+    lines, met = log_of(split, rate, disaggregate)
+    found = recorded.calibration(lines, 2)
+    run = found.run
+    assert run.split == split and run.attainment == pytest.approx(met, abs=0.02)
+    assert run.router.disaggregate == disaggregate
+    fleet = found.fleet(1)
+    trace = found.trace()
+    case = Case(trace, fleet, Slo.of(run.slo, fleet.reference), router=run.router)
+    again = simulate(case, Split.of(split), trace.rate / fleet.gpus, 0).outcomes
+    assert [one.prompt for one in again] == [one.prompt for one in run.requests]
+    assert 0.5 <= met <= 0.95
+    assert sum(one.met for one in again) / len(again) == pytest.approx(met, abs=0.05)
+
+
+def test_simulate_reads_the_folder_of_a_router(tmp_path):
+    lines, met = log_of("1P1D", 1.3, "always")
+    half = len(lines) // 2
+    (tmp_path / "router.old.jsonl").write_bytes(b"".join(lines[:half]))
+    (tmp_path / "router.jsonl").write_bytes(lines[0] + b"".join(lines[half:]))
+    given = ["simulate", "recorded", "--calibrate-from-live", str(tmp_path), "-o", "json"]
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["requests"] == sum(b'"kind":"Asked"' in line for line in lines)
+    assert found["live"]["attainment"] == pytest.approx(met, abs=0.02)
+    assert found["live"]["points_apart"] <= 5
+
+
+def test_a_log_with_nothing_in_it_is_refused(tmp_path):
+    lines, _ = log_of("1P1D", 1.0)
+    for kept, what in ((lines[:4], "no request"), (lines[1:], "head"), ([b"{}"], "line 1")):
+        with pytest.raises(SimulationError, match=what):
+            recorded.calibration(kept, 2)
+    several = calibrate.merged([recorded.calibration(lines, 2)] * 2)
+    assert [kind.threads for kind in several.workers] == [1]
+
+
+def test_refused_and_failed_requests_are_misses():
+    lines, _ = log_of("1P1D", 0.5, "always")
+    cut = [line for line in lines if b'"Ended"' not in line or b'"7",0' not in line]
+    run = recorded.calibration(cut, 2).run
+    assert len(cut) == len(lines) - 1
+    assert [one.met for one in run.requests].count(False) >= 1

@@ -102,10 +102,11 @@ def _ranks(seconds: list[float]) -> dict[str, float]:
     if not seconds:
         return {}
     values = np.array(seconds) * 1e3
-    found = dict(zip(("p50", "p90", "p95", "p99"), np.percentile(values, (50, 90, 95, 99))))  # noqa: B905
+    ranks = np.percentile(values, (50, 90, 95, 99)).tolist()
+    found = dict(zip(("p50", "p90", "p95", "p99"), ranks, strict=True))
     return {
         "mean": round(float(values.mean()), 3),
-        **{name: round(float(value), 3) for name, value in found.items()},
+        **{name: round(value, 3) for name, value in found.items()},
         "max": round(float(values.max()), 3),
     }
 

@@ -356,11 +356,16 @@ def _shares(axis, runs, names, kinds, title, target) -> None:
     axis.grid(alpha=0.25)
 
 
+CROWDED = 1000  #: largest by smallest: beyond, labels would overlap
+
+
 def _decimal(axis) -> None:
     """1, 2, 5, 10 .. as they are spoken."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
+    low, high = axis.get_view_interval()
+    steps = (1.0, 2.0, 5.0) if high / low < CROWDED else (1.0,)
+    axis.set_major_locator(LogLocator(subs=steps, numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 

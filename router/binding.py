@@ -30,6 +30,8 @@ URGENT, HOME = 8, 4  #: requests that a worker chooses among, and of those from 
 SCAN = 64  #: of the line, at most, to find them
 SOONER, SOONER_S = 0.9, 0.01  #: by how much a busy worker must be earlier than a free one
 SAVES_S, SAVES_SHARE = 0.02, 0.5  #: what a cache must save to go before a more urgent request
+PUT_OFF = 2.0  #: what a newcomer goes before must stand so many times the newcomer's prefill
+MARGIN = 1.4  #: of its predicted wait and prefill, that a request must have left to be pulled
 AGED_TURN = 8  #: every so many pulls are for the oldest late request, once it is old
 AGED_SHARE = 0.5  #: of its time to live
 LOOK_S, OFFER_S = 0.1, 0.0125  #: between two choices of a request that waits, and of all
@@ -293,7 +295,7 @@ class Binder(Pairing):
             if (
                 early
                 and worker.first_due > due
-                and worker.slack_s >= upper * alone_s
+                and worker.slack_s >= PUT_OFF * upper * alone_s
                 and worker.prompts < HALTED_MAX
             ):
                 free = True
@@ -415,7 +417,7 @@ class Binder(Pairing):
 
     def _passes(self, waiting: Waiting, worker: Worker, here_s: float, now: float) -> str | None:
         """Why the worker leaves this request alone, if so."""
-        if now + here_s * self.residuals.upper > waiting.deadline:
+        if now + MARGIN * here_s * self.residuals.upper > waiting.deadline:
             return "too slow here"
         home = waiting.home
         if home is None or home is worker:

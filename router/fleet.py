@@ -44,7 +44,7 @@ class Work:
     prompt: int
     since: float
     due: float = 0.0  #: the worker computes in this order; equal ones as they came
-    halted: bool = False  #: it does not show the worker's speed: others went before, or a fetch
+    halted: bool = False  #: it does not show the worker's speed: it waited for others, or a fetch
 
 
 @dataclass(slots=True)
@@ -340,6 +340,7 @@ class Fleet:
                 done = now - worker.head_since
                 head.seconds = max(head.seconds - done, 0.05 * head.seconds)
                 head.halted, worker.head_since = True, now
+                work.halted = True  # it waits for the chunk that is under way
             worker.prefills[key] = work
             if due:
                 ordered = sorted(worker.prefills.items(), key=lambda item: item[1].due)

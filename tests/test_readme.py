@@ -28,8 +28,9 @@ def test_the_first_block_is_the_main_job_and_the_tests() -> None:
 
 
 def test_make_serve_and_the_commands_of_the_second_terminal(tmp_path: Path) -> None:
-    http, log = free_port(), tmp_path / "serve.log"
+    http, admin, log = free_port(), free_port(), tmp_path / "serve.log"
     flags = f"--port {http} --grpc-port {free_port()}"  # the README's ports may be taken here
+    flags += f" --set control.port={admin}"
     with log.open("w") as out:
         process = subprocess.Popen(
             [*blocks()[0].split("\n")[0].split(), f"ARGS={flags}"],
@@ -41,7 +42,8 @@ def test_make_serve_and_the_commands_of_the_second_terminal(tmp_path: Path) -> N
     endpoint = f"http://127.0.0.1:{http}"
     try:
         wait_ready(process, log)
-        environment = {**os.environ, "DIPTYCH_ENDPOINT": endpoint}
+        where = {"DIPTYCH_ENDPOINT": endpoint, "DIPTYCH_ADMIN": f"http://127.0.0.1:{admin}"}
+        environment = {**os.environ, **where}
         chat, status, curl = (
             subprocess.run(
                 command.replace(DEFAULT_ENDPOINT, endpoint),

@@ -9,6 +9,7 @@ import typer
 
 from . import (
     bench,
+    bench_gateway,
     bench_transfer,
     chat,
     config,
@@ -45,6 +46,7 @@ app.command()(explain.replay)
 app.command()(simulate.simulate)
 app.command()(simulate.plan)
 bench.app.command()(bench_transfer.transfer)
+bench.app.command()(bench_gateway.gateway)
 app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 app.add_typer(keys.app, name="keys")

@@ -59,9 +59,9 @@ def engine(
     values: dict[str, Any] = {
         "threads": threads or cores,
         "rounds": rounds,
-        "batches": _numbers("--batch", batch),
-        "contexts": _numbers("--context", context),
-        "prompts": _numbers("--prompt", prompt),
+        "batches": numbers("--batch", batch),
+        "contexts": numbers("--context", context),
+        "prompts": numbers("--prompt", prompt),
         "step_tokens": step_tokens,
         "vllm_python": _peer(against, vllm_python),
     }
@@ -125,7 +125,7 @@ def checkpoint(model: str) -> Iterator[Path]:
         yield write_checkpoint(model, Path(folder))
 
 
-def _numbers(option: str, text: str) -> tuple[int, ...]:
+def numbers(option: str, text: str) -> tuple[int, ...]:
     try:
         numbers = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:

@@ -73,7 +73,7 @@ class Admin:
     def wait(self, done: Callable[[dict[str, Any]], str | None]) -> float:
         """Until `done(status)` says nothing is left to wait for; the seconds that took."""
         began, said = time.monotonic(), None
-        while left := done(self.get("/admin/v1/cluster")):
+        while left := self._left(done):
             if left != said:
                 typer.echo(f"  {left}", err=True)
                 said = left
@@ -81,6 +81,15 @@ class Admin:
                 fail(f"not done after {WAIT_S:.0f} s: {left}")
             time.sleep(POLL_S)
         return time.monotonic() - began
+
+    def _left(self, done: Callable[[dict[str, Any]], str | None]) -> str | None:
+        """What is left, also while Control itself is replaced."""
+        try:
+            path = f"{self.url}/admin/v1/cluster"
+            response = httpx.get(path, headers=self.headers, timeout=15.0).raise_for_status()
+        except httpx.HTTPError as error:
+            return f"no answer: {error or type(error).__name__}"
+        return done(response.json())
 
 
 def table(rows: list[tuple[str, ...]]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import shlex
+import sys
 from typing import ClassVar
 
 import httpx
@@ -13,7 +16,7 @@ from textual.containers import VerticalScroll
 from textual.widgets import Footer, Input, Static
 
 from .board import Board
-from .common import Admin, error_message
+from .common import Admin
 
 HELP = """\
 scale prefill=2 decode=4     how many replicas have their home in a pool
@@ -47,7 +50,7 @@ class Top(App[str]):
         with VerticalScroll():
             yield Static(id="board", markup=False)
         yield Static(id="told", markup=False)
-        yield Input(id="line")
+        yield Input(id="line", select_on_focus=False)
         yield Footer()
 
     def on_mount(self) -> None:
@@ -94,9 +97,6 @@ class Top(App[str]):
     @work(group="order")
     async def carry_out(self, text: str) -> None:
         """Runs the command of that name, as from the shell."""
-        import asyncio
-        import sys
-
         try:
             words = shlex.split(text)
         except ValueError as error:
@@ -111,15 +111,9 @@ class Top(App[str]):
             *(sys.executable, "-c", "from diptych.cluster.cli import main; main()"),
             *words,
             *where,
-            env={**_environment(), **given},
+            env={**os.environ, **given},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
         out, _ = await process.communicate()
         self.query_one("#told", Static).update(out.decode().rstrip())
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return dict(os.environ)

@@ -80,10 +80,8 @@ def serve(
     failure = ""
     try:
         cluster.start(say)
-        if settings.gateway.exposed:
-            typer.echo(EXPOSED.format(host=settings.gateway.host), err=True)
         say("ready")
-        typer.echo(WELCOME.format(url=cluster.url, **_ports(cluster)))
+        typer.echo(welcome(cluster))
         threading.Event().wait()
     except KeyboardInterrupt:
         pass
@@ -99,11 +97,13 @@ def serve(
     say("stopped")
 
 
-def _ports(cluster: Cluster) -> dict[str, object]:
-    gateway = cluster.config.gateway
-    control = cluster.config.control
-    return {
-        "grpc": f"{gateway.host}:{gateway.grpc_port}",
-        "admin": f"http://{control.host}:{control.port}",
-        "model": cluster.checkpoint.name,
-    }
+def welcome(cluster: Cluster) -> str:
+    """Where it is, and a warning if anybody may use it."""
+    gateway, control = cluster.config.gateway, cluster.config.control
+    told = WELCOME.format(
+        url=cluster.url,
+        grpc=f"{gateway.host}:{gateway.grpc_port}",
+        admin=f"http://{control.host}:{control.port}",
+        model=cluster.checkpoint.name,
+    )
+    return told + EXPOSED.format(host=gateway.host) if gateway.exposed else told

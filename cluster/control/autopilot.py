@@ -73,6 +73,7 @@ class Autopilot:
         except ApiError as error:
             outcome = f"refused: {error}"
         log.info("planner: %s (%s): %s", said, action.why, outcome)
+        self.control.note(f"planner: {outcome}", said, action.why)
         self.orders.append({"at": time.time(), "order": said, "why": action.why, "is": outcome})
 
 

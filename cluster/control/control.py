@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections import deque
 from typing import Any
@@ -26,12 +27,13 @@ from . import http, orders
 from .autopilot import Autopilot
 from .doctor import Doctor
 from .kuberay import pools_here
-from .serve import ScaleError
+from .serve import HOMES, ScaleError, Seen
 from .status import summarize
 
 log = logging.getLogger(__name__)
 
 ACTIONS = 200  #: that are remembered
+SERVE_S = 3.0  #: for Serve's view of the pools
 WATCH_S = 5.0  #: between two looks at the pools, for the metrics
 
 
@@ -47,6 +49,7 @@ class Control:
         self.pools = pools_here()
         self.actions = deque[dict[str, Any]](maxlen=ACTIONS)
         self._number = 0
+        self._last = {home: Seen(0, [], [], []) for home in HOMES}
         self._orders = asyncio.Lock()  #: one order at a time: each is judged by what is
         logs.configure(self.config.observability.log, "control")
         self.tally = ControlTally()
@@ -72,8 +75,18 @@ class Control:
     # ---- what is ---------------------------------------------------------------------------------
 
     async def status(self) -> dict[str, Any]:
-        (router, workers), seen = await asyncio.gather(self.plane.inspect(), self.pools.seen())
-        return summarize(self.config, seen, router, workers)
+        (router, workers), seen = await asyncio.gather(self.plane.inspect(), self._look())
+        told = summarize(self.config, seen, router, workers)
+        return {**told, "control": {"id": self.plane.hello.name, "pid": os.getpid()}}
+
+    async def _look(self) -> dict[str, Seen]:
+        """Serve's view of the pools; the last one while its controller does not answer."""
+        try:
+            async with asyncio.timeout(SERVE_S):
+                self._last = await self.pools.seen()
+        except Exception as error:  # Serve's own: it restarts its controller
+            log.warning("Serve does not answer: %s", error or type(error).__name__)
+        return self._last
 
     async def _watch(self) -> None:
         """Keeps what the metrics say of the pools fresh."""
@@ -117,7 +130,7 @@ class Control:
                     raise ApiError("no_capacity", str(error)) from None
                 for one in changes:
                     self.tally.scale(one.pool, one.before, one.after)
-                self._note("scale", says)
+                self.note("scale", says)
             return told
 
     async def drain(self, name: str, force: bool, hand_over: bool, dry_run: bool) -> dict[str, Any]:
@@ -168,14 +181,14 @@ class Control:
                 raise ApiError("refused", f"{worker['id']}: {answer['refused']}")
             if role(worker) and role(worker) != worker["role"]:
                 self.tally.flips[worker["role"], role(worker)] += 1
-            self._note(what, worker["id"])
+            self.note(what, worker["id"])
         return told
 
-    def _note(self, what: str, about: str) -> None:
+    def note(self, what: str, about: str, why: str = "") -> None:
+        """For the feed of orders: what was done, to whom."""
         self._number += 1
-        self.actions.append(
-            {"number": self._number, "at": time.time(), "what": what, "about": about}
-        )
+        told = {"number": self._number, "at": time.time(), "what": what, "about": about}
+        self.actions.append({**told, "why": why})
 
 
 async def _find_router() -> str:

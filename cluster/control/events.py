@@ -16,14 +16,17 @@ DECISIONS = 50  #: at most, between two snapshots
 
 
 async def events(control: Control) -> AsyncGenerator[bytes, None]:
-    """`cluster`: the status, each second; `decision`: each one; `action`: each order, once."""
-    told, orders = 0, 0
+    """`cluster`: the status, each second; `decision`: each one, and again when more is known of
+    what came of it; `action`: each order, once."""
+    told: dict[int, int] = {}
+    orders = 0
     while True:
         yield sse.event(await control.status(), "cluster")
-        for decision in reversed(await control.plane.latest(DECISIONS) or []):
-            if decision["number"] > told:
-                told = decision["number"]
+        latest = await control.plane.latest(DECISIONS) or []
+        for decision in reversed(latest):
+            if told.get(decision["number"]) != len(decision["observed"]):
                 yield sse.event(decision, "decision")
+        told = {decision["number"]: len(decision["observed"]) for decision in latest}
         for action in list(control.actions):
             if action["number"] > orders:
                 orders = action["number"]

@@ -18,8 +18,9 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 
 from ..config import LOOPBACK, ControlSettings
 from ..gateway import sse
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+WEB = Path(__file__).parent / "web"  #: the live page: files that say nothing of this cluster
 BIND_S = 10.0  #: a replica before this one may still have the port
 
 
@@ -64,6 +66,8 @@ def build(control: Control) -> Starlette:
     replica = "/admin/v1/replicas/{replica:path}"
     routes = [
         Route("/health", face.health),
+        Route("/dashboard", _page),
+        Mount("/dashboard", StaticFiles(directory=WEB)),
         Route("/metrics/targets", face.targets),
         Route("/admin/v1/cluster", face.cluster),
         Route("/admin/v1/pools", face.pools),
@@ -94,7 +98,9 @@ class Guard:
         self._file = Path(settings.key_file) if settings.key_file else None
 
     async def __call__(self, http: HttpRequest, go_on: RequestResponseEndpoint) -> Response:
-        refusal = None if http.url.path == "/health" else self.refusal(http.headers)
+        path = http.url.path
+        open_to_all = path == "/health" or path.startswith("/dashboard")
+        refusal = None if open_to_all else self.refusal(http.headers)
         return _error(refusal) if refusal else await go_on(http)
 
     def refusal(self, headers: Any) -> ApiError | None:
@@ -113,12 +119,19 @@ class Guard:
     def _stranger(self, headers: Any) -> ApiError | None:
         """A page that a browser shows may send requests here; its origin, or the name by which it
         found this machine, tells."""
-        name = headers.get("host", "").rpartition(":")[0] or headers.get("host", "")
-        if name.strip("[]") in LOOPBACK and not headers.get("origin"):
+        host = headers.get("host", "")
+        name = host.rpartition(":")[0] or host
+        own = headers.get("origin") in (None, f"http://{host}")  #: the live page's requests
+        if name.strip("[]") in LOOPBACK and own:
             return None
         return ApiError(
             "forbidden", "without control.key_file only this machine's programs may ask"
         )
+
+
+async def _page(_: HttpRequest) -> Response:
+    policy = {"content-security-policy": "default-src 'self'"}
+    return FileResponse(WEB / "index.html", headers=policy)
 
 
 class _Face:

@@ -37,7 +37,8 @@ class Site:
             Route("/v1/messages", self._take, methods=["POST"]),
             Route("/health", self._health),
         ]
-        app = Starlette(routes=routes, exception_handlers={ApiError: _api_error})  # type: ignore[dict-item]
+        handlers: Any = {ApiError: _api_error}
+        app = Starlette(routes=routes, exception_handlers=handlers)
         guard = Guard(app, Door(file), CLASSES, body_s, _api_error)
         transport = httpx.ASGITransport(guard)  # type: ignore[arg-type]
         self.http = httpx.AsyncClient(transport=transport, base_url="http://gateway")

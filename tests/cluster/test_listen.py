@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from diptych.cluster.config import ConfigError, GatewaySettings, load_config
+from diptych.cluster.cli.serve import welcome
+from diptych.cluster.config import ClusterConfig, ConfigError, GatewaySettings, load_config
 from diptych.cluster.gateway import listen
+from diptych.cluster.launch import Cluster
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
@@ -143,3 +146,13 @@ def test_a_gateway_is_exposed_that_others_reach_and_that_asks_for_no_key() -> No
     assert not GatewaySettings().exposed
     assert GatewaySettings(host="0.0.0.0").exposed
     assert not GatewaySettings(host="0.0.0.0", api_keys_file="keys.yaml").exposed
+
+
+def test_serve_warns_of_a_gateway_that_anybody_may_use() -> None:
+    def told(**given: Any) -> str:
+        config = ClusterConfig(gateway=GatewaySettings(**given))
+        checkpoint: Any = SimpleNamespace(name="demo")
+        return welcome(Cluster(config, checkpoint))
+
+    assert "WARNING" in told(host="0.0.0.0") and "diptych keys add" in told(host="0.0.0.0")
+    assert "WARNING" not in told() + told(host="0.0.0.0", api_keys_file="keys.yaml")

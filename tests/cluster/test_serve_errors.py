@@ -46,13 +46,15 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
     refused(serve(str(folder)), "tokenizer.json is missing")
 
 
-@pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
+@pytest.mark.parametrize("flag", ["--port", "--grpc-port", "--set"])
 def test_a_taken_port_is_named_with_the_way_out(flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         others = {"--port": str(free_port()), "--grpc-port": str(free_port())}
-        flags = [part for pair in {**others, flag: port}.items() for part in pair]
-        refused(serve(*flags), f"port {port} on 127.0.0.1", "--set gateway.")
+        chosen = {flag: f"control.port={port}" if flag == "--set" else port}
+        flags = [part for pair in {**others, **chosen}.items() for part in pair]
+        key = "control.port" if flag == "--set" else "gateway."
+        refused(serve(*flags), f"port {port} on 127.0.0.1", f"--set {key}")
 
 
 def test_too_little_memory_is_said_with_the_figures() -> None:
@@ -69,9 +71,10 @@ def test_a_wrong_setting_is_named_with_its_value(tmp_path: Path) -> None:
 
 
 def test_commands_without_a_cluster_say_how_to_start_one() -> None:
-    for command in (["status"], ["chat", "hi"]):
+    nowhere = "http://127.0.0.1:9"
+    for command in (["status", "--admin", nowhere], ["chat", "hi", "--endpoint", nowhere]):
         done = subprocess.run(
-            [str(BIN / "diptych"), *command, "--endpoint", "http://127.0.0.1:9"],
+            [str(BIN / "diptych"), *command],
             capture_output=True,
             text=True,
             timeout=30,

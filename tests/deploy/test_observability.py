@@ -55,7 +55,9 @@ def selectors(node: Any) -> Iterator[promql.VectorSelector]:
 
 def labels_of(name: str) -> set[str]:
     """Labels of a series: those of its metric, and `le` of a bucket."""
-    metric = next(m for n, m in METRICS.items() if name in (n, f"{n}_bucket", f"{n}_sum", f"{n}_count"))
+    metric = next(
+        m for n, m in METRICS.items() if name in (n, f"{n}_bucket", f"{n}_sum", f"{n}_count")
+    )
     base = WORKER if metric.part == "worker" else ("model",)
     return {*base, *metric.labels, *(("le",) if name.endswith("_bucket") else ())}
 
@@ -73,15 +75,17 @@ def test_queries_parse_and_ask_for_series_that_exist(where: str, query: str) -> 
         assert used <= labels_of(one.name), f"{where}: {one.name} has no {used}"
     known = set().union(*(labels_of(one.name) for one in found if one.name not in RECORDED))
     if known:
-        grouped = {x.strip() for names in re.findall(r"by \(([^)]*)\)", text) for x in names.split(",")}
+        grouped = {
+            x.strip() for names in re.findall(r"by \(([^)]*)\)", text) for x in names.split(",")
+        }
         assert grouped <= known, f"{where}: no label {grouped - known}"
 
 
 def test_a_query_for_what_does_not_exist_would_be_seen() -> None:
     with pytest.raises(AssertionError, match="no metric"):
         test_queries_parse_and_ask_for_series_that_exist("x", "rate(diptych_request_total[5m])")
+    wrong = 'rate(diptych_requests_total{status="200"}[5m])'
     with pytest.raises(AssertionError, match="has no"):
-        wrong = 'rate(diptych_requests_total{status="200"}[5m])'
         test_queries_parse_and_ask_for_series_that_exist("x", f"sum({wrong}) / 2 > 1")
     with pytest.raises(AssertionError, match="no label"):
         test_queries_parse_and_ask_for_series_that_exist("x", "sum by (pod) (diptych_queue_depth)")
@@ -157,7 +161,10 @@ def test_the_tests_miss_an_alert_that_never_fires_and_one_that_always_does(tmp_p
     for rule in ALERTS:
         for broken in ("vector(0) > 1", "vector(1)"):
             groups = [
-                {**group, "rules": [{**r, "expr": broken} if r is rule else r for r in group["rules"]]}
+                {
+                    **group,
+                    "rules": [{**r, "expr": broken} if r is rule else r for r in group["rules"]],
+                }
                 for group in RULES["groups"]
             ]
             (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": groups}))

@@ -246,8 +246,8 @@ def test_a_killed_worker_is_replaced_and_the_next_chat_works(live: Live, home: s
     eventually(live.idle)
 
 
-@pytest.mark.parametrize("part", ["router", "gateways"])
-def test_a_killed_router_or_gateway_is_replaced_and_chats_work_again(live: Live, part: str) -> None:
+@pytest.mark.parametrize("part", ["router", "gateways", "control"])
+def test_a_killed_part_is_replaced_and_chats_work_again(live: Live, part: str) -> None:
     def pid(status: dict) -> int | None:
         found = status[part]
         return (found[0] if isinstance(found, list) else found)["pid"] if found else None

@@ -84,7 +84,9 @@ def test_metrics_traces_and_logs_say_what_was_sent(tmp_path: Path) -> None:
             "observability.metrics_compat": "[vllm]",
             "kv_transfer.faults.corrupt_writes": 1,
         }
-        arguments = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+        arguments = [
+            part for key, value in settings.items() for part in ("--set", f"{key}={value}")
+        ]
         with running(tmp_path / "serve.log", *arguments) as live:
             ids = send(live)
             eventually(live.idle)
@@ -122,7 +124,9 @@ def check_metrics(live: Live, texts: dict[str, str]) -> None:
     goodput = live.status()["router"]["goodput"]
     assert goodput["requests"] == REQUESTS == goodput["classes"]["interactive"]["requests"]
     known = set(METRICS | VLLM)
-    lines = [line.split()[2] for text in texts.values() for line in text.splitlines() if "TYPE" in line]
+    lines = [
+        line.split()[2] for text in texts.values() for line in text.splitlines() if "TYPE" in line
+    ]
     assert {name for name in lines if not name.startswith("process_")} <= known
     main = httpx.get(f"{live.url}/metrics").text
     assert "diptych_request_ttft_seconds_bucket" in main

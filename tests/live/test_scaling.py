@@ -1,11 +1,14 @@
 """Pools that grow and shrink, and workers that change their role, under 16 open streams.
 
-Every stream must end with the text that it has on a cluster that nobody touches.
+Every stream must end with the text that it has on a cluster that nobody touches. `SCALING_ROUNDS=5`
+shortens the long ones.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +19,7 @@ from tests.support.streams import Streams
 pytestmark = pytest.mark.cluster
 
 STREAMS, TOKENS = 16, 400
+ROUNDS = int(os.environ.get("SCALING_ROUNDS", "20"))
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +93,8 @@ def test_pools_shrink_and_grow_under_long_streams(live: Live, streams: Streams) 
 
 
 @pytest.mark.long
-def test_pools_shrink_and_grow_twenty_times(live: Live, streams: Streams) -> None:
-    rounds(live, streams, 20)
+def test_pools_shrink_and_grow_many_times(live: Live, streams: Streams) -> None:
+    rounds(live, streams, ROUNDS)
 
 
 def flips(live: Live, streams: Streams, count: int) -> None:
@@ -129,8 +133,8 @@ def test_a_worker_flips_there_and_back_under_load(live: Live, streams: Streams) 
 
 
 @pytest.mark.long
-def test_workers_flip_twenty_times_under_load(live: Live, streams: Streams) -> None:
-    flips(live, streams, 20)
+def test_workers_flip_many_times_under_load(live: Live, streams: Streams) -> None:
+    flips(live, streams, ROUNDS)
 
 
 def test_a_drained_worker_gets_nothing_new_and_hands_over_if_told(
@@ -169,3 +173,17 @@ def test_what_is_unsafe_is_refused_with_a_reason(live: Live) -> None:
     assert live.cli("scale", "decode=2").stdout == "decode is 2 already\n"
     told = live.cli("scale", "decode=3", "--dry-run").stdout
     assert told == "decode 2 -> 3 (dry run)\n" and live.status()["pools"]["decode"]["target"] == 2
+
+
+def test_a_flipped_worker_that_dies_comes_back_in_its_home_role(live: Live) -> None:
+    victim = live.worker("decode")
+    command(live, "flip", victim["id"], "--to", "prefill", "--wait")
+    os.kill(victim["pid"], signal.SIGKILL)
+
+    def back() -> bool:
+        status = live.status()
+        roles = {w["id"]: w["role"] for w in status["workers"] if w["home"] == "decode"}
+        return victim["id"] not in roles and list(roles.values()) == ["decode", "decode"]
+
+    eventually(back, 90)
+    assert live.status()["state"] == "healthy"

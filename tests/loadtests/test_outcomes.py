@@ -20,9 +20,9 @@ FACTS = Facts("http://x", "m", 4096, ("a", "b"), 3, True, True, "diptych")
 
 def outcome(ttft_ms: float, *gaps_ms: float, **fields: object) -> Outcome:
     gaps = [gap / 1e3 for gap in gaps_ms]
-    values = {"id": "r", "at": 0.0, "sent": 0.0, "output": len(gaps) + 1, **fields}
+    values: dict = {"id": "r", "at": 0.0, "sent": 0.0, "output": len(gaps) + 1, **fields}
     whole = ttft_ms / 1e3 + sum(gaps)
-    return Outcome(**values, ttft_s=ttft_ms / 1e3, e2e_s=whole, gaps_s=gaps)  # type: ignore[arg-type]
+    return Outcome(**values, ttft_s=ttft_ms / 1e3, e2e_s=whole, gaps_s=gaps)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,9 @@
  *
  * BODY is a file with the whole HTTP request. STREAMS healthy clients connect over RAMP_MS and read
  * as fast as bytes come; SLOW ones come over five times that, have a small receive buffer and read
- * 64 bytes a second; LEAVERS
- * come over SPAN_MS, and each is gone (half by a reset) 0.1 to 1 s after its first byte. A token is
- * a space in the body that does not follow a colon: the source's tokens are words with a space
- * before them, and an event begins with "data: ".
+ * 64 bytes a second; LEAVERS come over SPAN_MS, and each is gone (half by a reset) 0.1 to 1 s after
+ * its first byte. A token is a space in the body that does not follow a colon: the source's tokens
+ * are words with a space before them, and an event begins with "data: ".
  *
  * Prints a line "begun NS TOKENS" when every healthy stream has its first token, "ending NS TOKENS"
  * when the first one is complete, and a JSON object when all are (or 20 s after the last byte). */
@@ -44,7 +43,7 @@ static struct sockaddr_in address;
 static char request[1 << 22];
 static long request_size;
 static stream *streams;
-static int count, healthy, begun, ended, failed, left_early, dropped, connected;
+static int count, healthy, begun, ended, failed, refused, left_early, dropped, connected;
 static long tokens, events;
 static int64_t bytes, busy_ns;
 static uint32_t *gaps;           /* of healthy streams between begun and ending, in microseconds */
@@ -149,6 +148,7 @@ static void take(stream *s, size_t most) {
     if (n > 0 && !complete) return;
     if (s->kind == HEALTHY) {
         if (!complete || s->status != 200) failed++;
+        if (s->status != 200) refused++;
         if (!ended++ && begun == healthy) { measuring = 0; say("ending", now); }
     } else if (s->kind == SLOW && !complete) {
         dropped++;
@@ -235,10 +235,10 @@ int main(int argc, char **argv) {
     struct rusage used;
     getrusage(RUSAGE_SELF, &used);
     double cpu = (used.ru_utime.tv_sec + used.ru_stime.tv_sec) * 1e6 + used.ru_utime.tv_usec + used.ru_stime.tv_usec;
-    printf("{\"ns\": %lld, \"tokens\": %ld, \"events\": %ld, \"bytes\": %lld, \"failed\": %d, \"connected\": %d, "
+    printf("{\"ns\": %lld, \"tokens\": %ld, \"events\": %ld, \"bytes\": %lld, \"failed\": %d, \"refused\": %d, \"connected\": %d, "
            "\"left\": %d, \"dropped\": %d, \"gaps\": %ld, \"gap_p50_ms\": %.3f, \"gap_p99_ms\": %.3f, "
            "\"gap_max_ms\": %.3f, \"cpu_us\": %.0f}\n",
-           (long long)done, tokens, events, (long long)bytes, failed, connected, left_early, dropped, gap_count,
+           (long long)done, tokens, events, (long long)bytes, failed, refused, connected, left_early, dropped, gap_count,
            quantile(0.5), quantile(0.99), quantile(1.0), cpu);
     return failed ? 1 : 0;
 }

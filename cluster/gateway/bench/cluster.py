@@ -18,7 +18,7 @@ from typing import Any
 from .usage import Processes
 
 NAME, HOST = "bench", "127.0.0.1"
-READY_S = 120.0
+READY_S = 300.0
 STREAMS_MAX = 8192
 #: beside those of `launch.ENVIRONMENT`
 HAPROXY = {

@@ -1,7 +1,7 @@
 """How many long prompts a second one core prepares: from the body to the frames for the workers.
 
-That is what `Gateway.prepare` does (read the body, check it, render, tokenize in a thread, sampling,
-block hashes) and encoding of the three frames that carry it. No HTTP, no sockets, no answer.
+That is what `Gateway.prepare` does (read the body, check it, render and tokenize in a thread,
+sampling, block hashes) and encoding of the frames that carry it. No HTTP, no sockets, no answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..schema import parse
 from ..text import Text
 
 TOKENS = 2048
-PROMPTS = 150  #: measured, of each kind
+PROMPTS = 100  #: measured, of each kind
 TURN = 64  #: tokens of a conversation's next turn and of the answer before it, about
 LIMITS = Limits(max_model_len=1 << 20, stop_ids=(), temperature=1.0, token_chars=64)
 SALT = bytes(16)
@@ -66,30 +66,30 @@ async def _prepare(text: Text, bodies: list[bytes]) -> tuple[int, float]:
 
 
 def _fresh(text: Text, turn: random.Random) -> Iterator[bytes]:
+    words = _words(text)
     while True:
-        yield _body([{"role": "user", "content": prose(text, turn, TOKENS)}])
+        yield _body([{"role": "user", "content": prose(words, turn, TOKENS)}])
 
 
 def _history(text: Text, turn: random.Random) -> Iterator[bytes]:
     """Conversations that grow to `TOKENS`; all turns but the last are prepared before."""
-    parts = TOKENS // TURN
+    parts, words = TOKENS // TURN, _words(text)
     while True:
         messages = [
-            {"role": ("user", "assistant")[at % 2], "content": prose(text, turn, TURN - 3)}
+            {"role": ("user", "assistant")[at % 2], "content": prose(words, turn, TURN - 4)}
             for at in range(parts - 1)
         ]
         parse(ChatRequest, _body(messages[:-2])).prompt(text)
         yield _body(messages)
 
 
-def prose(text: Text, turn: random.Random, tokens: int) -> str:
-    """Words of the tokenizer's own vocabulary, most of them short, as in a language."""
-    words, said, size = _words(text), [], 0
-    while size < tokens:
-        rank = min(int(turn.paretovariate(0.7)), len(words)) - 1
-        word = "".join(turn.choices(words, k=2)) if turn.random() < 0.2 else words[rank]
-        said.append(word + turn.choice(("", "", "", "", ",", ".", "\n")))
-        size = len(text.encode("".join(said), specials=False)) if len(said) % 64 == 0 else size
+def prose(words: list[str], turn: random.Random, tokens: int) -> str:
+    """About so many tokens of a tokenizer's own `words`, few of them often, as in a language."""
+    said: list[str] = []
+    while len(said) < tokens:
+        said.append(words[min(int(turn.paretovariate(0.7)), len(words)) - 1])
+        if turn.random() < 0.2:
+            said.append(turn.choice(("ing", "s", ",", ".", "\n", " 42")))
     return "".join(said)
 
 

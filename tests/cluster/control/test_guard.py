@@ -38,6 +38,10 @@ def test_a_key_is_asked_for_and_may_change_without_a_restart(tmp_path: Path) -> 
         ({"host": "localhost"}, True),
         ({"host": "rebound.example:8001"}, False),
         ({"host": "127.0.0.1:8001", "origin": "https://page.example"}, False),
+        ({"host": "127.0.0.1:8001", "origin": "http://127.0.0.1:9999"}, False),
+        ({"host": "127.0.0.1:8001", "origin": "null"}, False),
+        ({"host": "127.0.0.1:8001", "origin": "http://127.0.0.1:8001"}, True),  # the live page
+        ({"host": "page.example", "origin": "http://page.example"}, False),
         ({}, False),
     ],
 )

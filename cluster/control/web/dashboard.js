@@ -1,0 +1,249 @@
+// The live page: reads /admin/v1/events (server-sent events over fetch, so that a key can go along).
+const $ = (id) => document.getElementById(id);
+const KEPT = 60;
+const SVG = "http://www.w3.org/2000/svg";
+const decisions = new Map();
+const actions = [];
+let before = null;
+let opened = null;
+
+// ---- drawing: text is always set as text, never as markup ----
+
+function make(name, attributes = {}, ...children) {
+  const svg = ["svg", "g", "rect", "path", "text", "circle", "title", "line"].includes(name);
+  const node = svg ? document.createElementNS(SVG, name) : document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  node.append(...children.map((child) => (child instanceof Node ? child : String(child))));
+  return node;
+}
+const cell = (value, number = false) => make("td", number ? { class: "number" } : {}, value);
+const row = (...cells) => make("tr", {}, ...cells);
+const percent = (share) => (share === null || share === undefined ? "-" : `${(100 * share).toFixed(1)} %`);
+const ms = (value) => (value === null || value === undefined ? "-" : `${value.toFixed(value < 10 ? 1 : 0)} ms`);
+const bytes = (value) => {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  while (value >= 1024 && unit < 4) { value /= 1024; unit += 1; }
+  return `${value.toFixed(value < 10 && unit ? 1 : 0)} ${units[unit]}`;
+};
+
+function dial(share) {
+  const at = (part) => {
+    const angle = Math.PI * (1 - part);
+    return `${100 + 80 * Math.cos(angle)} ${100 - 80 * Math.sin(angle)}`;
+  };
+  const arc = (part, colour) => make("path", { d: `M ${at(0)} A 80 80 0 0 1 ${at(part)}`, fill: "none",
+    stroke: colour, "stroke-width": 16 });
+  const shown = share ?? 0;
+  const colour = shown >= 0.99 ? "var(--good)" : shown >= 0.9 ? "var(--late)" : "var(--bad)";
+  $("dial").replaceChildren(arc(1, "var(--line)"), ...(share ? [arc(shown, colour)] : []),
+    make("text", { x: 100, y: 92, "text-anchor": "middle", class: "big" }, percent(share)));
+}
+
+function table(id, head, rows) {
+  const caption = $(id).caption;
+  $(id).replaceChildren(...(caption ? [caption] : []),
+    make("thead", {}, make("tr", {}, ...head.map((name) => make("th", {}, name)))),
+    make("tbody", {}, ...rows));
+}
+
+// ---- cluster ----
+
+function drawCluster(now) {
+  $("state").textContent = now.state + (now.missing.length ? `: no ${now.missing.join(", ")}` : "");
+  $("state").className = `pill ${now.state}`;
+  $("model").textContent = now.model ?? "";
+  const goodput = now.router?.goodput ?? { share: null, requests: 0, classes: {} };
+  dial(goodput.share);
+  $("dial-note").textContent = `${goodput.requests} requests, ttft <= ${now.slo.ttft_ms} ms, itl <= ${now.slo.itl_ms} ms`;
+  table("classes", ["Class", "Requests", "Both", "TTFT", "ITL"], Object.entries(goodput.classes).map(
+    ([name, one]) => row(cell(name), cell(one.requests, true), cell(percent(one.share), true),
+      cell(percent(one.ttft), true), cell(percent(one.itl), true))));
+  table("requests-now", ["", ""], Object.entries(now.requests).map(([name, n]) => row(cell(name), cell(n, true))));
+  table("pools", ["Pool", "Ready", "GPU", "Queue", "Running", "KV used", "Prefix hit", "P95", "Note"],
+    Object.entries(now.pools).map(([name, pool]) => row(cell(name), cell(`${pool.ready}/${pool.target}`),
+      cell(pool.gpu), cell(pool.queue, true), cell(pool.running, true), cell(percent(pool.kv_used), true),
+      cell(percent(pool.prefix_hit), true), cell(name === "prefill" ? ms(pool.ttft_p95_ms) : ms(pool.itl_p95_ms), true),
+      make("td", { class: "note" }, pool.notes.join("; ")))));
+  drawFleet(now.workers);
+  before = now;
+}
+
+function drawFleet(workers) {
+  const sides = { prefill: [], decode: [] };
+  for (const worker of workers) (sides[worker.role || worker.home] ?? sides.decode).push(worker);
+  const height = 34;
+  const tall = Math.max(sides.prefill.length, sides.decode.length, 1) * height + 10;
+  $("fleet").setAttribute("viewBox", `0 0 900 ${tall}`);
+  const places = new Map();
+  const boxes = [];
+  for (const [role, mine] of Object.entries(sides)) {
+    mine.sort((a, b) => a.id.localeCompare(b.id)).forEach((worker, index) => {
+      const x = role === "prefill" ? 10 : 610;
+      const y = index * height + 5;
+      places.set(worker.id, { x: role === "prefill" ? x + 280 : x, y: y + 12 });
+      boxes.push(box(worker, role, x, y));
+    });
+  }
+  $("fleet").replaceChildren(...arcs(workers, places), ...boxes);
+}
+
+function box(worker, role, x, y) {
+  const blocks = worker.engine.kv_blocks;
+  const used = (blocks.active + blocks.reserved) / blocks.total;
+  const state = worker.state === "ready" ? "" : ` ${worker.state}`;
+  const engine = worker.engine;
+  const doing = engine.running + engine.ready + engine.prefilling + engine.waiting;
+  return make("g", {},
+    make("title", {}, `${worker.id}, pid ${worker.pid}, ${doing} sequences, KV ${percent(used)} in use`),
+    make("rect", { x, y, width: 280, height: 26, rx: 5, fill: "var(--soft)", stroke: "var(--line)" }),
+    make("rect", { x, y: y + 22, width: 280 * used, height: 4, class: role }),
+    make("rect", { x, y, width: 5, height: 26, class: role }),
+    make("text", { x: x + 12, y: y + 16 }, `${role === "prefill" ? "P" : "D"}  ${worker.id}${state}`),
+    make("text", { x: x + 272, y: y + 16, "text-anchor": "end" }, `${doing} running`));
+}
+
+function arcs(workers, places) {
+  const last = new Map((before?.workers ?? []).map((worker) => [worker.id, worker.transfer.received_from ?? {}]));
+  const lines = [];
+  for (const worker of workers) {
+    for (const [source, total] of Object.entries(worker.transfer.received_from ?? {})) {
+      const moved = total - (last.get(worker.id)?.[source] ?? total);
+      const [from, to] = [places.get(source), places.get(worker.id)];
+      if (moved <= 0 || !from || !to) continue;
+      const width = Math.min(10, 1 + Math.log2(1 + moved / 65536));
+      lines.push(make("path", { d: `M ${from.x} ${from.y} C 450 ${from.y} 450 ${to.y} ${to.x} ${to.y}`, fill: "none",
+        stroke: "var(--decode)", "stroke-width": width, opacity: 0.7 }, make("title", {}, `${source} -> ${worker.id}: ${bytes(moved)}`)));
+    }
+  }
+  return lines;
+}
+
+// ---- requests ----
+
+function waterfall(one) {
+  const seen = one.observed.ttft_ms ? one.observed.ttft_ms / 1e3 : 0;
+  const parts = [["queue", one.waited_s], ["left", one.left_s], ["compute", one.prefill_s]];
+  const told = parts.reduce((sum, [, seconds]) => sum + seconds, 0);
+  parts.push(["rest", Math.max(0, seen - told)]);
+  const scale = 160 / Math.max(one.ttft_target_s, told, seen, 1e-9);
+  let x = 0;
+  const bars = parts.map(([name, seconds]) => {
+    const bar = make("rect", { x, y: 3, width: Math.max(0, seconds * scale), height: 10, class: name },
+      make("title", {}, `${name} ${ms(seconds * 1e3)}`));
+    x += seconds * scale;
+    return bar;
+  });
+  const target = one.ttft_target_s * scale;
+  return make("svg", { width: 170, height: 16, role: "img", "aria-label": `first token, target ${ms(one.ttft_target_s * 1e3)}` },
+    ...bars, make("line", { x1: target, x2: target, y1: 0, y2: 16, stroke: "var(--ink)" }));
+}
+
+function drawRequests() {
+  const list = [...decisions.values()].sort((a, b) => b.number - a.number).slice(0, KEPT);
+  $("decisions").tBodies[0].replaceChildren(...list.map((one) => {
+    const late = one.observed.ttft_ms > one.ttft_target_s * 1e3;
+    const shown = row(cell(one.key[0].split("~")[0] + (one.key[1] ? ` (again ${one.key[1]})` : "")),
+      cell(one.prompt_tokens, true), cell(one.hit_tokens, true),
+      cell(one.kind === "refused" ? `refused: ${one.note}` : [one.prefill, one.decode].filter(Boolean).join(" -> ")),
+      make("td", {}, waterfall(one)), cell(ms(one.ttft_s * 1e3), true),
+      make("td", { class: late ? "number missed" : "number" }, ms(one.observed.ttft_ms)), cell(one.observed.reason ?? ""));
+    shown.tabIndex = 0;
+    if (opened === one.number) shown.className = "open";
+    const open = () => { opened = opened === one.number ? null : one.number; drawRequests(); };
+    shown.addEventListener("click", open);
+    shown.addEventListener("keydown", (event) => { if (event.key === "Enter") open(); });
+    return shown;
+  }));
+  const one = [...decisions.values()].find((each) => each.number === opened);
+  $("explain").replaceChildren(...(one ? explained(one) : []));
+}
+
+function explained(one) {
+  const options = (stage) => {
+    const all = one[`${stage}_options`];
+    if (!all.length) return make("p", {}, `${stage}: none`);
+    const terms = Object.keys(all[0][2]);
+    return make("table", {}, make("caption", {}, `${stage}: candidates, the chosen one first`),
+      make("thead", {}, row(...["Worker", "Score", ...terms].map((name) => make("th", {}, name)))),
+      make("tbody", {}, ...all.map(([worker, score, cost]) => row(cell(worker),
+        cell(score.toPrecision(4), true), ...terms.map((name) => cell(ms(cost[name] * 1e3), true))))));
+  };
+  const over = one.passed_over.map(([id, seconds, why]) => `${id.split("~")[0]} (${ms(seconds * 1e3)} left: ${why})`);
+  return [make("h2", {}, `Why: ${one.key[0].split("~")[0]}`),
+    make("p", {}, `Policy ${one.policy}, ${one.kind}; ${one.waiting} others waited` +
+      `${over.length ? `; passed over: ${over.join(", ")}` : ""}${one.fetch ? `; prefix fetched from ${one.fetch}` : ""}.`),
+    make("div", { class: "row" }, options("prefill"), options("decode"))];
+}
+
+// ---- orders ----
+
+function drawOrders() {
+  $("actions").tBodies[0].replaceChildren(...actions.slice(-KEPT).reverse().map((one) =>
+    row(cell(new Date(one.at * 1e3).toLocaleTimeString()), cell(one.what), cell(one.about), cell(one.why ?? ""))));
+}
+
+// ---- events ----
+
+const heard = {
+  cluster: drawCluster,
+  decision: (one) => {
+    decisions.set(one.number, one);
+    while (decisions.size > 4 * KEPT) decisions.delete(decisions.keys().next().value);
+    drawRequests();
+  },
+  action: (one) => { actions.push(one); drawOrders(); },
+};
+
+function dispatch(block) {
+  const fields = Object.fromEntries(block.split("\n").map((line) => {
+    const colon = line.indexOf(": ");
+    return [line.slice(0, colon), line.slice(colon + 2)];
+  }));
+  if (fields.data && heard[fields.event]) heard[fields.event](JSON.parse(fields.data));
+}
+
+async function listen() {
+  const key = sessionStorage.getItem("diptych-key");
+  const headers = key ? { authorization: `Bearer ${key}` } : {};
+  const answer = await fetch("admin/v1/events", { headers });
+  $("login").hidden = answer.status !== 401;
+  if (!answer.ok) {
+    $("refusal").textContent = (await answer.json()).error.message;
+    throw new Error(answer.statusText);
+  }
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const blocks = (rest + value).split("\n\n");
+    rest = blocks.pop();
+    blocks.forEach(dispatch);
+  }
+}
+
+async function stay() {
+  for (;;) {
+    try { await listen(); } catch (error) { console.warn(error.message); }
+    $("state").textContent = "Control is away";
+    $("state").className = "pill away";
+    await new Promise((resolve) => setTimeout(resolve, 2000));
+  }
+}
+
+$("login").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem("diptych-key", $("key").value);
+});
+function show(view) {
+  for (const button of document.querySelectorAll("nav button")) {
+    button.setAttribute("aria-pressed", String(button.dataset.view === view));
+    $(button.dataset.view).hidden = button.dataset.view !== view;
+  }
+}
+document.querySelectorAll("nav button").forEach((button) =>
+  button.addEventListener("click", () => { location.hash = button.dataset.view; }));
+window.addEventListener("hashchange", () => show(location.hash.slice(1) || "cluster"));
+show(location.hash.slice(1) || "cluster");
+stay();

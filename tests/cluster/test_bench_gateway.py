@@ -1,0 +1,126 @@
+"""`diptych bench gateway`: the source's frames, the client's counts, what is printed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from diptych.cluster.cli import app
+from diptych.cluster.cli.bench_gateway import table
+from diptych.cluster.gateway.bench import prompts
+from diptych.cluster.gateway.bench.measure import Load, Result, build, request, row
+from diptych.cluster.gateway.bench.source import Source
+from diptych.cluster.gateway.text import Text
+from diptych.cluster.handshake import Caller
+from diptych.cluster.wire import Connection, Listener, dial
+from diptych.engine.demo import CHECKPOINT
+from diptych.protos import frames as f
+from typer.testing import CliRunner
+
+IDS = [7, 8, 9]
+
+
+async def joined(home: str) -> tuple[Source, f.WorkerCard]:
+    """A source, and the card by which it has joined a router."""
+    cards: asyncio.Queue[f.WorkerCard] = asyncio.Queue()
+
+    async def serve(peer: Connection, _: f.Hello) -> None:
+        peer.send(f.Directory(1, []))
+        async for frame in peer.frames(5.0):
+            if isinstance(frame, f.Join):
+                cards.put_nowait(frame.card)
+
+    listener = Listener("s", f.ToRouter, serve)
+    address = await listener.start("127.0.0.1")
+
+    async def find() -> str:
+        return address
+
+    source = Source(home, f"{home}/1", "s", IDS, find)
+    await source.start("127.0.0.1")
+    async with asyncio.timeout(10):
+        return source, await cards.get()
+
+
+def test_a_source_steps_all_streams_of_a_pace_together_and_ends_each() -> None:
+    async def run() -> None:
+        _, card = await joined("decode")
+        hello = Caller("g", "gateway", "s")
+        peer = await dial(card.address, hello, f.FromWorker, "w")
+        for name, most in (("a", 3), ("b", 5)):
+            sampling = f.Sampling(most, seed=200)
+            peer.send(f.Decode((name, 0), 1, [1], sampling, "prefill/1"))
+        got: dict[str, list[f.Tokens]] = {"a": [], "b": []}
+        together = 0
+        async with asyncio.timeout(10):
+            while not (got["b"] and got["b"][-1].finish):
+                frame = await peer.receive()
+                if isinstance(frame, f.Step):
+                    together += len(frame.streams) == 2
+                    for tokens in frame.streams:
+                        got[tokens.key[0]].append(tokens)
+        assert [t.offset for t in got["a"]] == [1, 2] and got["a"][-1].finish == "length"
+        assert [t.offset for t in got["b"]] == [1, 2, 3, 4] and together == 2
+        assert [t.tokens[0].id for t in got["b"]] == [8, 9, 7, 8]
+        peer.abort()
+
+    asyncio.run(run())
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+def test_the_client_counts_tokens_whatever_the_chunks(tmp_path: Path) -> None:
+    client = build(tmp_path)
+    body = tmp_path / "body"
+    body.write_bytes(request(Load(2, 4)))
+    event = b'data: {"choices":[{"delta":{"content":" a b"}}]}\n\n'
+    stream = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (event, event))
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"seed")
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        for at in range(0, len(stream), 7):
+            writer.write(stream[at : at + 7])
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+
+    async def run() -> Any:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        numbers = ("2", "0", "0", "0", "10")
+        process = await asyncio.create_subprocess_exec(
+            str(client), "127.0.0.1", str(port), str(body), *numbers, stdout=-1
+        )
+        output, _ = await process.communicate()
+        return json.loads(output.splitlines()[-1])
+
+    told = asyncio.run(run())
+    assert (told["tokens"], told["events"], told["failed"]) == (8, 4, 0)
+
+
+def test_the_table_names_what_was_not_measured() -> None:
+    cpu = {"gateway": 20.0, "worker": 5.0, "proxy": 10.0, "router": 0.1, "rest": 3.0}
+    client = {"gap_p99_ms": 35.0, "gap_p50_ms": 33.3, "cpu_us": 600.0, "tokens": 100}
+    client |= {"events": 100, "failed": 0}
+    made = row(Load(128, 300, 30), "haproxy", Result(3840.2, cpu, client, 99.0))
+    assert made["mode"] == "paced" and made["added_itl_ms_p99"] == 1.67
+    told = [{"tokens": 2048, "kind": "fresh", "requests_s": 900}]
+    said = table({"rows": [made], "missing": {"none": "no port"}, "prompts": told})
+    assert "35.0 us" in said and "+1.7 ms" in said and "none: not measured (no port)" in said
+    assert "900 prompts/s of 2048 tokens, fresh" in said
+
+
+@pytest.mark.parametrize("wrong", [["--proxy", "nginx"], ["--streams", "0"], ["-o", "xml"]])
+def test_wrong_options_are_refused(wrong: list[str]) -> None:
+    assert CliRunner().invoke(app, ["bench", "gateway", *wrong]).exit_code == 2
+
+
+def test_prompts_have_about_the_tokens_that_they_claim() -> None:
+    rows = prompts.measure(CHECKPOINT)
+    assert [one["kind"] for one in rows] == ["fresh", "history"]
+    assert all(abs(one["mean_tokens"] - prompts.TOKENS) < 200 for one in rows)
+    assert Text(CHECKPOINT).encode("a", specials=False)

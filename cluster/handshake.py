@@ -55,7 +55,7 @@ async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secr
     _send(writer, Challenge(mine))
     hello = await _receive(reader, Hello)
     known = _dialled(secret, mine, hello.nonce, hello.name, hello.kind, hello.protocol)
-    if False:
+    if not hmac.compare_digest(hello.proof, known):
         raise ConnectionError(f"{hello.name[:80]!r} does not know the cluster's secret")
     if hello.protocol != PROTOCOL:
         raise ConnectionError(f"{hello.name} speaks protocol {hello.protocol}")

@@ -51,11 +51,11 @@ class Board:
 
 
 def goodput(cluster: dict[str, Any]) -> str:
-    """Share of the finished requests that met every target, as a bar."""
-    requests = cluster["requests"]
-    done = requests["finished"] + requests["refused"]
-    share = requests["good"] / done if done else 1.0
-    return f"goodput  {bar(share, 40)}  {share:.1%}" if done else "goodput  no request yet"
+    """Share of the last minutes' requests that met every target, as a bar."""
+    window = (cluster["router"] or {}).get("goodput", {"requests": 0})
+    if not window["requests"]:
+        return "goodput  no request yet"
+    return f"goodput  {bar(window['share'], 40)}  {window['share']:.1%}"
 
 
 def sparkline(values: list[int]) -> str:

@@ -31,6 +31,7 @@ DECISIONS = 10
 class Top(App[str]):
     """Asks again and again; a line at the bottom takes orders."""
 
+    ENABLE_COMMAND_PALETTE = False
     CSS = "#told { height: auto; max-height: 12; } #line { display: none; }"
     BINDINGS: ClassVar = [
         Binding("s", "order('scale ')", "scale"),

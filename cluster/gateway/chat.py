@@ -69,7 +69,7 @@ class Message(Strict):
     function_call: None = None
     annotations: Annotated[list, Field(max_length=0)] | None = None
 
-    @field_validator("content", mode="before")
+    @field_validator("content", mode="before", json_schema_input_type=str | list[_Part] | None)
     @classmethod
     def _join_parts(cls, value: Any) -> Any:
         if isinstance(value, list):

@@ -17,6 +17,7 @@ from .api import Api
 from .errors import ApiError
 from .guard import Guard
 from .messages import error_body
+from .openapi import document
 from .schema import REQUEST_ID
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def build(gateway: Gateway) -> ASGIApp:
         Route("/health", face.health),
         Route("/ready", face.ready),
         Route("/metrics", face.metrics),
+        Route("/openapi.json", face.openapi),
     ]
 
     async def api_error(http: HttpRequest, error: ApiError) -> Response:
@@ -72,6 +74,9 @@ class _Face:
     async def model(self, http: HttpRequest) -> Response:
         self.gateway.check_model(http.path_params["model"])
         return JSONResponse(self.gateway.model_card())
+
+    async def openapi(self, _: HttpRequest) -> Response:
+        return JSONResponse(document())
 
     async def metrics(self, http: HttpRequest) -> Response:
         kind, page = self.gateway.metrics.page(http.headers.get("accept", ""))

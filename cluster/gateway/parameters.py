@@ -24,6 +24,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Id = Annotated[int, Field(ge=0, le=ID_MAX)]
 Stop = Annotated[str, Field(min_length=1, max_length=STOP_CHARS)]
+Stops = Annotated[list[Stop], Field(max_length=STOPS_MAX)]
 
 
 def _listed(value: Any) -> Any:
@@ -69,7 +70,9 @@ class Parameters(Body):
     ) = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: Annotated[list[Stop], Field(max_length=STOPS_MAX), BeforeValidator(_listed)] | None = None
+    stop: Annotated[Stops, BeforeValidator(_listed, json_schema_input_type=Stop | Stops)] | None = (
+        None
+    )
     user: str | None = None
     # of vLLM and SGLang
     top_k: Annotated[int, Field(ge=-1, le=ID_MAX)] | None = None

@@ -237,7 +237,7 @@ class PieceStream:
             piece = self._pieces[token]
         except IndexError:
             return ""
-        if type(piece) is str:
+        if isinstance(piece, str):
             if not self._open or not piece:
                 return piece
             piece = piece.encode()

@@ -95,7 +95,7 @@ def cumulative(values: Mapping[str, float]) -> tuple[list[tuple[str, float]], fl
     """Prometheus' buckets, each with the counts of those before it, and the sum."""
     buckets, count = [], 0.0
     for bound, name in sorted((float(name), name) for name in values if name != "sum"):
-        count = values[name]
+        count += values[name]
         buckets.append(("+Inf" if name == "inf" else str(bound), count))
     return buckets, values["sum"]
 

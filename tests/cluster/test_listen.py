@@ -92,7 +92,9 @@ def test_who_does_not_end_its_headers_is_cut_off(
     run(test)
 
 
-def test_headers_without_end_are_cut_off_by_their_size() -> None:
+def test_headers_without_end_are_cut_off_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listen, "HEAD_S", 3600.0)
+
     async def test(port: int) -> None:
         endless = [b"GET / HTTP/1.1\r\nhost: g\r\nx-a: "] + [b"a" * 65536] * 100
         assert b"200 OK" not in await until_closed(port, endless)

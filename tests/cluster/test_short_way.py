@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from diptych.engine.demo import CHECKPOINT
 from diptych.protos import frames as f
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 TEXT = Text(CHECKPOINT)
 SAID = "Grüße 👩‍💻🇩🇪, 你好，世界! STOP here — café."
@@ -274,6 +276,24 @@ def test_characters_of_several_tokens_come_whole(text: str) -> None:
     parts = [stream.feed([token]) for token in TEXT.encode(text, specials=False)]
     assert "".join(parts) == text and stream.flush() == ""
     assert all("\ufffd" not in part for part in parts) or "\ufffd" in text
+
+
+def test_a_tokenizer_with_another_decoder_is_asked_itself(tmp_path: Path) -> None:
+    names = ["<unk>", "▁a", "b", "▁", "c", "<0xE4>", "<0xBD>", "<0xA0>"]
+    model = models.BPE({name: at for at, name in enumerate(names)}, [], unk_token="<unk>")
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.Sequence(  # type: ignore[assignment]
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    text, turn = Text(tmp_path), random.Random(1)
+    stream = text.stream()
+    assert stream.feed([1]) + stream.feed([5]) + stream.feed([6, 7, 2]) == " a你b"
+    for _ in range(50):
+        units = turn.choices([[1], [2], [3], [4], [5, 6, 7]], k=12)  # whole characters
+        ids, stream = [one for unit in units for one in unit], text.stream()
+        said = "".join(stream.feed([one]) for one in ids) + stream.flush()
+        assert said == tokenizer.decode(ids)
 
 
 SPECIALS = [one.content for one in TEXT.tokenizer.get_added_tokens_decoder().values()]

@@ -165,6 +165,25 @@ def spoiled(number: int) -> bytes:
     return len(body).to_bytes(4, "big") + body
 
 
+def test_a_frame_that_is_too_long_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "HELLO_S", 3600.0)
+
+    async def test() -> None:
+        server = Server()
+        address = await server.listener.start("127.0.0.1")
+        for known, size in ((False, handshake.HELLO_MAX + 1), (True, wire.FRAME_MAX + 1)):
+            reader, writer = await asyncio.open_connection(*address.split(":"))
+            if known:
+                await handshake.greet(reader, writer, Caller("g", "gateway", "secret"))
+            writer.write(size.to_bytes(4, "big"))
+            with contextlib.suppress(ConnectionError):
+                while await reader.read(4096):
+                    pass
+            writer.transport.abort()
+
+    run(test)
+
+
 async def fuzz(count: int) -> None:
     server = Server()
     address = await server.listener.start("127.0.0.1")

@@ -236,9 +236,33 @@ def test_but_not_if_the_urgent_one_would_be_late_by_it() -> None:
     rig = Rig("prefill/a", "decode/x")
     rig.stored("prefill/a", prefix(1, 12))
     rig.ask("r1", ttft_s=1.1)
-    rig.ask("cold", ttft_s=2.1)
-    rig.ask("warm", ttft_s=9.0, hashes=prefix(1, 12) + prefix(2, 3))
+    rig.ask("cold", ttft_s=2.6)  # 1.6 s left for 1 s of work; behind 0.53 s of the warm one's
+    rig.ask("warm", prompt=1300, ttft_s=9.0, hashes=prefix(1, 12) + prefix(2, 8))
     assert list(rig.first("r1", after=1.0)) == ["cold"]
+
+
+def test_who_has_little_time_left_goes_behind_those_with_more_but_is_served() -> None:
+    rig = Rig("prefill/a", "decode/x")
+    rig.ask("r1", ttft_s=1.1)
+    rig.ask("tight", ttft_s=2.15)  # 1.15 s for 1 s of work, when r1 is done
+    rig.ask("easy", ttft_s=9.0)
+    assert list(rig.first("r1", after=1.0)) == ["easy"]
+    alone = Rig("prefill/a", "decode/x")
+    alone.ask("r1", ttft_s=1.1)
+    alone.ask("tight", ttft_s=2.15)
+    assert list(alone.first("r1", after=1.0)) == ["tight"]
+
+
+def test_a_prompt_that_waited_for_a_chunk_says_nothing_of_the_workers_speed() -> None:
+    rig = Rig("prefill/a", "decode/x")
+    rig.ask("long", prompt=4000, ttft_s=60.0)
+    rig.send(e.Tick(), after=0.5)
+    assert rig.ask("short", prompt=600, ttft_s=2.0), "it goes before"
+    rig.first("short", after=1.0)  # 0.6 s of work behind 0.4 s of a chunk
+    rig.over("long")
+    rig.over("short")
+    assert rig.ask("next", prompt=1000)
+    assert rig.frames["next"].predicted_wait_ms == pytest.approx(1000.0)
 
 
 # ---- decode --------------------------------------------------------------------------------------

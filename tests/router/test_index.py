@@ -102,6 +102,31 @@ steps = st.lists(
 )
 
 
+def _depths(held: dict[int, set[bytes]], wanted: list[bytes]) -> list[tuple[int, set[bytes]]]:
+    """(leading hashes, all) of each."""
+    return [
+        (next((i for i, h in enumerate(wanted) if h not in mine), len(wanted)), mine)
+        for mine in held.values()
+    ]
+
+
+def test_a_lookup_names_every_depth_and_knows_when_it_is_old() -> None:
+    hashes = [bytes([i]) * 16 for i in range(40)]
+    made = PrefixIndex()
+    depths_of = {slot: (slot * 7) % 40 for slot in range(30)}
+    for slot, depth in depths_of.items():
+        made.store(slot, hashes[:depth])
+    hits = made.find(hashes)
+    assert {slot: hits.depth(slot) for slot in depths_of} == depths_of
+    assert hits.deepest == max(depths_of.values()) and made.stands(hits, hashes)
+    (best,) = (slot for slot, depth in depths_of.items() if depth == hits.deepest)
+    made.store(best, hashes)
+    assert not made.stands(hits, hashes), "somebody holds more"
+    again = made.find(hashes)
+    made.evict(best, hashes[-1:])
+    assert not made.stands(again, hashes), "nobody holds as much"
+
+
 @given(steps)
 def test_it_agrees_with_a_set_per_worker(steps) -> None:
     made, held = PrefixIndex(), {0: set(), 1: set(), 2: set()}
@@ -124,6 +149,11 @@ def test_it_agrees_with_a_set_per_worker(steps) -> None:
             whole = [h for h in wanted if h in mine] == wanted[:depth]
             assert not whole or made.depth(slot, wanted) == depth
         assert depths(made, wanted) == expected
+        hits = made.find(wanted)
+        if all(set(wanted[:d]) == mine & set(wanted) for d, mine in _depths(held, wanted)):
+            assert {"xyz"[s]: hits.depth(s) for s in held if hits.depth(s)} == expected
+            assert hits.deepest == max(expected.values(), default=0)
+            assert made.stands(hits, wanted)
         depth, mask = made.deepest(wanted, 0b111)
         best = max(expected.values(), default=0)
         if all(h in mine for mine in held.values() for h in wanted):

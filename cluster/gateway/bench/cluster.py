@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shutil
@@ -64,7 +65,7 @@ def cluster(proxy: str, model: Path) -> Iterator[Cluster]:
             include_dashboard=False,
             object_store_memory=100 << 20,
             log_to_driver=False,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
             _temp_dir=temporary,
             _node_ip_address=HOST,
         )

@@ -16,6 +16,7 @@ from .cluster import BenchError, Cluster
 
 SOURCE = Path(__file__).with_name("client.c")
 FLAT_TOKENS = 3900  #: of an answer; the demo model's context is 4,096
+FLAT_SUM = 600_000  #: of all answers, about
 PACE = 30  #: tokens a second
 PARTS = ("gateway", "worker", "proxy", "router")
 
@@ -83,9 +84,9 @@ def measure(cluster: Cluster, load: Load, client: Path) -> Result:
         said = line.strip()
         raise BenchError(f"no steady state with {load}: the client says {said!r}")
     (began, first, before), (ended, last, after) = marks["begun"], marks["ending"]
-    tokens = max(last - first, 1)
-    cpu = {part: (after[part] - before[part]) / tokens * 1e6 for part in (*PARTS, "rest")}
-    return Result(tokens / (ended - began), cpu, json.loads(line), most)
+    count = max(last - first, 1)
+    cpu = {part: (after[part] - before[part]) / count * 1e6 for part in (*PARTS, "rest")}
+    return Result(count / (ended - began), cpu, json.loads(line), most)
 
 
 def request(load: Load) -> bytes:
@@ -110,7 +111,7 @@ def _command(client: Path, port: int, body: str, load: Load) -> list[str]:
 
 
 def flat(streams: int) -> Load:
-    return Load(streams, FLAT_TOKENS)
+    return Load(streams, min(FLAT_TOKENS, FLAT_SUM // streams))
 
 
 def paced(streams: int, seconds: float) -> Load:

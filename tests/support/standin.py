@@ -1,0 +1,201 @@
+"""A whole gateway in this process: its own sockets, real handlers, no Ray and no workers.
+
+Everything of a gateway is real but `Plane`: router and workers are one object here, which says the
+demo model's answers, or what a grammar admits. It runs on a loop of its own thread, so that blocking
+clients can ask it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import yaml
+from diptych.cluster.config import ClusterConfig
+from diptych.cluster.gateway import gateway as gateways
+from diptych.cluster.gateway.gateway import Gateway
+from diptych.cluster.gateway.plane import Inbox
+from diptych.cluster.gateway.text import Text
+from diptych.engine.demo import CHECKPOINT
+from diptych.engine.errors import InvalidRequest
+from diptych.engine.grammar import Grammars
+from diptych.protos import frames as f
+
+from tests.support.live import free_port
+
+PAIRS = {p["q"]: p["a"] for p in yaml.safe_load((CHECKPOINT.parent / "questions.yaml").read_text())}
+QUESTION = "What is prefill?"
+ANSWER = PAIRS[QUESTION]
+ELSE = "I only know a few questions."
+#: the demo's own template, which also knows tools as Hermes models do
+TOOL_TEXT = """
+{%- for tool in tools or [] %}{{ '<|system|>' ~ tool | tojson ~ '<|end|>' }}{% endfor %}
+{#- <tool_call> {"name": .., "arguments": ..} </tool_call> -#}"""
+
+Result = TypeVar("Result")
+
+
+def checkpoint(folder: Path) -> Path:
+    """The demo model, with a chat template that knows tools."""
+    shutil.copytree(CHECKPOINT, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "chat_template.jinja").write_text(TOOL_TEXT + settings["chat_template"])
+    return folder
+
+
+class Workers:
+    """`Plane`, and all that is behind it: each request is placed, and answered step by step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.text = Text(folder)
+        self._ends = tuple(json.loads((folder / "config.json").read_text())["eos_token_id"])
+        self._grammars = Grammars(folder, self.text.vocab, self._ends)
+        self._inboxes: dict[f.Key, Inbox] = {}
+        self.tasks: dict[f.Key, asyncio.Task] = {}  #: requests that hold something on a worker
+        self.link, self.hello = self, SimpleNamespace(name="gateway/stand-in")
+        self.connected_to_router = True
+        self.cards = {role: SimpleNamespace(role=role) for role in ("prefill", "decode")}
+        self.ready = True
+
+    # ---- what a gateway asks of its plane --------------------------------------------------------
+
+    def watch(self, key: f.Key) -> Inbox:
+        inbox = self._inboxes[key] = Inbox()
+        return inbox
+
+    def place(self, frame: f.Place) -> None:
+        placed = f.Placed(frame.key, 1, None, "decode/1", 0, 0.0)
+        self._inboxes[frame.key].put_nowait(placed)
+
+    def submit(self, worker: str, frame: f.Decode) -> None:
+        loop = asyncio.get_running_loop()
+        self.tasks[frame.key] = loop.create_task(self._answer(frame))
+
+    def forget(self, over: f.Over, abort: bool) -> None:
+        self._inboxes.pop(over.key, None)
+        task = self.tasks.pop(over.key, None)
+        if task:
+            task.cancel()
+
+    def send(self, frame: Any) -> None: ...
+    def end(self, error: Exception, wire: str = "") -> None: ...
+    def connected(self, worker: str = "") -> bool:
+        return self.connected_to_router
+
+    # ---- what workers do -------------------------------------------------------------------------
+
+    async def _answer(self, asked: f.Decode) -> None:
+        inbox, sampling = self._inboxes[asked.key], asked.sampling
+        if sampling.prompt_logprobs is not None:
+            prompt = [self._token(one, sampling.prompt_logprobs) for one in asked.ids[1:]]
+            inbox.put_nowait(f.Tokens(asked.key, 0, [], prompt=prompt))
+        try:
+            said = self._ids(asked)
+        except InvalidRequest as error:
+            inbox.put_nowait(f.Failed(asked.key, "decode/1", str(error), final=True))
+            return
+        for at, one in enumerate(said):
+            ended = "stop" if one in sampling.stop_ids else None
+            ended = ended or ("length" if at + 1 >= sampling.max_tokens else None)
+            token = [] if ended == "stop" else [self._token(one, sampling.logprobs)]
+            for index in range(sampling.n):
+                inbox.put_nowait(f.Tokens(asked.key, at, token, ended, index))
+            if ended:
+                return
+            await asyncio.sleep(0)
+
+    def _token(self, one: int, logprobs: int | None) -> f.Token:
+        if logprobs is None:
+            return f.Token(one)
+        top = [(one, -0.25), *((i, -2.0 - i) for i in range(5, 25) if i != one)]
+        return f.Token(one, -0.25, tuple(top[:logprobs]))
+
+    def _ids(self, asked: f.Decode) -> Iterator[int]:
+        if asked.sampling.grammar:
+            matcher = self._grammars.matcher(asked.sampling.grammar, asked.sampling.stop_ids)
+            return self._admitted(matcher, asked.sampling.stop_ids)
+        prompt = self.text.tokenizer.decode(asked.ids)
+        said = next((a for q, a in PAIRS.items() if q in prompt), ELSE)
+        end = asked.sampling.stop_ids or (self.text.encode(ELSE, specials=False)[0],)
+        return self._forever(self.text.encode(said, specials=False), end)
+
+    def _forever(self, ids: list[int], end: tuple[int, ...]) -> Iterator[int]:
+        yield from ids
+        while True:
+            yield end[0]
+
+    def _admitted(self, matcher: Any, ends: tuple[int, ...]) -> Iterator[int]:
+        """The end as soon as it is admitted, else what closes something, else the lowest id."""
+        closing = [self.text.encode(one, specials=False)[0] for one in ('"', "}", "]", "1")]
+        while True:
+            wanted = [one for one in (*ends, *closing) if matcher.allowed[one]]
+            chosen = wanted[0] if wanted else int(matcher.allowed.argmax())
+            yield chosen
+            if chosen not in ends:
+                matcher.feed([chosen])
+
+
+@dataclass
+class StandIn:
+    """A running gateway, its addresses, and its workers."""
+
+    gateway: Gateway
+    workers: Workers
+    loop: asyncio.AbstractEventLoop
+    http_port: int
+    grpc_port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def app(self) -> Any:
+        return self.gateway._app
+
+    def run(self, work: Coroutine[Any, Any, Result], limit_s: float = 600) -> Result:
+        """On the gateway's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(limit_s)
+
+
+@contextmanager
+def standing_in(folder: Path, **sections: dict) -> Iterator[StandIn]:
+    """A gateway for the checkpoint in `folder`, as the model `demo`."""
+    http_port, grpc_port = free_port(), free_port()
+    given = {"http_port": http_port, "grpc_port": grpc_port} | sections.pop("gateway", {})
+    config = ClusterConfig.model_validate({"gateway": given, **sections}).model_dump()
+    workers = Workers(folder)
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="stand-in"))
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="gateway", daemon=True)
+    thread.start()
+
+    async def start() -> Gateway:
+        gateway = Gateway.__new__(Gateway)
+        await gateway.__init__(config, str(folder), "demo")  # type: ignore[misc]
+        return gateway
+
+    with (
+        patch.object(gateways.serve, "get_replica_context", lambda: context),
+        patch.object(gateways, "Plane", lambda *given, **named: workers),
+        patch.object(gateways, "node_host", lambda: "127.0.0.1"),
+        patch.object(gateways.logs, "configure", lambda *given: None),
+        patch.object(gateways.gc, "freeze", lambda: None),
+    ):
+        gateway = asyncio.run_coroutine_threadsafe(start(), loop).result(120)
+    try:
+        yield StandIn(gateway, workers, loop, http_port, grpc_port)
+    finally:
+        asyncio.run_coroutine_threadsafe(gateway.__del__(), loop).result(60)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()

@@ -96,5 +96,5 @@ def _others(workers: list[dict[str, Any]], role: str, gone: set[str]) -> list[di
     return [
         worker
         for worker in workers
-        if worker["role"] == role and worker["id"] not in gone
+        if worker["role"] == role and worker["state"] == "ready" and worker["id"] not in gone
     ]

@@ -20,19 +20,13 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from tests.support.live import Live, eventually, running
+from tests.support.live import Live, eventually
 
 pytestmark = pytest.mark.cluster
 
 PAIRS = {p["q"]: p["a"] for p in yaml.safe_load((CHECKPOINT.parent / "questions.yaml").read_text())}
 QUESTION = "What is prefill?"
 ANSWER = PAIRS[QUESTION]
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with running(tmp_path_factory.mktemp("demo") / "serve.log") as cluster:
-        yield cluster
 
 
 @pytest.fixture

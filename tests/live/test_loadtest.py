@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,11 @@ import httpx
 import pytest
 
 from tests.loadtests.test_report import check_screenshot, screenshot
-from tests.support.live import Live, eventually, free_port, running
+from tests.support.live import Live, eventually, free_port
 
 pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with running(tmp_path_factory.mktemp("loadtest") / "serve.log") as cluster:
-        yield cluster
 
 
 def environment(live: Live) -> dict[str, str]:

@@ -144,6 +144,11 @@ class Workers:
                 matcher.feed([chosen])
 
 
+class _Gateway(Gateway):
+    def __del__(self) -> None:  # type: ignore[override]
+        """Serve awaits the other one, and so does `standing_in`: once."""
+
+
 @dataclass
 class StandIn:
     """A running gateway, its addresses, and its workers."""
@@ -180,7 +185,7 @@ def standing_in(folder: Path, **sections: dict) -> Iterator[StandIn]:
     thread.start()
 
     async def start() -> Gateway:
-        gateway = Gateway.__new__(Gateway)
+        gateway = _Gateway.__new__(_Gateway)
         await gateway.__init__(config, str(folder), "demo")  # type: ignore[misc]
         return gateway
 
@@ -195,7 +200,7 @@ def standing_in(folder: Path, **sections: dict) -> Iterator[StandIn]:
     try:
         yield StandIn(gateway, workers, loop, http_port, grpc_port)
     finally:
-        asyncio.run_coroutine_threadsafe(gateway.__del__(), loop).result(60)
+        asyncio.run_coroutine_threadsafe(Gateway.__del__(gateway), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
         loop.close()

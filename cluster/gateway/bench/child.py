@@ -70,6 +70,7 @@ def slow(found: Cluster, client: Path) -> dict[str, Any]:
             "itl_ms_p50": result.client["gap_p50_ms"],
             "itl_ms_p99": result.client["gap_p99_ms"],
             "failed": result.client["failed"],
+            "refused": result.client["refused"],
             "left": result.client["left"],
             "gateway_mib": round(result.gateway_mib),
             "gateway_us_per_token": round(result.cpu_us["gateway"], 1),

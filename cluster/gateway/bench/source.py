@@ -64,12 +64,12 @@ class Source:
 
     def _frame(self, peer: Connection, frame: Any) -> None:
         match frame:
-            case f.Prefill(key):
-                peer.send(f.Step([f.Tokens(key, 0, [f.Token(self._ids[0])])]))
-            case f.Decode(key, sampling=sampling, prefill=prefill):
+            case f.Prefill(key, given=given):
+                peer.send(f.Step([f.Tokens(key, given, [f.Token(self._ids[0])])]))
+            case f.Decode(key, sampling=sampling, prefill=prefill, given=given):
                 self._came = asyncio.get_running_loop().time()
                 self._live[key] = peer, sampling.seed, sampling.max_tokens
-                self._told[key] = 1 if prefill else 0
+                self._told[key] = given + (1 if prefill else 0)
                 if sampling.seed not in self._steps:
                     step = self._step(sampling.seed)
                     self._steps[sampling.seed] = asyncio.get_running_loop().create_task(step)

@@ -1,0 +1,112 @@
+"""`/openapi.json` says what the gateway does: requests made from it meet nothing undocumented."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import hypothesis
+import pytest
+import schemathesis
+from diptych.cluster.gateway import http
+from diptych.cluster.gateway.errors import KINDS
+from diptych.cluster.gateway.openapi import POSTS, document
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi import checks
+from starlette.routing import Route
+
+from tests.support.malformed import VALID
+from tests.support.standin import StandIn, checkpoint, standing_in
+
+CHECKS = [
+    not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+]
+LONG_S = 1800.0
+SLOW = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIn]:
+    with standing_in(checkpoint(tmp_path_factory.mktemp("openapi") / "demo")) as running:
+        yield running
+
+
+def test_every_route_and_every_error_is_in_the_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    routes: list[Route] = []
+    monkeypatch.setattr(http, "Starlette", lambda routes, **_: routes)
+    monkeypatch.setattr(http, "Guard", lambda app, *_: routes.extend(app))
+    http.build(_Nothing())
+    paths = document()["paths"]
+    assert {route.path.replace(":path", "") for route in routes} == set(paths)
+    for path, methods in paths.items():
+        for method, operation in methods.items():
+            [route] = [one for one in routes if one.path.replace(":path", "") == path]
+            assert method.upper() in (route.methods or ())
+            assert {str(kind.http) for kind in KINDS.values()} <= set(operation["responses"])
+
+
+class _Nothing:
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+
+def test_bodies_that_are_taken_are_bodies_of_the_document(gateway: StandIn) -> None:
+    told = httpx.get(f"{gateway.url}/openapi.json").json()
+    for path, body in VALID.items():
+        schema = {"$ref": f"#/components/schemas/{POSTS[path].body.__name__}"}
+        whole = Draft202012Validator({**schema, "components": told["components"]})
+        whole.validate(body)
+        assert httpx.post(gateway.url + path, json=body).status_code == 200
+        assert not whole.is_valid({**body, "no_such_field": 1})
+
+
+def examine(gateway: StandIn, seed: int, examples: int) -> Counter[int]:
+    """So many requests made from the document, right and wrong ones. How often which status came."""
+    schema = schemathesis.openapi.from_url(f"{gateway.url}/openapi.json")
+    seen: Counter[int] = Counter()
+    operations = [found.ok() for found in schema.get_all_operations()]
+    kinds = [mode for mode in GenerationMode]
+    cases = [one.as_strategy(kind) for one in operations for kind in kinds if one.body or kind == kinds[0]]
+
+    @hypothesis.seed(seed)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=False,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=SLOW,
+    )
+    @hypothesis.given(case=st.one_of(cases))
+    def ask(case: schemathesis.Case) -> None:
+        response = case.call()
+        seen[response.status_code] += 1
+        case.validate_response(response, checks=CHECKS)
+
+    ask()
+    return seen
+
+
+def test_requests_made_from_the_document_meet_what_it_says(gateway: StandIn) -> None:
+    seen = examine(gateway, 1, 200)
+    assert seen[200] and seen[400] and not gateway.gateway._live, seen
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2 * LONG_S)
+def test_half_an_hour_of_requests_made_from_the_document(gateway: StandIn) -> None:
+    end, seed, seen = time.monotonic() + LONG_S, 0, Counter[int]()
+    while time.monotonic() < end:
+        seed += 1
+        seen += examine(gateway, seed, 500)
+    print(f"{seen.total()} requests, {dict(seen)}")

@@ -1,0 +1,80 @@
+"""`diptych scale`, `drain` and `flip`: what they send, what they say, what they refuse to guess."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from diptych.cluster.cli import app, common, roles
+from typer.testing import CliRunner
+
+
+class Control:
+    """Answers in place of a cluster, and remembers what it was asked."""
+
+    def __init__(self, answers: dict[str, Any]) -> None:
+        self.answers, self.posted = answers, list[tuple[str, dict]]()
+
+    def ask(self, _: common.Admin, method: str, path: str, **given: Any) -> Any:
+        if method == "POST":
+            self.posted.append((path, given["json"]))
+        return self.answers[path]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, answers: dict, *words: str) -> tuple[int, str, Control]:
+    control = Control(answers)
+    monkeypatch.setattr(
+        common.Admin, "_ask", lambda self, *args, **given: control.ask(self, *args, **given)
+    )
+    done = CliRunner().invoke(app, list(words))
+    return done.exit_code, done.output, control
+
+
+SCALED = {"says": "decode 1 -> 2", "undo": "diptych scale decode=1", "dry_run": False}
+
+
+def test_scale_sends_the_counts_and_names_the_undo(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, said, control = run(monkeypatch, {"/admin/v1/pools:scale": SCALED}, "scale", "decode=2")
+    assert (code, said) == (0, "decode 1 -> 2\nundo: diptych scale decode=1\n")
+    assert control.posted == [("/admin/v1/pools:scale", {"decode": 2, "dry_run": False})]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("scale", "decode"),
+        ("scale", "decode=-1"),
+        ("scale", "gateway=2"),
+        ("flip", "decode/a", "--to", "both"),
+        ("drain",),
+        ("drain", "decode/a", "--self"),
+    ],
+)
+def test_a_wrong_order_is_a_usage_error_and_is_not_sent(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    code, _, control = run(monkeypatch, {}, *words)
+    assert code == 2 and control.posted == []
+
+
+def test_a_flip_to_the_role_that_it_has_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"/admin/v1/replicas/decode/a:flip": {"before": {"decode/a": "decode"}}}
+    code, said, _ = run(monkeypatch, told, "flip", "decode/a", "--to", "decode")
+    assert (code, said) == (0, "decode/a works as decode already\n")
+
+
+def test_drain_self_hands_over_what_is_on_this_machine_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here, there = {"id": "decode/a", "address": "127.0.0.1:7"}, {"id": "decode/b"}
+    there |= {"address": "192.0.2.1:7"}  # RFC 5737: nobody's
+    answers = {"/admin/v1/replicas": {"replicas": [here, there]}}
+    answers["/admin/v1/replicas/decode/a:drain"] = {"replicas": ["decode/a"]}
+    code, said, control = run(monkeypatch, answers, "drain", "--self")
+    assert code == 0 and said.startswith("drain decode/a\n")
+    body = {"force": True, "hand_over": True, "dry_run": False}
+    assert control.posted == [("/admin/v1/replicas/decode/a:drain", body)]
+
+
+def test_addresses_of_this_machine_are_known() -> None:
+    assert roles._is_local("127.0.0.1") and not roles._is_local("192.0.2.1")

@@ -85,7 +85,11 @@ def build(control: Control) -> Starlette:
     ]
     handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _internal}
     guard = Middleware(BaseHTTPMiddleware, dispatch=Guard(control.config.control))
-    return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)  # type: ignore[arg-type]
+    return Starlette(
+        routes=routes,
+        middleware=[guard],
+        exception_handlers=handlers,  # type: ignore[arg-type]
+    )
 
 
 class Guard:

@@ -247,7 +247,10 @@ class ResponseShape:
         prompt = len(self._request.ids)
         return {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": self._request.hit_tokens},
+            "input_tokens_details": {
+                "cached_tokens": self._request.hit_tokens,
+                "cache_write_tokens": 0,
+            },
             "output_tokens": used,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": prompt + used,

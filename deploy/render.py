@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import helm_python
 import yaml
+from diptych.cluster.cli.render import RELEASE, manifests
 from diptych.cluster.launch import ENVIRONMENT
 
 ROOT = Path(__file__).parent
@@ -26,20 +26,12 @@ CHART = ROOT / "helm/diptych"
 FLEETS = ROOT / "fleets"
 RENDERED = ROOT / "rendered"
 RULES = ROOT / "observability/rules.yaml"
-RELEASE = NAMESPACE = "diptych"
 HEADER = "# Made by deploy/render.py; do not edit.\n"
 
 
 def render(fleet: dict[str, Any]) -> str:
     """The chart's manifests as one YAML text. Raises helm_python.HelmError."""
-    with helm_python.Chart.load(str(CHART)) as chart:
-        made = chart.render(fleet, name=RELEASE, namespace=NAMESPACE)
-    parts = []
-    for path in sorted(made):
-        text = made[path].strip()
-        if path.endswith(".yaml") and text:
-            parts.append(f"---\n# Source: {path}\n{text.removeprefix('---').strip()}\n")
-    return "".join(parts)
+    return manifests(CHART, fleet, RELEASE)
 
 
 def generated() -> dict[Path, str]:

@@ -85,7 +85,7 @@ class Trace:
     def __post_init__(self) -> None:
         if not self.items:
             raise SimulationError(f"trace {self.name}: no requests")
-        self.span_s = self.span_s or self.items[-1].at + self.quantum_s
+        self.span_s = self.span_s or self.items[-1].at + self.quantum_s or 1.0  # all at once
         firsts = Counter(item.blocks[0] for item in self.items if item.blocks)
         first, count = firsts.most_common(1)[0] if firsts else (-1, 0)
         self.shared = frozenset([first] if count > len(self.items) / 2 else [])

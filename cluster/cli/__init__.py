@@ -10,6 +10,7 @@ import typer
 from . import (
     bench,
     bench_gateway,
+    bench_planner,
     bench_transfer,
     chat,
     config,
@@ -17,6 +18,7 @@ from . import (
     explain,
     keys,
     loadtest,
+    render,
     roles,
     scale,
     serve,
@@ -47,6 +49,8 @@ app.command()(simulate.simulate)
 app.command()(simulate.plan)
 bench.app.command()(bench_transfer.transfer)
 bench.app.command()(bench_gateway.gateway)
+bench.app.command()(bench_planner.planner)
+app.command()(render.render)
 app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 app.add_typer(keys.app, name="keys")

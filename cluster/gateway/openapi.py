@@ -258,7 +258,11 @@ def document() -> Schema:
     }
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Diptych", "version": version("diptych"), "license": {"name": "Apache-2.0"}},
+        "info": {
+            "title": "Diptych",
+            "version": version("diptych"),
+            "license": {"name": "Apache-2.0"},
+        },
         "paths": paths,
         "components": {"schemas": schemas | ANSWERS, "securitySchemes": keys},
         "security": [{}, {"bearer": []}, {"key": []}],
@@ -287,7 +291,9 @@ def _errors(path: str) -> Schema:
 def _post(path: str, post: Operation) -> Schema:
     content: Schema = {"application/json": {"schema": ref(post.answer)}}
     if post.event:
-        about = f"`data:` of each event is {post.event}; an error of an open stream is event `error`"
+        about = (
+            f"`data:` of each event is {post.event}; an error of an open stream is event `error`"
+        )
         content["text/event-stream"] = {"schema": {"type": "string", "description": about}}
     body = {"application/json": {"schema": ref(post.body.__name__)}}
     return {

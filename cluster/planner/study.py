@@ -1,4 +1,4 @@
-"""The planner in virtual time, beside fixed splits and other planners: `python -m ...study TRACE`.
+"""The planner in virtual time, beside fixed splits and other planners: `diptych bench planner`.
 
 All have the same GPUs and our router. Others change replicas, which takes `start_s`; ours flips
 roles. Goodput is the number of requests met.
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ...simulator.case import Case, count_of
+from ...simulator.case import Case, Cores, count_of
 from ...simulator.fleet import Split, splits
 from ...simulator.metrics import summarize
 from ...simulator.sim import Simulation
@@ -18,6 +18,7 @@ from .core import Bounds, Flip, Observation, Planner, PlannerConfig, Recent, Rep
 from .peers import Dynamo, Keda, ServeLoop
 
 RECENT_S = 60.0
+FIXED = "fixed"
 
 
 @dataclass(slots=True)
@@ -109,32 +110,49 @@ def peers(case: Case, most: int) -> dict[str, Callable[[], Planner | Dynamo | Se
     }
 
 
-def run(case: Case, split: Split, rate: float, seed: int, planner: Driver | None = None) -> dict:
-    """One run at `rate` requests/s in all."""
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One run. `orders` are a planner's, `(seconds, what)`; `fixed`: nobody planned."""
+
+    planner: str
+    split: str
+    attainment: float
+    ttft_p90_s: float
+    gpu_s: int
+    flips_per_min: float = 0.0
+    orders: tuple[tuple[float, str], ...] = ()
+
+
+def run(case: Case, split: Split, rate: float, name: str = FIXED, seed: int = 0) -> Ran:
+    """From `split` on, at `rate` requests/s in all, under the planner of that name."""
+    driver = None if name == FIXED else Driver(peers(case, split.total)[name]())
     requests = case.trace.workload(rate, seed, case.closed)
     minutes = count_of(requests) / rate / 60
-    simulation = Simulation(case.setting(split), case.trace, seed, planner=planner)
+    simulation = Simulation(case.setting(split), case.trace, seed, planner=driver)
     outcomes = simulation.run(requests)
     assert outcomes is not None
     summary = summarize(outcomes)
-    found = {
-        "split": str(split),
-        "attainment": round(summary.attainment, 4),
-        "ttft_p90": round(summary.ttft.get("p90", 0.0), 3),
-        "gpu_s": round(simulation.gpu_seconds),
-    }
-    if planner:
-        found |= {"flips_per_min": round(planner.flips / minutes, 3), "orders": planner.orders}
-    return found
+    return Ran(
+        name,
+        str(split),
+        round(summary.attainment, 4),
+        round(summary.ttft.get("p90", 0.0), 3),
+        round(simulation.gpu_seconds),
+        round(driver.flips / minutes, 3) if driver else 0.0,
+        tuple(driver.orders) if driver else (),
+    )
 
 
-def compare(case: Case, begin: Split, rate: float, seed: int) -> dict:
-    """Every fixed split and every planner from `begin`, at one rate."""
-    most = begin.total
-    fixed = [run(case, split, rate, seed) for split in splits(most)]
-    planned = {
-        name: run(case, begin, rate, seed, Driver(make()))
-        for name, make in peers(case, most).items()
-    }
-    best = max(fixed, key=lambda one: one["attainment"])
-    return {"rate": rate, "fixed": fixed, "best_fixed": best, "planners": planned}
+def compare(
+    case: Case, begin: Split, rate: float, jobs: int, tell: Callable[[str], None]
+) -> list[Ran]:
+    """Every fixed split, then every planner from `begin`, best of each kind first."""
+    tasks = [(split, FIXED) for split in splits(begin.total)]
+    tasks += [(begin, name) for name in peers(case, begin.total)]
+    with Cores([case], jobs) as cores:
+        asked = [cores.submit(run, 0, split, rate, name) for split, name in tasks]
+        found = []
+        for one in asked:
+            found.append(one.result())
+            tell(f"{found[-1].planner} {found[-1].split}: {found[-1].attainment:.1%} met")
+    return sorted(found, key=lambda ran: (ran.planner != FIXED, -ran.attainment))

@@ -71,12 +71,17 @@ def test_bodies_that_are_taken_are_bodies_of_the_document(gateway: StandIn) -> N
 
 
 def examine(gateway: StandIn, seed: int, examples: int) -> Counter[int]:
-    """So many requests made from the document, right and wrong ones. How often which status came."""
+    """So many requests made from the document, right and wrong. How often which status came."""
     schema = schemathesis.openapi.from_url(f"{gateway.url}/openapi.json")
     seen: Counter[int] = Counter()
     operations = [found.ok() for found in schema.get_all_operations()]
-    kinds = [mode for mode in GenerationMode]
-    cases = [one.as_strategy(kind) for one in operations for kind in kinds if one.body or kind == kinds[0]]
+    kinds = list(GenerationMode)
+    cases = [
+        one.as_strategy(kind)
+        for one in operations
+        for kind in kinds
+        if one.body or kind == kinds[0]
+    ]
 
     @hypothesis.seed(seed)
     @settings(

@@ -1,34 +1,62 @@
 """What clients read, field by field: the SDKs' own types in strict mode, and nothing beyond them.
 
 `openai` and `anthropic` are generated from the published schemas; their types take unknown fields
-silently, so every one is looked for here. What we say beyond the schema is in `BEYOND`.
+silently, so every one is looked for here. What we say beyond the schema is in `BEYOND`, and where
+the published examples say null against the schema, in `Completion` and `CompletionChunk`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
-from openai.types import Completion
+from openai.types import Completion as PublishedCompletion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.completion_choice import CompletionChoice, Logprobs
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from tests.support.malformed import ASK, TOOLS
 from tests.support.standin import StandIn, checkpoint, standing_in
 
-#: fields that the published schema does not have, as vLLM and SGLang name them
-BEYOND = {"reasoning_content"}
+#: fields beyond the published types: as vLLM and SGLang name it, as the examples of OpenAI have it
+BEYOND = {"reasoning_content", "store"}
 CITY = TOOLS[0]["function"]["parameters"]
 LOGPROBS = {"logprobs": True, "top_logprobs": 2}
 FORCED = {"tools": TOOLS, "tool_choice": "required"}
 USAGE = {"stream_options": {"include_usage": True}}
 SHAPED = {"type": "json_schema", "json_schema": {"name": "c", "schema": CITY, "strict": True}}
 CALLED = {"tools": [{"name": "weather", "input_schema": CITY}], "tool_choice": {"type": "any"}}
+
+
+class _Logprobs(Logprobs):
+    """Nothing is before the first token of an echoed prompt: OpenAI says null there."""
+
+    token_logprobs: list[float | None] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None  # type: ignore[assignment]
+
+
+class _Choice(CompletionChoice):
+    logprobs: _Logprobs | None = None
+
+
+class Completion(PublishedCompletion):
+    choices: list[_Choice]  # type: ignore[assignment]
+
+
+class _OpenChoice(_Choice):
+    """OpenAI's examples of a stream say null until the answer has ended."""
+
+    finish_reason: Literal["stop", "length", "content_filter"] | None  # type: ignore[assignment]
+
+
+class CompletionChunk(PublishedCompletion):
+    choices: list[_OpenChoice]  # type: ignore[assignment]
+
 
 CASES: list[tuple[str, dict, Any, Any]] = [
     ("/v1/chat/completions", given, ChatCompletion, ChatCompletionChunk)
@@ -42,7 +70,7 @@ CASES: list[tuple[str, dict, Any, Any]] = [
     )
 ]
 CASES += [
-    ("/v1/completions", given, Completion, Completion)
+    ("/v1/completions", given, Completion, CompletionChunk)
     for given in (
         {"prompt": "What is prefill?"},
         {"prompt": ["What is prefill?", "b"], "n": 2, "logprobs": 2, "echo": True},

@@ -1,8 +1,8 @@
 """A whole gateway in this process: its own sockets, real handlers, no Ray and no workers.
 
 Everything of a gateway is real but `Plane`: router and workers are one object here, which says the
-demo model's answers, or what a grammar admits. It runs on a loop of its own thread, so that blocking
-clients can ask it.
+demo model's answers, or what a grammar admits. It runs on a loop of its own thread, so that
+blocking clients can ask it.
 """
 
 from __future__ import annotations

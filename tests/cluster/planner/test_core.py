@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -82,7 +83,7 @@ def test_constant_load_with_noise_comes_to_rest(split: str, need: Need) -> None:
 def test_two_flips_are_a_dwell_apart_and_a_pool_is_never_empty() -> None:
     asked = play(planner(dwell_s=60.0), seen("2P2D", LONG_PROMPTS, 20.0), 600)
     times = [at for at, _ in asked]
-    assert all(later - earlier >= 60.0 for earlier, later in zip(times, times[1:], strict=False))
+    assert all(later - earlier >= 60.0 for earlier, later in itertools.pairwise(times))
     assert len(asked) == 1, "one decode worker stays"
 
 

@@ -157,14 +157,19 @@ class ScalingSettings(Section):
 
 
 class ControlSettings(Section):
-    """Where operators talk to the cluster. Its HTTP API changes roles and sizes of pools."""
+    """Where operators talk to the cluster. Its APIs change roles and sizes of pools."""
 
     host: str = "127.0.0.1"
     port: Port = 8001
+    grpc_port: Port = 9001
     key_file: str | None = None  #: on the head's machine; its content is the bearer token
+    tls_cert: str | None = None  #: PEM files on the head's machine: HTTPS, and TLS for gRPC
+    tls_key: str | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together")
         if self.key_file is None and self.host not in LOOPBACK:
             raise ValueError(f"{self.host} is no loopback address: set control.key_file")
         return self

@@ -94,6 +94,7 @@ class Cluster:
         check_port(gateway.host, gateway.http_port, "gateway.http_port")
         check_port(gateway.host, gateway.grpc_port, "gateway.grpc_port")
         check_port(control.host, control.port, "control.port")
+        check_port(control.host, control.grpc_port, "control.grpc_port")
 
     def _join_ray(self) -> None:
         import ray

@@ -213,6 +213,7 @@ def pods(service: Object) -> Iterator[str]:
     """References inside the pods, sizes, ports, times."""
     config = read(service["spec"]["serveConfigV2"])
     ports = {"serve": config["http_options"]["port"], "serve-grpc": config["grpc_options"]["port"]}
+    slots = {group["groupName"]: group.get("resources") or {} for group in groups(service)}
     for name, template in templates(service).items():
         container = template["spec"]["containers"][0]
         named = {port["name"]: port["containerPort"] for port in container.get("ports", [])}
@@ -229,8 +230,9 @@ def pods(service: Object) -> Iterator[str]:
             yield f"group {name}: {', '.join(doubled)} twice in env"
         if name != "head":
             yield from _drain(name, template)
+            yield from _keys(config, name, slots[name], template)
         else:
-            yield from _admin(config, template, named.get("admin"))
+            yield from _admin(config, template, named)
         yield from _resources(name, template)
 
 
@@ -242,13 +244,26 @@ def _metrics(config: Object, named: dict[str, int]) -> Iterator[str]:
         yield f"metrics ports are {ports}, Diptych's first one is {first}"
 
 
-def _admin(config: Object, template: Object, port: int | None) -> Iterator[str]:
-    """Control is on the head: its port, its key, and a service account that is there."""
-    control = config["applications"][0].get("args", {}).get("control", {})
-    if control.get("port") != port:
-        yield f"port admin is {port}, Control's is {control.get('port')}"
+def _keys(config: Object, name: str, slots: Object, template: Object) -> Iterator[str]:
+    """The file of clients' keys is there where gateways may run, and nowhere else."""
+    gateway = config["applications"][0].get("args", {}).get("gateway", {})
+    file, runs = gateway.get("api_keys_file"), "gateway" in slots
+    if bool(file and runs) != _mounted(template, file or "/etc/diptych/keys/keys.yaml"):
+        yield f"group {name}: clients' keys are {file}, gateways {'may' if runs else 'do not'} run"
+
+
+def _mounted(template: Object, file: str) -> bool:
     mounts = template["spec"]["containers"][0].get("volumeMounts", [])
-    if not any(control["key_file"].startswith(f"{mount['mountPath']}/") for mount in mounts):
+    return any(file.startswith(f"{mount['mountPath']}/") for mount in mounts)
+
+
+def _admin(config: Object, template: Object, named: dict[str, int]) -> Iterator[str]:
+    """Control is on the head: its ports, its key, and a service account that is there."""
+    control = config["applications"][0].get("args", {}).get("control", {})
+    for name, field in (("admin", "port"), ("admin-grpc", "grpc_port")):
+        if control.get(field) != named.get(name):
+            yield f"port {name} is {named.get(name)}, Control's is {control.get(field)}"
+    if not _mounted(template, control["key_file"]):
         yield f"nothing is mounted for {control['key_file']}"
 
 

@@ -17,11 +17,15 @@ DECIDED_ELSEWHERE = {
     "GatewaySettings.http_port": "Serve's http_options",
     "GatewaySettings.grpc_port": "Serve's grpc_options",
     "GatewaySettings.listen": "Serve's proxies: the Service leads to any pod",
+    "GatewaySettings.api_keys_file": "gateway.keysSecret",
     "GatewaySettings.tls_cert": "TLS ends before the cluster, at an Ingress or in a mesh",
     "GatewaySettings.tls_key": "TLS ends before the cluster, at an Ingress or in a mesh",
     "ControlSettings.host": "the head's pod",
     "ControlSettings.port": "the head's pod",
+    "ControlSettings.grpc_port": "the head's pod",
     "ControlSettings.key_file": "the key `admin` of the Secret named by secretName",
+    "ControlSettings.tls_cert": "kubectl port-forward, or a mesh",
+    "ControlSettings.tls_key": "kubectl port-forward, or a mesh",
     "ObservabilitySettings.metrics_port": "the pods' ports metrics-*",
     "PoolConfig.replicas": "pools.*.replicas: a change there restarts no other replica",
 }
@@ -57,6 +61,7 @@ class PoolSizes(Values):
 
 class Gateway(Values):
     replicas: Annotated[int, Field(ge=1)]
+    keysSecret: str = ""
 
 
 class Model(Values):

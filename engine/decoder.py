@@ -54,7 +54,7 @@ class Decoder:
 
     def __init__(self, spec: ModelSpec, weights: Weights, pool: KVPool, ops: Ops) -> None:
         self.spec, self.weights, self.pool, self.ops = spec, weights, pool, ops
-        self._frequencies = rope_frequencies(spec.rope, spec.head_dim)
+        self._frequencies = ops.keep(rope_frequencies(spec.rope, spec.head_dim))
         self._scale = spec.head_dim**-0.5
 
     @torch.inference_mode()
@@ -70,6 +70,7 @@ class Decoder:
 
         `after` is called with each layer's index when its KV is written, on all ranks.
         """
+        ids, meta = self.ops.place(ids, meta)
         hidden = self.weights.embedding[ids]
         angles = meta.positions[:, None].float() * self._frequencies
         scale = self.spec.rope.attention_factor

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from .blocks import BlockPool
 from .commands import Stage, Staged
 from .drafts import NGrams
 from .exactness import is_exact
+from .gpu.pipeline import Pipeline
 from .grammar import Grammars
 from .memory import available_memory, check_memory
 from .model import ModelConfig, part_of, start_model
@@ -58,10 +60,15 @@ class EngineConfig:
     cores: tuple[int, ...] = ()  #: that the thread which steps is bound to; none: any
     shared_kv: bool = False  #: other processes can map the KV pool
     rank_program: str = "diptych.engine.ranks"  #: the module that the others run
+    device: str = "cpu"  #: cpu | cuda | cuda:<index>
+    attention: str = "auto"  #: auto | cpp | torch on a CPU; auto | a name of `gpu.backends`
+    exact: bool = False  #: a GPU's bits do not depend on the batch either, for a price
 
     def of_model(self, blocks: int) -> ModelConfig:
-        size, kernels, shared = self.limits.block_tokens, self.kernels, self.shared_kv
-        return ModelConfig(self.model, self.dtype, blocks, size, self.threads, kernels, shared)
+        return ModelConfig(
+            *(self.model, self.dtype, blocks, self.limits.block_tokens, self.threads),
+            *(self.kernels, self.shared_kv, self.device, self.attention, self.exact),
+        )
 
 
 class Engine:
@@ -76,7 +83,8 @@ class Engine:
         layout = kv_layout(part_of(self.spec, ranks), config.dtype, size)
         self.max_model_len = context_limit(self.spec, layout, config.kv_bytes, config.max_model_len)
         blocks = config.kv_bytes // layout.block_bytes
-        check_memory(self.spec, config.dtype, config.kv_bytes * ranks, available_memory())
+        if config.device == "cpu":
+            check_memory(self.spec, config.dtype, config.kv_bytes * ranks, available_memory())
         self._model = start_model(config.of_model(blocks), ranks, progress, config.rank_program)
         self.kv, self.kernels = self._model.kv, self._model.kernels
         salt = fingerprint(config.model)
@@ -86,6 +94,7 @@ class Engine:
         backend = self.kernels.split(":")[0].encode()  # another one has other last bits
         self.compatibility = layout.compatibility(salt + backend, ranks)
         self.pieces = piece_count(layout, ranks)
+        self._pipeline = self._device_steps()
         self.announce: Callable[[list[Filled]], None] = lambda _: None  #: called in mid-step
         #: how many leading blocks of these contents the tiers hold; set by whoever has tiers
         self.below: Callable[[list[bytes]], int] = nothing_below
@@ -113,6 +122,7 @@ class Engine:
         self.scheduler.add(seq)
 
     def reserve(self, seq: Sequence) -> list[int] | None:
+        self._settled()
         return self.scheduler.reserve(seq)
 
     def commit(
@@ -143,6 +153,7 @@ class Engine:
 
     def stage(self, command: Stage) -> Staged:
         """Blocks for a prefix of which the pool, the tiers below or a peer may hold a part."""
+        self._settled()
         known = self.scheduler.pool.known(command.hashes)
         below = 0 if command.pin else self.below(command.hashes[known:])
         count = 0 if command.pin else max(known + below, command.wanted)
@@ -165,11 +176,16 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Runs one step over all live sequences; [] when there is nothing to do."""
+        began = time.perf_counter()
+        if self._pipeline and (told := self._pipeline.step()) is not None:
+            return self._steady(told, began)
         self._guess()
         plan = self.scheduler.plan()
         if not plan:
             return []
-        began = time.perf_counter()
+        if self._pipeline and not plan.prefill and self._pipeline.takes(plan.decode):
+            self._pipeline.start(plan.decode)
+            return self._steady(self._pipeline.step() or [], began)
         batch = build(plan, self.config.limits.block_tokens)
         hidden = self._model.hidden(batch.ids, batch.meta, self._stream(plan.prefill))
         prompts = {
@@ -190,6 +206,27 @@ class Engine:
         else:
             self.decode_steps += 1
             self.decode_seconds += seconds
+        return outputs
+
+    def _device_steps(self) -> Pipeline | None:
+        """Decode on a device of its own, one step ahead of what is booked."""
+        limits, book = self.config.limits, partial(self._output, scored=[])
+        runner = self._model.runner(limits.max_running, self.max_model_len, limits.block_tokens)
+        return Pipeline(runner, self.scheduler, book, self.max_model_len) if runner else None
+
+    def _settled(self) -> None:
+        """Before blocks are written by others than this engine's steps: those are over."""
+        if self._pipeline:
+            self._pipeline.wait()
+
+    def _steady(self, outputs: list[Output], began: float) -> list[Output]:
+        """Accounts for a decode step of the pipeline."""
+        seconds = time.perf_counter() - began
+        self.steps += 1
+        self.decode_steps += 1
+        self.decode_seconds += seconds
+        self.step_s["decode"].observe(seconds)
+        self.step_tokens.observe(len(outputs))
         return outputs
 
     def _stream(self, prefills: list[tuple[Sequence, int]]) -> Callable[[int], None] | None:

@@ -167,6 +167,9 @@ def make_linear(
     weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False, *, ops: Ops
 ) -> Linear:
     """The fastest exact linear layer for these weights here."""
+    made = ops.linear(weight, bias, gated)
+    if made is not None:
+        return made
     if isinstance(ops, NativeOps) and ops.tiles and AmxLinear.fits(weight, bias, gated):
         return AmxLinear(weight, bias, gated, ops)
     return Linear(weight, bias, gated, ops)

@@ -60,7 +60,7 @@ def load(
     one that this model has no place for, or of another type).
     """
     files = Tensors(folder, dtype, spec.fp8)
-    embedding = files.take("model.embed_tokens.weight", spec.vocab, spec.hidden).clone()
+    embedding = ops.keep(files.take("model.embed_tokens.weight", spec.vocab, spec.hidden))
     source = _Source(files, ops, ranks)
     layers = []
     for index in range(spec.layers):
@@ -70,7 +70,7 @@ def load(
             progress(f"layer {index + 1}/{spec.layers}", (index + 1) / spec.layers)
     tied = spec.tied and HEAD not in files  # what is on disk counts, as in transformers
     head = embedding if tied else files.take(HEAD, spec.vocab, spec.hidden)
-    norm = Norm(files.take("model.norm.weight", spec.hidden).clone(), spec.norm_eps)
+    norm = Norm(ops.keep(files.take("model.norm.weight", spec.hidden)), spec.norm_eps)
     files.check_all_taken()
     if ranks is None:
         return Weights(embedding, layers, norm, make_linear(head, ops=ops))
@@ -90,7 +90,7 @@ def _layer(source: _Source, index: int, spec: ModelSpec) -> Layer:
     output_bias = attn + "o_proj.bias" if spec.output_bias else None
 
     def norm(name: str, size: int) -> Norm:
-        return Norm(source.take(name, size).clone(), spec.norm_eps)
+        return Norm(source.ops.keep(source.take(name, size)), spec.norm_eps)
 
     def qk_norm(name: str) -> Norm:
         return norm(attn + name, spec.head_dim)

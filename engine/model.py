@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from .attention import Meta
 from .decoder import Decoder
 from .errors import KernelUnavailable, UnsupportedModel
+from .gpu.backends import Need
+from .gpu.behind import Behind
+from .gpu.memory import DevicePool
 from .kernels import NativeOps, native_ops
 from .loader import load
 from .ops import Ops
@@ -18,6 +22,9 @@ from .pool import KVPool
 from .ranks import Copy, Head, Ranks, pack
 from .sizing import kv_layout
 from .spec import ModelSpec, read_spec
+
+if TYPE_CHECKING:
+    from .gpu.decode import DecodeRunner
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -33,6 +40,9 @@ class ModelConfig:
     threads: int
     kernels: str  #: auto | avx512 | torch
     shared: bool = False  #: the pool's memory can be mapped by other processes
+    device: str = "cpu"  #: cpu | cuda | cuda:<index>
+    attention: str = "auto"  #: auto | cpp | torch | a name of `gpu.backends`
+    exact: bool = False  #: on a GPU: a row's bits do not depend on the batch (a CPU's never do)
 
 
 class Model:
@@ -48,11 +58,17 @@ class Model:
         whole = read_spec(config.folder)
         self.spec = part_of(whole, ranks.size) if ranks else whole
         self.dtype, self.ranks = DTYPES[config.dtype], ranks
-        ops, self.kernels = _ops(config, whole.head_dim)
-        weights = load(config.folder, whole, self.dtype, ops, progress, ranks)
+        self.device = torch.device(config.device)
+        if ranks and config.device != "cpu":
+            raise KernelUnavailable("tensor parallelism knows CPUs only: set tensor_parallel to 1")
+        self.ops, self.kernels = _ops(config, whole)
+        weights = load(config.folder, whole, self.dtype, self.ops, progress, ranks)
         layout = kv_layout(self.spec, config.dtype, config.block_tokens)
-        self.kv = KVPool(layout, config.blocks, self.dtype, config.shared)
-        self.decoder = Decoder(self.spec, weights, self.kv, ops)
+        if self.device.type == "cpu":
+            self.kv = KVPool(layout, config.blocks, self.dtype, config.shared)
+        else:
+            self.kv = DevicePool(layout, config.blocks, self.dtype, self.device)
+        self.decoder = Decoder(self.spec, weights, self.kv, self.ops)
 
     def hidden(
         self, ids: torch.Tensor, meta: Meta, after: Callable[[int], None] | None = None
@@ -60,7 +76,22 @@ class Model:
         """`Decoder.hidden`, on all ranks; `after` is called on this one."""
         if self.ranks:
             self.ranks.tell(pack(ids, meta))
-        return self.decoder.hidden(ids, meta, after)
+        if after is None or self.device.type == "cpu":
+            return self.decoder.hidden(ids, meta, after)
+        behind = Behind(after, torch.cuda.Event)
+        hidden = self.decoder.hidden(ids, meta, behind.launched)
+        behind.finish()
+        return hidden
+
+    def runner(self, most: int, max_len: int, block_tokens: int) -> DecodeRunner | None:
+        """Where a device has its own decode steps: for up to `most` rows of `max_len` tokens."""
+        if not self.ops.device_steps:
+            return None
+        from .gpu.decode import DecodeRunner
+
+        runner = DecodeRunner(self.decoder, self.ops, most, max_len, block_tokens)
+        runner.capture()
+        return runner
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`Decoder.logits`, on all ranks."""
@@ -110,15 +141,41 @@ def part_of(spec: ModelSpec, ranks: int) -> ModelSpec:
     )
 
 
-def _ops(config: ModelConfig, head_dim: int) -> tuple[Ops, str]:
-    """The fastest operations that run here, and their name (with the reason, if torch's)."""
-    if config.dtype != "bfloat16" or config.kernels == "torch":
+def _ops(config: ModelConfig, spec: ModelSpec) -> tuple[Ops, str]:
+    """The fastest operations that run here, and their name (with the reason, if torch's).
+
+    Raises KernelUnavailable if what the configuration names cannot run here.
+    """
+    if config.device != "cpu" or config.attention not in ("auto", "cpp", "torch"):
+        return _gpu_ops(config, spec)
+    plain = config.dtype != "bfloat16" or "torch" in (config.kernels, config.attention)
+    if plain and config.attention != "cpp":
         return Ops(), "torch"
     try:
+        if config.dtype != "bfloat16":
+            raise KernelUnavailable(f"the C++ kernels do not compute in {config.dtype}")
         if config.kernels == "avx512":
-            ops = NativeOps(head_dim, config.threads, tiles=False)
+            ops = NativeOps(spec.head_dim, config.threads, tiles=False)
         else:
-            ops = native_ops(head_dim, config.threads)
+            ops = native_ops(spec.head_dim, config.threads)
     except KernelUnavailable as error:
+        if config.attention == "cpp":
+            raise
         return Ops(), f"torch: {error}"
+    return ops, ops.name
+
+
+def _gpu_ops(config: ModelConfig, spec: ModelSpec) -> tuple[Ops, str]:
+    try:
+        from .gpu.ops import GpuOps  # Triton: not where there is no use for it
+    except ImportError as error:
+        raise KernelUnavailable(f"{error}: pip install 'diptych[gpu]'") from None
+    device = torch.device(config.device)
+    if device.type != "cpu" and not torch.cuda.is_available():
+        raise KernelUnavailable(f"device {config.device}: torch finds no CUDA device here")
+    need = Need(
+        config.dtype, config.dtype, config.block_tokens, spec.head_dim, exact=config.exact
+    )
+    longest = min(spec.max_positions, config.blocks * config.block_tokens)
+    ops = GpuOps(device, need, longest, config.attention)
     return ops, ops.name

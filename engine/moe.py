@@ -56,7 +56,7 @@ class Moe:
         rows, chosen = experts.shape
         pairs = experts.flatten().argsort(stable=True)
         counts = experts.flatten().bincount(minlength=len(self.experts)).tolist()
-        results = torch.empty(rows * chosen, x.shape[1], dtype=x.dtype)
+        results = x.new_empty(rows * chosen, x.shape[1])
         pieces = pairs.split(counts)
         for expert, piece in zip(self.experts, pieces, strict=True):
             if len(piece):

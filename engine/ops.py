@@ -7,6 +7,7 @@ hash that KV peers compare.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,19 @@ class Ops:
     """Elementwise operations and attention over a step's rows."""
 
     name = "torch"
+    device_steps = False  #: steps of decode run on a device of their own, ids and sampling too
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy that stays when the file under `tensor` is unmapped, where it is computed with."""
+        return tensor.clone()
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> Any:
+        """A linear layer of this backend's own; None: those of `linear.py`."""
+        return None
+
+    def place(self, ids: torch.Tensor, meta: Meta) -> tuple[torch.Tensor, Meta]:
+        """A step's ids and rows, where they are computed."""
+        return ids, meta
 
     def attend(
         self, q: torch.Tensor, cache: Cache, meta: Meta, scale: float, window: int | None

@@ -20,23 +20,28 @@ class KVPool:
     """
 
     memory, device = "DRAM", 0
+    fd: int | None = None
 
     def __init__(
         self, layout: KVLayout, blocks: int, dtype: torch.dtype, shared: bool = False
     ) -> None:
-        self.layout, self.blocks, self.block_bytes = layout, blocks, layout.block_bytes
-        self.size = blocks * self.block_bytes
-        self.fd: int | None = None
+        size, start = blocks * layout.block_bytes, 0
         if shared:
-            start = 0
-            self._map, self.fd = allocate_shared(self.size, "a KV pool")
+            self._map, self.fd = allocate_shared(size, "a KV pool")
             weakref.finalize(self, os.close, self.fd)
         else:
-            self._map, start = allocate(self.size, "a KV pool")
-        memory = torch.frombuffer(self._map, dtype=torch.uint8)[start : start + self.size]
+            self._map, start = allocate(size, "a KV pool")
+        memory = torch.frombuffer(self._map, dtype=torch.uint8)[start : start + size]
         memory.zero_()  # touches every page now: too little memory shows here, not under load
-        self.base = memory.data_ptr()
-        self.view = memoryview(self._map)[start : start + self.size]
+        self.view = memoryview(self._map)[start : start + size]
+        self._place(memory, layout, blocks, dtype)
+
+    def _place(
+        self, memory: torch.Tensor, layout: KVLayout, blocks: int, dtype: torch.dtype
+    ) -> None:
+        """The pool in `memory`, uint8 [bytes]."""
+        self.layout, self.blocks, self.block_bytes = layout, blocks, layout.block_bytes
+        self.size, self.base = len(memory), memory.data_ptr()
         self._flat = memory.view(dtype)
         self._layers = [(self._part(i, 0), self._part(i, 1)) for i in range(layout.layers)]
 

@@ -60,7 +60,7 @@ def sample(
     penalty. Of equal logits the lower id is the larger. Sets `complete` of a sequence whose
     grammar cannot go on behind its token.
     """
-    wide = logits.float().numpy()
+    wide = logits.float().cpu().numpy()
     best = wide.argmax(axis=1)  # a NaN is the largest, so the largest tells of all
     peaks = wide[np.arange(len(best)), best].tolist()
     results: list[Token | Fault] = []
@@ -85,12 +85,17 @@ def sample(
 
 def score(logits: torch.Tensor, ids: list[int], count: int, position: int) -> list[Token | Fault]:
     """The logprobs of the known `ids` [T], which begin at `position`; logits are [T, vocab]."""
-    wide = logits.float().numpy()
+    wide = logits.float().cpu().numpy()
     peaks = wide.max(axis=1).tolist()
     return [
         _scored(row, chosen, count) if math.isfinite(peak) else _damage(peak, position + index)
         for index, (row, chosen, peak) in enumerate(zip(wide, ids, peaks, strict=True))
     ]
+
+
+def damage(peak: float, position: int) -> Fault | None:
+    """What is said about a row by its largest logit: nothing, if that is a finite number."""
+    return None if math.isfinite(peak) else _damage(peak, position)
 
 
 def _damage(peak: float, position: int) -> Fault:

@@ -322,6 +322,18 @@ class Scheduler:
         last = self.blocks_for(end) if end == len(seq.ids) else end // size
         return seq.filled, seq.computed // size, last
 
+    @property
+    def pressing(self) -> bool:
+        """Something else than the next step of those that run is due, and may begin."""
+        return bool(self.filling or ((self.waiting or self.ready) and self._places() > 0))
+
+    def ahead(self, seq: Sequence, count: int) -> bool:
+        """Room for the KV of `count` ids behind the computed ones, if nobody is preempted for it."""
+        missing = self.blocks_for(seq.computed + count) - len(seq.blocks)
+        fresh = self.pool.allocate(missing) if missing > 0 else []
+        seq.blocks += fresh or []
+        return fresh is not None
+
     # ---- booking -----------------------------------------------------------------------------
 
     def computed(self, seq: Sequence, count: int) -> bool:

@@ -28,9 +28,9 @@ class Cluster:
 @contextmanager
 def cluster(diptych: str, arguments: list[str]) -> Iterator[Cluster]:
     """`diptych`: the command. Raises LoadError with the log's end if it does not start."""
-    http, rpc, admin = _free_ports(3)
+    http, rpc, admin, admin_rpc = _free_ports(4)
     command = [diptych, "serve", *arguments, "--port", str(http), "--grpc-port", str(rpc)]
-    command += ["--set", f"control.port={admin}"]
+    command += ["--set", f"control.port={admin}", "--set", f"control.grpc_port={admin_rpc}"]
     with tempfile.TemporaryDirectory(prefix="diptych-loadtest-") as folder:
         log = Path(folder) / "serve.log"
         with log.open("w") as out:

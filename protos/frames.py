@@ -214,6 +214,7 @@ class Place(msgspec.Struct, tag="place", frozen=True):
     itl_s: float = 0.0  #: target; 0: the configured one
     waited_s: float = 0.0  #: age before this router heard of it: a retry keeps its deadline
     trace: str = ""  #: W3C traceparent of the request's span, if it is traced
+    session: str = ""  #: the client's name of the conversation, for the record of decisions
 
 
 class Placed(msgspec.Struct, tag="placed", frozen=True):

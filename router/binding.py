@@ -271,22 +271,33 @@ class Binder(Pairing):
     def _ranked(self, waiting: Waiting, few: list[Worker], now: float) -> list[Ranked]:
         """Each of these workers. It may go before all that one has, if nothing of that becomes
         late by it."""
-        due, upper, tie = waiting.deadline, self.residuals.upper, waiting.tie
-        home, early, fetches = waiting.home, not waiting.late, waiting.fetches
-        prompt, known, wide = waiting.prompt, waiting.hits.known, waiting.hits.wide
+        due, upper, tie = waiting.deadline, self.residuals.upper, waiting.tie & 0xFFFF
+        home, early, prompt, held = waiting.home, not waiting.late, waiting.prompt, waiting.held
+        known, wide = waiting.hits.known, waiting.hits.wide
+        fetched = held - p.FETCH_TOKENS if waiting.fetches else -1
+        moved_s = waiting.holder.transfer_token if waiting.holder else 0.0
+        far = prompt - held
         ranked = []
         for worker in few:
             slot = worker.slot
-            if fetches or slot in known:
-                alone_s = self.alone(waiting, worker)
-            else:  # the same for most: no more calls than it must
-                rest = prompt
+            if slot in known:
+                hit = min(tokens_at(known[slot]), prompt - 1)
+            else:
+                hit = 0
                 for depth, mask in wide:
                     if mask >> slot & 1:
-                        rest = prompt - min(tokens_at(depth), prompt - 1)
+                        hit = min(tokens_at(depth), prompt - 1)
                         break
-                each = worker.prefill_token + worker.prefill_pair * (prompt - rest / 2)
-                alone_s = worker.prefill_base + rest * each
+            # the same as `alone`, without the calls
+            token, pair = worker.prefill_token, worker.prefill_pair
+            rest = prompt - hit
+            alone_s = worker.prefill_base + rest * (token + pair * (prompt - rest / 2))
+            if hit <= fetched:
+                moves = p.FETCH_S + moved_s * (held - hit)
+                there_s = worker.prefill_base + far * (token + pair * (prompt - far / 2))
+                there_s += p.FETCH_MARGIN * moves
+                if there_s < alone_s:
+                    alone_s = there_s
             left = worker.busy_until - now
             left = worker.home_s + left if left > 0.0 else worker.home_s
             if worker is home:
@@ -301,9 +312,8 @@ class Binder(Pairing):
                 free = True
                 if worker.chunk_s < left:
                     left = worker.chunk_s
-            ranked.append(
-                (left + alone_s, (tie + slot * SPREAD) & 0xFFFF, slot, worker, alone_s, free)
-            )
+            spread = tie + slot * SPREAD & 0xFFFF
+            ranked.append((left + alone_s, spread, slot, worker, alone_s, free))
         return ranked
 
     def _ahead(self, waiting: Waiting) -> float:
@@ -435,10 +445,10 @@ class Binder(Pairing):
         computes = binding.prefill or decode
         self.idle.discard(computes.slot)
         tokens = (binding.uncached, prompt)
-        due, fetches = self.due(waiting, now), binding.fetch is not None
-        fleet.give(computes, key, tokens, binding.compute_s, now, due, fetches)
-        whole = -(-(prompt + waiting.output) // fleet.block_tokens)
-        stream = Stream(binding.need, int(whole), prompt + waiting.output / 2)
+        fetches = binding.fetch is not None
+        fleet.give(computes, key, tokens, binding.compute_s, now, binding.due, fetches)
+        whole = -(-int(prompt + waiting.output) // fleet.block_tokens)
+        stream = Stream(binding.need, whole, prompt + waiting.output / 2)
         fleet.reserve(decode, key, stream)
         if binding.prefill:
             begins = max(decode.link_until, now + binding.wait_s)

@@ -68,7 +68,8 @@ class Router:
         self.line = Line(self.fleet)
         self.binder = Binder(config, self.fleet, self._index, self.line)
         self.lengths = OutputLengths()
-        self.demand = Demand()
+        self._demand = Demand()
+        self._heard: list[tuple[int, float, float]] = []  #: what `_demand` is told of later
         self._decisions = Decisions(config.decisions)
         self.goodput = Goodput(config.ttft_s, config.itl_s)
         self.tally = Tally()
@@ -96,7 +97,7 @@ class Router:
         if not self.active:
             return []
         self._now = now
-        if self._to_tidy:
+        if self._to_tidy or self._heard:
             self.tidy()
         if self.settled:
             return self._handlers[type(event)](event, now)
@@ -105,14 +106,22 @@ class Router:
     def tidy(self) -> None:
         """What can be done after the answer is on its way: the index learns of placements, and
         their records are written. Call it after sending; the next `handle` does it otherwise."""
+        for asked in self._heard:
+            self._demand.asked(*asked)
+        self._heard.clear()
         while self._to_tidy:
             binding, number, ttft_s, now, in_line = self._to_tidy.popleft()
             waiting, computes = binding.waiting, binding.prefill or binding.decode
+            self.tally.bound(binding.prefill is not None, binding.kind, now - waiting.since)
+            self._demand.bound(waiting.prompt, binding.hit, now)
+            self.hit_tokens += binding.hit
+            self.prompt_tokens += waiting.prompt
             if computes.alive:
                 depth = waiting.hits.depth(computes.slot)
                 self._index.predict(computes.slot, waiting.sampled[depth:], now)
             if number:
                 self._record(number, waiting, now, in_line, binding, ttft_s)
+        self.binder.few.refresh(self._now)
 
     def _gateway_joined(self, event: e.GatewayJoined, now: float) -> list:
         self.gateways[event.gateway] = None
@@ -130,6 +139,11 @@ class Router:
     def decisions(self) -> Decisions:
         self.tidy()
         return self._decisions
+
+    @property
+    def demand(self) -> Demand:
+        self.tidy()
+        return self._demand
 
     @property
     def index(self) -> PrefixIndex:
@@ -269,7 +283,7 @@ class Router:
         self._index.expire(now)
         waiting = self._waiting(gateway, place, now)
         if place.key[1] == 0:  # not again
-            self.demand.asked(place.prompt_tokens, waiting.output, now)
+            self._heard.append((waiting.prompt, waiting.output, now))
         binding = self.binder.arrive(waiting, now)
         if binding:
             return [self._place(binding, now), *self._bind(now)]
@@ -280,23 +294,23 @@ class Router:
         known = config.classes.get(place.slo_class)
         ttft_s = place.ttft_s or config.ttft_s
         arrived = now - place.waited_s
-        text = f"{place.key[0]}|{place.key[1]}"
+        ttl_s, key = config.queue_ttl_s, place.key
         return Waiting(
-            gateway=gateway,
-            key=place.key,
-            place=place,
-            slo=known or next(iter(config.classes.values())),
-            since=now,
-            arrived=arrived,
-            deadline=arrived + ttft_s,
-            expires=now + max(config.queue_ttl_s, ttft_s),
-            itl_s=place.itl_s or config.itl_s,
-            sampled=sample(place.hashes),
-            tie=xxhash.xxh3_64_intdigest(text.encode(), config.seed),
-            output=self.lengths.expect(place.tenant, place.slo_class, place.max_tokens),
-            local=self.binder.is_local(place),
-            prompt=place.prompt_tokens,
-            picky=bool(place.lost or place.avoid),
+            gateway,
+            key,
+            place,
+            known or next(iter(config.classes.values())),
+            now,
+            arrived,
+            arrived + ttft_s,
+            now + (ttl_s if ttl_s > ttft_s else ttft_s),
+            place.itl_s or config.itl_s,
+            sample(place.hashes),
+            xxhash.xxh3_64_intdigest(f"{key[0]}|{key[1]}".encode(), config.seed),
+            self.lengths.expect(place.tenant, place.slo_class, place.max_tokens),
+            self.binder.is_local(place),
+            place.prompt_tokens,
+            bool(place.lost or place.avoid),
         )
 
     def _refuse(
@@ -353,16 +367,12 @@ class Router:
             ttft_s * 1e3,
             binding.itl_s * 1e3,
             number,
-            max(self.binder.due(waiting, now) - now, 0.001) if self.binder.policy.late else 0.0,
+            max(binding.due - now, 0.001) if binding.due else 0.0,
             binding.fetch.card.id if binding.fetch else None,
         )
         computes = binding.prefill or binding.decode
         self.bound[key] = Bound(waiting.gateway, waiting, computes, binding.decode, placed)
         self.placed += 1
-        self.tally.bound(binding.prefill is not None, binding.kind, now - waiting.since)
-        self.demand.bound(waiting.place.prompt_tokens, binding.hit, now)
-        self.hit_tokens += binding.hit
-        self.prompt_tokens += waiting.place.prompt_tokens
         return Deliver(waiting.gateway, placed)
 
     def _first_token(self, event: e.FirstToken, now: float) -> list:
@@ -443,7 +453,7 @@ class Router:
             in_line,
         )
         if binding is None:
-            self._decisions.add(Decision(*told, note=note))
+            self._decisions.add(Decision(*told, note=note, session=place.session))
             return
         binding.name_options()
         decision = Decision(
@@ -452,9 +462,9 @@ class Router:
             binding.decode.card.id,
             binding.fetch.card.id if binding.fetch else None,
             binding.hit,
-            binding.passed_over,
-            binding.prefill_options,
-            binding.decode_options,
+            list(binding.passed_over),
+            list(binding.prefill_options),
+            list(binding.decode_options),
             len(self.fleet.decodes) - len(binding.decode_options),
             note,
             binding.wait_s,
@@ -462,12 +472,14 @@ class Router:
             ttft_s,
             binding.itl_s,
             binding.exposed_s,
+            session=place.session,
         )
         self._decisions.add(decision)
 
     def statistics(self, now: float | None = None) -> dict:
         """`now`: goodput's window ends there, not at the last event."""
         now = self._now if now is None else now
+        self.tidy()
         self.goodput.forget(now)
         return {
             "term": self.term,

@@ -51,6 +51,7 @@ class Decision(msgspec.Struct):
     itl_s: float = 0.0
     exposed_s: float = 0.0  #: transfer that the prefill does not hide
     observed: dict[str, Any] = {}  #: joined when known
+    session: str = ""  #: as the client names the conversation
 
     def told(self) -> dict[str, Any]:
         """The record with the terms named, in plain types. Seconds."""

@@ -34,6 +34,10 @@ FLOATS = (
 _ROW = attrgetter(*FLOATS)
 
 
+def _by_due(item: tuple[Key, Work]) -> float:
+    return item[1].due
+
+
 @dataclass(slots=True)
 class Work:
     """A prompt that a worker was given and whose first token is not out."""
@@ -94,6 +98,10 @@ class Worker:
     step_next: float = 0.0  #: a step with one more row, without its KV
     decode_s: float = 0.0  #: the same, and what a fuller pool costs
     step_token: float = 0.0
+    step_fixed: float = 0.0  #: `cost`, corrected: a step but for its rows and KV
+    step_row: float = 0.0
+    step_weights: float = 0.0
+    step_lone: float = 0.0  #: a step of one row; no target is shorter than 1.5 times that
     prefills_ok: bool = False  #: what it does now
     decodes_ok: bool = False
     chunk: int = 0
@@ -234,6 +242,7 @@ class Fleet:
                 known[card.id] = worker
         worker.chunk = card.chunk_tokens
         self._prefill_speed(worker)
+        self._decode_speed(worker)
         self._decode_changed(worker)
         self._prefill_changed(worker)
         return worker
@@ -278,6 +287,12 @@ class Fleet:
         worker.typical_s = self.typical_s[worker.slot] = worker.prefill_s(*TYPICAL)
         self._stale.add(worker.slot)
 
+    def _decode_speed(self, worker: Worker) -> None:
+        c, factor = worker.cost, worker.step.factor
+        worker.step_fixed, worker.step_token = factor * c.step_base, factor * c.step_token
+        worker.step_row, worker.step_weights = factor * c.step_row, factor * c.step_weights
+        worker.step_lone = factor * step_s(c, 1, 0)
+
     def corrected(self, worker: Worker, ratio: float) -> None:
         """A prefill took `ratio` times what the closed form says."""
         worker.prefill.observe(ratio)
@@ -308,6 +323,8 @@ class Fleet:
         if after != before:
             worker.decodes_ok = self.decode_ok[worker.slot] = after
             self._prefill_changed(worker)  # credit is looked at again
+        if changed:
+            self._decode_speed(worker)
         if changed or after != before:
             self._decode_changed(worker)
         return after and not before
@@ -341,9 +358,10 @@ class Fleet:
                 head.seconds = max(head.seconds - done, 0.05 * head.seconds)
                 head.halted, worker.head_since = True, now
                 work.halted = True  # it waits for the chunk that is under way
+            last = next(reversed(worker.prefills.values()))
             worker.prefills[key] = work
-            if due:
-                ordered = sorted(worker.prefills.items(), key=lambda item: item[1].due)
+            if due < last.due:
+                ordered = sorted(worker.prefills.items(), key=_by_due)
                 worker.prefills = dict(ordered)
         self._prefill_changed(worker)
 
@@ -456,7 +474,7 @@ class Fleet:
                 self._decode_changed(worker)
 
     def _decode_changed(self, worker: Worker) -> None:
-        slot, c, card, factor = worker.slot, worker.cost, worker.card, worker.step.factor
+        slot, card = worker.slot, worker.card
         worker.rows = rows = len(worker.streams)
         worker.active = worker.prompts + rows
         if not rows:
@@ -465,9 +483,8 @@ class Fleet:
         room = card.blocks - worker.reserved - (card.kept if rows else 0)
         full = 1.0 - room / card.blocks if card.blocks else 1.0
         worker.fit = room if worker.decodes_ok and rows < card.max_running else -1
-        worker.step_token = token = factor * c.step_token
-        fixed, row, least = factor * c.step_base, factor * c.step_row, factor * c.step_weights
-        fixed += token * kv
+        fixed = worker.step_fixed + worker.step_token * kv
+        row, least = worker.step_row, worker.step_weights
         now, after = row * rows, row * rows + row
         worker.step_now = fixed + (now if now > least else least)
         worker.step_next = after = fixed + (after if after > least else least)
@@ -483,8 +500,8 @@ class Fleet:
     def calm(self, worker: Worker, itl_s: float) -> float:
         """KV tokens of one more row with which a step stays within the target. A worker whose
         step is too long even for one row is judged by that: it cannot do better."""
-        c, after = worker.cost, worker.step_next
-        limit = max(itl_s, 1.5 * worker.step.factor * step_s(c, 1, 0))
+        after, lone = worker.step_next, 1.5 * worker.step_lone
+        limit = lone if lone > itl_s else itl_s
         if worker.step_token:
             return (limit - after) / worker.step_token
         return inf if after <= limit else -inf

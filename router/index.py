@@ -193,18 +193,19 @@ class PrefixIndex:
             else:
                 high = middle - 1
         high, mask = probes.pop()
-        hits.deepest, hits.holders, covered = high + 1, mask, 0
+        hits.deepest, hits.holders, covered, known = high + 1, mask, 0, hits.known
         while True:
             fresh = mask & ~covered
             if fresh.bit_count() > FEW:
                 hits.wide.append((high + 1, fresh))
             else:
-                known = hits.known
-                for slot in bits(fresh):
-                    known[slot] = high + 1
-            covered |= mask
-            if not all_of & ~covered:
+                while fresh:
+                    bit = fresh & -fresh
+                    known[bit.bit_length() - 1] = high + 1
+                    fresh ^= bit
+            if mask == all_of:
                 return hits
+            covered |= mask
             while probes[-1][1] == mask:
                 probes.pop()
             low, below = probes.pop()

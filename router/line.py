@@ -43,7 +43,6 @@ class Waiting:
     output: float  #: expected
     local: bool  #: it must be computed on its decode worker
     prompt: int = 0  #: tokens
-    need: int = 0  #: blocks to reserve: prompt and growth allowance
     picky: bool = False  #: it has seen workers fail
     hits: Hits = NOBODY  #: who holds how much of its prompt, as of the last look
     looked: int = -1  #: `Fleet.joins` at that time

@@ -4,8 +4,8 @@ the decode worker, whose blocks are reserved with the choice, and what it costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from heapq import nsmallest
 from math import inf
 
@@ -51,24 +51,31 @@ class Binding:
     compute_s: float
     itl_s: float
     exposed_s: float
+    due: float  #: when its prompt should be computed, for the worker's order; 0: as they come
     moves: int = 0  #: tokens of the prompt that go to the decode worker
     fetch: Worker | None = None
     need: int = 0  #: blocks to reserve
-    compared: list[Ranked] = field(default_factory=list)  #: what its options will be made of
-    priced: list[Priced] = field(default_factory=list)
-    passed_over: list[tuple[str, float, str]] = field(default_factory=list)
-    prefill_options: list[Option] = field(default_factory=list)
-    decode_options: list[Option] = field(default_factory=list)
+    compared: Sequence[Ranked] = ()  #: what its options will be made of
+    priced: Sequence[Priced] = ()
+    passed_over: Sequence[tuple[str, float, str]] = ()
+    prefill_options: Sequence[Option] = ()
+    decode_options: Sequence[Option] = ()
 
     def name_options(self) -> None:
         """Makes its options, for a record: the chosen worker and the best others."""
-        for score, _, _, worker, alone_s, _ in _shown(self.compared, self.prefill):
-            self.prefill_options.append((worker.card.id, score, (score - alone_s, alone_s)))
-        for score, _, _, worker, _, terms in _shown(self.priced, self.decode):
-            self.decode_options.append((worker.card.id, score, terms))
+        if self.compared:
+            self.prefill_options = [
+                (worker.card.id, score, (score - alone_s, alone_s))
+                for score, _, _, worker, alone_s, _ in _shown(self.compared, self.prefill)
+            ]
+        if self.priced:
+            self.decode_options = [
+                (worker.card.id, score, terms)
+                for score, _, _, worker, _, terms in _shown(self.priced, self.decode)
+            ]
 
 
-def _shown(compared: list, chosen: Worker | None) -> list:
+def _shown(compared: Sequence, chosen: Worker | None) -> list:
     others = nsmallest(OPTIONS - 1, (one for one in compared if one[3] is not chosen))
     return [one for one in compared if one[3] is chosen] + others
 
@@ -123,10 +130,16 @@ class Pairing:
         waiting.looked = self.fleet.joins
         waiting.holder, waiting.held, waiting.fetches = None, 0, False
         mask = hits.holders
-        if not mask or mask.bit_count() > FEW:
+        if not mask:
             return
-        slots = list(bits(mask))
-        holder = self.fleet.by_slot[slots[waiting.tie % len(slots)]]
+        count = mask.bit_count()
+        if count == 1:
+            slot = mask.bit_length() - 1
+        elif count <= FEW:
+            slot = list(bits(mask))[waiting.tie % count]
+        else:
+            return
+        holder = self.fleet.by_slot[slot]
         if holder is not None:
             waiting.fetches = self.config.fetch and holder.cost.transfer_token > 0
             waiting.holder = holder
@@ -206,7 +219,8 @@ class Pairing:
     ) -> Binding | None:
         """The decode worker for a prompt on `worker`; None if none has room now."""
         seconds, hit, holder = self.compute(waiting, worker)
-        wait = worker.left_s(self.due(waiting, now), now)
+        due = self.due(waiting, now)
+        wait = worker.left_s(due, now)
         begins = now + wait
         need = self.need(waiting)
         found = self._decode(waiting, need, begins, begins + seconds, gentle, now)
@@ -224,6 +238,7 @@ class Pairing:
             seconds,
             step,
             exposed,
+            due,
             moves,
             holder,
             need,
@@ -278,7 +293,7 @@ class Pairing:
         gentle: bool,
     ) -> tuple[Worker, float, float, int, list[Priced]] | None:
         """The least sum of `placement.decode_terms`, with the worker's own hits."""
-        prompt, itl_s, hits, tie = waiting.prompt, waiting.itl_s, waiting.hits, waiting.tie
+        prompt, itl_s, hits, tie = waiting.prompt, waiting.itl_s, waiting.hits, waiting.tie & 0xFFFF
         reads, whole = prompt + waiting.output / 2, prompt + waiting.output
         alike, chunked = itl_s == self.fleet.itl_s, p.ITL_SHARE * itl_s
         place = waiting.place if waiting.picky else None
@@ -300,10 +315,13 @@ class Pairing:
                 if calm < reads or worker.expected_tokens < whole:
                     continue
             moves = prompt
-            if wide or slot in known:
-                depth = hits.depth(slot)
-                if depth:
-                    moves -= min(tokens_at(depth), prompt - 1)
+            if slot in known:
+                moves -= min(tokens_at(known[slot]), prompt - 1)
+            else:
+                for depth, mask in wide:
+                    if mask >> slot & 1:
+                        moves -= min(tokens_at(depth), prompt - 1)
+                        break
             transfer = worker.transfer_base + worker.transfer_token * moves
             tail = (worker.link_until if worker.link_until > begins else begins) + transfer - ends
             exposed = worker.exposed * transfer
@@ -317,7 +335,7 @@ class Pairing:
             cost = step + exposed + memory + handover
             if cost < best_cost:
                 best_cost = cost
-            spread = (tie + slot * SPREAD) & 0xFFFF
+            spread = tie + slot * SPREAD & 0xFFFF
             ranked.append((cost, spread, slot, worker, moves, (step, exposed, memory, handover)))
         if not ranked:
             return None
@@ -403,12 +421,13 @@ class Pairing:
         need = self.need(waiting)
         if worker.fit < need:
             return None
-        wait = worker.left_s(self.due(waiting, now), now)
+        due = self.due(waiting, now)
+        wait = worker.left_s(due, now)
         hit = self.hit(waiting, worker)
         if seconds == np.inf:
             seconds = wait + worker.prefill_s(waiting.prompt - hit, waiting.prompt)
         step = worker.step_next + worker.step_token * (waiting.prompt + waiting.output / 2)
         return Binding(
             waiting, "local", None, worker, waiting.prompt - hit, hit, wait, seconds - wait,
-            step, 0.0, need=need,
+            step, 0.0, due, need=need,
         )  # fmt: skip

@@ -30,7 +30,7 @@ def test_the_first_block_is_the_main_job_and_the_tests() -> None:
 def test_make_serve_and_the_commands_of_the_second_terminal(tmp_path: Path) -> None:
     http, admin, log = free_port(), free_port(), tmp_path / "serve.log"
     flags = f"--port {http} --grpc-port {free_port()}"  # the README's ports may be taken here
-    flags += f" --set control.port={admin}"
+    flags += f" --set control.port={admin} --set control.grpc_port={free_port()}"
     with log.open("w") as out:
         process = subprocess.Popen(
             [*blocks()[0].split("\n")[0].split(), f"ARGS={flags}"],

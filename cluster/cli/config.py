@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..config import ClusterConfig, ConfigError, load_config, parse_overrides
 from .common import DEFAULT_ADMIN, Admin, AdminUrl, Token, fail
+
+if TYPE_CHECKING:
+    from ..config import ClusterConfig
 
 app = typer.Typer(help="Show, check and compare configurations.", no_args_is_help=True)
 
@@ -54,6 +56,8 @@ def validate(file: File, override: Override = None) -> None:
 @app.command()
 def schema() -> None:
     """JSON Schema of cluster.yaml, for editors."""
+    from ..config import ClusterConfig
+
     typer.echo(json.dumps(ClusterConfig.model_json_schema(), indent=2))
 
 
@@ -71,6 +75,8 @@ def diff(old: File, new: File) -> None:
 
 
 def _load(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
+    from ..config import ConfigError, load_config
+
     try:
         return load_config(file, overrides)
     except ConfigError as error:
@@ -78,6 +84,8 @@ def _load(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
 
 
 def _overrides(pairs: list[str] | None) -> dict[str, Any]:
+    from ..config import ConfigError, parse_overrides
+
     try:
         return parse_overrides(pairs or [])
     except ConfigError as error:

@@ -41,6 +41,8 @@ def _text(one: dict[str, Any]) -> str:
         f"{one['slo_class']}, targets {_ms(one['ttft_target_s'])} and {_ms(one['itl_target_s'])}",
         f"  {_ms(one['waited_s'])} old when decided; {one['waiting']} others waited",
     ]
+    if one["session"]:
+        lines.append(f"  session {one['session']}")
     if one["fetch"]:
         lines.append(f"  most of the prefix comes from {one['fetch']}")
     for name, due_s, why in one["passed_over"]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..config import ConfigError, load_config, parse_overrides
 from .common import fail
 
 if TYPE_CHECKING:
@@ -54,13 +53,13 @@ def serve(
     ] = None,
 ) -> None:
     """Start a prefill/decode cluster, here or on a Ray cluster, and serve MODEL until ^C."""
+    from ..config import ConfigError, load_config, parse_overrides
+
     began = time.monotonic()
     flags = {
         "model.path": model,
-        "pools.prefill.replicas": prefill,
-        "pools.decode.replicas": decode,
-        "gateway.http_port": port,
-        "gateway.grpc_port": grpc_port,
+        **{"pools.prefill.replicas": prefill, "pools.decode.replicas": decode},
+        **{"gateway.http_port": port, "gateway.grpc_port": grpc_port},
     }
     given = {key: value for key, value in flags.items() if value is not None}
     try:
@@ -103,7 +102,7 @@ def welcome(cluster: Cluster) -> str:
     told = WELCOME.format(
         url=cluster.url,
         grpc=f"{gateway.host}:{gateway.grpc_port}",
-        admin=f"http://{control.host}:{control.port}",
+        admin=f"http{'s' if control.tls_cert else ''}://{control.host}:{control.port}",
         model=cluster.checkpoint.name,
     )
     return told + EXPOSED.format(host=gateway.host) if gateway.exposed else told

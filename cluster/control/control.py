@@ -1,8 +1,8 @@
 """The Control deployment: where operators talk to the cluster. One replica, on Ray's head node.
 
-It has an HTTP server and a port of its own, so that whoever may ask for tokens may not change the
-cluster. It holds no state that matters: sizes are Serve's, roles are the workers' own. While it is
-away requests are served as before.
+It has servers (HTTP, gRPC) and ports of its own, so that whoever may ask for tokens may not change
+the cluster. It holds no state that matters: sizes are Serve's, roles are the workers' own. While it
+is away requests are served as before.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..gateway.errors import ApiError
 from ..gateway.plane import Plane
 from ..metrics import ControlTally, Exporter
 from ..metrics.targets import targets
-from ..router_service import node_host
-from . import http, orders
+from ..router_service import node_host, router_config
+from . import http, orders, rpc
 from .autopilot import Autopilot
 from .doctor import Doctor
 from .kuberay import pools_here
@@ -33,12 +33,13 @@ from .status import summarize
 log = logging.getLogger(__name__)
 
 ACTIONS = 200  #: that are remembered
+REPLAYED = 500  #: decisions that a what-if looks at
 SERVE_S = 3.0  #: for Serve's view of the pools
 WATCH_S = 5.0  #: between two looks at the pools, for the metrics
 
 
 class Control:
-    """Answers and carries out what operators ask; `http` is its face."""
+    """Answers and carries out what operators ask; `http` and `rpc` are its faces."""
 
     async def __init__(self, config: dict) -> None:  # type: ignore[misc]
         self.config = ClusterConfig.model_validate(config)
@@ -60,8 +61,9 @@ class Control:
         self.autopilot = Autopilot(self)
         self._planning = asyncio.create_task(self.autopilot.run())
         settings = self.config.control
-        self._server = http.Server(http.build(self), settings.host, settings.port)
+        self._server = http.Server(http.build(self), settings)
         await self._server.start()
+        self._grpc = await rpc.listen(rpc.Admin(self, http.Guard(settings)), settings)
 
     def check_health(self) -> None:
         self._server.check()
@@ -70,7 +72,7 @@ class Control:
         self._watching.cancel()
         self._planning.cancel()
         self.metrics.close()
-        await self._server.stop()
+        await asyncio.gather(self._server.stop(), self._grpc.stop(1.0))
 
     # ---- what is ---------------------------------------------------------------------------------
 
@@ -105,10 +107,38 @@ class Control:
         router, _ = await self.plane.inspect()
         return targets(self.metrics.address, router, self.plane.cards.values())
 
+    async def explain(self, request: str) -> list[dict[str, Any]]:
+        """The router's decisions about a client's request. Raises ApiError."""
+        decisions = await self.plane.explain(request)
+        if decisions is None:
+            raise ApiError("no_capacity", "no router answers")
+        if not decisions:
+            message = f"the router knows no decision about {request} (it keeps the last ones only)"
+            raise ApiError("not_found", message)
+        return decisions
+
+    async def whatif(self, policy: str, prefill: int, decode: int, load: float) -> dict[str, Any]:
+        """The last requests under another policy, split or load, in virtual time."""
+        from .whatif import WhatIf, whatif  # loads scipy
+
+        asked = WhatIf(policy, prefill, decode, load)
+        if refusal := asked.refusal():
+            raise ApiError("invalid_request", refusal)
+        decisions = await self.plane.latest(REPLAYED)
+        if decisions is None:
+            raise ApiError("no_capacity", "no router answers")
+        cards = list(self.plane.cards.values())
+        told = await asyncio.to_thread(whatif, asked, decisions, cards, router_config(self.config))
+        if isinstance(told, str):
+            raise ApiError("refused", told)
+        return told
+
     # ---- orders ----------------------------------------------------------------------------------
 
     async def scale(self, counts: dict[str, int], dry_run: bool) -> dict[str, Any]:
         """Sets numbers of replicas; returns when Serve (or KubeRay) has taken the order."""
+        if not counts:
+            raise ApiError("invalid_request", "no pool is named: give prefill, decode or both")
         async with self._orders:
             refusal = orders.scale_refusal(self.config, counts)
             if refusal:

@@ -22,6 +22,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from ...router.policies import POLICIES
 from ..config import LOOPBACK, ControlSettings
 from ..gateway import sse
 from ..gateway.errors import ApiError
@@ -58,6 +59,13 @@ class Flip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dry_run: bool = False
 
 
+class WhatIf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    policy: str
+    prefill: int
+    decode: int
+    load: float = 1.0
+
+
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
@@ -79,6 +87,8 @@ def build(control: Control) -> Starlette:
         Route("/admin/v1/decisions", face.decisions),
         Route("/admin/v1/requests/{request}/explain", face.explain),
         Route("/admin/v1/planner", face.planner),
+        Route("/admin/v1/whatif", face.policies),
+        Route("/admin/v1/whatif", face.whatif, methods=["POST"]),
         Route("/admin/v1/config", face.config),
         Route("/admin/v1/doctor", face.doctor, methods=["POST"]),
         Route("/admin/v1/events", face.events),
@@ -110,11 +120,16 @@ class Guard:
     def refusal(self, headers: Any) -> ApiError | None:
         if self._file is None:
             return self._stranger(headers)
+        return self.wrong_key(headers.get("authorization", ""))
+
+    def wrong_key(self, authorization: str) -> ApiError | None:
+        if self._file is None:
+            return None
         try:
             key = self._file.read_text().strip()
         except OSError as error:
             return ApiError("internal", f"the key file cannot be read: {error.strerror}")
-        kind, _, given = headers.get("authorization", "").partition(" ")
+        kind, _, given = authorization.partition(" ")
         right = kind.lower() == "bearer" and hmac.compare_digest(given.encode(), key.encode())
         if key and right:
             return None
@@ -174,20 +189,23 @@ class _Face:
 
     async def explain(self, http: HttpRequest) -> Response:
         request = http.path_params["request"]
-        decisions = await self.control.plane.explain(request)
-        if decisions is None:
-            raise ApiError("no_capacity", "no router answers")
-        if not decisions:
-            message = f"the router knows no decision about {request} (it keeps the last ones only)"
-            raise ApiError("not_found", message)
+        decisions = await self.control.explain(request)
         return JSONResponse({"request": request, "decisions": decisions})
+
+    async def policies(self, _: HttpRequest) -> Response:
+        """What a what-if can be asked of."""
+        return JSONResponse(
+            {"policies": list(POLICIES), "policy": self.control.config.router.policy}
+        )
+
+    async def whatif(self, http: HttpRequest) -> Response:
+        asked = await _body(http, WhatIf)
+        return JSONResponse(await self.control.whatif(**msgspec.structs.asdict(asked)))
 
     async def scale(self, http: HttpRequest) -> Response:
         body = await _body(http, Scale)
         asked = {"prefill": body.prefill, "decode": body.decode}
         counts = {pool: count for pool, count in asked.items() if count is not None}
-        if not counts:
-            raise ApiError("invalid_request", "no pool is named: give prefill, decode or both")
         return JSONResponse(await self.control.scale(counts, body.dry_run))
 
     async def drain(self, http: HttpRequest) -> Response:
@@ -264,10 +282,16 @@ class _Uvicorn(uvicorn.Server):
 class Server:
     """Serves an ASGI application on this event loop."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]], host: str, port: int) -> None:
-        self._host, self._port = host, port
+    def __init__(self, app: Callable[..., Awaitable[None]], settings: ControlSettings) -> None:
+        self._host, self._port = settings.host, settings.port
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+            ssl_certfile=settings.tls_cert,
+            ssl_keyfile=settings.tls_key,
         )
         self._uvicorn = _Uvicorn(config)
         self._task: asyncio.Task[None] | None = None

@@ -117,6 +117,8 @@ class _Answer:
             self._decoded += len(text)
             self._waiting += [(self._decoded, token) for token in self._unknown]
             self._unknown.clear()
+            if self._stream.open:  # its last bytes begin the next character
+                self._waiting[-1] = self._decoded + 1, self._waiting[-1][1]
         told = self._stops.feed(text)
         self._told += len(told)
         return told

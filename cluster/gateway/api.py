@@ -80,9 +80,8 @@ class Api:
         request, prompt = await self.gateway.prepare(asked, request_id, http.state.terms)
         text, model = self.gateway.text, self.gateway.model
         shape = ChatShape(asked, request, text, model, prompt)
-        return await self._answer(
-            Call([request], shape, asked.stream, resume=http.state.terms.resume)
-        )
+        call = Call([request], shape, asked.stream, resume=http.state.terms.resume)
+        return await self._answer(http, call)
 
     async def completions(self, http: HttpRequest) -> Response:
         request_id = identify(http, "cmpl-")
@@ -99,9 +98,8 @@ class Api:
         ]
         text, model = self.gateway.text, self.gateway.model
         shape = CompletionShape(asked, requests, text, model, request_id)
-        return await self._answer(
-            Call(requests, shape, asked.stream, resume=http.state.terms.resume)
-        )
+        call = Call(requests, shape, asked.stream, resume=http.state.terms.resume)
+        return await self._answer(http, call)
 
     async def responses(self, http: HttpRequest) -> Response:
         request_id = identify(http, "resp_")
@@ -111,7 +109,8 @@ class Api:
         text, model = self.gateway.text, self.gateway.model
         shape = ResponseShape(asked, chat, request, text, model, prompt)
         resume = http.state.terms.resume
-        return await self._answer(Call([request], shape, asked.stream, b"", True, resume=resume))
+        call = Call([request], shape, asked.stream, b"", True, resume=resume)
+        return await self._answer(http, call)
 
     async def messages(self, http: HttpRequest) -> Response:
         request_id = identify(http, "msg_")
@@ -122,7 +121,7 @@ class Api:
         shape = MessageShape(chat, request, text, model, prompt)
         resume = http.state.terms.resume
         call = Call([request], shape, asked.stream, b"", True, error_body, resume)
-        return await self._answer(call)
+        return await self._answer(http, call)
 
     async def count_tokens(self, http: HttpRequest) -> Response:
         identify(http, "msg_")
@@ -146,22 +145,18 @@ class Api:
         self.gateway.check_model(asked.model)
         return _json(await self.gateway.tokenize(lambda: asked.answer(self.gateway.text)))
 
-    async def _answer(self, call: Call) -> Response:
+    async def _answer(self, http: HttpRequest, call: Call) -> Response:
         if call.resume.seen and (len(call.requests) > 1 or not call.stream):
             message = "only a stream of one prompt's answers can be resumed half-way"
             raise ApiError("invalid_request", message, "x-resume-from")
         run = Run(self.gateway, call)
         deltas = run.deltas()
         if not call.stream:
-            async with aclosing(deltas):
-                told = [delta async for batch in deltas for delta in batch]
+            told = await sse.while_there(http.receive, _all(deltas))
             body = call.shape.whole(_joined(told), run.used)
             return _json(body, headers_of(call.requests[0]))
-        try:
-            first = await anext(deltas)  # errors until here get their own status
-        except BaseException:
-            await deltas.aclose()
-            raise
+        # errors until the first tokens get their own status
+        first = await sse.while_there(http.receive, _first(deltas))
         tell = partial(self._tell, call, run, first, deltas)
         return sse.EventStream(tell, headers_of(call.requests[0]))
 
@@ -324,6 +319,19 @@ class Run:
                 deltas = answers.feed(batch)
                 shifted = msgspec.structs.replace
                 yield [shifted(one, index=base + one.index) for one in deltas] if base else deltas
+
+
+async def _all(deltas: AsyncGenerator[list[Delta], None]) -> list[Delta]:
+    async with aclosing(deltas):
+        return [delta async for batch in deltas for delta in batch]
+
+
+async def _first(deltas: AsyncGenerator[list[Delta], None]) -> list[Delta]:
+    try:
+        return await anext(deltas)
+    except BaseException:
+        await deltas.aclose()
+        raise
 
 
 def _json(body: dict, headers: dict[str, str] | None = None) -> Response:

@@ -50,7 +50,12 @@ def build(gateway: Gateway) -> ASGIApp:
             gateway.tally.refused(error.http)
         return await _api_error(http, error)
 
-    handlers = {ApiError: api_error, HTTPException: _http_error, Exception: _internal}
+    handlers = {
+        ApiError: api_error,
+        HTTPException: _http_error,
+        ClientDisconnect: _left,
+        Exception: _internal,
+    }
     app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
     body_s = gateway.config.gateway.body_timeout_s
     return Guard(app, gateway.door, gateway.classes, body_s, api_error)
@@ -107,9 +112,11 @@ async def _http_error(http: HttpRequest, error: HTTPException) -> Response:
     return JSONResponse(body, error.status_code, error.headers)
 
 
+async def _left(_: HttpRequest, __: ClientDisconnect) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
 async def _internal(http: HttpRequest, error: Exception) -> Response:
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=499)
     log.exception("request %s failed", _request_id(http), exc_info=error)
     told = ApiError("internal", "internal error; the gateway's log has it under the request id")
     return JSONResponse(_body(http, told), 500)

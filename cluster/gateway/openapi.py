@@ -231,7 +231,7 @@ HEADERS = {
     "x-slo-class": ("a class of service", TEXT),
     "x-slo-ttft-ms": ("target until the first token", NUMBER),
     "x-slo-itl-ms": ("target between tokens", NUMBER),
-    "x-session-id": ("names a conversation", TEXT),
+    "x-session-id": ("names a conversation, for `diptych explain`", TEXT),
     "x-request-timeout-ms": ("the client waits no longer", NUMBER),
     "x-resume": ("ids | keep: the client may come back", TEXT),
     "x-resume-from": ("tell only what comes behind this event", TEXT),

@@ -15,14 +15,10 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import msgspec
-from google.protobuf import any_pb2
-from google.protobuf.duration_pb2 import Duration
-from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -35,6 +31,7 @@ from .api import headers_of
 from .chat import ChatRequest, ChatShape
 from .completions import CompletionRequest
 from .errors import ApiError
+from .grpc_edge import DETAILS, bind, status_of
 from .guard import HEADERS_MAX
 from .keys import Key
 from .schema import REQUEST_ID, parse
@@ -226,13 +223,7 @@ async def listen(inference: Inference, settings: GatewaySettings) -> grpc.aio.Se
     health_pb2_grpc.add_HealthServicer_to_server(_Health(inference), server)
     names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
     reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    address = f"{host}:{settings.grpc_port}"
-    if settings.tls_cert and settings.tls_key:
-        pair = Path(settings.tls_key).read_bytes(), Path(settings.tls_cert).read_bytes()
-        server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
-    else:
-        server.add_insecure_port(address)
+    bind(server, settings.host, settings.grpc_port, settings.tls_cert, settings.tls_key)
     await server.start()
     return server
 
@@ -249,22 +240,9 @@ def _metadata(context: Any) -> Callable[[str], str | None]:
 
 def _tell(context: Any, error: ApiError, request_id: str) -> pb.Error:
     """Sets the status; returns the same for a last message."""
-    info = error_details_pb2.ErrorInfo(reason=error.reason, domain="diptych")
-    if error.param:
-        info.metadata["param"] = error.param
-    details = [info]
-    if error.retry_after_s is not None:
-        wait = Duration()
-        wait.FromMilliseconds(round(error.retry_after_s * 1e3))
-        details.append(error_details_pb2.RetryInfo(retry_delay=wait))
-    packed = [any_pb2.Any() for _ in details]
-    for one, detail in zip(packed, details, strict=True):
-        one.Pack(detail)
-    code = error.kind.grpc
-    status = status_pb2.Status(code=code.value[0], message=error.message, details=packed)
-    context.set_code(code)
+    binary = DETAILS, status_of(error)
+    context.set_code(error.kind.grpc)
     context.set_details(error.message)
-    binary = "grpc-status-details-bin", status.SerializeToString()
     context.set_trailing_metadata(
         [("x-request-id", request_id), binary] if request_id else [binary]
     )

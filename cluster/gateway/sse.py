@@ -7,9 +7,10 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -17,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from .errors import ApiError
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 BODY_MAX = 8 << 20
 STALL_S = 20.0  #: a client that takes nothing for so long, with its buffers full, is dropped
@@ -156,6 +158,24 @@ def each(events: AsyncGenerator[bytes, None]) -> Callable[[Body], Coroutine[Any,
                 await body.write(event)
 
     return tell
+
+
+async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Its result; cancelled when the client leaves. The request's body must have been read.
+
+    Raises ClientDisconnect, and what `work` raises.
+    """
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return await working
+    finally:
+        gone.cancel()
+        working.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -378,6 +378,7 @@ class Generator:
             itl_s=terms.itl_s,
             waited_s=request.waited_s,
             trace=request.trace,
+            session=terms.session,
         )
         self.plane.place(place)
         try:

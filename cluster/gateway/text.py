@@ -219,12 +219,12 @@ def _fast_encoder(path: Path, tokenizer: Tokenizer) -> Any:
 class PieceStream:
     """Ids of one answer -> text deltas, by a table of pieces; the text is the tokenizer's own."""
 
-    __slots__ = ("_decoder", "_open", "_pieces")
+    __slots__ = ("_decoder", "_pieces", "open")
 
     def __init__(self, pieces: list[str | bytes]) -> None:
         self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._open = False  #: a character has begun
+        self.open = False  #: a character has begun
 
     def feed(self, ids: list[int]) -> str:
         """Characters that span tokens come out whole. Ids that are no tokens add nothing."""
@@ -238,21 +238,23 @@ class PieceStream:
         except IndexError:
             return ""
         if isinstance(piece, str):
-            if not self._open or not piece:
+            if not self.open or not piece:
                 return piece
             piece = piece.encode()
         text = self._decoder.decode(piece)
-        self._open = bool(self._decoder.getstate()[0])
+        self.open = bool(self._decoder.getstate()[0])
         return text
 
     def flush(self) -> str:
         """What is left at the end: an incomplete character comes out as U+FFFD."""
-        self._open = False
+        self.open = False
         return self._decoder.decode(b"", final=True)
 
 
 class TextStream:
     """The same for any tokenizer: what it decodes, token by token."""
+
+    open = False  #: what comes out ends with its token
 
     def __init__(self, tokenizer: Tokenizer, specials: bool = False) -> None:
         self._tokenizer, self._skip = tokenizer, not specials

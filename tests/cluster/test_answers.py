@@ -10,7 +10,7 @@ from diptych.cluster.gateway.stream import News, Request
 from diptych.cluster.gateway.text import Text
 from diptych.engine.demo import CHECKPOINT
 from diptych.protos import frames as f
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 TEXTS = st.text(st.sampled_from("ab 日本👩‍👩‍👧‍👦🇩🇪é\n<"), max_size=12)
@@ -77,6 +77,7 @@ def test_deltas_of_any_ids_are_the_text_of_all_of_them(
     st.sampled_from(["日本", "👩‍👧", " a", "b<", "\n"]),
     st.randoms(use_true_random=False),
 )
+@example(" ", "", "👩‍👧", random.Random(0))  # a token holds the space and bytes of the emoji
 def test_a_stop_string_ends_one_answer_and_leaks_in_no_way(
     head: str, tail: str, stop: str, order: random.Random
 ) -> None:

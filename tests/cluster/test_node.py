@@ -273,7 +273,7 @@ def copied(node: Node, ids: list[int]) -> bool:
 def test_evicted_blocks_come_back_from_the_tiers_also_after_a_restart(
     folder: Path, tmp_path: Path
 ) -> None:
-    tiers = {"memory_mib": 2, "disk_mib": 64, "folder": str(tmp_path)}
+    tiers = {"memory_mib": 9, "disk_mib": 64, "folder": str(tmp_path)}
 
     async def run() -> None:
         async with opened(folder, kv_transfer={"transport": "tcp"}, kv_tiers=tiers) as bench:
@@ -311,7 +311,7 @@ def truncate(file: Path) -> None:
 def test_a_damaged_disk_tier_costs_a_recompute_and_nothing_else(
     folder: Path, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
-    tiers = {"memory_mib": 2, "disk_mib": 64, "folder": str(tmp_path)}
+    tiers = {"memory_mib": 9, "disk_mib": 64, "folder": str(tmp_path)}
     ids = prompt(20, 500)
 
     async def run() -> None:

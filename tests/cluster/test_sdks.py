@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +27,7 @@ from pydantic import BaseModel
 from tests.support.standin import ANSWER, QUESTION, StandIn, checkpoint, standing_in
 
 ROOT = Path(__file__).parents[2]
-LITELLM = ROOT / "build/litellm/bin/python"
+LITELLM = ROOT / "build/litellm"  #: in front of our packages, as it excludes some of them
 
 
 class Weather(BaseModel):
@@ -88,9 +90,14 @@ def test_langchain_is_told_in_a_sentence_what_is_wrong(chain: ChatOpenAI) -> Non
 def test_litellm_gets_text_tools_schemas_and_usage(gateway: StandIn) -> None:
     if not LITELLM.exists():
         pytest.skip("litellm's dependencies exclude ours: `make build/litellm` installs it apart")
-    script = ROOT / "tests/support/litellm_client.py"
+    command = [sys.executable, ROOT / "tests/support/litellm_client.py", gateway.url]
     done = subprocess.run(
-        [LITELLM, script, gateway.url], capture_output=True, text=True, timeout=240, check=False
+        command,
+        env={**os.environ, "PYTHONPATH": str(LITELLM)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.strip().split("\n")[-1])

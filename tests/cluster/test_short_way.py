@@ -19,6 +19,7 @@ from diptych.engine.demo import CHECKPOINT
 from diptych.protos import frames as f
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.requests import Request as HttpRequest
 from tokenizers import Tokenizer, decoders, models
 
 TEXT = Text(CHECKPOINT)
@@ -103,7 +104,8 @@ class Stream:
         self.call = api.Call([self.request], self.shape, True)
 
     async def run(self) -> None:
-        response = await api.Api(self.gateway)._answer(self.call)  # type: ignore[arg-type]
+        http = HttpRequest({"type": "http"}, self.client.receive)
+        response = await api.Api(self.gateway)._answer(http, self.call)  # type: ignore[arg-type]
         await response({"type": "http"}, self.client.receive, self.client.send)
 
     def put(self, *ids: int, finish: str | None = None) -> None:

@@ -69,11 +69,11 @@ def in_build_context() -> set[str]:
 
 def test_the_build_context_holds_what_the_image_is_made_of_and_no_more() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = {package.split(".")[1] for package in setuptools["packages"]}
+    folders = {"/".join(package.split(".")[1:]) for package in setuptools["packages"]}
     context = in_build_context()
     copied = re.findall(r"^COPY (?!--from)(?:--\S+ )*(\S+) \S+$", DOCKERFILE, re.MULTILINE)
     assert len(copied) == 3 and set(copied) - {"."} <= context
-    alone = {name for name in context if name.split("/")[0] not in folders}
+    alone = {name for name in context if not name.startswith(tuple(f"{f}/" for f in folders))}
     assert alone == {"LICENSE", "README.md", "py.typed", "pyproject.toml"} | set(copied) - {"."}
     tracked = run("git", "ls-files", *folders, cwd=ROOT).stdout.split()
     assert {name for name in tracked if (ROOT / name).is_file()} <= context

@@ -39,7 +39,7 @@ class Pods:
     url: str
     control: str
     config: dict[str, Any]
-    pods: list[subprocess.Popen]
+    raylets: list[int]  #: one a pod; a drained one ends on its own
 
     def deploy(self) -> None:
         """What the operator does with serveConfigV2."""
@@ -58,16 +58,12 @@ class Pods:
 
     def replicas(self, pod: int) -> list[str]:
         """Names of the Serve replicas' processes below a node."""
-        command = ["ps", "-o", "args=", "--ppid", str(self.raylet(pod))]
+        command = ["ps", "-o", "args=", "--ppid", str(self.raylets[pod])]
         told = subprocess.run(command, capture_output=True, text=True, check=False).stdout
         return [line for line in told.split("\n") if line.startswith("ray::ServeReplica:")]
 
-    def raylet(self, pod: int) -> int:
-        command = ["pgrep", "-P", str(self.pods[pod].pid), "-f", "/raylet "]
-        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
     def node_id(self, pod: int) -> str:
-        words = Path(f"/proc/{self.raylet(pod)}/cmdline").read_text().split("\0")
+        words = Path(f"/proc/{self.raylets[pod]}/cmdline").read_text().split("\0")
         return next(word.split("=")[1] for word in words if word.startswith("--node_id="))
 
 
@@ -90,15 +86,21 @@ def ray_node(env: dict[str, str], log: Path, *flags: str) -> Iterator[subprocess
             raise
 
 
+def raylet(node: subprocess.Popen) -> int:
+    """Its process id: the parent of the node's workers."""
+    command = ["pgrep", "-P", str(node.pid), "-f", "/raylet "]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
 @contextmanager
 def pods() -> Iterator[Pods]:
     text = (render.RENDERED / "cpu-kind.yaml").read_text()
     service = next(d for d in yaml.safe_load_all(text) if d["kind"] == "RayService")
     config = yaml.safe_load(service["spec"]["serveConfigV2"])
-    http, grpc, gcs, dashboard, admin = (free_port() for _ in range(5))
+    http, grpc, gcs, dashboard, admin, admin_grpc = (free_port() for _ in range(6))
     config |= {"proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": http}}
     config["grpc_options"]["port"] = grpc
-    config["applications"][0]["args"]["control"] = {"port": admin}
+    config["applications"][0]["args"]["control"] = {"port": admin, "grpc_port": admin_grpc}
     switches = yaml.safe_load((render.CHART / "files/environment.yaml").read_text())
     env = {**os.environ, **switches, "DIPTYCH_SECRET": "word", "RAY_ADDRESS": f"127.0.0.1:{gcs}"}
     slots = '{"prefill": 1, "decode": 1, "gateway": 1, "router": 1}'
@@ -111,14 +113,14 @@ def pods() -> Iterator[Pods]:
         pod = ("--address", env["RAY_ADDRESS"], "--num-cpus", "2", "--resources", slots)
         nodes = [stack.enter_context(ray_node(env, folder / f"pod{n}", *pod)) for n in range(2)]
         urls = [f"http://127.0.0.1:{port}" for port in (dashboard, http, admin)]
-        yield Pods(folder, env, *urls, config, nodes)
+        yield Pods(folder, env, *urls, config, [raylet(node) for node in nodes])
 
 
 def drain(cluster: Pods, pod: int) -> int:
     """The pod's preStop hook. A pod sees one node and its processes; here there are three."""
     shims = {
         "ray": f'exec {BIN}/ray "$@" --node-id {cluster.node_id(pod)}',
-        "pgrep": f'exec /usr/bin/pgrep -P {cluster.raylet(pod)} "$@"',
+        "pgrep": f'exec /usr/bin/pgrep -P {cluster.raylets[pod]} "$@"',
     }
     bin_ = cluster.folder / "bin"
     bin_.mkdir()

@@ -77,7 +77,7 @@ def test_helm_commands_render(command: str) -> None:
     for text in flag(words, "--set"):
         chosen.update(helm_python.parse_set_string(text))
     assert "num_replicas" in render.render(chosen)
-    assert flag(words, "--namespace") == [render.NAMESPACE]
+    assert flag(words, "--namespace") == [render.RELEASE]
 
 
 def test_the_secret_of_the_commands_is_the_one_that_the_chart_reads() -> None:

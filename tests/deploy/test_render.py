@@ -15,10 +15,11 @@ from diptych.cluster import app
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.control.serve import APP
 
-from deploy import render, values
+from deploy import render, validate, values
 
 ROOT = Path(__file__).parents[2]
 FLEETS = sorted(render.FLEETS.glob("*.yaml"))
+FOLDER = validate.crd_folder()
 
 
 def fleet(name: str) -> dict[str, Any]:
@@ -99,6 +100,30 @@ def test_a_pool_grows_without_a_change_of_what_restarts_the_others() -> None:
         for group in one["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
             del group["replicas"], group["minReplicas"], group["maxReplicas"]
     assert new == old
+
+
+def test_keys_of_clients_are_where_gateways_may_run_and_nowhere_else() -> None:
+    chosen = fleet("h200-b200-mixed")
+    chosen["gateway"] = {**chosen["gateway"], "keysSecret": "acme-keys"}
+    text = render.render(chosen)
+    made = service(text)
+    args = yaml.safe_load(made["spec"]["serveConfigV2"])["applications"][0]["args"]
+    file = args["gateway"]["api_keys_file"]
+    assert ClusterConfig.model_validate(args).gateway.api_keys_file == file
+    found = {}
+    for group in made["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
+        pod = group["template"]["spec"]
+        mounts = {m["name"]: m["mountPath"] for m in pod["containers"][0].get("volumeMounts", [])}
+        volumes = {v["name"]: v for v in pod.get("volumes", [])}
+        if "keys" in mounts:
+            secret = volumes["keys"]["secret"]
+            assert secret["secretName"] == "acme-keys"
+            assert file == f"{mounts['keys']}/{secret['items'][0]['path']}"
+        found["gateway" in group["resources"]] = "keys" in mounts
+    assert found == {True: True, False: False}
+    assert validate.problems(text, FOLDER) == []
+    damaged = text.replace("mountPath: /etc/diptych/keys", "mountPath: /etc/keys")
+    assert any("clients' keys" in one for one in validate.problems(damaged, FOLDER))
 
 
 def test_ranks_of_a_replica_share_its_bundles() -> None:

@@ -252,7 +252,8 @@ def wrong_account(documents: Documents, rng: random.Random) -> None:
 
 
 def wrong_admin_port(documents: Documents, rng: random.Random) -> None:
-    serve(documents, lambda c: c["applications"][0]["args"]["control"], "port", 8002)
+    port = rng.choice(["port", "grpc_port"])
+    serve(documents, lambda c: c["applications"][0]["args"]["control"], port, 8002)
 
 
 def wrong_metrics_port(documents: Documents, rng: random.Random) -> None:

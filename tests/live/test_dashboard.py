@@ -41,3 +41,19 @@ def test_the_page_needs_nothing_from_elsewhere_and_says_nothing_of_the_cluster(l
     text = "".join(one.text for one in files).replace("http://www.w3.org/2000/svg", "")
     assert "http://" not in text and "https://" not in text
     assert live.status()["model"] not in files[0].text.split()
+
+
+def test_a_what_if_runs_the_last_requests_again(live: Live, tmp_path) -> None:
+    for number in range(8):
+        assert live.chat(f"{number}: what is decode?", max_tokens=4).status_code == 200
+    asked = {"policy": "min_ttft", "prefill": 2, "decode": 1}
+    answer = httpx.post(f"{live.control}/admin/v1/whatif", json=asked, timeout=60)
+    told = answer.json()
+    assert answer.status_code == 200 and told["requests"] >= 8
+    assert (told["same"]["prefill"], told["other"]["prefill"]) == (1, 2)
+    assert told["other"]["policy"] == "min_ttft" and 0 <= told["other"]["met"] <= 1
+    refused = httpx.post(f"{live.control}/admin/v1/whatif", json={**asked, "policy": "best"})
+    assert refused.status_code == 400 and "min_ttft" in refused.text
+    if CHROMIUM:
+        shown = page(f"{live.control}/dashboard#whatif", str(tmp_path))
+        assert '<option value="min_ttft">' in shown

@@ -97,6 +97,12 @@ def test_pools_shrink_and_grow_many_times(live: Live, streams: Streams) -> None:
     rounds(live, streams, ROUNDS)
 
 
+def busiest(live: Live, home: str) -> str:
+    """The worker of a pool that has most to hand over."""
+    mine = [worker for worker in live.status()["workers"] if worker["home"] == home]
+    return max(mine, key=lambda worker: worker["jobs"])["id"]
+
+
 def flips(live: Live, streams: Streams, count: int) -> None:
     """A worker of each pool takes the other role and comes back, `count` times."""
     seconds: list[float] = []
@@ -106,7 +112,7 @@ def flips(live: Live, streams: Streams, count: int) -> None:
         in_use(live, streams)
         for _ in range(count):
             for home, other in (("decode", "prefill"), ("prefill", "decode")):
-                name = live.worker(home)["id"]
+                name = busiest(live, home)
                 seconds.append(command(live, "flip", name, "--to", other, "--wait"))
                 pool = live.status()["pools"]
                 assert pool[home]["roles"] == {"decode": 1, "prefill": 1}

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from diptych.cluster.launch import ENVIRONMENT
 
-from tests.deploy.test_live import ray_node
+from tests.deploy.test_live import ray_node, raylet
 from tests.live.test_scaling import command
 from tests.support.live import Live, eventually, free_port, running
 from tests.support.streams import Streams
@@ -45,15 +45,8 @@ def two_nodes() -> Iterator[tuple[Live, subprocess.Popen]]:
 
 def below(process: subprocess.Popen) -> list[int]:
     """Process ids of a node's replicas."""
-    raylet = subprocess.run(
-        ["pgrep", "-P", str(process.pid), "-f", "/raylet "],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    told = subprocess.run(
-        ["pgrep", "-P", raylet], capture_output=True, text=True, check=False
-    ).stdout
+    command = ["pgrep", "-P", str(raylet(process))]
+    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     return [int(word) for word in told.split()]
 
 

@@ -1,7 +1,7 @@
-"""litellm as a client, run by a Python of its own: `python litellm_client.py URL`.
+"""litellm as a client, in a process of its own: `python litellm_client.py URL`.
 
-Prints, as JSON, what a program that uses litellm sees. Its dependencies exclude ours, so it lives
-in another environment and imports nothing of this project.
+Prints, as JSON, what a program that uses litellm sees. Its dependencies exclude ours (`litellm.txt`
+has them), so that it imports nothing of this project.
 """
 
 import json

@@ -47,6 +47,7 @@ class Live:
     admin: int
     process: subprocess.Popen
     log: Path
+    admin_grpc: int = 0
 
     @property
     def url(self) -> str:
@@ -63,9 +64,12 @@ class Live:
         """Statistics of the (only) worker of a pool."""
         return next(w for w in self.status()["workers"] if w["home"] == home)
 
-    def chat(self, text: str, **fields: Any) -> httpx.Response:
+    def chat(
+        self, text: str, headers: dict[str, str] | None = None, **fields: Any
+    ) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": text}], **fields}
-        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=120)
+        url = f"{self.url}/v1/chat/completions"
+        return httpx.post(url, json=body, headers=headers, timeout=120)
 
     def cli(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [str(BIN / "diptych"), *arguments]
@@ -90,15 +94,15 @@ class Live:
 @contextmanager
 def running(log: Path, *arguments: str) -> Iterator[Live]:
     """Starts a cluster, waits until it is ready, stops it as ^C does."""
-    http, grpc, admin = free_port(), free_port(), free_port()
+    http, grpc, admin, admin_grpc = (free_port() for _ in range(4))
     command = [str(BIN / "diptych"), "serve", *arguments]
     command += ["--port", str(http), "--grpc-port", str(grpc)]
-    command += ["--set", f"control.port={admin}"]
+    command += ["--set", f"control.port={admin}", "--set", f"control.grpc_port={admin_grpc}"]
     with log.open("w") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
-    live = Live(http, grpc, admin, process, log)
+    live = Live(http, grpc, admin, process, log, admin_grpc)
     try:
         wait_ready(process, log)
         yield live

@@ -1,31 +1,12 @@
 // The live page: reads /admin/v1/events (server-sent events over fetch, so that a key can go along).
-const $ = (id) => document.getElementById(id);
+import { $, bytes, cell, headers, make, ms, percent, row, table } from "./draw.js";
+import { offer } from "./whatif.js";
+
 const KEPT = 60;
-const SVG = "http://www.w3.org/2000/svg";
 const decisions = new Map();
 const actions = [];
 let before = null;
 let opened = null;
-
-// ---- drawing: text is always set as text, never as markup ----
-
-function make(name, attributes = {}, ...children) {
-  const svg = ["svg", "g", "rect", "path", "text", "circle", "title", "line"].includes(name);
-  const node = svg ? document.createElementNS(SVG, name) : document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-  node.append(...children.map((child) => (child instanceof Node ? child : String(child))));
-  return node;
-}
-const cell = (value, number = false) => make("td", number ? { class: "number" } : {}, value);
-const row = (...cells) => make("tr", {}, ...cells);
-const percent = (share) => (share === null || share === undefined ? "-" : `${(100 * share).toFixed(1)} %`);
-const ms = (value) => (value === null || value === undefined ? "-" : `${value.toFixed(value < 10 ? 1 : 0)} ms`);
-const bytes = (value) => {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let unit = 0;
-  while (value >= 1024 && unit < 4) { value /= 1024; unit += 1; }
-  return `${value.toFixed(value < 10 && unit ? 1 : 0)} ${units[unit]}`;
-};
 
 function dial(share) {
   const at = (part) => {
@@ -38,13 +19,6 @@ function dial(share) {
   const colour = shown >= 0.99 ? "var(--good)" : shown >= 0.9 ? "var(--late)" : "var(--bad)";
   $("dial").replaceChildren(arc(1, "var(--line)"), ...(share ? [arc(shown, colour)] : []),
     make("text", { x: 100, y: 92, "text-anchor": "middle", class: "big" }, percent(share)));
-}
-
-function table(id, head, rows) {
-  const caption = $(id).caption;
-  $(id).replaceChildren(...(caption ? [caption] : []),
-    make("thead", {}, make("tr", {}, ...head.map((name) => make("th", {}, name)))),
-    make("tbody", {}, ...rows));
 }
 
 // ---- cluster ----
@@ -66,6 +40,7 @@ function drawCluster(now) {
       cell(percent(pool.prefix_hit), true), cell(name === "prefill" ? ms(pool.ttft_p95_ms) : ms(pool.itl_p95_ms), true),
       make("td", { class: "note" }, pool.notes.join("; ")))));
   drawFleet(now.workers);
+  offer(now);
   before = now;
 }
 
@@ -204,9 +179,7 @@ function dispatch(block) {
 }
 
 async function listen() {
-  const key = sessionStorage.getItem("diptych-key");
-  const headers = key ? { authorization: `Bearer ${key}` } : {};
-  const answer = await fetch("admin/v1/events", { headers });
+  const answer = await fetch("admin/v1/events", { headers: headers() });
   $("login").hidden = answer.status !== 401;
   if (!answer.ok) {
     $("refusal").textContent = (await answer.json()).error.message;

@@ -3,6 +3,7 @@
 {{- $root := .root -}}
 {{- $group := .group -}}
 {{- $slots := $group.slots | default dict -}}
+{{- $keys := and $slots.gateway $root.Values.gateway.keysSecret -}}
 {{- $homes := dict -}}
 {{- range $pool := list "prefill" "decode" "gateway" -}}
 {{- with get $slots $pool }}{{ $_ := set $homes $pool (toString .) }}{{ end -}}
@@ -73,7 +74,7 @@
           preStop:
             exec:
               command: [diptych-drain, {{ $root.Values.drain.seconds | quote }}]
-        {{- if or $group.shm $group.hugepages $root.Values.model.volume }}
+        {{- if or $group.shm $group.hugepages $root.Values.model.volume $keys }}
         volumeMounts:
         {{- if $group.shm }}
         - {name: shm, mountPath: /dev/shm}
@@ -83,6 +84,9 @@
         {{- end }}
         {{- if $root.Values.model.volume }}
         - {name: model, mountPath: {{ $root.Values.model.mountPath }}, readOnly: true}
+        {{- end }}
+        {{- if $keys }}
+        - {name: keys, mountPath: /etc/diptych/keys, readOnly: true}
         {{- end }}
       volumes:
       {{- with $group.shm }}
@@ -96,6 +100,12 @@
       {{- with $root.Values.model.volume }}
       - name: model
         {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- with $keys }}
+      - name: keys
+        secret:
+          secretName: {{ . }}
+          items: [{key: keys.yaml, path: keys.yaml}]
       {{- end }}
         {{- end }}
 {{- end }}

@@ -87,7 +87,16 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- define "diptych.control" -}}
 host: 0.0.0.0
 port: 8001
+grpc_port: 9001
 key_file: /etc/diptych/admin
+{{- end }}
+
+{{/* What Kubernetes decides of the gateways: Serve's proxies listen; keys come from a Secret. */}}
+{{- define "diptych.gateway" -}}
+listen: serve
+{{- if .Values.gateway.keysSecret }}
+api_keys_file: /etc/diptych/keys/keys.yaml
+{{- end }}
 {{- end }}
 
 {{- define "diptych.serveConfig" -}}
@@ -104,7 +113,7 @@ applications:
 - name: diptych
   import_path: diptych.cluster.app:application
   route_prefix: /
-  args: {{ merge (dict "control" (include "diptych.control" . | fromYaml) "gateway" (dict "listen" "serve") "observability" (dict "metrics_port" (include "diptych.metricsPort" . | int))) .Values.config | toJson }}
+  args: {{ merge (dict "control" (include "diptych.control" . | fromYaml) "gateway" (include "diptych.gateway" . | fromYaml) "observability" (dict "metrics_port" (include "diptych.metricsPort" . | int))) .Values.config | toJson }}
   deployments:
   - name: Gateway
     num_replicas: {{ .Values.gateway.replicas }}

@@ -1,0 +1,69 @@
+"""A matrix product whose rows do not depend on how many there are: one tile, one order of sums.
+
+cuBLAS picks a kernel, and how it splits the sums, by the number of rows. Here every row is summed
+over its inputs in steps of DEPTH in order, in a tile of one shape whatever the number of rows. It
+is what `exact` costs: decode at few rows computes a tile of ROWS rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+ROWS, COLUMNS, DEPTH = 64, 128, 64  #: the one tile
+
+
+@triton.jit
+def _matmul(
+    x, weight, bias, residual, out, rows, columns, depth, x_row, weight_row, out_row,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Grid (row tiles, column tiles): out = x weight^T + bias, rounded, then + residual."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    steps = tl.arange(0, DEPTH)
+    left = x + row.to(tl.int64)[:, None] * x_row + steps[None, :]
+    right = weight + column.to(tl.int64)[None, :] * weight_row + steps[:, None]
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, depth, DEPTH):
+        deep = start + steps < depth
+        a = tl.load(left + start, mask=(row < rows)[:, None] & deep[None, :], other=0.0)
+        b = tl.load(right + start, mask=(column < columns)[None, :] & deep[:, None], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+    to = row.to(tl.int64)[:, None] * out_row + column[None, :]
+    result = acc.to(out.dtype.element_ty)
+    if HAS_RESIDUAL:
+        more = tl.load(residual + to, mask=inside, other=0.0).to(tl.float32)
+        result = (result.to(tl.float32) + more).to(out.dtype.element_ty)
+    tl.store(out + to, result, mask=inside)
+
+
+def matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [T, in] weight[out, in]^T + bias [out] + residual [T, out] (contiguous) -> [T, out]."""
+    rows, depth = x.shape
+    columns = weight.shape[0]
+    assert x.stride(1) == weight.stride(1) == 1
+    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    assert residual is None or residual.stride() == out.stride()
+    _matmul[(triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))](
+        *(x, weight, x if bias is None else bias, x if residual is None else residual, out),
+        *(rows, columns, depth, x.stride(0), weight.stride(0), out.stride(0)),
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+        DEPTH=DEPTH,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        num_warps=8,
+        num_stages=3,
+    )
+    return out

@@ -1,0 +1,30 @@
+"""The KV pool in a GPU's memory: one allocation for the life of the engine, registered once."""
+
+from __future__ import annotations
+
+import torch
+
+from ...kv_transfer import KVLayout
+from ..errors import OutOfMemory
+from ..pool import KVPool
+
+
+class DevicePool(KVPool):
+    """As `pool.KVPool`, on a GPU: transports that read host memory (tcp, shm) have no `view`.
+
+    Raises OutOfMemory.
+    """
+
+    memory = "VRAM"
+
+    def __init__(
+        self, layout: KVLayout, blocks: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.device = device.index or 0
+        size = blocks * layout.block_bytes
+        try:
+            memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(f"a KV pool of {size >> 20} MiB does not fit: {error}") from None
+        self.view = memoryview(b"")
+        self._place(memory, layout, blocks, dtype)

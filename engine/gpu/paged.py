@@ -1,0 +1,261 @@
+"""Paged attention in Triton: one kernel for prefill, decode and split-KV, and one that combines.
+
+Keys are summed in splits that begin at fixed positions, and splits are merged in order. Which
+program computes a split is free, where it begins is not: so a row's bits depend on neither the
+batch nor the grid. With `exact` prefill takes the tile of decode, and its bits too.
+
+The online softmax is that of Milakov and Gimelshein (arXiv:1805.02867), its splits and their merge
+as in Flash-Decoding (pytorch.org/blog/flash-decoding).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .varlen import Varlen
+
+LOG2E = 1.4426950408889634
+SPLIT = 256  #: keys of a split, at least
+SPLITS = 64  #: of a sequence, at most: longer contexts have longer splits
+PROGRAMS = 1024  #: of a decode grid: some for each of the 132 to 148 processors
+
+
+@triton.jit
+def _merge(acc, top, total, acc2, top2, total2):
+    """Two parts of an online softmax: sums of exp2(score - top) v, the largest score, weights."""
+    high = tl.maximum(top, top2)
+    safe = tl.where(high == float("-inf"), 0.0, high)
+    left, right = tl.exp2(top - safe), tl.exp2(top2 - safe)
+    return acc * left[:, None] + acc2 * right[:, None], high, total * left + total2 * right
+
+
+@triton.jit
+def _sequence_of(tile, q_start, sequences, TOKENS: tl.constexpr):
+    """The sequence whose rows tile `tile` holds: sequence i begins at tile q_start[i]/TOKENS + i."""
+    low, high = tile * 0, sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(q_start + middle) // TOKENS + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _range(
+    query, k, v, blocks, positions, inside, low, high, end, scale, window,
+    block_stride, token_stride,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Softmax parts of `query` [ROWS, DIM] over keys low..high; `end` keys are written."""
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIM], tl.float32)
+    dims = tl.arange(0, DIM)
+    for start in range(low, high, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        written = keys < end
+        if PAGE >= KEYS:
+            block = tl.load(blocks + start // PAGE).to(tl.int64)
+            place = block * block_stride + (keys % PAGE) * token_stride
+        else:
+            block = tl.load(blocks + keys // PAGE, mask=written, other=0).to(tl.int64)
+            place = block * block_stride + (keys % PAGE) * token_stride
+        # unused slots may hold NaN, and 0 x NaN is NaN: they are not read
+        key = tl.load(k + place[None, :] + dims[:, None], mask=written[None, :], other=0.0)
+        scores = tl.dot(query, key.to(query.dtype), input_precision="ieee") * scale
+        seen = inside[:, None] & (keys[None, :] < 1 + 0*positions[:, None])
+        if window > 0:
+            seen = seen & (keys[None, :] > positions[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+        high_now = tl.maximum(top, tl.max(scores, 1))
+        safe = tl.where(high_now == float("-inf"), 0.0, high_now)
+        weights = tl.exp2(scores - safe[:, None])
+        fade = tl.exp2(top - safe)
+        value = tl.load(v + place[:, None] + dims[None, :], mask=written[:, None], other=0.0)
+        summed = tl.dot(weights.to(query.dtype), value.to(query.dtype), input_precision="ieee")
+        acc = acc * fade[:, None] + summed
+        total = total * fade + tl.sum(weights, 1)
+        top = high_now
+    return acc, top, total
+
+
+@triton.jit
+def _attend(
+    q, k, v, out, part, tops, q_start, kv_len, table, sequences, scale, v_scale, window,
+    q_row, out_row, block_stride, head_stride, token_stride, table_row, heads, part_splits,
+    GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PAGE: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, KV heads, programs). A tile is TOKENS rows x the GROUP heads of a KV head.
+
+    WHOLE: all splits here, and the result to `out`; SPLIT 0 is one split. Else (a row a tile) each
+    split's parts go to `part` [T, Hq, part_splits, DIM] and `tops` [T, Hq, part_splits, 2].
+    """
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    if WHOLE:
+        seq = _sequence_of(tile, q_start, sequences, TOKENS)
+        first = tl.load(q_start + seq)
+        offset = (tile - first // TOKENS - seq) * TOKENS
+        count = tl.load(q_start + seq + 1) - first
+    else:
+        seq, first, offset, count = tile, tile, 0, 1
+    end = tl.load(kv_len + seq)
+    if (offset >= count) | (end == 0):
+        return
+    lane = tl.arange(0, ROWS)
+    token = offset + lane // GROUP
+    inside = (lane < TOKENS * GROUP) & (token < count)
+    head = kv_head * GROUP + lane % GROUP
+    positions = end - count + token
+    dims = tl.arange(0, DIM)
+    row = (first + token).to(tl.int64)
+    at = row * q_row + head * DIM
+    query = tl.load(q + at[:, None] + dims[None, :], mask=inside[:, None], other=0.0)
+    blocks = table + seq.to(tl.int64) * table_row
+    k += kv_head.to(tl.int64) * head_stride
+    v += kv_head.to(tl.int64) * head_stride
+    low, last = 0, tl.minimum(end, end - count + offset + TOKENS)
+    if window > 0:
+        low = tl.maximum(0, end - count + offset - window + 1) // KEYS * KEYS
+    if WHOLE:
+        if SPLIT == 0:
+            acc, top, total = _range(
+                query, k, v, blocks, positions, inside, low, last, end, scale, window,
+                block_stride, token_stride, ROWS, KEYS, PAGE, DIM,
+            )  # fmt: skip
+        else:
+            acc = tl.zeros([ROWS, DIM], tl.float32)
+            top = tl.full([ROWS], float("-inf"), tl.float32)
+            total = tl.zeros([ROWS], tl.float32)
+            for begin in range(low // SPLIT * SPLIT, last, SPLIT):
+                a, t, s = _range(
+                    query, k, v, blocks, positions, inside,
+                    tl.maximum(begin, low), tl.minimum(begin + SPLIT, last), end, scale, window,
+                    block_stride, token_stride, ROWS, KEYS, PAGE, DIM,
+                )  # fmt: skip
+                acc, top, total = _merge(acc, top, total, a, t, s)
+        to = row * out_row + head * DIM
+        result = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(
+            out + to[:, None] + dims[None, :], result.to(out.dtype.element_ty), inside[:, None]
+        )
+    else:
+        programs = tl.num_programs(2)
+        for split in range(low // SPLIT + tl.program_id(2), tl.cdiv(last, SPLIT), programs):
+            begin = split * SPLIT
+            a, t, s = _range(
+                query, k, v, blocks, positions, inside,
+                tl.maximum(begin, low), tl.minimum(begin + SPLIT, last), end, scale, window,
+                block_stride, token_stride, ROWS, KEYS, PAGE, DIM,
+            )  # fmt: skip
+            to = (row * heads + head) * part_splits + split
+            tl.store(part + to[:, None] * DIM + dims[None, :], a, inside[:, None])
+            tl.store(tops + to * 2, t, inside)
+            tl.store(tops + to * 2 + 1, s, inside)
+
+
+@triton.jit
+def _combine(
+    part, tops, out, kv_len, v_scale, window, out_row, heads, part_splits,
+    KEYS: tl.constexpr, SPLIT: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, heads): merges a decoding row's splits in order."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    end = tl.load(kv_len + row)
+    if end == 0:
+        return
+    dims = tl.arange(0, DIM)
+    one = tl.arange(0, 1)
+    acc = tl.zeros([1, DIM], tl.float32)
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    low = 0
+    if window > 0:
+        low = tl.maximum(0, end - window) // KEYS * KEYS
+    for split in range(low // SPLIT, tl.cdiv(end, SPLIT)):
+        at = (row * heads + head) * part_splits + split
+        a = tl.load(part + at * DIM + one[:, None] + dims[None, :])
+        t, s = tl.load(tops + at * 2 + one), tl.load(tops + at * 2 + 1 + one)
+        acc, top, total = _merge(acc, top, total, a, t, s)
+    result = acc * v_scale / total[:, None]
+    to = out + row * out_row + head * DIM + one[:, None] + dims[None, :]
+    tl.store(to, result.to(out.dtype.element_ty))
+
+
+class PagedAttention:
+    """softmax(q k^T scale) v over pages, by Triton. Workspaces are kept: a graph needs their place.
+
+    `max_len`: the longest sequence in tokens. `exact`: prefill gives the bits of decode.
+    """
+
+    name, graphs = "triton", True
+
+    def __init__(self, max_len: int, exact: bool = False) -> None:
+        self.split = max(SPLIT, triton.next_power_of_2(triton.cdiv(max_len, SPLITS)))
+        self.exact, self._splits = exact, triton.cdiv(max_len, self.split)
+        self._part = self._tops = torch.empty(0)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        where: Varlen,
+        scale: float,
+        window: int | None,
+        kv_scale: tuple[float, float] = (1.0, 1.0),
+    ) -> torch.Tensor:
+        """q [T, Hq, D] (heads contiguous) against `[block, Hkv, token, D]` views -> [T, Hq, D].
+
+        `kv_scale`: what the cache's K and V are multiplied by (FP8). D and the tokens of a block
+        are powers of two, at least 16. Rows whose sequence has a `kv_len` of 0 are not written.
+        """
+        keys, values = cache
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        rows, heads, dim = q.shape
+        kv_heads, page = keys.shape[1:3]
+        group = heads // kv_heads
+        whole = where.max_q > 1
+        narrow = max(16, triton.next_power_of_2(group))
+        lanes = narrow if self.exact or not whole else max(narrow, min(128, 16384 // dim))
+        tokens = lanes // group if whole else 1
+        part, tops = self._workspace(q, 0 if whole else rows)
+        tiles = rows // tokens + where.sequences if whole else where.sequences
+        programs = 1 if whole else self._programs(tiles * kv_heads, where.max_kv)
+        shape = dict(KEYS=min(page, 64), DIM=dim, SPLIT=self.split)
+        _attend[(tiles, kv_heads, programs)](
+            *(q, keys, values, out, part, tops, where.q_start, where.kv_len, where.table),
+            *(where.sequences, scale * kv_scale[0] * LOG2E, kv_scale[1], window or 0),
+            *(q.stride(0), out.stride(0), *keys.stride()[:3], where.table.stride(0)),
+            *(heads, self._splits),
+            GROUP=group,
+            TOKENS=tokens,
+            ROWS=lanes,
+            PAGE=page,
+            WHOLE=whole,
+            num_warps=8 if lanes >= 128 else 4,
+            **shape | (dict(SPLIT=0) if whole and not self.exact else {}),
+        )
+        if not whole:
+            _combine[(rows, heads)](
+                *(part, tops, out, where.kv_len, kv_scale[1], window or 0),
+                *(out.stride(0), heads, self._splits),
+                **shape,
+                num_warps=1,
+            )
+        return out
+
+    def _programs(self, others: int, max_kv: int) -> int:
+        """Programs that share a row's splits."""
+        return max(1, min(triton.cdiv(max_kv, self.split), PROGRAMS // others))
+
+    def _workspace(self, q: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Float32 parts for `rows` rows; those of the largest batch so far are kept."""
+        items = rows * q.shape[1] * self._splits
+        if len(self._tops) < items * 2 or self._tops.device != q.device:
+            self._part = q.new_empty(items * q.shape[2], dtype=torch.float32)
+            self._tops = q.new_empty(items * 2, dtype=torch.float32)
+        return self._part, self._tops

@@ -1,0 +1,109 @@
+"""The last requests under another policy, split or load: what is told, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from diptych.cluster.control.whatif import ENOUGH, WhatIf, whatif
+from diptych.protos.frames import WorkerCard
+from diptych.router import RouterConfig
+from diptych.router.decisions import Decision
+
+TTFT_S, ITL_S = 0.25, 0.05
+CONFIG = RouterConfig(ttft_s=TTFT_S, itl_s=ITL_S)
+
+
+def card(role: str, number: int = 0) -> WorkerCard:
+    return WorkerCard(f"{role}/{number}", role, role, "", "", number, blocks=512)
+
+
+CARDS = [card("prefill"), card("decode")]
+
+
+def decision(number: int, at: float, prompt: int, **fields: Any) -> dict[str, Any]:
+    """A prompt token costs 1 ms, a step 10 ms."""
+    one = Decision(
+        number,
+        at,
+        (f"r{number}", 0),
+        "diptych",
+        "push",
+        prompt,
+        "interactive",
+        "",
+        TTFT_S,
+        ITL_S,
+        waited_s=0.0,
+        waiting=0,
+        prefill="prefill/0",
+        decode="decode/0",
+        prefill_s=0.001 * (prompt - fields.get("hit_tokens", 0)),
+        ttft_s=0.001 * prompt,
+        itl_s=0.01,
+    )
+    one.observed = {"ttft_ms": float(prompt), "itl_p99_ms": 12.0, "tokens": 30, "reason": "stop"}
+    told = one.told()
+    told.update(fields)
+    return told
+
+
+def every(seconds: float, count: int = 24) -> list[dict[str, Any]]:
+    """Newest first, as the router tells them."""
+    return [decision(n, n * seconds, 180 + n % 3) for n in range(count)][::-1]
+
+
+def test_with_room_everything_is_met_in_life_and_in_both_runs() -> None:
+    told = whatif(WhatIf("min_ttft", 1, 1), every(1.0), CARDS, CONFIG)
+    assert isinstance(told, dict)
+    assert told["requests"] == 24 and told["span_s"] == pytest.approx(23.0)
+    assert [told[run]["met"] for run in ("life", "same", "other")] == [1.0, 1.0, 1.0]
+    assert (told["same"]["policy"], told["other"]["policy"]) == ("diptych", "min_ttft")
+    assert (told["same"]["prefill"], told["same"]["decode"]) == (1, 1)
+    median = told["same"]["ttft_ms"][10]
+    assert 181 <= median < 200, "the prompt, and hops"
+    assert 10 <= told["same"]["itl_ms"] < 13
+
+
+def test_another_split_relieves_who_had_no_room_and_more_load_takes_it() -> None:
+    crowded = every(0.12)  # prompts of 0.18 s
+    alone = whatif(WhatIf("diptych", 2, 1), crowded, CARDS, CONFIG)
+    assert isinstance(alone, dict)
+    assert alone["same"]["met"] < 0.7 and alone["other"]["met"] > 0.95
+    twice = whatif(WhatIf("diptych", 2, 1, load=2.0), crowded, CARDS, CONFIG)
+    assert isinstance(twice, dict) and twice["other"]["met"] < 0.7
+
+
+def test_what_the_caches_spared_is_spared() -> None:
+    cached = [{**one, "hit_tokens": 128} for one in every(1.0)]
+    for one in cached:
+        one["prefill_s"] = 0.001 * (one["prompt_tokens"] - 128)
+    told = whatif(WhatIf("diptych", 1, 1), cached, CARDS, CONFIG)
+    assert isinstance(told, dict) and told["same"]["ttft_ms"][10] < 80
+
+
+def test_only_whole_first_attempts_count() -> None:
+    seen = every(1.0)
+    seen[0]["key"] = ("r0", 1)
+    seen[1]["observed"] = {"ttft_ms": 5.0}
+    seen[2]["decode"] = None
+    told = whatif(WhatIf("diptych", 1, 1), seen, CARDS, CONFIG)
+    assert isinstance(told, dict) and told["requests"] == 21
+    assert "7 of the last" in str(
+        whatif(WhatIf("diptych", 1, 1), every(1, ENOUGH - 1), CARDS, CONFIG)
+    )
+    assert "no prefill" in str(whatif(WhatIf("diptych", 1, 1), every(1.0), CARDS[1:], CONFIG))
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        (WhatIf("best", 1, 1), "policy 'best'"),
+        (WhatIf("diptych", 0, 1), "at least one"),
+        (WhatIf("diptych", 60, 5), "64 workers"),
+        (WhatIf("diptych", 1, 1, 0.1), "load"),
+        (WhatIf("diptych", 1, 1, float("nan")), "load"),
+    ],
+)
+def test_what_cannot_be_asked(asked: WhatIf, why: str) -> None:
+    assert why in (asked.refusal() or "")

@@ -1,0 +1,114 @@
+"""Compiles every kernel for a GPU that need not be there, and prints what each takes.
+
+    python tests/engine/gpu/compiling.py 90     # compute capability x 10; without TRITON_INTERPRET
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from diptych.engine.gpu import elementwise, matmul, paged, sampling
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+HALF, WIDE, INTS, LONGS, F64 = "*bf16", "*fp32", "*i32", "*i64", "*fp64"
+ATTEND = {
+    **dict.fromkeys(("q", "k", "v", "out"), HALF),
+    **dict.fromkeys(("part", "tops"), WIDE),
+    **dict.fromkeys(("q_start", "kv_len", "table"), INTS),
+    **dict.fromkeys(("scale", "v_scale"), "fp32"),
+}
+SHAPE = {"GROUP": 4, "KEYS": 64, "PAGE": 64, "DIM": 128}
+PREFILL = {**SHAPE, "TOKENS": 32, "ROWS": 128, "SPLIT": 0, "WHOLE": True}
+DECODE = {**SHAPE, "TOKENS": 1, "ROWS": 16, "SPLIT": 256, "WHOLE": False}
+EXACT = {**SHAPE, "TOKENS": 4, "ROWS": 16, "SPLIT": 256, "WHOLE": True}
+ROPE = {
+    **dict.fromkeys(("qkv", "keys", "values", "q_norm", "k_norm"), HALF),
+    **dict.fromkeys(("cos", "sin"), WIDE),
+    **dict.fromkeys(("block", "offset"), LONGS),
+    **dict.fromkeys(("eps", "k_unscale", "v_unscale"), "fp32"),
+}
+MATMUL = dict.fromkeys(("x", "weight", "bias", "residual", "out"), HALF)
+TILE = {"ROWS": matmul.ROWS, "COLUMNS": matmul.COLUMNS, "DEPTH": matmul.DEPTH}
+SCAN = {"logits": WIDE, "seeds": LONGS, "positions": LONGS, "temperatures": F64, "values": F64}
+PICK = {"values": F64, "ids": INTS, "peaks": WIDE, "out": LONGS, "out_peak": WIDE}
+FP8 = {"k": "*fp8e4nv", "v": "*fp8e4nv"}
+#: name -> kernel, types of its arguments (int32 where none is given), constants, warps
+KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
+    "prefill": (paged._attend, ATTEND, PREFILL, 8),
+    "decode": (paged._attend, ATTEND, DECODE, 4),
+    "decode fp8": (paged._attend, ATTEND | FP8, DECODE, 4),
+    "exact prefill": (paged._attend, ATTEND, EXACT, 4),
+    "combine": (
+        paged._combine,
+        {"part": WIDE, "tops": WIDE, "out": HALF, "kv_len": INTS, "v_scale": "fp32"},
+        {"KEYS": 64, "SPLIT": 256, "DIM": 128},
+        1,
+    ),
+    "rms_norm": (
+        elementwise._rms_norm,
+        {**dict.fromkeys(("x", "delta", "weight", "out"), HALF), "eps": "fp32"},
+        {"BLOCK": 4096, "HAS_DELTA": True},
+        8,
+    ),
+    "silu_mul": (elementwise._silu_mul, {"x": HALF, "out": HALF}, {"BLOCK": 1024}, 4),
+    "rope_store": (elementwise._rope_store, ROPE, {"HALF": 64, "HAS_NORM": True}, 1),
+    "rope_store fp8": (
+        elementwise._rope_store,
+        {**ROPE, "keys": "*fp8e4nv", "values": "*fp8e4nv"},
+        {"HALF": 64, "HAS_NORM": False},
+        1,
+    ),
+    "matmul": (matmul._matmul, MATMUL, TILE | {"HAS_BIAS": False, "HAS_RESIDUAL": True}, 8),
+    "scan": (sampling._scan, SCAN | {"ids": INTS, "peaks": WIDE}, {"CHUNK": sampling.CHUNK}, 4),
+    "pick": (sampling._pick, PICK, {"BLOCK": 128}, 4),
+}
+
+
+def divisible(name: str, kind: str) -> bool:
+    """What Triton would see at run time: aligned pointers, sizes that are multiples of 16."""
+    return kind.startswith("*") or name.endswith(("_row", "_stride", "columns", "depth", "size"))
+
+
+def build(name: str, capability: int) -> dict[str, Any]:
+    kernel, types, constants, warps = KERNELS[name]
+    kinds = {
+        arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in kernel.arg_names
+    }
+    attributes = {
+        (index,): [["tt.divisibility", 16]]
+        for index, (arg, kind) in enumerate(kinds.items())
+        if divisible(arg, kind)
+    }
+    source = ASTSource(kernel, kinds, constants, attributes)
+    target = GPUTarget("cuda", capability, 32)
+    made = triton.compile(source, target=target, options={"num_warps": warps})
+    spilled, registers = resources(made.asm["cubin"])
+    return {
+        "registers": registers,
+        "stack_bytes": spilled,
+        "shared_bytes": made.metadata.shared,
+        "wgmma": "wgmma" in made.asm["ptx"],
+    }
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Bytes of stack (spills) and registers of a thread, as cuobjdump in Triton's wheel says."""
+    tool = next(Path(triton.__file__).parent.rglob("cuobjdump"))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    fields = dict(field.split(":")[:2] for field in text.split() if field.count(":") == 1)
+    return int(fields["STACK"]), int(fields["REG"])
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: build(name, int(sys.argv[1])) for name in KERNELS}, indent=1))

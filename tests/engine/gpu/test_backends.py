@@ -1,0 +1,103 @@
+"""Which backend is taken, and what is said about the others."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from diptych.engine.errors import KernelUnavailable
+from diptych.engine.gpu.backends import MODULES, Found, Need, choose, probe, report
+
+ALL = {name: None for names in MODULES.values() for name in names}
+NEED = Need("bfloat16", "bfloat16", 64, 128, exact=False)
+WIDE = replace(NEED, block_tokens=256)
+
+
+def found(major: int, *missing: str) -> Found:
+    return Found((major, 0), ALL | {name: f"import {name}: not here" for name in missing})
+
+
+FA3 = MODULES["fa3"]
+
+
+@pytest.mark.parametrize(
+    ("here", "need", "name"),
+    [
+        (found(9), NEED, "fa3"),
+        (found(9, *FA3), WIDE, "fa2"),
+        (found(9, *FA3), NEED, "triton"),
+        (found(9, *FA3, "flash_attn"), WIDE, "triton"),
+        (found(10), NEED, "fa4"),
+        (found(10, "flash_attn.cute"), NEED, "flashinfer"),
+        (found(10, "flash_attn.cute", "flashinfer"), NEED, "triton"),
+        (found(8), WIDE, "fa2"),
+        (found(8), NEED, "triton"),
+        (found(12), NEED, "triton"),
+    ],
+)
+def test_the_first_that_can_is_taken(here: Found, need: Need, name: str) -> None:
+    assert choose(here, need).name == name
+
+
+def test_the_second_module_of_a_backend_will_do() -> None:
+    assert choose(found(9, "flash_attn_interface"), NEED).module == "sgl_kernel.flash_attn"
+
+
+@pytest.mark.parametrize(
+    ("need", "word"),
+    [
+        (replace(NEED, exact=True), "exact"),
+        (replace(NEED, dtype="float32", kv_dtype="float32"), "float32"),
+        (replace(NEED, kv_dtype="float8_e4m3fn"), "float8_e4m3fn"),
+    ],
+)
+def test_what_libraries_cannot_falls_to_triton(need: Need, word: str) -> None:
+    choice = choose(found(9), need)
+    assert choice.name == "triton"
+    assert word in dict(choice.passed)["fa3"]
+
+
+def test_each_one_passed_over_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        report(choose(found(9, *FA3), NEED))
+    first, second, last = caplog.messages
+    assert "not fa3: import flash_attn_interface: not here; import sgl_kernel" in first
+    assert "not fa2: blocks of 64 tokens are no multiple of 256" in second
+    assert last == "attention: triton (triton)"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "here", "message"),
+    [
+        ("fa3", found(10), "compute capability 10.0"),
+        ("fa2", found(9), "multiple of 256"),
+        ("fa4", Found(None, ALL), "there is no GPU"),
+        ("flashinfer", found(10, "flashinfer"), "import flashinfer: not here"),
+        ("fa5", found(9), "expected one of auto, fa3"),
+    ],
+)
+def test_what_was_asked_for_is_taken_or_refused(wanted: str, here: Found, message: str) -> None:
+    with pytest.raises(KernelUnavailable, match=message):
+        choose(here, NEED, wanted)
+    assert choose(found(10), NEED, "triton").name == "triton"
+
+
+def test_no_backend_at_all_names_each_obstacle() -> None:
+    with pytest.raises(KernelUnavailable, match="fa2: .*; triton: heads of 96 numbers"):
+        choose(found(8), replace(NEED, head_dim=96))
+
+
+def test_a_module_that_breaks_is_missing() -> None:
+    def load(name: str) -> object:
+        if name == "flash_attn":
+            raise RuntimeError("undefined symbol: _ZN3c10\nmore")
+        if name == "triton":
+            return object()
+        raise ImportError(f"No module named {name!r}")
+
+    here = probe(torch.device("cpu"), load)
+    assert here.capability is None
+    assert here.modules["triton"] is None
+    assert here.modules["flash_attn"] == "import flash_attn: undefined symbol: _ZN3c10"

@@ -1,0 +1,71 @@
+"""The fused kernels against `engine.ops`, whose results they replace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diptych.engine.attention import Meta
+from diptych.engine.gpu import elementwise
+from diptych.engine.ops import Norm, Ops
+
+ROWS = 5
+#: not bfloat16: Triton 3.7's interpreter truncates to it, a GPU rounds
+TYPES = [torch.float32, torch.float16]
+
+
+def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal up to a last bit of float16 where float32 sums differ in theirs."""
+    tolerance = 1e-5 if expected.dtype == torch.float32 else 2e-3
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("size", [64, 200])
+def test_norm_is_that_of_the_model(size: int, dtype: torch.dtype) -> None:
+    wide = draw(ROWS, 2 * size, dtype=dtype)
+    x, norm = wide[:, :size], Norm(draw(size, dtype=dtype), 1e-5)
+    same(elementwise.rms_norm(x, norm), Ops().norm(x, norm))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_norm_adds_what_is_given_first(dtype: torch.dtype) -> None:
+    x, delta = draw(ROWS, 96, dtype=dtype), draw(ROWS, 96, dtype=dtype)
+    norm, total = Norm(draw(96, dtype=dtype), 1e-5), x + delta
+    found = elementwise.rms_norm(x, norm, delta)
+    assert torch.equal(x, total)
+    same(found, Ops().norm(total, norm))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("size", [32, elementwise.COLUMNS + 5])
+def test_silu_mul_is_that_of_the_model(size: int, dtype: torch.dtype) -> None:
+    x = draw(2, 2 * size, dtype=dtype)
+    same(elementwise.silu_mul(x), Ops().silu_mul(x))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("normed", [False, True])
+def test_rope_store_is_that_of_the_model(normed: bool, dtype: torch.dtype) -> None:
+    heads, kv_heads, dim = 6, 2, 64
+    qkv = draw(ROWS, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    norms = (Norm(draw(dim, dtype=dtype), 1e-5), Norm(draw(dim, dtype=dtype), 1e-5))
+    turns = torch.rand(ROWS, dim // 2) * 100
+    angles = turns.cos(), turns.sin()
+    blocks, offsets = torch.tensor([3, 3, 1, 2, 0]), torch.tensor([7, 8, 0, 15, 3])
+    meta = Meta(torch.arange(ROWS), blocks, offsets, [])
+    caches = []
+    for _ in range(2):
+        flat = torch.full((4, kv_heads, 2, 16, dim), 7.0, dtype=dtype)
+        caches.append((flat[:, :, 0], flat[:, :, 1]))
+    chosen = norms if normed else None
+    expected = Ops().rope_store(qkv.clone(), caches[0], chosen, angles, meta)
+    found = elementwise.rope_store(qkv, caches[1], chosen, angles, (blocks, offsets))
+    same(found, expected)
+    for mine, theirs in zip(caches[1], caches[0], strict=True):
+        same(mine, theirs)
+        assert (mine == 7).sum() == (theirs == 7).sum()  # no other slot was touched

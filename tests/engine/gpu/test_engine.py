@@ -1,0 +1,108 @@
+"""The whole engine on `gpu.ops`, by Triton's interpreter in float32: the tokens of plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from diptych.engine.engine import Engine, EngineConfig
+from diptych.engine.errors import KernelUnavailable
+from diptych.engine.scheduler import Limits
+from diptych.protos.frames import Sampling
+
+from tests.engine import rig
+from tests.support import checkpoints
+
+DEVICE = "cpu"
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Models with heads of 16 or more numbers, a power of two."""
+    root = tmp_path_factory.mktemp("small")
+
+    def make(name: str) -> Path:
+        folder = root / name
+        return folder if folder.exists() else checkpoints.make(folder, name, **SMALL)
+
+    return make
+
+
+def engine(folder: Path, attention: str, **fields) -> Engine:
+    size = 40 * rig.block_bytes(folder, "float32")
+    limits = Limits(max_step_tokens=64)
+    return Engine(
+        EngineConfig(folder, "float32", size, 512, limits=limits, attention=attention, **fields)
+    )
+
+
+def answers(owner: Engine, length: int = 90) -> dict[str, list[int]]:
+    """A prompt in chunks and two short ones, that decode together; one is drawn, two are greedy."""
+    samplings = Sampling(4), Sampling(5), Sampling(6, temperature=0.9, seed=2**63 + 5)
+    found = rig.finish(
+        owner,
+        [
+            rig.request(owner, f"r{index}", rig.prompt(size, index), sampling)
+            for index, (size, sampling) in enumerate(zip((3, length, 9), samplings, strict=True))
+        ],
+    )
+    return {name: [token.id for token in tokens] for name, tokens in found.items()}
+
+
+def same_tokens(folder: Path, **fields) -> None:
+    ours = engine(folder, "triton", **fields)
+    launches = ours._pipeline._runner.launch
+    lead: list[int] = []
+
+    def launch(rows):
+        lead.append(sum(row.source < 0 for row in rows))
+        return launches(rows)
+
+    ours._pipeline._runner.launch = launch
+    assert answers(ours, 66) == answers(engine(folder, "torch"), 66)
+    assert sum(lead) >= 6, "no step took its ids from the device"
+
+
+def test_tokens_are_those_of_torch(small: Callable[[str], Path]) -> None:
+    same_tokens(small("llama"), device=DEVICE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral", "mixtral"])
+def test_tokens_of_other_architectures_too(small: Callable[[str], Path], name: str) -> None:
+    same_tokens(small(name), device=DEVICE)
+
+
+@pytest.mark.long
+def test_exact_tokens_are_those_of_torch(small: Callable[[str], Path]) -> None:
+    same_tokens(small("llama"), device=DEVICE, exact=True)
+
+
+@pytest.mark.long
+def test_what_the_device_cannot_draw_is_drawn_by_the_host(small: Callable[[str], Path]) -> None:
+    folder, found = small("llama"), []
+    for attention in ("triton", "torch"):
+        owner = engine(folder, attention)
+        sampling = Sampling(3, temperature=0.8, seed=4, top_k=20, logprobs=2)
+        tokens = rig.alone(owner, rig.prompt(20), sampling)
+        found.append([(token.id, len(token.top)) for token in tokens])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention": "fa3"}, "there is no GPU"),
+        ({"attention": "fa9"}, "expected one of auto, fa3"),
+        ({"attention": "cpp"}, "do not compute in float32"),
+        ({"attention": "auto", "device": "cuda"}, "no CUDA device"),
+    ],
+)
+def test_what_cannot_run_here_is_refused(small: Callable[[str], Path], fields, message) -> None:
+    if fields.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(KernelUnavailable, match=message):
+        engine(small("llama"), **fields)

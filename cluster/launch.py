@@ -39,6 +39,7 @@ ENVIRONMENT = {
     "RAY_gcs_pull_resource_loads_period_milliseconds": "5000",
     "RAY_task_events_report_interval_ms": "0",
     "RAY_enable_metrics_collection": "0",
+    "RAY_worker_niceness": "0",  # 15 by default: replicas would yield to whatever else runs here
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",
     # How often libgomp looks before it sleeps at a barrier. Its default (300,000: 3 ms and more)

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import socket
 import struct
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ SUSPECT_S = 1.0  #: a peer that had much to say and is as silent as this may be 
 FRAME_MAX = 64 << 20
 BUFFER_MAX = 16 << 20
 HELLO_S = 5.0
+TURN_S = 0.005  #: a peer that never ceases to speak leaves the loop to others after this
 _LENGTH = struct.Struct(">I")
 _BEAT = Beat()
 
@@ -87,11 +89,15 @@ class Connection:
     async def frames(self, limit_s: float) -> AsyncGenerator[Any, None]:
         """Frames until the end; sends and checks heartbeats meanwhile."""
         beats = self._loop.create_task(self._keep_alive(limit_s))
+        turn = time.monotonic()
         try:
             while True:
-                frame = await self.receive()
+                frame = await self.receive()  # does not wait while it has one
                 if not isinstance(frame, Beat):
                     yield frame
+                    if time.monotonic() - turn > TURN_S:
+                        await asyncio.sleep(0)
+                        turn = time.monotonic()
         except (ConnectionError, asyncio.IncompleteReadError, OSError) as error:
             if isinstance(error, ConnectionError) and str(error):
                 log.info("connection to %s ended: %s", self.name, error)

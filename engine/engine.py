@@ -63,11 +63,14 @@ class EngineConfig:
     device: str = "cpu"  #: cpu | cuda | cuda:<index>
     attention: str = "auto"  #: auto | cpp | torch on a CPU; auto | a name of `gpu.backends`
     exact: bool = False  #: a GPU's bits do not depend on the batch either, for a price
+    kv_dtype: str | None = None  #: None: `dtype`; float8_e4m3fn on a GPU
+    weights: str = "model"  #: model | fp8: quantized at load, on a GPU
 
     def of_model(self, blocks: int) -> ModelConfig:
         return ModelConfig(
             *(self.model, self.dtype, blocks, self.limits.block_tokens, self.threads),
             *(self.kernels, self.shared_kv, self.device, self.attention, self.exact),
+            *(self.kv_dtype, self.weights),
         )
 
 
@@ -80,7 +83,7 @@ class Engine:
         self.config = config
         self.spec = read_spec(config.model)
         ranks, size = config.tensor_parallel, config.limits.block_tokens
-        layout = kv_layout(part_of(self.spec, ranks), config.dtype, size)
+        layout = kv_layout(part_of(self.spec, ranks), config.kv_dtype or config.dtype, size)
         self.max_model_len = context_limit(self.spec, layout, config.kv_bytes, config.max_model_len)
         blocks = config.kv_bytes // layout.block_bytes
         if config.device == "cpu":

@@ -164,10 +164,18 @@ class Shared:
 
 
 def make_linear(
-    weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False, *, ops: Ops
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    gated: bool = False,
+    *,
+    ops: Ops,
+    precise: bool = False,
 ) -> Linear:
-    """The fastest exact linear layer for these weights here."""
-    made = ops.linear(weight, bias, gated)
+    """The fastest linear layer for these weights here, exact where `ops` is.
+
+    `precise`: in the model's dtype even if others are quantized.
+    """
+    made = ops.linear(weight, bias, gated, precise)
     if made is not None:
         return made
     if isinstance(ops, NativeOps) and ops.tiles and AmxLinear.fits(weight, bias, gated):

@@ -73,8 +73,8 @@ def load(
     norm = Norm(ops.keep(files.take("model.norm.weight", spec.hidden)), spec.norm_eps)
     files.check_all_taken()
     if ranks is None:
-        return Weights(embedding, layers, norm, make_linear(head, ops=ops))
-    part = make_linear(ranks.part(head, 0), ops=ops)
+        return Weights(embedding, layers, norm, make_linear(head, ops=ops, precise=True))
+    part = make_linear(ranks.part(head, 0), ops=ops, precise=True)
     return Weights(embedding, layers, norm, Shared(part, ranks.join))
 
 
@@ -121,7 +121,7 @@ def _feed(source: _Source, prefix: str, index: int, spec: ModelSpec) -> Feed:
     block, names = ("block_sparse_moe", MIXTRAL_NAMES) if mixtral else ("mlp", NAMES)
     router = source.take(f"{prefix}{block}.gate.weight", experts.count, spec.hidden)
     return Moe(
-        make_linear(router, ops=ops),
+        make_linear(router, ops=ops, precise=True),
         [
             mlp(f"{prefix}{block}.experts.{expert}", names, experts.intermediate)
             for expert in range(experts.count)

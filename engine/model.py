@@ -43,6 +43,8 @@ class ModelConfig:
     device: str = "cpu"  #: cpu | cuda | cuda:<index>
     attention: str = "auto"  #: auto | cpp | torch | a name of `gpu.backends`
     exact: bool = False  #: on a GPU: a row's bits do not depend on the batch (a CPU's never do)
+    kv_dtype: str | None = None  #: None: `dtype`; float8_e4m3fn on a GPU
+    weights: str = "model"  #: model | fp8 (on a GPU)
 
 
 class Model:
@@ -63,11 +65,12 @@ class Model:
             raise KernelUnavailable("tensor parallelism knows CPUs only: set tensor_parallel to 1")
         self.ops, self.kernels = _ops(config, whole)
         weights = load(config.folder, whole, self.dtype, self.ops, progress, ranks)
-        layout = kv_layout(self.spec, config.dtype, config.block_tokens)
+        layout = kv_layout(self.spec, config.kv_dtype or config.dtype, config.block_tokens)
+        kept = getattr(torch, layout.dtype)
         if self.device.type == "cpu":
-            self.kv = KVPool(layout, config.blocks, self.dtype, config.shared)
+            self.kv = KVPool(layout, config.blocks, kept, config.shared)
         else:
-            self.kv = DevicePool(layout, config.blocks, self.dtype, self.device)
+            self.kv = DevicePool(layout, config.blocks, kept, self.device)
         self.decoder = Decoder(self.spec, weights, self.kv, self.ops)
 
     def hidden(
@@ -88,7 +91,9 @@ class Model:
         if not self.ops.device_steps:
             return None
         from .gpu.decode import DecodeRunner
+        from .gpu.ops import GpuOps
 
+        assert isinstance(self.ops, GpuOps)
         runner = DecodeRunner(self.decoder, self.ops, most, max_len, block_tokens)
         runner.capture()
         return runner
@@ -148,6 +153,8 @@ def _ops(config: ModelConfig, spec: ModelSpec) -> tuple[Ops, str]:
     """
     if config.device != "cpu" or config.attention not in ("auto", "cpp", "torch"):
         return _gpu_ops(config, spec)
+    if config.kv_dtype not in (None, config.dtype) or config.weights != "model" or config.exact:
+        raise KernelUnavailable("kv_dtype, weights and exact are settings of a GPU's engine")
     plain = config.dtype != "bfloat16" or "torch" in (config.kernels, config.attention)
     if plain and config.attention != "cpp":
         return Ops(), "torch"
@@ -173,9 +180,8 @@ def _gpu_ops(config: ModelConfig, spec: ModelSpec) -> tuple[Ops, str]:
     device = torch.device(config.device)
     if device.type != "cpu" and not torch.cuda.is_available():
         raise KernelUnavailable(f"device {config.device}: torch finds no CUDA device here")
-    need = Need(
-        config.dtype, config.dtype, config.block_tokens, spec.head_dim, exact=config.exact
-    )
+    kept = config.kv_dtype or config.dtype
+    need = Need(config.dtype, kept, config.block_tokens, spec.head_dim, config.exact)
     longest = min(spec.max_positions, config.blocks * config.block_tokens)
-    ops = GpuOps(device, need, longest, config.attention)
+    ops = GpuOps(device, need, longest, config.attention, config.weights == "fp8")
     return ops, ops.name

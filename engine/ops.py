@@ -33,8 +33,13 @@ class Ops:
         """A copy that stays when the file under `tensor` is unmapped, where it is computed with."""
         return tensor.clone()
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> Any:
-        """A linear layer of this backend's own; None: those of `linear.py`."""
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool, precise: bool
+    ) -> Any:
+        """A linear layer of this backend's own; None: those of `linear.py`.
+
+        `precise`: in the model's dtype even if others are quantized.
+        """
         return None
 
     def place(self, ids: torch.Tensor, meta: Meta) -> tuple[torch.Tensor, Meta]:

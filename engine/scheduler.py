@@ -328,7 +328,7 @@ class Scheduler:
         return bool(self.filling or ((self.waiting or self.ready) and self._places() > 0))
 
     def ahead(self, seq: Sequence, count: int) -> bool:
-        """Room for the KV of `count` ids behind the computed ones, if nobody is preempted for it."""
+        """Room for the KV of `count` ids behind the computed ones, without preempting anybody."""
         missing = self.blocks_for(seq.computed + count) - len(seq.blocks)
         fresh = self.pool.allocate(missing) if missing > 0 else []
         seq.blocks += fresh or []

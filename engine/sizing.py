@@ -6,7 +6,7 @@ from ..kv_transfer import KVLayout
 from .errors import OutOfMemory, UnsupportedModel
 from .spec import ModelSpec
 
-ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}
 
 
 def kv_layout(spec: ModelSpec, dtype: str, block_tokens: int) -> KVLayout:

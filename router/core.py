@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 import xxhash
+from msgspec import Struct
 
 from ..protos.frames import (
     Deliver,
@@ -38,12 +38,11 @@ from .goodput import Goodput
 from .index import PrefixIndex, sample
 from .line import Line, Waiting
 from .pairing import Binding
-from .predictor import OutputLengths
+from .predictor import OutputLengths, prefill_s
 from .tally import Tally
 
 
-@dataclass(slots=True)
-class Bound:
+class Bound(Struct, eq=False):
     """A request that two workers (or one) have. `prefill` is whoever computes the prompt."""
 
     gateway: str
@@ -387,7 +386,8 @@ class Router:
         if done and bound.placed.prefill and done[1] > 0:
             work, took = done
             self.binder.residuals.observe(took / work.seconds if work.seconds else 1.0)
-            self.fleet.corrected(worker, took / work.nominal_s if work.nominal_s else 1.0)
+            nominal = prefill_s(worker.cost, work.uncached, work.prompt)
+            self.fleet.corrected(worker, took / nominal if nominal else 1.0)
         elif done and not bound.placed.prefill:
             self.binder.offer_again()
         decision = self._decisions.get(key)

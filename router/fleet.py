@@ -12,10 +12,10 @@ from math import inf
 from operator import attrgetter
 
 import numpy as np
-from msgspec import structs
+from msgspec import Struct, structs
 
 from ..protos.frames import Coefficients, Key, Report, WorkerCard
-from .predictor import SLOW, Correction, Drift, prefill_s, prior, step_s
+from .predictor import SLOW, Correction, Drift, prior, step_s
 
 BATCH_TOKENS = 512  #: prompts below this share a step: it is where prefill becomes efficient
 PREFETCH = 2  #: longer prompts that a worker has at a time
@@ -38,12 +38,10 @@ def _by_due(item: tuple[Key, Work]) -> float:
     return item[1].due
 
 
-@dataclass(slots=True)
-class Work:
+class Work(Struct):
     """A prompt that a worker was given and whose first token is not out."""
 
     seconds: float  #: predicted
-    nominal_s: float  #: the same, uncorrected
     uncached: int
     prompt: int
     since: float
@@ -51,8 +49,7 @@ class Work:
     halted: bool = False  #: it does not show the worker's speed: it waited for others, or a fetch
 
 
-@dataclass(slots=True)
-class Stream:
+class Stream(Struct, gc=False):
     """What a request takes up on a decode worker."""
 
     blocks: int  #: reserved
@@ -346,24 +343,31 @@ class Fleet:
         It goes before those with a later `due`; one that has begun is halted, and goes on behind.
         """
         uncached, prompt = tokens
-        nominal = prefill_s(worker.cost, uncached, prompt)
-        work = Work(seconds, nominal, uncached, prompt, now, due, fetches)
-        if not worker.prefills:
-            worker.head_since = now
-            worker.prefills[key] = work
-        else:
-            head = next(iter(worker.prefills.values()))
+        work = Work(seconds, uncached, prompt, now, due, fetches)
+        works = worker.prefills
+        if not works:
+            worker.head_since = worker.busy_until = now
+            worker.first_due = due
+        elif due < next(reversed(works.values())).due:
+            head = next(iter(works.values()))
             if due < head.due:
                 done = now - worker.head_since
                 head.seconds = max(head.seconds - done, 0.05 * head.seconds)
                 head.halted, worker.head_since = True, now
                 work.halted = True  # it waits for the chunk that is under way
-            last = next(reversed(worker.prefills.values()))
-            worker.prefills[key] = work
-            if due < last.due:
-                ordered = sorted(worker.prefills.items(), key=_by_due)
-                worker.prefills = dict(ordered)
-        self._prefill_changed(worker)
+            works[key] = work
+            worker.prefills = dict(sorted(works.items(), key=_by_due))
+            self._prefill_changed(worker)
+            return
+        works[key] = work  # behind all others: the sums grow
+        worker.queued_tokens += uncached
+        worker.prompt_tokens += prompt
+        worker.prompts += 1
+        worker.active += 1
+        worker.busy_until = end = worker.busy_until + seconds
+        if due - end < worker.slack_s:
+            worker.slack_s = due - end
+        self._credit_changed(worker)
 
     def computed(self, worker: Worker, key: Key, now: float) -> tuple[Work, float] | None:
         """The prompt's first token is out: its work, and the seconds that it took."""
@@ -386,7 +390,7 @@ class Fleet:
             self._prefill_changed(worker)
 
     def _prefill_changed(self, worker: Worker) -> None:
-        slot, works = worker.slot, worker.prefills
+        works = worker.prefills
         tokens = whole = 0
         end, slack, count = worker.head_since, inf, len(works)
         for work in works.values():
@@ -399,7 +403,12 @@ class Fleet:
         worker.active = count + len(worker.streams)
         worker.slack_s = slack
         worker.first_due = next(iter(works.values())).due if count else 0.0
-        worker.busy_until = end = end if count else 0.0
+        worker.busy_until = end if count else 0.0
+        self._credit_changed(worker)
+
+    def _credit_changed(self, worker: Worker) -> None:
+        slot, end = worker.slot, worker.busy_until
+        tokens, count = worker.queued_tokens, worker.prompts
         if tokens < BATCH_TOKENS and tokens < worker.chunk:
             credit = -inf
         else:
@@ -418,7 +427,7 @@ class Fleet:
                 heapify(self._credits)
         takes = worker.prefills_ok
         self.queue_until[slot] = end + worker.home_s if takes else inf
-        self.put_off_s[slot] = slack if takes and 0 < count < HALTED_MAX else -inf
+        self.put_off_s[slot] = worker.slack_s if takes and 0 < count < HALTED_MAX else -inf
         self._stale.add(slot)
 
     def waits_at(self, worker: Worker, seconds: float) -> None:

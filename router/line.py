@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from msgspec import Struct
+
 from ..protos.frames import Key, Place
 from .config import SloClass
 from .fleet import Fleet, Worker
@@ -25,8 +27,7 @@ QUANTUM_S = 2.0  #: service that a tenant may have beyond its share before it wa
 TENANTS_MAX = 10_000
 
 
-@dataclass(slots=True, eq=False)
-class Waiting:
+class Waiting(Struct, eq=False):
     """One request as the router sees it. Moments by the clock of `now`, lengths in tokens."""
 
     gateway: str

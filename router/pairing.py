@@ -5,11 +5,11 @@ the decode worker, whose blocks are reserved with the choice, and what it costs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from heapq import nsmallest
 from math import inf
 
 import numpy as np
+from msgspec import Struct
 
 from ..protos.frames import Key, Place
 from . import placement as p
@@ -37,8 +37,7 @@ Ranked = tuple[float, int, int, Worker, float, bool]
 Priced = tuple[float, int, int, Worker, int, p.Terms]
 
 
-@dataclass(slots=True)
-class Binding:
+class Binding(Struct, eq=False):
     """What was decided for one request. Seconds; `wait_s` is until its prefill ends."""
 
     waiting: Waiting
@@ -154,7 +153,10 @@ class Pairing:
 
     def hit(self, waiting: Waiting, worker: Worker) -> int:
         """Cached tokens of its prompt, as of the last look; at least one is always computed."""
-        depth = waiting.hits.depth(worker.slot)
+        hits = waiting.hits
+        if not hits.holders:
+            return 0
+        depth = hits.depth(worker.slot)
         return min(tokens_at(depth), waiting.prompt - 1) if depth else 0
 
     def alone(self, waiting: Waiting, worker: Worker) -> float:
@@ -220,7 +222,7 @@ class Pairing:
         """The decode worker for a prompt on `worker`; None if none has room now."""
         seconds, hit, holder = self.compute(waiting, worker)
         due = self.due(waiting, now)
-        wait = worker.left_s(due, now)
+        wait = worker.left_s(due, now) if worker.prefills else 0.0
         begins = now + wait
         need = self.need(waiting)
         found = self._decode(waiting, need, begins, begins + seconds, gentle, now)

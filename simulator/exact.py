@@ -96,8 +96,7 @@ class ExactWorker(Worker):
 
     @property
     def waiting(self) -> int:
-        scheduler = self.scheduler
-        return len(scheduler.waiting) + len(scheduler.filling) + len(self.refused)
+        return sum(seq.resumed for seq in self.scheduler.waiting) + len(self.refused)
 
     def receive(self, job: Job, when: float, what: str) -> None:
         """`what`: prefill, decode (of KV to come) or local."""

@@ -36,6 +36,7 @@ class Job:
             "fetched",
             "deadline",
             "halted",
+            "evicted",
         ),
     )
 
@@ -49,6 +50,7 @@ class Job:
         self.halted: tuple[float, float, float] | None = None
         self.hit = self.moved = self.late = self.fetched = 0
         self.remote = self.resumed = self.done = False
+        self.evicted = False  #: preempted, and not computed again
         self.prefill: Worker | None = None
         self.decode: Worker | None = None
         self.outcome = ""
@@ -317,8 +319,8 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """Prompts that are not computed yet."""
-        return len(self.fill) + (self.head is not None)
+        """Sequences that were preempted and have no blocks."""
+        return sum(job.evicted for job in self.fill) if self.preempted else 0
 
     def changes(self) -> tuple[list[bytes], list[bytes]]:
         """Names (stored, evicted) since the last call, as the blocks ended: none is in both."""
@@ -356,7 +358,7 @@ class Worker:
         wait = (start - self.clock) * self.base
         self.rows += 1
         self.tokens += job.context
-        job.joined = start
+        job.joined, job.evicted = start, False
         job.late0 = self.late
         self._step()
         gap = self.at + wait + self.base - job.first
@@ -393,7 +395,7 @@ class Worker:
         self._leave(job)
         job.context += made
         job.left = max(1, job.left - made)
-        job.resumed = True
+        job.resumed = job.evicted = True
         job.ready = self.at
         self.fill.insert(0, job)
         self.preempted += 1

@@ -174,6 +174,9 @@ class Api:
         try:
             begin = told.events(call.shape.begin()) + told.deltas(first)
             await body.write(b"" if call.resume.seen else begin)  # the client has it
+            for request in call.requests:
+                if not (call.resume.seen or request.shared):
+                    request.told()
             run.attach(tap)
             async for batch in deltas:
                 await body.write(told.deltas(batch))

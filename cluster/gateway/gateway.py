@@ -13,6 +13,7 @@ import math
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -99,7 +100,7 @@ class Gateway:
         attempts = self.config.gateway.max_attempts
         self._generator = Generator(self.plane, attempts, place_s)
         self.shelf = Shelf(self, self.config.gateway.resume_s)
-        self._tokenizing = asyncio.Semaphore(TOKENIZERS)
+        self._tokenizers = ThreadPoolExecutor(TOKENIZERS, "tokenizer")
         keys = self.config.gateway.api_keys_file
         self.door = Door(Path(keys) if keys else None)
         self.classes = tuple(self.config.router.classes or CLASSES)
@@ -129,6 +130,7 @@ class Gateway:
         await self.close()
         await asyncio.gather(*stopping)
         self.shelf.close()
+        self._tokenizers.shutdown(wait=False, cancel_futures=True)
         self.metrics.close()
         if self.tracer:
             await asyncio.to_thread(self.tracer.close)
@@ -159,9 +161,8 @@ class Gateway:
         return self.shelf.find(request, asked.output(), terms.resume), prompt
 
     async def tokenize(self, work: Callable[[], Result]) -> Result:
-        """Not on the event loop: a long text takes seconds."""
-        async with self._tokenizing:
-            return await asyncio.to_thread(work)
+        """Not on the event loop: a long text takes seconds. Nor does the next one wait for it."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizers, work)
 
     def generate(
         self, request: Request, seen: tuple[Seen, ...] = ()

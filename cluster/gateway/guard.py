@@ -21,6 +21,7 @@ from .terms import read_terms
 
 OPEN = {"/health", "/ready"}  #: for probes, which have no keys
 HEADERS_MAX = 32 << 10  #: bytes of all names and values
+ARRIVED = "diptych.arrived"  #: of a scope: when its headers were in, by the monotonic clock
 
 Refuse = Callable[[HttpRequest, ApiError], Awaitable[Response]]
 
@@ -38,7 +39,7 @@ class Guard:
         if scope["type"] != "http" or scope["path"] in OPEN:
             await self._app(scope, receive, send)
             return
-        now = time.monotonic()
+        now = scope.get(ARRIVED) or time.monotonic()
         try:
             key = self._check(scope, now)
             with self._door.inside(key, now):

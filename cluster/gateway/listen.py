@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..config import GatewaySettings
-from .guard import HEADERS_MAX
+from .guard import ARRIVED, HEADERS_MAX
 from .sse import RAW_SEND
 
 HEAD_S = 10.0  #: for a client to send a request's headers
@@ -45,6 +46,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._settle()
+        self.scope[ARRIVED] = time.monotonic()  # its task begins when others have had their turn
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:

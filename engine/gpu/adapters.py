@@ -5,6 +5,7 @@ Each call gives [T, Hq, D]. A library sees a layer's cache as a strided view: no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -13,7 +14,6 @@ import torch
 from .varlen import Varlen
 
 Cache = tuple[torch.Tensor, torch.Tensor]
-PLAIN = (1.0, 1.0)
 WORKSPACE = 256 << 20  #: bytes that FlashInfer's plans are laid out in
 
 
@@ -30,7 +30,6 @@ class Attention(Protocol):
         where: Varlen,
         scale: float,
         window: int | None,
-        kv_scale: tuple[float, float] = PLAIN,
     ) -> torch.Tensor: ...
 
 
@@ -47,7 +46,7 @@ class FlashAttention3:
     def __init__(self, module: ModuleType) -> None:
         self._call = module.flash_attn_with_kvcache
 
-    def __call__(self, q, cache, where, scale, window, kv_scale=PLAIN) -> torch.Tensor:
+    def __call__(self, q, cache, where, scale, window) -> torch.Tensor:
         keys, values = _by_token(cache)
         return self._call(
             q,
@@ -71,14 +70,14 @@ class FlashAttention2:
     def __init__(self, module: ModuleType) -> None:
         self._decode, self._prefill = module.flash_attn_with_kvcache, module.flash_attn_varlen_func
 
-    def __call__(self, q, cache, where, scale, window, kv_scale=PLAIN) -> torch.Tensor:
+    def __call__(self, q, cache, where, scale, window) -> torch.Tensor:
         keys, values = _by_token(cache)
-        common: dict[str, Any] = dict(
-            softmax_scale=scale,
-            causal=True,
-            window_size=(window - 1, 0) if window else (-1, -1),
-            block_table=where.table,
-        )
+        common: dict[str, Any] = {
+            "softmax_scale": scale,
+            "causal": True,
+            "window_size": (window - 1, 0) if window else (-1, -1),
+            "block_table": where.table,
+        }
         if where.max_q == 1:
             lengths = where.kv_len
             return self._decode(q[:, None], keys, values, cache_seqlens=lengths, **common)[:, 0]
@@ -97,7 +96,7 @@ class FlashAttention4:
         #: on sm90 it cannot split; elsewhere 0 lets it choose
         self._splits = 1 if torch.cuda.is_available() and _major() == 9 else 0
 
-    def __call__(self, q, cache, where, scale, window, kv_scale=PLAIN) -> torch.Tensor:
+    def __call__(self, q, cache, where, scale, window) -> torch.Tensor:
         keys, values = _by_token(cache)
         result = self._call(
             q,
@@ -130,7 +129,7 @@ class FlashInfer:
         self._wrapper = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
         self._planned: tuple[Varlen, int | None] | None = None
 
-    def __call__(self, q, cache, where, scale, window, kv_scale=PLAIN) -> torch.Tensor:
+    def __call__(self, q, cache, where, scale, window) -> torch.Tensor:
         step = self._planned
         if step is None or step[0] is not where or step[1] != window:
             self._wrapper.plan(
@@ -161,5 +160,6 @@ def adapter(name: str, module: ModuleType, device: torch.device) -> Attention:
     """The library `name` whose module was imported."""
     if name == "flashinfer":
         return FlashInfer(module, device)
+    kinds: dict[str, Callable[[ModuleType], Attention]]
     kinds = {"fa2": FlashAttention2, "fa3": FlashAttention3, "fa4": FlashAttention4}
     return kinds[name](module)

@@ -76,7 +76,7 @@ def choose(found: Found, need: Need, wanted: str = "auto") -> Choice:
     """
     if wanted not in NAMES:
         raise KernelUnavailable(f"attention {wanted!r}: expected one of {', '.join(NAMES)}")
-    major = found.capability[0] if found.capability else None
+    major = found.capability[0] if found.capability else 0
     order = ORDER.get(major, ("triton",)) if wanted == "auto" else (wanted,)
     passed: list[tuple[str, str]] = []
     for name in order:
@@ -95,7 +95,8 @@ def obstacle(name: str, found: Found, need: Need) -> str | None:
     if knows and found.capability is None:
         return "there is no GPU"
     if knows and found.capability and found.capability[0] not in knows:
-        return f"its kernels do not know compute capability {'%d.%d' % found.capability}"
+        major, minor = found.capability
+        return f"its kernels do not know compute capability {major}.{minor}"
     missing = [found.modules.get(one) for one in MODULES[name]]
     if None not in missing:
         return "; ".join(str(one) for one in missing)
@@ -120,9 +121,7 @@ def _triton_obstacle(need: Need) -> str | None:
     return None
 
 
-def probe(
-    device: torch.device, load: Callable[[str], object] = importlib.import_module
-) -> Found:
+def probe(device: torch.device, load: Callable[[str], object] = importlib.import_module) -> Found:
     """Looks for all that may be of use on `device`. A module that breaks is one that is missing."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     modules: dict[str, str | None] = {}

@@ -72,7 +72,7 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _rope_store(
-    qkv, keys, values, q_norm, k_norm, cos, sin, block, offset, eps, k_unscale, v_unscale,
+    qkv, keys, values, q_norm, k_norm, cos, sin, block, offset, eps,
     heads, kv_heads, qkv_row, block_stride, head_stride, token_stride,
     HALF: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
@@ -90,8 +90,8 @@ def _rope_store(
     place += tl.load(offset + row).to(tl.int64) * token_stride
     if head >= heads + kv_heads:
         to = values + place + (head - heads - kv_heads).to(tl.int64) * head_stride + low
-        tl.store(to, (x * v_unscale).to(values.dtype.element_ty))
-        tl.store(to + HALF, (y * v_unscale).to(values.dtype.element_ty))
+        tl.store(to, x.to(values.dtype.element_ty))
+        tl.store(to + HALF, y.to(values.dtype.element_ty))
     else:
         if HAS_NORM:
             scale = tl.rsqrt((tl.sum(x * x, 0) + tl.sum(y * y, 0)) / (2 * HALF) + eps)
@@ -109,9 +109,8 @@ def _rope_store(
             tl.store(at + HALF, turned_y)
         else:
             to = keys + place + (head - heads).to(tl.int64) * head_stride + low
-            kept, kept_y = turned.to(tl.float32) * k_unscale, turned_y.to(tl.float32) * k_unscale
-            tl.store(to, kept.to(keys.dtype.element_ty))
-            tl.store(to + HALF, kept_y.to(keys.dtype.element_ty))
+            tl.store(to, turned.to(keys.dtype.element_ty))
+            tl.store(to + HALF, turned_y.to(keys.dtype.element_ty))
 
 
 def rope_store(
@@ -120,12 +119,10 @@ def rope_store(
     norms: tuple[Norm, Norm] | None,
     angles: tuple[torch.Tensor, torch.Tensor],
     slots: tuple[torch.Tensor, torch.Tensor],
-    kv_scale: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
     """qkv [T, (Hq + 2 Hkv) D] -> rotated q [T, Hq, D], in its place; k and v to their slots.
 
-    `slots`: block and offset of each row. `kv_scale`: what the cache's numbers stand to be
-    multiplied by when they are read (FP8).
+    `slots`: block and offset of each row.
     """
     keys, values = cache
     rows, width = qkv.shape
@@ -134,8 +131,8 @@ def rope_store(
     q_norm, k_norm = (norm.weight for norm in norms) if norms else (qkv, qkv)
     _rope_store[(rows, heads + 2 * kv_heads)](
         *(qkv, keys, values, q_norm, k_norm, *angles, *slots),
-        *(norms[0].eps if norms else 0.0, 1 / kv_scale[0], 1 / kv_scale[1]),
-        *(heads, kv_heads, qkv.stride(0), *keys.stride()[:3]),
+        *(norms[0].eps if norms else 0.0, heads, kv_heads, qkv.stride(0)),
+        *keys.stride()[:3],
         HALF=dim // 2,
         HAS_NORM=norms is not None,
         num_warps=1,

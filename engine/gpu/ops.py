@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from ..attention import Cache, Meta
+from ..errors import KernelUnavailable
 from ..linear import Linear
 from ..ops import Norm, Ops
 from . import elementwise
 from .adapters import Attention, adapter
 from .backends import Need, choose, probe, report
+from .fp8 import Fp8Linear
 from .matmul import matmul
 from .paged import PagedAttention
 from .varlen import Varlen, carry, parts
@@ -62,8 +64,12 @@ class GpuOps(Ops):
 
     device_steps = True
 
-    def __init__(self, device: torch.device, need: Need, max_len: int, wanted: str) -> None:
-        self.device, self.exact = device, need.exact
+    def __init__(
+        self, device: torch.device, need: Need, max_len: int, wanted: str, fp8: bool
+    ) -> None:
+        if fp8 and need.exact:
+            raise KernelUnavailable("exact: products of FP8 weights depend on the batch")
+        self.device, self.exact, self._fp8 = device, need.exact, fp8
         choice = choose(probe(device), need, wanted)
         report(choice)
         self.attention: Attention = (
@@ -73,24 +79,30 @@ class GpuOps(Ops):
         )
         self.name = f"gpu: {choice.name}"
         if isinstance(self.attention, PagedAttention) and need.exact:
-            capability = "%d%d" % torch.cuda.get_device_capability() if device.index else "cpu"
-            self.name = f"gpu-exact-{capability}-{self.attention.split}: triton"
+            gpu = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+            self.name = f"exact on {gpu} by {self.attention.split}: triton"
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, copy=tensor.device.type == "cpu")
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> GpuLinear:
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool, precise: bool
+    ) -> Linear:
+        if self._fp8 and not precise and Fp8Linear.fits(weight):
+            return Fp8Linear(weight, bias, gated, self)
         return GpuLinear(weight, bias, gated, self)
 
     def place(self, ids: torch.Tensor, meta: Meta) -> tuple[torch.Tensor, Meta]:
         if isinstance(meta, Step):
             return ids, meta
-        moved = (
-            carry(one, self.device)
-            for one in (ids, meta.positions, meta.slot_block, meta.slot_offset)
+        step = Step(
+            carry(meta.positions, self.device),
+            carry(meta.slot_block, self.device),
+            carry(meta.slot_offset, self.device),
+            meta.pieces,
+            varlen=[part.to(self.device) for part in parts(meta.pieces)],
         )
-        ids, *where = moved
-        return ids, Step(*where, meta.pieces, varlen=[p.to(self.device) for p in parts(meta.pieces)])
+        return carry(ids, self.device), step
 
     def attend(
         self, q: torch.Tensor, cache: Cache, meta: Meta, scale: float, window: int | None

@@ -33,7 +33,7 @@ def _merge(acc, top, total, acc2, top2, total2):
 
 @triton.jit
 def _sequence_of(tile, q_start, sequences, TOKENS: tl.constexpr):
-    """The sequence whose rows tile `tile` holds: sequence i begins at tile q_start[i]/TOKENS + i."""
+    """The sequence whose rows `tile` holds: sequence i begins at tile q_start[i] / TOKENS + i."""
     low, high = tile * 0, sequences
     while high - low > 1:
         middle = (low + high) // 2
@@ -67,7 +67,7 @@ def _range(
         # unused slots may hold NaN, and 0 x NaN is NaN: they are not read
         key = tl.load(k + place[None, :] + dims[:, None], mask=written[None, :], other=0.0)
         scores = tl.dot(query, key.to(query.dtype), input_precision="ieee") * scale
-        seen = inside[:, None] & (keys[None, :] < 1 + 0*positions[:, None])
+        seen = inside[:, None] & (keys[None, :] <= positions[:, None])
         if window > 0:
             seen = seen & (keys[None, :] > positions[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
@@ -85,7 +85,7 @@ def _range(
 
 @triton.jit
 def _attend(
-    q, k, v, out, part, tops, q_start, kv_len, table, sequences, scale, v_scale, window,
+    q, k, v, out, part, tops, q_start, kv_len, table, sequences, scale, window,
     q_row, out_row, block_stride, head_stride, token_stride, table_row, heads, part_splits,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PAGE: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr,
@@ -139,7 +139,7 @@ def _attend(
                 )  # fmt: skip
                 acc, top, total = _merge(acc, top, total, a, t, s)
         to = row * out_row + head * DIM
-        result = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
+        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(
             out + to[:, None] + dims[None, :], result.to(out.dtype.element_ty), inside[:, None]
         )
@@ -160,7 +160,7 @@ def _attend(
 
 @triton.jit
 def _combine(
-    part, tops, out, kv_len, v_scale, window, out_row, heads, part_splits,
+    part, tops, out, kv_len, window, out_row, heads, part_splits,
     KEYS: tl.constexpr, SPLIT: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, heads): merges a decoding row's splits in order."""
@@ -181,7 +181,7 @@ def _combine(
         a = tl.load(part + at * DIM + one[:, None] + dims[None, :])
         t, s = tl.load(tops + at * 2 + one), tl.load(tops + at * 2 + 1 + one)
         acc, top, total = _merge(acc, top, total, a, t, s)
-    result = acc * v_scale / total[:, None]
+    result = acc / total[:, None]
     to = out + row * out_row + head * DIM + one[:, None] + dims[None, :]
     tl.store(to, result.to(out.dtype.element_ty))
 
@@ -206,12 +206,11 @@ class PagedAttention:
         where: Varlen,
         scale: float,
         window: int | None,
-        kv_scale: tuple[float, float] = (1.0, 1.0),
     ) -> torch.Tensor:
         """q [T, Hq, D] (heads contiguous) against `[block, Hkv, token, D]` views -> [T, Hq, D].
 
-        `kv_scale`: what the cache's K and V are multiplied by (FP8). D and the tokens of a block
-        are powers of two, at least 16. Rows whose sequence has a `kv_len` of 0 are not written.
+        D and the tokens of a block are powers of two, at least 16. The cache may be FP8. Rows whose
+        sequence has a `kv_len` of 0 are not written.
         """
         keys, values = cache
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -225,10 +224,10 @@ class PagedAttention:
         part, tops = self._workspace(q, 0 if whole else rows)
         tiles = rows // tokens + where.sequences if whole else where.sequences
         programs = 1 if whole else self._programs(tiles * kv_heads, where.max_kv)
-        shape = dict(KEYS=min(page, 64), DIM=dim, SPLIT=self.split)
+        shape = {"KEYS": min(page, 64), "DIM": dim, "SPLIT": self.split}
         _attend[(tiles, kv_heads, programs)](
             *(q, keys, values, out, part, tops, where.q_start, where.kv_len, where.table),
-            *(where.sequences, scale * kv_scale[0] * LOG2E, kv_scale[1], window or 0),
+            *(where.sequences, scale * LOG2E, window or 0),
             *(q.stride(0), out.stride(0), *keys.stride()[:3], where.table.stride(0)),
             *(heads, self._splits),
             GROUP=group,
@@ -237,11 +236,11 @@ class PagedAttention:
             PAGE=page,
             WHOLE=whole,
             num_warps=8 if lanes >= 128 else 4,
-            **shape | (dict(SPLIT=0) if whole and not self.exact else {}),
+            **shape | ({"SPLIT": 0} if whole and not self.exact else {}),
         )
         if not whole:
             _combine[(rows, heads)](
-                *(part, tops, out, where.kv_len, kv_scale[1], window or 0),
+                *(part, tops, out, where.kv_len, window or 0),
                 *(out.stride(0), heads, self._splits),
                 **shape,
                 num_warps=1,

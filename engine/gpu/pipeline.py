@@ -14,7 +14,7 @@ from ...protos.frames import Token
 from ..sampler import Fault, damage
 from ..scheduler import Scheduler
 from ..sequence import Output, Sequence
-from .decode import Row
+from .plan import Row
 
 
 class Runner(Protocol):
@@ -50,7 +50,7 @@ def simple(seq: Sequence) -> bool:
 
 
 class Pipeline:
-    """Runs decode steps of `scheduler` on `runner`; `tell` books an id and gives what to deliver."""
+    """Decode steps of `scheduler` on `runner`; `tell` books an id and gives what to deliver."""
 
     def __init__(
         self,
@@ -118,9 +118,7 @@ class Pipeline:
 
     def _goes_on(self, seq: Sequence) -> bool:
         """It does not end with the id under way for its length."""
-        return (
-            seq.generated + 1 < seq.sampling.max_tokens and len(seq.ids) + 1 < self._max_len
-        )
+        return seq.generated + 1 < seq.sampling.max_tokens and len(seq.ids) + 1 < self._max_len
 
 
 def _row(seq: Sequence, source: int, ahead: int) -> Row:

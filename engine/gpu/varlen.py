@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,8 +33,13 @@ class Varlen:
 
     def to(self, device: torch.device) -> Varlen:
         """Copies to `device` without waiting for it (from pinned memory, where that is one)."""
-        moved = (carry(one, device) for one in (self.q_start, self.kv_len, self.table))
-        return Varlen(self.first, self.rows, *moved, self.max_q, self.max_kv, self)
+        return replace(
+            self,
+            q_start=carry(self.q_start, device),
+            kv_len=carry(self.kv_len, device),
+            table=carry(self.table, device),
+            host=self,
+        )
 
 
 def carry(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

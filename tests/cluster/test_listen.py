@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from diptych.cluster.cli.serve import welcome
 from diptych.cluster.config import ClusterConfig, ConfigError, GatewaySettings, load_config
 from diptych.cluster.gateway import listen
+from diptych.cluster.gateway.guard import ARRIVED
 from diptych.cluster.launch import Cluster
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -23,7 +25,11 @@ from tests.support.live import free_port
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
     """Says the request's id and the size of its body."""
     request = Request(scope, receive)
-    told = {"id": request.headers["x-request-id"], "size": len(await request.body())}
+    told = {
+        "id": request.headers["x-request-id"],
+        "in": 0 <= time.monotonic() - scope[ARRIVED] < 30,
+    }
+    told["size"] = len(await request.body())
     await JSONResponse(told)(scope, receive, send)
 
 
@@ -61,7 +67,7 @@ def test_a_request_has_an_id_and_its_answer_says_it() -> None:
             mine = await client.post("/", headers={"x-request-id": "mine"}, content=b"12345")
             assert (mine.headers["x-request-id"], mine.json()) == (
                 "mine",
-                {"id": "mine", "size": 5},
+                {"id": "mine", "size": 5, "in": True},
             )
             others = [(await client.post("/")) for _ in range(2)]
             ids = [other.json()["id"] for other in others]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ CHECKS = [
     checks.content_type_conformance,
     checks.response_schema_conformance,
 ]
-LONG_S = 1800.0
+LONG_S = float(os.environ.get("SCHEMATHESIS_S", 1800.0))
 SLOW = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 

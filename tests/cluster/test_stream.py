@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -330,6 +331,17 @@ def test_what_a_stream_waits_for_is_its_next_token() -> None:
     assert request.waited_s >= 100
     request.answers[0].times = [now - 50, now - 1]
     assert 1 <= request.waited_s < 50
+
+
+def test_a_first_token_counts_from_when_it_was_written() -> None:
+    request = Request("r", [1], [], f.Sampling(8))
+    answer = request.answers[0]
+    answer.times = [request.arrived + 0.001]
+    before = time.monotonic()
+    request.told()
+    assert request.ttft_s is not None and request.ttft_s >= before - request.arrived
+    answer.times.append(answer.times[0] + 0.01)
+    assert request.gaps_s == pytest.approx([0.01])
 
 
 def test_an_answer_taken_apart_again_has_another_id_on_the_wire() -> None:

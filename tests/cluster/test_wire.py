@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import time
 import tracemalloc
 from collections.abc import Callable, Coroutine
 from random import Random
@@ -45,6 +46,41 @@ class Server:
 async def dialled(address: str, **changes: Any) -> wire.Connection:
     caller = Caller(**{"name": "g", "kind": "gateway", "secret": "secret", **changes})
     return await wire.dial(address, caller, f.FromWorker, "w")
+
+
+def test_a_peer_that_never_ceases_to_speak_leaves_the_loop_to_others() -> None:
+    async def test() -> None:
+        turns, seen, done = 0, [], asyncio.Event()
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        def handle() -> None:
+            seen.append(turns)
+            time.sleep(0.002)
+            if len(seen) == 60:
+                done.set()
+
+        async def serve(peer: wire.Connection, _: f.Hello) -> None:
+            await asyncio.sleep(0.1)  # all of them are there
+            async for _frame in peer.frames(5.0):
+                handle()
+
+        listener = wire.Listener("secret", f.ToWorker, serve)
+        peer = await dialled(await listener.start("127.0.0.1"))
+        for attempt in range(60):
+            peer.send(f.Abort(("r", attempt)))
+        task = asyncio.create_task(others())
+        await done.wait()
+        task.cancel()
+        longest = max(sum(turn == one for turn in seen) for one in set(seen))
+        assert longest <= 1 + wire.TURN_S / 0.002, f"{longest} frames in one turn"
+        peer.abort()
+
+    run(test)
 
 
 def test_frames_go_both_ways_in_order() -> None:

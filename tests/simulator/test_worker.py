@@ -134,6 +134,21 @@ def test_streams_wait_for_room_and_the_youngest_gives_way():
     assert one.rows == 0 and not one.ready and not one.fill
 
 
+def test_a_prompt_to_compute_is_no_sequence_without_blocks_but_a_preempted_one_is():
+    one = worker(kv_tokens=3000)
+    decoding(one, prompt=1400, output=900)
+    decoding(one, prompt=1400, output=900)
+    for index in range(2):
+        one.submit(Job(request(100, 2), ("p", index), 0.0), 0.0)
+    assert len(one.fill) + (one.head is not None) == 2 and one.waiting == 0
+    seen = []
+    for _ in range(40):
+        one.advance(one.due())
+        seen.append((one.preempted, one.waiting))
+        one.settle()
+    assert (1, 1) in seen and all(waiting <= preempted for preempted, waiting in seen)
+
+
 def test_a_slow_worker_takes_longer_for_both_phases():
     one = worker()
     one.slow = 3.0

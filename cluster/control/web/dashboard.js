@@ -33,11 +33,12 @@ function drawCluster(now) {
   table("classes", ["Class", "Requests", "Both", "TTFT", "ITL"], Object.entries(goodput.classes).map(
     ([name, one]) => row(cell(name), cell(one.requests, true), cell(percent(one.share), true),
       cell(percent(one.ttft), true), cell(percent(one.itl), true))));
-  table("requests-now", ["", ""], Object.entries(now.requests).map(([name, n]) => row(cell(name), cell(n, true))));
-  table("pools", ["Pool", "Ready", "GPU", "Queue", "Running", "KV used", "Prefix hit", "P95", "Note"],
+  $("requests-now").replaceChildren(...Object.entries(now.requests).flatMap(([name, n]) =>
+    [make("div", {}, make("dd", {}, n), make("dt", {}, name))]));
+  table("pools", ["Pool", "Ready", "GPU", "Queue", "Running", "KV used", "Prefix hit", "P95 TTFT", "P95 ITL", "Note"],
     Object.entries(now.pools).map(([name, pool]) => row(cell(name), cell(`${pool.ready}/${pool.target}`),
       cell(pool.gpu), cell(pool.queue, true), cell(pool.running, true), cell(percent(pool.kv_used), true),
-      cell(percent(pool.prefix_hit), true), cell(name === "prefill" ? ms(pool.ttft_p95_ms) : ms(pool.itl_p95_ms), true),
+      cell(percent(pool.prefix_hit), true), cell(ms(pool.ttft_p95_ms), true), cell(ms(pool.itl_p95_ms), true),
       make("td", { class: "note" }, pool.notes.join("; ")))));
   drawFleet(now.workers);
   offer(now);
@@ -47,7 +48,7 @@ function drawCluster(now) {
 function drawFleet(workers) {
   const sides = { prefill: [], decode: [] };
   for (const worker of workers) (sides[worker.role || worker.home] ?? sides.decode).push(worker);
-  const height = 34;
+  const height = 52;
   const tall = Math.max(sides.prefill.length, sides.decode.length, 1) * height + 10;
   $("fleet").setAttribute("viewBox", `0 0 900 ${tall}`);
   const places = new Map();
@@ -56,7 +57,7 @@ function drawFleet(workers) {
     mine.sort((a, b) => a.id.localeCompare(b.id)).forEach((worker, index) => {
       const x = role === "prefill" ? 10 : 610;
       const y = index * height + 5;
-      places.set(worker.id, { x: role === "prefill" ? x + 280 : x, y: y + 12 });
+      places.set(worker.id, { x: role === "prefill" ? x + 280 : x, y: y + 21 });
       boxes.push(box(worker, role, x, y));
     });
   }
@@ -66,32 +67,39 @@ function drawFleet(workers) {
 function box(worker, role, x, y) {
   const blocks = worker.engine.kv_blocks;
   const used = (blocks.active + blocks.reserved) / blocks.total;
+  const held = used + blocks.cached / blocks.total;
   const state = worker.state === "ready" ? "" : ` ${worker.state}`;
   const engine = worker.engine;
   const doing = engine.running + engine.ready + engine.prefilling + engine.waiting;
   return make("g", {},
     make("title", {}, `${worker.id}, pid ${worker.pid}, ${doing} sequences, KV ${percent(used)} in use`),
-    make("rect", { x, y, width: 280, height: 26, rx: 5, fill: "var(--soft)", stroke: "var(--line)" }),
-    make("rect", { x, y: y + 22, width: 280 * used, height: 4, class: role }),
-    make("rect", { x, y, width: 5, height: 26, class: role }),
-    make("text", { x: x + 12, y: y + 16 }, `${role === "prefill" ? "P" : "D"}  ${worker.id}${state}`),
-    make("text", { x: x + 272, y: y + 16, "text-anchor": "end" }, `${doing} running`));
+    make("rect", { x, y, width: 280, height: 42, rx: 6, fill: "var(--soft)", stroke: "var(--line)" }),
+    make("rect", { x, y, width: 6, height: 42, rx: 3, class: role }),
+    make("text", { x: x + 16, y: y + 18, class: "strong" }, `${role === "prefill" ? "P" : "D"}  ${worker.id}${state}`),
+    make("text", { x: x + 270, y: y + 18, "text-anchor": "end" }, `${doing} running`),
+    make("rect", { x: x + 16, y: y + 28, width: 180, height: 6, rx: 3, fill: "var(--line)" }),
+    make("rect", { x: x + 16, y: y + 28, width: 180 * held, height: 6, rx: 3, class: role, opacity: 0.45 }),
+    make("rect", { x: x + 16, y: y + 28, width: 180 * used, height: 6, rx: 3, class: role }),
+    make("text", { x: x + 270, y: y + 35, "text-anchor": "end" }, `KV ${percent(used)}`));
 }
 
 function arcs(workers, places) {
   const last = new Map((before?.workers ?? []).map((worker) => [worker.id, worker.transfer.received_from ?? {}]));
-  const lines = [];
+  const [lines, labels] = [[], []];
   for (const worker of workers) {
     for (const [source, total] of Object.entries(worker.transfer.received_from ?? {})) {
-      const moved = total - (last.get(worker.id)?.[source] ?? total);
+      const moved = Math.max(0, total - (last.get(worker.id)?.[source] ?? total));
       const [from, to] = [places.get(source), places.get(worker.id)];
-      if (moved <= 0 || !from || !to) continue;
-      const width = Math.min(10, 1 + Math.log2(1 + moved / 65536));
-      lines.push(make("path", { d: `M ${from.x} ${from.y} C 450 ${from.y} 450 ${to.y} ${to.x} ${to.y}`, fill: "none",
-        stroke: "var(--decode)", "stroke-width": width, opacity: 0.7 }, make("title", {}, `${source} -> ${worker.id}: ${bytes(moved)}`)));
+      if (!total || !from || !to) continue;
+      const bend = from.x === to.x ? from.x + (from.x < 450 ? 90 : -90) : 450;
+      lines.push(make("path", { d: `M ${from.x} ${from.y} C ${bend} ${from.y} ${bend} ${to.y} ${to.x} ${to.y}`, fill: "none",
+        class: moved ? "moving" : "moved", "stroke-width": moved ? Math.min(10, 1.5 + Math.log2(1 + moved / 65536)) : 1 },
+      make("title", {}, `${source} -> ${worker.id}: ${bytes(moved)} in the last second, ${bytes(total)} in all`)));
+      if (moved) labels.push(make("text", { x: (from.x + to.x) / 2, y: (from.y + to.y) / 2 - 6, "text-anchor": "middle" },
+        `${bytes(moved)}/s`));
     }
   }
-  return lines;
+  return [...lines, ...labels];
 }
 
 // ---- requests ----
@@ -116,23 +124,26 @@ function waterfall(one) {
 
 function drawRequests() {
   const list = [...decisions.values()].sort((a, b) => b.number - a.number).slice(0, KEPT);
-  $("decisions").tBodies[0].replaceChildren(...list.map((one) => {
+  $("decisions").tBodies[0].replaceChildren(...list.flatMap((one) => {
     const late = one.observed.ttft_ms > one.ttft_target_s * 1e3;
-    const shown = row(cell(one.key[0].split("~")[0] + (one.key[1] ? ` (again ${one.key[1]})` : "")),
+    const name = one.key[0].split("~")[0];
+    const shown = row(make("td", { class: "name" }, name),
       cell(one.prompt_tokens, true), cell(one.hit_tokens, true),
-      cell(one.kind === "refused" ? `refused: ${one.note}` : [one.prefill, one.decode].filter(Boolean).join(" -> ")),
+      make("td", { class: "route" }, one.kind === "refused" ? `refused: ${one.note}` : route(one)),
       make("td", {}, waterfall(one)), cell(ms(one.ttft_s * 1e3), true),
-      make("td", { class: late ? "number missed" : "number" }, ms(one.observed.ttft_ms)), cell(one.observed.reason ?? ""));
+      make("td", { class: late ? "number missed" : "number" }, ms(one.observed.ttft_ms)), cell((one.observed.reason ?? "") + (one.key[1] ? `, try ${one.key[1] + 1}` : "")));
+    shown.title = name;
     shown.tabIndex = 0;
     if (opened === one.number) shown.className = "open";
     const open = () => { opened = opened === one.number ? null : one.number; drawRequests(); };
     shown.addEventListener("click", open);
     shown.addEventListener("keydown", (event) => { if (event.key === "Enter") open(); });
-    return shown;
+    if (opened !== one.number) return [shown];
+    return [shown, make("tr", { class: "open" }, make("td", { colspan: 8, id: "explain" }, ...explained(one)))];
   }));
-  const one = [...decisions.values()].find((each) => each.number === opened);
-  $("explain").replaceChildren(...(one ? explained(one) : []));
 }
+
+const route = (one) => [one.prefill, one.decode].filter(Boolean).join(" \u2192 ");
 
 function explained(one) {
   const options = (stage) => {
@@ -145,8 +156,7 @@ function explained(one) {
         cell(score.toPrecision(4), true), ...terms.map((name) => cell(ms(cost[name] * 1e3), true))))));
   };
   const over = one.passed_over.map(([id, seconds, why]) => `${id.split("~")[0]} (${ms(seconds * 1e3)} left: ${why})`);
-  return [make("h2", {}, `Why: ${one.key[0].split("~")[0]}`),
-    make("p", {}, `Policy ${one.policy}, ${one.kind}; ${one.waiting} others waited` +
+  return [make("p", {}, `Policy ${one.policy}, ${one.kind}; ${one.waiting} others waited` +
       `${over.length ? `; passed over: ${over.join(", ")}` : ""}${one.fetch ? `; prefix fetched from ${one.fetch}` : ""}.`),
     make("div", { class: "row" }, options("prefill"), options("decode"))];
 }

@@ -46,17 +46,20 @@ function show(told) {
 }
 
 function curves(told) {
-  const [left, right, top, bottom] = [60, 690, 14, 200];
-  const most = Math.max(slo.ttft_ms, ...RUNS.flatMap(([name]) => told[name].ttft_ms)) * 1.05;
-  const y = (value) => bottom - (bottom - top) * value / most;
+  const [left, right, top, bottom] = [60, 680, 14, 200];
+  const values = [slo.ttft_ms, ...RUNS.flatMap(([name]) => told[name].ttft_ms)].map((value) => Math.log10(Math.max(0.1, value)));
+  const [least, most] = [Math.floor(Math.min(...values)), Math.ceil(Math.max(...values))];
+  const y = (value) => bottom - (bottom - top) * (Math.log10(Math.max(0.1, value)) - least) / (most - least);
   const x = (percentile) => left + (right - left) * percentile / 100;
   const lines = RUNS.map(([name, title, colour]) => make("polyline", { class: `curve ${colour}`,
     points: told[name].ttft_ms.map((value, index) => `${x(index * 5)},${y(value)}`).join(" ") }, make("title", {}, title)));
-  const ticks = [0, 0.25, 0.5, 0.75, 1].flatMap((part) => [
-    make("line", { x1: left, x2: right, y1: y(part * most), y2: y(part * most), stroke: "var(--line)" }),
-    make("text", { x: left - 8, y: y(part * most) + 4, "text-anchor": "end" }, ms(part * most)),
-    make("text", { x: x(part * 100), y: bottom + 18, "text-anchor": "middle" }, `p${part * 100}`)]);
+  const powers = Array.from({ length: most - least + 1 }, (_, step) => 10 ** (least + step));
+  const ticks = powers.flatMap((power) => [
+    make("line", { x1: left, x2: right, y1: y(power), y2: y(power), stroke: "var(--line)" }),
+    make("text", { x: left - 8, y: y(power) + 4, "text-anchor": "end" }, power < 1000 ? `${power} ms` : `${power / 1000} s`)]);
+  ticks.push(...[0, 25, 50, 75, 95].map((part) =>
+    make("text", { x: x(part), y: bottom + 18, "text-anchor": "middle" }, `p${part}`)));
   const target = make("line", { x1: left, x2: right, y1: y(slo.ttft_ms), y2: y(slo.ttft_ms), class: "target" });
   $("whatif-curves").replaceChildren(...ticks, target,
-    make("text", { x: right, y: y(slo.ttft_ms) - 5, "text-anchor": "end" }, "target"), ...lines);
+    make("text", { x: left + 6, y: y(slo.ttft_ms) - 5 }, "TTFT target"), ...lines);
 }

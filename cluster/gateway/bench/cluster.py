@@ -21,6 +21,7 @@ from .usage import Processes
 NAME, HOST = "bench", "127.0.0.1"
 READY_S = 300.0
 STREAMS_MAX = 8192
+LATE_MS = 1e6
 #: beside those of `launch.ENVIRONMENT`
 HAPROXY = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -103,6 +104,7 @@ def _application(model: Path, port: int, listen: str) -> Any:
                 "max_streams": STREAMS_MAX,
             },
             "router": {"queue_max": STREAMS_MAX},
+            "slo": {"ttft_ms": LATE_MS, "itl_ms": LATE_MS},  # no stream waits for a better time
             "silence_s": 10.0,
         }
     )

@@ -1,6 +1,6 @@
 """Compiles every kernel for a GPU that need not be there, and prints what each takes.
 
-    python tests/engine/gpu/compiling.py 90     # compute capability x 10; without TRITON_INTERPRET
+python tests/engine/gpu/compiling.py 90     # compute capability x 10; without TRITON_INTERPRET
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from diptych.engine.gpu import elementwise, matmul, paged, sampling
+from diptych.engine.gpu import elementwise, fp8, matmul, paged, sampling
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -22,7 +22,7 @@ ATTEND = {
     **dict.fromkeys(("q", "k", "v", "out"), HALF),
     **dict.fromkeys(("part", "tops"), WIDE),
     **dict.fromkeys(("q_start", "kv_len", "table"), INTS),
-    **dict.fromkeys(("scale", "v_scale"), "fp32"),
+    "scale": "fp32",
 }
 SHAPE = {"GROUP": 4, "KEYS": 64, "PAGE": 64, "DIM": 128}
 PREFILL = {**SHAPE, "TOKENS": 32, "ROWS": 128, "SPLIT": 0, "WHOLE": True}
@@ -32,7 +32,7 @@ ROPE = {
     **dict.fromkeys(("qkv", "keys", "values", "q_norm", "k_norm"), HALF),
     **dict.fromkeys(("cos", "sin"), WIDE),
     **dict.fromkeys(("block", "offset"), LONGS),
-    **dict.fromkeys(("eps", "k_unscale", "v_unscale"), "fp32"),
+    "eps": "fp32",
 }
 MATMUL = dict.fromkeys(("x", "weight", "bias", "residual", "out"), HALF)
 TILE = {"ROWS": matmul.ROWS, "COLUMNS": matmul.COLUMNS, "DEPTH": matmul.DEPTH}
@@ -47,7 +47,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     "exact prefill": (paged._attend, ATTEND, EXACT, 4),
     "combine": (
         paged._combine,
-        {"part": WIDE, "tops": WIDE, "out": HALF, "kv_len": INTS, "v_scale": "fp32"},
+        {"part": WIDE, "tops": WIDE, "out": HALF, "kv_len": INTS},
         {"KEYS": 64, "SPLIT": 256, "DIM": 128},
         1,
     ),
@@ -66,6 +66,12 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         1,
     ),
     "matmul": (matmul._matmul, MATMUL, TILE | {"HAS_BIAS": False, "HAS_RESIDUAL": True}, 8),
+    "quantize": (
+        fp8._quantize,
+        {"x": HALF, "out": "*fp8e4nv", "scales": WIDE},
+        {"BLOCK": 16384},
+        4,
+    ),
     "scan": (sampling._scan, SCAN | {"ids": INTS, "peaks": WIDE}, {"CHUNK": sampling.CHUNK}, 4),
     "pick": (sampling._pick, PICK, {"BLOCK": 128}, 4),
 }

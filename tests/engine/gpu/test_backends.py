@@ -85,7 +85,7 @@ def test_what_was_asked_for_is_taken_or_refused(wanted: str, here: Found, messag
 
 
 def test_no_backend_at_all_names_each_obstacle() -> None:
-    with pytest.raises(KernelUnavailable, match="fa2: .*; triton: heads of 96 numbers"):
+    with pytest.raises(KernelUnavailable, match=r"fa2: .*; triton: heads of 96 numbers"):
         choose(found(8), replace(NEED, head_dim=96))
 
 

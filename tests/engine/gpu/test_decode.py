@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from diptych.engine.gpu.decode import DUMMY, Row, Tables, bucket, buckets, inputs
+from diptych.engine.gpu.plan import DUMMY, Row, Tables, bucket, buckets, inputs
 
 
 def row(blocks: list[int], position: int = 0, source: int = 1, seed: int = 0) -> Row:

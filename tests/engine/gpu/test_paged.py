@@ -16,11 +16,11 @@ from . import reference
 MAX_LEN = 1024
 
 
-def run(attention, q, cache, made, window=None, kv_scale=(1.0, 1.0)) -> torch.Tensor:
+def run(attention, q, cache, made, window=None) -> torch.Tensor:
     found = []
     for part in parts(made):
         rows = q[part.first : part.first + part.rows]
-        found.append(attention(rows, cache, part, q.shape[2] ** -0.5, window, kv_scale))
+        found.append(attention(rows, cache, part, q.shape[2] ** -0.5, window))
     return torch.cat(found)
 
 

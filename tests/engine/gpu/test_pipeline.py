@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 from diptych.engine.gpu.behind import Behind
-from diptych.engine.gpu.decode import Row
 from diptych.engine.gpu.pipeline import Pipeline, simple
+from diptych.engine.gpu.plan import Row
 from diptych.engine.scheduler import Scheduler
 from diptych.engine.sequence import Output, Sequence
 from diptych.protos.frames import Grammar, Sampling, Token

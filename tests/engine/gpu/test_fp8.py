@@ -1,0 +1,91 @@
+"""FP8 weights and FP8 KV: near the model they stand for, and known to KV peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from diptych.engine.attention import Meta, Piece
+from diptych.engine.engine import Engine
+from diptych.engine.errors import KernelUnavailable
+from diptych.engine.gpu import fp8
+from diptych.engine.ops import Ops
+
+from . import reference
+from .test_engine import engine, small  # noqa: F401  (a fixture)
+
+STEP = 2.0**-3  #: largest relative distance of two neighbours in e4m3
+
+
+def test_rows_come_back_within_half_a_step() -> None:
+    x = torch.randn(7, 96) * 10.0 ** torch.randint(-4, 4, (7, 1))
+    x[3] = 0
+    codes, scales = fp8.quantize_rows(x)
+    back = codes.float() * scales
+    tiny = x.abs().amax(1, keepdim=True) * 2.0**-15  # below the smallest normal number: absolute
+    assert ((back - x).abs() <= (x.abs() * STEP / 2).maximum(tiny)).all()
+    assert codes[[0, 1, 2, 4, 5, 6]].float().abs().amax(1).eq(fp8.LARGEST).all()
+
+
+def test_codes_of_a_checkpoint_come_out_again() -> None:
+    """Dequantized in bf16 by a scale for each row, as `tensors.dequantize` does, and back."""
+    codes = (torch.randn(16, 64) * 100).clamp(-440, 440).to(fp8.E4M3)
+    codes[:, 5] = 448.0
+    stored = (codes.float() * torch.rand(16, 1)).bfloat16()
+    assert torch.equal(fp8.quantize_rows(stored)[0].view(torch.uint8), codes.view(torch.uint8))
+
+
+def test_the_kernel_gives_the_same_codes() -> None:
+    """Nearly: Triton 3.7's interpreter rounds ties up and loses a carry, a GPU does not."""
+    x = torch.randn(3, 200)
+    codes, scales = torch.empty(3, 200, dtype=fp8.E4M3), torch.empty(3, 1)
+    fp8._quantize[(3,)](x, codes, scales, 200, x.stride(0), BLOCK=256)
+    expected, expected_scales = fp8.quantize_rows(x)
+    torch.testing.assert_close(scales, expected_scales)
+    mine, theirs = (one.view(torch.uint8).int() for one in (codes, expected))
+    apart = (mine - theirs).abs() > 0
+    assert apart.double().mean() < (0.1 if x.device.type == "cpu" else 1e-3)
+
+
+def test_a_layer_is_near_the_one_it_stands_for() -> None:
+    x, weight, bias = torch.randn(5, 128), torch.randn(64, 128) * 0.1, torch.randn(64)
+    layer = fp8.Fp8Linear(weight, bias, False, Ops())
+    residual = torch.randn(5, 64)
+    expected = x.double() @ weight.double().T + bias + residual
+    assert 1e-4 < reference.error(layer(x, residual=residual), expected) < 0.04
+
+
+def logits(owner: Engine) -> torch.Tensor:
+    """Of 40 rows of one text, after a prefill."""
+    ids = torch.arange(40) * 37 % owner.spec.vocab
+    at = torch.arange(40)
+    meta = Meta(at, torch.ones(40, dtype=torch.int64), at, [Piece(0, 40, 0, [1], False)])
+    return owner._model.logits(owner._model.hidden(ids, meta)).double()
+
+
+@pytest.mark.parametrize(
+    ("fields", "most"), [({"weights": "fp8"}, 0.1), ({"kv_dtype": "float8_e4m3fn"}, 0.1)]
+)
+def test_logits_stay_near(small: Callable[[str], Path], fields, most: float) -> None:  # noqa: F811
+    folder = small("llama")
+    found, expected = logits(engine(folder, "triton", **fields)), logits(engine(folder, "torch"))
+    assert 1e-4 < reference.error(found, expected) < most
+    agree = (found.argmax(1) == expected.argmax(1)).double().mean()
+    assert agree > 0.8
+
+
+def test_peers_with_another_kv_dtype_do_not_match(small: Callable[[str], Path]) -> None:  # noqa: F811
+    folder = small("llama")
+    plain = engine(folder, "triton")
+    half = engine(folder, "triton", kv_dtype="float8_e4m3fn")
+    assert half.compatibility != plain.compatibility
+    assert half.kv.block_bytes * 4 == plain.kv.block_bytes
+
+
+def test_they_are_settings_of_a_gpu(small: Callable[[str], Path]) -> None:  # noqa: F811
+    with pytest.raises(KernelUnavailable, match="settings of a GPU"):
+        engine(small("llama"), "torch", weights="fp8")
+    with pytest.raises(KernelUnavailable, match="exact: products of FP8"):
+        engine(small("llama"), "triton", weights="fp8", exact=True)

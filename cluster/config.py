@@ -23,6 +23,9 @@ class ConfigError(Exception):
     """The configuration is wrong; the message says where and what to do."""
 
 
+Attention = Literal["auto", "fa3", "fa2", "fa4", "flashinfer", "triton", "cpp", "torch"]
+
+
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,6 +45,11 @@ class EngineSettings(Section):
     growth_tokens: Count = 256
     itl_budget_ms: Positive | None = None  #: longest step with decodes in it: bounds its prefill
     draft_tokens: Annotated[int, Field(ge=0, le=16)] = 0  #: n-gram guesses verified by a step
+    device: Literal["cpu", "cuda"] = "cpu"
+    attention: Attention = "auto"  #: the library that computes it; `cpp` and `torch` on a CPU
+    exact: bool = False  #: on a GPU: bits do not depend on the batch, as they never do on a CPU
+    kv_dtype: Literal["float8_e4m3fn"] | None = None  #: on a GPU; None: model.dtype
+    weights: Literal["model", "fp8"] = "model"  #: on a GPU: quantized at load
 
 
 class PoolConfig(Section):

@@ -322,4 +322,9 @@ def engine_config(config: ClusterConfig, pool: PoolConfig, model: Path) -> Engin
         tensor_parallel=pool.tensor_parallel,
         shared_kv=config.kv_transfer.transport == "shm",
         rank_program="diptych.cluster.rank",
+        device=settings.device,
+        attention=settings.attention,
+        exact=settings.exact,
+        kv_dtype=settings.kv_dtype,
+        weights=settings.weights,
     )

@@ -60,7 +60,7 @@ class EngineConfig:
     cores: tuple[int, ...] = ()  #: that the thread which steps is bound to; none: any
     shared_kv: bool = False  #: other processes can map the KV pool
     rank_program: str = "diptych.engine.ranks"  #: the module that the others run
-    device: str = "cpu"  #: cpu | cuda | cuda:<index>
+    device: str = "cpu"  #: cpu | cuda (the first that this process sees)
     attention: str = "auto"  #: auto | cpp | torch on a CPU; auto | a name of `gpu.backends`
     exact: bool = False  #: a GPU's bits do not depend on the batch either, for a price
     kv_dtype: str | None = None  #: None: `dtype`; float8_e4m3fn on a GPU
@@ -92,7 +92,8 @@ class Engine:
         self.kv, self.kernels = self._model.kv, self._model.kernels
         salt = fingerprint(config.model)
         self.scheduler = Scheduler(BlockPool(blocks), config.limits, salt)
-        self.exact = config.dtype == "bfloat16" and is_exact(self._model, size)
+        promised = config.dtype == "bfloat16" and (config.device == "cpu" or config.exact)
+        self.exact = promised and is_exact(self._model, size)
         self._grammars = Grammars(config.model, self.spec.vocab, self.spec.eos_ids)
         backend = self.kernels.split(":")[0].encode()  # another one has other last bits
         self.compatibility = layout.compatibility(salt + backend, ranks)

@@ -40,7 +40,7 @@ class ModelConfig:
     threads: int
     kernels: str  #: auto | avx512 | torch
     shared: bool = False  #: the pool's memory can be mapped by other processes
-    device: str = "cpu"  #: cpu | cuda | cuda:<index>
+    device: str = "cpu"  #: cpu | cuda (the first that this process sees)
     attention: str = "auto"  #: auto | cpp | torch | a name of `gpu.backends`
     exact: bool = False  #: on a GPU: a row's bits do not depend on the batch (a CPU's never do)
     kv_dtype: str | None = None  #: None: `dtype`; float8_e4m3fn on a GPU

@@ -281,13 +281,15 @@ class Binder(Pairing):
         for worker in few:
             slot = worker.slot
             if slot in known:
-                hit = min(tokens_at(known[slot]), prompt - 1)
+                hit = tokens_at(known[slot])
             else:
                 hit = 0
                 for depth, mask in wide:
                     if mask >> slot & 1:
-                        hit = min(tokens_at(depth), prompt - 1)
+                        hit = tokens_at(depth)
                         break
+            if hit >= prompt:
+                hit = prompt - 1
             # the same as `alone`, without the calls
             token, pair = worker.prefill_token, worker.prefill_pair
             rest = prompt - hit

@@ -118,11 +118,11 @@ class PrefixIndex:
             before = known(content, None)
             if before is None:
                 others = get(content)
-                if others:
+                if others is None:
+                    holders[content] = bit
+                else:
                     mask = others | bit
                     holders[content] = groups.setdefault(mask, mask)
-                else:
-                    holders[content] = bit
                 held[content] = until
             else:
                 held[content] = until if until > before else before

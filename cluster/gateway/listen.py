@@ -46,7 +46,8 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._settle()
-        self.scope[ARRIVED] = time.monotonic()  # its task begins when others have had their turn
+        # its task begins when others have had their turn
+        self.scope[ARRIVED] = time.monotonic()  # type: ignore[literal-required]
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:

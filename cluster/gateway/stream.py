@@ -14,6 +14,7 @@ import itertools
 import logging
 import secrets
 import time
+from array import array
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -54,7 +55,8 @@ class Answer:
     journal: list[f.Token] = field(default_factory=list)
     finish: str | None = None  #: by the worker: stop | length
     cut: bool = False  #: the gateway wants no more of it: its text is complete
-    times: list[float] = field(default_factory=list)  #: of each token
+    #: of each token; an array, as Python's garbage collector looks at every item of a list
+    times: array[float] = field(default_factory=lambda: array("d"))
     early: list[f.Tokens] = field(default_factory=list)  #: decode was faster than the first token
 
     @property
@@ -209,7 +211,7 @@ class Request:
         """What it gave so far, to its first reader, was written now: no earlier."""
         now = time.monotonic()
         for answer in self.answers:
-            answer.times = [now] * len(answer.times)
+            answer.times = array("d", [now] * len(answer.times))
 
     @property
     def gaps_s(self) -> list[float]:
@@ -478,7 +480,7 @@ def _short(request: Request, frame: Any) -> bool:
         return False
     journal += tokens
     if not (answer.cut or answer.finish):
-        answer.times += [time.monotonic()] * len(tokens)
+        answer.times.extend([time.monotonic()] * len(tokens))
         tap.take([News(index, tokens, None)])
     return not answer.cut
 
@@ -495,7 +497,7 @@ def _take(request: Request, frame: f.Tokens) -> list[News]:
     tokens = answer.take(frame)
     if was_ended or not (tokens or answer.finish):
         return []
-    answer.times += [time.monotonic()] * len(tokens)
+    answer.times.extend([time.monotonic()] * len(tokens))
     return [News(frame.index, tokens, answer.finish)]
 
 

@@ -112,10 +112,10 @@ Action = Flip | Scale
 
 
 def prefill_seconds(replica: Replica, need: Need) -> float:
-    """Seconds of one replica for the mean prompt."""
+    """Seconds of one replica for the mean prompt; never 0, whatever a fit says."""
     cost = replica.cost
     linear = cost.prefill_base + cost.prefill_token * need.uncached
-    return linear + cost.prefill_pair * need.pairs
+    return max(linear + cost.prefill_pair * need.pairs, 1e-6)
 
 
 def decode_rate(replica: Replica, need: Need, itl_s: float) -> float:
@@ -124,12 +124,20 @@ def decode_rate(replica: Replica, need: Need, itl_s: float) -> float:
     if not need.output:
         return inf
     read = cost.step_token * need.context
+    work = cost.step_row * need.output + read
     for step in {*(share * itl_s for share in STEPS)}:
-        compute = (1 - cost.step_base / step) / (cost.step_row * need.output + read)
-        bandwidth = (1 - (cost.step_base + cost.step_weights) / step) / read if read else inf
+        compute = _rate(1 - cost.step_base / step, work)
+        bandwidth = _rate(1 - (cost.step_base + cost.step_weights) / step, read)
         room = replica.kv_tokens / (step * need.context)
         best = max(best, min(compute, bandwidth, room))
     return best
+
+
+def _rate(share: float, seconds: float) -> float:
+    """Answers a second, of `seconds` each, in that share of the time; a fit may call them free."""
+    if share <= 0:
+        return 0.0
+    return share / seconds if seconds else inf
 
 
 @dataclass(slots=True)

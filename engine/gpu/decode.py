@@ -83,7 +83,7 @@ class DecodeRunner:
         return Ticket(len(rows), ids, peaks, self.device)
 
     def _run(self, width: int) -> None:
-        graph = self._captured.get(width)
+        graph = self._captured.get(width) if self.graphs else None
         if graph is None:
             self._forward(width)
         else:

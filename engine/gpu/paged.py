@@ -84,78 +84,102 @@ def _range(
 
 
 @triton.jit
-def _attend(
-    q, k, v, out, part, tops, q_start, kv_len, table, sequences, scale, window,
-    q_row, out_row, block_stride, head_stride, token_stride, table_row, heads, part_splits,
-    GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    PAGE: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr,
+def _queries(
+    q, first, offset, count, end, kv_head, q_row,
+    GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, KV heads, programs). A tile is TOKENS rows x the GROUP heads of a KV head.
-
-    WHOLE: all splits here, and the result to `out`; SPLIT 0 is one split. Else (a row a tile) each
-    split's parts go to `part` [T, Hq, part_splits, DIM] and `tops` [T, Hq, part_splits, 2].
-    """
-    tile, kv_head = tl.program_id(0), tl.program_id(1)
-    if WHOLE:
-        seq = _sequence_of(tile, q_start, sequences, TOKENS)
-        first = tl.load(q_start + seq)
-        offset = (tile - first // TOKENS - seq) * TOKENS
-        count = tl.load(q_start + seq + 1) - first
-    else:
-        seq, first, offset, count = tile, tile, 0, 1
-    end = tl.load(kv_len + seq)
-    if (offset >= count) | (end == 0):
-        return
+    """A tile: TOKENS rows from `offset` of a sequence x the GROUP heads of a KV head."""
     lane = tl.arange(0, ROWS)
     token = offset + lane // GROUP
     inside = (lane < TOKENS * GROUP) & (token < count)
     head = kv_head * GROUP + lane % GROUP
-    positions = end - count + token
-    dims = tl.arange(0, DIM)
     row = (first + token).to(tl.int64)
     at = row * q_row + head * DIM
-    query = tl.load(q + at[:, None] + dims[None, :], mask=inside[:, None], other=0.0)
+    query = tl.load(q + at[:, None] + tl.arange(0, DIM)[None, :], mask=inside[:, None], other=0.0)
+    return query, end - count + token, inside, row, head
+
+
+@triton.jit
+def _prefill(
+    q, k, v, out, q_start, kv_len, table, sequences, scale, window,
+    q_row, out_row, block_stride, head_stride, token_stride, table_row,
+    GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PAGE: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, KV heads): all keys of a tile here, in splits that are merged, or at SPLIT 0 in
+    one."""
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    seq = _sequence_of(tile, q_start, sequences, TOKENS)
+    first, end = tl.load(q_start + seq), tl.load(kv_len + seq)
+    offset = (tile - first // TOKENS - seq) * TOKENS
+    count = tl.load(q_start + seq + 1) - first
+    if (offset >= count) | (end == 0):
+        return
+    query, positions, inside, row, head = _queries(
+        q, first, offset, count, end, kv_head, q_row, GROUP, TOKENS, ROWS, DIM
+    )
     blocks = table + seq.to(tl.int64) * table_row
     k += kv_head.to(tl.int64) * head_stride
     v += kv_head.to(tl.int64) * head_stride
     low, last = 0, tl.minimum(end, end - count + offset + TOKENS)
     if window > 0:
         low = tl.maximum(0, end - count + offset - window + 1) // KEYS * KEYS
-    if WHOLE:
-        if SPLIT == 0:
-            acc, top, total = _range(
-                query, k, v, blocks, positions, inside, low, last, end, scale, window,
-                block_stride, token_stride, ROWS, KEYS, PAGE, DIM,
-            )  # fmt: skip
-        else:
-            acc = tl.zeros([ROWS, DIM], tl.float32)
-            top = tl.full([ROWS], float("-inf"), tl.float32)
-            total = tl.zeros([ROWS], tl.float32)
-            for begin in range(low // SPLIT * SPLIT, last, SPLIT):
-                a, t, s = _range(
-                    query, k, v, blocks, positions, inside,
-                    tl.maximum(begin, low), tl.minimum(begin + SPLIT, last), end, scale, window,
-                    block_stride, token_stride, ROWS, KEYS, PAGE, DIM,
-                )  # fmt: skip
-                acc, top, total = _merge(acc, top, total, a, t, s)
-        to = row * out_row + head * DIM
-        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(
-            out + to[:, None] + dims[None, :], result.to(out.dtype.element_ty), inside[:, None]
-        )
+    if SPLIT == 0:
+        acc, top, total = _range(
+            query, k, v, blocks, positions, inside, low, last, end, scale, window,
+            block_stride, token_stride, ROWS, KEYS, PAGE, DIM,
+        )  # fmt: skip
     else:
-        programs = tl.num_programs(2)
-        for split in range(low // SPLIT + tl.program_id(2), tl.cdiv(last, SPLIT), programs):
-            begin = split * SPLIT
+        acc = tl.zeros([ROWS, DIM], tl.float32)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        for begin in range(low // SPLIT * SPLIT, last, SPLIT):
             a, t, s = _range(
                 query, k, v, blocks, positions, inside,
                 tl.maximum(begin, low), tl.minimum(begin + SPLIT, last), end, scale, window,
                 block_stride, token_stride, ROWS, KEYS, PAGE, DIM,
             )  # fmt: skip
-            to = (row * heads + head) * part_splits + split
-            tl.store(part + to[:, None] * DIM + dims[None, :], a, inside[:, None])
-            tl.store(tops + to * 2, t, inside)
-            tl.store(tops + to * 2 + 1, s, inside)
+            acc, top, total = _merge(acc, top, total, a, t, s)
+    to = (row * out_row + head * DIM)[:, None] + tl.arange(0, DIM)[None, :]
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out + to, result.to(out.dtype.element_ty), inside[:, None])
+
+
+@triton.jit
+def _decode(
+    q, k, v, part, tops, kv_len, table, scale, window,
+    q_row, block_stride, head_stride, token_stride, table_row, heads, part_splits,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PAGE: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, KV heads, programs): each split's parts of a row that is a sequence's last.
+
+    They go to `part` [T, Hq, part_splits, DIM] and `tops` [T, Hq, part_splits, 2].
+    """
+    seq, kv_head = tl.program_id(0), tl.program_id(1)
+    end = tl.load(kv_len + seq)
+    if end == 0:
+        return
+    query, positions, inside, row, head = _queries(
+        q, seq, 0, 1, end, kv_head, q_row, GROUP, 1, ROWS, DIM
+    )
+    blocks = table + seq.to(tl.int64) * table_row
+    k += kv_head.to(tl.int64) * head_stride
+    v += kv_head.to(tl.int64) * head_stride
+    low = 0
+    if window > 0:
+        low = tl.maximum(0, end - window) // KEYS * KEYS
+    for split in range(low // SPLIT + tl.program_id(2), tl.cdiv(end, SPLIT), tl.num_programs(2)):
+        begin = split * SPLIT
+        a, t, s = _range(
+            query, k, v, blocks, positions, inside,
+            tl.maximum(begin, low), tl.minimum(begin + SPLIT, end), end, scale, window,
+            block_stride, token_stride, ROWS, KEYS, PAGE, DIM,
+        )  # fmt: skip
+        to = (row * heads + head) * part_splits + split
+        tl.store(part + to[:, None] * DIM + tl.arange(0, DIM)[None, :], a, inside[:, None])
+        tl.store(tops + to * 2, t, inside)
+        tl.store(tops + to * 2 + 1, s, inside)
 
 
 @triton.jit
@@ -212,40 +236,55 @@ class PagedAttention:
         D and the tokens of a block are powers of two, at least 16. The cache may be FP8. Rows whose
         sequence has a `kv_len` of 0 are not written.
         """
-        keys, values = cache
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if where.max_q > 1:
+            self._rows_of_prefill(q, cache, where, scale * LOG2E, window or 0, out)
+        else:
+            self._rows_of_decode(q, cache, where, scale * LOG2E, window or 0, out)
+        return out
+
+    def _rows_of_prefill(self, q, cache, where: Varlen, scale: float, window: int, out) -> None:
+        keys, values = cache
         rows, heads, dim = q.shape
         kv_heads, page = keys.shape[1:3]
         group = heads // kv_heads
-        whole = where.max_q > 1
         narrow = max(16, triton.next_power_of_2(group))
-        lanes = narrow if self.exact or not whole else max(narrow, min(128, 16384 // dim))
-        tokens = lanes // group if whole else 1
-        part, tops = self._workspace(q, 0 if whole else rows)
-        tiles = rows // tokens + where.sequences if whole else where.sequences
-        programs = 1 if whole else self._programs(tiles * kv_heads, where.max_kv)
-        shape = {"KEYS": min(page, 64), "DIM": dim, "SPLIT": self.split}
-        _attend[(tiles, kv_heads, programs)](
-            *(q, keys, values, out, part, tops, where.q_start, where.kv_len, where.table),
-            *(where.sequences, scale * LOG2E, window or 0),
-            *(q.stride(0), out.stride(0), *keys.stride()[:3], where.table.stride(0)),
-            *(heads, self._splits),
+        lanes = narrow if self.exact else max(narrow, min(128, 16384 // dim))
+        tokens = lanes // group
+        _prefill[(rows // tokens + where.sequences, kv_heads)](
+            *(q, keys, values, out, where.q_start, where.kv_len, where.table, where.sequences),
+            *(scale, window, q.stride(0), out.stride(0), *keys.stride()[:3]),
+            where.table.stride(0),
             GROUP=group,
             TOKENS=tokens,
             ROWS=lanes,
+            KEYS=min(page, 64),
             PAGE=page,
-            WHOLE=whole,
+            DIM=dim,
+            SPLIT=self.split if self.exact else 0,
             num_warps=8 if lanes >= 128 else 4,
-            **shape | ({"SPLIT": 0} if whole and not self.exact else {}),
         )
-        if not whole:
-            _combine[(rows, heads)](
-                *(part, tops, out, where.kv_len, window or 0),
-                *(out.stride(0), heads, self._splits),
-                **shape,
-                num_warps=1,
-            )
-        return out
+
+    def _rows_of_decode(self, q, cache, where: Varlen, scale: float, window: int, out) -> None:
+        keys, values = cache
+        rows, heads, dim = q.shape
+        kv_heads, page = keys.shape[1:3]
+        part, tops = self._workspace(q, rows)
+        shape = {"KEYS": min(page, 64), "DIM": dim, "SPLIT": self.split}
+        _decode[(rows, kv_heads, self._programs(rows * kv_heads, where.max_kv))](
+            *(q, keys, values, part, tops, where.kv_len, where.table, scale, window),
+            *(q.stride(0), *keys.stride()[:3], where.table.stride(0), heads, self._splits),
+            GROUP=heads // kv_heads,
+            ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),
+            PAGE=page,
+            **shape,
+            num_warps=4,
+        )
+        _combine[(rows, heads)](
+            *(part, tops, out, where.kv_len, window, out.stride(0), heads, self._splits),
+            **shape,
+            num_warps=1,
+        )
 
     def _programs(self, others: int, max_kv: int) -> int:
         """Programs that share a row's splits."""

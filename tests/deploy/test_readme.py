@@ -60,7 +60,7 @@ def test_commands_in_python_run(command: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_commands_of_diptych_exist() -> None:
     used = {c.split()[1] for c in COMMANDS if c.startswith(".venv/bin/diptych")}
-    assert used == {"chat", "doctor", "scale", "status"}
+    assert used == {"chat", "doctor", "render", "scale", "status"}
     for name in used:
         assert run(str(Path(sys.executable).parent / "diptych"), name, "--help").returncode == 0
 

@@ -56,6 +56,20 @@ def test_fifty_users_are_counted_as_the_server_counts_them(live: Live, tmp_path:
     check_screenshot(screenshot(page, tmp_path / "report.png"))
 
 
+@pytest.mark.long
+def test_the_times_of_fifty_users_are_those_that_the_server_counts(
+    live: Live, tmp_path: Path
+) -> None:
+    """On a machine that does nothing else: a client that reads late sees two tokens as one."""
+    options = ["--profile", "chat", "--users", "50", "--duration", "30s"]
+    lengths = ["--prompt-tokens", "16-128", "--shared-tokens", "128"]
+    _, run, told = loadtest(live, tmp_path, *options, *lengths)
+    rows = {row["figure"]: row["deviation"] for row in run["server"]}
+    times = ["TTFT mean, ms", "TPOT mean, ms", "E2E mean, ms"]
+    assert [figure for figure in times if not abs(rows[figure]) < 0.05] == [], told
+    eventually(live.idle)
+
+
 def test_two_processes_offer_the_arrivals_of_one_and_a_gate_is_the_exit_code(
     live: Live, tmp_path: Path
 ) -> None:

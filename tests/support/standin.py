@@ -195,6 +195,7 @@ def standing_in(folder: Path, **sections: dict) -> Iterator[StandIn]:
         patch.object(gateways, "node_host", lambda: "127.0.0.1"),
         patch.object(gateways.logs, "configure", lambda *given: None),
         patch.object(gateways.gc, "freeze", lambda: None),
+        patch.object(gateways.gc, "set_threshold", lambda *given: None),
     ):
         gateway = asyncio.run_coroutine_threadsafe(start(), loop).result(120)
     try:

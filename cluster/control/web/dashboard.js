@@ -95,7 +95,7 @@ function arcs(workers, places) {
       lines.push(make("path", { d: `M ${from.x} ${from.y} C ${bend} ${from.y} ${bend} ${to.y} ${to.x} ${to.y}`, fill: "none",
         class: moved ? "moving" : "moved", "stroke-width": moved ? Math.min(10, 1.5 + Math.log2(1 + moved / 65536)) : 1 },
       make("title", {}, `${source} -> ${worker.id}: ${bytes(moved)} in the last second, ${bytes(total)} in all`)));
-      if (moved) labels.push(make("text", { x: (from.x + to.x) / 2, y: (from.y + to.y) / 2 - 6, "text-anchor": "middle" },
+      if (moved) labels.push(make("text", { x: (from.x + to.x) / 2, y: (from.y + to.y) / 2 + 4, "text-anchor": "middle", class: "rate" },
         `${bytes(moved)}/s`));
     }
   }
@@ -151,7 +151,7 @@ function explained(one) {
     if (!all.length) return make("p", {}, `${stage}: none`);
     const terms = Object.keys(all[0][2]);
     return make("table", {}, make("caption", {}, `${stage}: candidates, the chosen one first`),
-      make("thead", {}, row(...["Worker", "Score", ...terms].map((name) => make("th", {}, name)))),
+      make("thead", {}, row(...["Worker", "Score", ...terms].map((name, column) => make("th", { class: column ? "number" : "" }, name)))),
       make("tbody", {}, ...all.map(([worker, score, cost]) => row(cell(worker),
         cell(score.toPrecision(4), true), ...terms.map((name) => cell(ms(cost[name] * 1e3), true))))));
   };
@@ -224,6 +224,7 @@ function show(view) {
     button.setAttribute("aria-pressed", String(button.dataset.view === view));
     $(button.dataset.view).hidden = button.dataset.view !== view;
   }
+  window.scrollTo(0, 0); // a browser jumps to the section, past the header
 }
 document.querySelectorAll("nav button").forEach((button) =>
   button.addEventListener("click", () => { location.hash = button.dataset.view; }));

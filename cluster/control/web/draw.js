@@ -24,7 +24,8 @@ export const bytes = (value) => {
 export function table(id, head, rows) {
   const caption = $(id).caption;
   $(id).replaceChildren(...(caption ? [caption] : []),
-    make("thead", {}, make("tr", {}, ...head.map((name) => make("th", {}, name)))),
+    make("thead", {}, make("tr", {}, ...head.map((name, column) =>
+      make("th", { class: rows[0]?.cells[column]?.className === "number" ? "number" : "" }, name)))),
     make("tbody", {}, ...rows));
 }
 

@@ -6,6 +6,7 @@ import itertools
 import random
 from dataclasses import replace
 
+import msgspec
 import pytest
 from diptych.cluster.planner.core import (
     Bounds,
@@ -142,3 +143,11 @@ def test_the_first_half_minute_is_too_short_to_judge_by() -> None:
     given = seen("4P4D", LONG_PROMPTS, 4.0)
     assert not one.handle(given, 0.0) and not one.handle(given, 25.0)
     assert one.handle(given, 30.0)
+
+
+def test_a_fit_that_calls_steps_free_is_no_reason_to_fail() -> None:
+    """Start-up calibration on a noisy machine may find no slope at all."""
+    given = seen("2P2D", LONG_ANSWERS, 1.0)
+    flat = msgspec.structs.replace(HARDWARE.cost, step_row=0.0, step_token=0.0)
+    replicas = tuple(replace(one, cost=flat) for one in given.replicas)
+    assert planner().handle(replace(given, replicas=replicas), 0.0) == []

@@ -25,9 +25,9 @@ ATTEND = {
     "scale": "fp32",
 }
 SHAPE = {"GROUP": 4, "KEYS": 64, "PAGE": 64, "DIM": 128}
-PREFILL = {**SHAPE, "TOKENS": 32, "ROWS": 128, "SPLIT": 0, "WHOLE": True}
-DECODE = {**SHAPE, "TOKENS": 1, "ROWS": 16, "SPLIT": 256, "WHOLE": False}
-EXACT = {**SHAPE, "TOKENS": 4, "ROWS": 16, "SPLIT": 256, "WHOLE": True}
+PREFILL = {**SHAPE, "TOKENS": 32, "ROWS": 128, "SPLIT": 0}
+DECODE = {**SHAPE, "ROWS": 16, "SPLIT": 256}
+EXACT = {**SHAPE, "TOKENS": 4, "ROWS": 16, "SPLIT": 256}
 ROPE = {
     **dict.fromkeys(("qkv", "keys", "values", "q_norm", "k_norm"), HALF),
     **dict.fromkeys(("cos", "sin"), WIDE),
@@ -41,10 +41,10 @@ PICK = {"values": F64, "ids": INTS, "peaks": WIDE, "out": LONGS, "out_peak": WID
 FP8 = {"k": "*fp8e4nv", "v": "*fp8e4nv"}
 #: name -> kernel, types of its arguments (int32 where none is given), constants, warps
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
-    "prefill": (paged._attend, ATTEND, PREFILL, 8),
-    "decode": (paged._attend, ATTEND, DECODE, 4),
-    "decode fp8": (paged._attend, ATTEND | FP8, DECODE, 4),
-    "exact prefill": (paged._attend, ATTEND, EXACT, 4),
+    "prefill": (paged._prefill, ATTEND, PREFILL, 8),
+    "decode": (paged._decode, ATTEND, DECODE, 4),
+    "decode fp8": (paged._decode, ATTEND | FP8, DECODE, 4),
+    "exact prefill": (paged._prefill, ATTEND, EXACT, 4),
     "combine": (
         paged._combine,
         {"part": WIDE, "tops": WIDE, "out": HALF, "kv_len": INTS},

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
+
+from tests.support import checkpoints
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
 
 pytest.importorskip("triton")
 
@@ -19,3 +26,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(torch.seed() % 2**31)  # fresh inputs in every run
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Models with heads of 16 or more numbers, a power of two."""
+    root = tmp_path_factory.mktemp("small")
+
+    def make(name: str) -> Path:
+        folder = root / name
+        return folder if folder.exists() else checkpoints.make(folder, name, **SMALL)
+
+    return make

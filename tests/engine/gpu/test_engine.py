@@ -9,26 +9,13 @@ import pytest
 import torch
 from diptych.engine.engine import Engine, EngineConfig
 from diptych.engine.errors import KernelUnavailable
+from diptych.engine.exactness import is_exact
 from diptych.engine.scheduler import Limits
 from diptych.protos.frames import Sampling
 
 from tests.engine import rig
-from tests.support import checkpoints
 
 DEVICE = "cpu"
-SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Models with heads of 16 or more numbers, a power of two."""
-    root = tmp_path_factory.mktemp("small")
-
-    def make(name: str) -> Path:
-        folder = root / name
-        return folder if folder.exists() else checkpoints.make(folder, name, **SMALL)
-
-    return make
 
 
 def engine(folder: Path, attention: str, **fields) -> Engine:
@@ -79,6 +66,14 @@ def test_tokens_of_other_architectures_too(small: Callable[[str], Path], name: s
 @pytest.mark.long
 def test_exact_tokens_are_those_of_torch(small: Callable[[str], Path]) -> None:
     same_tokens(small("llama"), device=DEVICE, exact=True)
+
+
+@pytest.mark.long
+def test_exact_bits_do_not_depend_on_the_batch(small: Callable[[str], Path]) -> None:
+    """The start-up check: a text whole, in chunks and row by row, KV and logits too."""
+    owner = engine(small("llama"), "triton", exact=True)
+    assert is_exact(owner._model, owner.config.limits.block_tokens)
+    assert owner.kernels.startswith("exact on cpu by 256")
 
 
 @pytest.mark.long

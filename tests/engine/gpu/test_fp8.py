@@ -14,7 +14,7 @@ from diptych.engine.gpu import fp8
 from diptych.engine.ops import Ops
 
 from . import reference
-from .test_engine import engine, small  # noqa: F401  (a fixture)
+from .test_engine import engine
 
 STEP = 2.0**-3  #: largest relative distance of two neighbours in e4m3
 
@@ -68,7 +68,7 @@ def logits(owner: Engine) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("fields", "most"), [({"weights": "fp8"}, 0.1), ({"kv_dtype": "float8_e4m3fn"}, 0.1)]
 )
-def test_logits_stay_near(small: Callable[[str], Path], fields, most: float) -> None:  # noqa: F811
+def test_logits_stay_near(small: Callable[[str], Path], fields, most: float) -> None:
     folder = small("llama")
     found, expected = logits(engine(folder, "triton", **fields)), logits(engine(folder, "torch"))
     assert 1e-4 < reference.error(found, expected) < most
@@ -76,7 +76,7 @@ def test_logits_stay_near(small: Callable[[str], Path], fields, most: float) -> 
     assert agree > 0.8
 
 
-def test_peers_with_another_kv_dtype_do_not_match(small: Callable[[str], Path]) -> None:  # noqa: F811
+def test_peers_with_another_kv_dtype_do_not_match(small: Callable[[str], Path]) -> None:
     folder = small("llama")
     plain = engine(folder, "triton")
     half = engine(folder, "triton", kv_dtype="float8_e4m3fn")
@@ -84,7 +84,7 @@ def test_peers_with_another_kv_dtype_do_not_match(small: Callable[[str], Path]) 
     assert half.kv.block_bytes * 4 == plain.kv.block_bytes
 
 
-def test_they_are_settings_of_a_gpu(small: Callable[[str], Path]) -> None:  # noqa: F811
+def test_they_are_settings_of_a_gpu(small: Callable[[str], Path]) -> None:
     with pytest.raises(KernelUnavailable, match="settings of a GPU"):
         engine(small("llama"), "torch", weights="fp8")
     with pytest.raises(KernelUnavailable, match="exact: products of FP8"):

@@ -1,0 +1,127 @@
+"""The proof's own logic on a CPU: floors by hand, and each section on a tiny model."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from diptych.engine.gpu import prove
+from diptych.engine.gpu.roofline import (
+    LLAMA_3_8B,
+    Ceilings,
+    decode_cost,
+    kv_token_bytes,
+    prefill_flops,
+    table,
+)
+
+H200 = Ceilings(4.3e12, 790e12)
+CPU = torch.device("cpu")
+TINY = replace(
+    LLAMA_3_8B,
+    vocab=256,
+    hidden=64,
+    intermediate=64,
+    layers=1,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    max_positions=512,
+    windows=(None,),
+    dtype="float32",
+)
+
+
+class Event:
+    """A CUDA event on a device that is never ahead of the host."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, other: Event) -> float:
+        return (other.at - self.at) * 1e3
+
+
+@pytest.fixture(autouse=True)
+def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("batch", "context", "floor_ms"),
+    [(1, 1024, 3.52), (32, 1024, 4.49), (128, 1024, 7.49), (256, 1024, 12.9), (32, 4096, 7.49)],
+)
+def test_floors_are_those_worked_out_by_hand(batch: int, context: int, floor_ms: float) -> None:
+    found = decode_cost(LLAMA_3_8B, batch, context).floor_s(H200) * 1e3
+    assert found == pytest.approx(floor_ms, rel=0.02)
+
+
+def test_sizes_of_llama_3_8b() -> None:
+    assert kv_token_bytes(LLAMA_3_8B) == 128 << 10
+    assert decode_cost(LLAMA_3_8B, 1, 1).weight_bytes == pytest.approx(15.0e9, rel=0.01)
+    assert prefill_flops(LLAMA_3_8B, 2048) / 2048 == pytest.approx(14.5e9, rel=0.02)
+    assert prefill_flops(LLAMA_3_8B, 32_768) / 32_768 == pytest.approx(22.5e9, rel=0.02)
+    halved = decode_cost(LLAMA_3_8B, 32, 1024, 1, 1)
+    assert halved.kv_bytes * 2 == decode_cost(LLAMA_3_8B, 32, 1024).kv_bytes
+
+
+def test_a_table_is_markdown() -> None:
+    assert table([["a", "b"], ["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+
+
+def test_without_a_device_it_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["prove"])
+    prove.main()
+    assert "no CUDA device" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_sections_of_a_model_run() -> None:
+    with torch.inference_mode():
+        bench = prove.Bench(TINY, CPU, 5, 5 * 256)
+        decode = prove.decode_section(bench, H200, "Decode", ((2, 128),))
+        assert "| 2 x 128 |" in decode.lines[-1]
+        (prefill,) = prove.prefill_section(bench, H200, (64,)).lines
+        assert "| 64 |" in prefill
+        assert not prove.graphs_section(bench).failed
+
+
+@pytest.mark.long
+def test_greedy_ids_of_a_right_model_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove, "SMALL", {"hidden": 64, "layers": 2, "intermediate": 64})
+    with torch.inference_mode():
+        assert not prove.greedy_section(TINY, CPU, 3).failed
+        monkeypatch.setattr(prove, "on_cpu", lambda decoder: broken(decoder, on_cpu(decoder)))
+        assert prove.greedy_section(TINY, CPU, 3).failed
+
+
+on_cpu = prove.on_cpu
+
+
+def broken(_: object, decoder):
+    decoder.weights.embedding.neg_()
+    return decoder
+
+
+@pytest.mark.long
+def test_an_error_is_measured_and_a_wrong_backend_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prove.attention_error("triton", "triton", CPU, 64, 64, torch.float32) < 1e-5
+    from diptych.engine.gpu.paged import PagedAttention
+
+    right = PagedAttention.__call__
+    monkeypatch.setattr(PagedAttention, "__call__", lambda *args: right(*args) * 1.05)
+    assert prove.attention_error("triton", "triton", CPU, 64, 64, torch.float32) > prove.TOLERANCE
+
+
+def test_ceilings_are_bytes_and_products_over_time() -> None:
+    found = prove.ceilings(CPU, 1 << 20, 64)
+    assert 1e6 < found.copy < 1e13 and 1e5 < found.matmul < 1e15

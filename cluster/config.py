@@ -212,7 +212,16 @@ class ClusterConfig(Section):
         ranks = max(self.pools.prefill.tensor_parallel, self.pools.decode.tensor_parallel)
         if self.kv_tiers.memory_mib and ranks > 1:
             raise ValueError("kv_tiers work for pools with tensor_parallel 1 only")
+        if "cuda" in (self.pools.prefill.engine.device, self.pools.decode.engine.device):
+            self._check_gpu(ranks)
         return self
+
+    def _check_gpu(self, ranks: int) -> None:
+        """What reads KV through host memory cannot read a GPU's."""
+        if self.kv_transfer.transport != "nixl":
+            raise ValueError("engine.device cuda needs kv_transfer.transport nixl")
+        if self.kv_tiers.memory_mib or ranks > 1:
+            raise ValueError("engine.device cuda knows neither kv_tiers nor tensor_parallel yet")
 
 
 def load_config(path: Path | None, overrides: dict[str, Any]) -> ClusterConfig:

@@ -44,6 +44,7 @@ class Transfers:
                 lambda admit: open_transport(name, f"{worker}:0", pool, admit, host, corrupt),
                 self._outcome,
                 tickets.Limits(total_s=settings.timeout_s),
+                digest=pool.digest,
             )
         ]
         for rank, control in enumerate(engine.followers, 1):

@@ -96,7 +96,8 @@ class Engine:
         self.exact = promised and is_exact(self._model, size)
         self._grammars = Grammars(config.model, self.spec.vocab, self.spec.eos_ids)
         backend = self.kernels.split(":")[0].encode()  # another one has other last bits
-        self.compatibility = layout.compatibility(salt + backend, ranks)
+        known = salt + backend + self.kv.digest_kind
+        self.compatibility = layout.compatibility(known, ranks)
         self.pieces = piece_count(layout, ranks)
         self._pipeline = self._device_steps()
         self.announce: Callable[[list[Filled]], None] = lambda _: None  #: called in mid-step
@@ -225,7 +226,9 @@ class Engine:
 
     def _steady(self, outputs: list[Output], began: float) -> list[Output]:
         """Accounts for a decode step of the pipeline."""
+        assert self._pipeline
         seconds = time.perf_counter() - began
+        self.scheduler.cost.observe(seconds, self._pipeline.work)
         self.steps += 1
         self.decode_steps += 1
         self.decode_seconds += seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,6 +22,9 @@ class KVPool:
 
     memory, device = "DRAM", 0
     fd: int | None = None
+    #: checksums of (unit, runs, seed) made where the bytes are; None: from `view`, by the transfer
+    digest: Callable[[int, Sequence[tuple[int, int]], int], int] | None = None
+    digest_kind = b""  #: what of this peers compare: two kinds of checksums do not match
 
     def __init__(
         self, layout: KVLayout, blocks: int, dtype: torch.dtype, shared: bool = False

@@ -383,11 +383,12 @@ class Router:
         self.tally.predicted(bound.placed.predicted_ttft_ms / 1e3, now - bound.waiting.arrived)
         worker = bound.prefill
         done = self.fleet.computed(worker, key, now)
+        self.fleet.revisit(now)
         if done and bound.placed.prefill and done[1] > 0:
             work, took = done
             self.binder.residuals.observe(took / work.seconds if work.seconds else 1.0)
             nominal = prefill_s(worker.cost, work.uncached, work.prompt)
-            self.fleet.corrected(worker, took / nominal if nominal else 1.0)
+            self.fleet.corrected(worker, took / nominal if nominal else 1.0, now)
         elif done and not bound.placed.prefill:
             self.binder.offer_again()
         decision = self._decisions.get(key)

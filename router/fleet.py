@@ -12,15 +12,16 @@ from math import inf
 from operator import attrgetter
 
 import numpy as np
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from ..protos.frames import Coefficients, Key, Report, WorkerCard
-from .predictor import SLOW, Correction, Drift, prior, step_s
+from .predictor import SLOW, Correction, Drift, Learned, prior, step_s
 
 BATCH_TOKENS = 512  #: prompts below this share a step: it is where prefill becomes efficient
 PREFETCH = 2  #: longer prompts that a worker has at a time
 HALTED_MAX = 4  #: prompts of a worker that one more may go before
 TYPICAL = (2048, 4096)  #: uncached, all tokens of a prompt by which workers' speeds are compared
+FADE_S = 10.0  #: after so long without a prompt half of a worker's own correction is forgotten
 SLACK_S = 0.005  #: beyond the round trip, for a prediction that is a little late
 MEMORY_S = 0.01  #: cost of a KV pool that is full, in the coin of a step; grows with the square
 OLD_CREDITS = 8  #: entries of the heap for each worker, before the old ones are cleared away
@@ -91,6 +92,7 @@ class Worker:
     fit: int = -1  #: blocks of the largest reservation that it takes; -1: none
     expected_tokens: float = inf  #: room left when all streams have reached their expected length
     calm_tokens: float = inf  #: KV tokens that it can read beside, its step within the target
+    fitted: float = 0.0  #: when its prefills were last seen, or forgotten
     step_now: float = 0.0
     step_next: float = 0.0  #: a step with one more row, without its KV
     decode_s: float = 0.0  #: the same, and what a fuller pool costs
@@ -186,6 +188,8 @@ class Fleet:
         self._rows = np.zeros((len(FLOATS), 0))
         self._stale: set[int] = set()
         self._types: dict[tuple[str, str, int], Drift] = {}
+        self._learned: dict[tuple[str, int], Learned] = {}
+        self._turn = 0
         self.block_tokens = 64
         self._resize(16)
 
@@ -220,7 +224,7 @@ class Fleet:
             if None not in self.by_slot:
                 self._resize(2 * len(self.by_slot))
             slot = self.by_slot.index(None)
-            cost = card.cost or self._prior
+            cost = card.cost or self._learned_of(card).cost
             prefill, step = self._correction("prefill", card), self._correction("step", card)
             worker = Worker(slot, card, cost, prefill, step)
             self.workers[card.id] = self.by_slot[slot] = worker
@@ -246,6 +250,9 @@ class Fleet:
 
     def _correction(self, kind: str, card: WorkerCard) -> Correction:
         return Correction(self._types.setdefault((kind, card.gpu, card.tp), Drift(SLOW)))
+
+    def _learned_of(self, card: WorkerCard) -> Learned:
+        return self._learned.setdefault((card.gpu, card.tp), Learned(self._prior))
 
     def lose(self, name: str) -> Worker | None:
         worker = self.workers.pop(name, None)
@@ -290,30 +297,25 @@ class Fleet:
         worker.step_row, worker.step_weights = factor * c.step_row, factor * c.step_weights
         worker.step_lone = factor * step_s(c, 1, 0)
 
-    def corrected(self, worker: Worker, ratio: float) -> None:
+    def corrected(self, worker: Worker, ratio: float, now: float) -> None:
         """A prefill took `ratio` times what the closed form says."""
+        worker.fitted = now
         worker.prefill.observe(ratio)
         self._prefill_speed(worker)
 
     def report(self, worker: Worker, report: Report) -> bool:
-        """What a report says of speed; a worker with no closed form is learned from scratch.
+        """What a report says of speed; without a closed form its type is learned from scratch.
 
         True if its reservations are taken again.
         """
-        c, changed = worker.cost, False
-        if worker.card.cost is None and report.prefill_seconds > 0 and report.prefill_tokens:
-            seen = report.prefill_seconds / report.prefill_tokens
-            token = 0.8 * c.prefill_token + 0.2 * seen
-            worker.cost = c = structs.replace(c, prefill_token=token)
-            self._prefill_speed(worker)
+        changed = False
+        if worker.card.cost is None:
+            changed = self._learn(worker, report)
         if report.steps and report.step_seconds > 0:
-            seen = report.step_seconds / report.steps
             changed = True
-            if worker.card.cost is None:
-                base = 0.8 * c.step_base + 0.2 * max(seen - c.step_row * report.running, 0.0)
-                worker.cost = structs.replace(c, step_base=base)
-            elif report.running and not report.prefill_tokens:
-                worker.step.observe(seen / step_s(c, report.running, report.kv_tokens))
+            if report.running and not report.prefill_tokens:
+                expected = step_s(worker.cost, report.running, report.kv_tokens)
+                worker.step.observe(report.step_seconds / report.steps / expected)
         # while preempted sequences wait for blocks, the worker refuses reservations
         before = worker.decodes_ok
         after = worker.card.role in ("decode", "mixed") and not report.waiting
@@ -325,6 +327,38 @@ class Fleet:
         if changed or after != before:
             self._decode_changed(worker)
         return after and not before
+
+    def _learn(self, worker: Worker, report: Report) -> bool:
+        """Its type learns from the report, it from its type. True if its closed form changed."""
+        learned = self._learned_of(worker.card)
+        if report.prefill_seconds > 0 and report.prefill_tokens:
+            learned.prefill(report.prefill_seconds / report.prefill_tokens)
+        if report.steps and report.step_seconds > 0:
+            learned.step(report.step_seconds / report.steps, report.running)
+        return self._catch_up(worker, learned)
+
+    def _catch_up(self, worker: Worker, learned: Learned) -> bool:
+        if worker.cost is learned.cost:
+            return False
+        worker.cost = learned.cost
+        self._prefill_speed(worker)
+        return True
+
+    def revisit(self, now: float) -> None:
+        """One worker, in turn. What one bad prompt said of it would keep an idle one idle for ever:
+        it catches up with its type, and what is its own fades."""
+        self._turn = (self._turn + 1) % len(self.by_slot)
+        worker = self.by_slot[self._turn]
+        if worker is None or worker.prefills:
+            return
+        changed = worker.card.cost is None and self._catch_up(worker, self._learned_of(worker.card))
+        if now - worker.fitted > FADE_S:
+            worker.fitted = now
+            worker.prefill.fade()
+            self._prefill_speed(worker)
+        if changed:
+            self._decode_speed(worker)
+            self._decode_changed(worker)
 
     # ---- prompts ---------------------------------------------------------------------------------
 

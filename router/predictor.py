@@ -14,9 +14,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from math import exp, log
 
+from msgspec import structs
+
 from ..protos.frames import Coefficients
 
 FAST, SLOW = 1 / 20, 1 / 1000  #: weight of a new sample
+LEARN = 1 / 10  #: the same, of a closed form that is learned
 RATIO_MAX = 8.0  #: a sample beyond counts as this
 CORRECTION_MAX = 8.0  #: of a worker against its type
 RING, RECOMPUTE = 256, 32
@@ -69,8 +72,41 @@ class Correction:
             return
         self.shared.observe(ratio)
         self.own.observe(ratio / exp(self.shared.value))
+        self._apply()
+
+    def fade(self) -> None:
+        """Half of what is the worker's own is forgotten: it was idle, so nothing can mend it."""
+        self.own.value /= 2
+        self.own.samples = min(self.own.samples, 3)
+        self._apply()
+
+    def _apply(self) -> None:
         limit = log(CORRECTION_MAX)
         self.factor = exp(self.shared.value + min(max(self.own.value, -limit), limit))
+
+
+class Learned:
+    """The closed form of a type of worker that says none, from its workers' reports."""
+
+    __slots__ = ("_prefills", "_steps", "cost")
+
+    def __init__(self, first: Coefficients) -> None:
+        self.cost, self._prefills, self._steps = first, 0, 0
+
+    def prefill(self, token_s: float) -> None:
+        """Seconds for each token of the prompts of a report."""
+        self._prefills += 1
+        known = self.cost.prefill_token
+        known += max(LEARN, 1 / (self._prefills + 1)) * (token_s - known)
+        self.cost = structs.replace(self.cost, prefill_token=known)
+
+    def step(self, seconds: float, rows: int) -> None:
+        """The mean step of a report."""
+        self._steps += 1
+        known = self.cost.step_base
+        seen = max(seconds - self.cost.step_row * rows, 0.0)
+        known += max(LEARN, 1 / (self._steps + 1)) * (seen - known)
+        self.cost = structs.replace(self.cost, step_base=known)
 
 
 class Residuals:

@@ -68,7 +68,7 @@ def bar(share: float, width: int) -> str:
     return "█" * full + "░" * (width - full)
 
 
-def grid(workers: list[dict[str, Any]], across: int = 4) -> list[str]:
+def grid(workers: list[dict[str, Any]], across: int = 3) -> list[str]:
     """One cell for each replica."""
     cells = [cell(worker) for worker in workers]
     rows = [cells[first : first + across] for first in range(0, len(cells), across)]
@@ -107,7 +107,7 @@ def decision_line(one: dict[str, Any]) -> str:
     seen = one["observed"].get("ttft_ms")
     observed = "" if seen is None else f", was {seen:.0f}"
     return (
-        f"{name[:44]:<44}  {to:<38}  {one['prompt_tokens']:>6} tokens, {one['hit_tokens']} cached"
+        f"{name[:36]:<36}  {to:<36}  {one['prompt_tokens']:>6} tokens, {one['hit_tokens']} cached"
         f"  TTFT {1e3 * one['ttft_s']:.0f} ms{observed}"
     )
 

@@ -200,7 +200,8 @@ def _command(plan: Any, url: str, extra: dict[str, str], given: dict[str, Any]) 
 
 def _locust(command: list[str], verbose: bool) -> int:
     """Runs it; its own output only when asked for, or when it failed. Our lines are on stderr."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by jobs of a script
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT is ignored by jobs of a script
+        signal.signal(number, signal.default_int_handler)
     quiet = [] if verbose else ["--skip-log-setup"]  # then warnings only
     process = subprocess.Popen([*command, *quiet], stdout=sys.stderr)
     try:

@@ -69,7 +69,8 @@ class Top(App[str]):
             return
         decisions = found.json()["decisions"] if found.is_success else []
         self._board.add(cluster)
-        self.query_one("#board", Static).update("\n".join(self._board.lines(cluster, decisions)))
+        for board in self.query("#board").results(Static):  # none: the screen is closing
+            board.update("\n".join(self._board.lines(cluster, decisions)))
 
     def _client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=self._api.url, headers=self._api.headers, timeout=10.0)

@@ -294,7 +294,9 @@ def _post(path: str, post: Operation) -> Schema:
         about = (
             f"`data:` of each event is {post.event}; an error of an open stream is event `error`"
         )
-        content["text/event-stream"] = {"schema": {"type": "string", "description": about}}
+        fields = {name: {"type": "string"} for name in ("event", "data", "id")}
+        event = {"type": "object", "properties": fields, "required": ["data"]}
+        content["text/event-stream"] = {"schema": {**event, "description": about}}
     body = {"application/json": {"schema": ref(post.body.__name__)}}
     return {
         "operationId": post.name,

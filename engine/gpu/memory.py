@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...kv_transfer import KVLayout
+from ...kv_transfer.vram import DIGEST, VramPool
 from ..errors import OutOfMemory
 from ..pool import KVPool
 
@@ -15,7 +16,7 @@ class DevicePool(KVPool):
     Raises OutOfMemory.
     """
 
-    memory = "VRAM"
+    memory, digest_kind = "VRAM", DIGEST
 
     def __init__(
         self, layout: KVLayout, blocks: int, dtype: torch.dtype, device: torch.device
@@ -28,3 +29,4 @@ class DevicePool(KVPool):
             raise OutOfMemory(f"a KV pool of {size >> 20} MiB does not fit: {error}") from None
         self.view = memoryview(b"")
         self._place(memory, layout, blocks, dtype)
+        self.digest = VramPool(memory).digest

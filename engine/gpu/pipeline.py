@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ...protos.frames import Token
+from ..pacing import Work
 from ..sampler import Fault, damage
 from ..scheduler import Scheduler
 from ..sequence import Output, Sequence
@@ -62,6 +63,7 @@ class Pipeline:
         self._runner, self._scheduler, self._tell = runner, scheduler, tell
         self._max_len = max_len
         self._ahead: Launched | None = None
+        self.work = Work()  #: of the step that was booked last
 
     def takes(self, sequences: list[Sequence]) -> bool:
         """A step of pure decode over these can be run here."""
@@ -91,6 +93,8 @@ class Pipeline:
             return None
         now, self._ahead = self._ahead, None
         self._ahead = self._run_ahead(now)
+        keys = sum(seq.computed + 1 for seq in now.sequences)
+        self.work = Work(rows=len(now.sequences), keys=keys)
         outputs = []
         for seq, token, peak in zip(now.sequences, *now.ticket.read(), strict=True):
             if self._live(seq):  # else it ended while this was computed

@@ -41,3 +41,16 @@ def test_drafts_are_off_unless_asked_for_and_bounded() -> None:
     assert load_config(None, {key: 4}).pools.decode.engine.draft_tokens == 4
     with pytest.raises(ConfigError, match=r"draft_tokens: .*(got 17)"):
         load_config(None, {key: 17})
+
+
+def test_a_gpu_needs_a_transport_that_reads_its_memory() -> None:
+    gpu = {"pools.decode.engine.device": "cuda"}
+    with pytest.raises(ConfigError, match=r"needs kv_transfer\.transport nixl"):
+        load_config(None, gpu)
+    gpu["kv_transfer.transport"] = "nixl"
+    assert load_config(None, gpu).pools.decode.engine.attention == "auto"
+    for key, value in (("kv_tiers.memory_mib", 64), ("pools.prefill.tensor_parallel", 2)):
+        with pytest.raises(ConfigError, match="knows neither kv_tiers nor tensor_parallel"):
+            load_config(None, gpu | {key: value})
+    with pytest.raises(ConfigError, match="attention"):
+        load_config(None, {"pools.decode.engine.attention": "fa9"})

@@ -366,3 +366,14 @@ def test_rules_in_cel_of_the_real_crds_run() -> None:
     assert crds.problems(route, schema) == []
     del route["spec"]["rules"][0]["backendRefs"][0]["port"]
     assert any("port" in line.lower() for line in crds.problems(route, schema))
+
+
+def test_a_pool_of_nobody_is_no_deployment() -> None:
+    """As `diptych plan` writes it when disaggregation does not pay."""
+    sizes = {"prefill": {"replicas": 0}, "decode": {"replicas": 2}}
+    memory = {"requests": {"memory": "6Gi"}, "limits": {"memory": "6Gi"}}
+    group = {"name": "all", "pods": 1, "resources": memory, "slots": {"decode": 2, "gateway": 1}}
+    never = {"router": {"disaggregate": "never"}}
+    text = render.render({"pools": sizes, "groups": [group], "config": never})
+    assert validate.problems(text, FOLDER) == []
+    assert "DecodeWorker" in text and "PrefillWorker" not in text

@@ -62,7 +62,8 @@ def planner(live: Live) -> dict[str, Any]:
 def ordered(live: Live) -> list[dict[str, Any]]:
     """Its orders; while there are none, the pressure that it sees is in the log."""
     told = planner(live)
-    print(told["pressure"], end=" ")
+    pressure = told["pressure"]
+    print(f"{pressure:.2f}" if pressure else "-", end=" ")
     return told["orders"]
 
 

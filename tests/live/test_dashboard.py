@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -105,7 +106,7 @@ def test_pictures_of_a_cluster_at_work(tmp_path: Path) -> None:
                 page.open(svg.as_uri(), 1630, 960)
                 page.picture(pictures / "top.png")
         finally:
-            load.terminate()
+            load.send_signal(signal.SIGINT)
             load.wait(60)
     names = ("dashboard", "explain", "whatif", "top")
     assert all((pictures / f"{name}.png").stat().st_size > 20_000 for name in names)

@@ -103,8 +103,33 @@ def test_a_first_token_takes_a_local_prompt_off_the_wait_too() -> None:
 def test_reports_change_the_predicted_rate() -> None:
     rig = Rig("prefill/a", "decode/x")
     rig.report("prefill/a", 1, prefill_tokens=6000, prefill_seconds=1.0)
-    # 0.8 / 2000 + 0.2 / 6000 seconds for each token
-    assert rig.ask("r").predicted_wait_ms == pytest.approx(640 * (0.8 / 2 + 0.2 / 6))
+    # half of 1/2000, half of 1/6000 seconds for each token: it is the first report
+    assert rig.ask("r").predicted_wait_ms == pytest.approx(640 * (0.5 / 2 + 0.5 / 6))
+
+
+def test_a_newcomer_starts_with_what_its_type_has_shown() -> None:
+    rig = Rig("prefill/a", "decode/x")
+    rig.report("prefill/a", 1, prefill_tokens=6000, prefill_seconds=1.0)
+    rig.send(e.Lost("prefill/a"))
+    rig.send(e.Joined(card("prefill/b"), 0, []))
+    assert rig.ask("r").predicted_wait_ms == pytest.approx(640 * (0.5 / 2 + 0.5 / 6))
+
+
+def test_one_bad_prompt_does_not_keep_a_worker_idle_for_ever(rig: Rig) -> None:
+    """A cold start: its first prompt took 50 times as long as it should."""
+    cold = rig.ask("cold").prefill
+    rig.send(e.FirstToken(("cold", 0)), after=16.0)
+    rig.over("cold")
+    used = []
+    for index in range(60):
+        names = f"a{index}", f"b{index}"
+        used.append({rig.ask(name).prefill for name in names})
+        for name in names:
+            rig.send(e.FirstToken((name, 0)), after=0.32)
+            rig.over(name)
+        rig.now += 1.0
+    assert not any(cold in pair for pair in used[:3]), "what it showed counts at first"
+    assert sum(cold in pair for pair in used[30:]) == 30, "and it is tried again"
 
 
 def test_a_prefix_hit_is_preferred_and_counted(rig: Rig) -> None:

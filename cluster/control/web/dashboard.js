@@ -104,12 +104,14 @@ function arcs(workers, places) {
 
 // ---- requests ----
 
-function waterfall(one) {
+const taken = (one) => Math.max(one.waited_s + one.left_s + one.prefill_s, (one.observed.ttft_ms ?? 0) / 1e3);
+
+function waterfall(one, longest) {
   const seen = one.observed.ttft_ms ? one.observed.ttft_ms / 1e3 : 0;
   const parts = [["queue", one.waited_s], ["left", one.left_s], ["compute", one.prefill_s]];
   const told = parts.reduce((sum, [, seconds]) => sum + seconds, 0);
   parts.push(["rest", Math.max(0, seen - told)]);
-  const scale = 160 / Math.max(one.ttft_target_s, told, seen, 1e-9);
+  const scale = 160 / longest;
   let x = 0;
   const bars = parts.map(([name, seconds]) => {
     const bar = make("rect", { x, y: 3, width: Math.max(0, seconds * scale), height: 10, class: name },
@@ -118,19 +120,21 @@ function waterfall(one) {
     return bar;
   });
   const target = one.ttft_target_s * scale;
+  const mark = target <= 165 ? [make("line", { x1: target, x2: target, y1: 0, y2: 16, stroke: "var(--ink)" })] : [];
   return make("svg", { width: 170, height: 16, role: "img", "aria-label": `first token, target ${ms(one.ttft_target_s * 1e3)}` },
-    ...bars, make("line", { x1: target, x2: target, y1: 0, y2: 16, stroke: "var(--ink)" }));
+    ...bars, ...mark);
 }
 
 function drawRequests() {
   const list = [...decisions.values()].sort((a, b) => b.number - a.number).slice(0, KEPT);
+  const longest = Math.max(1e-3, ...list.map(taken)); // of all rows: their bars compare
   $("decisions").tBodies[0].replaceChildren(...list.flatMap((one) => {
     const late = one.observed.ttft_ms > one.ttft_target_s * 1e3;
     const name = one.key[0].split("~")[0];
     const shown = row(make("td", { class: "name" }, name),
       cell(one.prompt_tokens, true), cell(one.hit_tokens, true),
       make("td", { class: "route" }, one.kind === "refused" ? `refused: ${one.note}` : route(one)),
-      make("td", {}, waterfall(one)), cell(ms(one.ttft_s * 1e3), true),
+      make("td", {}, waterfall(one, longest)), cell(ms(one.ttft_s * 1e3), true),
       make("td", { class: late ? "number missed" : "number" }, ms(one.observed.ttft_ms)), cell((one.observed.reason ?? "") + (one.key[1] ? `, try ${one.key[1] + 1}` : "")));
     shown.title = name;
     shown.tabIndex = 0;

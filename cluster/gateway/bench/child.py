@@ -76,6 +76,7 @@ def slow(found: Cluster, client: Path) -> dict[str, Any]:
             "gateway_us_per_token": round(result.cpu_us["gateway"], 1),
         }
         print(json.dumps({name: told[name]}), file=sys.stderr)
+    told["left_behind"] = found.left_behind()
     told["itl_p99_ratio"] = round(told["crowd"]["itl_ms_p99"] / told["alone"]["itl_ms_p99"], 3)
     return {"slow": told}
 

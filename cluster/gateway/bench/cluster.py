@@ -40,6 +40,18 @@ class Cluster:
     port: int
     processes: Processes = field(default_factory=Processes)
 
+    def left_behind(self, limit_s: float = 10.0) -> int:
+        """Requests that the gateway still has, when it should have none any more."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            with urllib.request.urlopen(f"http://{HOST}:{self.port}/metrics", timeout=5) as answer:
+                text = answer.read().decode()
+            found = re.findall(r"^diptych_inflight_requests\b.* (\S+)$", text, re.MULTILINE)
+            count = sum(int(float(value)) for value in found)
+            if not count or time.monotonic() > deadline:
+                return count if found else -1
+            time.sleep(0.2)
+
 
 @contextlib.contextmanager
 def cluster(proxy: str, model: Path) -> Iterator[Cluster]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from tests.support import checkpoints
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
 
-pytest.importorskip("triton")
+if find_spec("triton") is None:  # it has no wheel for this platform
+    collect_ignore_glob = ["test_*.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

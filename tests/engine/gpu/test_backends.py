@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -101,3 +103,9 @@ def test_a_module_that_breaks_is_missing() -> None:
     assert here.capability is None
     assert here.modules["triton"] is None
     assert here.modules["flash_attn"] == "import flash_attn: undefined symbol: _ZN3c10"
+
+
+def test_an_engine_without_a_gpu_needs_no_triton() -> None:
+    """It is an extra, and it has no wheel for some platforms."""
+    code = "import sys; sys.modules['triton'] = None; import diptych.engine.engine"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import torch
+from diptych.engine.gpu.decode import DecodeRunner
 from diptych.engine.gpu.plan import DUMMY, Row, Tables, bucket, buckets, inputs
+from diptych.engine.gpu.random_model import make
+from diptych.engine.gpu.roofline import LLAMA_3_8B
+
+TINY = {
+    **{"vocab": 128, "hidden": 64, "intermediate": 64, "layers": 1, "heads": 2, "kv_heads": 1},
+    **{"head_dim": 16, "max_positions": 256, "dtype": "float32"},
+}
 
 
 def row(blocks: list[int], position: int = 0, source: int = 1, seed: int = 0) -> Row:
@@ -39,3 +50,30 @@ def test_only_rows_whose_blocks_changed_are_sent() -> None:
     rows[1] = row([4, 7, 9])  # another sequence with the same ends
     assert tables.update(rows) == (1, 2)
     assert tables.known[1, :3].tolist() == [4, 7, 9]
+
+
+def test_padding_touches_nobodys_blocks() -> None:
+    """A row that left is padding now, and the device still knows its blocks."""
+    spec = replace(LLAMA_3_8B, **TINY, windows=(None,))
+    decoder, ops = make(spec, torch.device("cpu"), blocks=9)
+    runner = DecodeRunner(decoder, ops, 4, 256, 64)
+    rows = [row([1 + 2 * i, 2 + 2 * i], 64 * (i % 2) + i) for i in range(4)]
+    runner.launch(rows).read()
+    keys = decoder.pool.layer(0)[0]
+    before = keys.clone()
+    runner.launch([replace(one, position=one.position + 1) for one in rows[:3]]).read()
+    changed = (keys != before).any(-1).any(1).nonzero().tolist()
+    assert changed == [[0, 0], [1, 1], [4, 2], [5, 3]]
+
+
+def test_ids_come_from_the_step_before() -> None:
+    """What row i gave, whichever row takes it."""
+    spec = replace(LLAMA_3_8B, **TINY, windows=(None,))
+    decoder, ops = make(spec, torch.device("cpu"), blocks=9)
+    runner = DecodeRunner(decoder, ops, 2, 256, 64)
+    first = [row([1], 0, source=5), row([2], 0, source=9)]
+    ids, _ = runner.launch(first).read()
+    assert ids[0] != ids[1]
+    ahead = runner.launch([row([2], 1, source=-2)]).read()
+    runner.launch(first).read()
+    assert runner.launch([row([2], 1, source=ids[1])]).read() == ahead

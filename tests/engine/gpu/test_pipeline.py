@@ -10,6 +10,7 @@ import pytest
 from diptych.engine.gpu.behind import Behind
 from diptych.engine.gpu.pipeline import Pipeline, simple
 from diptych.engine.gpu.plan import Row
+from diptych.engine.pacing import Work
 from diptych.engine.scheduler import Scheduler
 from diptych.engine.sequence import Output, Sequence
 from diptych.protos.frames import Grammar, Sampling, Token
@@ -172,6 +173,7 @@ def test_the_next_step_is_launched_before_the_last_one_is_read() -> None:
     assert first[0].source >= 0 and second[0].source == -1  # what row 0 gave
     assert second[0].position == first[0].position + 1
     assert second[0].draw == first[0].draw + 1
+    assert world.pipeline.work == Work(rows=1, keys=first[0].position + 1)
     assert len(world.device.under_way) == 1
 
 

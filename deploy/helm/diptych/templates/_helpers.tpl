@@ -27,9 +27,20 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- $room -}}
 {{- end }}
 
+{{/* Pools of no replica: Serve knows no deployment of none, so the builder must not make one. */}}
+{{- define "diptych.emptyPools" -}}
+pools:
+{{- range $pool, $size := .Values.pools }}
+{{- if not $size.replicas }}
+  {{ $pool }}: {replicas: 0}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{/* One deployment of a pool in the Serve config: its replicas, and the slot each one takes. */}}
 {{- define "diptych.pool" -}}
 {{- $pool := get .root.Values.pools .pool -}}
+{{- if $pool.replicas }}
 {{- $ranks := dig "pools" .pool "tensor_parallel" 1 .root.Values.config | int -}}
 - name: {{ .name }}
   num_replicas: {{ $pool.replicas }}
@@ -52,6 +63,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
     {{- end }}
   {{- end }}
   {{- end }}
+{{- end }}
 {{- end }}
 
 {{/* Where processes export their metrics: the first of the ports of a pod. */}}
@@ -113,7 +125,7 @@ applications:
 - name: diptych
   import_path: diptych.cluster.app:application
   route_prefix: /
-  args: {{ merge (dict "control" (include "diptych.control" . | fromYaml) "gateway" (include "diptych.gateway" . | fromYaml) "observability" (dict "metrics_port" (include "diptych.metricsPort" . | int))) .Values.config | toJson }}
+  args: {{ merge (dict "control" (include "diptych.control" . | fromYaml) "gateway" (include "diptych.gateway" . | fromYaml) "observability" (dict "metrics_port" (include "diptych.metricsPort" . | int))) (include "diptych.emptyPools" . | fromYaml) .Values.config | toJson }}
   deployments:
   - name: Gateway
     num_replicas: {{ .Values.gateway.replicas }}

@@ -38,6 +38,7 @@ CAPABILITIES = {
     "flashinfer": (8, 9, 10, 12),
 }
 FA2_PAGE = 256  #: what flash-attn 2.8 wants a block to be a multiple of
+FP8 = "float8_e4m3fn"
 NAMES = ("auto", *MODULES)
 
 
@@ -100,6 +101,8 @@ def obstacle(name: str, found: Found, need: Need) -> str | None:
     missing = [found.modules.get(one) for one in MODULES[name]]
     if None not in missing:
         return "; ".join(str(one) for one in missing)
+    if need.kv_dtype == FP8 and not knows_fp8(found):
+        return "FP8 needs compute capability 8.9"
     if name == "triton":
         return _triton_obstacle(need)
     if need.exact:
@@ -111,6 +114,11 @@ def obstacle(name: str, found: Found, need: Need) -> str | None:
     if name == "fa2" and need.block_tokens % FA2_PAGE:
         return f"blocks of {need.block_tokens} tokens are no multiple of {FA2_PAGE}"
     return None
+
+
+def knows_fp8(found: Found) -> bool:
+    """A CPU does, by Triton's interpreter."""
+    return found.capability is None or found.capability >= (8, 9)
 
 
 def _triton_obstacle(need: Need) -> str | None:

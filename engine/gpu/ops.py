@@ -14,7 +14,7 @@ from ..linear import Linear
 from ..ops import Norm, Ops
 from . import elementwise
 from .adapters import Attention, adapter
-from .backends import Need, choose, probe, report
+from .backends import Need, choose, knows_fp8, probe, report
 from .fp8 import Fp8Linear
 from .matmul import matmul
 from .paged import PagedAttention
@@ -69,8 +69,11 @@ class GpuOps(Ops):
     ) -> None:
         if fp8 and need.exact:
             raise KernelUnavailable("exact: products of FP8 weights depend on the batch")
+        found = probe(device)
+        if fp8 and not knows_fp8(found):
+            raise KernelUnavailable("weights in FP8 need compute capability 8.9")
         self.device, self.exact, self._fp8 = device, need.exact, fp8
-        choice = choose(probe(device), need, wanted)
+        choice = choose(found, need, wanted)
         report(choice)
         self.attention: Attention = (
             PagedAttention(max_len, need.exact)

@@ -42,10 +42,15 @@ def loadtest(live: Live, folder: Path, *arguments: str) -> tuple[int, dict[str, 
     return done.returncode, json.loads(out.read_text()), done.stdout + done.stderr
 
 
+def broken(live: Live) -> list[dict[str, int]]:
+    return [worker["transfer"]["failures"] for worker in live.status()["workers"]]
+
+
 def test_fifty_users_are_counted_as_the_server_counts_them(live: Live, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     options = ["--profile", "chat", "--users", "50", "--duration", "5s", "--think", "1"]
     lengths = ["--prompt-tokens", "16-64", "--output-tokens", "8-24", "--shared-tokens", "64"]
+    before = broken(live)
     code, run, told = loadtest(live, tmp_path, *options, *lengths, "--html", str(page))
     assert code == 0 and run["summary"]["served"] > 50 and not run["summary"]["errors"]
     rows = {row["figure"]: row["deviation"] for row in run["server"]}
@@ -53,6 +58,7 @@ def test_fifty_users_are_counted_as_the_server_counts_them(live: Live, tmp_path:
     assert "goodput" in told and "under way" in told, "figures at the end, progress before"
     assert run["config"]["users"] == 50 and run["endpoint"]["model"] == "demo"
     eventually(live.idle)
+    assert broken(live) == before, "answers of one token, asked for at first, break no transfer"
     check_screenshot(screenshot(page, tmp_path / "report.png"))
 
 

@@ -117,4 +117,8 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: build(name, int(sys.argv[1])) for name in KERNELS}, indent=1))
+    capability = int(sys.argv[1])
+    names = [
+        name for name, kernel in KERNELS.items() if capability >= 89 or "fp8" not in str(kernel)
+    ]
+    print(json.dumps({name: build(name, capability) for name in names}, indent=1))

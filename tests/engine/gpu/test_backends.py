@@ -61,6 +61,13 @@ def test_what_libraries_cannot_falls_to_triton(need: Need, word: str) -> None:
     assert word in dict(choice.passed)["fa3"]
 
 
+def test_fp8_is_refused_where_the_gpu_has_none() -> None:
+    need = replace(NEED, kv_dtype="float8_e4m3fn")
+    with pytest.raises(KernelUnavailable, match=r"triton: FP8 needs compute capability 8\.9"):
+        choose(found(8), need)
+    assert choose(Found((8, 9), ALL), need).name == "triton"
+
+
 def test_each_one_passed_over_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         report(choose(found(9, *FA3), NEED))

@@ -85,5 +85,5 @@ async def _receive(reader: asyncio.StreamReader, kind: type[Frame]) -> Frame:
         return msgspec.msgpack.decode(await reader.readexactly(size), type=kind)
     except asyncio.IncompleteReadError:
         raise ConnectionError(f"the other end hung up before its {kind.__name__}") from None
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         raise ConnectionError(f"what came is no {kind.__name__}") from None

@@ -83,7 +83,7 @@ class Connection:
             if not isinstance(frame, Beat):
                 self._busy = self._heard
             return frame
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConnectionError(f"{self.name}: malformed frame: {error}") from None
 
     async def frames(self, limit_s: float) -> AsyncGenerator[Any, None]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import time
@@ -29,7 +30,7 @@ from ..engine.commands import Observed
 from ..kv_transfer import PeerCard, diagnosis
 from ..protos import frames as f
 from . import logs
-from .config import ClusterConfig
+from .config import ClusterConfig, EngineSettings
 from .handshake import Caller
 from .link import RouterLink
 from .metrics import Exporter
@@ -105,12 +106,14 @@ class Worker:
             blocks=engine.scheduler.pool.total,
             block_tokens=engine.kv.layout.block_tokens,
             kept=engine.scheduler.kept,
-            gpu=f"cpu-{getattr(self.config.pools, self.home).engine.threads}t",
+            gpu=_hardware(getattr(self.config.pools, self.home).engine),
             chunk_tokens=engine.scheduler.limits.max_step_tokens,
             max_running=engine.scheduler.limits.max_running,
             metrics=await self._export(host),
             step_ms=getattr(self.config.pools, self.home).engine.itl_budget_ms or 0.0,
         )
+        gc.collect()
+        gc.freeze()  # else a full collection walks all of torch between two steps
         self.state = "ready"
         self._tasks.append(self.loop.create_task(self._observe()))
 
@@ -384,6 +387,15 @@ class Worker:
             if self.tracer:
                 await asyncio.to_thread(self.tracer.close)
             self.node.stop()
+
+
+def _hardware(settings: EngineSettings) -> str:
+    """Workers that are the same kind of machine have the same name: the router learns by it."""
+    if settings.device == "cpu":
+        return f"cpu-{settings.threads}t"
+    import torch
+
+    return torch.cuda.get_device_name()
 
 
 def _is_dead(card: f.WorkerCard) -> bool:

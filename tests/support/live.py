@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import socket
@@ -22,9 +23,16 @@ START_S, STOP_S = 150.0, 60.0
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Below the kernel's range for outgoing connections, above Ray's workers': who starts a minute
+    later still finds it free."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_768)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def eventually(check: Callable[[], Any], seconds: float = 30.0, every: float = 0.05) -> Any:

@@ -24,13 +24,16 @@ def make(
     kv_dtype: str | None = None,
     exact: bool = False,
 ) -> tuple[Decoder, GpuOps]:
-    """Weights are normal with a deviation that keeps activations near 1."""
+    """Weights are normal with a deviation that keeps activations near 1; the same at every call."""
     dtype = getattr(torch, spec.dtype)
     need = Need(spec.dtype, kv_dtype or spec.dtype, block_tokens, spec.head_dim, exact)
     ops = GpuOps(device, need, spec.max_positions, attention, fp8)
 
+    seeded = torch.Generator(device).manual_seed(0)
+
     def draw(outputs: int, inputs: int) -> torch.Tensor:
-        return torch.randn(outputs, inputs, dtype=dtype, device=device) * inputs**-0.5
+        drawn = torch.randn(outputs, inputs, dtype=dtype, device=device, generator=seeded)
+        return drawn * inputs**-0.5
 
     def norm() -> Norm:
         return Norm(torch.ones(spec.hidden, dtype=dtype, device=device), spec.norm_eps)

@@ -71,7 +71,7 @@ def test_ids_come_from_the_step_before() -> None:
     spec = replace(LLAMA_3_8B, **TINY, windows=(None,))
     decoder, ops = make(spec, torch.device("cpu"), blocks=9)
     runner = DecodeRunner(decoder, ops, 2, 256, 64)
-    first = [row([1], 0, source=5), row([2], 0, source=9)]
+    first = [row([1], 0, source=5, seed=1), row([2], 0, source=9, seed=2)]
     ids, _ = runner.launch(first).read()
     assert ids[0] != ids[1]
     ahead = runner.launch([row([2], 1, source=-2)]).read()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import time
@@ -13,9 +12,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..protos import frames as f
-from ..router import Router, RouterConfig, SloClass, replay
+from ..router import Router, RouterConfig, SloClass, garbage, replay
 from ..router import events as e
-from ..router.config import CLASSES, COLLECT
+from ..router.config import CLASSES
 from ..router.decisions import Decision
 from . import logs
 from .config import ClusterConfig
@@ -35,7 +34,7 @@ class RouterService:
     """One process, one term. Gateways and workers find it by `address()` through Serve."""
 
     async def __init__(self, config: dict) -> None:  # type: ignore[misc]
-        gc.set_threshold(*COLLECT)
+        garbage.off()
         self.config = ClusterConfig.model_validate(config)
         self.router = Router(router_config(self.config), term=time.time_ns() // 1_000_000)
         folder = self.config.router.log_folder
@@ -191,6 +190,7 @@ class RouterService:
                     for peer in list(self._peers.values()):
                         peer.abort()
         self.router.tidy()
+        garbage.sweep()
 
 
 def recent(decisions: list[Decision]) -> dict[str, float | None]:

@@ -32,6 +32,7 @@ fi
 echo "installing Diptych and its dependencies"
 "${pip[@]}" install -c constraints.txt -e '.[dev]'
 "$venv/bin/python" -m diptych.engine.kernels
+"$venv/bin/python" -m diptych.router.compile
 mkdir -p build/typing
 ln -sfn ../.. build/typing/diptych # where mypy and protoc find `diptych`
 touch "$venv/.installed"

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from ..protos.frames import Coefficients, Over, Place, Placed, Report, WorkerCard
+from . import core, garbage
 from . import events as e
-from .config import COLLECT, RouterConfig
+from .config import RouterConfig
 from .core import Router
 from .index import STRIDE, positions
 
@@ -170,7 +171,7 @@ def run(
         take(fleet, router.handle(ask(fleet), fleet.now))
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*COLLECT)  # as the service does
+    garbage.off()  # as the service does
     share = placements // rounds
     calm = [_placements(fleet, clock, share, queued) for _ in range(rounds)]
     mixed = [_mix(fleet, clock, share, workers) for _ in range(rounds)]
@@ -178,6 +179,7 @@ def run(
     mix = max(mixed, key=lambda one: one["placements_per_s"])
     return {
         "workers": workers,
+        "compiled": not str(core.__file__).endswith(".py"),
         "index_entries": len(router.index),
         "queued": queued,
         **alone,
@@ -198,12 +200,14 @@ def _placements(
             actions = router.handle(asked, fleet.now)
             took = clock() - began
             router.tidy()
+            garbage.sweep()
             times["" if take(fleet, actions) == 1 else "asked_"].append(took)
         first = first_token(fleet)
         began = clock()
         actions = router.handle(first, fleet.now)
         took = clock() - began
         router.tidy()
+        garbage.sweep()
         if take(fleet, actions) == 1:
             times[""].append(took)
         if len(fleet.decoding) > STREAMS * len(fleet.seqs):
@@ -235,6 +239,7 @@ def _mix(fleet: Fleet, clock: Callable[[], float], count: int, workers: int) -> 
             began = clock()
             actions = router.handle(event, fleet.now)
             router.tidy()
+            garbage.sweep()
             spent += clock() - began
             placed += take(fleet, actions)
         events += len(batch)

@@ -443,14 +443,14 @@ class Binder(Pairing):
     def _book(self, binding: Binding, now: float) -> None:
         """From here on the workers have it."""
         fleet, waiting, decode = self.fleet, binding.waiting, binding.decode
-        key, prompt = waiting.key, waiting.prompt
+        key, prompt, answers = waiting.key, waiting.prompt, waiting.place.answers
         computes = binding.prefill or decode
         self.idle.discard(computes.slot)
         tokens = (binding.uncached, prompt)
         fetches = binding.fetch is not None
         fleet.give(computes, key, tokens, binding.compute_s, now, binding.due, fetches)
-        whole = -(-int(prompt + waiting.output) // fleet.block_tokens)
-        stream = Stream(binding.need, whole, prompt + waiting.output / 2)
+        whole = -(-int(waiting.whole) // fleet.block_tokens)
+        stream = Stream(binding.need, whole, waiting.reads, answers)
         fleet.reserve(decode, key, stream)
         if binding.prefill:
             begins = max(decode.link_until, now + binding.wait_s)

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-#: thresholds of the garbage collector in a process that runs a router: its state is large and
-#: makes no cycles
-COLLECT = (20_000, 20, 100)
-
 
 @dataclass(frozen=True, slots=True)
 class SloClass:

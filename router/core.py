@@ -282,7 +282,7 @@ class Router:
         self._index.expire(now)
         waiting = self._waiting(gateway, place, now)
         if place.key[1] == 0:  # not again
-            self._heard.append((waiting.prompt, waiting.output, now))
+            self._heard.append((waiting.prompt, waiting.whole - waiting.prompt, now))
         binding = self.binder.arrive(waiting, now)
         if binding:
             return [self._place(binding, now), *self._bind(now)]
@@ -294,6 +294,8 @@ class Router:
         ttft_s = place.ttft_s or config.ttft_s
         arrived = now - place.waited_s
         ttl_s, key = config.queue_ttl_s, place.key
+        prompt, answers = place.prompt_tokens, place.answers
+        output = self.lengths.expect(place.tenant, place.slo_class, place.max_tokens)
         return Waiting(
             gateway,
             key,
@@ -306,10 +308,12 @@ class Router:
             place.itl_s or config.itl_s,
             sample(place.hashes),
             xxhash.xxh3_64_intdigest(f"{key[0]}|{key[1]}".encode(), config.seed),
-            self.lengths.expect(place.tenant, place.slo_class, place.max_tokens),
+            output,
             self.binder.is_local(place),
-            place.prompt_tokens,
+            prompt,
             bool(place.lost or place.avoid),
+            answers * (prompt + output / 2),
+            prompt + answers * output,
         )
 
     def _refuse(
@@ -408,7 +412,7 @@ class Router:
             return
         place = bound.waiting.place
         if outcome.tokens and outcome.reason in ("stop", "length"):
-            self.lengths.observe(place.tenant, place.slo_class, outcome.tokens)
+            self.lengths.observe(place.tenant, place.slo_class, outcome.tokens / place.answers)
         decision = self._decisions.get(key)
         if decision:
             seen = {"tokens": outcome.tokens, "reason": outcome.reason}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import inf
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -56,6 +57,7 @@ class Stream(Struct, gc=False):
     blocks: int  #: reserved
     expected_blocks: int  #: at its expected end
     kv_tokens: float  #: read by a step, on average over its life
+    rows: int = 1  #: of a step: its answers
 
 
 @dataclass(slots=True, eq=False)
@@ -200,8 +202,9 @@ class Fleet:
         self._rows[:, : old.shape[1]] = old
         for index, name in enumerate(FLOATS):
             setattr(self, name, self._rows[index])
-        empties = {"prefill_ok": False, "decode_ok": False, "queue_until": inf, "typical_s": 0.0}
-        for name, empty in (empties | {"put_off_s": -inf, "decode_cost": inf}).items():
+        empties: dict[str, Any] = {"prefill_ok": False, "decode_ok": False, "typical_s": 0.0}
+        empties |= {"queue_until": inf, "put_off_s": -inf, "decode_cost": inf}
+        for name, empty in empties.items():
             grown = np.full(size, empty)
             grown[: len(getattr(self, name))] = getattr(self, name)
             setattr(self, name, grown)
@@ -268,6 +271,11 @@ class Fleet:
             self.put_off_s[slot], self.decode_cost[slot] = -inf, inf
             self.ready.discard(slot)
         return worker
+
+    @property
+    def largest_pool(self) -> int:
+        """Blocks of the largest KV pool that decodes."""
+        return max((worker.card.blocks for worker in self.decodes.values()), default=0)
 
     def mask(self, ok: np.ndarray, without: list[str]) -> np.ndarray:
         """`ok` without the workers of these names."""
@@ -504,6 +512,7 @@ class Fleet:
         worker.reserved += stream.blocks
         worker.expected += stream.expected_blocks
         worker.kv_tokens += stream.kv_tokens
+        worker.rows += stream.rows
         if worker.alive:
             self._decode_changed(worker)
 
@@ -513,12 +522,13 @@ class Fleet:
             worker.reserved -= stream.blocks
             worker.expected -= stream.expected_blocks
             worker.kv_tokens -= stream.kv_tokens
+            worker.rows -= stream.rows
             if worker.alive:
                 self._decode_changed(worker)
 
     def _decode_changed(self, worker: Worker) -> None:
         slot, card = worker.slot, worker.card
-        worker.rows = rows = len(worker.streams)
+        rows = worker.rows
         worker.active = worker.prompts + rows
         if not rows:
             worker.kv_tokens = 0.0  # rounding errors do not pile up
@@ -535,7 +545,7 @@ class Fleet:
         worker.expected_tokens = worker.calm_tokens = inf
         if rows:
             left = room + worker.reserved - worker.expected
-            worker.expected_tokens = left * card.block_tokens
+            worker.expected_tokens = float(left * card.block_tokens)
             worker.calm_tokens = self.calm(worker, self.itl_s)
         self.decode_cost[slot] = worker.decode_s if worker.decodes_ok else inf
         self._stale.add(slot)

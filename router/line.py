@@ -45,6 +45,8 @@ class Waiting(Struct, eq=False):
     local: bool  #: it must be computed on its decode worker
     prompt: int = 0  #: tokens
     picky: bool = False  #: it has seen workers fail
+    reads: float = 0.0  #: KV tokens that a step reads for it, on average: all its answers
+    whole: float = 0.0  #: tokens in blocks at their expected end
     hits: Hits = NOBODY  #: who holds how much of its prompt, as of the last look
     looked: int = -1  #: `Fleet.joins` at that time
     holder: Worker | None = None  #: that has most of its prompt

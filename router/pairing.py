@@ -107,9 +107,14 @@ class Pairing:
         return {role for role, names in wanted.items() if not names.difference(lost)}
 
     def need(self, waiting: Waiting) -> int:
-        """Blocks: prompt and growth allowance."""
-        tokens = waiting.prompt + min(waiting.place.max_tokens, self.config.growth_tokens)
-        return -(-tokens // self.fleet.block_tokens)
+        """Blocks: prompt and growth allowance, and for each further answer as many but the
+        prompt's full blocks, if a pool has them (as `engine.scheduler` reserves)."""
+        place, size = waiting.place, self.fleet.block_tokens
+        own = -(-(waiting.prompt + min(place.max_tokens, self.config.growth_tokens)) // size)
+        if place.answers == 1:
+            return own
+        more = (place.answers - 1) * (own - waiting.prompt // size)
+        return max(own, min(own + more, self.fleet.largest_pool))
 
     def ask(self, waiting: Waiting, now: float) -> p.Ask:
         """Its view of all workers; made once for a request at a moment."""
@@ -296,7 +301,7 @@ class Pairing:
     ) -> tuple[Worker, float, float, int, list[Priced]] | None:
         """The least sum of `placement.decode_terms`, with the worker's own hits."""
         prompt, itl_s, hits, tie = waiting.prompt, waiting.itl_s, waiting.hits, waiting.tie & 0xFFFF
-        reads, whole = prompt + waiting.output / 2, prompt + waiting.output
+        reads, whole = waiting.reads, waiting.whole
         alike, chunked = itl_s == self.fleet.itl_s, p.ITL_SHARE * itl_s
         place = waiting.place if waiting.picky else None
         known, wide, best_cost = hits.known, hits.wide, inf
@@ -364,7 +369,7 @@ class Pairing:
         """
         few = self._of(waiting, self.few.decodes(waiting.hits), self.fleet.decodes)
         need, prompt = self.need(waiting), waiting.prompt
-        whole, spare_s = prompt + waiting.output, p.ITL_SHARE * waiting.itl_s
+        whole, spare_s = waiting.whole, p.ITL_SHARE * waiting.itl_s
         most = (waiting.deadline - now) / self.residuals.upper
         ranked: list[tuple[float, int, int, Worker]] = []
         for worker in few:
@@ -373,7 +378,7 @@ class Pairing:
             hit = self.hit(waiting, worker)
             left = prompt - hit
             each = worker.prefill_token + worker.prefill_pair * (prompt - left / 2)
-            chunk: float = worker.chunk
+            chunk = float(worker.chunk)
             if worker.rows:
                 chunk = min((spare_s - p.GROWTH * worker.step_next) / each, chunk)
                 if chunk < p.CHUNK_MIN:
@@ -428,7 +433,7 @@ class Pairing:
         hit = self.hit(waiting, worker)
         if seconds == np.inf:
             seconds = wait + worker.prefill_s(waiting.prompt - hit, waiting.prompt)
-        step = worker.step_next + worker.step_token * (waiting.prompt + waiting.output / 2)
+        step = worker.step_next + worker.step_token * waiting.reads
         return Binding(
             waiting, "local", None, worker, waiting.prompt - hit, hit, wait, seconds - wait,
             step, 0.0, due, need=need,

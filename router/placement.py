@@ -103,7 +103,7 @@ Terms = tuple[float, float, float, float]
 
 def decode_terms(ask: Ask, worker: Worker, computed: Span, moves: int) -> Terms:
     """Of one worker; `moves`: tokens of the prompt that it does not hold."""
-    reads = worker.step_token * (ask.prompt + ask.waiting.output / 2)
+    reads = worker.step_token * ask.waiting.reads
     step, memory = worker.step_next + reads, worker.decode_s - worker.step_next
     if computed is None:
         return step, 0.0, memory, 0.0
@@ -122,7 +122,7 @@ def decode_terms(ask: Ask, worker: Worker, computed: Span, moves: int) -> Terms:
 def decode_s(ask: Ask, computed: Span) -> np.ndarray:
     """The sum of those terms for each worker, as if all of the prompt moved."""
     fleet = ask.fleet
-    total = fleet.decode_s + fleet.step_token * (ask.prompt + ask.waiting.output / 2)
+    total = fleet.decode_s + fleet.step_token * ask.waiting.reads
     if computed is None:
         return total
     begins, ends = computed
@@ -134,14 +134,14 @@ def decode_s(ask: Ask, computed: Span) -> np.ndarray:
 def gentle(ask: Ask) -> np.ndarray:
     """Where it breaks nobody's target and the pool will hold what is expected of it."""
     fleet, waiting = ask.fleet, ask.waiting
-    reads = ask.prompt + waiting.output / 2
+    reads = waiting.reads
     calm = fleet.calm_tokens
     if waiting.itl_s != fleet.itl_s:
         calm = np.full(len(fleet.by_slot), inf)
         for worker in fleet.workers.values():
             if worker.streams:
                 calm[worker.slot] = fleet.calm(worker, waiting.itl_s)
-    return (calm >= reads) & (fleet.expected_tokens >= ask.prompt + waiting.output)
+    return (calm >= reads) & (fleet.expected_tokens >= waiting.whole)
 
 
 def least(masked: np.ndarray, tie: int) -> int | None:

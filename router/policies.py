@@ -134,7 +134,9 @@ class SglangCacheAware(Policy):
     """Balanced (max - min <= 64 or max <= 1.5 min): the best match if it covers more than 0.3 of
     the prompt; else the least load. Decode: power of two."""
 
-    threshold, absolute, relative = 0.3, 64, 1.5
+    threshold = 0.3
+    absolute = 64
+    relative = 1.5
 
     def prefill(self, ask: Ask, ok: np.ndarray) -> np.ndarray:
         load = ask.fleet.active

@@ -138,7 +138,7 @@ class OutputLengths:
             known = self._known.get(("", slo_class), self._first)
         return min(known, most)
 
-    def observe(self, tenant: str, slo_class: str, tokens: int) -> None:
+    def observe(self, tenant: str, slo_class: str, tokens: float) -> None:
         for key in {("", slo_class), (tenant, slo_class)}:
             before = self._known.pop(key, self._first)
             self._known[key] = before + self._weight * (tokens - before)

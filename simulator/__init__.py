@@ -1,10 +1,14 @@
 """The cluster in virtual time: the real router, analytic workers, traces, metrics, the bound."""
 
-from .errors import SimulationError
-from .fleet import Faults, Fleet, Split
-from .metrics import Slo
-from .sim import Setting, Simulation
-from .trace import Trace, load
+from ..router import native
+
+native.use("simulator", __path__)
+
+from .errors import SimulationError  # noqa: E402
+from .fleet import Faults, Fleet, Split  # noqa: E402
+from .metrics import Slo  # noqa: E402
+from .sim import Setting, Simulation  # noqa: E402
+from .trace import Trace, load  # noqa: E402
 
 __all__ = [
     "Faults",

@@ -9,6 +9,7 @@ takes, by the same closed form. Faults: slow workers, stale reports, mispredicti
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -22,8 +23,8 @@ from ..kv_transfer import tickets as t
 from ..kv_transfer.identity import ticket_id
 from ..protos.frames import Sampling
 from .hardware import PIECES, Hardware
-from .sim import FIRST, HOP_S, Simulation
-from .trace import HASH_TOKENS, Request
+from .sim import FIRST, HOP_S, Setting, Simulation
+from .trace import HASH_TOKENS, Request, Trace
 from .worker import Job, Worker
 
 NOTE, FLOW, PIECE, ARRIVED = range(11, 15)
@@ -248,10 +249,12 @@ class ExactSimulation(Simulation):
 
     workers: dict[str, ExactWorker]  # type: ignore[assignment]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, setting: Setting, trace: Trace, seed: int = 0, log: Callable[[str], Any] | None = None
+    ) -> None:
         self.flows: list[Flow] = []
         self.flowed, self.flow_version = 0.0, 0
-        super().__init__(*args, **kwargs)
+        super().__init__(setting, trace, seed, log)
         self.acts = (*self.acts, self._note, self._flow, self._piece, self._arrived)
 
     def _worker(

@@ -53,6 +53,7 @@ class Setting:
 class Simulation:
     """`run(requests)` -> one `Outcome` for each, in their order.
 
+    `told(simulation, event)` hears each event before the router does.
     `planner(simulation, now)` is called every `plan_every_s`; it reads `router` and `workers`, and
     may `flip`, `add` and `remove`.
     """
@@ -64,8 +65,9 @@ class Simulation:
         seed: int = 0,
         log: Callable[[str], Any] | None = None,
         planner: Callable[[Simulation, float], Any] | None = None,
+        told: Callable[[Simulation, Any], Any] | None = None,
     ) -> None:
-        self.setting, self.log = setting, log
+        self.setting, self.log, self.told = setting, log, told
         self.slo, self.faults = setting.slo, setting.faults
         self.rng = random.Random(f"run/{seed}")
         self.now = -SETTLE_S
@@ -172,6 +174,8 @@ class Simulation:
     # ---- router ----------------------------------------------------------------------------------
 
     def _tell(self, event: Any) -> None:
+        if self.told is not None:
+            self.told(self, event)
         for action in self.router.handle(event, self.now):
             if type(action) is Deliver:
                 frame = action.frame
@@ -501,7 +505,7 @@ class Simulation:
     def gpu_seconds(self) -> float:
         """What the replicas cost from their order to their end, or to now."""
         gpus = self.setting.fleet.reference.gpus
-        return gpus * sum(min(end, self.now) - begin for begin, end in self.up.values())
+        return gpus * sum((min(end, self.now) - begin for begin, end in self.up.values()), 0.0)
 
     # ---- results ---------------------------------------------------------------------------------
 

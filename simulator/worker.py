@@ -354,7 +354,7 @@ class Worker:
     def _enter(self, job: Job) -> None:
         start = self.clock  # its prompt was computed here, and ended with a step
         if self.rows and job.prefill is not self:
-            start = ceil(start - 1e-9)
+            start = float(ceil(start - 1e-9))
         wait = (start - self.clock) * self.base
         self.rows += 1
         self.tokens += job.context

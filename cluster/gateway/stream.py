@@ -387,6 +387,7 @@ class Generator:
             waited_s=request.waited_s,
             trace=request.trace,
             session=terms.session,
+            answers=sampling.n,
         )
         self.plane.place(place)
         try:

@@ -85,6 +85,23 @@ def test_queued_prompts_are_part_of_the_wait() -> None:
     assert rig.ask("r2").predicted_wait_ms == pytest.approx(640.0)
 
 
+def test_further_answers_take_blocks_and_rows() -> None:
+    """640 + 64 tokens are 11 blocks; a second answer shares the prompt's 10."""
+    rig = Rig("prefill/a", "decode/x", blocks=30)
+    rig.ask("r1", answers=4)
+    worker = rig.router.workers["decode/x"]
+    assert (worker.reserved, worker.rows) == (14, 4)
+    assert not isinstance(rig.ask("r2", answers=9), Placed)  # 19 blocks, 16 are free
+    assert isinstance(rig.over("r1")[0], Placed)
+    assert (worker.reserved, worker.rows) == (19, 9)
+
+
+def test_more_answers_than_a_pool_holds_have_all_of_it() -> None:
+    rig = Rig("prefill/a", "decode/x", blocks=30)
+    assert isinstance(rig.ask("r", answers=64), Placed)
+    assert rig.router.workers["decode/x"].reserved == 30
+
+
 def test_a_first_token_takes_its_prompt_off_the_wait() -> None:
     rig = Rig("prefill/a", "decode/x")
     rig.ask("r1")

@@ -94,7 +94,9 @@ class World(RuleBasedStateMachine):
         assert 0 <= frame.hit_tokens < place.prompt_tokens
         assert frame.predicted_ttft_ms >= frame.predicted_wait_ms >= 0
         self.fate[frame.key] = "placed"
-        need = -(-(place.prompt_tokens + min(place.max_tokens, 64)) // 64)
+        own = -(-(place.prompt_tokens + min(place.max_tokens, 64)) // 64)
+        more = (place.answers - 1) * (own - place.prompt_tokens // 64)
+        need = max(own, min(own + more, BLOCKS))
         self.blocks[frame.key] = (self.life(frame.decode), need)
         self.computing[frame.key] = self.life(frame.prefill or frame.decode)
         self.told["placed"] += 1
@@ -120,12 +122,15 @@ class World(RuleBasedStateMachine):
         tenant=st.sampled_from(["a", "b"]),
         slo_class=st.sampled_from(["interactive", "sheddable", "batch", "unknown"]),
         ttft=st.sampled_from([0.0, 0.05, 1.0]),
+        answers=st.sampled_from([1, 1, 1, 2, 5]),
     )
-    def ask(self, gateway, prompt, most, content, avoid, lost, local, tenant, slo_class, ttft):
+    def ask(
+        self, gateway, prompt, most, content, avoid, lost, local, tenant, slo_class, ttft, answers
+    ):
         key = (f"r{self.asked}", 0)
         self.asked += 1
         self.places[key] = Place(
-            key, prompt, most, content, avoid, lost, local, tenant, slo_class, ttft
+            key, prompt, most, content, avoid, lost, local, tenant, slo_class, ttft, answers=answers
         )
         self.owner[key], self.fate[key] = gateway, "waiting"
         self.send(e.Asked(gateway, self.places[key]))
@@ -272,8 +277,8 @@ class World(RuleBasedStateMachine):
             slot = worker.slot
             assert fleet.prompts[slot] == len(works)
             assert fleet.queued_tokens[slot] == sum(w.uncached for w in works)
-            assert fleet.rows[slot] == len(worker.streams)
-            takes = fleet.decode_ok[slot] and len(worker.streams) < ROWS
+            assert fleet.rows[slot] == sum(one.rows for one in worker.streams.values())
+            takes = fleet.decode_ok[slot] and worker.rows < ROWS
             assert fleet.fit[slot] == worker.fit == (worker.room if takes else -1)
 
     @invariant()

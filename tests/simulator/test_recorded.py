@@ -29,16 +29,14 @@ def log_of(split: str, rate: float, disaggregate: str = "auto", slo: Slo = SLO):
     setting = Case(trace, fleet, slo, router=config).setting(Split.of(split))
     lines: list[bytes] = []
 
-    class Logged(Simulation):
-        def _tell(self, event):
-            if not lines:
-                lines.append(replay.encode_head(self.router, self.now))
-            line = replay.encode(event, self.now)
-            if line is not None:
-                lines.append(line)
-            super()._tell(event)
+    def told(simulation, event):
+        if not lines:
+            lines.append(replay.encode_head(simulation.router, simulation.now))
+        line = replay.encode(event, simulation.now)
+        if line is not None:
+            lines.append(line)
 
-    outcomes = Logged(setting, trace).run(trace.workload(rate, 0))
+    outcomes = Simulation(setting, trace, told=told).run(trace.workload(rate, 0))
     return lines, sum(one.met for one in outcomes) / len(outcomes)
 
 

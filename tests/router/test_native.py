@@ -1,0 +1,46 @@
+"""The router as machine code: used where it was compiled, and only as long as it is the same."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from diptych.router import native
+
+WHERE = """
+import diptych.router.core as core, diptych.simulator.worker as worker
+print(core.__file__, worker.__file__)
+"""
+
+
+def modules(compiled: str) -> list[str]:
+    env = os.environ | {"DIPTYCH_COMPILED": compiled}
+    done = subprocess.run(
+        [sys.executable, "-c", WHERE], env=env, capture_output=True, text=True, check=True
+    )
+    return done.stdout.split()
+
+
+def test_compiled_modules_are_used_unless_switched_off():
+    if not (native.folder() / native.LIBRARY).exists():
+        pytest.skip("nothing was compiled here: python -m diptych.router.compile")
+    assert all(name.endswith(".so") for name in modules("1"))
+    assert all(name.endswith(".py") for name in modules("0"))
+
+
+@pytest.mark.parametrize("changed", ["router/line.py", "simulator/worker.py"])
+def test_a_changed_source_is_another_one(tmp_path, monkeypatch, changed):
+    for package in native.MODULES:
+        shutil.copytree(native.ROOT / package, tmp_path / package)
+    before = native.folder()
+    monkeypatch.setattr(native, "ROOT", tmp_path)
+    assert native.folder() == before
+    with (tmp_path / changed).open("a") as source:
+        source.write("# another one\n")
+    assert native.folder() != before
+    path: list[str] = []
+    native.use("router", path)
+    assert path == []

@@ -36,7 +36,6 @@ from .link import RouterLink
 from .metrics import Exporter
 from .metrics.worker import Ways
 from .metrics.worker import rows as worker_rows
-from .node import Node
 from .router_service import node_host
 from .tracing import Works, tracer_of
 from .wire import Connection, Listener
@@ -83,6 +82,8 @@ class Worker:
         logs.configure(settings.log, self.name)
         self.tracer = tracer_of(settings, "worker", self.name)
         self._works = Works(self.tracer, self.name) if self.tracer else None
+        from .node import Node  # torch: who builds the application does without
+
         self.node = Node(
             self.name,
             self.role_name,

@@ -61,7 +61,16 @@ def monolithic(folder: Path, texts: list[str]) -> list[list[tuple]]:
     return answers
 
 
-@pytest.fixture(scope="module", params=sorted(ARCHITECTURES))
+SOME = ("llama", "qwen3_moe")  #: dense and experts; tests/engine has all of them without a cluster
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in SOME else pytest.mark.long)
+        for name in sorted(ARCHITECTURES)
+    ],
+)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Live, Path]]:

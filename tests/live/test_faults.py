@@ -12,7 +12,7 @@ from tests.support.live import eventually, running
 pytestmark = pytest.mark.cluster
 
 
-@pytest.mark.parametrize("transport", ["nixl", "tcp"])
+@pytest.mark.parametrize("transport", [pytest.param("nixl", marks=pytest.mark.long), "tcp"])
 def test_a_corrupt_block_is_refused_and_recomputed(tmp_path: Path, transport: str) -> None:
     if transport == "nixl":
         pytest.importorskip("nixl", reason="NIXL has no wheel for this platform")

@@ -53,7 +53,8 @@ async def _kill(live: Live, draw: random.Random) -> None:
         os.kill(draw.choice(workers)["pid"], signal.SIGKILL)
 
 
-@pytest.mark.parametrize("rounds", [2, pytest.param(12, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("rounds", [2, 12])
 def test_rounds_of_load_and_kills_leave_no_wrong_answer_and_no_leak(
     tmp_path: Path, rounds: int
 ) -> None:

@@ -209,6 +209,12 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.pools.decode.replicas == 0:
+            raise ValueError("pools.decode.replicas is 0: nobody would answer")
+        if self.pools.prefill.replicas == 0 and self.router.disaggregate == "always":
+            raise ValueError(
+                "pools.prefill.replicas is 0: set router.disaggregate to never, or auto"
+            )
         ranks = max(self.pools.prefill.tensor_parallel, self.pools.decode.tensor_parallel)
         if self.kv_tiers.memory_mib and ranks > 1:
             raise ValueError("kv_tiers work for pools with tensor_parallel 1 only")

@@ -19,6 +19,7 @@ from itertools import islice
 
 import numpy as np
 
+from ..protos.frames import Key, Place
 from . import placement as p
 from .config import RouterConfig
 from .fleet import HALTED_MAX, Fleet, Stream, Worker
@@ -59,8 +60,9 @@ class Binder(Pairing):
     def __init__(self, config: RouterConfig, fleet: Fleet, index: PrefixIndex, line: Line) -> None:
         super().__init__(config, fleet, index)
         self.line = line
-        self._never = config.disaggregate == "never"
+        self._never = config.disaggregate == "never"  #: decode workers compute all prompts
         self.fresh: list[Waiting] = []  #: entered, or lost their home, since the last time
+        self._locals: dict[Key, Waiting] = {}  #: a decode worker has to compute these, no others
         self.idle: set[int] = set()  #: slots that have credit and found nothing to do
         self.stuck = False  #: decode workers have no room for the next one
         self._pulls, self._offer_at = 0, -np.inf
@@ -73,7 +75,7 @@ class Binder(Pairing):
             if waiting.local or self.stuck or waiting.picky or self.missing(waiting):
                 few = self.few.fastest(waiting.hits, waiting.local)
                 waiting.least_s = min([self.alone(waiting, worker) for worker in few], default=0.0)
-                self.fresh.append(waiting)
+                self.offer(waiting)
             else:
                 few = self.few.prefills(waiting.hits, None, now)
                 ranked = self._ranked(waiting, few, now)
@@ -89,6 +91,32 @@ class Binder(Pairing):
                         self.fresh.append(waiting)
         self.line.enter(waiting, now, capacity)
         return None
+
+    def offer(self, waiting: Waiting) -> None:
+        """It chooses at the next `bind`; a policy that is not late looks at all of them anyway."""
+        if not self.policy.late:
+            return
+        if waiting.local and not self._never:
+            self._locals[waiting.key] = waiting
+        else:
+            self.fresh.append(waiting)
+
+    def membership(self, settled: bool, now: float) -> None:
+        """Somebody came or went. `auto` without any prefill worker is `never`, for so long."""
+        mode = self.config.disaggregate
+        never = mode == "never" or (mode == "auto" and settled and not self.fleet.prefills)
+        if never == self._never:
+            return
+        self._never = never
+        self.idle.clear()
+        self._locals.clear()
+        self.fleet.ready.update(w.slot for w in self.fleet.workers.values() if w.credit_at <= now)
+        for waiting in self.line.by_key.values():
+            waiting.local = self.is_local(waiting.place)
+            self.offer(waiting)
+
+    def is_local(self, place: Place) -> bool:
+        return place.local or self._never
 
     def offer_again(self) -> None:
         """A decode worker can take a prompt again: the most urgent choose at once."""
@@ -117,7 +145,7 @@ class Binder(Pairing):
     def next_credit(self, now: float) -> float:
         """When the next worker has credit by prediction, or idle ones are offered more."""
         credit = self.fleet.next_credit(now, self._never)
-        if self.stuck:
+        if self.stuck or self._locals:
             return min(credit, now + LOOK_S)
         if not self.idle and self.config.disaggregate != "auto":
             return credit
@@ -197,6 +225,12 @@ class Binder(Pairing):
         for waiting in fresh:
             if waiting.key in self.line and not waiting.late and not self.stuck:
                 self.stuck = self._push(waiting, now, out) is Try.NO_ROOM
+        for waiting in [*islice(self._locals.values(), URGENT)]:
+            waits = self.line.by_key.get(waiting.key) is waiting
+            tried = self._push_local(waiting, now, out) if waits else Try.BOUND
+            self.stuck |= tried is Try.NO_ROOM
+            if tried is Try.BOUND:
+                del self._locals[waiting.key]
         for worker in self.fleet.credited(now):
             slot = worker.slot
             if slot in self.idle or not (worker.decodes_ok if self._never else worker.prefills_ok):

@@ -177,6 +177,7 @@ class Router:
         if self.settled or now < self.settles:
             return []
         self.settled = True
+        self.binder.membership(True, now)
         return self._announce()
 
     def _announce(self) -> list:
@@ -190,6 +191,7 @@ class Router:
         self._index.drop(worker.slot)
         self._index.store(worker.slot, event.cached)
         self._hold(worker, event)
+        self.binder.membership(self.settled, now)
         return [*self._announce(), *self._bind(now)]
 
     def _hold(self, worker: Worker, event: e.Joined) -> None:
@@ -223,6 +225,7 @@ class Router:
             return []
         self._index.drop(worker.slot)
         self.binder.lost(worker)
+        self.binder.membership(self.settled, now)
         for key in [k for k, w in self.held.items() if w is worker]:
             del self.held[key]
         return [*self._announce(), *self._bind(now)]
@@ -273,7 +276,7 @@ class Router:
             waiting.place = place
             waiting.picky = bool(place.lost or place.avoid)
             waiting.local = self.binder.is_local(place)
-            self.binder.fresh.append(waiting)
+            self.binder.offer(waiting)
             return self._bind(now)
         if len(self.line) >= self.config.queue_max:
             message = f"{len(self.line)} requests wait already"

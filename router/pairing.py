@@ -11,7 +11,7 @@ from math import inf
 import numpy as np
 from msgspec import Struct
 
-from ..protos.frames import Key, Place
+from ..protos.frames import Key
 from . import placement as p
 from .config import RouterConfig
 from .decisions import Option
@@ -92,9 +92,6 @@ class Pairing:
         self._asks_at = -np.inf
 
     # ---- what the request is ---------------------------------------------------------------------
-
-    def is_local(self, place: Place) -> bool:
-        return place.local or self.config.disaggregate == "never"
 
     def missing(self, waiting: Waiting) -> set[str]:
         """Roles that it needs and no worker has, but those that it has seen die."""

@@ -55,8 +55,8 @@ def _missing(
     """What is not there for a request to be served."""
     if router is None:
         return ["router"]
-    never = config.router.disaggregate == "never"
-    needed = {"decode"} if never else {"prefill", "decode"}
+    always = config.router.disaggregate == "always"
+    needed = {"prefill", "decode"} if always else {"decode"}
     roles = {worker["role"] for worker in workers if worker["state"] == "ready"}
     return sorted(needed - roles) + ([] if gateways else ["gateway"])
 

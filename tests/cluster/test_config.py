@@ -54,3 +54,12 @@ def test_a_gpu_needs_a_transport_that_reads_its_memory() -> None:
             load_config(None, gpu | {key: value})
     with pytest.raises(ConfigError, match="attention"):
         load_config(None, {"pools.decode.engine.attention": "fa9"})
+
+
+def test_pools_in_which_nobody_could_serve_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"disaggregate to never, or auto"):
+        load_config(None, {"pools.prefill.replicas": 0})
+    with pytest.raises(ConfigError, match=r"nobody would answer"):
+        load_config(None, {"pools.decode.replicas": 0})
+    alone = {"pools.prefill.replicas": 0, "router.disaggregate": "auto"}
+    assert load_config(None, alone).pools.prefill.replicas == 0

@@ -110,7 +110,7 @@ def attainment(found: calibrate.Calibration, rate: float) -> float:
 @pytest.mark.timeout(1200)
 def test_live_and_simulated_attainment_are_within_five_points(tmp_path: Path, model: Path) -> None:
     """A short run near the load that saturates it finds the rate that should meet about 70 %."""
-    layout, targets = "1P1D of 1 thread", (TTFT_S, 4 * ITL_MS)
+    layout, targets = "1P1D of 1 thread", (TTFT_S, 8 * ITL_MS)  # p99 gaps are the machine's
     short = calibrate.read(run(model, tmp_path / "short", layout, 60, 1.2, targets))
     rates = [0.4 * 1.05**i for i in range(36)]
     rate = min(rates, key=lambda one: abs(attainment(short, one) - 0.7))

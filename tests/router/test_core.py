@@ -85,6 +85,34 @@ def test_queued_prompts_are_part_of_the_wait() -> None:
     assert rig.ask("r2").predicted_wait_ms == pytest.approx(640.0)
 
 
+@pytest.mark.parametrize("disaggregate", ["always", "auto"])
+def test_a_last_attempt_without_transfer_is_served_though_it_is_late(disaggregate: str) -> None:
+    rig = Rig("prefill/a", "decode/x", policy="diptych", disaggregate=disaggregate)
+    placed = rig.ask("r", local=True, waited_s=10.0)
+    assert (placed.prefill, placed.decode) == (None, "decode/x")
+
+
+def test_an_early_policy_too_does_without_prefill_workers_if_it_may() -> None:
+    rig = Rig("prefill/a", "decode/x", disaggregate="auto")
+    rig.send(e.Lost("prefill/a"))
+    assert rig.ask("r").prefill is None
+
+
+def test_without_any_prefill_worker_decode_workers_compute_if_they_may() -> None:
+    rig = Rig("prefill/a", "decode/x", policy="diptych", disaggregate="auto")
+    assert rig.ask("first", prompt=2000).prefill == "prefill/a"
+    waits = [rig.send(e.Asked("g", place(f"r{i}", prompt=2000))) for i in range(4)]
+    told = rig.send(e.Lost("prefill/a"))
+    placed = [a.frame for a in told + sum(waits, []) if isinstance(a.frame, Placed)]
+    assert any(one.prefill is None for one in placed)
+    for _ in range(9):
+        ends = [rig.send(e.FirstToken(one.key)) + rig.send(e.Ended(one.key)) for one in placed]
+        placed = [a.frame for a in sum(ends, []) if isinstance(a.frame, Placed)]
+    assert not rig.router.line
+    rig.send(e.Joined(card("prefill/b"), 0, []))
+    assert rig.ask("last", prompt=2000).prefill == "prefill/b"
+
+
 def test_further_answers_take_blocks_and_rows() -> None:
     """640 + 64 tokens are 11 blocks; a second answer shares the prompt's 10."""
     rig = Rig("prefill/a", "decode/x", blocks=30)

@@ -39,13 +39,15 @@ def test_a_change_says_what_it_does_and_how_to_take_it_back() -> None:
     ],
 )
 def test_limits_of_a_pool_hold(pool: dict[str, int], count: int, refused: bool | None) -> None:
-    config = ClusterConfig.model_validate({"pools": {"decode": pool}})
-    told = orders.scale_refusal(config, {"decode": count})
+    config = ClusterConfig.model_validate(
+        {"pools": {"prefill": pool}, "router": {"disaggregate": "auto"}}
+    )
+    told = orders.scale_refusal(config, {"prefill": count})
     if refused is None:
-        assert "without a decode pool" in str(told)
+        assert "without a prefill pool" in str(told)
         return
     assert bool(told) is refused
-    assert not told or f"decode={count}: the configuration allows" in told
+    assert not told or f"prefill={count}: the configuration allows" in told
 
 
 def test_workers_are_found_by_name_by_its_beginning_and_by_pool() -> None:

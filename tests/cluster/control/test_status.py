@@ -98,8 +98,9 @@ def test_what_is_missing_is_named() -> None:
     assert told(WORKERS, {**ROUTER, "gateways": []})["missing"] == ["gateway"]
     only = [worker("prefill/a"), worker("decode/a", state="flipping")]
     assert told(only, decode=1)["missing"] == ["decode"], "whoever flips serves nobody now"
-    never = ClusterConfig.model_validate({"router": {"disaggregate": "never"}})
-    assert summarize(never, seen(0), ROUTER, WORKERS[1:])["state"] == "healthy"
+    for mode in ("never", "auto"):
+        alone = ClusterConfig.model_validate({"router": {"disaggregate": mode}})
+        assert summarize(alone, seen(0), ROUTER, WORKERS[1:])["state"] == "healthy"
 
 
 def test_a_worker_that_loads_or_does_not_come_up_is_noted() -> None:

@@ -101,13 +101,14 @@ def test_an_early_policy_too_does_without_prefill_workers_if_it_may() -> None:
 def test_without_any_prefill_worker_decode_workers_compute_if_they_may() -> None:
     rig = Rig("prefill/a", "decode/x", policy="diptych", disaggregate="auto")
     assert rig.ask("first", prompt=2000).prefill == "prefill/a"
-    waits = [rig.send(e.Asked("g", place(f"r{i}", prompt=2000))) for i in range(4)]
-    told = rig.send(e.Lost("prefill/a"))
-    placed = [a.frame for a in told + sum(waits, []) if isinstance(a.frame, Placed)]
+    told = [a for i in range(4) for a in rig.send(e.Asked("g", place(f"r{i}", prompt=2000)))]
+    told += rig.send(e.Lost("prefill/a"))
+    placed = [a.frame for a in told if isinstance(a.frame, Placed)]
     assert any(one.prefill is None for one in placed)
-    for _ in range(9):
-        ends = [rig.send(e.FirstToken(one.key)) + rig.send(e.Ended(one.key)) for one in placed]
-        placed = [a.frame for a in sum(ends, []) if isinstance(a.frame, Placed)]
+    while placed:
+        events = [event for one in placed for event in (e.FirstToken(one.key), e.Ended(one.key))]
+        told = [action for event in events for action in rig.send(event)]
+        placed = [a.frame for a in told if isinstance(a.frame, Placed)]
     assert not rig.router.line
     rig.send(e.Joined(card("prefill/b"), 0, []))
     assert rig.ask("last", prompt=2000).prefill == "prefill/b"

@@ -25,7 +25,7 @@ test-long: install
 
 loadtest: install
 	@mkdir -p build
-	$(BIN)/diptych loadtest --laptop --profile ramp --rate 2-64 --duration 120s --html build/loadtest.html \
+	$(BIN)/diptych loadtest --laptop --profile ramp --rate 2-128 --duration 120s --html build/loadtest.html \
 		--json build/loadtest.json $(ARGS)
 
 lint: install

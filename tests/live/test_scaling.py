@@ -103,14 +103,23 @@ def busiest(live: Live, home: str) -> str:
     return max(mine, key=lambda worker: worker["jobs"])["id"]
 
 
+def handed_over(live: Live) -> int:
+    return sum(worker["handed_over"] for worker in live.status()["workers"])
+
+
 def flips(live: Live, streams: Streams, count: int) -> None:
-    """A worker of each pool takes the other role and comes back, `count` times."""
+    """A worker of each pool takes the other role and comes back, `count` times.
+
+    And again, if all streams happened to be between two answers whenever one flipped.
+    """
     seconds: list[float] = []
     ended, streams.longest_s = streams.ended, 0.0
     pids = everybody(live)
     with streams.running():
         in_use(live, streams)
-        for _ in range(count):
+        for done in range(count + 4):
+            if done >= count and handed_over(live):
+                break
             for home, other in (("decode", "prefill"), ("prefill", "decode")):
                 name = busiest(live, home)
                 seconds.append(command(live, "flip", name, "--to", other, "--wait"))
@@ -125,7 +134,7 @@ def flips(live: Live, streams: Streams, count: int) -> None:
     assert not streams.wrong
     assert streams.ended - ended >= STREAMS
     assert everybody(live) == pids, "a process was restarted"
-    assert sum(w["handed_over"] for w in live.status()["workers"]) > 0
+    assert handed_over(live)
     eventually(live.idle)
     print(
         f"\n{len(seconds)} flips: p95 {p95(seconds):.2f} s; "

@@ -11,7 +11,7 @@ are ignored by whoever receives them.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -215,7 +215,9 @@ class Place(msgspec.Struct, tag="place", frozen=True):
     waited_s: float = 0.0  #: age before this router heard of it: a retry keeps its deadline
     trace: str = ""  #: W3C traceparent of the request's span, if it is traced
     session: str = ""  #: the client's name of the conversation, for the record of decisions
-    answers: int = 1  #: to this one prompt: each takes blocks, and a row of a step
+    answers: Annotated[int, msgspec.Meta(ge=1)] = (
+        1  #: to this one prompt: each takes blocks, and a row of a step
+    )
 
 
 class Placed(msgspec.Struct, tag="placed", frozen=True):

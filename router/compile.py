@@ -12,7 +12,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from .native import GROUP, MODULES, ROOT, folder
+from .native import GROUP, MODULES, ROOT, folder, size, whole
 
 SETUP = """
 from mypyc.build import mypycify
@@ -38,10 +38,11 @@ def build(place: Path) -> None:
         for package in MODULES:
             (out / "diptych" / package).rename(out / package)
         (out / "diptych").rmdir()
+        (out / "size").write_text(str(size(out)))
         try:
             out.rename(place)
-        except OSError:
-            if not place.exists():
+        except OSError:  # another process was first
+            if not whole(place):
                 raise
 
 
@@ -50,12 +51,13 @@ def main() -> None:
     missing = [name for name in ("mypyc", "setuptools") if find_spec(name) is None]
     if not shutil.which("gcc") and not shutil.which("cc"):
         missing.append("gcc")
-    if place.exists():
+    if place.exists() and whole(place):
         print(f"router and simulator: compiled already ({place})")
     elif missing:
         print(f"router and simulator: Python (there is no {' and no '.join(missing)})")
     else:
         try:
+            shutil.rmtree(place, ignore_errors=True)  # a damaged one
             build(place)
             print(f"router and simulator: compiled ({place})")
         except subprocess.CalledProcessError as error:

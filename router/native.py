@@ -8,11 +8,14 @@ nothing was compiled, or with `DIPTYCH_COMPILED=0`; answers are the same.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).parents[1]
 MODULES = {
@@ -35,19 +38,43 @@ def folder() -> Path:
     return Path.home() / ".cache" / "diptych" / f"native-{digest.hexdigest()}"
 
 
+def size(place: Path) -> int:
+    """Bytes of all machine code there; `compile` notes it in the file `size` when all is written."""
+    return sum(path.stat().st_size for path in place.rglob("*.so"))
+
+
+def whole(place: Path) -> bool:
+    """Whether all that was compiled is there. Raises OSError."""
+    note = place / "size"
+    return note.exists() and note.read_text() == str(size(place))
+
+
 def use(package: str, path: list[str]) -> None:
     """Puts the compiled modules of a package before its sources in the package's `__path__`."""
     if os.environ.get("DIPTYCH_COMPILED") == "0":
         return
     try:
         place = folder()
-        if not (place / LIBRARY).exists():
+        if not place.exists():
             return
-    except (OSError, RuntimeError):  # no home
+        if not whole(place):
+            raise ImportError("something is missing or cut off")
+        _load(place / LIBRARY)
+    except ImportError as error:
+        log.warning("%s is damaged (%s); make it anew: diptych.router.compile", place, error)
         return
-    if f"{GROUP}__mypyc" not in sys.modules:
-        spec = spec_from_file_location(f"{GROUP}__mypyc", place / LIBRARY)
-        assert spec and spec.loader
-        module = sys.modules[spec.name] = module_from_spec(spec)
-        spec.loader.exec_module(module)
+    except (OSError, RuntimeError):  # no home, or not to be read
+        return
     path.insert(0, str(place / package))
+
+
+def _load(library: Path) -> None:
+    """The stubs import it by its name, from nowhere on `sys.path`. Raises ImportError."""
+    name = f"{GROUP}__mypyc"
+    if name in sys.modules:
+        return
+    spec = spec_from_file_location(name, library)
+    assert spec and spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[name] = module

@@ -31,6 +31,30 @@ def test_compiled_modules_are_used_unless_switched_off():
     assert all(name.endswith(".py") for name in modules("0"))
 
 
+@pytest.mark.parametrize("damaged", ["", "router"])
+def test_a_damaged_file_costs_speed_and_nothing_else(tmp_path, damaged):
+    """Cut off, as by a full disk: what is left runs as Python, and the user is told what to do."""
+    place = native.folder()
+    if not place.exists():
+        pytest.skip("nothing was compiled here: python -m diptych.router.compile")
+    copy = tmp_path / ".cache" / "diptych" / place.name
+    shutil.copytree(place, copy)
+    next((copy / damaged).glob("*.so")).write_bytes(b"")
+    env = os.environ | {"HOME": str(tmp_path), "DIPTYCH_COMPILED": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", WHERE], env=env, capture_output=True, text=True, check=True
+    )
+    assert all(name.endswith(".py") for name in done.stdout.split())
+    assert "diptych.router.compile" in done.stderr
+
+
+def test_without_a_compiler_it_says_so_and_all_runs_as_python(tmp_path):
+    env = {"HOME": str(tmp_path), "PATH": str(tmp_path)}
+    command = [sys.executable, "-m", "diptych.router.compile"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert "Python (there is no gcc)" in done.stdout
+
+
 @pytest.mark.parametrize("changed", ["router/line.py", "simulator/worker.py"])
 def test_a_changed_source_is_another_one(tmp_path, monkeypatch, changed):
     for package in native.MODULES:

@@ -215,9 +215,8 @@ class Place(msgspec.Struct, tag="place", frozen=True):
     waited_s: float = 0.0  #: age before this router heard of it: a retry keeps its deadline
     trace: str = ""  #: W3C traceparent of the request's span, if it is traced
     session: str = ""  #: the client's name of the conversation, for the record of decisions
-    answers: Annotated[int, msgspec.Meta(ge=1)] = (
-        1  #: to this one prompt: each takes blocks, and a row of a step
-    )
+    #: to this one prompt: each takes blocks, and a row of a step
+    answers: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 class Placed(msgspec.Struct, tag="placed", frozen=True):

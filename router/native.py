@@ -39,7 +39,7 @@ def folder() -> Path:
 
 
 def size(place: Path) -> int:
-    """Bytes of all machine code there; `compile` notes it in the file `size` when all is written."""
+    """Bytes of all machine code there; `compile` notes them in the file `size` at the end."""
     return sum(path.stat().st_size for path in place.rglob("*.so"))
 
 

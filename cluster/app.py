@@ -77,7 +77,10 @@ def _deployment(
 
 def _pool(name: str, pool: PoolConfig) -> serve.Deployment:
     options: dict[str, Any] = {}
-    if pool.tensor_parallel > 1:  # all ranks of a replica on one node
-        options["placement_group_bundles"] = [{"CPU": CPUS}] * pool.tensor_parallel
+    actor, ranks = ANYWHERE, pool.tensor_parallel
+    if pool.engine.device == "cuda":  # rank 0 starts the others: it sees the GPUs of all
+        actor = {**ANYWHERE, "num_gpus": ranks}
+    elif ranks > 1:  # all ranks of a replica on one node
+        options["placement_group_bundles"] = [{"CPU": CPUS}] * ranks
         options["placement_group_strategy"] = "STRICT_PACK"
-    return _deployment(Worker, name, pool.replicas, **options)
+    return _deployment(Worker, name, pool.replicas, actor, **options)

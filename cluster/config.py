@@ -219,15 +219,15 @@ class ClusterConfig(Section):
         if self.kv_tiers.memory_mib and ranks > 1:
             raise ValueError("kv_tiers work for pools with tensor_parallel 1 only")
         if "cuda" in (self.pools.prefill.engine.device, self.pools.decode.engine.device):
-            self._check_gpu(ranks)
+            self._check_gpu()
         return self
 
-    def _check_gpu(self, ranks: int) -> None:
+    def _check_gpu(self) -> None:
         """What reads KV through host memory cannot read a GPU's."""
         if self.kv_transfer.transport != "nixl":
             raise ValueError("engine.device cuda needs kv_transfer.transport nixl")
-        if self.kv_tiers.memory_mib or ranks > 1:
-            raise ValueError("engine.device cuda knows neither kv_tiers nor tensor_parallel yet")
+        if self.kv_tiers.memory_mib:
+            raise ValueError("engine.device cuda does not know kv_tiers yet")
 
 
 def load_config(path: Path | None, overrides: dict[str, Any]) -> ClusterConfig:

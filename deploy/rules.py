@@ -192,6 +192,11 @@ def placement(service: Object) -> Iterator[str]:
         for name, each in options.get("resources", {}).items():
             wanted[name] += each * deployment.get("num_replicas", 1)
             gpus[name] = options.get("num_gpus", 0)
+    pools = config["applications"][0].get("args", {}).get("pools", {})
+    for name in wanted.keys() & pools.keys():
+        ranks, engine = pools[name].get("tensor_parallel", 1), pools[name].get("engine", {})
+        if engine.get("device") == "cuda" and gpus[name] < ranks:
+            yield f"a {name} replica has {ranks} ranks on GPUs, it asks for {gpus[name]}"
     offered: Counter[str] = Counter()
     for group in groups(service):
         slots = {name: int(amount(n)) for name, n in (group.get("resources") or {}).items()}

@@ -58,8 +58,9 @@ class Decoder:
         self._scale = spec.head_dim**-0.5
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Rows of `hidden()` [T, hidden] -> logits float32 [T, vocab]."""
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """`rows` (int64; None: all) of `hidden()` -> logits float32 [rows, vocab]."""
+        hidden = hidden if rows is None else hidden[rows.to(hidden.device)]
         return self.weights.head(hidden, norm=self.weights.norm).float()
 
     @torch.inference_mode()

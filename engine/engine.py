@@ -194,11 +194,11 @@ class Engine:
         batch = build(plan, self.config.limits.block_tokens)
         hidden = self._model.hidden(batch.ids, batch.meta, self._stream(plan.prefill))
         prompts = {
-            seq.key: self._prompt_logprobs(seq, count, hidden[piece.row : piece.row + count])
+            seq.key: self._prompt_logprobs(seq, count, hidden, piece.row)
             for (seq, count), piece in zip(batch.sequences, batch.meta.pieces, strict=True)
             if seq.sampling.prompt_logprobs is not None
         }
-        outputs = self._book(batch, self._model.logits(hidden[batch.wanted]), prompts)
+        outputs = self._book(batch, self._model.logits(hidden, batch.wanted), prompts)
         self.steps += 1
         seconds = time.perf_counter() - began
         prefilled = sum(count for _, count in plan.prefill)
@@ -274,9 +274,9 @@ class Engine:
                 seq.drafts = seq.ngrams.propose(seq.ids, most)
 
     def _prompt_logprobs(
-        self, seq: Sequence, count: int, hidden: torch.Tensor
+        self, seq: Sequence, count: int, hidden: torch.Tensor, row: int
     ) -> list[Token | Fault]:
-        """Logprobs of the prompt ids behind the `count` rows of `hidden` that were not told yet."""
+        """Logprobs of the ids behind `count` rows of `hidden` from `row` on, if not told yet."""
         asked = seq.sampling.prompt_logprobs
         assert asked is not None
         first = max(seq.computed, seq.told - 1)
@@ -284,7 +284,8 @@ class Engine:
         tokens: list[Token | Fault] = []
         for start in range(first, end, SLICE):  # float32 logits of all rows would be gigabytes
             stop = min(start + SLICE, end)
-            logits = self._model.logits(hidden[start - seq.computed : stop - seq.computed])
+            rows = torch.arange(start, stop) + row - seq.computed
+            logits = self._model.logits(hidden, rows)
             tokens += score(logits, seq.ids[start + 1 : stop + 1], asked, start + 1)
         return tokens
 

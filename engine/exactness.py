@@ -33,7 +33,8 @@ def is_exact(model: Model, block_tokens: int) -> bool:
             parts.append(shallow.hidden(ids[at], meta))
             start += count
         cache = [part[: len(blocks)] for part in model.kv.layer(0)]
-        result = [torch.cat(parts), shallow.logits(parts[-1][-1:]), *(p.clone() for p in cache)]
+        last = shallow.logits(parts[-1], torch.tensor([counts[-1] - 1]))
+        result = [torch.cat(parts), last, *(p.clone() for p in cache)]
         for part in cache:
             part.zero_()
         return result

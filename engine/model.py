@@ -19,7 +19,7 @@ from .kernels import NativeOps, native_ops
 from .loader import load
 from .ops import Ops
 from .pool import KVPool
-from .ranks import Copy, Head, Ranks, pack
+from .ranks import Copy, Head, Prepare, Ranks, pack
 from .sizing import kv_layout
 from .spec import ModelSpec, read_spec
 
@@ -40,7 +40,7 @@ class ModelConfig:
     threads: int
     kernels: str  #: auto | avx512 | torch
     shared: bool = False  #: the pool's memory can be mapped by other processes
-    device: str = "cpu"  #: cpu | cuda (the first that this process sees)
+    device: str = "cpu"  #: cpu | cuda (rank r has the r-th that this process sees)
     attention: str = "auto"  #: auto | cpp | torch | a name of `gpu.backends`
     exact: bool = False  #: on a GPU: a row's bits do not depend on the batch (a CPU's never do)
     kv_dtype: str | None = None  #: None: `dtype`; float8_e4m3fn on a GPU
@@ -60,10 +60,8 @@ class Model:
         whole = read_spec(config.folder)
         self.spec = part_of(whole, ranks.size) if ranks else whole
         self.dtype, self.ranks = DTYPES[config.dtype], ranks
-        self.device = torch.device(config.device)
-        if ranks and config.device != "cpu":
-            raise KernelUnavailable("tensor parallelism knows CPUs only: set tensor_parallel to 1")
-        self.ops, self.kernels = _ops(config, whole)
+        self.device = _device(config, ranks.rank if ranks else 0)
+        self.ops, self.kernels = _ops(config, whole, self.device)
         weights = load(config.folder, whole, self.dtype, self.ops, progress, ranks)
         layout = kv_layout(self.spec, config.kv_dtype or config.dtype, config.block_tokens)
         kept = getattr(torch, layout.dtype)
@@ -94,15 +92,19 @@ class Model:
         from .gpu.ops import GpuOps
 
         assert isinstance(self.ops, GpuOps)
-        runner = DecodeRunner(self.decoder, self.ops, most, max_len, block_tokens)
+        tell = None
+        if self.ranks:
+            self.ranks.tell(Prepare(most, max_len, block_tokens))
+            tell = self.ranks.tell
+        runner = DecodeRunner(self.decoder, self.ops, most, max_len, block_tokens, tell)
         runner.capture()
         return runner
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`Decoder.logits`, on all ranks."""
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """`Decoder.logits`, on all ranks; `hidden` is what `hidden()` gave last."""
         if self.ranks:
-            self.ranks.tell(Head(hidden.contiguous().view(torch.uint8).numpy().tobytes()))
-        return self.decoder.logits(hidden)
+            self.ranks.tell(Head(rows.tolist()))
+        return self.decoder.logits(hidden, rows)
 
     def copy(self, source: int, target: int) -> None:
         """Copies a KV block, on all ranks."""
@@ -118,10 +120,18 @@ def start_model(
     program: str = "diptych.engine.ranks",
 ) -> Model:
     """The model on `size` ranks; this process is rank 0, the others are started (`Ranks.lead`)."""
+    here = torch.cuda.device_count() if config.device != "cpu" else size
+    if not here:
+        raise KernelUnavailable(f"device {config.device}: torch finds no CUDA device here")
+    if here < size:
+        raise KernelUnavailable(f"{size} ranks need a GPU each: this process sees {here}")
     if size == 1:
         return Model(config, None, progress)
     fields = {**asdict(config), "folder": str(config.folder)}
-    return Model(config, Ranks.lead(size, fields, program), progress)
+    ranks = Ranks.lead(size, fields, program)
+    model = Model(config, ranks, progress)
+    ranks.meet("loaded its share")
+    return model
 
 
 def part_of(spec: ModelSpec, ranks: int) -> ModelSpec:
@@ -146,13 +156,21 @@ def part_of(spec: ModelSpec, ranks: int) -> ModelSpec:
     )
 
 
-def _ops(config: ModelConfig, spec: ModelSpec) -> tuple[Ops, str]:
+def _device(config: ModelConfig, rank: int) -> torch.device:
+    if config.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)  # of this thread: Triton starts kernels there
+    return device
+
+
+def _ops(config: ModelConfig, spec: ModelSpec, device: torch.device) -> tuple[Ops, str]:
     """The fastest operations that run here, and their name (with the reason, if torch's).
 
     Raises KernelUnavailable if what the configuration names cannot run here.
     """
     if config.device != "cpu" or config.attention not in ("auto", "cpp", "torch"):
-        return _gpu_ops(config, spec)
+        return _gpu_ops(config, spec, device)
     if config.kv_dtype not in (None, config.dtype) or config.weights != "model" or config.exact:
         raise KernelUnavailable("kv_dtype, weights and exact are settings of a GPU's engine")
     plain = config.dtype != "bfloat16" or "torch" in (config.kernels, config.attention)
@@ -172,14 +190,11 @@ def _ops(config: ModelConfig, spec: ModelSpec) -> tuple[Ops, str]:
     return ops, ops.name
 
 
-def _gpu_ops(config: ModelConfig, spec: ModelSpec) -> tuple[Ops, str]:
+def _gpu_ops(config: ModelConfig, spec: ModelSpec, device: torch.device) -> tuple[Ops, str]:
     try:
         from .gpu.ops import GpuOps  # Triton: not where there is no use for it
     except ImportError as error:
         raise KernelUnavailable(f"{error}: pip install 'diptych[gpu]'") from None
-    device = torch.device(config.device)
-    if device.type != "cpu" and not torch.cuda.is_available():
-        raise KernelUnavailable(f"device {config.device}: torch finds no CUDA device here")
     kept = config.kv_dtype or config.dtype
     need = Need(config.dtype, kept, config.block_tokens, spec.head_dim, config.exact)
     longest = min(spec.max_positions, config.blocks * config.block_tokens)

@@ -7,12 +7,13 @@ Block tables live on the device; the host sends what is new in them, and one sma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from ..decoder import Decoder
+from ..ranks import Decode
 from .ops import GpuOps, Step
 from .plan import DUMMY, FIELDS, Row, Tables, bucket, buckets, inputs
 from .sampling import pick
@@ -39,13 +40,21 @@ class DecodeRunner:
     """Decodes up to `most` rows a step, of sequences up to `max_len` tokens.
 
     At most two steps are under way: `launch` the second before `read` of the first, not a third.
+    `tell` the other ranks what each step is: they `follow`.
     """
 
     def __init__(
-        self, decoder: Decoder, ops: GpuOps, most: int, max_len: int, block_tokens: int
+        self,
+        decoder: Decoder,
+        ops: GpuOps,
+        most: int,
+        max_len: int,
+        block_tokens: int,
+        tell: Callable[[Decode], None] | None = None,
     ) -> None:
         self.decoder, self.most, self._page, self._max_len = decoder, most, block_tokens, max_len
-        self.device = device = ops.device
+        self.device, self._tell = ops.device, tell
+        device = self.device
         self.graphs = device.type == "cuda" and ops.attention.graphs and not decoder.spec.experts
         self._width = most = bucket(most)
         blocks = -(-max_len // block_tokens)
@@ -66,21 +75,34 @@ class DecodeRunner:
 
     def launch(self, rows: Sequence[Row]) -> Ticket:
         """Starts a step; does not wait for it, nor for the one before it."""
-        self._turn = 1 - self._turn
-        told, table, ids, peaks = (pair[self._turn] for pair in self._host)
         width = bucket(len(rows))
-        size = FIELDS * width
-        told[:size] = torch.from_numpy(inputs(rows, width)).flatten()
-        self._told[:size].copy_(told[:size], non_blocking=True)
-        changed = self._tables.update(rows)
-        if changed:
-            part = slice(*changed)
-            table[part] = torch.from_numpy(self._tables.known[part])
-            self._table[part].copy_(table[part], non_blocking=True)
-        self._run(width)
+        told, changed = inputs(rows, width), self._tables.update(rows)
+        if self._tell:
+            tables = self._tables.known[changed].tobytes()
+            self._tell(Decode(told.tobytes(), changed, tables))
+        self._start(told, changed)
+        ids, peaks = (pair[self._turn] for pair in self._host[2:])
         ids[:width].copy_(self._ids[:width], non_blocking=True)
         peaks[:width].copy_(self._peaks[:width], non_blocking=True)
         return Ticket(len(rows), ids, peaks, self.device)
+
+    def follow(self, step: Decode) -> None:
+        """Starts this rank's part of a step. Its buffers are free: rank 0 read the last but one."""
+        known = self._tables.known
+        known[step.changed] = np.frombuffer(step.tables, known.dtype).reshape(-1, known.shape[1])
+        self._start(np.frombuffer(step.inputs, np.int64).reshape(FIELDS, -1), step.changed)
+
+    def _start(self, inputs: np.ndarray, changed: list[int]) -> None:
+        """Sends what is new, and runs the step."""
+        self._turn = 1 - self._turn
+        told, table = (pair[self._turn] for pair in self._host[:2])
+        told[: inputs.size] = torch.from_numpy(inputs.copy()).flatten()
+        self._told[: inputs.size].copy_(told[: inputs.size], non_blocking=True)
+        if changed:
+            part = slice(changed[0], changed[-1] + 1)
+            table[part] = torch.from_numpy(self._tables.known[part])
+            self._table[part].copy_(table[part], non_blocking=True)
+        self._run(inputs.shape[1])
 
     def _run(self, width: int) -> None:
         graph = self._captured.get(width) if self.graphs else None
@@ -100,7 +122,8 @@ class DecodeRunner:
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             shared = next(iter(self._captured.values())).pool() if self._captured else None
-            with torch.cuda.graph(graph, pool=shared):
+            # other threads of this process may use CUDA meanwhile: NCCL's, a transfer's
+            with torch.cuda.graph(graph, pool=shared, capture_error_mode="thread_local"):
                 self._forward(width)
             self._captured[width] = graph
 

@@ -58,8 +58,8 @@ class Tables:
     lists: list[list[int]]  #: of each row: what was seen there, and how much of it
     counts: list[int]
 
-    def update(self, rows: Sequence[Row]) -> tuple[int, int] | None:
-        """The rows (from, to) of `known` that changed."""
+    def update(self, rows: Sequence[Row]) -> list[int]:
+        """Writes down what is new; the rows of `known` that changed."""
         changed = []
         for index, row in enumerate(rows):
             count = len(row.blocks)
@@ -68,4 +68,4 @@ class Tables:
             self.known[index, :count] = row.blocks
             self.lists[index], self.counts[index] = row.blocks, count
             changed.append(index)
-        return (changed[0], changed[-1] + 1) if changed else None
+        return changed

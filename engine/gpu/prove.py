@@ -20,6 +20,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ...kv_transfer.errors import TransportUnavailable
 from ..attention import Meta, Piece
@@ -27,6 +28,7 @@ from ..decoder import Decoder, Layer, Mlp, Weights
 from ..linear import Linear
 from ..ops import Norm, Ops
 from ..pool import KVPool
+from ..ranks import Ranks
 from ..sizing import kv_layout
 from ..spec import ModelSpec
 from . import roofline
@@ -322,6 +324,27 @@ def handover_section(device: torch.device, blocks: int) -> Section:
     return section
 
 
+def ranks_section(device: torch.device) -> Section:
+    """NCCL's part of a captured decode step, by one rank: more ranks need more GPUs."""
+    store = dist.HashStore()
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
+    x = torch.empty(8, 4096, dtype=torch.bfloat16, device=device)
+    lines, failed = [], False
+    for reduce in (True, False):
+        ranks = Ranks(0, 1, store, reduce)
+        ranks.sum(x.clone())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = ranks.join(ranks.sum(x.clone()))
+        x.normal_()
+        graph.replay()
+        same = torch.equal(out, x)
+        failed |= not same
+        lines.append(f"- {'reduced' if reduce else 'gathered'}: {'right' if same else 'WRONG'}")
+    dist.destroy_process_group()
+    return Section("Sums of ranks inside a graph (NCCL, one rank)", lines, failed)
+
+
 SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")
 
 
@@ -343,38 +366,67 @@ def syncs_section(bench: Bench, batch: int, context: int) -> Section:
     )
 
 
-def sections(small: bool, device: torch.device) -> Iterator[Section]:
+Make = Callable[[], Section]
+
+
+def variant_section(
+    spec: ModelSpec,
+    device: torch.device,
+    top: Ceilings,
+    title: str,
+    cases: tuple,
+    items: tuple[int, int],
+    how: dict[str, Any],
+) -> Section:
+    """Decode of another model than the first one, which must be gone from the memory."""
+    torch.cuda.empty_cache()
+    bench = Bench(spec, device, 32, 32 * cases[-1][1], **how)
+    bench.runner.capture()
+    return decode_section(bench, top, title, cases, items)
+
+
+def sections(small: bool, device: torch.device) -> Iterator[tuple[str, Make]]:
+    """Each section's title and what makes it; one that breaks leaves the others to be made."""
     spec = LLAMA_3_8B
     cases: tuple[tuple[int, int], ...] = CASES
     prompts: tuple[int, ...] = PROMPTS
     if small:
         spec = replace(spec, layers=2, windows=(None, None), vocab=4096, max_positions=2304)
         cases, prompts = ((1, 1024), (32, 1024)), (2048,)
-    found = probe(device)
-    yield backends(found, device)
+    yield "Attention backends", partial(backends, probe(device), device)
     top = ceilings(device)
-    lines = [f"copy {top.copy / 1e12:.2f} TB/s, matmul {top.matmul / 1e12:.0f} TFLOP/s"]
-    yield Section("Ceilings of this run", lines)
+    line = f"copy {top.copy / 1e12:.2f} TB/s, matmul {top.matmul / 1e12:.0f} TFLOP/s"
+    yield "Ceilings", partial(Section, "Ceilings of this run", [line])
     most, keys = max(batch for batch, _ in cases), max(b * c for b, c in cases)
     bench = Bench(spec, device, most, keys)
-    bench.runner.capture()
-    yield graphs_section(bench)
-    yield greedy_section(spec, device)
-    yield decode_section(bench, top, "Decode, bf16", cases)
-    yield syncs_section(bench, 32, 1024)
-    yield prefill_section(bench, top, prompts)
+    try:
+        bench.runner.capture()
+    except Exception as problem:  # the rest can be seen without graphs
+        bench.runner.graphs = False
+        broke = Section("Capture", [f"BROKE: {problem!r}"], failed=True)
+        yield "Capture", lambda: broke
+    yield "Graphs", partial(graphs_section, bench)
+    yield "Greedy ids", partial(greedy_section, spec, device)
+    yield "Decode, bf16", partial(decode_section, bench, top, "Decode, bf16", cases)
+    yield "Host", partial(syncs_section, bench, 32, 1024)
+    yield "Prefill", partial(prefill_section, bench, top, prompts)
+    del bench
+    wide = tuple(case for case in cases if case[0] == 32)
     for title, how, items in (
         ("Decode, FP8 weights", {"fp8": True}, (1, 2)),
         ("Decode, FP8 KV", {"kv_dtype": "float8_e4m3fn"}, (2, 1)),
         ("Decode, exact", {"exact": True}, (2, 2)),
     ):
-        del bench
-        torch.cuda.empty_cache()
-        bench = Bench(spec, device, 32, 32 * cases[-1][1], **how)
-        bench.runner.capture()
-        chosen = tuple(case for case in cases if case[0] == 32)
-        yield decode_section(bench, top, title, chosen, items)
-    yield handover_section(device, 8 if small else 64)
+        yield title, partial(variant_section, spec, device, top, title, wide, items, how)
+    yield "Handover", partial(handover_section, device, 8 if small else 64)
+    yield "Ranks", partial(ranks_section, device)
+
+
+def attempt(title: str, make: Make) -> Section:
+    try:
+        return make()
+    except Exception as problem:
+        return Section(title, [f"BROKE: {problem!r}"[:1000]], failed=True)
 
 
 def main() -> None:
@@ -390,7 +442,9 @@ def main() -> None:
     name = torch.cuda.get_device_name(device)
     print(f"# {name}: torch {torch.__version__}, triton {triton}\n")
     with torch.inference_mode():
-        for section in sections(small, device):
+        for title, make in sections(small, device):
+            section = attempt(title, make)
+            del make  # and with it the model
             print(f"## {section.title}\n\n" + "\n".join(section.lines) + "\n", flush=True)
             failed += [section.title] * section.failed
             if time.monotonic() - began > DEADLINE_S:

@@ -43,6 +43,14 @@ def test_the_arguments_reach_every_deployment(monkeypatch: pytest.MonkeyPatch) -
     assert len(config.placement_group_bundles) == 2
 
 
+def test_a_replica_on_gpus_sees_those_of_all_its_ranks() -> None:
+    decode = {"tensor_parallel": 4, "engine": {"device": "cuda"}}
+    args = {"pools": {"decode": decode}, "kv_transfer": {"transport": "nixl"}}
+    config = deployments(args)["DecodeWorker"]._replica_config
+    assert config.ray_actor_options["num_gpus"] == 4
+    assert not config.placement_group_bundles
+
+
 def test_the_secret_of_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET, "from the environment")
     made = deployments({"secret": "from a file"})

@@ -166,6 +166,16 @@ def bad_argument(documents: Documents, rng: random.Random) -> None:
     serve(documents, lambda c: c["applications"][0]["args"], key, value)
 
 
+def rank_without_gpu(documents: Documents, rng: random.Random) -> None:
+    def pools(config: dict[str, Any]) -> dict[str, Any]:
+        args = config["applications"][0]["args"]
+        args["kv_transfer"] = {"transport": "nixl"}
+        return args.setdefault("pools", {})
+
+    split = {"tensor_parallel": rng.randrange(9, 17), "engine": {"device": "cuda"}}
+    serve(documents, pools, "decode", split)
+
+
 def no_home(documents: Documents, rng: random.Random) -> None:
     where = rng.randrange(2, 4)
     serve(documents, lambda c: deployments(c)[where], "num_replicas", 99)
@@ -273,7 +283,7 @@ MUTATIONS = [
     *(bad_import_path, bad_argument, no_home, misnamed_slot, bad_volume, no_secret_key),
     *(requests_above_limits, bad_quantity, no_drain, long_name, replicas_out_of_bounds),
     *(start_parameter, upgrade_without_autoscaling, gated_field, wrong_account, wrong_admin_port),
-    wrong_metrics_port,
+    *(wrong_metrics_port, rank_without_gpu),
 ]
 
 

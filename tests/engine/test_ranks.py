@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from diptych.engine.engine import Engine, EngineConfig
-from diptych.engine.errors import UnsupportedModel
+from diptych.engine.errors import KernelUnavailable, UnsupportedModel
 from diptych.engine.ranks import RankLost
 from diptych.engine.scheduler import Limits
 from diptych.protos.frames import Sampling
@@ -84,6 +85,21 @@ def test_several_answers_begin_on_every_rank(checkpoint) -> None:
                 assert output.token is not None
                 answers.setdefault(output.index, []).append(output.token.id)
     assert answers[0] == answers[1] == answers[2]
+
+
+def test_a_rank_that_cannot_start_is_named_at_once(checkpoint) -> None:
+    config = EngineConfig(
+        checkpoint("llama"), tensor_parallel=2, rank_program="diptych.engine.no_such_module"
+    )
+    with pytest.raises(RankLost, match="rank 1 of this replica has not started: it ended with 1"):
+        Engine(config)
+
+
+def test_ranks_on_gpus_need_a_gpu_each(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = EngineConfig(checkpoint("llama"), device="cuda", tensor_parallel=2, kv_bytes=64 << 20)
+    with pytest.raises(KernelUnavailable, match="2 ranks need a GPU each: this process sees 1"):
+        Engine(config)
 
 
 @pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGTERM])

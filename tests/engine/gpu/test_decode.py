@@ -42,13 +42,13 @@ def test_only_rows_whose_blocks_changed_are_sent() -> None:
     tables = Tables(np.zeros((4, 5), np.int32), [[]] * 4, [0] * 4)
     first, second, third = [3], [4, 5], [6]
     rows = [row(first), row(second), row(third)]
-    assert tables.update(rows) == (0, 3)
-    assert tables.update(rows) is None
+    assert tables.update(rows) == [0, 1, 2]
+    assert tables.update(rows) == []
     second.append(9)
-    assert tables.update(rows) == (1, 2)
+    assert tables.update(rows) == [1]
     assert tables.known[1, :3].tolist() == [4, 5, 9]
     rows[1] = row([4, 7, 9])  # another sequence with the same ends
-    assert tables.update(rows) == (1, 2)
+    assert tables.update(rows) == [1]
     assert tables.known[1, :3].tolist() == [4, 7, 9]
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from diptych.engine.engine import Engine, EngineConfig
 from diptych.engine.errors import KernelUnavailable
 from diptych.engine.exactness import is_exact
+from diptych.engine.gpu.plan import FIELDS
+from diptych.engine.ranks import Decode
 from diptych.engine.scheduler import Limits
 from diptych.protos.frames import Sampling
 
@@ -55,6 +58,26 @@ def same_tokens(folder: Path, **fields) -> None:
 
 def test_tokens_are_those_of_torch(small: Callable[[str], Path]) -> None:
     same_tokens(small("llama"), device=DEVICE)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_two_ranks_decode_ahead_as_torch_does_alone(small: Callable[[str], Path], exact) -> None:
+    """Each rank launches the same steps and finds the same ids, some of which nobody has read."""
+    folder = small("llama")
+    pair = engine(folder, "triton", tensor_parallel=2, exact=exact)
+    runner, lead = pair._pipeline._runner, []
+    told = runner._tell
+
+    def tell(step: Decode) -> None:
+        lead.append(int((np.frombuffer(step.inputs, np.int64).reshape(FIELDS, -1)[0] < 0).sum()))
+        told(step)
+
+    runner._tell = tell
+    try:
+        assert answers(pair, 66) == answers(engine(folder, "torch"), 66)
+    finally:
+        pair.close()
+    assert sum(lead) >= 6, "no step took its ids from the device"
 
 
 @pytest.mark.long

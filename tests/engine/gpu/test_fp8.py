@@ -62,7 +62,7 @@ def logits(owner: Engine) -> torch.Tensor:
     ids = torch.arange(40) * 37 % owner.spec.vocab
     at = torch.arange(40)
     meta = Meta(at, torch.ones(40, dtype=torch.int64), at, [Piece(0, 40, 0, [1], False)])
-    return owner._model.logits(owner._model.hidden(ids, meta)).double()
+    return owner._model.logits(owner._model.hidden(ids, meta), torch.arange(40)).double()
 
 
 @pytest.mark.parametrize(

@@ -125,3 +125,13 @@ def test_an_error_is_measured_and_a_wrong_backend_shows(monkeypatch: pytest.Monk
 def test_ceilings_are_bytes_and_products_over_time() -> None:
     found = prove.ceilings(CPU, 1 << 20, 64)
     assert 1e6 < found.copy < 1e13 and 1e5 < found.matmul < 1e15
+
+
+def test_a_section_that_breaks_leaves_the_others_to_be_made() -> None:
+    def breaks() -> prove.Section:
+        raise RuntimeError("CUDA error")
+
+    section = prove.attempt("Decode", breaks)
+    assert section.failed and section.title == "Decode" and "CUDA error" in section.lines[0]
+    whole = prove.Section("Prefill", ["fine"])
+    assert prove.attempt("Prefill", lambda: whole) is whole

@@ -35,6 +35,7 @@ class ModelConfig(Section):
     name: str | None = None  #: API name; None: the folder's name, `demo` for the bundled model
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     max_model_len: Count | None = None  #: tokens; None: the model's, or what the pools hold
+    block_tokens: Literal[64, 128, 256] = 64  #: of a KV block; flash-attn 2 knows 256 only
 
 
 class EngineSettings(Section):
@@ -215,6 +216,12 @@ class ClusterConfig(Section):
             raise ValueError(
                 "pools.prefill.replicas is 0: set router.disaggregate to never, or auto"
             )
+        for name, pool in (("prefill", self.pools.prefill), ("decode", self.pools.decode)):
+            if pool.engine.max_step_tokens < self.model.block_tokens:
+                raise ValueError(
+                    f"pools.{name}.engine.max_step_tokens {pool.engine.max_step_tokens} is below "
+                    f"model.block_tokens {self.model.block_tokens}: a step computes a block or more"
+                )
         ranks = max(self.pools.prefill.tensor_parallel, self.pools.decode.tensor_parallel)
         if self.kv_tiers.memory_mib and ranks > 1:
             raise ValueError("kv_tiers work for pools with tensor_parallel 1 only")

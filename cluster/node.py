@@ -123,11 +123,16 @@ class Node:
     def knows(self, worker: str) -> bool:
         return worker in self._peers
 
+    def _shares_names(self, worker: str) -> bool:
+        """A peer whose blocks of the same name hold the same tokens."""
+        size = self.engine.kv.layout.block_tokens
+        return any(card.layout.block_tokens == size for card in self._peers.get(worker, ()))
+
     def submit(self, gateway: str, frame: f.Prefill | f.Decode) -> None:
         """A gateway's new attempt. A duplicate changes nothing."""
         size = self.engine.kv.layout.block_tokens
         hashes = block_hashes(frame.ids, self._salt, size)
-        if frame.fetch and not self.knows(frame.fetch):
+        if frame.fetch and not self._shares_names(frame.fetch):
             frame = msgspec.structs.replace(frame, fetch=None)
         deadline = time.monotonic() + frame.deadline_s if frame.deadline_s else 0.0
         tiers = self.tiering is not None
@@ -306,6 +311,7 @@ def _probed(
 def engine_config(config: ClusterConfig, pool: PoolConfig, model: Path) -> EngineConfig:
     settings = pool.engine
     limits = Limits(
+        block_tokens=config.model.block_tokens,
         max_step_tokens=settings.max_step_tokens,
         max_running=settings.max_running,
         growth_tokens=settings.growth_tokens,

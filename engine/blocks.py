@@ -7,7 +7,8 @@ pads batches.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
 
 
 class BlockPool:
@@ -21,6 +22,8 @@ class BlockPool:
         self._cached: OrderedDict[int, bytes] = OrderedDict()  #: LRU first
         self._by_hash: dict[bytes, int] = {}  #: sealed blocks, used or cached
         self._hash_of: dict[int, bytes] = {}
+        self._marks: dict[bytes, Sequence[bytes]] = {}  #: what is told of each known content
+        self._told: dict[bytes, int] = {}  #: those, and how many contents each is told of
         self._below: set[bytes] = set()  #: of the known contents, those that a tier has too
         self._demoting: dict[int, bytes] = {}  #: pinned until a tier has copied them
         self.stored: list[bytes] = []  #: since the last `drain_events`
@@ -55,10 +58,18 @@ class BlockPool:
         if self._free:
             return self._free.popleft()
         block, content = self._cached.popitem(last=False)
-        del self._by_hash[content], self._hash_of[block]
-        self._below.discard(content)
-        self.evicted.append(content)
+        del self._hash_of[block]
+        self._forget(content)
         return block
+
+    def _forget(self, content: bytes) -> None:
+        del self._by_hash[content]
+        self._below.discard(content)
+        for mark in self._marks.pop(content):
+            self._told[mark] -= 1
+            if not self._told[mark]:
+                del self._told[mark]
+                self.evicted.append(mark)
 
     def match(self, hashes: list[bytes]) -> list[int]:
         """The blocks of the longest known prefix of `hashes`, each with one more reference."""
@@ -82,22 +93,27 @@ class BlockPool:
             self._refs[block] += 1
         return blocks
 
-    def seal(self, block: int, content: bytes) -> None:
-        """`block` holds the KV of the prefix `content` from now on. The first one of two wins."""
+    def seal(self, block: int, content: bytes, marks: Sequence[bytes] | None = None) -> None:
+        """`block` holds the KV of the prefix `content` from now on. The first one of two wins.
+
+        `marks`: what routers are told of it (None: its content).
+        """
         assert block in self._refs, block
         if content not in self._by_hash and block not in self._hash_of:
             self._by_hash[content] = block
             self._hash_of[block] = content
-            self.stored.append(content)
+            self._marks[content] = marks = (content,) if marks is None else marks
+            for mark in marks:
+                self._told[mark] = self._told.get(mark, 0) + 1
+                if self._told[mark] == 1:
+                    self.stored.append(mark)
 
     def unseal(self, blocks: list[int]) -> None:
         """Nobody finds these used blocks any more."""
         for block in blocks:
             content = self._hash_of.pop(block, None)
             if content is not None:
-                del self._by_hash[content]
-                self._below.discard(content)
-                self.evicted.append(content)
+                self._forget(content)
 
     def release(self, blocks: list[int]) -> None:
         """Takes one reference from each block; the last one caches or frees it."""
@@ -144,15 +160,15 @@ class BlockPool:
         return len(self._demoting)
 
     def drain_events(self) -> tuple[list[bytes], list[bytes]]:
-        """(stored, evicted) since the last call, as they ended: no hash is in both lists."""
-        stored = [content for content in self.stored if content in self._by_hash]
-        evicted = [content for content in self.evicted if content not in self._by_hash]
+        """Marks (stored, evicted) since the last call, as they ended: none is in both lists."""
+        stored = [mark for mark in self.stored if mark in self._told]
+        evicted = [mark for mark in self.evicted if mark not in self._told]
         self.stored, self.evicted = [], []
         return stored, evicted
 
     def hashes(self) -> list[bytes]:
-        """Every content hash that `match` would find."""
-        return list(self._by_hash)
+        """The marks of every content that `match` would find."""
+        return list(self._told)
 
     def validate(self) -> None:
         """Checks that every block is in exactly one place."""
@@ -161,6 +177,8 @@ class BlockPool:
         assert 0 not in places and all(n > 0 for n in self._refs.values()), self
         assert set(self._hash_of) <= set(self._refs) | set(self._cached), self
         assert {b: h for h, b in self._by_hash.items()} == self._hash_of, self
+        marks = Counter(mark for content in self._by_hash for mark in self._marks[content])
+        assert marks == self._told and len(self._marks) == len(self._by_hash), self
 
     def __repr__(self) -> str:
         return f"<BlockPool {len(self._free)} free, {self.cached} cached, {self.used} used>"

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from ..kv_transfer.identity import block_hashes
+from ..kv_transfer.identity import block_hashes, hashes_of, looked_up
 from ..protos.frames import Key
 from .blocks import BlockPool
 from .pacing import StepCost
@@ -173,8 +173,8 @@ class Scheduler:
     def adopt(self, key: Key, count: int) -> None:
         """The first `count` staged blocks hold what they were meant for."""
         blocks, hashes = self.staged.pop(key, ([], []))
-        for block, content in zip(blocks[:count], hashes, strict=False):
-            self.pool.seal(block, content)
+        for index, (block, content) in enumerate(zip(blocks[:count], hashes, strict=False)):
+            self.pool.seal(block, content, self._marks(index, [content]))
         self.pool.release(blocks)
 
     # ---- leaving -----------------------------------------------------------------------------
@@ -351,8 +351,17 @@ class Scheduler:
             if index == len(seq.hashes):
                 parent = seq.hashes[-1] if seq.hashes else self.salt
                 seq.hashes += block_hashes(seq.ids[index * size : (index + 1) * size], parent, size)
-            self.pool.seal(seq.blocks[index], seq.hashes[index])
+            units = seq.hashes[index : index + 1]
+            if hashes_of(size) > 1:  # a larger block answers for each hash that ends in it
+                parent = seq.hashes[index - 1] if index else self.salt
+                units = block_hashes(seq.ids[index * size : (index + 1) * size], parent)
+            self.pool.seal(seq.blocks[index], seq.hashes[index], self._marks(index, units))
         seq.sealed = whole
+
+    def _marks(self, index: int, units: list[bytes]) -> list[bytes]:
+        """Of a prompt's block: those of its last hashes that routers look up."""
+        end = (index + 1) * hashes_of(self.limits.block_tokens)
+        return [one for at, one in enumerate(units, end - len(units)) if looked_up(at)]
 
     def sampled(self, seq: Sequence, token: int) -> str | None:
         """Appends a sampled token and moves the sequence on; returns its finish reason."""

@@ -14,23 +14,37 @@ from collections.abc import Sequence
 import xxhash
 
 HASH_TOKENS = 64  #: tokens per content hash; an engine block is a multiple of it
+#: which hashes of a prompt routers look up, and workers tell: all of the first, then every so many
+FRONT_BLOCKS, STRIDE = 16, 8
 
 
 def block_hashes(ids: Sequence[int], salt: bytes, block_tokens: int = HASH_TOKENS) -> list[bytes]:
     """Chained 16-byte content hashes of the full blocks of `ids`, first block first.
 
-    `hash_i = xxh3_128(hash_{i-1} | ids_i as uint32 LE)` with `hash_{-1} = salt`. The tail that does
+    `hash_i = xxh3_128(hash_{i-1} | ids_i as uint32 LE)` over 64 ids each, with `hash_{-1} = salt`;
+    a larger block (a multiple of 64 tokens) is named by the last of its hashes. The tail that does
     not fill a block has no hash.
     """
     hashes: list[bytes] = []
     parent = salt
-    blocks = len(ids) // block_tokens
-    size = 4 * block_tokens
-    data = struct.pack(f"<{blocks * block_tokens}I", *ids[: blocks * block_tokens])
-    for start in range(0, blocks * size, size):
+    count = len(ids) // block_tokens * block_tokens
+    size = 4 * min(HASH_TOKENS, block_tokens)
+    data = struct.pack(f"<{count}I", *ids[:count])
+    for start in range(0, 4 * count, size):
         parent = xxhash.xxh3_128_digest(parent + data[start : start + size])
         hashes.append(parent)
-    return hashes
+    each = hashes_of(block_tokens)
+    return hashes if each == 1 else hashes[each - 1 :: each]
+
+
+def hashes_of(block_tokens: int) -> int:
+    """How many hashes of a prompt end in a block of this size."""
+    return max(block_tokens // HASH_TOKENS, 1)
+
+
+def looked_up(index: int) -> bool:
+    """Whether routers look up the hash of this number of a prompt, and so are told of it."""
+    return index < FRONT_BLOCKS or (index - FRONT_BLOCKS) % STRIDE == STRIDE - 1
 
 
 def ticket_id(key: tuple[str, int]) -> str:

@@ -20,7 +20,7 @@ from operator import itemgetter
 
 import numpy as np
 
-FRONT_BLOCKS, STRIDE = 16, 8
+FRONT_BLOCKS, STRIDE = 16, 8  #: as `kv_transfer.identity.looked_up`, by which workers report
 GROUPS_MAX = 1 << 16  #: shared bitmasks; more are not shared
 FEW = 8  #: workers that are known one by one
 

@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...engine.sizing import context_limit, kv_layout
 from ...engine.spec import fingerprint, read_json, read_spec
-from ...kv_transfer.identity import HASH_TOKENS, block_hashes
+from ...kv_transfer.identity import block_hashes
 from ...protos import frames as f
 from ...router.config import CLASSES
 from ...router.goodput import judge
@@ -307,7 +307,7 @@ def _limits(folder: Path, config: ClusterConfig, token_chars: int) -> Limits:
     file = folder / "generation_config.json"
     generation = read_json(file) if file.exists() else {}
     sampled = generation.get("temperature", 1.0) if generation.get("do_sample") else 0.0
-    layout = kv_layout(spec, config.model.dtype, HASH_TOKENS)
+    layout = kv_layout(spec, config.model.dtype, config.model.block_tokens)
     pools = (config.pools.prefill.engine, config.pools.decode.engine)
     wanted = config.model.max_model_len
     return Limits(

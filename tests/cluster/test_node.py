@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -214,6 +215,39 @@ def test_a_prefix_is_fetched_from_the_peer_that_holds_it(folder: Path) -> None:
             block = bench.nodes["prefill/x"].engine.kv.layout.block_bytes
             assert received(bench, "prefill/x") == 6 * block
             assert computed(bench, "prefill/x") - before == 400 - 6 * 64
+
+    asyncio.run(run())
+
+
+def test_blocks_of_256_tokens_are_hit_and_fetched_and_told_by_64(folder: Path) -> None:
+    async def run() -> None:
+        large = {"model": {"block_tokens": 256}, "kv_transfer": {"transport": "tcp"}}
+        pool = {"engine": {"kv_mib": 16, "max_step_tokens": 256}}
+        async with opened(folder, **large, pools={"prefill": pool, "decode": pool}) as bench:
+            ids = prompt(9, 600)
+            expected = await bench.alone(ids, "a")
+            told = set(bench.nodes["decode/x"].engine.scheduler.pool.hashes())
+            salt = bench.nodes["decode/x"]._salt
+            assert told == set(block_hashes(ids, salt)[:8]), "two blocks, four hashes each"
+            before = computed(bench, "prefill/x")
+            assert await bench.ask(ids, "b", fetch="decode/x") == expected
+            assert computed(bench, "prefill/x") - before == 600 - 512
+
+    asyncio.run(run())
+
+
+def test_blocks_of_another_size_are_no_prefix_of_mine(folder: Path) -> None:
+    """A name says where a block ends, not where it begins."""
+
+    async def run() -> None:
+        async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
+            ids, node = prompt(10, 600), bench.nodes["prefill/x"]
+            expected = await bench.alone(ids, "a")
+            card = node._peers["decode/x"][0]
+            layout = dataclasses.replace(card.layout, block_tokens=256)
+            node._peers["decode/x"] = [msgspec.structs.replace(card, layout=layout)]
+            assert await bench.ask(ids, "b", fetch="decode/x") == expected
+            assert received(bench, "prefill/x") == 0 and computed(bench, "prefill/x") == 600
 
     asyncio.run(run())
 

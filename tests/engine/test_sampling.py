@@ -196,9 +196,12 @@ def test_logits_of_a_long_prompt_are_never_all_in_memory(
 ) -> None:
     owner, sizes = engine(llama, max_step_tokens=1024), []
     whole = owner._model.logits
-    monkeypatch.setattr(
-        owner._model, "logits", lambda hidden: sizes.append(len(hidden)) or whole(hidden)
-    )
+
+    def counted(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(rows))
+        return whole(hidden, rows)
+
+    monkeypatch.setattr(owner._model, "logits", counted)
     assert len(asked(owner, prompt(900), most=1)) == 899
     assert max(sizes) <= 64 and sum(sizes) == 899 + 1
 

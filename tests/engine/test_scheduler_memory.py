@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from diptych.engine.scheduler import Scheduler
 from diptych.engine.sequence import Sequence
 from diptych.kv_transfer.identity import block_hashes
 from diptych.protos.frames import Sampling
+from diptych.router.index import positions
 
 from .pure import carry_out, names, scheduler, seq, transferred
 
@@ -101,6 +103,21 @@ def test_a_prompt_that_brings_no_hashes_is_published_all_the_same() -> None:
     one.hashes = []
     decoded(s, one)
     assert s.pool.hashes() == block_hashes(one.ids[:256], b"salt")
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_routers_are_told_what_they_look_up_whatever_the_size_of_a_block(size: int) -> None:
+    """Of a block of 256 tokens all four hashes that end in it, not just its name."""
+    s = scheduler(block_tokens=size, max_step_tokens=8192, growth_tokens=256)
+    one = seq("a", 40 * 64 + 5, most=3)
+    one.hashes = block_hashes(one.ids, b"salt", size)
+    decoded(s, one)
+    units = block_hashes(one.ids, b"salt")
+    assert s.pool.hashes() == [units[at] for at in positions(40)]
+    s.add(
+        Sequence(("b", 0), one.ids[:2500], 2500, Sampling(1), block_hashes(one.ids, b"salt", size))
+    )
+    assert sum(count for _, count in s.plan().prefill) == 2500 - 2500 // size * size
 
 
 def test_a_block_is_published_when_its_last_kv_is_there_and_not_before() -> None:

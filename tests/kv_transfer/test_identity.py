@@ -8,10 +8,12 @@ from diptych.kv_transfer.identity import (
     HASH_TOKENS,
     block_hashes,
     digest,
+    looked_up,
     ticket_id,
     ticket_seed,
     tile_seed,
 )
+from diptych.router.index import positions
 
 IDS = random.Random(1).choices(range(50_000), k=5 * HASH_TOKENS)
 SALT = b"model"
@@ -53,9 +55,13 @@ def test_a_tail_that_fills_no_block_has_no_hash(tokens, hashes):
     assert len(block_hashes(IDS[:tokens], SALT)) == hashes
 
 
-def test_a_block_of_another_size_is_another_block():
-    assert block_hashes(IDS, SALT, 128)[0] != block_hashes(IDS, SALT)[1]
+def test_a_larger_block_has_the_name_of_its_last_hash():
+    assert block_hashes(IDS, SALT, 128) == block_hashes(IDS, SALT)[1::2]
     assert len(block_hashes(IDS, SALT, 128)) == 2
+
+
+def test_workers_report_what_routers_look_up():
+    assert [at for at in range(300) if looked_up(at)] == list(positions(300))
 
 
 def test_the_hash_is_the_same_in_every_process_and_release():

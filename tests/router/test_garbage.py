@@ -1,8 +1,11 @@
-"""Collections happen where `sweep` is called, and only once there is something to collect."""
+"""Collections happen where `sweep` is called, and only once there is something to collect; memory
+is there before it is needed."""
 
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -33,3 +36,25 @@ def test_a_cycle_is_collected_by_a_sweep_that_is_due():
     assert lost() is not None and kept
     garbage.sweep()
     assert lost() is None
+
+
+FAULTS = """
+import resource, sys
+from diptych.router import garbage
+if sys.argv[1] == "off":
+    garbage.off()
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+before = faults()
+little = [bytes(60) for _ in range(100_000)]
+large = [bytearray(20_000) for _ in range(200)]
+print(faults() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the allocator is glibc's")
+def test_what_an_event_keeps_touches_no_new_page():
+    def faults(how: str) -> int:
+        command = [sys.executable, "-c", FAULTS, how]
+        return int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+
+    assert faults("on") > 2000 and faults("off") < 200

@@ -94,16 +94,18 @@ class Workers:
     # ---- what workers do -------------------------------------------------------------------------
 
     async def _answer(self, asked: f.Decode) -> None:
-        inbox, sampling = self._inboxes[asked.key], asked.sampling
+        try:
+            await self._say(asked)
+        except InvalidRequest as error:
+            failed = f.Failed(asked.key, "decode/1", str(error), final=True)
+            self._inboxes[asked.key].put_nowait(failed)
+
+    async def _say(self, asked: f.Decode) -> None:
+        inbox, sampling, at = self._inboxes[asked.key], asked.sampling, -1
         if sampling.prompt_logprobs is not None:
             prompt = [self._token(one, sampling.prompt_logprobs) for one in asked.ids[1:]]
             inbox.put_nowait(f.Tokens(asked.key, 0, [], prompt=prompt))
-        try:
-            said = self._ids(asked)
-        except InvalidRequest as error:
-            inbox.put_nowait(f.Failed(asked.key, "decode/1", str(error), final=True))
-            return
-        for at, one in enumerate(said):
+        for at, one in enumerate(self._ids(asked)):
             ended = "stop" if one in sampling.stop_ids else None
             ended = ended or ("length" if at + 1 >= sampling.max_tokens else None)
             token = [] if ended == "stop" else [self._token(one, sampling.logprobs)]
@@ -112,6 +114,8 @@ class Workers:
             if ended:
                 return
             await asyncio.sleep(0)
+        for index in range(sampling.n):  # its grammar is complete
+            inbox.put_nowait(f.Tokens(asked.key, at + 1, [], "stop", index))
 
     def _token(self, one: int, logprobs: int | None) -> f.Token:
         if logprobs is None:
@@ -136,7 +140,9 @@ class Workers:
     def _admitted(self, matcher: Any, ends: tuple[int, ...]) -> Iterator[int]:
         """The end as soon as it is admitted, else what closes something, else the lowest id."""
         closing = [self.text.encode(one, specials=False)[0] for one in ('"', "}", "]", "1")]
-        while True:
+        while not matcher.complete or matcher.fed == 0:
+            if not matcher.allowed.any():
+                raise InvalidRequest("no token is possible")
             wanted = [one for one in (*ends, *closing) if matcher.allowed[one]]
             chosen = wanted[0] if wanted else int(matcher.allowed.argmax())
             yield chosen

@@ -17,7 +17,6 @@ from math import inf
 from typing import Any
 
 import xxhash
-from msgspec import Struct
 
 from ..protos.frames import (
     Deliver,
@@ -42,15 +41,23 @@ from .predictor import OutputLengths, prefill_s
 from .tally import Tally
 
 
-class Bound(Struct, eq=False):
+class Bound:
     """A request that two workers (or one) have. `prefill` is whoever computes the prompt."""
 
-    gateway: str
-    waiting: Waiting
-    prefill: Worker
-    decode: Worker
-    placed: Placed
-    computed: bool = False
+    def __init__(
+        self,
+        gateway: str,
+        waiting: Waiting,
+        prefill: Worker,
+        decode: Worker,
+        placed: Placed,
+    ) -> None:
+        self.gateway = gateway
+        self.waiting = waiting
+        self.prefill = prefill
+        self.decode = decode
+        self.placed = placed
+        self.computed: bool = False
 
 
 class Router:

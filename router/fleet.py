@@ -13,7 +13,6 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
 
 from ..protos.frames import Coefficients, Key, Report, WorkerCard
 from .predictor import SLOW, Correction, Drift, Learned, prior, step_s
@@ -40,24 +39,40 @@ def _by_due(item: tuple[Key, Work]) -> float:
     return item[1].due
 
 
-class Work(Struct):
+class Work:
     """A prompt that a worker was given and whose first token is not out."""
 
-    seconds: float  #: predicted
-    uncached: int
-    prompt: int
-    since: float
-    due: float = 0.0  #: the worker computes in this order; equal ones as they came
-    halted: bool = False  #: it does not show the worker's speed: it waited for others, or a fetch
+    def __init__(
+        self,
+        seconds: float,  #: predicted
+        uncached: int,
+        prompt: int,
+        since: float,
+        due: float = 0.0,  #: the worker computes in this order; equal ones as they came
+        halted: bool = False,  #: it waited, for others or a fetch: no sign of the speed
+    ) -> None:
+        self.seconds = seconds
+        self.uncached = uncached
+        self.prompt = prompt
+        self.since = since
+        self.due = due
+        self.halted = halted
 
 
-class Stream(Struct, gc=False):
+class Stream:
     """What a request takes up on a decode worker."""
 
-    blocks: int  #: reserved
-    expected_blocks: int  #: at its expected end
-    kv_tokens: float  #: read by a step, on average over its life
-    rows: int = 1  #: of a step: its answers
+    def __init__(
+        self,
+        blocks: int,  #: reserved
+        expected_blocks: int,  #: at its expected end
+        kv_tokens: float,  #: read by a step, on average over its life
+        rows: int = 1,  #: of a step: its answers
+    ) -> None:
+        self.blocks = blocks
+        self.expected_blocks = expected_blocks
+        self.kv_tokens = kv_tokens
+        self.rows = rows
 
 
 @dataclass(slots=True, eq=False)

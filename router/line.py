@@ -16,8 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from msgspec import Struct
-
 from ..protos.frames import Key, Place
 from .config import SloClass
 from .fleet import Fleet, Worker
@@ -27,37 +25,57 @@ QUANTUM_S = 2.0  #: service that a tenant may have beyond its share before it wa
 TENANTS_MAX = 10_000
 
 
-class Waiting(Struct, eq=False):
+class Waiting:
     """One request as the router sees it. Moments by the clock of `now`, lengths in tokens."""
 
-    gateway: str
-    key: Key
-    place: Place
-    slo: SloClass
-    since: float  #: when this router heard of it
-    arrived: float  #: when it began
-    deadline: float  #: of its first token
-    expires: float
-    itl_s: float
-    sampled: Sequence[bytes]  #: hashes that are looked up
-    tie: int  #: seeded hash of the key
-    output: float  #: expected
-    local: bool  #: it must be computed on its decode worker
-    prompt: int = 0  #: tokens
-    picky: bool = False  #: it has seen workers fail
-    reads: float = 0.0  #: KV tokens that a step reads for it, on average: all its answers
-    whole: float = 0.0  #: tokens in blocks at their expected end
-    hits: Hits = NOBODY  #: who holds how much of its prompt, as of the last look
-    looked: int = -1  #: `Fleet.joins` at that time
-    holder: Worker | None = None  #: that has most of its prompt
-    held: int = 0  #: tokens of it there
-    fetches: bool = False  #: and they can be moved from there
-    least_s: float = 0.0  #: prefill on the worker that would do it fastest, were it idle
-    due: float = 0.0
-    late: bool = False
-    home: Worker | None = None  #: whose cache it waits for, if that pays
-    home_s: float = 0.0  #: its prefill there
-    look_at: float = 0.0  #: when it chooses again
+    def __init__(
+        self,
+        gateway: str,
+        key: Key,
+        place: Place,
+        slo: SloClass,
+        since: float,  #: when this router heard of it
+        arrived: float,  #: when it began
+        deadline: float,  #: of its first token
+        expires: float,
+        itl_s: float,
+        sampled: Sequence[bytes],  #: hashes that are looked up
+        tie: int,  #: seeded hash of the key
+        output: float,  #: expected
+        local: bool,  #: it must be computed on its decode worker
+        prompt: int = 0,  #: tokens
+        picky: bool = False,  #: it has seen workers fail
+        reads: float = 0.0,  #: KV tokens that a step reads for it, on average: all its answers
+        whole: float = 0.0,  #: tokens in blocks at their expected end
+    ) -> None:
+        self.gateway = gateway
+        self.key = key
+        self.place = place
+        self.slo = slo
+        self.since = since
+        self.arrived = arrived
+        self.deadline = deadline
+        self.expires = expires
+        self.itl_s = itl_s
+        self.sampled = sampled
+        self.tie = tie
+        self.output = output
+        self.local = local
+        self.prompt = prompt
+        self.picky = picky
+        self.reads = reads
+        self.whole = whole
+        self.hits: Hits = NOBODY  #: who holds how much of its prompt, as of the last look
+        self.looked: int = -1  #: `Fleet.joins` at that time
+        self.holder: Worker | None = None  #: that has most of its prompt
+        self.held: int = 0  #: tokens of it there
+        self.fetches: bool = False  #: and they can be moved from there
+        self.least_s: float = 0.0  #: prefill on the worker that would do it fastest, were it idle
+        self.due: float = 0.0
+        self.late: bool = False
+        self.home: Worker | None = None  #: whose cache it waits for, if that pays
+        self.home_s: float = 0.0  #: its prefill there
+        self.look_at: float = 0.0  #: when it chooses again
 
 
 @dataclass(slots=True)

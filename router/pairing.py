@@ -9,7 +9,6 @@ from heapq import nsmallest
 from math import inf
 
 import numpy as np
-from msgspec import Struct
 
 from ..protos.frames import Key
 from . import placement as p
@@ -37,28 +36,47 @@ Ranked = tuple[float, int, int, Worker, float, bool]
 Priced = tuple[float, int, int, Worker, int, p.Terms]
 
 
-class Binding(Struct, eq=False):
+class Binding:
     """What was decided for one request. Seconds; `wait_s` is until its prefill ends."""
 
-    waiting: Waiting
-    kind: str
-    prefill: Worker | None
-    decode: Worker
-    uncached: int
-    hit: int
-    wait_s: float
-    compute_s: float
-    itl_s: float
-    exposed_s: float
-    due: float  #: when its prompt should be computed, for the worker's order; 0: as they come
-    moves: int = 0  #: tokens of the prompt that go to the decode worker
-    fetch: Worker | None = None
-    need: int = 0  #: blocks to reserve
-    compared: Sequence[Ranked] = ()  #: what its options will be made of
-    priced: Sequence[Priced] = ()
-    passed_over: Sequence[tuple[str, float, str]] = ()
-    prefill_options: Sequence[Option] = ()
-    decode_options: Sequence[Option] = ()
+    def __init__(
+        self,
+        waiting: Waiting,
+        kind: str,
+        prefill: Worker | None,
+        decode: Worker,
+        uncached: int,
+        hit: int,
+        wait_s: float,
+        compute_s: float,
+        itl_s: float,
+        exposed_s: float,
+        due: float,  #: when its prompt should be computed, for the worker's order; 0: as they come
+        moves: int = 0,  #: tokens of the prompt that go to the decode worker
+        fetch: Worker | None = None,
+        need: int = 0,  #: blocks to reserve
+        compared: Sequence[Ranked] = (),  #: what its options will be made of
+        priced: Sequence[Priced] = (),
+    ) -> None:
+        self.waiting = waiting
+        self.kind = kind
+        self.prefill = prefill
+        self.decode = decode
+        self.uncached = uncached
+        self.hit = hit
+        self.wait_s = wait_s
+        self.compute_s = compute_s
+        self.itl_s = itl_s
+        self.exposed_s = exposed_s
+        self.due = due
+        self.moves = moves
+        self.fetch = fetch
+        self.need = need
+        self.compared = compared
+        self.priced = priced
+        self.passed_over: Sequence[tuple[str, float, str]] = ()
+        self.prefill_options: Sequence[Option] = ()
+        self.decode_options: Sequence[Option] = ()
 
     def name_options(self) -> None:
         """Makes its options, for a record: the chosen worker and the best others."""

@@ -10,7 +10,7 @@ import torch
 
 from .decoder import Feed, Layer, Mlp, Weights
 from .linear import Linear, Shared, make_linear
-from .moe import Moe
+from .moe import Each, Moe
 from .ops import Norm, Ops
 from .ranks import Ranks
 from .spec import ModelSpec
@@ -108,11 +108,13 @@ def _layer(source: _Source, index: int, spec: ModelSpec) -> Layer:
 def _feed(source: _Source, prefix: str, index: int, spec: ModelSpec) -> Feed:
     ops = source.ops
 
+    def fused(at: str, names: tuple[str, str, str], wide: int) -> torch.Tensor:
+        both = [f"{at}.{name}.weight" for name in names[:2]]
+        return torch.cat([source.take(name, wide, spec.hidden, split=0) for name in both])
+
     def mlp(at: str, names: tuple[str, str, str], wide: int) -> Mlp:
-        gate, up, down = (f"{at}.{name}" for name in names)
-        both = [source.take(f"{name}.weight", wide, spec.hidden, split=0) for name in (gate, up)]
-        gate_up = make_linear(torch.cat(both), gated=True, ops=ops)
-        return Mlp(gate_up, source.summed(down, spec.hidden, wide))
+        gate_up = make_linear(fused(at, names, wide), gated=True, ops=ops)
+        return Mlp(gate_up, source.summed(f"{at}.{names[2]}", spec.hidden, wide))
 
     experts = spec.experts
     if experts is None or not experts.layers[index]:
@@ -120,12 +122,20 @@ def _feed(source: _Source, prefix: str, index: int, spec: ModelSpec) -> Feed:
     mixtral = spec.architecture == "mixtral"
     block, names = ("block_sparse_moe", MIXTRAL_NAMES) if mixtral else ("mlp", NAMES)
     router = source.take(f"{prefix}{block}.gate.weight", experts.count, spec.hidden)
+    places, wide = (
+        [f"{prefix}{block}.experts.{i}" for i in range(experts.count)],
+        experts.intermediate,
+    )
+
+    def down(at: str) -> torch.Tensor:
+        return source.take(f"{at}.{names[2]}.weight", spec.hidden, wide, split=1)
+
+    parts = ((fused(at, names, wide), down(at)) for at in places)
+    together = source.ranks.sum if source.ranks else None
     return Moe(
         make_linear(router, ops=ops, precise=True),
-        [
-            mlp(f"{prefix}{block}.experts.{expert}", names, experts.intermediate)
-            for expert in range(experts.count)
-        ],
+        ops.experts(experts.count, parts, together)
+        or Each([mlp(at, names, wide) for at in places]),
         experts.chosen,
         experts.renormalize,
         ops,

@@ -7,6 +7,7 @@ experts that are preferred equally, the one with the lower index comes first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,26 @@ import torch
 from .decoder import Mlp
 from .linear import Linear
 from .ops import Norm, Ops
+
+#: x [T, hidden] and the ids of each row's experts [T, chosen] -> their results [T, chosen, hidden]
+Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(slots=True)
+class Each:
+    """Every expert over the rows that chose it, one after the other."""
+
+    experts: list[Mlp]
+
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        rows, count = chosen.shape
+        pairs = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
+        results = x.new_empty(rows * count, x.shape[1])
+        for expert, piece in zip(self.experts, pairs.split(counts), strict=True):
+            if len(piece):
+                results[piece] = expert.down(expert.gate_up(x[piece // count]))
+        return results.view(rows, count, x.shape[1])
 
 
 @dataclass(slots=True)
@@ -25,15 +46,15 @@ class Moe:
     """
 
     router: Linear
-    experts: list[Mlp]
+    experts: Experts
     chosen: int
     renormalize: bool
     ops: Ops
 
     def __call__(self, hidden: torch.Tensor, norm: Norm) -> torch.Tensor:
         x = self.ops.norm(hidden, norm)
-        weights, experts = self.route(x)
-        results = self._run(x, experts)
+        weights, chosen = self.route(x)
+        results = self.experts(x, chosen)
         total = results[:, 0].float() * weights[:, :1]
         for rank in range(1, self.chosen):
             total += results[:, rank].float() * weights[:, rank : rank + 1]
@@ -50,15 +71,3 @@ class Moe:
                 total += weights[:, rank : rank + 1]
             weights = weights / total
         return weights, ids
-
-    def _run(self, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """Every expert over the rows that chose it: [T, chosen, hidden]."""
-        rows, chosen = experts.shape
-        pairs = experts.flatten().argsort(stable=True)
-        counts = experts.flatten().bincount(minlength=len(self.experts)).tolist()
-        results = x.new_empty(rows * chosen, x.shape[1])
-        pieces = pairs.split(counts)
-        for expert, piece in zip(self.experts, pieces, strict=True):
-            if len(piece):
-                results[piece] = expert.down(expert.gate_up(x[piece // chosen]))
-        return results.view(rows, chosen, x.shape[1])

@@ -6,6 +6,7 @@ hash that KV peers compare.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,18 @@ class Ops:
         """A linear layer of this backend's own; None: those of `linear.py`.
 
         `precise`: in the model's dtype even if others are quantized.
+        """
+        return None
+
+    def experts(
+        self,
+        count: int,
+        parts: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        together: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> Any:
+        """A mixture's experts of this backend's own (`moe.Experts`); None: `moe.Each`.
+
+        `parts`: of each expert its gates and what they gate, fused, and the matrix behind them.
         """
         return None
 

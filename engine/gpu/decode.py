@@ -55,7 +55,7 @@ class DecodeRunner:
         self.decoder, self.most, self._page, self._max_len = decoder, most, block_tokens, max_len
         self.device, self._tell = ops.device, tell
         device = self.device
-        self.graphs = device.type == "cuda" and ops.attention.graphs and not decoder.spec.experts
+        self.graphs = device.type == "cuda" and ops.attention.graphs
         self._width = most = bucket(most)
         blocks = -(-max_len // block_tokens)
         self._tables = Tables(np.zeros((most, blocks), np.int32), [[]] * most, [0] * most)

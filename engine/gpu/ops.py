@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
 
@@ -15,6 +16,7 @@ from ..ops import Norm, Ops
 from . import elementwise
 from .adapters import Attention, adapter
 from .backends import Need, choose, knows_fp8, probe, report
+from .experts import GroupedExperts
 from .fp8 import Fp8Linear
 from .matmul import matmul
 from .paged import PagedAttention
@@ -94,6 +96,14 @@ class GpuOps(Ops):
         if self._fp8 and not precise and Fp8Linear.fits(weight):
             return Fp8Linear(weight, bias, gated, self)
         return GpuLinear(weight, bias, gated, self)
+
+    def experts(
+        self,
+        count: int,
+        parts: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        together: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> GroupedExperts:
+        return GroupedExperts(self, count, parts, together, self._fp8, self.exact)
 
     def place(self, ids: torch.Tensor, meta: Meta) -> tuple[torch.Tensor, Meta]:
         if isinstance(meta, Step):

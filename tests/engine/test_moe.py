@@ -9,7 +9,7 @@ from diptych.engine.decoder import Mlp
 from diptych.engine.errors import KernelUnavailable
 from diptych.engine.kernels import NativeOps, native_ops
 from diptych.engine.linear import make_linear
-from diptych.engine.moe import Moe
+from diptych.engine.moe import Each, Moe
 from diptych.engine.ops import Norm, Ops
 
 COUNT, HIDDEN, WIDE = 8, 64, 96
@@ -40,7 +40,7 @@ class Random:
             Mlp(make_linear(gate_up, gated=True, ops=ops), make_linear(down, ops=ops))
             for gate_up, down in zip(self.gate_up, self.down, strict=True)
         ]
-        self.moe = Moe(make_linear(self.router, ops=ops), experts, chosen, renormalize, ops)
+        self.moe = Moe(make_linear(self.router, ops=ops), Each(experts), chosen, renormalize, ops)
 
     def plainly(self, hidden: torch.Tensor) -> torch.Tensor:
         """Row by row, expert by expert, in float64."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from diptych.engine.gpu import elementwise, fp8, matmul, paged, sampling
+from diptych.engine.gpu import elementwise, experts, fp8, matmul, paged, sampling
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -36,6 +36,12 @@ ROPE = {
 }
 MATMUL = dict.fromkeys(("x", "weight", "bias", "residual", "out"), HALF)
 TILE = {"ROWS": matmul.ROWS, "COLUMNS": matmul.COLUMNS, "DEPTH": matmul.DEPTH}
+EXPERTS = {
+    **dict.fromkeys(("x", "weight", "out"), HALF),
+    **dict.fromkeys(("order", "experts", "firsts", "ends"), LONGS),
+    "scales": WIDE,
+}
+MANY = {"ROWS": experts.MANY_ROWS, "COLUMNS": 128, "DEPTH": 64, "SCALED": False}
 SCAN = {"logits": WIDE, "seeds": LONGS, "positions": LONGS, "temperatures": F64, "values": F64}
 PICK = {"values": F64, "ids": INTS, "peaks": WIDE, "out": LONGS, "out_peak": WIDE}
 FP8 = {"k": "*fp8e4nv", "v": "*fp8e4nv"}
@@ -66,6 +72,14 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         1,
     ),
     "matmul": (matmul._matmul, MATMUL, TILE | {"HAS_BIAS": False, "HAS_RESIDUAL": True}, 8),
+    "experts": (experts._grouped, EXPERTS, MANY, 8),
+    "experts few": (experts._grouped, EXPERTS, MANY | {"ROWS": experts.FEW_ROWS}, 4),
+    "experts fp8": (
+        experts._grouped,
+        EXPERTS | {"weight": "*fp8e4nv"},
+        MANY | {"ROWS": experts.FEW_ROWS, "SCALED": True},
+        4,
+    ),
     "quantize": (
         fp8._quantize,
         {"x": HALF, "out": "*fp8e4nv", "scales": WIDE},

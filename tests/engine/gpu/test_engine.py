@@ -60,10 +60,12 @@ def test_tokens_are_those_of_torch(small: Callable[[str], Path]) -> None:
     same_tokens(small("llama"), device=DEVICE)
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_two_ranks_decode_ahead_as_torch_does_alone(small: Callable[[str], Path], exact) -> None:
+@pytest.mark.parametrize(("name", "exact"), [("llama", False), ("llama", True), ("mixtral", False)])
+def test_two_ranks_decode_ahead_as_torch_does_alone(
+    small: Callable[[str], Path], name: str, exact: bool
+) -> None:
     """Each rank launches the same steps and finds the same ids, some of which nobody has read."""
-    folder = small("llama")
+    folder = small(name)
     pair = engine(folder, "triton", tensor_parallel=2, exact=exact)
     runner, lead = pair._pipeline._runner, []
     told = runner._tell
@@ -81,7 +83,7 @@ def test_two_ranks_decode_ahead_as_torch_does_alone(small: Callable[[str], Path]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe"])
 def test_tokens_of_other_architectures_too(small: Callable[[str], Path], name: str) -> None:
     same_tokens(small(name), device=DEVICE)
 

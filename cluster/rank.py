@@ -148,6 +148,7 @@ def serve(model: Model, share: Share, control: socket.socket) -> None:
         lambda admit: open_transport(setup.transport, setup.agent, pool, admit, setup.host),
         channel.send,
         tickets.Limits(total_s=setup.timeout_s),
+        digest=pool.digest,
     )
     try:
         channel.send(Opened(service.start()))

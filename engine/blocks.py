@@ -65,7 +65,20 @@ class BlockPool:
     def _forget(self, content: bytes) -> None:
         del self._by_hash[content]
         self._below.discard(content)
-        for mark in self._marks.pop(content):
+        self._untell(self._marks.pop(content))
+
+    def mark(self, content: bytes, marks: Sequence[bytes]) -> None:
+        """What routers are told of a known content from now on."""
+        before = self._marks.get(content, ())
+        self._marks[content] = marks
+        for mark in marks:
+            self._told[mark] = self._told.get(mark, 0) + 1
+            if self._told[mark] == 1:
+                self.stored.append(mark)
+        self._untell(before)
+
+    def _untell(self, marks: Sequence[bytes]) -> None:
+        for mark in marks:
             self._told[mark] -= 1
             if not self._told[mark]:
                 del self._told[mark]
@@ -102,11 +115,7 @@ class BlockPool:
         if content not in self._by_hash and block not in self._hash_of:
             self._by_hash[content] = block
             self._hash_of[block] = content
-            self._marks[content] = marks = (content,) if marks is None else marks
-            for mark in marks:
-                self._told[mark] = self._told.get(mark, 0) + 1
-                if self._told[mark] == 1:
-                    self.stored.append(mark)
+            self.mark(content, (content,) if marks is None else marks)
 
     def unseal(self, blocks: list[int]) -> None:
         """Nobody finds these used blocks any more."""

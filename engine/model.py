@@ -92,11 +92,9 @@ class Model:
         from .gpu.ops import GpuOps
 
         assert isinstance(self.ops, GpuOps)
-        tell = None
         if self.ranks:
             self.ranks.tell(Prepare(most, max_len, block_tokens))
-            tell = self.ranks.tell
-        runner = DecodeRunner(self.decoder, self.ops, most, max_len, block_tokens, tell)
+        runner = DecodeRunner(self.decoder, self.ops, most, max_len, block_tokens, self.ranks)
         runner.capture()
         return runner
 

@@ -176,9 +176,19 @@ class Ranks:
                 code = process.poll()
                 if code is not None or time.monotonic() > until:
                     why = f"not in {START_S:.0f} s" if code is None else f"it ended with {code}"
-                    self.close()
+                    for follower in self.followers:
+                        follower.kill()
+                        follower.wait()
                     raise RankLost(f"rank {rank} of this replica has not {point}: {why}; see above")
                 time.sleep(0.02)
+
+    def watch(self, waited_s: float) -> None:
+        """Called while a step takes so long: nobody else watches captured sums. Raises RankLost."""
+        for process in self.followers:
+            if process.poll() is not None:
+                raise RankLost(f"rank process {process.pid} of this replica ended")
+        if waited_s > PATIENCE.total_seconds():
+            raise RankLost(f"a step is not done after {waited_s:.0f} s: a rank or its GPU hangs")
 
     def close(self) -> None:
         """Ends the other ranks; one that does not end in time is killed."""
@@ -194,8 +204,8 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 follower.kill()
                 follower.wait()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if dist.is_initialized() and dist.get_backend() == "gloo":
+            dist.destroy_process_group()  # NCCL's waits for the others, and for graphs that use it
 
 
 def _send(follower: subprocess.Popen, data: bytes) -> None:

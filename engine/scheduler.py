@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from ..kv_transfer.identity import block_hashes, hashes_of, looked_up
+from ..kv_transfer.identity import FRONT_BLOCKS, block_hashes, hashes_of, looked_up
 from ..protos.frames import Key
 from .blocks import BlockPool
 from .pacing import StepCost
@@ -105,7 +105,7 @@ class Scheduler:
         """
         if self.waiting and self.waiting[0].resumed:
             return None
-        found = self.pool.match(seq.hashes[: len(seq.ids) // self.limits.block_tokens])
+        found = self._match(seq, len(seq.ids) // self.limits.block_tokens)
         fresh = self.pool.allocate(self.needs(seq) - len(found), self._leaves(seq))
         if fresh is None:
             self.pool.release(found)
@@ -241,7 +241,7 @@ class Scheduler:
             whole = seq.readable // self.limits.block_tokens
             if needs - whole > self.pool.available:
                 return  # not even if all of its prefix is known and in use
-            found = self.pool.match(seq.hashes[:whole])
+            found = self._match(seq, whole)
             fresh = self.pool.allocate(needs - len(found), self._leaves(seq))
             if fresh is None:
                 self.pool.release(found)
@@ -351,12 +351,24 @@ class Scheduler:
             if index == len(seq.hashes):
                 parent = seq.hashes[-1] if seq.hashes else self.salt
                 seq.hashes += block_hashes(seq.ids[index * size : (index + 1) * size], parent, size)
-            units = seq.hashes[index : index + 1]
-            if hashes_of(size) > 1:  # a larger block answers for each hash that ends in it
-                parent = seq.hashes[index - 1] if index else self.salt
-                units = block_hashes(seq.ids[index * size : (index + 1) * size], parent)
-            self.pool.seal(seq.blocks[index], seq.hashes[index], self._marks(index, units))
+            self.pool.seal(seq.blocks[index], seq.hashes[index], self._units(seq, index))
         seq.sealed = whole
+
+    def _units(self, seq: Sequence, index: int) -> list[bytes]:
+        """The marks of a block of `seq`: a larger one answers for each hash that ends in it."""
+        size, units = self.limits.block_tokens, seq.hashes[index : index + 1]
+        if hashes_of(size) > 1:
+            parent = seq.hashes[index - 1] if index else self.salt
+            units = block_hashes(seq.ids[index * size : (index + 1) * size], parent)
+        return self._marks(index, units)
+
+    def _match(self, seq: Sequence, whole: int) -> list[int]:
+        """Its known blocks. Larger ones that came without ids (`adopt`) are told in full now."""
+        found, each = self.pool.match(seq.hashes[:whole]), hashes_of(self.limits.block_tokens)
+        front = FRONT_BLOCKS // each if each > 1 else 0  # behind it a block's name is all
+        for index in range(min(len(found), front)):
+            self.pool.mark(seq.hashes[index], self._units(seq, index))
+        return found
 
     def _marks(self, index: int, units: list[bytes]) -> list[bytes]:
         """Of a prompt's block: those of its last hashes that routers look up."""

@@ -54,6 +54,8 @@ class TransferService:
     ) -> None:
         self.agent, self.pool, self.end, self.compatibility = agent, pool, end, compatibility
         self._opener, self._deliver, self._reached = open_transport, deliver, reached
+        if digest is None and pool.memory != "DRAM":
+            raise ValueError("checksums of a pool in a GPU's memory need its `digest`")
         self._digest = digest or partial(identity.digest, pool.view)
         self._sink, self._source = t.Sink(limits), t.Source(limits)
         self._commands: queue.SimpleQueue[object] = queue.SimpleQueue()

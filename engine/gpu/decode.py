@@ -7,31 +7,50 @@ Block tables live on the device; the host sends what is new in them, and one sma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from ..decoder import Decoder
-from ..ranks import Decode
+from ..ranks import Decode, Ranks
+from .behind import Event
 from .ops import GpuOps, Step
 from .plan import DUMMY, FIELDS, Row, Tables, bucket, buckets, inputs
 from .sampling import pick
 from .varlen import Varlen
 
+POLL_S = 1e-4  #: between two looks at a step of several ranks; the device is a step ahead
+
 
 class Ticket:
     """A step under way. `read` waits for it."""
 
-    def __init__(self, rows: int, ids: torch.Tensor, peaks: torch.Tensor, device: torch.device):
+    def __init__(
+        self,
+        rows: int,
+        ids: torch.Tensor,
+        peaks: torch.Tensor,
+        done: Event | None,
+        ranks: Ranks | None = None,
+    ) -> None:
         self._rows, self._ids, self._peaks = rows, ids, peaks
-        self._done = torch.cuda.Event() if device.type == "cuda" else None
-        if self._done:
-            self._done.record()
+        self._done, self._ranks = done, ranks
+        if done:
+            done.record()
 
     def read(self) -> tuple[list[int], list[float]]:
-        """The next id of each row, and its largest logit (no finite number: damage)."""
-        if self._done:
+        """The next id of each row, and its largest logit (no finite number: damage).
+
+        Raises RankLost.
+        """
+        if self._done and self._ranks:
+            began = time.monotonic()
+            while not self._done.query():
+                self._ranks.watch(time.monotonic() - began)
+                time.sleep(POLL_S)
+        elif self._done:
             self._done.synchronize()
         return self._ids[: self._rows].tolist(), self._peaks[: self._rows].tolist()
 
@@ -40,7 +59,7 @@ class DecodeRunner:
     """Decodes up to `most` rows a step, of sequences up to `max_len` tokens.
 
     At most two steps are under way: `launch` the second before `read` of the first, not a third.
-    `tell` the other ranks what each step is: they `follow`.
+    The other `ranks` are told what each step is: they `follow`.
     """
 
     def __init__(
@@ -50,10 +69,10 @@ class DecodeRunner:
         most: int,
         max_len: int,
         block_tokens: int,
-        tell: Callable[[Decode], None] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.decoder, self.most, self._page, self._max_len = decoder, most, block_tokens, max_len
-        self.device, self._tell = ops.device, tell
+        self.device, self._ranks = ops.device, ranks
         device = self.device
         self.graphs = device.type == "cuda" and ops.attention.graphs
         self._width = most = bucket(most)
@@ -77,14 +96,15 @@ class DecodeRunner:
         """Starts a step; does not wait for it, nor for the one before it."""
         width = bucket(len(rows))
         told, changed = inputs(rows, width), self._tables.update(rows)
-        if self._tell:
+        if self._ranks:
             tables = self._tables.known[changed].tobytes()
-            self._tell(Decode(told.tobytes(), changed, tables))
+            self._ranks.tell(Decode(told.tobytes(), changed, tables))
         self._start(told, changed)
         ids, peaks = (pair[self._turn] for pair in self._host[2:])
         ids[:width].copy_(self._ids[:width], non_blocking=True)
         peaks[:width].copy_(self._peaks[:width], non_blocking=True)
-        return Ticket(len(rows), ids, peaks, self.device)
+        done = torch.cuda.Event() if self.device.type == "cuda" else None
+        return Ticket(len(rows), ids, peaks, done, self._ranks)
 
     def follow(self, step: Decode) -> None:
         """Starts this rank's part of a step. Its buffers are free: rank 0 read the last but one."""

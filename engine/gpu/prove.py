@@ -325,7 +325,7 @@ def handover_section(device: torch.device, blocks: int) -> Section:
 
 
 def ranks_section(device: torch.device) -> Section:
-    """NCCL's part of a captured decode step, by one rank: more ranks need more GPUs."""
+    """That NCCL's calls can be captured, by one rank: it sums nothing, more need more GPUs."""
     store = dist.HashStore()
     dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
     x = torch.empty(8, 4096, dtype=torch.bfloat16, device=device)

@@ -9,7 +9,7 @@ from diptych.engine.scheduler import Scheduler
 from diptych.engine.sequence import Sequence
 from diptych.kv_transfer.identity import block_hashes
 from diptych.protos.frames import Sampling
-from diptych.router.index import positions
+from diptych.router.index import PrefixIndex, positions
 
 from .pure import carry_out, names, scheduler, seq, transferred
 
@@ -118,6 +118,25 @@ def test_routers_are_told_what_they_look_up_whatever_the_size_of_a_block(size: i
         Sequence(("b", 0), one.ids[:2500], 2500, Sampling(1), block_hashes(one.ids, b"salt", size))
     )
     assert sum(count for _, count in s.plan().prefill) == 2500 - 2500 // size * size
+
+
+@pytest.mark.parametrize("size", [128, 256])
+def test_what_came_by_name_is_told_in_full_once_its_ids_are_known(size: int) -> None:
+    """A prefix from a peer or a tier: the index finds a prefix only from its first hash on."""
+    s = scheduler(block_tokens=size, max_step_tokens=8192, growth_tokens=256)
+    one = seq("a", 32 * 64 + 5, most=3)
+    one.hashes = block_hashes(one.ids, b"salt", size)
+    s.stage(("a", 0), one.hashes, len(one.hashes))
+    s.adopt(("a", 0), len(one.hashes))
+    units, index = block_hashes(one.ids, b"salt"), PrefixIndex()
+    sampled = [units[at] for at in positions(32)]
+    index.store(0, s.pool.drain_events()[0])
+    assert index.depth(0, sampled) == 0
+    decoded(s, one)
+    stored, evicted = s.pool.drain_events()
+    assert not evicted and one.hit == 32 * 64
+    index.store(0, stored)
+    assert index.depth(0, sampled) == len(sampled)
 
 
 def test_a_block_is_published_when_its_last_kv_is_there_and_not_before() -> None:

@@ -114,6 +114,15 @@ def test_a_push_waits_for_its_event_and_what_follows_waits_behind_it() -> None:
             end.stop()
 
 
+def test_a_pool_that_the_cpu_cannot_read_needs_checksums_of_its_own() -> None:
+    """Else those of an empty buffer would always agree."""
+    layout = KVLayout(1, 1, 32, 64, 2, "bfloat16", 1)
+    memory = MemoryPool(blocks=2, block_bytes=layout.block_bytes, seed=1)
+    memory.memory = "VRAM"
+    with pytest.raises(ValueError, match="need its `digest`"):
+        TransferService("x", memory, End(layout), b"", lambda admit: None, print)
+
+
 @needs_gpu
 @needs_nixl
 def test_a_gpu_pool_is_registered_and_reached_by_nixl() -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import datetime
+import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
-from diptych.engine.gpu.decode import DecodeRunner
+import torch.distributed as dist
+from diptych.engine.gpu.decode import DecodeRunner, Ticket
 from diptych.engine.gpu.plan import DUMMY, Row, Tables, bucket, buckets, inputs
 from diptych.engine.gpu.random_model import make
 from diptych.engine.gpu.roofline import LLAMA_3_8B
+from diptych.engine.ranks import RankLost, Ranks
 
 TINY = {
     **{"vocab": 128, "hidden": 64, "intermediate": 64, "layers": 1, "heads": 2, "kv_heads": 1},
@@ -64,6 +71,35 @@ def test_padding_touches_nobodys_blocks() -> None:
     runner.launch([replace(one, position=one.position + 1) for one in rows[:3]]).read()
     changed = (keys != before).any(-1).any(1).nonzero().tolist()
     assert changed == [[0, 0], [1, 1], [4, 2], [5, 3]]
+
+
+class Stuck:
+    """An event that is over after so many looks."""
+
+    def __init__(self, looks: float) -> None:
+        self.looks = looks
+
+    def record(self) -> None: ...
+    def synchronize(self) -> None:
+        raise AssertionError("nobody could be told that a rank is gone")
+
+    def query(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+
+def test_a_step_of_ranks_ends_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, peaks = torch.tensor([7]), torch.tensor([0.5])
+    follower = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    ranks = Ranks(0, 2, dist.HashStore(), followers=[follower])
+    assert Ticket(1, ids, peaks, Stuck(3), ranks).read() == ([7], [0.5])
+    monkeypatch.setattr("diptych.engine.ranks.PATIENCE", datetime.timedelta(seconds=0.05))
+    with pytest.raises(RankLost, match="hangs"):
+        Ticket(1, ids, peaks, Stuck(math.inf), ranks).read()
+    monkeypatch.undo()
+    follower.communicate()
+    with pytest.raises(RankLost, match="ended"):
+        Ticket(1, ids, peaks, Stuck(math.inf), ranks).read()
 
 
 def test_ids_come_from_the_step_before() -> None:

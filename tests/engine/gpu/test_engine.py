@@ -67,14 +67,16 @@ def test_two_ranks_decode_ahead_as_torch_does_alone(
     """Each rank launches the same steps and finds the same ids, some of which nobody has read."""
     folder = small(name)
     pair = engine(folder, "triton", tensor_parallel=2, exact=exact)
-    runner, lead = pair._pipeline._runner, []
-    told = runner._tell
+    ranks, lead = pair._model.ranks, []
+    told = ranks.tell
 
-    def tell(step: Decode) -> None:
-        lead.append(int((np.frombuffer(step.inputs, np.int64).reshape(FIELDS, -1)[0] < 0).sum()))
-        told(step)
+    def tell(message: object) -> None:
+        if isinstance(message, Decode):
+            sources = np.frombuffer(message.inputs, np.int64).reshape(FIELDS, -1)[0]
+            lead.append(int((sources < 0).sum()))
+        told(message)
 
-    runner._tell = tell
+    ranks.tell = tell
     try:
         assert answers(pair, 66) == answers(engine(folder, "torch"), 66)
     finally:

@@ -1,0 +1,35 @@
+"""A rank above 0: what its transfer service is opened with."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from diptych.cluster import rank
+from diptych.engine.ranks import Share
+
+
+def test_a_ranks_checksums_are_its_pools_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool in a GPU's memory has them; the CPU would hash an empty buffer."""
+    opened: dict[str, Any] = {}
+
+    class Service:
+        alive = False
+
+        def __init__(self, *_: Any, **fields: Any) -> None:
+            opened.update(fields)
+
+        def start(self) -> None:
+            return None
+
+        def stop(self) -> None: ...
+
+    monkeypatch.setattr(rank, "TransferService", Service)
+    leader, control = socket.socketpair()
+    rank.Channel(leader, rank.FromRank).send(rank.Setup("a#1", b"", "nixl", "127.0.0.1", 1.0))
+    leader.shutdown(socket.SHUT_WR)
+    pool = SimpleNamespace(layout=None, digest=object())
+    rank.serve(SimpleNamespace(kv=pool), Share("", 1, 2, {}, 0), control)
+    assert opened["digest"] is pool.digest

@@ -45,8 +45,9 @@ def test_the_cluster_file_wins_and_counts_restart_nobody(tmp_path: Path) -> None
     assert ray["metadata"]["namespace"] == "prod"
     serve = yaml.safe_load(ray["spec"]["serveConfigV2"])["applications"][0]
     assert serve["args"]["slo"] == {"ttft_ms": 700}
-    assert serve["args"]["pools"]["decode"] == {"engine": {"kv_mib": 128, "threads": 8}}
-    assert serve["args"]["pools"]["prefill"]["engine"]["threads"] == 8, "the fleet's own"
+    engine = {"device": "cuda", "kv_mib": 128, "max_running": 256}
+    assert serve["args"]["pools"]["decode"] == {"engine": engine}
+    assert serve["args"]["pools"]["prefill"]["engine"]["kv_mib"] == 49152, "the fleet's own"
     decode = next(one for one in serve["deployments"] if one["name"] == "DecodeWorker")
     assert decode["num_replicas"] == 3
 

@@ -52,7 +52,7 @@ def one_by_one(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> Each:
 
 
 @pytest.mark.parametrize("rows", [1, 7, 130])
-@pytest.mark.parametrize(("fp8", "most"), [(False, 1e-5), (True, 0.05)])
+@pytest.mark.parametrize(("fp8", "most"), [(False, 1e-5), (True, 0.15)])
 def test_they_compute_what_each_computes(rows: int, fp8: bool, most: float) -> None:
     parts, x = weights(), torch.randn(rows, HIDDEN)
     chosen = torch.rand(rows, COUNT).argsort(dim=1)[:, :2]

@@ -27,14 +27,17 @@ from ..text import Text
 
 TOKENS = 2048
 PROMPTS = 300  #: measured, of each kind
-AT_A_TIME = 8  #: as under load: alone, each one pays for waking a thread and being woken
+AT_A_TIME = 8  #: as under load; alone, each one pays for waking a thread and being woken
 TURN = 64  #: tokens of a conversation's next turn and of the answer before it, about
 LIMITS = Limits(max_model_len=1 << 20, stop_ids=(), temperature=1.0, token_chars=64)
 SALT = bytes(16)
 
 
 def measure(model: Path, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows of `fresh` prompts, and of `history`: the next turns of known conversations."""
+    """Rows of `fresh` prompts, and of `history`: the next turns of known conversations.
+
+    `requests_s` at `AT_A_TIME`, `alone_requests_s` one after the other.
+    """
     text = Text(model)
     turn = random.Random(seed)
     kinds: list[tuple[str, Callable[[Text, random.Random], Iterator[bytes]]]] = [
@@ -43,14 +46,16 @@ def measure(model: Path, seed: int = 0) -> list[dict[str, Any]]:
     ]
     rows = []
     for kind, made in kinds:
-        bodies = list(itertools.islice(made(text, turn), PROMPTS))
-        tokens, seconds = asyncio.run(_prepare(text, bodies))
-        told = {"tokens": TOKENS, "kind": kind, "requests_s": round(len(bodies) / seconds)}
-        rows.append({**told, "mean_tokens": round(tokens / len(bodies))})
+        row: dict[str, Any] = {"tokens": TOKENS, "kind": kind}
+        for name, lanes in (("requests_s", AT_A_TIME), ("alone_requests_s", 1)):
+            bodies = list(itertools.islice(made(text, turn), PROMPTS))
+            tokens, seconds = asyncio.run(_prepare(text, bodies, lanes))
+            row[name] = round(PROMPTS / seconds)
+        rows.append({**row, "mean_tokens": round(tokens / PROMPTS)})
     return rows
 
 
-async def _prepare(text: Text, bodies: list[bytes]) -> tuple[int, float]:
+async def _prepare(text: Text, bodies: list[bytes], lanes: int) -> tuple[int, float]:
     """Tokens of all prompts, and CPU seconds of all threads."""
     encode, loop = msgspec.msgpack.Encoder().encode, asyncio.get_running_loop()
     threads = ThreadPoolExecutor(1, "tokenizer")
@@ -67,10 +72,10 @@ async def _prepare(text: Text, bodies: list[bytes]) -> tuple[int, float]:
         return len(ids)
 
     async def lane(first: int) -> int:
-        return sum([await prepare(number) for number in range(first, len(bodies), AT_A_TIME)])
+        return sum([await prepare(number) for number in range(first, len(bodies), lanes)])
 
     began = time.process_time()
-    tokens = sum(await asyncio.gather(*map(lane, range(AT_A_TIME))))
+    tokens = sum(await asyncio.gather(*map(lane, range(lanes))))
     return tokens, time.process_time() - began
 
 

@@ -3,7 +3,8 @@
 `diptych serve` offers them where they suffice for all workers, by naming a folder in the
 environment. A worker claims as many as its engine has threads: a lock on a file per core, which
 ends with the process at the latest. The thread that steps the engine is bound to them, and so are
-OpenMP's, which it starts; the rest of the worker may run anywhere.
+OpenMP's, which it starts. The rest of the worker may run anywhere, but where the engines leave no
+core, a worker's transfers stay on its own: copies of a prefill worker are not to slow decode down.
 """
 
 from __future__ import annotations
@@ -33,7 +34,17 @@ def suffice(config: ClusterConfig, cores: int) -> bool:
     pools = (config.pools.prefill, config.pools.decode)
     if any(pool.tensor_parallel > 1 for pool in pools):
         return False
-    return sum(pool.replicas * pool.engine.threads for pool in pools) <= cores
+    return _threads(config) <= cores
+
+
+def spare(config: ClusterConfig, cores: int) -> bool:
+    """The engines leave some core to everything else."""
+    return _threads(config) < cores
+
+
+def _threads(config: ClusterConfig) -> int:
+    pools = (config.pools.prefill, config.pools.decode)
+    return sum(pool.replicas * pool.engine.threads for pool in pools)
 
 
 def offer(config: ClusterConfig) -> None:

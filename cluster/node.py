@@ -40,7 +40,7 @@ from ..kv_transfer.identity import block_hashes, ticket_id
 from ..prefill_worker import PrefillRole
 from ..protos import frames as f
 from .config import ClusterConfig, PoolConfig
-from .cores import claim
+from .cores import claim, spare, usable
 from .tiering import Tiering
 from .transfers import Transfers
 
@@ -87,7 +87,10 @@ class Node:
             self.tiering = Tiering(self.home, self.engine, tiers, tell, submit)
         settings = self.config.kv_transfer
         corrupt = settings.faults.corrupt_writes if self.role_name == "prefill" else 0
-        self.transfers = Transfers(self.name, self.engine, settings, host, corrupt, self._events)
+        cores = () if spare(self.config, len(usable())) else self._claim.cores
+        self.transfers = Transfers(
+            self.name, self.engine, settings, host, corrupt, self._events, cores
+        )
         cards = await self.transfers.start()
         self.role = self._machine(self.home)
         self.threads.start()

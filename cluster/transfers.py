@@ -7,6 +7,7 @@ Rank 0's service is a thread of this process. Those of the ranks above 0 live in
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -15,13 +16,17 @@ from ..kv_transfer import PeerCard, tickets
 from ..kv_transfer.fan import Fan, ToRank
 from ..kv_transfer.service import TransferService
 from ..kv_transfer.slices import End
+from ..kv_transfer.transport import Admit, Transport
 from ..kv_transfer.transports import open_transport
 from .config import TransferSettings
 from .rank import RemoteService, Setup
 
 
 class Transfers:
-    """Owned by the event loop. `tell` gets what happened to whole tickets, on the loop."""
+    """Owned by the event loop. `tell` gets what happened to whole tickets, on the loop.
+
+    Rank 0's thread is bound to `cores`, if there are any.
+    """
 
     def __init__(
         self,
@@ -31,17 +36,24 @@ class Transfers:
         host: str,
         corrupt: int,
         tell: Callable[[list], None],
+        cores: tuple[int, ...] = (),
     ) -> None:
         self._loop, self._tell = asyncio.get_running_loop(), tell
         pool, ranks = engine.kv, 1 + len(engine.followers)
         name = settings.transport
+
+        def opened(admit: Admit) -> Transport:
+            if cores:  # on the transfer thread
+                os.sched_setaffinity(0, cores)
+            return open_transport(name, f"{worker}:0", pool, admit, host, corrupt)
+
         self._services: list[TransferService | RemoteService] = [
             TransferService(
                 f"{worker}:0",
                 pool,
                 End(pool.layout, 0, ranks),
                 engine.compatibility,
-                lambda admit: open_transport(name, f"{worker}:0", pool, admit, host, corrupt),
+                opened,
                 self._outcome,
                 tickets.Limits(total_s=settings.timeout_s),
                 digest=pool.digest,

@@ -99,6 +99,11 @@ class Transport(Protocol):
     name: str
     refuses_late: bool  #: data is stored only if the receiver's `Admit` says so, while it comes in
 
+    @property
+    def moving(self) -> bool:
+        """Bytes were on their way at the last `poll`, as far as this end can tell."""
+        ...
+
     def address(self) -> bytes: ...
 
     def add_peer(self, card: PeerCard) -> None: ...

@@ -356,6 +356,10 @@ class FabricTransport:
             raise PeerLost(peer)
         return now
 
+    @property
+    def moving(self) -> bool:
+        return bool(self.waiting)
+
     def poll(self) -> list[Event]:
         with self._fabric.lock:
             self._fabric.advance()

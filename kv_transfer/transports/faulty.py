@@ -17,6 +17,10 @@ class FaultyTransport:
         self.inner, self.pool, self.corrupt = inner, pool, corrupt
         self.name, self.refuses_late = inner.name, inner.refuses_late
 
+    @property
+    def moving(self) -> bool:
+        return self.inner.moving
+
     def address(self) -> bytes:
         return self.inner.address()
 

@@ -159,6 +159,10 @@ class NixlTransport:
             known.down_at = time.monotonic()
             self._events.append(Down(peer))
 
+    @property
+    def moving(self) -> bool:
+        return bool(self._writes)
+
     def poll(self) -> list[Event]:
         for handle, (peer, transfer) in list(self._writes.items()):
             ok, reason = True, ""

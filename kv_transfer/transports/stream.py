@@ -191,6 +191,7 @@ class Streams:
         self._down: set[str] = set()
         self._events: list[Event] = []
         self._ids = itertools.count()
+        self.moving = False
 
     # ---- what differs ----------------------------------------------------------------------------
 
@@ -296,7 +297,9 @@ class Streams:
     # ---- polling ---------------------------------------------------------------------------------
 
     def poll(self) -> list[Event]:
-        for key, mask in self._ready.select(0):
+        ready = self._ready.select(0)
+        self.moving = bool(ready)
+        for key, mask in ready:
             end = key.data
             if end is None:
                 self._accept()
@@ -311,6 +314,7 @@ class Streams:
         now = time.monotonic()
         for out in list(self._out.values()):
             if not out.idle and out.connected:
+                self.moving = True
                 self._flush(out)
             elif not out.connected and now > out.deadline:
                 self._drop(out.peer, "unreachable")

@@ -25,6 +25,7 @@ def test_cores_suffice_if_every_thread_of_every_engine_can_have_one() -> None:
     assert not cores.suffice(config((1, 2), (1, 1)), 2)
     assert cores.suffice(config((2, 4), (4, 2)), 16)
     assert not cores.suffice(config((1, 1), (1, 1), ranks=2), 64), "ranks are not bound"
+    assert cores.spare(config((1, 1), (1, 1)), 3) and not cores.spare(config((1, 1), (1, 1)), 2)
 
 
 def test_no_two_claims_share_a_core_and_a_closed_one_is_free(tmp_path: Path) -> None:

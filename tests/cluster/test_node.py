@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+from diptych.cluster import cores
+from diptych.cluster import node as node_module
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.node import Node
 from diptych.engine.engine import DEMOTE_BELOW
@@ -75,11 +79,16 @@ class Bench:
         return await self._answers(key, sampling.n)
 
     async def alone(
-        self, ids: list[int], name: str, sampling: f.Sampling = SHORT
+        self,
+        ids: list[int],
+        name: str,
+        sampling: f.Sampling = SHORT,
+        node: str = "decode/x",
+        **fields: str,
     ) -> list[list[f.Token]]:
-        """On the decode node only."""
-        frame = f.Decode((name, 0), 1, list(ids), sampling, None)
-        self.nodes["decode/x"].submit(GATEWAY, frame)
+        """On a decode node only."""
+        frame = f.Decode((name, 0), 1, list(ids), sampling, None, **fields)
+        self.nodes[node].submit(GATEWAY, frame)
         return await self._answers((name, 0), sampling.n)
 
     async def _answers(self, key: f.Key, count: int) -> list[list[f.Token]]:
@@ -180,6 +189,27 @@ def test_prompt_logprobs_come_from_the_prefill_worker(folder: Path) -> None:
     asyncio.run(run())
 
 
+def test_transfers_stay_on_their_engines_core_where_no_other_is_left(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = cores.usable()
+    if len(mine) < 2:
+        pytest.skip("there is one core")
+    monkeypatch.setenv(cores.VARIABLE, str(tmp_path))
+
+    async def run(usable: list[int]) -> list[set[int]]:
+        monkeypatch.setattr(cores, "usable", lambda: usable)
+        monkeypatch.setattr(node_module, "usable", lambda: usable)
+        async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
+            threads = [t for t in threading.enumerate() if t.name == "kv-transfer"]
+            assert all(len(n.engine.config.cores) == 1 for n in bench.nodes.values())
+            return [os.sched_getaffinity(t.native_id) for t in threads]
+
+    assert sorted(asyncio.run(run(mine[:2])), key=min) == [{mine[0]}, {mine[1]}]
+    if len(mine) > 2:
+        assert asyncio.run(run(mine)) == [set(mine)] * 2
+
+
 def test_two_workers_swap_roles_and_keep_what_they_hold(folder: Path) -> None:
     async def run() -> None:
         async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
@@ -215,6 +245,20 @@ def test_a_prefix_is_fetched_from_the_peer_that_holds_it(folder: Path) -> None:
             block = bench.nodes["prefill/x"].engine.kv.layout.block_bytes
             assert received(bench, "prefill/x") == 6 * block
             assert computed(bench, "prefill/x") - before == 400 - 6 * 64
+
+    asyncio.run(run())
+
+
+def test_a_prompt_that_its_decode_worker_computes_is_fetched_too(folder: Path) -> None:
+    async def run() -> None:
+        async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
+            await bench.open("decode", "decode/y")
+            ids = prompt(3, 400)
+            expected = await bench.alone(ids, "a")
+            assert await bench.alone(ids, "b", node="decode/y", fetch="decode/x") == expected
+            block = bench.nodes["decode/y"].engine.kv.layout.block_bytes
+            assert received(bench, "decode/y") == 6 * block
+            assert computed(bench, "decode/y") == 400 - 6 * 64
 
     asyncio.run(run())
 

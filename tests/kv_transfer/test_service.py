@@ -4,7 +4,7 @@ import itertools
 import threading
 
 import pytest
-from diptych.kv_transfer import KVLayout
+from diptych.kv_transfer import KVLayout, service
 from diptych.kv_transfer import commands as c
 from diptych.kv_transfer import tickets as t
 from diptych.kv_transfer.commands import AddPeer, LosePeer
@@ -260,6 +260,16 @@ def test_a_note_that_nobody_understands_is_counted_and_ignored(open_pair):
     prefill.service._transport.notify(decode.agent, b"\xc1 no message")
     eventually(lambda: decode.service.statistics()["failures"].get("malformed") == 1, "a count")
     assert decode.service.alive
+
+
+def test_who_waits_long_polls_less_often_and_never_much_later_than_it_would_have() -> None:
+    quiet = [0.0, 0.001, 0.005, 0.01, 0.1, 60.0]
+    pauses = [service.pause(each, moving=False) for each in quiet]
+    assert pauses == sorted(pauses) and pauses[0] == service.ACTIVE_S
+    assert pauses[-1] == service.SLOW_S
+    late = [one / each for one, each in zip(pauses, quiet, strict=True) if one > service.ACTIVE_S]
+    assert late and max(late) <= service.PATIENCE
+    assert service.pause(60.0, moving=True) == service.ACTIVE_S, "bytes are on the way"
 
 
 def test_stop_ends_the_thread(open_pair):

@@ -103,6 +103,10 @@ class TrappedTransport:
         os.write(self.log, json.dumps(line).encode() + b"\n")
         os.kill(os.getpid(), getattr(signal, f"SIG{trap.signal}"))
 
+    @property
+    def moving(self) -> bool:
+        return self.inner.moving
+
     # ---- passed on -------------------------------------------------------------------------------
 
     def address(self) -> bytes:

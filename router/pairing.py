@@ -378,7 +378,7 @@ class Pairing:
     # ---- local prefill ---------------------------------------------------------------------------
 
     def _if_local(self, waiting: Waiting, remote_s: float, now: float) -> Binding | None:
-        """Local if it is done as early, or is short, or mostly cached there; and in time.
+        """Local if it is done as early, or is short, or mostly cached or fetched; and in time.
 
         The formula is `placement.local_s`'.
         """
@@ -390,7 +390,7 @@ class Pairing:
         for worker in few:
             if worker.fit < need or worker.credit_at > now or worker.expected_tokens < whole:
                 continue
-            hit = self.hit(waiting, worker)
+            alone_s, hit, _ = self.compute(waiting, worker)
             left = prompt - hit
             each = worker.prefill_token + worker.prefill_pair * (prompt - left / 2)
             chunk = float(worker.chunk)
@@ -398,14 +398,14 @@ class Pairing:
                 chunk = min((spare_s - p.GROWTH * worker.step_next) / each, chunk)
                 if chunk < p.CHUNK_MIN:
                     continue
-            queue = max(worker.busy_until - now, 0.0) + worker.prefill_base
-            seconds = queue + left / chunk * worker.step_now + left * each
+            queue = max(worker.busy_until - now, 0.0)
+            seconds = queue + left / chunk * worker.step_now + alone_s
             tie = (waiting.tie + worker.slot * SPREAD) & 0xFFFF
             ranked.append((seconds, tie, worker.slot, worker))
         if not ranked:
             return None
         seconds, _, _, chosen = min(ranked)
-        hit = self.hit(waiting, chosen)
+        _, hit, _ = self.compute(waiting, chosen)
         short = prompt - hit <= LOCAL_TOKENS
         cached = hit >= LOCAL_HIT * prompt and prompt - hit <= LOCAL_HIT_TOKENS
         if seconds > remote_s and not ((short or cached) and seconds <= most):
@@ -445,11 +445,11 @@ class Pairing:
             return None
         due = self.due(waiting, now)
         wait = worker.left_s(due, now)
-        hit = self.hit(waiting, worker)
+        alone_s, hit, holder = self.compute(waiting, worker)
         if seconds == np.inf:
-            seconds = wait + worker.prefill_s(waiting.prompt - hit, waiting.prompt)
+            seconds = wait + alone_s
         step = worker.step_next + worker.step_token * waiting.reads
         return Binding(
             waiting, "local", None, worker, waiting.prompt - hit, hit, wait, seconds - wait,
-            step, 0.0, due, need=need,
+            step, 0.0, due, fetch=holder, need=need,
         )  # fmt: skip

@@ -1,7 +1,8 @@
 """What a choice would cost: vectors over all workers for one request, in seconds.
 
 TTFT on p    = what p has left + prefill(u_p, n)
-locally on d = what d has left of prompts + u_d in chunks of c tokens beside its decodes, where
+locally on d = what d has left of prompts + u_d in chunks of c tokens beside its decodes, after a
+               fetch of what another holds where that is sooner; where
                c is the largest chunk whose step stays within `ITL_SHARE` of the target
 decode on d  = step with this request + exposed transfer + memory, where
                exposed = max(share * transfer, transfer behind the link's backlog - rest of prefill)
@@ -9,6 +10,7 @@ decode on d  = step with this request + exposed transfer + memory, where
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
 
 import numpy as np
@@ -59,14 +61,18 @@ class Ask:
         Speeds hardly change at one moment: computed once.
         """
         if self._alone is None:
-            self._alone = self._prefill_s(self.uncached)
-            holder = self.waiting.holder
-            if holder is not None and self.waiting.fetches:
-                more = np.maximum(self.waiting.held - self.hits, 0.0)
-                moves = FETCH_MARGIN * (holder.cost.transfer_token * more + FETCH_S)
-                fetched = self._prefill_s(self.uncached - more) + moves
-                self._alone = np.where(more >= FETCH_TOKENS, fetched, np.inf).clip(max=self._alone)
+            self._alone = self.cheapest(self._prefill_s)
         return self._alone
+
+    def cheapest(self, seconds: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """`seconds` of what is not cached, or of what is not held anywhere and a fetch before."""
+        computed, holder = seconds(self.uncached), self.waiting.holder
+        if holder is None or not self.waiting.fetches:
+            return computed
+        more = np.maximum(self.waiting.held - self.hits, 0.0)
+        moves = FETCH_MARGIN * (holder.cost.transfer_token * more + FETCH_S)
+        fetched = seconds(self.uncached - more) + moves
+        return np.where(more >= FETCH_TOKENS, fetched, inf).clip(max=computed)
 
     def _prefill_s(self, uncached: np.ndarray) -> np.ndarray:
         fleet = self.fleet
@@ -85,7 +91,11 @@ def ttft_s(ask: Ask) -> np.ndarray:
 def local_s(ask: Ask) -> np.ndarray:
     """Time to the first token if the decode worker computes the prompt; inf where its running
     streams leave no room for chunks."""
-    fleet, uncached = ask.fleet, ask.uncached
+    return ask.cheapest(lambda uncached: _local_s(ask, uncached))
+
+
+def _local_s(ask: Ask, uncached: np.ndarray) -> np.ndarray:
+    fleet = ask.fleet
     each = fleet.prefill_token + fleet.prefill_pair * (ask.prompt - uncached / 2)
     spare = ITL_SHARE * ask.waiting.itl_s - GROWTH * fleet.step_next
     chunk = np.minimum(spare / each, fleet.chunk)

@@ -325,6 +325,22 @@ def test_a_prompt_that_the_decode_worker_has_stays_there() -> None:
     assert placed == {"turn": (None, "decode/x")} and rig.frames["turn"].hit_tokens == 3072
 
 
+@pytest.mark.parametrize("mode", ["auto", "never"])
+def test_a_decode_worker_that_computes_a_prompt_fetches_what_another_holds(mode: str) -> None:
+    """A next turn: who decoded the last one is full, another is not."""
+    turn = prefix(1, 12) + prefix(2, 3)
+    others = ["prefill/a"] if mode == "auto" else []
+    for switch, expected in ((True, "decode/x"), (False, None)):
+        rig = Rig(*others, "decode/x", "decode/y", disaggregate=mode, fetch=switch)
+        rig.stored("decode/x", prefix(1, 12), waiting=1)  # takes nothing now
+        rig.ask("turn", prompt=1000, hashes=turn)
+        frame = rig.frames["turn"]
+        if switch or mode == "never":
+            assert (frame.prefill, frame.decode) == (None, "decode/y")
+        assert frame.fetch == expected
+        assert frame.hit_tokens == (768 if switch else 0)
+
+
 def test_overloaded_prefill_workers_get_help_from_decode_workers() -> None:
     rig = Rig("prefill/a", "decode/x", disaggregate="auto", itl_s=1.0)
     rig.ask("r1", prompt=9000, ttft_s=9.1)

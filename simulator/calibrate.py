@@ -106,12 +106,24 @@ class Calibration(msgspec.Struct, frozen=True):
 
 
 def merged(found: list[Calibration]) -> Calibration:
-    """Workers of all; of equal ones the first. The run is the first's."""
+    """Workers of all; of equal ones the first, with the transfers of the first that saw some. The
+    run is the first's."""
     kinds: dict[int, Kind] = {}
-    for one in found:
-        for kind in one.workers:
-            kinds.setdefault(kind.threads, kind)
+    for kind in (kind for one in found for kind in one.workers):
+        known = kinds.setdefault(kind.threads, kind)
+        if not known.cost.transfer_token and kind.cost.transfer_token:
+            kinds[kind.threads] = _with_transfers(known, kind.cost)
     return msgspec.structs.replace(found[0], workers=list(kinds.values()))
+
+
+def _with_transfers(kind: Kind, seen: Coefficients) -> Kind:
+    cost = msgspec.structs.replace(
+        kind.cost,
+        transfer_base=seen.transfer_base,
+        transfer_token=seen.transfer_token,
+        exposed_share=seen.exposed_share,
+    )
+    return msgspec.structs.replace(kind, cost=cost)
 
 
 def read(path: Path) -> Calibration:

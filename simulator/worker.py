@@ -3,7 +3,9 @@
 Decode is a clock that counts steps: each running sequence gets one token a step, so one that joins
 at step v leaves at v + its tokens. With B rows that read K tokens a step takes s = a + b K, and K
 grows by B a step: m steps take m s + b B m^2 / 2. Prefill is work in seconds; beside decode it gets
-what a step has left of the ITL budget (at most `chunk_tokens`), alone all of the time.
+what a step has left of the ITL budget (at most `chunk_tokens`), alone all of the time. Where a step
+has less left than a block takes, one of `STARVED_STEPS` computes a block: all take the mean of them,
+and that one is late where it exceeds the target.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from math import ceil, inf, sqrt
 from ..protos.frames import Coefficients
 from .trace import Request, Run
 
-STARVED_STEPS = 8  #: after so many steps over the budget the engine prefills a block all the same
+STARVED_STEPS = 8  #: so many steps after the last one the engine prefills a block all the same
 BLOCK = 64  #: tokens of that block
 BUCKET_S = 1e-3  #: of the histogram of gaps
 
@@ -88,6 +90,7 @@ class Worker:
         self.stored: list[Run] = []  #: since the last report
         self.evicted: list[Run] = []
         self.late = 0.0
+        self.burst = 0.0  #: the step that computes a starved prompt's block; the others do without
         self.gaps = [0.0] * 1001
         self.preempted = 0
         self._numbers = 0
@@ -103,18 +106,24 @@ class Worker:
         """The step's length from here on, and how it grows; call when rows or head change."""
         cost, rows = self.cost, self.rows
         if not rows:
-            self.base = self.growth = self.chunk = 0.0
+            self.base = self.growth = self.chunk = self.burst = 0.0
             return
         weights = cost.step_row * rows
         if weights < cost.step_weights:
             weights = cost.step_weights
         decode = self.slow * (cost.step_base + weights + cost.step_token * self.tokens)
         self.growth = self.slow * cost.step_token * rows
-        self.chunk = 0.0
-        if self.head is not None:
+        self.chunk = self.burst = 0.0
+        head = self.head
+        if head is not None:
             chunk = self.budget_s - decode
-            least = self.cap_s * BLOCK / self.chunk_tokens / STARVED_STEPS
-            chunk = chunk if chunk > least else least
+            tokens = head.context - head.hit
+            if tokens > self.chunk_tokens:
+                tokens = self.chunk_tokens
+            block = self.cap_s * BLOCK / tokens if tokens > BLOCK else self.cap_s
+            if chunk < block:  # chunks end on block borders
+                chunk = block / STARVED_STEPS
+                self.burst = decode + block
             self.chunk = chunk if chunk < self.cap_s else self.cap_s
         self.base = decode + self.chunk
 
@@ -143,11 +152,17 @@ class Worker:
         if not self.chunk:
             self.steps += steps
             self.steps_s += span
+        elif self.burst:
+            others = steps * (1 - 1 / STARVED_STEPS)
+            self.steps += others
+            self.steps_s += others * (base - self.chunk)
         bucket = int((base + last) / (2 * BUCKET_S))
         self.gaps[bucket if bucket < 1000 else 1000] += self.rows * steps
         if last > self.itl_s:
             over = 1.0 if base > self.itl_s else (last - self.itl_s) / (last - base)
             self.late += steps * over
+        elif self.burst > self.itl_s:
+            self.late += steps / STARVED_STEPS
         self._step()
 
     def due(self) -> float:

@@ -31,14 +31,14 @@ def test_long_prompts_and_a_tight_itl_make_disaggregation_pay():
 
 def test_short_prompts_and_a_loose_itl_do_not(tmp_path):
     trace = load("poisson:5-6:300-301:100")  # all decode: a prefill worker would idle
-    found, _ = planned([("s", Fleet(((SIMPLE, 2),)))], Demand(trace, "ttft=1s,itl=15ms", 0.9))
+    found, _ = planned([("s", Fleet(((SIMPLE, 2),)))], Demand(trace, "ttft=1s,itl=30ms", 0.9))
     assert found["verdict"].startswith("Disaggregation does not pay") and found["best"]["mixed"]
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml_of(found))
     config = load_config(path, {})
     assert config.router.disaggregate == "never"
     assert (config.pools.prefill.replicas, config.pools.decode.replicas) == (0, 2)
-    assert config.slo.itl_ms == 15.0
+    assert config.slo.itl_ms == 30.0
     assert "does not pay" in text(found) and "&id" not in path.read_text()
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 from diptych.cluster.cli import app
 from diptych.router import RouterConfig, replay
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 from .support import COST
 
 HARDWARE = Hardware("cpu-1t", 1, COST, 64_000, 1, chunk_tokens=512, known=False)
-SLO = Slo(1.5, 0.0, 0.05, HARDWARE)
+SLO = Slo(1.5, 0.0, 0.1, HARDWARE)  # a block of 64 tokens fits beside decode
 
 
 def log_of(split: str, rate: float, disaggregate: str = "auto", slo: Slo = SLO):
@@ -65,6 +66,24 @@ def test_a_recorded_run_replays_as_it_was(split, disaggregate, rate):
     assert [one.prompt for one in again] == [one.prompt for one in run.requests]
     assert 0.5 <= met <= 0.95
     assert sum(one.met for one in again) / len(again) == pytest.approx(met, abs=0.05)
+
+
+def test_of_several_logs_the_first_tells_a_workers_steps_and_who_saw_some_its_transfers():
+    mixed, apart = (
+        recorded.calibration(log_of(split, rate, mode)[0], 2)
+        for split, rate, mode in (("2M", 1.6, "never"), ("1P1D", 1.3, "always"))
+    )
+    assert not mixed.workers[0].cost.transfer_token
+    moved = msgspec.structs.replace(
+        apart.workers[0].cost, transfer_base=0.01, transfer_token=1e-5, exposed_share=0.2
+    )
+    apart = msgspec.structs.replace(
+        apart, workers=[msgspec.structs.replace(apart.workers[0], cost=moved)]
+    )
+    (kind,) = calibrate.merged([mixed, apart]).workers
+    assert kind.cost.step_base == mixed.workers[0].cost.step_base
+    assert (kind.cost.transfer_base, kind.cost.transfer_token) == (0.01, 1e-5)
+    assert kind.cost.exposed_share == 0.2
 
 
 def test_simulate_reads_the_folder_of_a_router(tmp_path):

@@ -60,13 +60,13 @@ def test_a_second_stream_slows_the_first_down_and_joins_at_a_step_border():
 
 
 def test_prefill_beside_decode_gets_what_a_step_has_left_of_the_budget():
-    one = worker(budget_s=0.031)
+    one = worker(budget_s=0.091)
     decoding(one, prompt=1000, output=1001)
-    job = Job(request(100, 2), ("p", 0), 0.0)  # 100 ms of prefill
+    job = Job(request(400, 2), ("p", 0), 0.0)  # 400 ms of prefill
     one.submit(job, 0.0)
     end = next(time for time, _, filled in run(one, 5.0) if job in filled)
-    # 31 ms steps: 11 for decode, 20 for prefill: 5 steps
-    assert end == pytest.approx(5 * 0.031, rel=0.01)
+    # 91 ms steps: 11 for decode, 80 for prefill: 5 steps
+    assert end == pytest.approx(5 * 0.091, rel=0.01)
 
 
 def test_a_prompt_alone_has_all_of_the_time():
@@ -84,6 +84,18 @@ def test_a_starved_prefill_still_goes_on():
     job = Job(request(640, 2), ("p", 0), 0.0)
     one.submit(job, 0.0)
     assert any(job in filled for _, _, filled in run(one, 50.0))
+
+
+def test_the_steps_that_compute_a_starved_prompts_blocks_are_late_and_the_others_are_not():
+    one = worker(budget_s=0.001)
+    stream = decoding(one, prompt=1000, output=201)  # 11 ms a step
+    prompt = Job(request(640, 2), ("p", 0), 0.0)
+    one.submit(prompt, 0.0)
+    done = next(time for time, _, filled in run(one) if prompt in filled)
+    # ten blocks, one in eight steps: each such step takes 11 + 64 ms, the others 11
+    assert done == pytest.approx(80 * 0.011 + 0.640, rel=0.05)
+    run(one)
+    assert stream.late == 10
 
 
 def test_steps_over_the_target_are_late_for_everyone_who_runs():
@@ -179,11 +191,11 @@ def test_prompts_without_deadlines_are_computed_as_they_come():
 
 
 def test_beside_decode_the_head_makes_way_after_a_step():
-    one = worker(budget_s=0.031)
+    one = worker(budget_s=0.091)
     decoding(one, prompt=1000, output=10_001)
     long, short = (Job(request(n, 2), (str(n), 0), 0.0) for n in (1000, 20))
     long.deadline, short.deadline = 90.0, 1.0
     one.submit(long, 0.0)
     one.submit(short, 0.2)
     times = {job: time for time, _, filled in run(one, 3.0) for job in filled}
-    assert times[short] < 0.2 + 3 * 0.031 and times[long] > 1.4
+    assert times[short] < 0.2 + 3 * 0.091 and times[long] > 1.1

@@ -4,8 +4,8 @@ Decode is a clock that counts steps: each running sequence gets one token a step
 at step v leaves at v + its tokens. With B rows that read K tokens a step takes s = a + b K, and K
 grows by B a step: m steps take m s + b B m^2 / 2. Prefill is work in seconds; beside decode it gets
 what a step has left of the ITL budget (at most `chunk_tokens`), alone all of the time. Where a step
-has less left than a block takes, one of `STARVED_STEPS` computes a block: all take the mean of them,
-and that one is late where it exceeds the target.
+has less left than a block takes, one of `STARVED_STEPS` computes a block: all take the mean, and
+that one is late if it exceeds the target.
 """
 
 from __future__ import annotations

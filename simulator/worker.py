@@ -158,11 +158,11 @@ class Worker:
             self.steps_s += others * (base - self.chunk)
         bucket = int((base + last) / (2 * BUCKET_S))
         self.gaps[bucket if bucket < 1000 else 1000] += self.rows * steps
-        if last > self.itl_s:
+        if self.burst and base - self.chunk <= self.itl_s:
+            self.late += steps / STARVED_STEPS if self.burst > self.itl_s else 0.0
+        elif last > self.itl_s:
             over = 1.0 if base > self.itl_s else (last - self.itl_s) / (last - base)
             self.late += steps * over
-        elif self.burst > self.itl_s:
-            self.late += steps / STARVED_STEPS
         self._step()
 
     def due(self) -> float:

@@ -98,6 +98,15 @@ def test_the_steps_that_compute_a_starved_prompts_blocks_are_late_and_the_others
     assert stream.late == 10
 
 
+def test_a_starved_prompt_makes_no_more_steps_late_where_their_mean_exceeds_the_target():
+    one = worker(budget_s=0.001)
+    one.itl_s = 0.015  # 11 ms a step, 75 with a block: 19 in the mean
+    stream = decoding(one, prompt=1000, output=201)
+    one.submit(Job(request(640, 2), ("p", 0), 0.0), 0.0)
+    run(one)
+    assert stream.late == 10
+
+
 def test_steps_over_the_target_are_late_for_everyone_who_runs():
     one = worker()
     decoding(one, prompt=1000, output=11)

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..simulator.metrics import FEW, SLACK, Slo
+from ..router.goodput import FEW
+from ..simulator.metrics import SLACK, Slo
 from .arrivals import Stage
 
 QUANTILES = [*(q / 100 for q in range(100)), 0.995, 0.999, 1.0]

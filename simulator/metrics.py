@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from ..router.goodput import FEW
 from .errors import SimulationError
 from .hardware import Hardware, prefill_s
 
 if TYPE_CHECKING:
     from .worker import Job
 
-FEW = 20  #: gaps below which only their mean is judged
 SLACK = 1.0 + 1e-9
 
 

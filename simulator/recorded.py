@@ -20,10 +20,10 @@ from scipy.optimize import nnls
 
 from ..protos.frames import Coefficients, Key, Over, Place, Report, WorkerCard
 from ..router import events as e
+from ..router.goodput import FEW
 from ..router.replay import Head, LogError, read
 from .calibrate import Calibration, Kind, Run, Seen
 from .errors import SimulationError
-from .metrics import FEW
 from .trace import HASH_TOKENS
 
 ENOUGH = 12  #: lone prompts that a fit of the prefill needs; with fewer, reports alone

@@ -21,10 +21,11 @@ from scipy.optimize import nnls
 
 from ...protos.frames import Coefficients, WorkerCard
 from ...router import RouterConfig
+from ...router.goodput import FEW
 from ...router.policies import POLICIES
 from ...simulator.fleet import Fleet, Split
 from ...simulator.hardware import Hardware
-from ...simulator.metrics import FEW, Slo
+from ...simulator.metrics import Slo
 from ...simulator.sim import Setting, Simulation
 from ...simulator.trace import HASH_TOKENS, Item, Trace
 

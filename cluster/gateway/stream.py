@@ -25,6 +25,7 @@ import msgspec
 from ...engine.sequence import alone
 from ...kv_transfer.identity import HASH_TOKENS, block_hashes
 from ...protos import frames as f
+from ...router.goodput import p99
 from .errors import ApiError
 from .plane import Inbox, Plane
 from .terms import Terms
@@ -521,13 +522,13 @@ def _complete(request: Request) -> bool:
 
 def _outcome(request: Request, key: f.Key, failed: str) -> f.Over:
     """What came of an attempt, for the router's records."""
-    gaps, ttft = sorted(request.gaps_s), request.ttft_s
+    gaps, ttft = request.gaps_s, request.ttft_s
     moved = request.moved if request.moved and request.moved.key == key else None
     return f.Over(
         key,
         tokens=request.generated,
         ttft_ms=None if ttft is None else ttft * 1e3,
-        itl_p99_ms=gaps[int(0.99 * (len(gaps) - 1))] * 1e3 if gaps else None,
+        itl_p99_ms=p99(gaps) * 1e3 if gaps else None,
         reason=request.finish or failed,
         transfer_ms=moved.busy_ms if moved else None,
         exposed_ms=moved.exposed_ms if moved else None,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...kv_transfer.gauges import Histogram
 from ...protos import frames as f
+from ...router.goodput import p99
 from .page import Row
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class GatewayTally:
 def outcome_of(request: Request, reason: str) -> f.Outcome:
     """`reason`: stop, length, cancelled or an error's."""
     terms, ttft = request.terms, request.ttft_s
-    gaps = sorted(request.gaps_s)
+    gaps = request.gaps_s
     return f.Outcome(
         tenant=terms.tenant,
         slo_class=terms.slo_class,
@@ -103,7 +104,7 @@ def outcome_of(request: Request, reason: str) -> f.Outcome:
         tokens=request.generated,
         gaps=len(gaps),
         itl_mean_s=sum(gaps) / len(gaps) if gaps else 0.0,
-        itl_p99_s=gaps[int(0.99 * (len(gaps) - 1))] if gaps else 0.0,
+        itl_p99_s=p99(gaps),
         ttft_target_s=terms.ttft_s,
         itl_target_s=terms.itl_s,
     )

@@ -12,7 +12,13 @@ from diptych.loadtests.endpoint import Facts
 from diptych.loadtests.outcomes import Outcome
 from diptych.loadtests.plan import Plan
 from diptych.loadtests.result import Client, assemble
+from diptych.protos import frames as f
+from diptych.router.goodput import judge, p99
 from diptych.simulator.metrics import Slo
+from diptych.simulator.trace import Request
+from diptych.simulator.worker import Job
+from hypothesis import given
+from hypothesis import strategies as st
 
 SLO = Slo.of("ttft=500ms,itl=50ms")
 FACTS = Facts("http://x", "m", 4096, ("a", "b"), 3, True, True, "diptych")
@@ -42,6 +48,18 @@ def outcome(ttft_ms: float, *gaps_ms: float, **fields: object) -> Outcome:
 )
 def test_a_request_is_met_by_first_token_mean_gap_and_p99(one: Outcome, missed: str) -> None:
     assert one.missed(SLO) == missed
+
+
+@given(st.integers(0, 4), st.integers(1, 320))
+def test_the_cluster_and_the_simulator_judge_gaps_alike(late: int, others: int) -> None:
+    one = outcome(100, *[140] * late, *[1] * others)
+    gaps, mean = one.gaps_s, one.tpot_s
+    live = f.Outcome("t", "c", "stop", 0.1, one.output, len(gaps), mean, p99(gaps))
+    assert (judge(live, SLO.ttft_s, SLO.itl_s) == "both") == (not one.missed(SLO))
+    job = Job(Request(0.0, 1, one.output, "", [], 0, [], [], []), ("r", 0), 0.0)
+    job.first, job.ended, job.target = 0.1, 0.1 + sum(gaps), SLO.ttft_s
+    job.late = sum(gap > SLO.itl_s for gap in gaps)
+    assert SLO.met(job) == (not one.missed(SLO))
 
 
 def test_goodput_counts_failures_as_offered() -> None:

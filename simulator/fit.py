@@ -28,9 +28,12 @@ from . import hardware as hw
 
 NAMES = {"h100_sxm": "H100", "h200_sxm": "H200", "b200_sxm": "B200"}
 MODELS = {"meta-llama/Llama-3.1-70B": "llama3.1-70b", "Qwen/Qwen3-32B": "qwen3-32b"}
-START = hw.Overheads(0.9, 0.8, 2e-3, 3e-5, 1.0, 5e-3)
-LOWEST = hw.Overheads(0.3, 0.3, 0.0, 0.0, 0.3, 0.0)
-HIGHEST = hw.Overheads(0.9, 0.9, 1e-2, 2e-4, 1.0, 1e-2)  # no better than kernels alone
+# The fitted rows are of one model: of a step's overhead they tell the sum with its layers' only.
+# So `step_s` is held, at what the first fit had left there.
+STEP_S = 1.858e-4
+START = hw.Overheads(0.9, 0.8, STEP_S, 3e-5, 1.0, 5e-3)
+LOWEST = hw.Overheads(0.3, 0.3, STEP_S, 0.0, 0.3, 0.0)
+HIGHEST = hw.Overheads(0.9, 0.9, STEP_S, 2e-4, 1.0, 1e-2)  # no better than kernels alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +89,23 @@ def tpot(row: Row, over: hw.Overheads) -> float:
 
 def fit(rows: list[Row]) -> hw.Overheads:
     """Least squares of log(predicted / measured), large errors counted linearly."""
-    scale = np.array(msgspec.structs.astuple(START))
+    start, low, high = (np.array(msgspec.structs.astuple(x)) for x in (START, LOWEST, HIGHEST))
+    free = low < high
+
+    def overheads(values: np.ndarray) -> hw.Overheads:
+        every = start.copy()
+        every[free] *= values
+        return hw.Overheads(*every.tolist())
 
     def residuals(values: np.ndarray) -> np.ndarray:
-        over = hw.Overheads(*(values * scale))
+        over = overheads(values)
         return np.array([np.log(tpot(row, over) / row.tpot_s) for row in rows])
 
-    low, high = (np.array(msgspec.structs.astuple(x)) / scale for x in (LOWEST, HIGHEST))
-    found = least_squares(residuals, np.ones(6), bounds=(low, high), loss="soft_l1", f_scale=0.1)
-    return hw.Overheads(*(float(f"{value:.4g}") for value in found.x * scale))
+    bounds = (low[free] / start[free], high[free] / start[free])
+    ones = np.ones(free.sum())
+    found = least_squares(residuals, ones, bounds=bounds, loss="soft_l1", f_scale=0.1)
+    best = msgspec.structs.astuple(overheads(found.x))
+    return hw.Overheads(*(float(f"{value:.4g}") for value in best))
 
 
 def error(rows: list[Row], over: hw.Overheads) -> dict:

@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 from diptych.simulator import fit
 from diptych.simulator import hardware as hw
@@ -65,8 +66,12 @@ def test_the_committed_constants_are_those_of_the_fit():
     if not folder.exists():
         pytest.skip("the calibration data is not here")
     over, errors = fit.report(fit.read_rows(folder))
-    assert errors == hw.constants().provenance["error"]
-    assert over == hw.constants().overheads
+    said = hw.constants()
+    assert errors.keys() == said.provenance["error"].keys()
+    for group, error in errors.items():  # the last digit is the processor's
+        assert error == pytest.approx(said.provenance["error"][group], abs=2e-4), group
+    ours, theirs = map(msgspec.structs.astuple, (over, said.overheads))
+    assert ours == pytest.approx(theirs, rel=5e-3)
 
 
 def test_a_pool_holds_what_the_weights_leave():

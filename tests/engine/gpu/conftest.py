@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,6 +29,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(torch.seed() % 2**31)  # fresh inputs in every run
+
+
+@pytest.fixture
+def exact_dots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's products element by element: numpy's, by the kernels of some processors
+    (AMD's, Haswell's), give a row other bits at another place in the matrix."""
+
+    def matmul(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        return np.einsum("...ik,...kj->...ij", a, b, dtype=dtype)
+
+    monkeypatch.setattr(np, "matmul", matmul)
 
 
 @pytest.fixture(scope="session")

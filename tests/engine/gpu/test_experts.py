@@ -63,6 +63,7 @@ def test_they_compute_what_each_computes(rows: int, fp8: bool, most: float) -> N
     assert reference.error(grouped(x, chosen), expected) < most
 
 
+@pytest.mark.usefixtures("exact_dots")
 def test_a_rows_bits_do_not_depend_on_the_others() -> None:
     parts, x = weights(), torch.randn(MANY_ROWS + 9, HIDDEN)
     chosen = torch.rand(len(x), COUNT).argsort(dim=1)[:, :3]

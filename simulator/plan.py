@@ -1,8 +1,9 @@
 """Which layout serves a load: splits and fleets, mixed layouts and several GPU types included.
 
-Layouts of a fleet are ordered by what they would serve as a fluid, and the first ones simulated. If
-the best one with separate prefill and decode is not clearly better than all replicas mixed, the
-plan says that disaggregation does not pay, and takes the mixed one.
+Layouts of a fleet are ordered by what they would serve as a fluid, and the first ones simulated.
+Disaggregation pays if the best one with separate prefill and decode serves clearly more than all
+replicas mixed; at a rate that is given, if mixed misses its share and it misses less. Else the plan
+says that it does not pay, and takes the mixed one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .search import Search, said_split
 from .trace import Trace
 
 TRIED = 6  #: layouts of a fleet that are simulated, besides the mixed one
-PAYS = 1.05  #: what disaggregation must serve at least, times what the mixed layout does
+PAYS = 1.05  #: what disaggregation must serve at least, times the mixed layout's requests/s
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def plan(options: list[Option], demand: Demand, jobs: int, tell: Callable[[str],
         for layout in pool.map(_simulate, *zip(*tasks, strict=True)):
             tell(f"{layout.name} {_said(layout)}: {_served(layout, demand)}")
             layouts.append(layout)
-    best = _choose(layouts, demand)
+    best = choose(layouts, demand)
     rivals = [one for one in layouts if one.gpus == best.gpus]
     mixed = [one for one in rivals if one.mixed]
     apart = [one for one in rivals if not one.mixed]
@@ -92,7 +93,7 @@ def plan(options: list[Option], demand: Demand, jobs: int, tell: Callable[[str],
         "rate": demand.rate,
         "layouts": [_plain(layout, demand) for layout in layouts],
         "best": _plain(best, demand),
-        "verdict": _verdict(mixed, apart, demand),
+        "verdict": verdict(mixed, apart, demand),
         "cluster": cluster(best, demand, options),
     }
 
@@ -153,19 +154,18 @@ def _simulate(option: Option, layout: tuple[Split, ...], demand: Demand) -> Layo
     return Layout(option.name, fleet.gpus, tp, layout, rate, attainment)
 
 
-def _choose(layouts: list[Layout], demand: Demand) -> Layout:
+def choose(layouts: list[Layout], demand: Demand) -> Layout:
     """With a rate: the fewest GPUs that serve it, else whoever serves most of it. Without one: the
-    most per GPU. Mixed wins what is nearly a tie: it is simpler."""
-    if demand.rate is not None:
-        enough = [one for one in layouts if one.attainment >= demand.share]
-        if enough:
-            fewest = min(one.gpus for one in enough)
-            layouts = [one for one in enough if one.gpus == fewest]
-        return max(layouts, key=lambda one: one.attainment * (PAYS if one.mixed else 1))
-    return max(layouts, key=lambda one: one.rate / one.gpus * (PAYS if one.mixed else 1))
+    most per GPU. Mixed wins a tie, as it is simpler; two that serve the rate are one, too."""
+    if demand.rate is None:
+        return max(layouts, key=lambda one: one.rate / one.gpus * (PAYS if one.mixed else 1))
+    enough = [one for one in layouts if one.attainment >= demand.share]
+    if enough:
+        return min(enough, key=lambda one: (one.gpus, not one.mixed, -one.attainment))
+    return max(layouts, key=lambda one: (one.attainment, one.mixed))
 
 
-def _verdict(mixed: list[Layout], apart: list[Layout], demand: Demand) -> str:
+def verdict(mixed: list[Layout], apart: list[Layout], demand: Demand) -> str:
     if not apart or not mixed:
         return "There is nothing to separate: one replica computes prompts and answers."
     one, other = _best(mixed, demand), _best(apart, demand)
@@ -175,9 +175,10 @@ def _verdict(mixed: list[Layout], apart: list[Layout], demand: Demand) -> str:
         f"{_said(other)} serves {_served(other, demand)}, all mixed {_served(one, demand)}"
         f" ({ratio:.2f}x)"
     )
-    if ratio < PAYS:
-        return f"Disaggregation does not pay here: {said}."
-    return f"Disaggregation pays: {said}."
+    enough = PAYS if demand.rate is None else 1.0
+    if ratio > enough and not (demand.rate and one.attainment >= demand.share):
+        return f"Disaggregation pays: {said}."
+    return f"Disaggregation does not pay here: {said}."
 
 
 def _best(layouts: list[Layout], demand: Demand) -> Layout:

@@ -8,8 +8,9 @@ import yaml
 from diptych.cluster.config import load_config
 from diptych.simulator import calibrate
 from diptych.simulator.errors import SimulationError
-from diptych.simulator.fleet import Fleet
-from diptych.simulator.plan import Demand, Option, plan, text, yaml_of
+from diptych.simulator.fleet import Fleet, Split
+from diptych.simulator.plan import Demand, Layout, Option, choose, plan, text, verdict, yaml_of
+from diptych.simulator.search import said_split
 from diptych.simulator.trace import load
 
 from .support import COST, MODEL, SIMPLE
@@ -47,6 +48,30 @@ def test_a_rate_is_served_by_the_fewest_gpus_that_can():
     fleets = [(f"s:{n}", Fleet(((SIMPLE, n),))) for n in (4, 2, 3)]
     found, _ = planned(fleets, Demand(trace, "ttft=2s,itl=50ms", 0.9, rate=2.0))
     assert found["best"]["gpus"] == 2 and found["best"]["attainment"] >= 0.9
+
+
+def layout(name, attainment, gpus=2):
+    split = Split.of(name)
+    return Layout("s", gpus, (1,), (split,), 1.0, attainment)
+
+
+@pytest.mark.parametrize(
+    ("mixed", "apart", "best", "said"),
+    [
+        (0.950, 0.967, "1P1D", "pays"),  # neither serves the share: fewer misses
+        (0.950, 0.950, "2M", "does not pay"),
+        (0.992, 0.999, "2M", "does not pay"),  # both do: the simpler one
+        (0.980, 0.995, "1P1D", "pays"),
+        (0.000, 0.100, "1P1D", "pays"),
+    ],
+)
+def test_at_a_rate_the_verdict_is_that_of_the_choice(mixed, apart, best, said):
+    demand = Demand(load("poisson:8-9:8-9:8"), "ttft=1s,itl=50ms", 0.99, rate=1.0)
+    both = [layout("2M", mixed), layout("1P1D", apart)]
+    assert said_split(choose(both, demand).splits) == best
+    assert f"Disaggregation {said}" in verdict(both[:1], both[1:], demand)
+    smaller = layout("1M", 0.992, gpus=1)
+    assert choose([*both, smaller], demand) is smaller
 
 
 def test_pools_of_two_gpu_types_get_a_split_each():

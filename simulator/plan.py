@@ -170,13 +170,11 @@ def verdict(mixed: list[Layout], apart: list[Layout], demand: Demand) -> str:
         return "There is nothing to separate: one replica computes prompts and answers."
     one, other = _best(mixed, demand), _best(apart, demand)
     value = (lambda x: x.attainment) if demand.rate is not None else (lambda x: x.rate)
-    ratio = value(other) / value(one) if value(one) else float("inf")
-    said = (
-        f"{_said(other)} serves {_served(other, demand)}, all mixed {_served(one, demand)}"
-        f" ({ratio:.2f}x)"
-    )
-    enough = PAYS if demand.rate is None else 1.0
-    if ratio > enough and not (demand.rate and one.attainment >= demand.share):
+    said = f"{_said(other)} serves {_served(other, demand)}, all mixed {_served(one, demand)}"
+    if value(one):
+        said += f" ({value(other) / value(one):.2f}x)"
+    least = (PAYS if demand.rate is None else 1.0) * value(one)
+    if value(other) > least and not (demand.rate and one.attainment >= demand.share):
         return f"Disaggregation pays: {said}."
     return f"Disaggregation does not pay here: {said}."
 

@@ -63,6 +63,7 @@ def layout(name, attainment, gpus=2):
         (0.992, 0.999, "2M", "does not pay"),  # both do: the simpler one
         (0.980, 0.995, "1P1D", "pays"),
         (0.000, 0.100, "1P1D", "pays"),
+        (0.000, 0.000, "2M", "does not pay"),
     ],
 )
 def test_at_a_rate_the_verdict_is_that_of_the_choice(mixed, apart, best, said):

@@ -69,9 +69,9 @@ def test_the_committed_constants_are_those_of_the_fit():
     said = hw.constants()
     assert errors.keys() == said.provenance["error"].keys()
     for group, error in errors.items():  # the last digit is the processor's
-        assert error == pytest.approx(said.provenance["error"][group], abs=2e-4), group
+        assert error == pytest.approx(said.provenance["error"][group], abs=1e-4), group
     ours, theirs = map(msgspec.structs.astuple, (over, said.overheads))
-    assert ours == pytest.approx(theirs, rel=5e-3)
+    assert ours == pytest.approx(theirs, rel=1e-3)
 
 
 def test_a_pool_holds_what_the_weights_leave():

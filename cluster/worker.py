@@ -171,6 +171,7 @@ class Worker:
                 steps,
                 seen.decode_seconds - before.decode_seconds,
                 seen.preempted,
+                seen.step_s * 1e3,
             )
             self.link.send(report)
             self._reports += 1

@@ -128,7 +128,8 @@ class DecodeRole:
         others = [(index, given.firsts[index].id) for index in sorted(job.open - {0})]
         times = arrived.busy_s * 1e3, arrived.exposed_s * 1e3
         moved = Moved(job.seq.key, arrived.tokens, *times)
-        commit = commands.Commit(job.seq, tuple(others), ended=0 in given.ended)
+        ended, waited = 0 in given.ended, arrived.exposed_s
+        commit = commands.Commit(job.seq, tuple(others), ended, waited)
         return [commit, Deliver(job.gateway, moved)]
 
     def _broken(self, ticket: str, reason: str) -> list:

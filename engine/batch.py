@@ -30,6 +30,7 @@ class Batch:
             keys=sum(piece.start + piece.count for piece in decode),
             tokens=sum(piece.count for piece in prefill),
             pairs=sum(pairs(piece.count, piece.start) for piece in prefill),
+            prompts=prefills,
         )
 
 

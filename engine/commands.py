@@ -27,12 +27,13 @@ class Commit:
     """The reserved blocks hold the KV of all ids but the last: decode as soon as there is a place.
 
     `others`: (index, first id) of further answers to the same prompt. `ended`: the first answer
-    ended with its first id.
+    ended with its first id. `waited`: seconds since that was sent.
     """
 
     seq: Sequence
     others: tuple[tuple[int, int], ...] = ()
     ended: bool = False
+    waited: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +143,4 @@ class Observed:
     running: int = 0  #: sequences that decode
     kv_tokens: int = 0  #: that they read in a step
     preempted: int = 0  #: sequences that wait for blocks to go on
+    step_s: float = 0.0  #: a step with prefill beside decode is planned to take so long; 0: any

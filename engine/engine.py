@@ -131,13 +131,17 @@ class Engine:
         return self.scheduler.reserve(seq)
 
     def commit(
-        self, seq: Sequence, others: tuple[tuple[int, int], ...] = (), ended: bool = False
+        self,
+        seq: Sequence,
+        others: tuple[tuple[int, int], ...] = (),
+        ended: bool = False,
+        waited: float = 0.0,
     ) -> None:
         """Decodes `seq`, whose KV has arrived; `others`: (index, first id) of further answers.
 
-        `ended`: `seq` itself ended with its first id.
+        `ended`: `seq` itself ended with its first id. `waited`: seconds since that was sent.
         """
-        self.scheduler.commit(seq)
+        self.scheduler.commit(seq, waited)
         for one, (_, first) in zip(self._fork(seq, [i for i, _ in others]), others, strict=True):
             self.scheduler.sampled(one, first)
         if ended:

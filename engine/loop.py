@@ -10,6 +10,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 from .commands import (
@@ -36,7 +37,7 @@ class EngineThread:
     def __init__(self, engine: Engine, deliver: Callable[[list], None]) -> None:
         self.engine = engine
         self._deliver = deliver
-        self._commands: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[tuple[float, object]] = queue.SimpleQueue()
         engine.announce = deliver
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -45,10 +46,10 @@ class EngineThread:
 
     def submit(self, command: object) -> None:
         """Queues a command. Any thread."""
-        self._commands.put(command)
+        self._commands.put((time.perf_counter(), command))
 
     def stop(self) -> None:
-        self._commands.put(None)
+        self.submit(None)
         self._thread.join(timeout=10.0)
 
     @property
@@ -77,11 +78,11 @@ class EngineThread:
         answers: list[object] = []
         try:
             while True:
-                command = self._commands.get(block=wait)
+                queued, command = self._commands.get(block=wait)
                 if command is None:
                     return False
                 wait = False
-                answer = self._command(command)
+                answer = self._command(command, time.perf_counter() - queued)
                 if answer:
                     answers.append(answer)
         except queue.Empty:
@@ -105,16 +106,17 @@ class EngineThread:
             len(scheduler.running),
             sum(len(seq.ids) for seq in scheduler.running),
             sum(seq.resumed for seq in scheduler.waiting),
+            scheduler.step_s,
         )
 
-    def _command(self, command: object) -> object | None:
+    def _command(self, command: object, queued_s: float) -> object | None:
         match command:
             case Add(seq):
                 self.engine.add(seq)
             case Reserve(seq):
                 return Reserved(seq.key, self.engine.reserve(seq), seq.sealed)
-            case Commit(seq, others, ended):
-                self.engine.commit(seq, others, ended)
+            case Commit(seq, others, ended, waited):
+                self.engine.commit(seq, others, ended, waited + queued_s)
             case Drop(key):
                 self.engine.drop(key)
             case Stage():

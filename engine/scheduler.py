@@ -91,6 +91,14 @@ class Scheduler:
         more = seq.more * (own - seq.prompt // self.limits.block_tokens)
         return max(own, min(own + more, self.pool.total))
 
+    @property
+    def step_s(self) -> float:
+        """What a step with prefill beside decode is planned to take, at most; 0: no limit.
+
+        Less than the ITL budget, so that nearly all of them keep it.
+        """
+        return (self.limits.itl_budget_s or 0.0) / self.cost.upper
+
     # ---- entering ----------------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
@@ -115,9 +123,13 @@ class Scheduler:
         seq.sealed = len(found)
         return seq.blocks
 
-    def commit(self, seq: Sequence) -> None:
-        """The KV of all ids but the last is in the reserved blocks: decode as soon as may be."""
+    def commit(self, seq: Sequence, waited: float = 0.0) -> None:
+        """The KV of all ids but the last is in the reserved blocks: decode as soon as may be.
+
+        `waited`: seconds since the client got the last id.
+        """
         del self.held[seq.key]
+        seq.waited = waited
         seq.computed = len(seq.ids) - 1
         self._seal(seq)
         self.ready.enter(seq)
@@ -202,10 +214,12 @@ class Scheduler:
 
         If those that ran had to go, committed ones take their places at once.
         """
+        joined = []
         while self.ready and self._places():
             seq = self.ready[0]
             self.ready.leave(seq)
             self.running.enter(seq)
+            joined.append(seq)
         plan, rows, index = Plan(), 0, 0
         while index < len(self.running):  # preemption shortens the line from its end
             seq = self.running[index]
@@ -214,7 +228,7 @@ class Scheduler:
                 rows += 1 + len(seq.drafts)
             index += 1
         self._admit()
-        budget, seconds = self.limits.max_step_tokens, self._seconds(plan.decode, rows)
+        budget, seconds = self.limits.max_step_tokens, self._seconds(plan.decode, rows, joined)
         for seq in self.filling:
             room = self.cost.room(seconds, seq.computed, budget)
             if self._starved + 1 >= self.limits.prefill_every and not plan.prefill:
@@ -274,12 +288,17 @@ class Scheduler:
                 return self.kept
         return growth
 
-    def _seconds(self, decode: list[Sequence], rows: int) -> float:
-        """What the ITL budget leaves for prefill beside these sequences and their `rows`."""
-        if self.limits.itl_budget_s is None or not rows:
+    def _seconds(self, decode: list[Sequence], rows: int, joined: list[Sequence]) -> float:
+        """What the ITL budget leaves for prefill beside these sequences and their `rows`.
+
+        Those that join have waited already; for whom the budget is over, nothing is saved.
+        """
+        budget = self.limits.itl_budget_s
+        if budget is None or not rows:
             return math.inf
+        waited = max((seq.waited for seq in joined if seq.waited < budget), default=0.0)
         keys = sum(seq.computed + 1 + len(seq.drafts) for seq in decode)
-        return self.limits.itl_budget_s - self.cost.decode_s(rows, keys)
+        return (budget - waited) / self.cost.upper - self.cost.decode_s(rows, keys)
 
     def _grow(self, seq: Sequence, drafts: int = 0) -> bool:
         """Room for the sequence's next KV, by preempting the youngest if there is no other way.

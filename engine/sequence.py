@@ -33,6 +33,7 @@ class Sequence:
     sealed: int = 0  #: blocks whose content hash is published
     filled: int = 0  #: blocks that were told as `Filled`, in all layers
     deadline: float = 0.0  #: the caller's order of prefill: lower first, ties by arrival
+    waited: float = 0.0  #: seconds since its last token, when it was committed
     arrival: int = 0  #: its age, given by the scheduler; a resumed sequence keeps it
     resumed: bool = False  #: was preempted
     index: int = 0  #: which of the answers to its prompt

@@ -39,6 +39,7 @@ class Kind(msgspec.Struct, frozen=True):
     chunk_tokens: int = 512
     max_running: int = 64
     itl_budget_ms: float | None = None  #: the engine's; None: a step takes whole chunks
+    planned: float = 1.0  #: share of it that steps were planned for: the rest is their spread
     known: bool = True  #: the router was told `cost`; False: it learned it from reports
 
 
@@ -89,6 +90,7 @@ class Calibration(msgspec.Struct, frozen=True):
                     kind.max_running,
                     threads,
                     inf if kind.itl_budget_ms is None else kind.itl_budget_ms / 1e3,
+                    kind.planned,
                     kind.known,
                 )
                 return Fleet(((one, replicas),))

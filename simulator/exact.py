@@ -180,7 +180,9 @@ class ExactWorker(Worker):
         keys = sum(len(seq.ids) for seq in plan.decode)
         tokens = sum(count for _, count in plan.prefill)
         seen = sum(pairs(count, seq.computed) for seq, count in plan.prefill)
-        self.scheduler.cost.observe(seconds, Work(len(plan.decode), keys, tokens, seen))
+        self.scheduler.cost.observe(
+            seconds, Work(len(plan.decode), keys, tokens, seen, len(plan.prefill))
+        )
         self.dirty = True
         if tokens:
             self.prefill_tokens += tokens
@@ -371,7 +373,8 @@ class ExactSimulation(Simulation):
         seq = worker.scheduler.live[key, 0]
         seq.ids.append(0)
         worker.lasts[key] = worker.jobs[key].first
-        worker.scheduler.commit(seq)
+        starts = worker.ends if worker.plan is not None else self.now
+        worker.scheduler.commit(seq, starts - worker.jobs[key].first)
         self._kick(worker)
 
     def _release(self, worker: ExactWorker, xid: str) -> None:

@@ -1,7 +1,8 @@
 """A router's log of a live run -> what its workers cost, and the run itself (`Calibration`).
 
-    prefill(u)  from the prompts that nobody else's prompt overlapped: asked -> first token;
-                where the worker decoded beside, its reports' seconds a token instead
+    prefill(u)  from the prompts that nobody else's prompt overlapped: asked -> first token, as
+                much shorter as prefill workers report; where the worker decoded beside, its
+                reports' seconds a token instead
     step(B, K)  from the reports of two moments with equally many running sequences
     transfer(t) from what the decode workers measured of each
 
@@ -109,6 +110,7 @@ def calibration(lines: Iterable[bytes], cores: int) -> Calibration:
         chunk_tokens=card.chunk_tokens,
         max_running=card.max_running,
         itl_budget_ms=card.step_ms or None,
+        planned=_planned(log, card.step_ms),
         known=card.cost is not None,
     )
     return Calibration(model="recorded", workers=[kind], cores=cores, run=_run(log, threads))
@@ -148,12 +150,28 @@ def _prefill(log: Log) -> tuple[float, float]:
         tokens = [life.place.prompt_tokens for life in lone]
         base, token = _least([[1.0, n] for n in tokens], [life.first - life.asked for life in lone])
         if token > 0:
-            return base, token
+            share = _busy(log, token + base / (sum(tokens) / len(tokens)))
+            return base * share, token * share
     seen = [report for reports in log.reports.values() for report in reports]
     computed = sum(report.prefill_tokens for report in seen)
     if not computed:
         raise SimulationError("router's log: no worker reports a prefill")
     return 0.0, sum(report.prefill_seconds for report in seen) / computed
+
+
+def _busy(log: Log, token_s: float) -> float:
+    """What prefill workers report a token, as a share of `token_s`; 1: there are none."""
+    apart = [name for name, card in log.cards.items() if (card.role or card.home) == "prefill"]
+    seen = [report for name in apart for report in log.reports.get(name, [])]
+    computed = sum(report.prefill_tokens for report in seen)
+    return sum(report.prefill_seconds for report in seen) / computed / token_s if computed else 1.0
+
+
+def _planned(log: Log, step_ms: float) -> float:
+    """What workers that decoded planned a step for, as a share of their budget, in the mean."""
+    seen = [report for reports in log.reports.values() for report in reports]
+    planned = [report.step_ms for report in seen if report.running and report.step_ms]
+    return sum(planned) / len(planned) / step_ms if planned and step_ms else 1.0
 
 
 def _lone(lives: list[Life], mixed: bool) -> list[Life]:

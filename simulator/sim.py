@@ -109,7 +109,7 @@ class Simulation:
         index = len(self.workers)
         name = f"{role}/{index}"
         budget = hardware.budget_s or self.slo.itl_s * self.setting.budget_share
-        worker = self._worker(name, role, hardware, self.unit, budget)
+        worker = self._worker(name, role, hardware, self.unit, budget * hardware.planned)
         worker.itl_s = self.slo.itl_s
         self.workers[name] = worker
         self.cards[name] = WorkerCard(

@@ -3,9 +3,10 @@
 Decode is a clock that counts steps: each running sequence gets one token a step, so one that joins
 at step v leaves at v + its tokens. With B rows that read K tokens a step takes s = a + b K, and K
 grows by B a step: m steps take m s + b B m^2 / 2. Prefill is work in seconds; beside decode it gets
-what a step has left of the ITL budget (at most `chunk_tokens`), alone all of the time. Where a step
-has less left than a block takes, one of `STARVED_STEPS` computes a block: all take the mean, and
-that one is late if it exceeds the target.
+what a step has left of the ITL budget (whole blocks, at most `chunk_tokens`), alone all the time.
+Where a step has less left than a block takes, one of `STARVED_STEPS` computes a block: all take the
+mean, and that one is late if it exceeds the target. A step that somebody joins leaves to prefill
+what their wait for it leaves of the budget.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Job:
         self.first = self.ended = self.started = self.ready = self.target = 0.0
         self.first_gap = self.late0 = self.joined = self.work = 0.0
         self.deadline = 0.0  #: earlier ones are computed first; 0: as they come
-        self.halted: tuple[float, float, float] | None = None
+        self.halted: tuple[float, float, float, float] | None = None
         self.hit = self.moved = self.late = self.fetched = 0
         self.remote = self.resumed = self.done = False
         self.evicted = False  #: preempted, and not computed again
@@ -84,6 +85,9 @@ class Worker:
         self.rest = 0.0  #: seconds of prefill that the head still needs
         self.head_s = 0.0  #: and needed when it began
         self.cap_s = 0.0  #: seconds of prefill in a chunk of the head, at most
+        self.block_s = 0.0  #: and in a block of it
+        self.joined_at = -1.0  #: the step that somebody joined last
+        self.yielded = 0.0  #: seconds of its chunk that it left to them
         self.egress = self.ingress = 0.0  #: when its link is free, each way
         self.cache: OrderedDict[int, Run] = OrderedDict()
         self.cached_blocks = 0
@@ -116,16 +120,17 @@ class Worker:
         self.chunk = self.burst = 0.0
         head = self.head
         if head is not None:
-            chunk = self.budget_s - decode
-            tokens = head.context - head.hit
-            if tokens > self.chunk_tokens:
-                tokens = self.chunk_tokens
-            block = self.cap_s * BLOCK / tokens if tokens > BLOCK else self.cap_s
-            if chunk < block:  # chunks end on block borders
-                chunk = block / STARVED_STEPS
-                self.burst = decode + block
-            self.chunk = chunk if chunk < self.cap_s else self.cap_s
+            self.chunk = self._fits_in(self.budget_s - decode)
+            if self.chunk <= 0:
+                self.chunk = self.block_s / STARVED_STEPS
+                self.burst = decode + self.block_s
         self.base = decode + self.chunk
+
+    def _fits_in(self, seconds: float) -> float:
+        """Seconds of the head's largest chunk that takes no longer: chunks are whole blocks."""
+        if seconds >= self.cap_s:
+            return self.cap_s
+        return int(seconds / self.block_s) * self.block_s if seconds > 0 else 0.0
 
     def advance(self, now: float) -> None:
         """Brings the state to `now`; nothing ends on the way (see `due`)."""
@@ -267,7 +272,7 @@ class Worker:
         head = self.head
         if head is None or (not self.rows and self._to_border() > 1e-9):
             return
-        head.halted = (self.rest, self.head_s, self.cap_s)
+        head.halted = (self.rest, self.head_s, self.cap_s, self.block_s)
         self.fill.append(head)
         self.head = None
 
@@ -280,7 +285,7 @@ class Worker:
 
     def _begin(self, job: Job) -> None:
         if job.halted is not None:
-            self.rest, self.head_s, self.cap_s = job.halted
+            self.rest, self.head_s, self.cap_s, self.block_s = job.halted
             job.halted, self.head = None, job
             return
         job.started = self.at
@@ -297,6 +302,7 @@ class Worker:
         noise = job.work if job.work else 1.0
         self.rest = self.head_s = self.slow * noise * (cost.prefill_base + seconds)
         self.cap_s = self.rest * min(1.0, self.chunk_tokens / uncached)
+        self.block_s = self.rest * min(1.0, BLOCK / uncached)
         self.head = job
 
     def cached(self, request: Request) -> int:
@@ -376,9 +382,9 @@ class Worker:
         job.joined, job.evicted = start, False
         job.late0 = self.late
         self._step()
-        gap = self.at + wait + self.base - job.first
+        gap = self._own_step(job, start, wait) - job.first
         if not job.first:  # the first token is decode's to send
-            job.first = self.at + wait + self.base
+            job.first = gap
         elif job.resumed:
             job.late += 1
         else:
@@ -388,6 +394,19 @@ class Worker:
             self.gaps[bucket if bucket < 1000 else 1000] += 1
         self._numbers += 1
         heapq.heappush(self.leaving, (start + job.left, self._numbers, job))
+
+    def _own_step(self, job: Job, start: float, wait: float) -> float:
+        """When the step that `job` joins ends: its chunk is smaller by what the job has waited."""
+        begin = self.at + wait
+        waited = begin - job.first
+        if self.chunk <= 0 or self.burst or waited >= self.budget_s:
+            return begin + self.base
+        decode = self.base - self.chunk
+        less = self.chunk - min(self.chunk, self._fits_in(self.budget_s - waited - decode))
+        before = self.yielded if start == self.joined_at else 0.0
+        self.joined_at, self.yielded = start, max(less, before)
+        self.rest += (self.yielded - before) * decode / self.base  # one more step reads its rows
+        return begin + self.base - self.yielded
 
     def _leave(self, job: Job) -> None:
         self.rows -= 1

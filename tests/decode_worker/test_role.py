@@ -84,7 +84,9 @@ def test_a_landed_sequence_decodes_from_the_first_token_on(receiving: DecodeRole
 
 
 def test_the_gateway_hears_how_long_the_transfer_took(receiving: DecodeRole) -> None:
-    _, told = receiving.handle(transfer.Arrived(XID, META, 200, busy_s=0.25, exposed_s=0.125))
+    arrived = transfer.Arrived(XID, META, 200, busy_s=0.25, exposed_s=0.125)
+    commit, told = receiving.handle(arrived)
+    assert commit.waited == 0.125, "the first token was sent when the prefill ended"
     assert told == Deliver("g", Moved(KEY, 200, 250.0, 125.0))
 
 

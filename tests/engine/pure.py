@@ -26,11 +26,11 @@ def seq(
     return Sequence((name, 0), ids, length, sampling, block_hashes(ids, b"salt"), first_only)
 
 
-def transferred(s: Scheduler, one: Sequence, token: int = 7) -> Sequence:
+def transferred(s: Scheduler, one: Sequence, token: int = 7, waited: float = 0.0) -> Sequence:
     """Reserves and commits it, as if its KV had arrived."""
     assert s.reserve(one)
     one.ids.append(token)
-    s.commit(one)
+    s.commit(one, waited)
     return one
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import queue
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,8 @@ PATIENCE_S = 60.0
 class Harness:
     """A running engine thread and everything that it delivered."""
 
-    def __init__(self, folder: Path) -> None:
-        self.engine = engine(folder)
+    def __init__(self, folder: Path, **limits: float) -> None:
+        self.engine = engine(folder, **limits)
         self.inbox: queue.SimpleQueue[list] = queue.SimpleQueue()
         self.thread = EngineThread(self.engine, self.inbox.put)
         self.thread.start()
@@ -131,6 +133,28 @@ def test_a_committed_sequence_goes_on_from_its_last_id(harness: Harness) -> None
     harness.thread.submit(commands.Commit(seq))
     assert len(harness.tokens("a")) == 4
     assert len(seq.ids) == 6
+
+
+def test_a_committed_sequence_has_waited_for_its_kv_and_for_the_thread(harness: Harness) -> None:
+    seq = request(harness.engine, "a", prompt(1), Sampling(5))
+    assert harness.reserve(seq).blocks
+    seq.ids.append(9)
+    release, begun = threading.Event(), time.perf_counter()
+    harness.engine.drop = lambda _: release.wait(PATIENCE_S)  # the thread is busy
+    harness.thread.submit(commands.Drop(("nobody", 0)))
+    harness.thread.submit(commands.Commit(seq, waited=2.0))
+    time.sleep(0.05)
+    release.set()
+    harness.tokens("a")
+    assert 2.05 <= seq.waited <= 2.0 + time.perf_counter() - begun
+
+
+def test_observations_tell_how_long_a_step_is_planned_to_take(checkpoint) -> None:
+    made = Harness(checkpoint("llama"), itl_budget_s=0.2)
+    assert made.observe().step_s == 0.2
+    made.engine.scheduler.cost.upper = 1.25
+    assert made.observe().step_s == pytest.approx(0.16)
+    made.thread.stop()
 
 
 def test_observations_tell_the_cache_and_the_work_since_the_last_one(harness: Harness) -> None:

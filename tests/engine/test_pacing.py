@@ -115,6 +115,38 @@ def test_an_outlier_counts_at_most_its_bound() -> None:
     assert cost.decode_s(4, 40) == pytest.approx(0.01 * (1 + weight * (OUTLIER - 1)), rel=1e-3)
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.1, 0.3])
+def test_most_steps_with_prefill_stay_below_its_upper_bound(noise: float) -> None:
+    cost, dice, above = learned(), random.Random(3), 0
+    for index in range(2000):
+        work = step(16, 500, dice.choice([128, 256]), 1024)
+        took = truth(work) * dice.uniform(1 - noise, 1 + noise)
+        above += index >= 500 and took > predicted(cost, work) * cost.upper * (1 + 1e-6)
+        cost.observe(took, work)
+    assert above / 1500 <= 0.1
+    assert 1.0 <= cost.upper <= 1.001 + 1.2 * noise
+
+
+def test_short_steps_and_those_that_only_decode_tell_nothing_of_that_bound() -> None:
+    cost, dice = learned(), random.Random(4)
+    before = cost.upper
+    for _ in range(40):
+        cost.observe(truth(step(16, 500, 1024)), step(16, 500, 1024))
+        cost.observe(2 * truth(step(16, 500)), step(16, 500))
+        cost.observe(truth(step(1, 16, 64)) * dice.choice([1, 2]), step(1, 16, 64))
+    assert before <= 1.01 and cost.upper <= 1.2
+
+
+def test_prompts_of_which_each_has_a_price_are_told_from_their_tokens() -> None:
+    cost, dice = learned(), random.Random(5)
+    for _ in range(200):
+        prompts, tokens = dice.randrange(1, 5), 64 * dice.randrange(4, 9)
+        work = Work(4, 400, tokens, 0, prompts)
+        cost.observe(truth(Work(4, 400, tokens)) + 5e-3 * prompts, work)
+    assert cost.prefill_s(128, 0) == pytest.approx(128 * TOKEN + 5e-3, rel=0.05)
+    assert cost.room(4e-3, 0, 512) == 0, "not even the price of a prompt is left"
+
+
 def test_more_rows_never_cost_less_and_no_rows_never_less_than_nothing() -> None:
     falling, steep = StepCost(), StepCost()
     for seconds, rows in ((0.02, 1), (0.01, 10)):
@@ -215,6 +247,25 @@ def test_chunks_beside_decodes_fit_into_the_budget() -> None:
     s = mixed(budget(200, start=640))
     sizes = prefills(s, 5)
     assert sizes == [192] * 5, "three blocks of 64, not four"
+
+
+def test_chunks_leave_room_for_what_steps_take_longer_now_and_then() -> None:
+    s, dice, over = mixed(budget(400), prompt=64 * 200, blocks=400), random.Random(6), 0
+    for index in range(100):
+        plan = s.plan()
+        work = work_of(plan)
+        carry_out(s, plan)
+        took = truth(work) * dice.uniform(0.8, 1.2)
+        over += index >= 20 and took > budget(400)
+        s.cost.observe(took, work)
+    assert over <= 8, "every other step, if chunks were planned by the mean"
+
+
+@pytest.mark.parametrize(("waited", "size"), [(0.0, 192), (0.006, 128), (0.02, 0), (1.0, 192)])
+def test_a_step_that_somebody_joins_leaves_them_what_they_waited(waited: float, size: int) -> None:
+    s = mixed(budget(200))
+    transferred(s, seq("c", 100, most=900, seed=2), waited=waited)
+    assert prefills(s, 2) == [size, 192], "only the first; and not where their budget is over"
 
 
 def test_chunks_become_smaller_as_their_context_grows() -> None:

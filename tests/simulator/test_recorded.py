@@ -50,6 +50,34 @@ def test_the_log_tells_what_a_prefill_and_a_step_cost():
         assert step == pytest.approx(truth, rel=0.05)
 
 
+def reports(lines, change):
+    """The log with `change(report)` of each."""
+    for line in lines:
+        entry = json.loads(line)
+        if entry["kind"] == "Reported":
+            change(entry["event"]["report"])
+        yield json.dumps(entry).encode()
+
+
+def test_a_prefill_takes_as_long_as_the_prefill_workers_say():
+    def quicker(report):
+        report["prefill_seconds"] = 0.8 * report.get("prefill_seconds", 0.0)
+
+    lines = log_of("1P1D", 0.6, "always")[0]
+    found = recorded.calibration(reports(lines, quicker), 2).workers[0].cost
+    assert found.prefill_token == pytest.approx(0.8 * COST.prefill_token, rel=0.05)
+
+
+def test_steps_take_what_the_workers_planned_of_their_budget():
+    def planned(report):
+        report["step_ms"] = 72.0 if report.get("running") else 90.0
+
+    lines = log_of("2M", 1.6, "never")[0]
+    kind = recorded.calibration(reports(lines, planned), 2).workers[0]
+    assert kind.itl_budget_ms == pytest.approx(90.0) and kind.planned == pytest.approx(0.8)
+    assert recorded.calibration(lines, 2).workers[0].planned == 1.0, "nobody said"
+
+
 @pytest.mark.parametrize(
     ("split", "disaggregate", "rate"), [("1P1D", "always", 1.3), ("2M", "never", 1.6)]
 )

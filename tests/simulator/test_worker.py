@@ -65,8 +65,8 @@ def test_prefill_beside_decode_gets_what_a_step_has_left_of_the_budget():
     job = Job(request(400, 2), ("p", 0), 0.0)  # 400 ms of prefill
     one.submit(job, 0.0)
     end = next(time for time, _, filled in run(one, 5.0) if job in filled)
-    # 91 ms steps: 11 for decode, 80 for prefill: 5 steps
-    assert end == pytest.approx(5 * 0.091, rel=0.01)
+    # a block of 64 fits into what 11 of 91 ms leave, two do not; 6 of them, and 16 tokens
+    assert end == pytest.approx(6 * 0.075 + 0.027, rel=0.01)
 
 
 def test_a_prompt_alone_has_all_of_the_time():
@@ -122,6 +122,30 @@ def test_a_gap_between_first_and_second_token_is_a_gap():
     job.first = 0.9  # its KV took 100 ms to arrive
     one.join(job)
     assert job.first_gap == pytest.approx(0.1 + 0.011) and job.late == 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "waited", "gap", "yields"),
+    [
+        (2.0, 0.0, 0.147, False),  # at a border: its step reads 9,000 tokens, computes two blocks
+        (2.8, 0.0, 0.028 + 0.083, True),  # the rest of a step; then room for one block
+        (2.5, 0.0, 0.070 + 0.019, True),  # then for none
+        (2.5, 0.060, 0.130 + 0.019, True),
+        (2.5, 0.200, 0.270 + 0.147, False),  # over the budget whatever the others leave
+    ],
+)
+def test_the_step_that_somebody_joins_leaves_them_what_they_waited(steps, waited, gap, yields):
+    one = worker(budget_s=0.150)
+    decoding(one, prompt=1000, output=1001)
+    one.submit(Job(request(2000, 2), ("p", 0), 0.0), 0.0)
+    run(one, 0.0)
+    one.advance(steps * 0.139)  # of which 11 ms are decode, 128 two blocks
+    rest = one.rest
+    job = Job(request(8000, 100), ("r", 0), 0.0)
+    job.first = one.at - waited
+    one.join(job)
+    assert job.first_gap == pytest.approx(gap, abs=1e-3)
+    assert (one.rest > rest) == yields, "who yields takes a step more, which reads its rows"
 
 
 def test_the_cache_finds_leading_blocks_only_and_evicts_the_tail_first():

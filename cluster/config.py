@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+STEP_SHARE = 0.9  #: of the ITL target for a step; the rest is the way to the client
 SECRET = "DIPTYCH_SECRET"  #: environment: the cluster's secret, where no file may hold it
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -44,7 +45,8 @@ class EngineSettings(Section):
     max_step_tokens: Annotated[int, Field(ge=64)] = 512
     max_running: Count = 64
     growth_tokens: Count = 256
-    itl_budget_ms: Positive | None = None  #: longest step with decodes in it: bounds its prefill
+    #: longest step with decodes in it: bounds its prefill. None: `STEP_SHARE` of slo.itl_ms
+    itl_budget_ms: Positive | None = None
     draft_tokens: Annotated[int, Field(ge=0, le=16)] = 0  #: n-gram guesses verified by a step
     device: Literal["cpu", "cuda"] = "cpu"
     attention: Attention = "auto"  #: the library that computes it; `cpp` and `torch` on a CPU

@@ -39,7 +39,7 @@ from ..kv_transfer import commands as transfer
 from ..kv_transfer.identity import block_hashes, ticket_id
 from ..prefill_worker import PrefillRole
 from ..protos import frames as f
-from .config import ClusterConfig, PoolConfig
+from .config import STEP_SHARE, ClusterConfig, PoolConfig
 from .cores import claim, spare, usable
 from .tiering import Tiering
 from .transfers import Transfers
@@ -318,7 +318,7 @@ def engine_config(config: ClusterConfig, pool: PoolConfig, model: Path) -> Engin
         max_step_tokens=settings.max_step_tokens,
         max_running=settings.max_running,
         growth_tokens=settings.growth_tokens,
-        itl_budget_s=settings.itl_budget_ms / 1e3 if settings.itl_budget_ms else None,
+        itl_budget_s=(settings.itl_budget_ms or STEP_SHARE * config.slo.itl_ms) / 1e3,
         draft_tokens=settings.draft_tokens,
     )
     return EngineConfig(

@@ -111,7 +111,7 @@ class Worker:
             chunk_tokens=engine.scheduler.limits.max_step_tokens,
             max_running=engine.scheduler.limits.max_running,
             metrics=await self._export(host),
-            step_ms=getattr(self.config.pools, self.home).engine.itl_budget_ms or 0.0,
+            step_ms=(engine.scheduler.limits.itl_budget_s or 0.0) * 1e3,
         )
         gc.collect()
         gc.freeze()  # else a full collection walks all of torch between two steps

@@ -231,7 +231,8 @@ class Scheduler:
         budget, seconds = self.limits.max_step_tokens, self._seconds(plan.decode, rows, joined)
         for seq in self.filling:
             room = self.cost.room(seconds, seq.computed, budget)
-            if self._starved + 1 >= self.limits.prefill_every and not plan.prefill:
+            due = self._starved + 1 >= self.limits.prefill_every or not self.cost.knows_prefill
+            if due and not plan.prefill:
                 room = max(room, self.limits.block_tokens)
             count = min(len(seq.ids) - seq.computed, room)
             if seq.computed + count < len(seq.ids):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from diptych.cluster.config import ClusterConfig, ConfigError, load_config, parse_overrides
+from diptych.cluster.node import engine_config
 
 
 def test_defaults_are_one_prefill_and_one_decode_worker_always_disaggregated() -> None:
@@ -21,6 +22,16 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
     config = load_config(file, parse_overrides(["router.queue_max=9", "gateway.http_port=8123"]))
     assert (config.router.queue_max, config.router.queue_ttl_s) == (9, 2.0)
     assert (config.slo.ttft_ms, config.gateway.http_port) == (100, 8123)
+
+
+def test_a_step_has_nine_tenths_of_the_itl_target_unless_the_pool_says_otherwise() -> None:
+    given = {"slo.itl_ms": 50.0, "pools.prefill.engine.itl_budget_ms": 30.0}
+    config = load_config(None, given)
+    budgets = [
+        engine_config(config, pool, Path("model")).limits.itl_budget_s
+        for pool in (config.pools.prefill, config.pools.decode)
+    ]
+    assert budgets == [pytest.approx(0.030), pytest.approx(0.045)]
 
 
 def test_every_cluster_has_its_own_secret_and_passes_it_on() -> None:

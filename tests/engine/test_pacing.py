@@ -323,6 +323,12 @@ def test_it_finds_its_budget_from_nothing() -> None:
     assert early < s.filling[0].computed < 8000
 
 
+def test_a_block_is_prefilled_at_once_where_nobody_knows_yet_what_prefill_costs() -> None:
+    s = mixed(budget(200))
+    s.cost = StepCost()
+    assert prefills(s, 2) == [64, 192]
+
+
 def test_drafted_rows_count() -> None:
     s = mixed(budget(150))
     assert [count for _, count in s.plan().prefill] == [128]

@@ -28,7 +28,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.long]
 SECONDS = float(os.environ.get("DIPTYCH_LIVE_S", "300"))
 RATE = float(os.environ.get("DIPTYCH_LIVE_RATE", "0.5"))
 TTFT_S, ITL_MS = 2.0, 50.0
-BUDGET = 0.9  #: of the ITL target: what a step with prefill in it may take, for every layout
 REQUESTS = 60  #: of each layout
 SHAPE = "poisson:256-1024:64-128"
 VOCABULARY = 256  #: of its tokenizer: bytes
@@ -61,8 +60,6 @@ def arguments(
         "pools.decode.engine.threads": threads,
         "pools.prefill.engine.kv_mib": 1024,
         "pools.decode.engine.kv_mib": 1024,
-        "pools.decode.engine.itl_budget_ms": BUDGET * itl_ms,
-        "pools.prefill.engine.itl_budget_ms": BUDGET * itl_ms,
         "router.disaggregate": disaggregate,
         "router.log_folder": folder,
         "slo.ttft_ms": ttft_s * 1e3,

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from math import inf
+from math import inf, sqrt
 from multiprocessing import get_context
 
 import yaml
@@ -173,10 +173,22 @@ def verdict(mixed: list[Layout], apart: list[Layout], demand: Demand) -> str:
     said = f"{_said(other)} serves {_served(other, demand)}, all mixed {_served(one, demand)}"
     if value(one):
         said += f" ({value(other) / value(one):.2f}x)"
+    if demand.rate is not None and abs(value(other) - value(one)) < _error(one, other, demand):
+        said += f"; {_count(demand)} requests do not tell them apart, plan with a longer trace"
     least = (PAYS if demand.rate is None else 1.0) * value(one)
     if value(other) > least and not (demand.rate and one.attainment >= demand.share):
         return f"Disaggregation pays: {said}."
     return f"Disaggregation does not pay here: {said}."
+
+
+def _count(demand: Demand) -> int:
+    return len(demand.trace.items) * demand.seeds
+
+
+def _error(one: Layout, other: Layout, demand: Demand) -> float:
+    """Two standard errors of the difference of two shares, each of as many requests."""
+    shares = one.attainment, other.attainment
+    return 2 * sqrt(sum(share * (1 - share) for share in shares) / _count(demand))
 
 
 def _best(layouts: list[Layout], demand: Demand) -> Layout:

@@ -326,7 +326,7 @@ def test_it_finds_its_budget_from_nothing() -> None:
 def test_a_block_is_prefilled_at_once_where_nobody_knows_yet_what_prefill_costs() -> None:
     s = mixed(budget(200))
     s.cost = StepCost()
-    assert prefills(s, 2) == [64, 192]
+    assert prefills(s, 1) == [64]
 
 
 def test_drafted_rows_count() -> None:

@@ -108,19 +108,25 @@ def attainment(found: calibrate.Calibration, rate: float) -> float:
 
 @pytest.mark.timeout(1200)
 def test_live_and_simulated_attainment_are_within_five_points(tmp_path: Path, model: Path) -> None:
-    """A short run near the load that saturates it finds the rate that should meet about 70 %."""
+    """A short run near the load that saturates it finds the rate that should meet about 70 %; the
+    machine may be another by then: a long run that met too much or too little finds a better."""
     layout, targets = "1P1D of 1 thread", (TTFT_S, 8 * ITL_MS)  # p99 gaps are the machine's
-    short = calibrate.read(run(model, tmp_path / "short", layout, 60, 1.2, targets))
-    rates = [0.4 * 1.05**i for i in range(36)]
-    rate = min(rates, key=lambda one: abs(attainment(short, one) - 0.7))
-    log = run(model, tmp_path / "long", layout, SECONDS, rate, targets)
-    said = diptych("simulate", "recorded", "--calibrate-from-live", str(log), "-o", "json")
-    found = json.loads(said)
-    live, simulated = found["live"], found["policies"][0]["at_rate"]["attainment"]
-    print(f"{rate:.2f} requests/s: live {live['attainment']:.3f}, simulated {simulated:.3f}")
-    print(f"predicted from the short run: {attainment(short, rate):.3f}")
-    assert 0.5 <= live["attainment"] <= 0.9, "another load tells more"
-    assert live["points_apart"] <= 5.0
+    known = calibrate.read(run(model, tmp_path / "short", layout, 60, 1.2, targets))
+    for attempt in range(2):
+        rates = [0.4 * 1.05**i for i in range(36)]
+        rate = min(rates, key=lambda one: abs(attainment(known, one) - 0.7))
+        predicted = attainment(known, rate)
+        log = run(model, tmp_path / f"long{attempt}", layout, SECONDS, rate, targets)
+        said = diptych("simulate", "recorded", "--calibrate-from-live", str(log), "-o", "json")
+        found = json.loads(said)
+        live, simulated = found["live"], found["policies"][0]["at_rate"]["attainment"]
+        print(f"{rate:.2f} requests/s: live {live['attainment']:.3f}, simulated {simulated:.3f}")
+        print(f"predicted from the run before: {predicted:.3f}")
+        assert live["points_apart"] <= 5.0
+        if 0.5 <= live["attainment"] <= 0.9:
+            return
+        known = calibrate.read(log)
+    raise AssertionError("neither load was met by 50 to 90 %: another tells more")
 
 
 @pytest.mark.timeout(3600)

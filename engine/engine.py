@@ -143,6 +143,7 @@ class Engine:
         """
         self.scheduler.commit(seq, waited)
         for one, (_, first) in zip(self._fork(seq, [i for i, _ in others]), others, strict=True):
+            one.waited = waited
             self.scheduler.sampled(one, first)
         if ended:
             self.scheduler.end(seq)

@@ -228,12 +228,13 @@ class Scheduler:
                 rows += 1 + len(seq.drafts)
             index += 1
         self._admit()
-        budget, seconds = self.limits.max_step_tokens, self._seconds(plan.decode, rows, joined)
+        budget, block = self.limits.max_step_tokens, self.limits.block_tokens
+        seconds, mean = self._seconds(plan.decode, rows, joined)
         for seq in self.filling:
             room = self.cost.room(seconds, seq.computed, budget)
             due = self._starved + 1 >= self.limits.prefill_every or not self.cost.knows_prefill
-            if due and not plan.prefill:
-                room = max(room, self.limits.block_tokens)
+            if not plan.prefill and (due or self.cost.room(mean, seq.computed, block) == block):
+                room = max(room, block)
             count = min(len(seq.ids) - seq.computed, room)
             if seq.computed + count < len(seq.ids):
                 count -= (seq.computed + count) % self.limits.block_tokens
@@ -289,17 +290,21 @@ class Scheduler:
                 return self.kept
         return growth
 
-    def _seconds(self, decode: list[Sequence], rows: int, joined: list[Sequence]) -> float:
+    def _seconds(
+        self, decode: list[Sequence], rows: int, joined: list[Sequence]
+    ) -> tuple[float, float]:
         """What the ITL budget leaves for prefill beside these sequences and their `rows`.
 
+        So that most steps keep it, and the mean one: after a disturbance the first may be nothing.
         Those that join have waited already; for whom the budget is over, nothing is saved.
         """
         budget = self.limits.itl_budget_s
         if budget is None or not rows:
-            return math.inf
+            return math.inf, math.inf
         waited = max((seq.waited for seq in joined if seq.waited < budget), default=0.0)
         keys = sum(seq.computed + 1 + len(seq.drafts) for seq in decode)
-        return (budget - waited) / self.cost.upper - self.cost.decode_s(rows, keys)
+        decode_s = self.cost.decode_s(rows, keys)
+        return (budget - waited) / self.cost.upper - decode_s, budget - waited - decode_s
 
     def _grow(self, seq: Sequence, drafts: int = 0) -> bool:
         """Room for the sequence's next KV, by preempting the youngest if there is no other way.

@@ -52,7 +52,7 @@ class ExactWorker(Worker):
             block_tokens=HASH_TOKENS,
             max_step_tokens=hardware.chunk_tokens,
             max_running=hardware.max_running,
-            itl_budget_s=None if budget_s == inf else budget_s,
+            itl_budget_s=None if budget_s == inf else budget_s * hardware.planned,
         )
         self.pool = BlockPool(hardware.kv_tokens // HASH_TOKENS + 1)
         self.scheduler = Scheduler(self.pool, limits)

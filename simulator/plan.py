@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from math import inf, sqrt
+from math import ceil, inf, sqrt
 from multiprocessing import get_context
 
 import yaml
@@ -182,7 +182,11 @@ def verdict(mixed: list[Layout], apart: list[Layout], demand: Demand) -> str:
 
 
 def _count(demand: Demand) -> int:
-    return len(demand.trace.items) * demand.seeds
+    """Different requests behind a share: a seed moves copies, sessions, timestamps."""
+    trace = demand.trace
+    copies = max(1, ceil((demand.rate or trace.rate) / trace.rate - 1e-9))
+    moved = copies > 1 or trace.sessions or trace.quantum_s > 0
+    return copies * len(trace.items) * (demand.seeds if moved else 1)
 
 
 def _error(one: Layout, other: Layout, demand: Demand) -> float:

@@ -160,11 +160,13 @@ def _prefill(log: Log) -> tuple[float, float]:
 
 
 def _busy(log: Log, token_s: float) -> float:
-    """What prefill workers report a token, as a share of `token_s`; 1: there are none."""
+    """What prefill workers report a token, as a share of `token_s`, at most all of it."""
     apart = [name for name, card in log.cards.items() if (card.role or card.home) == "prefill"]
     seen = [report for name in apart for report in log.reports.get(name, [])]
     computed = sum(report.prefill_tokens for report in seen)
-    return sum(report.prefill_seconds for report in seen) / computed / token_s if computed else 1.0
+    if not computed:
+        return 1.0
+    return min(sum(report.prefill_seconds for report in seen) / computed / token_s, 1.0)
 
 
 def _planned(log: Log, step_ms: float) -> float:

@@ -109,7 +109,7 @@ class Simulation:
         index = len(self.workers)
         name = f"{role}/{index}"
         budget = hardware.budget_s or self.slo.itl_s * self.setting.budget_share
-        worker = self._worker(name, role, hardware, self.unit, budget * hardware.planned)
+        worker = self._worker(name, role, hardware, self.unit, budget)
         worker.itl_s = self.slo.itl_s
         self.workers[name] = worker
         self.cards[name] = WorkerCard(
@@ -136,6 +136,7 @@ class Simulation:
         worker = Worker(name, role, hardware.cost, hardware.kv_tokens, unit, budget_s)
         worker.chunk_tokens = hardware.chunk_tokens
         worker.max_running = hardware.max_running
+        worker.planned = hardware.planned
         return worker
 
     # ---- the clock -------------------------------------------------------------------------------

@@ -69,6 +69,7 @@ class Worker:
         self.name, self.role, self.cost = name, role, cost
         self.capacity, self.unit, self.budget_s = kv_tokens, unit, budget_s
         self.itl_s = inf  #: a step longer than this is late
+        self.planned = 1.0  #: share of the budget that chunks are planned for
         self.chunk_tokens, self.max_running = 8192, 512
         self.slow = 1.0
         self.alive = True
@@ -120,11 +121,16 @@ class Worker:
         self.chunk = self.burst = 0.0
         head = self.head
         if head is not None:
-            self.chunk = self._fits_in(self.budget_s - decode)
+            self.chunk = self._beside(self.budget_s, decode)
             if self.chunk <= 0:
                 self.chunk = self.block_s / STARVED_STEPS
                 self.burst = decode + self.block_s
         self.base = decode + self.chunk
+
+    def _beside(self, budget_s: float, decode: float) -> float:
+        """Seconds of a chunk: within the planned share, a block if at least the budget has room."""
+        chunk = self._fits_in(budget_s * self.planned - decode)
+        return chunk if chunk > 0 else min(self._fits_in(budget_s - decode), self.block_s)
 
     def _fits_in(self, seconds: float) -> float:
         """Seconds of the head's largest chunk that takes no longer: chunks are whole blocks."""
@@ -402,11 +408,11 @@ class Worker:
         if self.chunk <= 0 or self.burst or waited >= self.budget_s:
             return begin + self.base
         decode = self.base - self.chunk
-        less = self.chunk - min(self.chunk, self._fits_in(self.budget_s - waited - decode))
+        less = self.chunk - min(self.chunk, self._beside(self.budget_s - waited, decode))
         before = self.yielded if start == self.joined_at else 0.0
         self.joined_at, self.yielded = start, max(less, before)
         self.rest += (self.yielded - before) * decode / self.base  # one more step reads its rows
-        return begin + self.base - self.yielded
+        return begin + self.base - min(self.yielded, self.chunk)
 
     def _leave(self, job: Job) -> None:
         self.rows -= 1

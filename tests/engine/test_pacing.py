@@ -223,6 +223,7 @@ def work_of(plan: Plan) -> Work:
         sum(one.computed + 1 for one in plan.decode),
         sum(count for _, count in plan.prefill),
         sum(pairs(count, one.computed) for one, count in plan.prefill),
+        len(plan.prefill),
     )
 
 
@@ -261,6 +262,22 @@ def test_chunks_leave_room_for_what_steps_take_longer_now_and_then() -> None:
         over += index >= 50 and took > budget(200)
         s.cost.observe(took, work)
     assert over <= 8, "of 150; planned by the mean, 35 are"
+
+
+def test_after_a_few_slow_steps_prefill_goes_on_by_blocks_at_least() -> None:
+    s, made = scheduler(200, itl_budget_s=0.180), 0
+    for name in ("a", "b"):
+        transferred(s, seq(name, 64, most=3000, seed=ord(name)))
+    for index in range(250):
+        if not s.filling and not s.waiting:
+            s.add(seq(f"p{index}", 500, most=1, seed=index + 5))
+        plan = s.plan()
+        work = work_of(plan)
+        carry_out(s, plan)
+        slow = 100 <= index < 104
+        made += work.tokens if index >= 104 else 0
+        s.cost.observe((0.070 + TOKEN * work.tokens) * (3 if slow else 1), work)
+    assert made > 146 * 64, "of 500 each without them; 8 where only the upper bound counts"
 
 
 @pytest.mark.parametrize(("waited", "size"), [(0.0, 192), (0.006, 128), (0.02, 0), (1.0, 192)])

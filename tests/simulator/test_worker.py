@@ -148,6 +148,34 @@ def test_the_step_that_somebody_joins_leaves_them_what_they_waited(steps, waited
     assert (one.rest > rest) == yields, "who yields takes a step more, which reads its rows"
 
 
+def test_of_several_who_join_a_step_none_gets_a_token_before_it_began():
+    one = worker(budget_s=0.150)
+    decoding(one, prompt=1000, output=1001)
+    one.submit(Job(request(2000, 2), ("p", 0), 0.0), 0.0)
+    run(one, 0.0)
+    one.advance(2.5 * 0.139)
+    for prompt in (1000, 8000, 8000, 60_000):
+        wait = 0.5 * one.base
+        job = Job(request(prompt, 100), (str(prompt), 0), 0.0)
+        job.first = one.at
+        one.join(job)
+        assert job.first_gap >= 0.9 * wait + 0.010
+
+
+def test_a_worker_plans_for_its_share_of_the_budget_and_a_block_at_least():
+    def end(planned):
+        one = worker(budget_s=0.150)  # 11 ms of decode, blocks of 64
+        one.planned = planned
+        decoding(one, prompt=1000, output=1001)
+        job = Job(request(640, 2), ("p", 0), 0.0)
+        one.submit(job, 0.0)
+        return next(time for time, _, filled in run(one, 5.0) if job in filled)
+
+    assert end(1.0) == pytest.approx(5 * 0.139, rel=0.02)
+    assert end(0.6) == pytest.approx(10 * 0.075, rel=0.02)
+    assert end(0.3) == pytest.approx(10 * 0.075, rel=0.02), "45 ms have no room, 150 do"
+
+
 def test_the_cache_finds_leading_blocks_only_and_evicts_the_tail_first():
     one = worker(kv_tokens=64 * 4)
     one.keep(request(256, 2, blocks=(1, 2, 3, 4)))

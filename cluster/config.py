@@ -45,7 +45,8 @@ class EngineSettings(Section):
     max_step_tokens: Annotated[int, Field(ge=64)] = 512
     max_running: Count = 64
     growth_tokens: Count = 256
-    #: longest step with decodes in it: bounds its prefill. None: `STEP_SHARE` of slo.itl_ms
+    #: longest step with decodes in it: bounds its prefill, but for a block in every eighth step.
+    #: None: `STEP_SHARE` of slo.itl_ms
     itl_budget_ms: Positive | None = None
     draft_tokens: Annotated[int, Field(ge=0, le=16)] = 0  #: n-gram guesses verified by a step
     device: Literal["cpu", "cuda"] = "cpu"

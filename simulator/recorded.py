@@ -152,7 +152,8 @@ def _prefill(log: Log) -> tuple[float, float]:
         if token > 0:
             share = _busy(log, token + base / (sum(tokens) / len(tokens)))
             return base * share, token * share
-    seen = [report for reports in log.reports.values() for report in reports]
+    apart = [name for name, card in log.cards.items() if (card.role or card.home) == "prefill"]
+    seen = [report for name in apart or log.reports for report in log.reports.get(name, [])]
     computed = sum(report.prefill_tokens for report in seen)
     if not computed:
         raise SimulationError("router's log: no worker reports a prefill")

@@ -301,7 +301,7 @@ class Scheduler:
         budget = self.limits.itl_budget_s
         if budget is None or not rows:
             return math.inf, math.inf
-        waited = max((seq.waited for seq in joined if seq.waited < budget), default=0.0)
+        waited = max((seq.waited for seq in joined if 0 < seq.waited < budget), default=0.0)
         keys = sum(seq.computed + 1 + len(seq.drafts) for seq in decode)
         decode_s = self.cost.decode_s(rows, keys)
         return (budget - waited) / self.cost.upper - decode_s, budget - waited - decode_s

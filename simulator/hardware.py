@@ -174,9 +174,7 @@ class Hardware:
     max_running: int = 512  #: sequences that decode at a time
     threads: int = 0  #: of a CPU worker
     budget_s: float | None = None  #: longest step with prefill in it; None: by the ITL target
-    planned: float = (
-        1.0  #: share of the budget that steps are planned for: the rest is their spread
-    )
+    planned: float = 1.0  #: share of it that steps are planned for: the rest is their spread
     known: bool = True  #: the router is told `cost`; False: it learns it
 
     @staticmethod

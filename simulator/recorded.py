@@ -144,30 +144,29 @@ def fit(log: Log) -> Coefficients:
 
 def _prefill(log: Log) -> tuple[float, float]:
     """(base, seconds a token)"""
+    names = [name for name, card in log.cards.items() if (card.role or card.home) == "prefill"]
+    apart = _reported(log, names)
     mixed = log.head.config.disaggregate == "never"
     lone = _lone([life for life in log.lives.values() if life.served], mixed)
     if len(lone) >= ENOUGH:
         tokens = [life.place.prompt_tokens for life in lone]
         base, token = _least([[1.0, n] for n in tokens], [life.first - life.asked for life in lone])
         if token > 0:
-            share = _busy(log, token + base / (sum(tokens) / len(tokens)))
+            mean = token + base / (sum(tokens) / len(tokens))
+            share = min(apart / mean, 1.0) if apart else 1.0
             return base * share, token * share
-    apart = [name for name, card in log.cards.items() if (card.role or card.home) == "prefill"]
-    seen = [report for name in apart or log.reports for report in log.reports.get(name, [])]
-    computed = sum(report.prefill_tokens for report in seen)
-    if not computed:
+    found = apart or _reported(log, log.reports)
+    if not found:
         raise SimulationError("router's log: no worker reports a prefill")
-    return 0.0, sum(report.prefill_seconds for report in seen) / computed
+    return 0.0, found
 
 
-def _busy(log: Log, token_s: float) -> float:
-    """What prefill workers report a token, as a share of `token_s`, at most all of it."""
-    apart = [name for name, card in log.cards.items() if (card.role or card.home) == "prefill"]
-    seen = [report for name in apart for report in log.reports.get(name, [])]
+def _reported(log: Log, names: Iterable[str]) -> float:
+    """Seconds a prefilled token that these workers report, decode in the same steps included; 0:
+    they prefilled nothing."""
+    seen = [report for name in names for report in log.reports.get(name, [])]
     computed = sum(report.prefill_tokens for report in seen)
-    if not computed:
-        return 1.0
-    return min(sum(report.prefill_seconds for report in seen) / computed / token_s, 1.0)
+    return sum(report.prefill_seconds for report in seen) / computed if computed else 0.0
 
 
 def _planned(log: Log, step_ms: float) -> float:

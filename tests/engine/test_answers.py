@@ -67,7 +67,8 @@ def test_one_transfer_serves_all_answers(checkpoint, length: int) -> None:
     for old, new in zip(held, blocks, strict=False):
         write[new * size : (new + 1) * size] = read[old * size : (old + 1) * size]
     seq.ids.append(firsts[0])
-    target.commit(seq, tuple((index, firsts[index]) for index in range(1, SEEDED.n)))
+    target.commit(seq, tuple((index, firsts[index]) for index in range(1, SEEDED.n)), waited=0.5)
+    assert [one.waited for one in target.scheduler.live.values()] == [0.5] * SEEDED.n
     while target.scheduler.live:
         for output in target.step():
             assert output.token is not None and output.offset == len(streams[output.index])

@@ -287,6 +287,15 @@ def test_a_step_that_somebody_joins_leaves_them_what_they_waited(waited: float, 
     assert prefills(s, 2) == [size, 192], "only the first; and not where their budget is over"
 
 
+@pytest.mark.parametrize("waited", [-1.0, math.nan])
+def test_nobody_waits_less_than_nothing(waited: float) -> None:
+    s = scheduler(itl_budget_s=budget(200))
+    s.cost = learned()
+    transferred(s, seq("a", 100, most=900), waited=waited)
+    s.add(seq("b", 2000, seed=1))
+    assert prefills(s, 1) == [192]
+
+
 def test_chunks_become_smaller_as_their_context_grows() -> None:
     s = mixed(budget(200), prompt=64 * 256, blocks=400)
     sizes = prefills(s, 150)

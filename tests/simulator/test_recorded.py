@@ -1,6 +1,7 @@
 """A router's log: what the workers cost is found in it, and its run replays as it was."""
 
 import json
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -9,6 +10,7 @@ from diptych.router import RouterConfig, replay
 from diptych.simulator import calibrate, recorded
 from diptych.simulator.case import Case, simulate
 from diptych.simulator.errors import SimulationError
+from diptych.simulator.exact import ExactSimulation
 from diptych.simulator.fleet import Fleet, Split
 from diptych.simulator.hardware import Hardware
 from diptych.simulator.metrics import Slo
@@ -66,6 +68,39 @@ def test_a_prefill_takes_as_long_as_the_prefill_workers_say():
     lines = log_of("1P1D", 0.6, "always")[0]
     found = recorded.calibration(reports(lines, quicker), 2).workers[0].cost
     assert found.prefill_token == pytest.approx(0.8 * COST.prefill_token, rel=0.05)
+
+
+def test_with_few_lone_prompts_decode_workers_do_not_tell_what_a_prefill_takes(monkeypatch):
+    def beside(report):
+        if report.get("running"):
+            report.update(prefill_tokens=100, prefill_seconds=9.0)  # nearly all of it is decode
+
+    monkeypatch.setattr(recorded, "ENOUGH", 10**6)
+    lines = list(reports(log_of("1P1D", 0.6, "always")[0], beside))
+    found = recorded.calibration(lines, 2).workers[0].cost
+    assert found.prefill_token == pytest.approx(COST.prefill_token, rel=0.05)
+
+    def idle(report):
+        if not report.get("running"):
+            report.update(prefill_tokens=0, prefill_seconds=0.0)
+
+    found = recorded.calibration(reports(lines, idle), 2).workers[0].cost
+    assert found.prefill_token == pytest.approx(0.09, rel=0.05), "nobody else prefilled"
+
+
+@pytest.mark.parametrize("kind", [Simulation, ExactSimulation])
+def test_workers_that_plan_for_less_of_their_budget_prefill_later(kind):
+    trace = load("poisson:256-1024:64-128:60")
+    config = RouterConfig(disaggregate="never", ttft_s=SLO.ttft_s, itl_s=0.5)
+    means = []
+    for planned in (1.0, 0.4):
+        hardware = replace(HARDWARE, planned=planned, budget_s=0.5)
+        fleet = Fleet(((hardware, 2),))
+        slo = Slo(1.5, 0.0, 0.5, hardware)
+        setting = Case(trace, fleet, slo, router=config).setting(Split.of("2M"))
+        outcomes = kind(setting, trace).run(trace.workload(1.2, 0))
+        means.append(sum(one.ttft for one in outcomes) / len(outcomes))
+    assert means[1] > 1.01 * means[0]
 
 
 def test_steps_take_what_the_workers_planned_of_their_budget():

@@ -254,9 +254,20 @@ class Binder(Pairing):
                 self.stuck |= self._push(waiting, now, out) is Try.NO_ROOM
                 break
         if self.line.late and self.idle and not self.stuck:
-            worker = self.fleet.by_slot[min(self.idle)]
+            worker = self._idle_one()
             if worker:
                 self.stuck = self._pull(worker, now, out) is Try.NO_ROOM
+
+    def _idle_one(self) -> Worker | None:
+        """An idle worker that may have one of the first late requests."""
+        for waiting in islice(self.line.late.values(), URGENT):
+            if waiting.local != self._never or self.missing(waiting):
+                continue
+            ok = self._allowed(waiting, self.pool)
+            for slot in sorted(self.idle):
+                if ok[slot]:
+                    return self.fleet.by_slot[slot]
+        return None
 
     # ---- push: a request chooses its worker ------------------------------------------------------
 

@@ -311,8 +311,10 @@ class Fleet:
         worker.chunk_s = 0.5 * worker.prefill_token * worker.chunk
         worker.transfer_base, worker.transfer_token = c.transfer_base, c.transfer_token
         worker.exposed = c.exposed_share
-        worker.typical_s = self.typical_s[worker.slot] = worker.prefill_s(*TYPICAL)
-        self._stale.add(worker.slot)
+        worker.typical_s = worker.prefill_s(*TYPICAL)
+        if worker.alive:
+            self.typical_s[worker.slot] = worker.typical_s
+            self._stale.add(worker.slot)
 
     def _decode_speed(self, worker: Worker) -> None:
         c, factor = worker.cost, worker.step.factor
@@ -464,6 +466,8 @@ class Fleet:
         self._credit_changed(worker)
 
     def _credit_changed(self, worker: Worker) -> None:
+        if not worker.alive:
+            return  # its slot may be another's by now
         slot, end = worker.slot, worker.busy_until
         tokens, count = worker.queued_tokens, worker.prompts
         if tokens < BATCH_TOKENS and tokens < worker.chunk:
@@ -471,7 +475,7 @@ class Fleet:
         else:
             credit = end - self._lead_s if count < PREFETCH else inf
         worker.credit_at = credit
-        if credit == inf or not worker.alive:
+        if credit == inf:
             self.ready.discard(slot)
         elif credit == -inf:
             self.ready.add(slot)

@@ -32,8 +32,10 @@ class Rig:
 
     def join(self, name: str, blocks: int = 1000, **more: Any) -> dict[str, tuple]:
         role = name.split("/")[0]
-        values = {"cost": self.cost, "chunk_tokens": 512} | more
-        card = WorkerCard(name, role, role, "", name, 1, b"", blocks, **values)
+        values = {"role": role, "cost": self.cost, "chunk_tokens": 512} | more
+        card = WorkerCard(
+            name, role, address="", replica=name, pid=1, kv_card=b"", blocks=blocks, **values
+        )
         return self.send(e.Joined(card, 0, []))
 
     def send(self, event: Any, after: float = 0.0) -> dict[str, tuple[str | None, str]]:
@@ -65,6 +67,31 @@ class Rig:
 @pytest.fixture
 def rig() -> Rig:
     return Rig("prefill/a", "decode/x")
+
+
+def test_what_was_left_to_a_dead_worker_does_not_take_its_successors_credit(rig: Rig) -> None:
+    rig.ask("r1")
+    rig.send(e.Lost("prefill/a"))
+    rig.join("prefill/a")  # in the same slot
+    rig.over("r1")
+    assert rig.ask("r2", waited_s=11.0) == {"r2": ("prefill/a", "decode/x")}, "late, so it is pulled"
+
+
+def test_a_late_request_that_avoids_the_first_idle_worker_goes_to_another() -> None:
+    rig = Rig("prefill/a", "prefill/b")
+    assert rig.ask("r1", waited_s=11.0, avoid=["prefill/a"]) == {}
+    rig.send(e.Tick(), 1.0)
+    placed = rig.join("decode/x") | rig.send(e.Tick(), 0.1)
+    assert placed == {"r1": ("prefill/b", "decode/x")}
+
+
+def test_a_worker_that_was_idle_and_lost_its_role_gets_nothing() -> None:
+    rig = Rig("prefill/a", "prefill/b", "decode/x")
+    assert rig.ask("r1", waited_s=11.0, lost=["prefill/a", "prefill/b"]) == {}
+    rig.join("prefill/a", role="")
+    rig.send(e.Ended(("r1", 0)))
+    placed = rig.ask("r2", waited_s=11.0) | rig.send(e.Tick(), 0.1)
+    assert placed == {"r2": ("prefill/b", "decode/x")}
 
 
 # ---- credit --------------------------------------------------------------------------------------

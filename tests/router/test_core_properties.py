@@ -4,6 +4,7 @@ twice, no worker gets more than its credit, nobody starves, and the books add up
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import msgspec
 import pytest
@@ -191,6 +192,13 @@ class World(RuleBasedStateMachine):
         self.joined.pop(worker, None)
         self.send(e.Lost(worker))
 
+    @rule(worker=st.sampled_from(WORKERS))
+    def blip(self, worker) -> None:
+        """Its connection breaks: it is back at once, what it had is not over for its gateways."""
+        if worker in self.joined:
+            self.lose(worker)
+            self.join(worker, [], [], True)
+
     @rule(data=st.data())
     def foreign_stream_ends(self, data) -> None:
         if self.foreign:
@@ -243,6 +251,28 @@ class World(RuleBasedStateMachine):
             assert again is None or again > self.now, "no busy loop"
         else:
             assert not self.router.line
+
+    @rule()
+    def everybody_is_free(self) -> None:
+        """All that runs ends, all workers are up: whoever waits is served at once, in turn."""
+        for worker in WORKERS:
+            self.join(worker, [], [], True)
+        until = self.now + TTL_S / 2
+        while "placed" in self.fate.values() or (self.router.line and self.now < until):
+            for key in [key for key, fate in self.fate.items() if fate == "placed"]:
+                self.over(key)
+                self.send(e.Ended(key))
+            if self.router.line:
+                self.wake()
+        assert not self.router.line
+
+    @invariant()
+    def who_has_nothing_to_do_can_be_given_something(self) -> None:
+        fleet, binder = self.router.fleet, self.router.binder
+        for worker in self.router.workers.values():
+            if binder.policy.late and binder.pool[worker.slot] and not worker.prefills:
+                assert worker.slot in fleet.ready | binder.idle
+                assert fleet.queue_until[worker.slot] < inf or not worker.prefills_ok
 
     @invariant()
     def no_request_is_lost(self) -> None:

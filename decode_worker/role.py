@@ -16,7 +16,7 @@ import msgspec
 
 from ..engine import commands
 from ..engine.prefixes import Prefixes
-from ..engine.sequence import Output, Sequence, tokens_of
+from ..engine.sequence import Filled, Output, Sequence, tokens_of
 from ..kv_transfer import commands as transfer
 from ..kv_transfer import tickets
 from ..kv_transfer.identity import ticket_id
@@ -77,6 +77,8 @@ class DecodeRole:
         match event:
             case Output():
                 return self._output(event)
+            case Filled():
+                return []  # it was a prefill worker when it asked
             case commands.Reserved(key, blocks, held):
                 return self._reserved(ticket_id(key), blocks, held)
             case transfer.Arrived():

@@ -75,6 +75,7 @@ class TransferService:
         self._workers: dict[str, list[str]] = {}  #: their agents, by worker
         self._peers: dict[str, PeerCard] = {}  #: of these, whom the transport reaches
         self._dying: set[str] = set()  #: down, and not fenced yet
+        self._strays: set[str] = set()  #: of these, whom the transport could not take back
         self._lanes: dict[str, Lane] = {}  #: of open tickets
         self._tokens: dict[str, int] = {}  #: of open tickets
         self._writes: dict[int, tuple[t.Post, int]] = {}  #: handle -> (post, bytes)
@@ -201,6 +202,7 @@ class TransferService:
                     self._cards.pop(agent, None)
                     self._lose_peer(agent)
                     if dead:
+                        self._strays.discard(agent)
                         self._transport.bury(agent)
                 if dead:
                     self._workers.pop(worker, None)
@@ -360,11 +362,20 @@ class TransferService:
 
         Tickets from before end as any that is stopped: blocks stay reserved until it has drained.
         """
-        if agent in self._cards and agent not in self._peers:
-            if agent in self._dying:  # alive, so no fence would ever pass
-                self._dying.discard(agent)
-                self._transport.remove_peer(agent)
-            self._add_peer(self._cards[agent])
+        if agent not in self._cards or agent in self._peers:
+            return
+        dying = agent in self._dying  # alive, so no fence would ever pass
+        if dying and any(post.peer == agent for post, _ in self._writes.values()):
+            return  # they would go on, and nobody could tell when they end
+        if dying:
+            self._dying.discard(agent)
+            self._transport.remove_peer(agent)
+        self._add_peer(self._cards[agent])
+        if dying and agent not in self._peers:  # and it may write still
+            self._dying.add(agent)
+            self._strays.add(agent)
+        else:
+            self._strays.discard(agent)
 
     def _lose_peer(self, agent: str) -> None:
         if self._peers.pop(agent, None) is None:
@@ -373,7 +384,8 @@ class TransferService:
         self._both(t.PeerDown(agent))
 
     def _fence(self) -> None:
-        for agent in [a for a in self._dying if self._transport.fenced(a)]:
+        dying = self._dying - self._strays
+        for agent in [a for a in dying if self._transport.fenced(a)]:
             self._dying.discard(agent)
             self._transport.remove_peer(agent)
             self._both(t.Fenced(agent))

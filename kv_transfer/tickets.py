@@ -439,8 +439,7 @@ class Source:
                 if ticket is None and xid not in self.over:
                     known = xid in self.early
                     _remember(self.early, xid, (peer, message), self.limits.remember)
-                    asks = message.hashes and not known
-                    return [Wanted(xid, peer, tuple(message.hashes))] if asks else []
+                    return [] if known else self._asked(xid)
                 if ticket and ticket.state == "WAITING" and ticket.peer == peer:
                     ticket.state, ticket.offer = "OPEN", message
                     return self._advance(xid, ticket, now)
@@ -454,8 +453,14 @@ class Source:
             case m.Query(_, begun):
                 offered = ticket.state != "WAITING" if ticket else xid in self.early
                 answer = m.Progress(xid) if offered else self.over.get(xid) or m.Unknown(xid, begun)
-                return [Send(peer, answer)]
+                return [Send(peer, answer), *self._asked(xid)]
         return []
+
+    def _asked(self, xid: str) -> list:
+        """An early offer that asks for a prefix. Again at every query: at first nobody here may
+        have known the peer."""
+        peer, offer = self.early.get(xid, (None, None))
+        return [Wanted(xid, peer, tuple(offer.hashes))] if peer and offer and offer.hashes else []
 
     def _written(self, xid: str, ok: bool, reason: str, now: float) -> list:
         ticket = self.tickets[xid]

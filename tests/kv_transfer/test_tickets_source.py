@@ -271,6 +271,16 @@ def test_a_prefix_request_is_told_once_however_often_it_is_repeated():
     assert end.handle(ASKED, 2.5) == []
 
 
+def test_a_prefix_request_that_waits_is_told_at_every_query_until_it_is_expected():
+    """Who was told at first may not have known the peer."""
+    end = asked()
+    again = t.Wanted(X, D, (b"h0", b"h1", b"h2"))
+    query = t.Noted(D, m.Query(X, 0))
+    assert end.handle(query, 1.0) == [t.Send(D, m.Progress(X)), again]
+    end.handle(t.Expect(X, D), 1.0)
+    assert end.handle(query, 2.0) == [t.Send(D, m.Progress(X))]
+
+
 def test_a_prefix_request_that_was_expected_already_asks_nobody():
     end = source()
     assert end.handle(ASKED, 1.0) == []

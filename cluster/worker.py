@@ -208,12 +208,14 @@ class Worker:
             before.abort()
             self._forget(peer.name)
         self._gateways[peer.name] = peer
-        async with contextlib.aclosing(peer.frames(self.config.silence_s)) as frames:
-            async for frame in frames:
-                self._frame(peer, frame)
-        if self._gateways.get(peer.name) is peer:
-            del self._gateways[peer.name]
-            self._forget(peer.name)
+        try:
+            async with contextlib.aclosing(peer.frames(self.config.silence_s)) as frames:
+                async for frame in frames:
+                    self._frame(peer, frame)
+        finally:
+            if self._gateways.get(peer.name) is peer:
+                del self._gateways[peer.name]
+                self._forget(peer.name)
 
     def _frame(self, peer: Connection, frame: Any) -> None:
         match frame:

@@ -357,9 +357,10 @@ class Engine:
         return Output(seq.key, offset, token, finish, seq.hit, prompt, index=seq.index)
 
     def statistics(self) -> dict:
+        """A snapshot. Any thread."""
         scheduler, pool = self.scheduler, self.scheduler.pool
         held = set().union(*scheduler.held.values())  # prefixes are shared
-        staged = set().union(*(blocks for blocks, _ in scheduler.staged.values()))
+        staged = set().union(*(blocks for blocks, _ in list(scheduler.staged.values())))
         return {
             "steps": self.steps,
             "exact": self.exact,

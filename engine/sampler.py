@@ -125,6 +125,8 @@ def _choose(row: np.ndarray, seq: Sequence, grammars: Grammars | None) -> int | 
     chosen = int(row.argmax())
     if row[chosen] == -np.inf:
         return None
+    if not np.isfinite(row[chosen]):
+        raise InvalidRequest("repetition_penalty: logits overflow, use a larger one")
     if sampling.temperature != 0:
         chosen = _draw(row.astype(np.float64) / sampling.temperature, sampling, len(seq.ids))
     if memory.matcher and chosen not in sampling.stop_ids:
@@ -162,7 +164,8 @@ def _adjusted(row: np.ndarray, seq: Sequence, memory: Memory) -> np.ndarray:
     if s.repetition_penalty != 1 or s.frequency_penalty or s.presence_penalty:
         seen, counts = _counts(seq, memory, len(row))
         ids, factor = seen.nonzero()[0], np.float32(s.repetition_penalty)
-        row[ids] = np.where(row[ids] < 0, row[ids] * factor, row[ids] / factor)
+        with np.errstate(over="ignore"):  # said to the client
+            row[ids] = np.where(row[ids] < 0, row[ids] * factor, row[ids] / factor)
         ids = counts.nonzero()[0]
         row[ids] -= np.float32(s.frequency_penalty) * counts[ids].astype(np.float32)
         row[ids] -= np.float32(s.presence_penalty)

@@ -389,6 +389,14 @@ def test_when_everything_is_masked_the_fault_says_so(temperature: float) -> None
     ]
 
 
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"min_p": 0.5}, {}])
+def test_a_penalty_that_overflows_is_a_fault_of_its_request(cut: dict[str, float]) -> None:
+    ask = Sampling(9, 1.0, repetition_penalty=1e-40, **cut)
+    fault, other = sample(torch.stack([LOGITS] * 2), [asking(ask, [2]), asking(Sampling(9), [0])])
+    assert fault == Fault("repetition_penalty: logits overflow, use a larger one")
+    assert other == Token(2)
+
+
 def test_a_bias_of_an_id_that_the_model_does_not_have_is_named() -> None:
     ask = Sampling(9, logit_bias=((6, 1.0),))
     fault, other = sample(torch.stack([LOGITS] * 2), [asking(ask, [0]), asking(Sampling(9), [0])])

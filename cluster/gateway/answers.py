@@ -1,7 +1,8 @@
 """From tokens to text: the answers of one request, with their stop strings.
 
 A token's logprob is told once its text is out: what a stop string holds back or cuts off shows in
-neither. Usage counts what was generated up to the end of the answer, the stop included.
+neither. Usage counts what was generated up to the end of the answer, the stop included: a stop
+string, or the id of a stop token, which has no text.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Output:
 
     stops: tuple[str, ...] = ()
     keep_stop: bool = False
+    least: int = 0  #: tokens before which no stop string counts
     specials: bool = False  #: special tokens are part of the text
 
 
@@ -42,8 +44,9 @@ class Answers:
 
     def __init__(self, request: Request, text: Text, output: Output) -> None:
         self._request = request
+        ends = () if output.keep_stop else request.sampling.stop_ids
         count = len(request.answers)
-        self._texts = [_Answer(index, text, output) for index in range(count)]
+        self._texts = [_Answer(index, text, output, ends) for index in range(count)]
 
     def feed(self, news: list[News]) -> list[Delta]:
         """Deltas of `news`; cuts the answers that a stop string ended."""
@@ -68,8 +71,8 @@ class Answers:
 
 
 class _Answer:
-    def __init__(self, index: int, text: Text, output: Output) -> None:
-        self._index = index
+    def __init__(self, index: int, text: Text, output: Output, ends: tuple[int, ...]) -> None:
+        self._index, self._ends, self._least = index, ends, output.least
         self._stream = text.stream(output.specials)
         self._stops = Stops(output.stops, output.keep_stop)
         self._watching = bool(output.stops)
@@ -85,16 +88,20 @@ class _Answer:
 
     def feed(self, tokens: list[f.Token], finish: str | None) -> Delta:
         self.ended |= finish is not None
+        mute = finish == "stop" and bool(tokens) and tokens[-1].id in self._ends
         if not self._watching:
             self.used += len(tokens)
-            text = self._stream.feed([token.id for token in tokens])
+            ids = [token.id for token in tokens]
+            text = self._stream.feed(ids[:-1] if mute else ids)
             if finish:
                 text += self._stream.flush()
             return Delta(self._index, text, tokens, finish)
         texts, out = [], []
-        for token in tokens:
+        for place, token in enumerate(tokens, 1):
             self.used += 1
             self._unknown.append(token)
+            if mute and place == len(tokens):
+                break  # it ends the answer, and is none of its text
             texts.append(self._take(self._stream.feed([token.id])))
             out += self._out()
             if self.found is not None:
@@ -119,7 +126,7 @@ class _Answer:
             self._unknown.clear()
             if self._stream.open:  # its last bytes begin the next character
                 self._waiting[-1] = self._decoded + 1, self._waiting[-1][1]
-        told = self._stops.feed(text)
+        told = text if self.used <= self._least else self._stops.feed(text)
         self._told += len(told)
         return told
 

@@ -13,7 +13,7 @@ from ...protos import frames as f
 from .answers import Delta, Output
 from .content import Content, Grasp, Part, where_it_begins
 from .errors import ApiError
-from .parameters import Limits, Parameters, dumped, sampling_of
+from .parameters import Limits, Parameters, dumped, grammar_of, sampling_of
 from .schema import Strict
 from .stream import Request
 from .text import Prompt, Text
@@ -189,7 +189,7 @@ class ChatRequest(Parameters):
         if self.named is not None and self.named not in names:
             message = f"tool_choice: no tool is named {self.named!r}"
             raise ApiError("invalid_request", message, "tool_choice")
-        if self.used_tools and format_of(text.template) is None:
+        if self.used_tools and format_of(text.tool_template) is None:
             message = "tools: this model's chat template has none of the formats Hermes and Llama 3"
             raise ApiError("invalid_request", message, "tools")
         if self.parallel_tool_calls is False and self.used_tools and not forced:
@@ -211,7 +211,7 @@ class ChatRequest(Parameters):
             limits,
             max_tokens=self.max_completion_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            grammar=self._call_grammar(format_of(text.template)),
+            grammar=self._call_grammar(format_of(text.tool_template)),
         )
 
     def _call_grammar(self, format: Format | None) -> f.Grammar | None:
@@ -226,8 +226,10 @@ class ChatRequest(Parameters):
     def grasp(self, text: Text, prompt: Prompt) -> Grasp:
         known = [tool.function.name for tool in self.used_tools]
         forced = self.tool_choice == "required" or self.named is not None
-        begin = "text" if forced else where_it_begins(text.template, prompt.end)
-        return Grasp(begin, format_of(text.template) if known else None, known)
+        bound = forced or grammar_of(self)  # a grammar has no place for thoughts
+        template = text.tool_template if known else text.template
+        begin = "text" if bound else where_it_begins(template, prompt.end)
+        return Grasp(begin, format_of(template) if known else None, known)
 
     @property
     def include_usage(self) -> bool:

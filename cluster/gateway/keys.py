@@ -122,7 +122,8 @@ class Door:
         self._path = path
         self._accounts = Accounts()
         self._looked = -math.inf
-        self._mark: tuple = ()
+        self._mark: tuple = ()  #: of the file that was read
+        self._trouble = ""  #: why it could not be read the last time
         self._ring = Keyring()
         if path:  # a broken file is found at start
             self._mark = _mark(path)
@@ -163,11 +164,13 @@ class Door:
             mark = _mark(path)
             if mark == self._mark:
                 return
-            self._mark = mark
             self._ring = read_keys(path)
         except KeyFileError as error:
-            log.error("API keys: %s; those read before go on", error)
+            if str(error) != self._trouble:  # it is read again at every look: said once
+                log.error("API keys: %s; those read before go on", error)
+            self._trouble = str(error)
             return
+        self._mark, self._trouble = mark, ""
         self._accounts.keep({key.id for key in self._ring.keys})
         log.info("API keys: %d of %s", len(self._ring.keys), path)
 

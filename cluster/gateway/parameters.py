@@ -77,7 +77,7 @@ class Parameters(Body):
     # of vLLM and SGLang
     top_k: Annotated[int, Field(ge=-1, le=ID_MAX)] | None = None
     min_p: Share | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=ID_MAX)] | None = None
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[Id], Field(max_length=64)] | None = None
@@ -95,7 +95,8 @@ class Parameters(Body):
 
     def output(self) -> Output:
         keep = self.include_stop_str_in_output or self.no_stop_trim
-        return Output(tuple(self.stop or ()), keep, not self.skip_special_tokens)
+        specials, least = not self.skip_special_tokens, self.min_tokens or 0
+        return Output(tuple(self.stop or ()), keep, least, specials)
 
 
 class Limits(BaseModel):

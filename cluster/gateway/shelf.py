@@ -232,8 +232,9 @@ def _goal(request: Request, seen: tuple[Seen, ...]) -> list[Seen]:
 
 
 def _reached(request: Request, goal: list[Seen]) -> bool:
+    """Where a stop string ended an answer, this run finds it in what is there."""
     return all(
-        answer.ended or (len(answer.journal) >= one.tokens and not one.end)
+        answer.ended or len(answer.journal) >= one.tokens
         for answer, one in zip(request.answers, goal, strict=True)
     )
 

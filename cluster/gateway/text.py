@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import codecs
+import json
 import logging
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.ext
 import jinja2.meta
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from ...engine.errors import WeightsError
 from ...engine.spec import read_json
@@ -40,6 +42,9 @@ REFUSALS = (
     ArithmeticError,
     RecursionError,
 )
+#: what the gateway looks for in an answer: text, though a checkpoint may call it special
+MARKS = {"<tool_call>", "</tool_call>", "<think>", "</think>"}
+HELD = 8  #: ids at most that wait for the rest of a character
 END = 64  #: characters of a prompt's end that tell what the answer begins in
 
 
@@ -65,9 +70,12 @@ class Text:
         self._encoder = _fast_encoder(path, self.tokenizer)
         settings = folder / "tokenizer_config.json"
         self._settings = read_json(settings) if settings.exists() else {}
-        self.template = self._find_template(folder) or ""  #: its source; empty: there is none
-        self.template_names: set[str] = set()  #: the variables that it knows
+        #: their sources, for chats without and with tools; empty: there is none
+        self.template, self.tool_template = self._find_templates(folder)
+        self.template_names: set[str] = set()  #: the variables that they know
+        self._sandbox = _sandbox()
         self._template = self._compile(self.template)
+        self._tool_template = self._compile(self.tool_template)
         self._byte_level = "ByteLevel" in repr(self.tokenizer.decoder)
         self._added = self.tokenizer.get_added_tokens_decoder()
 
@@ -76,31 +84,22 @@ class Text:
         """Characters of the longest token, special ones included."""
         return max(len(token) for token in self.tokenizer.get_vocab(with_added_tokens=True))
 
-    def _find_template(self, folder: Path) -> str | None:
+    def _find_templates(self, folder: Path) -> tuple[str, str]:
         file = folder / "chat_template.jinja"
-        if file.exists():
-            return file.read_text()
-        template = self._settings.get("chat_template")
+        template = file.read_text() if file.exists() else self._settings.get("chat_template")
         if isinstance(template, list):  # several, by name
             named = {entry["name"]: entry["template"] for entry in template}
-            return named.get("default")
-        return template
+            default = named.get("default", "")
+            return default, named.get("tool_use", default)
+        return template or "", template or ""
 
     def _compile(self, source: str) -> jinja2.Template | None:
         if not source:
             return None
-        environment = self._sandbox = Sandbox(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-
-        def refuse(message: str) -> None:
-            raise jinja2.TemplateError(message)
-
-        environment.globals["raise_exception"] = refuse
-        environment.filters["tojson"] = _tojson
         try:
-            self.template_names = jinja2.meta.find_undeclared_variables(environment.parse(source))
-            return environment.from_string(source)
+            parsed = self._sandbox.parse(source)
+            self.template_names |= jinja2.meta.find_undeclared_variables(parsed)
+            return self._sandbox.from_string(source)
         except jinja2.TemplateError as error:
             raise WeightsError(f"the chat template does not compile: {error}") from None
 
@@ -114,7 +113,8 @@ class Text:
 
         `arguments`: further variables of the template; one that it does not know is refused.
         """
-        if self._template is None:
+        template = self._tool_template if tools else self._template
+        if template is None:
             raise ApiError("invalid_request", "this model has no chat template")
         for name in arguments or {}:
             if name not in self.template_names - GIVEN:
@@ -126,7 +126,7 @@ class Text:
         specials = {name: self._special(name) for name in ("bos_token", "eos_token", "pad_token")}
         given = {"messages": messages, "add_generation_prompt": True, "tools": tools, **specials}
         try:
-            text = self._sandbox.text(self._template, {**(arguments or {}), **given})
+            text = self._sandbox.text(template, {**(arguments or {}), **given})
         except REFUSALS as error:
             said = " ".join(str(error).split())[:300]
             raise ApiError(
@@ -173,8 +173,9 @@ class Text:
 
     @cached_property
     def _pieces(self) -> list[str | bytes]:
-        """The same without special tokens."""
-        hidden = {token for token, added in self._added.items() if added.special}
+        """The same without special tokens, but for the marks of calls and thoughts."""
+        special = [(token, added) for token, added in self._added.items() if added.special]
+        hidden = {token for token, added in special if added.content not in MARKS}
         return ["" if i in hidden else piece for i, piece in enumerate(self._all_pieces)]
 
     def decode(self, ids: list[int]) -> str:
@@ -258,20 +259,31 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, specials: bool = False) -> None:
         self._tokenizer, self._skip = tokenizer, not specials
-        self._stream = DecodeStream(skip_special_tokens=self._skip)
-        self._ids: list[int] = []
-        self._sent = 0
+        self._ids: list[int] = []  #: a few whose text is out, as context, then those held back
+        self._out = 0  #: how many of them are out
+        self._known = ""  #: their text
 
     def feed(self, ids: list[int]) -> str:
-        deltas = [self._stream.step(self._tokenizer, token) or "" for token in ids]
-        self._ids += ids
-        delta = "".join(deltas)
-        self._sent += len(delta)
+        return "".join([self._one(token) for token in ids])
+
+    def _one(self, token: int) -> str:
+        self._ids.append(token)
+        text = self._decode()
+        held = len(self._ids) - self._out
+        if len(text) <= len(self._known) or (text.endswith("\ufffd") and held < HELD):
+            return ""
+        delta = text[len(self._known) :]
+        self._ids = self._ids[self._out :]
+        self._out, self._known = held, self._decode()
         return delta
+
+    def _decode(self) -> str:
+        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
+        return text
 
     def flush(self) -> str:
         """What is left at the end: an incomplete character comes out as U+FFFD."""
-        return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)[self._sent :]
+        return self._decode()[len(self._known) :]
 
 
 def _byte_of() -> dict[str, int]:
@@ -286,7 +298,47 @@ def _byte_of() -> dict[str, int]:
 BYTE_OF = _byte_of()
 
 
-def _tojson(value: Any, indent: int | None = None) -> str:
-    import json
+def _sandbox() -> Sandbox:
+    """What templates expect of transformers, and no more."""
+    sandbox = Sandbox(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _Generation],
+    )
 
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    sandbox.globals["raise_exception"] = refuse
+    sandbox.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    sandbox.filters["tojson"] = _tojson
+    return sandbox
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's words for training: here it marks nothing."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        body: list[jinja2.nodes.Node] = parser.parse_statements(
+            ("name:endgeneration",), drop_needle=True
+        )
+        return body
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

@@ -99,4 +99,9 @@ def _call(value: object) -> Call | None:
     arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(arguments, dict):
         return None
-    return Call(value["name"], json.dumps(arguments, ensure_ascii=False))
+    try:
+        told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        told.encode()  # half a surrogate pair is no text
+    except ValueError:
+        return None
+    return Call(value["name"], told)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import random
+from pathlib import Path
 
+import pytest
 from diptych.cluster.gateway.answers import Answers, Delta, Output
 from diptych.cluster.gateway.stream import News, Request
 from diptych.cluster.gateway.text import Text
@@ -12,6 +14,7 @@ from diptych.engine.demo import CHECKPOINT
 from diptych.protos import frames as f
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 TEXTS = st.text(st.sampled_from("ab 日本👩‍👩‍👧‍👦🇩🇪é\n<"), max_size=12)
 
@@ -19,6 +22,11 @@ TEXTS = st.text(st.sampled_from("ab 日本👩‍👩‍👧‍👦🇩🇪é\n<
 @functools.cache
 def text() -> Text:
     return Text(CHECKPOINT)
+
+
+@pytest.fixture(scope="module")
+def byte_text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    return Text(byte_tokenizer(tmp_path_factory.mktemp("bytes")))
 
 
 def run(
@@ -92,3 +100,57 @@ def test_a_stop_string_ends_one_answer_and_leaks_in_no_way(
     assert before.startswith(text().decode(told)), "logprobs tell of the stop string"
     used = made.used - len(ids[1])
     assert stop in text().decode(ids[0][:used]) and stop not in text().decode(ids[0][: used - 1])
+
+
+@pytest.mark.parametrize("stops", [(), ("zebra",)])
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_stop_token_counts_and_has_no_text(stops: tuple[str, ...], keep: bool) -> None:
+    *words, end = text().encode("one two.", specials=False)
+    request = Request("r", [1], [], f.Sampling(99, stop_ids=(end,)))
+    made = Answers(request, text(), Output(stops, keep))
+    deltas = made.feed([News(0, [f.Token(word) for word in words], None)])
+    deltas += made.feed([News(0, [f.Token(end)], "stop")])
+    assert said(deltas) == ("one two." if keep else "one two")
+    assert deltas[-1].finish == "stop" and made.used == len(words) + 1
+    assert [token.id for delta in deltas for token in delta.tokens] == [*words, end]
+
+
+def test_stop_strings_count_behind_the_least_tokens() -> None:
+    ids = text().encode("a stop, a stop.", specials=False)
+    place = next(i for i in range(len(ids)) if "stop" in text().decode(ids[:i]))
+    got, _, _ = run([ids], Output(("stop",), least=place), random.Random(0))
+    assert said(got[0]) == "a stop, a "
+
+
+def byte_tokenizer(folder: Path) -> Path:
+    """Words and bytes, as Llama 2's: what is no word is its bytes."""
+    words = ["<unk>", "</s>", "▁one", "▁two", "▁"]
+    vocab = {word: i for i, word in enumerate([*words, *(f"<0x{i:02X}>" for i in range(256))])}
+    made = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    made.add_special_tokens(["</s>"])
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@settings(max_examples=150)
+@given(st.lists(st.integers(0, 260), max_size=24))
+@example([2, 5 + 10, 5 + 0xE6, 3])  # an incomplete character behind a line break
+@example([5 + 0xE6] * 24)
+def test_any_bytes_come_out_as_text_and_in_time(byte_text: Text, ids: list[int]) -> None:
+    stream = byte_text.stream()
+    deltas = [stream.feed([one]) for one in ids]
+    whole = "".join(deltas) + stream.flush()
+    expected = byte_text.tokenizer.decode(ids, skip_special_tokens=True)
+    if "\ufffd" not in expected:
+        assert whole == expected
+    assert whole.replace("\ufffd", "").count("one") == ids.count(2)
+    silent = "".join("x" if delta else "." for delta in deltas)
+    assert "." * 12 not in silent or 1 in ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from diptych.cluster.gateway.parameters import Limits
 from diptych.cluster.gateway.schema import parse
 from diptych.cluster.gateway.stream import Request
 from diptych.cluster.gateway.text import Prompt, Text
+from diptych.cluster.gateway.tools import read_call, read_calls
 from diptych.engine.demo import CHECKPOINT
 from diptych.protos import frames as f
+from tokenizers import Tokenizer
 
 LIMITS = Limits(max_model_len=4096, stop_ids=(5, 1), temperature=0.0)
 #: the parts of Qwen 3's that matter, in short
@@ -198,3 +201,63 @@ def test_anthropic_s_blocks_whole_and_streamed(text: Text) -> None:
     assert [e["index"] for e in starts] == stops == [0, 1, 2]
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     assert events[-2]["usage"] == {"output_tokens": 7} and events[-1] == {"type": "message_stop"}
+
+
+# ---- what checkpoints bring ----------------------------------------------------------------------
+
+
+def model(folder: Path, template: str | list) -> Text:
+    (folder / "tokenizer.json").write_bytes((CHECKPOINT / "tokenizer.json").read_bytes())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return Text(folder)
+
+
+def test_templates_find_what_transformers_gives_them(tmp_path: Path) -> None:
+    template = (
+        '{%- set today = strftime_now("%Y-%m-%d") %}{{ today }}'
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+        '{{ {"b": 1, "a": "é"} | tojson(ensure_ascii=False, sort_keys=True) }}'
+        '{{ [1, 2] | tojson(separators=(",", ":")) }}'
+    )
+    year = str(datetime.now().year)
+    said = rendered(model(tmp_path, template), chat())
+    assert said.startswith(year) and said[10:] == 'hi{"a": "é", "b": 1}[1,2]'
+
+
+def test_a_model_with_several_templates_uses_the_one_for_tools(tmp_path: Path) -> None:
+    templates = [
+        {"name": "default", "template": "plain {{ messages[0].content }}"},
+        {"name": "tool_use", "template": TEMPLATE},
+    ]
+    made = model(tmp_path, templates)
+    assert rendered(made, chat()) == "plain hi"
+    assert "weather" in rendered(made, chat(tools=TOOLS))
+    whole = shape(made, chat(tools=TOOLS)).whole([Delta(0, CALL, [], "stop")], 9)
+    assert whole["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_with_a_grammar_nothing_is_thought_even_where_the_prompt_begins_a_thought(
+    text: Text,
+) -> None:
+    answer = [Delta(0, '{"city": "Rome"}', [], "stop")]
+    for fields in ({"response_format": {"type": "json_object"}}, {"guided_regex": ".*"}):
+        message = shape(text, chat(**fields), "<think>\n").whole(answer, 9)["choices"][0]["message"]
+        assert message["content"] == '{"city": "Rome"}'
+        assert not message.get("reasoning_content")
+    free = shape(text, chat(), "<think>\n").whole(answer, 9)["choices"][0]["message"]
+    assert free["reasoning_content"] == '{"city": "Rome"}'
+
+
+@pytest.mark.parametrize("odd", [r'"\ud83c"', "1e999"])
+def test_arguments_that_are_no_json_text_are_no_call(odd: str) -> None:
+    assert read_call(f'{{"name": "weather", "arguments": {{"city": {odd}}}}}') is None
+    assert read_calls(f'{{"name": "weather", "parameters": {{"city": {odd}}}}}', ["weather"]) == []
+
+
+def test_marks_are_text_though_a_checkpoint_calls_them_special(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<tool_call>", "</tool_call>", "<other>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    made = Text(tmp_path)
+    ids = made.encode("<tool_call>{}</tool_call><other>", specials=False)
+    assert made.stream().feed(ids) == "<tool_call>{}</tool_call>"

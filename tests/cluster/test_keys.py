@@ -72,6 +72,24 @@ def test_a_changed_file_is_read_again_within_a_second(file: Path) -> None:
     assert door.check(f"Bearer {late}", None, 11.0).tenant == "late"
 
 
+def test_a_file_that_cannot_be_read_for_a_moment_is_read_later(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, text = add_key(file, "acme")
+    door = Door(file)
+    revoke_key(file, first.id)
+
+    def denied(path: Path) -> None:
+        raise KeyFileError(f"cannot read {path}: permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keys, "read_keys", denied)
+        for now in (10.0, 20.0, 30.0):
+            assert door.check(f"Bearer {text}", None, now) == first
+    assert caplog.text.count("permission denied") == 1
+    assert refused(door, text, 40.0) == "bad_key"
+
+
 def test_a_file_that_broke_or_vanished_changes_nothing(file: Path) -> None:
     key, text = add_key(file, "acme")
     door = Door(file)

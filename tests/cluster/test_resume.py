@@ -124,6 +124,27 @@ def test_an_answer_that_nobody_interrupts_is_told_as_it_comes(resume: r.Resume) 
     play(test)
 
 
+def test_behind_the_end_that_a_stop_string_made_nothing_is_generated() -> None:
+    async def test(source: Source, shelf: shelves.Shelf) -> None:
+        source.let(99)
+        first = shelf.find(asked(), Output(("stop",)), r.Resume())
+        async with aclosing(shelf.read(first)) as batches:
+            async for _ in batches:
+                if len(first.answers[0].journal) == 5:
+                    first.answers[0].cut = True  # as `Answers` does
+                    break
+        had = len(first.answers[0].journal)
+        again = shelf.find(asked(), Output(("stop",)), r.Resume())
+        async with aclosing(shelf.read(again, (r.Seen(had, True),))) as batches:
+            async for news in batches:
+                assert ids([news]) == ANSWER[:had]
+                again.answers[0].cut = True
+                break
+        assert len(again.answers[0].journal) == had
+
+    play(test)
+
+
 def test_a_client_that_leaves_ends_its_answer_and_finds_its_journal_again() -> None:
     async def test(source: Source, shelf: shelves.Shelf) -> None:
         source.let(7)

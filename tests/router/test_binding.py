@@ -74,7 +74,8 @@ def test_what_was_left_to_a_dead_worker_does_not_take_its_successors_credit(rig:
     rig.send(e.Lost("prefill/a"))
     rig.join("prefill/a")  # in the same slot
     rig.over("r1")
-    assert rig.ask("r2", waited_s=11.0) == {"r2": ("prefill/a", "decode/x")}, "late, so it is pulled"
+    late = rig.ask("r2", waited_s=11.0)  # so it is pulled
+    assert late == {"r2": ("prefill/a", "decode/x")}
 
 
 def test_a_late_request_that_avoids_the_first_idle_worker_goes_to_another() -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 from math import inf
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -31,13 +32,15 @@ from .fleet import Fleet
 from .hardware import Hardware
 from .trace import HASH_TOKENS, Item, Trace
 
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
 
 class Kind(msgspec.Struct, frozen=True):
     cost: Coefficients
-    kv_tokens: int
-    threads: int = 1
-    chunk_tokens: int = 512
-    max_running: int = 64
+    kv_tokens: Count
+    threads: Count = 1
+    chunk_tokens: Count = 512
+    max_running: Count = 64
     itl_budget_ms: float | None = None  #: the engine's; None: a step takes whole chunks
     planned: float = 1.0  #: share of it that steps were planned for: the rest is their spread
     known: bool = True  #: the router was told `cost`; False: it learned it from reports
@@ -59,8 +62,8 @@ class Seen(msgspec.Struct, frozen=True):
 class Run(msgspec.Struct, frozen=True):
     split: str
     slo: str
-    requests: list[Seen]
-    threads: int = 1
+    requests: Annotated[list[Seen], msgspec.Meta(min_length=1)]
+    threads: Count = 1
     router: RouterConfig | None = None  #: as it was configured; None: as by default
 
     @property
@@ -70,8 +73,8 @@ class Run(msgspec.Struct, frozen=True):
 
 class Calibration(msgspec.Struct, frozen=True):
     model: str
-    workers: list[Kind]
-    cores: int = 1
+    workers: Annotated[list[Kind], msgspec.Meta(min_length=1)]
+    cores: Count = 1
     run: Run | None = None
 
     def fleet(self, threads: int) -> Fleet:

@@ -12,7 +12,15 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from .common import DEFAULT_ENDPOINT, ApiKey, Endpoint, error_message, fail, unreachable
+from .common import (
+    DEFAULT_ENDPOINT,
+    NO_ANSWER,
+    ApiKey,
+    Endpoint,
+    error_message,
+    fail,
+    unreachable,
+)
 
 
 @dataclass(slots=True)
@@ -58,10 +66,12 @@ def chat(
         fail(f"-o {output}: expected text or json", 2)
     messages = [{"role": "system", "content": system}] if system else []
     headers = {"authorization": f"Bearer {token}"} if token else {}
-    client = httpx.Client(base_url=endpoint, headers=headers, timeout=httpx.Timeout(10, read=120))
     try:
+        client = httpx.Client(
+            base_url=endpoint, headers=headers, timeout=httpx.Timeout(10, read=120)
+        )
         client.get("/health")  # connects, so that TTFT is the server's
-    except httpx.HTTPError as error:
+    except NO_ANSWER as error:
         unreachable(endpoint, error)
     for text in [question] if question else _lines():
         messages.append({"role": "user", "content": text})
@@ -99,7 +109,7 @@ def _ask(client: httpx.Client, body: dict[str, Any], echo: bool) -> Turn:
             for line in response.iter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
                     _take(turn, json.loads(line[6:]), echo)
-    except httpx.HTTPError as error:
+    except NO_ANSWER as error:
         unreachable(str(client.base_url), error)
     if echo:
         sys.stdout.write("\n")

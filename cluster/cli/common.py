@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Annotated, Any, NoReturn
+from urllib.parse import quote
 
 import httpx
 import typer
@@ -26,6 +27,9 @@ AdminUrl = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what it would do, and do nothing.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Return when it is done, or after 15 minutes.")]
 WAIT_S, POLL_S = 900.0, 0.2
+PATH = "/:?=&"  #: what our own paths are made of
+#: what a request raises that gets no answer, addresses and keys that cannot be sent among them
+NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL, UnicodeError)
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
@@ -55,9 +59,13 @@ class Admin:
     def _ask(self, method: str, path: str, **given: Any) -> Any:
         try:
             response = httpx.request(
-                method, f"{self.url}{path}", headers=self.headers, timeout=15.0, **given
+                method,
+                f"{self.url}{quote(path, safe=PATH)}",
+                headers=self.headers,
+                timeout=15.0,
+                **given,
             )
-        except httpx.HTTPError as error:
+        except NO_ANSWER as error:
             self.unreachable(error)
         if response.is_error:
             fail(error_message(response.content) or f"{self.url}{path}: {response.status_code}")
@@ -87,7 +95,7 @@ class Admin:
         try:
             path = f"{self.url}/admin/v1/cluster"
             response = httpx.get(path, headers=self.headers, timeout=15.0).raise_for_status()
-        except httpx.HTTPError as error:
+        except NO_ANSWER as error:
             return f"no answer: {error or type(error).__name__}"
         return done(response.json())
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from .common import DEFAULT_ADMIN, Admin, AdminUrl, Token, error_message, fail, table
+from .common import DEFAULT_ADMIN, NO_ANSWER, Admin, AdminUrl, Token, error_message, fail, table
 
 WAYS = ("FROM", "TO", "TRANSPORT", "GiB/s", "EXPECTED", "SHARE")
 HOSTS = ("WORKER", "HOST", "PID", "RDMA", "NIC", "MEMLOCK", "MEMCPY", "CLOCK")
@@ -34,7 +34,7 @@ def doctor(
         fail(f"-o {output}: expected table or json", 2)
     try:
         report = _ask(Admin(admin, token), mib)
-    except httpx.HTTPError as error:
+    except NO_ANSWER as error:
         typer.echo("nobody answers: looking at this host only", err=True)
         _show(_local(), output)
         Admin(admin, token).unreachable(error)

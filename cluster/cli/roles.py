@@ -36,10 +36,15 @@ def drain(
     api = Admin(admin, token)
     names = _here(api) if this else [replica or ""]
     options = {"force": force or this, "hand_over": hand_over or this, "dry_run": dry_run}
-    drained: list[str] = []
+    drained, failed = [], False
     for name in names:
         path = f"/admin/v1/replicas/{name}:{'undrain' if undo else 'drain'}"
-        drained += api.post(path, {"dry_run": dry_run} if undo else options)["replicas"]
+        try:
+            drained += api.post(path, {"dry_run": dry_run} if undo else options)["replicas"]
+        except typer.Exit:  # it is said why
+            if not this:
+                raise
+            failed = True  # the others of this machine are drained all the same
     verb = "undrain" if undo else "drain"
     typer.echo(f"{verb} {', '.join(drained) or 'nobody'}" + (" (dry run)" if dry_run else ""))
     if not dry_run and not undo:
@@ -48,6 +53,8 @@ def drain(
     if wait and not dry_run and not undo:
         seconds = api.wait(lambda cluster: _busy(cluster, drained))
         typer.echo(f"idle after {seconds:.1f} s")
+    if failed:
+        raise typer.Exit(1)
 
 
 def flip(

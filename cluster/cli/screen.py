@@ -16,7 +16,7 @@ from textual.containers import VerticalScroll
 from textual.widgets import Footer, Input, Static
 
 from .board import Board
-from .common import Admin
+from .common import NO_ANSWER, Admin
 
 HELP = """\
 scale prefill=2 decode=4     how many replicas have their home in a pool
@@ -64,7 +64,7 @@ class Top(App[str]):
             async with self._client() as client:
                 cluster = (await client.get("/admin/v1/cluster")).raise_for_status().json()
                 found = await client.get("/admin/v1/decisions", params={"limit": DECISIONS})
-        except httpx.HTTPError as error:
+        except NO_ANSWER as error:
             self.query_one("#told", Static).update(f"no answer: {error or type(error).__name__}")
             return
         decisions = found.json()["decisions"] if found.is_success else []

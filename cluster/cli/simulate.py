@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -73,6 +74,9 @@ def simulate(
         fail(f"-o {output}: expected table or json", 2)
     if variant not in ("policy-only", "full", "both"):
         fail(f"--variant {variant}: expected policy-only, full or both", 2)
+    _positive(rate)
+    if html:
+        _can_write(html)
     from ...simulator import SimulationError
     from ...simulator.report import document, text
 
@@ -95,6 +99,21 @@ def simulate(
     typer.echo(json.dumps(result, indent=2) if output == "json" else text(result))
 
 
+def _positive(rate: float | None) -> None:
+    if rate is not None and not 0 < rate < inf:
+        fail(f"--rate {rate:g}: expected requests/s, more than 0", 2)
+
+
+def _can_write(path: Path) -> None:
+    """Said before an hour of work, not behind it."""
+    try:
+        path.open("a").close()
+        if not path.stat().st_size:
+            path.unlink()
+    except OSError as error:
+        fail(f"cannot write {path}: {error.strerror}", 2)
+
+
 def _study(given: dict[str, Any]):
     """The simulator is imported here: no other command pays for it."""
     from ...simulator.fleet import Faults, Fleet, Split
@@ -113,6 +132,10 @@ def _study(given: dict[str, Any]):
     else:
         model, name = given["model"], given["fleet"]
         fleet = Fleet.of(name, model, given["tp"])
+    faults = Faults.of(given["faults"])
+    for worker, _ in (*faults.slow, *faults.kill):
+        if worker >= fleet.replicas:
+            fail(f"--faults: there is no worker {worker}, the fleet has {fleet.replicas}", 2)
     both = given["variant"] == "both"
     return Study(
         trace,
@@ -127,7 +150,7 @@ def _study(given: dict[str, Any]):
         given["find_max"],
         given["rate"],
         _closed(given["dispatch"]),
-        Faults.of(given["faults"]),
+        faults,
         given["jobs"] or len(os.sched_getaffinity(0)),
         given["agreement"],
         live.run.router if live and live.run and given["trace"] == "recorded" else None,
@@ -163,6 +186,8 @@ def plan(
         fail(f"-o {output}: expected table or json", 2)
     if write.exists() and not force:
         fail(f"{write} exists: give another --write, or --force", 2)
+    _positive(rate)
+    _can_write(write)
     from ...simulator import SimulationError
     from ...simulator import plan as planner
 
@@ -198,6 +223,8 @@ def _options(fleets: list[str], model: str, tps: str, live: Calibration | None) 
         sizes = [int(part) for part in tps.split(",")]
     except ValueError:
         fail(f"--tp {tps}: expected numbers, like 4 or 2,4", 2)
+    if min(sizes) < 1:
+        fail(f"--tp {tps}: a replica has at least one GPU", 2)
     several = len(sizes) > 1
     return [
         Option(f"{name} tp{size}" if several else name, Fleet.of(name, model, size))

@@ -166,7 +166,8 @@ class Control:
     async def drain(self, name: str, force: bool, hand_over: bool, dry_run: bool) -> dict[str, Any]:
         """Nothing new for these workers; what runs there ends there, or goes on elsewhere."""
         async with self._orders:
-            workers, victims = await self._find(name)
+            workers, found = await self._find(name)
+            victims = [one for one in found if one["state"] != "leaving"] or found
             refusal = orders.drain_refusal(workers, victims)
             if refusal and not force:
                 raise ApiError("refused", f"{refusal} (or --force)")
@@ -201,6 +202,9 @@ class Control:
     async def _steer_all(
         self, what: str, workers: list[dict[str, Any]], role: Any, hand_over: bool, dry_run: bool
     ) -> dict[str, Any]:
+        for worker in workers:  # all or nobody
+            if worker["state"] not in ("ready", "draining"):
+                raise ApiError("refused", f"{worker['id']}: it is {worker['state']} already")
         told = {"replicas": [worker["id"] for worker in workers], "dry_run": dry_run}
         told["before"] = {worker["id"]: worker["role"] for worker in workers}
         for worker in [] if dry_run else workers:

@@ -19,7 +19,7 @@ time than decode.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from math import inf
 
@@ -66,6 +66,7 @@ class Observation:
     backlog_s: float  #: predicted seconds of prefill that wait, in the line and at workers
     kv_share: float  #: of the decode replicas' KV room, what running streams take
     recent: Recent = Recent()
+    resting: Counter[str] = field(default_factory=Counter)  #: by pool: up, drained or in mid-flip
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +215,9 @@ class Planner:
         self, seen: Observation, need: Need, roles: dict[str, list[Replica]], now: float
     ) -> list[Action]:
         homes = {
-            pool: sum(one.home == pool for one in seen.replicas) + seen.starting.get(pool, 0)
+            pool: sum(one.home == pool for one in seen.replicas)
+            + seen.starting.get(pool, 0)
+            + seen.resting[pool]
             for pool in self.config.pools
         }
         pressure = self.pressure(seen, need, roles["prefill"], roles["decode"])
@@ -245,6 +248,7 @@ class Planner:
         most = min(homes[pool] + more, self.config.pools[pool].most)
         if self.config.gpus is not None:
             used = sum(one.gpus for one in seen.replicas)
+            used += sum(count * roles[home][0].gpus for home, count in seen.resting.items())
             free = (self.config.gpus - used) // roles[pool][0].gpus
             most = min(most, homes[pool] + free)
         if most <= homes[pool]:
@@ -264,7 +268,8 @@ class Planner:
         found = []
         for pool in _ROLES:
             rest = dict(roles, **{pool: roles[pool][1:]})
-            if homes[pool] > self.config.pools[pool].least and rest[pool]:
+            busy = seen.resting[pool]  # it is not the planner who chooses which one goes
+            if homes[pool] > self.config.pools[pool].least and rest[pool] and not busy:
                 after = self.pressure(seen, need, rest["prefill"], rest["decode"])
                 found.append((after, pool))
         if not found or min(found)[0] > self.config.down:

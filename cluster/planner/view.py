@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 from ...protos.frames import Coefficients, WorkerCard
@@ -12,7 +13,7 @@ from .core import Observation, Replica
 
 def observation(
     router: dict[str, Any],
-    cards: Iterable[WorkerCard],
+    cards: Collection[WorkerCard],
     workers: list[dict[str, Any]],
     starting: dict[str, int],
 ) -> Observation | None:
@@ -36,4 +37,7 @@ def observation(
     total = sum(blocks["total"] for blocks in decoding)
     share = sum(blocks["active"] for blocks in decoding) / total if total else 0.0
     need = Need(**outlook["need"])
-    return Observation(tuple(replicas), starting, need, outlook["backlog_s"], share)
+    resting = Counter(card.home for card in cards if not card.role)
+    return Observation(
+        tuple(replicas), starting, need, outlook["backlog_s"], share, resting=resting
+    )

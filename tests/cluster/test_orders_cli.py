@@ -63,6 +63,39 @@ def test_a_flip_to_the_role_that_it_has_says_so(monkeypatch: pytest.MonkeyPatch)
     assert (code, said) == (0, "decode/a works as decode already\n")
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("status", "--admin", "http://[::1"),
+        ("status", "--admin", "http://a..b:80"),
+        ("status", "--token", "\u00e9"),
+        ("drain", "decode/\tx", "--admin", "http://127.0.0.1:1"),
+        ("explain", "a\nb", "--admin", "http://127.0.0.1:1"),
+        ("chat", "--endpoint", "http://[::1", "hi"),
+    ],
+)
+def test_what_cannot_be_asked_ends_with_a_sentence(words: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(app, list(words))
+    assert done.exit_code == 1 and done.output.startswith("diptych: no "), done.output
+
+
+def test_drain_self_goes_on_behind_a_worker_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["decode/a", "decode/b"]
+    workers = [{"id": name, "address": "127.0.0.1:7"} for name in names]
+    control = Control({"/admin/v1/replicas": {"replicas": workers}})
+
+    def ask(_: common.Admin, method: str, path: str, **given: Any) -> Any:
+        if path == "/admin/v1/replicas/decode/a:drain":
+            common.fail("decode/a: it is leaving already")
+        control.answers["/admin/v1/replicas/decode/b:drain"] = {"replicas": ["decode/b"]}
+        return control.ask(_, method, path, **given)
+
+    monkeypatch.setattr(common.Admin, "_ask", ask)
+    done = CliRunner().invoke(app, ["drain", "--self"])
+    assert done.exit_code == 1 and "drain decode/b" in done.output
+    assert "leaving already" in done.output
+
+
 def test_drain_self_hands_over_what_is_on_this_machine_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 from diptych.cluster.cli import app
 from typer.testing import CliRunner
 
@@ -55,6 +56,10 @@ def test_wrong_arguments_end_with_one_sentence_and_code_2(tmp_path):
         ["synthetic:60", "--faults", "slow=3"],
         ["recorded"],
         ["synthetic:60", "-o", "yaml"],
+        ["synthetic:60", "--rate", "nan"],
+        ["synthetic:60", "--rate", "0"],
+        ["synthetic:60", "--faults", "kill=99@1s"],
+        ["synthetic:60", "--html", str(tmp_path / "nowhere" / "r.html")],
     ):
         done = RUN.invoke(app, ["simulate", *arguments])
         assert done.exit_code == 2, (arguments, done.output)
@@ -78,3 +83,31 @@ def test_the_simulator_loads_neither_ray_nor_torch_and_other_commands_do_not_loa
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_a_plan_that_cannot_be_made_or_written_is_refused_before_the_work(tmp_path):
+    here = ["--write", str(tmp_path / "c.yaml")]
+    for arguments in (
+        ["--rate", "-1", *here],
+        ["--tp", "0", *here],
+        ["--write", str(tmp_path / "nowhere" / "c.yaml")],
+    ):
+        done = RUN.invoke(app, ["plan", "synthetic:60", *arguments])
+        assert done.exit_code == 2 and done.output.startswith("diptych: "), (arguments, done.output)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"workers": []},
+        {"workers": [{"kv_tokens": 0, "cost": [0.0] * 10}]},
+        {"workers": [{"kv_tokens": 9, "threads": 0, "cost": [0.0] * 10}]},
+        {"run": {"split": "1P1D", "slo": "ttft=1s,itl=1s", "requests": []}},
+    ],
+)
+def test_a_calibration_that_makes_no_sense_is_refused_in_a_sentence(tmp_path, broken):
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps({"model": "m", "workers": [], **broken}))
+    done = RUN.invoke(app, ["simulate", "recorded", "--calibrate-from-live", str(file)])
+    assert done.exit_code == 2 and done.output.startswith("diptych: calibration "), done.output

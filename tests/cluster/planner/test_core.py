@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from dataclasses import replace
 
 import msgspec
@@ -114,6 +115,17 @@ def test_too_much_for_the_fleet_asks_for_replicas_within_the_budget() -> None:
     assert action == Scale("prefill", 8, action.why), "two more of 4 GPUs are within 40"
     starting = replace(given, starting={"prefill": 2})
     assert not one.handle(starting, 100.0), "it waits for those that start"
+
+
+def test_drained_replicas_count_as_replicas_of_their_pool() -> None:
+    """What is asked for is a number for Serve, which counts them too."""
+    resting = Counter({"prefill": 3})
+    short = seen("2P4D", LONG_PROMPTS, 3.0, resting=resting)
+    ((_, more),) = play(planner(scale=True, gain=9.0), short, 6)[:1]
+    assert more.pool == "prefill" and more.replicas > 5
+    idle = seen("3P4D", LONG_PROMPTS, 0.01, resting=resting)
+    asked = [one for _, one in play(planner(scale=True), idle, 3600)]
+    assert not any(one.pool == "prefill" for one in asked if isinstance(one, Scale))
 
 
 def test_a_smaller_fleet_only_after_it_would_have_done_for_a_while() -> None:

@@ -1,0 +1,61 @@
+"""`Control.drain` and its like, with workers that answer as real ones do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from diptych.cluster.control.control import Control
+from diptych.cluster.gateway.errors import ApiError
+
+
+class Workers:
+    """A plane: who is ready or draining does as it is told."""
+
+    def __init__(self, **states: str) -> None:
+        self.states = {name.replace("_", "/"): state for name, state in states.items()}
+        self.steered: list[str] = []
+
+    async def inspect(self) -> tuple[dict, list[dict[str, Any]]]:
+        return {}, [
+            {"id": name, "home": home, "role": home, "state": state, "jobs": 1}
+            for name, state in self.states.items()
+            for home in [name.partition("/")[0]]
+        ]
+
+    async def steer(self, worker: str, role: str, hand_over: bool) -> dict[str, Any]:
+        if self.states[worker] not in ("ready", "draining"):
+            return {"refused": f"it is {self.states[worker]} already"}
+        self.states[worker] = "ready" if role else "draining"
+        self.steered.append(worker)
+        return {"refused": None}
+
+
+class _Control(Control):
+    def __del__(self) -> None:  # type: ignore[override]
+        """Serve awaits the other one."""
+
+
+def drain(workers: Workers, name: str) -> dict[str, Any]:
+    control = object.__new__(_Control)  # its __init__ starts servers
+    control.plane, control._orders = workers, asyncio.Lock()  # type: ignore[assignment]
+    control.actions, control._number = deque(), 0
+    control.tally = SimpleNamespace(flips=Counter())  # type: ignore[assignment]
+    return asyncio.run(control.drain(name, True, True, False))
+
+
+def test_a_pool_is_drained_whole_or_not_at_all() -> None:
+    workers = Workers(prefill_a="ready", decode_x="ready", decode_y="flipping")
+    with pytest.raises(ApiError, match="decode/y: it is flipping already"):
+        drain(workers, "decode")
+    assert workers.steered == []
+
+
+def test_who_leaves_a_pool_needs_no_draining() -> None:
+    workers = Workers(prefill_a="ready", decode_x="ready", decode_y="leaving")
+    assert drain(workers, "decode")["replicas"] == ["decode/x"] == workers.steered
+    with pytest.raises(ApiError, match="decode/y: it is leaving already"):
+        drain(workers, "decode/y")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,7 @@ from .transfers import Transfers
 
 Progress = Callable[[str, float], None]
 
+OVER = 4096  #: ends of streams that are kept between two reports, at most
 PROBE_S = 10.0  #: a probe that takes longer has failed
 PROBE_SHARE = 4  #: of either pool's blocks, a probe takes one in so many at most
 
@@ -70,6 +72,7 @@ class Node:
         self._peers: dict[str, list[PeerCard]] = {}
         self._probe: asyncio.Future[Probed] | None = None
         self._probes = itertools.count()
+        self.over: deque[f.Key] = deque(maxlen=OVER)  #: streams that ended, for the next report
 
     async def start(self, host: str, progress: Progress | None = None) -> list[PeerCard]:
         """Loads the model, opens the transports; returns what peers need to know."""
@@ -193,8 +196,8 @@ class Node:
                     self.threads.submit(action)
                 case Load() if self.tiering:
                     self.tiering.load(action)
-                case Over():
-                    pass  # nobody waits for a stream's end here
+                case Over(key):
+                    self.over.append(key)
                 case Probed():
                     if self._probe and not self._probe.done():
                         self._probe.set_result(action)

@@ -150,13 +150,15 @@ class Worker:
         if self._reports == 0 or before is None:
             assert self._card is not None
             held = self.node.streams()
+            self.node.over.clear()
             self.link.send(f.Join(self._card, self.link.term, seen.hashes, held))
             self._reports = 1
             self._told.set()
             return
         tokens = seen.prefill_tokens - before.prefill_tokens
         steps = seen.decode_steps - before.decode_steps
-        changed = tokens or steps or seen.stored or seen.evicted
+        ended = list(self.node.over)
+        changed = tokens or steps or seen.stored or seen.evicted or ended
         state = (seen.free_blocks, seen.running, seen.preempted)
         if changed or state != (before.free_blocks, before.running, before.preempted):
             report = f.Report(
@@ -172,7 +174,9 @@ class Worker:
                 seen.decode_seconds - before.decode_seconds,
                 seen.preempted,
                 seen.step_s * 1e3,
+                ended,
             )
+            self.node.over.clear()
             self.link.send(report)
             self._reports += 1
 

@@ -8,6 +8,7 @@ the ids where that is missing.
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from ..protos.frames import Sampling, Token
 from .errors import InvalidRequest
 from .grammar import Grammars, Matcher
 from .sequence import Sequence
+
+log = logging.getLogger(__name__)
 
 SLICE = 64  #: prompt rows whose logits are in memory at once
 
@@ -73,6 +76,10 @@ def sample(
             chosen = largest if _plain(seq) else _choose(row, seq, grammars)
         except InvalidRequest as error:
             results.append(Fault(str(error)))
+            continue
+        except Exception:  # of one request's parameters: no end of the thread and all streams
+            log.exception("sampling for %s", seq.key[0])
+            results.append(Fault("no token could be sampled: the worker's log says why"))
             continue
         if chosen is None:
             results.append(Fault(f"no token is possible at position {len(seq.ids)}"))

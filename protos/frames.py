@@ -172,6 +172,7 @@ class Report(msgspec.Struct, tag="report", frozen=True):
     step_seconds: float = 0.0  #: time those took
     waiting: int = 0  #: sequences that were preempted or have no blocks yet
     step_ms: float = 0.0  #: a step with prefill beside decode is planned to take so long; 0: any
+    ended: list[Key] = []  #: attempts that decoded here, and whose blocks are free again
 
 
 class Directory(msgspec.Struct, tag="directory", frozen=True):

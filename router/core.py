@@ -58,6 +58,7 @@ class Bound:
         self.decode = decode
         self.placed = placed
         self.computed: bool = False
+        self.ended: bool = False  #: the decode worker says so, its gateway not yet
 
 
 class Router:
@@ -80,7 +81,7 @@ class Router:
         self.goodput = Goodput(config.ttft_s, config.itl_s)
         self.tally = Tally()
         self.bound: dict[Key, Bound] = {}
-        self.held: dict[Key, Worker] = {}  #: streams that another router placed
+        self.held: dict[Key, Worker] = {}  #: streams whose gateways we do not hear of
         self.placed = self.refused = 0
         self.hit_tokens = self.prompt_tokens = 0
         self._now = -inf
@@ -242,8 +243,12 @@ class Router:
         self.gateways.pop(gateway, None)
         for key in [k for k, w in self.line.by_key.items() if w.gateway == gateway]:
             self.line.leave(key)
-        for key in [k for k, b in self.bound.items() if b.gateway == gateway]:
-            self._unbind(key, now)
+        for key, bound in [(k, b) for k, b in self.bound.items() if b.gateway == gateway]:
+            if bound.computed and bound.decode.alive and not bound.ended:
+                del self.bound[key]  # it goes on if only the connection broke: its worker knows
+                self.held[key] = bound.decode
+            else:
+                self._unbind(key, now)
         return self._bind(now)
 
     def _outdated(self, event: e.Outdated, now: float) -> list:
@@ -264,6 +269,12 @@ class Router:
         if report.stored:
             self._index.store(worker.slot, report.stored)
         relieved = self.fleet.report(worker, report)
+        for key in report.ended:
+            if key in self.held:
+                self._let_go(key)
+                relieved = True
+            elif key in self.bound:
+                self.bound[key].ended = True
         if self.held and report.free_blocks >= worker.card.blocks > 0 and not report.running:
             idle = [k for k, w in self.held.items() if w is worker]
             for key in idle:  # their end was told to nobody
@@ -418,10 +429,10 @@ class Router:
         bound = self.bound.get(key)
         self._let_go(key)
         self._unbind(key, now)
-        if outcome is None or bound is None:
+        if outcome is None:
             return
-        place = bound.waiting.place
-        if outcome.tokens and outcome.reason in ("stop", "length"):
+        if bound and outcome.tokens and outcome.reason in ("stop", "length"):
+            place = bound.waiting.place
             self.lengths.observe(place.tenant, place.slo_class, outcome.tokens / place.answers)
         decision = self._decisions.get(key)
         if decision:

@@ -153,6 +153,8 @@ def test_only_blocks_that_decode_does_not_hold_travel(folder: Path, transport: s
             assert whole == 5 * block and received(bench, "decode/x") - whole == block, "the tail"
             alone = await bench.alone(ids, "c")
             assert alone == first
+            await bench.until(bench.whole)
+            assert [key[0] for key in bench.nodes["decode/x"].over] == ["a", "b", "c"]
 
     asyncio.run(run())
 

@@ -397,6 +397,17 @@ def test_a_penalty_that_overflows_is_a_fault_of_its_request(cut: dict[str, float
     assert other == Token(2)
 
 
+def test_what_breaks_in_one_row_is_a_fault_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise IndexError
+
+    monkeypatch.setattr(sampler, "_nucleus", broken)
+    sequences = [asking(Sampling(9, 1.0, top_p=0.5), [0]), asking(Sampling(9), [0])]
+    fault, other = sample(torch.stack([LOGITS] * 2), sequences)
+    assert fault == Fault("no token could be sampled: the worker's log says why")
+    assert other == Token(2)
+
+
 def test_a_bias_of_an_id_that_the_model_does_not_have_is_named() -> None:
     ask = Sampling(9, logit_bias=((6, 1.0),))
     fault, other = sample(torch.stack([LOGITS] * 2), [asking(ask, [0]), asking(Sampling(9), [0])])

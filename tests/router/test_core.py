@@ -10,7 +10,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from diptych.protos.frames import Deliver, Directory, Place, Placed, Refused, Report, WorkerCard
+from diptych.protos.frames import (
+    Deliver,
+    Directory,
+    Over,
+    Place,
+    Placed,
+    Refused,
+    Report,
+    WorkerCard,
+)
 from diptych.router import events as e
 from diptych.router.core import Router, RouterConfig
 
@@ -431,6 +440,33 @@ def test_over_after_its_workers_are_lost_is_harmless(rig: Rig) -> None:
     rig.send(e.FirstToken(("r", 0)))
     assert rig.over("r") == []
     assert rig.router.statistics()["bound"] == 0
+
+
+def test_streams_whose_gateways_connection_broke_keep_their_blocks_until_they_end() -> None:
+    rig = Rig("prefill/a", "decode/x")
+    for name in ("r1", "r2", "r3"):
+        assert rig.ask(name)
+    for name in ("r1", "r2"):  # they decode
+        rig.send(e.FirstToken((name, 0)))
+    reserved = rig.router.workers["decode/x"].reserved
+    rig.report("decode/x", 1, ended=[("r2", 0)])
+    rig.send(e.GatewayLost("g"))
+    assert rig.router.workers["decode/x"].reserved == reserved // 3
+    rig.send(e.GatewayJoined("g"))
+    rig.send(e.Ended(("r1", 0), Over(("r1", 0), 20, 10.0, 5.0, "stop")))
+    assert rig.router.workers["decode/x"].reserved == 0
+    decision = rig.router.decisions.get(("r1", 0))
+    assert decision.observed["reason"] == "stop"
+
+
+def test_streams_of_a_gateway_that_died_end_when_their_worker_says_so() -> None:
+    rig = Rig("prefill/a", "decode/x")
+    rig.ask("r1")
+    rig.send(e.FirstToken(("r1", 0)))
+    rig.send(e.GatewayLost("g"))
+    assert rig.router.workers["decode/x"].reserved
+    rig.report("decode/x", 1, running=1, ended=[("r1", 0)])
+    assert rig.router.workers["decode/x"].reserved == 0
 
 
 def test_a_lost_gateway_frees_its_placements_and_waits_for_nothing() -> None:

@@ -62,6 +62,7 @@ class World(RuleBasedStateMachine):
         self.places: dict[Key, Place] = {}
         self.joined: dict[str, int] = {}  #: worker -> its last report
         self.foreign: dict[Key, tuple[str, int]] = {}  #: placed by another router: life, blocks
+        self.told_over: set[Key] = set()  #: their workers said so
         self.computing: dict[Key, str] = {}  #: prompts without a first token -> worker and life
         for gateway in GATEWAYS:
             self.send(e.GatewayJoined(gateway))
@@ -213,14 +214,24 @@ class World(RuleBasedStateMachine):
         gap=st.booleans(),
         speed=st.sampled_from([0.01, 1.0, 50.0]),
         waiting=st.sampled_from([0, 0, 1]),
+        ended=st.integers(0, 2),
     )
-    def report(self, worker, stored, evicted, gap, speed, waiting) -> None:
+    def report(self, worker, stored, evicted, gap, speed, waiting, ended) -> None:
         if worker not in self.joined:
             return
         number = self.joined[worker] + (2 if gap else 1)
         told = Report(
             number, 0, stored, evicted, 640, 0.5 * speed, 2, 900, 50, 0.7 * speed, waiting
         )
+        life = self.life(worker)
+        over = [key for key, (at, _) in self.foreign.items() if at == life][:ended]
+        ours = [key for key, (at, _) in self.blocks.items() if at == life]
+        ours = [key for key in ours if key not in self.computing][:ended]
+        if not gap:
+            told = msgspec.structs.replace(told, ended=over + ours)
+            self.told_over.update(ours)
+            for key in over:
+                del self.foreign[key]
         actions = self.send(e.Reported(worker, told))
         assert (e.Disconnect(worker) in actions) == gap
         if not gap:
@@ -228,7 +239,13 @@ class World(RuleBasedStateMachine):
 
     @rule(gateway=st.sampled_from(GATEWAYS))
     def gateway_restarts(self, gateway) -> None:
+        """Streams that decode already may go on: their workers say when they end."""
         for key in [key for key, owner in self.owner.items() if owner == gateway]:
+            known = key in self.computing or key in self.told_over
+            if self.fate[key] == "placed" and not known:
+                at, need = self.blocks[key]
+                if at in {self.life(name) for name in self.joined}:
+                    self.foreign[key] = at, need
             self.over(key)
         self.send(e.GatewayLost(gateway))
         self.send(e.GatewayJoined(gateway))

@@ -207,6 +207,9 @@ class Router:
         connection broke."""
         for key in [k for k, w in self.held.items() if w is worker]:
             self._let_go(key)
+        told = {(name, attempt) for name, attempt, _ in event.held}
+        for key in worker.streams.keys() & self.bound.keys() - told:
+            self.bound[key].ended |= self.bound[key].computed
         size = worker.card.block_tokens
         for name, attempt, blocks in event.held:
             key = (name, attempt)

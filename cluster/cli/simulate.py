@@ -106,12 +106,8 @@ def _positive(rate: float | None) -> None:
 
 def _can_write(path: Path) -> None:
     """Said before an hour of work, not behind it."""
-    try:
-        path.open("a").close()
-        if not path.stat().st_size:
-            path.unlink()
-    except OSError as error:
-        fail(f"cannot write {path}: {error.strerror}", 2)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        fail(f"cannot write {path}: is its folder there, and yours?", 2)
 
 
 def _study(given: dict[str, Any]):

@@ -166,8 +166,7 @@ class Control:
     async def drain(self, name: str, force: bool, hand_over: bool, dry_run: bool) -> dict[str, Any]:
         """Nothing new for these workers; what runs there ends there, or goes on elsewhere."""
         async with self._orders:
-            workers, found = await self._find(name)
-            victims = [one for one in found if one["state"] != "leaving"] or found
+            workers, victims = await self._find(name)
             refusal = orders.drain_refusal(workers, victims)
             if refusal and not force:
                 raise ApiError("refused", f"{refusal} (or --force)")
@@ -192,8 +191,10 @@ class Control:
             return await self._steer_all(f"flip to {role}", found, lambda _: role, True, dry_run)
 
     async def _find(self, name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """All workers, and those that `name` means; of several, those that do not leave anyway."""
         workers = await self.workers()
         found = orders.find(workers, name)
+        found = [one for one in found if one["state"] != "leaving"] or found
         if not found:
             known = ", ".join(sorted(worker["id"] for worker in workers)) or "nobody"
             raise ApiError("not_found", f"no worker {name}; there are {known}")

@@ -150,7 +150,9 @@ class Text:
 
     def stream(self, specials: bool = False) -> TextStream | PieceStream:
         pieces = self._all_pieces if specials else self._pieces
-        return PieceStream(pieces) if pieces else TextStream(self.tokenizer, specials)
+        if pieces:
+            return PieceStream(pieces)
+        return TextStream(self.tokenizer, frozenset() if specials else self._hidden)
 
     @cached_property
     def _all_pieces(self) -> list[str | bytes]:
@@ -173,10 +175,15 @@ class Text:
 
     @cached_property
     def _pieces(self) -> list[str | bytes]:
-        """The same without special tokens, but for the marks of calls and thoughts."""
-        special = [(token, added) for token, added in self._added.items() if added.special]
-        hidden = {token for token, added in special if added.content not in MARKS}
+        """The same without hidden tokens."""
+        hidden = self._hidden
         return ["" if i in hidden else piece for i, piece in enumerate(self._all_pieces)]
+
+    @cached_property
+    def _hidden(self) -> frozenset[int]:
+        """Special tokens, but for the marks of calls and thoughts."""
+        special = [(token, added) for token, added in self._added.items() if added.special]
+        return frozenset(token for token, added in special if added.content not in MARKS)
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
@@ -257,8 +264,8 @@ class TextStream:
 
     open = False  #: what comes out ends with its token
 
-    def __init__(self, tokenizer: Tokenizer, specials: bool = False) -> None:
-        self._tokenizer, self._skip = tokenizer, not specials
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
+        self._tokenizer, self._hidden = tokenizer, hidden
         self._ids: list[int] = []  #: a few whose text is out, as context, then those held back
         self._out = 0  #: how many of them are out
         self._known = ""  #: their text
@@ -267,8 +274,12 @@ class TextStream:
         return "".join([self._one(token) for token in ids])
 
     def _one(self, token: int) -> str:
+        if token in self._hidden:
+            return ""
         self._ids.append(token)
         text = self._decode()
+        if len(text) < len(self._known):  # bytes that were none become one character
+            self._known = text
         held = len(self._ids) - self._out
         if len(text) <= len(self._known) or (text.endswith("\ufffd") and held < HELD):
             return ""
@@ -278,7 +289,7 @@ class TextStream:
         return delta
 
     def _decode(self) -> str:
-        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
+        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=False)
         return text
 
     def flush(self) -> str:

@@ -37,7 +37,8 @@ def observation(
     total = sum(blocks["total"] for blocks in decoding)
     share = sum(blocks["active"] for blocks in decoding) / total if total else 0.0
     need = Need(**outlook["need"])
-    resting = Counter(card.home for card in cards if not card.role)
+    leaving = {one["id"] for one in workers if one["state"] == "leaving"}
+    resting = Counter(card.home for card in cards if not card.role and card.id not in leaving)
     return Observation(
         tuple(replicas), starting, need, outlook["backlog_s"], share, resting=resting
     )

@@ -144,6 +144,8 @@ def byte_tokenizer(folder: Path) -> Path:
 @given(st.lists(st.integers(0, 260), max_size=24))
 @example([2, 5 + 10, 5 + 0xE6, 3])  # an incomplete character behind a line break
 @example([5 + 0xE6] * 24)
+@example([2, *[1] * 5, *[5 + byte for byte in "👩".encode()], 2, 2])  # hidden ids count for nothing
+@example([2, 5 + 0xE4, *[5 + byte for byte in ("你好" * 5).encode()], 2, 3])  # a stray byte
 def test_any_bytes_come_out_as_text_and_in_time(byte_text: Text, ids: list[int]) -> None:
     stream = byte_text.stream()
     deltas = [stream.feed([one]) for one in ids]
@@ -154,3 +156,5 @@ def test_any_bytes_come_out_as_text_and_in_time(byte_text: Text, ids: list[int])
     assert whole.replace("\ufffd", "").count("one") == ids.count(2)
     silent = "".join("x" if delta else "." for delta in deltas)
     assert "." * 12 not in silent or 1 in ids
+    marked = byte_text.stream(specials=True)
+    assert "".join(map(marked.feed, [[2], [1], [2]])) == "one</s> one"

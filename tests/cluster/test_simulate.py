@@ -66,6 +66,15 @@ def test_wrong_arguments_end_with_one_sentence_and_code_2(tmp_path):
         assert "diptych: " in done.output
 
 
+def test_what_is_not_written_is_left_as_it_was(tmp_path):
+    link, empty = tmp_path / "null", tmp_path / "empty"
+    link.symlink_to("/dev/null")
+    empty.touch()
+    for path in (link, empty):
+        done = RUN.invoke(app, ["simulate", "nothing.jsonl", "--html", str(path)])
+        assert done.exit_code == 2 and (path.is_symlink() or path.exists())
+
+
 def test_plan_does_not_overwrite_a_file_unasked(tmp_path):
     path = tmp_path / "cluster.yaml"
     path.write_text("model: {}\n")

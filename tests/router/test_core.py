@@ -469,6 +469,15 @@ def test_streams_of_a_gateway_that_died_end_when_their_worker_says_so() -> None:
     assert rig.router.workers["decode/x"].reserved == 0
 
 
+def test_a_worker_that_joins_again_says_by_what_it_holds_what_has_ended() -> None:
+    rig = Rig("prefill/a", "decode/x")
+    rig.ask("r1")
+    rig.send(e.FirstToken(("r1", 0)))
+    rig.send(e.Joined(card("decode/x"), 0, [], []))
+    rig.send(e.GatewayLost("g"))
+    assert rig.router.workers["decode/x"].reserved == 0
+
+
 def test_a_lost_gateway_frees_its_placements_and_waits_for_nothing() -> None:
     rig = Rig("prefill/a", "decode/x", blocks=12)
     rig.send(e.GatewayJoined("h"))

@@ -39,12 +39,13 @@ class _Control(Control):
         """Serve awaits the other one."""
 
 
-def drain(workers: Workers, name: str) -> dict[str, Any]:
+def drain(workers: Workers, name: str, undo: bool = False) -> dict[str, Any]:
     control = object.__new__(_Control)  # its __init__ starts servers
     control.plane, control._orders = workers, asyncio.Lock()  # type: ignore[assignment]
     control.actions, control._number = deque(), 0
     control.tally = SimpleNamespace(flips=Counter())  # type: ignore[assignment]
-    return asyncio.run(control.drain(name, True, True, False))
+    order = control.undrain(name, False) if undo else control.drain(name, True, True, False)
+    return asyncio.run(order)
 
 
 def test_a_pool_is_drained_whole_or_not_at_all() -> None:
@@ -57,5 +58,6 @@ def test_a_pool_is_drained_whole_or_not_at_all() -> None:
 def test_who_leaves_a_pool_needs_no_draining() -> None:
     workers = Workers(prefill_a="ready", decode_x="ready", decode_y="leaving")
     assert drain(workers, "decode")["replicas"] == ["decode/x"] == workers.steered
+    assert drain(workers, "decode", undo=True)["replicas"] == ["decode/x"]
     with pytest.raises(ApiError, match="decode/y: it is leaving already"):
         drain(workers, "decode/y")

@@ -209,7 +209,7 @@ class ClusterConfig(Section):
     scaling: ScalingSettings = ScalingSettings()
     observability: ObservabilitySettings = ObservabilitySettings()
     silence_s: Annotated[float, Field(ge=1)] = 3.0  #: a peer as silent as this is dead
-    secret: str = Field(default_factory=lambda: secrets.token_hex(16), repr=False)
+    secret: str = Field(default_factory=lambda: secrets.token_hex(16), min_length=1, repr=False)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -225,6 +225,8 @@ class ClusterConfig(Section):
                     f"pools.{name}.engine.max_step_tokens {pool.engine.max_step_tokens} is below "
                     f"model.block_tokens {self.model.block_tokens}: a step computes a block or more"
                 )
+            if pool.max_replicas < pool.min_replicas:
+                raise ValueError(f"pools.{name}.max_replicas is below its min_replicas")
         ranks = max(self.pools.prefill.tensor_parallel, self.pools.decode.tensor_parallel)
         if self.kv_tiers.memory_mib and ranks > 1:
             raise ValueError("kv_tiers work for pools with tensor_parallel 1 only")
@@ -261,11 +263,15 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
     try:
         return ClusterConfig.model_validate(tree)
     except ValidationError as error:
-        lines = [
-            f"{'.'.join(map(str, e['loc']))}: {e['msg'].lower()} (got {e['input']!r})"
-            for e in error.errors()
-        ]
+        lines = [_told(e["loc"], e["msg"].lower(), e["input"]) for e in error.errors()]
         raise ConfigError("the configuration is wrong:\n  " + "\n  ".join(lines)) from None
+
+
+def _told(place: tuple[int | str, ...], message: str, given: Any) -> str:
+    """The tree as a whole, and its secret, are not said again."""
+    if not place or place[0] == "secret":
+        return ": ".join([*map(str, place), message])
+    return f"{'.'.join(map(str, place))}: {message} (got {given!r})"
 
 
 def parse_overrides(pairs: list[str]) -> dict[str, Any]:

@@ -291,7 +291,7 @@ def check_gateway(settings: GatewaySettings) -> None:
 
 
 def check_port(host: str, port: int, key: str) -> None:
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

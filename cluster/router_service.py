@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25  #: at most; a waiting request is looked at when the router says so
 TICK_MIN_S = 0.005
 GATEWAY_S = 1.0  #: for a gateway's statistics
+LOG_REST_S = 60.0  #: without recording, after a write that failed
 RECENT = 200  #: requests of which percentiles are told
 
 
@@ -67,6 +69,8 @@ class RouterService:
     def check_health(self) -> None:
         if not self.router.active:
             raise RuntimeError("a newer router is active")
+        if self._ticker.done():
+            raise RuntimeError("the router's clock ended: its log says why")
 
     async def _tick(self) -> None:
         while True:
@@ -89,11 +93,13 @@ class RouterService:
             self._gateways[peer.name] = None
         if hello.kind != "worker":  # Control too wants to know who is there
             self._handle(e.GatewayJoined(peer.name))
-        async with aclosing(peer.frames(self.config.silence_s)) as frames:
-            async for frame in frames:
-                self._frame(peer, frame)
-        if self._peers.get(peer.name) is peer:
-            self._gone(peer.name, hello.kind)
+        try:
+            async with aclosing(peer.frames(self.config.silence_s)) as frames:
+                async for frame in frames:
+                    self._frame(peer, frame)
+        finally:
+            if self._peers.get(peer.name) is peer:
+                self._gone(peer.name, hello.kind)
 
     def _gone(self, name: str, kind: str) -> None:
         del self._peers[name]
@@ -205,21 +211,28 @@ def recent(decisions: list[Decision]) -> dict[str, float | None]:
 
 
 class EventLog:
-    """What the router is told, for `diptych replay`: two files, `most` bytes at most together."""
+    """What the router is told, for `diptych replay`: two files, `most` bytes at most together.
+
+    A disk that takes nothing stops the recording for a minute, not the router.
+    """
 
     def __init__(self, folder: Path, most: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path, self._most = folder / "router.jsonl", most // 2
         self._file: BinaryIO | None = None
+        self._rests_until = -math.inf
 
     def write(self, router: Router, event: e.Event, now: float) -> None:
         line = replay.encode(event, now)
-        if line is None:
+        if line is None or now < self._rests_until:
             return
-        if self._file is None or self._file.tell() + len(line) > self._most:
-            self._turn(router, now)
-        assert self._file
-        self._file.write(line)
+        try:
+            if self._file is None or self._file.tell() + len(line) > self._most:
+                self._turn(router, now)
+            assert self._file
+            self._file.write(line)
+        except OSError as error:
+            self._rest(error)
 
     def _turn(self, router: Router, now: float) -> None:
         """The old file becomes the older one; the new one can be replayed alone."""
@@ -234,8 +247,19 @@ class EventLog:
         self._file.flush()
 
     def flush(self) -> None:
-        if self._file:
-            self._file.flush()
+        try:
+            if self._file:
+                self._file.flush()
+        except OSError as error:
+            self._rest(error)
+
+    def _rest(self, error: OSError) -> None:
+        log.error("%s: %s; nothing is recorded for %.0f s", self._path, error, LOG_REST_S)
+        self._rests_until = time.monotonic() + LOG_REST_S
+        file, self._file = self._file, None
+        with suppress(OSError):  # what its buffer holds cannot be written either
+            if file:
+                file.close()
 
 
 def router_config(config: ClusterConfig) -> RouterConfig:

@@ -147,7 +147,9 @@ class Gate:
         return Gate(found[1], found[2], float(found[3]))
 
     def holds(self, summary: dict[str, Any]) -> bool:
-        """A figure that the run does not have (no answer, no gap) holds nothing."""
+        """A figure that the run does not have (no request, no answer, no gap) holds nothing."""
+        if not summary["requests"]:
+            return False
         value = gated(summary, self.name)
         return value is not None and OPERATORS[self.sign](value, self.limit)
 

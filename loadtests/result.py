@@ -44,6 +44,8 @@ def assemble(
     span = max(stage.end_s for stage in planned)
     if plan.load == "ramp" and outcomes:  # it ends at its knee
         span = planned[max(one.stage for one in outcomes)].end_s
+    if plan.load != "ramp":
+        span = about.get("ended_s", span)
     summary = o.summarize(outcomes, slo, span)
     staged = o.by_stage(outcomes, planned, slo)
     document = {
@@ -113,6 +115,12 @@ def warnings(document: dict[str, Any], plan: Plan) -> list[str]:
     if summary["output_tokens"] > SEVERAL * summary["pieces"]:
         several = summary["output_tokens"] / summary["pieces"]
         told.append(f"a piece brings {several:.1f} tokens: ITL is between pieces")
+    if document.get("silent"):
+        told.append(
+            f"{document['silent']} processes of this client never ended: their load is missing"
+        )
+    elif document.get("ended_s", plan.duration) < plan.duration:
+        told.append(f"stopped after {document['ended_s']:.0f} s of {plan.duration:g} s")
     skipped = document.get("skipped", 0)
     if skipped:
         told.append(f"{skipped} requests longer than the model's context were left out")

@@ -155,6 +155,7 @@ class Run:
             if self._wait(first, stopping):
                 while self.now < self.plan.duration and not stopping():
                     self._talk(rng, stopping)
+                    gevent.sleep(0)  # a turn may have had no room at all
         finally:
             self._users -= 1
 

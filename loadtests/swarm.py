@@ -129,6 +129,7 @@ class Swarm:
         self._before: dict[str, float] = {}
         self._about: dict[str, Any] = {}
         self._plan = Plan()
+        self._begun, self._ended = 0.0, False  #: when; by itself
         events = environment.events
         events.test_start.add_listener(self._start)
         events.test_stop.add_listener(self._stop)
@@ -171,6 +172,7 @@ class Swarm:
             name = f"load-{options.plan_run}"
             self.run = Run(plan, self.facts, share, api_key(), self._log, name)
         if not self._is_worker:
+            self._begun, self._ended = time.monotonic(), False
             gevent.spawn(self._watch)
             gevent.spawn(self._ping, self.facts.url)
 
@@ -180,6 +182,12 @@ class Swarm:
             arrivals(plan)  # what is wrong with it is told now
         url = self.environment.host or ""
         self.facts = ask(url, api_key(), plan.model, plan.grpc, plan.seed)
+        least = plan.shared + plan.prompts[0] + plan.outputs[0]
+        if plan.load == "chat" and least > self.facts.context:
+            raise LoadError(
+                f"a first turn has {least} tokens and more with its answer, the model's context is "
+                f"{self.facts.context}: ask for shorter prompts, answers or system prompts"
+            )
         options.plan_facts = msgspec.json.encode(self.facts).decode()
         options.plan_run = secrets.token_hex(4)
         self.collector = Collector(plan)
@@ -259,7 +267,7 @@ class Swarm:
         """Tells progress; ends the run when every process has ended its part."""
         collector, plan = self.collector, self._plan
         assert collector is not None
-        begun, told = time.monotonic(), 0.0
+        begun, told = self._begun, 0.0
         latest = plan.duration + plan.drain + LAST_REPORT_S
         while not self._over(collector) and time.monotonic() - begun < latest:
             gevent.sleep(0.1)
@@ -269,6 +277,7 @@ class Swarm:
                 told = now
                 under_way = len(self.run.under_way) if self.run else 0
                 print(collector.line(now, under_way), file=sys.stderr, flush=True)
+        self._ended = True
         self._leave()
 
     def _ping(self, url: str) -> None:
@@ -293,8 +302,12 @@ class Swarm:
     def _over(self, collector: Collector) -> bool:
         if self.run is not None:
             return self.run.done
+        return len(collector.finished) >= self._processes
+
+    @property
+    def _processes(self) -> int:
         options = self.environment.parsed_options
-        return len(collector.finished) >= max(1, getattr(options, "expect_workers", 1) or 1)
+        return max(1, getattr(options, "expect_workers", 1) or 1)
 
     def _leave(self) -> None:
         runner = self.environment.runner
@@ -317,6 +330,10 @@ class Swarm:
             return
         self._gather(collector)
         plan = self._plan
+        if not self._ended:
+            self._about["ended_s"] = min(round(time.monotonic() - self._begun, 1), plan.duration)
+        elif self._is_master:  # who never said it was done
+            self._about["silent"] = self._processes - len(collector.finished)
         told = server.difference(self._before, self._counted())
         document = assemble(
             plan, self.facts, collector.outcomes, collector.client, told, self._about
@@ -327,7 +344,8 @@ class Swarm:
         for gate in lost:
             print(f"missed: {gate}", file=sys.stderr)
         if self.environment.process_exit_code is None:
-            self.environment.process_exit_code = 4 if lost else 0
+            gone = 1 if self._about.get("silent") else 0
+            self.environment.process_exit_code = 4 if lost else gone
 
     def _counted(self) -> dict[str, float]:
         """A Diptych cluster of this machine is asked without being told where."""

@@ -120,13 +120,16 @@ def loadtest(
     if find_spec("locust") is None:
         fail(INSTALL)
     with tempfile.TemporaryDirectory(prefix="diptych-loadtest-") as folder:
-        given["out"] = str(out.absolute() if out else Path(folder) / "run.json")
+        given["out"] = str(Path(folder) / "run.json")  # an older run may be where `out` is
         plan = _plan(given)
         with _target(given) as (url, extra):
             code = _locust(_command(plan, url, extra, given), verbose)
         if not Path(given["out"]).exists():
             raise typer.Exit(code or 1)
-        run = json.loads(Path(given["out"]).read_text())
+        told = Path(given["out"]).read_text()
+    run = json.loads(told)
+    if out:
+        out.write_text(told)
     _show(run, html, output)
     raise typer.Exit(code)
 

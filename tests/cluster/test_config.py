@@ -34,6 +34,23 @@ def test_a_step_has_nine_tenths_of_the_itl_target_unless_the_pool_says_otherwise
     assert budgets == [pytest.approx(0.030), pytest.approx(0.045)]
 
 
+def test_what_is_wrong_is_said_without_the_secret(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    for wrong in (
+        "pools: {prefill: {replicas: 0}}",
+        "pools: {decode: {min_replicas: 5, max_replicas: 2}}",
+    ):
+        file.write_text(f"secret: hunter2\n{wrong}\n")
+        with pytest.raises(ConfigError) as error:
+            load_config(file, {})
+        assert "hunter2" not in str(error.value) and "replicas" in str(error.value)
+    for secret in ("[hunter2]", '""'):
+        file.write_text(f"secret: {secret}\n")
+        with pytest.raises(ConfigError) as error:
+            load_config(file, {})
+        assert "hunter2" not in str(error.value)
+
+
 def test_every_cluster_has_its_own_secret_and_passes_it_on() -> None:
     first, second = load_config(None, {}), load_config(None, {})
     assert first.secret != second.secret

@@ -125,6 +125,10 @@ def test_a_document_says_what_weakens_it() -> None:
     ):
         assert reason in told
     assert run["gates"] == [{"gate": "goodput>=0.9", "holds": True}]
+    cut = assemble(plan, FACTS, late, busy, {}, {"ended_s": 5.0})
+    assert cut["span_s"] == 5.0 and any("stopped after 5 s" in one for one in cut["warnings"])
+    lost = assemble(plan, FACTS, late, busy, {}, {"silent": 1})
+    assert any("1 processes of this client never ended" in one for one in lost["warnings"])
     quiet = assemble(plan, FACTS, [outcome(100, 1)], Client(), {}, {})
     assert quiet["warnings"] == []
 

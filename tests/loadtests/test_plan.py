@@ -46,13 +46,19 @@ def test_locust_options_become_a_plan() -> None:
 
 
 def test_a_gate_compares_a_figure_with_its_limit() -> None:
-    summary = {"goodput": 0.95, "errors": {"timeout": 2, "500": 1}, "ttft_ms": {"p99": 800.0}}
+    summary = {
+        "requests": 9,
+        "goodput": 0.95,
+        "errors": {"timeout": 2, "500": 1},
+        "ttft_ms": {"p99": 800.0},
+    }
     holds = {
         text: Gate.of(text).holds(summary)
         for text in ("goodput>=0.95", "goodput>0.95", "errors<=2", "ttft_p99<800.5")
     }
     assert list(holds.values()) == [True, False, False, True]
-    assert not Gate.of("itl_p99<=1000").holds({"itl_ms": {}}), "no gap holds nothing"
+    assert not Gate.of("itl_p99<=1000").holds({"itl_ms": {}, "requests": 1}), "no gap holds nothing"
+    assert not Gate.of("errors<=0").holds({"errors": {}, "requests": 0}), "nor does no request"
 
 
 def test_constant_arrivals_lie_on_a_grid() -> None:

@@ -70,13 +70,9 @@ def simulate(
     html: Annotated[Path | None, typer.Option(help="Write a report with plots.")] = None,
 ) -> None:
     """Replay TRACE against the real router on simulated workers."""
-    if output not in ("table", "json"):
-        fail(f"-o {output}: expected table or json", 2)
+    _check(rate, html, output)
     if variant not in ("policy-only", "full", "both"):
         fail(f"--variant {variant}: expected policy-only, full or both", 2)
-    _positive(rate)
-    if html:
-        _can_write(html)
     from ...simulator import SimulationError
     from ...simulator.report import document, text
 
@@ -99,15 +95,14 @@ def simulate(
     typer.echo(json.dumps(result, indent=2) if output == "json" else text(result))
 
 
-def _positive(rate: float | None) -> None:
+def _check(rate: float | None, file: Path | None, output: str) -> None:
+    """What is wrong is said before an hour of work, not behind it."""
+    if output not in ("table", "json"):
+        fail(f"-o {output}: expected table or json", 2)
     if rate is not None and not 0 < rate < inf:
         fail(f"--rate {rate:g}: expected requests/s, more than 0", 2)
-
-
-def _can_write(path: Path) -> None:
-    """Said before an hour of work, not behind it."""
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        fail(f"cannot write {path}: is its folder there, and yours?", 2)
+    if file and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+        fail(f"cannot write {file}: is its folder there, and yours?", 2)
 
 
 def _study(given: dict[str, Any]):
@@ -178,12 +173,9 @@ def plan(
     output: Output = "table",
 ) -> None:
     """Find the layout that serves TRACE best; say whether disaggregation pays; write it down."""
-    if output not in ("table", "json"):
-        fail(f"-o {output}: expected table or json", 2)
+    _check(rate, write, output)
     if write.exists() and not force:
         fail(f"{write} exists: give another --write, or --force", 2)
-    _positive(rate)
-    _can_write(write)
     from ...simulator import SimulationError
     from ...simulator import plan as planner
 

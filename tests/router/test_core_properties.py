@@ -174,6 +174,8 @@ class World(RuleBasedStateMachine):
         room -= sum(need for at, need in self.blocks.values() if at == life)
         for key in [key for key, (at, _) in self.foreign.items() if at == life]:
             del self.foreign[key]
+        ours = {key for key, (at, _) in self.blocks.items() if at == life}
+        self.told_over |= ours - self.computing.keys()  # they are not in what it holds
         told = []
         for name, blocks in dict(held).items() if not worker.startswith("prefill") else ():
             key = (f"f{name}.{life}", 0)

@@ -157,6 +157,7 @@ class World(RuleBasedStateMachine):
                 self.send(e.FirstToken(key))
                 return
             self.over(key)
+            self.foreign.pop(key, None)  # its gateway is back, and says so
             self.send(e.Ended(key, Over(key, 20, 10.0, 5.0, "stop") if tell else None))
 
     @rule(

@@ -331,7 +331,9 @@ class Swarm:
         self._gather(collector)
         plan = self._plan
         if not self._ended:
-            self._about["ended_s"] = min(round(time.monotonic() - self._begun, 1), plan.duration)
+            self._about["ended_s"] = min(
+                max(0.1, round(time.monotonic() - self._begun, 1)), plan.duration
+            )
         elif self._is_master:  # who never said it was done
             self._about["silent"] = self._processes - len(collector.finished)
         told = server.difference(self._before, self._counted())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 from urllib.parse import quote
 
@@ -36,6 +38,20 @@ def fail(message: str, code: int = 1) -> NoReturn:
     """One sentence on stderr, and the exit code."""
     typer.echo(f"diptych: {message}", err=True)
     raise typer.Exit(code)
+
+
+def check_writable(file: Path | None) -> None:
+    """Said before an hour of work, not behind it."""
+    if file and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+        fail(f"cannot write {file}: is its folder there, and yours?", 2)
+
+
+def save(file: Path, text: str) -> None:
+    """What is printed should be out already: a disk may be full."""
+    try:
+        file.write_text(text)
+    except OSError as error:
+        fail(f"cannot write {file}: {error.strerror}")
 
 
 def unreachable(endpoint: str, error: Exception) -> NoReturn:

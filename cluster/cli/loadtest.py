@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .common import DEFAULT_ENDPOINT, Endpoint, fail
+from .common import DEFAULT_ENDPOINT, Endpoint, check_writable, fail, save
 
 app = typer.Typer(help="Offer load to an OpenAI-compatible endpoint, and report goodput.")
 INSTALL = "the load test needs Locust: pip install 'diptych[loadtest]'"
@@ -117,6 +117,8 @@ def loadtest(
     given = dict(locals())
     if output not in ("table", "json"):
         fail(f"-o {output}: expected table or json", 2)
+    check_writable(out)
+    check_writable(html)
     if find_spec("locust") is None:
         fail(INSTALL)
     with tempfile.TemporaryDirectory(prefix="diptych-loadtest-") as folder:
@@ -127,10 +129,9 @@ def loadtest(
         if not Path(given["out"]).exists():
             raise typer.Exit(code or 1)
         told = Path(given["out"]).read_text()
-    run = json.loads(told)
+    _show(json.loads(told), html, output)
     if out:
-        out.write_text(told)
-    _show(run, html, output)
+        save(out, told)
     raise typer.Exit(code)
 
 
@@ -217,14 +218,11 @@ def _locust(command: list[str], verbose: bool) -> int:
 def _show(run: dict[str, Any], html: Path | None, output: str) -> None:
     from ...loadtests.report import document, text
 
+    typer.echo(json.dumps(run, indent=2) if output == "json" else text(run))
     if html:
-        html.write_text(document(run))
-    if output == "json":
-        typer.echo(json.dumps(run, indent=2))
-        return
-    typer.echo(text(run))
-    if html:
-        typer.echo(f"wrote {html}")
+        save(html, document(run))
+        if output == "table":
+            typer.echo(f"wrote {html}")
 
 
 @app.command()

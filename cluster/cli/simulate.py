@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import fail
+from .common import check_writable, fail, save
 
 if TYPE_CHECKING:
     from ...simulator.calibrate import Calibration
@@ -86,23 +86,21 @@ def simulate(
             live = recorded.run.attainment
             apart = live - result["policies"][0]["at_rate"]["attainment"]
             result["live"] = {"attainment": live, "points_apart": round(abs(apart) * 100, 2)}
-        if html:
-            html.write_text(document(result))
     except SimulationError as error:
         fail(str(error), 2)
     except KeyboardInterrupt:
         fail("interrupted", 130)
     typer.echo(json.dumps(result, indent=2) if output == "json" else text(result))
+    if html:
+        save(html, document(result))
 
 
 def _check(rate: float | None, file: Path | None, output: str) -> None:
-    """What is wrong is said before an hour of work, not behind it."""
     if output not in ("table", "json"):
         fail(f"-o {output}: expected table or json", 2)
     if rate is not None and not 0 < rate < inf:
         fail(f"--rate {rate:g}: expected requests/s, more than 0", 2)
-    if file and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
-        fail(f"cannot write {file}: is its folder there, and yours?", 2)
+    check_writable(file)
 
 
 def _study(given: dict[str, Any]):
@@ -191,12 +189,10 @@ def plan(
         fail(str(error), 2)
     except KeyboardInterrupt:
         fail("interrupted", 130)
-    write.write_text(planner.yaml_of(result))
-    if output == "json":
-        typer.echo(json.dumps(result, indent=2))
-        return
-    typer.echo(planner.text(result))
-    typer.echo(f"wrote {write}")
+    typer.echo(json.dumps(result, indent=2) if output == "json" else planner.text(result))
+    save(write, planner.yaml_of(result))
+    if output == "table":
+        typer.echo(f"wrote {write}")
 
 
 def _options(fleets: list[str], model: str, tps: str, live: Calibration | None) -> list:

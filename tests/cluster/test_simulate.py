@@ -75,6 +75,13 @@ def test_what_is_not_written_is_left_as_it_was(tmp_path):
         assert done.exit_code == 2 and (path.is_symlink() or path.exists())
 
 
+def test_a_full_disk_takes_the_report_and_not_the_result():
+    done = RUN.invoke(
+        app, ["simulate", "synthetic:60", "--seeds", "1", "--split", "6P2D", "--html", "/dev/full"]
+    )
+    assert done.exit_code == 1 and "synthetic-60" in done.stdout and "cannot write" in done.output
+
+
 def test_plan_does_not_overwrite_a_file_unasked(tmp_path):
     path = tmp_path / "cluster.yaml"
     path.write_text("model: {}\n")

@@ -158,6 +158,11 @@ def test_mistakes_are_one_sentence(arguments: list[str], code: int, told: str) -
     assert "Traceback" not in done.stderr
 
 
+def test_a_run_that_cannot_be_kept_is_not_begun(tmp_path: Path) -> None:
+    done = diptych("--json", tmp_path / "nowhere" / "run.json", "--endpoint", "http://127.0.0.1:1")
+    assert done.returncode == 2 and "cannot write" in done.stderr
+
+
 def test_compare_takes_two_runs_and_nothing_else(tmp_path: Path) -> None:
     for name, seed in (("before", 0), ("after", 1)):
         (tmp_path / f"{name}.json").write_text(json.dumps(run(seed)))

@@ -13,10 +13,11 @@ from typing import Any
 from ray import serve
 
 from .checkpoint import find
-from .config import SECRET, ClusterConfig, PoolConfig, load_config
+from .config import SECRET, ClusterConfig, ConfigError, PoolConfig, load_config
 from .control.control import Control
 from .control.serve import HOMES
 from .gateway.gateway import Gateway
+from .ray_cluster import AUTH_MODE
 from .router_service import RouterService
 from .worker import Worker
 
@@ -52,10 +53,16 @@ def application(args: dict[str, Any]) -> serve.Application:
     `args` is the configuration tree of `config.py`. Serve runs this on any node, so the model must
     be at the same path on all of them; whether it fits there is not checked. The cluster's secret
     is taken from the environment (`DIPTYCH_SECRET`), where it does not stand in a file that many
-    may read. Raises ConfigError.
+    may read. Raises ConfigError, also where Ray's processes ask nobody for a token and
+    `ray.auth` does not allow that.
     """
     given = {"secret": os.environ[SECRET]} if os.environ.get(SECRET) else {}
     config = load_config(None, {**args, **given})
+    if config.ray.auth == "token" and os.environ.get(AUTH_MODE, "").lower() != "token":
+        raise ConfigError(
+            f"Ray runs without {AUTH_MODE}=token: whoever reaches it can run code here; start its "
+            "nodes with a token (KubeRay: authOptions), or accept that with ray.auth: disabled"
+        )
     model = find(config)
     return build(config, model.folder, model.name)
 

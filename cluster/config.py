@@ -168,6 +168,13 @@ class ScalingSettings(Section):
     down_dwell_s: Positive = 180.0  #: for as long as this a smaller pool would have been enough
 
 
+class RaySettings(Section):
+    """Who may talk to Ray's own processes, which run whatever code they are sent."""
+
+    #: disabled: anybody who reaches one of Ray's ports runs code as this user
+    auth: Literal["token", "disabled"] = "token"
+
+
 class ControlSettings(Section):
     """Where operators talk to the cluster. Its APIs change roles and sizes of pools."""
 
@@ -191,6 +198,9 @@ class ObservabilitySettings(Section):
     """What the processes tell of themselves."""
 
     metrics_port: Annotated[int, Field(ge=0, le=65000)] = 0  #: the first free one from here; 0: any
+    #: each process's exporter listens there; None: the address that Ray knows of its node, which is
+    #: 127.0.0.1 with `diptych serve` and no `--ray-address`
+    metrics_host: str | None = None
     metrics_compat: tuple[Literal["vllm"], ...] = ()  #: others' names for the same, too
     otlp_endpoint: str | None = None  #: OTLP/HTTP: http://collector:4318; None: nothing is traced
     trace_sample: Annotated[float, Field(ge=0, le=1)] = 0.01  #: of requests without a traceparent
@@ -206,6 +216,7 @@ class ClusterConfig(Section):
     slo: SloConfig = SloConfig()
     gateway: GatewaySettings = GatewaySettings()
     control: ControlSettings = ControlSettings()
+    ray: RaySettings = RaySettings()
     scaling: ScalingSettings = ScalingSettings()
     observability: ObservabilitySettings = ObservabilitySettings()
     silence_s: Annotated[float, Field(ge=1)] = 3.0  #: a peer as silent as this is dead

@@ -22,35 +22,11 @@ from . import cores
 from .checkpoint import Checkpoint, check_memory, find
 from .config import SECRET, ClusterConfig, ConfigError, GatewaySettings
 from .control.serve import APP, HOMES
+from .ray_cluster import RayAccess, StartError, check_environment, join_ray, start_ray
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
-#: what every Ray process reads at import; see the README for what each one does
-ENVIRONMENT = {
-    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
-    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-    "RAY_AUTH_MODE": "disabled",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
-    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
-    "RAY_raylet_report_resources_period_milliseconds": "1000",
-    "RAY_gcs_pull_resource_loads_period_milliseconds": "5000",
-    "RAY_task_events_report_interval_ms": "0",
-    "RAY_enable_metrics_collection": "0",
-    "RAY_worker_niceness": "0",  # 15 by default: replicas would yield to whatever else runs here
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "passive",
-    # How often libgomp looks before it sleeps at a barrier. Its default (300,000: 3 ms and more)
-    # holds a core that another process wants; 0, as "passive" alone has it, makes a system call of
-    # every barrier. 32 small linears on two cores, two threads: 7.1 ms at 0, 3.6 at 2,000, 3.3 at
-    # 20,000 and by default. With others on both cores: 6.2, 8.2, 27, and 7.3 by default, but every
-    # tenth step 300.
-    "GOMP_SPINCOUNT": "2000",
-    "TOKENIZERS_PARALLELISM": "false",
-    "NIXL_LOG_LEVEL": "WARN",
-}
 START_S = 600.0
 CLOSE_S = 3.0  #: for gateways to tell their clients that the cluster ends
 GRPC_SERVICES = [
@@ -59,10 +35,6 @@ GRPC_SERVICES = [
 ]
 
 Say = Callable[[str], None]
-
-
-class StartError(Exception):
-    """The cluster did not come up; the message says why."""
 
 
 class Cluster:
@@ -74,14 +46,14 @@ class Cluster:
         self.config, self.checkpoint, self._address = config, checkpoint, ray_address
         self._router: DeploymentHandle | None = None
         self._temp = ""
+        #: None: Ray was started by others, or is not up yet.
+        self.ray_access: RayAccess | None = None
 
     def start(self, say: Say) -> None:
         """Starts Ray and deploys. Raises ConfigError or StartError."""
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
         if self._address:
             say(f"joining Ray at {self._address}")
-            self._join_ray()
+            join_ray(self._address, self.config.ray.auth)
         else:
             self._check_ports()
             cores.offer(self.config)
@@ -97,29 +69,11 @@ class Cluster:
         check_port(control.host, control.port, "control.port")
         check_port(control.host, control.grpc_port, "control.grpc_port")
 
-    def _join_ray(self) -> None:
-        import ray
-
-        try:
-            ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, ValueError) as error:
-            raise StartError(f"no Ray at {self._address}: {error}") from None
-
     def _start_ray(self) -> None:
-        import ray
-
         os.environ[SECRET] = self.config.secret
         self._temp = tempfile.mkdtemp(prefix="dip", dir="/tmp")  # unix socket paths must be short
-        ray.init(
-            address="local",
-            num_cpus=max(os.cpu_count() or 1, 2),
-            include_dashboard=False,
-            object_store_memory=100 << 20,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _temp_dir=self._temp,
-            _node_ip_address="127.0.0.1",
-        )
+        cpus = max(os.cpu_count() or 1, 2)
+        self.ray_access = start_ray(Path(self._temp), self.config.ray.auth, cpus)
 
     def _deploy(self, say: Say) -> None:
         from ray import serve
@@ -193,7 +147,7 @@ class Cluster:
 
     @property
     def logs(self) -> Path:
-        return Path(self._temp) / "session_latest" / "logs"
+        return Path(self._temp) / "ray" / "session_latest" / "logs"
 
     def stop(self) -> None:
         import ray
@@ -267,6 +221,7 @@ def serve_config(config: ClusterConfig, checkpoint: Checkpoint) -> dict[str, Any
 
 def prepare(config: ClusterConfig, ray_address: str | None = None) -> Cluster:
     """Checks everything that can be checked before a process starts. Raises ConfigError."""
+    check_environment(config.ray.auth)
     checkpoint = find(config)
     if ray_address is None:
         check_memory(config, checkpoint.spec)

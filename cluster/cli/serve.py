@@ -25,13 +25,22 @@ WELCOME = """
   or     curl {url}/v1/chat/completions -H 'content-type: application/json' \\
            -d '{{"messages": [{{"role": "user", "content": "What is prefill?"}}]}}'
 
+  Ray    {ray}
+
   ^C stops it
 """
+RAY_JOINED = "as before: `ray` and `serve` with the token of the cluster that was joined"
+RAY_STARTED = """ray status, serve status, after
+         {export}"""
 
 
 EXPOSED = """
   WARNING  The gateway listens on {host} and asks nobody for a key: whoever reaches it can use it.
            diptych keys add --file keys.yaml --tenant NAME, then --set gateway.api_keys_file=...
+"""
+OPEN_RAY = """
+  WARNING  Ray asks nobody for a token (ray.auth: disabled): whoever reaches one of its ports can
+           run code as this user.
 """
 
 
@@ -97,12 +106,21 @@ def serve(
 
 
 def welcome(cluster: Cluster) -> str:
-    """Where it is, and a warning if anybody may use it."""
+    """Return where the cluster is, how to use it, and what is open to anybody."""
     gateway, control = cluster.config.gateway, cluster.config.control
-    told = WELCOME.format(
+    admin = f"http{'s' if control.tls_cert else ''}://{control.host}:{control.port}"
+    ray = RAY_JOINED
+    if cluster.ray_access:
+        ray = RAY_STARTED.format(export=cluster.ray_access.export_line(admin))
+    text = WELCOME.format(
         url=cluster.url,
         grpc=f"{gateway.host}:{gateway.grpc_port}",
-        admin=f"http{'s' if control.tls_cert else ''}://{control.host}:{control.port}",
+        admin=admin,
         model=cluster.checkpoint.name,
+        ray=ray,
     )
-    return told + EXPOSED.format(host=gateway.host) if gateway.exposed else told
+    if gateway.exposed:
+        text += EXPOSED.format(host=gateway.host)
+    if cluster.config.ray.auth == "disabled":
+        text += OPEN_RAY
+    return text

@@ -26,6 +26,7 @@ from ...router.policies import POLICIES
 from ..config import LOOPBACK, ControlSettings
 from ..gateway import sse
 from ..gateway.errors import ApiError
+from . import ray_dashboard
 from .doctor import parse_size
 from .events import events
 
@@ -92,6 +93,7 @@ def build(control: Control) -> Starlette:
         Route("/admin/v1/config", face.config),
         Route("/admin/v1/doctor", face.doctor, methods=["POST"]),
         Route("/admin/v1/events", face.events),
+        *ray_dashboard.routes(),
     ]
     handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _internal}
     guard = Middleware(BaseHTTPMiddleware, dispatch=Guard(control.config.control))
@@ -113,8 +115,12 @@ class Guard:
 
     async def __call__(self, http: HttpRequest, go_on: RequestResponseEndpoint) -> Response:
         path = http.url.path
-        open_to_all = path == "/health" or path.startswith("/dashboard")
-        refusal = None if open_to_all else self.refusal(http.headers)
+        if path == "/health" or path.startswith("/dashboard"):
+            return await go_on(http)
+        if path in ray_dashboard.PATHS and ray_dashboard.ray_asks_for_token():
+            refusal = ray_dashboard.token_refusal(http.headers)
+        else:
+            refusal = self.refusal(http.headers)
         return _error(refusal) if refusal else await go_on(http)
 
     def refusal(self, headers: Any) -> ApiError | None:

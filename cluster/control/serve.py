@@ -86,12 +86,12 @@ class ServePools:
     """Asks and tells the Serve controller of this Ray cluster."""
 
     async def seen(self) -> dict[str, Seen]:
-        return view(await self._details())
+        return view(await serve_details())
 
     async def resize(self, counts: dict[str, int]) -> None:
         from ray.serve.schema import ServeDeploySchema
 
-        details = await self._details()
+        details = await serve_details()
         configs = [
             one["deployed_app_config"]
             for one in details["applications"].values()
@@ -102,8 +102,11 @@ class ServePools:
             given["target_capacity"] = details["target_capacity"]
         await _controller().apply_config.remote(ServeDeploySchema.model_validate(given))
 
-    async def _details(self) -> dict[str, Any]:
-        return await _controller().get_serve_instance_details.remote()
+
+async def serve_details() -> dict[str, Any]:
+    """Return what Serve's controller knows of its instance (its REST API's GET)."""
+    details: dict[str, Any] = await _controller().get_serve_instance_details.remote()
+    return details
 
 
 def _controller() -> Any:

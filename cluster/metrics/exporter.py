@@ -26,12 +26,17 @@ class Exporter:
     def __init__(self, settings: ObservabilitySettings, labels: dict[str, str], rows: Rows) -> None:
         self._registry = registry(Page(labels, rows, "vllm" in settings.metrics_compat))
         self._first_port = settings.metrics_port
+        self._host = settings.metrics_host
         self._server: asyncio.Server | None = None
         self.address = ""
 
-    async def start(self, host: str) -> None:
-        """Listens on the first free port from the configured one on (0: any). Raises OSError."""
+    async def start(self, node_host: str) -> None:
+        """Listens on the first free port from the configured one on (0: any). Raises OSError.
+
+        `node_host` is the address of the node, for where `observability.metrics_host` says nothing.
+        """
         first_port = self._first_port
+        host = self._host or node_host
         for port in range(first_port, first_port + (PORTS if first_port else 1)):
             try:
                 self._server = await asyncio.start_server(self._serve, host, port, limit=HEAD_MAX)

@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 from diptych.cluster.app import SECRET, application
 from diptych.cluster.config import ConfigError
+from diptych.cluster.ray_cluster import AUTH_MODE
 from diptych.engine.demo import CHECKPOINT
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 from ray.serve._private.build_app import build_app
+
+
+@pytest.fixture(autouse=True)
+def ray_asks_for_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(AUTH_MODE, "token")
 
 
 def deployments(args: dict[str, Any]) -> dict[str, Any]:
@@ -74,3 +80,16 @@ def test_a_model_that_is_too_large_for_this_machine_is_no_reason_to_refuse(
 def test_wrong_arguments_are_refused_by_name(args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         application(args)
+
+
+@pytest.mark.parametrize("mode", [None, "disabled", "tokens"])
+def test_a_ray_that_asks_nobody_for_a_token_gets_no_application(
+    monkeypatch: pytest.MonkeyPatch, mode: str | None
+) -> None:
+    if mode is None:
+        monkeypatch.delenv(AUTH_MODE)
+    else:
+        monkeypatch.setenv(AUTH_MODE, mode)
+    with pytest.raises(ConfigError, match="RAY_AUTH_MODE=token"):
+        application({})
+    assert deployments({"ray": {"auth": "disabled"}})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 from pathlib import Path
@@ -13,9 +14,16 @@ from tests.support.checkpoints import make
 from tests.support.live import BIN, free_port
 
 
-def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
+def serve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [str(BIN / "diptych"), "serve", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def refused(done: subprocess.CompletedProcess[str], *says: str) -> None:
@@ -68,6 +76,16 @@ def test_a_wrong_setting_is_named_with_its_value(tmp_path: Path) -> None:
     bad = tmp_path / "cluster.yaml"
     bad.write_text("pools: [1, 2")
     refused(serve("-c", str(bad)), "cannot read", "cluster.yaml")
+
+
+def test_an_inherited_mode_without_a_token_is_refused_unless_the_configuration_says_so() -> None:
+    open_to_all = {"RAY_AUTH_MODE": "disabled"}
+    refused(serve(**open_to_all), "RAY_AUTH_MODE=disabled", "run code", "--set ray.auth=disabled")
+    refused(serve(RAY_AUTH_MODE="tokens"), "RAY_AUTH_MODE=tokens")
+    contradicting = serve("--set", "ray.auth=disabled", RAY_AUTH_MODE="token")
+    refused(contradicting, "RAY_AUTH_MODE=token", "unset one")
+    allowed = serve("/no/such/model", "--set", "ray.auth=disabled", **open_to_all)
+    refused(allowed, "/no/such/model is not a folder")
 
 
 def test_commands_without_a_cluster_say_how_to_start_one() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tests.support.ray_token import token_environment
 
 pytestmark = pytest.mark.cluster
 
@@ -44,8 +47,13 @@ print("right")
 """
 
 
-def test_a_killed_replica_is_dead_and_a_frozen_one_is_not() -> None:
+def test_a_killed_replica_is_dead_and_a_frozen_one_is_not(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=180, check=False
+        [sys.executable, "-c", SCRIPT],
+        env=token_environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
     )
     assert done.stdout.strip().endswith("right"), done.stderr[-2000:]

@@ -14,11 +14,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from diptych.cluster.launch import ENVIRONMENT
+from diptych.cluster.ray_cluster import ENVIRONMENT
 
 from tests.deploy.test_live import ray_node, raylet
 from tests.live.test_scaling import command
 from tests.support.live import Live, eventually, free_port, running
+from tests.support.ray_token import token_environment
 from tests.support.streams import Streams
 
 pytestmark = [pytest.mark.long, pytest.mark.cluster]
@@ -28,9 +29,9 @@ pytestmark = [pytest.mark.long, pytest.mark.cluster]
 def two_nodes() -> Iterator[tuple[Live, subprocess.Popen]]:
     """A cluster served over both, and the second node's process."""
     gcs, dashboard = free_port(), free_port()
-    env = {**os.environ, **ENVIRONMENT}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dip", dir="/tmp")))
+        env = {**token_environment(folder), **ENVIRONMENT}
         head = ["--head", "--port", str(gcs), "--dashboard-port", str(dashboard)]
         head += ["--include-dashboard", "false", "--temp-dir", str(folder / "ray")]
         head += ["--num-cpus", "4"]
@@ -40,7 +41,8 @@ def two_nodes() -> Iterator[tuple[Live, subprocess.Popen]]:
         small = [f"pools.{home}.engine.kv_mib=64" for home in ("prefill", "decode")]
         flags = ["--ray-address", f"127.0.0.1:{gcs}", "--prefill", "2", "--decode", "2"]
         flags += [p for one in (*small, "kv_transfer.transport=tcp") for p in ("--set", one)]
-        yield stack.enter_context(running(folder / "serve.log", *flags)), second
+        live = stack.enter_context(running(folder / "serve.log", *flags, environment=env))
+        yield live, second
 
 
 def below(process: subprocess.Popen) -> list[int]:

@@ -100,15 +100,20 @@ class Live:
 
 
 @contextmanager
-def running(log: Path, *arguments: str) -> Iterator[Live]:
-    """Starts a cluster, waits until it is ready, stops it as ^C does."""
+def running(
+    log: Path, *arguments: str, environment: dict[str, str] | None = None
+) -> Iterator[Live]:
+    """Starts a cluster, waits until it is ready, stops it as ^C does.
+
+    `environment`: of `diptych serve`; None: this process's.
+    """
     http, grpc, admin, admin_grpc = (free_port() for _ in range(4))
     command = [str(BIN / "diptych"), "serve", *arguments]
     command += ["--port", str(http), "--grpc-port", str(grpc)]
     command += ["--set", f"control.port={admin}", "--set", f"control.grpc_port={admin_grpc}"]
     with log.open("w") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=environment
         )
     live = Live(http, grpc, admin, process, log, admin_grpc)
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import shutil
@@ -22,7 +21,7 @@ NAME, HOST = "bench", "127.0.0.1"
 READY_S = 300.0
 STREAMS_MAX = 8192
 LATE_MS = 1e6
-#: beside those of `launch.ENVIRONMENT`
+#: beside those of `ray_cluster.ENVIRONMENT`
 HAPROXY = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
@@ -59,29 +58,17 @@ def cluster(proxy: str, model: Path) -> Iterator[Cluster]:
 
     `proxy`: python or haproxy, which are Serve's; none: the gateway's own socket.
     """
-    from ...launch import ENVIRONMENT
+    from ...ray_cluster import start_ray
 
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     if proxy == "haproxy":
         ports = {"RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT"}
         os.environ.update(HAPROXY, **{name: str(free_port()) for name in ports})
-    import ray
-    from ray import serve
-
     port = free_port()
     temporary = tempfile.mkdtemp(prefix="dip", dir="/tmp")
     try:
-        ray.init(
-            address="local",
-            num_cpus=4,
-            include_dashboard=False,
-            object_store_memory=100 << 20,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _temp_dir=temporary,
-            _node_ip_address=HOST,
-        )
+        start_ray(Path(temporary), "token", cpus=4)
+        from ray import serve
+
         if proxy == "none":
             serve.start(proxy_location="Disabled")
         else:
@@ -91,6 +78,9 @@ def cluster(proxy: str, model: Path) -> Iterator[Cluster]:
         _wait(port)
         yield Cluster(port)
     finally:
+        import ray
+        from ray import serve
+
         with contextlib.suppress(Exception):
             serve.shutdown()
         ray.shutdown()

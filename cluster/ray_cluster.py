@@ -1,0 +1,239 @@
+"""Starts Ray on this machine or joins a Ray that runs, and decides who may talk to it.
+
+Whoever may call one of Ray's processes can run code in it, so each of them asks for a token
+(`RAY_AUTH_MODE=token`). `start_ray` makes a token for its one cluster, in a file that nobody but
+this user can read. `join_ray` takes the token that Ray's own variables name. Both ask the running
+cluster once without a token, and fail if it answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import grpc
+
+from .config import ConfigError
+
+AuthMode = Literal["token", "disabled"]
+
+#: What every Ray process reads at import; cluster/README.md says what each one does.
+ENVIRONMENT = {
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
+    "RAY_raylet_report_resources_period_milliseconds": "1000",
+    "RAY_gcs_pull_resource_loads_period_milliseconds": "5000",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_worker_niceness": "0",  # 15 by default: replicas would yield to whatever else runs here
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    # How often libgomp looks before it sleeps at a barrier. Its default (300,000: 3 ms and more)
+    # holds a core that another process wants; 0, as "passive" alone has it, makes a system call of
+    # every barrier. 32 small linears on two cores, two threads: 7.1 ms at 0, 3.6 at 2,000, 3.3 at
+    # 20,000 and by default. With others on both cores: 6.2, 8.2, 27, and 7.3 by default, but every
+    # tenth step 300.
+    "GOMP_SPINCOUNT": "2000",
+    "TOKENIZERS_PARALLELISM": "false",
+    "NIXL_LOG_LEVEL": "WARN",
+}
+
+AUTH_MODE = "RAY_AUTH_MODE"
+TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
+#: Other places from which Ray would take a token, all of them before `TOKEN_PATH`.
+OTHER_TOKENS = ("RAY_AUTH_TOKEN", "RAY_ENABLE_K8S_TOKEN_AUTH")
+#: Ray replaces 127.0.0.1 by the machine's own address, unless this variable says that there are no
+#: clusters here, as on Windows. Then its processes listen on 127.0.0.1 only, and the token, which
+#: travels unencrypted, does not leave the machine.
+LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
+#: Ray's GCS answers this call with an empty message, and does nothing.
+HARMLESS_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+CALL_TIMEOUT_S = 10.0
+
+
+class StartError(Exception):
+    """The cluster did not come up; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayAccess:
+    """What a terminal of this user needs for `ray` and `serve`."""
+
+    gcs_address: str  #: host:port
+    token_file: Path | None  #: None: this Ray asks nobody for a token
+
+    def export_line(self, dashboard_url: str) -> str:
+        """Return the shell command after which `ray status` and `serve status` work.
+
+        `dashboard_url` is where `serve` asks; Control answers there (control/ray_dashboard.py).
+        """
+        variables = {AUTH_MODE: "disabled"}
+        if self.token_file:
+            variables = {AUTH_MODE: "token", TOKEN_PATH: str(self.token_file)}
+        variables |= LOOPBACK_ONLY
+        variables |= {"RAY_ADDRESS": self.gcs_address, "RAY_DASHBOARD_ADDRESS": dashboard_url}
+        pairs = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+        return " ".join(["export", *pairs])
+
+
+def check_environment(auth: AuthMode) -> None:
+    """Refuse an inherited `RAY_AUTH_MODE` that contradicts the setting. Raises ConfigError."""
+    inherited = os.environ.get(AUTH_MODE, "")
+    if inherited.lower() in ("", auth):
+        return
+    if auth == "disabled":
+        raise ConfigError(
+            f"ray.auth is disabled, and the environment says {AUTH_MODE}={inherited}: unset one"
+        )
+    raise ConfigError(
+        f"{AUTH_MODE}={inherited} is set in the environment: whoever reaches one of Ray's ports "
+        f"could run code as this user; unset it, or accept that with --set ray.auth=disabled"
+    )
+
+
+def start_ray(folder: Path, auth: AuthMode, cpus: int) -> RayAccess:
+    """Start Ray on this machine, listening on loopback, with its sessions and token in `folder`.
+
+    `folder` must be this user's alone (0700), as Ray lets everybody into its own folders below it.
+    Raises ConfigError where the environment contradicts `auth`, StartError where Ray answers
+    without a token although it should not.
+    """
+    check_environment(auth)
+    _set_environment(auth)
+    os.environ |= LOOPBACK_ONLY
+    for name in OTHER_TOKENS:
+        os.environ.pop(name, None)
+    token_file = _make_token(folder) if auth == "token" else None
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=cpus,
+        include_dashboard=False,
+        object_store_memory=100 << 20,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _temp_dir=str(folder / "ray"),
+    )
+    gcs_address = ray.get_runtime_context().gcs_address
+    _check_strangers(gcs_address, auth)
+    return RayAccess(gcs_address, token_file)
+
+
+def join_ray(address: str, auth: AuthMode) -> None:
+    """Connect to the Ray cluster at `address` with the token that Ray's own variables name.
+
+    Raises ConfigError where the environment contradicts `auth`, StartError where no Ray answers,
+    the token is missing or wrong, or this Ray asks nobody for one.
+    """
+    check_environment(auth)
+    _set_environment(auth)
+    import ray
+    from ray.exceptions import AuthenticationError
+
+    try:
+        _check_before_joining(address, auth)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except AuthenticationError as error:
+        reason = str(error).split(". ")[0]  # Ray's advice behind it is for clusters of its own
+        raise StartError(f"no token for Ray at {address}: {reason}") from None
+    except (ConnectionError, ValueError) as error:
+        raise StartError(f"no Ray at {address}: {error}") from None
+
+
+def _check_before_joining(address: str, auth: AuthMode) -> None:
+    """Say in a sentence what `ray.init` says after 20 s and as many lines, or never.
+
+    Through `ray://` the GCS is not to be seen; the application's builder (app.py), which runs on
+    that cluster, refuses a Ray without a token. Raises StartError, ConnectionError, ValueError.
+    """
+    if address.startswith("ray://") or _uses_tls():
+        return
+    from ray._private.services import canonicalize_bootstrap_address_or_die
+
+    gcs_address = canonicalize_bootstrap_address_or_die(address)
+    _check_strangers(gcs_address, auth)
+    if auth == "token" and not _token_is_accepted(gcs_address):
+        raise StartError(
+            f"no token, or a wrong one, for Ray at {address}: export {TOKEN_PATH}=FILE with the "
+            "token that its nodes were started with"
+        )
+
+
+def _check_strangers(gcs_address: str, auth: AuthMode) -> None:
+    """Raises StartError where this Ray does with a caller without token what `auth` excludes."""
+    refused = refuses_strangers(gcs_address)
+    if auth == "token" and not refused:
+        raise StartError(
+            f"Ray at {gcs_address} asks nobody for a token: whoever reaches it can run code there; "
+            f"start its nodes with {AUTH_MODE}=token, or accept that with --set ray.auth=disabled"
+        )
+    if auth == "disabled" and refused:
+        raise StartError(
+            f"Ray at {gcs_address} asks for a token: leave ray.auth at token, "
+            f"and export {TOKEN_PATH}=FILE"
+        )
+
+
+def refuses_strangers(gcs_address: str) -> bool:
+    """Return whether Ray's GCS refuses a harmless call that carries no token.
+
+    With Ray's own TLS (`RAY_USE_TLS`) a stranger has no certificate, and counts as refused. Raises
+    ConnectionError where nobody answers within `CALL_TIMEOUT_S`.
+    """
+    if _uses_tls():
+        return True
+    with grpc.insecure_channel(gcs_address) as channel:
+        return _call_gcs(channel) == grpc.StatusCode.UNAUTHENTICATED
+
+
+def _token_is_accepted(gcs_address: str) -> bool:
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+
+    if not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        return False
+    with init_grpc_channel(gcs_address) as channel:  # it adds the token to each call
+        return _call_gcs(channel) != grpc.StatusCode.UNAUTHENTICATED
+
+
+def _call_gcs(channel: grpc.Channel) -> grpc.StatusCode:
+    """Return the status with which Ray's GCS answers a harmless call. Raises ConnectionError."""
+    try:
+        channel.unary_unary(HARMLESS_CALL)(b"", timeout=CALL_TIMEOUT_S)
+    except grpc.RpcError as error:
+        status: grpc.StatusCode = error.code()
+        if status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            raise ConnectionError(error.details()) from None
+        return status
+    return grpc.StatusCode.OK
+
+
+def _set_environment(auth: AuthMode) -> None:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ[AUTH_MODE] = auth
+
+
+def _make_token(folder: Path) -> Path:
+    """Write a new token to a file that only this user can read, and name it to Ray."""
+    token_file = folder / "ray_token"
+    descriptor = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))
+    os.environ[TOKEN_PATH] = str(token_file)
+    return token_file
+
+
+def _uses_tls() -> bool:
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")

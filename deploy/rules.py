@@ -14,7 +14,7 @@ from math import isnan
 from typing import Any
 
 import yaml
-from diptych.cluster.config import ConfigError, load_config
+from diptych.cluster.config import SECRET, ConfigError, load_config
 from pydantic import BaseModel, ValidationError
 
 Object = dict[str, Any]
@@ -170,12 +170,16 @@ def unknown_keys(raw: Any, model: Any, where: str = "") -> Iterator[str]:
 
 @cache
 def _deployments(import_path: str) -> frozenset[str]:
-    """Names of what the builder makes; no argument changes them."""
+    """Names of what the builder makes; no argument changes them.
+
+    Here is no Ray that could ask for a token, so the builder is told not to look for one.
+    """
     from ray._common.utils import import_attr
     from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
     from ray.serve._private.build_app import build_app
 
-    app = call_user_app_builder_with_args_if_necessary(import_attr(import_path), {})
+    arguments = {"ray": {"auth": "disabled"}}
+    app = call_user_app_builder_with_args_if_necessary(import_attr(import_path), arguments)
     return frozenset(deployment.name for deployment in build_app(app, name="check").deployments)
 
 
@@ -212,6 +216,27 @@ def placement(service: Object) -> Iterator[str]:
             yield f"a group offers {name}, which no deployment asks for"
         elif wanted[name] > offered[name]:
             yield f"replicas want {wanted[name]} of {name}, the groups offer {offered[name]}"
+
+
+def ray_token(service: Object) -> Iterator[str]:
+    """Ray asks for the token of the Secret that holds Diptych's words, unless values say otherwise.
+
+    KubeRay leaves a variable that stands in a container as it is, so `authOptions` would not count.
+    """
+    cluster = service["spec"]["rayClusterConfig"]
+    config = read(service["spec"]["serveConfigV2"])
+    wanted = config["applications"][0].get("args", {}).get("ray", {}).get("auth", "token")
+    auth = cluster.get("authOptions", {})
+    if auth.get("mode", "disabled") != wanted:
+        yield f"authOptions.mode is {auth.get('mode', 'disabled')}, ray.auth is {wanted}"
+    for name, template in templates(service).items():
+        variables = {entry["name"]: entry for entry in template["spec"]["containers"][0]["env"]}
+        for variable in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+            if variable in variables:
+                yield f"group {name}: {variable} in env wins over authOptions"
+        source = variables.get(SECRET, {}).get("valueFrom", {}).get("secretKeyRef", {})
+        if wanted == "token" and source.get("name") != auth.get("secretName"):
+            yield f"group {name}: {SECRET} is of another Secret than authOptions.secretName"
 
 
 def pods(service: Object) -> Iterator[str]:

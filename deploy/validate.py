@@ -79,7 +79,8 @@ def _rules(documents: list[dict[str, Any]]) -> list[str]:
     service = next(d for d in documents if d["kind"] == "RayService")
     found = rules.operator(service) + rules.serve(service)
     if not found:
-        found += [*rules.placement(service), *rules.pods(service), *rules.selectors(documents)]
+        found += [*rules.placement(service), *rules.pods(service), *rules.ray_token(service)]
+        found += rules.selectors(documents)
     return found
 
 

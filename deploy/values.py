@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from diptych.cluster.config import ClusterConfig
+from diptych.cluster.config import ClusterConfig, RaySettings
 from pydantic import BaseModel, ConfigDict, Field
 
 #: Fields of Diptych's configuration that are no values, and who decides instead.
 DECIDED_ELSEWHERE = {
     "ClusterConfig.secret": "the Secret named by secretName",
+    "ClusterConfig.ray": "ray.auth, as KubeRay must be told too",
     "GatewaySettings.host": "Serve's http_options",
     "GatewaySettings.http_port": "Serve's http_options",
     "GatewaySettings.grpc_port": "Serve's grpc_options",
@@ -26,6 +27,7 @@ DECIDED_ELSEWHERE = {
     "ControlSettings.key_file": "the key `admin` of the Secret named by secretName",
     "ControlSettings.tls_cert": "kubectl port-forward, or a mesh",
     "ControlSettings.tls_key": "kubectl port-forward, or a mesh",
+    "ObservabilitySettings.metrics_host": "the pods' own addresses",
     "ObservabilitySettings.metrics_port": "the pods' ports metrics-*",
     "PoolConfig.replicas": "pools.*.replicas: a change there restarts no other replica",
 }
@@ -125,6 +127,7 @@ class Chart(Values):
 
     image: Image
     secretName: Text
+    ray: RaySettings
     config: ClusterConfig
     pools: PoolSizes
     gateway: Gateway

@@ -58,15 +58,20 @@ def fleet_values(file: Path) -> dict[str, Any]:
 
 
 def with_config(values: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
-    """The chart's values with a cluster.yaml in them; its `replicas` go to the chart's `pools`."""
+    """The chart's values with a cluster.yaml in them.
+
+    Its `replicas` go to the chart's `pools`, and its `ray` beside `config`.
+    """
     pools = {name: dict(pool) for name, pool in tree.get("pools", {}).items()}
     counts = {
         name: {"replicas": pool.pop("replicas")}
         for name, pool in pools.items()
         if "replicas" in pool
     }
-    chosen = {**tree, "pools": pools} if pools else tree
-    return _merged(values, {"config": chosen, "pools": counts})
+    chosen = {name: section for name, section in tree.items() if name != "ray"}
+    if pools:
+        chosen["pools"] = pools
+    return _merged(values, {"config": chosen, "pools": counts, "ray": tree.get("ray", {})})
 
 
 def manifests(chart: Path, values: dict[str, Any], namespace: str) -> str:

@@ -20,9 +20,11 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from diptych.cluster.ray_cluster import TOKEN_PATH
 
 from deploy import render
 from tests.support.live import eventually, free_port
+from tests.support.ray_token import token_environment
 
 BIN = Path(sys.executable).parent
 DRAIN = render.ROOT / "docker/drain.sh"
@@ -44,7 +46,10 @@ class Pods:
     def deploy(self) -> None:
         """What the operator does with serveConfigV2."""
         where = f"{self.dashboard}/api/serve/applications/"
-        httpx.put(where, json=self.config, timeout=60).raise_for_status()
+        token = Path(self.env[TOKEN_PATH]).read_text()
+        headers = {"authorization": f"Bearer {token}"}
+        assert httpx.put(where, json=self.config, timeout=60).status_code == 401
+        httpx.put(where, json=self.config, headers=headers, timeout=60).raise_for_status()
 
     def workers(self) -> dict[str, int]:
         """Process ids of the workers that the gateway knows, by id; none while it is not ready."""
@@ -102,11 +107,13 @@ def pods() -> Iterator[Pods]:
     config["grpc_options"]["port"] = grpc
     config["applications"][0]["args"]["control"] = {"port": admin, "grpc_port": admin_grpc}
     switches = yaml.safe_load((render.CHART / "files/environment.yaml").read_text())
-    env = {**os.environ, **switches, "DIPTYCH_SECRET": "word", "RAY_ADDRESS": f"127.0.0.1:{gcs}"}
     slots = '{"prefill": 1, "decode": 1, "gateway": 1, "router": 1}'
     # Ray's sockets have long names, and pytest's folders too
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dip", dir="/tmp")))
+        # The operator takes the token from the Secret and gives it to each pod in the same way.
+        env = {**token_environment(folder), **switches, "DIPTYCH_SECRET": "word"}
+        env["RAY_ADDRESS"] = f"127.0.0.1:{gcs}"
         head = ("--head", "--port", gcs, "--dashboard-port", dashboard, "--num-cpus", 0)
         head += ("--temp-dir", folder / "ray")
         stack.enter_context(ray_node(env, folder / "head", *map(str, head)))

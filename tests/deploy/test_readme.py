@@ -85,7 +85,8 @@ def test_the_secret_of_the_commands_is_the_one_that_the_chart_reads() -> None:
     name = re.findall(r"generic (\S+) ", command)[0]
     literals = re.findall(r"--from-literal=(\w+)=", command)
     chart = " ".join((render.RENDERED / "cpu-kind.yaml").read_text().split())
-    assert literals == ["secret", "admin"]
+    assert literals == ["secret", "auth_token", "admin"]  # KubeRay's validation names the second
+    assert f"authOptions: mode: token secretName: {name} " in chart
     assert f"secretKeyRef: name: {name} key: secret " in chart
     assert f"secret: secretName: {name} items: [{{key: admin, path: admin}}]" in chart
     if shutil.which("kubectl") is None:

@@ -55,6 +55,8 @@ def test_helm_lints_every_fleet(path: Path) -> None:
         ({"config": {"router": {"disaggregate": "sometimes"}}}, "disaggregate"),
         ({"config": {"secret": "in the open"}}, "secret"),
         ({"config": {"gateway": {"http_port": 80}}}, "http_port"),
+        ({"config": {"ray": {"auth": "disabled"}}}, "ray"),
+        ({"ray": {"auth": "off"}}, "auth"),
         ({"config": {"pools": {"decode": {"replicas": 2}}}}, "replicas"),
         ({"groups": []}, "groups"),
         ({"image": {"digest": "latest"}}, "digest"),
@@ -124,6 +126,15 @@ def test_keys_of_clients_are_where_gateways_may_run_and_nowhere_else() -> None:
     assert validate.problems(text, FOLDER) == []
     damaged = text.replace("mountPath: /etc/diptych/keys", "mountPath: /etc/keys")
     assert any("clients' keys" in one for one in validate.problems(damaged, FOLDER))
+
+
+def test_ray_asks_for_a_token_unless_the_values_say_otherwise() -> None:
+    open_to_all = render.render({**fleet("cpu-kind"), "ray": {"auth": "disabled"}})
+    cluster = service(open_to_all)["spec"]["rayClusterConfig"]
+    assert cluster["authOptions"] == {"mode": "disabled"}
+    config = yaml.safe_load(service(open_to_all)["spec"]["serveConfigV2"])
+    assert config["applications"][0]["args"]["ray"] == {"auth": "disabled"}
+    assert validate.problems(open_to_all, FOLDER) == []
 
 
 def test_ranks_of_a_replica_share_its_bundles() -> None:

@@ -198,6 +198,21 @@ def no_secret_key(documents: Documents, rng: random.Random) -> None:
     del entry["valueFrom"]["secretKeyRef"]["key"]
 
 
+def ray_without_token(documents: Documents, rng: random.Random) -> None:
+    """Whoever reaches a pod could run code there; or the operator has another token."""
+    cluster = service(documents)["spec"]["rayClusterConfig"]
+    kind = rng.randrange(4)
+    if kind == 0:
+        del cluster["authOptions"]
+    elif kind == 1:
+        cluster["authOptions"]["mode"] = "disabled"
+    elif kind == 2:
+        cluster["authOptions"]["secretName"] = "another"
+    else:
+        variable = {"name": "RAY_AUTH_MODE", "value": "disabled"}
+        container(documents, rng)["env"].append(variable)
+
+
 def requests_above_limits(documents: Documents, rng: random.Random) -> None:
     resources = container(documents, rng)["resources"]
     key = rng.choice(sorted(resources["limits"]))
@@ -283,7 +298,7 @@ MUTATIONS = [
     *(bad_import_path, bad_argument, no_home, misnamed_slot, bad_volume, no_secret_key),
     *(requests_above_limits, bad_quantity, no_drain, long_name, replicas_out_of_bounds),
     *(start_parameter, upgrade_without_autoscaling, gated_field, wrong_account, wrong_admin_port),
-    *(wrong_metrics_port, rank_without_gpu),
+    *(wrong_metrics_port, rank_without_gpu, ray_without_token),
 ]
 
 

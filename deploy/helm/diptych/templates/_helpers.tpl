@@ -125,7 +125,7 @@ applications:
 - name: diptych
   import_path: diptych.cluster.app:application
   route_prefix: /
-  args: {{ merge (dict "control" (include "diptych.control" . | fromYaml) "gateway" (include "diptych.gateway" . | fromYaml) "observability" (dict "metrics_port" (include "diptych.metricsPort" . | int))) (include "diptych.emptyPools" . | fromYaml) .Values.config | toJson }}
+  args: {{ merge (dict "ray" .Values.ray "control" (include "diptych.control" . | fromYaml) "gateway" (include "diptych.gateway" . | fromYaml) "observability" (dict "metrics_port" (include "diptych.metricsPort" . | int))) (include "diptych.emptyPools" . | fromYaml) .Values.config | toJson }}
   deployments:
   - name: Gateway
     num_replicas: {{ .Values.gateway.replicas }}

@@ -20,6 +20,11 @@ SECRET = "DIPTYCH_SECRET"  #: environment: the cluster's secret, where no file m
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
+def host_and_port(host: str, port: int) -> str:
+    """Return `host:port` as URLs have it, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class ConfigError(Exception):
     """The configuration is wrong; the message says where and what to do."""
 
@@ -205,6 +210,13 @@ class ObservabilitySettings(Section):
     otlp_endpoint: str | None = None  #: OTLP/HTTP: http://collector:4318; None: nothing is traced
     trace_sample: Annotated[float, Field(ge=0, le=1)] = 0.01  #: of requests without a traceparent
     log: Literal["text", "json"] = "text"
+
+    @field_validator("metrics_host")
+    @classmethod
+    def _is_reachable(cls, host: str | None) -> str | None:
+        if host in ("", "0.0.0.0", "::"):
+            raise ValueError("Prometheus is told to go there: give one address of this machine")
+        return host
 
 
 class ClusterConfig(Section):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import cores
 from .checkpoint import Checkpoint, check_memory, find
-from .config import SECRET, ClusterConfig, ConfigError, GatewaySettings
+from .config import SECRET, ClusterConfig, ConfigError, GatewaySettings, host_and_port
 from .control.serve import APP, HOMES
 from .ray_cluster import RayAccess, StartError, check_environment, join_ray, start_ray
 
@@ -143,7 +143,7 @@ class Cluster:
     def url(self) -> str:
         gateway = self.config.gateway
         scheme = "https" if gateway.tls_cert else "http"
-        return f"{scheme}://{gateway.host}:{gateway.http_port}"
+        return f"{scheme}://{host_and_port(gateway.host, gateway.http_port)}"
 
     @property
     def logs(self) -> Path:

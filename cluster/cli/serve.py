@@ -107,14 +107,17 @@ def serve(
 
 def welcome(cluster: Cluster) -> str:
     """Return where the cluster is, how to use it, and what is open to anybody."""
+    from ..config import host_and_port
+
     gateway, control = cluster.config.gateway, cluster.config.control
-    admin = f"http{'s' if control.tls_cert else ''}://{control.host}:{control.port}"
+    scheme = "https" if control.tls_cert else "http"
+    admin = f"{scheme}://{host_and_port(control.host, control.port)}"
     ray = RAY_JOINED
     if cluster.ray_access:
         ray = RAY_STARTED.format(export=cluster.ray_access.export_line(admin))
     text = WELCOME.format(
         url=cluster.url,
-        grpc=f"{gateway.host}:{gateway.grpc_port}",
+        grpc=host_and_port(gateway.host, gateway.grpc_port),
         admin=admin,
         model=cluster.checkpoint.name,
         ray=ray,

@@ -1,8 +1,8 @@
-"""Answers what `serve status` asks of Ray's dashboard, for those who have Ray's token.
+"""Two routes of Ray's dashboard, with which `serve status` and `serve config` work.
 
-`diptych serve` starts no dashboard: its 11 processes take 206 MiB and 0.6 to 1.4 s of the start
-(2-core VM, `ray.init` with and without it). `serve status` and `serve config` need two of its
-routes, and only to read; on Ray clusters that `diptych serve` joins, the real dashboard has all.
+`diptych serve` starts no dashboard: the dashboard's 11 processes take 206 MiB and 0.6 to 1.4 s of
+the start (2-core VM, `ray.init` with and without the dashboard). These routes only read. The guard
+of the admin API (http.py) asks `token_refusal` before a request comes here.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from starlette.routing import Route
 
 from ..gateway.errors import ApiError
 
-VERSION = "/api/ray/version"
-APPLICATIONS = "/api/serve/applications/"
-PATHS = (VERSION, APPLICATIONS)
+VERSION_PATH = "/api/ray/version"
+APPLICATIONS_PATH = "/api/serve/applications/"
+PATHS = (VERSION_PATH, APPLICATIONS_PATH)
 TIMEOUT_S = 10.0  #: for Serve's controller to answer
 
 
 def routes() -> list[Route]:
-    return [Route(VERSION, _version), Route(APPLICATIONS, _applications)]
+    return [Route(VERSION_PATH, _version), Route(APPLICATIONS_PATH, _applications)]
 
 
 def token_refusal(headers: Any) -> ApiError | None:
@@ -32,11 +32,11 @@ def token_refusal(headers: Any) -> ApiError | None:
 
     if validate_request_token(headers.get("authorization", "")):
         return None
-    return ApiError("bad_key", "Ray's token is missing or wrong; `diptych serve` prints its file")
+    return ApiError("bad_key", "Ray's token is missing or wrong; `diptych serve` prints its path")
 
 
 def ray_asks_for_token() -> bool:
-    """Return whether the processes of this Ray cluster want a token from each other."""
+    """Return whether Ray in this process runs in token mode, as on the whole cluster."""
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
     enabled: bool = is_token_auth_enabled()
@@ -59,7 +59,7 @@ async def _version(_: Request) -> Response:
 
 
 async def _applications(_: Request) -> Response:
-    """Return the details of Serve's instance, as its controller gives them."""
+    """Return the details of the Serve instance, as its controller gives them."""
     from .serve import serve_details
 
     try:

@@ -8,7 +8,7 @@ import logging
 
 from prometheus_client.exposition import choose_encoder
 
-from ..config import ObservabilitySettings
+from ..config import ObservabilitySettings, host_and_port
 from .page import Page, Rows, registry
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Exporter:
                 if error.errno != errno.EADDRINUSE or port == first_port + PORTS - 1:
                     raise
         assert self._server
-        self.address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
+        self.address = host_and_port(host, self._server.sockets[0].getsockname()[1])
 
     def page(self, accept: str = "") -> tuple[str, bytes]:
         """Content type and text, in the format that the client prefers."""

@@ -229,6 +229,24 @@ def test_targets_are_grouped_by_part_and_without_those_that_have_none() -> None:
     assert targets("h:9", None, []) == [{"targets": ["h:9"], "labels": {"part": "control"}}]
 
 
+def test_the_exporter_listens_where_the_configuration_says() -> None:
+    async def address(host: str | None) -> str:
+        exporter = Exporter(ObservabilitySettings(metrics_host=host), BASE, list)
+        await exporter.start("127.0.0.1")
+        try:
+            async with httpx.AsyncClient(base_url=f"http://{exporter.address}") as client:
+                assert (await client.get("/metrics")).status_code == 200
+        finally:
+            exporter.close()
+        return exporter.address.rpartition(":")[0]
+
+    assert asyncio.run(address(None)) == "127.0.0.1"
+    assert asyncio.run(address("127.0.0.2")) == "127.0.0.2"
+    for wildcard in ("0.0.0.0", "::", ""):
+        with pytest.raises(ValueError, match="one address of this machine"):
+            ObservabilitySettings(metrics_host=wildcard)
+
+
 def test_the_exporter_serves_one_page_and_nothing_else() -> None:
     async def play() -> None:
         rows = [Row("queue_depth", 7)]

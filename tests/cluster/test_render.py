@@ -52,6 +52,18 @@ def test_the_cluster_file_wins_and_counts_restart_nobody(tmp_path: Path) -> None
     assert decode["num_replicas"] == 3
 
 
+def test_the_cluster_file_decides_whether_ray_asks_for_a_token(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("ray: {auth: disabled}")
+    code, said = run("-c", file)
+    spec = service(said)["spec"]
+    assert code == 0 and spec["rayClusterConfig"]["authOptions"] == {"mode": "disabled"}
+    serve = yaml.safe_load(spec["serveConfigV2"])["applications"][0]
+    assert serve["args"]["ray"] == {"auth": "disabled"}
+    file.write_text("ray:")
+    assert run("-c", file)[0] == 1
+
+
 @pytest.mark.parametrize(
     ("words", "text", "code", "told"),
     [

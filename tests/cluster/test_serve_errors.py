@@ -81,9 +81,9 @@ def test_a_wrong_setting_is_named_with_its_value(tmp_path: Path) -> None:
 def test_an_inherited_mode_without_a_token_is_refused_unless_the_configuration_says_so() -> None:
     open_to_all = {"RAY_AUTH_MODE": "disabled"}
     refused(serve(**open_to_all), "RAY_AUTH_MODE=disabled", "run code", "--set ray.auth=disabled")
-    refused(serve(RAY_AUTH_MODE="tokens"), "RAY_AUTH_MODE=tokens")
+    refused(serve(RAY_AUTH_MODE="tokens"), "RAY_AUTH_MODE=tokens", "no mode")
     contradicting = serve("--set", "ray.auth=disabled", RAY_AUTH_MODE="token")
-    refused(contradicting, "RAY_AUTH_MODE=token", "unset one")
+    refused(contradicting, "RAY_AUTH_MODE=token", "unset it")
     allowed = serve("/no/such/model", "--set", "ray.auth=disabled", **open_to_all)
     refused(allowed, "/no/such/model is not a folder")
 

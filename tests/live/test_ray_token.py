@@ -1,4 +1,4 @@
-"""Ray's own processes refuse whoever has no token: here, and where Diptych joins a Ray."""
+"""Ray's processes refuse whoever has no token: of a cluster here, and of a Ray that is joined."""
 
 from __future__ import annotations
 
@@ -8,22 +8,30 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
 import psutil
 import pytest
-from diptych.cluster.ray_cluster import AUTH_MODE, TOKEN_PATH
+from diptych.cluster.ray_cluster import AUTH_MODE, HARMLESS_CALL, TOKEN_PATH
 
 from tests.deploy.test_live import ray_node
 from tests.support.live import BIN, Live, free_port, running
-from tests.support.ray_token import call, run_code, token_environment
+from tests.support.ray_token import (
+    RAYLET_CALL,
+    WORKER_CALL,
+    call,
+    run_code,
+    token_environment,
+)
 
 pytestmark = pytest.mark.cluster
 
 WILDCARDS = ("0.0.0.0", "::")
-RAY_VARIABLES = ("RAY_", "SERVE_")
+RAY_PREFIXES = ("RAY_", "SERVE_")
+REPLICAS = 5  #: Gateway, Router, Control, one prefill and one decode worker
 
 
 def listening(live: Live) -> list[tuple[str, str, int]]:
@@ -38,6 +46,17 @@ def listening(live: Live) -> list[tuple[str, str, int]]:
     return sockets
 
 
+def reachable(host: str, port: int) -> str:
+    return f"127.0.0.1:{port}" if host in WILDCARDS else f"{host}:{port}"
+
+
+def replicas(live: Live) -> set[str]:
+    """Return the titles of the cluster's replicas."""
+    titles = {title for title, _, _ in listening(live) if title.startswith("ray::ServeReplica")}
+    assert len(titles) == REPLICAS
+    return titles
+
+
 def exported(live: Live) -> dict[str, str]:
     """Return the variables of the export line that `serve` prints."""
     lines = live.log.read_text().splitlines()
@@ -47,8 +66,8 @@ def exported(live: Live) -> dict[str, str]:
 
 
 def command(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    """Run one of Ray's commands, with none of this process's own settings of Ray."""
-    others = {k: v for k, v in os.environ.items() if not k.startswith(RAY_VARIABLES)}
+    """Run a command with `environment`, and with none of this process's own settings of Ray."""
+    others = {k: v for k, v in os.environ.items() if not k.startswith(RAY_PREFIXES)}
     return subprocess.run(
         [str(BIN / words[0]), *words[1:]],
         env={**others, **environment},
@@ -61,20 +80,29 @@ def command(environment: dict[str, str], *words: str) -> subprocess.CompletedPro
 
 def test_no_port_runs_a_strangers_code(live: Live, tmp_path: Path) -> None:
     made = tmp_path / "made"
-    statuses = {}
+    refused = set()
     for title, host, port in listening(live):
-        address = f"127.0.0.1:{port}" if host in WILDCARDS else f"{host}:{port}"
-        statuses[title, port] = run_code(address, made)
-        assert not made.exists(), f"{title} on {address} ran what a stranger sent"
-    replicas = [title for title, _ in statuses if title.startswith("ray::ServeReplica")]
-    assert len(set(replicas)) == 5
-    refused = [key for key, code in statuses.items() if code == grpc.StatusCode.UNAUTHENTICATED]
-    assert {title for title, _ in refused} >= set(replicas)
-    assert grpc.StatusCode.OK not in statuses.values()
+        status = run_code(reachable(host, port), made)
+        assert not made.exists(), f"{title} on {host}:{port} ran what a stranger sent"
+        assert status != grpc.StatusCode.OK
+        if status == grpc.StatusCode.UNAUTHENTICATED:
+            refused.add(title)
+    assert refused == replicas(live)
 
 
-def test_ray_itself_refuses_a_stranger_and_listens_on_loopback(live: Live) -> None:
-    assert call(exported(live)["RAY_ADDRESS"]) == grpc.StatusCode.UNAUTHENTICATED
+def test_ray_itself_answers_no_stranger(live: Live) -> None:
+    refused: dict[str, set[str]] = {}
+    for title, host, port in listening(live):
+        for method in (HARMLESS_CALL, RAYLET_CALL, WORKER_CALL):
+            status = call(reachable(host, port), method)
+            assert status != grpc.StatusCode.OK, f"{title} on {host}:{port} answers {method}"
+            if status == grpc.StatusCode.UNAUTHENTICATED:
+                refused.setdefault(method, set()).add(title)
+    assert len(refused[HARMLESS_CALL]) == len(refused[RAYLET_CALL]) == 1
+    assert refused[WORKER_CALL] > replicas(live), "replicas, and Serve's controller"
+
+
+def test_rays_own_processes_listen_on_loopback(live: Live) -> None:
     ray_processes = [
         (title, host)
         for title, host, _ in listening(live)
@@ -94,8 +122,8 @@ def test_the_token_and_the_sessions_are_this_users_alone(live: Live) -> None:
     assert logs and not [path for path in [live.log, *logs] if token in path.read_bytes()]
 
 
-def test_rays_commands_work_after_the_printed_line_only(live: Live) -> None:
-    variables = exported(live)
+def test_rays_commands_work_after_the_printed_line(live: Live) -> None:
+    variables = {"RAY_AUTH_TOKEN": "of another cluster", **exported(live)}
     status = command(variables, "ray", "status")
     assert "Active:" in status.stdout or "No cluster status" in status.stdout, status.stderr
     served = command(variables, "serve", "status")
@@ -126,7 +154,7 @@ def refusal(address: str, home: Path, *flags: str, **environment: str) -> str:
     return lines[0]
 
 
-def test_a_joined_ray_wants_the_token_that_it_was_started_with(tmp_path: Path) -> None:
+def test_joining_without_the_right_token_is_refused(tmp_path: Path) -> None:
     with head(token_environment(tmp_path)) as address:
         home = tmp_path / "home"
         home.mkdir()
@@ -137,24 +165,38 @@ def test_a_joined_ray_wants_the_token_that_it_was_started_with(tmp_path: Path) -
         missing = {TOKEN_PATH: str(tmp_path / "missing")}
         assert missing[TOKEN_PATH] in refusal(address, home, **missing)
         assert "asks for a token" in refusal(address, home, "--set", "ray.auth=disabled")
-        assert not (home / ".ray").exists(), "no token is made in the shared place"
+        assert not (home / ".ray").exists(), "a token was made in the shared place"
 
 
-def test_a_ray_that_asks_nobody_is_not_joined(tmp_path: Path) -> None:
+def test_a_ray_that_asks_nobody_or_is_gone_is_not_joined(tmp_path: Path) -> None:
     with head({**os.environ, AUTH_MODE: "disabled"}) as address:
         assert "asks nobody for a token" in refusal(address, tmp_path)
+        assert "asks nobody" in refusal(address, tmp_path, http_proxy="http://127.0.0.1:9")
     assert f"no Ray at {address}" in refusal(address, tmp_path)
+    assert "would start another Ray" in refusal("local", tmp_path)
+    with grpc_server() as somebody:
+        assert "UNIMPLEMENTED" in refusal(somebody, tmp_path)
+
+
+@contextmanager
+def grpc_server() -> Iterator[str]:
+    """Start a gRPC server that knows no method, and yield its address."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("0.0.0.0:0")  # Ray asks at this machine's own address
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None)
 
 
 @pytest.mark.long
 def test_without_the_token_the_same_call_runs_code_in_every_replica(tmp_path: Path) -> None:
-    """What the first test looks for is possible: it can fail."""
+    """This shows that the first test can fail."""
     with running(tmp_path / "serve.log", "--set", "ray.auth=disabled") as live:
         ran = set()
         for title, host, port in listening(live):
             made = tmp_path / f"made-{port}"
-            run_code(f"127.0.0.1:{port}" if host in WILDCARDS else f"{host}:{port}", made)
+            run_code(reachable(host, port), made)
             if made.exists():
                 ran.add(title)
-        assert len(ran) == 5
+        assert ran == replicas(live)
         assert "WARNING  Ray asks nobody for a token" in live.log.read_text()

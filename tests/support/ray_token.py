@@ -12,6 +12,9 @@ from diptych.cluster.ray_cluster import AUTH_MODE, HARMLESS_CALL, TOKEN_PATH
 from ray.serve.generated.serve_pb2 import ASGIRequest
 
 SERVE_CALL = "/ray.serve.ASGIService/HandleRequest"
+#: Calls that a raylet, and every process that runs Ray's tasks, answers and forgets.
+RAYLET_CALL = "/ray.rpc.NodeManagerService/GetSystemConfig"
+WORKER_CALL = "/ray.rpc.CoreWorkerService/NumPendingTasks"
 TIMEOUT_S = 5.0
 
 

@@ -81,9 +81,10 @@ def cluster(proxy: str, model: Path) -> Iterator[Cluster]:
         import ray
         from ray import serve
 
-        with contextlib.suppress(Exception):
-            serve.shutdown()
-        ray.shutdown()
+        if ray.is_initialized():  # else Serve would start a Ray of its own
+            with contextlib.suppress(Exception):
+                serve.shutdown()
+            ray.shutdown()
         shutil.rmtree(temporary, ignore_errors=True)
 
 

@@ -104,7 +104,7 @@ def check_environment(auth: AuthMode) -> None:
         raise ConfigError(f"{AUTH_MODE}={inherited} in the environment is no mode: unset it")
     raise ConfigError(
         f"{AUTH_MODE}={inherited} is set in the environment: whoever reaches one of Ray's ports "
-        f"could run code as this user; unset it, or accept that with --set ray.auth=disabled"
+        "could run code as this user; unset it, or accept that with --set ray.auth=disabled"
     )
 
 
@@ -247,11 +247,17 @@ def _set_environment(auth: AuthMode) -> None:
 
 
 def _make_and_export_token(folder: Path) -> Path:
-    """Write a new token to a file that only this user can read, and name the file to Ray."""
+    """Write a new token to a file that only this user can read, and name the file to Ray.
+
+    Raises StartError where the file cannot be written.
+    """
     token_file = folder / "ray_token"
-    descriptor = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_hex(32))
+    try:
+        descriptor = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+    except OSError as error:
+        raise StartError(f"cannot write Ray's token to {token_file}: {error.strerror}") from None
     os.environ[TOKEN_PATH] = str(token_file)
     return token_file
 

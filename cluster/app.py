@@ -12,14 +12,14 @@ from typing import Any
 
 from ray import serve
 
-from .checkpoint import find
 from .config import SECRET, ClusterConfig, ConfigError, PoolConfig, load_config
 from .control.control import Control
 from .control.serve import HOMES
 from .gateway.gateway import Gateway
-from .ray_cluster import AUTH_MODE
+from .launch.checkpoint import find
+from .launch.ray_cluster import AUTH_MODE
 from .router_service import RouterService
-from .worker import Worker
+from .worker.process import Worker
 
 HEALTH: dict[str, Any] = {"health_check_period_s": 1.0, "health_check_timeout_s": 5.0}
 CPUS = 0.01  #: Ray does not count cores here: the engine's threads are a setting

@@ -17,11 +17,10 @@ from ..router import Router, RouterConfig, SloClass, garbage, replay
 from ..router import events as e
 from ..router.config import CLASSES
 from ..router.decisions import Decision
-from . import logs
 from .config import ClusterConfig
-from .metrics import Exporter, RouterTally
-from .tracing import Routes, tracer_of
-from .wire import Connection, Listener
+from .telemetry import Exporter, RouterTally, logs
+from .telemetry.tracing import Routes, tracer_of
+from .wire.connection import Connection, Listener
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ class RouterService:
         self._next_call = 0
         self._asking: set[asyncio.Task] = set()
         self._loading: dict[str, tuple[str, float]] = {}
-        self._listener = Listener(self.config.secret, f.ToRouter, self._serve)
+        self._listener = Listener(self.config.secret, f.FramesToRouter, self._serve)
         self._address = await self._listener.start(node_host())
         settings = self.config.observability
         logs.configure(settings.log, "router")
@@ -81,7 +80,7 @@ class RouterService:
             await asyncio.sleep(min(max(late, TICK_MIN_S), TICK_S))
             wake = self.router.next_wake
             if wake is not None and wake <= time.monotonic():
-                self._handle(e.Tick())
+                self._handle(e.RouterTick())
 
     async def _serve(self, peer: Connection, hello: f.Hello) -> None:
         before = self._peers.get(peer.name)
@@ -107,42 +106,42 @@ class RouterService:
         self._gateways.pop(name, None)
         if self._routes:
             self._routes.gone(name)
-        self._handle(e.Lost(name) if kind == "worker" else e.GatewayLost(name))
+        self._handle(e.WorkerLost(name) if kind == "worker" else e.GatewayLost(name))
 
     def _frame(self, peer: Connection, frame: object) -> None:
         match frame:
-            case f.Place():
+            case f.PlaceAttempt():
                 if self._routes:
                     self._routes.asked(peer.name, frame)
-                self._handle(e.Asked(peer.name, frame))
-            case f.Prefilled(key):
-                self._handle(e.FirstToken(key))
-            case f.Over(key):
+                self._handle(e.PlacementRequested(peer.name, frame))
+            case f.PromptPrefilled(key):
+                self._handle(e.FirstTokenSent(key))
+            case f.AttemptOutcome(key):
                 if self._routes:
                     self._routes.answered(frame)
-                self._handle(e.Ended(key, frame))
-            case f.Outcome():
-                self._handle(e.Answered(frame))
-            case f.Report():
-                self._handle(e.Reported(peer.name, frame))
-            case f.Join(card, term, cached, held):
+                self._handle(e.AttemptEnded(key, frame))
+            case f.RequestOutcome():
+                self._handle(e.RequestEnded(frame))
+            case f.WorkerReport():
+                self._handle(e.WorkerReported(peer.name, frame))
+            case f.JoinRouter(card, term, cached, held):
                 self._loading.pop(card.id, None)
-                self._handle(e.Joined(card, term, cached, held))
-            case f.Obsolete(term):
-                self._handle(e.Outdated(term))
-            case f.Loading(worker, note, fraction):
+                self._handle(e.WorkerJoined(card, term, cached, held))
+            case f.NewerRouterSeen(term):
+                self._handle(e.NewerRouterReported(term))
+            case f.LoadingProgress(worker, note, fraction):
                 self._loading[worker] = (note, fraction)
-            case f.Inspect(call, request) if request:
+            case f.InspectProcess(call, request) if request:
                 found = [decision.told() for decision in self.router.decisions.find(request)]
-                peer.send(f.Statistics(call, {"decisions": found}))
-            case f.Inspect(call, latest=latest) if latest:
+                peer.send(f.CallReply(call, {"decisions": found}))
+            case f.InspectProcess(call, latest_decisions=latest) if latest:
                 recent = [decision.told() for decision in self.router.decisions.latest(latest)]
-                peer.send(f.Statistics(call, {"decisions": recent}))
-            case f.Inspect(call):
+                peer.send(f.CallReply(call, {"decisions": recent}))
+            case f.InspectProcess(call):
                 task = asyncio.get_running_loop().create_task(self._inspected(peer, call))
                 self._asking.add(task)
                 task.add_done_callback(self._asking.discard)
-            case f.Statistics(call, values) if call in self._calls:
+            case f.CallReply(call, values) if call in self._calls:
                 self._calls.pop(call).set_result(values)
 
     async def _inspected(self, peer: Connection, call: int) -> None:
@@ -158,16 +157,16 @@ class RouterService:
             "metrics": self._metrics.address,
             "gateways": [one.result() for one in asked if one.done()],
         }
-        peer.send(f.Statistics(call, values))
+        peer.send(f.CallReply(call, values))
 
     async def close_gateways(self) -> None:
         """Before the cluster is stopped: clients are told, instead of being cut off."""
-        asked = [self._ask(self._peers[name], f.Closing) for name in self._gateways]
+        asked = [self._ask(self._peers[name], f.CloseGateway) for name in self._gateways]
         if asked:
             await asyncio.wait(asked, timeout=GATEWAY_S)
 
     def _ask(
-        self, gateway: Connection, frame: Callable[[int], object] = f.Inspect
+        self, gateway: Connection, frame: Callable[[int], object] = f.InspectProcess
     ) -> asyncio.Future[dict]:
         self._next_call += 1
         call = self._next_call
@@ -176,17 +175,17 @@ class RouterService:
         asyncio.get_running_loop().call_later(GATEWAY_S, self._calls.pop, call, None)
         return future
 
-    def _handle(self, event: e.Event) -> None:
+    def _handle(self, event: e.RouterEvent) -> None:
         if self._log:
             self._log.write(self.router, event, time.monotonic())
         for action in self._tally.handle(event, time.monotonic()):
             match action:
-                case f.Deliver(name, frame):
+                case f.DeliverFrame(name, frame):
                     if self._routes:
                         self._routes.answered(frame)
                     if name in self._peers:
                         self._peers[name].send(frame)
-                case e.Disconnect(worker):
+                case e.DisconnectWorker(worker):
                     self._peers[worker].abort()
                 case e.StepDown(term):
                     log.warning(
@@ -222,7 +221,7 @@ class EventLog:
         self._file: BinaryIO | None = None
         self._rests_until = -math.inf
 
-    def write(self, router: Router, event: e.Event, now: float) -> None:
+    def write(self, router: Router, event: e.RouterEvent, now: float) -> None:
         line = replay.encode(event, now)
         if line is None or now < self._rests_until:
             return

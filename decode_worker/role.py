@@ -16,19 +16,27 @@ import msgspec
 
 from ..engine import commands
 from ..engine.prefixes import Prefixes
-from ..engine.sequence import Filled, Output, Sequence, tokens_of
+from ..engine.sequence import BlocksFilled, Sequence, SequenceOutput, tokens_frame
 from ..kv_transfer import commands as transfer
 from ..kv_transfer import tickets
-from ..kv_transfer.identity import ticket_id
-from ..kv_transfer.messages import Handover
-from ..protos.frames import HANDOVER, Abort, Decode, Deliver, Failed, Key, Moved
+from ..kv_transfer.identity import ticket_id_of
+from ..kv_transfer.messages import FirstTokens
+from ..protos.frames import (
+    HANDOVER,
+    AttemptFailed,
+    AttemptKey,
+    CancelAttempt,
+    DeliverFrame,
+    PromptArrived,
+    StartDecode,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Over:
     """The job is gone: nothing of it is left on this worker."""
 
-    key: Key
+    key: AttemptKey
 
 
 @dataclass(slots=True)
@@ -53,7 +61,7 @@ class DecodeRole:
     def submit(
         self,
         gateway: str,
-        frame: Decode,
+        frame: StartDecode,
         hashes: list[bytes],
         tiers: bool = False,
         deadline: float = 0.0,
@@ -62,33 +70,39 @@ class DecodeRole:
 
         `deadline`: by the clock that all of this worker's have, lower ones are computed first.
         """
-        if ticket_id(frame.key) in self.jobs:
+        if ticket_id_of(frame.attempt_key) in self.jobs:
             return []
-        prompt = len(frame.ids) - frame.given
-        seq = Sequence(frame.key, frame.ids, prompt, frame.sampling, hashes, deadline=deadline)
-        local, answers = frame.prefill is None, set(range(frame.sampling.n))
-        job = Job(gateway, seq, frame.prefill, "RUNNING" if local else "RESERVING", answers)
-        self.jobs[ticket_id(frame.key)] = job
-        return self.prefixes.begin(seq, frame.fetch, tiers) if local else [commands.Reserve(seq)]
+        prompt = len(frame.token_ids) - frame.resumed_tokens
+        seq = Sequence(
+            frame.attempt_key, frame.token_ids, prompt, frame.sampling, hashes, deadline_s=deadline
+        )
+        local, answers = frame.prefill_worker is None, set(range(frame.sampling.n))
+        job = Job(gateway, seq, frame.prefill_worker, "RUNNING" if local else "RESERVING", answers)
+        self.jobs[ticket_id_of(frame.attempt_key)] = job
+        return (
+            self.prefixes.begin(seq, frame.prefix_holder, tiers)
+            if local
+            else [commands.ReserveBlocks(seq)]
+        )
 
     def handle(self, event: object) -> list:
         if self.prefixes.owns(event):
             return self.prefixes.handle(event)
         match event:
-            case Output():
+            case SequenceOutput():
                 return self._output(event)
-            case Filled():
+            case BlocksFilled():
                 return []  # it was a prefill worker when it asked
-            case commands.Reserved(key, blocks, held):
-                return self._reserved(ticket_id(key), blocks, held)
-            case transfer.Arrived():
+            case commands.BlocksReserved(key, blocks, held):
+                return self._reserved(ticket_id_of(key), blocks, held)
+            case transfer.BlocksArrived():
                 return self._arrived(event)
-            case tickets.Broken(ticket, reason):
+            case tickets.TransferFailed(ticket, reason):
                 return self._broken(ticket, reason)
-            case tickets.Freed(ticket):
+            case tickets.BlocksFreed(ticket):
                 return self._end(ticket)
-            case Abort(key):
-                return self._abort(ticket_id(key))
+            case CancelAttempt(key):
+                return self._abort(ticket_id_of(key))
         raise AssertionError(event)
 
     def hand_over(self) -> list:
@@ -96,7 +110,7 @@ class DecodeRole:
         actions: list = []
         for ticket, job in list(self.jobs.items()):
             if not job.aborted and job.state != "DRAINING":
-                failed = self._fail(job.gateway, job.seq.key, HANDOVER)
+                failed = self._fail(job.gateway, job.seq.attempt_key, HANDOVER)
                 actions += [failed, *self._abort(ticket, HANDOVER)]
         return actions
 
@@ -104,54 +118,58 @@ class DecodeRole:
         mine = [ticket for ticket, job in self.jobs.items() if job.gateway == gateway]
         return [action for ticket in mine for action in self._abort(ticket)]
 
-    def _fail(self, gateway: str, key: Key, reason: str) -> Deliver:
-        return Deliver(gateway, Failed(key, self.name, reason))
+    def _fail(self, gateway: str, key: AttemptKey, reason: str) -> DeliverFrame:
+        return DeliverFrame(gateway, AttemptFailed(key, self.name, reason))
 
     def _reserved(self, ticket: str, blocks: list[int] | None, held: int) -> list:
         job = self.jobs[ticket]
         if blocks is None:
-            failed = [] if job.aborted else [self._fail(job.gateway, job.seq.key, "no_capacity")]
+            failed = (
+                [] if job.aborted else [self._fail(job.gateway, job.seq.attempt_key, "no_capacity")]
+            )
             return failed + self._end(ticket)
         if job.aborted:
             return self._end(ticket)
         job.state = "RECEIVING"
         assert job.prefill is not None
         known = held * self.block_tokens
-        return [transfer.Receive(ticket, job.prefill, blocks, len(job.seq.ids), known)]
+        return [transfer.OfferBlocks(ticket, job.prefill, blocks, len(job.seq.token_ids), known)]
 
-    def _arrived(self, arrived: transfer.Arrived) -> list:
-        job = self.jobs[arrived.xid]
+    def _arrived(self, arrived: transfer.BlocksArrived) -> list:
+        job = self.jobs[arrived.ticket_id]
         if job.aborted:
-            return self._end(arrived.xid)
+            return self._end(arrived.ticket_id)
         job.state = "RUNNING"
-        given = msgspec.msgpack.decode(arrived.meta, type=Handover)
-        job.seq.ids.append(given.firsts[0].id)
-        job.open.difference_update(given.ended)
-        others = [(index, given.firsts[index].id) for index in sorted(job.open - {0})]
+        given = msgspec.msgpack.decode(arrived.meta, type=FirstTokens)
+        job.seq.token_ids.append(given.tokens[0].id)
+        job.open.difference_update(given.ended_answers)
+        others = [(index, given.tokens[index].id) for index in sorted(job.open - {0})]
         times = arrived.busy_s * 1e3, arrived.exposed_s * 1e3
-        moved = Moved(job.seq.key, arrived.tokens, *times)
-        ended, waited = 0 in given.ended, arrived.exposed_s
-        commit = commands.Commit(job.seq, tuple(others), ended, waited)
-        return [commit, Deliver(job.gateway, moved)]
+        moved = PromptArrived(job.seq.attempt_key, arrived.tokens, *times)
+        ended, waited = 0 in given.ended_answers, arrived.exposed_s
+        commit = commands.CommitBlocks(job.seq, tuple(others), ended, waited)
+        return [commit, DeliverFrame(job.gateway, moved)]
 
     def _broken(self, ticket: str, reason: str) -> list:
         job = self.jobs[ticket]
         job.state = "DRAINING"
         if job.aborted or reason == "finished":
             return []
-        return [self._fail(job.gateway, job.seq.key, f"kv_{reason}")]
+        return [self._fail(job.gateway, job.seq.attempt_key, f"kv_{reason}")]
 
-    def _output(self, output: Output) -> list:
-        job = self.jobs.get(ticket_id(output.key))
+    def _output(self, output: SequenceOutput) -> list:
+        job = self.jobs.get(ticket_id_of(output.attempt_key))
         if job is None:
             return []
         if output.error is not None:
-            failed = Failed(output.key, self.name, output.error, final=output.refused)
-            return [Deliver(job.gateway, failed), *self._end(ticket_id(output.key))]
-        emit = [tokens_of(job.gateway, output)] if output.token or output.prompt else []
-        if output.finish:
-            job.open.discard(output.index)
-        return emit if job.open else emit + self._end(ticket_id(output.key))
+            failed = AttemptFailed(
+                output.attempt_key, self.name, output.error, final=output.request_at_fault
+            )
+            return [DeliverFrame(job.gateway, failed), *self._end(ticket_id_of(output.attempt_key))]
+        emit = [tokens_frame(job.gateway, output)] if output.token or output.prompt_logprobs else []
+        if output.finish_reason:
+            job.open.discard(output.answer_index)
+        return emit if job.open else emit + self._end(ticket_id_of(output.attempt_key))
 
     def _abort(self, ticket: str, reason: str = "aborted") -> list:
         job = self.jobs.get(ticket)
@@ -159,10 +177,10 @@ class DecodeRole:
             return []
         job.aborted = True
         if job.state == "RECEIVING":
-            return [transfer.Cancel(ticket, reason)]
+            return [transfer.CancelTransfer(ticket, reason)]
         return self._end(ticket) if job.state == "RUNNING" else []
 
     def _end(self, ticket: str) -> list:
         job = self.jobs.pop(ticket)
-        forget = self.prefixes.forget(job.seq.key)
-        return [*forget, commands.Drop(job.seq.key), Over(job.seq.key)]
+        forget = self.prefixes.forget(job.seq.attempt_key)
+        return [*forget, commands.ReleaseSequence(job.seq.attempt_key), Over(job.seq.attempt_key)]

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 from diptych.cluster.cli.render import RELEASE, manifests
-from diptych.cluster.ray_cluster import ENVIRONMENT
+from diptych.cluster.launch.ray_cluster import ENVIRONMENT
 
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT.parent))

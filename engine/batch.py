@@ -44,11 +44,11 @@ def build(plan: Plan, block_tokens: int) -> Batch:
     pieces: list[Piece] = []
     for index, (seq, count) in enumerate(sequences):
         drafts = seq.drafts if index >= len(plan.prefill) else []
-        start, end = seq.computed, seq.computed + count + len(drafts)
+        start, end = seq.computed_tokens, seq.computed_tokens + count + len(drafts)
         table = seq.blocks[: -(-end // block_tokens)]
         alone = index >= len(plan.prefill) and not drafts
         pieces.append(Piece(len(ids), end - start, start, table, alone))
-        ids += seq.ids[start : start + count]
+        ids += seq.token_ids[start : start + count]
         ids += drafts
         positions += range(start, end)
         if end - start == 1:

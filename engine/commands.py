@@ -4,132 +4,132 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..protos.frames import Key
+from ..protos.frames import AttemptKey
 from .sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
+class AddSequence:
     """Prefill the sequence here, then decode it (or hold its blocks: `stop_after_first`)."""
 
-    seq: Sequence
+    sequence: Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Reserve:
+class ReserveBlocks:
     """Reserve blocks for a sequence whose KV is going to arrive; answered by `Reserved`."""
 
-    seq: Sequence
+    sequence: Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class CommitBlocks:
     """The reserved blocks hold the KV of all ids but the last: decode as soon as there is a place.
 
     `others`: (index, first id) of further answers to the same prompt. `ended`: the first answer
     ended with its first id. `waited`: seconds since that was sent.
     """
 
-    seq: Sequence
-    others: tuple[tuple[int, int], ...] = ()
-    ended: bool = False
-    waited: float = 0.0
+    sequence: Sequence
+    other_answers: tuple[tuple[int, int], ...] = ()
+    first_answer_ended: bool = False
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class ReleaseSequence:
     """The sequence is over: end it if it lives, give back whatever blocks it has."""
 
-    key: Key
+    attempt_key: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
-class Reserved:
+class BlocksReserved:
     """`blocks` is None when the pool is too full, or preempted sequences wait for theirs.
 
     The first `held` of them hold the prompt's KV already.
     """
 
-    key: Key
+    attempt_key: AttemptKey
     blocks: list[int] | None
-    held: int = 0
+    held_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StagePrefix:
     """Blocks for a prefix whose KV may come from elsewhere; answered by `Staged`.
 
     `wanted`: of its blocks, how many a peer is said to hold. `pin`: no more than what is here. No
     hashes: blocks whose content nobody ever looks for.
     """
 
-    key: Key
+    attempt_key: AttemptKey
     hashes: list[bytes]
-    wanted: int = 0
-    pin: bool = False
+    peer_blocks: int = 0
+    pin_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class PrefixStaged:
     """`held` of the blocks hold the prefix already; the tiers are said to hold the `below` next.
 
     No blocks: nothing is to be had from elsewhere, or the pool is too full.
     """
 
-    key: Key
+    attempt_key: AttemptKey
     blocks: list[int]
-    held: int = 0
-    below: int = 0
+    held_blocks: int = 0
+    tier_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Adopt:
+class CachePrefix:
     """The first `count` staged blocks hold the prefix: cache them, give the others back."""
 
-    key: Key
-    count: int
+    attempt_key: AttemptKey
+    block_count: int
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadBlocks:
     """For the tiers: copy this content into these blocks; answered by `Loaded`."""
 
-    key: Key
-    held: int
+    attempt_key: AttemptKey
+    held_blocks: int
     hashes: list[bytes]
     blocks: list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class BlocksLoaded:
     """The first `count` staged blocks hold the prefix now, those that did before included."""
 
-    key: Key
-    count: int
+    attempt_key: AttemptKey
+    block_count: int
 
 
 @dataclass(frozen=True, slots=True)
-class Demote:
+class DemoteBlocks:
     """Told when the pool runs low: (block, content) that the tiers may copy; they are pinned."""
 
     blocks: list[tuple[int, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
-class Demoted:
+class BlockDemoted:
     """A pinned block was copied (`kept`) or not: it may be evicted."""
 
     block: int
-    kept: bool
+    copied: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Observe:
+class ObserveEngine:
     """Asks for what changed since the last time; answered by `Observed`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class EngineObservation:
     """`hashes`: every prefix that is held now; `stored`, `evicted`: since the last `Observed`."""
 
     hashes: list[bytes]
@@ -137,10 +137,10 @@ class Observed:
     evicted: list[bytes]
     free_blocks: int
     prefill_tokens: int
-    prefill_seconds: float
+    prefill_s: float
     decode_steps: int = 0  #: steps without prefill, since the start, like the next one
-    decode_seconds: float = 0.0
-    running: int = 0  #: sequences that decode
+    decode_s: float = 0.0
+    running_sequences: int = 0  #: sequences that decode
     kv_tokens: int = 0  #: that they read in a step
-    preempted: int = 0  #: sequences that wait for blocks to go on
+    preempted_sequences: int = 0  #: sequences that wait for blocks to go on
     step_s: float = 0.0  #: a step with prefill beside decode is planned to take so long; 0: any

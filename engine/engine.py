@@ -18,10 +18,10 @@ import torch
 
 from ..kv_transfer.gauges import Histogram
 from ..kv_transfer.slices import piece_count
-from ..protos.frames import Key, Token
+from ..protos.frames import AttemptKey, Token
 from .batch import Batch, build
 from .blocks import BlockPool
-from .commands import Stage, Staged
+from .commands import PrefixStaged, StagePrefix
 from .drafts import NGrams
 from .exactness import is_exact
 from .gpu.pipeline import Pipeline
@@ -29,8 +29,8 @@ from .grammar import Grammars
 from .memory import available_memory, check_memory
 from .model import ModelConfig, part_of, start_model
 from .sampler import SLICE, Fault, sample, score
-from .scheduler import Limits, Scheduler
-from .sequence import Filled, Output, Sequence
+from .scheduler import Scheduler, SchedulerLimits
+from .sequence import BlocksFilled, Sequence, SequenceOutput
 from .sizing import context_limit, kv_layout
 from .spec import fingerprint, read_spec
 
@@ -54,7 +54,7 @@ class EngineConfig:
     kv_bytes: int = 256 << 20
     max_model_len: int | None = None  #: default: the model's, or what the pool holds
     threads: int = 1
-    limits: Limits = field(default_factory=Limits)
+    limits: SchedulerLimits = field(default_factory=SchedulerLimits)
     kernels: str = "auto"  #: auto | avx512 | torch
     tensor_parallel: int = 1  #: processes that share the model; `kv_bytes` are of each
     cores: tuple[int, ...] = ()  #: that the thread which steps is bound to; none: any
@@ -100,7 +100,7 @@ class Engine:
         self.compatibility = layout.compatibility(known, ranks)
         self.pieces = piece_count(layout, ranks)
         self._pipeline = self._device_steps()
-        self.announce: Callable[[list[Filled]], None] = lambda _: None  #: called in mid-step
+        self.announce: Callable[[list[BlocksFilled]], None] = lambda _: None  #: called in mid-step
         #: how many leading blocks of these contents the tiers hold; set by whoever has tiers
         self.below: Callable[[list[bytes]], int] = nothing_below
         self.steps = self.drafted = self.accepted = 0
@@ -123,7 +123,10 @@ class Engine:
 
     def add(self, seq: Sequence) -> None:
         """Prefills `seq`, then decodes it (or holds its blocks, if it stops after the first)."""
-        assert 0 < seq.prompt <= len(seq.ids) < self.max_model_len, (seq.prompt, len(seq.ids))
+        assert 0 < seq.prompt_tokens <= len(seq.token_ids) < self.max_model_len, (
+            seq.prompt_tokens,
+            len(seq.token_ids),
+        )
         self.scheduler.add(seq)
 
     def reserve(self, seq: Sequence) -> list[int] | None:
@@ -143,7 +146,7 @@ class Engine:
         """
         self.scheduler.commit(seq, waited)
         for one, (_, first) in zip(self._fork(seq, [i for i, _ in others]), others, strict=True):
-            one.waited = waited
+            one.waited_s = waited
             self.scheduler.sampled(one, first)
         if ended:
             self.scheduler.end(seq)
@@ -153,24 +156,24 @@ class Engine:
         if seq.sampling.n == 1:
             return []
         if seq.stop_after_first:
-            return [seq.sibling(index) for index in indices]
+            return [seq.fork(index) for index in indices]
         siblings = self.scheduler.fork(seq, indices)
-        whole, partial = divmod(seq.prompt, self.config.limits.block_tokens)
+        whole, partial = divmod(seq.prompt_tokens, self.config.limits.block_tokens)
         for one in siblings:
             if partial and one.blocks:
                 self._model.copy(seq.blocks[whole], one.blocks[whole])
         return siblings
 
-    def stage(self, command: Stage) -> Staged:
+    def stage(self, command: StagePrefix) -> PrefixStaged:
         """Blocks for a prefix of which the pool, the tiers below or a peer may hold a part."""
         self._settled()
         known = self.scheduler.pool.known(command.hashes)
-        below = 0 if command.pin else self.below(command.hashes[known:])
-        count = 0 if command.pin else max(known + below, command.wanted)
-        if command.pin or count > known:
-            self.scheduler.stage(command.key, command.hashes, count)
-        blocks, _ = self.scheduler.staged.get(command.key, ([], []))
-        return Staged(command.key, blocks, known, below)
+        below = 0 if command.pin_only else self.below(command.hashes[known:])
+        count = 0 if command.pin_only else max(known + below, command.peer_blocks)
+        if command.pin_only or count > known:
+            self.scheduler.stage(command.attempt_key, command.hashes, count)
+        blocks, _ = self.scheduler.staged.get(command.attempt_key, ([], []))
+        return PrefixStaged(command.attempt_key, blocks, known, below)
 
     def demote(self) -> list[tuple[int, bytes]]:
         """Cached blocks that the tiers shall copy before they are evicted: the pool runs low."""
@@ -178,13 +181,13 @@ class Engine:
         low = self.below is not nothing_below and pool.free < pool.total // DEMOTE_BELOW
         return pool.demote(min(DEMOTING, pool.total // 16 + 1)) if low else []
 
-    def drop(self, key: Key) -> None:
+    def drop(self, key: AttemptKey) -> None:
         """Ends a sequence wherever it is; its blocks are free before the next step."""
         self.scheduler.remove(key)
 
     # ---- stepping ----------------------------------------------------------------------------
 
-    def step(self) -> list[Output]:
+    def step(self) -> list[SequenceOutput]:
         """Runs one step over all live sequences; [] when there is nothing to do."""
         began = time.perf_counter()
         if self._pipeline and (told := self._pipeline.step()) is not None:
@@ -199,7 +202,7 @@ class Engine:
         batch = build(plan, self.config.limits.block_tokens)
         hidden = self._model.hidden(batch.ids, batch.meta, self._stream(plan.prefill))
         prompts = {
-            seq.key: self._prompt_logprobs(seq, count, hidden, piece.row)
+            seq.attempt_key: self._prompt_logprobs(seq, count, hidden, piece.row)
             for (seq, count), piece in zip(batch.sequences, batch.meta.pieces, strict=True)
             if seq.sampling.prompt_logprobs is not None
         }
@@ -229,7 +232,7 @@ class Engine:
         if self._pipeline:
             self._pipeline.wait()
 
-    def _steady(self, outputs: list[Output], began: float) -> list[Output]:
+    def _steady(self, outputs: list[SequenceOutput], began: float) -> list[SequenceOutput]:
         """Accounts for a decode step of the pipeline."""
         assert self._pipeline
         seconds = time.perf_counter() - began
@@ -249,10 +252,10 @@ class Engine:
                 continue
             first, whole, last = self.scheduler.fills(seq, count)
             if first < whole:
-                known.append(Filled(seq.key, first, seq.blocks[first:whole]))
+                known.append(BlocksFilled(seq.attempt_key, first, seq.blocks[first:whole]))
             if whole < last:
-                coming.append((seq.key, whole, seq.blocks[whole:last]))
-            seq.filled = last
+                coming.append((seq.attempt_key, whole, seq.blocks[whole:last]))
+            seq.filled_blocks = last
         if known:
             self.announce(known)
         if not coming:
@@ -262,7 +265,7 @@ class Engine:
         def after(layer: int) -> None:
             piece, inner = divmod(layer + 1, size)
             if not inner:
-                self.announce([Filled(*blocks, piece - 1) for blocks in coming])
+                self.announce([BlocksFilled(*blocks, piece - 1) for blocks in coming])
 
         return after
 
@@ -272,11 +275,14 @@ class Engine:
         if not limits.draft_tokens or len(running) > limits.draft_below:
             return
         for seq in running:
-            left = min(seq.sampling.max_tokens - seq.generated, self.max_model_len - len(seq.ids))
+            left = min(
+                seq.sampling.max_tokens - seq.generated_tokens,
+                self.max_model_len - len(seq.token_ids),
+            )
             most = min(limits.draft_tokens, left - 1)
             if most > 0:
                 seq.ngrams = seq.ngrams or NGrams()
-                seq.drafts = seq.ngrams.propose(seq.ids, most)
+                seq.drafts = seq.ngrams.propose(seq.token_ids, most)
 
     def _prompt_logprobs(
         self, seq: Sequence, count: int, hidden: torch.Tensor, row: int
@@ -284,31 +290,33 @@ class Engine:
         """Logprobs of the ids behind `count` rows of `hidden` from `row` on, if not told yet."""
         asked = seq.sampling.prompt_logprobs
         assert asked is not None
-        first = max(seq.computed, seq.told - 1)
-        end = min(seq.computed + count, seq.prompt - 1)
+        first = max(seq.computed_tokens, seq.prompt_logprobs_sent - 1)
+        end = min(seq.computed_tokens + count, seq.prompt_tokens - 1)
         tokens: list[Token | Fault] = []
         for start in range(first, end, SLICE):  # float32 logits of all rows would be gigabytes
             stop = min(start + SLICE, end)
-            rows = torch.arange(start, stop) + row - seq.computed
+            rows = torch.arange(start, stop) + row - seq.computed_tokens
             logits = self._model.logits(hidden, rows)
-            tokens += score(logits, seq.ids[start + 1 : stop + 1], asked, start + 1)
+            tokens += score(logits, seq.token_ids[start + 1 : stop + 1], asked, start + 1)
         return tokens
 
     def _book(
-        self, batch: Batch, logits: torch.Tensor, prompts: dict[Key, list[Token | Fault]]
-    ) -> list[Output]:
+        self, batch: Batch, logits: torch.Tensor, prompts: dict[AttemptKey, list[Token | Fault]]
+    ) -> list[SequenceOutput]:
         """Moves every sequence on by its rows, and those whose ids are all computed by a token.
 
         Then by another one for each draft that is what the row before it gave.
         """
-        outputs: list[Output | None] = []
+        outputs: list[SequenceOutput | None] = []
         live: list[tuple[Sequence, int]] = []
         for (seq, count), at in zip(batch.sequences, batch.at, strict=True):
             if self.scheduler.computed(seq, count):
-                more = self._fork(seq, list(range(1, seq.sampling.n))) if seq.more else []
+                more = (
+                    self._fork(seq, list(range(1, seq.sampling.n))) if seq.further_answers else []
+                )
                 live += [(one, at) for one in (seq, *more)]
             else:
-                outputs.append(self._output(seq, None, prompts.get(seq.key, [])))
+                outputs.append(self._output(seq, None, prompts.get(seq.attempt_key, [])))
         depth = 0
         while live:
             rows = [at + depth for _, at in live]
@@ -316,7 +324,7 @@ class Engine:
             tokens = sample(wanted, [seq for seq, _ in live], self._grammars)
             right = []
             for (seq, at), token in zip(live, tokens, strict=True):
-                output = self._output(seq, token, [] if depth else prompts.get(seq.key, []))
+                output = self._output(seq, token, [] if depth else prompts.get(seq.attempt_key, []))
                 outputs.append(output)
                 if self._guessed(seq, depth, output):
                     self.scheduler.computed(seq, 1)
@@ -324,14 +332,14 @@ class Engine:
             live, depth = right, depth + 1
         return [output for output in outputs if output]
 
-    def _guessed(self, seq: Sequence, depth: int, output: Output | None) -> bool:
+    def _guessed(self, seq: Sequence, depth: int, output: SequenceOutput | None) -> bool:
         """The token of row `depth` is the draft behind it, so the next row counts as well."""
         if not seq.drafts or output is None or output.token is None:
             return False
         right = depth < len(seq.drafts) and output.token.id == seq.drafts[depth]
         self.drafted += depth < len(seq.drafts)
         self.accepted += right
-        if right and output.finish is None:
+        if right and output.finish_reason is None:
             return True
         assert isinstance(seq.ngrams, NGrams)
         seq.ngrams.verified(len(seq.drafts), depth + right)
@@ -340,21 +348,34 @@ class Engine:
 
     def _output(
         self, seq: Sequence, token: Token | Fault | None, scored: list[Token | Fault]
-    ) -> Output | None:
+    ) -> SequenceOutput | None:
         prompt = [one for one in scored if isinstance(one, Token)]
         if isinstance(token, Fault) or len(prompt) < len(scored):
             faults = [one for one in (*scored, token) if isinstance(one, Fault)]
             if seq.name in self.scheduler.live:
                 self.scheduler.fail(seq, faults[0].damage)
             reason, refused = faults[0].reason, not faults[0].damage
-            return Output(seq.key, error=reason, index=seq.index, refused=refused)
-        prompt = [] if seq.index else prompt  # each is told once, with the first answer
-        seq.told += len(prompt)
+            return SequenceOutput(
+                seq.attempt_key,
+                error=reason,
+                answer_index=seq.answer_index,
+                request_at_fault=refused,
+            )
+        prompt = [] if seq.answer_index else prompt  # each is told once, with the first answer
+        seq.prompt_logprobs_sent += len(prompt)
         if token is None:
-            return Output(seq.key, prompt=prompt) if prompt else None
-        offset = seq.generated
+            return SequenceOutput(seq.attempt_key, prompt_logprobs=prompt) if prompt else None
+        offset = seq.generated_tokens
         finish = self.scheduler.sampled(seq, token.id)
-        return Output(seq.key, offset, token, finish, seq.hit, prompt, index=seq.index)
+        return SequenceOutput(
+            seq.attempt_key,
+            offset,
+            token,
+            finish,
+            seq.hit_tokens,
+            prompt,
+            answer_index=seq.answer_index,
+        )
 
     def statistics(self) -> dict:
         """A snapshot. Any thread."""

@@ -14,17 +14,17 @@ import time
 from collections.abc import Callable
 
 from .commands import (
-    Add,
-    Adopt,
-    Commit,
-    Demote,
-    Demoted,
-    Drop,
-    Observe,
-    Observed,
-    Reserve,
-    Reserved,
-    Stage,
+    AddSequence,
+    BlockDemoted,
+    BlocksReserved,
+    CachePrefix,
+    CommitBlocks,
+    DemoteBlocks,
+    EngineObservation,
+    ObserveEngine,
+    ReleaseSequence,
+    ReserveBlocks,
+    StagePrefix,
 )
 from .engine import Engine
 
@@ -68,7 +68,7 @@ class EngineThread:
                     self._deliver(outputs)
                 leaving = self.engine.demote()
                 if leaving:
-                    self._deliver([Demote(leaving)])
+                    self._deliver([DemoteBlocks(leaving)])
         except Exception:
             log.exception("the engine thread ended")
             raise
@@ -91,10 +91,10 @@ class EngineThread:
             self._deliver(answers)
         return True
 
-    def _observed(self) -> Observed:
+    def _observed(self) -> EngineObservation:
         engine, scheduler = self.engine, self.engine.scheduler
         stored, evicted = scheduler.pool.drain_events()
-        return Observed(
+        return EngineObservation(
             scheduler.pool.hashes(),
             stored,
             evicted,
@@ -104,28 +104,30 @@ class EngineThread:
             engine.decode_steps,
             engine.decode_seconds,
             len(scheduler.running),
-            sum(len(seq.ids) for seq in scheduler.running),
-            sum(seq.resumed for seq in scheduler.waiting),
+            sum(len(seq.token_ids) for seq in scheduler.running),
+            sum(seq.was_preempted for seq in scheduler.waiting),
             scheduler.step_s,
         )
 
     def _command(self, command: object, queued_s: float) -> object | None:
         match command:
-            case Add(seq):
+            case AddSequence(seq):
                 self.engine.add(seq)
-            case Reserve(seq):
-                return Reserved(seq.key, self.engine.reserve(seq), seq.sealed)
-            case Commit(seq, others, ended, waited):
+            case ReserveBlocks(seq):
+                return BlocksReserved(
+                    seq.attempt_key, self.engine.reserve(seq), seq.published_blocks
+                )
+            case CommitBlocks(seq, others, ended, waited):
                 self.engine.commit(seq, others, ended, waited + queued_s)
-            case Drop(key):
+            case ReleaseSequence(key):
                 self.engine.drop(key)
-            case Stage():
+            case StagePrefix():
                 return self.engine.stage(command)
-            case Adopt(key, count):
+            case CachePrefix(key, count):
                 self.engine.scheduler.adopt(key, count)
-            case Demoted(block, kept):
+            case BlockDemoted(block, kept):
                 self.engine.scheduler.pool.demoted(block, kept)
-            case Observe():
+            case ObserveEngine():
                 return self._observed()
             case _:
                 raise AssertionError(command)

@@ -17,9 +17,17 @@ from dataclasses import dataclass
 
 from ..kv_transfer import commands as transfer
 from ..kv_transfer import tickets
-from ..kv_transfer.identity import ticket_id
-from ..protos.frames import Key
-from .commands import Add, Adopt, Drop, Load, Loaded, Stage, Staged
+from ..kv_transfer.identity import ticket_id_of
+from ..protos.frames import AttemptKey
+from .commands import (
+    AddSequence,
+    BlocksLoaded,
+    CachePrefix,
+    LoadBlocks,
+    PrefixStaged,
+    ReleaseSequence,
+    StagePrefix,
+)
 from .sequence import Sequence
 
 FETCH, SERVE = "\x1e", "\x1f"  #: end the request id of a prefix's key; no client's id does
@@ -43,7 +51,7 @@ class Probed:
     `peer_pool_full`: no blocks were to be had.
     """
 
-    key: Key
+    key: AttemptKey
     tokens: int
     busy_s: float = 0.0
     reason: str = ""
@@ -53,7 +61,7 @@ class Probed:
 class Probing:
     """A probe that is under way."""
 
-    key: Key
+    key: AttemptKey
     peer: str
     tokens: int
     reason: str = ""  #: why it is over before its blocks are free, if it is
@@ -67,102 +75,107 @@ class Prefixes:
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
-        self.coming: dict[Key, Coming] = {}
-        self.probing: dict[Key, Probing] = {}
-        self.serving: dict[Key, str] = {}  #: key of pinned blocks -> the peer that asked
+        self.coming: dict[AttemptKey, Coming] = {}
+        self.probing: dict[AttemptKey, Probing] = {}
+        self.serving: dict[AttemptKey, str] = {}  #: key of pinned blocks -> the peer that asked
 
     def begin(self, seq: Sequence, peer: str | None, tiers: bool) -> list:
         """`peer`: who may hold more of the prefix; `tiers`: there are some below this pool."""
-        hashes = seq.hashes[: seq.readable // self.block_tokens]
+        hashes = seq.block_hashes[: seq.cacheable_tokens // self.block_tokens]
         if not hashes or not (peer or tiers):
-            return [Add(seq)]
-        key = _key(seq.key, FETCH)
+            return [AddSequence(seq)]
+        key = _key(seq.attempt_key, FETCH)
         self.coming[key] = Coming(seq, hashes, peer)
-        return [Stage(key, hashes, len(hashes) if peer else 0)]
+        return [StagePrefix(key, hashes, len(hashes) if peer else 0)]
 
-    def probe(self, key: Key, peer: str, tokens: int) -> list:
+    def probe(self, key: AttemptKey, peer: str, tokens: int) -> list:
         """Moves `tokens` tokens' worth of blocks here from `peer`: whole blocks of either pool."""
         blocks = tokens // self.block_tokens
         self.probing[_key(key, FETCH)] = Probing(key, peer, tokens)
-        return [Stage(_key(key, FETCH), [], blocks)]
+        return [StagePrefix(_key(key, FETCH), [], blocks)]
 
-    def forget(self, key: Key, reason: str = "aborted") -> list:
+    def forget(self, key: AttemptKey, reason: str = "aborted") -> list:
         """Nobody wants this request, or probe, any more."""
         probing = self.probing.get(_key(key, FETCH))
         if probing is not None and not probing.reason:
             probing.reason = reason
-            cancel = transfer.Cancel(ticket_id(_key(key, FETCH)), reason)
+            cancel = transfer.CancelTransfer(ticket_id_of(_key(key, FETCH)), reason)
             return [cancel, Probed(key, 0, reason=reason)]
         coming = self.coming.get(_key(key, FETCH))
         if coming is None:
             return []
         coming.seq = None
-        return [transfer.Cancel(ticket_id(_key(key, FETCH)), "aborted")]
+        return [transfer.CancelTransfer(ticket_id_of(_key(key, FETCH)), "aborted")]
 
-    def knows(self, key: Key) -> bool:
+    def knows(self, key: AttemptKey) -> bool:
         """Whether somebody here answers for what is staged under this key."""
         served = (key[0][: -len(SERVE)], key[1])
         return key in self.coming or key in self.probing or served in self.serving
 
     def owns(self, event: object) -> bool:
         match event:
-            case tickets.Wanted() | Staged() | Loaded():
+            case tickets.PrefixRequested() | PrefixStaged() | BlocksLoaded():
                 return True
-            case transfer.Arrived() | tickets.Broken() | tickets.Freed() | tickets.Closed():
-                return event.xid.rpartition("#")[0][-1:] in (FETCH, SERVE)
+            case (
+                transfer.BlocksArrived()
+                | tickets.TransferFailed()
+                | tickets.BlocksFreed()
+                | tickets.PushEnded()
+            ):
+                return event.ticket_id.rpartition("#")[0][-1:] in (FETCH, SERVE)
         return False
 
     def handle(self, event: object) -> list:
         match event:
-            case tickets.Wanted(xid, peer, hashes):
-                key = _key_of(xid)
+            case tickets.PrefixRequested(ticket_id, peer, hashes):
+                key = _key_of(ticket_id)
                 self.serving[key] = peer
                 if hashes[0].startswith(PROBE) and len(hashes[0]) == len(_mark(0)):
                     blocks = int.from_bytes(hashes[0][len(PROBE) :]) // self.block_tokens
-                    return [Stage(_key(key, SERVE), [], blocks)]
-                return [Stage(_key(key, SERVE), list(hashes), 0, pin=True)]
-            case Staged(key) if key[0].endswith(SERVE):
+                    return [StagePrefix(_key(key, SERVE), [], blocks)]
+                return [StagePrefix(_key(key, SERVE), list(hashes), 0, pin_only=True)]
+            case PrefixStaged(key) if key[0].endswith(SERVE):
                 return self._serve((key[0][: -len(SERVE)], key[1]), event)
-            case Staged(key) if key in self.probing:
+            case PrefixStaged(key) if key in self.probing:
                 return self._probe_staged(key, self.probing[key], event.blocks)
-            case Staged(key):
+            case PrefixStaged(key):
                 return self._staged(key, event)
-            case Loaded(key, count):
+            case BlocksLoaded(key, count):
                 return self._done(key, count)
-            case transfer.Arrived(xid, _, tokens, busy_s):
-                if (key := _key_of(xid)) in self.probing:
+            case transfer.BlocksArrived(ticket_id, _, tokens, busy_s):
+                if (key := _key_of(ticket_id)) in self.probing:
                     return self._probe_over(key, tokens, busy_s)
                 return self._done(key, tokens // self.block_tokens)
-            case tickets.Broken(xid, reason):
-                return self._broken(_key_of(xid), reason)
-            case tickets.Freed(xid):
-                if (key := _key_of(xid)) in self.probing:
+            case tickets.TransferFailed(ticket_id, reason):
+                return self._broken(_key_of(ticket_id), reason)
+            case tickets.BlocksFreed(ticket_id):
+                if (key := _key_of(ticket_id)) in self.probing:
                     return self._probe_over(key, 0)
                 self.coming.pop(key)
-                return [Drop(key)]
-            case tickets.Closed(xid):
-                key = _key_of(xid)
+                return [ReleaseSequence(key)]
+            case tickets.PushEnded(ticket_id):
+                key = _key_of(ticket_id)
                 self.serving.pop(key, None)
-                return [Drop(_key(key, SERVE))]
+                return [ReleaseSequence(_key(key, SERVE))]
         raise AssertionError(event)
 
-    def _staged(self, key: Key, staged: Staged) -> list:
-        coming, blocks, held = self.coming[key], staged.blocks, staged.held
+    def _staged(self, key: AttemptKey, staged: PrefixStaged) -> list:
+        coming, blocks, held = self.coming[key], staged.blocks, staged.held_blocks
         if coming.seq is None or not blocks:
             return self._done(key, 0)
-        if coming.peer is None or held + staged.below >= len(blocks):
-            hashes = coming.hashes[held : held + staged.below]
-            return [Load(key, held, hashes, blocks[held : held + staged.below])]
+        if coming.peer is None or held + staged.tier_blocks >= len(blocks):
+            hashes = coming.hashes[held : held + staged.tier_blocks]
+            return [LoadBlocks(key, held, hashes, blocks[held : held + staged.tier_blocks])]
         tokens, known = len(blocks) * self.block_tokens, held * self.block_tokens
         asked = tuple(coming.hashes)
-        return [transfer.Receive(ticket_id(key), coming.peer, blocks, tokens, known, asked)]
+        return [transfer.OfferBlocks(ticket_id_of(key), coming.peer, blocks, tokens, known, asked)]
 
-    def _done(self, key: Key, count: int) -> list:
+    def _done(self, key: AttemptKey, count: int) -> list:
         """The first `count` staged blocks hold the prefix."""
         coming = self.coming.pop(key)
-        return [Adopt(key, count), *([Add(coming.seq)] if coming.seq else [])]
+        return [CachePrefix(key, count), *([AddSequence(coming.seq)] if coming.seq else [])]
 
-    def _broken(self, key: Key, reason: str) -> list:
+    def _broken(self, key: AttemptKey, reason: str) -> list:
         probing = self.probing.get(key)
         if probing is not None:
             told, probing.reason = probing.reason, reason
@@ -171,27 +184,34 @@ class Prefixes:
             return [] if told else [Probed(probing.key, 0, reason=reason)]
         coming = self.coming[key]
         seq, coming.seq = coming.seq, None
-        return [Add(seq)] if seq else []
+        return [AddSequence(seq)] if seq else []
 
-    def _probe_staged(self, key: Key, probing: Probing, blocks: list[int]) -> list:
+    def _probe_staged(self, key: AttemptKey, probing: Probing, blocks: list[int]) -> list:
         if probing.reason or not blocks:
             return self._probe_over(key, 0, reason="pool_full")
         mark = (_mark(probing.tokens),)
-        return [transfer.Receive(ticket_id(key), probing.peer, blocks, probing.tokens, 0, mark)]
+        return [
+            transfer.OfferBlocks(ticket_id_of(key), probing.peer, blocks, probing.tokens, 0, mark)
+        ]
 
-    def _probe_over(self, key: Key, tokens: int, busy_s: float = 0.0, reason: str = "") -> list:
+    def _probe_over(
+        self, key: AttemptKey, tokens: int, busy_s: float = 0.0, reason: str = ""
+    ) -> list:
         """Its blocks are free; told already if there is a reason."""
         probing = self.probing.pop(key)
         told = bool(probing.reason)
-        return [Drop(key), *([] if told else [Probed(probing.key, tokens, busy_s, reason)])]
+        return [
+            ReleaseSequence(key),
+            *([] if told else [Probed(probing.key, tokens, busy_s, reason)]),
+        ]
 
-    def _serve(self, key: Key, staged: Staged) -> list:
-        peer, xid = self.serving[key], ticket_id(key)
+    def _serve(self, key: AttemptKey, staged: PrefixStaged) -> list:
+        peer, ticket_id = self.serving[key], ticket_id_of(key)
         tokens = len(staged.blocks) * self.block_tokens
-        expect = transfer.Expect(xid, peer, tokens)
+        expect = transfer.ExpectOffer(ticket_id, peer, tokens)
         if not staged.blocks:
-            return [expect, transfer.Cancel(xid, "not_held")]
-        return [expect, transfer.Push(xid, 0, staged.blocks), transfer.Finish(xid, b"")]
+            return [expect, transfer.CancelTransfer(ticket_id, "not_held")]
+        return [expect, transfer.PushBlocks(ticket_id, 0, staged.blocks), transfer.FinishPush(ticket_id, b"")]
 
 
 def _mark(tokens: int) -> bytes:
@@ -199,10 +219,10 @@ def _mark(tokens: int) -> bytes:
     return PROBE + tokens.to_bytes(4)
 
 
-def _key(key: Key, end: str) -> Key:
+def _key(key: AttemptKey, end: str) -> AttemptKey:
     return key[0] + end, key[1]
 
 
-def _key_of(xid: str) -> Key:
-    request, _, attempt = xid.rpartition("#")
+def _key_of(ticket_id: str) -> AttemptKey:
+    request, _, attempt = ticket_id.rpartition("#")
     return request, int(attempt)

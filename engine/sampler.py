@@ -70,7 +70,7 @@ def sample(
     for row, seq, peak, largest in zip(wide, sequences, peaks, best.tolist(), strict=True):
         sampling = seq.sampling
         if not math.isfinite(peak):
-            results.append(_damage(peak, len(seq.ids)))
+            results.append(_damage(peak, len(seq.token_ids)))
             continue
         try:
             chosen = largest if _plain(seq) else _choose(row, seq, grammars)
@@ -78,11 +78,11 @@ def sample(
             results.append(Fault(str(error)))
             continue
         except Exception:  # of one request's parameters: no end of the thread and all streams
-            log.exception("sampling for %s", seq.key[0])
+            log.exception("sampling for %s", seq.attempt_key[0])
             results.append(Fault("no token could be sampled: the worker's log says why"))
             continue
         if chosen is None:
-            results.append(Fault(f"no token is possible at position {len(seq.ids)}"))
+            results.append(Fault(f"no token is possible at position {len(seq.token_ids)}"))
         elif sampling.logprobs is None:
             results.append(Token(chosen))
         else:
@@ -119,7 +119,7 @@ def _plain(seq: Sequence) -> bool:
         s.temperature == 0
         and s.repetition_penalty == 1
         and not (s.presence_penalty or s.frequency_penalty or s.logit_bias)
-        and seq.generated >= s.min_tokens
+        and seq.generated_tokens >= s.min_tokens
         and s.grammar is None
     )
 
@@ -135,22 +135,22 @@ def _choose(row: np.ndarray, seq: Sequence, grammars: Grammars | None) -> int | 
     if not np.isfinite(row[chosen]):
         raise InvalidRequest("repetition_penalty: logits overflow, use a larger one")
     if sampling.temperature != 0:
-        chosen = _draw(row.astype(np.float64) / sampling.temperature, sampling, len(seq.ids))
+        chosen = _draw(row.astype(np.float64) / sampling.temperature, sampling, len(seq.token_ids))
     if memory.matcher and chosen not in sampling.stop_ids:
         memory.matcher.feed([chosen])
-        seq.complete = memory.matcher.complete
+        seq.grammar_complete = memory.matcher.complete
     return chosen
 
 
 def _memory(seq: Sequence, grammars: Grammars | None) -> Memory:
     """The sequence's memory; its matcher has seen every generated id. Raises InvalidRequest."""
-    memory = seq.memory = seq.memory or Memory()
+    memory = seq.sampler_state = seq.sampler_state or Memory()
     if seq.sampling.grammar is not None:
         if memory.matcher is None:
             assert grammars is not None
             memory.matcher = grammars.matcher(seq.sampling.grammar, seq.sampling.stop_ids)
-        if memory.matcher.fed < seq.generated:
-            memory.matcher.feed(seq.ids[seq.prompt + memory.matcher.fed :])
+        if memory.matcher.fed < seq.generated_tokens:
+            memory.matcher.feed(seq.token_ids[seq.prompt_tokens + memory.matcher.fed :])
     return memory
 
 
@@ -158,10 +158,10 @@ def _counts(seq: Sequence, memory: Memory, vocab: int) -> tuple[np.ndarray, np.n
     """`seen` and `counts`, up to the last id."""
     if memory.seen is None or memory.counts is None:
         memory.seen, memory.counts = np.zeros(vocab, bool), np.zeros(vocab, np.int32)
-    fresh = np.array(seq.ids[memory.known :], np.int64)
+    fresh = np.array(seq.token_ids[memory.known :], np.int64)
     memory.seen[fresh] = True
-    np.add.at(memory.counts, fresh[max(0, seq.prompt - memory.known) :], 1)
-    memory.known = len(seq.ids)
+    np.add.at(memory.counts, fresh[max(0, seq.prompt_tokens - memory.known) :], 1)
+    memory.known = len(seq.token_ids)
     return memory.seen, memory.counts
 
 
@@ -180,7 +180,7 @@ def _adjusted(row: np.ndarray, seq: Sequence, memory: Memory) -> np.ndarray:
         if not 0 <= index < len(row):
             raise InvalidRequest(f"logit_bias: {index} is none of the model's {len(row)} ids")
         row[index] += np.float32(bias)
-    if seq.generated < s.min_tokens:
+    if seq.generated_tokens < s.min_tokens:
         row[[stop for stop in s.stop_ids if 0 <= stop < len(row)]] = -np.inf
     if memory.matcher:
         row[~memory.matcher.allowed] = -np.inf

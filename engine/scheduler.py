@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from ..kv_transfer.identity import FRONT_BLOCKS, block_hashes, hashes_of, looked_up
-from ..protos.frames import Key
+from ..protos.frames import AttemptKey
 from .blocks import BlockPool
 from .pacing import StepCost
-from .sequence import Line, Sequence
+from .sequence import Sequence, SequenceQueue
 
-AGE = attrgetter("arrival")
-RANK = attrgetter("rank")
+AGE = attrgetter("arrival_number")
+RANK = attrgetter("prefill_order")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SchedulerLimits:
     block_tokens: int = 64
     max_step_tokens: int = 512  #: prefill tokens of one step
     max_running: int = 128  #: sequences that decode together
@@ -60,16 +60,20 @@ class Scheduler:
     `salt`: the parent of a first block's content hash, as for the hashes that sequences bring.
     """
 
-    def __init__(self, pool: BlockPool, limits: Limits, salt: bytes = b"") -> None:
+    def __init__(self, pool: BlockPool, limits: SchedulerLimits, salt: bytes = b"") -> None:
         self.pool, self.limits, self.salt = pool, limits, salt
         self.cost = StepCost()  #: fed by whoever runs the steps
-        self.live: dict[tuple[Key, int], Sequence] = {}  #: by name, until they end
-        self.waiting = Line(RANK)  #: no blocks yet, or no longer
-        self.filling = Line(RANK)  #: have blocks, KV of their ids not complete
-        self.ready = Line(AGE)  #: committed, wait for a place among those that run
-        self.running = Line(AGE)
-        self.held: dict[Key, list[int]] = {}  #: blocks of a transfer to come or under way, by key
-        self.staged: dict[Key, tuple[list[int], list[bytes]]] = {}  #: (blocks, what they will hold)
+        self.live: dict[tuple[AttemptKey, int], Sequence] = {}  #: by name, until they end
+        self.waiting = SequenceQueue(RANK)  #: no blocks yet, or no longer
+        self.filling = SequenceQueue(RANK)  #: have blocks, KV of their ids not complete
+        self.ready = SequenceQueue(AGE)  #: committed, wait for a place among those that run
+        self.running = SequenceQueue(AGE)
+        self.held: dict[
+            AttemptKey, list[int]
+        ] = {}  #: blocks of a transfer to come or under way, by key
+        self.staged: dict[
+            AttemptKey, tuple[list[int], list[bytes]]
+        ] = {}  #: (blocks, what they will hold)
         self.kept = math.ceil(pool.total * limits.watermark)  #: for growth, at most
         self.preemptions = 0
         self._arrivals = itertools.count(1)
@@ -85,10 +89,10 @@ class Scheduler:
         has them.
         """
         if seq.stop_after_first:
-            return self.blocks_for(len(seq.ids))
-        left = seq.sampling.max_tokens - seq.generated
-        own = self.blocks_for(len(seq.ids) + min(left, self.limits.growth_tokens))
-        more = seq.more * (own - seq.prompt // self.limits.block_tokens)
+            return self.blocks_for(len(seq.token_ids))
+        left = seq.sampling.max_tokens - seq.generated_tokens
+        own = self.blocks_for(len(seq.token_ids) + min(left, self.limits.growth_tokens))
+        more = seq.further_answers * (own - seq.prompt_tokens // self.limits.block_tokens)
         return max(own, min(own + more, self.pool.total))
 
     @property
@@ -111,16 +115,16 @@ class Scheduler:
         They are not while a preempted sequence waits for its blocks. The first `seq.sealed` ones
         hold KV already: the prefix is known here.
         """
-        if self.waiting and self.waiting[0].resumed:
+        if self.waiting and self.waiting[0].was_preempted:
             return None
-        found = self._match(seq, len(seq.ids) // self.limits.block_tokens)
+        found = self._match(seq, len(seq.token_ids) // self.limits.block_tokens)
         fresh = self.pool.allocate(self.needs(seq) - len(found), self._leaves(seq))
         if fresh is None:
             self.pool.release(found)
             return None
         self._enlist(seq)
-        self.held[seq.key] = seq.blocks = found + fresh
-        seq.sealed = len(found)
+        self.held[seq.attempt_key] = seq.blocks = found + fresh
+        seq.published_blocks = len(found)
         return seq.blocks
 
     def commit(self, seq: Sequence, waited: float = 0.0) -> None:
@@ -128,9 +132,9 @@ class Scheduler:
 
         `waited`: seconds since the client got the last id.
         """
-        del self.held[seq.key]
-        seq.waited = waited
-        seq.computed = len(seq.ids) - 1
+        del self.held[seq.attempt_key]
+        seq.waited_s = waited
+        seq.computed_tokens = len(seq.token_ids) - 1
         self._seal(seq)
         self.ready.enter(seq)
 
@@ -140,18 +144,18 @@ class Scheduler:
         They share the prompt's full blocks; the KV in the one behind is for the caller to copy.
         Those that a small pool has no blocks for wait like preempted ones, without any.
         """
-        whole = seq.prompt // self.limits.block_tokens
+        whole = seq.prompt_tokens // self.limits.block_tokens
         extra = max((len(seq.blocks) - whole) // seq.sampling.n, 1)
         spare, siblings = seq.blocks[whole + extra :], []
         seq.blocks = seq.blocks[: whole + extra]
         for index in indices:
-            one = seq.sibling(index)
+            one = seq.fork(index)
             own, spare = spare[:extra], spare[extra:]
             if own:
                 one.blocks = self.pool.share(seq.blocks[:whole]) + own
-                one.computed, one.sealed = one.prompt, whole
+                one.computed_tokens, one.published_blocks = one.prompt_tokens, whole
             else:
-                one.resumed = True
+                one.was_preempted = True
             self._enlist(one)
             siblings.append(one)
         self.pool.release(spare)
@@ -160,11 +164,11 @@ class Scheduler:
     def _enlist(self, seq: Sequence) -> None:
         assert seq.name not in self.live, seq.name
         self.live[seq.name] = seq
-        seq.arrival = next(self._arrivals)
+        seq.arrival_number = next(self._arrivals)
 
     # ---- prefixes from elsewhere -------------------------------------------------------------
 
-    def stage(self, key: Key, hashes: list[bytes], count: int) -> int:
+    def stage(self, key: AttemptKey, hashes: list[bytes], count: int) -> int:
         """Reserves blocks for the first `count` of `hashes`; returns how many are known.
 
         They are in `staged` if something is to come, or, with a `count` of 0, if any is known.
@@ -172,7 +176,7 @@ class Scheduler:
         found = self.pool.match(hashes)
         fresh: list[int] | None = []
         if count:
-            starved = self.waiting and self.waiting[0].resumed
+            starved = self.waiting and self.waiting[0].was_preempted
             more = count - len(found)
             fresh = None if starved or more <= 0 else self.pool.allocate(more, self.kept)
         blocks = found + fresh if fresh is not None else []
@@ -182,7 +186,7 @@ class Scheduler:
             self.pool.release(found)
         return len(found)
 
-    def adopt(self, key: Key, count: int) -> None:
+    def adopt(self, key: AttemptKey, count: int) -> None:
         """The first `count` staged blocks hold what they were meant for."""
         blocks, hashes = self.staged.pop(key, ([], []))
         for index, (block, content) in enumerate(zip(blocks[:count], hashes, strict=False)):
@@ -191,7 +195,7 @@ class Scheduler:
 
     # ---- leaving -----------------------------------------------------------------------------
 
-    def remove(self, key: Key) -> None:
+    def remove(self, key: AttemptKey) -> None:
         """Drops a request's sequences and blocks, held and staged ones too, if it is not gone."""
         if key in self.staged:
             self.adopt(key, 0)
@@ -201,10 +205,10 @@ class Scheduler:
     def end(self, seq: Sequence) -> None:
         """One answer is over; others to its prompt go on."""
         del self.live[seq.name]
-        if seq.index == 0:
-            self.held.pop(seq.key, None)
-        if seq.line is not None:
-            seq.line.leave(seq)
+        if seq.answer_index == 0:
+            self.held.pop(seq.attempt_key, None)
+        if seq.queue is not None:
+            seq.queue.leave(seq)
         self.pool.release(seq.blocks)
 
     # ---- stepping ----------------------------------------------------------------------------
@@ -231,18 +235,20 @@ class Scheduler:
         budget, block = self.limits.max_step_tokens, self.limits.block_tokens
         seconds, mean = self._seconds(plan.decode, rows, joined)
         for seq in self.filling:
-            room = self.cost.room(seconds, seq.computed, budget)
+            room = self.cost.room(seconds, seq.computed_tokens, budget)
             due = self._starved + 1 >= self.limits.prefill_every or not self.cost.knows_prefill
-            if not plan.prefill and (due or self.cost.room(mean, seq.computed, block) == block):
+            if not plan.prefill and (
+                due or self.cost.room(mean, seq.computed_tokens, block) == block
+            ):
                 room = max(room, block)
-            count = min(len(seq.ids) - seq.computed, room)
-            if seq.computed + count < len(seq.ids):
-                count -= (seq.computed + count) % self.limits.block_tokens
+            count = min(len(seq.token_ids) - seq.computed_tokens, room)
+            if seq.computed_tokens + count < len(seq.token_ids):
+                count -= (seq.computed_tokens + count) % self.limits.block_tokens
             if count <= 0:
                 break
             plan.prefill.append((seq, count))
             budget -= count
-            seconds -= self.cost.prefill_s(count, seq.computed)
+            seconds -= self.cost.prefill_s(count, seq.computed_tokens)
         self._starved = self._starved + 1 if self.filling and not plan.prefill else 0
         return plan if plan or not self.ready else self.plan()
 
@@ -254,7 +260,7 @@ class Scheduler:
         while self.waiting and self._places():
             seq = self.waiting[0]
             needs = self.needs(seq)
-            whole = seq.readable // self.limits.block_tokens
+            whole = seq.cacheable_tokens // self.limits.block_tokens
             if needs - whole > self.pool.available:
                 return  # not even if all of its prefix is known and in use
             found = self._match(seq, whole)
@@ -263,10 +269,10 @@ class Scheduler:
                 self.pool.release(found)
                 return
             seq.blocks = found + fresh
-            seq.computed = len(found) * self.limits.block_tokens
-            seq.sealed = len(found)
-            if not seq.resumed:
-                seq.hit = seq.computed
+            seq.computed_tokens = len(found) * self.limits.block_tokens
+            seq.published_blocks = len(found)
+            if not seq.was_preempted:
+                seq.hit_tokens = seq.computed_tokens
             self.waiting.leave(seq)
             self.filling.enter(seq)
 
@@ -282,10 +288,10 @@ class Scheduler:
             return max(self.kept, self.pool.total - int(self.pool.total * self.limits.held_share))
         growth = 0
         for one in itertools.chain(self.running, self.ready, self.filling, held):
-            if seq.resumed and one.arrival > seq.arrival:
+            if seq.was_preempted and one.arrival_number > seq.arrival_number:
                 continue
             answer = 0 if one.stop_after_first else one.sampling.max_tokens
-            growth += max(0, self.blocks_for(one.prompt + answer) - len(one.blocks))
+            growth += max(0, self.blocks_for(one.prompt_tokens + answer) - len(one.blocks))
             if growth >= self.kept:
                 return self.kept
         return growth
@@ -301,8 +307,8 @@ class Scheduler:
         budget = self.limits.itl_budget_s
         if budget is None or not rows:
             return math.inf, math.inf
-        waited = max((seq.waited for seq in joined if 0 < seq.waited < budget), default=0.0)
-        keys = sum(seq.computed + 1 + len(seq.drafts) for seq in decode)
+        waited = max((seq.waited_s for seq in joined if 0 < seq.waited_s < budget), default=0.0)
+        keys = sum(seq.computed_tokens + 1 + len(seq.drafts) for seq in decode)
         decode_s = self.cost.decode_s(rows, keys)
         return (budget - waited) / self.cost.upper - decode_s, budget - waited - decode_s
 
@@ -312,7 +318,7 @@ class Scheduler:
         `drafts` are more rows, verified in the same step; nobody is preempted for them: they are
         cut instead.
         """
-        while (missing := self.blocks_for(seq.computed + 1 + drafts) - len(seq.blocks)) > 0:
+        while (missing := self.blocks_for(seq.computed_tokens + 1 + drafts) - len(seq.blocks)) > 0:
             fresh = self.pool.allocate(missing)
             if fresh:
                 seq.blocks += fresh
@@ -332,20 +338,20 @@ class Scheduler:
         return max((self.running[-1], *self.ready[-1:], *movable), key=AGE)
 
     def _preempt(self, seq: Sequence) -> None:
-        assert seq.line is not None, seq
-        seq.line.leave(seq)
+        assert seq.queue is not None, seq
+        seq.queue.leave(seq)
         self.pool.release(seq.blocks)
-        seq.blocks, seq.computed, seq.sealed = [], 0, 0
+        seq.blocks, seq.computed_tokens, seq.published_blocks = [], 0, 0
         seq.drafts.clear()
-        seq.resumed = True
+        seq.was_preempted = True
         self.waiting.enter(seq)
         self.preemptions += 1
 
     def fills(self, seq: Sequence, count: int) -> tuple[int, int, int]:
         """Blocks of a prefill of `count` ids, as borders: told before, known, final after it."""
-        size, end = self.limits.block_tokens, seq.computed + count
-        last = self.blocks_for(end) if end == len(seq.ids) else end // size
-        return seq.filled, seq.computed // size, last
+        size, end = self.limits.block_tokens, seq.computed_tokens + count
+        last = self.blocks_for(end) if end == len(seq.token_ids) else end // size
+        return seq.filled_blocks, seq.computed_tokens // size, last
 
     @property
     def pressing(self) -> bool:
@@ -354,7 +360,7 @@ class Scheduler:
 
     def ahead(self, seq: Sequence, count: int) -> bool:
         """Room for the KV of `count` ids behind the computed ones, without preempting anybody."""
-        missing = self.blocks_for(seq.computed + count) - len(seq.blocks)
+        missing = self.blocks_for(seq.computed_tokens + count) - len(seq.blocks)
         fresh = self.pool.allocate(missing) if missing > 0 else []
         seq.blocks += fresh or []
         return fresh is not None
@@ -363,36 +369,38 @@ class Scheduler:
 
     def computed(self, seq: Sequence, count: int) -> bool:
         """Books `count` more ids as computed; True when the last id's logits are there."""
-        seq.computed += count
-        if seq.computed >= (seq.sealed + 1) * self.limits.block_tokens:
+        seq.computed_tokens += count
+        if seq.computed_tokens >= (seq.published_blocks + 1) * self.limits.block_tokens:
             self._seal(seq)
-        return seq.computed == len(seq.ids)
+        return seq.computed_tokens == len(seq.token_ids)
 
     def _seal(self, seq: Sequence) -> None:
         """Publishes the full blocks; the chain of hashes goes on into the generated ids."""
         size = self.limits.block_tokens
-        whole = seq.computed // size
-        for index in range(seq.sealed, whole):
-            if index == len(seq.hashes):
-                parent = seq.hashes[-1] if seq.hashes else self.salt
-                seq.hashes += block_hashes(seq.ids[index * size : (index + 1) * size], parent, size)
-            self.pool.seal(seq.blocks[index], seq.hashes[index], self._units(seq, index))
-        seq.sealed = whole
+        whole = seq.computed_tokens // size
+        for index in range(seq.published_blocks, whole):
+            if index == len(seq.block_hashes):
+                parent = seq.block_hashes[-1] if seq.block_hashes else self.salt
+                seq.block_hashes += block_hashes(
+                    seq.token_ids[index * size : (index + 1) * size], parent, size
+                )
+            self.pool.seal(seq.blocks[index], seq.block_hashes[index], self._units(seq, index))
+        seq.published_blocks = whole
 
     def _units(self, seq: Sequence, index: int) -> list[bytes]:
         """The marks of a block of `seq`: a larger one answers for each hash that ends in it."""
-        size, units = self.limits.block_tokens, seq.hashes[index : index + 1]
+        size, units = self.limits.block_tokens, seq.block_hashes[index : index + 1]
         if hashes_of(size) > 1:
-            parent = seq.hashes[index - 1] if index else self.salt
-            units = block_hashes(seq.ids[index * size : (index + 1) * size], parent)
+            parent = seq.block_hashes[index - 1] if index else self.salt
+            units = block_hashes(seq.token_ids[index * size : (index + 1) * size], parent)
         return self._marks(index, units)
 
     def _match(self, seq: Sequence, whole: int) -> list[int]:
         """Its known blocks. Larger ones that came without ids (`adopt`) are told in full now."""
-        found, each = self.pool.match(seq.hashes[:whole]), hashes_of(self.limits.block_tokens)
+        found, each = self.pool.match(seq.block_hashes[:whole]), hashes_of(self.limits.block_tokens)
         front = FRONT_BLOCKS // each if each > 1 else 0  # behind it a block's name is all
         for index in range(min(len(found), front)):
-            self.pool.mark(seq.hashes[index], self._units(seq, index))
+            self.pool.mark(seq.block_hashes[index], self._units(seq, index))
         return found
 
     def _marks(self, index: int, units: list[bytes]) -> list[bytes]:
@@ -402,20 +410,20 @@ class Scheduler:
 
     def sampled(self, seq: Sequence, token: int) -> str | None:
         """Appends a sampled token and moves the sequence on; returns its finish reason."""
-        seq.ids.append(token)
+        seq.token_ids.append(token)
         finish = seq.finish_reason()
         if seq.name not in self.live:
             return finish  # a further answer on a prefill worker: decode begins elsewhere
-        filling = seq.line is self.filling
+        filling = seq.queue is self.filling
         if filling and seq.stop_after_first:
             self.filling.leave(seq)
-            self.held[seq.key] = seq.blocks
+            self.held[seq.attempt_key] = seq.blocks
         elif finish:
             self.end(seq)
         elif filling:
             self.filling.leave(seq)
             self.running.enter(seq)
-        elif seq.line is None:
+        elif seq.queue is None:
             (self.ready if seq.blocks else self.waiting).enter(seq)
         return finish
 
@@ -428,7 +436,7 @@ class Scheduler:
             self.pool.unseal(seq.blocks)
         if seq.stop_after_first:
             self.filling.leave(seq)
-            self.held[seq.key] = seq.blocks
+            self.held[seq.attempt_key] = seq.blocks
         else:
             self.end(seq)
 

@@ -26,71 +26,73 @@ class LosePeer(msgspec.Struct, frozen=True, tag=True):
     """
 
     worker: str
-    dead: bool = False
+    process_dead: bool = False
 
 
-class Receive(msgspec.Struct, frozen=True, tag=True):
+class OfferBlocks(msgspec.Struct, frozen=True, tag=True):
     """Sink: `blocks` are reserved for `tokens` tokens; `peer` shall fill those behind `held`.
 
     `held` counts tokens too: leading ones whose KV is in the blocks already. `hashes`: ask for a
     prefix that the peer may hold, for as much as it has of it.
     """
 
-    xid: str
+    ticket_id: str
     peer: str
     blocks: list[int]
     tokens: int
-    held: int = 0
+    held_tokens: int = 0
     hashes: tuple[bytes, ...] = ()
 
 
-class Expect(msgspec.Struct, frozen=True, tag=True):
+class ExpectOffer(msgspec.Struct, frozen=True, tag=True):
     """Source: `tokens` tokens will be pushed to `peer`."""
 
-    xid: str
+    ticket_id: str
     peer: str
     tokens: int
 
 
-class Push(msgspec.Struct, frozen=True, tag=True):
+class PushBlocks(msgspec.Struct, frozen=True, tag=True):
     """Source: the KV of the ticket's blocks `first`.. is final, and lies in these `blocks`.
 
     `piece`: in the layers of this piece only (`slices.piece_layers`); -1: in all. `event`: not
     before the pool's event of this number (`Pool.reached`); 0: now.
     """
 
-    xid: str
-    first: int
+    ticket_id: str
+    first_block: int
     blocks: list[int]
     piece: int = -1
     event: int = 0
 
 
-class Finish(msgspec.Struct, frozen=True, tag=True):
+class FinishPush(msgspec.Struct, frozen=True, tag=True):
     """Source: everything was pushed. `meta` is what the sink needs besides the KV."""
 
-    xid: str
+    ticket_id: str
     meta: bytes
 
 
-class Cancel(msgspec.Struct, frozen=True, tag=True):
+class CancelTransfer(msgspec.Struct, frozen=True, tag=True):
     """Either side: this end no longer wants the ticket."""
 
-    xid: str
+    ticket_id: str
     reason: str
 
 
-class Arrived(msgspec.Struct, frozen=True, tag=True):
+class BlocksArrived(msgspec.Struct, frozen=True, tag=True):
     """Outcome at the sink: the leading `tokens` tokens are in the blocks, which are the engine's.
 
     Seconds: in which a write was under way, and of these after the last KV was computed.
     """
 
-    xid: str
+    ticket_id: str
     meta: bytes
     tokens: int
     busy_s: float = 0.0
     exposed_s: float = 0.0
 
 
-Command = AddPeer | LosePeer | Receive | Expect | Push | Finish | Cancel
+TransferCommand = (
+    AddPeer | LosePeer | OfferBlocks | ExpectOffer | PushBlocks | FinishPush | CancelTransfer
+)

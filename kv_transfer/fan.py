@@ -24,13 +24,13 @@ class ToRank(NamedTuple):
     """A command for the transfer service of one rank of this worker."""
 
     rank: int
-    command: c.Command
+    command: c.TransferCommand
 
 
 @dataclass(slots=True)
 class Whole:
     lanes: dict[str, int]  #: open ones -> my rank
-    landed: list[c.Arrived] = field(default_factory=list)
+    landed: list[c.BlocksArrived] = field(default_factory=list)
     reason: str = ""  #: why it is broken, if it is
     told: bool = False  #: that it is broken
 
@@ -51,11 +51,11 @@ class Fan:
             case c.LosePeer(worker):
                 self.peers.pop(worker, None)
                 return [ToRank(card.rank, event) for card in self.mine]
-            case c.Receive(xid) | c.Expect(xid):
-                return self._open(xid, event)
-            case c.Push(xid) | c.Finish(xid) | c.Cancel(xid):
-                return self._tell(xid, event)
-            case t.Wanted(lane, peer, hashes):
+            case c.OfferBlocks(ticket_id) | c.ExpectOffer(ticket_id):
+                return self._open(ticket_id, event)
+            case c.PushBlocks(ticket_id) | c.FinishPush(ticket_id) | c.CancelTransfer(ticket_id):
+                return self._tell(ticket_id, event)
+            case t.PrefixRequested(lane, peer, hashes):
                 return self._wants(lane, peer, hashes)
             case _:
                 return self._outcome(event)
@@ -72,85 +72,87 @@ class Fan:
         end = End(mine.layout, mine.rank, mine.ranks)
         return partners(end, len(cards), cards[0].layout.heads)
 
-    def _open(self, xid: str, command: c.Receive | c.Expect) -> list:
-        assert xid not in self.tickets, xid
-        self._wanted.discard(xid)
+    def _open(self, ticket_id: str, command: c.OfferBlocks | c.ExpectOffer) -> list:
+        assert ticket_id not in self.tickets, ticket_id
+        self._wanted.discard(ticket_id)
         cards = self.peers.get(command.peer)
         if cards is None:
-            if isinstance(command, c.Expect):
-                return [t.Closed(xid, False, "peer_lost")]
-            return [t.Broken(xid, "peer_lost"), t.Freed(xid)]
-        whole = self.tickets[xid] = Whole({})
+            if isinstance(command, c.ExpectOffer):
+                return [t.PushEnded(ticket_id, False, "peer_lost")]
+            return [t.TransferFailed(ticket_id, "peer_lost"), t.BlocksFreed(ticket_id)]
+        whole = self.tickets[ticket_id] = Whole({})
         actions = []
         single = len(self.mine) == len(cards) == 1
         for mine in self.mine:
             for other in self._partners(mine, cards):
-                sink = isinstance(command, c.Receive)
+                sink = isinstance(command, c.OfferBlocks)
                 pair = (other, mine.rank) if sink else (mine.rank, other)
-                lane = xid if single else f"{xid}/{pair[0]}>{pair[1]}"
+                lane = ticket_id if single else f"{ticket_id}/{pair[0]}>{pair[1]}"
                 whole.lanes[lane] = mine.rank
                 agent = cards[other].agent
-                lane_command = msgspec.structs.replace(command, xid=lane, peer=agent)
+                lane_command = msgspec.structs.replace(command, ticket_id=lane, peer=agent)
                 actions.append(ToRank(mine.rank, lane_command))
         return actions
 
-    def _tell(self, xid: str, command: c.Push | c.Finish | c.Cancel) -> list:
-        whole = self.tickets.get(xid)
+    def _tell(self, ticket_id: str, command: c.PushBlocks | c.FinishPush | c.CancelTransfer) -> list:
+        whole = self.tickets.get(ticket_id)
         return [
-            ToRank(rank, msgspec.structs.replace(command, xid=lane))
+            ToRank(rank, msgspec.structs.replace(command, ticket_id=lane))
             for lane, rank in (whole.lanes.items() if whole else ())
         ]
 
     def _wants(self, lane: str, peer: str, hashes: tuple[bytes, ...]) -> list:
         """Told once for all lanes, with the worker's name."""
-        xid = _whole(lane)
-        if xid in self._wanted or xid in self.tickets:
+        ticket_id = _whole(lane)
+        if ticket_id in self._wanted or ticket_id in self.tickets:
             return []
         for worker, cards in self.peers.items():
             if any(card.agent == peer for card in cards):
-                self._wanted.add(xid)
-                return [t.Wanted(xid, worker, hashes)]
+                self._wanted.add(ticket_id)
+                return [t.PrefixRequested(ticket_id, worker, hashes)]
         return []
 
     def _outcome(self, event: object) -> list:
-        assert isinstance(event, c.Arrived | t.Broken | t.Freed | t.Closed), event
-        xid = _whole(event.xid)
-        whole = self.tickets.get(xid)
-        if whole is None or event.xid not in whole.lanes:
+        assert isinstance(
+            event, c.BlocksArrived | t.TransferFailed | t.BlocksFreed | t.PushEnded
+        ), event
+        ticket_id = _whole(event.ticket_id)
+        whole = self.tickets.get(ticket_id)
+        if whole is None or event.ticket_id not in whole.lanes:
             return []
-        if isinstance(event, t.Broken):
-            return self._broken(xid, whole, event.reason, but=event.xid)
-        del whole.lanes[event.xid]
-        if isinstance(event, c.Arrived):
+        if isinstance(event, t.TransferFailed):
+            return self._broken(ticket_id, whole, event.reason, but=event.ticket_id)
+        del whole.lanes[event.ticket_id]
+        if isinstance(event, c.BlocksArrived):
             whole.landed.append(event)
         actions = []
-        if isinstance(event, t.Closed) and not event.ok and not whole.reason:
+        if isinstance(event, t.PushEnded) and not event.ok and not whole.reason:
             whole.reason = event.reason or "failed"
-            actions = self._tell(xid, c.Cancel(xid, whole.reason))
+            actions = self._tell(ticket_id, c.CancelTransfer(ticket_id, whole.reason))
         if whole.lanes:
             return actions
-        del self.tickets[xid]
-        return [self._end(xid, whole, event)]
+        del self.tickets[ticket_id]
+        return [self._end(ticket_id, whole, event)]
 
-    def _broken(self, xid: str, whole: Whole, reason: str, but: str) -> list:
+    def _broken(self, ticket_id: str, whole: Whole, reason: str, but: str) -> list:
         if whole.told:
             return []
         whole.told, whole.reason = True, reason
         others = [
-            ToRank(rank, c.Cancel(lane, reason))
+            ToRank(rank, c.CancelTransfer(lane, reason))
             for lane, rank in whole.lanes.items()
             if lane != but
         ]
-        return [t.Broken(xid, reason), *others]
+        return [t.TransferFailed(ticket_id, reason), *others]
 
-    def _end(self, xid: str, whole: Whole, last: object) -> object:
-        if isinstance(last, t.Closed):
-            return t.Closed(xid, not whole.reason, whole.reason)
+    def _end(self, ticket_id: str, whole: Whole, last: object) -> object:
+        if isinstance(last, t.PushEnded):
+            return t.PushEnded(ticket_id, not whole.reason, whole.reason)
         if whole.told:
-            return t.Freed(xid)
+            return t.BlocksFreed(ticket_id)
         slowest = max(whole.landed, key=lambda landed: landed.exposed_s)
         fewest = min(landed.tokens for landed in whole.landed)
-        return msgspec.structs.replace(slowest, xid=xid, tokens=fewest)
+        return msgspec.structs.replace(slowest, ticket_id=ticket_id, tokens=fewest)
 
 
 def _whole(lane: str) -> str:

@@ -47,14 +47,16 @@ def looked_up(index: int) -> bool:
     return index < FRONT_BLOCKS or (index - FRONT_BLOCKS) % STRIDE == STRIDE - 1
 
 
-def ticket_id(key: tuple[str, int]) -> str:
+def ticket_id_of(key: tuple[str, int]) -> str:
     """The ticket of one attempt at one request."""
     return f"{key[0]}#{key[1]}"
 
 
-def ticket_seed(compatibility: bytes, xid: str, generation: int) -> int:
+def ticket_seed(compatibility: bytes, ticket_id: str, generation: int) -> int:
     """The checksum seed of a ticket: both ends' model, request, attempt, and which reservation."""
-    return xxhash.xxh3_64_intdigest(compatibility + generation.to_bytes(8, "little") + xid.encode())
+    return xxhash.xxh3_64_intdigest(
+        compatibility + generation.to_bytes(8, "little") + ticket_id.encode()
+    )
 
 
 def tile_seed(seed: int, index: int, piece: int) -> int:

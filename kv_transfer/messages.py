@@ -1,7 +1,7 @@
 """What the two ends of a ticket say to each other, as transport notifications.
 
 The sink (decode) offers blocks; the source (prefill) writes them and reports chunk by chunk; either
-side can end the ticket. `xid` is `request#attempt`: a message of a closed ticket changes nothing.
+side can end the ticket. `ticket_id` is `request#attempt`: a message of a closed ticket changes nothing.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ import msgspec
 from ..protos.frames import Token
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True):
-    xid: str
+class TicketMessage(msgspec.Struct, frozen=True, array_like=True):
+    ticket_id: str
 
 
-class Offer(Message, frozen=True, tag="O"):
+class OfferMessage(TicketMessage, frozen=True, tag="O"):
     """Sink -> source: write the ticket's tiles `first`.. into these tiles of my pool.
 
-    `generation` tells this reservation of the tiles from any other under the same `xid`. `hashes`:
+    `generation` tells this reservation of the tiles from any other under the same `ticket_id`. `hashes`:
     the content of the ticket's blocks, where the sink asks for a prefix that the source may hold.
     """
 
     generation: int
-    first: int
+    first_tile: int
     tiles: list[int]
     hashes: list[bytes] = []
 
 
-class Chunk(Message, frozen=True, tag="C"):
+class ChunkMessage(TicketMessage, frozen=True, tag="C"):
     """Source -> sink, with the data: piece `piece` of `pieces` of the tiles `first`..; -1: all."""
 
     generation: int
-    seq: int
-    first: int
+    chunk_number: int
+    first_tile: int
     piece: int
     pieces: int
     checksums: list[int]  #: one for each tile
 
 
-class Final(Message, frozen=True, tag="F"):
+class FinishMessage(TicketMessage, frozen=True, tag="F"):
     """Source -> sink: `chunks` chunks make the whole; `meta` is what decode needs to go on.
 
     `tiles`: how many there are, less than were asked for only if the sink asked for a prefix.
@@ -54,31 +54,31 @@ class Final(Message, frozen=True, tag="F"):
     exposed_s: float = 0.0
 
 
-class Void(Message, frozen=True, tag="V"):
+class FailedMessage(TicketMessage, frozen=True, tag="V"):
     """Source -> sink: I write nothing more for this ticket (drained), and it is not complete."""
 
     reason: str
 
 
-class Stop(Message, frozen=True, tag="A"):
+class StopMessage(TicketMessage, frozen=True, tag="A"):
     """Sink -> source: abort; answer `Drained` when no write is under way any more."""
 
 
-class Drained(Message, frozen=True, tag="Z"):
+class StoppedMessage(TicketMessage, frozen=True, tag="Z"):
     """Source -> sink: answer to `Stop`. It means drained, never merely received."""
 
 
-class Query(Message, frozen=True, tag="Q"):
+class QueryMessage(TicketMessage, frozen=True, tag="Q"):
     """Sink -> source: nothing came for a while; say where we are. `begun`: a chunk has come."""
 
     begun: bool = False
 
 
-class Progress(Message, frozen=True, tag="P"):
+class ProgressMessage(TicketMessage, frozen=True, tag="P"):
     """Source -> sink: answer to `Query` while the ticket is open."""
 
 
-class Unknown(Message, frozen=True, tag="U"):
+class UnknownTicketMessage(TicketMessage, frozen=True, tag="U"):
     """Source -> sink: answer to `Query` for a ticket that has no offer here, or is forgotten.
 
     `begun` is the query's. Only then it means that the source has forgotten what it began; else the
@@ -88,17 +88,28 @@ class Unknown(Message, frozen=True, tag="U"):
     begun: bool = False
 
 
-class Greet(Message, frozen=True, tag="G"):
+class GreetMessage(TicketMessage, frozen=True, tag="G"):
     """First note to a new peer: wires the connection up before the first ticket needs it."""
 
 
-class Handover(msgspec.Struct, frozen=True, array_like=True):
+class FirstTokens(msgspec.Struct, frozen=True, array_like=True):
     """`Final.meta`: what decode needs to go on, besides the KV: the first token of each answer."""
 
-    firsts: list[Token]
-    ended: list[int] = []  #: answers that ended with it
+    tokens: list[Token]
+    ended_answers: list[int] = []  #: answers that ended with it
 
 
-Any = Offer | Chunk | Final | Void | Stop | Drained | Query | Progress | Unknown | Greet
+AnyMessage = (
+    OfferMessage
+    | ChunkMessage
+    | FinishMessage
+    | FailedMessage
+    | StopMessage
+    | StoppedMessage
+    | QueryMessage
+    | ProgressMessage
+    | UnknownTicketMessage
+    | GreetMessage
+)
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(Any).decode
+decode = msgspec.msgpack.Decoder(AnyMessage).decode

@@ -59,7 +59,7 @@ class TransferService:
         compatibility: bytes,
         open_transport: Opener,
         deliver: Callable[[object], None],
-        limits: t.Limits | None = None,
+        limits: t.TicketTimeouts | None = None,
         reached: Callable[[int], bool] | None = None,
         digest: Digest | None = None,
     ) -> None:
@@ -68,9 +68,11 @@ class TransferService:
         if digest is None and pool.memory != "DRAM":
             raise ValueError("checksums of a pool in a GPU's memory need its `digest`")
         self._digest = digest or partial(identity.digest, pool.view)
-        self._sink, self._source = t.Sink(limits), t.Source(limits)
+        self._sink, self._source = t.TicketReceiver(limits), t.TicketSender(limits)
         self._commands: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._gated: deque[c.Push | c.Finish] = deque()  #: pushes whose event is still to come
+        self._gated: deque[c.PushBlocks | c.FinishPush] = (
+            deque()
+        )  #: pushes whose event is still to come
         self._cards: dict[str, PeerCard] = {}  #: who the cluster says is there, by agent
         self._workers: dict[str, list[str]] = {}  #: their agents, by worker
         self._peers: dict[str, PeerCard] = {}  #: of these, whom the transport reaches
@@ -78,7 +80,7 @@ class TransferService:
         self._strays: set[str] = set()  #: of these, whom the transport could not take back
         self._lanes: dict[str, Lane] = {}  #: of open tickets
         self._tokens: dict[str, int] = {}  #: of open tickets
-        self._writes: dict[int, tuple[t.Post, int]] = {}  #: handle -> (post, bytes)
+        self._writes: dict[int, tuple[t.WriteTiles, int]] = {}  #: handle -> (post, bytes)
         self.gauges = Gauges()
         self._opened = threading.Event()
         self._error: BaseException | None = None
@@ -171,7 +173,7 @@ class TransferService:
                 stirred = now
             if now - ticked > TICK_S:
                 ticked = now
-                self._both(t.Tick())
+                self._both(t.TicketTick())
                 self._fence()
 
     def _busy(self) -> bool:
@@ -206,24 +208,24 @@ class TransferService:
                         self._transport.bury(agent)
                 if dead:
                     self._workers.pop(worker, None)
-            case c.Receive():
+            case c.OfferBlocks():
                 self._receive(command)
-            case c.Expect(xid, peer, tokens):
-                joined = self._join(xid, peer, tokens, sink=False)
-                self._act(self._source, t.Expect(xid, peer))
+            case c.ExpectOffer(ticket_id, peer, tokens):
+                joined = self._join(ticket_id, peer, tokens, sink=False)
+                self._act(self._source, t.ExpectTileOffer(ticket_id, peer))
                 if not joined:  # and a sink that asks, now or later, hears so
-                    self._act(self._source, t.Cancel(xid, "peer_lost"))
-            case c.Push() | c.Finish():
+                    self._act(self._source, t.CancelTicket(ticket_id, "peer_lost"))
+            case c.PushBlocks() | c.FinishPush():
                 if not self._gate(command):
                     self._push(command)
-            case c.Cancel(xid, reason):
-                self._both(t.Cancel(xid, reason))
+            case c.CancelTransfer(ticket_id, reason):
+                self._both(t.CancelTicket(ticket_id, reason))
             case _:
                 raise AssertionError(command)
 
     # ---- commands of tickets ---------------------------------------------------------------------
 
-    def _join(self, xid: str, peer: str, tokens: int, sink: bool) -> bool:
+    def _join(self, ticket_id: str, peer: str, tokens: int, sink: bool) -> bool:
         """Lays the lane of a ticket; False if the peer is not known, or cannot be joined."""
         self._reach(peer)
         card = self._peers.get(peer)
@@ -232,46 +234,46 @@ class TransferService:
         other = End(card.layout, card.rank, card.ranks)
         ends = (other, self.end) if sink else (self.end, other)
         try:
-            self._lanes[xid] = lane_between(*ends)
+            self._lanes[ticket_id] = lane_between(*ends)
         except ValueError as error:
             log.error("no lane to %s: %s", peer, error)
             return False
-        self._tokens[xid] = tokens
+        self._tokens[ticket_id] = tokens
         return True
 
-    def _receive(self, command: c.Receive) -> None:
-        xid = command.xid
-        if not self._join(xid, command.peer, command.tokens, sink=True):
+    def _receive(self, command: c.OfferBlocks) -> None:
+        ticket_id = command.ticket_id
+        if not self._join(ticket_id, command.peer, command.tokens, sink=True):
             self.gauges.failures["peer_lost"] += 1
-            self._deliver(t.Broken(xid, "peer_lost"))
-            self._deliver(t.Freed(xid))
+            self._deliver(t.TransferFailed(ticket_id, "peer_lost"))
+            self._deliver(t.BlocksFreed(ticket_id))
             return
-        lane = self._lanes[xid]
+        lane = self._lanes[ticket_id]
         count = -(-command.tokens // lane.tile_tokens)
         tiles = tiles_of(command.blocks, lane.target.tiles, count)
-        held = command.held // lane.tile_tokens
-        self._act(self._sink, t.Open(xid, command.peer, tiles, held, command.hashes))
+        held = command.held_tokens // lane.tile_tokens
+        self._act(self._sink, t.OfferTiles(ticket_id, command.peer, tiles, held, command.hashes))
 
-    def _push(self, command: c.Push | c.Finish) -> None:
-        xid = command.xid
-        lane = self._lanes.get(xid)
+    def _push(self, command: c.PushBlocks | c.FinishPush) -> None:
+        ticket_id = command.ticket_id
+        lane = self._lanes.get(ticket_id)
         if lane is None:
             return  # over
-        count = -(-self._tokens[xid] // lane.tile_tokens)
-        if isinstance(command, c.Finish):
-            self._act(self._source, t.Finish(xid, count, command.meta))
+        count = -(-self._tokens[ticket_id] // lane.tile_tokens)
+        if isinstance(command, c.FinishPush):
+            self._act(self._source, t.FinishTilePush(ticket_id, count, command.meta))
             return
         per_block = lane.source.tiles
-        first = command.first * per_block
+        first = command.first_block * per_block
         tiles = tiles_of(command.blocks, per_block, count - first)
-        self._act(self._source, t.Push(xid, first, tiles, command.piece, lane.pieces))
+        self._act(self._source, t.PushTiles(ticket_id, first, tiles, command.piece, lane.pieces))
 
-    def _gate(self, command: c.Push | c.Finish) -> bool:
+    def _gate(self, command: c.PushBlocks | c.FinishPush) -> bool:
         """Keeps what must wait for the pool's event, and what comes behind it."""
         if self._reached is None:
             return False
-        waits = isinstance(command, c.Push) and not self._reached(command.event)
-        if waits or any(other.xid == command.xid for other in self._gated):
+        waits = isinstance(command, c.PushBlocks) and not self._reached(command.event)
+        if waits or any(other.ticket_id == command.ticket_id for other in self._gated):
             self._gated.append(command)
             return True
         return False
@@ -293,11 +295,11 @@ class TransferService:
                     self.gauges.failures["malformed"] += 1
                     return
                 self._reach(peer)
-                self._both(t.Noted(peer, message))
+                self._both(t.MessageReceived(peer, message))
             case Wrote(handle, ok, reason):
                 post, size = self._writes.pop(handle)
                 self.gauges.sent += size if ok else 0
-                self._act(self._source, t.Written(post.xid, ok, reason))
+                self._act(self._source, t.WriteEnded(post.ticket_id, ok, reason))
             case Down(peer):
                 self._lose_peer(peer)
 
@@ -305,38 +307,38 @@ class TransferService:
         self._act(self._sink, event)
         self._act(self._source, event)
 
-    def _act(self, machine: t.Sink | t.Source, event: object) -> None:
+    def _act(self, machine: t.TicketReceiver | t.TicketSender, event: object) -> None:
         for action in machine.handle(event, time.monotonic()):
             match action:
-                case t.Send(peer, message):
+                case t.SendMessage(peer, message):
                     self._send(peer, message)
-                case t.Post():
+                case t.WriteTiles():
                     self._post(action)
-                case t.Verify():
+                case t.VerifyChunk():
                     self._verify(action)
                 case outcome:
                     self._outcome(outcome)
 
     def _outcome(self, outcome: object) -> None:
         match outcome:
-            case t.Landed(xid, meta, tiles, busy_s, exposed_s):
-                tokens = min(tiles * self._lanes[xid].tile_tokens, self._tokens[xid])
-                outcome = c.Arrived(xid, meta, tokens, busy_s, exposed_s)
+            case t.TilesArrived(ticket_id, meta, tiles, busy_s, exposed_s):
+                tokens = min(tiles * self._lanes[ticket_id].tile_tokens, self._tokens[ticket_id])
+                outcome = c.BlocksArrived(ticket_id, meta, tokens, busy_s, exposed_s)
                 self.gauges.landed(busy_s, exposed_s)
-                self._forget(xid)
-            case t.Closed(xid, ok):
+                self._forget(ticket_id)
+            case t.PushEnded(ticket_id, ok):
                 self.gauges.closed += ok
-                self._forget(xid)
-            case t.Freed(xid):
-                self._forget(xid)
-            case t.Broken(_, reason):
+                self._forget(ticket_id)
+            case t.BlocksFreed(ticket_id):
+                self._forget(ticket_id)
+            case t.TransferFailed(_, reason):
                 if reason != "finished":  # an answer of one token needs no KV elsewhere
                     self.gauges.failures[reason] += 1
         self._deliver(outcome)
 
-    def _forget(self, xid: str) -> None:
-        self._lanes.pop(xid, None)
-        self._tokens.pop(xid, None)
+    def _forget(self, ticket_id: str) -> None:
+        self._lanes.pop(ticket_id, None)
+        self._tokens.pop(ticket_id, None)
 
     # ---- peers -----------------------------------------------------------------------------------
 
@@ -355,7 +357,7 @@ class TransferService:
             log.error("peer %s cannot be reached: %s", card.agent, error)
             return
         self._peers[card.agent] = card
-        self._send(card.agent, messages.Greet(""))
+        self._send(card.agent, messages.GreetMessage(""))
 
     def _reach(self, agent: str) -> None:
         """A peer that was lost, and that the cluster says is there, may have come back.
@@ -381,33 +383,33 @@ class TransferService:
         if self._peers.pop(agent, None) is None:
             return
         self._dying.add(agent)
-        self._both(t.PeerDown(agent))
+        self._both(t.PeerWentDown(agent))
 
     def _fence(self) -> None:
         dying = self._dying - self._strays
         for agent in [a for a in dying if self._transport.fenced(a)]:
             self._dying.discard(agent)
             self._transport.remove_peer(agent)
-            self._both(t.Fenced(agent))
+            self._both(t.PeerFenced(agent))
 
-    def _send(self, peer: str, message: messages.Any) -> None:
+    def _send(self, peer: str, message: messages.AnyMessage) -> None:
         try:
             self._transport.notify(peer, messages.encode(message))
         except PeerLost:
             self._lose_peer(peer)
-            self._both(t.PeerDown(peer))
+            self._both(t.PeerWentDown(peer))
             if peer not in self._dying:
-                self._both(t.Fenced(peer))
+                self._both(t.PeerFenced(peer))
 
     # ---- data ------------------------------------------------------------------------------------
 
     def _checksums(
-        self, xid: str, generation: int, side: Side, first: int, tiles: list[int], piece: int
+        self, ticket_id: str, generation: int, side: Side, first: int, tiles: list[int], piece: int
     ) -> list[int]:
         """Of a piece of the ticket's tiles `first`.., which are `tiles` of this pool."""
         began = time.perf_counter()
-        unit = self._lanes[xid].unit
-        seed = identity.ticket_seed(self.compatibility, xid, generation)
+        unit = self._lanes[ticket_id].unit
+        seed = identity.ticket_seed(self.compatibility, ticket_id, generation)
         sums = [
             self._digest(unit, side.runs(tile, piece), identity.tile_seed(seed, index, piece))
             for index, tile in enumerate(tiles, first)
@@ -415,31 +417,37 @@ class TransferService:
         self.gauges.checksum_s += time.perf_counter() - began
         return sums
 
-    def _post(self, post: t.Post) -> None:
-        lane = self._lanes[post.xid]
-        place = post.first, post.source, post.piece
-        sums = self._checksums(post.xid, post.generation, lane.source, *place)
-        chunk = messages.Chunk(
-            post.xid, post.generation, post.seq, post.first, post.piece, post.pieces, sums
+    def _post(self, post: t.WriteTiles) -> None:
+        lane = self._lanes[post.ticket_id]
+        place = post.first_tile, post.source_tiles, post.piece
+        sums = self._checksums(post.ticket_id, post.generation, lane.source, *place)
+        chunk = messages.ChunkMessage(
+            post.ticket_id,
+            post.generation,
+            post.chunk_number,
+            post.first_tile,
+            post.piece,
+            post.pieces,
+            sums,
         )
-        spans = lane.spans(post.source, post.target, post.piece)
+        spans = lane.spans(post.source_tiles, post.target_tiles, post.piece)
         began = time.perf_counter()
         try:
             handle = self._transport.write(post.peer, spans, messages.encode(chunk))
         except PeerLost as error:
-            self._act(self._source, t.Written(post.xid, False, f"peer_lost: {error}"))
+            self._act(self._source, t.WriteEnded(post.ticket_id, False, f"peer_lost: {error}"))
             return
         self.gauges.copy_s += time.perf_counter() - began
         self._writes[handle] = (post, spans.bytes)
 
-    def _verify(self, check: t.Verify) -> None:
-        chunk, lane = check.chunk, self._lanes[check.xid]
-        place = chunk.first, check.tiles, chunk.piece
-        sums = self._checksums(check.xid, chunk.generation, lane.target, *place)
+    def _verify(self, check: t.VerifyChunk) -> None:
+        chunk, lane = check.chunk, self._lanes[check.ticket_id]
+        place = chunk.first_tile, check.tiles, chunk.piece
+        sums = self._checksums(check.ticket_id, chunk.generation, lane.target, *place)
         units = len(lane.target.units(check.tiles, chunk.piece))
-        self.gauges.took(self._sink.tickets[check.xid].peer, units * lane.unit)
+        self.gauges.took(self._sink.tickets[check.ticket_id].peer, units * lane.unit)
         ok = sums == chunk.checksums and chunk.pieces == lane.pieces
-        self._act(self._sink, t.Verified(check.xid, chunk.seq, ok))
+        self._act(self._sink, t.ChunkVerified(check.ticket_id, chunk.chunk_number, ok))
 
     def _admit(self, peer: str, note: bytes) -> bool:
         """May the data that comes with `note` be stored? Only while its ticket is open."""
@@ -447,11 +455,11 @@ class TransferService:
             message = messages.decode(note)
         except ValueError:
             return False
-        ticket = self._sink.tickets.get(message.xid)
+        ticket = self._sink.tickets.get(message.ticket_id)
         return (
             ticket is not None
             and (ticket.peer, ticket.state) == (peer, "RESERVED")
-            and isinstance(message, messages.Chunk)
+            and isinstance(message, messages.ChunkMessage)
             and message.generation == ticket.offer.generation
         )
 

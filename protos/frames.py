@@ -1,7 +1,7 @@
 """Internal wire contract: the frames between gateways, the router and workers.
 
 Every frame is a msgspec struct, encoded as MessagePack behind a 4-byte big-endian length
-(`diptych.cluster.wire`). `PROTOCOL` is the version; peers with another version are refused at
+(`diptych.cluster.wire.connection`). `PROTOCOL` is the version; peers with another version are refused at
 `Hello`. Optional fields may be added at the end of a struct without a new version; nothing is ever
 reordered, renamed or given another meaning.
 
@@ -17,7 +17,7 @@ import msgspec
 
 PROTOCOL = 2
 
-Key = tuple[str, int]
+AttemptKey = tuple[str, int]
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
@@ -64,7 +64,7 @@ class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Challenge(msgspec.Struct, tag="challenge", frozen=True):
-    """First frame of a connection, by who was dialled. Proofs: `diptych.cluster.handshake`."""
+    """First frame of a connection, by who was dialled. Proofs: `diptych.cluster.wire.handshake`."""
 
     nonce: bytes
 
@@ -85,7 +85,7 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     proof: bytes
 
 
-class Beat(msgspec.Struct, tag="beat", frozen=True):
+class Heartbeat(msgspec.Struct, tag="beat", frozen=True):
     """Sent when nothing else was for a while; silence means that the sender is frozen."""
 
 
@@ -119,7 +119,7 @@ class WorkerCard(msgspec.Struct, frozen=True):
     """Who a worker is and how to reach it."""
 
     id: str  #: "prefill/ab12cd34", unique for each process start
-    home: str  #: the pool it belongs to
+    pool: str = msgspec.field(name="home")  #: the pool it belongs to
     role: str  #: what it may be given now: prefill | decode | mixed, or "": nothing new
     address: str  #: host:port of its frame listener
     replica: str  #: Serve's replica id, for calls to exactly this replica
@@ -127,9 +127,11 @@ class WorkerCard(msgspec.Struct, frozen=True):
     kv_card: bytes = b""  #: how KV peers reach it (msgpack of its ranks' kv_transfer.PeerCard)
     blocks: int = 0  #: size of its KV pool
     block_tokens: int = 64
-    kept: int = 0  #: of those, what a reservation beside others leaves for their growth, at most
+    growth_reserve_blocks: int = msgspec.field(
+        default=0, name="kept"
+    )  #: of those, what a reservation beside others leaves for their growth, at most
     gpu: str = "cpu"
-    tp: int = 1
+    tensor_parallel: int = msgspec.field(default=1, name="tp")
     cost: Coefficients | None = None  #: None: the router starts from a prior and learns
     chunk_tokens: int = 512  #: prompt tokens of one step, at most
     max_running: int = 128  #: sequences that decode at a time
@@ -137,7 +139,7 @@ class WorkerCard(msgspec.Struct, frozen=True):
     step_ms: float = 0.0  #: a step with prefill beside decode is so long at most; 0: any length
 
 
-class Loading(msgspec.Struct, tag="loading", frozen=True):
+class LoadingProgress(msgspec.Struct, tag="loading", frozen=True):
     """A worker's start-up progress."""
 
     worker: str
@@ -145,7 +147,7 @@ class Loading(msgspec.Struct, tag="loading", frozen=True):
     fraction: float
 
 
-class Join(msgspec.Struct, tag="join", frozen=True):
+class JoinRouter(msgspec.Struct, tag="join", frozen=True):
     """A worker is ready; `cached`: prefix hashes that it holds, `term`: the highest it has seen.
 
     `held`: (request, attempt, blocks) of each stream that runs on it, for a router that is new.
@@ -153,11 +155,11 @@ class Join(msgspec.Struct, tag="join", frozen=True):
 
     card: WorkerCard
     term: int
-    cached: list[bytes] = []
-    held: list[tuple[str, int, int]] = []
+    cached_hashes: list[bytes] = msgspec.field(default_factory=list, name="cached")
+    held_reservations: list[tuple[str, int, int]] = msgspec.field(default_factory=list, name="held")
 
 
-class Report(msgspec.Struct, tag="report", frozen=True):
+class WorkerReport(msgspec.Struct, tag="report", frozen=True):
     """What changed on a worker since the last report. `seq` counts reports without a gap."""
 
     seq: int
@@ -172,10 +174,10 @@ class Report(msgspec.Struct, tag="report", frozen=True):
     step_seconds: float = 0.0  #: time those took
     waiting: int = 0  #: sequences that were preempted or have no blocks yet
     step_ms: float = 0.0  #: a step with prefill beside decode is planned to take so long; 0: any
-    ended: list[Key] = []  #: attempts that decoded here, and whose blocks are free again
+    ended: list[AttemptKey] = []  #: attempts that decoded here, and whose blocks are free again
 
 
-class Directory(msgspec.Struct, tag="directory", frozen=True):
+class WorkerDirectory(msgspec.Struct, tag="directory", frozen=True):
     """All live workers. A router with a lower term than one seen before is ignored.
 
     A young router knows only those that have joined it yet: until `settled`, a worker that is not
@@ -187,7 +189,7 @@ class Directory(msgspec.Struct, tag="directory", frozen=True):
     settled: bool = True
 
 
-class Obsolete(msgspec.Struct, tag="obsolete", frozen=True):
+class NewerRouterSeen(msgspec.Struct, tag="obsolete", frozen=True):
     """Tells a router that a newer one is active."""
 
     term: int
@@ -196,20 +198,22 @@ class Obsolete(msgspec.Struct, tag="obsolete", frozen=True):
 # ---- gateways <-> router -------------------------------------------------------------------------
 
 
-class Place(msgspec.Struct, tag="place", frozen=True):
+class PlaceAttempt(msgspec.Struct, tag="place", frozen=True):
     """Asks for a pair of workers.
 
     `avoid`: failed this request before, taken only if there is no other. `lost`: dead for all that
     the gateway knows, never taken; the request waits for others.
     """
 
-    key: Key
+    attempt_key: AttemptKey = msgspec.field(name="key")
     prompt_tokens: int
     max_tokens: int
     hashes: list[bytes]
-    avoid: list[str] = []
-    lost: list[str] = []
-    local: bool = False  #: prefill on the decode worker: the last attempt does without a transfer
+    avoided_workers: list[str] = msgspec.field(default_factory=list, name="avoid")
+    lost_workers: list[str] = msgspec.field(default_factory=list, name="lost")
+    local_prefill: bool = msgspec.field(
+        default=False, name="local"
+    )  #: prefill on the decode worker: the last attempt does without a transfer
     tenant: str = ""
     slo_class: str = "interactive"
     ttft_s: float = 0.0  #: target; 0: the configured one
@@ -218,42 +222,44 @@ class Place(msgspec.Struct, tag="place", frozen=True):
     trace: str = ""  #: W3C traceparent of the request's span, if it is traced
     session: str = ""  #: the client's name of the conversation, for the record of decisions
     #: to this one prompt: each takes blocks, and a row of a step
-    answers: Annotated[int, msgspec.Meta(ge=1)] = 1
+    answer_count: Annotated[int, msgspec.Meta(ge=1)] = msgspec.field(default=1, name="answers")
 
 
-class Placed(msgspec.Struct, tag="placed", frozen=True):
+class AttemptPlaced(msgspec.Struct, tag="placed", frozen=True):
     """The pair. `prefill` is None for a local prefill on the decode worker."""
 
-    key: Key
+    attempt_key: AttemptKey = msgspec.field(name="key")
     term: int
-    prefill: str | None
-    decode: str
+    prefill_worker: str | None = msgspec.field(name="prefill")
+    decode_worker: str = msgspec.field(name="decode")
     hit_tokens: int
     predicted_wait_ms: float
     predicted_ttft_ms: float = 0.0  #: from the request's arrival
     predicted_itl_ms: float = 0.0
-    decision: int = 0  #: number of the decision record
+    decision_id: int = msgspec.field(default=0, name="decision")  #: number of the decision record
     deadline_s: float = 0.0  #: until its prompt should be computed, for the worker's order; 0: none
-    fetch: str | None = None  #: who holds more of the prefix than the worker that computes it
+    prefix_holder: str | None = msgspec.field(
+        default=None, name="fetch"
+    )  #: who holds more of the prefix than the worker that computes it
 
 
-class Refused(msgspec.Struct, tag="refused", frozen=True):
+class AttemptRefused(msgspec.Struct, tag="refused", frozen=True):
     """No placement; `reason` is one of `queue_full`, `no_capacity`, `deadline_exceeded`, and
     `slo_unattainable` for a class that prefers an early no to a late answer."""
 
-    key: Key
+    attempt_key: AttemptKey = msgspec.field(name="key")
     reason: str
     message: str
     retry_after_s: float
 
 
-class Over(msgspec.Struct, tag="over", frozen=True):
+class AttemptOutcome(msgspec.Struct, tag="over", frozen=True):
     """The attempt ended (however), or the gateway no longer wants it placed; and what came of it.
 
     `reason` names the end: stop, length, cancelled, or that of `Failed`.
     """
 
-    key: Key
+    attempt_key: AttemptKey = msgspec.field(name="key")
     tokens: int = 0
     ttft_ms: float | None = None
     itl_p99_ms: float | None = None
@@ -262,7 +268,7 @@ class Over(msgspec.Struct, tag="over", frozen=True):
     exposed_ms: float | None = None
 
 
-class Outcome(msgspec.Struct, tag="outcome", frozen=True):
+class RequestOutcome(msgspec.Struct, tag="outcome", frozen=True):
     """What a client's request was like for the client, once, at its end: goodput is made of it.
 
     Seconds. `reason`: stop | length | cancelled (the client left), or why it was refused or failed.
@@ -280,154 +286,176 @@ class Outcome(msgspec.Struct, tag="outcome", frozen=True):
     itl_target_s: float = 0.0  #: the same
 
 
-class Prefilled(msgspec.Struct, tag="prefilled", frozen=True):
+class PromptPrefilled(msgspec.Struct, tag="prefilled", frozen=True):
     """The first token is out: the prefill worker is done with this attempt's prompt."""
 
-    key: Key
+    attempt_key: AttemptKey = msgspec.field(name="key")
 
 
 # ---- gateways <-> workers ------------------------------------------------------------------------
 
 
-class Prefill(msgspec.Struct, tag="prefill", frozen=True):
+class StartPrefill(msgspec.Struct, tag="prefill", frozen=True):
     """Compute the KV of `ids`, send the next token back, push the KV to `decode`.
 
     With `given` ids the answer goes on where another worker left it: with one answer only.
     """
 
-    key: Key
+    attempt_key: AttemptKey = msgspec.field(name="key")
     term: int
-    ids: list[int]
+    token_ids: list[int] = msgspec.field(name="ids")
     sampling: Sampling
-    decode: str
-    fetch: str | None = None  #: who may hold more of the prefix than this worker
+    decode_worker: str = msgspec.field(name="decode")
+    prefix_holder: str | None = msgspec.field(
+        default=None, name="fetch"
+    )  #: who may hold more of the prefix than this worker
     deadline_s: float = 0.0  #: until the first token is due, from now; 0: in order of arrival
-    given: int = 0  #: of `ids`, how many at the end are an answer that goes on
+    resumed_tokens: int = msgspec.field(
+        default=0, name="given"
+    )  #: of `ids`, how many at the end are an answer that goes on
     trace: str = ""  #: as in `Place`
 
 
-class Decode(msgspec.Struct, tag="decode", frozen=True):
+class StartDecode(msgspec.Struct, tag="decode", frozen=True):
     """Reserve blocks, receive KV from `prefill` and go on from the first token.
 
     `prefill` None: compute the prompt here.
     """
 
-    key: Key
+    attempt_key: AttemptKey = msgspec.field(name="key")
     term: int
-    ids: list[int]
+    token_ids: list[int] = msgspec.field(name="ids")
     sampling: Sampling
-    prefill: str | None
-    fetch: str | None = None  #: for a local prefill, as in `Prefill`
+    prefill_worker: str | None = msgspec.field(name="prefill")
+    prefix_holder: str | None = msgspec.field(
+        default=None, name="fetch"
+    )  #: for a local prefill, as in `Prefill`
     deadline_s: float = 0.0  #: the same
-    given: int = 0  #: the same
+    resumed_tokens: int = msgspec.field(default=0, name="given")  #: the same
     trace: str = ""  #: as in `Place`
 
 
-class Abort(msgspec.Struct, tag="abort", frozen=True):
-    key: Key
+class CancelAttempt(msgspec.Struct, tag="abort", frozen=True):
+    attempt_key: AttemptKey = msgspec.field(name="key")
 
 
-class Tokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class AnswerTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens of one answer in a step; `offset` is the first one's place in the answer.
 
     `prompt`: the prompt's next ids with their logprobs, from the second id on, if asked for.
     """
 
-    key: Key
+    attempt_key: AttemptKey
     offset: int
     tokens: list[Token]
-    finish: str | None = None  #: stop | length
-    index: int = 0  #: which of the `n` answers
-    prompt: list[Token] = []
+    finish_reason: str | None = None  #: stop | length
+    answer_index: int = 0  #: which of the `n` answers
+    prompt_logprobs: list[Token] = []
 
 
-class Step(msgspec.Struct, tag="step", frozen=True, gc=False):
+class EngineStepTokens(msgspec.Struct, tag="step", frozen=True, gc=False):
     """All tokens of one engine step for one gateway."""
 
-    streams: list[Tokens]
+    answers: list[AnswerTokens] = msgspec.field(name="streams")
 
 
 HANDOVER = "handover"  #: reason of `Failed`: the worker is fine, and wants to be rid of its streams
 
 
-class Failed(msgspec.Struct, tag="failed", frozen=True):
+class AttemptFailed(msgspec.Struct, tag="failed", frozen=True):
     """This worker gave up on the attempt; the gateway may try again elsewhere."""
 
-    key: Key
+    attempt_key: AttemptKey = msgspec.field(name="key")
     worker: str
     reason: str
     final: bool = False  #: the request is at fault: no worker can serve it
 
 
-class Moved(msgspec.Struct, tag="moved", frozen=True):
+class PromptArrived(msgspec.Struct, tag="moved", frozen=True):
     """The attempt's KV is on the decode worker: `tokens` of its prompt are there.
 
     `busy_ms`: with a write under way; `exposed_ms`: of the transfer, after the prefill's end.
     """
 
-    key: Key
+    attempt_key: AttemptKey = msgspec.field(name="key")
     tokens: int
     busy_ms: float
     exposed_ms: float
 
 
-class Inspect(msgspec.Struct, tag="inspect", frozen=True):
+class InspectProcess(msgspec.Struct, tag="inspect", frozen=True):
     """Asks for statistics; the router also for its decisions about a client's `request`, or for
     its `latest` ones."""
 
-    call: int
-    request: str = ""
-    latest: int = 0
+    call_id: int = msgspec.field(name="call")
+    request_id: str = msgspec.field(default="", name="request")
+    latest_decisions: int = msgspec.field(default=0, name="latest")
 
 
-class Steer(msgspec.Struct, tag="steer", frozen=True):
+class ChangeRole(msgspec.Struct, tag="steer", frozen=True):
     """Gives a worker another role, or "": none; answered by `Statistics` when it has begun.
 
     `hand_over`: its streams go on elsewhere at once, else they end here. Another role than the one
     that it has needs that.
     """
 
-    call: int
+    call_id: int = msgspec.field(name="call")
     role: str
     hand_over: bool = True
 
 
-class Probe(msgspec.Struct, tag="probe", frozen=True):
+class ProbeTransfer(msgspec.Struct, tag="probe", frozen=True):
     """Asks for a transfer of up to `bytes` bytes from `peer`; answered by `Statistics`.
 
     `peer` None: asks what the worker sees of its host, and whether it may write to the memory of
     the processes `pids`.
     """
 
-    call: int
+    call_id: int = msgspec.field(name="call")
     peer: str | None = None
-    bytes: int = 0
+    size_bytes: int = msgspec.field(default=0, name="bytes")
     pids: list[int] = []
 
 
-class Closing(msgspec.Struct, tag="closing", frozen=True):
+class CloseGateway(msgspec.Struct, tag="closing", frozen=True):
     """The cluster is being stopped: a gateway ends open answers with an error that says so, takes
     nothing new, and answers with `Statistics` when that is done."""
 
-    call: int
+    call_id: int = msgspec.field(name="call")
 
 
-class Statistics(msgspec.Struct, tag="statistics", frozen=True):
-    call: int
+class CallReply(msgspec.Struct, tag="statistics", frozen=True):
+    call_id: int = msgspec.field(name="call")
     values: dict
 
 
-class Deliver(NamedTuple):
+class DeliverFrame(NamedTuple):
     """A frame and the peer that it is for: what pure cores return, never on the wire itself."""
 
     peer: str
     frame: Any
 
 
-ToRouter = (
-    Beat | Loading | Join | Report | Obsolete | Place | Over | Outcome | Prefilled | Inspect
-    | Statistics
+FramesToRouter = (
+    Heartbeat | LoadingProgress | JoinRouter | WorkerReport | NewerRouterSeen | PlaceAttempt | AttemptOutcome | RequestOutcome | PromptPrefilled | InspectProcess
+    | CallReply
 )  # fmt: skip
-FromRouter = Beat | Directory | Placed | Refused | Statistics | Inspect | Closing
-ToWorker = Beat | Prefill | Decode | Abort | Inspect | Probe | Steer
-FromWorker = Beat | Step | Failed | Moved | Statistics
+FramesFromRouter = (
+    Heartbeat
+    | WorkerDirectory
+    | AttemptPlaced
+    | AttemptRefused
+    | CallReply
+    | InspectProcess
+    | CloseGateway
+)
+FramesToWorker = (
+    Heartbeat
+    | StartPrefill
+    | StartDecode
+    | CancelAttempt
+    | InspectProcess
+    | ProbeTransfer
+    | ChangeRole
+)
+FramesFromWorker = Heartbeat | EngineStepTokens | AttemptFailed | PromptArrived | CallReply

@@ -18,7 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from ..protos.frames import Coefficients, Over, Place, Placed, Report, WorkerCard
+from ..protos.frames import (
+    AttemptOutcome,
+    AttemptPlaced,
+    Coefficients,
+    PlaceAttempt,
+    WorkerCard,
+    WorkerReport,
+)
 from . import core, garbage
 from . import events as e
 from .config import RouterConfig
@@ -47,9 +54,9 @@ class Fleet:
     histories: list[list[bytes]] = field(default_factory=list)
     homes: list[tuple[int, int]] = field(default_factory=list)
     seqs: dict[str, int] = field(default_factory=dict)
-    computing: list[tuple[float, int, Placed]] = field(default_factory=list)  #: by end
-    decoding: deque[Placed] = field(default_factory=deque)
-    places: dict[tuple[str, int], Place] = field(default_factory=dict)
+    computing: list[tuple[float, int, AttemptPlaced]] = field(default_factory=list)  #: by end
+    decoding: deque[AttemptPlaced] = field(default_factory=deque)
+    places: dict[tuple[str, int], PlaceAttempt] = field(default_factory=dict)
     news: dict[str, list[bytes]] = field(default_factory=dict)  #: blocks computed and not told yet
     olds: dict[str, deque[bytes]] = field(default_factory=dict)  #: blocks held, oldest first
 
@@ -81,7 +88,7 @@ def build(workers: int, entries: int, seed: int, decisions: int) -> Fleet:
         fleet.olds[name] = deque(dict.fromkeys(hashes))
         role = name.split("/")[0]
         card = WorkerCard(name, role, role, name, name, 1, b"", 20_000, 64, 400, "H200", 4, COST)
-        fleet.router.handle(e.Joined(card, 1, list(fleet.olds[name])), 0.0)
+        fleet.router.handle(e.WorkerJoined(card, 1, list(fleet.olds[name])), 0.0)
     return fleet
 
 
@@ -89,7 +96,7 @@ def _names(half: int) -> list[str]:
     return [f"{role}/{i}" for role in ("prefill", "decode") for i in range(half)]
 
 
-def ask(fleet: Fleet) -> e.Asked:
+def ask(fleet: Fleet) -> e.PlacementRequested:
     """The next turn of some conversation."""
     history = fleet.histories[int(fleet.random.integers(len(fleet.histories)))]
     size = len(history) + TURN_BLOCKS
@@ -98,42 +105,42 @@ def ask(fleet: Fleet) -> e.Asked:
     key = (f"r{fleet.asked}", 0)
     fleet.asked += 1
     target = float(fleet.random.uniform(2.0, 6.0))
-    place = Place(key, 64 * size, OUTPUT, [*history, *turn], ttft_s=target, itl_s=0.05)
+    place = PlaceAttempt(key, 64 * size, OUTPUT, [*history, *turn], ttft_s=target, itl_s=0.05)
     fleet.places[key] = place
-    return e.Asked("g", place)
+    return e.PlacementRequested("g", place)
 
 
 def take(fleet: Fleet, actions: list) -> int:
     """Notes what was placed; returns how many."""
-    placed = [a.frame for a in actions if isinstance(getattr(a, "frame", None), Placed)]
+    placed = [a.frame for a in actions if isinstance(getattr(a, "frame", None), AttemptPlaced)]
     for frame in placed:
         end = fleet.now + frame.predicted_wait_ms / 1e3
         heappush(fleet.computing, (end, frame.decision, frame))
     return len(placed)
 
 
-def first_token(fleet: Fleet) -> e.FirstToken:
+def first_token(fleet: Fleet) -> e.FirstTokenSent:
     """The next prompt is computed; its blocks are new on both workers, the answer's on one."""
     end, _, placed = heappop(fleet.computing)
     fleet.now = max(fleet.now, end)
     fleet.decoding.append(placed)
-    hashes = fleet.places.pop(placed.key).hashes
+    hashes = fleet.places.pop(placed.attempt_key).hashes
     first = len(hashes) - TURN_BLOCKS
     fresh = [hashes[i] for i in positions(len(hashes)) if i >= first]
     answer = [fleet.random.bytes(16) for _ in range(OUTPUT // 64 // STRIDE + 1)]
-    for name in (placed.prefill, placed.decode):
+    for name in (placed.prefill_worker, placed.decode_worker):
         if name:
             fleet.news[name] += fresh
-    fleet.news[placed.decode] += answer
-    return e.FirstToken(placed.key)
+    fleet.news[placed.decode_worker] += answer
+    return e.FirstTokenSent(placed.attempt_key)
 
 
-def ended(fleet: Fleet) -> e.Ended:
-    key = fleet.decoding.popleft().key
-    return e.Ended(key, Over(key, OUTPUT, 500.0, 40.0, "stop"))
+def ended(fleet: Fleet) -> e.AttemptEnded:
+    key = fleet.decoding.popleft().attempt_key
+    return e.AttemptEnded(key, AttemptOutcome(key, OUTPUT, 500.0, 40.0, "stop"))
 
 
-def report(fleet: Fleet, name: str) -> e.Reported:
+def report(fleet: Fleet, name: str) -> e.WorkerReported:
     """What a worker says each `REPORT_S`: as many blocks stored as evicted, and its step times."""
     fleet.seqs[name] += 1
     stored, olds = fleet.news[name], fleet.olds[name]
@@ -144,7 +151,7 @@ def report(fleet: Fleet, name: str) -> e.Reported:
     steps = {"running": 20, "kv_tokens": 200_000, "steps": 20, "step_seconds": 0.2}
     prefill = {"prefill_tokens": 2200, "prefill_seconds": 0.19}
     more: dict[str, Any] = steps if decodes else prefill
-    return e.Reported(name, Report(fleet.seqs[name], 5000, stored, evicted, **more))
+    return e.WorkerReported(name, WorkerReport(fleet.seqs[name], 5000, stored, evicted, **more))
 
 
 def run(

@@ -19,7 +19,7 @@ from itertools import islice
 
 import numpy as np
 
-from ..protos.frames import Key, Place
+from ..protos.frames import AttemptKey, PlaceAttempt
 from . import placement as p
 from .config import RouterConfig
 from .fleet import HALTED_MAX, Fleet, Stream, Worker
@@ -62,7 +62,9 @@ class Binder(Pairing):
         self.line = line
         self._never = config.disaggregate == "never"  #: decode workers compute all prompts
         self.fresh: list[Waiting] = []  #: entered, or lost their home, since the last time
-        self._locals: dict[Key, Waiting] = {}  #: a decode worker has to compute these, no others
+        self._locals: dict[
+            AttemptKey, Waiting
+        ] = {}  #: a decode worker has to compute these, no others
         self.idle: set[int] = set()  #: slots that have credit and found nothing to do
         self.stuck = False  #: decode workers have no room for the next one
         self._pulls, self._offer_at = 0, -np.inf
@@ -115,8 +117,8 @@ class Binder(Pairing):
             waiting.local = self.is_local(waiting.place)
             self.offer(waiting)
 
-    def is_local(self, place: Place) -> bool:
-        return place.local or self._never
+    def is_local(self, place: PlaceAttempt) -> bool:
+        return place.local_prefill or self._never
 
     def offer_again(self) -> None:
         """A decode worker can take a prompt again: the most urgent choose at once."""
@@ -488,7 +490,7 @@ class Binder(Pairing):
     def _book(self, binding: Binding, now: float) -> None:
         """From here on the workers have it."""
         fleet, waiting, decode = self.fleet, binding.waiting, binding.decode
-        key, prompt, answers = waiting.key, waiting.prompt, waiting.place.answers
+        key, prompt, answers = waiting.key, waiting.prompt, waiting.place.answer_count
         computes = binding.prefill or decode
         self.idle.discard(computes.slot)
         tokens = (binding.uncached, prompt)

@@ -19,13 +19,13 @@ from typing import Any
 import xxhash
 
 from ..protos.frames import (
-    Deliver,
-    Directory,
-    Key,
-    Over,
-    Place,
-    Placed,
-    Refused,
+    AttemptKey,
+    AttemptOutcome,
+    AttemptPlaced,
+    AttemptRefused,
+    DeliverFrame,
+    PlaceAttempt,
+    WorkerDirectory,
 )
 from . import events as e
 from .binding import Binder, Rejection
@@ -50,7 +50,7 @@ class Bound:
         waiting: Waiting,
         prefill: Worker,
         decode: Worker,
-        placed: Placed,
+        placed: AttemptPlaced,
     ) -> None:
         self.gateway = gateway
         self.waiting = waiting
@@ -80,27 +80,27 @@ class Router:
         self._decisions = Decisions(config.decisions)
         self.goodput = Goodput(config.ttft_s, config.itl_s)
         self.tally = Tally()
-        self.bound: dict[Key, Bound] = {}
-        self.held: dict[Key, Worker] = {}  #: streams whose gateways we do not hear of
+        self.bound: dict[AttemptKey, Bound] = {}
+        self.held: dict[AttemptKey, Worker] = {}  #: streams whose gateways we do not hear of
         self.placed = self.refused = 0
         self.hit_tokens = self.prompt_tokens = 0
         self._now = -inf
         self._to_tidy: deque[tuple[Binding, int, float, float, int]] = deque()
         self._handlers: dict[type, Callable[[Any, float], list]] = {
-            e.Asked: self._asked,
-            e.FirstToken: self._first_token,
-            e.Ended: self._ended,
-            e.Answered: self._answered,
-            e.Reported: self._reported,
-            e.Joined: self._joined,
-            e.Lost: self._lost,
+            e.PlacementRequested: self._asked,
+            e.FirstTokenSent: self._first_token,
+            e.AttemptEnded: self._ended,
+            e.RequestEnded: self._answered,
+            e.WorkerReported: self._reported,
+            e.WorkerJoined: self._joined,
+            e.WorkerLost: self._lost,
             e.GatewayJoined: self._gateway_joined,
             e.GatewayLost: self._gateway_lost,
-            e.Outdated: self._outdated,
-            e.Tick: self._tick,
+            e.NewerRouterReported: self._outdated,
+            e.RouterTick: self._tick,
         }
 
-    def handle(self, event: e.Event, now: float) -> list:
+    def handle(self, event: e.RouterEvent, now: float) -> list:
         if not self.active:
             return []
         self._now = now
@@ -132,13 +132,13 @@ class Router:
 
     def _gateway_joined(self, event: e.GatewayJoined, now: float) -> list:
         self.gateways[event.gateway] = None
-        return [Deliver(event.gateway, self.directory())]
+        return [DeliverFrame(event.gateway, self.directory())]
 
-    def _answered(self, event: e.Answered, now: float) -> list:
+    def _answered(self, event: e.RequestEnded, now: float) -> list:
         self.goodput.observe(event.outcome, now)
         return []
 
-    def _tick(self, event: e.Tick, now: float) -> list:
+    def _tick(self, event: e.RouterTick, now: float) -> list:
         self._index.expire(now)
         return self._bind(now)
 
@@ -174,9 +174,9 @@ class Router:
     def workers(self) -> dict[str, Worker]:
         return self.fleet.workers
 
-    def directory(self) -> Directory:
+    def directory(self) -> WorkerDirectory:
         cards = [worker.card for worker in self.workers.values()]
-        return Directory(self.term, cards, self.settled)
+        return WorkerDirectory(self.term, cards, self.settled)
 
     def _settle(self, now: float) -> list:
         """Whoever has not joined by now is gone: says so once."""
@@ -190,28 +190,28 @@ class Router:
 
     def _announce(self) -> list:
         directory = self.directory()
-        return [Deliver(peer, directory) for peer in (*self.gateways, *self.workers)]
+        return [DeliverFrame(peer, directory) for peer in (*self.gateways, *self.workers)]
 
-    def _joined(self, event: e.Joined, now: float) -> list:
+    def _joined(self, event: e.WorkerJoined, now: float) -> list:
         if event.term > self.term:
-            return self._outdated(e.Outdated(event.term), now)
+            return self._outdated(e.NewerRouterReported(event.term), now)
         worker = self.fleet.join(event.card)
         self._index.drop(worker.slot)
-        self._index.store(worker.slot, event.cached)
+        self._index.store(worker.slot, event.cached_hashes)
         self._hold(worker, event)
         self.binder.membership(self.settled, now)
         return [*self._announce(), *self._bind(now)]
 
-    def _hold(self, worker: Worker, event: e.Joined) -> None:
+    def _hold(self, worker: Worker, event: e.WorkerJoined) -> None:
         """Reserves what already runs there: streams of another router, or from before a
         connection broke."""
         for key in [k for k, w in self.held.items() if w is worker]:
             self._let_go(key)
-        told = {(name, attempt) for name, attempt, _ in event.held}
+        told = {(name, attempt) for name, attempt, _ in event.held_reservations}
         for key in worker.streams.keys() & self.bound.keys() - told:
             self.bound[key].ended |= self.bound[key].computed
         size = worker.card.block_tokens
-        for name, attempt, blocks in event.held:
+        for name, attempt, blocks in event.held_reservations:
             key = (name, attempt)
             bound = self.bound.get(key)
             if key in worker.streams or (bound and bound.decode.card.id != worker.card.id):
@@ -225,12 +225,12 @@ class Router:
             else:
                 self.held[key] = worker
 
-    def _let_go(self, key: Key) -> None:
+    def _let_go(self, key: AttemptKey) -> None:
         worker = self.held.pop(key, None)
         if worker:
             self.fleet.release(worker, key)
 
-    def _lost(self, event: e.Lost, now: float) -> list:
+    def _lost(self, event: e.WorkerLost, now: float) -> list:
         worker = self.fleet.lose(event.worker)
         if worker is None:
             return []
@@ -254,18 +254,18 @@ class Router:
                 self._unbind(key, now)
         return self._bind(now)
 
-    def _outdated(self, event: e.Outdated, now: float) -> list:
+    def _outdated(self, event: e.NewerRouterReported, now: float) -> list:
         if event.term <= self.term:
             return []
         self.active = False
         return [e.StepDown(event.term)]
 
-    def _reported(self, event: e.Reported, now: float) -> list:
+    def _reported(self, event: e.WorkerReported, now: float) -> list:
         worker, report = self.workers.get(event.worker), event.report
         if worker is None:
             return []
         if report.seq != worker.seq + 1:
-            return [e.Disconnect(event.worker)]
+            return [e.DisconnectWorker(event.worker)]
         worker.seq = report.seq
         if report.evicted:
             self._index.evict(worker.slot, report.evicted)
@@ -287,38 +287,38 @@ class Router:
 
     # ---- requests --------------------------------------------------------------------------------
 
-    def _asked(self, event: e.Asked, now: float) -> list:
+    def _asked(self, event: e.PlacementRequested, now: float) -> list:
         gateway, place = event.gateway, event.place
-        bound = self.bound.get(place.key)
+        bound = self.bound.get(place.attempt_key)
         if bound:  # the answer got lost
-            return [Deliver(gateway, bound.placed)]
-        waiting = self.line.by_key.get(place.key)
+            return [DeliverFrame(gateway, bound.placed)]
+        waiting = self.line.by_key.get(place.attempt_key)
         if waiting:  # it knows better now whom it has lost
             waiting.place = place
-            waiting.picky = bool(place.lost or place.avoid)
+            waiting.picky = bool(place.lost_workers or place.avoided_workers)
             waiting.local = self.binder.is_local(place)
             self.binder.offer(waiting)
             return self._bind(now)
         if len(self.line) >= self.config.queue_max:
             message = f"{len(self.line)} requests wait already"
-            return [self._refuse(gateway, place.key, "queue_full", message)]
-        self._let_go(place.key)
+            return [self._refuse(gateway, place.attempt_key, "queue_full", message)]
+        self._let_go(place.attempt_key)
         self._index.expire(now)
         waiting = self._waiting(gateway, place, now)
-        if place.key[1] == 0:  # not again
+        if place.attempt_key[1] == 0:  # not again
             self._heard.append((waiting.prompt, waiting.whole - waiting.prompt, now))
         binding = self.binder.arrive(waiting, now)
         if binding:
             return [self._place(binding, now), *self._bind(now)]
         return self._bind(now)
 
-    def _waiting(self, gateway: str, place: Place, now: float) -> Waiting:
+    def _waiting(self, gateway: str, place: PlaceAttempt, now: float) -> Waiting:
         config = self.config
         known = config.classes.get(place.slo_class)
         ttft_s = place.ttft_s or config.ttft_s
         arrived = now - place.waited_s
-        ttl_s, key = config.queue_ttl_s, place.key
-        prompt, answers = place.prompt_tokens, place.answers
+        ttl_s, key = config.queue_ttl_s, place.attempt_key
+        prompt, answers = place.prompt_tokens, place.answer_count
         output = self.lengths.expect(place.tenant, place.slo_class, place.max_tokens)
         return Waiting(
             gateway,
@@ -335,17 +335,17 @@ class Router:
             output,
             self.binder.is_local(place),
             prompt,
-            bool(place.lost or place.avoid),
+            bool(place.lost_workers or place.avoided_workers),
             answers * (prompt + output / 2),
             prompt + answers * output,
         )
 
     def _refuse(
-        self, gateway: str, key: Key, reason: str, message: str, retry_after_s: float = 1.0
-    ) -> Deliver:
+        self, gateway: str, key: AttemptKey, reason: str, message: str, retry_after_s: float = 1.0
+    ) -> DeliverFrame:
         self.refused += 1
         self.tally.refused[reason] += 1
-        return Deliver(gateway, Refused(key, reason, message, retry_after_s))
+        return DeliverFrame(gateway, AttemptRefused(key, reason, message, retry_after_s))
 
     def _bind(self, now: float) -> list:
         """Gives up those whose time is over, and places all who can be placed."""
@@ -361,7 +361,7 @@ class Router:
                 actions.append(self._reject(decided, now))
         return actions
 
-    def _expired(self, waiting: Waiting) -> Deliver:
+    def _expired(self, waiting: Waiting) -> DeliverFrame:
         waited = f"waited {waiting.expires - waiting.since:g} s for a worker"
         missing = self.binder.missing(waiting)
         if missing:
@@ -370,7 +370,7 @@ class Router:
         message = f"{waited}: all are busy"
         return self._refuse(waiting.gateway, waiting.key, "deadline_exceeded", message)
 
-    def _reject(self, rejection: Rejection, now: float) -> Deliver:
+    def _reject(self, rejection: Rejection, now: float) -> DeliverFrame:
         waiting, late_s = rejection.waiting, rejection.late_s
         message = f"the first token would be {late_s:.1f} s late"
         if self.config.decisions:
@@ -379,12 +379,12 @@ class Router:
         retry_s = max(1.0, late_s)
         return self._refuse(waiting.gateway, waiting.key, "slo_unattainable", message, retry_s)
 
-    def _place(self, binding: Binding, now: float) -> Deliver:
+    def _place(self, binding: Binding, now: float) -> DeliverFrame:
         waiting, key = binding.waiting, binding.waiting.key
         ttft_s = now - waiting.arrived + binding.wait_s + binding.compute_s
         number = self._decisions.next_number() if self.config.decisions else 0
         self._to_tidy.append((binding, number, ttft_s, now, len(self.line)))
-        placed = Placed(
+        placed = AttemptPlaced(
             key,
             self.term,
             binding.prefill.card.id if binding.prefill else None,
@@ -400,10 +400,10 @@ class Router:
         computes = binding.prefill or binding.decode
         self.bound[key] = Bound(waiting.gateway, waiting, computes, binding.decode, placed)
         self.placed += 1
-        return Deliver(waiting.gateway, placed)
+        return DeliverFrame(waiting.gateway, placed)
 
-    def _first_token(self, event: e.FirstToken, now: float) -> list:
-        key = event.key
+    def _first_token(self, event: e.FirstTokenSent, now: float) -> list:
+        key = event.attempt_key
         bound = self.bound.get(key)
         if bound is None or bound.computed:
             return []
@@ -412,23 +412,23 @@ class Router:
         worker = bound.prefill
         done = self.fleet.computed(worker, key, now)
         self.fleet.revisit(now)
-        if done and bound.placed.prefill and done[1] > 0:
+        if done and bound.placed.prefill_worker and done[1] > 0:
             work, took = done
             self.binder.residuals.observe(took / work.seconds if work.seconds else 1.0)
             nominal = prefill_s(worker.cost, work.uncached, work.prompt)
             self.fleet.corrected(worker, took / nominal if nominal else 1.0, now)
-        elif done and not bound.placed.prefill:
+        elif done and not bound.placed.prefill_worker:
             self.binder.offer_again()
         decision = self._decisions.get(key)
         if decision:
             decision.observed["ttft_ms"] = round(1e3 * (now - bound.waiting.arrived), 3)
         return self._bind(now)
 
-    def _ended(self, event: e.Ended, now: float) -> list:
-        self._over(event.key, event.outcome, now)
+    def _ended(self, event: e.AttemptEnded, now: float) -> list:
+        self._over(event.attempt_key, event.outcome, now)
         return self._bind(now)
 
-    def _over(self, key: Key, outcome: Over | None, now: float) -> None:
+    def _over(self, key: AttemptKey, outcome: AttemptOutcome | None, now: float) -> None:
         bound = self.bound.get(key)
         self._let_go(key)
         self._unbind(key, now)
@@ -436,7 +436,7 @@ class Router:
             return
         if bound and outcome.tokens and outcome.reason in ("stop", "length"):
             place = bound.waiting.place
-            self.lengths.observe(place.tenant, place.slo_class, outcome.tokens / place.answers)
+            self.lengths.observe(place.tenant, place.slo_class, outcome.tokens / place.answer_count)
         decision = self._decisions.get(key)
         if decision:
             seen = {"tokens": outcome.tokens, "reason": outcome.reason}
@@ -446,7 +446,7 @@ class Router:
                     seen[name] = round(value, 3)
             decision.observed.update(seen)
 
-    def _unbind(self, key: Key, now: float) -> None:
+    def _unbind(self, key: AttemptKey, now: float) -> None:
         self.line.leave(key)
         bound = self.bound.pop(key, None)
         if bound:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ..protos.frames import Key
+from ..protos.frames import AttemptKey
 
 #: a worker that could have taken a stage: (name, the policy's score: the least wins, its terms in
 #: seconds, named by `PREFILL_TERMS` or `DECODE_TERMS`)
@@ -26,7 +26,7 @@ class Decision(msgspec.Struct):
 
     number: int
     at: float
-    key: Key
+    key: AttemptKey
     policy: str
     kind: str  #: chosen by worker (pull) or by request (push), early, local, or refused
     prompt_tokens: int
@@ -69,7 +69,7 @@ class Decisions:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._by_key: OrderedDict[Key, Decision] = OrderedDict()
+        self._by_key: OrderedDict[AttemptKey, Decision] = OrderedDict()
         self.count = 0
 
     def add(self, decision: Decision) -> None:
@@ -85,7 +85,7 @@ class Decisions:
         self.count += 1
         return self.count
 
-    def get(self, key: Key) -> Decision | None:
+    def get(self, key: AttemptKey) -> Decision | None:
         return self._by_key.get(key)
 
     def find(self, request_id: str) -> list[Decision]:

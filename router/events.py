@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..protos.frames import Key, Outcome, Over, Place, Report, WorkerCard
+import msgspec
+
+from ..protos.frames import (
+    AttemptKey,
+    AttemptOutcome,
+    PlaceAttempt,
+    RequestOutcome,
+    WorkerCard,
+    WorkerReport,
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
+class WorkerJoined(msgspec.Struct, frozen=True):
     """A worker is ready (or back after a lost connection); `cached`: prefixes that it holds.
 
     `held`: (request, attempt, blocks) of each stream that runs on it.
@@ -17,45 +25,43 @@ class Joined:
 
     card: WorkerCard
     term: int
-    cached: list[bytes]
-    held: Sequence[tuple[str, int, int]] = ()
+    cached_hashes: list[bytes] = msgspec.field(name="cached")
+    held_reservations: Sequence[tuple[str, int, int]] = msgspec.field(default=(), name="held")
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class WorkerLost:
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
+class WorkerReported:
     worker: str
-    report: Report
+    report: WorkerReport
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlacementRequested:
     gateway: str
-    place: Place
+    place: PlaceAttempt
 
 
-@dataclass(frozen=True, slots=True)
-class FirstToken:
-    key: Key
+class FirstTokenSent(msgspec.Struct, frozen=True):
+    attempt_key: AttemptKey = msgspec.field(name="key")
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class AttemptEnded(msgspec.Struct, frozen=True):
     """The attempt is over; `outcome` says what came of it, as the gateway saw it."""
 
-    key: Key
-    outcome: Over | None = None
+    attempt_key: AttemptKey = msgspec.field(name="key")
+    outcome: AttemptOutcome | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class RequestEnded:
     """A client's request is over, by whatever attempts."""
 
-    outcome: Outcome
+    outcome: RequestOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,34 +75,34 @@ class GatewayLost:
 
 
 @dataclass(frozen=True, slots=True)
-class Outdated:
+class NewerRouterReported:
     """Somebody has seen a router with a higher term."""
 
     term: int
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class RouterTick:
     pass
 
 
-Event = (
-    Joined
-    | Lost
-    | Reported
-    | Asked
-    | FirstToken
-    | Ended
-    | Answered
+RouterEvent = (
+    WorkerJoined
+    | WorkerLost
+    | WorkerReported
+    | PlacementRequested
+    | FirstTokenSent
+    | AttemptEnded
+    | RequestEnded
     | GatewayJoined
     | GatewayLost
-    | Outdated
-    | Tick
+    | NewerRouterReported
+    | RouterTick
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Disconnect:
+class DisconnectWorker:
     """Action: end the worker's connection; it joins again with a whole snapshot."""
 
     worker: str

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..protos.frames import Coefficients, Key, Report, WorkerCard
+from ..protos.frames import AttemptKey, Coefficients, WorkerCard, WorkerReport
 from .predictor import SLOW, Correction, Drift, Learned, prior, step_s
 
 BATCH_TOKENS = 512  #: prompts below this share a step: it is where prefill becomes efficient
@@ -35,7 +35,7 @@ FLOATS = (
 _ROW = attrgetter(*FLOATS)
 
 
-def _by_due(item: tuple[Key, Work]) -> float:
+def _by_due(item: tuple[AttemptKey, Work]) -> float:
     return item[1].due
 
 
@@ -89,7 +89,7 @@ class Worker:
     step: Correction
     seq: int = 0  #: last report
     alive: bool = True
-    prefills: dict[Key, Work] = field(default_factory=dict)
+    prefills: dict[AttemptKey, Work] = field(default_factory=dict)
     head_since: float = 0.0  #: when the first of them began
     busy_until: float = 0.0  #: all of them are computed, by prediction
     credit_at: float = -inf  #: from when on it may be given a prompt
@@ -99,7 +99,7 @@ class Worker:
     prompts: int = 0  #: the number of those prompts
     prompt_tokens: int = 0  #: and their length, cached or not
     home_s: float = 0.0  #: seconds of prefill that wait in the line for its cache
-    streams: dict[Key, Stream] = field(default_factory=dict)
+    streams: dict[AttemptKey, Stream] = field(default_factory=dict)
     active: int = 0  #: prompts and streams it has
     rows: int = 0  #: streams, those to come too
     kv_tokens: float = 0.0
@@ -133,7 +133,7 @@ class Worker:
     @property
     def room(self) -> int:
         """Blocks that can be reserved; alone, a request may have all of them."""
-        kept = self.card.kept if self.streams else 0
+        kept = self.card.growth_reserve_blocks if self.streams else 0
         return self.card.blocks - self.reserved - kept
 
     def left_s(self, due: float, now: float) -> float:
@@ -267,10 +267,12 @@ class Fleet:
         return worker
 
     def _correction(self, kind: str, card: WorkerCard) -> Correction:
-        return Correction(self._types.setdefault((kind, card.gpu, card.tp), Drift(SLOW)))
+        return Correction(
+            self._types.setdefault((kind, card.gpu, card.tensor_parallel), Drift(SLOW))
+        )
 
     def _learned_of(self, card: WorkerCard) -> Learned:
-        return self._learned.setdefault((card.gpu, card.tp), Learned(self._prior))
+        return self._learned.setdefault((card.gpu, card.tensor_parallel), Learned(self._prior))
 
     def lose(self, name: str) -> Worker | None:
         worker = self.workers.pop(name, None)
@@ -328,7 +330,7 @@ class Fleet:
         worker.prefill.observe(ratio)
         self._prefill_speed(worker)
 
-    def report(self, worker: Worker, report: Report) -> bool:
+    def report(self, worker: Worker, report: WorkerReport) -> bool:
         """What a report says of speed; without a closed form its type is learned from scratch.
 
         True if its reservations are taken again.
@@ -353,7 +355,7 @@ class Fleet:
             self._decode_changed(worker)
         return after and not before
 
-    def _learn(self, worker: Worker, report: Report) -> bool:
+    def _learn(self, worker: Worker, report: WorkerReport) -> bool:
         """Its type learns from the report, it from its type. True if its closed form changed."""
         learned = self._learned_of(worker.card)
         if report.prefill_seconds > 0 and report.prefill_tokens:
@@ -390,7 +392,7 @@ class Fleet:
     def give(
         self,
         worker: Worker,
-        key: Key,
+        key: AttemptKey,
         tokens: tuple[int, int],
         seconds: float,
         now: float,
@@ -428,7 +430,7 @@ class Fleet:
             worker.slack_s = due - end
         self._credit_changed(worker)
 
-    def computed(self, worker: Worker, key: Key, now: float) -> tuple[Work, float] | None:
+    def computed(self, worker: Worker, key: AttemptKey, now: float) -> tuple[Work, float] | None:
         """The prompt's first token is out: its work, and the seconds that it took."""
         if key not in worker.prefills:
             return None
@@ -440,7 +442,7 @@ class Fleet:
         self._prefill_changed(worker)
         return work, took
 
-    def withdrawn(self, worker: Worker, key: Key, now: float) -> None:
+    def withdrawn(self, worker: Worker, key: AttemptKey, now: float) -> None:
         """The prompt is not going to be computed there any more."""
         if key in worker.prefills:
             if next(iter(worker.prefills)) == key:
@@ -525,7 +527,7 @@ class Fleet:
 
     # ---- streams ---------------------------------------------------------------------------------
 
-    def reserve(self, worker: Worker, key: Key, stream: Stream) -> None:
+    def reserve(self, worker: Worker, key: AttemptKey, stream: Stream) -> None:
         assert key not in worker.streams, key
         worker.streams[key] = stream
         worker.reserved += stream.blocks
@@ -535,7 +537,7 @@ class Fleet:
         if worker.alive:
             self._decode_changed(worker)
 
-    def release(self, worker: Worker, key: Key) -> None:
+    def release(self, worker: Worker, key: AttemptKey) -> None:
         stream = worker.streams.pop(key, None)
         if stream:
             worker.reserved -= stream.blocks
@@ -552,7 +554,7 @@ class Fleet:
         if not rows:
             worker.kv_tokens = 0.0  # rounding errors do not pile up
         kv = worker.kv_tokens
-        room = card.blocks - worker.reserved - (card.kept if rows else 0)
+        room = card.blocks - worker.reserved - (card.growth_reserve_blocks if rows else 0)
         full = 1.0 - room / card.blocks if card.blocks else 1.0
         worker.fit = room if worker.decodes_ok and rows < card.max_running else -1
         fixed = worker.step_fixed + worker.step_token * kv

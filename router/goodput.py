@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..protos.frames import Outcome
+from ..protos.frames import RequestOutcome
 
 WINDOW_S, PARTS = 300.0, 30
 FEW = 20  #: gaps below which only their mean is judged
@@ -33,7 +33,7 @@ def p99(gaps: Sequence[float]) -> float:
     return sorted(gaps)[-1 - len(gaps) // 100] if gaps else 0.0
 
 
-def judge(outcome: Outcome, ttft_s: float, itl_s: float) -> str | None:
+def judge(outcome: RequestOutcome, ttft_s: float, itl_s: float) -> str | None:
     """Which targets were met, one of `MET`; None: it does not count. For requests that name no
     targets, `ttft_s` and `itl_s` are theirs."""
     ttft_s, itl_s = outcome.ttft_target_s or ttft_s, outcome.itl_target_s or itl_s
@@ -67,7 +67,7 @@ class Goodput:
         self._parts: deque[Part] = deque()
         self.total: Counter[Group] = Counter()  #: requests since the start
 
-    def observe(self, outcome: Outcome, now: float) -> None:
+    def observe(self, outcome: RequestOutcome, now: float) -> None:
         met = judge(outcome, self._ttft_s, self._itl_s)
         if met is None:
             return

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from ..protos.frames import Key, Place
+from ..protos.frames import AttemptKey, PlaceAttempt
 from .config import SloClass
 from .fleet import Fleet, Worker
 from .index import NOBODY, Hits
@@ -31,8 +31,8 @@ class Waiting:
     def __init__(
         self,
         gateway: str,
-        key: Key,
-        place: Place,
+        key: AttemptKey,
+        place: PlaceAttempt,
         slo: SloClass,
         since: float,  #: when this router heard of it
         arrived: float,  #: when it began
@@ -95,13 +95,13 @@ class Line:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self.by_key: OrderedDict[Key, Waiting] = OrderedDict()
+        self.by_key: OrderedDict[AttemptKey, Waiting] = OrderedDict()
         self.urgent: list[tuple[int, float, int, Waiting]] = []
-        self.late: OrderedDict[Key, Waiting] = OrderedDict()
+        self.late: OrderedDict[AttemptKey, Waiting] = OrderedDict()
         self.work_s = 0.0  #: least seconds of all urgent ones
         self.home_s = 0.0  #: of those that wait for a cache, there
         self._expiries: list[tuple[float, int, Waiting]] = []
-        self._ranks: dict[Key, tuple[int, float, int]] = {}
+        self._ranks: dict[AttemptKey, tuple[int, float, int]] = {}
         self.homes: dict[int, list[tuple[int, float, int, Waiting]]] = {}
         self._entered = 0
         self._accounts: OrderedDict[str, Account] = OrderedDict()
@@ -109,7 +109,7 @@ class Line:
     def __len__(self) -> int:
         return len(self.by_key)
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: AttemptKey) -> bool:
         return key in self.by_key
 
     def enter(self, waiting: Waiting, now: float, capacity: float) -> None:
@@ -148,7 +148,7 @@ class Line:
         if account.debt <= (now - account.at) * share:
             del self._accounts[tenant]
 
-    def leave(self, key: Key) -> Waiting | None:
+    def leave(self, key: AttemptKey) -> Waiting | None:
         waiting = self.by_key.pop(key, None)
         if waiting is None:
             return None

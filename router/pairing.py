@@ -10,7 +10,7 @@ from math import inf
 
 import numpy as np
 
-from ..protos.frames import Key
+from ..protos.frames import AttemptKey
 from . import placement as p
 from .config import RouterConfig
 from .decisions import Option
@@ -106,14 +106,14 @@ class Pairing:
         self.residuals = Residuals()
         self.explain = config.decisions > 0
         self.few = Few(fleet)
-        self._asks: dict[Key, p.Ask] = {}
+        self._asks: dict[AttemptKey, p.Ask] = {}
         self._asks_at = -np.inf
 
     # ---- what the request is ---------------------------------------------------------------------
 
     def missing(self, waiting: Waiting) -> set[str]:
         """Roles that it needs and no worker has, but those that it has seen die."""
-        fleet, lost = self.fleet, waiting.place.lost
+        fleet, lost = self.fleet, waiting.place.lost_workers
         if not lost and fleet.decodes and (fleet.prefills or waiting.local):
             return _NONE
         wanted = {"decode": set(fleet.decodes)}
@@ -126,9 +126,9 @@ class Pairing:
         prompt's full blocks, if a pool has them (as `engine.scheduler` reserves)."""
         place, size = waiting.place, self.fleet.block_tokens
         own = -(-(waiting.prompt + min(place.max_tokens, self.config.growth_tokens)) // size)
-        if place.answers == 1:
+        if place.answer_count == 1:
             return own
-        more = (place.answers - 1) * (own - waiting.prompt // size)
+        more = (place.answer_count - 1) * (own - waiting.prompt // size)
         return max(own, min(own + more, self.fleet.largest_pool))
 
     def ask(self, waiting: Waiting, now: float) -> p.Ask:
@@ -224,15 +224,15 @@ class Pairing:
         """Without lost workers, and without those to avoid if there are others."""
         if not waiting.picky:
             return ok
-        alive = self.fleet.mask(ok, waiting.place.lost)
-        better = self.fleet.mask(alive, waiting.place.avoid)
+        alive = self.fleet.mask(ok, waiting.place.lost_workers)
+        better = self.fleet.mask(alive, waiting.place.avoided_workers)
         return better if better.any() else alive
 
     def _of(self, waiting: Waiting, few: list[Worker], everybody: dict) -> list[Worker]:
         """The same, of few workers, or of everybody if it has seen some fail."""
         if not waiting.picky:
             return few
-        lost, avoid = waiting.place.lost, waiting.place.avoid
+        lost, avoid = waiting.place.lost_workers, waiting.place.avoided_workers
         alive = [worker for worker in everybody.values() if worker.card.id not in lost]
         return [worker for worker in alive if worker.card.id not in avoid] or alive
 
@@ -330,7 +330,9 @@ class Pairing:
             if step + memory > best_cost:
                 continue
             slot = worker.slot
-            if place and (worker.card.id in place.lost or worker.card.id in place.avoid):
+            if place and (
+                worker.card.id in place.lost_workers or worker.card.id in place.avoided_workers
+            ):
                 continue
             if gentle and worker.rows:
                 calm = worker.calm_tokens if alike else self.fleet.calm(worker, itl_s)

@@ -16,18 +16,23 @@ from typing import Any
 
 import msgspec
 
-from ..protos.frames import Key, Placed, Refused
+from ..protos.frames import AttemptKey, AttemptPlaced, AttemptRefused
 from . import events as e
 from .config import RouterConfig
 from .core import Router
 
+#: events by their names in a log, which stay as they were in the first logs
 KINDS: dict[str, type] = {
-    kind.__name__: kind
-    for kind in (
-        *(e.Joined, e.Lost, e.Reported, e.Asked, e.FirstToken, e.Ended),
-        *(e.GatewayJoined, e.GatewayLost),
-    )
+    "Joined": e.WorkerJoined,
+    "Lost": e.WorkerLost,
+    "Reported": e.WorkerReported,
+    "Asked": e.PlacementRequested,
+    "FirstToken": e.FirstTokenSent,
+    "Ended": e.AttemptEnded,
+    "GatewayJoined": e.GatewayJoined,
+    "GatewayLost": e.GatewayLost,
 }
+NAMES = {kind: name for name, kind in KINDS.items()}
 
 
 class Line(msgspec.Struct):
@@ -51,10 +56,10 @@ def encode_head(router: Router, now: float) -> bytes:
     return _encode(now, "Head", Head(router.config, router.term))
 
 
-def encode(event: e.Event, now: float) -> bytes | None:
+def encode(event: e.RouterEvent, now: float) -> bytes | None:
     """The event as a line; None if it is not logged."""
-    kind = type(event).__name__
-    return _encode(now, kind, event) if kind in KINDS else None
+    name = NAMES.get(type(event))
+    return _encode(now, name, event) if name else None
 
 
 def _encode(now: float, kind: str, value: Any) -> bytes:
@@ -62,16 +67,16 @@ def _encode(now: float, kind: str, value: Any) -> bytes:
     return msgspec.json.encode(line) + b"\n"
 
 
-def snapshot(router: Router) -> list[e.Event]:
+def snapshot(router: Router) -> list[e.RouterEvent]:
     """Events that make a new router know what this one knows of its workers and gateways."""
-    known: list[e.Event] = [e.GatewayJoined(name) for name in router.gateways]
+    known: list[e.RouterEvent] = [e.GatewayJoined(name) for name in router.gateways]
     for worker in router.workers.values():
         held = [(*key, stream.blocks) for key, stream in worker.streams.items()]
-        known.append(e.Joined(worker.card, 0, router.index.hashes(worker.slot), held))
+        known.append(e.WorkerJoined(worker.card, 0, router.index.hashes(worker.slot), held))
     return known
 
 
-def read(lines: Iterable[bytes]) -> Iterator[tuple[float, Head | e.Event]]:
+def read(lines: Iterable[bytes]) -> Iterator[tuple[float, Head | e.RouterEvent]]:
     """Raises LogError."""
     for number, line in enumerate(lines, start=1):
         try:
@@ -101,7 +106,7 @@ class Comparison(msgspec.Struct):
     policies: dict[str, dict[str, float]]
 
 
-def replay(told: Iterable[tuple[float, Head | e.Event]], policy: str) -> Comparison:
+def replay(told: Iterable[tuple[float, Head | e.RouterEvent]], policy: str) -> Comparison:
     """The log through its own policy and through `policy`. Raises LogError."""
     stream = iter(told)
     first = next(stream, None)
@@ -110,15 +115,15 @@ def replay(told: Iterable[tuple[float, Head | e.Event]], policy: str) -> Compari
     head = first[1]
     names = [head.config.policy, policy]
     routers = [Router(replace(head.config, policy=name), head.term) for name in names]
-    choices: list[dict[Key, Choice]] = [{}, {}]
-    asked: set[Key] = set()
+    choices: list[dict[AttemptKey, Choice]] = [{}, {}]
+    asked: set[AttemptKey] = set()
     for at, event in stream:
         if isinstance(event, Head):  # another life: nobody remembers anything
             config = event.config
             routers = [Router(replace(config, policy=name), event.term) for name in names]
             continue
-        if isinstance(event, e.Asked):
-            asked.add(event.place.key)
+        if isinstance(event, e.PlacementRequested):
+            asked.add(event.place.attempt_key)
         for router, chosen in zip(routers, choices, strict=True):
             _tell(router, event, at, chosen)
     both = choices[0].keys() & choices[1].keys()
@@ -129,29 +134,31 @@ def replay(told: Iterable[tuple[float, Head | e.Event]], policy: str) -> Compari
     return Comparison(len(asked), len(both), share, dict(zip(labels, tables, strict=True)))
 
 
-def _tell(router: Router, event: e.Event, at: float, chosen: dict[Key, Choice]) -> None:
+def _tell(
+    router: Router, event: e.RouterEvent, at: float, chosen: dict[AttemptKey, Choice]
+) -> None:
     """An event, and before it every moment at which the router wanted to be woken."""
     wake = router.next_wake
     while wake is not None and wake < at:
-        _take(router, router.handle(e.Tick(), wake), chosen)
+        _take(router, router.handle(e.RouterTick(), wake), chosen)
         later = router.next_wake
         wake = later if later is None or later > wake else None
-    if isinstance(event, e.Reported) and event.worker in router.workers:
+    if isinstance(event, e.WorkerReported) and event.worker in router.workers:
         router.workers[event.worker].seq = event.report.seq - 1  # the log may begin anywhere
     _take(router, router.handle(event, at), chosen)
 
 
-def _take(router: Router, actions: list, chosen: dict[Key, Choice]) -> None:
+def _take(router: Router, actions: list, chosen: dict[AttemptKey, Choice]) -> None:
     for action in actions:
         frame = getattr(action, "frame", None)
-        if isinstance(frame, Refused):
-            chosen[frame.key] = Choice(None, None)
-        elif isinstance(frame, Placed):
-            waiting = router.bound[frame.key].waiting
+        if isinstance(frame, AttemptRefused):
+            chosen[frame.attempt_key] = Choice(None, None)
+        elif isinstance(frame, AttemptPlaced):
+            waiting = router.bound[frame.attempt_key].waiting
             ttft_s, itl_s = frame.predicted_ttft_ms / 1e3, frame.predicted_itl_ms / 1e3
             in_time = ttft_s <= waiting.deadline - waiting.arrived and itl_s <= waiting.itl_s
-            chosen[frame.key] = Choice(
-                frame.prefill, frame.decode, 1e3 * ttft_s, 1e3 * itl_s, in_time
+            chosen[frame.attempt_key] = Choice(
+                frame.prefill_worker, frame.decode_worker, 1e3 * ttft_s, 1e3 * itl_s, in_time
             )
 
 

@@ -16,11 +16,11 @@ from typing import Any
 
 from ..engine.blocks import BlockPool
 from ..engine.pacing import Work, pairs
-from ..engine.scheduler import Limits, Plan, Scheduler
+from ..engine.scheduler import Plan, Scheduler, SchedulerLimits
 from ..engine.sequence import Sequence
 from ..kv_transfer import messages as m
 from ..kv_transfer import tickets as t
-from ..kv_transfer.identity import ticket_id
+from ..kv_transfer.identity import ticket_id_of
 from ..protos.frames import Sampling
 from .hardware import PIECES, Hardware
 from .sim import FIRST, HOP_S, Setting, Simulation
@@ -36,7 +36,7 @@ class Flow:
 
     source: ExactWorker
     sink: ExactWorker
-    post: t.Post
+    post: t.WriteTiles
     left: float
     rate: float = 0.0
 
@@ -48,7 +48,7 @@ class ExactWorker(Worker):
         self, name: str, role: str, hardware: Hardware, unit: int, budget_s: float
     ) -> None:
         super().__init__(name, role, hardware.cost, hardware.kv_tokens, unit, budget_s)
-        limits = Limits(
+        limits = SchedulerLimits(
             block_tokens=HASH_TOKENS,
             max_step_tokens=hardware.chunk_tokens,
             max_running=hardware.max_running,
@@ -56,7 +56,7 @@ class ExactWorker(Worker):
         )
         self.pool = BlockPool(hardware.kv_tokens // HASH_TOKENS + 1)
         self.scheduler = Scheduler(self.pool, limits)
-        self.source, self.sink = t.Source(), t.Sink()
+        self.source, self.sink = t.TicketSender(), t.TicketReceiver()
         self.jobs: dict[tuple[str, int], Job] = {}
         self.lasts: dict[tuple[str, int], float] = {}  #: when a stream's last token came
         self.begun: set[tuple[str, int]] = set()  #: prompts with a chunk behind them
@@ -97,7 +97,7 @@ class ExactWorker(Worker):
 
     @property
     def waiting(self) -> int:
-        return sum(seq.resumed for seq in self.scheduler.waiting) + len(self.refused)
+        return sum(seq.was_preempted for seq in self.scheduler.waiting) + len(self.refused)
 
     def receive(self, job: Job, when: float, what: str) -> None:
         """`what`: prefill, decode (of KV to come) or local."""
@@ -123,7 +123,7 @@ class ExactWorker(Worker):
                 self.plan = plan
                 self.ends = self.at + self._seconds(plan)
         self.rows = len(self.scheduler.running)
-        self.tokens = float(sum(len(seq.ids) for seq in self.scheduler.running))
+        self.tokens = float(sum(len(seq.token_ids) for seq in self.scheduler.running))
         return ended, filled
 
     # ---- steps -------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class ExactWorker(Worker):
         sampling = Sampling(max_tokens=request.output)
         hashes = names_of(request, self.unit)
         ids = [0] * request.prompt
-        return Sequence(job.key, ids, len(ids), sampling, hashes, deadline=job.deadline)
+        return Sequence(job.key, ids, len(ids), sampling, hashes, deadline_s=job.deadline)
 
     def _adopt(self, job: Job) -> None:
         """The fetched prefix is cached here now, if there is room for it."""
@@ -165,21 +165,21 @@ class ExactWorker(Worker):
         cost, seconds = self.cost, 0.0
         if plan.decode:
             rows = len(plan.decode)
-            keys = sum(len(seq.ids) for seq in plan.decode)
+            keys = sum(len(seq.token_ids) for seq in plan.decode)
             weights = max(cost.step_row * rows, cost.step_weights)
             seconds = cost.step_base + weights + cost.step_token * keys
         for seq, count in plan.prefill:
             chunk = cost.prefill_token * count
-            chunk += cost.prefill_pair * (pairs(count, seq.computed) - count / 2)
-            chunk += cost.prefill_base * count / (len(seq.ids) - seq.hit)
-            seconds += chunk * (self.jobs[seq.key].work or 1.0)
+            chunk += cost.prefill_pair * (pairs(count, seq.computed_tokens) - count / 2)
+            chunk += cost.prefill_base * count / (len(seq.token_ids) - seq.hit_tokens)
+            seconds += chunk * (self.jobs[seq.attempt_key].work or 1.0)
         return seconds * self.slow
 
     def _book(self, plan: Plan, ended: list[Job], filled: list[Job]) -> None:
         seconds = self._seconds(plan)
-        keys = sum(len(seq.ids) for seq in plan.decode)
+        keys = sum(len(seq.token_ids) for seq in plan.decode)
         tokens = sum(count for _, count in plan.prefill)
-        seen = sum(pairs(count, seq.computed) for seq, count in plan.prefill)
+        seen = sum(pairs(count, seq.computed_tokens) for seq, count in plan.prefill)
         self.scheduler.cost.observe(
             seconds, Work(len(plan.decode), keys, tokens, seen, len(plan.prefill))
         )
@@ -200,33 +200,33 @@ class ExactWorker(Worker):
                 self._over(seq, ended)
 
     def _chunk(self, seq: Sequence, count: int, ended: list[Job], filled: list[Job]) -> None:
-        if seq.key not in self.begun:
-            self.begun.add(seq.key)
-            if not self.jobs[seq.key].hit:
-                self.jobs[seq.key].hit = seq.hit
+        if seq.attempt_key not in self.begun:
+            self.begun.add(seq.attempt_key)
+            if not self.jobs[seq.attempt_key].hit:
+                self.jobs[seq.attempt_key].hit = seq.hit_tokens
         if not self.scheduler.computed(seq, count):
             return
-        self.begun.discard(seq.key)
-        if seq.generated:  # computed again after a preemption: no new first token
+        self.begun.discard(seq.attempt_key)
+        if seq.generated_tokens:  # computed again after a preemption: no new first token
             self._token(seq)
         else:
-            filled.append(self.jobs[seq.key])
-            self.lasts[seq.key] = self.at + HOP_S
-        if self.scheduler.sampled(seq, 0) and not seq.stop_after_first and seq.generated > 1:
+            filled.append(self.jobs[seq.attempt_key])
+            self.lasts[seq.attempt_key] = self.at + HOP_S
+        if self.scheduler.sampled(seq, 0) and not seq.stop_after_first and seq.generated_tokens > 1:
             self._over(seq, ended)
 
     def _token(self, seq: Sequence) -> None:
         """Gaps as the client sees them, the one behind the first token included."""
-        job, now = self.jobs[seq.key], self.at + HOP_S
-        gap = now - self.lasts.get(seq.key, job.first)
-        self.lasts[seq.key] = now
+        job, now = self.jobs[seq.attempt_key], self.at + HOP_S
+        gap = now - self.lasts.get(seq.attempt_key, job.first)
+        self.lasts[seq.attempt_key] = now
         if not job.first_gap:
             job.first_gap = gap
         job.late += gap > self.itl_s
 
     def _over(self, seq: Sequence, ended: list[Job]) -> None:
-        ended.append(self.jobs.pop(seq.key))
-        self.lasts.pop(seq.key, None)
+        ended.append(self.jobs.pop(seq.attempt_key))
+        self.lasts.pop(seq.attempt_key, None)
 
     def join(self, job: Job) -> None:
         """A local prompt goes on by itself."""
@@ -279,7 +279,7 @@ class ExactSimulation(Simulation):
     def _arrived(self, job: Job) -> None:
         """The prefill worker expects the decode worker's offer."""
         assert job.decode is not None
-        self._source(job.prefill, t.Expect(ticket_id(job.key), job.decode.name))
+        self._source(job.prefill, t.ExpectTileOffer(ticket_id_of(job.key), job.decode.name))
 
     def _work(self, what: tuple[Worker, int]) -> None:
         worker = what[0]
@@ -288,9 +288,12 @@ class ExactSimulation(Simulation):
         super()._work(what)
         for job, seq in worker.opens:
             assert job.prefill is not None
-            tiles = seq.blocks[: -(-seq.prompt // HASH_TOKENS)]
-            job.moved = seq.prompt - seq.sealed * HASH_TOKENS
-            self._sink(worker, t.Open(ticket_id(job.key), job.prefill.name, tiles, seq.sealed))
+            tiles = seq.blocks[: -(-seq.prompt_tokens // HASH_TOKENS)]
+            job.moved = seq.prompt_tokens - seq.published_blocks * HASH_TOKENS
+            self._sink(
+                worker,
+                t.OfferTiles(ticket_id_of(job.key), job.prefill.name, tiles, seq.published_blocks),
+            )
         worker.opens.clear()
         if worker.plan is not None and worker.plan is not before:
             self._pieces(worker, worker.plan)
@@ -301,15 +304,17 @@ class ExactSimulation(Simulation):
         for seq, count in plan.prefill:
             if not seq.stop_after_first:
                 continue
-            end = seq.computed + count
-            first = seq.filled
-            last = -(-end // HASH_TOKENS) if end == len(seq.ids) else end // HASH_TOKENS
-            seq.filled = last
+            end = seq.computed_tokens + count
+            first = seq.filled_blocks
+            last = -(-end // HASH_TOKENS) if end == len(seq.token_ids) else end // HASH_TOKENS
+            seq.filled_blocks = last
             for piece in range(PIECES):
-                push = t.Push(ticket_id(seq.key), first, seq.blocks[first:last], piece, PIECES)
+                push = t.PushTiles(
+                    ticket_id_of(seq.attempt_key), first, seq.blocks[first:last], piece, PIECES
+                )
                 self._at(worker.at + length * (piece + 1) / PIECES, PIECE, (worker, push))
 
-    def _piece(self, what: tuple[ExactWorker, t.Push]) -> None:
+    def _piece(self, what: tuple[ExactWorker, t.PushTiles]) -> None:
         self._source(*what)
 
     def _filled(self, worker: Worker, job: Job) -> None:
@@ -324,13 +329,13 @@ class ExactSimulation(Simulation):
             self._single(worker, job)
         elif remote:
             tiles = -(-request.prompt // HASH_TOKENS)
-            finish = t.Finish(ticket_id(job.key), tiles, b"")
+            finish = t.FinishTilePush(ticket_id_of(job.key), tiles, b"")
             self._at(self.now, PIECE, (worker, finish))  # behind the last piece
 
     def _single(self, worker: ExactWorker, job: Job) -> None:
         """An answer of one token: nothing has to move."""
         if job.remote:
-            self._at(self.now, PIECE, (worker, t.Cancel(ticket_id(job.key), "finished")))
+            self._at(self.now, PIECE, (worker, t.CancelTicket(ticket_id_of(job.key), "finished")))
         else:
             worker.jobs.pop(job.key, None)
             worker.lasts.pop(job.key, None)
@@ -341,47 +346,47 @@ class ExactSimulation(Simulation):
     def _source(self, worker: Any, event: Any) -> None:
         for action in worker.source.handle(event, self.now):
             match action:
-                case t.Send(peer, message):
+                case t.SendMessage(peer, message):
                     self._at(self.now + HOP_S, NOTE, (peer, worker.name, message, "sink"))
-                case t.Post():
+                case t.WriteTiles():
                     self._post(worker, action)
-                case t.Closed(xid):
-                    self._release(worker, xid)
+                case t.PushEnded(ticket_id):
+                    self._release(worker, ticket_id)
 
     def _sink(self, worker: ExactWorker, event: Any) -> None:
         for action in worker.sink.handle(event, self.now):
             match action:
-                case t.Send(peer, message):
+                case t.SendMessage(peer, message):
                     self._at(self.now + HOP_S, NOTE, (peer, worker.name, message, "source"))
-                case t.Verify(xid, _, chunk):
-                    self._sink(worker, t.Verified(xid, chunk.seq, True))
-                case t.Landed(xid):
-                    self._landed(worker, key_of(xid))
-                case t.Freed(xid):
-                    self._release(worker, xid)
+                case t.VerifyChunk(ticket_id, _, chunk):
+                    self._sink(worker, t.ChunkVerified(ticket_id, chunk.chunk_number, True))
+                case t.TilesArrived(ticket_id):
+                    self._landed(worker, key_of(ticket_id))
+                case t.BlocksFreed(ticket_id):
+                    self._release(worker, ticket_id)
 
-    def _note(self, what: tuple[str, str, m.Any, str]) -> None:
+    def _note(self, what: tuple[str, str, m.AnyMessage, str]) -> None:
         to, sender, message, end = what
         worker = self.workers[to]
         if end == "sink":
-            self._sink(worker, t.Noted(sender, message))
+            self._sink(worker, t.MessageReceived(sender, message))
         else:
-            self._source(worker, t.Noted(sender, message))
+            self._source(worker, t.MessageReceived(sender, message))
 
     def _landed(self, worker: ExactWorker, key: tuple[str, int]) -> None:
         worker.advance(self.now)
         seq = worker.scheduler.live[key, 0]
-        seq.ids.append(0)
+        seq.token_ids.append(0)
         worker.lasts[key] = worker.jobs[key].first
         starts = worker.ends if worker.plan is not None else self.now
         worker.scheduler.commit(seq, starts - worker.jobs[key].first)
         self._kick(worker)
 
-    def _release(self, worker: ExactWorker, xid: str) -> None:
+    def _release(self, worker: ExactWorker, ticket_id: str) -> None:
         """No write is under way: the blocks are free again."""
-        worker.scheduler.remove(key_of(xid))
-        worker.jobs.pop(key_of(xid), None)
-        worker.lasts.pop(key_of(xid), None)
+        worker.scheduler.remove(key_of(ticket_id))
+        worker.jobs.pop(key_of(ticket_id), None)
+        worker.lasts.pop(key_of(ticket_id), None)
         self._kick(worker)
 
     def _kick(self, worker: ExactWorker) -> None:
@@ -391,8 +396,8 @@ class ExactSimulation(Simulation):
 
     # ---- links -----------------------------------------------------------------------------------
 
-    def _post(self, worker: ExactWorker, post: t.Post) -> None:
-        tokens = len(post.source) * HASH_TOKENS / post.pieces
+    def _post(self, worker: ExactWorker, post: t.WriteTiles) -> None:
+        tokens = len(post.source_tiles) * HASH_TOKENS / post.pieces
         self._progress()
         self.flows.append(Flow(worker, self.workers[post.peer], post, tokens))
         self._shares()
@@ -428,12 +433,12 @@ class ExactSimulation(Simulation):
         self._shares()
         for flow in done:
             post = flow.post
-            place = post.first, post.piece, post.pieces, [0] * len(post.source)
-            chunk = m.Chunk(post.xid, post.generation, post.seq, *place)
+            place = post.first_tile, post.piece, post.pieces, [0] * len(post.source_tiles)
+            chunk = m.ChunkMessage(post.ticket_id, post.generation, post.chunk_number, *place)
             self._at(self.now + HOP_S, NOTE, (flow.sink.name, flow.source.name, chunk, "sink"))
-            self._source(flow.source, t.Written(post.xid, True))
+            self._source(flow.source, t.WriteEnded(post.ticket_id, True))
 
 
-def key_of(xid: str) -> tuple[str, int]:
-    request, _, attempt = xid.rpartition("#")
+def key_of(ticket_id: str) -> tuple[str, int]:
+    request, _, attempt = ticket_id.rpartition("#")
     return request, int(attempt)

@@ -19,7 +19,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.optimize import nnls
 
-from ..protos.frames import Coefficients, Key, Over, Place, Report, WorkerCard
+from ..protos.frames import (
+    AttemptKey,
+    AttemptOutcome,
+    Coefficients,
+    PlaceAttempt,
+    WorkerCard,
+    WorkerReport,
+)
 from ..router import events as e
 from ..router.goodput import FEW
 from ..router.replay import Head, LogError, read
@@ -36,11 +43,11 @@ FULL = ("stop", "length")
 class Life:
     """One client's request over all its attempts. Times by the router's clock."""
 
-    place: Place
+    place: PlaceAttempt
     asked: float
     first: float = 0.0
     ended: float = 0.0
-    over: Over | None = None
+    over: AttemptOutcome | None = None
 
     @property
     def served(self) -> bool:
@@ -54,7 +61,7 @@ class Log:
     head: Head
     cards: dict[str, WorkerCard] = field(default_factory=dict)
     lives: dict[str, Life] = field(default_factory=dict)
-    reports: dict[str, list[Report]] = field(default_factory=dict)
+    reports: dict[str, list[WorkerReport]] = field(default_factory=dict)
 
     @staticmethod
     def of(lines: Iterable[bytes]) -> Log:
@@ -71,24 +78,24 @@ class Log:
             raise LogError("no request in it was served")
         return found
 
-    def _take(self, event: e.Event, at: float) -> None:
+    def _take(self, event: e.RouterEvent, at: float) -> None:
         match event:
-            case e.Joined(card):
+            case e.WorkerJoined(card):
                 self.cards[card.id] = card
-            case e.Reported(worker, report):
+            case e.WorkerReported(worker, report):
                 self.reports.setdefault(worker, []).append(report)
-            case e.Asked(_, place):
-                self.lives.setdefault(place.key[0], Life(place, at - place.waited_s))
-            case e.FirstToken(key):
+            case e.PlacementRequested(_, place):
+                self.lives.setdefault(place.attempt_key[0], Life(place, at - place.waited_s))
+            case e.FirstTokenSent(key):
                 life = self._life(key)
                 if life is not None and not life.first:
                     life.first = at
-            case e.Ended(key, over):
+            case e.AttemptEnded(key, over):
                 life = self._life(key)
                 if life is not None:
                     life.ended, life.over = at, over
 
-    def _life(self, key: Key) -> Life | None:
+    def _life(self, key: AttemptKey) -> Life | None:
         return self.lives.get(key[0])
 
 
@@ -144,7 +151,7 @@ def fit(log: Log) -> Coefficients:
 
 def _prefill(log: Log) -> tuple[float, float]:
     """(base, seconds a token)"""
-    names = [name for name, card in log.cards.items() if (card.role or card.home) == "prefill"]
+    names = [name for name, card in log.cards.items() if (card.role or card.pool) == "prefill"]
     apart = _reported(log, names)
     mixed = log.head.config.disaggregate == "never"
     lone = _lone([life for life in log.lives.values() if life.served], mixed)
@@ -236,7 +243,7 @@ def _least(rows: list[list[float]], values: list[float], weights: list[float] | 
 
 def _run(log: Log, threads: int) -> Run:
     config = log.head.config
-    roles = [card.role or card.home for card in log.cards.values()]
+    roles = [card.role or card.pool for card in log.cards.values()]
     prefill, decode = roles.count("prefill"), roles.count("decode")
     mixed = roles.count("mixed")
     if config.disaggregate == "never" and not prefill:

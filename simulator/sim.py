@@ -17,7 +17,15 @@ from typing import Any
 
 import msgspec
 
-from ..protos.frames import Deliver, Over, Place, Placed, Refused, Report, WorkerCard
+from ..protos.frames import (
+    AttemptOutcome,
+    AttemptPlaced,
+    AttemptRefused,
+    DeliverFrame,
+    PlaceAttempt,
+    WorkerCard,
+    WorkerReport,
+)
 from ..router import Router, RouterConfig
 from ..router import events as e
 from .fleet import Faults, Fleet, Split
@@ -95,7 +103,7 @@ class Simulation:
         for role, hardware in self.setting.fleet.workers(self.setting.split):
             name = self._make(role, hardware)
             self.up[name] = [0.0, inf]
-            self._tell(e.Joined(self.cards[name], 1, []))
+            self._tell(e.WorkerJoined(self.cards[name], 1, []))
         names = list(self.workers)
         for index, times in self.faults.slow:
             self.workers[names[index]].slow = times
@@ -103,7 +111,7 @@ class Simulation:
             self._at(at, KILL, names[index])
         self._tell(e.GatewayJoined("gateway"))
         self.now = 0.0
-        self._tell(e.Tick())
+        self._tell(e.RouterTick())
 
     def _make(self, role: str, hardware: Hardware) -> str:
         index = len(self.workers)
@@ -122,7 +130,7 @@ class Simulation:
             blocks=hardware.kv_tokens // HASH_TOKENS,
             block_tokens=HASH_TOKENS,
             gpu=hardware.gpu,
-            tp=hardware.tp,
+            tensor_parallel=hardware.tp,
             cost=hardware.cost if hardware.known else None,
             chunk_tokens=hardware.chunk_tokens,
             max_running=hardware.max_running,
@@ -178,24 +186,24 @@ class Simulation:
         if self.told is not None:
             self.told(self, event)
         for action in self.router.handle(event, self.now):
-            if type(action) is Deliver:
+            if type(action) is DeliverFrame:
                 frame = action.frame
-                if type(frame) is Placed:
+                if type(frame) is AttemptPlaced:
                     self._placed(frame)
-                elif type(frame) is Refused:
+                elif type(frame) is AttemptRefused:
                     self._refused(frame)
-            elif type(action) is e.Disconnect:
+            elif type(action) is e.DisconnectWorker:
                 self._rejoin(action.worker)
         wake = self.router.next_wake
         if wake is not None and wake < self.wake - 1e-9:
-            least = self.now + TICK_S if type(event) is e.Tick else self.now
+            least = self.now + TICK_S if type(event) is e.RouterTick else self.now
             self.wake = wake if wake > least else least
             self._at(self.wake, WAKE, self.wake)
 
     def _wake(self, when: float) -> None:
         if when == self.wake:
             self.wake = inf
-            self._tell(e.Tick())
+            self._tell(e.RouterTick())
 
     def _arrive(self, request: Request) -> None:
         self._ask(Job(request, (str(request.index), 0), self.now), [])
@@ -209,12 +217,12 @@ class Simulation:
         job.target = self.slo.ttft(request.prompt)
         if self.faults.misprediction:
             job.work = 1 + self.faults.misprediction * self.rng.uniform(-1, 1)
-        place = Place(
+        place = PlaceAttempt(
             job.key,
             job.context,
             request.most or MAX_TOKENS,
             request.hashes,
-            lost=lost,
+            lost_workers=lost,
             tenant=request.tenant,
             ttft_s=job.target,
             itl_s=self.slo.itl_s,
@@ -222,26 +230,28 @@ class Simulation:
         )
         if self.log:
             self.log(f"{self.now:.6f} asked {job.key[0]} {job.context}")
-        self._tell(e.Asked("gateway", place))
+        self._tell(e.PlacementRequested("gateway", place))
 
-    def _placed(self, placed: Placed) -> None:
-        job = self.jobs.get(placed.key)
+    def _placed(self, placed: AttemptPlaced) -> None:
+        job = self.jobs.get(placed.attempt_key)
         if job is None or job.decode is not None:
             return
-        job.decode = self.workers[placed.decode]
+        job.decode = self.workers[placed.decode_worker]
         job.predicted = placed.predicted_ttft_ms / 1e3
         if placed.deadline_s:
             job.deadline = self.now + placed.deadline_s
         start = self.now + 2 * HOP_S
         if self.log:
-            self.log(f"{self.now:.6f} placed {job.key[0]} {placed.prefill} {placed.decode}")
-        if placed.prefill is None or placed.prefill == placed.decode:
+            self.log(
+                f"{self.now:.6f} placed {job.key[0]} {placed.prefill_worker} {placed.decode_worker}"
+            )
+        if placed.prefill_worker is None or placed.prefill_worker == placed.decode_worker:
             job.prefill = job.decode
         else:
-            job.prefill, job.remote = self.workers[placed.prefill], True
+            job.prefill, job.remote = self.workers[placed.prefill_worker], True
         job.prefill.advance(self.now)
-        if placed.fetch is not None:
-            start = self._fetch(self.workers[placed.fetch], job.prefill, job, start)
+        if placed.prefix_holder is not None:
+            start = self._fetch(self.workers[placed.prefix_holder], job.prefill, job, start)
         self._submit(job, start)
 
     def _submit(self, job: Job, start: float) -> None:
@@ -249,8 +259,8 @@ class Simulation:
         job.prefill.submit(job, start)
         self._schedule(job.prefill)
 
-    def _refused(self, refused: Refused) -> None:
-        job = self.jobs.pop(refused.key, None)
+    def _refused(self, refused: AttemptRefused) -> None:
+        job = self.jobs.pop(refused.attempt_key, None)
         if job is not None:
             job.outcome = refused.reason
             self._end(job)
@@ -328,7 +338,7 @@ class Simulation:
         return end + max(cost.transfer_base for cost in costs)
 
     def _first(self, key: tuple[str, int]) -> None:
-        self._tell(e.FirstToken(key))
+        self._tell(e.FirstTokenSent(key))
 
     def _ready(self, job: Job) -> None:
         worker = job.decode
@@ -350,7 +360,9 @@ class Simulation:
         if self.log:
             self.log(f"{self.now:.6f} ended {job.key[0]} {job.first:.6f} {job.late}")
         ttft = (job.first - job.arrived) * 1e3
-        self._tell(e.Ended(job.key, Over(job.key, request.output, ttft, reason="stop")))
+        self._tell(
+            e.AttemptEnded(job.key, AttemptOutcome(job.key, request.output, ttft, reason="stop"))
+        )
         self._end(job)
 
     def _end(self, job: Job) -> None:
@@ -375,19 +387,19 @@ class Simulation:
                 report = self._state(worker)
                 if self.faults.report_delay_s:
                     later = self.now + self.faults.report_delay_s
-                    self._at(later, HEAR, e.Reported(worker.name, report))
+                    self._at(later, HEAR, e.WorkerReported(worker.name, report))
                 else:
-                    self._tell(e.Reported(worker.name, report))
+                    self._tell(e.WorkerReported(worker.name, report))
 
-    def _hear(self, event: e.Reported) -> None:
+    def _hear(self, event: e.WorkerReported) -> None:
         if self.workers[event.worker].alive:
             self._tell(event)
 
-    def _state(self, worker: Worker) -> Report:
+    def _state(self, worker: Worker) -> WorkerReport:
         worker.seq += 1
         steps = round(worker.steps)
         stored, evicted = worker.changes()
-        report = Report(
+        report = WorkerReport(
             worker.seq,
             worker.free_tokens // HASH_TOKENS,
             stored,
@@ -411,7 +423,7 @@ class Simulation:
         worker.seq = 0
         worker.changes()
         cached = [name for run in worker.cache.values() for name in run.names]
-        self._tell(e.Joined(self.cards[name], 1, cached))
+        self._tell(e.WorkerJoined(self.cards[name], 1, cached))
 
     def _kill(self, name: str) -> None:
         """The worker dies; its requests are placed again, what was generated is prompt now."""
@@ -419,7 +431,7 @@ class Simulation:
         worker.advance(self.now)
         worker.alive = False
         self.up[name][1] = self.now
-        self._tell(e.Lost(name))
+        self._tell(e.WorkerLost(name))
         for job in self._concerned(worker):
             self._again_elsewhere(job, worker, [name])
 
@@ -435,7 +447,7 @@ class Simulation:
             other.forget(job)
             self._schedule(other)
         del self.jobs[job.key]
-        self._tell(e.Ended(job.key))
+        self._tell(e.AttemptEnded(job.key))
         again = Job(job.request, (job.key[0], job.key[1] + 1), job.arrived)
         again.first, again.late, again.done = job.first, job.late, job.done
         if job.first:
@@ -468,7 +480,7 @@ class Simulation:
 
     def remove(self, home: str) -> str | None:
         """The youngest replica of the pool, one that starts first, hands over and is gone."""
-        mine = [name for name, card in self.cards.items() if card.home == home]
+        mine = [name for name, card in self.cards.items() if card.pool == home]
         there = [name for name in mine if self.up[name][1] == inf]
         if not there:
             return None
@@ -477,7 +489,7 @@ class Simulation:
         if self.starting.pop(name, None) is None:
             self._hand_over(self.workers[name])
             self.workers[name].alive = False
-            self._tell(e.Lost(name))
+            self._tell(e.WorkerLost(name))
         return name
 
     def _enter(self, what: tuple[str, str]) -> None:

@@ -37,7 +37,7 @@ def gateway(
     counts = numbers("--streams", streams)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by jobs of a script
     from ...engine.demo import CHECKPOINT
-    from ..gateway.bench.run import Options, run
+    from ..bench.gateway.run import Options, run
 
     with checkpoint(model or str(CHECKPOINT)) as folder:
         options = Options(folder, proxies, counts, seconds, slow)

@@ -15,7 +15,7 @@ from .simulate import Jobs, Model, Output, Slo, _tell
 
 if TYPE_CHECKING:
     from ...simulator.trace import Trace
-    from ..planner.study import Ran
+    from ..bench.planner_study import Ran
 
 
 def planner(
@@ -38,7 +38,7 @@ def planner(
     from ...simulator.case import Case
     from ...simulator.fleet import Fleet, Split
     from ...simulator.metrics import Slo
-    from ..planner.study import compare
+    from ..bench.planner_study import compare
 
     try:
         loads, gpus, begin = _load(trace, rate), Fleet.of(fleet, model, tp), Split.of(split)

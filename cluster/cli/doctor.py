@@ -67,7 +67,7 @@ def _local() -> dict[str, Any]:
     import msgspec
 
     from ...kv_transfer.diagnosis import environment
-    from ..doctor import local_report
+    from ..control.diagnosis import local_report
 
     return msgspec.to_builtins(local_report(environment("this host", pids=[os.getppid()])))
 

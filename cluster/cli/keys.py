@@ -11,7 +11,7 @@ import typer
 from .common import fail
 
 if TYPE_CHECKING:
-    from ..gateway.keys import Key
+    from ..gateway.edge.keys import Key
 
 app = typer.Typer(help="API keys: add, list, revoke. Gateways see a change in a second.")
 File = Annotated[
@@ -37,7 +37,7 @@ def add(
     ] = None,
 ) -> None:
     """Add a key and print it: the file has only its hash."""
-    from ..gateway.keys import KeyFileError, add_key
+    from ..gateway.edge.keys import KeyFileError, add_key
 
     try:
         key, text = add_key(file, tenant, slo_class, tuple(allow or ()), rate, concurrency)
@@ -53,7 +53,7 @@ def list_(
     output: Annotated[str, typer.Option("-o", "--output", help="table | json")] = "table",
 ) -> None:
     """List ids, tenants and limits."""
-    from ..gateway.keys import KeyFileError, read_keys
+    from ..gateway.edge.keys import KeyFileError, read_keys
 
     try:
         keys = read_keys(file).keys
@@ -74,7 +74,7 @@ def revoke(
     file: File = Path("keys.yaml"),
 ) -> None:
     """Take a key out of the file. Streams that run end as they would."""
-    from ..gateway.keys import KeyFileError, revoke_key
+    from ..gateway.edge.keys import KeyFileError, revoke_key
 
     try:
         gone = revoke_key(file, key)

@@ -13,7 +13,7 @@ import typer
 from .common import fail
 
 if TYPE_CHECKING:
-    from ..launch import Cluster
+    from ..launch.local_cluster import Cluster
 
 
 WELCOME = """
@@ -73,7 +73,7 @@ def serve(
     given = {key: value for key, value in flags.items() if value is not None}
     try:
         settings = load_config(config, {**given, **parse_overrides(override or [])})
-        from ..launch import StartError, prepare
+        from ..launch.local_cluster import StartError, prepare
 
         cluster = prepare(settings, ray_address)
     except ConfigError as error:

@@ -16,13 +16,12 @@ from typing import Any
 
 from ray import serve
 
-from .. import logs
 from ..config import ClusterConfig
+from ..gateway.attempt.plane import Plane
 from ..gateway.errors import ApiError
-from ..gateway.plane import Plane
-from ..metrics import ControlTally, Exporter
-from ..metrics.targets import targets
 from ..router_service import node_host, router_config
+from ..telemetry import ControlTally, Exporter, logs
+from ..telemetry.targets import targets
 from . import http, orders, rpc
 from .autopilot import Autopilot
 from .doctor import Doctor

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from ...kv_transfer.diagnosis import Environment
-from ..doctor import Measured, Report, Seen, choose, judge, pair_of
+from ..gateway.attempt.plane import Plane
 from ..gateway.errors import ApiError
-from ..gateway.plane import Plane
+from .diagnosis import Measured, Report, Seen, choose, judge, pair_of
 
 LIMIT_S = 120.0  #: what was not measured until then is not
 ANSWER_S = 15.0  #: one worker's answer

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
-from ..gateway import sse
+from ..gateway.edge import sse
 
 if TYPE_CHECKING:
     from .control import Control

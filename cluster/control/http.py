@@ -24,7 +24,7 @@ from starlette.staticfiles import StaticFiles
 
 from ...router.policies import POLICIES
 from ..config import LOOPBACK, ControlSettings
-from ..gateway import sse
+from ..gateway.edge import sse
 from ..gateway.errors import ApiError
 from . import ray_dashboard
 from .doctor import parse_size

@@ -17,8 +17,8 @@ from grpc_reflection.v1alpha import reflection
 from ...protos import admin_pb2 as pb
 from ...protos import admin_pb2_grpc
 from ..config import ControlSettings
+from ..gateway.edge.grpc_edge import DETAILS, bind, status_of
 from ..gateway.errors import ApiError
-from ..gateway.grpc_edge import DETAILS, bind, status_of
 from .http import BIND_S, Guard
 
 if TYPE_CHECKING:

@@ -60,7 +60,7 @@ def whatif(
 ) -> dict[str, Any] | str:
     """The runs side by side, or why there are none. `decisions` as `Decision.told` says them."""
     served = _served(decisions)
-    roles = [card.role or card.home for card in cards]
+    roles = [card.role or card.pool for card in cards]
     now = WhatIf(config.policy, roles.count("prefill"), roles.count("decode"))
     if len(served) < ENOUGH:
         return f"{len(served)} of the last requests were served to their end; {ENOUGH} are needed"
@@ -117,7 +117,7 @@ def _hardware(served: list[dict[str, Any]], card: WorkerCard) -> Hardware:
     )
     return Hardware(
         card.gpu,
-        card.tp,
+        card.tensor_parallel,
         cost,
         kv_tokens=card.blocks * card.block_tokens,
         gpus=1,

@@ -28,26 +28,25 @@ from ...kv_transfer.identity import block_hashes
 from ...protos import frames as f
 from ...router.config import CLASSES
 from ...router.goodput import judge
-from .. import logs
 from ..config import ClusterConfig
-from ..metrics import Exporter, GatewayTally
-from ..metrics.gateway import DONE, LEFT, outcome_of
-from ..metrics.page import Row
 from ..router_service import node_host
-from ..tracing import end_request, tracer_of
-from . import http, rpc
-from .answers import Output
+from ..telemetry import Exporter, GatewayTally, logs
+from ..telemetry.gateway_metrics import DONE, LEFT, outcome_of
+from ..telemetry.page import Row
+from ..telemetry.tracing import end_request, tracer_of
+from .apis.parameters import Limits
+from .attempt.plane import Plane
+from .attempt.resume import Seen
+from .attempt.shelf import Shelf
+from .attempt.stream import Generator, News, Request
+from .attempt.terms import Terms
+from .edge import http, rpc
+from .edge.keys import Door
+from .edge.listen import Listener
+from .edge.sse import RAW_SEND
 from .errors import ApiError
-from .keys import Door
-from .listen import Listener
-from .parameters import Limits
-from .plane import Plane
-from .resume import Seen
-from .shelf import Shelf
-from .sse import RAW_SEND
-from .stream import Generator, News, Request
-from .terms import Terms
-from .text import Prompt, Text
+from .text.answers import Output
+from .text.tokenizer import Prompt, Text
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +212,7 @@ class Gateway:
             if span:
                 end_request(span, request, outcome)
 
-    def _account(self, request: Request, failed: tuple[str, int]) -> f.Outcome:
+    def _account(self, request: Request, failed: tuple[str, int]) -> f.RequestOutcome:
         """What it was like for its client: goodput and latencies count once for each request."""
         self.finished += request.finish is not None
         reason, code = (request.finish, DONE) if request.finish else failed

@@ -25,10 +25,10 @@ def observation(
         Replica(
             card.id,
             card.role,
-            card.home,
+            card.pool,
             Coefficients(*outlook["costs"][card.id]),
             card.blocks * card.block_tokens,
-            card.tp,
+            card.tensor_parallel,
         )
         for card in cards
         if card.role and card.id in outlook["costs"]
@@ -38,7 +38,7 @@ def observation(
     share = sum(blocks["active"] for blocks in decoding) / total if total else 0.0
     need = Need(**outlook["need"])
     leaving = {one["id"] for one in workers if one["state"] == "leaving"}
-    resting = Counter(card.home for card in cards if not card.role and card.id not in leaving)
+    resting = Counter(card.pool for card in cards if not card.role and card.id not in leaving)
     return Observation(
         tuple(replicas), starting, need, outlook["backlog_s"], share, resting=resting
     )

@@ -4,7 +4,7 @@
     .venv/bin/python deploy/observability/dashboards.py --check    # exit 1 and name what is stale
 
 Typed builders of Grafana's own SDK (grafana-foundation-sdk). Queries ask for metrics of
-`cluster/metrics/catalogue.py` and for recording rules of `rules.yaml`; tests check every name.
+`cluster/telemetry/catalogue.py` and for recording rules of `rules.yaml`; tests check every name.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from ...kv_transfer.transports.fabric import Fabric, Link
 from ...protos.frames import Sampling
 from ..engine import Engine, EngineConfig
 from ..pool import KVPool
-from ..scheduler import Limits
-from ..sequence import Filled, Output, Sequence
+from ..scheduler import SchedulerLimits
+from ..sequence import BlocksFilled, Sequence, SequenceOutput
 
 SOURCE, SINK = "prefill/bench", "decode/bench"
 WAIT_S = 60.0
@@ -43,7 +43,7 @@ class Rig:
 
     def __init__(self, model: Path, tokens: int, threads: int) -> None:
         self.tokens = tokens
-        limits = Limits(max_step_tokens=512)
+        limits = SchedulerLimits(max_step_tokens=512)
         config = EngineConfig(model, kv_bytes=_kv_bytes(tokens), threads=threads, limits=limits)
         self.engine = Engine(config)
         layout = self.engine.kv.layout
@@ -68,26 +68,26 @@ class Rig:
                 assert isinstance(action, ToRank)
                 services[SOURCE].submit(action.command)
 
-        def announce(filled: list[Filled]) -> None:
+        def announce(filled: list[BlocksFilled]) -> None:
             for one in filled:
-                tell(c.Push(ticket, one.first, one.blocks, one.piece))
+                tell(c.PushBlocks(ticket, one.first_block, one.blocks, one.piece))
 
         self.engine.announce = announce
         self.engine.add(seq)
         blocks = list(range(1, self.target.blocks))
-        services[SINK].submit(c.Receive(ticket, f"{SOURCE}:0", blocks, self.tokens))
-        tell(c.Expect(ticket, SINK, self.tokens))
-        began, outputs = time.perf_counter(), list[Output]()
+        services[SINK].submit(c.OfferBlocks(ticket, f"{SOURCE}:0", blocks, self.tokens))
+        tell(c.ExpectOffer(ticket, SINK, self.tokens))
+        began, outputs = time.perf_counter(), list[SequenceOutput]()
         while not any(output.token for output in outputs):
             outputs = self.engine.step()
         seconds = time.perf_counter() - began
-        tell(c.Finish(ticket, b""))
+        tell(c.FinishPush(ticket, b""))
         return seconds
 
     def drop(self) -> None:
         self.engine.drop((f"bench{self._count}", 0))
 
-    def over(self, link: Link) -> tuple[float, c.Arrived]:
+    def over(self, link: Link) -> tuple[float, c.BlocksArrived]:
         """A prefill with its transfer over `link`."""
         fabric, outcomes = Fabric(time.monotonic, 0, link), queue.SimpleQueue[object]()
         closed = queue.SimpleQueue[object]()
@@ -106,7 +106,7 @@ class Rig:
         try:
             seconds = self.prefill(fan, services)
             arrived = outcomes.get(timeout=WAIT_S)
-            assert isinstance(arrived, c.Arrived), arrived
+            assert isinstance(arrived, c.BlocksArrived), arrived
             closed.get(timeout=WAIT_S)
         finally:
             for service in services.values():

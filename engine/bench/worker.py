@@ -18,11 +18,11 @@ from typing import Any, TextIO
 import torch
 
 from ...kv_transfer.identity import block_hashes
-from ...protos.frames import Key, Sampling
+from ...protos.frames import AttemptKey, Sampling
 from ..engine import Engine, EngineConfig
 from ..errors import EngineError
-from ..scheduler import Limits
-from ..sequence import Output, Sequence
+from ..scheduler import SchedulerLimits
+from ..sequence import Sequence, SequenceOutput
 from ..spec import fingerprint
 from .machine import measure_machine
 
@@ -31,7 +31,9 @@ class Ours:
     """Diptych's engine in this process, greedy."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        limits = Limits(max_step_tokens=options["step_tokens"] or Limits().max_step_tokens)
+        limits = SchedulerLimits(
+            max_step_tokens=options["step_tokens"] or SchedulerLimits().max_step_tokens
+        )
         self._engine = Engine(
             EngineConfig(
                 model=Path(options["model"]),
@@ -43,7 +45,7 @@ class Ours:
         )
         self._random = random.Random(options["seed"])
         self._salt = fingerprint(Path(options["model"]))
-        self._live: list[Key] = []
+        self._live: list[AttemptKey] = []
         self._count = 0
         statistics = self._engine.statistics()
         self.setup = {
@@ -68,9 +70,9 @@ class Ours:
         prompts = [self._prompt(context) for _ in range(batch)]
         for tokens in (1, room):
             self._live = [self._add(ids, tokens) for ids in prompts]
-            begun: set[Key] = set()
+            begun: set[AttemptKey] = set()
             while len(begun) < batch:
-                begun.update(output.key for output in _tokens(self._engine.step()))
+                begun.update(output.attempt_key for output in _tokens(self._engine.step()))
         return {}
 
     def step(self, times: int) -> dict[str, Any]:
@@ -99,7 +101,7 @@ class Ours:
     def _prompt(self, length: int) -> list[int]:
         return self._random.choices(range(2, self._engine.spec.vocab), k=length)
 
-    def _add(self, ids: list[int], tokens: int) -> Key:
+    def _add(self, ids: list[int], tokens: int) -> AttemptKey:
         self._count += 1
         key = (str(self._count), 0)
         hashes = block_hashes(ids, self._salt)
@@ -112,7 +114,7 @@ class Ours:
         self._live = []
 
 
-def _tokens(outputs: Iterable[Output]) -> list[Output]:
+def _tokens(outputs: Iterable[SequenceOutput]) -> list[SequenceOutput]:
     return [output for output in outputs if output.token is not None]
 
 

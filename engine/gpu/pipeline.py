@@ -14,7 +14,7 @@ from ...protos.frames import Token
 from ..pacing import Work
 from ..sampler import Fault, damage
 from ..scheduler import Scheduler
-from ..sequence import Output, Sequence
+from ..sequence import Sequence, SequenceOutput
 from .plan import Row
 
 
@@ -46,7 +46,7 @@ def simple(seq: Sequence) -> bool:
         and s.repetition_penalty == 1
         and not (s.presence_penalty or s.frequency_penalty or s.logit_bias)
         and (s.temperature == 0 or (s.top_k == 0 and s.top_p >= 1 and s.min_p <= 0))
-        and seq.generated >= s.min_tokens
+        and seq.generated_tokens >= s.min_tokens
     )
 
 
@@ -57,7 +57,7 @@ class Pipeline:
         self,
         runner: Runner,
         scheduler: Scheduler,
-        tell: Callable[[Sequence, Token | Fault], Output | None],
+        tell: Callable[[Sequence, Token | Fault], SequenceOutput | None],
         max_len: int,
     ) -> None:
         self._runner, self._scheduler, self._tell = runner, scheduler, tell
@@ -72,7 +72,7 @@ class Pipeline:
     def start(self, sequences: list[Sequence]) -> None:
         """Launches a step over sequences whose blocks are there. None may be under way."""
         assert self._ahead is None
-        rows = [_row(seq, seq.ids[-1], 0) for seq in sequences]
+        rows = [_row(seq, seq.token_ids[-1], 0) for seq in sequences]
         self._ahead = Launched(self._runner.launch(rows), list(sequences))
 
     def settle(self) -> None:
@@ -86,25 +86,25 @@ class Pipeline:
         if self._ahead:
             self._ahead.ticket.read()
 
-    def step(self) -> list[Output] | None:
+    def step(self) -> list[SequenceOutput] | None:
         """Books the step under way, with the next one launched; None if there is none."""
         self.settle()
         if self._ahead is None:
             return None
         now, self._ahead = self._ahead, None
         self._ahead = self._run_ahead(now)
-        keys = sum(seq.computed + 1 for seq in now.sequences)
+        keys = sum(seq.computed_tokens + 1 for seq in now.sequences)
         self.work = Work(rows=len(now.sequences), keys=keys)
         outputs = []
         for seq, token, peak in zip(now.sequences, *now.ticket.read(), strict=True):
             if self._live(seq):  # else it ended while this was computed
-                position = len(seq.ids)
+                position = len(seq.token_ids)
                 self._scheduler.computed(seq, 1)
                 outputs.append(self._tell(seq, damage(peak, position) or Token(token)))
         return [output for output in outputs if output]
 
     def _live(self, seq: Sequence) -> bool:
-        return self._scheduler.live.get(seq.name) is seq and seq.line is self._scheduler.running
+        return self._scheduler.live.get(seq.name) is seq and seq.queue is self._scheduler.running
 
     def _run_ahead(self, now: Launched) -> Launched | None:
         """The step behind `now`, whose ids are not known yet; None where something else is due."""
@@ -122,10 +122,13 @@ class Pipeline:
 
     def _goes_on(self, seq: Sequence) -> bool:
         """It does not end with the id under way for its length."""
-        return seq.generated + 1 < seq.sampling.max_tokens and len(seq.ids) + 1 < self._max_len
+        return (
+            seq.generated_tokens + 1 < seq.sampling.max_tokens
+            and len(seq.token_ids) + 1 < self._max_len
+        )
 
 
 def _row(seq: Sequence, source: int, ahead: int) -> Row:
     """`seq` in a step `ahead` of its ids."""
-    s, known = seq.sampling, len(seq.ids) + ahead
+    s, known = seq.sampling, len(seq.token_ids) + ahead
     return Row(source, known - 1, seq.blocks, s.seed, known, s.temperature)

@@ -7,9 +7,9 @@ import random
 from pathlib import Path
 
 import pytest
-from diptych.cluster.gateway.answers import Answers, Delta, Output
-from diptych.cluster.gateway.stream import News, Request
-from diptych.cluster.gateway.text import Text
+from diptych.cluster.gateway.attempt.stream import News, Request
+from diptych.cluster.gateway.text.answers import Answers, Delta, Output
+from diptych.cluster.gateway.text.tokenizer import Text
 from diptych.engine.demo import CHECKPOINT
 from diptych.protos import frames as f
 from hypothesis import example, given, settings

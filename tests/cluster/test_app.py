@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from diptych.cluster.app import SECRET, application
 from diptych.cluster.config import ConfigError
-from diptych.cluster.ray_cluster import AUTH_MODE
+from diptych.cluster.launch.ray_cluster import AUTH_MODE
 from diptych.engine.demo import CHECKPOINT
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 from ray.serve._private.build_app import build_app
@@ -66,7 +66,7 @@ def test_the_secret_of_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_model_that_is_too_large_for_this_machine_is_no_reason_to_refuse(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("diptych.cluster.checkpoint.available_memory", lambda: 1)
+    monkeypatch.setattr("diptych.cluster.launch.checkpoint.available_memory", lambda: 1)
     assert deployments({})
 
 

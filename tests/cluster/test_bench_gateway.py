@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from diptych.cluster.bench.gateway import prompts
+from diptych.cluster.bench.gateway.measure import Load, Result, build, request, row
+from diptych.cluster.bench.gateway.source import Source
 from diptych.cluster.cli import app
 from diptych.cluster.cli.bench_gateway import table
-from diptych.cluster.gateway.bench import prompts
-from diptych.cluster.gateway.bench.measure import Load, Result, build, request, row
-from diptych.cluster.gateway.bench.source import Source
-from diptych.cluster.gateway.text import Text
-from diptych.cluster.handshake import Caller
-from diptych.cluster.wire import Connection, Listener, dial
+from diptych.cluster.gateway.text.tokenizer import Text
+from diptych.cluster.wire.connection import Connection, Listener, dial
+from diptych.cluster.wire.handshake import Caller
 from diptych.engine.demo import CHECKPOINT
 from diptych.protos import frames as f
 from typer.testing import CliRunner
@@ -29,12 +29,12 @@ async def joined(home: str) -> tuple[Source, f.WorkerCard]:
     cards: asyncio.Queue[f.WorkerCard] = asyncio.Queue()
 
     async def serve(peer: Connection, _: f.Hello) -> None:
-        peer.send(f.Directory(1, []))
+        peer.send(f.WorkerDirectory(1, []))
         async for frame in peer.frames(5.0):
-            if isinstance(frame, f.Join):
+            if isinstance(frame, f.JoinRouter):
                 cards.put_nowait(frame.card)
 
-    listener = Listener("s", f.ToRouter, serve)
+    listener = Listener("s", f.FramesToRouter, serve)
     address = await listener.start("127.0.0.1")
 
     async def find() -> str:
@@ -50,20 +50,20 @@ def test_a_source_steps_all_streams_of_a_pace_together_and_ends_each() -> None:
     async def run() -> None:
         _, card = await joined("decode")
         hello = Caller("g", "gateway", "s")
-        peer = await dial(card.address, hello, f.FromWorker, "w")
+        peer = await dial(card.address, hello, f.FramesFromWorker, "w")
         for name, most in (("a", 3), ("b", 5)):
             sampling = f.Sampling(most, seed=200)
-            peer.send(f.Decode((name, 0), 1, [1], sampling, "prefill/1"))
-        got: dict[str, list[f.Tokens]] = {"a": [], "b": []}
+            peer.send(f.StartDecode((name, 0), 1, [1], sampling, "prefill/1"))
+        got: dict[str, list[f.AnswerTokens]] = {"a": [], "b": []}
         together = 0
         async with asyncio.timeout(10):
-            while not (got["b"] and got["b"][-1].finish):
+            while not (got["b"] and got["b"][-1].finish_reason):
                 frame = await peer.receive()
-                if isinstance(frame, f.Step):
-                    together += len(frame.streams) == 2
-                    for tokens in frame.streams:
-                        got[tokens.key[0]].append(tokens)
-        assert [t.offset for t in got["a"]] == [1, 2] and got["a"][-1].finish == "length"
+                if isinstance(frame, f.EngineStepTokens):
+                    together += len(frame.answers) == 2
+                    for tokens in frame.answers:
+                        got[tokens.attempt_key[0]].append(tokens)
+        assert [t.offset for t in got["a"]] == [1, 2] and got["a"][-1].finish_reason == "length"
         assert [t.offset for t in got["b"]] == [1, 2, 3, 4] and together == 2
         assert [t.tokens[0].id for t in got["b"]] == [8, 9, 7, 8]
         peer.abort()

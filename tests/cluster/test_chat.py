@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from diptych.cluster.gateway.answers import Delta
-from diptych.cluster.gateway.chat import ChatRequest, ChatShape
+from diptych.cluster.gateway.apis.chat import ChatRequest, ChatShape
+from diptych.cluster.gateway.apis.messages import MessageShape, MessagesRequest
+from diptych.cluster.gateway.apis.parameters import Limits
+from diptych.cluster.gateway.apis.schema import parse
+from diptych.cluster.gateway.attempt.stream import Request
 from diptych.cluster.gateway.errors import ApiError
-from diptych.cluster.gateway.messages import MessageShape, MessagesRequest
-from diptych.cluster.gateway.parameters import Limits
-from diptych.cluster.gateway.schema import parse
-from diptych.cluster.gateway.stream import Request
-from diptych.cluster.gateway.text import Prompt, Text
-from diptych.cluster.gateway.tools import read_call, read_calls
+from diptych.cluster.gateway.text.answers import Delta
+from diptych.cluster.gateway.text.tokenizer import Prompt, Text
+from diptych.cluster.gateway.text.tools import read_call, read_calls
 from diptych.engine.demo import CHECKPOINT
 from diptych.protos import frames as f
 from tokenizers import Tokenizer

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from diptych.cluster.config import ClusterConfig, ConfigError, load_config, parse_overrides
-from diptych.cluster.node import engine_config
+from diptych.cluster.worker.core import engine_config
 
 
 def test_defaults_are_one_prefill_and_one_decode_worker_always_disaggregated() -> None:

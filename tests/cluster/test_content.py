@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from diptych.cluster.gateway.content import Content, Grasp, where_it_begins
-from diptych.cluster.gateway.tools import HERMES, LLAMA3, Call, format_of
+from diptych.cluster.gateway.text.content import Content, Grasp, where_it_begins
+from diptych.cluster.gateway.text.tools import HERMES, LLAMA3, Call, format_of
 from hypothesis import given
 from hypothesis import strategies as st
 

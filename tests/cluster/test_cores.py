@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from diptych.cluster import cores
 from diptych.cluster.config import ClusterConfig
+from diptych.cluster.worker import cores
 
 
 def config(prefill: tuple[int, int], decode: tuple[int, int], ranks: int = 1) -> ClusterConfig:

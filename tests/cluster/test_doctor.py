@@ -12,8 +12,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from diptych.cluster.control.doctor import Doctor, parse_size
-from diptych.cluster.doctor import (
+from diptych.cluster.control.diagnosis import (
     CMA,
     RDMA,
     Measured,
@@ -26,6 +25,7 @@ from diptych.cluster.doctor import (
     transport_of,
     ucx_permits,
 )
+from diptych.cluster.control.doctor import Doctor, parse_size
 from diptych.cluster.gateway.errors import ApiError
 from diptych.kv_transfer import diagnosis
 from diptych.kv_transfer.diagnosis import Environment, Port

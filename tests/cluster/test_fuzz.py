@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from diptych.cluster.gateway import text
+from diptych.cluster.gateway.text import tokenizer as text
 
 from tests.support.malformed import VALID, mutant, sentence
 from tests.support.standin import ANSWER, QUESTION, StandIn, checkpoint, standing_in

@@ -11,12 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
+from diptych.cluster.gateway.attempt.terms import Terms, read_terms
+from diptych.cluster.gateway.edge.guard import HEADERS_MAX, Guard
+from diptych.cluster.gateway.edge.http import _api_error
+from diptych.cluster.gateway.edge.keys import Door, Key, add_key
+from diptych.cluster.gateway.edge.sse import BODY_MAX
 from diptych.cluster.gateway.errors import KINDS, ApiError
-from diptych.cluster.gateway.guard import HEADERS_MAX, Guard
-from diptych.cluster.gateway.http import _api_error
-from diptych.cluster.gateway.keys import Door, Key, add_key
-from diptych.cluster.gateway.sse import BODY_MAX
-from diptych.cluster.gateway.terms import Terms, read_terms
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response

@@ -10,9 +10,16 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 from diptych.cluster.cli import app
-from diptych.cluster.gateway import keys
+from diptych.cluster.gateway.edge import keys
+from diptych.cluster.gateway.edge.keys import (
+    Door,
+    Key,
+    KeyFileError,
+    add_key,
+    read_keys,
+    revoke_key,
+)
 from diptych.cluster.gateway.errors import ApiError
-from diptych.cluster.gateway.keys import Door, Key, KeyFileError, add_key, read_keys, revoke_key
 from typer.testing import CliRunner
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from diptych.cluster.handshake import Caller
-from diptych.cluster.link import RouterLink
-from diptych.cluster.wire import Connection, Listener
+from diptych.cluster.wire.connection import Connection, Listener
+from diptych.cluster.wire.handshake import Caller
+from diptych.cluster.wire.router_link import RouterLink
 from diptych.protos import frames as f
 
 
@@ -18,11 +18,11 @@ class FakeRouter:
         self.term, self.heard = term, []
         self.peers: list[Connection] = []
         self.left = asyncio.Event()
-        self.listener = Listener("s", f.ToRouter, self._serve)
+        self.listener = Listener("s", f.FramesToRouter, self._serve)
 
     async def _serve(self, peer: Connection, _: f.Hello) -> None:
         self.peers.append(peer)
-        peer.send(f.Directory(self.term, []))
+        peer.send(f.WorkerDirectory(self.term, []))
         async for frame in peer.frames(2.0):
             self.heard.append(frame)
         self.left.set()
@@ -48,7 +48,7 @@ def test_an_older_router_is_told_that_it_is_obsolete_and_is_left() -> None:
         assert await directories.get() == 5
         new.peers[0].abort()
         await old.left.wait()
-        assert old.heard == [f.Obsolete(5)]
+        assert old.heard == [f.NewerRouterSeen(5)]
         assert await directories.get() == 6
         assert link.term == 6 and link.connected
         running.cancel()

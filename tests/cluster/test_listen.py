@@ -12,9 +12,9 @@ import httpx
 import pytest
 from diptych.cluster.cli.serve import welcome
 from diptych.cluster.config import ClusterConfig, ConfigError, GatewaySettings, load_config
-from diptych.cluster.gateway import listen
-from diptych.cluster.gateway.guard import ARRIVED
-from diptych.cluster.launch import Cluster
+from diptych.cluster.gateway.edge import listen
+from diptych.cluster.gateway.edge.guard import ARRIVED
+from diptych.cluster.launch.local_cluster import Cluster
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextvars import copy_context
 
 import pytest
-from diptych.cluster import logs
+from diptych.cluster.telemetry import logs
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 def test_json_lines_name_the_request_of_their_task(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("json", "gateway")
-    log = logging.getLogger("diptych.cluster.gateway.stream")
+    log = logging.getLogger("diptych.cluster.gateway.attempt.stream")
 
     async def work(name: str) -> None:
         logs.about(name)
@@ -57,7 +57,7 @@ def test_an_exception_stays_within_its_line(capsys: pytest.CaptureFixture[str]) 
 
 def test_text_lines_are_warnings_with_time_and_request(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("text", "router")
-    log = logging.getLogger("diptych.cluster.link")
+    log = logging.getLogger("diptych.cluster.wire.router_link")
 
     def work() -> None:
         logs.about("req-1")

@@ -10,15 +10,15 @@ from typing import Any
 import httpx
 import pytest
 from diptych.cluster.config import ClusterConfig, ObservabilitySettings
-from diptych.cluster.gateway.stream import Answer, Request
-from diptych.cluster.gateway.terms import Terms
-from diptych.cluster.metrics import ControlTally, Exporter, GatewayTally, RouterTally
-from diptych.cluster.metrics.catalogue import METRICS, VLLM
-from diptych.cluster.metrics.exporter import PORTS
-from diptych.cluster.metrics.gateway import DONE, outcome_of
-from diptych.cluster.metrics.page import Row, bounded, cumulative
-from diptych.cluster.metrics.targets import targets
-from diptych.cluster.metrics.worker import ENOUGH_BYTES, Ways, rows
+from diptych.cluster.gateway.attempt.stream import Answer, Request
+from diptych.cluster.gateway.attempt.terms import Terms
+from diptych.cluster.telemetry import ControlTally, Exporter, GatewayTally, RouterTally
+from diptych.cluster.telemetry.catalogue import METRICS, VLLM
+from diptych.cluster.telemetry.exporter import PORTS
+from diptych.cluster.telemetry.gateway_metrics import DONE, outcome_of
+from diptych.cluster.telemetry.page import Row, bounded, cumulative
+from diptych.cluster.telemetry.targets import targets
+from diptych.cluster.telemetry.worker_metrics import ENOUGH_BYTES, Ways, rows
 from diptych.engine.engine import STEP_S, STEP_TOKENS
 from diptych.kv_transfer.gauges import Gauges, Histogram
 from diptych.protos import frames as f

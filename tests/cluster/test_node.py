@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from diptych.cluster import cores
-from diptych.cluster import node as node_module
 from diptych.cluster.config import ClusterConfig
-from diptych.cluster.node import Node
+from diptych.cluster.worker import core as node_module
+from diptych.cluster.worker import cores
+from diptych.cluster.worker.core import Node
 from diptych.engine.engine import DEMOTE_BELOW
 from diptych.kv_transfer.identity import block_hashes
 from diptych.protos import frames as f
@@ -32,10 +32,10 @@ class Bench:
     def __init__(self, folder: Path, settings: dict) -> None:
         self.config = ClusterConfig.model_validate(settings)
         self.folder, self.nodes = folder, {}
-        self.answers: dict[tuple[f.Key, int], list[f.Token]] = {}
-        self.prompts: dict[f.Key, list[f.Token]] = {}
-        self.finished: set[tuple[f.Key, int]] = set()
-        self.failed: list[f.Failed] = []
+        self.answers: dict[tuple[f.AttemptKey, int], list[f.Token]] = {}
+        self.prompts: dict[f.AttemptKey, list[f.Token]] = {}
+        self.finished: set[tuple[f.AttemptKey, int]] = set()
+        self.failed: list[f.AttemptFailed] = []
 
     async def open(self, role: str, name: str = "") -> Node:
         name = name or f"{role}/x"
@@ -48,15 +48,15 @@ class Bench:
         return node
 
     def _sent(self, _: str, frame: object) -> None:
-        if isinstance(frame, f.Failed):
+        if isinstance(frame, f.AttemptFailed):
             self.failed.append(frame)
-        for stream in frame.streams if isinstance(frame, f.Step) else ():
-            answer = self.answers.setdefault((stream.key, stream.index), [])
+        for stream in frame.answers if isinstance(frame, f.EngineStepTokens) else ():
+            answer = self.answers.setdefault((stream.attempt_key, stream.answer_index), [])
             assert len(answer) == stream.offset, "a token is lost or comes twice"
             answer += stream.tokens
-            self.prompts.setdefault(stream.key, []).extend(stream.prompt)
-            if stream.finish:
-                self.finished.add((stream.key, stream.index))
+            self.prompts.setdefault(stream.attempt_key, []).extend(stream.prompt_logprobs)
+            if stream.finish_reason:
+                self.finished.add((stream.attempt_key, stream.answer_index))
 
     async def until(self, done: Callable[[], bool]) -> None:
         for _ in range(2000):
@@ -73,8 +73,10 @@ class Bench:
     ) -> list[list[f.Token]]:
         """The answers of a prompt that one node prefills and the other decodes."""
         key = (name, 0)
-        self.nodes["decode/x"].submit(GATEWAY, f.Decode(key, 1, list(ids), sampling, "prefill/x"))
-        frame = f.Prefill(key, 1, list(ids), sampling, "decode/x", **fields)
+        self.nodes["decode/x"].submit(
+            GATEWAY, f.StartDecode(key, 1, list(ids), sampling, "prefill/x")
+        )
+        frame = f.StartPrefill(key, 1, list(ids), sampling, "decode/x", **fields)
         self.nodes["prefill/x"].submit(GATEWAY, frame)
         return await self._answers(key, sampling.n)
 
@@ -87,11 +89,11 @@ class Bench:
         **fields: str,
     ) -> list[list[f.Token]]:
         """On a decode node only."""
-        frame = f.Decode((name, 0), 1, list(ids), sampling, None, **fields)
+        frame = f.StartDecode((name, 0), 1, list(ids), sampling, None, **fields)
         self.nodes[node].submit(GATEWAY, frame)
         return await self._answers((name, 0), sampling.n)
 
-    async def _answers(self, key: f.Key, count: int) -> list[list[f.Token]]:
+    async def _answers(self, key: f.AttemptKey, count: int) -> list[list[f.Token]]:
         each = [(key, index) for index in range(count)]
         await self.until(lambda: self.finished >= set(each))
         return [self.answers[one] for one in each]
@@ -217,19 +219,19 @@ def test_two_workers_swap_roles_and_keep_what_they_hold(folder: Path) -> None:
         async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
             ids, nodes = prompt(9, 400), bench.nodes
             expected = await bench.ask(ids, "a")
-            nodes["decode/x"].submit(GATEWAY, f.Decode(("b", 0), 1, ids, SHORT, None))
+            nodes["decode/x"].submit(GATEWAY, f.StartDecode(("b", 0), 1, ids, SHORT, None))
             with pytest.raises(AssertionError, match="jobs cannot be left"):
                 nodes["decode/x"].become("prefill")
             nodes["decode/x"].hand_over()
-            assert bench.failed == [f.Failed(("b", 0), "decode/x", f.HANDOVER)]
+            assert bench.failed == [f.AttemptFailed(("b", 0), "decode/x", f.HANDOVER)]
             bench.failed.clear()
             await bench.until(lambda: not any(node.role.jobs for node in nodes.values()))
             for name, role in (("decode/x", "prefill"), ("prefill/x", "decode")):
                 nodes[name].become(role)
             before = {name: computed(bench, name) for name in nodes}
             key = ("c", 0)
-            nodes["prefill/x"].submit(GATEWAY, f.Decode(key, 1, list(ids), SHORT, "decode/x"))
-            nodes["decode/x"].submit(GATEWAY, f.Prefill(key, 1, list(ids), SHORT, "prefill/x"))
+            nodes["prefill/x"].submit(GATEWAY, f.StartDecode(key, 1, list(ids), SHORT, "decode/x"))
+            nodes["decode/x"].submit(GATEWAY, f.StartPrefill(key, 1, list(ids), SHORT, "prefill/x"))
             assert await bench._answers(key, 1) == expected
             assert computed(bench, "decode/x") - before["decode/x"] == 400 - 6 * 64, "cached"
             assert all(node.statistics()["weight_loads"] == 1 for node in nodes.values())
@@ -331,11 +333,13 @@ def test_an_abort_while_a_prefix_is_fetched_leaves_nothing_behind(folder: Path) 
             await bench.alone(ids, "a")
             for index in range(20):
                 key, sampling = (f"r{index}", 0), f.Sampling(8)
-                frame = f.Prefill(key, 1, list(ids), sampling, "decode/x", fetch="decode/x")
+                frame = f.StartPrefill(
+                    key, 1, list(ids), sampling, "decode/x", prefix_holder="decode/x"
+                )
                 bench.nodes["prefill/x"].submit(GATEWAY, frame)
                 for _ in range(index):
                     await asyncio.sleep(0)
-                bench.nodes["prefill/x"].abort(f.Abort(key))
+                bench.nodes["prefill/x"].abort(f.CancelAttempt(key))
             await bench.until(lambda: not bench.nodes["prefill/x"].role.jobs)
 
     asyncio.run(run())

@@ -12,9 +12,9 @@ import httpx
 import hypothesis
 import pytest
 import schemathesis
-from diptych.cluster.gateway import http
+from diptych.cluster.gateway.apis.openapi import POSTS, document
+from diptych.cluster.gateway.edge import http
 from diptych.cluster.gateway.errors import KINDS
-from diptych.cluster.gateway.openapi import POSTS, document
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator

@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from diptych.cluster.gateway.chat import ChatRequest, check_size
+from diptych.cluster.gateway.apis.chat import ChatRequest, check_size
+from diptych.cluster.gateway.apis.parameters import Limits, sampling_of
+from diptych.cluster.gateway.apis.schema import parse
 from diptych.cluster.gateway.errors import ApiError
-from diptych.cluster.gateway.parameters import Limits, sampling_of
-from diptych.cluster.gateway.schema import parse
 from diptych.protos.frames import Grammar, Sampling
 
 LIMITS = Limits(max_model_len=100, stop_ids=(5, 1), temperature=0.0)

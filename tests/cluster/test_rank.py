@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from diptych.cluster import rank
+from diptych.cluster.worker import rank
 from diptych.engine.ranks import Share
 
 

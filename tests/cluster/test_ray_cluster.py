@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from diptych.cluster.ray_cluster import TOKEN_PATH, StartError, start_ray
+from diptych.cluster.launch.ray_cluster import TOKEN_PATH, StartError, start_ray
 
 
 @pytest.fixture(autouse=True)

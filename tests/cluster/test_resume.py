@@ -8,12 +8,12 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from diptych.cluster.gateway import resume as r
-from diptych.cluster.gateway import shelf as shelves
-from diptych.cluster.gateway.answers import Output
+from diptych.cluster.gateway.attempt import resume as r
+from diptych.cluster.gateway.attempt import shelf as shelves
+from diptych.cluster.gateway.attempt.stream import News, Request
+from diptych.cluster.gateway.attempt.terms import Terms
 from diptych.cluster.gateway.errors import ApiError
-from diptych.cluster.gateway.stream import News, Request
-from diptych.cluster.gateway.terms import Terms
+from diptych.cluster.gateway.text.answers import Output
 from diptych.protos import frames as f
 
 from tests.support.fleet import until

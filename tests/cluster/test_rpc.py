@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc
 import pytest
-from diptych.cluster.gateway import rpc
+from diptych.cluster.gateway.edge import rpc
+from diptych.cluster.gateway.edge.keys import Door
 from diptych.cluster.gateway.errors import KINDS, ApiError
-from diptych.cluster.gateway.keys import Door
 from diptych.protos import inference_pb2 as pb
 from google.rpc import error_details_pb2, status_pb2
 
@@ -136,7 +136,7 @@ def test_a_request_becomes_the_body_of_the_http_api() -> None:
 
 
 def test_every_field_of_sampling_is_one_that_the_http_api_knows() -> None:
-    from diptych.cluster.gateway.completions import CompletionRequest
+    from diptych.cluster.gateway.apis.completions import CompletionRequest
 
     known = set(CompletionRequest.model_fields) | {"grammar", "json_object"}
     assert set(pb.Sampling.DESCRIPTOR.fields_by_name) <= known

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from diptych.cluster.gateway import sandbox
 from diptych.cluster.gateway.errors import ApiError
-from diptych.cluster.gateway.text import Text
+from diptych.cluster.gateway.text import sandbox
+from diptych.cluster.gateway.text.tokenizer import Text
 from diptych.engine.demo import CHECKPOINT
 
 ASK = [{"role": "user", "content": "hi"}] * 3

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from diptych.cluster.gateway import api, sse
-from diptych.cluster.gateway.chat import ChatRequest, ChatShape
-from diptych.cluster.gateway.plane import Inbox
-from diptych.cluster.gateway.schema import parse
-from diptych.cluster.gateway.stream import Generator, Request
-from diptych.cluster.gateway.text import Prompt, Text
+from diptych.cluster.gateway.apis import api
+from diptych.cluster.gateway.apis.chat import ChatRequest, ChatShape
+from diptych.cluster.gateway.apis.schema import parse
+from diptych.cluster.gateway.attempt.plane import Inbox
+from diptych.cluster.gateway.attempt.stream import Generator, Request
+from diptych.cluster.gateway.edge import sse
+from diptych.cluster.gateway.text.tokenizer import Prompt, Text
 from diptych.engine.demo import CHECKPOINT
 from diptych.protos import frames as f
 from hypothesis import given, settings
@@ -34,16 +35,18 @@ class Plane:
         self.link, self.cards = self, {}
         self.aborted: list[bool] = []
 
-    def watch(self, key: f.Key) -> Inbox:
+    def watch(self, key: f.AttemptKey) -> Inbox:
         inbox = self.inboxes[key[0]] = Inbox()
         return inbox
 
-    def place(self, frame: f.Place) -> None:
-        self.inboxes[frame.key[0]].put_nowait(f.Placed(frame.key, 1, None, "d", 0, 0.0))
+    def place(self, frame: f.PlaceAttempt) -> None:
+        self.inboxes[frame.attempt_key[0]].put_nowait(
+            f.AttemptPlaced(frame.attempt_key, 1, None, "d", 0, 0.0)
+        )
 
     def submit(self, worker: str, frame: Any) -> None: ...
     def send(self, frame: Any) -> None: ...
-    def forget(self, over: f.Over, abort: bool) -> None:
+    def forget(self, over: f.AttemptOutcome, abort: bool) -> None:
         self.aborted.append(abort)
 
     def connected(self, worker: str) -> bool:
@@ -111,7 +114,7 @@ class Stream:
     def put(self, *ids: int, finish: str | None = None) -> None:
         inbox = self.gateway.plane.inboxes[self.request.wire]
         tokens = [f.Token(i) for i in ids]
-        inbox.put_nowait(f.Tokens((self.request.wire, 0), self._told, tokens, finish))
+        inbox.put_nowait(f.AnswerTokens((self.request.wire, 0), self._told, tokens, finish))
         self._told += len(ids)
 
 

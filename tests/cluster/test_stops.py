@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diptych.cluster.gateway.stops import Stops
+from diptych.cluster.gateway.text.stops import Stops
 from hypothesis import given
 from hypothesis import strategies as st
 

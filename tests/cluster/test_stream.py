@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from diptych.cluster.gateway.attempt.stream import HANDOVERS_MAX, Generator, Request, Tries
 from diptych.cluster.gateway.errors import ApiError
-from diptych.cluster.gateway.stream import HANDOVERS_MAX, Generator, Request, Tries
-from diptych.engine.sequence import alone
+from diptych.engine.sequence import sampling_of_answer
 from diptych.kv_transfer.identity import block_hashes
 from diptych.protos import frames as f
 
@@ -23,13 +23,13 @@ class ScriptedPlane:
 
     def __init__(self, script: Callable[[ScriptedPlane, Any], None]) -> None:
         self.script, self.link, self.cards = script, self, {}
-        self.inboxes: dict[f.Key, asyncio.Queue] = {}
+        self.inboxes: dict[f.AttemptKey, asyncio.Queue] = {}
         self.said: list = []
 
-    def watch(self, key: f.Key) -> asyncio.Queue:
+    def watch(self, key: f.AttemptKey) -> asyncio.Queue:
         return self.inboxes.setdefault(key, asyncio.Queue())
 
-    def place(self, frame: f.Place) -> None:
+    def place(self, frame: f.PlaceAttempt) -> None:
         self.said.append(frame)
         self.script(self, frame)
 
@@ -43,20 +43,20 @@ class ScriptedPlane:
     def send(self, frame: Any) -> None:
         self.said.append(frame)
 
-    def forget(self, over: f.Over, abort: bool) -> None:
-        self.said += [("aborted" if abort else "over", over.key), over]
+    def forget(self, over: f.AttemptOutcome, abort: bool) -> None:
+        self.said += [("aborted" if abort else "over", over.attempt_key), over]
 
     def put(self, *frames: Any) -> None:
         for frame in frames:
-            self.inboxes[frame.key].put_nowait(frame)
+            self.inboxes[frame.attempt_key].put_nowait(frame)
 
 
-def placed(key: f.Key, local: bool = False) -> f.Placed:
-    return f.Placed(key, 1, None if local else "p", "d", 0, 0.0)
+def placed(key: f.AttemptKey, local: bool = False) -> f.AttemptPlaced:
+    return f.AttemptPlaced(key, 1, None if local else "p", "d", 0, 0.0)
 
 
-def tokens(key: f.Key, offset: int, *ids: int, finish: str | None = None) -> f.Tokens:
-    return f.Tokens(key, offset, [f.Token(i) for i in ids], finish)
+def tokens(key: f.AttemptKey, offset: int, *ids: int, finish: str | None = None) -> f.AnswerTokens:
+    return f.AnswerTokens(key, offset, [f.Token(i) for i in ids], finish)
 
 
 def run(
@@ -78,10 +78,13 @@ def run(
 
 def test_first_token_comes_from_prefill_and_the_rest_from_decode() -> None:
     def script(plane: ScriptedPlane, frame: Any) -> None:
-        if isinstance(frame, f.Place):
-            plane.put(placed(frame.key))
-        elif isinstance(frame, f.Prefill):
-            plane.put(tokens(frame.key, 0, 10), tokens(frame.key, 1, 11, 12, finish="stop"))
+        if isinstance(frame, f.PlaceAttempt):
+            plane.put(placed(frame.attempt_key))
+        elif isinstance(frame, f.StartPrefill):
+            plane.put(
+                tokens(frame.attempt_key, 0, 10),
+                tokens(frame.attempt_key, 1, 11, 12, finish="stop"),
+            )
 
     got, plane, request = run(script)
     assert got == [10, 11, 12] and request.route == "p,d"
@@ -90,11 +93,13 @@ def test_first_token_comes_from_prefill_and_the_rest_from_decode() -> None:
 
 def test_tokens_that_overtake_the_first_one_wait_for_it() -> None:
     def script(plane: ScriptedPlane, frame: Any) -> None:
-        if isinstance(frame, f.Place):
-            plane.put(placed(frame.key))
-        elif isinstance(frame, f.Prefill):
-            plane.put(tokens(frame.key, 2, 12, finish="length"), tokens(frame.key, 1, 11))
-            plane.put(tokens(frame.key, 0, 10))
+        if isinstance(frame, f.PlaceAttempt):
+            plane.put(placed(frame.attempt_key))
+        elif isinstance(frame, f.StartPrefill):
+            plane.put(
+                tokens(frame.attempt_key, 2, 12, finish="length"), tokens(frame.attempt_key, 1, 11)
+            )
+            plane.put(tokens(frame.attempt_key, 0, 10))
 
     got, _, request = run(script)
     assert got == [10, 11, 12] and request.finish == "length"
@@ -102,24 +107,28 @@ def test_tokens_that_overtake_the_first_one_wait_for_it() -> None:
 
 def test_a_second_attempt_goes_on_at_the_next_token() -> None:
     def script(plane: ScriptedPlane, frame: Any) -> None:
-        if isinstance(frame, f.Place):
-            plane.put(placed(frame.key))
-        elif isinstance(frame, f.Prefill) and frame.key[1] == 0:
-            plane.put(tokens(frame.key, 0, 10), tokens(frame.key, 1, 11))
-            plane.put(f.Failed(frame.key, "d", "worker_lost"))
-        elif isinstance(frame, f.Prefill):
-            plane.put(tokens(frame.key, 3, 13, finish="stop"), tokens(frame.key, 2, 12))
+        if isinstance(frame, f.PlaceAttempt):
+            plane.put(placed(frame.attempt_key))
+        elif isinstance(frame, f.StartPrefill) and frame.attempt_key[1] == 0:
+            plane.put(tokens(frame.attempt_key, 0, 10), tokens(frame.attempt_key, 1, 11))
+            plane.put(f.AttemptFailed(frame.attempt_key, "d", "worker_lost"))
+        elif isinstance(frame, f.StartPrefill):
+            plane.put(
+                tokens(frame.attempt_key, 3, 13, finish="stop"), tokens(frame.attempt_key, 2, 12)
+            )
 
     got, plane, request = run(script)
     assert got == [10, 11, 12, 13] and request.attempts == 2
-    places = [frame for frame in plane.said if isinstance(frame, f.Place)]
-    assert [place.lost for place in places] == [[], ["d"]], "a dead worker is not asked again"
+    places = [frame for frame in plane.said if isinstance(frame, f.PlaceAttempt)]
+    assert [place.lost_workers for place in places] == [[], ["d"]], (
+        "a dead worker is not asked again"
+    )
     assert [(place.prompt_tokens, place.max_tokens) for place in places] == [(3, 8), (5, 6)]
-    again = [frame for frame in plane.said if isinstance(frame, f.Prefill | f.Decode)][2:]
-    assert [(one.ids, one.given) for one in again] == [([1, 2, 3, 10, 11], 2)] * 2
+    again = [frame for frame in plane.said if isinstance(frame, f.StartPrefill | f.StartDecode)][2:]
+    assert [(one.token_ids, one.resumed_tokens) for one in again] == [([1, 2, 3, 10, 11], 2)] * 2
     assert all(one.sampling == f.Sampling(8) for one in again), "limits are of the whole answer"
     assert ("aborted", ("r", 0)) in plane.said, "the other worker is told of the failed attempt"
-    first, second = (frame for frame in plane.said if isinstance(frame, f.Over))
+    first, second = (frame for frame in plane.said if isinstance(frame, f.AttemptOutcome))
     assert (first.reason, first.tokens, second.reason, second.tokens) == (
         "worker_lost",
         2,
@@ -131,15 +140,15 @@ def test_a_second_attempt_goes_on_at_the_next_token() -> None:
 
 def test_a_retry_keeps_its_deadline_until_it_has_a_token() -> None:
     def script(plane: ScriptedPlane, frame: Any) -> None:
-        if isinstance(frame, f.Place):
-            plane.put(placed(frame.key))
-        elif isinstance(frame, f.Prefill) and frame.key[1] < 2:
-            plane.put(*[tokens(frame.key, 0, 10)] * frame.key[1])
-            plane.put(f.Failed(frame.key, "d", "kv_checksum"))
-        elif isinstance(frame, f.Prefill):
-            plane.put(tokens(frame.key, 1, 11, finish="stop"))
+        if isinstance(frame, f.PlaceAttempt):
+            plane.put(placed(frame.attempt_key))
+        elif isinstance(frame, f.StartPrefill) and frame.attempt_key[1] < 2:
+            plane.put(*[tokens(frame.attempt_key, 0, 10)] * frame.attempt_key[1])
+            plane.put(f.AttemptFailed(frame.attempt_key, "d", "kv_checksum"))
+        elif isinstance(frame, f.StartPrefill):
+            plane.put(tokens(frame.attempt_key, 1, 11, finish="stop"))
 
-    first, second, _ = (one for one in run(script)[1].said if isinstance(one, f.Place))
+    first, second, _ = (one for one in run(script)[1].said if isinstance(one, f.PlaceAttempt))
     assert second.waited_s > first.waited_s >= 0, "since it arrived"
 
 
@@ -160,26 +169,30 @@ def test_a_stream_that_is_handed_over_does_not_count_as_failed(reason: str) -> N
     """Nine workers in turn, where three attempts may fail."""
 
     def script(plane: ScriptedPlane, frame: Any) -> None:
-        attempt = frame.key[1]
-        if isinstance(frame, f.Place):
-            plane.put(f.Placed(frame.key, 1, "p", f"d{attempt}", 0, 0.0))
-        elif isinstance(frame, f.Prefill):
-            plane.put(tokens(frame.key, attempt, attempt, finish="stop" if attempt == 9 else None))
-            plane.put(f.Failed(frame.key, f"d{attempt}", reason))
+        attempt = frame.attempt_key[1]
+        if isinstance(frame, f.PlaceAttempt):
+            plane.put(f.AttemptPlaced(frame.attempt_key, 1, "p", f"d{attempt}", 0, 0.0))
+        elif isinstance(frame, f.StartPrefill):
+            plane.put(
+                tokens(frame.attempt_key, attempt, attempt, finish="stop" if attempt == 9 else None)
+            )
+            plane.put(f.AttemptFailed(frame.attempt_key, f"d{attempt}", reason))
 
     got, plane, request = run(script, 3)
     assert got == list(range(10)) and request.attempts == 10
-    places = [frame for frame in plane.said if isinstance(frame, f.Place)]
-    assert places[9].avoid == [f"d{number}" for number in range(9)]
-    assert not any(place.lost or place.local for place in places)
+    places = [frame for frame in plane.said if isinstance(frame, f.PlaceAttempt)]
+    assert places[9].avoided_workers == [f"d{number}" for number in range(9)]
+    assert not any(place.lost_workers or place.local_prefill for place in places)
 
 
 def test_handovers_are_bounded_too() -> None:
     def script(plane: ScriptedPlane, frame: Any) -> None:
-        if isinstance(frame, f.Place):
-            plane.put(f.Placed(frame.key, 1, "p", f"d{frame.key[1]}", 0, 0.0))
-        elif isinstance(frame, f.Prefill):
-            plane.put(f.Failed(frame.key, f"d{frame.key[1]}", "handover"))
+        if isinstance(frame, f.PlaceAttempt):
+            plane.put(
+                f.AttemptPlaced(frame.attempt_key, 1, "p", f"d{frame.attempt_key[1]}", 0, 0.0)
+            )
+        elif isinstance(frame, f.StartPrefill):
+            plane.put(f.AttemptFailed(frame.attempt_key, f"d{frame.attempt_key[1]}", "handover"))
 
     with pytest.raises(ApiError, match=f"gave up after {HANDOVERS_MAX + 1} attempts"):
         run(script)
@@ -187,19 +200,22 @@ def test_handovers_are_bounded_too() -> None:
 
 def test_a_worker_that_hands_over_twice_is_asked_again_after_a_pause() -> None:
     tries = Tries(3)
-    where = f.Placed(("r", 0), 1, "p", "d", 0, 0.0)
-    pauses = [tries.take(f.Failed(("r", 0), "d", "handover"), where) for _ in range(4)]
+    where = f.AttemptPlaced(("r", 0), 1, "p", "d", 0, 0.0)
+    pauses = [tries.take(f.AttemptFailed(("r", 0), "d", "handover"), where) for _ in range(4)]
     assert pauses == [0.0, 0.08, 0.16, 0.32]
     assert tries.failed == 0 and not tries.over
 
 
 def test_a_prefill_worker_lost_after_the_first_token_is_no_failure() -> None:
     def script(plane: ScriptedPlane, frame: Any) -> None:
-        if isinstance(frame, f.Place):
-            plane.put(placed(frame.key))
-        elif isinstance(frame, f.Prefill):
-            plane.put(tokens(frame.key, 0, 10), f.Failed(frame.key, "p", "worker_lost"))
-            plane.put(tokens(frame.key, 1, 11, finish="stop"))
+        if isinstance(frame, f.PlaceAttempt):
+            plane.put(placed(frame.attempt_key))
+        elif isinstance(frame, f.StartPrefill):
+            plane.put(
+                tokens(frame.attempt_key, 0, 10),
+                f.AttemptFailed(frame.attempt_key, "p", "worker_lost"),
+            )
+            plane.put(tokens(frame.attempt_key, 1, 11, finish="stop"))
 
     got, _, request = run(script)
     assert got == [10, 11] and request.attempts == 1
@@ -207,10 +223,10 @@ def test_a_prefill_worker_lost_after_the_first_token_is_no_failure() -> None:
 
 def test_the_last_attempt_does_without_a_transfer_then_the_client_is_told() -> None:
     def script(plane: ScriptedPlane, frame: Any) -> None:
-        if isinstance(frame, f.Place):
-            plane.put(placed(frame.key, frame.local))
-        elif isinstance(frame, f.Decode):
-            plane.put(f.Failed(frame.key, "d", "kv_checksum"))
+        if isinstance(frame, f.PlaceAttempt):
+            plane.put(placed(frame.attempt_key, frame.local_prefill))
+        elif isinstance(frame, f.StartDecode):
+            plane.put(f.AttemptFailed(frame.attempt_key, "d", "kv_checksum"))
 
     with pytest.raises(ApiError) as error:
         run(script)
@@ -220,7 +236,7 @@ def test_the_last_attempt_does_without_a_transfer_then_the_client_is_told() -> N
 
 def test_a_refusal_reaches_the_client_with_its_retry_time() -> None:
     def script(plane: ScriptedPlane, frame: Any) -> None:
-        plane.put(f.Refused(frame.key, "queue_full", "9 requests wait already", 2.0))
+        plane.put(f.AttemptRefused(frame.attempt_key, "queue_full", "9 requests wait already", 2.0))
 
     with pytest.raises(ApiError) as error:
         run(script)
@@ -229,10 +245,10 @@ def test_a_refusal_reaches_the_client_with_its_retry_time() -> None:
 
 def test_a_frame_of_an_older_stream_does_not_end_the_wait_for_a_place() -> None:
     def script(plane: ScriptedPlane, frame: Any) -> None:
-        if isinstance(frame, f.Place):
-            plane.put(f.Failed(frame.key, "d", "late"), placed(frame.key))
-        elif isinstance(frame, f.Prefill):
-            plane.put(tokens(frame.key, 0, 10, finish="stop"))
+        if isinstance(frame, f.PlaceAttempt):
+            plane.put(f.AttemptFailed(frame.attempt_key, "d", "late"), placed(frame.attempt_key))
+        elif isinstance(frame, f.StartPrefill):
+            plane.put(tokens(frame.attempt_key, 0, 10, finish="stop"))
 
     assert run(script)[0] == [10]
 
@@ -252,41 +268,48 @@ def repeated(answers: list[list[int]], order: random.Random) -> Callable:
     """
     left = {"r": 2} | {str(index): 2 for index in range(len(answers))}
 
-    def rest(key: f.Key, ids: list[int], at: int, index: int) -> list[f.Tokens]:
+    def rest(key: f.AttemptKey, ids: list[int], at: int, index: int) -> list[f.AnswerTokens]:
         told, first = [], at
         while at < len(ids):
             size = 1 if at == first else order.randint(1, 3)
             end = "stop" if at + size >= len(ids) else None
             piece = [f.Token(one) for one in ids[at : at + size]]
-            told.append(f.Tokens(key, at, piece, end, index))
+            told.append(f.AnswerTokens(key, at, piece, end, index))
             at += size
         return told
 
     def script(plane: ScriptedPlane, frame: Any) -> None:
-        if isinstance(frame, f.Place):
-            plane.put(placed(frame.key))
-        elif isinstance(frame, f.Prefill):
-            _, _, part = frame.key[0].partition(".")
+        if isinstance(frame, f.PlaceAttempt):
+            plane.put(placed(frame.attempt_key))
+        elif isinstance(frame, f.StartPrefill):
+            _, _, part = frame.attempt_key[0].partition(".")
             of = part.partition(".")[0] or "r"
             if part:
                 assert (frame.sampling.n, frame.sampling.prompt_logprobs) == (1, None)
                 assert frame.sampling == msgspec.structs.replace(
-                    alone(SEVERAL, int(of)), prompt_logprobs=None
+                    sampling_of_answer(SEVERAL, int(of)), prompt_logprobs=None
                 )
                 ids = answers[int(of)]
-                assert frame.ids == [1, 2, 3, *ids[: frame.given]]
-                told = rest(frame.key, ids, frame.given, 0)
+                assert frame.token_ids == [1, 2, 3, *ids[: frame.resumed_tokens]]
+                told = rest(frame.attempt_key, ids, frame.resumed_tokens, 0)
                 order.shuffle(told)
             else:
-                assert frame.given == 0 and frame.ids == [1, 2, 3]
-                scored = [f.Tokens(frame.key, 0, [], prompt=[f.Token(i, -1.0)]) for i in (2, 3)]
-                told = [one for i, ids in enumerate(answers) for one in rest(frame.key, ids, 0, i)]
+                assert frame.resumed_tokens == 0 and frame.token_ids == [1, 2, 3]
+                scored = [
+                    f.AnswerTokens(frame.attempt_key, 0, [], prompt_logprobs=[f.Token(i, -1.0)])
+                    for i in (2, 3)
+                ]
+                told = [
+                    one
+                    for i, ids in enumerate(answers)
+                    for one in rest(frame.attempt_key, ids, 0, i)
+                ]
                 order.shuffle(told)
                 told = [*scored, *told]
             left[of] -= 1
             if left[of] >= 0:
                 told = told[: order.randint(0, len(told) - 1)]
-                told.append(f.Failed(frame.key, "d", "worker_lost"))
+                told.append(f.AttemptFailed(frame.attempt_key, "d", "worker_lost"))
             plane.put(*told)
 
     return script
@@ -307,10 +330,10 @@ def test_each_answer_goes_on_by_itself_after_a_failure(seed: int) -> None:
 def test_an_answer_that_was_cut_ends_the_attempt_and_tells_the_workers() -> None:
     async def collect() -> ScriptedPlane:
         def script(plane: ScriptedPlane, frame: Any) -> None:
-            if isinstance(frame, f.Place):
-                plane.put(placed(frame.key))
-            elif isinstance(frame, f.Prefill):
-                plane.put(tokens(frame.key, 0, 10))
+            if isinstance(frame, f.PlaceAttempt):
+                plane.put(placed(frame.attempt_key))
+            elif isinstance(frame, f.StartPrefill):
+                plane.put(tokens(frame.attempt_key, 0, 10))
 
         plane = ScriptedPlane(script)
         request = Request("r", [1, 2, 3], [], f.Sampling(8))

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from diptych.cluster import wire
-from diptych.cluster.gateway.plane import Plane
+from diptych.cluster.gateway.attempt.plane import Plane
+from diptych.cluster.wire import connection as wire
 from diptych.protos import frames as f
 
 from tests.support.fleet import until
@@ -28,7 +28,7 @@ async def _pair() -> tuple[wire.Connection, wire.Connection]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         ends = socket.create_connection(server.getsockname()), server.accept()[0]
     streams = [await asyncio.open_connection(sock=end) for end in ends]
-    return tuple(wire.Connection(*one, f.FromWorker, "peer") for one in streams)  # type: ignore
+    return tuple(wire.Connection(*one, f.FramesFromWorker, "peer") for one in streams)  # type: ignore
 
 
 def test_a_busy_peer_that_falls_silent_is_suspected_long_before_it_is_given_up(
@@ -41,10 +41,10 @@ def test_a_busy_peer_that_falls_silent_is_suspected_long_before_it_is_given_up(
         (mine, theirs), suspected = await _pair(), asyncio.Event()
         mine.suspect = suspected.set
         reading = asyncio.create_task(anext(mine.frames(60.0)))
-        mine.send(f.Failed(("r", 0), "w", "whatever"))  # so much for busy; and then, nothing
+        mine.send(f.AttemptFailed(("r", 0), "w", "whatever"))  # so much for busy; and then, nothing
         await suspected.wait()
         assert mine.silent and not mine.closed
-        theirs.send(f.Failed(("r", 0), "w", "still here"))
+        theirs.send(f.AttemptFailed(("r", 0), "w", "still here"))
         assert (await reading).reason == "still here"
         await until(lambda: not mine.silent, 5.0, lambda: "it speaks")
         assert mine._patience == 0.2, "it was a false alarm: twice the time, from now on"
@@ -87,14 +87,14 @@ def test_streams_leave_a_silent_worker_only_if_another_speaks(another: str) -> N
             plane.cards[name] = f.WorkerCard(name, role, role, "", "", 0)
             plane._workers[name] = peer  # type: ignore[assignment]
         inbox = plane.watch(("r", 0))
-        decode = f.Decode(("r", 0), 1, [1], f.Sampling(1), None)
+        decode = f.StartDecode(("r", 0), 1, [1], f.Sampling(1), None)
         plane.submit("a", decode)
         later = plane.watch(("r", 1))
         plane._using["r", 1].add("a")
         plane._suspect("a")
         if another == "ready":
-            assert inbox.get_nowait() == f.Failed(("r", 0), "a", "silent")
-            assert later.get_nowait() == f.Failed(("r", 1), "a", "silent")
+            assert inbox.get_nowait() == f.AttemptFailed(("r", 0), "a", "silent")
+            assert later.get_nowait() == f.AttemptFailed(("r", 1), "a", "silent")
             assert said == []
         else:
             assert inbox.empty() and later.empty() and said == [decode]

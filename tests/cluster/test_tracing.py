@@ -6,10 +6,10 @@ import subprocess
 import sys
 
 from diptych.cluster.config import ObservabilitySettings
-from diptych.cluster.gateway.stream import Request
-from diptych.cluster.gateway.terms import Terms
-from diptych.cluster.metrics.gateway import outcome_of
-from diptych.cluster.tracing import Routes, Tracer, Works, end_request, tracer_of
+from diptych.cluster.gateway.attempt.stream import Request
+from diptych.cluster.gateway.attempt.terms import Terms
+from diptych.cluster.telemetry.gateway_metrics import outcome_of
+from diptych.cluster.telemetry.tracing import Routes, Tracer, Works, end_request, tracer_of
 from diptych.protos import frames as f
 
 from tests.support.collector import Collector, collecting
@@ -37,16 +37,16 @@ def test_a_request_is_one_trace_below_the_clients_span() -> None:
         asked = request(SAMPLED)
         root = gateway.request(asked, "m")
         routes = Routes(router)
-        routes.asked("g", f.Place(KEY, 3, 8, [], trace=asked.trace))
-        routes.answered(f.Placed(KEY, 1, "prefill/1", "decode/1", 0, 0.0))
+        routes.asked("g", f.PlaceAttempt(KEY, 3, 8, [], trace=asked.trace))
+        routes.answered(f.AttemptPlaced(KEY, 1, "prefill/1", "decode/1", 0, 0.0))
         source, sink = Works(prefill, "prefill/1"), Works(decode, "decode/1")
         common = KEY, 1, [1, 2, 3], f.Sampling(8)
-        sink.begin("g", f.Decode(*common, "prefill/1", trace=asked.trace))
-        source.begin("g", f.Prefill(*common, "decode/1", trace=asked.trace))
-        source.sent(f.Step([f.Tokens(KEY, 0, [f.Token(5)])]))
-        sink.sent(f.Moved(KEY, 3, 2.0, 1.0))
-        sink.sent(f.Step([f.Tokens(KEY, 1, [f.Token(6)])]))
-        sink.sent(f.Step([f.Tokens(KEY, 2, [f.Token(7)], "stop")]))
+        sink.begin("g", f.StartDecode(*common, "prefill/1", trace=asked.trace))
+        source.begin("g", f.StartPrefill(*common, "decode/1", trace=asked.trace))
+        source.sent(f.EngineStepTokens([f.AnswerTokens(KEY, 0, [f.Token(5)])]))
+        sink.sent(f.PromptArrived(KEY, 3, 2.0, 1.0))
+        sink.sent(f.EngineStepTokens([f.AnswerTokens(KEY, 1, [f.Token(6)])]))
+        sink.sent(f.EngineStepTokens([f.AnswerTokens(KEY, 2, [f.Token(7)], "stop")]))
         end_request(root, asked, outcome_of(asked, "stop"))
         for one in (gateway, router, prefill, decode):
             one.close()
@@ -71,15 +71,15 @@ def test_failures_are_said_and_nothing_is_left_open() -> None:
         worker, router = tracer(collector, "worker"), tracer(collector, "router")
         works, routes = Works(worker, "decode/1"), Routes(router)
         for number, gateway in enumerate(("g", "g", "h")):
-            frame = f.Decode((f"r{number}", 0), 1, [1], f.Sampling(8), "p", trace=SAMPLED)
+            frame = f.StartDecode((f"r{number}", 0), 1, [1], f.Sampling(8), "p", trace=SAMPLED)
             works.begin(gateway, frame)
-            routes.asked(gateway, f.Place((f"r{number}", 0), 1, 1, [], trace=SAMPLED))
-        works.sent(f.Failed(("r0", 0), "decode/1", "kv_checksum"))
-        routes.answered(f.Refused(("r0", 0), "queue_full", "", 1.0))
+            routes.asked(gateway, f.PlaceAttempt((f"r{number}", 0), 1, 1, [], trace=SAMPLED))
+        works.sent(f.AttemptFailed(("r0", 0), "decode/1", "kv_checksum"))
+        routes.answered(f.AttemptRefused(("r0", 0), "queue_full", "", 1.0))
         works.gone("g")
         routes.gone("g")
         works.over(("r2", 0), "aborted")
-        routes.answered(f.Over(("r2", 0), reason="cancelled"))
+        routes.answered(f.AttemptOutcome(("r2", 0), reason="cancelled"))
         assert works._works == {} and routes._spans == {}
         worker.close()
         router.close()
@@ -92,11 +92,19 @@ def test_a_local_prefill_turns_into_decode_and_ends_with_its_last_answer() -> No
     with collecting() as collector:
         worker = tracer(collector, "worker")
         works = Works(worker, "decode/1")
-        works.begin("g", f.Decode(KEY, 1, [1], f.Sampling(8, n=2), None, trace=SAMPLED))
-        works.sent(f.Step([f.Tokens(KEY, 0, [f.Token(1)], index=i) for i in range(2)]))
-        works.sent(f.Step([f.Tokens(KEY, 1, [f.Token(1)], "stop", index=0)]))
+        works.begin("g", f.StartDecode(KEY, 1, [1], f.Sampling(8, n=2), None, trace=SAMPLED))
+        works.sent(
+            f.EngineStepTokens(
+                [f.AnswerTokens(KEY, 0, [f.Token(1)], answer_index=i) for i in range(2)]
+            )
+        )
+        works.sent(
+            f.EngineStepTokens([f.AnswerTokens(KEY, 1, [f.Token(1)], "stop", answer_index=0)])
+        )
         assert KEY in works._works
-        works.sent(f.Step([f.Tokens(KEY, 1, [f.Token(1)], "length", index=1)]))
+        works.sent(
+            f.EngineStepTokens([f.AnswerTokens(KEY, 1, [f.Token(1)], "length", answer_index=1)])
+        )
         assert works._works == {}
         worker.close()
         assert [span.name for span in collector.spans] == ["prefill", "decode"]
@@ -110,7 +118,7 @@ def test_what_is_not_sampled_leaves_frames_empty() -> None:
             end_request(gateway.request(asked, "m"), asked, outcome_of(asked, "stop"))
             assert asked.trace == ""
         works = Works(gateway, "w")
-        works.begin("g", f.Decode(KEY, 1, [1], f.Sampling(8), None))
+        works.begin("g", f.StartDecode(KEY, 1, [1], f.Sampling(8), None))
         assert works._works == {}
         wanted = request(SAMPLED)
         gateway.request(wanted, "m")

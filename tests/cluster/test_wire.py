@@ -13,8 +13,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from diptych.cluster import handshake, wire
-from diptych.cluster.handshake import Caller
+from diptych.cluster.wire import connection as wire
+from diptych.cluster.wire import handshake
+from diptych.cluster.wire.handshake import Caller
 from diptych.protos import frames as f
 
 
@@ -33,19 +34,19 @@ class Server:
         self.frames: list = []
         self.names: list[str] = []
         self.ended = asyncio.Event()
-        self.listener = wire.Listener("secret", f.ToWorker, self._serve)
+        self.listener = wire.Listener("secret", f.FramesToWorker, self._serve)
 
     async def _serve(self, peer: wire.Connection, hello: f.Hello) -> None:
         self.names.append(hello.name)
         async for frame in peer.frames(1.0):
             self.frames.append(frame)
-            peer.send(f.Failed(("r", 0), "w", "seen"))
+            peer.send(f.AttemptFailed(("r", 0), "w", "seen"))
         self.ended.set()
 
 
 async def dialled(address: str, **changes: Any) -> wire.Connection:
     caller = Caller(**{"name": "g", "kind": "gateway", "secret": "secret", **changes})
-    return await wire.dial(address, caller, f.FromWorker, "w")
+    return await wire.dial(address, caller, f.FramesFromWorker, "w")
 
 
 def test_a_peer_that_never_ceases_to_speak_leaves_the_loop_to_others() -> None:
@@ -69,10 +70,10 @@ def test_a_peer_that_never_ceases_to_speak_leaves_the_loop_to_others() -> None:
             async for _frame in peer.frames(5.0):
                 handle()
 
-        listener = wire.Listener("secret", f.ToWorker, serve)
+        listener = wire.Listener("secret", f.FramesToWorker, serve)
         peer = await dialled(await listener.start("127.0.0.1"))
         for attempt in range(60):
-            peer.send(f.Abort(("r", attempt)))
+            peer.send(f.CancelAttempt(("r", attempt)))
         task = asyncio.create_task(others())
         await done.wait()
         task.cancel()
@@ -88,10 +89,10 @@ def test_frames_go_both_ways_in_order() -> None:
         server = Server()
         peer = await dialled(await server.listener.start("127.0.0.1"))
         for attempt in range(50):
-            peer.send(f.Abort(("r", attempt)))
+            peer.send(f.CancelAttempt(("r", attempt)))
         answers = [await peer.receive() for _ in range(50)]
-        assert [frame.key[1] for frame in server.frames] == list(range(50))
-        assert all(isinstance(answer, f.Failed) for answer in answers)
+        assert [frame.attempt_key[1] for frame in server.frames] == list(range(50))
+        assert all(isinstance(answer, f.AttemptFailed) for answer in answers)
         peer.abort()
         await server.ended.wait()
 
@@ -188,11 +189,11 @@ def rubbish(number: int) -> bytes:
 def spoiled(number: int) -> bytes:
     """Behind the handshake: a frame with flipped bytes, a wrong one, a length above the limit."""
     random = Random(number)
-    frame = f.Prefill(("r", 0), 1, list(range(50)), f.Sampling(4), "d")
+    frame = f.StartPrefill(("r", 0), 1, list(range(50)), f.Sampling(4), "d")
     data = bytearray(msgspec.msgpack.encode(frame))
     for _ in range(random.randrange(1, 6)):
         data[random.randrange(len(data))] = random.randrange(256)
-    alien = msgspec.msgpack.encode(f.Placed(("r", 0), 1, None, "d", 0, 0.0))
+    alien = msgspec.msgpack.encode(f.AttemptPlaced(("r", 0), 1, None, "d", 0, 0.0))
     deep = b"\x91" * 5000 + b"\xc0"
     shapes = [bytes(data), random.randbytes(random.randrange(400)), alien, deep]
     body = shapes[number % len(shapes)]
@@ -248,8 +249,8 @@ async def fuzz(count: int, caplog: pytest.LogCaptureFixture) -> None:
     tracemalloc.stop()
     assert grown < 2 << 20, f"{grown} bytes after {count} connections"
     peer = await dialled(address)
-    peer.send(f.Abort(("r", 0)))
-    assert isinstance(await peer.receive(), f.Failed)
+    peer.send(f.CancelAttempt(("r", 0)))
+    assert isinstance(await peer.receive(), f.AttemptFailed)
 
 
 def test_garbage_ends_its_connection_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
@@ -272,8 +273,8 @@ def test_heartbeats_keep_an_idle_connection_and_silence_ends_it() -> None:
         mute = await dialled(address)  # says hello, then nothing: no task sends its beats
         await server.ended.wait()  # the server gave up on the mute one only
         assert not beating.done() and not peer.closed
-        peer.send(f.Abort(("r", 0)))
-        assert isinstance(await beating, f.Failed)
+        peer.send(f.CancelAttempt(("r", 0)))
+        assert isinstance(await beating, f.AttemptFailed)
         mute.abort()
 
     run(test)
@@ -284,7 +285,7 @@ def test_a_peer_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -
         server = Server()
         peer = await dialled(await server.listener.start("127.0.0.1"))
         monkeypatch.setattr(wire, "BUFFER_MAX", 1 << 20)
-        step = f.Prefill(("r", 0), 1, list(range(100_000)), f.Sampling(1), "d")
+        step = f.StartPrefill(("r", 0), 1, list(range(100_000)), f.Sampling(1), "d")
         sent = 0
         while not peer.closed:
             peer.send(step)  # never yields: the other side cannot read meanwhile

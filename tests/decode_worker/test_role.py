@@ -7,32 +7,41 @@ import pytest
 from diptych.decode_worker import DecodeRole
 from diptych.decode_worker.role import Over
 from diptych.engine import commands
-from diptych.engine.sequence import Output
+from diptych.engine.sequence import SequenceOutput
 from diptych.kv_transfer import commands as transfer
 from diptych.kv_transfer import messages as m
 from diptych.kv_transfer import tickets
-from diptych.protos.frames import Abort, Decode, Deliver, Failed, Moved, Sampling, Token, Tokens
+from diptych.protos.frames import (
+    AnswerTokens,
+    AttemptFailed,
+    CancelAttempt,
+    DeliverFrame,
+    PromptArrived,
+    Sampling,
+    StartDecode,
+    Token,
+)
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 KEY = ("r", 0)
 XID = "r#0"
-META = msgspec.msgpack.encode(m.Handover([Token(42)]))
-GONE = [commands.Drop(KEY), Over(KEY)]
+META = msgspec.msgpack.encode(m.FirstTokens([Token(42)]))
+GONE = [commands.ReleaseSequence(KEY), Over(KEY)]
 BLOCKS = [3, 4, 5, 6, 7]
 
 
-def decode(key=KEY, tokens: int = 200, prefill: str | None = "prefill/a") -> Decode:
-    return Decode(key, 1, list(range(tokens)), Sampling(10), prefill)
+def decode(key=KEY, tokens: int = 200, prefill: str | None = "prefill/a") -> StartDecode:
+    return StartDecode(key, 1, list(range(tokens)), Sampling(10), prefill)
 
 
-def output(offset: int = 1, finish: str | None = None, key=KEY) -> Output:
-    return Output(key, offset, Token(50 + offset), finish)
+def output(offset: int = 1, finish: str | None = None, key=KEY) -> SequenceOutput:
+    return SequenceOutput(key, offset, Token(50 + offset), finish)
 
 
-def failed(reason: str) -> Deliver:
-    return Deliver("g", Failed(KEY, "decode/x", reason))
+def failed(reason: str) -> DeliverFrame:
+    return DeliverFrame("g", AttemptFailed(KEY, "decode/x", reason))
 
 
 @pytest.fixture
@@ -44,13 +53,13 @@ def reserving() -> DecodeRole:
 
 @pytest.fixture
 def receiving(reserving: DecodeRole) -> DecodeRole:
-    reserving.handle(commands.Reserved(KEY, BLOCKS))
+    reserving.handle(commands.BlocksReserved(KEY, BLOCKS))
     return reserving
 
 
 @pytest.fixture
 def running(receiving: DecodeRole) -> DecodeRole:
-    receiving.handle(transfer.Arrived(XID, META, 200))
+    receiving.handle(transfer.BlocksArrived(XID, META, 200))
     return receiving
 
 
@@ -60,44 +69,49 @@ def running(receiving: DecodeRole) -> DecodeRole:
 def test_blocks_are_reserved_first() -> None:
     role = DecodeRole("decode/x", 64)
     (reserve,) = role.submit("g", decode(), [b"h1"])
-    assert isinstance(reserve, commands.Reserve)
-    seq = reserve.seq
-    assert (seq.key, seq.prompt, seq.hashes, seq.stop_after_first) == (KEY, 200, [b"h1"], False)
+    assert isinstance(reserve, commands.ReserveBlocks)
+    seq = reserve.sequence
+    assert (seq.attempt_key, seq.prompt_tokens, seq.block_hashes, seq.stop_after_first) == (
+        KEY,
+        200,
+        [b"h1"],
+        False,
+    )
 
 
 def test_the_blocks_are_offered_for_the_tokens_of_the_prompt(reserving: DecodeRole) -> None:
-    opened = reserving.handle(commands.Reserved(KEY, BLOCKS))
-    assert opened == [transfer.Receive(XID, "prefill/a", BLOCKS, tokens=200)]
+    opened = reserving.handle(commands.BlocksReserved(KEY, BLOCKS))
+    assert opened == [transfer.OfferBlocks(XID, "prefill/a", BLOCKS, tokens=200)]
 
 
 @pytest.mark.parametrize("held", [1, 3])
 def test_blocks_that_hold_the_prompts_kv_need_not_travel(reserving: DecodeRole, held: int) -> None:
-    opened = reserving.handle(commands.Reserved(KEY, BLOCKS, held))
-    assert opened == [transfer.Receive(XID, "prefill/a", BLOCKS, 200, held * 64)]
+    opened = reserving.handle(commands.BlocksReserved(KEY, BLOCKS, held))
+    assert opened == [transfer.OfferBlocks(XID, "prefill/a", BLOCKS, 200, held * 64)]
 
 
 def test_a_landed_sequence_decodes_from_the_first_token_on(receiving: DecodeRole) -> None:
-    commit, _ = receiving.handle(transfer.Arrived(XID, META, 200))
-    assert isinstance(commit, commands.Commit)
-    assert commit.seq.ids == [*range(200), 42] and commit.seq.prompt == 200
-    assert (commit.others, commit.ended) == ((), False)
+    commit, _ = receiving.handle(transfer.BlocksArrived(XID, META, 200))
+    assert isinstance(commit, commands.CommitBlocks)
+    assert commit.sequence.token_ids == [*range(200), 42] and commit.sequence.prompt_tokens == 200
+    assert (commit.other_answers, commit.first_answer_ended) == ((), False)
 
 
 def test_the_gateway_hears_how_long_the_transfer_took(receiving: DecodeRole) -> None:
-    arrived = transfer.Arrived(XID, META, 200, busy_s=0.25, exposed_s=0.125)
+    arrived = transfer.BlocksArrived(XID, META, 200, busy_s=0.25, exposed_s=0.125)
     commit, told = receiving.handle(arrived)
-    assert commit.waited == 0.125, "the first token was sent when the prefill ended"
-    assert told == Deliver("g", Moved(KEY, 200, 250.0, 125.0))
+    assert commit.waited_s == 0.125, "the first token was sent when the prefill ended"
+    assert told == DeliverFrame("g", PromptArrived(KEY, 200, 250.0, 125.0))
 
 
-def several(ended: list[int]) -> tuple[DecodeRole, commands.Commit]:
+def several(ended: list[int]) -> tuple[DecodeRole, commands.CommitBlocks]:
     """Three answers to one prompt, after their KV has arrived."""
     role = DecodeRole("decode/x", 64)
-    role.submit("g", Decode(KEY, 1, list(range(200)), Sampling(10, n=3), "prefill/a"), [])
-    role.handle(commands.Reserved(KEY, BLOCKS))
-    handover = m.Handover([Token(42), Token(43), Token(44)], ended)
+    role.submit("g", StartDecode(KEY, 1, list(range(200)), Sampling(10, n=3), "prefill/a"), [])
+    role.handle(commands.BlocksReserved(KEY, BLOCKS))
+    handover = m.FirstTokens([Token(42), Token(43), Token(44)], ended)
     meta = msgspec.msgpack.encode(handover)
-    return role, role.handle(transfer.Arrived(XID, meta, 200))[0]
+    return role, role.handle(transfer.BlocksArrived(XID, meta, 200))[0]
 
 
 @pytest.mark.parametrize(
@@ -107,25 +121,29 @@ def test_answers_that_ended_with_their_first_token_do_not_go_on(
     ended: list[int], others: tuple
 ) -> None:
     _, commit = several(ended)
-    assert (commit.seq.ids[-1], commit.others, commit.ended) == (42, others, 0 in ended)
+    assert (commit.sequence.token_ids[-1], commit.other_answers, commit.first_answer_ended) == (
+        42,
+        others,
+        0 in ended,
+    )
 
 
 def test_a_job_is_over_when_its_last_answer_is() -> None:
     role, _ = several([1])
-    last = Output(KEY, 3, Token(9), "stop", index=2)
+    last = SequenceOutput(KEY, 3, Token(9), "stop", answer_index=2)
     assert len(role.handle(last)) == 1 and role.jobs
     assert role.handle(output(4, "length"))[1:] == GONE
     assert role.jobs == {}
 
 
 def test_each_token_goes_to_its_gateway(running: DecodeRole) -> None:
-    assert running.handle(output(1)) == [Deliver("g", Tokens(KEY, 1, [Token(51)]))]
-    assert running.handle(output(2)) == [Deliver("g", Tokens(KEY, 2, [Token(52)]))]
+    assert running.handle(output(1)) == [DeliverFrame("g", AnswerTokens(KEY, 1, [Token(51)]))]
+    assert running.handle(output(2)) == [DeliverFrame("g", AnswerTokens(KEY, 2, [Token(52)]))]
 
 
 @pytest.mark.parametrize("finish", ["stop", "length"])
 def test_the_last_token_ends_the_job(running: DecodeRole, finish: str) -> None:
-    told = Deliver("g", Tokens(KEY, 9, [Token(59)], finish))
+    told = DeliverFrame("g", AnswerTokens(KEY, 9, [Token(59)], finish))
     assert running.handle(output(9, finish)) == [told, *GONE]
     assert running.jobs == {}
 
@@ -133,8 +151,8 @@ def test_the_last_token_ends_the_job(running: DecodeRole, finish: str) -> None:
 def test_a_local_prefill_is_added_and_needs_no_ticket() -> None:
     role = DecodeRole("decode/x", 64)
     (add,) = role.submit("g", decode(prefill=None), [b"h1"])
-    assert isinstance(add, commands.Add) and not add.seq.stop_after_first
-    assert role.handle(output(0)) == [Deliver("g", Tokens(KEY, 0, [Token(50)]))]
+    assert isinstance(add, commands.AddSequence) and not add.sequence.stop_after_first
+    assert role.handle(output(0)) == [DeliverFrame("g", AnswerTokens(KEY, 0, [Token(50)]))]
     assert role.handle(output(1, "stop"))[1:] == GONE
 
 
@@ -147,13 +165,13 @@ def test_an_error_of_the_engine_is_told_and_ends_the_job(
     else:
         role = DecodeRole("decode/x", 64)
         role.submit("g", decode(prefill=None), [])
-    assert role.handle(Output(KEY, error="NaN logits")) == [failed("NaN logits"), *GONE]
+    assert role.handle(SequenceOutput(KEY, error="NaN logits")) == [failed("NaN logits"), *GONE]
     assert role.jobs == {}
-    assert role.handle(Output(KEY, error="NaN logits")) == []
+    assert role.handle(SequenceOutput(KEY, error="NaN logits")) == []
 
 
 def test_a_chunk_without_a_token_is_no_news(running: DecodeRole) -> None:
-    assert running.handle(Output(KEY)) == []
+    assert running.handle(SequenceOutput(KEY)) == []
 
 
 @pytest.mark.parametrize("state", ["reserving", "receiving", "running"])
@@ -172,69 +190,69 @@ def test_attempts_of_one_request_are_jobs_of_their_own(running: DecodeRole) -> N
 
 
 def test_no_blocks_are_told_to_the_gateway_and_the_job_is_over(reserving: DecodeRole) -> None:
-    assert reserving.handle(commands.Reserved(KEY, None)) == [failed("no_capacity"), *GONE]
+    assert reserving.handle(commands.BlocksReserved(KEY, None)) == [failed("no_capacity"), *GONE]
     assert reserving.jobs == {}
 
 
 def test_a_broken_transfer_is_told_once_and_its_blocks_wait_for_freed(
     receiving: DecodeRole,
 ) -> None:
-    assert receiving.handle(tickets.Broken(XID, "checksum")) == [failed("kv_checksum")]
+    assert receiving.handle(tickets.TransferFailed(XID, "checksum")) == [failed("kv_checksum")]
     assert XID in receiving.jobs, "a write may still land on its blocks"
-    assert receiving.handle(Abort(KEY)) == []
+    assert receiving.handle(CancelAttempt(KEY)) == []
     assert receiving.gateway_gone("g") == []
-    assert receiving.handle(tickets.Freed(XID)) == GONE
+    assert receiving.handle(tickets.BlocksFreed(XID)) == GONE
     assert receiving.jobs == {}
 
 
 def test_an_answer_that_ended_with_its_first_token_is_no_failure(receiving: DecodeRole) -> None:
-    assert receiving.handle(tickets.Broken(XID, "finished")) == []
-    assert receiving.handle(tickets.Freed(XID)) == GONE
+    assert receiving.handle(tickets.TransferFailed(XID, "finished")) == []
+    assert receiving.handle(tickets.BlocksFreed(XID)) == GONE
 
 
 # ---- aborts --------------------------------------------------------------------------------------
 
 
 def test_an_abort_while_reserving_waits_for_the_engines_answer(reserving: DecodeRole) -> None:
-    assert reserving.handle(Abort(KEY)) == []
-    assert reserving.handle(commands.Reserved(KEY, BLOCKS)) == GONE
+    assert reserving.handle(CancelAttempt(KEY)) == []
+    assert reserving.handle(commands.BlocksReserved(KEY, BLOCKS)) == GONE
 
 
 def test_an_abort_while_reserving_makes_a_full_pool_no_failure(reserving: DecodeRole) -> None:
-    reserving.handle(Abort(KEY))
-    assert reserving.handle(commands.Reserved(KEY, None)) == GONE
+    reserving.handle(CancelAttempt(KEY))
+    assert reserving.handle(commands.BlocksReserved(KEY, None)) == GONE
 
 
 def test_an_abort_while_receiving_cancels_the_ticket_and_waits_for_it(
     receiving: DecodeRole,
 ) -> None:
-    assert receiving.handle(Abort(KEY)) == [transfer.Cancel(XID, "aborted")]
-    assert receiving.handle(Abort(KEY)) == []
-    assert receiving.handle(tickets.Broken(XID, "aborted")) == []
-    assert receiving.handle(tickets.Freed(XID)) == GONE
+    assert receiving.handle(CancelAttempt(KEY)) == [transfer.CancelTransfer(XID, "aborted")]
+    assert receiving.handle(CancelAttempt(KEY)) == []
+    assert receiving.handle(tickets.TransferFailed(XID, "aborted")) == []
+    assert receiving.handle(tickets.BlocksFreed(XID)) == GONE
 
 
 def test_an_abort_that_crosses_the_landing_ends_the_job(receiving: DecodeRole) -> None:
-    receiving.handle(Abort(KEY))
-    assert receiving.handle(transfer.Arrived(XID, META, 200)) == GONE
+    receiving.handle(CancelAttempt(KEY))
+    assert receiving.handle(transfer.BlocksArrived(XID, META, 200)) == GONE
 
 
 def test_an_abort_while_running_ends_the_job_and_silences_it(running: DecodeRole) -> None:
-    assert running.handle(Abort(KEY)) == GONE
+    assert running.handle(CancelAttempt(KEY)) == GONE
     assert running.handle(output(1)) == []
-    assert running.handle(Abort(KEY)) == []
+    assert running.handle(CancelAttempt(KEY)) == []
 
 
 def test_an_abort_of_an_unknown_job_changes_nothing(running: DecodeRole) -> None:
-    assert running.handle(Abort(("other", 0))) == []
+    assert running.handle(CancelAttempt(("other", 0))) == []
 
 
 def test_a_lost_gateway_ends_its_jobs_and_no_other(running: DecodeRole) -> None:
     running.submit("g", decode(("r2", 0)), [])
     running.submit("h", decode(("r3", 0)), [])
     assert running.gateway_gone("g") == GONE
-    assert running.handle(commands.Reserved(("r2", 0), BLOCKS)) == [
-        commands.Drop(("r2", 0)),
+    assert running.handle(commands.BlocksReserved(("r2", 0), BLOCKS)) == [
+        commands.ReleaseSequence(("r2", 0)),
         Over(("r2", 0)),
     ]
     assert list(running.jobs) == ["r3#0"]
@@ -253,36 +271,36 @@ def test_an_unknown_event_is_a_broken_contract(running: DecodeRole) -> None:
 
 def test_an_answer_that_another_worker_began_goes_on_behind_its_tokens() -> None:
     role = DecodeRole("decode/x", 64)
-    frame = msgspec.structs.replace(decode(tokens=203), given=3)
+    frame = msgspec.structs.replace(decode(tokens=203), resumed_tokens=3)
     (reserve,) = role.submit("g", frame, [b"h1"])
-    assert (reserve.seq.prompt, reserve.seq.generated) == (200, 3)
-    opened = role.handle(commands.Reserved(KEY, BLOCKS))
-    assert opened == [transfer.Receive(XID, "prefill/a", BLOCKS, tokens=203)]
-    commit, _ = role.handle(transfer.Arrived(XID, META, 203))
-    assert commit.seq.ids == [*range(203), 42] and commit.seq.generated == 4
+    assert (reserve.sequence.prompt_tokens, reserve.sequence.generated_tokens) == (200, 3)
+    opened = role.handle(commands.BlocksReserved(KEY, BLOCKS))
+    assert opened == [transfer.OfferBlocks(XID, "prefill/a", BLOCKS, tokens=203)]
+    commit, _ = role.handle(transfer.BlocksArrived(XID, META, 203))
+    assert commit.sequence.token_ids == [*range(203), 42] and commit.sequence.generated_tokens == 4
 
 
 def test_handing_over_tells_the_gateway_and_frees_the_stream(running: DecodeRole) -> None:
-    assert running.handle(output(1)) == [Deliver("g", Tokens(KEY, 1, [Token(51)]))]
+    assert running.handle(output(1)) == [DeliverFrame("g", AnswerTokens(KEY, 1, [Token(51)]))]
     assert running.hand_over() == [failed("handover"), *GONE]
     assert running.handle(output(2)) == [], "another worker gives this token"
     assert running.hand_over() == []
 
 
 def test_blocks_that_are_written_to_are_not_freed_by_a_hand_over(receiving: DecodeRole) -> None:
-    assert receiving.hand_over() == [failed("handover"), transfer.Cancel(XID, "handover")]
+    assert receiving.hand_over() == [failed("handover"), transfer.CancelTransfer(XID, "handover")]
     assert receiving.hand_over() == []
-    assert receiving.handle(tickets.Broken(XID, "handover")) == [], "told once"
-    assert receiving.handle(tickets.Freed(XID)) == GONE
+    assert receiving.handle(tickets.TransferFailed(XID, "handover")) == [], "told once"
+    assert receiving.handle(tickets.BlocksFreed(XID)) == GONE
 
 
 def test_blocks_that_are_asked_for_are_given_back_by_a_hand_over(reserving: DecodeRole) -> None:
     assert reserving.hand_over() == [failed("handover")]
-    assert reserving.handle(commands.Reserved(KEY, BLOCKS)) == GONE
+    assert reserving.handle(commands.BlocksReserved(KEY, BLOCKS)) == GONE
 
 
 def test_a_failed_stream_is_not_handed_over(receiving: DecodeRole) -> None:
-    receiving.handle(tickets.Broken(XID, "timeout"))
+    receiving.handle(tickets.TransferFailed(XID, "timeout"))
     assert receiving.hand_over() == []
 
 
@@ -291,7 +309,7 @@ class Life(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.role, self.sink, self.now = DecodeRole("decode/x", 64), tickets.Sink(), 0.0
+        self.role, self.sink, self.now = DecodeRole("decode/x", 64), tickets.TicketReceiver(), 0.0
         self.asked = self.committed = self.dead = False
         self.chunks = self.tokens = 0
         self.drops = self.overs = self.failures = 0
@@ -301,76 +319,76 @@ class Life(RuleBasedStateMachine):
     def carry_out(self, actions: list) -> None:
         for action in actions:
             match action:
-                case commands.Reserve():
+                case commands.ReserveBlocks():
                     self.asked = True
-                case commands.Commit():
+                case commands.CommitBlocks():
                     self.committed = True
-                case commands.Drop():
+                case commands.ReleaseSequence():
                     self.drops += 1
                     assert not self.sink.tickets, "blocks under an open ticket are dropped"
                 case Over():
                     self.overs += 1
-                case Deliver(_, Failed()):
+                case DeliverFrame(_, AttemptFailed()):
                     self.failures += 1
-                case Deliver(_, Tokens()):
+                case DeliverFrame(_, AnswerTokens()):
                     assert self.committed and not self.overs and not self.failures
-                case transfer.Receive(xid, peer, blocks, tokens):
+                case transfer.OfferBlocks(ticket_id, peer, blocks, tokens):
                     tiles = blocks[: -(-tokens // 64)]
-                    self.transfer(tickets.Open(xid, peer, tiles))
-                case transfer.Cancel(xid, reason):
-                    self.transfer(tickets.Cancel(xid, reason))
+                    self.transfer(tickets.OfferTiles(ticket_id, peer, tiles))
+                case transfer.CancelTransfer(ticket_id, reason):
+                    self.transfer(tickets.CancelTicket(ticket_id, reason))
 
     def transfer(self, event: object) -> None:
         for action in self.sink.handle(event, self.now):
-            if isinstance(action, tickets.Verify):
-                self.verify.append(action.chunk.seq)
-            elif isinstance(action, tickets.Landed):
+            if isinstance(action, tickets.VerifyChunk):
+                self.verify.append(action.chunk.chunk_number)
+            elif isinstance(action, tickets.TilesArrived):
                 tokens = min(action.tiles * 64, 200)
-                self.carry_out(self.role.handle(transfer.Arrived(XID, action.meta, tokens)))
-            elif not isinstance(action, tickets.Send):
+                self.carry_out(self.role.handle(transfer.BlocksArrived(XID, action.meta, tokens)))
+            elif not isinstance(action, tickets.SendMessage):
                 self.carry_out(self.role.handle(action))
 
     def note(self, message: object) -> None:
-        self.transfer(tickets.Noted("prefill/a", message))
+        self.transfer(tickets.MessageReceived("prefill/a", message))
 
     @rule(full=st.integers(0, 9))
     def engine_answers(self, full: int) -> None:
         if self.asked:
             self.asked = False
             blocks = None if full == 0 else BLOCKS
-            self.carry_out(self.role.handle(commands.Reserved(KEY, blocks)))
+            self.carry_out(self.role.handle(commands.BlocksReserved(KEY, blocks)))
 
     @rule()
     def chunk_lands(self) -> None:
         if self.sink.tickets and self.chunks < 4:
-            self.note(m.Chunk(XID, 1, self.chunks, self.chunks, 0, 1, [0]))
+            self.note(m.ChunkMessage(XID, 1, self.chunks, self.chunks, 0, 1, [0]))
             self.chunks += 1
 
     @rule(ok=st.integers(0, 9))
     def chunk_is_verified(self, ok: int) -> None:
         if self.verify:
-            self.transfer(tickets.Verified(XID, self.verify.pop(), ok > 0))
+            self.transfer(tickets.ChunkVerified(XID, self.verify.pop(), ok > 0))
 
     @rule()
     def source_is_done(self) -> None:
         if self.chunks == 4:
-            self.note(m.Final(XID, 1, 4, 4, META))
+            self.note(m.FinishMessage(XID, 1, 4, 4, META))
 
     @rule(what=st.sampled_from(["finished", "aborted", "drained", "down", "fenced", "late"]))
     def source_ends(self, what: str) -> None:
         match what:
             case "drained":
-                self.note(m.Drained(XID))
+                self.note(m.StoppedMessage(XID))
             case "down":
-                self.transfer(tickets.PeerDown("prefill/a"))
+                self.transfer(tickets.PeerWentDown("prefill/a"))
                 self.dead = True
             case "fenced" if self.dead:
-                self.transfer(tickets.Fenced("prefill/a"))
+                self.transfer(tickets.PeerFenced("prefill/a"))
             case "late":
                 self.now += 31.0
-                self.transfer(tickets.Tick())
+                self.transfer(tickets.TicketTick())
             case "finished" | "aborted":
-                self.note(m.Void(XID, what))
+                self.note(m.FailedMessage(XID, what))
 
     @rule(last=st.booleans())
     def engine_steps(self, last: bool) -> None:
@@ -381,7 +399,7 @@ class Life(RuleBasedStateMachine):
     @rule(event=st.sampled_from(["abort", "gateway_gone", "duplicate", "hand_over"]))
     def gateway(self, event: str) -> None:
         if event == "abort":
-            self.carry_out(self.role.handle(Abort(KEY)))
+            self.carry_out(self.role.handle(CancelAttempt(KEY)))
         elif event == "gateway_gone":
             self.carry_out(self.role.gateway_gone("g"))
         elif event == "hand_over":

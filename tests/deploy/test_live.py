@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from diptych.cluster.ray_cluster import TOKEN_PATH
+from diptych.cluster.launch.ray_cluster import TOKEN_PATH
 
 from deploy import render
 from tests.support.live import eventually, free_port

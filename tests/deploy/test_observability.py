@@ -15,7 +15,7 @@ import promql_parser as promql
 import pytest
 import yaml
 from diptych.cluster.cli import app
-from diptych.cluster.metrics.catalogue import METRICS, WORKER, series
+from diptych.cluster.telemetry.catalogue import METRICS, WORKER, series
 from typer.testing import CliRunner
 
 from deploy.observability import dashboards

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from diptych.engine.blocks import BlockPool
-from diptych.engine.scheduler import Limits, Plan, Scheduler
+from diptych.engine.scheduler import Plan, Scheduler, SchedulerLimits
 from diptych.engine.sequence import Sequence
 from diptych.kv_transfer.identity import block_hashes
 from diptych.protos.frames import Sampling
@@ -15,7 +15,9 @@ STOP = 999
 
 def scheduler(blocks: int = 100, **limits: float) -> Scheduler:
     """Without a watermark unless the test gives one."""
-    return Scheduler(BlockPool(blocks + 1), Limits(**{"watermark": 0.0, **limits}), b"salt")
+    return Scheduler(
+        BlockPool(blocks + 1), SchedulerLimits(**{"watermark": 0.0, **limits}), b"salt"
+    )
 
 
 def seq(
@@ -29,7 +31,7 @@ def seq(
 def transferred(s: Scheduler, one: Sequence, token: int = 7, waited: float = 0.0) -> Sequence:
     """Reserves and commits it, as if its KV had arrived."""
     assert s.reserve(one)
-    one.ids.append(token)
+    one.token_ids.append(token)
     s.commit(one, waited)
     return one
 
@@ -45,7 +47,7 @@ def carry_out(s: Scheduler, plan: Plan, token: int = 7) -> list[Sequence]:
 
 
 def names(sequences: Iterable[Sequence]) -> list[str]:
-    return [one.key[0] for one in sequences]
+    return [one.attempt_key[0] for one in sequences]
 
 
 def chunks(s: Scheduler) -> list[list[tuple[str, int]]]:
@@ -54,6 +56,6 @@ def chunks(s: Scheduler) -> list[list[tuple[str, int]]]:
     while plan := s.plan():
         if not plan.prefill:
             break
-        steps.append([(one.key[0], count) for one, count in plan.prefill])
+        steps.append([(one.attempt_key[0], count) for one, count in plan.prefill])
         carry_out(s, plan)
     return steps

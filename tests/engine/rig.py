@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from diptych.engine.engine import Engine, EngineConfig
-from diptych.engine.scheduler import Limits
-from diptych.engine.sequence import Output, Sequence
+from diptych.engine.scheduler import SchedulerLimits
+from diptych.engine.sequence import Sequence, SequenceOutput
 from diptych.engine.spec import fingerprint
 from diptych.kv_transfer.identity import block_hashes
 from diptych.protos.frames import Sampling, Token
@@ -28,7 +28,7 @@ kernels = "auto"
 def engine(folder: Path, dtype: str = "bfloat16", blocks: int = 120, **limits: int) -> Engine:
     """An engine whose pool has `blocks` usable blocks (at least one sequence of MAX_LEN)."""
     size = (blocks + 1) * block_bytes(folder, dtype)
-    return Engine(EngineConfig(folder, dtype, size, MAX_LEN, 1, Limits(**limits), kernels))
+    return Engine(EngineConfig(folder, dtype, size, MAX_LEN, 1, SchedulerLimits(**limits), kernels))
 
 
 @lru_cache
@@ -56,17 +56,17 @@ def finish(owner: Engine, sequences: Iterable[Sequence], limit: int = 2000) -> d
     return drain(owner, limit)[0]
 
 
-def drain(owner: Engine, limit: int = 2000) -> tuple[dict[str, list[Token]], list[Output]]:
+def drain(owner: Engine, limit: int = 2000) -> tuple[dict[str, list[Token]], list[SequenceOutput]]:
     """Steps until nothing is left to do."""
     tokens: dict[str, list[Token]] = {}
-    seen: list[Output] = []
+    seen: list[SequenceOutput] = []
     for _ in range(limit):
         outputs = owner.step()
         busy = owner.scheduler.filling or owner.scheduler.running or owner.scheduler.waiting
         for output in outputs:
             seen.append(output)
             if output.token is not None:
-                stream = tokens.setdefault(output.key[0], [])
+                stream = tokens.setdefault(output.attempt_key[0], [])
                 assert output.offset == len(stream), output
                 stream.append(output.token)
         if not busy:

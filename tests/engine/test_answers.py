@@ -18,7 +18,7 @@ def answers(owner: Engine, limit: int = 2000) -> dict[int, list]:
     for _ in range(limit):
         for output in owner.step():
             if output.token is not None:
-                stream = streams.setdefault(output.index, [])
+                stream = streams.setdefault(output.answer_index, [])
                 assert output.offset == len(stream)
                 stream.append(output.token)
         if not owner.scheduler.live:
@@ -30,7 +30,7 @@ def expected(folder, ids: list[int], sampling: Sampling) -> dict[int, list]:
     """Each answer asked for alone, by the seed that it draws with."""
     whole = rig.request(rig.engine(folder), "x", ids, sampling)
     single = [msgspec.structs.replace(sampling, n=1)]
-    single += [whole.sibling(i).sampling for i in range(1, sampling.n)]
+    single += [whole.fork(i).sampling for i in range(1, sampling.n)]
     return {i: rig.alone(rig.engine(folder), ids, one) for i, one in enumerate(single)}
 
 
@@ -56,8 +56,8 @@ def test_one_transfer_serves_all_answers(checkpoint, length: int) -> None:
     while len(firsts) < SEEDED.n:
         for output in source.step():
             if output.token is not None:
-                firsts[output.index] = output.token.id
-                streams[output.index] = [output.token]
+                firsts[output.answer_index] = output.token.id
+                streams[output.answer_index] = [output.token]
     held = source.scheduler.held["r", 0]
     seq = rig.request(target, "r", ids, SEEDED)
     blocks = target.reserve(seq)
@@ -66,13 +66,13 @@ def test_one_transfer_serves_all_answers(checkpoint, length: int) -> None:
     read, write = np.frombuffer(source.kv.view, np.uint8), np.frombuffer(target.kv.view, np.uint8)
     for old, new in zip(held, blocks, strict=False):
         write[new * size : (new + 1) * size] = read[old * size : (old + 1) * size]
-    seq.ids.append(firsts[0])
+    seq.token_ids.append(firsts[0])
     target.commit(seq, tuple((index, firsts[index]) for index in range(1, SEEDED.n)), waited=0.5)
-    assert [one.waited for one in target.scheduler.live.values()] == [0.5] * SEEDED.n
+    assert [one.waited_s for one in target.scheduler.live.values()] == [0.5] * SEEDED.n
     while target.scheduler.live:
         for output in target.step():
-            assert output.token is not None and output.offset == len(streams[output.index])
-            streams[output.index].append(output.token)
+            assert output.token is not None and output.offset == len(streams[output.answer_index])
+            streams[output.answer_index].append(output.token)
     assert streams == expected(folder, ids, SEEDED)
     source.drop(("r", 0))
     for owner in (source, target):
@@ -89,7 +89,9 @@ def test_answers_on_a_full_pool_wait_and_are_preempted_and_stay_the_same(checkpo
     streams: dict[tuple, list] = {}
     while owner.scheduler.live:
         for output in owner.step():
-            streams.setdefault((output.key[0], output.index), []).append(output.token)
+            streams.setdefault((output.attempt_key[0], output.answer_index), []).append(
+                output.token
+            )
         owner.scheduler.pool.validate()
     assert owner.scheduler.preemptions > 0
     for index in range(3):
@@ -106,7 +108,7 @@ def test_a_drop_ends_all_answers(checkpoint) -> None:
     owner.drop(("r", 0))
     assert {key for key, _ in owner.scheduler.live} == {("other", 0)}
     while owner.scheduler.live:
-        assert all(output.key == ("other", 0) for output in owner.step())
+        assert all(output.attempt_key == ("other", 0) for output in owner.step())
     assert owner.scheduler.pool.used == 0
 
 
@@ -136,9 +138,9 @@ def answers_of(owner: Engine, later: dict | None = None) -> dict[str, dict[int, 
             owner.add(rig.request(owner, *later[at]))
         for output in owner.step():
             if output.token is not None:
-                streams.setdefault(output.key[0], {}).setdefault(output.index, []).append(
-                    output.token
-                )
+                streams.setdefault(output.attempt_key[0], {}).setdefault(
+                    output.answer_index, []
+                ).append(output.token)
         if not owner.scheduler.live and at > max(later or [0]):
             return streams
     raise AssertionError(owner.scheduler)
@@ -163,5 +165,9 @@ def test_prompt_logprobs_are_told_once(checkpoint) -> None:
     owner.add(rig.request(owner, "r", ids, sampling))
     told = []
     while owner.scheduler.live:
-        told += [(output.index, token.id) for output in owner.step() for token in output.prompt]
+        told += [
+            (output.answer_index, token.id)
+            for output in owner.step()
+            for token in output.prompt_logprobs
+        ]
     assert told == [(0, index) for index in ids[1:]]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from diptych.engine.engine import Engine
-from diptych.engine.sequence import Sequence, alone
+from diptych.engine.sequence import Sequence, sampling_of_answer
 from diptych.engine.spec import fingerprint
 from diptych.kv_transfer.identity import block_hashes
 from diptych.protos.frames import Grammar, Sampling, Token
@@ -56,7 +56,7 @@ def rest(owner: Engine, ids: list[int], sampling: Sampling, answer: list[Token])
             if output.token:
                 assert output.offset == len(answer) + len(tokens), output
                 tokens.append(output.token)
-                finish = output.finish
+                finish = output.finish_reason
     assert finish == ("length" if len(answer + tokens) == sampling.max_tokens else "stop")
     return tokens
 
@@ -108,8 +108,8 @@ def test_one_of_several_answers_goes_on_alone(engines, index: int) -> None:
         for output in first.step():
             answers.setdefault(output.index, []).append(output.token)
     own = answers[index]
-    assert rest(second, ids, alone(sampling, index), own[:8]) == own[8:]
-    assert rest(second, ids, alone(sampling, index), []) == own
+    assert rest(second, ids, sampling_of_answer(sampling, index), own[:8]) == own[8:]
+    assert rest(second, ids, sampling_of_answer(sampling, index), []) == own
 
 
 def test_what_the_other_engine_cached_is_found(engines) -> None:
@@ -121,8 +121,8 @@ def test_what_the_other_engine_cached_is_found(engines) -> None:
     owner.add(seq)
     while owner.scheduler.live:
         owner.step()
-    assert seq.hit == 128
-    assert seq.ids[160:] == [token.id for token in whole[60:]]
+    assert seq.hit_tokens == 128
+    assert seq.token_ids[160:] == [token.id for token in whole[60:]]
 
 
 def test_preempted_again_it_keeps_its_place(checkpoint, engines) -> None:
@@ -134,11 +134,11 @@ def test_preempted_again_it_keeps_its_place(checkpoint, engines) -> None:
     answers: dict[str, list[Token]] = {}
     for number, (ids, whole) in enumerate(zip(texts, wholes, strict=True)):
         seq = given(small, ids, sampling, whole[: number + 1])
-        seq.key = (f"s{number}", 0)
+        seq.attempt_key = (f"s{number}", 0)
         small.add(seq)
     while small.scheduler.live:
         for output in small.step():
-            answers.setdefault(output.key[0], []).append(output.token)
+            answers.setdefault(output.attempt_key[0], []).append(output.token)
     assert small.scheduler.preemptions > 0
     for number, whole in enumerate(wholes):
         assert answers[f"s{number}"] == whole[number + 1 :]

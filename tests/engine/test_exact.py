@@ -38,7 +38,7 @@ def transfer(source: Engine, target: Engine, first: Token, ids: list[int], sampl
     read, write = np.frombuffer(source.kv.view, np.uint8), np.frombuffer(target.kv.view, np.uint8)
     for old, new in zip(held, blocks, strict=False):
         write[new * size : (new + 1) * size] = read[old * size : (old + 1) * size]
-    seq.ids.append(first.id)
+    seq.token_ids.append(first.id)
     target.commit(seq)
     source.drop(("moved", 0))
 
@@ -83,7 +83,7 @@ def test_the_same_prompt_again_is_a_prefix_hit_with_the_same_bits(model: Path) -
         owner.add(request(owner, "again", ids, GREEDY))
         streams, outputs = drain(owner)
         assert streams["again"] == expected(model, length, length, GREEDY)
-        assert outputs[0].hit == hit, "the last token is always computed"
+        assert outputs[0].hit_tokens == hit, "the last token is always computed"
 
 
 def test_a_shared_prefix_of_130_tokens_changes_no_bit(model: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_shared_prefix_of_130_tokens_changes_no_bit(model: Path) -> None:
         owner.add(request(owner, "shared", ids, GREEDY))
         streams, outputs = drain(owner)
         assert streams["shared"] == alone(engine(model), ids, GREEDY)
-    assert outputs[0].hit == 128
+    assert outputs[0].hit_tokens == 128
 
 
 def test_preempted_sequences_come_back_with_the_same_bits(model: Path) -> None:
@@ -131,7 +131,9 @@ def test_prefill_here_and_decode_there_equals_one_engine(model: Path, sampling: 
         transfer(source, target, first[0], ids, sampling)
         for index in range(3):
             target.add(request(target, f"n{index}", prompt(200, index), GREEDY))
-        seen = [o for o in (o for _ in range(60) for o in target.step()) if o.key[0] == "moved"]
+        seen = [
+            o for o in (o for _ in range(60) for o in target.step()) if o.attempt_key[0] == "moved"
+        ]
         rest = [output.token for output in seen]
         assert [output.offset for output in seen] == list(range(1, 24))
         assert first + rest == expected(model, length, 3, sampling), length
@@ -147,7 +149,9 @@ def test_a_sequence_that_came_by_transfer_may_be_preempted(model: Path) -> None:
     source.add(request(source, "moved", ids, long, first_only=True))
     first = drain(source)[0]["moved"]
     transfer(source, target, first[0], ids, long)
-    seen = [o for o in (o for _ in range(500) for o in target.step()) if o.key[0] == "moved"]
+    seen = [
+        o for o in (o for _ in range(500) for o in target.step()) if o.attempt_key[0] == "moved"
+    ]
     assert target.scheduler.preemptions > 0
     assert first + [output.token for output in seen] == expected(model, 250, 4, long)
 
@@ -204,7 +208,7 @@ def test_any_mix_of_arrivals_hits_and_preemptions_is_exact(
                 owner.add(request(owner, str(index), prompt(length, seed), sampling))
         for output in owner.step():
             if output.token is not None:
-                streams.setdefault(output.key[0], []).append(output.token)
+                streams.setdefault(output.attempt_key[0], []).append(output.token)
         owner.scheduler.pool.validate()
     for index, (length, seed, _, sampled) in enumerate(arrivals):
         sampling = SAMPLED if sampled else GREEDY

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from diptych.engine.engine import Engine
-from diptych.engine.sequence import Output
+from diptych.engine.sequence import SequenceOutput
 from diptych.protos.frames import Sampling, Token
 
 from .rig import alone, drain, engine, prompt, request
@@ -36,8 +36,8 @@ def expected(folder: Path) -> Callable[[int, Sampling], list[Token]]:
     return tokens
 
 
-def ended(seen: list[Output]) -> list[str]:
-    return [output.key[0] for output in seen if output.finish]
+def ended(seen: list[SequenceOutput]) -> list[str]:
+    return [output.attempt_key[0] for output in seen if output.finish_reason]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -90,5 +90,5 @@ def test_the_next_turn_is_a_hit_on_the_answer_with_the_same_bits(folder, expecte
     short = Sampling(20, logprobs=2)
     owner.add(request(owner, "next", ids, short))
     tokens, seen = drain(owner)
-    assert seen[0].hit == 256, "260 ids came before, the last without KV"
+    assert seen[0].hit_tokens == 256, "260 ids came before, the last without KV"
     assert tokens["next"] == alone(engine(folder), ids, short)

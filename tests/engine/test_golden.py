@@ -166,7 +166,7 @@ def test_an_answer_ends_with_its_stop_id(model: Path) -> None:
     owner.add(request(owner, "stop", prompt(90), Sampling(40, stop_ids=(stop, 3))))
     streams, outputs = drain(owner)
     assert [token.id for token in streams["stop"]] == tokens[: tokens.index(stop) + 1]
-    assert outputs[-1].finish == "stop"
+    assert outputs[-1].finish_reason == "stop"
     assert owner.scheduler.pool.used == 0
 
 
@@ -176,7 +176,7 @@ def test_an_answer_ends_at_max_tokens(model: Path) -> None:
         owner.add(request(owner, "length", prompt(63), Sampling(most)))
         streams, outputs = drain(owner)
         assert len(streams["length"]) == most
-        assert [output.finish for output in outputs] == [None] * (most - 1) + ["length"]
+        assert [output.finish_reason for output in outputs] == [None] * (most - 1) + ["length"]
 
 
 def test_a_stop_id_at_the_end_of_the_prompt_ends_nothing(model: Path) -> None:

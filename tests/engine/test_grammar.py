@@ -15,7 +15,7 @@ from diptych.engine.engine import Engine
 from diptych.engine.errors import InvalidRequest
 from diptych.engine.grammar import Grammars
 from diptych.engine.sampler import Fault, sample
-from diptych.engine.sequence import Output, Sequence
+from diptych.engine.sequence import Sequence, SequenceOutput
 from diptych.protos.frames import Grammar, Sampling, Token
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -47,7 +47,7 @@ def grammars(llama: Path) -> Grammars:
 
 def answer(
     owner: Engine, grammar: Grammar, sampling: Sampling = DRAWN, seed: int = 1
-) -> tuple[str, Output]:
+) -> tuple[str, SequenceOutput]:
     """The text without stop ids, and the last output."""
     ask = msgspec.structs.replace(sampling, grammar=grammar, seed=seed)
     owner.add(request(owner, "r", prompt(20), ask))
@@ -153,7 +153,7 @@ def test_answers_parse_and_validate(owner: Engine, schema: dict, temperature: fl
     for seed in range(4):
         sampling = msgspec.structs.replace(DRAWN, max_tokens=200, temperature=temperature)
         text, last = answer(owner, closed(schema), sampling, seed)
-        assert last.finish == "stop", (text, last)
+        assert last.finish_reason == "stop", (text, last)
         jsonschema.validate(json.loads(text), schema)
 
 
@@ -181,7 +181,7 @@ def test_objects_of_random_schemas_validate(owner: Engine, data: st.DataObject) 
     schema = data.draw(st.recursive(leaf, wider, max_leaves=4))
     sampling = msgspec.structs.replace(DRAWN, max_tokens=500, temperature=1.3)
     text, last = answer(owner, closed(schema), sampling, data.draw(st.integers(0, 1000)))
-    assert last.finish == "stop"
+    assert last.finish_reason == "stop"
     jsonschema.validate(json.loads(text), schema)
 
 
@@ -196,9 +196,9 @@ def test_objects_of_random_schemas_validate(owner: Engine, data: st.DataObject) 
 def test_other_grammars_are_followed(owner: Engine, grammar: Grammar, pattern: str) -> None:
     for seed in range(5):
         text, last = answer(owner, grammar, msgspec.structs.replace(DRAWN, max_tokens=300), seed)
-        assert last.finish in ("stop", "length")
-        assert last.finish == "length" or re.fullmatch(pattern, text, re.S), text
-        if last.finish == "stop" and grammar.kind == "json_object":
+        assert last.finish_reason in ("stop", "length")
+        assert last.finish_reason == "length" or re.fullmatch(pattern, text, re.S), text
+        if last.finish_reason == "stop" and grammar.kind == "json_object":
             assert isinstance(json.loads(text), dict)
 
 
@@ -207,7 +207,7 @@ def test_a_complete_answer_stops_with_its_last_id_and_costs_no_end_id(owner: Eng
         ask = msgspec.structs.replace(DRAWN, stop_ids=stops, grammar=Grammar("regex", "(yes|no)!"))
         owner.add(request(owner, "r", prompt(20), ask))
         streams, outputs = drain(owner)
-        assert outputs[-1].finish == "stop"
+        assert outputs[-1].finish_reason == "stop"
         assert len(streams["r"]) in (3, 4)
         assert owner.scheduler.pool.used == 0
 
@@ -216,7 +216,7 @@ def test_min_tokens_holds_back_the_end_of_a_grammar_that_can_go_on(owner: Engine
     for least in (0, 10):
         ask = msgspec.structs.replace(DRAWN, min_tokens=least, logit_bias=((END, 100.0),))
         text, last = answer(owner, Grammar("regex", "[ab]*"), ask)
-        assert (len(text), last.finish) == (least, "stop")
+        assert (len(text), last.finish_reason) == (least, "stop")
 
 
 def test_a_grammar_changes_neither_logprobs_nor_neighbours(owner: Engine, llama: Path) -> None:
@@ -236,7 +236,7 @@ def test_a_grammar_that_ends_with_the_first_id_ends_a_prefill(owner: Engine) -> 
     ask = Sampling(9, grammar=Grammar("regex", "[xy]"))
     owner.add(request(owner, "r", prompt(20), ask, first_only=True))
     (output,) = drain(owner)[1]
-    assert output.finish == "stop"
+    assert output.finish_reason == "stop"
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def test_an_invalid_grammar_is_an_error_that_says_what_is_wrong(
     owner: Engine, grammar: Grammar, word: str
 ) -> None:
     text, last = answer(owner, grammar)
-    assert text == "" and last.finish is None
+    assert text == "" and last.finish_reason is None
     assert last.error and last.error.startswith("invalid grammar: ") and word in last.error
     assert len(last.error) < 400 and "\n" not in last.error
     assert owner.scheduler.pool.used == 0

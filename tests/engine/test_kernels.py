@@ -14,7 +14,7 @@ from diptych.engine.errors import KernelUnavailable
 from diptych.engine.kernels import NativeOps
 from diptych.engine.linear import AmxLinear, Linear
 from diptych.engine.ops import Norm, Ops
-from diptych.engine.scheduler import Limits
+from diptych.engine.scheduler import SchedulerLimits
 
 from . import rig
 
@@ -291,7 +291,9 @@ def test_a_cache_that_cannot_be_used_leaves_the_torch_backend(
 
 @pytest.mark.parametrize("backend", ["auto", "avx512"])
 def test_blocks_of_other_sizes_are_attended_in_torch(checkpoint, backend: str) -> None:
-    config = EngineConfig(checkpoint("llama"), kernels=backend, limits=Limits(block_tokens=128))
+    config = EngineConfig(
+        checkpoint("llama"), kernels=backend, limits=SchedulerLimits(block_tokens=128)
+    )
     owner, sampling = Engine(config), rig.Sampling(8, logprobs=2)
     assert owner.exact
     alone = [rig.alone(owner, rig.prompt(n, n), sampling, f"a{n}") for n in (300, 40)]

@@ -14,7 +14,7 @@ import pytest
 from diptych.engine import commands
 from diptych.engine.engine import Engine, EngineConfig
 from diptych.engine.loop import EngineThread
-from diptych.engine.sequence import Filled, Output
+from diptych.engine.sequence import BlocksFilled, SequenceOutput
 from diptych.protos.frames import Sampling
 
 from .rig import alone, engine, prompt, request
@@ -48,18 +48,22 @@ class Harness:
         """All tokens of a request, to its end."""
         tokens = []
         while True:
-            output = self.until(lambda o: isinstance(o, Output) and o.key[0] == name and o.token)
+            output = self.until(
+                lambda o: isinstance(o, SequenceOutput) and o.attempt_key[0] == name and o.token
+            )
             tokens.append(output.token)
             if output.finish:
                 return tokens
 
-    def observe(self) -> commands.Observed:
-        self.thread.submit(commands.Observe())
-        return self.until(lambda o: isinstance(o, commands.Observed))
+    def observe(self) -> commands.EngineObservation:
+        self.thread.submit(commands.ObserveEngine())
+        return self.until(lambda o: isinstance(o, commands.EngineObservation))
 
-    def reserve(self, seq) -> commands.Reserved:
-        self.thread.submit(commands.Reserve(seq))
-        return self.until(lambda o: isinstance(o, commands.Reserved) and o.key == seq.key)
+    def reserve(self, seq) -> commands.BlocksReserved:
+        self.thread.submit(commands.ReserveBlocks(seq))
+        return self.until(
+            lambda o: isinstance(o, commands.BlocksReserved) and o.attempt_key == seq.key
+        )
 
 
 @pytest.fixture
@@ -72,9 +76,9 @@ def harness(checkpoint) -> Iterator[Harness]:
 
 def test_an_added_sequence_is_answered_to_its_end(harness: Harness) -> None:
     seq = request(harness.engine, "a", prompt(600), Sampling(20))
-    harness.thread.submit(commands.Add(seq))
+    harness.thread.submit(commands.AddSequence(seq))
     assert harness.tokens("a") == alone(
-        engine(harness.engine.config.model), seq.ids[:600], Sampling(20)
+        engine(harness.engine.config.model), seq.token_ids[:600], Sampling(20)
     )
 
 
@@ -84,7 +88,7 @@ def test_the_thread_and_no_other_is_bound_to_the_engine_s_cores(checkpoint) -> N
     where: queue.SimpleQueue[set[int]] = queue.SimpleQueue()
     thread = EngineThread(owner, lambda _: where.put(os.sched_getaffinity(0)))
     thread.start()
-    thread.submit(commands.Observe())
+    thread.submit(commands.ObserveEngine())
     assert where.get(timeout=PATIENCE_S) == {core}
     assert os.sched_getaffinity(0) == mine
     assert owner.statistics()["cores"] == [core]
@@ -93,7 +97,9 @@ def test_the_thread_and_no_other_is_bound_to_the_engine_s_cores(checkpoint) -> N
 
 def test_it_sleeps_and_wakes_up_again(harness: Harness) -> None:
     for name in ("a", "b"):
-        harness.thread.submit(commands.Add(request(harness.engine, name, prompt(5), Sampling(3))))
+        harness.thread.submit(
+            commands.AddSequence(request(harness.engine, name, prompt(5), Sampling(3)))
+        )
         assert len(harness.tokens(name)) == 3
         assert harness.thread.alive
 
@@ -101,16 +107,18 @@ def test_it_sleeps_and_wakes_up_again(harness: Harness) -> None:
 def test_a_dropped_sequence_gives_its_blocks_back(harness: Harness) -> None:
     before = harness.observe().free_blocks
     seq = request(harness.engine, "a", prompt(100), Sampling(900))
-    harness.thread.submit(commands.Add(seq))
-    harness.until(lambda o: isinstance(o, Output))
+    harness.thread.submit(commands.AddSequence(seq))
+    harness.until(lambda o: isinstance(o, SequenceOutput))
     assert harness.observe().free_blocks < before
-    harness.thread.submit(commands.Drop(("a", 0)))
+    harness.thread.submit(commands.ReleaseSequence(("a", 0)))
     assert harness.observe().free_blocks == before
 
 
 def test_dropping_what_is_gone_changes_nothing(harness: Harness) -> None:
-    harness.thread.submit(commands.Drop(("nobody", 0)))
-    harness.thread.submit(commands.Add(request(harness.engine, "a", prompt(5), Sampling(2))))
+    harness.thread.submit(commands.ReleaseSequence(("nobody", 0)))
+    harness.thread.submit(
+        commands.AddSequence(request(harness.engine, "a", prompt(5), Sampling(2)))
+    )
     assert len(harness.tokens("a")) == 2
 
 
@@ -122,31 +130,31 @@ def test_reserved_blocks_are_named_and_refused_when_there_are_none(harness: Harn
     assert len(blocks) == len(set(blocks)) and 0 not in blocks
     refused = [answer.blocks is None for answer in answers]
     assert refused == [False] * 14 + [True] * 16, "8 of 120 blocks each, and 3 are kept for growth"
-    harness.thread.submit(commands.Drop((names[0], 0)))
+    harness.thread.submit(commands.ReleaseSequence((names[0], 0)))
     assert harness.reserve(request(harness.engine, "again", prompt(250), big)).blocks
 
 
 def test_a_committed_sequence_goes_on_from_its_last_id(harness: Harness) -> None:
     seq = request(harness.engine, "a", prompt(1), Sampling(5))
     assert harness.reserve(seq).blocks
-    seq.ids.append(9)
-    harness.thread.submit(commands.Commit(seq))
+    seq.token_ids.append(9)
+    harness.thread.submit(commands.CommitBlocks(seq))
     assert len(harness.tokens("a")) == 4
-    assert len(seq.ids) == 6
+    assert len(seq.token_ids) == 6
 
 
 def test_a_committed_sequence_has_waited_for_its_kv_and_for_the_thread(harness: Harness) -> None:
     seq = request(harness.engine, "a", prompt(1), Sampling(5))
     assert harness.reserve(seq).blocks
-    seq.ids.append(9)
+    seq.token_ids.append(9)
     release, begun = threading.Event(), time.perf_counter()
     harness.engine.drop = lambda _: release.wait(PATIENCE_S)  # the thread is busy
-    harness.thread.submit(commands.Drop(("nobody", 0)))
-    harness.thread.submit(commands.Commit(seq, waited=2.0))
+    harness.thread.submit(commands.ReleaseSequence(("nobody", 0)))
+    harness.thread.submit(commands.CommitBlocks(seq, waited_s=2.0))
     time.sleep(0.05)
     release.set()
     harness.tokens("a")
-    assert 2.05 <= seq.waited <= 2.0 + time.perf_counter() - begun
+    assert 2.05 <= seq.waited_s <= 2.0 + time.perf_counter() - begun
 
 
 def test_observations_tell_how_long_a_step_is_planned_to_take(checkpoint) -> None:
@@ -160,24 +168,26 @@ def test_observations_tell_how_long_a_step_is_planned_to_take(checkpoint) -> Non
 def test_observations_tell_the_cache_and_the_work_since_the_last_one(harness: Harness) -> None:
     assert harness.observe().hashes == []
     seq = request(harness.engine, "a", prompt(200), Sampling(2))
-    harness.thread.submit(commands.Add(seq))
+    harness.thread.submit(commands.AddSequence(seq))
     harness.tokens("a")
     seen = harness.observe()
-    assert set(seen.hashes) == set(seen.stored) == set(seq.hashes) and len(seq.hashes) == 3
-    assert seen.evicted == [] and seen.prefill_tokens == 200 and seen.prefill_seconds > 0
+    assert (
+        set(seen.hashes) == set(seen.stored) == set(seq.block_hashes) and len(seq.block_hashes) == 3
+    )
+    assert seen.evicted == [] and seen.prefill_tokens == 200 and seen.prefill_s > 0
     again = harness.observe()
-    assert again.stored == [] and set(again.hashes) == set(seq.hashes)
+    assert again.stored == [] and set(again.hashes) == set(seq.block_hashes)
 
 
 def test_a_prefill_tells_its_blocks_chunk_by_chunk_and_piece_by_piece(harness: Harness) -> None:
     seq = request(harness.engine, "a", prompt(600), Sampling(20), first_only=True)
-    harness.thread.submit(commands.Add(seq))
-    last = harness.until(lambda o: isinstance(o, Output))
+    harness.thread.submit(commands.AddSequence(seq))
+    last = harness.until(lambda o: isinstance(o, SequenceOutput))
     assert last.token is not None and last.finish is None
-    told = [one for one in harness.told if isinstance(one, Filled)]
+    told = [one for one in harness.told if isinstance(one, BlocksFilled)]
     pieces = list(range(harness.engine.pieces))
     assert [one.piece for one in told] == pieces + pieces
-    chunks = [(one.first, len(one.blocks)) for one in told]
+    chunks = [(one.first_block, len(one.blocks)) for one in told]
     assert chunks == [(0, 8)] * len(pieces) + [(8, 2)] * len(pieces)  # 512 tokens a step
     assert told[0].blocks + told[-1].blocks == seq.blocks
 
@@ -185,17 +195,21 @@ def test_a_prefill_tells_its_blocks_chunk_by_chunk_and_piece_by_piece(harness: H
 def test_blocks_that_are_known_are_told_at_once_in_all_layers(harness: Harness) -> None:
     for name in "ab":
         seq = request(harness.engine, name, prompt(300), Sampling(20), first_only=True)
-        harness.thread.submit(commands.Add(seq))
-        harness.until(lambda o, key=seq.key: isinstance(o, Output) and o.key == key)
-    told = [one for one in harness.told if isinstance(one, Filled) and one.key == ("b", 0)]
-    assert (told[0].first, told[0].piece, len(told[0].blocks)) == (0, -1, 4)
-    assert {(one.first, len(one.blocks)) for one in told[1:]} == {(4, 1)}
+        harness.thread.submit(commands.AddSequence(seq))
+        harness.until(
+            lambda o, key=seq.attempt_key: isinstance(o, SequenceOutput) and o.attempt_key == key
+        )
+    told = [
+        one for one in harness.told if isinstance(one, BlocksFilled) and one.attempt_key == ("b", 0)
+    ]
+    assert (told[0].first_block, told[0].piece, len(told[0].blocks)) == (0, -1, 4)
+    assert {(one.first_block, len(one.blocks)) for one in told[1:]} == {(4, 1)}
 
 
 def test_it_stops_in_the_middle_of_work(checkpoint) -> None:
     made = Harness(checkpoint("llama"))
-    made.thread.submit(commands.Add(request(made.engine, "a", prompt(100), Sampling(900))))
-    made.until(lambda o: isinstance(o, Output))
+    made.thread.submit(commands.AddSequence(request(made.engine, "a", prompt(100), Sampling(900))))
+    made.until(lambda o: isinstance(o, SequenceOutput))
     made.thread.stop()
     assert not made.thread.alive
 

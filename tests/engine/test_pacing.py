@@ -220,9 +220,9 @@ def mixed(
 def work_of(plan: Plan) -> Work:
     return Work(
         len(plan.decode),
-        sum(one.computed + 1 for one in plan.decode),
+        sum(one.computed_tokens + 1 for one in plan.decode),
         sum(count for _, count in plan.prefill),
-        sum(pairs(count, one.computed) for one, count in plan.prefill),
+        sum(pairs(count, one.computed_tokens) for one, count in plan.prefill),
         len(plan.prefill),
     )
 
@@ -341,12 +341,12 @@ def test_it_finds_its_budget_from_nothing() -> None:
     s.cost = StepCost()
     early = sum(prefills(s, 15))
     for _ in range(15):
-        start = s.filling[0].computed
+        start = s.filling[0].computed_tokens
         (size,) = prefills(s, 1)
-        row = s.running[0].computed
+        row = s.running[0].computed_tokens
         fits, not_fits = (truth(Work(1, row, n, pairs(n, start))) for n in (size, size + 64))
         assert fits <= budget(200, 2000) * 1.02 and not_fits > budget(200, 2000) * 0.98
-    assert early < s.filling[0].computed < 8000
+    assert early < s.filling[0].computed_tokens < 8000
 
 
 def test_a_block_is_prefilled_at_once_where_nobody_knows_yet_what_prefill_costs() -> None:

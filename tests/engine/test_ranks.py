@@ -13,7 +13,7 @@ import torch
 from diptych.engine.engine import Engine, EngineConfig
 from diptych.engine.errors import KernelUnavailable, UnsupportedModel
 from diptych.engine.ranks import RankLost
-from diptych.engine.scheduler import Limits
+from diptych.engine.scheduler import SchedulerLimits
 from diptych.protos.frames import Sampling
 
 from . import rig
@@ -24,7 +24,12 @@ TEXTS = [rig.prompt(n, seed) for n, seed in ((130, 1), (64, 2), (3, 3), (200, 4)
 @contextmanager
 def on(ranks: int, folder: Path, dtype: str, **limits: int) -> Iterator[Engine]:
     config = EngineConfig(
-        folder, dtype, 64 << 20, rig.MAX_LEN, limits=Limits(**limits), tensor_parallel=ranks
+        folder,
+        dtype,
+        64 << 20,
+        rig.MAX_LEN,
+        limits=SchedulerLimits(**limits),
+        tensor_parallel=ranks,
     )
     engine = Engine(config)
     yield engine
@@ -70,7 +75,7 @@ def test_prompt_logprobs_are_joined_from_all_ranks(checkpoint) -> None:
         with on(ranks, folder, "float32") as engine:
             engine.add(rig.request(engine, "r", TEXTS[0], sampling))
             _, seen = rig.drain(engine)
-            results.append([token for output in seen for token in output.prompt])
+            results.append([token for output in seen for token in output.prompt_logprobs])
     assert [t.id for t in results[0]] == [t.id for t in results[1]] == TEXTS[0][1:]
     for one, two in zip(*results, strict=True):
         assert one.logprob == pytest.approx(two.logprob, abs=1e-4)
@@ -83,7 +88,7 @@ def test_several_answers_begin_on_every_rank(checkpoint) -> None:
         while pair.scheduler.live:
             for output in pair.step():
                 assert output.token is not None
-                answers.setdefault(output.index, []).append(output.token.id)
+                answers.setdefault(output.answer_index, []).append(output.token.id)
     assert answers[0] == answers[1] == answers[2]
 
 

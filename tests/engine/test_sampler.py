@@ -53,7 +53,7 @@ def draws(logits: torch.Tensor, sampling: Sampling, count: int) -> Counter[int]:
         (token,) = sample(logits[None], [seq])
         assert isinstance(token, Token)
         drawn[token.id] += 1
-        seq.ids.append(0)
+        seq.token_ids.append(0)
     return drawn
 
 
@@ -168,8 +168,8 @@ PARAMETERS = st.builds(
 
 def reference(logits: torch.Tensor, seq: Sequence) -> int:
     """transformers' processors on float64 logits [vocab], then the same noise."""
-    s, prompt = seq.sampling, seq.prompt
-    ids, answer = torch.tensor([seq.ids]), seq.ids[seq.prompt :]
+    s, prompt = seq.sampling, seq.prompt_tokens
+    ids, answer = torch.tensor([seq.token_ids]), seq.token_ids[seq.prompt_tokens :]
     scores = logits.double()[None]
     if s.repetition_penalty != 1:
         scores = RepetitionPenaltyLogitsProcessor(s.repetition_penalty)(ids, scores)
@@ -188,7 +188,7 @@ def reference(logits: torch.Tensor, seq: Sequence) -> int:
         chain.append(TopKLogitsWarper(s.top_k))
     if s.top_p < 1:
         chain.append(TopPLogitsWarper(s.top_p))
-    noise = gumbel(s.seed, len(seq.ids), len(logits), slice(None))
+    noise = gumbel(s.seed, len(seq.token_ids), len(logits), slice(None))
     return int((chain(ids, scores)[0] + torch.from_numpy(noise)).argmax())
 
 
@@ -215,10 +215,10 @@ def test_penalties_follow_an_answer_as_it_grows(temperature: float) -> None:
     for step in range(40):
         logits = noisy(30, step)
         (token,) = sample(logits[None], [seq])
-        (again,) = sample(logits[None], [asking(sampling, seq.ids[:4], seq.ids[4:])])
+        (again,) = sample(logits[None], [asking(sampling, seq.token_ids[:4], seq.token_ids[4:])])
         assert token == again and isinstance(token, Token)
         assert token.id == reference(logits, seq)
-        seq.ids.append(token.id)
+        seq.token_ids.append(token.id)
 
 
 def test_presence_and_frequency_are_of_the_answer_repetition_of_the_prompt_too() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from diptych.engine.engine import Engine
-from diptych.engine.sequence import Output
+from diptych.engine.sequence import SequenceOutput
 from diptych.protos.frames import Grammar, Sampling, Token
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -46,9 +46,9 @@ def llama(checkpoint: Callable[[str], Path]) -> Path:
     return checkpoint("llama")
 
 
-def steps(owner: Engine, limit: int = 500) -> list[Output]:
+def steps(owner: Engine, limit: int = 500) -> list[SequenceOutput]:
     """All outputs until the engine has nothing to do."""
-    outputs: list[Output] = []
+    outputs: list[SequenceOutput] = []
     for _ in range(limit):
         outputs += owner.step()
         if not owner.scheduler.live:
@@ -66,12 +66,12 @@ def test_an_answer_cut_anywhere_goes_on_as_before(llama: Path, ask: Sampling) ->
     assert len(whole) == 40
     for cut in range(1, 40):
         seq = request(other := engine(llama), "rest", ids, ask)
-        seq.ids += [token.id for token in whole[:cut]]
+        seq.token_ids += [token.id for token in whole[:cut]]
         other.add(seq)
         outputs = steps(other)
         assert [output.offset for output in outputs] == list(range(cut, 40))
         assert [output.token for output in outputs] == whole[cut:], cut
-        assert outputs[-1].finish == "length"
+        assert outputs[-1].finish_reason == "length"
 
 
 @pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
@@ -100,7 +100,7 @@ def test_a_first_token_made_elsewhere_counts_like_ones_own(llama: Path, ask: Sam
     read, write = np.frombuffer(source.kv.view, np.uint8), np.frombuffer(target.kv.view, np.uint8)
     for old, new in zip(source.scheduler.held["moved", 0], blocks, strict=False):
         write[new * size : (new + 1) * size] = read[old * size : (old + 1) * size]
-    seq.ids.append(first.id)
+    seq.token_ids.append(first.id)
     target.commit(seq)
     rest = [output.token for output in steps(target)]
     assert [first, *rest] == alone(engine(llama), ids, ask)
@@ -109,8 +109,13 @@ def test_a_first_token_made_elsewhere_counts_like_ones_own(llama: Path, ask: Sam
 # ---- prompt logprobs -----------------------------------------------------------------------------
 
 
-def told(outputs: list[Output], name: str) -> list[Token]:
-    return [token for output in outputs if output.key[0] == name for token in output.prompt]
+def told(outputs: list[SequenceOutput], name: str) -> list[Token]:
+    return [
+        token
+        for output in outputs
+        if output.attempt_key[0] == name
+        for token in output.prompt_logprobs
+    ]
 
 
 def asked(owner: Engine, ids: list[int], n: int = 2, most: int = 3) -> list[Token]:
@@ -154,9 +159,9 @@ def test_a_known_prefix_is_computed_again_for_them_and_read_by_others(llama: Pat
     owner.add(request(owner, "again", ids, Sampling(3, prompt_logprobs=2)))
     outputs = drain(owner)[1]
     assert told(outputs, "again") == first
-    assert max(output.hit for output in outputs) == 0
+    assert max(output.hit_tokens for output in outputs) == 0
     owner.add(request(owner, "other", ids, Sampling(3)))
-    assert drain(owner)[1][0].hit == 192
+    assert drain(owner)[1][0].hit_tokens == 192
 
 
 def test_after_a_preemption_they_are_not_told_again(llama: Path) -> None:
@@ -241,11 +246,11 @@ def test_nan_ends_its_sequence_with_an_error_and_no_other(
     owner.add(request(owner, "bad", bad, steer(30), first_only))
     owner.add(request(owner, "behind", healthy(200, 3), steer(30)))
     streams, outputs = drain(owner)
-    errors = [(output.key[0], output.error) for output in outputs if output.error]
-    (name, reason), last = errors[0], [o for o in outputs if o.key[0] == "bad"][-1]
+    errors = [(output.attempt_key[0], output.error) for output in outputs if output.error]
+    (name, reason), last = errors[0], [o for o in outputs if o.attempt_key[0] == "bad"][-1]
     assert (name, len(errors)) == ("bad", 1)
     assert "NaN logits at position 150" in str(reason)
-    assert last.error == reason and last.token is None and last.finish is None
+    assert last.error == reason and last.token is None and last.finish_reason is None
     assert "bad" not in streams
     assert streams["before"] == alone(engine(damaged), healthy(70, 2), steer(30))
     assert streams["behind"] == alone(engine(damaged), healthy(200, 3), steer(30))
@@ -271,7 +276,7 @@ def test_nan_in_a_prompt_that_asks_for_logprobs_ends_it_in_that_chunk(damaged: P
     ids[100] = BAD
     owner.add(request(owner, "r", ids, Sampling(9, prompt_logprobs=0)))
     first, error = steps(owner)
-    assert [token.id for token in first.prompt] == ids[1:65]
+    assert [token.id for token in first.prompt_logprobs] == ids[1:65]
     assert error.error and "NaN logits at position" in error.error
     assert 65 <= int(error.error.split("position ")[1].split(":")[0]) <= 101
     assert owner.scheduler.pool.used == 0
@@ -283,7 +288,7 @@ def test_damaged_blocks_are_in_no_ones_prefix(llama: Path) -> None:
     good = alone(owner, ids, ask)
     hashes = set(owner.scheduler.pool.hashes())
     pool, again = owner.scheduler.pool, request(owner, "again", ids, ask)
-    (block,) = pool.match(again.hashes[:1])
+    (block,) = pool.match(again.block_hashes[:1])
     pool.release([block])
     owner.kv.layer(1)[1][block] = torch.nan
     pool.drain_events()
@@ -317,7 +322,7 @@ def test_one_bad_request_is_an_error_of_its_own(llama: Path) -> None:
         owner.add(request(owner, name, prompt(70, 1), ask))
     owner.add(request(owner, "good", prompt(70, 2), Sampling(9)))
     streams, outputs = drain(owner)
-    errors = {output.key[0]: output.error for output in outputs if output.error}
+    errors = {output.attempt_key[0]: output.error for output in outputs if output.error}
     assert streams == {"good": alone(engine(llama), prompt(70, 2), Sampling(9))}
     assert errors.keys() == bad.keys()
     assert "9999" in errors["bias"] and "invalid grammar" in errors["grammar"]

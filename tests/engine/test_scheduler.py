@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from diptych.engine.scheduler import Limits, Plan, Scheduler
+from diptych.engine.scheduler import Plan, Scheduler, SchedulerLimits
 from diptych.engine.sequence import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,7 +58,7 @@ def test_prompts_are_prefilled_in_the_order_of_their_deadlines() -> None:
     deadlines = {"late": 9.0, "soon": 1.0, "later": 9.0, "now": 0.5}
     for index, (name, deadline) in enumerate(deadlines.items()):
         one = seq(name, 128, most=1, seed=index)
-        one.deadline = deadline
+        one.deadline_s = deadline
         s.add(one)
     assert chunks(s) == [[("now", 128)], [("soon", 128)], [("late", 128)], [("later", 128)]]
 
@@ -67,7 +67,7 @@ def test_a_more_urgent_prompt_goes_first_at_the_next_chunk() -> None:
     s = scheduler(max_step_tokens=64)
     for name, deadline in (("late", 2.0), ("soon", 1.0)):
         one = seq(name, 128, most=1, seed=int(deadline))
-        one.deadline = deadline
+        one.deadline_s = deadline
         s.add(one)
         carry_out(s, s.plan())
     assert chunks(s) == [[("soon", 64)], [("late", 64)]]
@@ -79,7 +79,7 @@ def test_an_urgent_prompt_that_does_not_fit_is_not_overtaken() -> None:
     s.plan()
     for name, length, deadline in (("small", 5, 2.0), ("big", 180, 1.0)):
         one = seq(name, length, seed=length)
-        one.deadline = deadline
+        one.deadline_s = deadline
         s.add(one)
     assert names(one for one, _ in s.plan().prefill) == ["a"]
     assert names(s.waiting) == ["big", "small"]
@@ -97,7 +97,7 @@ def test_a_key_that_lives_is_not_taken_again() -> None:
 def test_limits_that_cannot_work_are_refused() -> None:
     for wrong in ({"max_step_tokens": 63}, {"max_running": 0}, {"watermark": 1.0}):
         with pytest.raises(AssertionError):
-            Limits(**wrong)
+            SchedulerLimits(**wrong)
 
 
 # ---- reservation ---------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_a_hit_covers_full_blocks_and_leaves_one_token_to_compute() -> None:
         again = seq("again", length, most=1)
         s.add(again)
         assert [count for _, count in s.plan().prefill] == [length - hit]
-        assert again.hit == hit
+        assert again.hit_tokens == hit
 
 
 def test_a_hit_takes_no_free_block() -> None:
@@ -197,10 +197,10 @@ def test_a_preempted_sequence_is_computed_again_from_prompt_and_generated_ids() 
     prefilled: dict[str, list[int]] = {"a": [], "b": []}
     while plan := s.plan():
         for one, count in plan.prefill:
-            prefilled[one.key[0]].append(count)
+            prefilled[one.attempt_key[0]].append(count)
         carry_out(s, plan)
     assert prefilled == {"a": [100], "b": [60, 65]}  # at 65 ids b needed a second block
-    assert (a.generated, b.generated) == (90, 90)
+    assert (a.generated_tokens, b.generated_tokens) == (90, 90)
 
 
 def test_everyone_finishes_on_a_full_pool_the_oldest_first() -> None:
@@ -221,7 +221,7 @@ def test_preempted_sequences_come_back_before_new_ones_in_order_of_age() -> None
     s = scheduler(blocks=3, growth_tokens=0)
     for index, name in enumerate("abc"):
         one = seq(name, 64, most=120, seed=index)
-        one.deadline = 5 - index  # means nothing to a resumed one
+        one.deadline_s = 5 - index  # means nothing to a resumed one
         s.add(one)
     carry_out(s, s.plan())
     s.add(seq("new", 1, seed=3))
@@ -248,7 +248,7 @@ def test_a_resumed_sequence_keeps_its_age() -> None:
     while len(s.running) < 3:
         carry_out(s, s.plan())
     assert names(s.running) == ["a", "b", "c"]
-    assert s._youngest().key == ("c", 0)
+    assert s._youngest().attempt_key == ("c", 0)
 
 
 def test_an_older_sequence_takes_the_blocks_of_a_younger_prefill() -> None:
@@ -259,7 +259,7 @@ def test_an_older_sequence_takes_the_blocks_of_a_younger_prefill() -> None:
     carry_out(s, s.plan())
     plan = s.plan()  # a needs its second block, b has three and is not done
     assert names(plan.decode) == ["a"] and not plan.prefill
-    assert names(s.waiting) == ["b"] and s.waiting[0].resumed
+    assert names(s.waiting) == ["b"] and s.waiting[0].was_preempted
 
 
 def test_an_older_sequence_takes_the_blocks_of_a_younger_one_that_waits_for_its_place() -> None:
@@ -269,7 +269,7 @@ def test_an_older_sequence_takes_the_blocks_of_a_younger_one_that_waits_for_its_
     carry_out(s, s.plan())
     assert names(s.ready) == ["b"]
     assert names(s.plan().decode) == ["a"]
-    assert names(s.waiting) == ["b"] and s.waiting[0].resumed
+    assert names(s.waiting) == ["b"] and s.waiting[0].was_preempted
 
 
 def test_blocks_that_a_transfer_reads_or_writes_are_never_taken() -> None:
@@ -293,8 +293,8 @@ def test_a_resumed_sequence_leaves_the_watermark_to_older_ones_only() -> None:
             s.add(one)
         carry_out(s, s.plan())
         s._preempt(b)
-        b.ids += [0] * 140  # 200: 4 blocks with those of its prompt
-        b.prompt = 200
+        b.token_ids += [0] * 140  # 200: 4 blocks with those of its prompt
+        b.prompt_tokens = 200
         assert s._leaves(b) == left
 
 
@@ -364,12 +364,12 @@ def test_a_committed_sequence_decodes_in_its_reserved_blocks() -> None:
     one = seq("a", 100, most=50)
     blocks = s.reserve(one)
     assert blocks and len(blocks) == 3 and not s.plan()
-    one.ids.append(7)
+    one.token_ids.append(7)
     s.commit(one)
     plan = s.plan()
     assert plan.decode == [one] and not plan.prefill
     carry_out(s, plan)
-    assert one.blocks == blocks and one.computed == 101
+    assert one.blocks == blocks and one.computed_tokens == 101
 
 
 def test_committed_sequences_beyond_max_running_wait_with_their_blocks() -> None:
@@ -378,7 +378,7 @@ def test_committed_sequences_beyond_max_running_wait_with_their_blocks() -> None
     for one in made:
         assert s.reserve(one)
     for one in reversed(made):  # they arrive in another order
-        one.ids.append(7)
+        one.token_ids.append(7)
         s.commit(one)
     used, finished = s.pool.used, []
     assert names(s.plan().decode) == ["a", "b"] and names(s.ready) == ["c", "d"]
@@ -402,7 +402,7 @@ def test_a_committed_sequence_takes_the_place_of_one_that_had_to_go_at_once() ->
     old = seq("old", 60, most=9, seed=1)
     assert s.reserve(old)
     transferred(s, seq("young", 128, most=50))
-    old.ids.append(7)
+    old.token_ids.append(7)
     carry_out(s, Plan())
     s.running.enter(_taken(s, "young"))
     s.commit(old)
@@ -412,8 +412,8 @@ def test_a_committed_sequence_takes_the_place_of_one_that_had_to_go_at_once() ->
 
 def _taken(s: Scheduler, name: str) -> Sequence:
     one = s.live[(name, 0), 0]
-    assert one.line is not None
-    one.line.leave(one)
+    assert one.queue is not None
+    one.queue.leave(one)
     return one
 
 
@@ -421,9 +421,9 @@ def test_a_committed_sequence_publishes_its_prompt_for_later_hits() -> None:
     s = scheduler()
     one = seq("a", 130)
     s.reserve(one)
-    one.ids.append(7)
+    one.token_ids.append(7)
     s.commit(one)
-    assert s.pool.hashes() == one.hashes and len(one.hashes) == 2
+    assert s.pool.hashes() == one.block_hashes and len(one.block_hashes) == 2
     carry_out(s, s.plan())
     s.pool.validate()
 
@@ -453,15 +453,15 @@ def test_everything_ends_and_every_block_comes_back(arrivals, blocks, growth, st
             if at == now:
                 s.add(one)
             elif drop and now == at + 15 and one not in finished:
-                s.remove(one.key)
-                dropped.add(one.key)
+                s.remove(one.attempt_key)
+                dropped.add(one.attempt_key)
         plan = s.plan()
         if not plan and now > 60:
             break
         assert sum(count for _, count in plan.prefill) <= step
         for one, count in plan.prefill:
-            end = one.computed + count
-            assert end % 64 == 0 or end == len(one.ids)
+            end = one.computed_tokens + count
+            assert end % 64 == 0 or end == len(one.token_ids)
         finished += carry_out(s, plan)
-    assert {one.key for one in finished} | dropped == {one.key for one in made}
+    assert {one.key for one in finished} | dropped == {one.attempt_key for one in made}
     assert s.pool.used == 0 and not (s.waiting or s.filling or s.running or s.held)

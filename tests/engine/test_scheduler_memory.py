@@ -83,26 +83,26 @@ def decoded(s: Scheduler, one: Sequence) -> Sequence:
 def test_the_next_turn_finds_the_answer_before_it() -> None:
     s = scheduler()
     first = decoded(s, seq("first", 100, most=200))
-    assert len(first.ids) == 300 and len(first.hashes) == 4  # 256 of the 299 with KV
-    ids = first.ids + [5] * 50
+    assert len(first.token_ids) == 300 and len(first.block_hashes) == 4  # 256 of the 299 with KV
+    ids = first.token_ids + [5] * 50
     again = Sequence(("again", 0), ids, 350, Sampling(5), block_hashes(ids, b"salt"))
     s.add(again)
     assert [count for _, count in s.plan().prefill] == [350 - 256]
-    assert again.hit == 256
+    assert again.hit_tokens == 256
 
 
 def test_the_chain_begins_with_the_salt_where_the_prompt_has_no_full_block() -> None:
     s = scheduler()
     one = decoded(s, seq("a", 10, most=120))
-    assert one.hashes == block_hashes(one.ids[:128], b"salt") == s.pool.hashes()
+    assert one.block_hashes == block_hashes(one.token_ids[:128], b"salt") == s.pool.hashes()
 
 
 def test_a_prompt_that_brings_no_hashes_is_published_all_the_same() -> None:
     s = scheduler()
     one = seq("a", 300, most=5)
-    one.hashes = []
+    one.block_hashes = []
     decoded(s, one)
-    assert s.pool.hashes() == block_hashes(one.ids[:256], b"salt")
+    assert s.pool.hashes() == block_hashes(one.token_ids[:256], b"salt")
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])
@@ -110,12 +110,18 @@ def test_routers_are_told_what_they_look_up_whatever_the_size_of_a_block(size: i
     """Of a block of 256 tokens all four hashes that end in it, not just its name."""
     s = scheduler(block_tokens=size, max_step_tokens=8192, growth_tokens=256)
     one = seq("a", 40 * 64 + 5, most=3)
-    one.hashes = block_hashes(one.ids, b"salt", size)
+    one.block_hashes = block_hashes(one.token_ids, b"salt", size)
     decoded(s, one)
-    units = block_hashes(one.ids, b"salt")
+    units = block_hashes(one.token_ids, b"salt")
     assert s.pool.hashes() == [units[at] for at in positions(40)]
     s.add(
-        Sequence(("b", 0), one.ids[:2500], 2500, Sampling(1), block_hashes(one.ids, b"salt", size))
+        Sequence(
+            ("b", 0),
+            one.token_ids[:2500],
+            2500,
+            Sampling(1),
+            block_hashes(one.token_ids, b"salt", size),
+        )
     )
     assert sum(count for _, count in s.plan().prefill) == 2500 - 2500 // size * size
 
@@ -125,16 +131,16 @@ def test_what_came_by_name_is_told_in_full_once_its_ids_are_known(size: int) -> 
     """A prefix from a peer or a tier: the index finds a prefix only from its first hash on."""
     s = scheduler(block_tokens=size, max_step_tokens=8192, growth_tokens=256)
     one = seq("a", 32 * 64 + 5, most=3)
-    one.hashes = block_hashes(one.ids, b"salt", size)
-    s.stage(("a", 0), one.hashes, len(one.hashes))
-    s.adopt(("a", 0), len(one.hashes))
-    units, index = block_hashes(one.ids, b"salt"), PrefixIndex()
+    one.block_hashes = block_hashes(one.token_ids, b"salt", size)
+    s.stage(("a", 0), one.block_hashes, len(one.block_hashes))
+    s.adopt(("a", 0), len(one.block_hashes))
+    units, index = block_hashes(one.token_ids, b"salt"), PrefixIndex()
     sampled = [units[at] for at in positions(32)]
     index.store(0, s.pool.drain_events()[0])
     assert index.depth(0, sampled) == 0
     decoded(s, one)
     stored, evicted = s.pool.drain_events()
-    assert not evicted and one.hit == 32 * 64
+    assert not evicted and one.hit_tokens == 32 * 64
     index.store(0, stored)
     assert index.depth(0, sampled) == len(sampled)
 
@@ -143,11 +149,11 @@ def test_a_block_is_published_when_its_last_kv_is_there_and_not_before() -> None
     s = scheduler()
     one = seq("a", 60, most=100)
     s.add(one)
-    while one.computed < 63:
+    while one.computed_tokens < 63:
         carry_out(s, s.plan())
-    assert len(one.ids) == 64 and s.pool.hashes() == []
+    assert len(one.token_ids) == 64 and s.pool.hashes() == []
     carry_out(s, s.plan())
-    assert s.pool.hashes() == block_hashes(one.ids[:64], b"salt")
+    assert s.pool.hashes() == block_hashes(one.token_ids[:64], b"salt")
 
 
 def test_a_transferred_sequence_publishes_what_it_decodes() -> None:
@@ -155,7 +161,7 @@ def test_a_transferred_sequence_publishes_what_it_decodes() -> None:
     one = transferred(s, seq("a", 100, most=100))
     while s.live:
         carry_out(s, s.plan())
-    assert s.pool.hashes() == block_hashes(one.ids[:192], b"salt")
+    assert s.pool.hashes() == block_hashes(one.token_ids[:192], b"salt")
 
 
 def test_a_resumed_sequence_finds_its_generated_tokens_and_keeps_its_hit() -> None:
@@ -163,12 +169,12 @@ def test_a_resumed_sequence_finds_its_generated_tokens_and_keeps_its_hit() -> No
     decoded(s, seq("before", 70, most=1))
     one = seq("a", 70, most=200)
     s.add(one)
-    while one.generated < 130:
+    while one.generated_tokens < 130:
         carry_out(s, s.plan())
-    assert one.hit == 64
+    assert one.hit_tokens == 64
     s._preempt(one)
     assert [count for _, count in s.plan().prefill] == [200 - 192]
-    assert one.hit == 64, "of the prompt, when it came"
+    assert one.hit_tokens == 64, "of the prompt, when it came"
 
 
 # ---- back-pressure -------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 from diptych.engine.blocks import BlockPool
 from diptych.engine.pacing import Work
-from diptych.engine.scheduler import Limits, Plan, Scheduler
+from diptych.engine.scheduler import Plan, Scheduler, SchedulerLimits
 from diptych.engine.sequence import Sequence
 from diptych.kv_transfer.identity import block_hashes
 from diptych.protos.frames import Sampling
@@ -53,7 +53,7 @@ class Machine(RuleBasedStateMachine):
         budget=st.sampled_from([None, 0.002, 0.004]),
     )
     def begin(self, blocks, step, running, growth, watermark, share, budget) -> None:
-        self.limits = Limits(SIZE, step, running, growth, watermark, share, budget, 3)
+        self.limits = SchedulerLimits(SIZE, step, running, growth, watermark, share, budget, 3)
         self.s = Scheduler(BlockPool(blocks + 1), self.limits, SALT)
         self.slots: dict[tuple[int, int], bytes] = {}
         self.made = 0
@@ -75,7 +75,7 @@ class Machine(RuleBasedStateMachine):
         self.most[name] = most
         hashes = block_hashes(ids, SALT, SIZE)
         return Sequence(
-            (name, 0), ids, length, Sampling(most), hashes, first_only, deadline=deadline
+            (name, 0), ids, length, Sampling(most), hashes, first_only, deadline_s=deadline
         )
 
     @rule(
@@ -87,7 +87,7 @@ class Machine(RuleBasedStateMachine):
     )
     def add(self, length, most, family, deadline, first_only) -> None:
         one = self.sequence(length, most, family, deadline, first_only)
-        self.due.add(one.key[0])
+        self.due.add(one.attempt_key[0])
         self.s.add(one)
 
     @rule(
@@ -105,33 +105,33 @@ class Machine(RuleBasedStateMachine):
     @rule(length=st.integers(1, 14), most=st.integers(8, 24), family=st.integers(0, 1))
     def reserve(self, length, most, family) -> None:
         one = self.sequence(length, most, family)
-        before, waits = self.s.pool.available, any(w.resumed for w in self.s.waiting)
+        before, waits = self.s.pool.available, any(w.was_preempted for w in self.s.waiting)
         growth = sum(self.may_grow(other) for other in self.s.live.values() if other.blocks)
         blocks = self.s.reserve(one)
         if blocks is None:
-            assert self.s.pool.available == before and one.key not in self.s.held
+            assert self.s.pool.available == before and one.attempt_key not in self.s.held
             return
         assert not waits, "a preempted sequence goes first"
         assert self.s.pool.available >= min(self.s.kept, growth)
         assert len(blocks) >= self.s.blocks_for(length)
-        self.reserved[one.key[0]] = one
+        self.reserved[one.attempt_key[0]] = one
 
     def may_grow(self, one: Sequence) -> int:
-        whole = one.prompt + (0 if one.stop_after_first else self.most[one.key[0]])
+        whole = one.prompt_tokens + (0 if one.stop_after_first else self.most[one.attempt_key[0]])
         return max(0, -(-whole // SIZE) - len(one.blocks))
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data())
     def commit(self, data) -> None:
         one = self.reserved.pop(data.draw(st.sampled_from(sorted(self.reserved))))
-        for position in range(len(one.ids)):  # the transfer, of what is not there
-            if position < one.sealed * SIZE:
+        for position in range(len(one.token_ids)):  # the transfer, of what is not there
+            if position < one.published_blocks * SIZE:
                 slot = one.blocks[position // SIZE], position % SIZE
-                assert self.slots[slot] == digest(one.ids[: position + 1]), "not its own KV"
+                assert self.slots[slot] == digest(one.token_ids[: position + 1]), "not its own KV"
             else:
                 self.write(one, position)
-        one.ids.append(token_of(digest(one.ids)))
-        self.due.add(one.key[0])
+        one.token_ids.append(token_of(digest(one.token_ids)))
+        self.due.add(one.attempt_key[0])
         self.s.commit(one)
 
     @precondition(lambda self: len(self.s.live) > 3)
@@ -206,7 +206,7 @@ class Machine(RuleBasedStateMachine):
     @rule(times=st.integers(1, 20))
     def step(self, times) -> None:
         for _ in range(times):
-            before = {one.arrival for one in self.s.waiting if one.resumed}
+            before = {one.arrival_number for one in self.s.waiting if one.was_preempted}
             plan = self.s.plan()
             self.check(plan)
             self.check_victims(before)
@@ -217,50 +217,54 @@ class Machine(RuleBasedStateMachine):
 
     def check(self, plan: Plan) -> None:
         planned = [one for one, _ in plan.prefill] + plan.decode
-        assert len({one.key for one in planned}) == len(planned)
+        assert len({one.attempt_key for one in planned}) == len(planned)
         assert len(self.s.running) + len(self.s.filling) <= self.limits.max_running
         assert sum(count for _, count in plan.prefill) <= self.limits.max_step_tokens
         for one, count in plan.prefill:
-            end = one.computed + count
-            assert count > 0 and (end % SIZE == 0 or end == len(one.ids))
+            end = one.computed_tokens + count
+            assert count > 0 and (end % SIZE == 0 or end == len(one.token_ids))
         for one in plan.decode:
-            assert one.computed == len(one.ids) - 1
+            assert one.computed_tokens == len(one.token_ids) - 1
             rows = 1 + len(one.drafts)
-            assert len(one.blocks) >= self.s.blocks_for(one.computed + rows)
-        coming = [one.blocks[one.sealed :] for one in self.reserved.values()]
+            assert len(one.blocks) >= self.s.blocks_for(one.computed_tokens + rows)
+        coming = [one.blocks[one.published_blocks :] for one in self.reserved.values()]
         coming += [blocks[self.known[key] :] for key, (blocks, _) in self.s.staged.items()]
         reserved = {block for blocks in coming for block in blocks}
         used = {block for one in planned for block in one.blocks}
         assert not reserved & used, "a reserved block is in a batch"
-        assert not {one.key[0] for one in planned} & set(self.reserved)
+        assert not {one.attempt_key[0] for one in planned} & set(self.reserved)
 
     def check_victims(self, before: set[int]) -> None:
         """Whoever could be taken and was not is older than those who were."""
-        new = [w.arrival for w in self.s.waiting if w.resumed and w.arrival not in before]
+        new = [
+            w.arrival_number
+            for w in self.s.waiting
+            if w.was_preempted and w.arrival_number not in before
+        ]
         movable = (*self.s.running, *self.s.ready, *self.s.filling)
-        stay = [one.arrival for one in movable if not one.stop_after_first]
+        stay = [one.arrival_number for one in movable if not one.stop_after_first]
         assert not new or max(stay, default=0) < min(new), (new, stay)
-        assert not any(w.stop_after_first and w.resumed for w in self.s.waiting)
+        assert not any(w.stop_after_first and w.was_preempted for w in self.s.waiting)
 
     def write(self, one: Sequence, position: int) -> None:
         block = one.blocks[position // SIZE]
         assert self.s.pool._refs[block] == 1, "a shared block is written"
         assert block not in self.s.pool._hash_of, "a block of known content is written"
-        self.slots[block, position % SIZE] = digest(one.ids[: position + 1])
+        self.slots[block, position % SIZE] = digest(one.token_ids[: position + 1])
 
     def carry_out(self, plan: Plan) -> None:
         rows = [*plan.prefill, *((one, 1) for one in plan.decode)]
         for one, count in rows:
-            for position in range(one.computed):
+            for position in range(one.computed_tokens):
                 slot = one.blocks[position // SIZE], position % SIZE
-                assert self.slots[slot] == digest(one.ids[: position + 1]), "not its own KV"
-            for position in range(one.computed, one.computed + count):
+                assert self.slots[slot] == digest(one.token_ids[: position + 1]), "not its own KV"
+            for position in range(one.computed_tokens, one.computed_tokens + count):
                 self.write(one, position)
         for one, count in rows:
             one.drafts.clear()
             if not self.s.computed(one, count):
                 continue
-            last = len(one.ids) - 1
+            last = len(one.token_ids) - 1
             content = self.slots[one.blocks[last // SIZE], last % SIZE]
             self.sampled(one, self.s.sampled(one, token_of(content)))
         prefilled = sum(count for _, count in plan.prefill)
@@ -268,18 +272,18 @@ class Machine(RuleBasedStateMachine):
         self.s.cost.observe(seconds, Work(1, 1, prefilled, prefilled))
 
     def sampled(self, one: Sequence, finish: str | None) -> None:
-        name = one.key[0]
+        name = one.attempt_key[0]
         if one.stop_after_first:
             self.due.remove(name)
             self.prefilled.add(name)
-            assert self.s.held[one.key] == one.blocks and one.generated == 1
+            assert self.s.held[one.attempt_key] == one.blocks and one.generated_tokens == 1
         elif finish:
             self.due.remove(name)  # fails if it ends twice, or was dropped
-            assert one.generated == self.most[name] and one.name not in self.s.live
-            ids = one.ids[: one.prompt]
-            while len(ids) < len(one.ids):
+            assert one.generated_tokens == self.most[name] and one.name not in self.s.live
+            ids = one.token_ids[: one.prompt_tokens]
+            while len(ids) < len(one.token_ids):
                 ids.append(token_of(digest(ids)))
-            assert ids == one.ids
+            assert ids == one.token_ids
 
     # ---- always ------------------------------------------------------------------------------
 
@@ -298,11 +302,11 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "s"):
             return
         lines = (self.s.waiting, self.s.filling, self.s.ready, self.s.running)
-        standing = [one.key for line in lines for one in line]
+        standing = [one.attempt_key for line in lines for one in line]
         assert Counter([*standing, *self.s.held]) == Counter(key for key, _ in self.s.live)
         assert {key[0] for key in standing} == self.due
         assert {key[0] for key in self.s.held} == self.prefilled | set(self.reserved)
-        ages = [one.arrival for one in self.s.live.values()]
+        ages = [one.arrival_number for one in self.s.live.values()]
         assert ages == sorted(ages), "in order of their coming, always"
         for line in lines:
             assert [line._key(one) for one in line] == sorted(line._key(one) for one in line)

@@ -80,5 +80,5 @@ def test_blocks_filled_by_drafts_serve_a_later_turn(checkpoint) -> None:
     turn = ids + [token.id for token in first] + rig.prompt(10, seed=8)
     again = rig.request(owner, "turn", turn, sampling)
     answer = rig.finish(owner, [again])["turn"]
-    assert again.hit == (len(ids) + len(first) - 1) // 64 * 64
+    assert again.hit_tokens == (len(ids) + len(first) - 1) // 64 * 64
     assert answer == rig.alone(rig.engine(folder), turn, sampling)

@@ -21,14 +21,24 @@ from .sim_network import FATES, Network, Weather, content
 from .sim_worker import TILE, Worker
 
 P, D = "prefill", "decode"
-LIMITS = t.Limits(total_s=4, idle_s=0.5, resend_s=0.2, quarantine_s=1.5, offer_s=3)
+LIMITS = t.TicketTimeouts(total_s=4, idle_s=0.5, resend_s=0.2, quarantine_s=1.5, offer_s=3)
 CALM_S = 25.0  #: one more request, which lands if both workers live
 END_S = 60.0
 LAST = "last#0"
 TICK_S = 0.1
 POOL = 10  #: blocks of the sink: few, so that they are used again soon
 RANKS = [(1, 1), (1, 2), (2, 1)]
-KINDS = "Offer", "Chunk", "Final", "Void", "Stop", "Drained", "Query", "Progress", "Unknown"
+KINDS = (
+    "OfferMessage",
+    "ChunkMessage",
+    "FinishMessage",
+    "FailedMessage",
+    "StopMessage",
+    "StoppedMessage",
+    "QueryMessage",
+    "ProgressMessage",
+    "UnknownTicketMessage",
+)
 
 
 @dataclass
@@ -75,7 +85,7 @@ def draw(rng):
 class Opening:
     """A reservation of blocks at the decode worker."""
 
-    xid: str
+    ticket_id: str
     blocks: list[int]
     held: int
     hashes: tuple
@@ -87,7 +97,7 @@ class Simulation:
 
     limits = LIMITS
 
-    def __init__(self, seed, plan=None, sink=t.Sink, source=t.Source, fan=Fan):
+    def __init__(self, seed, plan=None, sink=t.TicketReceiver, source=t.TicketSender, fan=Fan):
         self.rng = random.Random(seed)
         self.plan = plan or draw(self.rng)
         self.pieces = self.plan.pieces
@@ -96,10 +106,10 @@ class Simulation:
         self.log, self.reasons = [], Counter()
         self.network = Network(self, self.plan.weather, self.plan.refuses)
         self.workers, self.births = {}, Counter()
-        self.openings = {}  #: xid -> the open one
+        self.openings = {}  #: ticket_id -> the open one
         self.owner = [None] * POOL  #: of the decode worker's blocks
         self.tags = {}  #: (agent, lane, generation) -> opening
-        self.lives = {}  #: xid -> number of its `Expect` that is not closed yet
+        self.lives = {}  #: ticket_id -> number of its `Expect` that is not closed yet
         self.numbers = itertools.count()
         self.released = set()  #: numbers of closed ones
         self.last = ""  #: the request that must land, if any
@@ -140,7 +150,7 @@ class Simulation:
     def tick(self):
         living = [worker for worker in self.workers.values() if worker.alive]
         for rank in (rank for worker in living for rank in worker.ranks):
-            rank.act(t.Tick())
+            rank.act(t.TicketTick())
             states = (ticket.state for ticket in rank.machine.tickets.values())
             self.reasons["quarantined"] += sum(state == "QUARANTINED" for state in states)
         idle = all(worker.idle for worker in living)
@@ -150,23 +160,28 @@ class Simulation:
 
     # ---- what the two workers are asked to do ----------------------------------------------------
 
-    def script(self, xid):
+    def script(self, ticket_id):
         rng, trouble, start = self.rng, self.plan.trouble, self.rng.uniform(0, 6)
         count, asks = rng.randint(1, 4), rng.random() < 0.25
         held = rng.choice((0, 0, rng.randint(0, count)))
-        self.at(start, self.receive, xid, count, held, asks)
+        self.at(start, self.receive, ticket_id, count, held, asks)
         if rng.random() < trouble * 2:  # the same frame again, when the first one may be over
             again = start + rng.choice((rng.uniform(0.2, 1), rng.uniform(0.2, 5)))
-            self.at(again, self.receive, xid, count, held, asks)
+            self.at(again, self.receive, ticket_id, count, held, asks)
         for end in (D, P):
             if rng.random() < trouble:
-                self.at(start + rng.uniform(0, 3), self.tell, end, c.Cancel(xid, "aborted"))
+                self.at(
+                    start + rng.uniform(0, 3),
+                    self.tell,
+                    end,
+                    c.CancelTransfer(ticket_id, "aborted"),
+                )
         if asks or rng.random() < trouble / 3:
             return  # the source hears of it by the sink, or never
         when = max(0.0, start + rng.uniform(-1, 1))
-        self.at(when, self.push, xid, count)
+        self.at(when, self.push, ticket_id, count)
         if rng.random() < trouble:
-            self.at(when + rng.uniform(0.2, 5), self.push, xid, count)
+            self.at(when + rng.uniform(0.2, 5), self.push, ticket_id, count)
 
     def calm(self):
         """Everything else is over by now: no block may be missing, no worker be wedged."""
@@ -180,20 +195,22 @@ class Simulation:
         self.note(self.workers[role].name, command)
         self.workers[role].handle(command)
 
-    def receive(self, xid, count, held, asks):
+    def receive(self, ticket_id, count, held, asks):
         """The decode worker reserves blocks, the same ones again if it can."""
         worker = self.workers[D]
         free = [block for block in range(POOL) if self.owner[block] is None]
-        if len(free) < count or not worker.alive or xid in self.openings:
+        if len(free) < count or not worker.alive or ticket_id in self.openings:
             return
         blocks = self.rng.sample(free, count) if self.rng.random() < 0.3 else free[:count]
         hashes = tuple(b"%d" % index for index in range(count)) if asks else ()
-        opening = self.openings[xid] = Opening(xid, blocks, held, hashes)
+        opening = self.openings[ticket_id] = Opening(ticket_id, blocks, held, hashes)
         for block in blocks:
             self.owner[block] = opening
         tokens = count * TILE
         self.fill_held(opening)
-        self.tell(D, c.Receive(xid, self.workers[P].name, blocks, tokens, held * TILE, hashes))
+        self.tell(
+            D, c.OfferBlocks(ticket_id, self.workers[P].name, blocks, tokens, held * TILE, hashes)
+        )
 
     def fill_held(self, opening):
         for rank, block in itertools.product(self.workers[D].ranks, opening.blocks[: opening.held]):
@@ -206,13 +223,13 @@ class Simulation:
         tag = rank.agent, lane, ticket.offer.generation
         self.tags[tag] = self.openings[lane.partition("/")[0]]
 
-    def push(self, xid, count, cancel="", finish=False):
+    def push(self, ticket_id, count, cancel="", finish=False):
         """The prefill worker expects a ticket, and pushes `count` blocks of it as they fill."""
         worker, rng, when = self.workers[P], self.rng, 0.0
-        if not worker.alive or xid in self.lives:
+        if not worker.alive or ticket_id in self.lives:
             return
-        life = self.lives[xid] = next(self.numbers)
-        self.tell(P, c.Expect(xid, self.workers[D].name, count * TILE))
+        life = self.lives[ticket_id] = next(self.numbers)
+        self.tell(P, c.ExpectOffer(ticket_id, self.workers[D].name, count * TILE))
         first = 0
         while first < count:
             when += rng.choice((0.0, rng.uniform(0, 0.5)))
@@ -221,49 +238,53 @@ class Simulation:
             pieces = [-1] if rng.random() < 0.4 else rng.sample(range(self.pieces), self.pieces)
             for piece in pieces:
                 when += rng.choice((0.0, 0.05))
-                self.at(when, self.step_of, life, c.Push(xid, first, blocks, piece))
+                self.at(when, self.step_of, life, c.PushBlocks(ticket_id, first, blocks, piece))
             first += size
-        last = c.Cancel(xid, cancel) if cancel else c.Finish(xid, b"meta")
+        last = c.CancelTransfer(ticket_id, cancel) if cancel else c.FinishPush(ticket_id, b"meta")
         if cancel or finish or rng.random() > self.plan.trouble / 3:
             self.at(when + rng.choice((0, 0.3)), self.step_of, life, last)
 
     def step_of(self, life, command):
-        if self.lives.get(command.xid) == life:
+        if self.lives.get(command.ticket_id) == life:
             self.tell(P, command)
 
-    def wanted(self, xid, count):
+    def wanted(self, ticket_id, count):
         """The prefill role: how much of the prefix it holds, in a moment."""
         some = self.rng.randint(0, count) if self.plan.trouble else count
         nothing = "miss" if some == 0 and self.rng.random() < 0.5 else ""
-        self.at(self.rng.choice((0, 0.3)), self.push, xid, some, nothing)
+        self.at(self.rng.choice((0, 0.3)), self.push, ticket_id, some, nothing)
 
     # ---- what they tell, and what must hold ------------------------------------------------------
 
     def ended(self, worker, outcome):
         match outcome:
-            case t.Wanted(xid, _, hashes):
-                self.wanted(xid, len(hashes))
-            case t.Closed(xid, ok):
+            case t.PrefixRequested(ticket_id, _, hashes):
+                self.wanted(ticket_id, len(hashes))
+            case t.PushEnded(ticket_id, ok):
                 self.reasons["closed" if ok else outcome.reason] += 1
-                assert xid in self.lives, f"{xid} closed twice"
-                self.released.add(self.lives.pop(xid))
+                assert ticket_id in self.lives, f"{ticket_id} closed twice"
+                self.released.add(self.lives.pop(ticket_id))
             case _:
                 self.sink_ended(worker, outcome)
 
     def sink_ended(self, worker, outcome):
-        opening = self.openings.get(outcome.xid)
+        opening = self.openings.get(outcome.ticket_id)
         assert opening is not None, f"told after the end: {outcome}"
         opening.told.append(type(outcome).__name__)
-        right = opening.told in (["Arrived"], ["Broken"], ["Broken", "Freed"])
-        assert right, f"{outcome.xid} told {opening.told}"
-        if isinstance(outcome, t.Broken):
+        right = opening.told in (
+            ["BlocksArrived"],
+            ["TransferFailed"],
+            ["TransferFailed", "BlocksFreed"],
+        )
+        assert right, f"{outcome.ticket_id} told {opening.told}"
+        if isinstance(outcome, t.TransferFailed):
             self.reasons[outcome.reason] += 1
             return
-        if isinstance(outcome, c.Arrived):
+        if isinstance(outcome, c.BlocksArrived):
             self.reasons["landed"] += 1
             self.landed(worker, opening, outcome.tokens // TILE)
-            self.last = "" if outcome.xid == LAST else self.last
-        del self.openings[outcome.xid]
+            self.last = "" if outcome.ticket_id == LAST else self.last
+        del self.openings[outcome.ticket_id]
         for block in opening.blocks:
             self.owner[block] = None
 
@@ -274,7 +295,7 @@ class Simulation:
         self.reasons["landed in part"] += tiles < len(opening.blocks)
         self.reasons["held"] += opening.held > 0
         tags = [tag for tag, of in self.tags.items() if of is opening]
-        assert len(tags) == max(self.plan.ranks), f"{opening.xid} landed before all its lanes"
+        assert len(tags) == max(self.plan.ranks), f"{opening.ticket_id} landed before all its lanes"
         for agent, lane, generation in tags:
             final = agent, lane, generation
             assert final in self.network.finals, f"{lane} landed without a final"

@@ -73,8 +73,8 @@ class Network:
 
     def carry(self, rank, peer, message):
         other, epoch = self.ranks[peer], rank.peers[peer]
-        if isinstance(message, m.Final):
-            self.finals.add((peer, message.xid, message.generation))
+        if isinstance(message, m.FinishMessage):
+            self.finals.add((peer, message.ticket_id, message.generation))
         copies = self.copies(message)
         if self.stuck(other.worker.role)[0] == "cut" or not copies:
             self.world.note("network", f"lost {message}")
@@ -86,14 +86,14 @@ class Network:
     def arrive(self, sender, rank, epoch, message):
         if epoch == self.epoch(sender, rank.agent) and rank.reach(sender):
             self.world.note(rank.agent, message)
-            rank.act(t.Noted(sender, message))
+            rank.act(t.MessageReceived(sender, message))
 
     # ---- writes ----------------------------------------------------------------------------------
 
     def post(self, rank, post):
         epoch = rank.peers.get(post.peer)
         if epoch != self.epoch(rank.agent, post.peer):
-            self.world.at(0, rank.act, t.Written(post.xid, False, "peer_lost"))
+            self.world.at(0, rank.act, t.WriteEnded(post.ticket_id, False, "peer_lost"))
             self.world.at(0, rank.lose, post.peer)
             return
         delay = self.delay(self.ranks[post.peer].worker.role)
@@ -104,42 +104,54 @@ class Network:
         vanished = not rank.worker.alive and self.rng.random() < 0.5
         gone = epoch != self.epoch(rank.agent, post.peer) or not target.worker.alive
         if gone or vanished:
-            rank.act(t.Written(post.xid, False, "peer_lost"))
+            rank.act(t.WriteEnded(post.ticket_id, False, "peer_lost"))
             return
-        self.world.note("network", f"{post.xid} writes {post.target} of {post.peer}")
+        self.world.note("network", f"{post.ticket_id} writes {post.target_tiles} of {post.peer}")
         bad = self.world.now < HEAL_S
         failed = bad and self.rng.random() < self.weather.failing
         wrong = bad and self.rng.random() < self.weather.wrong
         chunk = self.chunk(post)
         if not self.refuses or target.admits(rank.agent, chunk):
-            count = len(post.source)
+            count = len(post.source_tiles)
             self.store(rank, post, self.rng.randint(0, count) if failed else count, wrong)
         if not failed and post.peer in rank.peers:
             self.carry(rank, post.peer, chunk)
-        written = t.Written(post.xid, not failed, "failed" if failed else "")
+        written = t.WriteEnded(post.ticket_id, not failed, "failed" if failed else "")
         self.world.at(self.delay(rank.worker.role), rank.act, written)
 
     def store(self, rank, post, count, wrong):
         target = self.ranks[post.peer]
-        tag = target.agent, post.xid, post.generation
-        for index, source, tile in zip(range(count), post.source, post.target, strict=False):
-            self.world.writes(rank, source, target, tile, post.first + index, tag)
+        tag = target.agent, post.ticket_id, post.generation
+        for index, source, tile in zip(
+            range(count), post.source_tiles, post.target_tiles, strict=False
+        ):
+            self.world.writes(rank, source, target, tile, post.first_tile + index, tag)
             for piece in pieces_of(post.piece, post.pieces):
-                data = "wrong" if wrong else content(post.xid, post.first + index, piece)
+                data = "wrong" if wrong else content(post.ticket_id, post.first_tile + index, piece)
                 target.memory[tile, rank.number, piece] = data, tag
 
     def chunk(self, post):
-        place = post.xid, post.generation, post.seq, post.first, post.piece, post.pieces
-        chunk = m.Chunk(*place, [])
+        place = (
+            post.ticket_id,
+            post.generation,
+            post.chunk_number,
+            post.first_tile,
+            post.piece,
+            post.pieces,
+        )
+        chunk = m.ChunkMessage(*place, [])
         data = [
-            [content(post.xid, post.first + index, k) for k in pieces_of(post.piece, post.pieces)]
-            for index in range(len(post.source))
+            [
+                content(post.ticket_id, post.first_tile + index, k)
+                for k in pieces_of(post.piece, post.pieces)
+            ]
+            for index in range(len(post.source_tiles))
         ]
-        return m.Chunk(*place, [(place_of(chunk, i), each) for i, each in enumerate(data)])
+        return m.ChunkMessage(*place, [(place_of(chunk, i), each) for i, each in enumerate(data)])
 
     def checksums(self, chunk, memory, tiles):
         """What a checksum can tell: the bytes that are there, and the place they were sent to."""
-        rank, pieces = source_rank(chunk.xid), pieces_of(chunk.piece, chunk.pieces)
+        rank, pieces = source_rank(chunk.ticket_id), pieces_of(chunk.piece, chunk.pieces)
         found = [[memory.get((tile, rank, k), (None,))[0] for k in pieces] for tile in tiles]
         return [(place_of(chunk, index), each) for index, each in enumerate(found)]
 
@@ -150,7 +162,7 @@ def content(lane, index, piece):
 
 
 def place_of(chunk, index):
-    return chunk.xid, chunk.generation, chunk.first + index, chunk.piece
+    return chunk.ticket_id, chunk.generation, chunk.first_tile + index, chunk.piece
 
 
 def pieces_of(piece, pieces):

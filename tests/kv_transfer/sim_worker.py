@@ -68,26 +68,26 @@ class Rank:
                 for agent in [a for a, of in self.cards.items() if of == worker]:
                     del self.cards[agent]
                     self.lose(agent)
-            case c.Receive(xid, peer, blocks, tokens, held, hashes):
+            case c.OfferBlocks(ticket_id, peer, blocks, tokens, held, hashes):
                 assert tokens == TILE * len(blocks)
                 if self.reach(peer):
-                    self.act(t.Open(xid, peer, blocks, held // TILE, hashes))
-                    self.world.opened(self, xid)
+                    self.act(t.OfferTiles(ticket_id, peer, blocks, held // TILE, hashes))
+                    self.world.opened(self, ticket_id)
                 else:
-                    self.tell(t.Broken(xid, "peer_lost"))
-                    self.tell(t.Freed(xid))
-            case c.Expect(xid, peer, tokens):
-                self.tiles[xid] = tokens // TILE
+                    self.tell(t.TransferFailed(ticket_id, "peer_lost"))
+                    self.tell(t.BlocksFreed(ticket_id))
+            case c.ExpectOffer(ticket_id, peer, tokens):
+                self.tiles[ticket_id] = tokens // TILE
                 reached = self.reach(peer)
-                self.act(t.Expect(xid, peer))
+                self.act(t.ExpectTileOffer(ticket_id, peer))
                 if not reached:
-                    self.act(t.Cancel(xid, "peer_lost"))
-            case c.Push(xid, first, blocks, piece):
-                self.act(t.Push(xid, first, blocks, piece, self.world.pieces))
-            case c.Finish(xid, meta):
-                self.act(t.Finish(xid, self.tiles.get(xid, 0), meta))
-            case c.Cancel(xid, reason):
-                self.act(t.Cancel(xid, reason))
+                    self.act(t.CancelTicket(ticket_id, "peer_lost"))
+            case c.PushBlocks(ticket_id, first, blocks, piece):
+                self.act(t.PushTiles(ticket_id, first, blocks, piece, self.world.pieces))
+            case c.FinishPush(ticket_id, meta):
+                self.act(t.FinishTilePush(ticket_id, self.tiles.get(ticket_id, 0), meta))
+            case c.CancelTransfer(ticket_id, reason):
+                self.act(t.CancelTicket(ticket_id, reason))
 
     def act(self, event):
         if not self.worker.alive:
@@ -95,17 +95,17 @@ class Rank:
         for action in self.machine.handle(event, self.world.now):
             self.world.note(self.agent, action)
             match action:
-                case t.Send(peer, message):
+                case t.SendMessage(peer, message):
                     if peer in self.peers:
                         self.network.carry(self, peer, message)
                     else:
                         self.world.at(0, self.unreachable, peer)
-                case t.Post():
+                case t.WriteTiles():
                     self.network.post(self, action)
-                case t.Verify():
+                case t.VerifyChunk():
                     self.verify(action)
-                case t.Landed(xid, meta, tiles):
-                    self.tell(c.Arrived(xid, meta, tiles * TILE))
+                case t.TilesArrived(ticket_id, meta, tiles):
+                    self.tell(c.BlocksArrived(ticket_id, meta, tiles * TILE))
                 case outcome:
                     self.tell(outcome)
 
@@ -115,12 +115,12 @@ class Rank:
     def verify(self, check):
         chunk = check.chunk
         sums = self.network.checksums(chunk, self.memory, check.tiles)
-        verified = t.Verified(check.xid, chunk.seq, sums == chunk.checksums)
+        verified = t.ChunkVerified(check.ticket_id, chunk.chunk_number, sums == chunk.checksums)
         self.world.at(self.world.rng.choice((0, 0, 0.2)), self.act, verified)
 
     def admits(self, peer, chunk):
         """`TransferService._admit`: may the data of this chunk be stored?"""
-        ticket = self.machine.tickets.get(chunk.xid)
+        ticket = self.machine.tickets.get(chunk.ticket_id)
         return (
             ticket is not None
             and (ticket.peer, ticket.state) == (peer, "RESERVED")
@@ -139,7 +139,7 @@ class Rank:
         if self.peers.pop(agent, None) is None:
             return
         self.dying.add(agent)
-        self.act(t.PeerDown(agent))
+        self.act(t.PeerWentDown(agent))
         self.world.at(self.world.rng.uniform(0, 2), self.fence, agent)
 
     def fence(self, agent):
@@ -147,9 +147,9 @@ class Rank:
             self.world.note(self.agent, f"fences {agent}")
             self.network.hang_up(self.agent, agent)
             self.dying.discard(agent)
-            self.act(t.Fenced(agent))
+            self.act(t.PeerFenced(agent))
 
     def unreachable(self, agent):
-        self.act(t.PeerDown(agent))
+        self.act(t.PeerWentDown(agent))
         if agent not in self.dying and agent not in self.peers:
-            self.act(t.Fenced(agent))
+            self.act(t.PeerFenced(agent))

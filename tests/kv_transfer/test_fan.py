@@ -40,18 +40,18 @@ def fan(ranks, sink):
     return made
 
 
-def receive(xid=X, **more):
-    return c.Receive(xid, P, [3, 4], 128, **more)
+def receive(ticket_id=X, **more):
+    return c.OfferBlocks(ticket_id, P, [3, 4], 128, **more)
 
 
 def opened(ranks, sink):
     made = fan(ranks, sink)
-    made.handle(receive() if sink else c.Expect(X, D, 128))
+    made.handle(receive() if sink else c.ExpectOffer(X, D, 128))
     return made
 
 
 def cancels(actions):
-    return sorted((a.rank, a.command.xid) for a in actions if isinstance(a, ToRank))
+    return sorted((a.rank, a.command.ticket_id) for a in actions if isinstance(a, ToRank))
 
 
 def told(actions):
@@ -67,29 +67,30 @@ every_pair = pytest.mark.parametrize("ranks", PAIRS, ids=lambda pair: f"{pair[0]
 
 @every_pair
 def test_a_receive_opens_a_lane_for_each_pair_of_ranks_with_common_heads(ranks):
-    actions = fan(ranks, sink=True).handle(receive(held=64, hashes=(b"h",)))
+    actions = fan(ranks, sink=True).handle(receive(held_tokens=64, hashes=(b"h",)))
     assert actions == [
-        ToRank(mine, c.Receive(lane, f"{P}:{other}", [3, 4], 128, 64, (b"h",)))
+        ToRank(mine, c.OfferBlocks(lane, f"{P}:{other}", [3, 4], 128, 64, (b"h",)))
         for lane, (other, mine) in LANES[ranks].items()
     ]
 
 
 @every_pair
 def test_both_ends_give_a_lane_the_same_name(ranks):
-    actions = fan(ranks, sink=False).handle(c.Expect(X, D, 128))
+    actions = fan(ranks, sink=False).handle(c.ExpectOffer(X, D, 128))
     assert actions == [
-        ToRank(mine, c.Expect(lane, f"{D}:{other}", 128))
+        ToRank(mine, c.ExpectOffer(lane, f"{D}:{other}", 128))
         for lane, (mine, other) in LANES[ranks].items()
     ]
 
 
 @every_pair
 @pytest.mark.parametrize(
-    "command", [c.Push(X, 1, [7, 8], 2, 9), c.Finish(X, b"meta"), c.Cancel(X, "aborted")]
+    "command",
+    [c.PushBlocks(X, 1, [7, 8], 2, 9), c.FinishPush(X, b"meta"), c.CancelTransfer(X, "aborted")],
 )
 def test_a_command_goes_to_every_lane(ranks, command):
     actions = opened(ranks, sink=False).handle(command)
-    assert {action.command.xid: action.rank for action in actions} == {
+    assert {action.command.ticket_id: action.rank for action in actions} == {
         lane: mine for lane, (mine, _) in LANES[ranks].items()
     }
     for action in actions:
@@ -115,31 +116,31 @@ def test_each_rank_learns_of_the_ranks_that_it_talks_to(ranks, sink):
 def test_a_ticket_with_an_unknown_worker_ends_at_once(sink):
     made = Fan(cards("me", 2))
     if sink:
-        assert made.handle(receive()) == [t.Broken(X, "peer_lost"), t.Freed(X)]
+        assert made.handle(receive()) == [t.TransferFailed(X, "peer_lost"), t.BlocksFreed(X)]
     else:
-        assert made.handle(c.Expect(X, D, 128)) == [t.Closed(X, False, "peer_lost")]
+        assert made.handle(c.ExpectOffer(X, D, 128)) == [t.PushEnded(X, False, "peer_lost")]
     assert made.tickets == {}
-    assert made.handle(c.Cancel(X, "aborted")) == []
+    assert made.handle(c.CancelTransfer(X, "aborted")) == []
 
 
 @both
 def test_a_ticket_with_a_worker_that_was_lost_since_ends_at_once(sink):
     made = opened((2, 2), sink)
     made.handle(c.LosePeer(P if sink else D))
-    late = receive("late#0") if sink else c.Expect("late#0", D, 128)
+    late = receive("late#0") if sink else c.ExpectOffer("late#0", D, 128)
     assert told(made.handle(late))[-1] in (
-        t.Freed("late#0"),
-        t.Closed("late#0", False, "peer_lost"),
+        t.BlocksFreed("late#0"),
+        t.PushEnded("late#0", False, "peer_lost"),
     )
     assert list(made.tickets) == [X], "the open one ends by its lanes' outcomes"
 
 
 def test_what_follows_the_end_of_a_ticket_reaches_no_rank():
     made = opened((1, 1), sink=False)
-    assert made.handle(t.Closed(X, True)) == [t.Closed(X, True, "")]
-    for command in (c.Push(X, 0, [1]), c.Finish(X, b""), c.Cancel(X, "aborted")):
+    assert made.handle(t.PushEnded(X, True)) == [t.PushEnded(X, True, "")]
+    for command in (c.PushBlocks(X, 0, [1]), c.FinishPush(X, b""), c.CancelTransfer(X, "aborted")):
         assert made.handle(command) == []
-    assert made.handle(t.Closed(X, True)) == []
+    assert made.handle(t.PushEnded(X, True)) == []
 
 
 # ---- how the whole ends, in every order ----------------------------------------------------------
@@ -154,10 +155,10 @@ def test_the_whole_lands_with_its_last_lane_and_counts_what_all_have(ranks):
     for order in orders(ranks):
         made = opened(ranks, sink=True)
         for number, lane in enumerate(order[:-1]):
-            assert made.handle(c.Arrived(lane, b"meta", 128 - number, 1.0, number)) == []
+            assert made.handle(c.BlocksArrived(lane, b"meta", 128 - number, 1.0, number)) == []
         last = len(order) - 1
-        slowest = c.Arrived(X, b"meta", 128 - last, 1.0, last)
-        assert made.handle(c.Arrived(order[-1], b"meta", 128 - last, 1.0, last)) == [slowest]
+        slowest = c.BlocksArrived(X, b"meta", 128 - last, 1.0, last)
+        assert made.handle(c.BlocksArrived(order[-1], b"meta", 128 - last, 1.0, last)) == [slowest]
         assert made.tickets == {}
 
 
@@ -168,14 +169,16 @@ def test_a_lane_that_fails_cancels_the_others_once(ranks, sink):
         made = opened(ranks, sink)
         side = 1 if sink else 0
         others = sorted((pair[side], x) for x, pair in LANES[ranks].items() if x != failing)
-        fail = t.Broken(failing, "bad") if sink else t.Closed(failing, False, "bad")
+        fail = t.TransferFailed(failing, "bad") if sink else t.PushEnded(failing, False, "bad")
         actions = made.handle(fail)
         assert cancels(actions) == others
         if sink:
-            assert told(actions) == [t.Broken(X, "bad")]
+            assert told(actions) == [t.TransferFailed(X, "bad")]
             assert made.handle(fail) == []
         for _, lane in others:
-            again = t.Broken(lane, "aborted") if sink else t.Closed(lane, False, "aborted")
+            again = (
+                t.TransferFailed(lane, "aborted") if sink else t.PushEnded(lane, False, "aborted")
+            )
             assert cancels(made.handle(again)) == []
 
 
@@ -184,48 +187,52 @@ def test_a_broken_whole_is_freed_with_its_last_lane_even_if_that_one_arrived(ran
     """A cancel and an arrival may cross."""
     for order in orders(ranks):
         made = opened(ranks, sink=True)
-        made.handle(t.Broken(order[0], "bad"))
-        assert all(made.handle(c.Arrived(lane, b"", 128)) == [] for lane in order[1:])
-        assert made.handle(t.Freed(order[0])) == [t.Freed(X)]
+        made.handle(t.TransferFailed(order[0], "bad"))
+        assert all(made.handle(c.BlocksArrived(lane, b"", 128)) == [] for lane in order[1:])
+        assert made.handle(t.BlocksFreed(order[0])) == [t.BlocksFreed(X)]
         made = opened(ranks, sink=True)
-        made.handle(t.Broken(order[0], "bad"))
-        ends = [t.Freed(order[0]), *(c.Arrived(lane, b"", 128) for lane in order[1:])]
-        assert [made.handle(end) for end in ends] == [[]] * (len(ends) - 1) + [[t.Freed(X)]]
+        made.handle(t.TransferFailed(order[0], "bad"))
+        ends = [t.BlocksFreed(order[0]), *(c.BlocksArrived(lane, b"", 128) for lane in order[1:])]
+        assert [made.handle(end) for end in ends] == [[]] * (len(ends) - 1) + [[t.BlocksFreed(X)]]
 
 
 @every_pair
 def test_a_whole_that_failed_in_one_lane_is_closed_as_failed(ranks):
     for failing, order in itertools.product(LANES[ranks], orders(ranks)):
         made = opened(ranks, sink=False)
-        ends = [t.Closed(x, x != failing, "bad" if x == failing else "") for x in order]
+        ends = [t.PushEnded(x, x != failing, "bad" if x == failing else "") for x in order]
         actions = [action for end in ends for action in told(made.handle(end))]
-        assert actions == [t.Closed(X, False, "bad")]
+        assert actions == [t.PushEnded(X, False, "bad")]
 
 
 @every_pair
 def test_a_prefix_request_is_told_once_for_all_lanes_with_the_workers_name(ranks):
     for order in orders(ranks):
         made = fan(ranks, sink=False)
-        asks = [t.Wanted(x, f"{D}:{LANES[ranks][x][1]}", (b"h",)) for x in order]
+        asks = [t.PrefixRequested(x, f"{D}:{LANES[ranks][x][1]}", (b"h",)) for x in order]
         actions = [action for ask in asks for action in made.handle(ask)]
-        assert actions == [t.Wanted(X, D, (b"h",))]
-        made.handle(c.Expect(X, D, 128))
+        assert actions == [t.PrefixRequested(X, D, (b"h",))]
+        made.handle(c.ExpectOffer(X, D, 128))
         assert [made.handle(ask) for ask in asks] == [[]] * len(asks)
 
 
 def test_a_prefix_request_of_nobody_known_is_not_told():
     made = fan((1, 1), sink=False)
-    assert made.handle(t.Wanted(X, "stranger:0", (b"h",))) == []
-    assert made.handle(t.Wanted(X, f"{D}:0", (b"h",))) == [t.Wanted(X, D, (b"h",))]
+    assert made.handle(t.PrefixRequested(X, "stranger:0", (b"h",))) == []
+    assert made.handle(t.PrefixRequested(X, f"{D}:0", (b"h",))) == [
+        t.PrefixRequested(X, D, (b"h",))
+    ]
 
 
 def test_a_request_may_have_any_name():
     made = fan((2, 1), sink=True)
-    for xid in ("a/b#c/d#3", "#7", "x>1#0"):
-        lanes = [action.command.xid for action in made.handle(receive(xid))]
+    for ticket_id in ("a/b#c/d#3", "#7", "x>1#0"):
+        lanes = [action.command.ticket_id for action in made.handle(receive(ticket_id))]
         assert len(set(lanes)) == 2
-        assert made.handle(c.Arrived(lanes[1], b"", 128)) == []
-        assert made.handle(c.Arrived(lanes[0], b"", 128)) == [c.Arrived(xid, b"", 128)]
+        assert made.handle(c.BlocksArrived(lanes[1], b"", 128)) == []
+        assert made.handle(c.BlocksArrived(lanes[0], b"", 128)) == [
+            c.BlocksArrived(ticket_id, b"", 128)
+        ]
 
 
 # ---- any order -----------------------------------------------------------------------------------
@@ -243,12 +250,16 @@ class Lanes:
     def play(self, lane, good):
         state = self.open[lane]
         if not self.sink:
-            outcome = t.Closed(lane, good, "" if good else f"{lane} failed")
+            outcome = t.PushEnded(lane, good, "" if good else f"{lane} failed")
         elif state == "BROKEN":
-            outcome = t.Freed(lane)
+            outcome = t.BlocksFreed(lane)
         else:
-            outcome = c.Arrived(lane, b"meta", 128) if good else t.Broken(lane, f"{lane} failed")
-        if isinstance(outcome, t.Broken):
+            outcome = (
+                c.BlocksArrived(lane, b"meta", 128)
+                if good
+                else t.TransferFailed(lane, f"{lane} failed")
+            )
+        if isinstance(outcome, t.TransferFailed):
             self.open[lane] = "BROKEN"
         else:
             del self.open[lane]
@@ -256,17 +267,17 @@ class Lanes:
 
     def cancel(self):
         self.cancelled.clear()
-        self.note(self.fan.handle(c.Cancel(X, "aborted")))
+        self.note(self.fan.handle(c.CancelTransfer(X, "aborted")))
         self.cancelled.clear()
 
     def note(self, actions):
         for action in actions:
             if isinstance(action, ToRank):
-                assert isinstance(action.command, c.Cancel)
-                self.cancelled.append(action.command.xid)
+                assert isinstance(action.command, c.CancelTransfer)
+                self.cancelled.append(action.command.ticket_id)
             else:
                 self.told.append(action)
-                ends = not isinstance(action, t.Broken)
+                ends = not isinstance(action, t.TransferFailed)
                 assert not (ends and self.open), f"{action} while {self.open}"
 
 
@@ -286,9 +297,9 @@ def test_in_any_order_the_whole_ends_once_and_never_while_a_lane_is_open(ranks, 
             assert len(lanes.cancelled) == len(set(lanes.cancelled)), "cancelled twice"
     kinds = [type(outcome) for outcome in lanes.told]
     if not sink:
-        assert kinds == [t.Closed] and lanes.told[0].ok == (not bad)
+        assert kinds == [t.PushEnded] and lanes.told[0].ok == (not bad)
     else:
-        assert kinds == ([t.Broken, t.Freed] if bad else [c.Arrived])
-    assert all(outcome.xid == X for outcome in lanes.told)
+        assert kinds == ([t.TransferFailed, t.BlocksFreed] if bad else [c.BlocksArrived])
+    assert all(outcome.ticket_id == X for outcome in lanes.told)
     assert lanes.fan.tickets == {}
     event(f"{ranks} {'failed' if bad else 'good'}")

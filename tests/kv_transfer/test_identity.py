@@ -9,7 +9,7 @@ from diptych.kv_transfer.identity import (
     block_hashes,
     digest,
     looked_up,
-    ticket_id,
+    ticket_id_of,
     ticket_seed,
     tile_seed,
 )
@@ -70,14 +70,14 @@ def test_the_hash_is_the_same_in_every_process_and_release():
 
 
 def test_a_ticket_is_one_attempt_at_one_request():
-    assert ticket_id(("request", 2)) == "request#2"
+    assert ticket_id_of(("request", 2)) == "request#2"
 
 
 def test_the_seed_depends_on_model_request_attempt_and_reservation():
     seeds = {
-        ticket_seed(compatibility, xid, generation)
+        ticket_seed(compatibility, ticket_id, generation)
         for compatibility in (b"one", b"two")
-        for xid in ("a#0", "a#1", "b#0")
+        for ticket_id in ("a#0", "a#1", "b#0")
         for generation in (1, 2)
     }
     assert len(seeds) == 12

@@ -74,45 +74,45 @@ def test_a_peer_that_cannot_be_taken_back_is_not_taken_for_fenced(stubborn, monk
     clock = itertools.count()  # a second each time, so that every tick repeats its messages
     fake = SimpleNamespace(monotonic=lambda: next(clock), perf_counter=time.perf_counter)
     monkeypatch.setattr(service, "time", fake)
-    made._command(c.Receive(X, "P:0", [1, 2], 128))
+    made._command(c.OfferBlocks(X, "P:0", [1, 2], 128))
     made._command(LosePeer("P"))
     transport.broken = True
     made._command(AddPeer("P", [card]))
     for _ in range(3):
-        made._event(Note("P:0", messages.encode(messages.Progress("another"))))
+        made._event(Note("P:0", messages.encode(messages.ProgressMessage("another"))))
         made._fence()
-        made._both(t.Tick())
-    assert not any(isinstance(one, t.Freed) for one in told), "it lives, and may write"
+        made._both(t.TicketTick())
+    assert not any(isinstance(one, t.BlocksFreed) for one in told), "it lives, and may write"
     transport.broken = False
-    made._event(Note("P:0", messages.encode(messages.Drained(X))))
-    assert "P:0" in made._peers and told[-1] == t.Freed(X)
+    made._event(Note("P:0", messages.encode(messages.StoppedMessage(X))))
+    assert "P:0" in made._peers and told[-1] == t.BlocksFreed(X)
 
 
 def test_a_lost_peer_that_could_not_be_taken_back_is_fenced_when_it_is_dead(stubborn):
     made, transport, card, told = stubborn
-    made._command(c.Receive(X, "P:0", [1, 2], 128))
+    made._command(c.OfferBlocks(X, "P:0", [1, 2], 128))
     made._command(LosePeer("P"))
     transport.broken = True
     made._command(AddPeer("P", [card]))
-    made._event(Note("P:0", messages.encode(messages.Progress("another"))))
-    made._command(LosePeer("P", dead=True))
+    made._event(Note("P:0", messages.encode(messages.ProgressMessage("another"))))
+    made._command(LosePeer("P", process_dead=True))
     made._fence()
-    assert told[-1] == t.Freed(X)
+    assert told[-1] == t.BlocksFreed(X)
 
 
 def test_a_peer_is_not_taken_back_while_writes_to_it_are_under_way(stubborn):
     """NIXL would end them as failed, and go on writing."""
     made, transport, card, told = stubborn
-    made._command(c.Expect(X, "P:0", 128))
-    offer = messages.Offer(X, 1, 0, list(range(2)))
+    made._command(c.ExpectOffer(X, "P:0", 128))
+    offer = messages.OfferMessage(X, 1, 0, list(range(2)))
     made._event(Note("P:0", messages.encode(offer)))
-    made._command(c.Push(X, 0, [1, 2]))
+    made._command(c.PushBlocks(X, 0, [1, 2]))
     assert len(made._writes) == 1
     made._command(LosePeer("P"))
     made._command(AddPeer("P", [card]))
-    stop = Note("P:0", messages.encode(messages.Stop(X)))
+    stop = Note("P:0", messages.encode(messages.StopMessage(X)))
     made._event(stop)
-    assert next(transport.added) == 1 and not any(isinstance(one, t.Closed) for one in told)
+    assert next(transport.added) == 1 and not any(isinstance(one, t.PushEnded) for one in told)
     made._event(Wrote(0, True))
     made._event(stop)
-    assert "P:0" in made._peers and isinstance(told[-1], t.Closed)
+    assert "P:0" in made._peers and isinstance(told[-1], t.PushEnded)

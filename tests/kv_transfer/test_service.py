@@ -47,31 +47,31 @@ def meet(one, other):
     other.submit(AddPeer(one.name, [one.card]))
 
 
-def receive(prefill, blocks, xid=X, **more):
-    return c.Receive(xid, prefill.agent, list(blocks), 64 * len(blocks), **more)
+def receive(prefill, blocks, ticket_id=X, **more):
+    return c.OfferBlocks(ticket_id, prefill.agent, list(blocks), 64 * len(blocks), **more)
 
 
-def expect(decode, blocks, xid=X):
-    return c.Expect(xid, decode.agent, 64 * blocks)
+def expect(decode, blocks, ticket_id=X):
+    return c.ExpectOffer(ticket_id, decode.agent, 64 * blocks)
 
 
-def landed(xid, tokens=192, meta=b"first token"):
+def landed(ticket_id, tokens=192, meta=b"first token"):
     """An `Arrived`, whatever its times."""
-    return xid, meta, tokens
+    return ticket_id, meta, tokens
 
 
 def arrived(outcome):
-    assert isinstance(outcome, c.Arrived), outcome
+    assert isinstance(outcome, c.BlocksArrived), outcome
     assert outcome.busy_s >= 0 and outcome.exposed_s >= 0
-    return outcome.xid, outcome.meta, outcome.tokens
+    return outcome.ticket_id, outcome.meta, outcome.tokens
 
 
-def ship(prefill, decode, xid=X, source=(1, 2, 3), target=(4, 9, 5)):
+def ship(prefill, decode, ticket_id=X, source=(1, 2, 3), target=(4, 9, 5)):
     """All commands of a ticket whose blocks are pushed in two chunks."""
     source, target = list(source), list(target)
-    decode.submit(receive(prefill, target, xid))
-    prefill.submit(expect(decode, len(source), xid), c.Push(xid, 0, source[:1]))
-    prefill.submit(c.Push(xid, 1, source[1:]), c.Finish(xid, b"first token"))
+    decode.submit(receive(prefill, target, ticket_id))
+    prefill.submit(expect(decode, len(source), ticket_id), c.PushBlocks(ticket_id, 0, source[:1]))
+    prefill.submit(c.PushBlocks(ticket_id, 1, source[1:]), c.FinishPush(ticket_id, b"first token"))
 
 
 def test_a_ticket_lands_with_the_bytes_of_its_source_and_is_counted(open_pair):
@@ -79,7 +79,7 @@ def test_a_ticket_lands_with_the_bytes_of_its_source_and_is_counted(open_pair):
     untouched = decode.blocks([0, 1, 2, 3])
     ship(prefill, decode)
     assert arrived(decode.next()) == landed(X)
-    assert prefill.next() == t.Closed(X, True)
+    assert prefill.next() == t.PushEnded(X, True)
     assert decode.blocks([4, 9, 5]) == prefill.blocks([1, 2, 3])
     assert decode.blocks([0, 1, 2, 3]) == untouched
     sent, received = prefill.service.statistics(), decode.service.statistics()
@@ -93,9 +93,13 @@ def test_a_ticket_lands_with_the_bytes_of_its_source_and_is_counted(open_pair):
 def test_many_tickets_at_once_all_land(open_pair):
     prefill, decode = open_pair()
     wanted = {f"r{i}#0": (i, 15 - i) for i in range(1, 15)}
-    for xid, (source, target) in wanted.items():
-        decode.submit(receive(prefill, [target], xid))
-        prefill.submit(expect(decode, 1, xid), c.Push(xid, 0, [source]), c.Finish(xid, b""))
+    for ticket_id, (source, target) in wanted.items():
+        decode.submit(receive(prefill, [target], ticket_id))
+        prefill.submit(
+            expect(decode, 1, ticket_id),
+            c.PushBlocks(ticket_id, 0, [source]),
+            c.FinishPush(ticket_id, b""),
+        )
     assert {arrived(decode.next()) for _ in wanted} == {landed(x, 64, b"") for x in wanted}
     for source, target in wanted.values():
         assert decode.pool.block(target) == prefill.pool.block(source)
@@ -104,9 +108,9 @@ def test_many_tickets_at_once_all_land(open_pair):
 def test_a_spoiled_block_breaks_the_ticket_and_never_lands(open_pair):
     prefill, decode = open_pair(corrupt=1)
     ship(prefill, decode)
-    assert decode.next() == t.Broken(X, "checksum")
-    assert decode.next() == t.Freed(X)
-    assert isinstance(prefill.next(), t.Closed)
+    assert decode.next() == t.TransferFailed(X, "checksum")
+    assert decode.next() == t.BlocksFreed(X)
+    assert isinstance(prefill.next(), t.PushEnded)
     assert decode.service.statistics()["failures"] == {"checksum": 1}
     ship(prefill, decode, "request#1")
     assert arrived(decode.next()) == landed("request#1")
@@ -116,15 +120,15 @@ def test_a_spoiled_block_breaks_the_ticket_and_never_lands(open_pair):
 
 def test_a_cancel_at_the_sink_frees_its_blocks_and_closes_the_source(open_pair):
     prefill, decode = open_pair()
-    prefill.submit(expect(decode, 2), c.Push(X, 0, [1]))
+    prefill.submit(expect(decode, 2), c.PushBlocks(X, 0, [1]))
     decode.submit(receive(prefill, [4, 9]))
     eventually(lambda: decode.service.statistics()["bytes_received"] == 4096, "the first chunk")
-    decode.submit(c.Cancel(X, "aborted"))
-    assert decode.next() == t.Broken(X, "aborted")
-    assert decode.next() == t.Freed(X)
-    assert prefill.next() == t.Closed(X, False, "aborted")
+    decode.submit(c.CancelTransfer(X, "aborted"))
+    assert decode.next() == t.TransferFailed(X, "aborted")
+    assert decode.next() == t.BlocksFreed(X)
+    assert prefill.next() == t.PushEnded(X, False, "aborted")
     before = decode.pool.block(9)
-    prefill.submit(c.Push(X, 1, [2]), c.Finish(X, b""))
+    prefill.submit(c.PushBlocks(X, 1, [2]), c.FinishPush(X, b""))
     ship(prefill, decode, "request#1", source=(3, 4), target=(6, 7))
     assert arrived(decode.next()) == landed("request#1", 128)
     assert decode.pool.block(9) == before
@@ -133,9 +137,9 @@ def test_a_cancel_at_the_sink_frees_its_blocks_and_closes_the_source(open_pair):
 def test_a_cancel_at_the_source_breaks_and_frees_the_sink(open_pair):
     prefill, decode = open_pair()
     decode.submit(receive(prefill, [4]))
-    prefill.submit(expect(decode, 1), c.Cancel(X, "finished"))
-    assert [decode.next(), decode.next()] == [t.Broken(X, "finished"), t.Freed(X)]
-    assert prefill.next() == t.Closed(X, False, "finished")
+    prefill.submit(expect(decode, 1), c.CancelTransfer(X, "finished"))
+    assert [decode.next(), decode.next()] == [t.TransferFailed(X, "finished"), t.BlocksFreed(X)]
+    assert prefill.next() == t.PushEnded(X, False, "finished")
 
 
 def test_an_incompatible_peer_is_refused_and_counted(open_pair):
@@ -148,39 +152,39 @@ def test_an_incompatible_peer_is_refused_and_counted(open_pair):
         assert worker.service.statistics()["sessions"] == 0
     before = bytes(decode.pool.view)
     ship(prefill, decode)
-    assert [decode.next(), decode.next()] == [t.Broken(X, "peer_lost"), t.Freed(X)]
+    assert [decode.next(), decode.next()] == [t.TransferFailed(X, "peer_lost"), t.BlocksFreed(X)]
     assert bytes(decode.pool.view) == before
 
 
 def test_a_peer_that_nobody_introduced_breaks_the_ticket_at_once(open_pair):
     prefill, decode = open_pair(connect=False)
     decode.submit(receive(prefill, [4]))
-    assert [decode.next(), decode.next()] == [t.Broken(X, "peer_lost"), t.Freed(X)]
+    assert [decode.next(), decode.next()] == [t.TransferFailed(X, "peer_lost"), t.BlocksFreed(X)]
 
 
 def test_a_peer_that_the_cluster_lost_breaks_its_open_tickets(open_pair):
     prefill, decode = open_pair()
     decode.submit(receive(prefill, [4, 9]))
-    prefill.submit(expect(decode, 2), c.Push(X, 0, [1]))
+    prefill.submit(expect(decode, 2), c.PushBlocks(X, 0, [1]))
     eventually(lambda: decode.service.statistics()["bytes_received"] == 4096, "the first chunk")
     decode.submit(LosePeer(prefill.name))
-    assert [decode.next(), decode.next()] == [t.Broken(X, "peer_lost"), t.Freed(X)]
+    assert [decode.next(), decode.next()] == [t.TransferFailed(X, "peer_lost"), t.BlocksFreed(X)]
     prefill.submit(LosePeer(decode.name))
     closed = prefill.next()
-    assert isinstance(closed, t.Closed) and not closed.ok
+    assert isinstance(closed, t.PushEnded) and not closed.ok
 
 
 def test_a_peer_that_stops_breaks_its_open_tickets_and_its_blocks_are_freed(open_pair):
     prefill, decode = open_pair()
     decode.submit(receive(prefill, [4, 9]))
-    prefill.submit(expect(decode, 2), c.Push(X, 0, [1]))
+    prefill.submit(expect(decode, 2), c.PushBlocks(X, 0, [1]))
     eventually(lambda: decode.service.statistics()["bytes_received"] == 4096, "the first chunk")
     prefill.service.stop()
-    assert [decode.next(), decode.next()] == [t.Broken(X, "peer_lost"), t.Freed(X)]
+    assert [decode.next(), decode.next()] == [t.TransferFailed(X, "peer_lost"), t.BlocksFreed(X)]
     decode.submit(receive(prefill, [4], "request#1"))
     assert [decode.next(), decode.next()] == [
-        t.Broken("request#1", "peer_lost"),
-        t.Freed("request#1"),
+        t.TransferFailed("request#1", "peer_lost"),
+        t.BlocksFreed("request#1"),
     ]
 
 
@@ -197,12 +201,12 @@ def test_a_peer_that_was_lost_by_mistake_is_reached_again(open_pair, forgetful):
     attempts = (f"request#{number}" for number in itertools.count(1))
 
     def lands():
-        xid = next(attempts)
-        ship(prefill, decode, xid)
+        ticket_id = next(attempts)
+        ship(prefill, decode, ticket_id)
         outcome = decode.next()
-        if isinstance(outcome, c.Arrived):
+        if isinstance(outcome, c.BlocksArrived):
             return True
-        assert isinstance(outcome, t.Broken) and decode.next() == t.Freed(xid)
+        assert isinstance(outcome, t.TransferFailed) and decode.next() == t.BlocksFreed(ticket_id)
         return False
 
     lands()  # all commands before it are done
@@ -246,9 +250,9 @@ def test_a_sink_that_its_source_lost_hears_so_when_it_asks(open_pair):
     prefill, decode = open_pair(wrap=LosesPeerOnce)
     ship(prefill, decode)
     closed = prefill.next()
-    assert isinstance(closed, t.Closed) and not closed.ok
+    assert isinstance(closed, t.PushEnded) and not closed.ok
     outcomes = [decode.next(), decode.next()]
-    assert isinstance(outcomes[0], t.Broken) and outcomes[1] == t.Freed(X)
+    assert isinstance(outcomes[0], t.TransferFailed) and outcomes[1] == t.BlocksFreed(X)
     ship(prefill, decode, "request#1")
     assert arrived(decode.next()) == landed("request#1")
 
@@ -289,18 +293,22 @@ def test_stop_ends_the_thread(open_pair):
 def test_only_blocks_that_the_sink_does_not_hold_travel(open_pair, held):
     prefill, decode = open_pair()
     before = decode.blocks([4, 9, 5])
-    decode.submit(receive(prefill, [4, 9, 5], held=64 * held))
-    prefill.submit(expect(decode, 3), c.Push(X, 0, [1, 2]), c.Push(X, 2, [3]), c.Finish(X, b""))
+    decode.submit(receive(prefill, [4, 9, 5], held_tokens=64 * held))
+    prefill.submit(
+        expect(decode, 3), c.PushBlocks(X, 0, [1, 2]), c.PushBlocks(X, 2, [3]), c.FinishPush(X, b"")
+    )
     assert arrived(decode.next()) == landed(X, 192, b"")
     assert decode.blocks([4, 9, 5]) == before[:held] + prefill.blocks([1, 2, 3])[held:]
-    assert prefill.next() == t.Closed(X, True)
+    assert prefill.next() == t.PushEnded(X, True)
     assert prefill.service.statistics()["bytes_sent"] == (3 - held) * 4096
 
 
 def test_a_prompt_that_does_not_fill_its_last_block_arrives_with_its_tokens(open_pair):
     prefill, decode = open_pair()
-    decode.submit(c.Receive(X, prefill.agent, [4, 9], 100))
-    prefill.submit(c.Expect(X, decode.agent, 100), c.Push(X, 0, [1, 2]), c.Finish(X, b""))
+    decode.submit(c.OfferBlocks(X, prefill.agent, [4, 9], 100))
+    prefill.submit(
+        c.ExpectOffer(X, decode.agent, 100), c.PushBlocks(X, 0, [1, 2]), c.FinishPush(X, b"")
+    )
     assert arrived(decode.next()) == landed(X, 100, b"")
     assert decode.blocks([4, 9]) == prefill.blocks([1, 2])
 
@@ -309,21 +317,21 @@ def test_a_prefix_is_asked_for_once_and_comes_as_far_as_the_peer_has_it(open_pai
     prefill, decode = open_pair()
     before = decode.blocks([5])
     decode.submit(receive(prefill, [4, 9, 5], hashes=(b"h0", b"h1", b"h2")))
-    assert prefill.next() == t.Wanted(X, decode.agent, (b"h0", b"h1", b"h2"))
-    prefill.submit(expect(decode, 2), c.Push(X, 0, [1, 2]), c.Finish(X, b""))
+    assert prefill.next() == t.PrefixRequested(X, decode.agent, (b"h0", b"h1", b"h2"))
+    prefill.submit(expect(decode, 2), c.PushBlocks(X, 0, [1, 2]), c.FinishPush(X, b""))
     assert arrived(decode.next()) == landed(X, 128, b"")
     assert decode.blocks([4, 9, 5]) == prefill.blocks([1, 2]) + before
-    assert prefill.next() == t.Closed(X, True)
+    assert prefill.next() == t.PushEnded(X, True)
     assert prefill.outcomes.empty()
 
 
 def test_a_prefix_that_the_peer_lacks_breaks_the_request_for_it(open_pair):
     prefill, decode = open_pair()
     decode.submit(receive(prefill, [4], hashes=(b"h0",)))
-    assert isinstance(prefill.next(), t.Wanted)
-    prefill.submit(expect(decode, 1), c.Cancel(X, "not_held"))
-    assert [decode.next(), decode.next()] == [t.Broken(X, "not_held"), t.Freed(X)]
-    assert prefill.next() == t.Closed(X, False, "not_held")
+    assert isinstance(prefill.next(), t.PrefixRequested)
+    prefill.submit(expect(decode, 1), c.CancelTransfer(X, "not_held"))
+    assert [decode.next(), decode.next()] == [t.TransferFailed(X, "not_held"), t.BlocksFreed(X)]
+    assert prefill.next() == t.PushEnded(X, False, "not_held")
 
 
 # ---- pieces, events, other layouts ---------------------------------------------------------------
@@ -334,14 +342,14 @@ LARGE = KVLayout(4, 2, 256, 64, 2, "uint16", 1)  #: 512 KiB in two pieces of two
 def test_a_block_travels_in_pieces_and_lands_when_all_are_there(open_pair):
     prefill, decode = open_pair(source={"end": End(LARGE)}, end=End(LARGE))
     decode.submit(receive(prefill, [4, 9]))
-    prefill.submit(expect(decode, 2), c.Push(X, 0, [1, 2], 1), c.Finish(X, b""))
-    assert [type(decode.next()), decode.next()] == [t.Broken, t.Freed(X)]
+    prefill.submit(expect(decode, 2), c.PushBlocks(X, 0, [1, 2], 1), c.FinishPush(X, b""))
+    assert [type(decode.next()), decode.next()] == [t.TransferFailed, t.BlocksFreed(X)]
     assert decode.seen[0].reason == "incomplete"
     decode.submit(receive(prefill, [4, 9], "request#1"))
     prefill.submit(expect(decode, 2, "request#1"))
     for first, piece in ((1, 0), (0, -1), (1, 1)):
-        prefill.submit(c.Push("request#1", first, [1 + first], piece))
-    prefill.submit(c.Finish("request#1", b""))
+        prefill.submit(c.PushBlocks("request#1", first, [1 + first], piece))
+    prefill.submit(c.FinishPush("request#1", b""))
     assert arrived(decode.next()) == landed("request#1", 128, b"")
     assert decode.blocks([4, 9]) == prefill.blocks([1, 2])
 
@@ -351,10 +359,12 @@ def test_a_push_waits_for_its_event_and_what_follows_it_waits_too(open_pair):
     prefill, decode = open_pair(source={"reached": reached.__contains__})
     decode.submit(receive(prefill, [4, 9]))
     decode.submit(receive(prefill, [5], "request#1"))
-    prefill.submit(expect(decode, 2), c.Push(X, 0, [1], event=1), c.Push(X, 1, [2], event=2))
-    prefill.submit(c.Finish(X, b""))
-    prefill.submit(expect(decode, 1, "request#1"), c.Push("request#1", 0, [3], event=2))
-    prefill.submit(c.Finish("request#1", b""))
+    prefill.submit(
+        expect(decode, 2), c.PushBlocks(X, 0, [1], event=1), c.PushBlocks(X, 1, [2], event=2)
+    )
+    prefill.submit(c.FinishPush(X, b""))
+    prefill.submit(expect(decode, 1, "request#1"), c.PushBlocks("request#1", 0, [3], event=2))
+    prefill.submit(c.FinishPush("request#1", b""))
     assert arrived(decode.next()) == landed("request#1", 64, b""), "nothing waits for others"
     assert prefill.service.statistics()["bytes_sent"] == 4096
     reached.add(1)
@@ -366,8 +376,10 @@ def test_pools_with_blocks_of_other_sizes_hold_the_same_afterwards(open_pair):
     wide = KVLayout(2, 2, 8, 128, 1, "uint8", 2)
     narrow = KVLayout(2, 2, 8, 64, 1, "uint8", 1)
     prefill, decode = open_pair(source={"end": End(wide)}, end=End(narrow))
-    decode.submit(c.Receive(X, prefill.agent, [4, 9, 5], 150, held=64))
-    prefill.submit(c.Expect(X, decode.agent, 150), c.Push(X, 0, [3, 1]), c.Finish(X, b""))
+    decode.submit(c.OfferBlocks(X, prefill.agent, [4, 9, 5], 150, held_tokens=64))
+    prefill.submit(
+        c.ExpectOffer(X, decode.agent, 150), c.PushBlocks(X, 0, [3, 1]), c.FinishPush(X, b"")
+    )
     before = decode.blocks([4])
     assert arrived(decode.next()) == landed(X, 150, b"")
     assert decode.blocks([4]) == before
@@ -390,10 +402,10 @@ def rows(worker, layout, block, half):
 def test_a_peer_whose_blocks_do_not_divide_is_told_as_lost(open_pair):
     ends = [End(KVLayout(1, 1, 8, tokens, 1, "uint8", 1)) for tokens in (128, 192)]
     prefill, decode = open_pair(source={"end": ends[0]}, end=ends[1])
-    decode.submit(c.Receive(X, prefill.agent, [4], 150))
-    assert [decode.next(), decode.next()] == [t.Broken(X, "peer_lost"), t.Freed(X)]
-    prefill.submit(c.Expect(X, decode.agent, 150))
-    assert prefill.next() == t.Closed(X, False, "peer_lost")
+    decode.submit(c.OfferBlocks(X, prefill.agent, [4], 150))
+    assert [decode.next(), decode.next()] == [t.TransferFailed(X, "peer_lost"), t.BlocksFreed(X)]
+    prefill.submit(c.ExpectOffer(X, decode.agent, 150))
+    assert prefill.next() == t.PushEnded(X, False, "peer_lost")
 
 
 # ---- ranks ---------------------------------------------------------------------------------------
@@ -454,23 +466,25 @@ def until(groups, done, what):
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 4)], ids=str)
 def test_ranks_that_share_the_heads_otherwise_ship_one_ticket(open_groups, ranks):
     prefill, decode = groups = open_groups(*ranks)
-    decode.handle(c.Receive(X, prefill.name, [4, 9], 128))
-    prefill.handle(c.Expect(X, decode.name, 128), c.Push(X, 0, [1]), c.Push(X, 1, [2]))
-    prefill.handle(c.Finish(X, b"first token"))
+    decode.handle(c.OfferBlocks(X, prefill.name, [4, 9], 128))
+    prefill.handle(
+        c.ExpectOffer(X, decode.name, 128), c.PushBlocks(X, 0, [1]), c.PushBlocks(X, 1, [2])
+    )
+    prefill.handle(c.FinishPush(X, b"first token"))
     until(groups, lambda: decode.told and prefill.told, "both ends are told")
     assert arrived(decode.told[0]) == landed(X, 128)
-    assert prefill.told == [t.Closed(X, True)]
+    assert prefill.told == [t.PushEnded(X, True)]
     assert [decode.heads(block) for block in (4, 9)] == [prefill.heads(block) for block in (1, 2)]
     assert len(decode.told) == 1
 
 
 def test_a_rank_that_stops_breaks_the_ticket_and_all_blocks_are_freed(open_groups):
     prefill, decode = groups = open_groups(2, 1)
-    decode.handle(c.Receive(X, prefill.name, [4, 9], 128))
-    prefill.handle(c.Expect(X, decode.name, 128), c.Push(X, 0, [1]))
+    decode.handle(c.OfferBlocks(X, prefill.name, [4, 9], 128))
+    prefill.handle(c.ExpectOffer(X, decode.name, 128), c.PushBlocks(X, 0, [1]))
     received = decode.ranks[0].service.statistics
     until(groups, lambda: received()["bytes_received"] == prefill.layout.block_bytes * 2, "a block")
     prefill.ranks[1].service.stop()
     until(groups, lambda: len(decode.told) == 2, "broken, then freed")
-    assert [type(outcome) for outcome in decode.told] == [t.Broken, t.Freed]
+    assert [type(outcome) for outcome in decode.told] == [t.TransferFailed, t.BlocksFreed]
     until(groups, lambda: not received()["tickets"], "no lane is left")

@@ -110,12 +110,12 @@ def test_every_message_may_be_lost_doubled_or_late(ranks, fate):
 def befall(ranks, fate, **machines):
     """All but a lost `Chunk` is made good: three tickets land all the same, and the last one."""
     sent = played(2, fair(ranks)).network.sent
-    assert {"Offer", "Chunk", "Final"} <= sent.keys()
+    assert {"OfferMessage", "ChunkMessage", "FinishMessage"} <= sent.keys()
     for kind, count in sent.items():
         for number in range(1, count + 1):
             plan = fair(ranks, fate=(kind, number, fate))
             seen = played(2, plan, **machines).reasons
-            good = 4 - (kind == "Chunk" and fate == "lose")
+            good = 4 - (kind == "ChunkMessage" and fate == "lose")
             assert seen["landed"] >= good, f"{number}. {kind}, {fate}: {seen}"
 
 
@@ -146,7 +146,7 @@ def test_every_message_of_a_ticket_that_fails_may_be_lost_doubled_or_late(ranks,
         plan = fair(ranks, wrong=0.2, failing=0.2)
         plan.trouble = 0.5
         told += (sent := played(seed, plan).network.sent)
-        for kind in sent.keys() - {"Offer", "Chunk", "Final"}:
+        for kind in sent.keys() - {"OfferMessage", "ChunkMessage", "FinishMessage"}:
             plan = fair(ranks, wrong=0.2, failing=0.2, fate=(kind, 1, fate))
             plan.trouble = 0.5
             played(seed, plan)
@@ -156,69 +156,71 @@ def test_every_message_of_a_ticket_that_fails_may_be_lost_doubled_or_late(ranks,
 # ---- known mistakes ------------------------------------------------------------------------------
 
 
-class FreesOnStop(t.Sink):
+class FreesOnStop(t.TicketReceiver):
     """The classic mistake: free the blocks when the abort is sent, not when it is drained."""
 
-    def _abort(self, xid, ticket, reason, now, stop=True):
-        actions = super()._abort(xid, ticket, reason, now, stop)
-        return [*actions, *self._free(xid)] if actions and stop else actions
+    def _abort(self, ticket_id, ticket, reason, now, stop=True):
+        actions = super()._abort(ticket_id, ticket, reason, now, stop)
+        return [*actions, *self._free(ticket_id)] if actions and stop else actions
 
 
-class DrainsAtOnce(t.Source):
+class DrainsAtOnce(t.TicketSender):
     """The other one: answer the abort when it is received."""
 
-    def _drained(self, xid, ticket):
+    def _drained(self, ticket_id, ticket):
         ticket.under_way = 0
-        return super()._drained(xid, ticket)
+        return super()._drained(ticket_id, ticket)
 
     def handle(self, event, now):
-        if isinstance(event, t.Written) and event.xid not in self.tickets:
+        if isinstance(event, t.WriteEnded) and event.ticket_id not in self.tickets:
             return []
         return super().handle(event, now)
 
 
-class TrustsTheWire(t.Sink):
-    def _verified(self, xid, seq, ok, now):
-        return super()._verified(xid, seq, True, now)
+class TrustsTheWire(t.TicketReceiver):
+    def _verified(self, ticket_id, seq, ok, now):
+        return super()._verified(ticket_id, seq, True, now)
 
 
-class NeverAsks(t.Sink):
+class NeverAsks(t.TicketReceiver):
     """An abort that is sent once only: a lost message leaks the blocks."""
 
-    def _tick(self, xid, ticket, now):
-        return super()._tick(xid, ticket, now) if ticket.state == "RESERVED" else []
+    def _tick(self, ticket_id, ticket, now):
+        return super()._tick(ticket_id, ticket, now) if ticket.state == "RESERVED" else []
 
 
-class IgnoresGeneration(t.Sink):
+class IgnoresGeneration(t.TicketReceiver):
     """The final, or a second copy of a chunk, of an old reservation counts for the new one."""
 
-    def _noted(self, xid, ticket, message, now):
-        if isinstance(message, m.Chunk | m.Final):
+    def _noted(self, ticket_id, ticket, message, now):
+        if isinstance(message, m.ChunkMessage | m.FinishMessage):
             offer = msgspec.structs.replace(ticket.offer, generation=message.generation)
             ticket.offer = offer
-        return super()._noted(xid, ticket, message, now)
+        return super()._noted(ticket_id, ticket, message, now)
 
 
-class CountsOneMoreAsHeld(t.Sink):
+class CountsOneMoreAsHeld(t.TicketReceiver):
     def handle(self, event, now):
-        if isinstance(event, t.Open) and event.held < len(event.tiles):
-            event = t.Open(event.xid, event.peer, event.tiles, event.held + 1, event.hashes)
+        if isinstance(event, t.OfferTiles) and event.held_tiles < len(event.tiles):
+            event = t.OfferTiles(
+                event.ticket_id, event.peer, event.tiles, event.held_tiles + 1, event.hashes
+            )
         return super().handle(event, now)
 
 
-class SkipsNothing(t.Source):
+class SkipsNothing(t.TicketSender):
     """Writes from the first tile on, whatever the sink holds."""
 
-    def _post(self, xid, ticket, offer, push):
-        first = max(push.first, offer.first)
-        moved = t.Push(xid, first, push.tiles, push.piece, push.pieces)
-        return super()._post(xid, ticket, offer, moved)
+    def _post(self, ticket_id, ticket, offer, push):
+        first = max(push.first_tile, offer.first_tile)
+        moved = t.PushTiles(ticket_id, first, push.tiles, push.piece, push.pieces)
+        return super()._post(ticket_id, ticket, offer, moved)
 
 
-class TakesOnePieceForAll(t.Sink):
+class TakesOnePieceForAll(t.TicketReceiver):
     """Counts tiles, not the pieces of them."""
 
-    def _complete(self, xid, ticket, now):
+    def _complete(self, ticket_id, ticket, now):
         if ticket.final:
             ticket.chunks = {
                 seq: msgspec.structs.replace(chunk, piece=-1)
@@ -226,48 +228,48 @@ class TakesOnePieceForAll(t.Sink):
             }
             final = ticket.final
             ticket.final = msgspec.structs.replace(final, chunks=min(1, final.chunks))
-        return super()._complete(xid, ticket, now)
+        return super()._complete(ticket_id, ticket, now)
 
 
 class LandsWithItsFirstLane(Fan):
     def _outcome(self, event):
-        return ends_with(self, event, c.Arrived) or super()._outcome(event)
+        return ends_with(self, event, c.BlocksArrived) or super()._outcome(event)
 
 
-class AsksAgainWhatItKnows(t.Source):
+class AsksAgainWhatItKnows(t.TicketSender):
     """A source that waits for an offer says that all is well: a lost offer is never repeated."""
 
     def _noted(self, peer, message, now):
-        if isinstance(message, m.Query) and message.xid in self.tickets:
-            return [t.Send(peer, m.Progress(message.xid))]
+        if isinstance(message, m.QueryMessage) and message.ticket_id in self.tickets:
+            return [t.SendMessage(peer, m.ProgressMessage(message.ticket_id))]
         return super()._noted(peer, message, now)
 
 
-class TakesAnOldUnknownForNews(t.Sink):
+class TakesAnOldUnknownForNews(t.TicketReceiver):
     """An answer that the first chunk overtook breaks a ticket that is well."""
 
-    def _noted(self, xid, ticket, message, now):
-        if isinstance(message, m.Unknown) and ticket.chunks:
-            return self._abort(xid, ticket, "source_forgot", now)
-        return super()._noted(xid, ticket, message, now)
+    def _noted(self, ticket_id, ticket, message, now):
+        if isinstance(message, m.UnknownTicketMessage) and ticket.chunks:
+            return self._abort(ticket_id, ticket, "source_forgot", now)
+        return super()._noted(ticket_id, ticket, message, now)
 
 
 class FreesWithItsFirstLane(Fan):
     def _outcome(self, event):
-        return ends_with(self, event, t.Freed) or super()._outcome(event)
+        return ends_with(self, event, t.BlocksFreed) or super()._outcome(event)
 
 
 class ClosesWithItsFirstLane(Fan):
     def _outcome(self, event):
-        return ends_with(self, event, t.Closed) or super()._outcome(event)
+        return ends_with(self, event, t.PushEnded) or super()._outcome(event)
 
 
 def ends_with(fan, event, kind):
     """The end of a lane, told as that of the whole."""
-    xid = event.xid.partition("/")[0]
-    if isinstance(event, kind) and xid in fan.tickets:
-        del fan.tickets[xid]
-        return [msgspec.structs.replace(event, xid=xid)]
+    ticket_id = event.ticket_id.partition("/")[0]
+    if isinstance(event, kind) and ticket_id in fan.tickets:
+        del fan.tickets[ticket_id]
+        return [msgspec.structs.replace(event, ticket_id=ticket_id)]
     return []
 
 
@@ -297,7 +299,7 @@ def test_the_simulation_finds_a_known_mistake(what, mistake, symptom):
 
 @several_seeds
 def test_a_lost_offer_that_is_not_repeated_is_found():
-    with pytest.raises(AssertionError, match="Offer, lose"):
+    with pytest.raises(AssertionError, match="OfferMessage, lose"):
         befall((1, 1), "lose", source=AsksAgainWhatItKnows)
 
 

@@ -94,12 +94,12 @@ def test_a_push_waits_for_its_event_and_what_follows_waits_behind_it() -> None:
     try:
         for name, other in (("source", "sink"), ("sink", "source")):
             ends[name].submit(c.AddPeer(other, [cards[other]]))
-        ends["sink"].submit(c.Receive("r#0", "source", [1, 2], 128))
+        ends["sink"].submit(c.OfferBlocks("r#0", "source", [1, 2], 128))
         for command in (
-            c.Expect("r#0", "sink", 128),
-            c.Push("r#0", 0, [3], event=1),
-            c.Push("r#0", 1, [4], event=2),
-            c.Finish("r#0", b"meta"),
+            c.ExpectOffer("r#0", "sink", 128),
+            c.PushBlocks("r#0", 0, [3], event=1),
+            c.PushBlocks("r#0", 1, [4], event=2),
+            c.FinishPush("r#0", b"meta"),
         ):
             ends["source"].submit(command)
         gate["open"] = 1
@@ -108,7 +108,7 @@ def test_a_push_waits_for_its_event_and_what_follows_waits_behind_it() -> None:
         assert told["sink"].empty()
         gate["open"] = 2
         arrived = told["sink"].get(timeout=20)
-        assert isinstance(arrived, c.Arrived) and arrived.tokens == 128
+        assert isinstance(arrived, c.BlocksArrived) and arrived.tokens == 128
     finally:
         for end in ends.values():
             end.stop()

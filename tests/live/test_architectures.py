@@ -16,7 +16,7 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from diptych.cluster.gateway.text import Text
+from diptych.cluster.gateway.text.tokenizer import Text
 from diptych.engine.engine import Engine, EngineConfig
 from diptych.engine.sequence import Sequence
 from diptych.protos import inference_pb2 as pb

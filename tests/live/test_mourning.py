@@ -15,7 +15,7 @@ pytestmark = pytest.mark.cluster
 SCRIPT = """
 import os, signal, time
 import ray
-from diptych.cluster.worker import _is_dead
+from diptych.cluster.worker.process import _is_dead
 from diptych.protos.frames import WorkerCard
 
 ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from diptych.cluster.metrics.catalogue import METRICS, VLLM
+from diptych.cluster.telemetry.catalogue import METRICS, VLLM
 from diptych.protos import inference_pb2 as pb
 from diptych.protos import inference_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families

@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
-from diptych.cluster.ray_cluster import AUTH_MODE, HARMLESS_CALL, TOKEN_PATH
+from diptych.cluster.launch.ray_cluster import AUTH_MODE, HARMLESS_CALL, TOKEN_PATH
 
 from tests.deploy.test_live import ray_node
 from tests.support.live import BIN, Live, free_port, running

@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 import yaml
-from diptych.cluster.gateway.keys import add_key, read_keys, revoke_key
+from diptych.cluster.gateway.edge.keys import add_key, read_keys, revoke_key
 from diptych.engine.demo import CHECKPOINT
 from diptych.protos import inference_pb2 as pb
 from diptych.protos import inference_pb2_grpc as rpc

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from diptych.cluster.ray_cluster import ENVIRONMENT
+from diptych.cluster.launch.ray_cluster import ENVIRONMENT
 
 from tests.deploy.test_live import ray_node, raylet
 from tests.live.test_scaling import command

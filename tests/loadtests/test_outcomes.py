@@ -54,7 +54,7 @@ def test_a_request_is_met_by_first_token_mean_gap_and_p99(one: Outcome, missed: 
 def test_the_cluster_and_the_simulator_judge_gaps_alike(late: int, others: int) -> None:
     one = outcome(100, *[140] * late, *[1] * others)
     gaps, mean = one.gaps_s, one.tpot_s
-    live = f.Outcome("t", "c", "stop", 0.1, one.output, len(gaps), mean, p99(gaps))
+    live = f.RequestOutcome("t", "c", "stop", 0.1, one.output, len(gaps), mean, p99(gaps))
     assert (judge(live, SLO.ttft_s, SLO.itl_s) == "both") == (not one.missed(SLO))
     job = Job(Request(0.0, 1, one.output, "", [], 0, [], [], []), ("r", 0), 0.0)
     job.first, job.ended, job.target = 0.1, 0.1 + sum(gaps), SLO.ttft_s

@@ -5,12 +5,20 @@ from __future__ import annotations
 import msgspec
 import pytest
 from diptych.engine import commands
-from diptych.engine.sequence import Filled, Output
+from diptych.engine.sequence import BlocksFilled, SequenceOutput
 from diptych.kv_transfer import commands as transfer
 from diptych.kv_transfer import tickets
-from diptych.kv_transfer.messages import Handover
+from diptych.kv_transfer.messages import FirstTokens
 from diptych.prefill_worker import PrefillRole
-from diptych.protos.frames import Abort, Deliver, Failed, Prefill, Sampling, Token, Tokens
+from diptych.protos.frames import (
+    AnswerTokens,
+    AttemptFailed,
+    CancelAttempt,
+    DeliverFrame,
+    Sampling,
+    StartPrefill,
+    Token,
+)
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -20,12 +28,12 @@ XID = "r#0"
 FIRST = Token(42, -0.5)
 
 
-def prefill(key=KEY, tokens: int = 200) -> Prefill:
-    return Prefill(key, 1, list(range(tokens)), Sampling(10), "decode/x")
+def prefill(key=KEY, tokens: int = 200) -> StartPrefill:
+    return StartPrefill(key, 1, list(range(tokens)), Sampling(10), "decode/x")
 
 
-def token(key=KEY, finish: str | None = None) -> Output:
-    return Output(key, 0, FIRST, finish)
+def token(key=KEY, finish: str | None = None) -> SequenceOutput:
+    return SequenceOutput(key, 0, FIRST, finish)
 
 
 @pytest.fixture
@@ -40,70 +48,75 @@ def role() -> PrefillRole:
 
 def test_a_prompt_goes_to_the_engine_and_its_ticket_waits_for_the_decode_worker() -> None:
     expect, add = PrefillRole("prefill/a", 64).submit("g", prefill(), [b"h1"])
-    assert expect == transfer.Expect(XID, "decode/x", tokens=200)
-    assert isinstance(add, commands.Add)
-    seq = add.seq
-    assert (seq.key, seq.prompt, seq.hashes, seq.stop_after_first) == (KEY, 200, [b"h1"], True)
+    assert expect == transfer.ExpectOffer(XID, "decode/x", tokens=200)
+    assert isinstance(add, commands.AddSequence)
+    seq = add.sequence
+    assert (seq.attempt_key, seq.prompt_tokens, seq.block_hashes, seq.stop_after_first) == (
+        KEY,
+        200,
+        [b"h1"],
+        True,
+    )
 
 
 def test_blocks_are_pushed_as_soon_as_a_piece_of_their_layers_is_final(role: PrefillRole) -> None:
-    assert role.handle(Filled(KEY, 0, [5, 6], 0)) == [transfer.Push(XID, 0, [5, 6], 0)]
-    assert role.handle(Filled(KEY, 0, [5, 6], 1)) == [transfer.Push(XID, 0, [5, 6], 1)]
-    assert role.handle(Filled(KEY, 2, [7])) == [transfer.Push(XID, 2, [7], -1)]
+    assert role.handle(BlocksFilled(KEY, 0, [5, 6], 0)) == [transfer.PushBlocks(XID, 0, [5, 6], 0)]
+    assert role.handle(BlocksFilled(KEY, 0, [5, 6], 1)) == [transfer.PushBlocks(XID, 0, [5, 6], 1)]
+    assert role.handle(BlocksFilled(KEY, 2, [7])) == [transfer.PushBlocks(XID, 2, [7], -1)]
 
 
 def test_the_first_token_goes_out_at_once_and_finishes_the_ticket(role: PrefillRole) -> None:
-    role.handle(Filled(KEY, 0, [5, 6, 7, 8]))
+    role.handle(BlocksFilled(KEY, 0, [5, 6, 7, 8]))
     told, finish = role.handle(token())
-    assert told == Deliver("g", Tokens(KEY, 0, [FIRST]))
-    assert isinstance(finish, transfer.Finish) and finish.xid == XID
-    assert msgspec.msgpack.decode(finish.meta, type=Handover) == Handover([FIRST])
+    assert told == DeliverFrame("g", AnswerTokens(KEY, 0, [FIRST]))
+    assert isinstance(finish, transfer.FinishPush) and finish.ticket_id == XID
+    assert msgspec.msgpack.decode(finish.meta, type=FirstTokens) == FirstTokens([FIRST])
 
 
 def several(answers: int) -> PrefillRole:
     made = PrefillRole("prefill/a", 64)
-    made.submit("g", Prefill(KEY, 1, [1] * 200, Sampling(10, n=answers), "decode/x"), [])
+    made.submit("g", StartPrefill(KEY, 1, [1] * 200, Sampling(10, n=answers), "decode/x"), [])
     return made
 
 
-def answer(index: int, finish: str | None = None) -> Output:
-    return Output(KEY, 0, Token(40 + index), finish, index=index)
+def answer(index: int, finish: str | None = None) -> SequenceOutput:
+    return SequenceOutput(KEY, 0, Token(40 + index), finish, answer_index=index)
 
 
 def test_several_answers_are_handed_over_together_in_their_order() -> None:
     role = several(3)
     for index in (2, 0):
-        told = Deliver("g", Tokens(KEY, 0, [Token(40 + index)], index=index))
+        told = DeliverFrame("g", AnswerTokens(KEY, 0, [Token(40 + index)], answer_index=index))
         assert role.handle(answer(index)) == [told]
     *_, finish = role.handle(answer(1, "stop"))
-    given = msgspec.msgpack.decode(finish.meta, type=Handover)
-    assert given == Handover([Token(40), Token(41), Token(42)], ended=[1])
+    given = msgspec.msgpack.decode(finish.meta, type=FirstTokens)
+    assert given == FirstTokens([Token(40), Token(41), Token(42)], ended_answers=[1])
 
 
 def test_several_answers_that_all_end_with_their_first_token_need_no_transfer() -> None:
     role = several(2)
     role.handle(answer(1, "stop"))
-    assert role.handle(answer(0, "stop"))[-1] == transfer.Cancel(XID, "finished")
+    assert role.handle(answer(0, "stop"))[-1] == transfer.CancelTransfer(XID, "finished")
 
 
 def test_logprobs_of_the_prompt_go_to_the_gateway(role: PrefillRole) -> None:
     prompt = [Token(1, -0.25), Token(2, -0.5)]
-    (told,) = role.handle(Output(KEY, prompt=prompt))
-    assert told == Deliver("g", Tokens(KEY, 0, [], prompt=prompt))
+    (told,) = role.handle(SequenceOutput(KEY, prompt_logprobs=prompt))
+    assert told == DeliverFrame("g", AnswerTokens(KEY, 0, [], prompt_logprobs=prompt))
 
 
 def test_blocks_are_given_back_only_when_the_ticket_is_closed(role: PrefillRole) -> None:
-    assert not any(isinstance(a, commands.Drop) for a in role.handle(token()))
-    assert role.handle(tickets.Closed(XID, True)) == [commands.Drop(KEY)]
+    assert not any(isinstance(a, commands.ReleaseSequence) for a in role.handle(token()))
+    assert role.handle(tickets.PushEnded(XID, True)) == [commands.ReleaseSequence(KEY)]
     assert role.jobs == {}
 
 
 def test_an_answer_that_ends_with_its_first_token_needs_no_transfer(role: PrefillRole) -> None:
     actions = role.handle(token(finish="stop"))
-    assert Deliver("g", Tokens(KEY, 0, [FIRST], "stop")) in actions
-    assert actions[-1] == transfer.Cancel(XID, "finished")
-    assert not any(isinstance(action, transfer.Finish) for action in actions)
-    assert role.handle(tickets.Closed(XID, False, "finished")) == [commands.Drop(KEY)]
+    assert DeliverFrame("g", AnswerTokens(KEY, 0, [FIRST], "stop")) in actions
+    assert actions[-1] == transfer.CancelTransfer(XID, "finished")
+    assert not any(isinstance(action, transfer.FinishPush) for action in actions)
+    assert role.handle(tickets.PushEnded(XID, False, "finished")) == [commands.ReleaseSequence(KEY)]
 
 
 def test_a_duplicate_frame_changes_nothing(role: PrefillRole) -> None:
@@ -113,7 +126,7 @@ def test_a_duplicate_frame_changes_nothing(role: PrefillRole) -> None:
 
 def test_attempts_of_one_request_are_jobs_of_their_own(role: PrefillRole) -> None:
     expect, _ = role.submit("g", prefill(("r", 1)), [])
-    assert expect == transfer.Expect("r#1", "decode/x", 200)
+    assert expect == transfer.ExpectOffer("r#1", "decode/x", 200)
     assert len(role.jobs) == 2
 
 
@@ -122,57 +135,65 @@ def test_attempts_of_one_request_are_jobs_of_their_own(role: PrefillRole) -> Non
 
 def fetching() -> tuple[PrefillRole, list]:
     made = PrefillRole("prefill/a", 64)
-    frame = msgspec.structs.replace(prefill(), fetch="prefill/b")
+    frame = msgspec.structs.replace(prefill(), prefix_holder="prefill/b")
     return made, made.submit("g", frame, [b"h1", b"h2", b"h3"])
 
 
 def test_a_prompt_whose_prefix_a_peer_holds_waits_for_it_and_its_ticket_does_not() -> None:
     role, (expect, stage) = fetching()
-    assert expect == transfer.Expect(XID, "decode/x", tokens=200)
-    assert isinstance(stage, commands.Stage)
-    (add,) = role.handle(commands.Staged(stage.key, []))[-1:]
-    assert isinstance(add, commands.Add) and add.seq.key == KEY
+    assert expect == transfer.ExpectOffer(XID, "decode/x", tokens=200)
+    assert isinstance(stage, commands.StagePrefix)
+    (add,) = role.handle(commands.PrefixStaged(stage.attempt_key, []))[-1:]
+    assert isinstance(add, commands.AddSequence) and add.sequence.attempt_key == KEY
 
 
 def test_an_abort_cancels_the_prefix_that_is_coming_too() -> None:
     role, (_, stage) = fetching()
-    (receive,) = role.handle(commands.Staged(stage.key, [3, 4, 5]))
-    assert isinstance(receive, transfer.Receive) and receive.xid != XID
-    cancels = role.handle(Abort(KEY))
+    (receive,) = role.handle(commands.PrefixStaged(stage.attempt_key, [3, 4, 5]))
+    assert isinstance(receive, transfer.OfferBlocks) and receive.ticket_id != XID
+    cancels = role.handle(CancelAttempt(KEY))
     assert cancels == [
-        transfer.Cancel(receive.xid, "aborted"),
-        transfer.Cancel(XID, "aborted"),
+        transfer.CancelTransfer(receive.ticket_id, "aborted"),
+        transfer.CancelTransfer(XID, "aborted"),
     ]
-    assert role.handle(tickets.Broken(receive.xid, "aborted")) == []
-    assert role.handle(tickets.Freed(receive.xid)) == [commands.Drop(stage.key)]
+    assert role.handle(tickets.TransferFailed(receive.ticket_id, "aborted")) == []
+    assert role.handle(tickets.BlocksFreed(receive.ticket_id)) == [
+        commands.ReleaseSequence(stage.attempt_key)
+    ]
 
 
 # ---- answers that go on elsewhere ----------------------------------------------------------------
 
 
 def test_an_answer_that_another_worker_began_goes_on_behind_its_tokens() -> None:
-    frame = msgspec.structs.replace(prefill(tokens=203), given=3)
+    frame = msgspec.structs.replace(prefill(tokens=203), resumed_tokens=3)
     expect, add = PrefillRole("prefill/a", 64).submit("g", frame, [b"h1"])
-    assert expect == transfer.Expect(XID, "decode/x", tokens=203)
-    assert (add.seq.prompt, add.seq.generated, len(add.seq.ids)) == (200, 3, 203)
+    assert expect == transfer.ExpectOffer(XID, "decode/x", tokens=203)
+    assert (
+        add.sequence.prompt_tokens,
+        add.sequence.generated_tokens,
+        len(add.sequence.token_ids),
+    ) == (200, 3, 203)
 
 
 def test_handing_over_gives_up_prompts_and_lets_transfers_end(role: PrefillRole) -> None:
     role.submit("h", prefill(("r2", 0)), [])
     role.handle(token())
     assert role.hand_over() == [
-        Deliver("h", Failed(("r2", 0), "prefill/a", "handover")),
-        transfer.Cancel("r2#0", "handover"),
+        DeliverFrame("h", AttemptFailed(("r2", 0), "prefill/a", "handover")),
+        transfer.CancelTransfer("r2#0", "handover"),
     ]
     assert role.hand_over() == []
-    assert role.handle(tickets.Closed("r2#0", False, "handover")) == [commands.Drop(("r2", 0))]
-    assert role.handle(tickets.Closed(XID, True)) == [commands.Drop(KEY)]
+    assert role.handle(tickets.PushEnded("r2#0", False, "handover")) == [
+        commands.ReleaseSequence(("r2", 0))
+    ]
+    assert role.handle(tickets.PushEnded(XID, True)) == [commands.ReleaseSequence(KEY)]
 
 
 def test_a_prompt_of_several_answers_is_given_up_until_the_last_has_begun() -> None:
     role = several(2)
     role.handle(answer(1))
-    assert role.hand_over()[0] == Deliver("g", Failed(KEY, "prefill/a", "handover"))
+    assert role.hand_over()[0] == DeliverFrame("g", AttemptFailed(KEY, "prefill/a", "handover"))
     role = several(2)
     role.handle(answer(1))
     role.handle(answer(0))
@@ -186,16 +207,16 @@ def test_a_prompt_of_several_answers_is_given_up_until_the_last_has_begun() -> N
 def test_a_failed_transfer_is_told_once(role: PrefillRole, after_first_token: bool) -> None:
     if after_first_token:
         role.handle(token())
-    drop, failed = role.handle(tickets.Closed(XID, False, "peer_lost"))
-    assert drop == commands.Drop(KEY)
-    assert failed == Deliver("g", Failed(KEY, "prefill/a", "kv_peer_lost"))
-    assert role.handle(Abort(KEY)) == [] and role.gateway_gone("g") == []
+    drop, failed = role.handle(tickets.PushEnded(XID, False, "peer_lost"))
+    assert drop == commands.ReleaseSequence(KEY)
+    assert failed == DeliverFrame("g", AttemptFailed(KEY, "prefill/a", "kv_peer_lost"))
+    assert role.handle(CancelAttempt(KEY)) == [] and role.gateway_gone("g") == []
 
 
 def test_what_the_engine_still_says_of_a_dead_job_reaches_nobody(role: PrefillRole) -> None:
-    role.handle(tickets.Closed(XID, False, "no_offer"))
-    assert role.handle(Filled(KEY, 0, [5])) == []
-    assert role.handle(token()) == [commands.Drop(KEY)]
+    role.handle(tickets.PushEnded(XID, False, "no_offer"))
+    assert role.handle(BlocksFilled(KEY, 0, [5])) == []
+    assert role.handle(token()) == [commands.ReleaseSequence(KEY)]
 
 
 @pytest.mark.parametrize("pushed", [[], [5, 6]])
@@ -203,18 +224,20 @@ def test_an_error_of_the_engine_is_told_and_its_blocks_wait_for_the_ticket(
     role: PrefillRole, pushed: list[int]
 ) -> None:
     if pushed:
-        role.handle(Filled(KEY, 0, pushed))
-    told, cancel = role.handle(Output(KEY, error="the model gave NaN logits"))
-    assert told == Deliver("g", Failed(KEY, "prefill/a", "the model gave NaN logits"))
-    assert cancel == transfer.Cancel(XID, "failed")
+        role.handle(BlocksFilled(KEY, 0, pushed))
+    told, cancel = role.handle(SequenceOutput(KEY, error="the model gave NaN logits"))
+    assert told == DeliverFrame("g", AttemptFailed(KEY, "prefill/a", "the model gave NaN logits"))
+    assert cancel == transfer.CancelTransfer(XID, "failed")
     assert XID in role.jobs, "writes may still read its blocks"
-    assert role.handle(tickets.Closed(XID, False, "failed")) == [commands.Drop(KEY)]
+    assert role.handle(tickets.PushEnded(XID, False, "failed")) == [commands.ReleaseSequence(KEY)]
     assert role.jobs == {}
 
 
 def test_an_error_of_an_aborted_job_is_nobodys_news(role: PrefillRole) -> None:
-    role.handle(Abort(KEY))
-    assert role.handle(Output(KEY, error="whatever")) == [transfer.Cancel(XID, "failed")]
+    role.handle(CancelAttempt(KEY))
+    assert role.handle(SequenceOutput(KEY, error="whatever")) == [
+        transfer.CancelTransfer(XID, "failed")
+    ]
 
 
 # ---- aborts --------------------------------------------------------------------------------------
@@ -223,32 +246,32 @@ def test_an_error_of_an_aborted_job_is_nobodys_news(role: PrefillRole) -> None:
 @pytest.mark.parametrize("state", ["waiting", "computing", "sending"])
 def test_an_abort_cancels_the_ticket_and_waits_for_it(role: PrefillRole, state: str) -> None:
     if state != "waiting":
-        role.handle(Filled(KEY, 0, [5]))
+        role.handle(BlocksFilled(KEY, 0, [5]))
     if state == "sending":
         role.handle(token())
-    assert role.handle(Abort(KEY)) == [transfer.Cancel(XID, "aborted")]
+    assert role.handle(CancelAttempt(KEY)) == [transfer.CancelTransfer(XID, "aborted")]
     assert XID in role.jobs, "writes may still read its blocks"
-    assert role.handle(tickets.Closed(XID, False, "aborted")) == [commands.Drop(KEY)]
+    assert role.handle(tickets.PushEnded(XID, False, "aborted")) == [commands.ReleaseSequence(KEY)]
 
 
 def test_an_abort_that_comes_too_late_is_no_failure(role: PrefillRole) -> None:
     role.handle(token())
-    role.handle(Abort(KEY))
-    assert role.handle(tickets.Closed(XID, True)) == [commands.Drop(KEY)]
+    role.handle(CancelAttempt(KEY))
+    assert role.handle(tickets.PushEnded(XID, True)) == [commands.ReleaseSequence(KEY)]
 
 
 def test_an_abort_of_an_unknown_job_changes_nothing(role: PrefillRole) -> None:
-    assert role.handle(Abort(("other", 0))) == []
+    assert role.handle(CancelAttempt(("other", 0))) == []
 
 
 def test_a_lost_gateway_ends_its_jobs_and_no_other(role: PrefillRole) -> None:
     role.submit("g", prefill(("r2", 0)), [])
     role.submit("h", prefill(("r3", 0)), [])
     actions = role.gateway_gone("g")
-    assert actions == [transfer.Cancel(x, "gateway_gone") for x in ("r#0", "r2#0")]
-    for xid in ("r#0", "r2#0"):
-        (drop,) = role.handle(tickets.Closed(xid, False, "gateway_gone"))
-        assert isinstance(drop, commands.Drop)
+    assert actions == [transfer.CancelTransfer(x, "gateway_gone") for x in ("r#0", "r2#0")]
+    for ticket_id in ("r#0", "r2#0"):
+        (drop,) = role.handle(tickets.PushEnded(ticket_id, False, "gateway_gone"))
+        assert isinstance(drop, commands.ReleaseSequence)
     assert list(role.jobs) == ["r3#0"]
 
 
@@ -265,9 +288,9 @@ class Life(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.role, self.source = PrefillRole("prefill/a", 64), tickets.Source()
+        self.role, self.source = PrefillRole("prefill/a", 64), tickets.TicketSender()
         self.filled, self.first = 0, False
-        self.posted: list[tickets.Post] = []
+        self.posted: list[tickets.WriteTiles] = []
         self.drops = self.failures = self.closes = 0
         self.dropped_while_written = False
         self.carry_out(self.role.submit("g", prefill(), []))
@@ -275,25 +298,25 @@ class Life(RuleBasedStateMachine):
     def carry_out(self, actions: list) -> None:
         for action in actions:
             match action:
-                case commands.Drop():
+                case commands.ReleaseSequence():
                     self.drops += 1
                     self.dropped_while_written |= bool(self.posted)
-                case Deliver(_, Failed()):
+                case DeliverFrame(_, AttemptFailed()):
                     self.failures += 1
-                case transfer.Expect(xid, peer):
-                    self.transfer(tickets.Expect(xid, peer))
-                case transfer.Push(xid, first, blocks, piece):
-                    self.transfer(tickets.Push(xid, first, blocks, piece, 2))
-                case transfer.Finish(xid, meta):
-                    self.transfer(tickets.Finish(xid, 4, meta))
-                case transfer.Cancel(xid, reason):
-                    self.transfer(tickets.Cancel(xid, reason))
+                case transfer.ExpectOffer(ticket_id, peer):
+                    self.transfer(tickets.ExpectTileOffer(ticket_id, peer))
+                case transfer.PushBlocks(ticket_id, first, blocks, piece):
+                    self.transfer(tickets.PushTiles(ticket_id, first, blocks, piece, 2))
+                case transfer.FinishPush(ticket_id, meta):
+                    self.transfer(tickets.FinishTilePush(ticket_id, 4, meta))
+                case transfer.CancelTransfer(ticket_id, reason):
+                    self.transfer(tickets.CancelTicket(ticket_id, reason))
 
     def transfer(self, event: object) -> None:
         for action in self.source.handle(event, 0.0):
-            if isinstance(action, tickets.Post):
+            if isinstance(action, tickets.WriteTiles):
                 self.posted.append(action)
-            elif isinstance(action, tickets.Closed):
+            elif isinstance(action, tickets.PushEnded):
                 self.closes += 1
                 self.carry_out(self.role.handle(action))
 
@@ -302,29 +325,33 @@ class Life(RuleBasedStateMachine):
         if self.first:
             return
         for piece in (0, 1):
-            self.carry_out(self.role.handle(Filled(KEY, self.filled, [10 + self.filled], piece)))
+            self.carry_out(
+                self.role.handle(BlocksFilled(KEY, self.filled, [10 + self.filled], piece))
+            )
         self.filled += 1
         self.first = self.filled == 4
-        self.carry_out(self.role.handle(token() if self.first else Output(KEY)))
+        self.carry_out(self.role.handle(token() if self.first else SequenceOutput(KEY)))
 
     @rule()
     def offer(self) -> None:
-        self.transfer(tickets.Noted("decode/x", tickets.m.Offer(XID, 1, 0, [1, 2, 3, 4])))
+        self.transfer(
+            tickets.MessageReceived("decode/x", tickets.m.OfferMessage(XID, 1, 0, [1, 2, 3, 4]))
+        )
 
     @rule(ok=st.booleans())
     def write_ends(self, ok: bool) -> None:
         if self.posted:
             self.posted.pop()
-            self.transfer(tickets.Written(XID, ok, "" if ok else "broken"))
+            self.transfer(tickets.WriteEnded(XID, ok, "" if ok else "broken"))
 
     @rule()
     def sink_stops(self) -> None:
-        self.transfer(tickets.Noted("decode/x", tickets.m.Stop(XID)))
+        self.transfer(tickets.MessageReceived("decode/x", tickets.m.StopMessage(XID)))
 
     @rule(event=st.sampled_from(["abort", "gateway_gone", "duplicate", "hand_over"]))
     def gateway(self, event: str) -> None:
         if event == "abort":
-            self.carry_out(self.role.handle(Abort(KEY)))
+            self.carry_out(self.role.handle(CancelAttempt(KEY)))
         elif event == "gateway_gone":
             self.carry_out(self.role.gateway_gone("g"))
         elif event == "hand_over":

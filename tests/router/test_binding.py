@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from diptych.protos.frames import Coefficients, Over, Place, Placed, Refused, Report, WorkerCard
+from diptych.protos.frames import (
+    AttemptOutcome,
+    AttemptPlaced,
+    AttemptRefused,
+    Coefficients,
+    PlaceAttempt,
+    WorkerCard,
+    WorkerReport,
+)
 from diptych.router import Router, RouterConfig, SloClass
 from diptych.router import events as e
 
@@ -24,8 +32,8 @@ class Rig:
         self.router = Router(RouterConfig(**(defaults | config)), 1)
         self.now = 100.0
         self.cost = cost
-        self.refused: dict[str, Refused] = {}
-        self.frames: dict[str, Placed] = {}
+        self.refused: dict[str, AttemptRefused] = {}
+        self.frames: dict[str, AttemptPlaced] = {}
         self.send(e.GatewayJoined("g"))
         for name in workers:
             self.join(name)
@@ -36,32 +44,32 @@ class Rig:
         card = WorkerCard(
             name, role, address="", replica=name, pid=1, kv_card=b"", blocks=blocks, **values
         )
-        return self.send(e.Joined(card, 0, []))
+        return self.send(e.WorkerJoined(card, 0, []))
 
     def send(self, event: Any, after: float = 0.0) -> dict[str, tuple[str | None, str]]:
         self.now += after
         placed = {}
         for action in self.router.handle(event, self.now):
             frame = getattr(action, "frame", None)
-            if isinstance(frame, Placed):
-                placed[frame.key[0]] = frame.prefill, frame.decode
-                self.frames[frame.key[0]] = frame
-            elif isinstance(frame, Refused):
-                self.refused[frame.key[0]] = frame
+            if isinstance(frame, AttemptPlaced):
+                placed[frame.attempt_key[0]] = frame.prefill_worker, frame.decode_worker
+                self.frames[frame.attempt_key[0]] = frame
+            elif isinstance(frame, AttemptRefused):
+                self.refused[frame.attempt_key[0]] = frame
         return placed
 
     def ask(self, name: str, prompt: int = 1000, **more: Any) -> dict[str, tuple]:
         more = {"hashes": []} | more
-        return self.send(e.Asked("g", Place((name, 0), prompt, 64, **more)))
+        return self.send(e.PlacementRequested("g", PlaceAttempt((name, 0), prompt, 64, **more)))
 
     def first(self, name: str, after: float = 0.0) -> dict[str, tuple]:
-        return self.send(e.FirstToken((name, 0)), after)
+        return self.send(e.FirstTokenSent((name, 0)), after)
 
     def over(self, name: str, **outcome: Any) -> dict[str, tuple]:
-        return self.send(e.Ended((name, 0), Over((name, 0), **outcome)))
+        return self.send(e.AttemptEnded((name, 0), AttemptOutcome((name, 0), **outcome)))
 
     def stored(self, worker: str, hashes: list[bytes], seq: int = 1, **more: Any) -> dict:
-        return self.send(e.Reported(worker, Report(seq, 0, hashes, **more)))
+        return self.send(e.WorkerReported(worker, WorkerReport(seq, 0, hashes, **more)))
 
 
 @pytest.fixture
@@ -71,7 +79,7 @@ def rig() -> Rig:
 
 def test_what_was_left_to_a_dead_worker_does_not_take_its_successors_credit(rig: Rig) -> None:
     rig.ask("r1")
-    rig.send(e.Lost("prefill/a"))
+    rig.send(e.WorkerLost("prefill/a"))
     rig.join("prefill/a")  # in the same slot
     rig.over("r1")
     late = rig.ask("r2", waited_s=11.0)  # so it is pulled
@@ -80,18 +88,18 @@ def test_what_was_left_to_a_dead_worker_does_not_take_its_successors_credit(rig:
 
 def test_a_late_request_that_avoids_the_first_idle_worker_goes_to_another() -> None:
     rig = Rig("prefill/a", "prefill/b")
-    assert rig.ask("r1", waited_s=11.0, avoid=["prefill/a"]) == {}
-    rig.send(e.Tick(), 1.0)
-    placed = rig.join("decode/x") | rig.send(e.Tick(), 0.1)
+    assert rig.ask("r1", waited_s=11.0, avoided_workers=["prefill/a"]) == {}
+    rig.send(e.RouterTick(), 1.0)
+    placed = rig.join("decode/x") | rig.send(e.RouterTick(), 0.1)
     assert placed == {"r1": ("prefill/b", "decode/x")}
 
 
 def test_a_worker_that_was_idle_and_lost_its_role_gets_nothing() -> None:
     rig = Rig("prefill/a", "prefill/b", "decode/x")
-    assert rig.ask("r1", waited_s=11.0, lost=["prefill/a", "prefill/b"]) == {}
+    assert rig.ask("r1", waited_s=11.0, lost_workers=["prefill/a", "prefill/b"]) == {}
     rig.join("prefill/a", role="")
-    rig.send(e.Ended(("r1", 0)))
-    placed = rig.ask("r2", waited_s=11.0) | rig.send(e.Tick(), 0.1)
+    rig.send(e.AttemptEnded(("r1", 0)))
+    placed = rig.ask("r2", waited_s=11.0) | rig.send(e.RouterTick(), 0.1)
     assert placed == {"r2": ("prefill/b", "decode/x")}
 
 
@@ -109,15 +117,15 @@ def test_credit_comes_by_prediction_shortly_before_the_worker_idles(rig: Rig) ->
     rig.ask("r2")
     wake = rig.router.next_wake
     assert wake == pytest.approx(100.0 + 1.0 - 0.005)  # rtt 0, 5 ms of slack
-    assert rig.send(e.Tick(), after=0.99) == {}
-    assert rig.send(e.Tick(), after=0.006) == {"r2": ("prefill/a", "decode/x")}
+    assert rig.send(e.RouterTick(), after=0.99) == {}
+    assert rig.send(e.RouterTick(), after=0.006) == {"r2": ("prefill/a", "decode/x")}
 
 
 def test_two_long_prompts_at_a_time_are_the_most_that_a_late_worker_has(rig: Rig) -> None:
     for name in ("r1", "r2", "r3"):
         rig.ask(name)
-    assert list(rig.send(e.Tick(), after=1.0)) == ["r2"]
-    assert rig.send(e.Tick(), after=5.0) == {}, "its first one is overdue: it gets no third"
+    assert list(rig.send(e.RouterTick(), after=1.0)) == ["r2"]
+    assert rig.send(e.RouterTick(), after=5.0) == {}, "its first one is overdue: it gets no third"
     assert list(rig.first("r1")) == ["r3"] or list(rig.first("r2")) == ["r3"]
 
 
@@ -243,7 +251,7 @@ def test_a_prefix_is_fetched_where_that_is_faster_than_computing_it() -> None:
         rig.ask("other", prompt=3000, hashes=prefix(1, 1), ttft_s=3.0)
         rig.ask("r", hashes=prefix(1, 12) + prefix(2, 3))
         frame = rig.frames["r"]
-        assert (frame.prefill, frame.fetch) == ("prefill/b", expected)
+        assert (frame.prefill_worker, frame.prefix_holder) == ("prefill/b", expected)
         assert frame.hit_tokens == (768 if expected else 0)
         if expected and cost is quick:  # 232 tokens, and 768 moved after 2 ms
             assert frame.predicted_wait_ms == pytest.approx(232 + 7.68 + 2)
@@ -284,7 +292,7 @@ def test_who_has_little_time_left_goes_behind_those_with_more_but_is_served() ->
 def test_a_prompt_that_waited_for_a_chunk_says_nothing_of_the_workers_speed() -> None:
     rig = Rig("prefill/a", "decode/x")
     rig.ask("long", prompt=4000, ttft_s=60.0)
-    rig.send(e.Tick(), after=0.5)
+    rig.send(e.RouterTick(), after=0.5)
     assert rig.ask("short", prompt=600, ttft_s=2.0), "it goes before"
     rig.first("short", after=1.0)  # 0.6 s of work behind 0.4 s of a chunk
     rig.over("long")
@@ -364,8 +372,8 @@ def test_a_decode_worker_that_computes_a_prompt_fetches_what_another_holds(mode:
         rig.ask("turn", prompt=1000, hashes=turn)
         frame = rig.frames["turn"]
         if switch or mode == "never":
-            assert (frame.prefill, frame.decode) == (None, "decode/y")
-        assert frame.fetch == expected
+            assert (frame.prefill_worker, frame.decode_worker) == (None, "decode/y")
+        assert frame.prefix_holder == expected
         assert frame.hit_tokens == (768 if switch else 0)
 
 
@@ -390,7 +398,7 @@ def test_only_a_class_that_wants_it_is_refused_early() -> None:
     rig.ask("r1", prompt=4000, ttft_s=4.1)
     rig.ask("patient", ttft_s=1.5, slo_class="normal")
     rig.ask("sheddable", ttft_s=1.5, slo_class="sheddable")
-    rig.send(e.Tick(), after=2.0)
+    rig.send(e.RouterTick(), after=2.0)
     assert list(rig.refused) == ["sheddable"]
     refused = rig.refused["sheddable"]
     assert refused.reason == "slo_unattainable" and refused.retry_after_s >= 1.0
@@ -462,6 +470,6 @@ def test_the_records_are_bounded() -> None:
 def test_a_new_router_knows_what_runs_on_a_worker_and_hears_when_it_ends() -> None:
     rig = Rig("prefill/a")
     card = WorkerCard("decode/x", "decode", "decode", "", "x", 1, b"", 20, cost=COST)
-    rig.send(e.Joined(card, 0, [], [("old", 0, 12)]))
+    rig.send(e.WorkerJoined(card, 0, [], [("old", 0, 12)]))
     assert rig.ask("r", prompt=600) == {}, "11 blocks beside 12 of 20"
-    assert rig.send(e.Ended(("old", 0))) == {"r": ("prefill/a", "decode/x")}
+    assert rig.send(e.AttemptEnded(("old", 0))) == {"r": ("prefill/a", "decode/x")}

@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 from diptych.protos.frames import (
-    Deliver,
-    Directory,
-    Over,
-    Place,
-    Placed,
-    Refused,
-    Report,
+    AttemptOutcome,
+    AttemptPlaced,
+    AttemptRefused,
+    DeliverFrame,
+    PlaceAttempt,
     WorkerCard,
+    WorkerDirectory,
+    WorkerReport,
 )
 from diptych.router import events as e
 from diptych.router.core import Router, RouterConfig
@@ -31,9 +31,11 @@ def card(name: str, blocks: int = 100) -> WorkerCard:
     return WorkerCard(name, role, role, f"{name}:1", name, 1, b"", blocks)
 
 
-def place(name: str, prompt: int = 640, most: int = 64, attempt: int = 0, **more: Any) -> Place:
+def place(
+    name: str, prompt: int = 640, most: int = 64, attempt: int = 0, **more: Any
+) -> PlaceAttempt:
     """Without hashes nobody has a prefix of anybody's."""
-    return Place((name, attempt), prompt, most, more.pop("hashes", []), **more)
+    return PlaceAttempt((name, attempt), prompt, most, more.pop("hashes", []), **more)
 
 
 class Rig:
@@ -46,23 +48,23 @@ class Rig:
         self.now = 100.0
         self.send(e.GatewayJoined("g"))
         for name in workers:
-            self.send(e.Joined(card(name, blocks), 0, []))
+            self.send(e.WorkerJoined(card(name, blocks), 0, []))
 
     def send(self, event: Any, after: float = 0.0) -> list:
         self.now += after
         return self.router.handle(event, self.now)
 
     def ask(self, name: str, gateway: str = "g", **more: Any) -> Any:
-        actions = self.send(e.Asked(gateway, place(name, **more)))
+        actions = self.send(e.PlacementRequested(gateway, place(name, **more)))
         assert all(action.peer == gateway for action in actions)
         frames = [action.frame for action in actions]
         return frames[0] if len(frames) == 1 else frames
 
     def over(self, name: str, attempt: int = 0) -> list:
-        return [action.frame for action in self.send(e.Ended((name, attempt)))]
+        return [action.frame for action in self.send(e.AttemptEnded((name, attempt)))]
 
     def report(self, worker: str, seq: int, **more: Any) -> list:
-        return self.send(e.Reported(worker, Report(seq, 0, **more)))
+        return self.send(e.WorkerReported(worker, WorkerReport(seq, 0, **more)))
 
 
 @pytest.fixture
@@ -75,17 +77,17 @@ def rig() -> Rig:
 
 def test_a_request_gets_a_pair_at_once(rig: Rig) -> None:
     placed = rig.ask("r")
-    assert isinstance(placed, Placed)
-    assert placed.prefill in ("prefill/a", "prefill/b")
-    assert placed.decode in ("decode/x", "decode/y")
-    assert (placed.key, placed.term, placed.hit_tokens) == (("r", 0), 5, 0)
+    assert isinstance(placed, AttemptPlaced)
+    assert placed.prefill_worker in ("prefill/a", "prefill/b")
+    assert placed.decode_worker in ("decode/x", "decode/y")
+    assert (placed.attempt_key, placed.term, placed.hit_tokens) == (("r", 0), 5, 0)
     assert placed.predicted_wait_ms == pytest.approx(320.0)  # 640 tokens at 2000/s
 
 
 def test_the_second_goes_to_the_other_pair(rig: Rig) -> None:
     first, second = rig.ask("r1"), rig.ask("r2")
-    assert first.prefill != second.prefill
-    assert first.decode != second.decode
+    assert first.prefill_worker != second.prefill_worker
+    assert first.decode_worker != second.decode_worker
 
 
 def test_queued_prompts_are_part_of_the_wait() -> None:
@@ -97,53 +99,61 @@ def test_queued_prompts_are_part_of_the_wait() -> None:
 @pytest.mark.parametrize("disaggregate", ["always", "auto"])
 def test_a_last_attempt_without_transfer_is_served_though_it_is_late(disaggregate: str) -> None:
     rig = Rig("prefill/a", "decode/x", policy="diptych", disaggregate=disaggregate)
-    placed = rig.ask("r", local=True, waited_s=10.0)
-    assert (placed.prefill, placed.decode) == (None, "decode/x")
+    placed = rig.ask("r", local_prefill=True, waited_s=10.0)
+    assert (placed.prefill_worker, placed.decode_worker) == (None, "decode/x")
 
 
 def test_an_early_policy_too_does_without_prefill_workers_if_it_may() -> None:
     rig = Rig("prefill/a", "decode/x", disaggregate="auto")
-    rig.send(e.Lost("prefill/a"))
-    assert rig.ask("r").prefill is None
+    rig.send(e.WorkerLost("prefill/a"))
+    assert rig.ask("r").prefill_worker is None
 
 
 def test_without_any_prefill_worker_decode_workers_compute_if_they_may() -> None:
     rig = Rig("prefill/a", "decode/x", policy="diptych", disaggregate="auto")
-    assert rig.ask("first", prompt=2000).prefill == "prefill/a"
-    told = [a for i in range(4) for a in rig.send(e.Asked("g", place(f"r{i}", prompt=2000)))]
-    told += rig.send(e.Lost("prefill/a"))
-    placed = [a.frame for a in told if isinstance(a.frame, Placed)]
-    assert any(one.prefill is None for one in placed)
+    assert rig.ask("first", prompt=2000).prefill_worker == "prefill/a"
+    told = [
+        a
+        for i in range(4)
+        for a in rig.send(e.PlacementRequested("g", place(f"r{i}", prompt=2000)))
+    ]
+    told += rig.send(e.WorkerLost("prefill/a"))
+    placed = [a.frame for a in told if isinstance(a.frame, AttemptPlaced)]
+    assert any(one.prefill_worker is None for one in placed)
     while placed:
-        events = [event for one in placed for event in (e.FirstToken(one.key), e.Ended(one.key))]
+        events = [
+            event
+            for one in placed
+            for event in (e.FirstTokenSent(one.attempt_key), e.AttemptEnded(one.attempt_key))
+        ]
         told = [action for event in events for action in rig.send(event)]
-        placed = [a.frame for a in told if isinstance(a.frame, Placed)]
+        placed = [a.frame for a in told if isinstance(a.frame, AttemptPlaced)]
     assert not rig.router.line
-    rig.send(e.Joined(card("prefill/b"), 0, []))
-    assert rig.ask("last", prompt=2000).prefill == "prefill/b"
+    rig.send(e.WorkerJoined(card("prefill/b"), 0, []))
+    assert rig.ask("last", prompt=2000).prefill_worker == "prefill/b"
 
 
 def test_further_answers_take_blocks_and_rows() -> None:
     """640 + 64 tokens are 11 blocks; a second answer shares the prompt's 10."""
     rig = Rig("prefill/a", "decode/x", blocks=30)
-    rig.ask("r1", answers=4)
+    rig.ask("r1", answer_count=4)
     worker = rig.router.workers["decode/x"]
     assert (worker.reserved, worker.rows) == (14, 4)
-    assert not isinstance(rig.ask("r2", answers=9), Placed)  # 19 blocks, 16 are free
-    assert isinstance(rig.over("r1")[0], Placed)
+    assert not isinstance(rig.ask("r2", answer_count=9), AttemptPlaced)  # 19 blocks, 16 are free
+    assert isinstance(rig.over("r1")[0], AttemptPlaced)
     assert (worker.reserved, worker.rows) == (19, 9)
 
 
 def test_more_answers_than_a_pool_holds_have_all_of_it() -> None:
     rig = Rig("prefill/a", "decode/x", blocks=30)
-    assert isinstance(rig.ask("r", answers=64), Placed)
+    assert isinstance(rig.ask("r", answer_count=64), AttemptPlaced)
     assert rig.router.workers["decode/x"].reserved == 30
 
 
 def test_a_first_token_takes_its_prompt_off_the_wait() -> None:
     rig = Rig("prefill/a", "decode/x")
     rig.ask("r1")
-    rig.send(e.FirstToken(("r1", 0)))
+    rig.send(e.FirstTokenSent(("r1", 0)))
     assert rig.ask("r2").predicted_wait_ms == pytest.approx(320.0)
 
 
@@ -151,7 +161,7 @@ def test_a_first_token_takes_a_local_prompt_off_the_wait_too() -> None:
     rig = Rig("decode/x", disaggregate="never")
     rig.ask("r1")
     assert len(rig.router.workers["decode/x"].prefills) == 1
-    rig.send(e.FirstToken(("r1", 0)))
+    rig.send(e.FirstTokenSent(("r1", 0)))
     assert not rig.router.workers["decode/x"].prefills
 
 
@@ -165,22 +175,22 @@ def test_reports_change_the_predicted_rate() -> None:
 def test_a_newcomer_starts_with_what_its_type_has_shown() -> None:
     rig = Rig("prefill/a", "decode/x")
     rig.report("prefill/a", 1, prefill_tokens=6000, prefill_seconds=1.0)
-    rig.send(e.Lost("prefill/a"))
-    rig.send(e.Joined(card("prefill/b"), 0, []))
+    rig.send(e.WorkerLost("prefill/a"))
+    rig.send(e.WorkerJoined(card("prefill/b"), 0, []))
     assert rig.ask("r").predicted_wait_ms == pytest.approx(640 * (0.5 / 2 + 0.5 / 6))
 
 
 def test_one_bad_prompt_does_not_keep_a_worker_idle_for_ever(rig: Rig) -> None:
     """A cold start: its first prompt took 50 times as long as it should."""
-    cold = rig.ask("cold").prefill
-    rig.send(e.FirstToken(("cold", 0)), after=16.0)
+    cold = rig.ask("cold").prefill_worker
+    rig.send(e.FirstTokenSent(("cold", 0)), after=16.0)
     rig.over("cold")
     used = []
     for index in range(60):
         names = f"a{index}", f"b{index}"
-        used.append({rig.ask(name).prefill for name in names})
+        used.append({rig.ask(name).prefill_worker for name in names})
         for name in names:
-            rig.send(e.FirstToken((name, 0)), after=0.32)
+            rig.send(e.FirstTokenSent((name, 0)), after=0.32)
             rig.over(name)
         rig.now += 1.0
     assert not any(cold in pair for pair in used[:3]), "what it showed counts at first"
@@ -191,7 +201,7 @@ def test_a_prefix_hit_is_preferred_and_counted(rig: Rig) -> None:
     rig.report("prefill/b", 1, stored=HASHES[:4])
     for index in range(4):
         placed = rig.ask(f"r{index}", prompt=512, hashes=[*HASHES[:4], *own(index)])
-        assert (placed.prefill, placed.hit_tokens) == ("prefill/b", 256)
+        assert (placed.prefill_worker, placed.hit_tokens) == ("prefill/b", 256)
         rig.over(f"r{index}")
     statistics = rig.router.statistics()
     assert (statistics["hit_tokens"], statistics["prompt_tokens"]) == (4 * 256, 4 * 512)
@@ -205,50 +215,52 @@ def own(index: int) -> list[bytes]:
 def test_a_whole_prompt_hit_still_computes_one_token(rig: Rig) -> None:
     rig.report("prefill/b", 1, stored=HASHES[:4])
     placed = rig.ask("r", prompt=256, hashes=HASHES[:4])
-    assert (placed.prefill, placed.hit_tokens) == ("prefill/b", 255)
+    assert (placed.prefill_worker, placed.hit_tokens) == ("prefill/b", 255)
 
 
 def test_a_placement_counts_as_a_prefix_until_a_report_confirms_it_or_its_time_is_over(rig: Rig):
     first = rig.ask("r1", prompt=512, hashes=HASHES)
-    rig.send(e.FirstToken(("r1", 0)))
+    rig.send(e.FirstTokenSent(("r1", 0)))
     assert rig.ask("r2", prompt=512, hashes=HASHES).hit_tokens == 511
-    rig.send(e.Ended(("r2", 0)))
-    rig.report(first.prefill, 1, stored=HASHES[:4])
-    rig.send(e.Tick(), after=121.0)
+    rig.send(e.AttemptEnded(("r2", 0)))
+    rig.report(first.prefill_worker, 1, stored=HASHES[:4])
+    rig.send(e.RouterTick(), after=121.0)
     again = rig.ask("r3", prompt=512, hashes=HASHES)
-    assert (again.prefill, again.hit_tokens) == (first.prefill, 256)
+    assert (again.prefill_worker, again.hit_tokens) == (first.prefill_worker, 256)
 
 
 def test_a_worker_that_evicted_the_prefix_is_not_preferred() -> None:
     rig = Rig("prefill/a", "prefill/b", "decode/x")
-    rig.send(e.Joined(card("prefill/a"), 0, HASHES[:1]))
+    rig.send(e.WorkerJoined(card("prefill/a"), 0, HASHES[:1]))
     rig.report("prefill/b", 1, stored=HASHES[:2])
     rig.report("prefill/b", 2, evicted=HASHES[:2])
-    assert rig.ask("r", hashes=HASHES).prefill == "prefill/a"
+    assert rig.ask("r", hashes=HASHES).prefill_worker == "prefill/a"
 
 
 def test_avoided_workers_are_avoided_while_there_are_others(rig: Rig) -> None:
     for index in range(6):
         avoid = ["prefill/a", "decode/x"]
-        placed = rig.ask(f"r{index}", avoid=avoid)
-        assert (placed.prefill, placed.decode) == ("prefill/b", "decode/y")
+        placed = rig.ask(f"r{index}", avoided_workers=avoid)
+        assert (placed.prefill_worker, placed.decode_worker) == ("prefill/b", "decode/y")
     both = ["prefill/a", "prefill/b", "decode/x", "decode/y"]
-    assert isinstance(rig.ask("last", avoid=both), Placed)
+    assert isinstance(rig.ask("last", avoided_workers=both), AttemptPlaced)
 
 
 def test_lost_workers_are_never_taken_the_request_waits_for_others() -> None:
     rig = Rig("prefill/a", "decode/x")
-    assert rig.ask("r", lost=["decode/x"]) == []
-    assert rig.send(e.Tick(), after=1.0) == []
-    actions = rig.send(e.Joined(card("decode/y"), 0, []))
-    assert [a.frame.decode for a in actions if isinstance(a.frame, Placed)] == ["decode/y"]
+    assert rig.ask("r", lost_workers=["decode/x"]) == []
+    assert rig.send(e.RouterTick(), after=1.0) == []
+    actions = rig.send(e.WorkerJoined(card("decode/y"), 0, []))
+    assert [a.frame.decode_worker for a in actions if isinstance(a.frame, AttemptPlaced)] == [
+        "decode/y"
+    ]
 
 
 def test_who_waits_for_a_dead_workers_successor_does_not_hold_up_the_others() -> None:
     rig = Rig("prefill/a", "decode/x")
-    assert rig.ask("r1", lost=["decode/x"]) == []
-    assert rig.ask("r2").decode == "decode/x"
-    expired = rig.send(e.Tick(), after=31.0)
+    assert rig.ask("r1", lost_workers=["decode/x"]) == []
+    assert rig.ask("r2").decode_worker == "decode/x"
+    expired = rig.send(e.RouterTick(), after=31.0)
     assert [a.frame.reason for a in expired] == ["no_capacity"]
     assert "no decode worker is up" in expired[0].frame.message
 
@@ -256,16 +268,20 @@ def test_who_waits_for_a_dead_workers_successor_does_not_hold_up_the_others() ->
 def test_a_local_request_needs_a_decode_worker_only() -> None:
     rig = Rig("decode/x")
     rig.report("decode/x", 1, stored=HASHES[:2])
-    placed = rig.ask("r", local=True, hashes=HASHES)
-    assert (placed.prefill, placed.decode, placed.hit_tokens) == (None, "decode/x", 128)
+    placed = rig.ask("r", local_prefill=True, hashes=HASHES)
+    assert (placed.prefill_worker, placed.decode_worker, placed.hit_tokens) == (
+        None,
+        "decode/x",
+        128,
+    )
     # one chunk of 512 tokens in a step of 20 ms, 1 ms of it for no row yet
     assert placed.predicted_wait_ms == pytest.approx((640 - 128) / 2 + 20)
 
 
 def test_disaggregate_never_makes_every_request_local(rig: Rig) -> None:
     rig.router = Router(RouterConfig(disaggregate="never"), 5)
-    rig.send(e.Joined(card("decode/x"), 0, []))
-    assert rig.ask("r").prefill is None
+    rig.send(e.WorkerJoined(card("decode/x"), 0, []))
+    assert rig.ask("r").prefill_worker is None
 
 
 def test_a_duplicate_place_gets_the_same_answer_again(rig: Rig) -> None:
@@ -282,13 +298,13 @@ def test_a_duplicate_of_a_waiting_request_is_ignored() -> None:
 
 def test_a_waiting_request_may_lift_its_ban_from_a_worker_that_came_back() -> None:
     rig = Rig("prefill/a", "decode/x")
-    assert rig.ask("r", lost=["decode/x"]) == []
-    assert rig.ask("r").decode == "decode/x"
+    assert rig.ask("r", lost_workers=["decode/x"]) == []
+    assert rig.ask("r").decode_worker == "decode/x"
 
 
 def test_another_attempt_is_another_request(rig: Rig) -> None:
     rig.ask("r")
-    assert rig.ask("r", attempt=1).key == ("r", 1)
+    assert rig.ask("r", attempt=1).attempt_key == ("r", 1)
 
 
 # ---- room and waiting ----------------------------------------------------------------------------
@@ -296,31 +312,35 @@ def test_another_attempt_is_another_request(rig: Rig) -> None:
 
 def test_decode_reserves_the_prompt_and_a_growth_allowance() -> None:
     rig = Rig("prefill/a", "decode/x", blocks=14)
-    assert isinstance(rig.ask("r", prompt=640, most=1000), Placed)  # ceil((640 + 256) / 64)
+    assert isinstance(rig.ask("r", prompt=640, most=1000), AttemptPlaced)  # ceil((640 + 256) / 64)
     assert rig.router.workers["decode/x"].room == 0
 
 
 def test_beside_others_a_request_leaves_what_the_worker_keeps_for_growth() -> None:
     for kept, placed in ((0, True), (1, False)):
         rig = Rig("prefill/a")
-        worker = msgspec.structs.replace(card("decode/x", blocks=22), kept=kept)
-        rig.send(e.Joined(worker, 0, []))
-        assert isinstance(rig.ask("r1"), Placed)  # 11 of 22 blocks
-        assert isinstance(rig.ask("r2"), Placed) == placed
+        worker = msgspec.structs.replace(card("decode/x", blocks=22), growth_reserve_blocks=kept)
+        rig.send(e.WorkerJoined(worker, 0, []))
+        assert isinstance(rig.ask("r1"), AttemptPlaced)  # 11 of 22 blocks
+        assert isinstance(rig.ask("r2"), AttemptPlaced) == placed
 
 
 def test_alone_a_request_may_have_the_whole_pool() -> None:
     rig = Rig("prefill/a")
-    rig.send(e.Joined(msgspec.structs.replace(card("decode/x", blocks=11), kept=3), 0, []))
-    assert isinstance(rig.ask("r"), Placed)
+    rig.send(
+        e.WorkerJoined(
+            msgspec.structs.replace(card("decode/x", blocks=11), growth_reserve_blocks=3), 0, []
+        )
+    )
+    assert isinstance(rig.ask("r"), AttemptPlaced)
 
 
 def test_a_request_waits_for_decode_room_and_is_placed_after_over() -> None:
     rig = Rig("prefill/a", "decode/x", blocks=12)
-    assert isinstance(rig.ask("r1"), Placed)  # 11 of 12 blocks
+    assert isinstance(rig.ask("r1"), AttemptPlaced)  # 11 of 12 blocks
     assert rig.ask("r2") == [] and rig.ask("r3") == []
-    assert [frame.key for frame in rig.over("r1")] == [("r2", 0)]
-    assert [frame.key for frame in rig.over("r2")] == [("r3", 0)]
+    assert [frame.attempt_key for frame in rig.over("r1")] == [("r2", 0)]
+    assert [frame.attempt_key for frame in rig.over("r2")] == [("r3", 0)]
     assert rig.over("r3") == []
     assert rig.router.workers["decode/x"].room == 12
 
@@ -330,7 +350,7 @@ def test_a_small_request_does_not_overtake_one_that_waits() -> None:
     rig.ask("r1")
     rig.ask("big")
     assert rig.ask("small", prompt=10, most=10) == []
-    assert [frame.key[0] for frame in rig.over("r1")] == ["big", "small"]
+    assert [frame.attempt_key[0] for frame in rig.over("r1")] == ["big", "small"]
 
 
 def test_over_of_a_waiting_request_ends_its_wait() -> None:
@@ -354,8 +374,8 @@ def test_a_full_queue_refuses_at_once() -> None:
     rig.ask("r1")
     rig.ask("r2")
     refused = rig.ask("r3")
-    assert isinstance(refused, Refused)
-    assert (refused.key, refused.reason) == (("r3", 0), "queue_full")
+    assert isinstance(refused, AttemptRefused)
+    assert (refused.attempt_key, refused.reason) == (("r3", 0), "queue_full")
     assert "2 requests wait already" in refused.message and refused.retry_after_s > 0
 
 
@@ -363,8 +383,8 @@ def test_who_waits_too_long_for_a_busy_worker_is_refused() -> None:
     rig = Rig("prefill/a", "decode/x", blocks=12, queue_ttl_s=3.0)
     rig.ask("r1")
     rig.ask("r2")
-    assert rig.send(e.Tick(), after=2.9) == []
-    (refused,) = rig.send(e.Tick(), after=0.1)
+    assert rig.send(e.RouterTick(), after=2.9) == []
+    (refused,) = rig.send(e.RouterTick(), after=0.1)
     assert refused.frame.reason == "deadline_exceeded"
     assert "3 s" in refused.frame.message and "busy" in refused.frame.message
 
@@ -376,7 +396,7 @@ def test_who_waits_too_long_for_a_busy_worker_is_refused() -> None:
 def test_who_waits_too_long_for_a_missing_role_is_told_so(up: tuple, missing: str) -> None:
     rig = Rig(*up)
     rig.ask("r")
-    (refused,) = rig.send(e.Tick(), after=31.0)
+    (refused,) = rig.send(e.RouterTick(), after=31.0)
     assert refused.frame.reason == "no_capacity"
     assert f"no {missing} worker is up" in refused.frame.message
 
@@ -385,8 +405,10 @@ def test_a_late_worker_takes_those_who_wait_oldest_first() -> None:
     rig = Rig("prefill/a")
     for name in ("r1", "r2", "r3"):
         rig.ask(name)
-    actions = rig.send(e.Joined(card("decode/x"), 0, []))
-    placed = [action.frame.key[0] for action in actions if isinstance(action.frame, Placed)]
+    actions = rig.send(e.WorkerJoined(card("decode/x"), 0, []))
+    placed = [
+        action.frame.attempt_key[0] for action in actions if isinstance(action.frame, AttemptPlaced)
+    ]
     assert placed == ["r1", "r2", "r3"]
 
 
@@ -396,9 +418,9 @@ def test_a_request_that_expired_makes_way_in_the_same_tick() -> None:
     rig.ask("big")  # 11 blocks, 10 are left
     rig.now += 20
     rig.ask("small", prompt=64, most=1)
-    frames = [action.frame for action in rig.send(e.Tick(), after=11.0)]
-    assert [type(frame) for frame in frames] == [Refused, Placed]
-    assert [frame.key[0] for frame in frames] == ["big", "small"]
+    frames = [action.frame for action in rig.send(e.RouterTick(), after=11.0)]
+    assert [type(frame) for frame in frames] == [AttemptRefused, AttemptPlaced]
+    assert [frame.attempt_key[0] for frame in frames] == ["big", "small"]
 
 
 # ---- membership ----------------------------------------------------------------------------------
@@ -409,7 +431,7 @@ def names(actions: list) -> dict[str, tuple[str, ...]]:
     return {
         action.peer: tuple(sorted(worker.id for worker in action.frame.workers))
         for action in actions
-        if isinstance(action, Deliver) and isinstance(action.frame, Directory)
+        if isinstance(action, DeliverFrame) and isinstance(action.frame, WorkerDirectory)
     }
 
 
@@ -420,24 +442,24 @@ def test_a_gateway_that_joins_is_told_who_is_there(rig: Rig) -> None:
 
 def test_a_new_worker_is_announced_to_everyone() -> None:
     rig = Rig("prefill/a")
-    told = names(rig.send(e.Joined(card("decode/x"), 0, [])))
+    told = names(rig.send(e.WorkerJoined(card("decode/x"), 0, [])))
     assert told == dict.fromkeys(("g", "prefill/a", "decode/x"), ("decode/x", "prefill/a"))
 
 
 def test_a_lost_worker_is_announced_and_gets_nothing_any_more(rig: Rig) -> None:
     rig.report("prefill/a", 1, stored=HASHES)
     rest = ("decode/x", "decode/y", "prefill/b")
-    assert names(rig.send(e.Lost("prefill/a"))) == dict.fromkeys(("g", *rest), rest)
-    assert rig.ask("r").prefill == "prefill/b"
+    assert names(rig.send(e.WorkerLost("prefill/a"))) == dict.fromkeys(("g", *rest), rest)
+    assert rig.ask("r").prefill_worker == "prefill/b"
     assert rig.router.statistics()["index_entries"] == 0
-    assert rig.send(e.Lost("prefill/a")) == []
+    assert rig.send(e.WorkerLost("prefill/a")) == []
 
 
 def test_over_after_its_workers_are_lost_is_harmless(rig: Rig) -> None:
     placed = rig.ask("r")
-    rig.send(e.Lost(placed.prefill))
-    rig.send(e.Lost(placed.decode))
-    rig.send(e.FirstToken(("r", 0)))
+    rig.send(e.WorkerLost(placed.prefill_worker))
+    rig.send(e.WorkerLost(placed.decode_worker))
+    rig.send(e.FirstTokenSent(("r", 0)))
     assert rig.over("r") == []
     assert rig.router.statistics()["bound"] == 0
 
@@ -447,13 +469,13 @@ def test_streams_whose_gateways_connection_broke_keep_their_blocks_until_they_en
     for name in ("r1", "r2", "r3"):
         assert rig.ask(name)
     for name in ("r1", "r2"):  # they decode
-        rig.send(e.FirstToken((name, 0)))
+        rig.send(e.FirstTokenSent((name, 0)))
     reserved = rig.router.workers["decode/x"].reserved
     rig.report("decode/x", 1, ended=[("r2", 0)])
     rig.send(e.GatewayLost("g"))
     assert rig.router.workers["decode/x"].reserved == reserved // 3
     rig.send(e.GatewayJoined("g"))
-    rig.send(e.Ended(("r1", 0), Over(("r1", 0), 20, 10.0, 5.0, "stop")))
+    rig.send(e.AttemptEnded(("r1", 0), AttemptOutcome(("r1", 0), 20, 10.0, 5.0, "stop")))
     assert rig.router.workers["decode/x"].reserved == 0
     decision = rig.router.decisions.get(("r1", 0))
     assert decision.observed["reason"] == "stop"
@@ -462,7 +484,7 @@ def test_streams_whose_gateways_connection_broke_keep_their_blocks_until_they_en
 def test_streams_of_a_gateway_that_died_end_when_their_worker_says_so() -> None:
     rig = Rig("prefill/a", "decode/x")
     rig.ask("r1")
-    rig.send(e.FirstToken(("r1", 0)))
+    rig.send(e.FirstTokenSent(("r1", 0)))
     rig.send(e.GatewayLost("g"))
     assert rig.router.workers["decode/x"].reserved
     rig.report("decode/x", 1, running=1, ended=[("r1", 0)])
@@ -472,8 +494,8 @@ def test_streams_of_a_gateway_that_died_end_when_their_worker_says_so() -> None:
 def test_a_worker_that_joins_again_says_by_what_it_holds_what_has_ended() -> None:
     rig = Rig("prefill/a", "decode/x")
     rig.ask("r1")
-    rig.send(e.FirstToken(("r1", 0)))
-    rig.send(e.Joined(card("decode/x"), 0, [], []))
+    rig.send(e.FirstTokenSent(("r1", 0)))
+    rig.send(e.WorkerJoined(card("decode/x"), 0, [], []))
     rig.send(e.GatewayLost("g"))
     assert rig.router.workers["decode/x"].reserved == 0
 
@@ -485,15 +507,15 @@ def test_a_lost_gateway_frees_its_placements_and_waits_for_nothing() -> None:
     rig.ask("h2", gateway="h")
     rig.ask("g1")
     (placed,) = rig.send(e.GatewayLost("h"))
-    assert (placed.peer, placed.frame.key) == ("g", ("g1", 0))
+    assert (placed.peer, placed.frame.attempt_key) == ("g", ("g1", 0))
     statistics = rig.router.statistics()
     assert (statistics["bound"], statistics["waiting"]) == (1, 0)
-    assert "h" not in names(rig.send(e.Joined(card("decode/y"), 0, [])))
+    assert "h" not in names(rig.send(e.WorkerJoined(card("decode/y"), 0, [])))
 
 
 def test_a_gap_in_the_reports_disconnects_the_worker(rig: Rig) -> None:
     assert rig.report("prefill/a", 1) == []
-    assert rig.report("prefill/a", 3, stored=HASHES) == [e.Disconnect("prefill/a")]
+    assert rig.report("prefill/a", 3, stored=HASHES) == [e.DisconnectWorker("prefill/a")]
     assert rig.router.statistics()["index_entries"] == 0
 
 
@@ -504,37 +526,39 @@ def test_a_report_of_a_worker_that_did_not_join_is_ignored(rig: Rig) -> None:
 def test_a_worker_that_joins_again_starts_with_its_whole_snapshot(rig: Rig) -> None:
     rig.report("prefill/a", 1, stored=HASHES[:4])
     placed = rig.ask("r")
-    rig.send(e.Joined(card("prefill/a"), 0, HASHES[6:7]))
+    rig.send(e.WorkerJoined(card("prefill/a"), 0, HASHES[6:7]))
     assert rig.router.index.match(HASHES) == []
     assert rig.report("prefill/a", 1) == [], "its reports count from 1 again"
     queued = sum(len(worker.prefills) for worker in rig.router.workers.values())
-    assert queued == 1 and placed.prefill, "what is placed on it stays"
+    assert queued == 1 and placed.prefill_worker, "what is placed on it stays"
 
 
 def test_a_young_router_says_that_workers_may_be_missing_and_later_that_none_is() -> None:
     rig = Rig("prefill/a", settle_s=3.0)
     (told,) = rig.send(e.GatewayJoined("h"), after=2.9)
     assert not told.frame.settled
-    settled = rig.send(e.Tick(), after=0.1)
+    settled = rig.send(e.RouterTick(), after=0.1)
     assert names(settled) == dict.fromkeys(("g", "h", "prefill/a"), ("prefill/a",))
     assert all(action.frame.settled for action in settled)
-    assert rig.send(e.Tick(), after=9.0) == []
+    assert rig.send(e.RouterTick(), after=9.0) == []
 
 
 # ---- terms ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("event", [e.Outdated(6), e.Joined(card("prefill/c"), 6, [])])
+@pytest.mark.parametrize(
+    "event", [e.NewerRouterReported(6), e.WorkerJoined(card("prefill/c"), 6, [])]
+)
 def test_a_router_that_hears_a_higher_term_steps_down_and_places_nothing(rig: Rig, event) -> None:
     assert rig.send(event) == [e.StepDown(6)]
-    assert rig.ask("r") == [] and rig.send(e.Tick(), after=60.0) == []
+    assert rig.ask("r") == [] and rig.send(e.RouterTick(), after=60.0) == []
     assert not rig.router.statistics()["active"]
 
 
 @pytest.mark.parametrize("term", [4, 5])
 def test_its_own_or_a_lower_term_is_no_news(rig: Rig, term: int) -> None:
-    assert rig.send(e.Outdated(term)) == []
-    assert isinstance(rig.ask("r"), Placed)
+    assert rig.send(e.NewerRouterReported(term)) == []
+    assert isinstance(rig.ask("r"), AttemptPlaced)
 
 
 def test_a_new_router_places_resubmitted_requests() -> None:

@@ -9,14 +9,14 @@ from math import inf
 import msgspec
 import pytest
 from diptych.protos.frames import (
+    AttemptKey,
+    AttemptOutcome,
+    AttemptPlaced,
+    AttemptRefused,
     Coefficients,
-    Key,
-    Over,
-    Place,
-    Placed,
-    Refused,
-    Report,
+    PlaceAttempt,
     WorkerCard,
+    WorkerReport,
 )
 from diptych.router import Router, RouterConfig
 from diptych.router import events as e
@@ -53,17 +53,23 @@ class World(RuleBasedStateMachine):
         super().__init__()
         self.router = Router(self.config, 1)
         self.now = 0.0
-        self.fate: dict[Key, str] = {}
-        self.owner: dict[Key, str] = {}
-        self.blocks: dict[Key, tuple[str, int]] = {}  #: decode worker (a name and its life), blocks
+        self.fate: dict[AttemptKey, str] = {}
+        self.owner: dict[AttemptKey, str] = {}
+        self.blocks: dict[
+            AttemptKey, tuple[str, int]
+        ] = {}  #: decode worker (a name and its life), blocks
         self.lives = dict.fromkeys(WORKERS, 0)
         self.asked = 0
         self.told = {"placed": 0, "refused": 0, "hit": 0, "prompt": 0}
-        self.places: dict[Key, Place] = {}
+        self.places: dict[AttemptKey, PlaceAttempt] = {}
         self.joined: dict[str, int] = {}  #: worker -> its last report
-        self.foreign: dict[Key, tuple[str, int]] = {}  #: placed by another router: life, blocks
-        self.told_over: set[Key] = set()  #: their workers said so
-        self.computing: dict[Key, str] = {}  #: prompts without a first token -> worker and life
+        self.foreign: dict[
+            AttemptKey, tuple[str, int]
+        ] = {}  #: placed by another router: life, blocks
+        self.told_over: set[AttemptKey] = set()  #: their workers said so
+        self.computing: dict[
+            AttemptKey, str
+        ] = {}  #: prompts without a first token -> worker and life
         for gateway in GATEWAYS:
             self.send(e.GatewayJoined(gateway))
 
@@ -73,34 +79,40 @@ class World(RuleBasedStateMachine):
     def take(self, actions: list) -> list:
         for action in actions:
             frame = getattr(action, "frame", None)
-            if isinstance(frame, Placed):
+            if isinstance(frame, AttemptPlaced):
                 self.placed(action.peer, frame)
-            elif isinstance(frame, Refused):
-                assert self.fate[frame.key] == "waiting" and action.peer == self.owner[frame.key]
-                early = self.places[frame.key].slo_class == "sheddable"
+            elif isinstance(frame, AttemptRefused):
+                assert (
+                    self.fate[frame.attempt_key] == "waiting"
+                    and action.peer == self.owner[frame.attempt_key]
+                )
+                early = self.places[frame.attempt_key].slo_class == "sheddable"
                 assert frame.retry_after_s > 0 and (frame.reason != "slo_unattainable" or early)
-                self.fate[frame.key] = "over"
+                self.fate[frame.attempt_key] = "over"
                 self.told["refused"] += 1
         return actions
 
-    def placed(self, peer: str, frame: Placed) -> None:
-        place = self.places[frame.key]
-        assert self.fate[frame.key] == "waiting" and peer == self.owner[frame.key]
-        assert frame.decode in self.joined and not frame.decode.startswith("prefill")
-        local = place.local or self.config.disaggregate == "never"
-        assert frame.prefill is None or not local
-        if self.config.disaggregate == "always" and frame.prefill is None:
-            assert local or frame.decode.startswith("mixed")
-        assert frame.prefill is None or frame.prefill in self.joined
-        assert frame.decode not in place.lost and frame.prefill not in place.lost
+    def placed(self, peer: str, frame: AttemptPlaced) -> None:
+        place = self.places[frame.attempt_key]
+        assert self.fate[frame.attempt_key] == "waiting" and peer == self.owner[frame.attempt_key]
+        assert frame.decode_worker in self.joined and not frame.decode_worker.startswith("prefill")
+        local = place.local_prefill or self.config.disaggregate == "never"
+        assert frame.prefill_worker is None or not local
+        if self.config.disaggregate == "always" and frame.prefill_worker is None:
+            assert local or frame.decode_worker.startswith("mixed")
+        assert frame.prefill_worker is None or frame.prefill_worker in self.joined
+        assert (
+            frame.decode_worker not in place.lost_workers
+            and frame.prefill_worker not in place.lost_workers
+        )
         assert 0 <= frame.hit_tokens < place.prompt_tokens
         assert frame.predicted_ttft_ms >= frame.predicted_wait_ms >= 0
-        self.fate[frame.key] = "placed"
+        self.fate[frame.attempt_key] = "placed"
         own = -(-(place.prompt_tokens + min(place.max_tokens, 64)) // 64)
-        more = (place.answers - 1) * (own - place.prompt_tokens // 64)
+        more = (place.answer_count - 1) * (own - place.prompt_tokens // 64)
         need = max(own, min(own + more, BLOCKS))
-        self.blocks[frame.key] = (self.life(frame.decode), need)
-        self.computing[frame.key] = self.life(frame.prefill or frame.decode)
+        self.blocks[frame.attempt_key] = (self.life(frame.decode_worker), need)
+        self.computing[frame.attempt_key] = self.life(frame.prefill_worker or frame.decode_worker)
         self.told["placed"] += 1
         self.told["hit"] += frame.hit_tokens
         self.told["prompt"] += place.prompt_tokens
@@ -108,7 +120,7 @@ class World(RuleBasedStateMachine):
     def life(self, worker: str) -> str:
         return f"{worker}.{self.lives[worker]}"
 
-    def over(self, key: Key) -> None:
+    def over(self, key: AttemptKey) -> None:
         self.fate[key] = "over"
         self.blocks.pop(key, None)
         self.computing.pop(key, None)
@@ -131,18 +143,30 @@ class World(RuleBasedStateMachine):
     ):
         key = (f"r{self.asked}", 0)
         self.asked += 1
-        self.places[key] = Place(
-            key, prompt, most, content, avoid, lost, local, tenant, slo_class, ttft, answers=answers
+        self.places[key] = PlaceAttempt(
+            key,
+            prompt,
+            most,
+            content,
+            avoid,
+            lost,
+            local,
+            tenant,
+            slo_class,
+            ttft,
+            answer_count=answers,
         )
         self.owner[key], self.fate[key] = gateway, "waiting"
-        self.send(e.Asked(gateway, self.places[key]))
+        self.send(e.PlacementRequested(gateway, self.places[key]))
 
     @rule(data=st.data())
     def ask_again(self, data) -> None:
         live = [key for key, fate in self.fate.items() if fate != "over"]
         if live:
             key = data.draw(st.sampled_from(live))
-            again = self.router.handle(e.Asked(self.owner[key], self.places[key]), self.now)
+            again = self.router.handle(
+                e.PlacementRequested(self.owner[key], self.places[key]), self.now
+            )
             if self.fate[key] == "placed":
                 assert [a.frame for a in again] == [self.router.bound[key].placed]
             else:
@@ -154,11 +178,13 @@ class World(RuleBasedStateMachine):
             key = (f"r{data.draw(st.integers(0, self.asked - 1))}", 0)
             if first_token and self.fate[key] == "placed":
                 self.computing.pop(key, None)
-                self.send(e.FirstToken(key))
+                self.send(e.FirstTokenSent(key))
                 return
             self.over(key)
             self.foreign.pop(key, None)  # its gateway is back, and says so
-            self.send(e.Ended(key, Over(key, 20, 10.0, 5.0, "stop") if tell else None))
+            self.send(
+                e.AttemptEnded(key, AttemptOutcome(key, 20, 10.0, 5.0, "stop") if tell else None)
+            )
 
     @rule(
         worker=st.sampled_from(WORKERS),
@@ -189,12 +215,12 @@ class World(RuleBasedStateMachine):
             worker, role, role, "", worker, 1, b"", BLOCKS, cost=COST if cost else None
         )
         card = msgspec.structs.replace(card, max_running=ROWS)
-        self.send(e.Joined(card, 0, cached, told))
+        self.send(e.WorkerJoined(card, 0, cached, told))
 
     @rule(worker=st.sampled_from(WORKERS))
     def lose(self, worker) -> None:
         self.joined.pop(worker, None)
-        self.send(e.Lost(worker))
+        self.send(e.WorkerLost(worker))
 
     @rule(worker=st.sampled_from(WORKERS))
     def blip(self, worker) -> None:
@@ -208,7 +234,7 @@ class World(RuleBasedStateMachine):
         if self.foreign:
             key = data.draw(st.sampled_from(sorted(self.foreign)))
             del self.foreign[key]
-            self.send(e.Ended(key))
+            self.send(e.AttemptEnded(key))
 
     @rule(
         worker=st.sampled_from(WORKERS),
@@ -223,7 +249,7 @@ class World(RuleBasedStateMachine):
         if worker not in self.joined:
             return
         number = self.joined[worker] + (2 if gap else 1)
-        told = Report(
+        told = WorkerReport(
             number, 0, stored, evicted, 640, 0.5 * speed, 2, 900, 50, 0.7 * speed, waiting
         )
         life = self.life(worker)
@@ -235,8 +261,8 @@ class World(RuleBasedStateMachine):
             self.told_over.update(ours)
             for key in over:
                 del self.foreign[key]
-        actions = self.send(e.Reported(worker, told))
-        assert (e.Disconnect(worker) in actions) == gap
+        actions = self.send(e.WorkerReported(worker, told))
+        assert (e.DisconnectWorker(worker) in actions) == gap
         if not gap:
             self.joined[worker] = number
 
@@ -256,7 +282,7 @@ class World(RuleBasedStateMachine):
     @rule(after=st.sampled_from([0.0, 0.01, 0.1, 1.0, TTL_S + 0.1]))
     def tick(self, after) -> None:
         self.now += after
-        self.send(e.Tick())
+        self.send(e.RouterTick())
         if after > TTL_S:
             assert not self.router.line, "nobody waits longer than its time to live"
 
@@ -266,7 +292,7 @@ class World(RuleBasedStateMachine):
         wake = self.router.next_wake
         if wake is not None:
             self.now = max(self.now, wake)
-            self.send(e.Tick())
+            self.send(e.RouterTick())
             again = self.router.next_wake
             assert again is None or again > self.now, "no busy loop"
         else:
@@ -281,7 +307,7 @@ class World(RuleBasedStateMachine):
         while "placed" in self.fate.values() or (self.router.line and self.now < until):
             for key in [key for key, fate in self.fate.items() if fate == "placed"]:
                 self.over(key)
-                self.send(e.Ended(key))
+                self.send(e.AttemptEnded(key))
             if self.router.line:
                 self.wake()
         assert not self.router.line

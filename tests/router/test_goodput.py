@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from diptych.protos.frames import Outcome, Place
+from diptych.protos.frames import PlaceAttempt, RequestOutcome
 from diptych.router import Router, RouterConfig
 from diptych.router import events as e
 from diptych.router.goodput import FEW, NAMED, OTHER, WINDOW_S, Goodput, judge
@@ -11,7 +11,7 @@ from diptych.router.goodput import FEW, NAMED, OTHER, WINDOW_S, Goodput, judge
 TTFT_S, ITL_S = 1.0, 0.05
 
 
-def outcome(**changes) -> Outcome:
+def outcome(**changes) -> RequestOutcome:
     """Met both targets, unless changed."""
     values = {
         "tenant": "t",
@@ -24,7 +24,7 @@ def outcome(**changes) -> Outcome:
         "itl_p99_s": 0.04,
         **changes,
     }
-    return Outcome(**values)
+    return RequestOutcome(**values)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_the_router_tells_goodput_and_counts_refusals() -> None:
     router = Router(RouterConfig(queue_max=0), term=1)
     assert router.statistics()["goodput"]["share"] is None
     router.handle(e.GatewayJoined("g"), 0.0)
-    router.handle(e.Asked("g", Place(("a", 0), 10, 10, [])), 0.0)
-    router.handle(e.Answered(outcome()), 0.0)
+    router.handle(e.PlacementRequested("g", PlaceAttempt(("a", 0), 10, 10, [])), 0.0)
+    router.handle(e.RequestEnded(outcome()), 0.0)
     assert router.statistics(1.0)["goodput"]["share"] == 1.0
     assert dict(router.tally.refused) == {"queue_full": 1}
     assert router.statistics(1.0 + 2 * WINDOW_S)["goodput"]["requests"] == 0

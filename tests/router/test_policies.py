@@ -22,7 +22,7 @@ def load(made: Rig, worker: str, *prompts: int) -> None:
     """Prompts that only this worker may take."""
     other = "prefill/b" if worker == "prefill/a" else "prefill/a"
     for prompt in prompts:
-        made.ask(f"load{made.router.placed}", prompt=prompt, lost=[other])
+        made.ask(f"load{made.router.placed}", prompt=prompt, lost_workers=[other])
 
 
 def chosen(made: Rig, prompt: int = 1000, hot: bool = True) -> str | None:
@@ -107,7 +107,7 @@ def test_power_of_two_prefers_the_less_busy_of_two() -> None:
     made = Rig(*(f"prefill/{i}" for i in range(4)), "decode/x", policy="power_of_two")
     for index in range(40):
         made.ask(f"r{index}", prompt=10)
-    counts = Counter(frame.prefill for frame in made.frames.values())
+    counts = Counter(frame.prefill_worker for frame in made.frames.values())
     assert all(5 <= count <= 15 for count in counts.values()), counts
 
 

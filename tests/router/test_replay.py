@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from diptych.protos.frames import Over
+from diptych.protos.frames import AttemptOutcome
 from diptych.router import events as e
 from diptych.router.replay import LogError, encode, encode_head, read, replay, snapshot
 
@@ -34,7 +34,7 @@ def day() -> Logged:
         rig.ask(f"r{index}", prompt=800, hashes=prefix(1, 12), ttft_s=3.0)
         wake = rig.router.next_wake
         if wake is not None and wake < rig.now + 0.1:
-            rig.send(e.Tick(), after=max(wake - rig.now, 0.0))
+            rig.send(e.RouterTick(), after=max(wake - rig.now, 0.0))
         rig.first(f"r{index}", after=0.1)
     for index in range(12):
         rig.over(f"r{index}", tokens=20, reason="stop")
@@ -42,11 +42,11 @@ def day() -> Logged:
 
 
 def test_events_come_back_as_they_were() -> None:
-    over = Over(("r", 0), 5, 1.0, None, "stop")
-    told = [e.Lost("w"), e.Ended(("r", 0), over), e.GatewayJoined("g")]
+    over = AttemptOutcome(("r", 0), 5, 1.0, None, "stop")
+    told = [e.WorkerLost("w"), e.AttemptEnded(("r", 0), over), e.GatewayJoined("g")]
     lines = [encode(event, 1.5) for event in told]
     assert [event for _, event in read(filter(None, lines))] == told
-    assert encode(e.Tick(), 0.0) is None
+    assert encode(e.RouterTick(), 0.0) is None
 
 
 def test_its_own_policy_chooses_the_same_again() -> None:
@@ -81,4 +81,4 @@ def test_a_file_that_is_no_log_is_refused() -> None:
     with pytest.raises(LogError, match="line 1"):
         replay(read([b"{}\n"]), "min_ttft")
     with pytest.raises(LogError, match="head"):
-        replay(read([encode(e.Lost("w"), 0.0) or b""]), "min_ttft")
+        replay(read([encode(e.WorkerLost("w"), 0.0) or b""]), "min_ttft")

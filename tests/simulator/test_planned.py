@@ -110,5 +110,5 @@ def test_the_planner_is_asked_every_interval_and_may_do_nothing():
 def test_nothing_is_placed_on_a_worker_without_a_role():
     one, _ = simulated(Orders(t30=lambda sim: sim._hand_over(sim.workers["prefill/1"])))
     assert one.cards["prefill/1"].role == ""
-    one._tell(e.Tick())
+    one._tell(e.RouterTick())
     assert not one.router.workers["prefill/1"].prefills

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from diptych.cluster.config import ClusterConfig
-from diptych.cluster.gateway.plane import Plane
-from diptych.cluster.gateway.stream import Generator, Request
-from diptych.cluster.wire import Connection, Listener
+from diptych.cluster.gateway.attempt.plane import Plane
+from diptych.cluster.gateway.attempt.stream import Generator, Request
+from diptych.cluster.wire.connection import Connection, Listener
 from diptych.engine.engine import Engine, EngineConfig
-from diptych.engine.scheduler import Limits
+from diptych.engine.scheduler import SchedulerLimits
 from diptych.engine.sequence import Sequence
 from diptych.protos import frames as f
 
@@ -35,11 +35,13 @@ Pair = tuple[str | None, str]  #: (prefill, decode); None: the decode worker com
 class Router:
     """Places a request on the pair that `choose` gives, or later, when somebody has joined."""
 
-    def __init__(self, config: ClusterConfig, choose: Callable[[f.Place], Pair | None]) -> None:
+    def __init__(
+        self, config: ClusterConfig, choose: Callable[[f.PlaceAttempt], Pair | None]
+    ) -> None:
         self.choose, self.cards = choose, dict[str, f.WorkerCard]()
         self._silence_s, self.peers = config.silence_s, dict[str, Connection]()
-        self._waiting: list[tuple[str, f.Place]] = []
-        self.listener = Listener(config.secret, f.ToRouter, self._serve)
+        self._waiting: list[tuple[str, f.PlaceAttempt]] = []
+        self.listener = Listener(config.secret, f.FramesToRouter, self._serve)
 
     async def _serve(self, peer: Connection, _: f.Hello) -> None:
         if peer.name in self.peers:
@@ -50,16 +52,18 @@ class Router:
         async with aclosing(peer.frames(self._silence_s)) as frames:
             async for frame in frames:
                 match frame:
-                    case f.Join(card):
+                    case f.JoinRouter(card):
                         self.cards[card.id] = card
                         self._tell()
-                    case f.Place():
+                    case f.PlaceAttempt():
                         self._waiting.append((peer.name, frame))
                         self._place()
-                    case f.Inspect(call):
-                        peer.send(f.Statistics(call, {}))
-                    case f.Over(key):
-                        self._waiting = [(g, one) for g, one in self._waiting if one.key != key]
+                    case f.InspectProcess(call):
+                        peer.send(f.CallReply(call, {}))
+                    case f.AttemptOutcome(key):
+                        self._waiting = [
+                            (g, one) for g, one in self._waiting if one.attempt_key != key
+                        ]
         if self.peers.get(peer.name) is peer:
             del self.peers[peer.name]
             if self.cards.pop(peer.name, None):
@@ -68,7 +72,7 @@ class Router:
     def _tell(self) -> None:
         for name, peer in self.peers.items():
             if name in self.cards or name == GATEWAY:  # not who is still starting
-                peer.send(f.Directory(1, list(self.cards.values())))
+                peer.send(f.WorkerDirectory(1, list(self.cards.values())))
         self._place()
 
     def _place(self) -> None:
@@ -78,7 +82,7 @@ class Router:
             if pair is None:
                 self._waiting.append((gateway, asked))
             elif gateway in self.peers:
-                self.peers[gateway].send(f.Placed(asked.key, 1, *pair, 0, 0.0))
+                self.peers[gateway].send(f.AttemptPlaced(asked.attempt_key, 1, *pair, 0, 0.0))
 
 
 class Fleet:
@@ -135,7 +139,7 @@ class Fleet:
         self.pids.discard(pid)
 
     def of(self, home: str) -> list[f.WorkerCard]:
-        return [card for card in self.router.cards.values() if card.home == home]
+        return [card for card in self.router.cards.values() if card.pool == home]
 
     async def ready(self, seconds: float = 30.0, **count: int) -> None:
         """As many workers of each pool are in, and talk to the gateway."""
@@ -197,17 +201,17 @@ class Fleet:
 
     # ---- requests --------------------------------------------------------------------------------
 
-    def _choose(self, asked: f.Place) -> Pair | None:
+    def _choose(self, asked: f.PlaceAttempt) -> Pair | None:
         """The pin, or any pair that is there and not known to be bad."""
-        name = asked.key[0].partition("~")[0]
-        if asked.key[1] == 0 and name in self.pins:
+        name = asked.attempt_key[0].partition("~")[0]
+        if asked.attempt_key[1] == 0 and name in self.pins:
             return self.pins[name]
         pools = []
         for home in ("prefill", "decode"):
-            there = [card.id for card in self.of(home) if card.id not in asked.lost]
-            pools.append([one for one in there if one not in asked.avoid] or there)
+            there = [card.id for card in self.of(home) if card.id not in asked.lost_workers]
+            pools.append([one for one in there if one not in asked.avoided_workers] or there)
         prefill, decode = pools
-        if asked.local or name in self.locals:
+        if asked.local_prefill or name in self.locals:
             return (None, self.draw.choice(decode)) if decode else None
         return (self.draw.choice(prefill), self.draw.choice(decode)) if all(pools) else None
 
@@ -270,7 +274,7 @@ class Reference:
     """What one engine alone answers, in this process."""
 
     def __init__(self, model: Path) -> None:
-        self._engine = Engine(EngineConfig(model, kv_bytes=64 << 20, limits=Limits()))
+        self._engine = Engine(EngineConfig(model, kv_bytes=64 << 20, limits=SchedulerLimits()))
         self._serial = itertools.count()
 
     def answer(self, ids: list[int], sampling: f.Sampling) -> list[f.Token]:

@@ -63,7 +63,7 @@ class Nursery:
 
 def main() -> None:
     import torch  # noqa: F401
-    from diptych.cluster import worker  # noqa: F401
+    from diptych.cluster.worker import process as worker  # noqa: F401
 
     with contextlib.suppress(ImportError):  # no wheel for this platform
         from nixl import _api  # noqa: F401
@@ -91,7 +91,8 @@ def _be_worker(order: Order) -> None:
 
 
 async def _serve(order: Order) -> None:
-    from diptych.cluster import transfers, worker
+    from diptych.cluster.worker import process as worker
+    from diptych.cluster.worker import transfers
 
     async def find() -> str:
         return order.router

@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 
 import grpc
-from diptych.cluster.ray_cluster import AUTH_MODE, HARMLESS_CALL, TOKEN_PATH
+from diptych.cluster.launch.ray_cluster import AUTH_MODE, HARMLESS_CALL, TOKEN_PATH
 from ray.serve.generated.serve_pb2 import ASGIRequest
 
 SERVE_CALL = "/ray.serve.ASGIService/HandleRequest"

@@ -22,9 +22,9 @@ from unittest.mock import patch
 import yaml
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.gateway import gateway as gateways
+from diptych.cluster.gateway.attempt.plane import Inbox
 from diptych.cluster.gateway.gateway import Gateway
-from diptych.cluster.gateway.plane import Inbox
-from diptych.cluster.gateway.text import Text
+from diptych.cluster.gateway.text.tokenizer import Text
 from diptych.engine.demo import CHECKPOINT
 from diptych.engine.errors import InvalidRequest
 from diptych.engine.grammar import Grammars
@@ -59,8 +59,10 @@ class Workers:
         self.text = Text(folder)
         self._ends = tuple(json.loads((folder / "config.json").read_text())["eos_token_id"])
         self._grammars = Grammars(folder, self.text.vocab, self._ends)
-        self._inboxes: dict[f.Key, Inbox] = {}
-        self.tasks: dict[f.Key, asyncio.Task] = {}  #: requests that hold something on a worker
+        self._inboxes: dict[f.AttemptKey, Inbox] = {}
+        self.tasks: dict[
+            f.AttemptKey, asyncio.Task
+        ] = {}  #: requests that hold something on a worker
         self.link, self.hello = self, SimpleNamespace(name="gateway/stand-in")
         self.connected_to_router = True
         self.cards = {role: SimpleNamespace(role=role) for role in ("prefill", "decode")}
@@ -68,21 +70,21 @@ class Workers:
 
     # ---- what a gateway asks of its plane --------------------------------------------------------
 
-    def watch(self, key: f.Key) -> Inbox:
+    def watch(self, key: f.AttemptKey) -> Inbox:
         inbox = self._inboxes[key] = Inbox()
         return inbox
 
-    def place(self, frame: f.Place) -> None:
-        placed = f.Placed(frame.key, 1, None, "decode/1", 0, 0.0)
-        self._inboxes[frame.key].put_nowait(placed)
+    def place(self, frame: f.PlaceAttempt) -> None:
+        placed = f.AttemptPlaced(frame.attempt_key, 1, None, "decode/1", 0, 0.0)
+        self._inboxes[frame.attempt_key].put_nowait(placed)
 
-    def submit(self, worker: str, frame: f.Decode) -> None:
+    def submit(self, worker: str, frame: f.StartDecode) -> None:
         loop = asyncio.get_running_loop()
-        self.tasks[frame.key] = loop.create_task(self._answer(frame))
+        self.tasks[frame.attempt_key] = loop.create_task(self._answer(frame))
 
-    def forget(self, over: f.Over, abort: bool) -> None:
-        self._inboxes.pop(over.key, None)
-        task = self.tasks.pop(over.key, None)
+    def forget(self, over: f.AttemptOutcome, abort: bool) -> None:
+        self._inboxes.pop(over.attempt_key, None)
+        task = self.tasks.pop(over.attempt_key, None)
         if task:
             task.cancel()
 
@@ -93,29 +95,29 @@ class Workers:
 
     # ---- what workers do -------------------------------------------------------------------------
 
-    async def _answer(self, asked: f.Decode) -> None:
+    async def _answer(self, asked: f.StartDecode) -> None:
         try:
             await self._say(asked)
         except InvalidRequest as error:
-            failed = f.Failed(asked.key, "decode/1", str(error), final=True)
-            self._inboxes[asked.key].put_nowait(failed)
+            failed = f.AttemptFailed(asked.attempt_key, "decode/1", str(error), final=True)
+            self._inboxes[asked.attempt_key].put_nowait(failed)
 
-    async def _say(self, asked: f.Decode) -> None:
-        inbox, sampling, at = self._inboxes[asked.key], asked.sampling, -1
+    async def _say(self, asked: f.StartDecode) -> None:
+        inbox, sampling, at = self._inboxes[asked.attempt_key], asked.sampling, -1
         if sampling.prompt_logprobs is not None:
-            prompt = [self._token(one, sampling.prompt_logprobs) for one in asked.ids[1:]]
-            inbox.put_nowait(f.Tokens(asked.key, 0, [], prompt=prompt))
+            prompt = [self._token(one, sampling.prompt_logprobs) for one in asked.token_ids[1:]]
+            inbox.put_nowait(f.AnswerTokens(asked.attempt_key, 0, [], prompt_logprobs=prompt))
         for at, one in enumerate(self._ids(asked)):
             ended = "stop" if one in sampling.stop_ids else None
             ended = ended or ("length" if at + 1 >= sampling.max_tokens else None)
             token = [] if ended == "stop" else [self._token(one, sampling.logprobs)]
             for index in range(sampling.n):
-                inbox.put_nowait(f.Tokens(asked.key, at, token, ended, index))
+                inbox.put_nowait(f.AnswerTokens(asked.attempt_key, at, token, ended, index))
             if ended:
                 return
             await asyncio.sleep(0)
         for index in range(sampling.n):  # its grammar is complete
-            inbox.put_nowait(f.Tokens(asked.key, at + 1, [], "stop", index))
+            inbox.put_nowait(f.AnswerTokens(asked.attempt_key, at + 1, [], "stop", index))
 
     def _token(self, one: int, logprobs: int | None) -> f.Token:
         if logprobs is None:
@@ -123,11 +125,11 @@ class Workers:
         top = [(one, -0.25), *((i, -2.0 - i) for i in range(5, 25) if i != one)]
         return f.Token(one, -0.25, tuple(top[:logprobs]))
 
-    def _ids(self, asked: f.Decode) -> Iterator[int]:
+    def _ids(self, asked: f.StartDecode) -> Iterator[int]:
         if asked.sampling.grammar:
             matcher = self._grammars.matcher(asked.sampling.grammar, asked.sampling.stop_ids)
             return self._admitted(matcher, asked.sampling.stop_ids)
-        prompt = self.text.tokenizer.decode(asked.ids)
+        prompt = self.text.tokenizer.decode(asked.token_ids)
         said = next((a for q, a in PAIRS.items() if q in prompt), ELSE)
         end = asked.sampling.stop_ids or (self.text.encode(ELSE, specials=False)[0],)
         return self._forever(self.text.encode(said, specials=False), end)

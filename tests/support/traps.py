@@ -55,50 +55,50 @@ class TrappedTransport:
         self._chunks: Counter[str] = Counter()
 
     def write(self, peer: str, spans: Spans, note: bytes) -> int:
-        xid, trap = self._due(note, "prefill")
-        self._spring(xid, trap, "before", "inside")
+        ticket_id, trap = self._due(note, "prefill")
+        self._spring(ticket_id, trap, "before", "inside")
         handle = self.inner.write(peer, spans, note)
-        self._spring(xid, trap, "after")
+        self._spring(ticket_id, trap, "after")
         return handle
 
     def poll(self) -> list[Event]:
         events = self.inner.poll()
         for event in events:
             if isinstance(event, Note):
-                xid, trap = self._due(event.data, "decode")
-                self._spring(xid, trap, *MOMENTS)
+                ticket_id, trap = self._due(event.data, "decode")
+                self._spring(ticket_id, trap, *MOMENTS)
         return events
 
     def _due(self, note: bytes, home: str) -> tuple[str, Trap | None]:
         """The ticket of a chunk, and the trap that is due with it."""
         message = messages.decode(note)
-        xid = message.xid
-        trap = trap_of(xid) if isinstance(message, messages.Chunk) else None
-        if trap is None or not xid.partition("/")[0].endswith("#0"):
-            return xid, None
+        ticket_id = message.ticket_id
+        trap = trap_of(ticket_id) if isinstance(message, messages.ChunkMessage) else None
+        if trap is None or not ticket_id.partition("/")[0].endswith("#0"):
+            return ticket_id, None
         if (trap.home, self.home) != (home, home):
-            return xid, None
-        self._chunks[xid] += 1
-        return xid, trap if self._chunks[xid] == trap.chunk else None
+            return ticket_id, None
+        self._chunks[ticket_id] += 1
+        return ticket_id, trap if self._chunks[ticket_id] == trap.chunk else None
 
-    def _spring(self, xid: str, trap: Trap | None, *moments: str) -> None:
+    def _spring(self, ticket_id: str, trap: Trap | None, *moments: str) -> None:
         if trap is None or trap.moment not in moments:
             return
         if trap.moment == "inside":
-            threading.Thread(target=self._fire, args=(xid, trap), daemon=True).start()
+            threading.Thread(target=self._fire, args=(ticket_id, trap), daemon=True).start()
         else:
-            self._fire(xid, trap)
+            self._fire(ticket_id, trap)
 
-    def _fire(self, xid: str, trap: Trap) -> None:
+    def _fire(self, ticket_id: str, trap: Trap) -> None:
         time.sleep(trap.micros / 1e6 if trap.moment == "inside" else 0)
         machine = self.service._source if self.home == "prefill" else self.service._sink
-        ticket = machine.tickets.get(xid)
+        ticket = machine.tickets.get(ticket_id)
         line = {
-            "request": xid.partition("#")[0].partition("~")[0],
+            "request": ticket_id.partition("#")[0].partition("~")[0],
             "pid": os.getpid(),
             "at": time.monotonic(),  # of the host, as for the processes beside this one
             "state": ticket.state if ticket else None,
-            "chunks": self._chunks[xid],
+            "chunks": self._chunks[ticket_id],
         }
         os.write(self.log, json.dumps(line).encode() + b"\n")
         os.kill(os.getpid(), getattr(signal, f"SIG{trap.signal}"))

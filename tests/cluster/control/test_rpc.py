@@ -14,7 +14,7 @@ from diptych.cluster.config import ClusterConfig
 from diptych.cluster.control import control as controls
 from diptych.cluster.control import http, rpc
 from diptych.cluster.control.control import Control
-from diptych.cluster.metrics import ControlTally
+from diptych.cluster.telemetry import ControlTally
 from diptych.protos import admin_pb2 as pb
 from diptych.protos import admin_pb2_grpc
 from google.protobuf.json_format import MessageToDict

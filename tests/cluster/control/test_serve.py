@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import yaml
-from diptych.cluster.checkpoint import find
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.control.kuberay import KubeRayPools
 from diptych.cluster.control.serve import ScaleError, resized, view
-from diptych.cluster.launch import serve_config
+from diptych.cluster.launch.checkpoint import find
+from diptych.cluster.launch.local_cluster import serve_config
 from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeApplicationSchema
 

@@ -13,7 +13,7 @@ from diptych.engine.errors import KernelUnavailable
 from diptych.engine.exactness import is_exact
 from diptych.engine.gpu.plan import FIELDS
 from diptych.engine.ranks import Decode
-from diptych.engine.scheduler import Limits
+from diptych.engine.scheduler import SchedulerLimits
 from diptych.protos.frames import Sampling
 
 from tests.engine import rig
@@ -23,7 +23,7 @@ DEVICE = "cpu"
 
 def engine(folder: Path, attention: str, **fields) -> Engine:
     size = 40 * rig.block_bytes(folder, "float32")
-    limits = Limits(max_step_tokens=64)
+    limits = SchedulerLimits(max_step_tokens=64)
     return Engine(
         EngineConfig(folder, "float32", size, 512, limits=limits, attention=attention, **fields)
     )

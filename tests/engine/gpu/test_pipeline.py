@@ -12,7 +12,7 @@ from diptych.engine.gpu.pipeline import Pipeline, simple
 from diptych.engine.gpu.plan import Row
 from diptych.engine.pacing import Work
 from diptych.engine.scheduler import Scheduler
-from diptych.engine.sequence import Output, Sequence
+from diptych.engine.sequence import Sequence, SequenceOutput
 from diptych.protos.frames import Grammar, Sampling, Token
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,12 +28,12 @@ def model(last: int, position: int, seed: int) -> int:
 
 
 def expected(one: Sequence, count: int, stop: int) -> list[int]:
-    ids = list(one.ids)
-    while len(ids) < one.prompt + count:
+    ids = list(one.token_ids)
+    while len(ids) < one.prompt_tokens + count:
         ids.append(model(ids[-1], len(ids) - 1, one.sampling.seed))
         if ids[-1] == stop:
             break
-    return ids[one.prompt :]
+    return ids[one.prompt_tokens :]
 
 
 @dataclass
@@ -77,20 +77,20 @@ class World:
     """A scheduler whose prefills are just booked, and whose decodes run on the pipeline."""
 
     s: Scheduler
-    outputs: list[Output] = field(default_factory=list)
+    outputs: list[SequenceOutput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.device = Device(self.s)
         self.pipeline = Pipeline(self.device, self.s, self.tell, MAX_LEN)
 
-    def tell(self, one: Sequence, token: object) -> Output:
+    def tell(self, one: Sequence, token: object) -> SequenceOutput:
         if not isinstance(token, Token):
             self.s.fail(one, True)
-            return Output(one.key, error=str(token))
-        offset = one.generated
-        return Output(one.key, offset, token, self.s.sampled(one, token.id))
+            return SequenceOutput(one.attempt_key, error=str(token))
+        offset = one.generated_tokens
+        return SequenceOutput(one.attempt_key, offset, token, self.s.sampled(one, token.id))
 
-    def step(self) -> list[Output]:
+    def step(self) -> list[SequenceOutput]:
         """As `Engine.step`."""
         told = self.pipeline.step()
         if told is None:
@@ -108,13 +108,15 @@ class World:
         return told or []
 
     def next(self, one: Sequence) -> int:
-        return model(one.ids[-1], len(one.ids) - 1, one.sampling.seed)
+        return model(one.token_ids[-1], len(one.token_ids) - 1, one.sampling.seed)
 
     def tokens(self) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
         for output in self.outputs:
-            assert output.token is not None and output.offset == len(found.get(output.key[0], []))
-            found.setdefault(output.key[0], []).append(output.token.id)
+            assert output.token is not None and output.offset == len(
+                found.get(output.attempt_key[0], [])
+            )
+            found.setdefault(output.attempt_key[0], []).append(output.token.id)
         return found
 
 
@@ -186,7 +188,7 @@ def test_a_newcomer_ends_the_lead_and_is_prefilled_next() -> None:
     launched = len(world.device.steps)
     world.step()  # books what is under way, launches nothing
     assert len(world.device.steps) == launched
-    assert [output.key[0] for output in world.step()] == ["b", "a"]
+    assert [output.attempt_key[0] for output in world.step()] == ["b", "a"]
 
 
 def test_a_step_for_nobody_is_forgotten() -> None:
@@ -198,7 +200,7 @@ def test_a_step_for_nobody_is_forgotten() -> None:
     assert world.step() == []
     assert not world.device.under_way
     world.s.add(request("b", 10, 1))
-    assert [output.key[0] for output in world.step()] == ["b"]
+    assert [output.attempt_key[0] for output in world.step()] == ["b"]
 
 
 @pytest.mark.parametrize("peak", [math.nan, math.inf])

@@ -1,0 +1,266 @@
+"""Starts Ray on this machine or joins a Ray that runs, and decides who may talk to it.
+
+Whoever may call one of Ray's processes can run code in it, so each of them asks for a token
+(`RAY_AUTH_MODE=token`). `start_ray` makes a token for its one cluster, in a file that nobody but
+this user can read. `join_ray` takes the token that Ray's own variables give. Both call the running
+cluster once without a token, and fail if the answer contradicts the setting `ray.auth`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import grpc
+
+from ..config import ConfigError
+
+AuthMode = Literal["token", "disabled"]
+
+#: Defaults that every Ray process inherits and reads at import. Variables that are set already win.
+ENVIRONMENT = {
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
+    "RAY_raylet_report_resources_period_milliseconds": "1000",
+    "RAY_gcs_pull_resource_loads_period_milliseconds": "5000",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_worker_niceness": "0",  # 15 by default: replicas would yield to whatever else runs here
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    # How often libgomp looks before it sleeps at a barrier. Its default (300,000: 3 ms and more)
+    # holds a core that another process wants; 0, as "passive" alone has it, makes a system call of
+    # every barrier. 32 small linears on two cores, two threads: 7.1 ms at 0, 3.6 at 2,000, 3.3 at
+    # 20,000 and by default. With others on both cores: 6.2, 8.2, 27, and 7.3 by default, but every
+    # tenth step 300.
+    "GOMP_SPINCOUNT": "2000",
+    "TOKENIZERS_PARALLELISM": "false",
+    "NIXL_LOG_LEVEL": "WARN",
+}
+
+AUTH_MODE = "RAY_AUTH_MODE"
+TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
+#: Variables by which Ray would take a token from elsewhere: they take precedence over `TOKEN_PATH`.
+OVERRIDING_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_ENABLE_K8S_TOKEN_AUTH")
+#: Ray replaces 127.0.0.1 by the machine's own address, unless this variable says that there are no
+#: clusters of several nodes here, as on Windows. Then Ray's own processes listen on 127.0.0.1 only,
+#: and the token, which travels unencrypted, does not leave the machine.
+LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
+#: Ray's GCS answers this call, sent with an empty message, and changes nothing.
+HARMLESS_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+CALL_TIMEOUT_S = 10.0
+#: Ray's own connections ignore `http_proxy` too.
+NO_PROXY = [("grpc.enable_http_proxy", 0)]
+
+
+class StartError(Exception):
+    """The cluster could not be started or joined; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayAccess:
+    """What a terminal of this user needs for `ray` and `serve`."""
+
+    gcs_address: str  #: host:port
+    token_file: Path | None  #: None: this Ray asks nobody for a token
+
+    def export_line(self, dashboard_url: str) -> str:
+        """Return the shell command after which `ray status` and `serve status` work.
+
+        `dashboard_url` is where Ray's command `serve` asks; Control answers there
+        (control/ray_dashboard.py).
+        """
+        variables = {AUTH_MODE: "disabled"}
+        if self.token_file:
+            variables = {AUTH_MODE: "token", TOKEN_PATH: str(self.token_file)}
+        variables |= LOOPBACK_ONLY
+        variables["RAY_AUTH_TOKEN"] = ""  # a token that the terminal has already would win
+        variables |= {"RAY_ADDRESS": self.gcs_address, "RAY_DASHBOARD_ADDRESS": dashboard_url}
+        pairs = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+        return " ".join(["export", *pairs])
+
+
+def check_environment(auth: AuthMode) -> None:
+    """Refuse an inherited `RAY_AUTH_MODE` that contradicts the setting. Raises ConfigError."""
+    inherited = os.environ.get(AUTH_MODE, "")
+    if inherited.lower() in ("", auth):
+        return
+    if auth == "disabled":
+        raise ConfigError(
+            f"ray.auth is disabled, and the environment says {AUTH_MODE}={inherited}: unset it, or "
+            "leave ray.auth at token"
+        )
+    if inherited.lower() != "disabled":
+        raise ConfigError(f"{AUTH_MODE}={inherited} in the environment is no mode: unset it")
+    raise ConfigError(
+        f"{AUTH_MODE}={inherited} is set in the environment: whoever reaches one of Ray's ports "
+        "could run code as this user; unset it, or accept that with --set ray.auth=disabled"
+    )
+
+
+def start_ray(folder: Path, auth: AuthMode, cpus: int) -> RayAccess:
+    """Start Ray on this machine, listening on loopback, with its sessions and token in `folder`.
+
+    `folder` must be this user's alone (0700), as Ray lets everybody into its own folders below it.
+    Raises ConfigError where the environment contradicts `auth`, StartError where Ray does not come
+    up, or treats a caller without a token otherwise than `auth` says.
+    """
+    check_environment(auth)
+    _set_environment(auth)
+    os.environ |= LOOPBACK_ONLY
+    for name in OVERRIDING_VARIABLES:
+        os.environ.pop(name, None)
+    token_file = _make_and_export_token(folder) if auth == "token" else None
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=cpus,
+        include_dashboard=False,
+        object_store_memory=100 << 20,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _temp_dir=str(folder / "ray"),
+    )
+    gcs_address = ray.get_runtime_context().gcs_address
+    try:
+        _check_stranger_policy(gcs_address, auth)
+    except ConnectionError as error:
+        raise StartError(f"Ray at {gcs_address} does not answer: {error}") from None
+    return RayAccess(gcs_address, token_file)
+
+
+def join_ray(address: str, auth: AuthMode) -> None:
+    """Connect to the Ray cluster at `address` with the token that Ray itself would take.
+
+    Ray takes `RAY_AUTH_TOKEN`, else the file that `RAY_AUTH_TOKEN_PATH` names, else
+    `~/.ray/auth_token`. Through `ray://` nothing can be checked here; the application's builder
+    (app.py), which runs on that cluster, refuses a Ray without a token.
+    Raises ConfigError where the environment contradicts `auth`, StartError where no Ray answers,
+    the token is missing or wrong, or this Ray asks nobody for one.
+    """
+    check_environment(auth)
+    _set_environment(auth)
+    for name in LOOPBACK_ONLY:  # from the export line of a cluster on this machine
+        os.environ.pop(name, None)
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or address
+    import ray
+    from ray.exceptions import AuthenticationError
+
+    try:
+        if not address.startswith("ray://"):
+            address = _check_before_joining(address, auth)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except AuthenticationError as error:
+        reason = str(error).split(". ")[0]  # the rest is advice on how to make a shared token
+        raise StartError(f"no usable token for Ray at {address}: {reason}") from None
+    except (ConnectionError, ValueError) as error:
+        raise StartError(f"no Ray at {address}: {error}") from None
+
+
+def _check_before_joining(address: str, auth: AuthMode) -> str:
+    """Return the address (host:port) of a GCS that may be joined, and takes our token.
+
+    Otherwise report in one sentence what `ray.init` reports after 20 s in 20 lines, or not at all.
+    Raises StartError, ConnectionError, ValueError.
+    """
+    from ray._private.services import canonicalize_bootstrap_address_or_die
+
+    if address == "local":
+        raise ValueError("local would start another Ray; leave --ray-address out for that")
+    gcs_address = canonicalize_bootstrap_address_or_die(address)
+    _check_stranger_policy(gcs_address, auth)
+    if auth == "token" and not _token_is_accepted(gcs_address):
+        raise StartError(
+            f"no token, or a wrong one, for Ray at {address}: export {TOKEN_PATH}=FILE with the "
+            "token that its nodes were started with"
+        )
+    return gcs_address
+
+
+def _check_stranger_policy(gcs_address: str, auth: AuthMode) -> None:
+    """Raise StartError if Ray's treatment of a caller without a token contradicts `auth`."""
+    if _uses_tls():  # without a certificate nobody gets an answer
+        return
+    refused = refuses_strangers(gcs_address)
+    if auth == "token" and not refused:
+        raise StartError(
+            f"Ray at {gcs_address} asks nobody for a token: whoever reaches it can run code there; "
+            f"start its nodes with {AUTH_MODE}=token, or accept that with --set ray.auth=disabled"
+        )
+    if auth == "disabled" and refused:
+        raise StartError(
+            f"Ray at {gcs_address} asks for a token: leave ray.auth at token, "
+            f"and export {TOKEN_PATH}=FILE"
+        )
+
+
+def refuses_strangers(gcs_address: str) -> bool:
+    """Return whether Ray's GCS refuses a harmless call because it carries no token.
+
+    Raises ConnectionError where no GCS answers within `CALL_TIMEOUT_S`.
+    """
+    with grpc.insecure_channel(gcs_address, NO_PROXY) as channel:
+        return not _is_answered(channel)
+
+
+def _token_is_accepted(gcs_address: str) -> bool:
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+
+    if not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        return False
+    with init_grpc_channel(gcs_address, NO_PROXY) as channel:  # it adds the token to each call
+        return _is_answered(channel)
+
+
+def _is_answered(channel: grpc.Channel) -> bool:
+    """Return whether Ray's GCS answers a harmless call, or refuses it for want of a right token.
+
+    Raises ConnectionError for any other outcome: then nobody is there, or somebody else.
+    """
+    try:
+        channel.unary_unary(HARMLESS_CALL)(b"", timeout=CALL_TIMEOUT_S)
+    except grpc.RpcError as error:
+        if error.code() == grpc.StatusCode.UNAUTHENTICATED:
+            return False
+        raise ConnectionError(f"{error.code().name}: {error.details()}") from None
+    return True
+
+
+def _set_environment(auth: AuthMode) -> None:
+    """Set what Ray's processes inherit: defaults where nothing is set, and the mode in any case."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ[AUTH_MODE] = auth
+
+
+def _make_and_export_token(folder: Path) -> Path:
+    """Write a new token to a file that only this user can read, and name the file to Ray.
+
+    Raises StartError where the file cannot be written.
+    """
+    token_file = folder / "ray_token"
+    try:
+        descriptor = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+    except OSError as error:
+        raise StartError(f"cannot write Ray's token to {token_file}: {error.strerror}") from None
+    os.environ[TOKEN_PATH] = str(token_file)
+    return token_file
+
+
+def _uses_tls() -> bool:
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")

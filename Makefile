@@ -33,6 +33,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy cluster decode_worker engine kv_transfer loadtests prefill_worker protos/frames.py router simulator
 	$(BIN)/lint-imports --no-logo
+	@$(BIN)/python tests/measures.py
 
 format: install
 	$(BIN)/ruff check --fix .

@@ -1,8 +1,7 @@
-"""The shape of the repository: budgets, layers, purity, packaging."""
+"""The shape of the repository: layers, purity, packaging. How it reads is printed by `measures.py`."""
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 import tomllib
@@ -13,7 +12,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
-FILE_MAX, FUNCTION_MAX, FUNCTION_P95, LINE_MAX = 600, 60, 40, 100
 FOLDERS = [
     *("cluster", "decode_worker", "deploy", "engine", "kv_transfer", "loadtests"),
     *("prefill_worker", "protos", "router", "simulator", "tests"),
@@ -25,28 +23,6 @@ def tracked(suffix: str) -> list[Path]:
     command = ["git", "ls-files", "-co", "--exclude-standard", f"*{suffix}"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [ROOT / name for name in names.split("\n") if name and "_pb2" not in name]
-
-
-def functions(path: Path) -> list[tuple[str, int]]:
-    tree = ast.parse(path.read_text())
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return [
-        (f"{path.relative_to(ROOT)}:{node.name}", (node.end_lineno or 0) - node.lineno + 1)
-        for node in ast.walk(tree)
-        if isinstance(node, kinds)
-    ]
-
-
-def test_files_and_functions_stay_within_their_budgets() -> None:
-    files = tracked(".py")
-    assert len(files) > 50
-    long_files = [p.name for p in files if len(p.read_text().splitlines()) > FILE_MAX]
-    wide = [p.name for p in files if any(len(x) > LINE_MAX for x in p.read_text().splitlines())]
-    sizes = [entry for path in files for entry in functions(path)]
-    long_functions = [entry for entry in sizes if entry[1] > FUNCTION_MAX]
-    p95 = sorted(size for _, size in sizes)[int(0.95 * len(sizes))]
-    assert (long_files, wide, long_functions) == ([], [], [])
-    assert p95 <= FUNCTION_P95
 
 
 def test_every_folder_says_what_it_is() -> None:

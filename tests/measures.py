@@ -60,6 +60,17 @@ POSITIONAL_LIMIT = 4  #: a call with more positional arguments is counted
 COMPLEXITY_LIMIT = 15  #: a function with more branches is counted
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+BRANCHING_NODES = (
+    ast.If,
+    ast.IfExp,
+    ast.For,
+    ast.AsyncFor,
+    ast.While,
+    ast.ExceptHandler,
+    ast.comprehension,
+    ast.match_case,
+    ast.Assert,
+)
 
 
 @dataclass(slots=True)
@@ -115,11 +126,11 @@ def measure(source: str) -> Measures:
 def docstring_line_numbers(tree: ast.Module) -> Iterator[int]:
     """Yield the lines on which docstrings of the module, its classes and functions begin."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | Function):
-            first = node.body[0] if node.body else None
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-                if isinstance(first.value.value, str):
-                    yield first.value.lineno
+        if not isinstance(node, ast.Module | ast.ClassDef | Function) or not node.body:
+            continue
+        match node.body[0]:
+            case ast.Expr(value=ast.Constant(value=str(), lineno=line)):
+                yield line
 
 
 def count_node(node: ast.AST, measures: Measures) -> None:
@@ -127,8 +138,8 @@ def count_node(node: ast.AST, measures: Measures) -> None:
     match node:
         case ast.Assign(targets=targets, value=value):
             measures.assignments += 1
-            if isinstance(value, ast.Tuple):
-                measures.tuple_assignments += any(isinstance(t, ast.Tuple) for t in targets)
+            both_sides = any(isinstance(target, ast.Tuple) for target in targets)
+            measures.tuple_assignments += both_sides and isinstance(value, ast.Tuple)
         case ast.IfExp():
             measures.ternaries += 1
         case ast.Call(args=arguments):
@@ -150,9 +161,7 @@ def complexity(function: Function) -> int:
     """Return McCabe's number: one more than the branches of the function."""
     branches = 1
     for node in ast.walk(function):
-        if isinstance(node, ast.If | ast.IfExp | ast.For | ast.AsyncFor | ast.While) or isinstance(
-            node, ast.ExceptHandler | ast.comprehension | ast.match_case | ast.Assert
-        ):
+        if isinstance(node, BRANCHING_NODES):
             branches += 1
         elif isinstance(node, ast.BoolOp):
             branches += len(node.values) - 1
@@ -164,11 +173,9 @@ def only_forwards(function: Function) -> bool:
     for node in ast.walk(function):
         if not isinstance(node, ast.For | ast.AsyncFor) or len(node.body) != 1:
             continue
-        statement = node.body[0]
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Yield):
-            value = statement.value.value
-            if isinstance(value, ast.Name) and isinstance(node.target, ast.Name):
-                if value.id == node.target.id:
+        match node.body[0], node.target:
+            case ast.Expr(value=ast.Yield(value=ast.Name(id=name))), ast.Name(id=item):
+                if name == item:
                     return True
     return False
 

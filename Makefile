@@ -3,12 +3,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-install: $(VENV)/.installed
+# Three sizes: `make serve` needs only the smallest. `make install` is everything.
+install: $(VENV)/.installed-dev
 
-$(VENV)/.installed: pyproject.toml constraints.txt deploy/install.sh
-	@deploy/install.sh $(VENV)
+$(VENV)/.installed-%: pyproject.toml constraints.txt deploy/install.sh
+	@deploy/install.sh $(VENV) $*
 
-serve: install
+serve: $(VENV)/.installed-serve
 	@exec $(BIN)/diptych serve $(ARGS)
 
 test: install build/litellm
@@ -23,7 +24,7 @@ build/litellm: tests/support/litellm.txt | install
 test-long: install
 	$(BIN)/python -m pytest -m long --timeout 3600 --hypothesis-profile default $(ARGS)
 
-loadtest: install
+loadtest: $(VENV)/.installed-loadtest
 	@mkdir -p build
 	$(BIN)/diptych loadtest --laptop --profile ramp --rate 2-128 --duration 120s --html build/loadtest.html \
 		--json build/loadtest.json $(ARGS)

@@ -1,0 +1,129 @@
+"""Runs `pip install` and shows how far it is: `progress.py WHAT COMMAND ...`.
+
+pip is silent for minutes when it is asked to be quiet, and prints a page for each package when it is not. Here
+its output becomes one line that is written over: what it resolves, what it downloads, how many packages it has
+put in place and for how long. Where the output is no terminal, each phase is one line. If pip fails, the last
+lines it said are printed, and its exit status is returned.
+
+Only the standard library is used: nothing is installed yet when this file runs.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import TextIO
+
+COLLECTING = re.compile(r"Collecting (\S+)")
+DOWNLOADING = re.compile(r"\s*Downloading (\S+) \(([^)]+)\)")
+INSTALLING = re.compile(r"Installing collected packages: (.*)")
+LINES_KEPT = 30  #: of pip's output, for when it fails
+REFRESH_S = 0.5
+
+
+class ProgressLine:
+    """One line of a terminal that is written over; whole lines where the output is no terminal."""
+
+    def __init__(self, what: str, output: TextIO) -> None:
+        self.what = what
+        self._output = output
+        self._began = time.monotonic()
+        self._phase = ""
+
+    def show(self, phase: str, detail: str = "") -> None:
+        """Show a phase; `detail` changes too often for a line of its own."""
+        if self._output.isatty():
+            seconds = time.monotonic() - self._began
+            line = f"installing {self.what}: {phase} {detail} ({seconds:.0f} s)"
+            self._output.write(f"\r{line[:110]:<110}")
+        elif phase != self._phase:
+            self._output.write(f"installing {self.what}: {phase}\n")
+        self._phase = phase
+        self._output.flush()
+
+    def end(self, message: str) -> None:
+        """Replace the line by a last one."""
+        seconds = time.monotonic() - self._began
+        start = "\r" if self._output.isatty() else ""
+        self._output.write(f"{start}{message} in {seconds:.0f} s".ljust(111) + "\n")
+        self._output.flush()
+
+
+class PackageCounter:
+    """Counts, in a thread, the packages that pip has put in place since it began to install."""
+
+    def __init__(self, line: ProgressLine, packages: int) -> None:
+        self._line = line
+        self._packages = packages
+        self._ended = threading.Event()
+        self._folder = site_packages()
+        self._before = self._count()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _count(self) -> int:
+        return sum(1 for _ in self._folder.glob("*.dist-info"))
+
+    def _run(self) -> None:
+        while not self._ended.wait(REFRESH_S):
+            placed = min(max(self._count() - self._before, 0), self._packages)
+            self._line.show("putting packages in place", f"{placed} of {self._packages}")
+
+    def stop(self) -> None:
+        """End the thread; the line is not written over after this returns."""
+        self._ended.set()
+        self._thread.join()
+
+
+def site_packages() -> Path:
+    """Return the folder that pip installs into: that of the interpreter running this file."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return Path(sys.prefix) / "lib" / version / "site-packages"
+
+
+def follow(pip_output: TextIO, line: ProgressLine, kept: deque[str]) -> None:
+    """Turn pip's output into progress until it ends; keep its last lines in `kept`."""
+    counter: PackageCounter | None = None
+    resolved = 0
+    try:
+        for text in pip_output:
+            kept.append(text.rstrip())
+            if collecting := COLLECTING.match(text):
+                resolved += 1
+                line.show("finding versions", f"{resolved}: {collecting[1]}")
+            elif downloading := DOWNLOADING.match(text):
+                line.show("downloading", f"{downloading[1].split('-')[0]} ({downloading[2]})")
+            elif (installing := INSTALLING.match(text)) and counter is None:
+                packages = installing[1].count(",") + 1
+                line.show("putting packages in place", f"0 of {packages}")
+                counter = PackageCounter(line, packages)
+    finally:
+        if counter is not None:
+            counter.stop()
+
+
+def main(what: str, command: list[str]) -> int:
+    """Run the command; return its exit status."""
+    line = ProgressLine(what, sys.stdout)
+    kept: deque[str] = deque(maxlen=LINES_KEPT)
+    line.show("starting pip")
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as pip:
+        assert pip.stdout is not None
+        follow(pip.stdout, line, kept)
+    if pip.returncode:
+        line.end(f"pip could not install {what}")
+        sys.stderr.write("\n".join(kept) + "\n")
+    else:
+        line.end(f"installed {what}")
+    return pip.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -33,7 +33,7 @@ class ProgressLine:
         self.what = what
         self._output = output
         self._began = time.monotonic()
-        self._phase = ""
+        self._phases: set[str] = set()  #: those that have a line, where the output is no terminal
 
     def show(self, phase: str, detail: str = "") -> None:
         """Show a phase; `detail` changes too often for a line of its own."""
@@ -41,9 +41,9 @@ class ProgressLine:
             seconds = time.monotonic() - self._began
             line = f"installing {self.what}: {phase} {detail} ({seconds:.0f} s)"
             self._output.write(f"\r{line[:110]:<110}")
-        elif phase != self._phase:
+        elif phase not in self._phases:
+            self._phases.add(phase)
             self._output.write(f"installing {self.what}: {phase}\n")
-        self._phase = phase
         self._output.flush()
 
     def end(self, message: str) -> None:

@@ -19,7 +19,7 @@ from .gateway.gateway import Gateway
 from .launch.checkpoint import find
 from .launch.ray_cluster import AUTH_MODE
 from .router_service import RouterService
-from .worker.process import Worker
+from .worker.process import WorkerProcess
 
 HEALTH: dict[str, Any] = {"health_check_period_s": 1.0, "health_check_timeout_s": 5.0}
 CPUS = 0.01  #: Ray does not count cores here: the engine's threads are a setting
@@ -90,4 +90,4 @@ def _pool(name: str, pool: PoolConfig) -> serve.Deployment:
     elif ranks > 1:  # all ranks of a replica on one node
         options["placement_group_bundles"] = [{"CPU": CPUS}] * ranks
         options["placement_group_strategy"] = "STRICT_PACK"
-    return _deployment(Worker, name, pool.replicas, actor, **options)
+    return _deployment(WorkerProcess, name, pool.replicas, actor, **options)

@@ -1,7 +1,8 @@
-"""A worker without Ray and without its connections: engine, transfers, tiers, and the role.
+"""A worker without Ray and without its connections: engine, transfers, tiers, and the role machine.
 
-The event loop owns the role machine. It feeds it gateway frames, engine outputs and ticket outcomes
-and carries out what it decides: commands to the threads, frames to gateways.
+The event loop owns the role machine (`PrefillRole` or `DecodeRole`). It feeds the machine with gateways' frames,
+the engine's outputs and the outcomes of transfers, and carries out what the machine decides: commands to the
+threads that own the engine and the transfers, frames to gateways.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -36,310 +38,369 @@ from ...engine.prefixes import Probed
 from ...engine.scheduler import SchedulerLimits
 from ...engine.spec import fingerprint
 from ...kv_transfer import PeerCard, diagnosis
-from ...kv_transfer import commands as transfer
+from ...kv_transfer import commands as transfer_commands
 from ...kv_transfer.identity import block_hashes, ticket_id_of
 from ...prefill_worker import PrefillRole
-from ...protos import frames as f
+from ...protos import frames
 from ..config import STEP_SHARE, ClusterConfig, PoolConfig
 from .cores import claim, spare, usable
 from .tiering import Tiering
 from .transfers import Transfers
 
-Progress = Callable[[str, float], None]
+LoadingProgress = Callable[[str, float], None]
 
-OVER = 4096  #: ends of streams that are kept between two reports, at most
-PROBE_S = 10.0  #: a probe that takes longer has failed
-PROBE_SHARE = 4  #: of either pool's blocks, a probe takes one in so many at most
+ENDED_ATTEMPTS_LIMIT = 4096  #: ends of attempts that are kept between two reports
+PROBE_LIMIT_S = 10.0  #: a probe that takes longer has failed
+PROBE_SHARE = 4  #: a probe takes at most one in so many of either pool's blocks
+PROBE_MARK = "\x1d"  #: in the name of a probe's attempt; no client's id has this character
 
 
-class Node:
-    """`send(gateway, frame)` and `observed` are called on the loop that made it."""
+class WorkerCore:
+    """`send(gateway, frame)` and `on_observation` are called on the loop that made the object."""
 
     def __init__(
         self,
         name: str,
-        role: str,
+        pool: str,
         config: ClusterConfig,
         model: Path,
-        send: Callable[[str, object], None],
-        observed: Callable[[EngineObservation], None],
+        *,
+        send: Callable[[str, frames.FramesFromWorker], None],
+        on_observation: Callable[[EngineObservation], None],
     ) -> None:
-        self.name, self.config, self._model = name, config, model
-        self.home = self.role_name = role
-        self.loads = 0  #: of weights, since the process began
-        self._send, self._observed = send, observed
+        self.name = name
+        self.config = config
+        self.pool = pool
+        self.role_name = pool
+        self.weight_loads = 0  #: since the process began
+        self.ended_attempts: deque[frames.AttemptKey] = deque(maxlen=ENDED_ATTEMPTS_LIMIT)
+        self._model = model
+        self._send = send
+        self._on_observation = on_observation
         self._loop = asyncio.get_running_loop()
         self._peers: dict[str, list[PeerCard]] = {}
         self._probe: asyncio.Future[Probed] | None = None
-        self._probes = itertools.count()
-        self.over: deque[f.AttemptKey] = deque(
-            maxlen=OVER
-        )  #: streams that ended, for the next report
+        self._probe_numbers = itertools.count()
 
-    async def start(self, host: str, progress: Progress | None = None) -> list[PeerCard]:
-        """Loads the model, opens the transports; returns what peers need to know."""
-        self._claim = claim(self.pool.engine.threads)
-        config = engine_config(self.config, self.pool, self._model)
-        config = replace(config, cores=self._claim.cores)
-        self.engine = await asyncio.to_thread(Engine, config, progress)
-        self.loads += 1
+    async def start(self, host: str, progress: LoadingProgress | None = None) -> list[PeerCard]:
+        """Load the model and open the transports; return what peers need to know."""
+        self._claimed_cores = claim(self.pool_config.engine.threads)
+        engine_settings = engine_config(self.config, self.pool_config, self._model)
+        engine_settings = replace(engine_settings, cores=self._claimed_cores.cores)
+        self.engine = await asyncio.to_thread(Engine, engine_settings, progress)
+        self.weight_loads += 1
         self._salt = fingerprint(self._model)
-        self.threads = EngineThread(self.engine, self._from_thread)
-        tiers, submit = self.config.kv_tiers, self.threads.submit
-        self.tiering: Tiering | None = None
-        if tiers.memory_mib:
-            tell = lambda outcome: self._from_thread([outcome])  # noqa: E731
-            self.tiering = Tiering(self.home, self.engine, tiers, tell, submit)
-        settings = self.config.kv_transfer
-        corrupt = settings.faults.corrupt_writes if self.role_name == "prefill" else 0
-        cores = () if spare(self.config, len(usable())) else self._claim.cores
-        self.transfers = Transfers(
-            self.name, self.engine, settings, host, corrupt, self._events, cores
-        )
+        self.engine_thread = EngineThread(self.engine, self._from_thread)
+        self.tiering = self._open_tiers()
+        self.transfers = self._make_transfers(host)
         cards = await self.transfers.start()
-        self.role = self._machine(self.home)
-        self.threads.start()
+        self.role = self._make_role(self.pool)
+        self.engine_thread.start()
         return cards
 
-    @property
-    def pool(self) -> PoolConfig:
-        pools = self.config.pools
-        return pools.prefill if self.home == "prefill" else pools.decode
+    def _open_tiers(self) -> Tiering | None:
+        settings = self.config.kv_tiers
+        if not settings.memory_mib:
+            return None
 
-    def _machine(self, role: str) -> PrefillRole | DecodeRole:
-        kind = PrefillRole if role == "prefill" else DecodeRole
-        return kind(self.name, self.engine.kv.layout.block_tokens)
+        def tell_role(outcome: object) -> None:
+            self._from_thread([outcome])
+
+        return Tiering(self.pool, self.engine, settings, tell_role, self.engine_thread.submit)
+
+    def _make_transfers(self, host: str) -> Transfers:
+        settings = self.config.kv_transfer
+        corrupt_writes = settings.faults.corrupt_writes if self.role_name == "prefill" else 0
+        engines_leave_a_core = spare(self.config, len(usable()))
+        return Transfers(
+            self.name,
+            self.engine,
+            settings,
+            host,
+            corrupt_writes=corrupt_writes,
+            on_outcomes=self._handle_events,
+            cores=() if engines_leave_a_core else self._claimed_cores.cores,
+        )
+
+    @property
+    def pool_config(self) -> PoolConfig:
+        pools = self.config.pools
+        return pools.prefill if self.pool == "prefill" else pools.decode
+
+    def _make_role(self, role: str) -> PrefillRole | DecodeRole:
+        machine = PrefillRole if role == "prefill" else DecodeRole
+        return machine(self.name, self.engine.kv.layout.block_tokens)
 
     def become(self, role: str) -> None:
-        """Another role, with the same engine, weights, blocks and transfers. No job may be left."""
-        assert not self.role.jobs, "a role with jobs cannot be left"
-        prefixes = self.role.prefixes  # peers may be fetching from here
-        self.role, self.role_name = self._machine(role), role
+        """Take another role with the same engine, weights, blocks and transfers.
+
+        No attempt may be left. Prefixes that peers fetch from here go on.
+        """
+        assert not self.role.jobs, "a role with attempts cannot be left"
+        prefixes = self.role.prefixes
+        self.role = self._make_role(role)
+        self.role_name = role
         self.role.prefixes = prefixes
 
     # ---- from the cluster ------------------------------------------------------------------------
 
     def add_peer(self, worker: str, cards: list[PeerCard]) -> None:
         self._peers[worker] = cards
-        self.transfers.handle(transfer.AddPeer(worker, cards))
+        self.transfers.handle(transfer_commands.AddPeer(worker, cards))
 
-    def lose_peer(self, worker: str, dead: bool = False) -> None:
-        """`dead`: its process is known to be gone."""
+    def lose_peer(self, worker: str, process_dead: bool = False) -> None:
+        """Forget a peer. `process_dead`: its process is known to be gone, and writes no more."""
         self._peers.pop(worker, None)
-        self.transfers.handle(transfer.LosePeer(worker, dead))
+        self.transfers.handle(transfer_commands.LosePeer(worker, process_dead))
 
     def knows(self, worker: str) -> bool:
         return worker in self._peers
 
-    def _shares_names(self, worker: str) -> bool:
-        """A peer whose blocks of the same name hold the same tokens."""
-        size = self.engine.kv.layout.block_tokens
-        return any(card.layout.block_tokens == size for card in self._peers.get(worker, ()))
+    def _names_blocks_alike(self, worker: str) -> bool:
+        """Whether blocks of the same hash hold the same number of tokens here and there."""
+        block_tokens = self.engine.kv.layout.block_tokens
+        cards = self._peers.get(worker, ())
+        return any(card.layout.block_tokens == block_tokens for card in cards)
 
-    def submit(self, gateway: str, frame: f.StartPrefill | f.StartDecode) -> None:
-        """A gateway's new attempt. A duplicate changes nothing."""
-        size = self.engine.kv.layout.block_tokens
-        hashes = block_hashes(frame.token_ids, self._salt, size)
-        if frame.prefix_holder and not self._shares_names(frame.prefix_holder):
+    def submit(self, gateway: str, frame: frames.StartPrefill | frames.StartDecode) -> None:
+        """Begin a gateway's new attempt, which fits the role. A duplicate changes nothing."""
+        block_tokens = self.engine.kv.layout.block_tokens
+        hashes = block_hashes(frame.token_ids, self._salt, block_tokens)
+        if frame.prefix_holder and not self._names_blocks_alike(frame.prefix_holder):
             frame = msgspec.structs.replace(frame, prefix_holder=None)
-        deadline = time.monotonic() + frame.deadline_s if frame.deadline_s else 0.0
-        tiers = self.tiering is not None
-        submit: Callable[..., list] = self.role.submit  # the caller checked that frame fits role
-        self._do(submit(gateway, frame, hashes, tiers, deadline))
+        deadline_s = time.monotonic() + frame.deadline_s if frame.deadline_s else 0.0
+        has_tiers = self.tiering is not None
+        submit: Callable[..., list[Any]] = (
+            self.role.submit
+        )  # the caller checked that frame fits role
+        self._carry_out(submit(gateway, frame, hashes, has_tiers, deadline_s))
 
-    def abort(self, frame: f.CancelAttempt) -> None:
-        self._do(self.role.handle(frame))
+    def cancel(self, frame: frames.CancelAttempt) -> None:
+        self._carry_out(self.role.handle(frame))
 
     def hand_over(self) -> int:
-        """Tells every stream's gateway to go on elsewhere, and frees it; returns how many.
+        """Tell every attempt's gateway to go on elsewhere, and free the attempts; return how many.
 
         What was computed stays cached, for whoever fetches it. Transfers that are nearly done end
-        first: the worker is idle when `role.jobs` is empty. The caller refuses new attempts before.
+        first: the worker is idle when `attempts` is 0. The caller refuses new attempts before.
         """
         actions = self.role.hand_over()
-        self._do(actions)
-        told = [action.frame for action in actions if isinstance(action, f.DeliverFrame)]
-        return len(told)
+        self._carry_out(actions)
+        return sum(isinstance(action, frames.DeliverFrame) for action in actions)
 
     def gateway_gone(self, gateway: str) -> None:
-        self._do(self.role.gateway_gone(gateway))
+        """Cancel all attempts of a gateway whose connection has ended."""
+        self._carry_out(self.role.gateway_gone(gateway))
 
     def observe(self) -> None:
-        """Answered by `observed`."""
-        self.threads.submit(ObserveEngine())
+        """Ask the engine what it has done; the answer goes to `on_observation`."""
+        self.engine_thread.submit(ObserveEngine())
+
+    @property
+    def attempts(self) -> int:
+        """Attempts that hold something on this worker."""
+        return len(self.role.jobs)
+
+    @property
+    def open_tickets(self) -> int:
+        """Transfers under way."""
+        return sum(self.transfers.statistics()["tickets"].values())
 
     # ---- the loop --------------------------------------------------------------------------------
 
-    def _from_thread(self, events: list) -> None:
-        self._loop.call_soon_threadsafe(self._events, events)
+    def _from_thread(self, events: list[Any]) -> None:
+        self._loop.call_soon_threadsafe(self._handle_events, events)
 
-    def _events(self, events: list) -> None:
-        actions: list = []
+    def _handle_events(self, events: Sequence[Any]) -> None:
+        actions: list[Any] = []
         for event in events:
             if isinstance(event, EngineObservation):
-                self._observed(event)
+                self._on_observation(event)
             elif isinstance(event, DemoteBlocks):
                 assert self.tiering
                 self.tiering.demote(event)
             else:
                 actions += self.role.handle(event)
-        self._do(actions)
+        self._carry_out(actions)
 
-    def _do(self, actions: list) -> None:
-        """Carries out what the role decided; one Step frame per gateway."""
-        steps: dict[str, list[f.AnswerTokens]] = {}
+    def _carry_out(self, actions: Sequence[Any]) -> None:
+        """Do what the role decided; the tokens of one step reach each gateway in one frame."""
+        step_tokens: dict[str, list[frames.AnswerTokens]] = {}
         for action in actions:
             match action:
-                case f.DeliverFrame(gateway, f.AnswerTokens() as tokens):
-                    steps.setdefault(gateway, []).append(tokens)
-                case f.DeliverFrame(gateway, frame):
+                case frames.DeliverFrame(gateway, frames.AnswerTokens() as tokens):
+                    step_tokens.setdefault(gateway, []).append(tokens)
+                case frames.DeliverFrame(gateway, frame):
                     self._send(gateway, frame)
-                case (
-                    AddSequence()
-                    | ReserveBlocks()
-                    | CommitBlocks()
-                    | ReleaseSequence()
-                    | StagePrefix()
-                    | CachePrefix()
-                ):
-                    self.threads.submit(action)
-                case LoadBlocks() if self.tiering:
+                case AddSequence() | ReserveBlocks() | CommitBlocks() | ReleaseSequence():
+                    self.engine_thread.submit(action)
+                case StagePrefix() | CachePrefix():
+                    self.engine_thread.submit(action)
+                case LoadBlocks():
+                    assert self.tiering, "a role without tiers loads nothing from them"
                     self.tiering.load(action)
-                case Over(key):
-                    self.over.append(key)
+                case Over(attempt_key):
+                    self.ended_attempts.append(attempt_key)
                 case Probed():
                     if self._probe and not self._probe.done():
                         self._probe.set_result(action)
-                case ticket_command:
-                    self.transfers.handle(ticket_command)
-        for gateway, streams in steps.items():
-            self._send(gateway, f.EngineStepTokens(streams))
+                case transfer_command:
+                    self.transfers.handle(transfer_command)
+        for gateway, answers in step_tokens.items():
+            self._send(gateway, frames.EngineStepTokens(answers))
 
     # ---- for operators ---------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises RuntimeError when a thread or a rank is dead: then the whole worker is."""
-        if not self.threads.alive:
+        """Raise RuntimeError when a thread or a rank is dead: then the whole worker is."""
+        if not self.engine_thread.alive:
             raise RuntimeError("the engine thread ended: see this worker's log")
         if not self.transfers.alive:
             raise RuntimeError("a transfer thread, or another rank, ended: see this worker's log")
 
     def environment(self, pids: list[int]) -> diagnosis.Environment:
-        """What this worker sees of its host. Takes a while: not for the event loop."""
-        name = self.transfers.statistics()["transport"]
-        return diagnosis.environment(self.name, name, self.engine.kv.size, pids)
+        """Return what this worker sees of its host. Takes a while: not for the event loop."""
+        transport = self.transfers.statistics()["transport"]
+        return diagnosis.environment(self.name, transport, self.engine.kv.size, pids)
 
-    async def probe(self, peer: str, most_bytes: int) -> dict:
-        """Moves blocks of no meaning here from `peer`, as any KV; says how that went.
+    async def probe(self, peer: str, size_limit_bytes: int) -> dict[str, Any]:
+        """Move blocks of no meaning here from `peer`, as any KV, and say how that went.
 
-        `over_tcp`: what share of them came over TCP connections of this process; None: unknown.
-        Takes free blocks first, then those of the oldest cached prefixes.
+        Takes free blocks first, then those of the oldest cached prefixes. In the answer `over_tcp`
+        is the share of the bytes that came over TCP connections of this process; None: unknown.
         """
-        tokens = self._probe_tokens(peer, most_bytes)
-        if self._probe is not None or not tokens:
-            return _probed(Probed(("", 0), 0, reason="busy" if tokens else "pool_too_small"))
-        key = f"{self.name}\x1d{next(self._probes)}", 0  # no client's id has this character
-        give_up = self.role.prefixes.forget
-        late = self._loop.call_later(PROBE_S, lambda: self._do(give_up(key, "timeout")))
+        if self._probe is not None:
+            return ProbeResult(reason="busy").values()
+        tokens = self._probe_tokens(peer, size_limit_bytes)
+        if not tokens:
+            return ProbeResult(reason="pool_too_small").values()
+        attempt_key = (f"{self.name}{PROBE_MARK}{next(self._probe_numbers)}", 0)
+
+        def give_up() -> None:
+            self._carry_out(self.role.prefixes.forget(attempt_key, "timeout"))
+
+        timer = self._loop.call_later(PROBE_LIMIT_S, give_up)
         self._probe = self._loop.create_future()
         try:
-            before = await asyncio.to_thread(diagnosis.tcp_received)
+            tcp_bytes_before = await asyncio.to_thread(diagnosis.tcp_received)
             began = time.perf_counter()
-            self._do(self.role.prefixes.probe(key, peer, tokens))
+            self._carry_out(self.role.prefixes.probe(attempt_key, peer, tokens))
             probed = await self._probe
-            wall = time.perf_counter() - began
-            after = await asyncio.to_thread(diagnosis.tcp_received)
+            wall_s = time.perf_counter() - began
+            tcp_bytes_after = await asyncio.to_thread(diagnosis.tcp_received)
         finally:
-            late.cancel()
+            timer.cancel()
             self._probe = None
-            self._do(give_up(key))
-        share = None
-        if probed.tokens and before is not None and after is not None:
-            mine = probed.tokens * self.engine.kv.layout.token_bytes
-            share = min(1.0, max(0, after - before) / mine)
-        return _probed(probed, probed.tokens * self._token_bytes, wall, share)
+            self._carry_out(self.role.prefixes.forget(attempt_key))
+        result = ProbeResult(
+            bytes=probed.tokens * self._token_bytes,
+            busy_s=probed.busy_s,
+            wall_s=wall_s,
+            reason=probed.reason,
+        )
+        if probed.tokens and tcp_bytes_before is not None and tcp_bytes_after is not None:
+            received_here = probed.tokens * self.engine.kv.layout.token_bytes
+            tcp_bytes = max(0, tcp_bytes_after - tcp_bytes_before)
+            result.over_tcp = min(1.0, tcp_bytes / received_here)
+        return result.values()
 
     @property
     def _token_bytes(self) -> int:
-        """KV of one token in all ranks."""
+        """KV of one token in all ranks, in bytes."""
         return self.engine.kv.layout.token_bytes * (1 + len(self.engine.followers))
 
-    def _probe_tokens(self, peer: str, most_bytes: int) -> int:
-        """How many tokens to move: whole blocks of both ends, and a bounded share of both pools."""
+    def _probe_tokens(self, peer: str, size_limit_bytes: int) -> int:
+        """Return how many tokens to move: whole blocks of both ends, a bounded share of both pools."""
         pools = [(self.engine.kv.size, self.engine.kv.layout)]
         pools += [(card.size, card.layout) for card in self._peers.get(peer, [])[:1]]
         unit = max(layout.block_tokens for _, layout in pools)
-        held = min(size // layout.token_bytes for size, layout in pools)
-        tokens = min(max(most_bytes // self._token_bytes, unit), held // PROBE_SHARE)
+        tokens_of_smaller_pool = min(size // layout.token_bytes for size, layout in pools)
+        tokens = max(size_limit_bytes // self._token_bytes, unit)
+        tokens = min(tokens, tokens_of_smaller_pool // PROBE_SHARE)
         return tokens // unit * unit
 
-    def statistics(self) -> dict:
-        transfers, engine = self.transfers.statistics(), self.engine.statistics()
+    def statistics(self) -> dict[str, Any]:
+        """Return a snapshot of the attempts, the engine, the transfers and the tiers."""
+        transfers = self.transfers.statistics()
+        engine = self.engine.statistics()
         engine["kv_blocks"]["quarantined"] = transfers.pop("quarantined")
-        engine["kv_blocks"]["orphaned"] = self._orphaned()
+        engine["kv_blocks"]["orphaned"] = self._orphaned_blocks()
         return {
-            "jobs": len(self.role.jobs),
-            "weight_loads": self.loads,
+            "jobs": self.attempts,
+            "weight_loads": self.weight_loads,
             "engine": engine,
             "transfer": transfers,
             "tiers": self.tiering.tiers.statistics() if self.tiering else None,
         }
 
-    def streams(self) -> list[tuple[str, int, int]]:
-        """(request, attempt, blocks) of all that decodes here, or is going to."""
+    def decode_reservations(self) -> list[tuple[str, int, int]]:
+        """Return (request, attempt, blocks) of all that decodes here, or is going to."""
         if not isinstance(self.role, DecodeRole):
             return []
         needs = self.engine.scheduler.needs
         return [(*job.seq.attempt_key, needs(job.seq)) for job in self.role.jobs.values()]
 
-    def _orphaned(self) -> int:
-        """Blocks that the engine holds for a request of which nobody here knows."""
-        known, prefixes = self.role.jobs, self.role.prefixes
-        scheduler, count = self.engine.scheduler, 0
-        for (key, _), seq in list(scheduler.live.items()):
-            count += 0 if ticket_id_of(key) in known else len(seq.blocks)
-        for key, (blocks, _) in list(scheduler.staged.items()):
-            count += 0 if prefixes.knows(key) else len(blocks)
+    def _orphaned_blocks(self) -> int:
+        """Count blocks that the engine holds for a request of which nobody here knows."""
+        scheduler = self.engine.scheduler
+        count = 0
+        for (attempt_key, _), sequence in list(scheduler.live.items()):
+            if ticket_id_of(attempt_key) not in self.role.jobs:
+                count += len(sequence.blocks)
+        for attempt_key, (blocks, _) in list(scheduler.staged.items()):
+            if not self.role.prefixes.knows(attempt_key):
+                count += len(blocks)
         return count
 
     def stop(self) -> None:
-        self.threads.stop()
+        """End the threads and give back the cores. Takes seconds at most."""
+        self.engine_thread.stop()
         self.transfers.stop()
         if self.tiering:
             self.tiering.close()
         self.engine.close()
-        self._claim.close()
+        self._claimed_cores.close()
 
 
-def _probed(
-    probed: Probed, size: int = 0, wall_s: float = 0.0, over_tcp: float | None = None
-) -> dict:
-    return {
-        "bytes": size,
-        "busy_s": round(probed.busy_s, 6),
-        "wall_s": round(wall_s, 6),
-        "over_tcp": over_tcp,
-        "reason": probed.reason,
-    }
+@dataclass(slots=True)
+class ProbeResult:
+    """What `diptych doctor` hears of one transfer."""
+
+    reason: str  #: why nothing moved, or ""
+    bytes: int = 0
+    busy_s: float = 0.0  #: seconds with a write under way
+    wall_s: float = 0.0  #: seconds from the request to the last checksum
+    over_tcp: float | None = None
+
+    def values(self) -> dict[str, Any]:
+        return {
+            "bytes": self.bytes,
+            "busy_s": round(self.busy_s, 6),
+            "wall_s": round(self.wall_s, 6),
+            "over_tcp": self.over_tcp,
+            "reason": self.reason,
+        }
 
 
 def engine_config(config: ClusterConfig, pool: PoolConfig, model: Path) -> EngineConfig:
+    """Return the engine's part of the configuration tree."""
     settings = pool.engine
+    itl_budget_ms = settings.itl_budget_ms or STEP_SHARE * config.slo.itl_ms
     limits = SchedulerLimits(
         block_tokens=config.model.block_tokens,
         max_step_tokens=settings.max_step_tokens,
         max_running=settings.max_running,
         growth_tokens=settings.growth_tokens,
-        itl_budget_s=(settings.itl_budget_ms or STEP_SHARE * config.slo.itl_ms) / 1e3,
+        itl_budget_s=itl_budget_ms / 1e3,
         draft_tokens=settings.draft_tokens,
     )
     return EngineConfig(
-        model,
-        config.model.dtype,
-        settings.kv_mib << 20,
-        config.model.max_model_len,
-        settings.threads,
-        limits,
+        model=model,
+        dtype=config.model.dtype,
+        kv_bytes=settings.kv_mib << 20,
+        max_model_len=config.model.max_model_len,
+        threads=settings.threads,
+        limits=limits,
         tensor_parallel=pool.tensor_parallel,
         shared_kv=config.kv_transfer.transport == "shm",
         rank_program="diptych.cluster.worker.rank",

@@ -1,11 +1,8 @@
-"""The worker process under Serve: a `Node`, its connections to gateways and to the router.
+"""The worker process under Serve: a `WorkerCore` with its connections to gateways and to the router.
 
-Both deployments (`PrefillWorker`, `DecodeWorker`) are this class; `home` is the deployment, `role`
-is state. Life of a worker:
-    ready     the router gives it what its role does
-    draining  an operator said so: nothing new; what runs ends here, or is handed over
-    flipping  nothing new, everything handed over; then ready, in another role
-    leaving   Serve ends this process: the same, then the end
+Both deployments (`PrefillWorker`, `DecodeWorker`) are this class; the pool is the deployment, the role is state.
+`lifecycle.WorkerLifecycle` decides what the process takes and how it gets rid of its work; this file carries that
+out. `reporting.WorkerReporter` decides what the router hears.
 """
 
 from __future__ import annotations
@@ -16,9 +13,8 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import msgspec
 import ray
@@ -28,8 +24,8 @@ from ray.serve._private.constants import SERVE_NAMESPACE
 
 from ...engine.commands import EngineObservation
 from ...kv_transfer import PeerCard, diagnosis
-from ...protos import frames as f
-from ..config import ClusterConfig, EngineSettings
+from ...protos import frames
+from ..config import ClusterConfig, EngineSettings, PoolConfig
 from ..router_service import node_host
 from ..telemetry import Exporter, logs
 from ..telemetry.tracing import Works, tracer_of
@@ -38,370 +34,369 @@ from ..telemetry.worker_metrics import rows as worker_rows
 from ..wire.connection import Connection, Listener
 from ..wire.handshake import Caller
 from ..wire.router_link import RouterLink
+from .lifecycle import (
+    ChangeTick,
+    HandOverWork,
+    LeaveOrdered,
+    LifecycleEvent,
+    OfferRole,
+    RoleOrdered,
+    TakeRole,
+    WorkerLifecycle,
+    WorkerPhase,
+    WorkerStarted,
+    WorkHandedOver,
+)
+from .reporting import WorkerReporter
 
 log = logging.getLogger(__name__)
 
 REPORT_S = 1.0
+FIRST_REPORT_S = 0.1  #: while the router does not know the worker
 MOURN_S = 3600.0  #: Ray is asked for as long whether a lost worker's process is gone
-EMPTY_S = 10.0  #: until what was handed over has left
-TOLD_S = 1.0  #: until the router has heard that nothing new is wanted
-FETCH_S = 3.0  #: peers may fetch what a leaving worker computed
+CHANGE_TICK_S = 0.01
 
 
-class Worker:
+class WorkerProcess:
     """One replica of a pool."""
 
     async def __init__(  # type: ignore[misc]
-        self, home: str, config: dict, model: str
+        self, home: str, config: dict[str, Any], model: str
     ) -> None:
-        self.home = self.role_name = home
+        self.pool = home
         self.config = ClusterConfig.model_validate(config)
         self.loop = asyncio.get_running_loop()
         self.replica = serve.get_replica_context().replica_id.unique_id
         self.name = f"{home}/{self.replica}"
+        self.lifecycle = WorkerLifecycle(home)
         self._model = Path(model)
         self._gateways: dict[str, Connection] = {}
-        self._probing: set[asyncio.Task] = set()
-        self._known: dict[str, f.WorkerCard] = {}
-        self._reports = 0  #: 0: the router does not know us yet; else the next report's number
-        self._seen: EngineObservation | None = None
-        self._card: f.WorkerCard | None = None
-        self.state, self.note = "starting", ""
-        self.flips = self.handed_over = 0
-        self._told = asyncio.Event()  #: the router knows our card
-        self._changing: asyncio.Task | None = None
-        hello = Caller(self.name, "worker", self.config.secret)
-        silence = self.config.silence_s
-        self.link = RouterLink(_find_router, hello, silence, self._joined, self._routed)
+        self._probes: set[asyncio.Task[None]] = set()
+        self._known_workers: dict[str, frames.WorkerCard] = {}
+        self._reporter = WorkerReporter()
+        self._card: frames.WorkerCard | None = None
+        self._change_task: asyncio.Task[None] | None = None
+        caller = Caller(self.name, "worker", self.config.secret)
+        self.link = RouterLink(
+            _find_router,
+            caller,
+            self.config.silence_s,
+            joined=self._reporter.introduce_again,
+            received=self._take_router_frame,
+        )
         self._tasks = [self.loop.create_task(self.link.run())]
         await self._start()
 
     async def _start(self) -> None:
-        host, settings = node_host(), self.config.observability
-        logs.configure(settings.log, self.name)
-        self.tracer = tracer_of(settings, "worker", self.name)
+        """Load the model, open every connection, and offer the pool's role."""
+        host = node_host()
+        observability = self.config.observability
+        logs.configure(observability.log, self.name)
+        self.tracer = tracer_of(observability, "worker", self.name)
         self._works = Works(self.tracer, self.name) if self.tracer else None
-        from .core import Node  # torch: who builds the application does without
+        from .core import WorkerCore  # torch: the process that builds the application has none
 
-        self.node = Node(
-            self.name,
-            self.role_name,
-            self.config,
-            self._model,
-            self._send,
-            self._observed,
+        self.core = WorkerCore(
+            name=self.name,
+            pool=self.pool,
+            config=self.config,
+            model=self._model,
+            send=self._send,
+            on_observation=self._report,
         )
-        kv_cards = await self.node.start(host, self._progress)
-        self.listener = Listener(self.config.secret, f.FramesToWorker, self._serve)
+        kv_cards = await self.core.start(host, self._report_loading)
+        self.listener = Listener(self.config.secret, frames.FramesToWorker, self._serve_gateway)
         address = await self.listener.start(host)
-        engine = self.node.engine
-        self._card = f.WorkerCard(
+        metrics_address = await self._export_metrics(host)
+        self._card = self._describe(address, metrics_address, kv_cards)
+        gc.collect()
+        gc.freeze()  # else a full collection walks all of torch between two steps
+        self._handle(WorkerStarted())
+        self._tasks.append(self.loop.create_task(self._observe_engine()))
+
+    def _describe(
+        self, address: str, metrics_address: str, kv_cards: list[PeerCard]
+    ) -> frames.WorkerCard:
+        scheduler = self.core.engine.scheduler
+        return frames.WorkerCard(
             id=self.name,
-            pool=self.home,
-            role=self.role_name,
+            pool=self.pool,
+            role=self.lifecycle.role,
             address=address,
             replica=self.replica,
             pid=os.getpid(),
             kv_card=msgspec.msgpack.encode(kv_cards),
-            blocks=engine.scheduler.pool.total,
-            block_tokens=engine.kv.layout.block_tokens,
-            growth_reserve_blocks=engine.scheduler.kept,
-            gpu=_hardware(getattr(self.config.pools, self.home).engine),
-            chunk_tokens=engine.scheduler.limits.max_step_tokens,
-            max_running=engine.scheduler.limits.max_running,
-            metrics=await self._export(host),
-            step_ms=(engine.scheduler.limits.itl_budget_s or 0.0) * 1e3,
+            blocks=scheduler.pool.total,
+            block_tokens=self.core.engine.kv.layout.block_tokens,
+            growth_reserve_blocks=scheduler.kept,
+            gpu=_hardware_name(self._pool_config.engine),
+            chunk_tokens=scheduler.limits.max_step_tokens,
+            max_running=scheduler.limits.max_running,
+            metrics=metrics_address,
+            step_ms=(scheduler.limits.itl_budget_s or 0.0) * 1e3,
         )
-        gc.collect()
-        gc.freeze()  # else a full collection walks all of torch between two steps
-        self.state = "ready"
-        self._tasks.append(self.loop.create_task(self._observe()))
 
-    async def _export(self, host: str) -> str:
-        """Where Prometheus finds this worker."""
-        pool = getattr(self.config.pools, self.home)
-        labels = {"model": self.config.model.name or "", "pool": self.home, "replica": self.replica}
+    @property
+    def _pool_config(self) -> PoolConfig:
+        pools = self.config.pools
+        return pools.prefill if self.pool == "prefill" else pools.decode
+
+    async def _export_metrics(self, host: str) -> str:
+        """Start the exporter; return the address where Prometheus finds this worker."""
+        labels = {"model": self.config.model.name or "", "pool": self.pool, "replica": self.replica}
         ways = Ways(diagnosis.tcp_received)
-        rows = lambda: worker_rows(self.statistics(), ways, pool.tensor_parallel)  # noqa: E731
-        self.metrics = Exporter(self.config.observability, labels, rows)
+        ranks = self._pool_config.tensor_parallel
+        self.metrics = Exporter(
+            self.config.observability,
+            labels,
+            lambda: worker_rows(self.statistics(), ways, ranks),
+        )
         await self.metrics.start(host)
         return self.metrics.address
 
-    def _progress(self, note: str, fraction: float) -> None:
-        frame = f.LoadingProgress(self.name, f"loading weights, {note}", fraction)
+    # ---- the router ------------------------------------------------------------------------------
+
+    def _report_loading(self, note: str, fraction: float) -> None:
+        """Tell the router how far the weights are. Any thread may call it."""
+        frame = frames.LoadingProgress(self.name, f"loading weights, {note}", fraction)
         self.loop.call_soon_threadsafe(self.link.send, frame)
 
-    # ---- router ----------------------------------------------------------------------------------
-
-    def _joined(self) -> None:
-        """A router is there (or start-up is over): the next observation introduces us."""
-        self._reports = 0
-
-    async def _observe(self) -> None:
+    async def _observe_engine(self) -> None:
+        """Ask the engine now and then what it has done; the answer comes to `_report`."""
         while True:
-            await asyncio.sleep(REPORT_S if self._reports else REPORT_S / 10)
+            await asyncio.sleep(FIRST_REPORT_S if self._reporter.must_join else REPORT_S)
             if self.link.connected:
-                self.node.observe()
+                self.core.observe()
 
-    def _observed(self, seen: EngineObservation) -> None:
-        """Join with everything on a new connection, then only what changed."""
-        before, self._seen = self._seen, seen
-        if self._reports == 0 or before is None:
+    def _report(self, observation: EngineObservation) -> None:
+        if self._reporter.must_join:
             assert self._card is not None
-            held = self.node.streams()
-            self.node.over.clear()
-            self.link.send(f.JoinRouter(self._card, self.link.term, seen.hashes, held))
-            self._reports = 1
-            self._told.set()
+            self.core.ended_attempts.clear()
+            reservations = self.core.decode_reservations()
+            term = self.link.term
+            self.link.send(self._reporter.joining(observation, self._card, term, reservations))
             return
-        tokens = seen.prefill_tokens - before.prefill_tokens
-        steps = seen.decode_steps - before.decode_steps
-        ended = list(self.node.over)
-        changed = tokens or steps or seen.stored or seen.evicted or ended
-        state = (seen.free_blocks, seen.running_sequences, seen.preempted_sequences)
-        if changed or state != (
-            before.free_blocks,
-            before.running_sequences,
-            before.preempted_sequences,
-        ):
-            report = f.WorkerReport(
-                self._reports,
-                seen.free_blocks,
-                seen.stored,
-                seen.evicted,
-                tokens,
-                seen.prefill_s - before.prefill_s,
-                seen.running_sequences,
-                seen.kv_tokens,
-                steps,
-                seen.decode_s - before.decode_s,
-                seen.preempted_sequences,
-                seen.step_s * 1e3,
-                ended,
-            )
-            self.node.over.clear()
+        report = self._reporter.report(observation, list(self.core.ended_attempts))
+        if report is not None:
+            self.core.ended_attempts.clear()
             self.link.send(report)
-            self._reports += 1
 
-    def _routed(self, frame: Any) -> None:
-        if not isinstance(frame, f.WorkerDirectory):
-            return
-        cards = {card.id: card for card in frame.workers if card.id != self.name}
-        if not frame.settled:
-            cards = {**self._known, **cards}
-        for card in cards.values():
-            if card.id not in self._known:
-                peers = msgspec.msgpack.decode(card.kv_card, type=list[PeerCard])
-                self.node.add_peer(card.id, peers)
-        for name in self._known.keys() - cards.keys():
-            self.node.lose_peer(name)
-            self._tasks.append(self.loop.create_task(self._mourn(self._known[name])))
-        self._known = cards
+    def _take_router_frame(self, frame: Any) -> None:
+        if isinstance(frame, frames.WorkerDirectory):
+            self._take_directory(frame)
 
-    async def _mourn(self, card: f.WorkerCard) -> None:
-        """Until Ray knows that a lost worker's process is gone: a silent one may be frozen."""
-        began = time.monotonic()
-        while card.id not in self._known and time.monotonic() - began < MOURN_S:
-            if await asyncio.to_thread(_is_dead, card):
-                self.node.lose_peer(card.id, dead=True)
+    def _take_directory(self, directory: frames.WorkerDirectory) -> None:
+        """Learn which peers there are. A router that is young names only those that joined it."""
+        cards = {card.id: card for card in directory.workers if card.id != self.name}
+        if not directory.settled:
+            cards = {**self._known_workers, **cards}
+        for name in cards.keys() - self._known_workers.keys():
+            peers = msgspec.msgpack.decode(cards[name].kv_card, type=list[PeerCard])
+            self.core.add_peer(name, peers)
+        for name in self._known_workers.keys() - cards.keys():
+            self.core.lose_peer(name)
+            mourning = self._mourn(self._known_workers[name])
+            self._tasks.append(self.loop.create_task(mourning))
+        self._known_workers = cards
+
+    async def _mourn(self, card: frames.WorkerCard) -> None:
+        """Wait until Ray knows that a lost worker's process is gone.
+
+        A worker that is merely silent may be frozen, and write to our blocks when it wakes up.
+        """
+        deadline_s = time.monotonic() + MOURN_S
+        while card.id not in self._known_workers and time.monotonic() < deadline_s:
+            if await asyncio.to_thread(replica_has_ended, card):
+                self.core.lose_peer(card.id, process_dead=True)
                 return
             await asyncio.sleep(REPORT_S)
 
     # ---- gateways --------------------------------------------------------------------------------
 
-    async def _serve(self, peer: Connection, hello: f.Hello) -> None:
-        before = self._gateways.get(peer.name)
-        if before:  # it is back before its old connection's end was seen
-            before.abort()
-            self._forget(peer.name)
+    async def _serve_gateway(self, peer: Connection, hello: frames.Hello) -> None:
+        previous = self._gateways.get(peer.name)
+        if previous:  # the gateway is back before the end of its old connection was seen
+            previous.abort()
+            self._forget_gateway(peer.name)
         self._gateways[peer.name] = peer
         try:
-            async with contextlib.aclosing(peer.frames(self.config.silence_s)) as frames:
-                async for frame in frames:
-                    self._frame(peer, frame)
+            async with contextlib.aclosing(peer.frames(self.config.silence_s)) as received:
+                async for frame in received:
+                    self._take_gateway_frame(peer, frame)
         finally:
             if self._gateways.get(peer.name) is peer:
                 del self._gateways[peer.name]
-                self._forget(peer.name)
+                self._forget_gateway(peer.name)
 
-    def _frame(self, peer: Connection, frame: Any) -> None:
+    def _take_gateway_frame(self, peer: Connection, frame: frames.FramesToWorker) -> None:
         match frame:
-            case f.StartPrefill() | f.StartDecode():
-                reason = self._refuses(frame)
-                if reason:
-                    peer.send(f.AttemptFailed(frame.attempt_key, self.name, reason))
-                    return
-                if self._works:
-                    self._works.begin(peer.name, frame)
-                self.node.submit(peer.name, frame)
-            case f.CancelAttempt():
+            case frames.StartPrefill() | frames.StartDecode():
+                self._start_attempt(peer, frame)
+            case frames.CancelAttempt():
                 if self._works:
                     self._works.over(frame.attempt_key, "aborted")
-                self.node.abort(frame)
-            case f.InspectProcess(call):
-                peer.send(f.CallReply(call, self.statistics()))
-            case f.ChangeRole(call, role, hand_over):
-                refused = self._steer(role, hand_over)
-                peer.send(f.CallReply(call, {"refused": refused, "state": self.state}))
-            case f.ProbeTransfer():
-                task = self.loop.create_task(self._probe(peer, frame))
-                self._probing.add(task)
-                task.add_done_callback(self._probing.discard)
+                self.core.cancel(frame)
+            case frames.InspectProcess():
+                peer.send(frames.CallReply(frame.call_id, self.statistics()))
+            case frames.ChangeRole():
+                refusal = self.lifecycle.refusal()
+                self._handle(RoleOrdered(frame.role, frame.hand_over))
+                values = {"refused": refusal, "state": str(self.lifecycle.phase)}
+                peer.send(frames.CallReply(frame.call_id, values))
+            case frames.ProbeTransfer():
+                probe = self.loop.create_task(self._probe_transfer(peer, frame))
+                self._probes.add(probe)
+                probe.add_done_callback(self._probes.discard)
+            case frames.Heartbeat():
+                pass
+            case _:
+                assert_never(frame)
 
-    async def _probe(self, peer: Connection, frame: f.ProbeTransfer) -> None:
-        if frame.peer is None:
-            seen = await asyncio.to_thread(self.node.environment, frame.pids)
-            values = msgspec.to_builtins(seen)
+    def _start_attempt(
+        self, peer: Connection, frame: frames.StartPrefill | frames.StartDecode
+    ) -> None:
+        reason = self._refusal(frame)
+        if reason:
+            peer.send(frames.AttemptFailed(frame.attempt_key, self.name, reason))
+            return
+        if self._works:
+            self._works.begin(peer.name, frame)
+        self.core.submit(peer.name, frame)
+
+    def _refusal(self, frame: frames.StartPrefill | frames.StartDecode) -> str | None:
+        """Return why this attempt cannot start here; None if it can."""
+        if isinstance(frame, frames.StartPrefill):
+            needed_role = "prefill"
+            partner: str | None = frame.decode_worker
         else:
-            values = await self.node.probe(frame.peer, frame.size_bytes)
-        peer.send(f.CallReply(frame.call_id, values))
-
-    def _refuses(self, frame: f.StartPrefill | f.StartDecode) -> str | None:
-        """Why this attempt cannot start here, if so."""
-        wanted = "prefill" if isinstance(frame, f.StartPrefill) else "decode"
-        partner = frame.decode_worker if isinstance(frame, f.StartPrefill) else frame.prefill_worker
+            needed_role = "decode"
+            partner = frame.prefill_worker
         if frame.term < self.link.term:
             return "stale_term"
-        if self.state != "ready":
+        if self.lifecycle.phase is not WorkerPhase.READY:
             return "draining"
-        if wanted != self.role_name:
+        if needed_role != self.lifecycle.role:
             return "wrong_role"
-        if partner is not None and not self.node.knows(partner):
+        if partner is not None and not self.core.knows(partner):
             return "unknown_peer"
-        whole = len(frame.token_ids) - frame.resumed_tokens + frame.sampling.max_tokens
-        if not frame.token_ids or whole > self.node.engine.max_model_len:
+        prompt_tokens = len(frame.token_ids) - frame.resumed_tokens
+        sequence_limit = prompt_tokens + frame.sampling.max_tokens
+        if not frame.token_ids or sequence_limit > self.core.engine.max_model_len:
             return "context_length_exceeded"
         return None
 
-    def _forget(self, gateway: str) -> None:
-        self.node.gateway_gone(gateway)
+    async def _probe_transfer(self, peer: Connection, frame: frames.ProbeTransfer) -> None:
+        if frame.peer is None:
+            environment = await asyncio.to_thread(self.core.environment, frame.pids)
+            values = msgspec.to_builtins(environment)
+        else:
+            values = await self.core.probe(frame.peer, frame.size_bytes)
+        peer.send(frames.CallReply(frame.call_id, values))
+
+    def _forget_gateway(self, gateway: str) -> None:
+        self.core.gateway_gone(gateway)
         if self._works:
             self._works.gone(gateway)
 
-    def _send(self, gateway: str, frame: Any) -> None:
+    def _send(self, gateway: str, frame: frames.FramesFromWorker) -> None:
         if self._works:
             self._works.sent(frame)
         if gateway in self._gateways:
             self._gateways[gateway].send(frame)
 
-    # ---- role ------------------------------------------------------------------------------------
+    # ---- life ------------------------------------------------------------------------------------
 
-    def _steer(self, role: str, hand_over: bool) -> str | None:
-        """Begins what an operator ordered; why not, if so."""
-        if self.state not in ("ready", "draining") or self._changing:
-            return f"it is {self.state} already"
-        if role in ("", self.role_name):
-            self.state = "ready" if role else "draining"
-            self._offer(role)
-            self._spawn(self._empty() if hand_over and not role else None)
-        else:
-            self.state = "flipping"
-            self._spawn(self._flip(role))
-        self.note = ""
-        return None
+    def _handle(self, event: LifecycleEvent) -> None:
+        """Feed the life cycle, carry out what it decides, and keep its clock while it changes."""
+        for action in self.lifecycle.handle(event, time.monotonic()):
+            match action:
+                case OfferRole(role):
+                    self._offer(role)
+                case HandOverWork():
+                    attempts = self.core.hand_over()
+                    self._handle(WorkHandedOver(attempts))
+                case TakeRole(role, took_s):
+                    self.core.become(role)
+                    log.info("flipped to %s in %.2f s", role, took_s)
+                case _:
+                    assert_never(action)
+        if self.lifecycle.changing and self._change_task is None:
+            self._change_task = self.loop.create_task(self._carry_change_through())
+            self._change_task.add_done_callback(self._change_ended)
 
-    def _spawn(self, change: Coroutine[Any, Any, Any] | None) -> None:
-        if change is None:
-            return
-        self._changing = self.loop.create_task(change)
-        self._changing.add_done_callback(self._changed)
+    async def _carry_change_through(self) -> None:
+        while self.lifecycle.changing:
+            await asyncio.sleep(CHANGE_TICK_S)
+            tick = ChangeTick(
+                router_informed=not self._reporter.must_join,
+                attempts_left=self.core.attempts,
+                open_tickets=self.core.open_tickets,
+            )
+            self._handle(tick)
 
-    def _changed(self, task: asyncio.Task) -> None:
-        self._changing = None
+    def _change_ended(self, task: asyncio.Task[None]) -> None:
+        self._change_task = None
         if not task.cancelled() and task.exception():
             log.error("a change of role failed", exc_info=task.exception())
 
     def _offer(self, role: str) -> None:
-        """Joins again: `role` is what the router may give us from now on, "" is nothing."""
+        """Join again: `role` is what the router may give this worker from now on."""
         assert self._card is not None
         self._card = msgspec.structs.replace(self._card, role=role)
-        self._reports = 0
-        self._told.clear()
+        self._reporter.introduce_again()
         if self.link.connected:
-            self.node.observe()
-
-    async def _flip(self, role: str) -> None:
-        began = time.monotonic()
-        self._offer("")
-        if await self._empty():
-            self.node.become(role)
-            self.role_name = role
-            self.flips += 1
-            log.info("flipped to %s in %.2f s", role, time.monotonic() - began)
-        else:
-            self.note = f"it did not become {role}: {len(self.node.role.jobs)} jobs do not end"
-        self.state = "ready"
-        self._offer(self.role_name)
-
-    async def _empty(self) -> bool:
-        """Hands everything over, once the router has heard that nothing new is wanted."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(TOLD_S):
-                await self._told.wait()
-        self.handed_over += self.node.hand_over()
-        for _ in range(int(EMPTY_S / 0.01)):
-            if not self.node.role.jobs:
-                return True
-            await asyncio.sleep(0.01)
-        return False
-
-    async def _leave(self) -> None:
-        """Then nobody misses this process; what it computed can be fetched a while longer."""
-        if self._changing:
-            self._changing.cancel()
-        self.state = "leaving"
-        if not self.link.connected:  # the whole cluster stops, perhaps
-            self.node.hand_over()
-            return
-        self._offer("")
-        before = self.handed_over
-        await self._empty()
-        limit = time.monotonic() + (FETCH_S if self.handed_over > before else 0.0)
-        calm = 0
-        while time.monotonic() < limit and calm < 5:  # half a second without a transfer
-            await asyncio.sleep(0.1)
-            calm = 0 if self.node.statistics()["transfer"]["tickets"] else calm + 1
+            self.core.observe()
 
     # ---- Serve -----------------------------------------------------------------------------------
 
     def check_health(self) -> None:
-        """Serve's probe: a worker without its threads is dead."""
-        self.node.check()
+        """Answer Serve's probe: a worker without its threads is dead. Raises RuntimeError."""
+        self.core.check()
 
-    def statistics(self) -> dict:
-        usage = Path("/proc/self/statm")
-        pages = int(usage.read_text().split()[1]) if usage.exists() else 0
+    def statistics(self) -> dict[str, Any]:
+        """Return a snapshot for people, `diptych status` and Prometheus."""
         return {
             "id": self.name,
             "pid": os.getpid(),
-            "home": self.home,
-            "role": self.role_name,
+            "home": self.pool,
+            "role": self.lifecycle.role,
             "address": self._card.address if self._card else "",
             "gpu": self._card.gpu if self._card else "",
-            "state": self.state,
-            "note": self.note,
-            "rss_mib": pages * os.sysconf("SC_PAGE_SIZE") >> 20,
+            "state": str(self.lifecycle.phase),
+            "note": self.lifecycle.note,
+            "rss_mib": _resident_mib(),
             "cpu_s": round(time.process_time(), 2),
-            "flips": self.flips,
-            "handed_over": self.handed_over,
-            **self.node.statistics(),
+            "flips": self.lifecycle.flips,
+            "handed_over": self.lifecycle.handed_over,
+            **self.core.statistics(),
         }
 
     async def __del__(self) -> None:
-        """Serve's shutdown hook: the streams go on elsewhere, then the threads stop."""
-        if self.state != "starting":
-            await self._leave()
+        """Serve's shutdown hook: the work goes on elsewhere, then the threads stop."""
+        if self.lifecycle.phase is not WorkerPhase.STARTING:
+            self._handle(LeaveOrdered(self.link.connected))
+            if self._change_task:
+                await asyncio.wait([self._change_task])
         for task in self._tasks:
             task.cancel()
-        with contextlib.suppress(AttributeError):  # start-up had not come that far
+        with contextlib.suppress(AttributeError):  # the start had not come that far
             self.metrics.close()
             if self.tracer:
                 await asyncio.to_thread(self.tracer.close)
-            self.node.stop()
+            self.core.stop()
 
 
-def _hardware(settings: EngineSettings) -> str:
-    """Workers that are the same kind of machine have the same name: the router learns by it."""
+def _resident_mib() -> int:
+    """Return the memory of this process in MiB; 0 where /proc is not there."""
+    usage = Path("/proc/self/statm")
+    if not usage.exists():
+        return 0
+    pages = int(usage.read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
+def _hardware_name(settings: EngineSettings) -> str:
+    """Return one name for one kind of machine: the router learns speeds by it."""
     if settings.device == "cpu":
         return f"cpu-{settings.threads}t"
     import torch
@@ -409,10 +404,10 @@ def _hardware(settings: EngineSettings) -> str:
     return torch.cuda.get_device_name()
 
 
-def _is_dead(card: f.WorkerCard) -> bool:
-    """Whether Ray says that a replica's process has ended, or its node; False if it cannot say."""
-    name = "PrefillWorker" if card.pool == "prefill" else "DecodeWorker"
-    replica = ReplicaID(card.replica, DeploymentID(name, "diptych")).to_full_id_str()
+def replica_has_ended(card: frames.WorkerCard) -> bool:
+    """Whether Ray says that a replica's process has ended, or its node; False if Ray cannot say."""
+    deployment = "PrefillWorker" if card.pool == "prefill" else "DecodeWorker"
+    replica = ReplicaID(card.replica, DeploymentID(deployment, "diptych")).to_full_id_str()
     if not ray.is_initialized():
         return False
     try:  # `get_actor` would answer from a cache

@@ -1,9 +1,9 @@
 """A rank above 0 of a tensor-parallel worker: its share of the model, and its transfer service.
 
-    python -m diptych.cluster.worker.rank     # started by `engine.ranks.Ranks.lead`
+    python -m diptych.cluster.worker.rank     # started by the engine of rank 0
 
-The leader's `RemoteService` stands for the service here. Both ends talk over a socket in length-
-prefixed MessagePack; it ends with either process.
+In the process of rank 0, the leader, a `RemoteService` stands for the service here. The two ends talk over a
+socket in length-prefixed MessagePack. When either process ends the socket does, and the other end notices.
 """
 
 from __future__ import annotations
@@ -14,21 +14,24 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
 from ...engine.model import Model
 from ...engine.ranks import Share, follow
 from ...kv_transfer import PeerCard, tickets
-from ...kv_transfer import commands as c
+from ...kv_transfer import commands as transfer_commands
 from ...kv_transfer.service import TransferService
 from ...kv_transfer.slices import End
+from ...kv_transfer.transport import Admit, Transport
 from ...kv_transfer.transports import open_transport
 
-START_S = 60.0
+START_LIMIT_S = 60.0
+_LENGTH = struct.Struct(">I")
 
 
-class Setup(msgspec.Struct, frozen=True, tag=True):
+class RankSetup(msgspec.Struct, frozen=True, tag=True):
     """First message to a rank: what its service is opened with."""
 
     agent: str
@@ -38,45 +41,55 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     timeout_s: float
 
 
-class Inspect(msgspec.Struct, frozen=True, tag=True):
-    """Asks for statistics."""
+class RankStatisticsRequest(msgspec.Struct, frozen=True, tag=True):
+    """Asks the rank for a snapshot."""
 
 
-class Opened(msgspec.Struct, frozen=True, tag=True):
+class RankOpened(msgspec.Struct, frozen=True, tag=True):
     """The rank's service runs, or `error` says why not."""
 
     card: PeerCard | None
     error: str = ""
 
 
-class Statistics(msgspec.Struct, frozen=True, tag=True):
-    values: dict
+class RankStatistics(msgspec.Struct, frozen=True, tag=True):
+    """Answers `RankStatisticsRequest`."""
+
+    values: dict[str, Any]
 
 
-ToRank = Setup | Inspect | c.TransferCommand
-FromRank = (
-    Opened | Statistics | c.BlocksArrived | tickets.TransferFailed | tickets.BlocksFreed | tickets.PushEnded
+MessageToRank = RankSetup | RankStatisticsRequest | transfer_commands.TransferCommand
+MessageFromRank = (
+    RankOpened
+    | RankStatistics
+    | transfer_commands.BlocksArrived
+    | tickets.TransferFailed
+    | tickets.BlocksFreed
+    | tickets.PushEnded
     | tickets.PrefixRequested
-)  # fmt: skip
-_Answer = Opened | Statistics
+)
 
 
-class Channel:
-    """One end of the socket. `send` may be called from several threads."""
+class RankChannel:
+    """One end of the socket between the leader and a rank. Several threads may `send`."""
 
-    def __init__(self, control: socket.socket, kind: object) -> None:
-        self._control, self._lock = control, threading.Lock()
-        self._decoder = msgspec.msgpack.Decoder(kind)
+    def __init__(self, control: socket.socket, received_type: Any) -> None:
+        self._control = control
+        self._send_lock = threading.Lock()
+        self._decoder = msgspec.msgpack.Decoder(received_type)
 
-    def send(self, message: object) -> None:
+    def send(self, message: Any) -> None:
+        """Send a message, or drop it where the other process is gone: its end is seen elsewhere."""
         data = msgspec.msgpack.encode(message)
-        with self._lock, suppress(OSError):  # the other end is gone: its process's end is seen
-            self._control.sendall(struct.pack(">I", len(data)) + data)
+        with self._send_lock, suppress(OSError):
+            self._control.sendall(_LENGTH.pack(len(data)) + data)
 
-    def messages(self) -> Iterator:
+    def messages(self) -> Iterator[Any]:
+        """Yield what the other end says until it ends."""
         with self._control.makefile("rb") as stream:
-            while header := stream.read(4):
-                yield self._decoder.decode(stream.read(struct.unpack(">I", header)[0]))
+            while header := stream.read(_LENGTH.size):
+                (size,) = _LENGTH.unpack(header)
+                yield self._decoder.decode(stream.read(size))
 
     def close(self) -> None:
         with suppress(OSError):
@@ -84,33 +97,40 @@ class Channel:
 
 
 class RemoteService:
-    """A rank's transfer service, as the leader sees it; the same calls as `TransferService`."""
+    """A rank's transfer service, as the leader sees it; it has the calls of `TransferService`."""
 
     def __init__(
-        self, rank: int, control: socket.socket, setup: Setup, deliver: Callable[[object], None]
+        self,
+        rank: int,
+        control: socket.socket,
+        setup: RankSetup,
+        on_outcome: Callable[[Any], None],
     ) -> None:
-        self._setup, self._deliver = setup, deliver
-        self._channel = Channel(control, FromRank)
-        self._opened = threading.Event()
-        self._answer: Opened | None = None
-        self._values: dict = {}
+        self._setup = setup
+        self._on_outcome = on_outcome
+        self._channel = RankChannel(control, MessageFromRank)
+        self._answered = threading.Event()
+        self._opened: RankOpened | None = None
+        self._statistics: dict[str, Any] = {}
         self._thread = threading.Thread(target=self._run, name=f"rank-{rank}", daemon=True)
 
     def start(self) -> PeerCard:
+        """Open the rank's service. Raises RuntimeError with the reason if it does not start."""
         self._thread.start()
         self._channel.send(self._setup)
-        if not self._opened.wait(START_S) or self._answer is None or self._answer.card is None:
-            why = self._answer.error if self._answer else "its process does not answer"
-            raise RuntimeError(f"the transfer service {self._setup.agent} did not start: {why}")
-        return self._answer.card
+        self._answered.wait(START_LIMIT_S)
+        if self._opened is not None and self._opened.card is not None:
+            return self._opened.card
+        reason = self._opened.error if self._opened else "its process does not answer"
+        raise RuntimeError(f"the transfer service {self._setup.agent} did not start: {reason}")
 
-    def submit(self, command: object) -> None:
+    def submit(self, command: transfer_commands.TransferCommand) -> None:
         self._channel.send(command)
 
-    def statistics(self) -> dict:
-        """What the rank said last; asks for what it would say now."""
-        self._channel.send(Inspect())
-        return self._values
+    def statistics(self) -> dict[str, Any]:
+        """Return the rank's last snapshot, and ask for the next one."""
+        self._channel.send(RankStatisticsRequest())
+        return self._statistics
 
     @property
     def alive(self) -> bool:
@@ -122,57 +142,63 @@ class RemoteService:
     def _run(self) -> None:
         for message in self._channel.messages():
             match message:
-                case Opened():
-                    self._answer = message
-                    self._opened.set()
-                case Statistics(values):
-                    self._values = values
+                case RankOpened():
+                    self._opened = message
+                    self._answered.set()
+                case RankStatistics(values):
+                    self._statistics = values
                 case outcome:
-                    self._deliver(outcome)
-        self._opened.set()
+                    self._on_outcome(outcome)
+        self._answered.set()
 
 
 def serve(model: Model, share: Share, control: socket.socket) -> None:
-    """Runs this rank's service as the leader says, until the socket ends."""
-    channel = Channel(control, ToRank)
+    """Run this rank's transfer service as the leader says, until the socket ends."""
+    channel = RankChannel(control, MessageToRank)
     messages = channel.messages()
     setup = next(messages, None)
-    if not isinstance(setup, Setup):
+    if not isinstance(setup, RankSetup):
         return  # the leader ended first
     pool = model.kv
+
+    def open_own_transport(admit: Admit) -> Transport:
+        return open_transport(setup.transport, setup.agent, pool, admit, setup.host)
+
     service = TransferService(
         setup.agent,
         pool,
         End(pool.layout, share.rank, share.size),
         setup.compatibility,
-        lambda admit: open_transport(setup.transport, setup.agent, pool, admit, setup.host),
+        open_own_transport,
         channel.send,
         tickets.TicketTimeouts(total_s=setup.timeout_s),
         digest=pool.digest,
     )
     try:
-        channel.send(Opened(service.start()))
-    except Exception as error:  # the leader tells it
-        channel.send(Opened(None, f"{type(error).__name__}: {error}"))
+        card = service.start()
+    except Exception as error:  # the leader raises it
+        channel.send(RankOpened(None, f"{type(error).__name__}: {error}"))
         return
+    channel.send(RankOpened(card))
     for message in messages:
         if not service.alive:
             break
-        if isinstance(message, Inspect):
-            channel.send(Statistics(service.statistics()))
+        if isinstance(message, RankStatisticsRequest):
+            channel.send(RankStatistics(service.statistics()))
         else:
             service.submit(message)
     service.stop()
-    channel.close()  # the leader sees it, and ends the replica
+    channel.close()  # the leader notices, and ends the replica
 
 
 def main() -> None:
     logging.basicConfig(level=logging.WARNING)
 
-    def beside(model: Model, share: Share, control: socket.socket) -> None:
-        threading.Thread(target=serve, args=(model, share, control), daemon=True).start()
+    def serve_beside_the_engine(model: Model, share: Share, control: socket.socket) -> None:
+        arguments = (model, share, control)
+        threading.Thread(target=serve, args=arguments, daemon=True).start()
 
-    follow(beside)
+    follow(serve_beside_the_engine)
 
 
 if __name__ == "__main__":

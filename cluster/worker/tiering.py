@@ -16,74 +16,89 @@ from ..config import TierSettings
 
 log = logging.getLogger(__name__)
 
-FOLDERS = 64  #: workers of one pool on one machine that can have a folder
+FOLDER_LIMIT = 64  #: workers of one pool on one machine that can have a folder
 
 
 class Tiering:
-    """`tell` gets `Loaded` for the role, `submit` gets `Demoted` for the engine. Any thread."""
+    """Moves blocks between the engine's pool and the tiers, on the tiers' thread.
+
+    `tell_role` gets a `BlocksLoaded` for each `LoadBlocks`, and `submit_to_engine` a `BlockDemoted` for each
+    block of a `DemoteBlocks`. Both may be called from any thread.
+    """
 
     def __init__(
         self,
-        home: str,
+        pool: str,
         engine: Engine,
         settings: TierSettings,
-        tell: Callable[[object], None],
-        submit: Callable[[object], None],
+        tell_role: Callable[[BlocksLoaded], None],
+        submit_to_engine: Callable[[BlockDemoted], None],
     ) -> None:
-        self._pool, self._tell, self._submit = engine.kv, tell, submit
-        self._lock: int | None = None  #: of our folder, until we close
-        folder = self._claim(Path(settings.folder), home) if settings.folder else None
-        limits = Limits(settings.memory_mib << 20, settings.disk_mib << 20 if folder else 0)
-        size = self._pool.block_bytes
-        self.tiers = Tiers(size, engine.compatibility, limits, folder)
+        self._kv = engine.kv
+        self._tell_role = tell_role
+        self._submit_to_engine = submit_to_engine
+        self._folder_lock: int | None = None  #: the file that keeps other workers off our folder
+        folder = self._claim_folder(Path(settings.folder), pool) if settings.folder else None
+        disk_bytes = settings.disk_mib << 20 if folder else 0
+        limits = Limits(settings.memory_mib << 20, disk_bytes)
+        self.tiers = Tiers(self._kv.block_bytes, engine.compatibility, limits, folder)
         engine.below = self.tiers.held
 
-    def _claim(self, root: Path, home: str) -> Path | None:
-        """The first folder that no other worker has: a restarted worker finds its blocks again."""
-        for index in range(FOLDERS):
-            folder = root / f"{home}-{index}"
+    def _claim_folder(self, root: Path, pool: str) -> Path | None:
+        """Return the first folder that no other worker has; None, and no disk tier, if all are taken.
+
+        A worker that starts again finds its blocks: the lock ended with its last process.
+        """
+        for index in range(FOLDER_LIMIT):
+            folder = root / f"{pool}-{index}"
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                file = os.open(folder / "worker.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+                flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
+                lock = os.open(folder / "worker.lock", flags, 0o600)
             except OSError as error:
                 log.error("no disk tier: %s", error)
                 return None
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                os.close(file)
+                os.close(lock)
                 continue
-            self._lock = file
+            self._folder_lock = lock
             return folder
-        log.error("no disk tier: %d workers have folders in %s", FOLDERS, root)
+        log.error("no disk tier: %d workers have folders in %s", FOLDER_LIMIT, root)
         return None
 
-    def _view(self, block: int) -> memoryview:
-        size = self._pool.block_bytes
-        return self._pool.view[block * size : (block + 1) * size]
+    def _block_view(self, block: int) -> memoryview:
+        size = self._kv.block_bytes
+        return self._kv.view[block * size : (block + 1) * size]
 
     def load(self, command: LoadBlocks) -> None:
-        """Answered by `Loaded`, whatever happens."""
-        pairs = [(h, self._view(b)) for h, b in zip(command.hashes, command.blocks, strict=True)]
+        """Copy content of the tiers into the pool; answered by `BlocksLoaded`, whatever happens."""
+        pairs = [
+            (content, self._block_view(block))
+            for content, block in zip(command.hashes, command.blocks, strict=True)
+        ]
 
-        def done(arrived: list[bytes]) -> None:
-            self._tell(BlocksLoaded(command.attempt_key, command.held_blocks + len(arrived)))
+        def loading_ended(loaded: list[bytes]) -> None:
+            block_count = command.held_blocks + len(loaded)
+            self._tell_role(BlocksLoaded(command.attempt_key, block_count))
 
-        if not self.tiers.load(pairs, done):
-            done([])
+        if not self.tiers.load(pairs, loading_ended):
+            loading_ended([])
 
     def demote(self, command: DemoteBlocks) -> None:
-        """Each block is answered by `Demoted`."""
+        """Copy blocks of the pool into the tiers; each is answered by `BlockDemoted`."""
         for block, content in command.blocks:
-            done = partial(self._demoted, block)
-            if not self.tiers.store(content, self._view(block), done):
-                done(False)
+            copying_ended = partial(self._copying_ended, block)
+            if not self.tiers.store(content, self._block_view(block), copying_ended):
+                copying_ended(copied=False)
 
-    def _demoted(self, block: int, kept: bool) -> None:
-        self._submit(BlockDemoted(block, kept))
+    def _copying_ended(self, block: int, copied: bool) -> None:
+        self._submit_to_engine(BlockDemoted(block, copied))
 
     def close(self) -> None:
+        """End the tiers' thread and give the folder back."""
         self.tiers.close()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        if self._folder_lock is not None:
+            os.close(self._folder_lock)
+            self._folder_lock = None

@@ -1,15 +1,17 @@
 """All KV transfer of one worker: a service for each of its ranks, and the `Fan` that joins them.
 
-Rank 0's service is a thread of this process. Those of the ranks above 0 live in their processes
-(`rank.py`), where their pools are, and are told through a socket.
+Rank 0's service is a thread of this process. The services of the other ranks live in the ranks' own processes
+(`rank.py`), where their pools are, and take commands through a socket.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 from ...engine.engine import Engine
 from ...kv_transfer import PeerCard, tickets
@@ -19,13 +21,13 @@ from ...kv_transfer.slices import End
 from ...kv_transfer.transport import Admit, Transport
 from ...kv_transfer.transports import open_transport
 from ..config import TransferSettings
-from .rank import RemoteService, Setup
+from .rank import RankSetup, RemoteService
 
 
 class Transfers:
-    """Owned by the event loop. `tell` gets what happened to whole tickets, on the loop.
+    """Owned by the event loop. `on_outcomes` gets what happened to whole tickets, on the loop.
 
-    Rank 0's thread is bound to `cores`, if there are any.
+    Rank 0's thread is bound to `cores`, if any are named.
     """
 
     def __init__(
@@ -34,76 +36,88 @@ class Transfers:
         engine: Engine,
         settings: TransferSettings,
         host: str,
-        corrupt: int,
-        tell: Callable[[list], None],
+        *,
+        corrupt_writes: int,
+        on_outcomes: Callable[[list[Any]], None],
         cores: tuple[int, ...] = (),
     ) -> None:
-        self._loop, self._tell = asyncio.get_running_loop(), tell
-        pool, ranks = engine.kv, 1 + len(engine.followers)
-        name = settings.transport
-
-        def opened(admit: Admit) -> Transport:
-            if cores:  # on the transfer thread
-                os.sched_setaffinity(0, cores)
-            return open_transport(name, f"{worker}:0", pool, admit, host, corrupt)
-
-        self._services: list[TransferService | RemoteService] = [
-            TransferService(
-                f"{worker}:0",
-                pool,
-                End(pool.layout, 0, ranks),
-                engine.compatibility,
-                opened,
-                self._outcome,
-                tickets.TicketTimeouts(total_s=settings.timeout_s),
-                digest=pool.digest,
-            )
-        ]
-        for rank, control in enumerate(engine.followers, 1):
-            agent, limit = f"{worker}:{rank}", settings.timeout_s
-            setup = Setup(agent, engine.compatibility, name, host, limit)
-            self._services.append(RemoteService(rank, control, setup, self._outcome))
+        self._loop = asyncio.get_running_loop()
+        self._on_outcomes = on_outcomes
         self._fan: Fan
+        pool = engine.kv
+        ranks = 1 + len(engine.followers)
+
+        def open_own_transport(admit: Admit) -> Transport:
+            if cores:  # this runs on the transfer thread
+                os.sched_setaffinity(0, cores)
+            agent = f"{worker}:0"
+            return open_transport(settings.transport, agent, pool, admit, host, corrupt_writes)
+
+        own_service = TransferService(
+            f"{worker}:0",
+            pool,
+            End(pool.layout, 0, ranks),
+            engine.compatibility,
+            open_own_transport,
+            self._take_outcome,
+            tickets.TicketTimeouts(total_s=settings.timeout_s),
+            digest=pool.digest,
+        )
+        self._services: list[TransferService | RemoteService] = [own_service]
+        for rank, control in enumerate(engine.followers, 1):
+            setup = RankSetup(
+                agent=f"{worker}:{rank}",
+                compatibility=engine.compatibility,
+                transport=settings.transport,
+                host=host,
+                timeout_s=settings.timeout_s,
+            )
+            self._services.append(RemoteService(rank, control, setup, self._take_outcome))
 
     async def start(self) -> list[PeerCard]:
-        """Opens every rank's transport; returns what peers need to know. One at a time: agents
-        that start together may hang (nixl issue 1668)."""
+        """Open every rank's transport; return what peers need to know.
+
+        One at a time: agents that start together may hang (nixl issue 1668).
+        """
         cards = [await asyncio.to_thread(service.start) for service in self._services]
         self._fan = Fan(cards)
         return cards
 
-    def _outcome(self, outcome: object) -> None:
-        """From a rank's thread."""
+    def _take_outcome(self, outcome: Any) -> None:
+        """Take what happened to one rank's lane of a ticket, from that rank's thread."""
         self._loop.call_soon_threadsafe(partial(self.handle, outcome))
 
-    def handle(self, event: object) -> None:
-        """A command for all ranks that have a part in a ticket, or one rank's outcome."""
+    def handle(self, event: Any) -> None:
+        """Take a command for all ranks that have a part in a ticket, or one rank's outcome."""
         for action in self._fan.handle(event):
             if isinstance(action, ToRank):
                 self._services[action.rank].submit(action.command)
             else:
-                self._tell([action])
+                self._on_outcomes([action])
 
     @property
     def alive(self) -> bool:
+        """Whether every rank's service runs."""
         return all(service.alive for service in self._services)
 
-    def statistics(self) -> dict:
-        return _sum(service.statistics() for service in self._services)
+    def statistics(self) -> dict[str, Any]:
+        """Return the sum of all ranks' snapshots."""
+        return sum_snapshots(service.statistics() for service in self._services)
 
     def stop(self) -> None:
         for service in self._services:
             service.stop()
 
 
-def _sum(snapshots: Iterable[dict]) -> dict:
-    """Numbers added up, whatever they are of; of names the first."""
-    total: dict = {}
+def sum_snapshots(snapshots: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Add up numbers and the values of mappings, key by key; of texts keep the first."""
+    total: dict[str, Any] = {}
     for snapshot in snapshots:
         for key, value in snapshot.items():
             if isinstance(value, dict):
-                before = total.get(key, {})
-                total[key] = {one: before.get(one, 0) + value.get(one, 0) for one in before | value}
+                counts = Counter(total.get(key, {}))
+                counts.update(value)
+                total[key] = dict(counts)
             elif isinstance(value, str):
                 total.setdefault(key, value)
             else:

@@ -15,7 +15,7 @@ import pytest
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.worker import core as node_module
 from diptych.cluster.worker import cores
-from diptych.cluster.worker.core import Node
+from diptych.cluster.worker.core import WorkerCore
 from diptych.engine.engine import DEMOTE_BELOW
 from diptych.kv_transfer.identity import block_hashes
 from diptych.protos import frames as f
@@ -37,9 +37,16 @@ class Bench:
         self.finished: set[tuple[f.AttemptKey, int]] = set()
         self.failed: list[f.AttemptFailed] = []
 
-    async def open(self, role: str, name: str = "") -> Node:
+    async def open(self, role: str, name: str = "") -> WorkerCore:
         name = name or f"{role}/x"
-        node = Node(name, role, self.config, self.folder, self._sent, lambda seen: None)
+        node = WorkerCore(
+            name,
+            role,
+            self.config,
+            self.folder,
+            send=self._sent,
+            on_observation=lambda observation: None,
+        )
         node.cards = await node.start("127.0.0.1")
         for other in self.nodes.values():
             other.add_peer(name, node.cards)
@@ -156,7 +163,7 @@ def test_only_blocks_that_decode_does_not_hold_travel(folder: Path, transport: s
             alone = await bench.alone(ids, "c")
             assert alone == first
             await bench.until(bench.whole)
-            assert [key[0] for key in bench.nodes["decode/x"].over] == ["a", "b", "c"]
+            assert [key[0] for key in bench.nodes["decode/x"].ended_attempts] == ["a", "b", "c"]
 
     asyncio.run(run())
 
@@ -245,7 +252,7 @@ def test_a_prefix_is_fetched_from_the_peer_that_holds_it(folder: Path) -> None:
             ids = prompt(2, 400)
             expected = await bench.alone(ids, "a")  # the decode node holds it now
             before = computed(bench, "prefill/x")
-            assert await bench.ask(ids, "b", fetch="decode/x") == expected
+            assert await bench.ask(ids, "b", prefix_holder="decode/x") == expected
             block = bench.nodes["prefill/x"].engine.kv.layout.block_bytes
             assert received(bench, "prefill/x") == 6 * block
             assert computed(bench, "prefill/x") - before == 400 - 6 * 64
@@ -259,7 +266,9 @@ def test_a_prompt_that_its_decode_worker_computes_is_fetched_too(folder: Path) -
             await bench.open("decode", "decode/y")
             ids = prompt(3, 400)
             expected = await bench.alone(ids, "a")
-            assert await bench.alone(ids, "b", node="decode/y", fetch="decode/x") == expected
+            assert (
+                await bench.alone(ids, "b", node="decode/y", prefix_holder="decode/x") == expected
+            )
             block = bench.nodes["decode/y"].engine.kv.layout.block_bytes
             assert received(bench, "decode/y") == 6 * block
             assert computed(bench, "decode/y") == 400 - 6 * 64
@@ -278,7 +287,7 @@ def test_blocks_of_256_tokens_are_hit_and_fetched_and_told_by_64(folder: Path) -
             salt = bench.nodes["decode/x"]._salt
             assert told == set(block_hashes(ids, salt)[:8]), "two blocks, four hashes each"
             before = computed(bench, "prefill/x")
-            assert await bench.ask(ids, "b", fetch="decode/x") == expected
+            assert await bench.ask(ids, "b", prefix_holder="decode/x") == expected
             assert computed(bench, "prefill/x") - before == 600 - 512
 
     asyncio.run(run())
@@ -294,7 +303,7 @@ def test_blocks_of_another_size_are_no_prefix_of_mine(folder: Path) -> None:
             card = node._peers["decode/x"][0]
             layout = dataclasses.replace(card.layout, block_tokens=256)
             node._peers["decode/x"] = [msgspec.structs.replace(card, layout=layout)]
-            assert await bench.ask(ids, "b", fetch="decode/x") == expected
+            assert await bench.ask(ids, "b", prefix_holder="decode/x") == expected
             assert received(bench, "prefill/x") == 0 and computed(bench, "prefill/x") == 600
 
     asyncio.run(run())
@@ -304,7 +313,7 @@ def test_a_prefix_that_the_peer_does_not_hold_is_computed(folder: Path) -> None:
     async def run() -> None:
         async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
             ids = prompt(3, 300)
-            answer = await bench.ask(ids, "a", fetch="decode/x")
+            answer = await bench.ask(ids, "a", prefix_holder="decode/x")
             assert computed(bench, "prefill/x") == 300
             assert bench.nodes["prefill/x"].statistics()["transfer"]["failures"] == {"not_held": 1}
             assert await bench.alone(ids, "b") == answer
@@ -319,7 +328,7 @@ def test_a_longer_part_of_the_prefix_is_fetched_behind_what_is_here(folder: Path
             await bench.ask(ids[:150], "a")
             expected = await bench.alone(ids, "b")
             got = received(bench, "prefill/x")
-            assert await bench.ask(ids, "c", fetch="decode/x") == expected
+            assert await bench.ask(ids, "c", prefix_holder="decode/x") == expected
             block = bench.nodes["prefill/x"].engine.kv.layout.block_bytes
             assert received(bench, "prefill/x") - got == 4 * block  # two of six were here
 
@@ -339,13 +348,13 @@ def test_an_abort_while_a_prefix_is_fetched_leaves_nothing_behind(folder: Path) 
                 bench.nodes["prefill/x"].submit(GATEWAY, frame)
                 for _ in range(index):
                     await asyncio.sleep(0)
-                bench.nodes["prefill/x"].abort(f.CancelAttempt(key))
+                bench.nodes["prefill/x"].cancel(f.CancelAttempt(key))
             await bench.until(lambda: not bench.nodes["prefill/x"].role.jobs)
 
     asyncio.run(run())
 
 
-def copied(node: Node, ids: list[int]) -> bool:
+def copied(node: WorkerCore, ids: list[int]) -> bool:
     """The pool is not low, or the tiers have this prompt's blocks, on the disk too."""
     pool, tiers = node.engine.scheduler.pool, node.tiering.tiers
     if pool.free >= pool.total // DEMOTE_BELOW:

@@ -28,7 +28,8 @@ def test_a_ranks_checksums_are_its_pools_own(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(rank, "TransferService", Service)
     leader, control = socket.socketpair()
-    rank.Channel(leader, rank.FromRank).send(rank.Setup("a#1", b"", "nixl", "127.0.0.1", 1.0))
+    setup = rank.RankSetup("a#1", b"", "nixl", "127.0.0.1", 1.0)
+    rank.RankChannel(leader, rank.MessageFromRank).send(setup)
     leader.shutdown(socket.SHUT_WR)
     pool = SimpleNamespace(layout=None, digest=object())
     rank.serve(SimpleNamespace(kv=pool), Share("", 1, 2, {}, 0), control)

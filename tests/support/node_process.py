@@ -102,11 +102,11 @@ async def _serve(order: Order) -> None:
     without_ray.serve = SimpleNamespace(get_replica_context=lambda: context)
     without_ray.node_host = lambda: "127.0.0.1"
     without_ray._find_router = find
-    without_ray._is_dead = lambda card: not Path(f"/proc/{card.pid}").exists()
+    without_ray.replica_has_ended = lambda card: not Path(f"/proc/{card.pid}").exists()
     _trap(transfers, order)
-    process = worker.Worker.__new__(worker.Worker)
+    process = worker.WorkerProcess.__new__(worker.WorkerProcess)
     await process.__init__(order.home, order.config, order.model)  # type: ignore[misc]
-    hand_over = lambda: process.node.hand_over()  # noqa: E731
+    hand_over = lambda: process.core.hand_over()  # noqa: E731
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, hand_over)
     while True:
         await asyncio.sleep(1)

@@ -1,0 +1,78 @@
+"""What a worker says of itself to the router (pure): everything once, then only what changed.
+
+On a new connection the router knows nothing of the worker, so the next observation of the engine becomes a
+`JoinRouter` with everything that is cached and runs here. Each later observation becomes a `WorkerReport` of
+the difference to the one before, or nothing where nothing changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...engine.commands import EngineObservation
+from ...protos import frames
+
+
+class WorkerReporter:
+    """Owns what the router was told last. `must_join` is true until everything was said."""
+
+    def __init__(self) -> None:
+        self.must_join = True
+        self._report_number = 0
+        self._last: EngineObservation | None = None
+
+    def introduce_again(self) -> None:
+        """Say everything with the next observation: the router is new, or the card has changed."""
+        self.must_join = True
+
+    def joining(
+        self,
+        observation: EngineObservation,
+        card: frames.WorkerCard,
+        term: int,
+        reservations: list[tuple[str, int, int]],
+    ) -> frames.JoinRouter:
+        """Return the introduction. `reservations` are (request, attempt, blocks) of what decodes."""
+        self._last = observation
+        self.must_join = False
+        self._report_number = 0
+        return frames.JoinRouter(card, term, observation.hashes, reservations)
+
+    def report(
+        self, observation: EngineObservation, ended_attempts: Sequence[frames.AttemptKey]
+    ) -> frames.WorkerReport | None:
+        """Return what changed since the last observation; None if nothing did."""
+        last = self._last
+        assert last is not None, "the introduction comes first"
+        self._last = observation
+        prefill_tokens = observation.prefill_tokens - last.prefill_tokens
+        decode_steps = observation.decode_steps - last.decode_steps
+        worked = bool(prefill_tokens or decode_steps or ended_attempts)
+        cache_changed = bool(observation.stored or observation.evicted)
+        if not (worked or cache_changed or _load_changed(last, observation)):
+            return None
+        self._report_number += 1
+        return frames.WorkerReport(
+            seq=self._report_number,
+            free_blocks=observation.free_blocks,
+            stored=observation.stored,
+            evicted=observation.evicted,
+            prefill_tokens=prefill_tokens,
+            prefill_seconds=observation.prefill_s - last.prefill_s,
+            running=observation.running_sequences,
+            kv_tokens=observation.kv_tokens,
+            steps=decode_steps,
+            step_seconds=observation.decode_s - last.decode_s,
+            waiting=observation.preempted_sequences,
+            step_ms=observation.step_s * 1e3,
+            ended=list(ended_attempts),
+        )
+
+
+def _load_changed(last: EngineObservation, observation: EngineObservation) -> bool:
+    """Whether the pool or the number of sequences is another than before."""
+    return (
+        observation.free_blocks != last.free_blocks
+        or observation.running_sequences != last.running_sequences
+        or observation.preempted_sequences != last.preempted_sequences
+    )

@@ -227,7 +227,7 @@ def test_two_workers_swap_roles_and_keep_what_they_hold(folder: Path) -> None:
             ids, nodes = prompt(9, 400), bench.nodes
             expected = await bench.ask(ids, "a")
             nodes["decode/x"].submit(GATEWAY, f.StartDecode(("b", 0), 1, ids, SHORT, None))
-            with pytest.raises(AssertionError, match="jobs cannot be left"):
+            with pytest.raises(AssertionError, match="attempts cannot be left"):
                 nodes["decode/x"].become("prefill")
             nodes["decode/x"].hand_over()
             assert bench.failed == [f.AttemptFailed(("b", 0), "decode/x", f.HANDOVER)]

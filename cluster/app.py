@@ -21,30 +21,32 @@ from .launch.ray_cluster import AUTH_MODE
 from .router_service import RouterService
 from .worker.process import WorkerProcess
 
-HEALTH: dict[str, Any] = {"health_check_period_s": 1.0, "health_check_timeout_s": 5.0}
-CPUS = 0.01  #: Ray does not count cores here: the engine's threads are a setting
-ANYWHERE: dict[str, Any] = {"num_cpus": CPUS}
-#: where the URLs lead, if the Serve config says nothing else; Ray's head may offer no cores
-HEAD: dict[str, Any] = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
-SHUTDOWN: dict[str, Any] = {
+HEALTH_OPTIONS: dict[str, Any] = {"health_check_period_s": 1.0, "health_check_timeout_s": 5.0}
+SHUTDOWN_OPTIONS: dict[str, Any] = {
     "graceful_shutdown_wait_loop_s": 0.2,
     "graceful_shutdown_timeout_s": 15.0,
 }
+ACTOR_CPUS = 0.01  #: Ray does not count cores here: the engine's threads are a setting
+ANY_NODE: dict[str, Any] = {"num_cpus": ACTOR_CPUS}
+#: where the URLs lead, if the Serve config says nothing else; Ray's head may offer no cores
+HEAD_NODE: dict[str, Any] = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
+ONGOING_REQUESTS_LIMIT = 4096  #: of one replica; the router's queue is the limit that counts
 
 
 def build(config: ClusterConfig, model: Path, name: str) -> serve.Application:
-    """The application for one model. `model` must be readable on every node."""
+    """Return the application for one model. `model` must be readable on every node."""
     tree = config.model_dump()
     tree["model"]["name"] = name
-    router = _deployment(RouterService, "Router", 1, HEAD).bind(tree)
-    control = _deployment(Control, "Control", 1, HEAD).bind(tree)
-    workers = [
-        _pool(deployment, getattr(config.pools, home)).bind(home, tree, str(model))
-        for home, deployment in HOMES.items()
-        if getattr(config.pools, home).replicas  # Serve knows no deployment of none
-    ]
+    router = _deployment(RouterService, "Router", 1, HEAD_NODE).bind(tree)
+    control = _deployment(Control, "Control", 1, HEAD_NODE).bind(tree)
+    workers = []
+    for pool_name, deployment in HOMES.items():
+        pool = getattr(config.pools, pool_name)
+        if pool.replicas:  # Serve knows no deployment without a replica
+            workers.append(_worker_deployment(deployment, pool).bind(pool_name, tree, str(model)))
     others = [router, control, *workers]
-    return _deployment(Gateway, "Gateway", 1, HEAD).bind(tree, str(model), name, others)
+    gateway = _deployment(Gateway, "Gateway", 1, HEAD_NODE)
+    return gateway.bind(tree, str(model), name, others)
 
 
 def application(args: dict[str, Any]) -> serve.Application:
@@ -56,8 +58,9 @@ def application(args: dict[str, Any]) -> serve.Application:
     may read. Raises ConfigError, also where Ray's processes ask nobody for a token and
     `ray.auth` does not allow that.
     """
-    given = {"secret": os.environ[SECRET]} if os.environ.get(SECRET) else {}
-    config = load_config(None, {**args, **given})
+    if os.environ.get(SECRET):
+        args = {**args, "secret": os.environ[SECRET]}
+    config = load_config(None, args)
     if config.ray.auth == "token" and os.environ.get(AUTH_MODE, "").lower() != "token":
         raise ConfigError(
             f"Ray runs without {AUTH_MODE}=token: whoever reaches it can run code here; start its "
@@ -68,26 +71,36 @@ def application(args: dict[str, Any]) -> serve.Application:
 
 
 def _deployment(
-    cls: type, name: str, replicas: int, actor: dict[str, Any] = ANYWHERE, **options: Any
+    replica_class: type,
+    name: str,
+    replicas: int,
+    actor_options: dict[str, Any] = ANY_NODE,
+    **options: Any,
 ) -> serve.Deployment:
-    deployment: serve.Deployment = serve.deployment(cls)  # type: ignore[assignment]
+    deployment: serve.Deployment = serve.deployment(replica_class)  # type: ignore[assignment]
     return deployment.options(
         name=name,
         num_replicas=replicas,
-        max_ongoing_requests=4096,
-        ray_actor_options=actor,
-        **HEALTH,
-        **SHUTDOWN,
+        max_ongoing_requests=ONGOING_REQUESTS_LIMIT,
+        ray_actor_options=actor_options,
+        **HEALTH_OPTIONS,
+        **SHUTDOWN_OPTIONS,
         **options,
     )
 
 
-def _pool(name: str, pool: PoolConfig) -> serve.Deployment:
-    options: dict[str, Any] = {}
-    actor, ranks = ANYWHERE, pool.tensor_parallel
-    if pool.engine.device == "cuda":  # rank 0 starts the others: it sees the GPUs of all
-        actor = {**ANYWHERE, "num_gpus": ranks}
-    elif ranks > 1:  # all ranks of a replica on one node
-        options["placement_group_bundles"] = [{"CPU": CPUS}] * ranks
-        options["placement_group_strategy"] = "STRICT_PACK"
-    return _deployment(WorkerProcess, name, pool.replicas, actor, **options)
+def _worker_deployment(name: str, pool: PoolConfig) -> serve.Deployment:
+    """Return the deployment of a pool: where its replicas find the GPUs or cores of all ranks."""
+    ranks = pool.tensor_parallel
+    if pool.engine.device == "cuda":  # rank 0 starts the others, so its actor has all GPUs
+        actor_options = {**ANY_NODE, "num_gpus": ranks}
+        return _deployment(WorkerProcess, name, pool.replicas, actor_options)
+    if ranks == 1:
+        return _deployment(WorkerProcess, name, pool.replicas)
+    return _deployment(  # all ranks of a replica on one node
+        WorkerProcess,
+        name,
+        pool.replicas,
+        placement_group_bundles=[{"CPU": ACTOR_CPUS}] * ranks,
+        placement_group_strategy="STRICT_PACK",
+    )

@@ -1,273 +1,272 @@
-"""The Router deployment: connections in, frames to the pure router, its actions out."""
+"""The Router deployment: it takes frames from connections, feeds the pure router, and carries out its actions.
+
+One process is one term of the router. Gateways and workers find it by `address()` through Serve.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import time
-from collections.abc import Callable
-from contextlib import aclosing, suppress
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, assert_never
 
-from ..protos import frames as f
-from ..router import Router, RouterConfig, SloClass, garbage, replay
-from ..router import events as e
+import numpy as np
+
+from ..protos import frames
+from ..router import Router, RouterConfig, SloClass, events, garbage
 from ..router.config import CLASSES
 from ..router.decisions import Decision
 from .config import ClusterConfig
+from .event_log import EventLog
 from .telemetry import Exporter, RouterTally, logs
 from .telemetry.tracing import Routes, tracer_of
 from .wire.connection import Connection, Listener
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.25  #: at most; a waiting request is looked at when the router says so
-TICK_MIN_S = 0.005
-GATEWAY_S = 1.0  #: for a gateway's statistics
-LOG_REST_S = 60.0  #: without recording, after a write that failed
-RECENT = 200  #: requests of which percentiles are told
+TICK_LIMIT_S = 0.25  #: between two looks at the queue; the router may ask for an earlier one
+TICK_MINIMUM_S = 0.005
+GATEWAY_LIMIT_S = 1.0  #: for a gateway's statistics
+RECENT_REQUESTS = 200  #: requests that the recent percentiles are made of
+
+Values = dict[str, Any]
 
 
 class RouterService:
-    """One process, one term. Gateways and workers find it by `address()` through Serve."""
+    """Serves one active router to gateways, workers and Control."""
 
-    async def __init__(self, config: dict) -> None:  # type: ignore[misc]
+    async def __init__(self, config: Values) -> None:  # type: ignore[misc]
         garbage.off()
         self.config = ClusterConfig.model_validate(config)
         self.router = Router(router_config(self.config), term=time.time_ns() // 1_000_000)
-        folder = self.config.router.log_folder
-        self._log = EventLog(Path(folder), self.config.router.log_mib << 20) if folder else None
+        self._log = self._open_log()
         self._peers: dict[str, Connection] = {}
-        self._gateways: dict[str, None] = {}  #: names of those that are connected
-        self._calls: dict[int, asyncio.Future[dict]] = {}
-        self._next_call = 0
-        self._asking: set[asyncio.Task] = set()
-        self._loading: dict[str, tuple[str, float]] = {}
-        self._listener = Listener(self.config.secret, f.FramesToRouter, self._serve)
+        self._gateways: dict[str, None] = {}  #: names of those that are connected, oldest first
+        self._open_calls: dict[int, asyncio.Future[Values]] = {}
+        self._last_call_id = 0
+        self._inspections: set[asyncio.Task[None]] = set()
+        self._loading: dict[str, tuple[str, float]] = {}  #: workers that are not ready yet
+        self._listener = Listener(self.config.secret, frames.FramesToRouter, self._serve)
         self._address = await self._listener.start(node_host())
-        settings = self.config.observability
-        logs.configure(settings.log, "router")
-        tracer = tracer_of(settings, "router", f"router/{self.router.term}")
+        observability = self.config.observability
+        logs.configure(observability.log, "router")
+        tracer = tracer_of(observability, "router", f"router/{self.router.term}")
         self._routes = Routes(tracer) if tracer else None
         self._tally = RouterTally(self.router)
         labels = {"model": self.config.model.name or ""}
-        self._metrics = Exporter(settings, labels, self._tally.rows)
+        self._metrics = Exporter(observability, labels, self._tally.rows)
         await self._metrics.start(node_host())
-        self._ticker = asyncio.get_running_loop().create_task(self._tick())
+        self._clock = asyncio.get_running_loop().create_task(self._keep_time())
+
+    def _open_log(self) -> EventLog | None:
+        settings = self.config.router
+        if not settings.log_folder:
+            return None
+        return EventLog(Path(settings.log_folder), settings.log_mib << 20)
 
     async def address(self) -> str:
+        """Return "host:port" of the listener for frames."""
         return self._address
 
     async def progress(self) -> dict[str, tuple[str, float]]:
-        """What workers that are not ready yet say of their start-up."""
+        """Return what workers that are not ready yet say of their start: a note and a fraction."""
         return self._loading
 
     def check_health(self) -> None:
+        """Answer Serve's probe. Raises RuntimeError when this router must not place any more."""
         if not self.router.active:
             raise RuntimeError("a newer router is active")
-        if self._ticker.done():
+        if self._clock.done():
             raise RuntimeError("the router's clock ended: its log says why")
 
-    async def _tick(self) -> None:
+    async def _keep_time(self) -> None:
+        """Let the router look at its queue when it asked for that."""
         while True:
             if self._log:
                 self._log.flush()
-            wake = self.router.next_wake
-            late = wake - time.monotonic() if wake is not None else TICK_S
-            await asyncio.sleep(min(max(late, TICK_MIN_S), TICK_S))
-            wake = self.router.next_wake
-            if wake is not None and wake <= time.monotonic():
-                self._handle(e.RouterTick())
+            wait_s = TICK_LIMIT_S
+            if self.router.next_wake is not None:
+                wait_s = min(wait_s, self.router.next_wake - time.monotonic())
+            await asyncio.sleep(max(wait_s, TICK_MINIMUM_S))
+            wake_at = self.router.next_wake
+            if wake_at is not None and wake_at <= time.monotonic():
+                self._handle(events.RouterTick())
 
-    async def _serve(self, peer: Connection, hello: f.Hello) -> None:
-        before = self._peers.get(peer.name)
-        if before:  # it is back before its old connection's end was seen
-            before.abort()
-            self._gone(peer.name, hello.kind)
+    # ---- connections -----------------------------------------------------------------------------
+
+    async def _serve(self, peer: Connection, hello: frames.Hello) -> None:
+        previous = self._peers.get(peer.name)
+        if previous:  # the peer is back before the end of its old connection was seen
+            previous.abort()
+            self._peer_gone(peer.name, hello.kind)
         self._peers[peer.name] = peer
         if hello.kind == "gateway":
             self._gateways[peer.name] = None
         if hello.kind != "worker":  # Control too wants to know who is there
-            self._handle(e.GatewayJoined(peer.name))
+            self._handle(events.GatewayJoined(peer.name))
         try:
-            async with aclosing(peer.frames(self.config.silence_s)) as frames:
-                async for frame in frames:
-                    self._frame(peer, frame)
+            async with aclosing(peer.frames(self.config.silence_s)) as received:
+                async for frame in received:
+                    self._take_frame(peer, frame)
         finally:
             if self._peers.get(peer.name) is peer:
-                self._gone(peer.name, hello.kind)
+                self._peer_gone(peer.name, hello.kind)
 
-    def _gone(self, name: str, kind: str) -> None:
+    def _peer_gone(self, name: str, kind: str) -> None:
         del self._peers[name]
         self._loading.pop(name, None)
         self._gateways.pop(name, None)
         if self._routes:
             self._routes.gone(name)
-        self._handle(e.WorkerLost(name) if kind == "worker" else e.GatewayLost(name))
+        if kind == "worker":
+            self._handle(events.WorkerLost(name))
+        else:
+            self._handle(events.GatewayLost(name))
 
-    def _frame(self, peer: Connection, frame: object) -> None:
+    def _take_frame(self, peer: Connection, frame: frames.FramesToRouter) -> None:
         match frame:
-            case f.PlaceAttempt():
+            case frames.PlaceAttempt():
                 if self._routes:
                     self._routes.asked(peer.name, frame)
-                self._handle(e.PlacementRequested(peer.name, frame))
-            case f.PromptPrefilled(key):
-                self._handle(e.FirstTokenSent(key))
-            case f.AttemptOutcome(key):
+                self._handle(events.PlacementRequested(peer.name, frame))
+            case frames.PromptPrefilled():
+                self._handle(events.FirstTokenSent(frame.attempt_key))
+            case frames.AttemptOutcome():
                 if self._routes:
                     self._routes.answered(frame)
-                self._handle(e.AttemptEnded(key, frame))
-            case f.RequestOutcome():
-                self._handle(e.RequestEnded(frame))
-            case f.WorkerReport():
-                self._handle(e.WorkerReported(peer.name, frame))
-            case f.JoinRouter(card, term, cached, held):
+                self._handle(events.AttemptEnded(frame.attempt_key, frame))
+            case frames.RequestOutcome():
+                self._handle(events.RequestEnded(frame))
+            case frames.WorkerReport():
+                self._handle(events.WorkerReported(peer.name, frame))
+            case frames.JoinRouter(card, term, cached_hashes, reservations):
                 self._loading.pop(card.id, None)
-                self._handle(e.WorkerJoined(card, term, cached, held))
-            case f.NewerRouterSeen(term):
-                self._handle(e.NewerRouterReported(term))
-            case f.LoadingProgress(worker, note, fraction):
-                self._loading[worker] = (note, fraction)
-            case f.InspectProcess(call, request) if request:
-                found = [decision.told() for decision in self.router.decisions.find(request)]
-                peer.send(f.CallReply(call, {"decisions": found}))
-            case f.InspectProcess(call, latest_decisions=latest) if latest:
-                recent = [decision.told() for decision in self.router.decisions.latest(latest)]
-                peer.send(f.CallReply(call, {"decisions": recent}))
-            case f.InspectProcess(call):
-                task = asyncio.get_running_loop().create_task(self._inspected(peer, call))
-                self._asking.add(task)
-                task.add_done_callback(self._asking.discard)
-            case f.CallReply(call, values) if call in self._calls:
-                self._calls.pop(call).set_result(values)
+                self._handle(events.WorkerJoined(card, term, cached_hashes, reservations))
+            case frames.NewerRouterSeen():
+                self._handle(events.NewerRouterReported(frame.term))
+            case frames.LoadingProgress():
+                self._loading[frame.worker] = (frame.note, frame.fraction)
+            case frames.InspectProcess():
+                self._inspect(peer, frame)
+            case frames.CallReply():
+                waiting = self._open_calls.pop(frame.call_id, None)
+                if waiting:
+                    waiting.set_result(frame.values)
+            case frames.Heartbeat():
+                pass
+            case _:
+                assert_never(frame)
 
-    async def _inspected(self, peer: Connection, call: int) -> None:
-        """Statistics of the router and of the gateways that answer in time."""
-        asked = [self._ask(self._peers[name]) for name in self._gateways]
-        if asked:
-            await asyncio.wait(asked, timeout=GATEWAY_S)
+    # ---- statistics ------------------------------------------------------------------------------
+
+    def _inspect(self, peer: Connection, frame: frames.InspectProcess) -> None:
+        """Answer with decisions, if the frame asks for some, else with everything."""
+        if frame.request_id:
+            decisions = self.router.decisions.find(frame.request_id)
+        elif frame.latest_decisions:
+            decisions = self.router.decisions.latest(frame.latest_decisions)
+        else:
+            inspection = self._send_statistics(peer, frame.call_id)
+            task = asyncio.get_running_loop().create_task(inspection)
+            self._inspections.add(task)
+            task.add_done_callback(self._inspections.discard)
+            return
+        values = {"decisions": [decision.told() for decision in decisions]}
+        peer.send(frames.CallReply(frame.call_id, values))
+
+    async def _send_statistics(self, peer: Connection, call_id: int) -> None:
+        """Send statistics of the router and of the gateways that answer in time."""
+        gateway_replies = await self._call_gateways(frames.InspectProcess)
         values = {
             "pid": os.getpid(),
             **self.router.statistics(time.monotonic()),
-            "recent": recent(self.router.decisions.latest(RECENT)),
+            "recent": recent_percentiles(self.router.decisions.latest(RECENT_REQUESTS)),
             "loading": self._loading,
             "metrics": self._metrics.address,
-            "gateways": [one.result() for one in asked if one.done()],
+            "gateways": gateway_replies,
         }
-        peer.send(f.CallReply(call, values))
+        peer.send(frames.CallReply(call_id, values))
 
     async def close_gateways(self) -> None:
-        """Before the cluster is stopped: clients are told, instead of being cut off."""
-        asked = [self._ask(self._peers[name], f.CloseGateway) for name in self._gateways]
-        if asked:
-            await asyncio.wait(asked, timeout=GATEWAY_S)
+        """Tell clients that the cluster is being stopped, instead of cutting them off."""
+        await self._call_gateways(frames.CloseGateway)
 
-    def _ask(
-        self, gateway: Connection, frame: Callable[[int], object] = f.InspectProcess
-    ) -> asyncio.Future[dict]:
-        self._next_call += 1
-        call = self._next_call
-        future = self._calls[call] = asyncio.get_running_loop().create_future()
-        gateway.send(frame(call))
-        asyncio.get_running_loop().call_later(GATEWAY_S, self._calls.pop, call, None)
-        return future
+    async def _call_gateways(self, make_frame: Callable[[int], object]) -> list[Values]:
+        """Send every gateway a call; return the replies that come in time."""
+        loop = asyncio.get_running_loop()
+        replies: list[asyncio.Future[Values]] = []
+        for name in self._gateways:
+            self._last_call_id += 1
+            call_id = self._last_call_id
+            reply: asyncio.Future[Values] = loop.create_future()
+            self._open_calls[call_id] = reply
+            replies.append(reply)
+            self._peers[name].send(make_frame(call_id))
+            loop.call_later(GATEWAY_LIMIT_S, self._open_calls.pop, call_id, None)
+        if replies:
+            await asyncio.wait(replies, timeout=GATEWAY_LIMIT_S)
+        return [reply.result() for reply in replies if reply.done()]
 
-    def _handle(self, event: e.RouterEvent) -> None:
+    # ---- the router ------------------------------------------------------------------------------
+
+    def _handle(self, event: events.RouterEvent) -> None:
+        """Feed the router, and carry out what it decides."""
         if self._log:
             self._log.write(self.router, event, time.monotonic())
         for action in self._tally.handle(event, time.monotonic()):
             match action:
-                case f.DeliverFrame(name, frame):
+                case frames.DeliverFrame(name, frame):
                     if self._routes:
                         self._routes.answered(frame)
                     if name in self._peers:
                         self._peers[name].send(frame)
-                case e.DisconnectWorker(worker):
+                case events.DisconnectWorker(worker):
                     self._peers[worker].abort()
-                case e.StepDown(term):
-                    log.warning(
-                        "router of term %d steps down: %d is active", self.router.term, term
-                    )
-                    self._listener.close()
-                    for peer in list(self._peers.values()):
-                        peer.abort()
+                case events.StepDown(term):
+                    self._step_down(term)
+                case _:
+                    raise AssertionError(action)
         self.router.tidy()
         garbage.sweep()
 
-
-def recent(decisions: list[Decision]) -> dict[str, float | None]:
-    """95th percentiles over decisions whose outcome is known: of TTFT, and of each answer's
-    99th percentile of the gaps between its tokens. None: of none it is known."""
-
-    def p95(name: str) -> float | None:
-        values = sorted(d.observed[name] for d in decisions if name in d.observed)
-        return values[int(0.95 * (len(values) - 1))] if values else None
-
-    return {"ttft_p95_ms": p95("ttft_ms"), "itl_p95_ms": p95("itl_p99_ms")}
+    def _step_down(self, term: int) -> None:
+        """Leave the field to a router with a higher term."""
+        log.warning("router of term %d steps down: %d is active", self.router.term, term)
+        self._listener.close()
+        for peer in list(self._peers.values()):
+            peer.abort()
 
 
-class EventLog:
-    """What the router is told, for `diptych replay`: two files, `most` bytes at most together.
+def recent_percentiles(decisions: Sequence[Decision]) -> dict[str, float | None]:
+    """Return 95th percentiles over decisions whose outcome is known, in milliseconds.
 
-    A disk that takes nothing stops the recording for a minute, not the router.
+    They are of the TTFT, and of each answer's 99th percentile of the gaps between its tokens. None
+    stands for a percentile of which no outcome is known.
     """
 
-    def __init__(self, folder: Path, most: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path, self._most = folder / "router.jsonl", most // 2
-        self._file: BinaryIO | None = None
-        self._rests_until = -math.inf
+    def percentile_95(name: str) -> float | None:
+        values = [decision.observed[name] for decision in decisions if name in decision.observed]
+        return float(np.percentile(values, 95, method="lower")) if values else None
 
-    def write(self, router: Router, event: e.RouterEvent, now: float) -> None:
-        line = replay.encode(event, now)
-        if line is None or now < self._rests_until:
-            return
-        try:
-            if self._file is None or self._file.tell() + len(line) > self._most:
-                self._turn(router, now)
-            assert self._file
-            self._file.write(line)
-        except OSError as error:
-            self._rest(error)
-
-    def _turn(self, router: Router, now: float) -> None:
-        """The old file becomes the older one; the new one can be replayed alone."""
-        if self._file:
-            self._file.close()
-        if self._path.exists():
-            self._path.replace(self._path.with_suffix(".old.jsonl"))
-        self._file = self._path.open("wb")
-        self._file.write(replay.encode_head(router, now))
-        for known in replay.snapshot(router):
-            self._file.write(replay.encode(known, now) or b"")
-        self._file.flush()
-
-    def flush(self) -> None:
-        try:
-            if self._file:
-                self._file.flush()
-        except OSError as error:
-            self._rest(error)
-
-    def _rest(self, error: OSError) -> None:
-        log.error("%s: %s; nothing is recorded for %.0f s", self._path, error, LOG_REST_S)
-        self._rests_until = time.monotonic() + LOG_REST_S
-        file, self._file = self._file, None
-        with suppress(OSError):  # what its buffer holds cannot be written either
-            if file:
-                file.close()
+    return {
+        "ttft_p95_ms": percentile_95("ttft_ms"),
+        "itl_p95_ms": percentile_95("itl_p99_ms"),
+    }
 
 
 def router_config(config: ClusterConfig) -> RouterConfig:
-    """The router's own part of the tree."""
-    router, slo = config.router, config.slo
+    """Return the router's own part of the configuration tree."""
+    router = config.router
+    slo = config.slo
+    classes = {name: SloClass(**vars(settings)) for name, settings in router.classes.items()}
     return RouterConfig(
         disaggregate=router.disaggregate,
         policy=router.policy,
-        classes={name: SloClass(**vars(one)) for name, one in router.classes.items()} or CLASSES,
+        classes=classes or CLASSES,
         queue_max=router.queue_max,
         queue_ttl_s=router.queue_ttl_s,
         growth_tokens=config.pools.decode.engine.growth_tokens,
@@ -277,7 +276,7 @@ def router_config(config: ClusterConfig) -> RouterConfig:
 
 
 def node_host() -> str:
-    """The address under which other nodes reach this one; loopback on a one-node cluster."""
+    """Return the address under which other nodes reach this one; loopback on a one-node cluster."""
     import ray
 
     return ray.util.get_node_ip_address()

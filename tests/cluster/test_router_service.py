@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from diptych.cluster import router_service
-from diptych.cluster.router_service import EventLog
+from diptych.cluster import event_log
+from diptych.cluster.event_log import EventLog
 from diptych.router import Router, RouterConfig
 from diptych.router import events as e
 
@@ -29,7 +29,7 @@ def test_a_full_disk_stops_the_recording_for_a_while_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr(router_service.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(event_log.time, "monotonic", lambda: now[0])
     router, event = Router(RouterConfig(), 1), e.GatewayJoined("g")
     log = EventLog(tmp_path, 1 << 20)
     file: Any = Full()
@@ -41,7 +41,7 @@ def test_a_full_disk_stops_the_recording_for_a_while_and_nothing_else(
     log.write(router, event, now[0])
     log.flush()
     assert not list(tmp_path.iterdir()), "it rests"
-    now[0] += router_service.LOG_REST_S
+    now[0] += event_log.PAUSE_S
     log.write(router, event, now[0])
     log.flush()
     assert len((tmp_path / "router.jsonl").read_bytes().splitlines()) >= 2, "head and event"

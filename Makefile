@@ -1,4 +1,4 @@
-.PHONY: install serve test test-long loadtest lint format protos
+.PHONY: install serve test test-all test-long loadtest lint format protos
 VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
@@ -13,7 +13,10 @@ serve: $(VENV)/.installed-serve
 	@exec $(BIN)/diptych serve $(ARGS)
 
 test: install build/litellm
-	$(BIN)/python -m pytest -m "not long" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not long" $(ARGS)
+
+test-all: test
+	$(BIN)/python -m pytest -m "slow and not long" $(ARGS)
 
 # A client for tests/cluster/test_sdks.py, which skips without it. It wants an older openai than ours.
 build/litellm: tests/support/litellm.txt | install

@@ -114,6 +114,7 @@ def build_wheel_from_an_sdist(folder: Path) -> Path:
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 def test_a_wheel_made_of_the_sdist_serves_in_an_empty_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

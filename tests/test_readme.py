@@ -71,6 +71,7 @@ def test_make_serve_and_the_commands_of_the_second_terminal(tmp_path: Path) -> N
     assert subprocess.run(["pgrep", "-g", str(process.pid)], check=False).returncode == 1
 
 
+@pytest.mark.slow
 def test_the_bench_measures_both_phases() -> None:
     done = subprocess.run(
         blocks()[2], shell=True, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True

@@ -22,6 +22,8 @@ from typer.testing import CliRunner
 
 from tests.support.checkpoints import make
 
+pytestmark = pytest.mark.slow
+
 MACHINE = {"gb_per_s": 10.0, "tflops": 1.0}
 WORK = Work(bytes=1e9, flops=1e11, tokens=8)
 SMALL = ["--batch", "1,3", "--context", "70", "--prompt", "130", "--rounds", "1", "--threads", "1"]

@@ -31,6 +31,8 @@ from tests.support.fleet import Fleet, Reference, fleet_of, held, until
 from tests.support.node_process import Nursery
 from tests.support.traps import MOMENTS, Trap, trap_of
 
+pytestmark = pytest.mark.slow
+
 HOMES = ("prefill", "decode")
 FAULTS = ("kill", "freeze", "freeze, kill")
 SILENCE_S = 1.0  #: a worker as silent as this is dead for all others

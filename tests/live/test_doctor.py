@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.live import BIN, Live, eventually, free_port, running
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 def test_a_tcp_fallback_is_found_named_and_explained(

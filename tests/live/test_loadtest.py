@@ -16,7 +16,7 @@ import pytest
 from tests.loadtests.test_report import check_screenshot, screenshot
 from tests.support.live import Live, eventually, free_port
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 

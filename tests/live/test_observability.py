@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.collector import Collector, collecting
 from tests.support.live import Live, eventually, running
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 MARK = "Xylophone-Quokka"  #: in every prompt, and in no log
 TOKENS, REQUESTS, REFUSED = 6, 5, 2

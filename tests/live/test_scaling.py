@@ -16,7 +16,7 @@ import pytest
 from tests.support.live import Live, eventually, running
 from tests.support.streams import Streams
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 STREAMS, TOKENS = 16, 400
 ROUNDS = int(os.environ.get("SCALING_ROUNDS", "20"))

@@ -26,7 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.support.certificate import certify
 from tests.support.live import Live, eventually, running
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 PAIRS = {p["q"]: p["a"] for p in yaml.safe_load((CHECKPOINT.parent / "questions.yaml").read_text())}
 QUESTION = "What is prefill?"

@@ -14,7 +14,7 @@ from diptych.engine.demo import CHECKPOINT
 
 from tests.support.live import Live, eventually, running
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 PAIRS = {p["q"]: p["a"] for p in yaml.safe_load((CHECKPOINT.parent / "questions.yaml").read_text())}
 QUESTIONS = list(PAIRS)[:24]

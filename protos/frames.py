@@ -1,12 +1,11 @@
 """Internal wire contract: the frames between gateways, the router and workers.
 
-Every frame is a msgspec struct, encoded as MessagePack behind a 4-byte big-endian length
-(`diptych.cluster.wire.connection`). `PROTOCOL` is the version; peers with another version are refused at
-`Hello`. Optional fields may be added at the end of a struct without a new version; nothing is ever
-reordered, renamed or given another meaning.
+Every frame is a msgspec struct, encoded as MessagePack behind a 4-byte big-endian length (`cluster/wire`).
+`PROTOCOL` is the version; peers with another version are refused at `Hello`. Optional fields may be added at the
+end of a struct without a new version; nothing is ever reordered, renamed or given another meaning on the wire.
+Where a field has another name there than here, `msgspec.field(name=...)` says so.
 
-A *key* names one attempt at one request: `(request id, attempt)`. Frames of an attempt that is over
-are ignored by whoever receives them.
+An `AttemptKey` names one attempt at one request. Whoever receives a frame of an attempt that is over ignores it.
 """
 
 from __future__ import annotations
@@ -17,60 +16,63 @@ import msgspec
 
 PROTOCOL = 2
 
-AttemptKey = tuple[str, int]
+AttemptKey = tuple[str, int]  #: (id of the request on the wire, number of the attempt)
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
-    """What an answer must look like; `text` is the schema, the expression or the Lark grammar."""
+    """What an answer must look like."""
 
     kind: str  #: json_schema | json_object | regex | lark
-    text: str = ""
+    text: str = ""  #: the schema, the expression or the Lark grammar
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """What the engine samples by. Randomness is a function of (seed, position) alone.
 
-    In this order: penalties, `logit_bias`, `min_tokens`, `grammar`, `temperature`, `min_p`,
-    `top_k`, `top_p`, draw. Who wants to ignore the model's end ids leaves them out of `stop_ids`.
+    The parameters apply in this order: penalties, `logit_bias`, `min_tokens`, `grammar`,
+    `temperature`, `min_p`, `top_k`, `top_p`, draw. The model's end ids end an answer only where
+    they stand in `stop_ids`.
     """
 
     max_tokens: int
     temperature: float = 0.0  #: 0 is greedy
     seed: int = 0
     stop_ids: tuple[int, ...] = ()
-    logprobs: int | None = None  #: None: none; n: the chosen token's and the n largest
-    top_k: int = 0  #: 0: all
+    #: None: no logprobs; n: those of the chosen token and of the n likeliest ones
+    logprobs: int | None = None
+    top_k: int = 0  #: 0: no limit
     top_p: float = 1.0
-    min_p: float = 0.0  #: of the largest probability
-    presence_penalty: float = 0.0  #: taken from the logit of each generated id
-    frequency_penalty: float = 0.0  #: the same, as often as the id was generated
+    min_p: float = 0.0  #: a share of the largest probability; what is less likely is never drawn
+    presence_penalty: float = 0.0  #: subtracted from the logit of each id that was generated
+    frequency_penalty: float = 0.0  #: subtracted once for each time that the id was generated
     repetition_penalty: float = 1.0  #: divides the logits of the ids of prompt and answer
     logit_bias: tuple[tuple[int, float], ...] = ()  #: (id, what is added to its logit)
-    min_tokens: int = 0  #: no stop id before the answer has as many
-    prompt_logprobs: int | None = None  #: as `logprobs`, for each id of the prompt but the first
+    min_tokens: int = 0  #: no stop id is drawn before the answer has as many tokens
+    #: as `logprobs`, for each id of the prompt but the first
+    prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     n: int = 1  #: answers to one prompt; the seed of answer i > 0 is a hash of `seed` and i
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One generated token. `top` holds (id, logprob), largest first."""
+    """One generated token."""
 
     id: int
     logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
+    top: tuple[tuple[int, float], ...] = ()  #: (id, logprob) of the likeliest, largest first
 
 
 # ---- anyone -> anyone ----------------------------------------------------------------------------
 
 
 class Challenge(msgspec.Struct, tag="challenge", frozen=True):
-    """First frame of a connection, by who was dialled. Proofs: `diptych.cluster.wire.handshake`."""
+    """First frame of a connection, from the end that was dialled; see `cluster/wire/handshake.py`."""
 
     nonce: bytes
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """Its answer: who dials, and that it knows the cluster's secret."""
+    """Answers `Challenge`: who dials, and the proof that it knows the cluster's secret."""
 
     name: str
     kind: str  #: gateway | worker | control
@@ -80,27 +82,23 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """Who was dialled knows the secret too. Frames of either side follow."""
+    """Answers `Hello`: the end that was dialled knows the secret too. Other frames follow."""
 
     proof: bytes
 
 
 class Heartbeat(msgspec.Struct, tag="beat", frozen=True):
-    """Sent when nothing else was for a while; silence means that the sender is frozen."""
+    """Sent when no other frame was sent for a while; silence means that the sender is frozen."""
 
 
 # ---- workers <-> router --------------------------------------------------------------------------
 
 
 class Coefficients(msgspec.Struct, frozen=True):
-    """One worker's speed in closed form (GPU type x TP x model). Seconds; tokens, rows, KV tokens.
+    """One worker's speed in closed form, for one GPU type, tensor parallelism and model.
 
-        prefill(u, n) = prefill_base + prefill_token*u + prefill_pair*(n^2 - (n-u)^2)/2
-        step(B, K)    = step_base + max(step_row*B, step_weights) + step_token*K
-        transfer(t)   = transfer_base + transfer_token*t
-
-    u uncached of n prompt tokens; B decoding rows that read K KV tokens; t tokens that move, of
-    which the share `exposed_share` is not hidden behind the prefill.
+    All fields are seconds: for each call (`..._base`), token, row, or pair of query and key. They
+    are fitted to measurements (`diptych calibrate`); the methods are the only home of the formulas.
     """
 
     prefill_base: float
@@ -108,39 +106,77 @@ class Coefficients(msgspec.Struct, frozen=True):
     prefill_pair: float
     step_base: float
     step_row: float
-    step_weights: float
+    step_weights: float  #: a step reads all weights, however few rows it has
     step_token: float
     transfer_base: float = 0.0
     transfer_token: float = 0.0
-    exposed_share: float = 0.0
+    exposed_share: float = 0.0  #: of a transfer, what is not hidden behind the prefill
+
+    def prefill_token_s(self, uncached_tokens: float, prompt_tokens: float) -> float:
+        """Return the mean seconds of one uncached token of a prompt.
+
+        The uncached tokens u of n attend to (n^2 - (n-u)^2)/2 = u * (n - u/2) tokens together.
+        """
+        return self.prefill_token + self.prefill_pair * (prompt_tokens - uncached_tokens / 2)
+
+    def prefill_s(self, uncached_tokens: float, prompt_tokens: float) -> float:
+        """Return the seconds that computing a prompt takes, if all but `uncached_tokens` is cached.
+
+        `prefill_base + prefill_token * u + prefill_pair * (n^2 - (n-u)^2)/2`
+        """
+        token_s = self.prefill_token_s(uncached_tokens, prompt_tokens)
+        return self.prefill_base + uncached_tokens * token_s
+
+    def step_s(self, rows: float, kv_tokens: float) -> float:
+        """Return the seconds of one step of `rows` decoding rows, which read `kv_tokens` in all."""
+        rows_s = max(self.step_row * rows, self.step_weights)
+        return self.step_base + self.step_token * kv_tokens + rows_s
+
+    def transfer_s(self, tokens: float) -> float:
+        """Return the seconds in which the KV of `tokens` tokens moves to another worker."""
+        return self.transfer_base + self.transfer_token * tokens
+
+    def scaled(self, prefill_factor: float, step_factor: float) -> Coefficients:
+        """Return these coefficients with all prefill and all step times multiplied."""
+        return Coefficients(
+            prefill_base=self.prefill_base * prefill_factor,
+            prefill_token=self.prefill_token * prefill_factor,
+            prefill_pair=self.prefill_pair * prefill_factor,
+            step_base=self.step_base * step_factor,
+            step_row=self.step_row * step_factor,
+            step_weights=self.step_weights * step_factor,
+            step_token=self.step_token * step_factor,
+            transfer_base=self.transfer_base,
+            transfer_token=self.transfer_token,
+            exposed_share=self.exposed_share,
+        )
 
 
 class WorkerCard(msgspec.Struct, frozen=True):
-    """Who a worker is and how to reach it."""
+    """Says who a worker is, how to reach it, and how much it holds."""
 
-    id: str  #: "prefill/ab12cd34", unique for each process start
+    id: str  #: "prefill/ab12cd34", unique for each start of a process
     pool: str = msgspec.field(name="home")  #: the pool it belongs to
-    role: str  #: what it may be given now: prefill | decode | mixed, or "": nothing new
-    address: str  #: host:port of its frame listener
-    replica: str  #: Serve's replica id, for calls to exactly this replica
+    role: str  #: what the worker may be given now: prefill | decode | mixed, or "": nothing new
+    address: str  #: host:port of its listener for frames
+    replica: str  #: Serve's id of the replica
     pid: int
-    kv_card: bytes = b""  #: how KV peers reach it (msgpack of its ranks' kv_transfer.PeerCard)
-    blocks: int = 0  #: size of its KV pool
+    kv_card: bytes = b""  #: how KV peers reach it: msgpack of its ranks' kv_transfer.PeerCard
+    blocks: int = 0  #: in the KV pool
     block_tokens: int = 64
-    growth_reserve_blocks: int = msgspec.field(
-        default=0, name="kept"
-    )  #: of those, what a reservation beside others leaves for their growth, at most
+    #: blocks that a reservation beside others leaves free for the growth of sequences, at most
+    growth_reserve_blocks: int = msgspec.field(default=0, name="kept")
     gpu: str = "cpu"
     tensor_parallel: int = msgspec.field(default=1, name="tp")
-    cost: Coefficients | None = None  #: None: the router starts from a prior and learns
+    cost: Coefficients | None = None  #: None: the router starts from a guess and learns
     chunk_tokens: int = 512  #: prompt tokens of one step, at most
     max_running: int = 128  #: sequences that decode at a time
     metrics: str = ""  #: host:port where Prometheus finds its metrics
-    step_ms: float = 0.0  #: a step with prefill beside decode is so long at most; 0: any length
+    step_ms: float = 0.0  #: limit of a step that prefills beside decode; 0: no limit
 
 
 class LoadingProgress(msgspec.Struct, tag="loading", frozen=True):
-    """A worker's start-up progress."""
+    """Tells how far a worker's start is; `fraction` goes from 0 to 1."""
 
     worker: str
     note: str
@@ -148,39 +184,37 @@ class LoadingProgress(msgspec.Struct, tag="loading", frozen=True):
 
 
 class JoinRouter(msgspec.Struct, tag="join", frozen=True):
-    """A worker is ready; `cached`: prefix hashes that it holds, `term`: the highest it has seen.
-
-    `held`: (request, attempt, blocks) of each stream that runs on it, for a router that is new.
-    """
+    """Introduces a worker that is ready, or back after a lost connection."""
 
     card: WorkerCard
-    term: int
+    term: int  #: the highest term of a router that the worker has seen
     cached_hashes: list[bytes] = msgspec.field(default_factory=list, name="cached")
+    #: (request, attempt, blocks) of each attempt that decodes there, for a router that is new
     held_reservations: list[tuple[str, int, int]] = msgspec.field(default_factory=list, name="held")
 
 
 class WorkerReport(msgspec.Struct, tag="report", frozen=True):
-    """What changed on a worker since the last report. `seq` counts reports without a gap."""
+    """Tells what changed on a worker since its last report."""
 
-    seq: int
+    seq: int  #: counts reports without a gap
     free_blocks: int
-    stored: list[bytes] = []
-    evicted: list[bytes] = []
-    prefill_tokens: int = 0  #: computed since the last report
-    prefill_seconds: float = 0.0  #: time that took
+    stored: list[bytes] = []  #: hashes of blocks that came into the prefix cache
+    evicted: list[bytes] = []  #: hashes of blocks that left it
+    prefill_tokens: int = 0  #: prompt tokens computed since the last report
+    prefill_seconds: float = 0.0  #: time that computing them took
     running: int = 0  #: sequences that decode now
-    kv_tokens: int = 0  #: that they read in a step
+    kv_tokens: int = 0  #: KV tokens that those sequences read in a step
     steps: int = 0  #: decode steps since the last report
-    step_seconds: float = 0.0  #: time those took
+    step_seconds: float = 0.0  #: time that those steps took
     waiting: int = 0  #: sequences that were preempted or have no blocks yet
-    step_ms: float = 0.0  #: a step with prefill beside decode is planned to take so long; 0: any
+    step_ms: float = 0.0  #: planned length of a step that prefills beside decode; 0: any
     ended: list[AttemptKey] = []  #: attempts that decoded here, and whose blocks are free again
 
 
 class WorkerDirectory(msgspec.Struct, tag="directory", frozen=True):
-    """All live workers. A router with a lower term than one seen before is ignored.
+    """Names all live workers. A router with a lower term than one seen before is ignored.
 
-    A young router knows only those that have joined it yet: until `settled`, a worker that is not
+    A young router names only the workers that have joined it: until `settled`, a worker that is not
     named may well be alive.
     """
 
@@ -190,7 +224,7 @@ class WorkerDirectory(msgspec.Struct, tag="directory", frozen=True):
 
 
 class NewerRouterSeen(msgspec.Struct, tag="obsolete", frozen=True):
-    """Tells a router that a newer one is active."""
+    """Tells a router that a router with a higher term is active."""
 
     term: int
 
@@ -199,37 +233,35 @@ class NewerRouterSeen(msgspec.Struct, tag="obsolete", frozen=True):
 
 
 class PlaceAttempt(msgspec.Struct, tag="place", frozen=True):
-    """Asks for a pair of workers.
-
-    `avoid`: failed this request before, taken only if there is no other. `lost`: dead for all that
-    the gateway knows, never taken; the request waits for others.
-    """
+    """Asks the router for a pair of workers."""
 
     attempt_key: AttemptKey = msgspec.field(name="key")
     prompt_tokens: int
     max_tokens: int
-    hashes: list[bytes]
+    hashes: list[bytes]  #: of the prompt's full blocks, as `kv_transfer.identity.block_hashes`
+    #: workers that failed this request before: taken only if there is no other
     avoided_workers: list[str] = msgspec.field(default_factory=list, name="avoid")
+    #: workers that are dead for all that the gateway knows: never taken, the request waits instead
     lost_workers: list[str] = msgspec.field(default_factory=list, name="lost")
-    local_prefill: bool = msgspec.field(
-        default=False, name="local"
-    )  #: prefill on the decode worker: the last attempt does without a transfer
+    #: prefill on the decode worker: the last attempt does without a transfer
+    local_prefill: bool = msgspec.field(default=False, name="local")
     tenant: str = ""
     slo_class: str = "interactive"
     ttft_s: float = 0.0  #: target; 0: the configured one
     itl_s: float = 0.0  #: target; 0: the configured one
-    waited_s: float = 0.0  #: age before this router heard of it: a retry keeps its deadline
+    waited_s: float = 0.0  #: the request's age before this attempt: a retry keeps its deadline
     trace: str = ""  #: W3C traceparent of the request's span, if it is traced
     session: str = ""  #: the client's name of the conversation, for the record of decisions
-    #: to this one prompt: each takes blocks, and a row of a step
+    #: answers to the prompt: each takes blocks, and a row of a step
     answer_count: Annotated[int, msgspec.Meta(ge=1)] = msgspec.field(default=1, name="answers")
 
 
 class AttemptPlaced(msgspec.Struct, tag="placed", frozen=True):
-    """The pair. `prefill` is None for a local prefill on the decode worker."""
+    """Names the pair for an attempt."""
 
     attempt_key: AttemptKey = msgspec.field(name="key")
     term: int
+    #: None: the decode worker computes the prompt itself
     prefill_worker: str | None = msgspec.field(name="prefill")
     decode_worker: str = msgspec.field(name="decode")
     hit_tokens: int
@@ -237,15 +269,17 @@ class AttemptPlaced(msgspec.Struct, tag="placed", frozen=True):
     predicted_ttft_ms: float = 0.0  #: from the request's arrival
     predicted_itl_ms: float = 0.0
     decision_id: int = msgspec.field(default=0, name="decision")  #: number of the decision record
-    deadline_s: float = 0.0  #: until its prompt should be computed, for the worker's order; 0: none
-    prefix_holder: str | None = msgspec.field(
-        default=None, name="fetch"
-    )  #: who holds more of the prefix than the worker that computes it
+    deadline_s: float = 0.0  #: until the prompt should be computed, from now; 0: no deadline
+    #: a worker that holds more of the prefix than the worker that computes the prompt
+    prefix_holder: str | None = msgspec.field(default=None, name="fetch")
 
 
 class AttemptRefused(msgspec.Struct, tag="refused", frozen=True):
-    """No placement; `reason` is one of `queue_full`, `no_capacity`, `deadline_exceeded`, and
-    `slo_unattainable` for a class that prefers an early no to a late answer."""
+    """Tells that the router places the attempt nowhere.
+
+    `reason` is one of `queue_full`, `no_capacity`, `deadline_exceeded`, and `slo_unattainable` for a
+    class that prefers an early refusal to a late answer.
+    """
 
     attempt_key: AttemptKey = msgspec.field(name="key")
     reason: str
@@ -254,9 +288,10 @@ class AttemptRefused(msgspec.Struct, tag="refused", frozen=True):
 
 
 class AttemptOutcome(msgspec.Struct, tag="over", frozen=True):
-    """The attempt ended (however), or the gateway no longer wants it placed; and what came of it.
+    """Tells that the attempt ended, in whatever way, and what came of it.
 
-    `reason` names the end: stop, length, cancelled, or that of `Failed`.
+    A gateway that no longer wants the attempt placed sends it too. `reason` names the end: stop,
+    length, cancelled, or the reason of an `AttemptFailed`.
     """
 
     attempt_key: AttemptKey = msgspec.field(name="key")
@@ -264,30 +299,30 @@ class AttemptOutcome(msgspec.Struct, tag="over", frozen=True):
     ttft_ms: float | None = None
     itl_p99_ms: float | None = None
     reason: str = ""
-    transfer_ms: float | None = None  #: of `Moved`
-    exposed_ms: float | None = None
+    transfer_ms: float | None = None  #: `busy_ms` of `PromptArrived`
+    exposed_ms: float | None = None  #: `exposed_ms` of `PromptArrived`
 
 
 class RequestOutcome(msgspec.Struct, tag="outcome", frozen=True):
-    """What a client's request was like for the client, once, at its end: goodput is made of it.
+    """Tells once, at its end, what a request was like for its client: goodput is made of it.
 
-    Seconds. `reason`: stop | length | cancelled (the client left), or why it was refused or failed.
+    `reason`: stop | length | cancelled (the client left), or why the request was refused or failed.
     """
 
     tenant: str
     slo_class: str
     reason: str
-    waited_s: float  #: from arrival to the first token, or to the end if there is none
+    waited_s: float  #: from arrival to the first token, or to the end if there is no token
     tokens: int = 0  #: of all answers
-    gaps: int = 0  #: between tokens of one answer, the first one included
+    gaps: int = 0  #: between tokens of one answer, the gap before its second token included
     itl_mean_s: float = 0.0
     itl_p99_s: float = 0.0
     ttft_target_s: float = 0.0  #: 0: the configured one
-    itl_target_s: float = 0.0  #: the same
+    itl_target_s: float = 0.0  #: 0: the configured one
 
 
 class PromptPrefilled(msgspec.Struct, tag="prefilled", frozen=True):
-    """The first token is out: the prefill worker is done with this attempt's prompt."""
+    """Tells that the first token is out: the prefill worker is done with this attempt's prompt."""
 
     attempt_key: AttemptKey = msgspec.field(name="key")
 
@@ -296,74 +331,72 @@ class PromptPrefilled(msgspec.Struct, tag="prefilled", frozen=True):
 
 
 class StartPrefill(msgspec.Struct, tag="prefill", frozen=True):
-    """Compute the KV of `ids`, send the next token back, push the KV to `decode`.
+    """Orders a worker to compute the KV of a prompt, to send one token back and to push the KV.
 
-    With `given` ids the answer goes on where another worker left it: with one answer only.
+    With resumed tokens the answer goes on where another worker left it; it is the only answer then.
     """
 
     attempt_key: AttemptKey = msgspec.field(name="key")
     term: int
-    token_ids: list[int] = msgspec.field(name="ids")
+    token_ids: list[int] = msgspec.field(name="ids")  #: prompt, and resumed tokens behind it
     sampling: Sampling
-    decode_worker: str = msgspec.field(name="decode")
-    prefix_holder: str | None = msgspec.field(
-        default=None, name="fetch"
-    )  #: who may hold more of the prefix than this worker
+    decode_worker: str = msgspec.field(name="decode")  #: where the KV goes
+    #: a worker that may hold more of the prefix than this one
+    prefix_holder: str | None = msgspec.field(default=None, name="fetch")
     deadline_s: float = 0.0  #: until the first token is due, from now; 0: in order of arrival
-    resumed_tokens: int = msgspec.field(
-        default=0, name="given"
-    )  #: of `ids`, how many at the end are an answer that goes on
-    trace: str = ""  #: as in `Place`
+    #: how many ids at the end of `token_ids` are an answer that goes on
+    resumed_tokens: int = msgspec.field(default=0, name="given")
+    trace: str = ""  #: as in `PlaceAttempt`
 
 
 class StartDecode(msgspec.Struct, tag="decode", frozen=True):
-    """Reserve blocks, receive KV from `prefill` and go on from the first token.
+    """Orders a worker to reserve blocks, to receive KV and to go on from the first token.
 
-    `prefill` None: compute the prompt here.
+    Fields that `StartPrefill` has too mean the same; prefix and deadline count for a local prefill.
     """
 
     attempt_key: AttemptKey = msgspec.field(name="key")
     term: int
     token_ids: list[int] = msgspec.field(name="ids")
     sampling: Sampling
+    #: where the KV comes from; None: compute the prompt here
     prefill_worker: str | None = msgspec.field(name="prefill")
-    prefix_holder: str | None = msgspec.field(
-        default=None, name="fetch"
-    )  #: for a local prefill, as in `Prefill`
-    deadline_s: float = 0.0  #: the same
-    resumed_tokens: int = msgspec.field(default=0, name="given")  #: the same
-    trace: str = ""  #: as in `Place`
+    prefix_holder: str | None = msgspec.field(default=None, name="fetch")
+    deadline_s: float = 0.0
+    resumed_tokens: int = msgspec.field(default=0, name="given")
+    trace: str = ""
 
 
 class CancelAttempt(msgspec.Struct, tag="abort", frozen=True):
+    """Orders a worker to drop an attempt that nobody wants any more."""
+
     attempt_key: AttemptKey = msgspec.field(name="key")
 
 
 class AnswerTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens of one answer in a step; `offset` is the first one's place in the answer.
-
-    `prompt`: the prompt's next ids with their logprobs, from the second id on, if asked for.
-    """
+    """Tokens of one answer in one engine step."""
 
     attempt_key: AttemptKey
-    offset: int
+    offset: int  #: place of the first of `tokens` in the answer
     tokens: list[Token]
     finish_reason: str | None = None  #: stop | length
     answer_index: int = 0  #: which of the `n` answers
+    #: the next ids of the prompt with their logprobs, from the second id on, if asked for
     prompt_logprobs: list[Token] = []
 
 
 class EngineStepTokens(msgspec.Struct, tag="step", frozen=True, gc=False):
-    """All tokens of one engine step for one gateway."""
+    """Carries all tokens of one engine step to one gateway."""
 
     answers: list[AnswerTokens] = msgspec.field(name="streams")
 
 
-HANDOVER = "handover"  #: reason of `Failed`: the worker is fine, and wants to be rid of its streams
+#: reason of an `AttemptFailed` by a worker that is well: its work shall go on elsewhere
+HANDOVER = "handover"
 
 
 class AttemptFailed(msgspec.Struct, tag="failed", frozen=True):
-    """This worker gave up on the attempt; the gateway may try again elsewhere."""
+    """Tells that this worker gave up on the attempt; the gateway may try again elsewhere."""
 
     attempt_key: AttemptKey = msgspec.field(name="key")
     worker: str
@@ -372,31 +405,33 @@ class AttemptFailed(msgspec.Struct, tag="failed", frozen=True):
 
 
 class PromptArrived(msgspec.Struct, tag="moved", frozen=True):
-    """The attempt's KV is on the decode worker: `tokens` of its prompt are there.
-
-    `busy_ms`: with a write under way; `exposed_ms`: of the transfer, after the prefill's end.
-    """
+    """Tells that the KV of an attempt's prompt is on the decode worker."""
 
     attempt_key: AttemptKey = msgspec.field(name="key")
-    tokens: int
-    busy_ms: float
-    exposed_ms: float
+    tokens: int  #: of the prompt, that have KV there
+    busy_ms: float  #: with a write under way
+    exposed_ms: float  #: of the transfer, after the end of the prefill
+
+
+# ---- calls, answered by `CallReply` --------------------------------------------------------------
 
 
 class InspectProcess(msgspec.Struct, tag="inspect", frozen=True):
-    """Asks for statistics; the router also for its decisions about a client's `request`, or for
-    its `latest` ones."""
+    """Asks a process for statistics.
+
+    The router answers with decisions instead where a request or a number of decisions is named.
+    """
 
     call_id: int = msgspec.field(name="call")
-    request_id: str = msgspec.field(default="", name="request")
+    request_id: str = msgspec.field(default="", name="request")  #: as its client named it
     latest_decisions: int = msgspec.field(default=0, name="latest")
 
 
 class ChangeRole(msgspec.Struct, tag="steer", frozen=True):
-    """Gives a worker another role, or "": none; answered by `Statistics` when it has begun.
+    """Orders a worker into another role, or "" for none; answered when the change has begun.
 
-    `hand_over`: its streams go on elsewhere at once, else they end here. Another role than the one
-    that it has needs that.
+    With `hand_over` its work goes on elsewhere at once, else the work ends here. Another role than
+    the one that the worker has needs a hand-over.
     """
 
     call_id: int = msgspec.field(name="call")
@@ -405,28 +440,32 @@ class ChangeRole(msgspec.Struct, tag="steer", frozen=True):
 
 
 class ProbeTransfer(msgspec.Struct, tag="probe", frozen=True):
-    """Asks for a transfer of up to `bytes` bytes from `peer`; answered by `Statistics`.
+    """Orders a worker to move bytes of no meaning from `peer`.
 
-    `peer` None: asks what the worker sees of its host, and whether it may write to the memory of
-    the processes `pids`.
+    Without a peer the worker answers what it sees of its host, and whether it may write to the
+    memory of the processes `pids`.
     """
 
     call_id: int = msgspec.field(name="call")
     peer: str | None = None
-    size_bytes: int = msgspec.field(default=0, name="bytes")
+    size_bytes: int = msgspec.field(default=0, name="bytes")  #: at most
     pids: list[int] = []
 
 
 class CloseGateway(msgspec.Struct, tag="closing", frozen=True):
-    """The cluster is being stopped: a gateway ends open answers with an error that says so, takes
-    nothing new, and answers with `Statistics` when that is done."""
+    """Tells a gateway that the cluster is being stopped.
+
+    The gateway ends open answers with an error that says so, takes nothing new, and then answers.
+    """
 
     call_id: int = msgspec.field(name="call")
 
 
 class CallReply(msgspec.Struct, tag="statistics", frozen=True):
+    """Answers the call of this id."""
+
     call_id: int = msgspec.field(name="call")
-    values: dict
+    values: dict[str, Any]
 
 
 class DeliverFrame(NamedTuple):
@@ -437,9 +476,18 @@ class DeliverFrame(NamedTuple):
 
 
 FramesToRouter = (
-    Heartbeat | LoadingProgress | JoinRouter | WorkerReport | NewerRouterSeen | PlaceAttempt | AttemptOutcome | RequestOutcome | PromptPrefilled | InspectProcess
+    Heartbeat
+    | LoadingProgress
+    | JoinRouter
+    | WorkerReport
+    | NewerRouterSeen
+    | PlaceAttempt
+    | AttemptOutcome
+    | RequestOutcome
+    | PromptPrefilled
+    | InspectProcess
     | CallReply
-)  # fmt: skip
+)
 FramesFromRouter = (
     Heartbeat
     | WorkerDirectory

@@ -1,4 +1,4 @@
-"""The decode role: KV in, token streams out."""
+"""The decode role receives KV, and turns it into token streams."""
 
 from .role import DecodeRole
 

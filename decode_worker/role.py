@@ -1,29 +1,47 @@
-"""The decode role (pure): receives KV, turns it into a token stream.
+"""The decode role (pure): receives KV and turns it into a token stream.
 
-Life of a job:
-    RESERVING  blocks asked of the engine (none to be had: the gateway places it elsewhere)
-    RECEIVING  ticket open: the prefill worker fills the blocks
-    RUNNING    all blocks verified: the sequence decodes; each token goes to its gateway
-    DRAINING   failed or aborted: blocks stay reserved until no write can land on them
-A local prefill (`prefill` is None) starts as RUNNING; its prefix may come from tiers or a peer.
+Life of an attempt:
+    RESERVING  The engine is asked for blocks. If it has none, the attempt fails (`no_capacity`).
+    RECEIVING  The ticket is open: the prefill worker fills the blocks.
+    RUNNING    Every block is verified: the sequence is decoded, each token goes to the gateway.
+    DRAINING   The transfer failed or was cancelled: its blocks stay reserved until no write can
+               land on them.
+An attempt without a prefill worker starts as RUNNING: the engine computes its prompt here, and the
+prefix may come from tiers or a peer (`PrefixExchange`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias, assert_never
 
 import msgspec
 
-from ..engine import commands
-from ..engine.prefixes import Prefixes
+from ..engine.commands import (
+    BlocksLoaded,
+    BlocksReserved,
+    CommitBlocks,
+    PrefixStaged,
+    ReleaseSequence,
+    ReserveBlocks,
+)
+from ..engine.prefixes import PrefixAction, PrefixExchange, is_prefix_ticket
+from ..engine.roles import RoleEvent, error_frame, failure_frame, sequence_of
 from ..engine.sequence import BlocksFilled, Sequence, SequenceOutput, tokens_frame
-from ..kv_transfer import commands as transfer
-from ..kv_transfer import tickets
+from ..kv_transfer.commands import (
+    BlocksArrived,
+    BlocksFreed,
+    CancelTransfer,
+    OfferBlocks,
+    PrefixRequested,
+    PushEnded,
+    TransferFailed,
+)
 from ..kv_transfer.identity import ticket_id_of
 from ..kv_transfer.messages import FirstTokens
 from ..protos.frames import (
     HANDOVER,
-    AttemptFailed,
     AttemptKey,
     CancelAttempt,
     DeliverFrame,
@@ -33,154 +51,201 @@ from ..protos.frames import (
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
-    """The job is gone: nothing of it is left on this worker."""
+class DecodeAttemptEnded:
+    """Nothing of the attempt is left on this worker."""
 
-    key: AttemptKey
+    attempt_key: AttemptKey
+
+
+DecodeAction: TypeAlias = (
+    PrefixAction | ReserveBlocks | CommitBlocks | DeliverFrame | DecodeAttemptEnded
+)
+
+
+class DecodeState(StrEnum):
+    RESERVING = "reserving"
+    RECEIVING = "receiving"
+    RUNNING = "running"
+    DRAINING = "draining"
 
 
 @dataclass(slots=True)
-class Job:
+class DecodeAttempt:
+    """One attempt at a request on this worker."""
+
     gateway: str
-    seq: Sequence
-    prefill: str | None
-    state: str
-    open: set[int]  #: answers that go on
-    aborted: bool = False
+    sequence: Sequence
+    prefill_worker: str | None  #: None: the prompt is computed here.
+    state: DecodeState
+    open_answers: set[int]  #: Indices of the answers that go on.
+    cancelled: bool = False  #: True if the gateway is to hear no more of the attempt.
 
 
 class DecodeRole:
-    """`handle` takes engine outputs and answers, ticket outcomes and aborts."""
+    """All attempts of one decode worker, and the prefixes that it fetches and serves."""
 
     def __init__(self, name: str, block_tokens: int) -> None:
-        self.name = name
+        self.name = name  #: The worker's.
         self.block_tokens = block_tokens
-        self.prefixes = Prefixes(block_tokens)
-        self.jobs: dict[str, Job] = {}
+        self.prefixes = PrefixExchange(block_tokens)
+        self.attempts: dict[str, DecodeAttempt] = {}  #: By ticket id.
 
     def submit(
         self,
         gateway: str,
         frame: StartDecode,
-        hashes: list[bytes],
-        tiers: bool = False,
-        deadline: float = 0.0,
-    ) -> list:
-        """A gateway's new attempt. A duplicate changes nothing. `tiers`: there are some.
+        block_hashes: list[bytes],
+        has_tiers: bool = False,
+        deadline_s: float = 0.0,
+    ) -> list[DecodeAction]:
+        """Begins a gateway's new attempt. A duplicate changes nothing.
 
-        `deadline`: by the clock that all of this worker's have, lower ones are computed first.
+        `has_tiers`: there are tiers below the pool. Of the prompts that wait, the one with the
+        lowest `deadline_s` is computed first; all of a worker's are by one clock.
         """
-        if ticket_id_of(frame.attempt_key) in self.jobs:
+        ticket_id = ticket_id_of(frame.attempt_key)
+        if ticket_id in self.attempts:
             return []
-        prompt = len(frame.token_ids) - frame.resumed_tokens
-        seq = Sequence(
-            frame.attempt_key, frame.token_ids, prompt, frame.sampling, hashes, deadline_s=deadline
+        sequence = sequence_of(frame, block_hashes, deadline_s)
+        local_prefill = frame.prefill_worker is None
+        self.attempts[ticket_id] = DecodeAttempt(
+            gateway,
+            sequence,
+            frame.prefill_worker,
+            state=DecodeState.RUNNING if local_prefill else DecodeState.RESERVING,
+            open_answers=set(range(frame.sampling.n)),
         )
-        local, answers = frame.prefill_worker is None, set(range(frame.sampling.n))
-        job = Job(gateway, seq, frame.prefill_worker, "RUNNING" if local else "RESERVING", answers)
-        self.jobs[ticket_id_of(frame.attempt_key)] = job
-        return (
-            self.prefixes.begin(seq, frame.prefix_holder, tiers)
-            if local
-            else [commands.ReserveBlocks(seq)]
-        )
+        if local_prefill:
+            return [*self.prefixes.begin_sequence(sequence, frame.prefix_holder, has_tiers)]
+        return [ReserveBlocks(sequence)]
 
-    def handle(self, event: object) -> list:
-        if self.prefixes.owns(event):
-            return self.prefixes.handle(event)
+    def handle(self, event: RoleEvent) -> list[DecodeAction]:
         match event:
+            case PrefixRequested() | PrefixStaged() | BlocksLoaded():
+                return [*self.prefixes.handle(event)]
+            case BlocksArrived() | TransferFailed() | BlocksFreed() | PushEnded() if (
+                is_prefix_ticket(event.ticket_id)
+            ):
+                return [*self.prefixes.handle(event)]
             case SequenceOutput():
                 return self._output(event)
             case BlocksFilled():
-                return []  # it was a prefill worker when it asked
-            case commands.BlocksReserved(key, blocks, held):
-                return self._reserved(ticket_id_of(key), blocks, held)
-            case transfer.BlocksArrived():
+                return []  # the engine got this sequence while the worker's role was prefill
+            case BlocksReserved():
+                return self._reserved(event)
+            case BlocksArrived():
                 return self._arrived(event)
-            case tickets.TransferFailed(ticket, reason):
-                return self._broken(ticket, reason)
-            case tickets.BlocksFreed(ticket):
-                return self._end(ticket)
-            case CancelAttempt(key):
-                return self._abort(ticket_id_of(key))
-        raise AssertionError(event)
+            case TransferFailed(ticket_id, reason):
+                return self._failed(self.attempts[ticket_id], reason)
+            case BlocksFreed(ticket_id):
+                return self._end(ticket_id)
+            case CancelAttempt(attempt_key):
+                return self._cancel(ticket_id_of(attempt_key), "aborted")
+            case PushEnded():
+                raise AssertionError(f"no attempt of a decode worker pushes KV: {event!r}")
+            case _:
+                assert_never(event)
 
-    def hand_over(self) -> list:
-        """Every stream goes on elsewhere; what it has computed stays cached."""
-        actions: list = []
-        for ticket, job in list(self.jobs.items()):
-            if not job.aborted and job.state != "DRAINING":
-                failed = self._fail(job.gateway, job.seq.attempt_key, HANDOVER)
-                actions += [failed, *self._abort(ticket, HANDOVER)]
+    def hand_over(self) -> list[DecodeAction]:
+        """Gives up every attempt: it goes on at another worker. What was computed stays cached."""
+        actions: list[DecodeAction] = []
+        for ticket_id, attempt in list(self.attempts.items()):
+            if not attempt.cancelled and attempt.state is not DecodeState.DRAINING:
+                actions.append(self._failure(attempt, HANDOVER))
+                actions += self._cancel(ticket_id, HANDOVER)
         return actions
 
-    def gateway_gone(self, gateway: str) -> list:
-        mine = [ticket for ticket, job in self.jobs.items() if job.gateway == gateway]
-        return [action for ticket in mine for action in self._abort(ticket)]
+    def lose_gateway(self, gateway: str) -> list[DecodeAction]:
+        """Cancels the attempts of a gateway that is lost."""
+        actions: list[DecodeAction] = []
+        for ticket_id, attempt in list(self.attempts.items()):
+            if attempt.gateway == gateway:
+                actions += self._cancel(ticket_id, "aborted")
+        return actions
 
-    def _fail(self, gateway: str, key: AttemptKey, reason: str) -> DeliverFrame:
-        return DeliverFrame(gateway, AttemptFailed(key, self.name, reason))
+    def _failure(self, attempt: DecodeAttempt, reason: str) -> DeliverFrame:
+        return failure_frame(attempt.gateway, attempt.sequence.attempt_key, self.name, reason)
 
-    def _reserved(self, ticket: str, blocks: list[int] | None, held: int) -> list:
-        job = self.jobs[ticket]
-        if blocks is None:
-            failed = (
-                [] if job.aborted else [self._fail(job.gateway, job.seq.attempt_key, "no_capacity")]
-            )
-            return failed + self._end(ticket)
-        if job.aborted:
-            return self._end(ticket)
-        job.state = "RECEIVING"
-        assert job.prefill is not None
-        known = held * self.block_tokens
-        return [transfer.OfferBlocks(ticket, job.prefill, blocks, len(job.seq.token_ids), known)]
+    def _reserved(self, reserved: BlocksReserved) -> list[DecodeAction]:
+        ticket_id = ticket_id_of(reserved.attempt_key)
+        attempt = self.attempts[ticket_id]
+        if attempt.cancelled:
+            return self._end(ticket_id)
+        if reserved.blocks is None:
+            return [self._failure(attempt, "no_capacity"), *self._end(ticket_id)]
+        attempt.state = DecodeState.RECEIVING
+        assert attempt.prefill_worker is not None
+        offer = OfferBlocks(
+            ticket_id,
+            attempt.prefill_worker,
+            reserved.blocks,
+            tokens=len(attempt.sequence.token_ids),
+            held_tokens=reserved.held_blocks * self.block_tokens,
+        )
+        return [offer]
 
-    def _arrived(self, arrived: transfer.BlocksArrived) -> list:
-        job = self.jobs[arrived.ticket_id]
-        if job.aborted:
+    def _arrived(self, arrived: BlocksArrived) -> list[DecodeAction]:
+        """Decodes on: the KV is here, and with it the first token of each answer."""
+        attempt = self.attempts[arrived.ticket_id]
+        if attempt.cancelled:
             return self._end(arrived.ticket_id)
-        job.state = "RUNNING"
-        given = msgspec.msgpack.decode(arrived.meta, type=FirstTokens)
-        job.seq.token_ids.append(given.tokens[0].id)
-        job.open.difference_update(given.ended_answers)
-        others = [(index, given.tokens[index].id) for index in sorted(job.open - {0})]
-        times = arrived.busy_s * 1e3, arrived.exposed_s * 1e3
-        moved = PromptArrived(job.seq.attempt_key, arrived.tokens, *times)
-        ended, waited = 0 in given.ended_answers, arrived.exposed_s
-        commit = commands.CommitBlocks(job.seq, tuple(others), ended, waited)
-        return [commit, DeliverFrame(job.gateway, moved)]
+        attempt.state = DecodeState.RUNNING
+        sequence = attempt.sequence
+        first = msgspec.msgpack.decode(arrived.meta, type=FirstTokens)
+        sequence.token_ids.append(first.tokens[0].id)
+        attempt.open_answers.difference_update(first.ended_answers)
+        other_answers = sorted(attempt.open_answers - {0})
+        commit = CommitBlocks(
+            sequence,
+            other_answers=tuple((index, first.tokens[index].id) for index in other_answers),
+            first_answer_ended=0 in first.ended_answers,
+            waited_s=arrived.exposed_s,
+        )
+        prompt_arrived = PromptArrived(
+            sequence.attempt_key, arrived.tokens, arrived.busy_s * 1e3, arrived.exposed_s * 1e3
+        )
+        return [commit, DeliverFrame(attempt.gateway, prompt_arrived)]
 
-    def _broken(self, ticket: str, reason: str) -> list:
-        job = self.jobs[ticket]
-        job.state = "DRAINING"
-        if job.aborted or reason == "finished":
+    def _failed(self, attempt: DecodeAttempt, reason: str) -> list[DecodeAction]:
+        attempt.state = DecodeState.DRAINING
+        if attempt.cancelled or reason == "finished":  # each answer ended with its first token
             return []
-        return [self._fail(job.gateway, job.seq.attempt_key, f"kv_{reason}")]
+        return [self._failure(attempt, f"kv_{reason}")]
 
-    def _output(self, output: SequenceOutput) -> list:
-        job = self.jobs.get(ticket_id_of(output.attempt_key))
-        if job is None:
+    def _output(self, output: SequenceOutput) -> list[DecodeAction]:
+        ticket_id = ticket_id_of(output.attempt_key)
+        attempt = self.attempts.get(ticket_id)
+        if attempt is None:
             return []
         if output.error is not None:
-            failed = AttemptFailed(
-                output.attempt_key, self.name, output.error, final=output.request_at_fault
-            )
-            return [DeliverFrame(job.gateway, failed), *self._end(ticket_id_of(output.attempt_key))]
-        emit = [tokens_frame(job.gateway, output)] if output.token or output.prompt_logprobs else []
+            return [error_frame(attempt.gateway, self.name, output), *self._end(ticket_id)]
+        actions: list[DecodeAction] = []
+        if output.token or output.prompt_logprobs:
+            actions.append(tokens_frame(attempt.gateway, output))
         if output.finish_reason:
-            job.open.discard(output.answer_index)
-        return emit if job.open else emit + self._end(ticket_id_of(output.attempt_key))
+            attempt.open_answers.discard(output.answer_index)
+        if not attempt.open_answers:
+            actions += self._end(ticket_id)
+        return actions
 
-    def _abort(self, ticket: str, reason: str = "aborted") -> list:
-        job = self.jobs.get(ticket)
-        if job is None or job.aborted:
+    def _cancel(self, ticket_id: str, reason: str) -> list[DecodeAction]:
+        """Cancels an attempt, once. What it waits for (its state says what) ends it."""
+        attempt = self.attempts.get(ticket_id)
+        if attempt is None or attempt.cancelled:
             return []
-        job.aborted = True
-        if job.state == "RECEIVING":
-            return [transfer.CancelTransfer(ticket, reason)]
-        return self._end(ticket) if job.state == "RUNNING" else []
+        attempt.cancelled = True
+        match attempt.state:
+            case DecodeState.RECEIVING:
+                return [CancelTransfer(ticket_id, reason)]
+            case DecodeState.RUNNING:
+                return self._end(ticket_id)
+            case DecodeState.RESERVING | DecodeState.DRAINING:
+                return []
+            case _:
+                assert_never(attempt.state)
 
-    def _end(self, ticket: str) -> list:
-        job = self.jobs.pop(ticket)
-        forget = self.prefixes.forget(job.seq.attempt_key)
-        return [*forget, commands.ReleaseSequence(job.seq.attempt_key), Over(job.seq.attempt_key)]
+    def _end(self, ticket_id: str) -> list[DecodeAction]:
+        """Releases everything that the attempt has on this worker."""
+        attempt_key = self.attempts.pop(ticket_id).sequence.attempt_key
+        cancel_prefix = self.prefixes.cancel(attempt_key)
+        return [*cancel_prefix, ReleaseSequence(attempt_key), DecodeAttemptEnded(attempt_key)]

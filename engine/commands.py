@@ -1,108 +1,116 @@
-"""What the engine thread can be told, and answers (pure: importable without torch)."""
+"""What the engine thread can be told, and what it answers (pure: importable without torch).
+
+Life of a prompt that is computed here: `AddSequence`, then `SequenceOutput` for each token, and
+`ReleaseSequence` when its blocks are not needed any more. Life of a prompt that was computed
+elsewhere: `ReserveBlocks`, `BlocksReserved`, the transfer, `CommitBlocks`, and on like any other.
+A prefix from elsewhere: `StagePrefix`, `PrefixStaged`, the transfer or `LoadBlocks` from the tiers
+below the pool, then `CachePrefix`, or `ReleaseSequence` if nothing came.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ..protos.frames import AttemptKey
-from .sequence import Sequence
+from .sequence import BlocksFilled, Sequence, SequenceOutput
+
+# ---- sequences -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class AddSequence:
-    """Prefill the sequence here, then decode it (or hold its blocks: `stop_after_first`)."""
+    """Computes the sequence's prompt here, then decodes it, or holds its blocks if the sequence
+    says `stop_after_first`."""
 
     sequence: Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class ReserveBlocks:
-    """Reserve blocks for a sequence whose KV is going to arrive; answered by `Reserved`."""
+    """Reserves blocks for a sequence whose KV is going to arrive; answered by `BlocksReserved`."""
 
     sequence: Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class CommitBlocks:
-    """The reserved blocks hold the KV of all ids but the last: decode as soon as there is a place.
-
-    `others`: (index, first id) of further answers to the same prompt. `ended`: the first answer
-    ended with its first id. `waited`: seconds since that was sent.
-    """
-
-    sequence: Sequence
-    other_answers: tuple[tuple[int, int], ...] = ()
-    first_answer_ended: bool = False
-    waited_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class ReleaseSequence:
-    """The sequence is over: end it if it lives, give back whatever blocks it has."""
-
-    attempt_key: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksReserved:
-    """`blocks` is None when the pool is too full, or preempted sequences wait for theirs.
-
-    The first `held` of them hold the prompt's KV already.
-    """
+    """The answer to `ReserveBlocks`."""
 
     attempt_key: AttemptKey
+    #: None if the pool is too full, or if preempted sequences wait for blocks.
     blocks: list[int] | None
-    held_blocks: int = 0
+    held_blocks: int = 0  #: Leading blocks that hold the prompt's KV already.
+
+
+@dataclass(frozen=True, slots=True)
+class CommitBlocks:
+    """The reserved blocks hold the KV of all tokens but the last: the sequence may be decoded."""
+
+    sequence: Sequence
+    #: (index, first token id) of further answers to the same prompt.
+    other_answers: tuple[tuple[int, int], ...] = ()
+    first_answer_ended: bool = False  #: True if answer 0 ended with its first token.
+    waited_s: float = 0.0  #: Seconds since the first token was sent.
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseSequence:
+    """Ends the sequence if it is alive, and releases whatever blocks are under this key."""
+
+    attempt_key: AttemptKey
+
+
+# ---- prefixes ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class StagePrefix:
-    """Blocks for a prefix whose KV may come from elsewhere; answered by `Staged`.
+    """Reserves blocks for a prefix whose KV may come from elsewhere; answered by `PrefixStaged`.
 
-    `wanted`: of its blocks, how many a peer is said to hold. `pin`: no more than what is here. No
-    hashes: blocks whose content nobody ever looks for.
+    Without hashes, the blocks' content is never looked up.
     """
 
     attempt_key: AttemptKey
     hashes: list[bytes]
-    peer_blocks: int = 0
-    pin_only: bool = False
+    peer_blocks: int = 0  #: How many of the prefix's blocks a peer is said to hold.
+    pin_only: bool = False  #: True to pin what the pool holds, and reserve no more.
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixStaged:
-    """`held` of the blocks hold the prefix already; the tiers are said to hold the `below` next.
-
-    No blocks: nothing is to be had from elsewhere, or the pool is too full.
-    """
+    """The answer to `StagePrefix`."""
 
     attempt_key: AttemptKey
-    blocks: list[int]
-    held_blocks: int = 0
-    tier_blocks: int = 0
+    blocks: list[int]  #: Empty if nothing can come from elsewhere, or the pool is too full.
+    held_blocks: int = 0  #: Leading blocks that hold the prefix already.
+    tier_blocks: int = 0  #: How many of the next ones the tiers are said to hold.
 
 
 @dataclass(frozen=True, slots=True)
 class CachePrefix:
-    """The first `count` staged blocks hold the prefix: cache them, give the others back."""
+    """The first `block_count` staged blocks hold the prefix: caches them, releases the others."""
 
     attempt_key: AttemptKey
     block_count: int
 
 
+# ---- tiers below the pool ------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class LoadBlocks:
-    """For the tiers: copy this content into these blocks; answered by `Loaded`."""
+    """For the tiers: copy this content into these blocks; answered by `BlocksLoaded`."""
 
     attempt_key: AttemptKey
-    held_blocks: int
+    held_blocks: int  #: Blocks of the prefix that lie before these and hold it already.
     hashes: list[bytes]
     blocks: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksLoaded:
-    """The first `count` staged blocks hold the prefix now, those that did before included."""
+    """The first `block_count` staged blocks hold the prefix, the held ones included."""
 
     attempt_key: AttemptKey
     block_count: int
@@ -110,37 +118,59 @@ class BlocksLoaded:
 
 @dataclass(frozen=True, slots=True)
 class DemoteBlocks:
-    """Told when the pool runs low: (block, content) that the tiers may copy; they are pinned."""
+    """The pool runs low: the tiers may copy these (block, content hash). The blocks are pinned
+    until `BlockDemoted`."""
 
     blocks: list[tuple[int, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockDemoted:
-    """A pinned block was copied (`kept`) or not: it may be evicted."""
+    """The tiers have copied a pinned block, or will not: it may be evicted."""
 
     block: int
     copied: bool
 
 
+# ---- observation ---------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class ObserveEngine:
-    """Asks for what changed since the last time; answered by `Observed`."""
+    """Asks what has changed since the last time; answered by `EngineObservation`."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineObservation:
-    """`hashes`: every prefix that is held now; `stored`, `evicted`: since the last `Observed`."""
+    """The state of the engine, for its router."""
 
-    hashes: list[bytes]
-    stored: list[bytes]
+    hashes: list[bytes]  #: Every prefix block that is cached now.
+    stored: list[bytes]  #: Since the last observation, as `evicted`.
     evicted: list[bytes]
     free_blocks: int
-    prefill_tokens: int
+    prefill_tokens: int  #: Since the start, as the next three.
     prefill_s: float
-    decode_steps: int = 0  #: steps without prefill, since the start, like the next one
+    decode_steps: int = 0  #: Steps without prefill.
     decode_s: float = 0.0
-    running_sequences: int = 0  #: sequences that decode
-    kv_tokens: int = 0  #: that they read in a step
-    preempted_sequences: int = 0  #: sequences that wait for blocks to go on
-    step_s: float = 0.0  #: a step with prefill beside decode is planned to take so long; 0: any
+    running_sequences: int = 0  #: Sequences that are decoded.
+    kv_tokens: int = 0  #: Tokens whose KV these sequences read in a step.
+    preempted_sequences: int = 0  #: Sequences that wait for blocks to go on.
+    #: Planned seconds of a step that has prefill beside decode; 0: such steps have no plan.
+    step_s: float = 0.0
+
+
+#: What the engine thread carries out.
+EngineCommand: TypeAlias = (
+    AddSequence
+    | ReserveBlocks
+    | CommitBlocks
+    | ReleaseSequence
+    | StagePrefix
+    | CachePrefix
+    | BlockDemoted
+    | ObserveEngine
+)
+#: What the engine thread delivers.
+EngineEvent: TypeAlias = (
+    SequenceOutput | BlocksFilled | BlocksReserved | PrefixStaged | DemoteBlocks | EngineObservation
+)

@@ -1,23 +1,43 @@
-"""Prefixes that are not computed here: from the tiers below, from a peer, and for a peer (pure).
+"""Prefixes that are not computed here but fetched, and prefixes that are served to a peer (pure).
 
-Before a prompt is computed:
-    Stage   -> engine: blocks for what the pool lacks and a tier or the peer is said to hold
-    Staged  -> Load from the tiers, or Receive from the peer: the same tickets as any transfer
-    Loaded, Arrived -> Adopt: what came is in the prefix cache, where `Add` finds it
-    Broken  -> Add: the prompt is computed; the blocks wait until no write can land on them
-For a peer that asks (`Wanted`): Stage pins what is here, it is pushed, Closed lets go of it.
+Life of a fetch, before a prompt is computed:
+    staging   `StagePrefix` asks the engine for blocks, for the part of the prefix that the pool
+              lacks and that a tier or the peer is said to hold.
+    coming    `LoadBlocks` from the tiers, or `OfferBlocks` to the peer: a ticket like any other.
+    over      What came is cached by `CachePrefix`, where `AddSequence` finds it. If the transfer
+              failed, the prompt is computed at once; its blocks wait until no write can land.
 
-A *probe* moves blocks of no meaning the same way, to see whether and how fast they move: both ends
-stage fresh blocks and drop them afterwards, nothing is adopted.
+Serving a peer: `PrefixRequested` pins what the pool holds (`StagePrefix`), the blocks are pushed,
+and `PushEnded` releases them.
+
+A *probe* moves blocks of no meaning in the same way, to see whether and how fast they move: both
+ends stage blocks and release them afterwards, and nothing is cached.
+
+Keys: a fetch, or a probe, has its attempt's key with `FETCH_MARK` at the end of the request id.
+The engine stages its blocks under that key, and its ticket is named after it. The peer that serves
+it adds `SERVE_MARK` for the blocks that it stages: its own engine may know the other key already.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias, assert_never
 
-from ..kv_transfer import commands as transfer
-from ..kv_transfer import tickets
-from ..kv_transfer.identity import ticket_id_of
+from ..kv_transfer.commands import (
+    BlocksArrived,
+    BlocksFreed,
+    CancelTransfer,
+    ExpectOffer,
+    FinishPush,
+    OfferBlocks,
+    PrefixRequested,
+    PushBlocks,
+    PushEnded,
+    TicketCommand,
+    TransferFailed,
+    TransferOutcome,
+)
+from ..kv_transfer.identity import attempt_key_of, ticket_id_of
 from ..protos.frames import AttemptKey
 from .commands import (
     AddSequence,
@@ -30,199 +50,260 @@ from .commands import (
 )
 from .sequence import Sequence
 
-FETCH, SERVE = "\x1e", "\x1f"  #: end the request id of a prefix's key; no client's id does
-PROBE = b"probe"  #: begins what stands for hashes in a probe's ticket; 9 bytes, no hash has so few
+FETCH_MARK = "\x1e"  #: Ends the request id of the key of a fetch; no client's id has it.
+SERVE_MARK = "\x1f"  #: Ends the request id of the key of blocks that are served.
+#: Begins what stands for the hashes in a probe's ticket, 9 bytes in all; no hash has so few.
+PROBE_PREFIX = b"probe"
 
 
 @dataclass(slots=True)
-class Coming:
+class PrefixFetch:
     """A prompt that waits for its prefix."""
 
-    seq: Sequence | None  #: None: nobody waits any more
+    sequence: Sequence | None  #: None once the prompt waits no more.
     hashes: list[bytes]
-    peer: str | None
+    peer: str | None  #: The worker that is said to hold the prefix; None: only tiers are.
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
-    """A probe is over: the leading `tokens` tokens came, or none and a `reason`.
+class ProbeEnded:
+    """A probe is over: the leading `tokens` tokens came, or none and a reason."""
 
-    `busy_s`: with a write under way. `reason` is that of a broken ticket, or one of `pool_full` and
-    `peer_pool_full`: no blocks were to be had.
-    """
-
-    key: AttemptKey
+    attempt_key: AttemptKey
     tokens: int
-    busy_s: float = 0.0
+    busy_s: float = 0.0  #: Seconds in which a write was under way.
+    #: That of the failed ticket, of `cancel`, or no blocks: `pool_full` here, or `peer_pool_full`.
     reason: str = ""
 
 
 @dataclass(slots=True)
-class Probing:
-    """A probe that is under way."""
+class RunningProbe:
+    """A probe whose blocks are not free yet."""
 
-    key: AttemptKey
+    attempt_key: AttemptKey
     peer: str
     tokens: int
-    reason: str = ""  #: why it is over before its blocks are free, if it is
+    reason: str = ""  #: Why it has failed, if it has; `ProbeEnded` was returned with it.
 
 
-class Prefixes:
-    """`begin` takes a sequence; sooner or later its `Add` comes out, unless it is forgotten.
+PrefixEvent: TypeAlias = PrefixStaged | BlocksLoaded | TransferOutcome
+PrefixAction: TypeAlias = (
+    AddSequence
+    | StagePrefix
+    | CachePrefix
+    | ReleaseSequence
+    | LoadBlocks
+    | TicketCommand
+    | ProbeEnded
+)
 
-    `probe` takes a key; sooner or later its `Probed` comes out, at once after `forget`.
+
+class PrefixExchange:
+    """All fetches, probes and served prefixes of one worker.
+
+    `begin_sequence` takes a sequence; its `AddSequence` is returned sooner or later, unless the
+    sequence is cancelled. `begin_probe` takes a key; its `ProbeEnded` is returned sooner or later,
+    and at once by `cancel`.
     """
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
-        self.coming: dict[AttemptKey, Coming] = {}
-        self.probing: dict[AttemptKey, Probing] = {}
-        self.serving: dict[AttemptKey, str] = {}  #: key of pinned blocks -> the peer that asked
+        self.fetches: dict[AttemptKey, PrefixFetch] = {}  #: By the key of the fetch.
+        self.probes: dict[AttemptKey, RunningProbe] = {}  #: By the key of the fetch.
+        self.asking_peers: dict[AttemptKey, str] = {}  #: Of served prefixes, by the peer's key.
 
-    def begin(self, seq: Sequence, peer: str | None, tiers: bool) -> list:
-        """`peer`: who may hold more of the prefix; `tiers`: there are some below this pool."""
-        hashes = seq.block_hashes[: seq.cacheable_tokens // self.block_tokens]
-        if not hashes or not (peer or tiers):
-            return [AddSequence(seq)]
-        key = _key(seq.attempt_key, FETCH)
-        self.coming[key] = Coming(seq, hashes, peer)
-        return [StagePrefix(key, hashes, len(hashes) if peer else 0)]
+    def begin_sequence(
+        self, sequence: Sequence, peer: str | None, has_tiers: bool
+    ) -> list[PrefixAction]:
+        """Fetches the sequence's prefix before the sequence is added.
 
-    def probe(self, key: AttemptKey, peer: str, tokens: int) -> list:
-        """Moves `tokens` tokens' worth of blocks here from `peer`: whole blocks of either pool."""
-        blocks = tokens // self.block_tokens
-        self.probing[_key(key, FETCH)] = Probing(key, peer, tokens)
-        return [StagePrefix(_key(key, FETCH), [], blocks)]
+        `peer` may hold more of the prefix than this pool; `has_tiers`: there are tiers below it.
+        """
+        hashes = sequence.block_hashes[: sequence.cacheable_tokens // self.block_tokens]
+        if not hashes or not (peer or has_tiers):
+            return [AddSequence(sequence)]
+        key = _marked(sequence.attempt_key, FETCH_MARK)
+        self.fetches[key] = PrefixFetch(sequence, hashes, peer)
+        return [StagePrefix(key, hashes, peer_blocks=len(hashes) if peer else 0)]
 
-    def forget(self, key: AttemptKey, reason: str = "aborted") -> list:
-        """Nobody wants this request, or probe, any more."""
-        probing = self.probing.get(_key(key, FETCH))
-        if probing is not None and not probing.reason:
-            probing.reason = reason
-            cancel = transfer.CancelTransfer(ticket_id_of(_key(key, FETCH)), reason)
-            return [cancel, Probed(key, 0, reason=reason)]
-        coming = self.coming.get(_key(key, FETCH))
-        if coming is None:
+    def begin_probe(self, attempt_key: AttemptKey, peer: str, tokens: int) -> list[PrefixAction]:
+        """Moves blocks for `tokens` tokens here from `peer`: whole blocks of either pool."""
+        key = _marked(attempt_key, FETCH_MARK)
+        self.probes[key] = RunningProbe(attempt_key, peer, tokens)
+        return [StagePrefix(key, [], peer_blocks=tokens // self.block_tokens)]
+
+    def cancel(self, attempt_key: AttemptKey, reason: str = "aborted") -> list[PrefixAction]:
+        """Gives up a sequence's fetch, or a probe. Its blocks stay until no write can land."""
+        key = _marked(attempt_key, FETCH_MARK)
+        probe = self.probes.get(key)
+        if probe is not None and not probe.reason:
+            probe.reason = reason
+            return [
+                CancelTransfer(ticket_id_of(key), reason),
+                ProbeEnded(attempt_key, 0, reason=reason),
+            ]
+        fetch = self.fetches.get(key)
+        if fetch is None:
             return []
-        coming.seq = None
-        return [transfer.CancelTransfer(ticket_id_of(_key(key, FETCH)), "aborted")]
+        fetch.sequence = None
+        return [CancelTransfer(ticket_id_of(key), "aborted")]
 
-    def knows(self, key: AttemptKey) -> bool:
-        """Whether somebody here answers for what is staged under this key."""
-        served = (key[0][: -len(SERVE)], key[1])
-        return key in self.coming or key in self.probing or served in self.serving
+    def has_staged(self, key: AttemptKey) -> bool:
+        """Whether blocks that are staged under this key belong to a fetch, a probe or a peer."""
+        return key in self.fetches or key in self.probes or _unmarked(key) in self.asking_peers
 
-    def owns(self, event: object) -> bool:
+    def handle(self, event: PrefixEvent) -> list[PrefixAction]:
+        """Takes answers of the engine and the tiers, and outcomes of prefix tickets."""
         match event:
-            case tickets.PrefixRequested() | PrefixStaged() | BlocksLoaded():
-                return True
-            case (
-                transfer.BlocksArrived()
-                | tickets.TransferFailed()
-                | tickets.BlocksFreed()
-                | tickets.PushEnded()
-            ):
-                return event.ticket_id.rpartition("#")[0][-1:] in (FETCH, SERVE)
-        return False
-
-    def handle(self, event: object) -> list:
-        match event:
-            case tickets.PrefixRequested(ticket_id, peer, hashes):
-                key = _key_of(ticket_id)
-                self.serving[key] = peer
-                if hashes[0].startswith(PROBE) and len(hashes[0]) == len(_mark(0)):
-                    blocks = int.from_bytes(hashes[0][len(PROBE) :]) // self.block_tokens
-                    return [StagePrefix(_key(key, SERVE), [], blocks)]
-                return [StagePrefix(_key(key, SERVE), list(hashes), 0, pin_only=True)]
-            case PrefixStaged(key) if key[0].endswith(SERVE):
-                return self._serve((key[0][: -len(SERVE)], key[1]), event)
-            case PrefixStaged(key) if key in self.probing:
-                return self._probe_staged(key, self.probing[key], event.blocks)
-            case PrefixStaged(key):
-                return self._staged(key, event)
-            case BlocksLoaded(key, count):
-                return self._done(key, count)
-            case transfer.BlocksArrived(ticket_id, _, tokens, busy_s):
-                if (key := _key_of(ticket_id)) in self.probing:
-                    return self._probe_over(key, tokens, busy_s)
-                return self._done(key, tokens // self.block_tokens)
-            case tickets.TransferFailed(ticket_id, reason):
-                return self._broken(_key_of(ticket_id), reason)
-            case tickets.BlocksFreed(ticket_id):
-                if (key := _key_of(ticket_id)) in self.probing:
-                    return self._probe_over(key, 0)
-                self.coming.pop(key)
+            case PrefixRequested():
+                return self._request(event)
+            case PrefixStaged():
+                return self._staged(event)
+            case BlocksLoaded(key, block_count):
+                return self._fetched(key, block_count)
+            case BlocksArrived(ticket_id, _, tokens, busy_s):
+                key = attempt_key_of(ticket_id)
+                if key in self.probes:
+                    return self._end_probe(key, tokens=tokens, busy_s=busy_s)
+                return self._fetched(key, tokens // self.block_tokens)
+            case TransferFailed(ticket_id, reason):
+                return self._failed(attempt_key_of(ticket_id), reason)
+            case BlocksFreed(ticket_id):
+                key = attempt_key_of(ticket_id)
+                if key in self.probes:
+                    return self._end_probe(key)
+                del self.fetches[key]
                 return [ReleaseSequence(key)]
-            case tickets.PushEnded(ticket_id):
-                key = _key_of(ticket_id)
-                self.serving.pop(key, None)
-                return [ReleaseSequence(_key(key, SERVE))]
-        raise AssertionError(event)
+            case PushEnded(ticket_id):
+                key = attempt_key_of(ticket_id)
+                self.asking_peers.pop(key, None)
+                return [ReleaseSequence(_marked(key, SERVE_MARK))]
+            case _:
+                assert_never(event)
 
-    def _staged(self, key: AttemptKey, staged: PrefixStaged) -> list:
-        coming, blocks, held = self.coming[key], staged.blocks, staged.held_blocks
-        if coming.seq is None or not blocks:
-            return self._done(key, 0)
-        if coming.peer is None or held + staged.tier_blocks >= len(blocks):
-            hashes = coming.hashes[held : held + staged.tier_blocks]
-            return [LoadBlocks(key, held, hashes, blocks[held : held + staged.tier_blocks])]
-        tokens, known = len(blocks) * self.block_tokens, held * self.block_tokens
-        asked = tuple(coming.hashes)
-        return [transfer.OfferBlocks(ticket_id_of(key), coming.peer, blocks, tokens, known, asked)]
+    def _staged(self, staged: PrefixStaged) -> list[PrefixAction]:
+        key = staged.attempt_key
+        if key[0].endswith(SERVE_MARK):
+            return self._serve(_unmarked(key), staged.blocks)
+        if key in self.probes:
+            return self._offer_probe(key, staged.blocks)
+        return self._fetch(key, staged)
 
-    def _done(self, key: AttemptKey, count: int) -> list:
-        """The first `count` staged blocks hold the prefix."""
-        coming = self.coming.pop(key)
-        return [CachePrefix(key, count), *([AddSequence(coming.seq)] if coming.seq else [])]
+    # ---- fetches ---------------------------------------------------------------------------------
 
-    def _broken(self, key: AttemptKey, reason: str) -> list:
-        probing = self.probing.get(key)
-        if probing is not None:
-            told, probing.reason = probing.reason, reason
-            if reason == "not_held":
-                reason = "peer_pool_full"
-            return [] if told else [Probed(probing.key, 0, reason=reason)]
-        coming = self.coming[key]
-        seq, coming.seq = coming.seq, None
-        return [AddSequence(seq)] if seq else []
+    def _fetch(self, key: AttemptKey, staged: PrefixStaged) -> list[PrefixAction]:
+        """Loads the staged blocks from the tiers, or from the peer if it holds more."""
+        fetch = self.fetches[key]
+        if fetch.sequence is None or not staged.blocks:
+            return self._fetched(key, 0)
+        held_blocks = staged.held_blocks
+        tier_end = held_blocks + staged.tier_blocks
+        if fetch.peer is None or tier_end >= len(staged.blocks):
+            hashes = fetch.hashes[held_blocks:tier_end]
+            return [LoadBlocks(key, held_blocks, hashes, staged.blocks[held_blocks:tier_end])]
+        offer = OfferBlocks(
+            ticket_id_of(key),
+            fetch.peer,
+            staged.blocks,
+            tokens=len(staged.blocks) * self.block_tokens,
+            held_tokens=held_blocks * self.block_tokens,
+            hashes=tuple(fetch.hashes),
+        )
+        return [offer]
 
-    def _probe_staged(self, key: AttemptKey, probing: Probing, blocks: list[int]) -> list:
-        if probing.reason or not blocks:
-            return self._probe_over(key, 0, reason="pool_full")
-        mark = (_mark(probing.tokens),)
-        return [
-            transfer.OfferBlocks(ticket_id_of(key), probing.peer, blocks, probing.tokens, 0, mark)
-        ]
+    def _fetched(self, key: AttemptKey, block_count: int) -> list[PrefixAction]:
+        """The first `block_count` staged blocks hold the prefix."""
+        fetch = self.fetches.pop(key)
+        actions: list[PrefixAction] = [CachePrefix(key, block_count)]
+        if fetch.sequence is not None:
+            actions.append(AddSequence(fetch.sequence))
+        return actions
 
-    def _probe_over(
-        self, key: AttemptKey, tokens: int, busy_s: float = 0.0, reason: str = ""
-    ) -> list:
-        """Its blocks are free; told already if there is a reason."""
-        probing = self.probing.pop(key)
-        told = bool(probing.reason)
-        return [
-            ReleaseSequence(key),
-            *([] if told else [Probed(probing.key, tokens, busy_s, reason)]),
-        ]
+    def _failed(self, key: AttemptKey, reason: str) -> list[PrefixAction]:
+        """The transfer of a fetch or a probe has failed. Its blocks are not free yet."""
+        probe = self.probes.get(key)
+        if probe is not None:
+            was_reported = bool(probe.reason)
+            probe.reason = reason
+            if was_reported:
+                return []
+            reported = "peer_pool_full" if reason == "not_held" else reason
+            return [ProbeEnded(probe.attempt_key, 0, reason=reported)]
+        fetch = self.fetches[key]
+        sequence = fetch.sequence
+        fetch.sequence = None
+        return [AddSequence(sequence)] if sequence is not None else []
 
-    def _serve(self, key: AttemptKey, staged: PrefixStaged) -> list:
-        peer, ticket_id = self.serving[key], ticket_id_of(key)
-        tokens = len(staged.blocks) * self.block_tokens
-        expect = transfer.ExpectOffer(ticket_id, peer, tokens)
-        if not staged.blocks:
-            return [expect, transfer.CancelTransfer(ticket_id, "not_held")]
-        return [expect, transfer.PushBlocks(ticket_id, 0, staged.blocks), transfer.FinishPush(ticket_id, b"")]
+    # ---- probes ----------------------------------------------------------------------------------
+
+    def _offer_probe(self, key: AttemptKey, blocks: list[int]) -> list[PrefixAction]:
+        probe = self.probes[key]
+        if probe.reason or not blocks:
+            return self._end_probe(key, reason="pool_full")
+        offer = OfferBlocks(
+            ticket_id_of(key),
+            probe.peer,
+            blocks,
+            tokens=probe.tokens,
+            hashes=(_probe_request(probe.tokens),),
+        )
+        return [offer]
+
+    def _end_probe(
+        self, key: AttemptKey, *, tokens: int = 0, busy_s: float = 0.0, reason: str = ""
+    ) -> list[PrefixAction]:
+        """Releases a probe's blocks, and reports its end unless its failure was reported."""
+        probe = self.probes.pop(key)
+        actions: list[PrefixAction] = [ReleaseSequence(key)]
+        if not probe.reason:
+            actions.append(ProbeEnded(probe.attempt_key, tokens, busy_s, reason))
+        return actions
+
+    # ---- serving a peer --------------------------------------------------------------------------
+
+    def _request(self, request: PrefixRequested) -> list[PrefixAction]:
+        """Stages what a peer asks for: the prefix as far as it is here, or blocks for a probe."""
+        key = attempt_key_of(request.ticket_id)
+        self.asking_peers[key] = request.peer
+        probe_tokens = _probe_tokens(request.hashes)
+        served_key = _marked(key, SERVE_MARK)
+        if probe_tokens is not None:
+            return [StagePrefix(served_key, [], peer_blocks=probe_tokens // self.block_tokens)]
+        return [StagePrefix(served_key, list(request.hashes), pin_only=True)]
+
+    def _serve(self, key: AttemptKey, blocks: list[int]) -> list[PrefixAction]:
+        ticket_id = ticket_id_of(key)
+        tokens = len(blocks) * self.block_tokens
+        expect = ExpectOffer(ticket_id, self.asking_peers[key], tokens)
+        if not blocks:
+            return [expect, CancelTransfer(ticket_id, "not_held")]
+        return [expect, PushBlocks(ticket_id, 0, blocks), FinishPush(ticket_id, b"")]
 
 
-def _mark(tokens: int) -> bytes:
-    """Asks for `tokens` tokens' worth of blocks, whatever is in them."""
-    return PROBE + tokens.to_bytes(4)
+def is_prefix_ticket(ticket_id: str) -> bool:
+    """Whether a ticket moves a prefix or a probe, and not the KV of an attempt."""
+    request_id = ticket_id.rpartition("#")[0]
+    return request_id.endswith((FETCH_MARK, SERVE_MARK))
 
 
-def _key(key: AttemptKey, end: str) -> AttemptKey:
-    return key[0] + end, key[1]
+def _probe_request(tokens: int) -> bytes:
+    """Stands for hashes in a ticket that asks for blocks for `tokens` tokens, of any content."""
+    return PROBE_PREFIX + tokens.to_bytes(4)
 
 
-def _key_of(ticket_id: str) -> AttemptKey:
-    request, _, attempt = ticket_id.rpartition("#")
-    return request, int(attempt)
+def _probe_tokens(hashes: tuple[bytes, ...]) -> int | None:
+    """How many tokens a probe asks for; None if the hashes are those of a prefix."""
+    first = hashes[0]
+    if len(first) != len(_probe_request(0)) or not first.startswith(PROBE_PREFIX):
+        return None
+    return int.from_bytes(first[len(PROBE_PREFIX) :])
+
+
+def _marked(key: AttemptKey, mark: str) -> AttemptKey:
+    request_id, attempt = key
+    return request_id + mark, attempt
+
+
+def _unmarked(key: AttemptKey) -> AttemptKey:
+    request_id, attempt = key
+    return request_id[:-1], attempt

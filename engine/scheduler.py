@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from ..kv_transfer.identity import FRONT_BLOCKS, block_hashes, hashes_of, looked_up
+from ..kv_transfer.identity import FRONT_BLOCKS, block_hashes, hashes_per_block, is_looked_up
 from ..protos.frames import AttemptKey
 from .blocks import BlockPool
 from .pacing import StepCost
@@ -390,14 +390,17 @@ class Scheduler:
     def _units(self, seq: Sequence, index: int) -> list[bytes]:
         """The marks of a block of `seq`: a larger one answers for each hash that ends in it."""
         size, units = self.limits.block_tokens, seq.block_hashes[index : index + 1]
-        if hashes_of(size) > 1:
+        if hashes_per_block(size) > 1:
             parent = seq.block_hashes[index - 1] if index else self.salt
             units = block_hashes(seq.token_ids[index * size : (index + 1) * size], parent)
         return self._marks(index, units)
 
     def _match(self, seq: Sequence, whole: int) -> list[int]:
         """Its known blocks. Larger ones that came without ids (`adopt`) are told in full now."""
-        found, each = self.pool.match(seq.block_hashes[:whole]), hashes_of(self.limits.block_tokens)
+        found, each = (
+            self.pool.match(seq.block_hashes[:whole]),
+            hashes_per_block(self.limits.block_tokens),
+        )
         front = FRONT_BLOCKS // each if each > 1 else 0  # behind it a block's name is all
         for index in range(min(len(found), front)):
             self.pool.mark(seq.block_hashes[index], self._units(seq, index))
@@ -405,8 +408,8 @@ class Scheduler:
 
     def _marks(self, index: int, units: list[bytes]) -> list[bytes]:
         """Of a prompt's block: those of its last hashes that routers look up."""
-        end = (index + 1) * hashes_of(self.limits.block_tokens)
-        return [one for at, one in enumerate(units, end - len(units)) if looked_up(at)]
+        end = (index + 1) * hashes_per_block(self.limits.block_tokens)
+        return [one for at, one in enumerate(units, end - len(units)) if is_looked_up(at)]
 
     def sampled(self, seq: Sequence, token: int) -> str | None:
         """Appends a sampled token and moves the sequence on; returns its finish reason."""

@@ -1,4 +1,4 @@
-"""Moving KV blocks between workers, and the vocabulary of what a block is."""
+"""Moves KV blocks between workers, and defines what a block is."""
 
 from .errors import PeerLost, TransferError, TransportUnavailable
 from .layout import KVLayout

@@ -1,51 +1,56 @@
-"""What a worker tells its transfer service (pure). Back come `Arrived`, or the `Broken`, `Freed`,
-`Closed` and `Wanted` of `tickets`.
+"""What a worker asks of its transfer service, and what the service answers.
 
-A role speaks of workers and blocks. `fan.Fan` turns that into one ticket for each pair of ranks;
-a rank's service then counts in tiles (`slices`).
+This is the vocabulary of a whole worker: it names other workers, and counts in blocks and tokens.
+`fan.Fan` turns each command into one command for each pair of ranks. Inside a rank, the same verbs
+exist once more as `ticket_events`: `OfferBlocks` becomes `OfferTiles`. They stay apart because the
+two ends of a ticket may have blocks of different sizes. Only a rank's service knows the tile, the
+unit that both ends share, and the state machines see tiles only.
+
+A receiver offers blocks: `OfferBlocks` is answered by `BlocksArrived`, or by `TransferFailed` and
+later `BlocksFreed`. A sender expects the offer and pushes: `ExpectOffer` is answered by
+`PushEnded`.
 """
 
 from __future__ import annotations
+
+from typing import TypeAlias
 
 import msgspec
 
 from .transport import PeerCard
 
+# ---- commands ------------------------------------------------------------------------------------
+
 
 class AddPeer(msgspec.Struct, frozen=True, tag=True):
-    """The cluster says that this worker is there; the cards of its ranks."""
+    """The cluster says that this worker exists; `cards` are those of its ranks, in their order."""
 
     worker: str
     cards: list[PeerCard]
 
 
 class LosePeer(msgspec.Struct, frozen=True, tag=True):
-    """The cluster says that this worker is gone; `dead`: its process is known to be.
-
-    A worker that is merely silent may be frozen, and wake up.
-    """
+    """The cluster says that this worker is lost. A worker that is merely silent may be frozen, and
+    wake up."""
 
     worker: str
-    process_dead: bool = False
+    process_dead: bool = False  #: True if the worker's process is known to have ended.
 
 
 class OfferBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Sink: `blocks` are reserved for `tokens` tokens; `peer` shall fill those behind `held`.
-
-    `held` counts tokens too: leading ones whose KV is in the blocks already. `hashes`: ask for a
-    prefix that the peer may hold, for as much as it has of it.
-    """
+    """The receiver has reserved `blocks` and asks `peer` to fill them."""
 
     ticket_id: str
     peer: str
     blocks: list[int]
-    tokens: int
-    held_tokens: int = 0
+    tokens: int  #: How many tokens the blocks are for; the last block may be filled in part.
+    held_tokens: int = 0  #: Leading tokens whose KV is in the blocks already.
+    #: If not empty, the receiver asks for a prefix with this content, as much as `peer` holds.
     hashes: tuple[bytes, ...] = ()
 
 
 class ExpectOffer(msgspec.Struct, frozen=True, tag=True):
-    """Source: `tokens` tokens will be pushed to `peer`."""
+    """The sender is going to push `tokens` tokens to `peer`, once `peer` has offered blocks."""
 
     ticket_id: str
     peer: str
@@ -53,46 +58,77 @@ class ExpectOffer(msgspec.Struct, frozen=True, tag=True):
 
 
 class PushBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Source: the KV of the ticket's blocks `first`.. is final, and lies in these `blocks`.
-
-    `piece`: in the layers of this piece only (`slices.piece_layers`); -1: in all. `event`: not
-    before the pool's event of this number (`Pool.reached`); 0: now.
-    """
+    """The sender's KV of the ticket's blocks `first_block` and following is final: write it."""
 
     ticket_id: str
     first_block: int
-    blocks: list[int]
-    piece: int = -1
-    event: int = 0
+    blocks: list[int]  #: Where the KV lies in the sender's pool.
+    piece: int = -1  #: The piece of the layers that is final (`slices.piece_layers`); -1: all.
+    event: int = 0  #: The write must wait for this event of the pool; 0: it need not wait.
 
 
 class FinishPush(msgspec.Struct, frozen=True, tag=True):
-    """Source: everything was pushed. `meta` is what the sink needs besides the KV."""
+    """The sender has pushed everything. `meta` is what the receiver needs besides the KV."""
 
     ticket_id: str
     meta: bytes
 
 
 class CancelTransfer(msgspec.Struct, frozen=True, tag=True):
-    """Either side: this end no longer wants the ticket."""
+    """This end, the receiver or the sender, gives the ticket up."""
 
     ticket_id: str
     reason: str
 
 
-class BlocksArrived(msgspec.Struct, frozen=True, tag=True):
-    """Outcome at the sink: the leading `tokens` tokens are in the blocks, which are the engine's.
+#: Commands of one ticket.
+TicketCommand: TypeAlias = OfferBlocks | ExpectOffer | PushBlocks | FinishPush | CancelTransfer
+TransferCommand: TypeAlias = AddPeer | LosePeer | TicketCommand
 
-    Seconds: in which a write was under way, and of these after the last KV was computed.
-    """
+
+# ---- outcomes ------------------------------------------------------------------------------------
+
+
+class BlocksArrived(msgspec.Struct, frozen=True, tag=True):
+    """To the receiver: the leading `tokens` tokens are in the blocks; they are the engine's now."""
 
     ticket_id: str
-    meta: bytes
+    meta: bytes  #: That of the sender's `FinishPush`.
     tokens: int
-    busy_s: float = 0.0
-    exposed_s: float = 0.0
+    busy_s: float = 0.0  #: Seconds in which at least one write was under way.
+    exposed_s: float = 0.0  #: Seconds from the sender's `FinishPush` until the last checksum held.
 
 
-TransferCommand = (
-    AddPeer | LosePeer | OfferBlocks | ExpectOffer | PushBlocks | FinishPush | CancelTransfer
+class TransferFailed(msgspec.Struct, frozen=True, tag=True):
+    """To the receiver: the transfer failed. Its blocks stay reserved until `BlocksFreed`."""
+
+    ticket_id: str
+    reason: str
+
+
+class BlocksFreed(msgspec.Struct, frozen=True, tag=True):
+    """To the receiver: no write can land on the blocks of a failed transfer any more."""
+
+    ticket_id: str
+
+
+class PushEnded(msgspec.Struct, frozen=True, tag=True):
+    """To the sender: no write of this ticket is under way; its blocks may be released."""
+
+    ticket_id: str
+    ok: bool  #: True if everything was written.
+    reason: str = ""  #: Why not, if it was not.
+
+
+class PrefixRequested(msgspec.Struct, frozen=True, tag=True):
+    """To the sender: `peer` asks for a prefix. The answer is `ExpectOffer`, and then the prefix's
+    blocks or `CancelTransfer`."""
+
+    ticket_id: str
+    peer: str
+    hashes: tuple[bytes, ...]
+
+
+TransferOutcome: TypeAlias = (
+    BlocksArrived | TransferFailed | BlocksFreed | PushEnded | PrefixRequested
 )

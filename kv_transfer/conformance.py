@@ -23,7 +23,16 @@ import numpy as np
 
 from .errors import PeerLost
 from .layout import KVLayout
-from .transport import Admit, Down, Event, Note, PeerCard, Spans, Transport, Wrote
+from .transport import (
+    AdmitData,
+    NotificationReceived,
+    PeerCard,
+    PeerDisconnected,
+    PostedWriteEnded,
+    Spans,
+    Transport,
+    TransportEvent,
+)
 
 DEADLINE_S = 20.0
 PAUSE_S = 0.001  #: between two looks at something that needs the kernel or a grace period
@@ -65,7 +74,7 @@ class MemoryPool:
         self.view[index * self.block_bytes : (index + 1) * self.block_bytes] = data
 
 
-Opener = Callable[[str, MemoryPool, Admit], Transport]
+Opener = Callable[[str, MemoryPool, AdmitData], Transport]
 
 
 @dataclass(slots=True)
@@ -75,10 +84,10 @@ class End:
     agent: str
     pool: MemoryPool
     transport: Transport
-    events: list[Event] = field(default_factory=list)
+    events: list[TransportEvent] = field(default_factory=list)
     open: bool = True
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[TransportEvent]:
         fresh = self.transport.poll() if self.open else []
         self.events += fresh
         return fresh
@@ -87,18 +96,18 @@ class End:
         return card_of(self.agent, self.transport, self.pool)
 
     def notes(self) -> list[bytes]:
-        return [event.data for event in self.events if isinstance(event, Note)]
+        return [event.data for event in self.events if isinstance(event, NotificationReceived)]
 
     def wrote(self) -> dict[int, list[bool]]:
         """What each handle's `Wrote` events said."""
         told: dict[int, list[bool]] = {}
         for event in self.events:
-            if isinstance(event, Wrote):
+            if isinstance(event, PostedWriteEnded):
                 told.setdefault(event.handle, []).append(event.ok)
         return told
 
     def downs(self) -> int:
-        return sum(isinstance(event, Down) for event in self.events)
+        return sum(isinstance(event, PeerDisconnected) for event in self.events)
 
     def close(self) -> None:
         if self.open:
@@ -111,7 +120,7 @@ def card_of(agent: str, transport: Transport, pool: MemoryPool) -> PeerCard:
     return PeerCard(agent, transport.name, b"", address, pool.base, pool.size, pool.layout)
 
 
-def open_end(opener: Opener, name: str, seed: int, admit: Admit) -> End:
+def open_end(opener: Opener, name: str, seed: int, admit: AdmitData) -> End:
     agent, pool = f"{name}#{next(_incarnations)}", MemoryPool(seed=seed)
     return End(agent, pool, opener(agent, pool, admit))
 
@@ -265,7 +274,7 @@ def a_note_comes_once_and_after_its_data(pair: Pair) -> None:
     def look() -> None:
         left.poll()
         for event in right.poll():
-            assert isinstance(event, Note) and event.peer == left.agent, event
+            assert isinstance(event, NotificationReceived) and event.peer == left.agent, event
             index = event.data[0]
             seen.append(index)
             for block in range(index * 4, index * 4 + 4):

@@ -1,13 +1,14 @@
-"""Environment failures of a transfer. Expected outcomes are values (`tickets.Broken`)."""
+"""Failures of the environment. Expected failures of a transfer are values
+(`commands.TransferFailed`)."""
 
 
 class TransferError(Exception):
-    """Base of everything that `kv_transfer` raises."""
+    """Base of every exception that `kv_transfer` raises for a failing environment."""
 
 
 class PeerLost(TransferError):
-    """The peer is gone or was never known; nothing more reaches it."""
+    """The transport cannot reach this peer any more, or was never told of it."""
 
 
 class TransportUnavailable(TransferError):
-    """The transport cannot run here (library missing, no permission)."""
+    """The transport cannot run here, because a library or a permission is missing."""

@@ -1,161 +1,216 @@
-"""One ticket across ranks (pure): `handle(command or outcome) -> [ToRank or outcome]`.
+"""Spreads a worker's tickets over its ranks, and joins what comes of them (pure).
 
-Each pair of ranks that hold common heads has a ticket of its own, a *lane*: `request#0/1>0` joins
-source rank 1 with sink rank 0. The whole lands when all lanes have landed; it breaks when the first
-one breaks, which cancels the others; it is freed, or closed, when none is left. Between workers of
-one rank there is one lane, and it has the ticket's name.
+A worker has one ticket for each attempt; a rank's service knows only its own part. Each pair of a
+sender's rank and a receiver's rank that hold common heads therefore has a ticket of its own, a
+*lane*: `request#0/1>0` joins sender rank 1 with receiver rank 0. Between two workers of one rank
+there is one lane, which has the ticket's own name.
+
+Life of a fanned ticket:
+    opened    `OfferBlocks` or `ExpectOffer` goes to each rank that has a lane, under its name.
+    arrived   when every lane has arrived: `BlocksArrived`, with the times of the slowest lane.
+    failed    with the first lane that fails, which cancels the others: `TransferFailed`.
+    over      when no lane is open any more: `BlocksFreed` after a failure, or `PushEnded`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias, assert_never
 
 import msgspec
 
-from . import commands as c
-from . import tickets as t
-from .slices import End, partners
+from .commands import (
+    AddPeer,
+    BlocksArrived,
+    BlocksFreed,
+    CancelTransfer,
+    ExpectOffer,
+    FinishPush,
+    LosePeer,
+    OfferBlocks,
+    PrefixRequested,
+    PushBlocks,
+    PushEnded,
+    TransferCommand,
+    TransferFailed,
+    TransferOutcome,
+)
+from .slices import LaneEnd, partner_ranks
 from .transport import PeerCard
 
 
-class ToRank(NamedTuple):
+class RankCommand(NamedTuple):
     """A command for the transfer service of one rank of this worker."""
 
     rank: int
-    command: c.TransferCommand
+    command: TransferCommand
+
+
+FanAction: TypeAlias = RankCommand | TransferOutcome
+LaneOutcome: TypeAlias = BlocksArrived | TransferFailed | BlocksFreed | PushEnded
 
 
 @dataclass(slots=True)
-class Whole:
-    lanes: dict[str, int]  #: open ones -> my rank
-    landed: list[c.BlocksArrived] = field(default_factory=list)
-    reason: str = ""  #: why it is broken, if it is
-    told: bool = False  #: that it is broken
+class FannedTicket:
+    """One ticket of the worker, and its lanes."""
+
+    open_lanes: dict[str, int]  #: The rank of this worker that has the lane, by the lane's name.
+    arrivals: list[BlocksArrived] = field(default_factory=list)  #: Of lanes that have arrived.
+    failure: str = ""  #: Why the ticket has failed, if it has.
+    failure_reported: bool = False  #: True once `TransferFailed` was returned.
 
 
 class Fan:
-    """`mine`: the cards of this worker's ranks."""
+    """All tickets of one worker, across its ranks.
 
-    def __init__(self, mine: Sequence[PeerCard]) -> None:
-        self.mine = list(mine)
-        self.peers: dict[str, list[PeerCard]] = {}
-        self.tickets: dict[str, Whole] = {}
-        self._wanted: set[str] = set()  #: told, not expected yet
+    `handle` takes the worker's commands and the outcomes of its ranks' services. It returns
+    commands for the ranks, and outcomes of whole tickets for the worker.
+    """
 
-    def handle(self, event: object) -> list:
+    def __init__(self, own_cards: Sequence[PeerCard]) -> None:
+        self.own_cards = list(own_cards)  #: Those of this worker's ranks.
+        self.peers: dict[str, list[PeerCard]] = {}  #: Cards of the ranks, by worker.
+        self.tickets: dict[str, FannedTicket] = {}
+        self._requested: set[str] = set()  #: Prefix tickets that were reported, not yet expected.
+
+    def handle(self, event: TransferCommand | TransferOutcome) -> list[FanAction]:
         match event:
-            case c.AddPeer(worker, cards):
-                return self._add(worker, cards)
-            case c.LosePeer(worker):
+            case AddPeer(worker, cards):
+                return self._add_peer(worker, cards)
+            case LosePeer(worker):
                 self.peers.pop(worker, None)
-                return [ToRank(card.rank, event) for card in self.mine]
-            case c.OfferBlocks(ticket_id) | c.ExpectOffer(ticket_id):
-                return self._open(ticket_id, event)
-            case c.PushBlocks(ticket_id) | c.FinishPush(ticket_id) | c.CancelTransfer(ticket_id):
-                return self._tell(ticket_id, event)
-            case t.PrefixRequested(lane, peer, hashes):
-                return self._wants(lane, peer, hashes)
+                return [RankCommand(card.rank, event) for card in self.own_cards]
+            case OfferBlocks() | ExpectOffer():
+                return self._open(event)
+            case PushBlocks() | FinishPush() | CancelTransfer():
+                return self._forward(event)
+            case PrefixRequested(lane, peer, hashes):
+                return self._request_prefix(lane, peer, hashes)
+            case BlocksArrived() | TransferFailed() | BlocksFreed() | PushEnded():
+                return self._lane_outcome(event)
             case _:
-                return self._outcome(event)
+                assert_never(event)
 
-    def _add(self, worker: str, cards: list[PeerCard]) -> list:
+    def _add_peer(self, worker: str, cards: list[PeerCard]) -> list[FanAction]:
+        """Tells each rank of the peer's ranks that it has lanes to."""
         self.peers[worker] = cards
-        actions = []
-        for mine in self.mine:
-            others = [cards[rank] for rank in self._partners(mine, cards)]
-            actions.append(ToRank(mine.rank, c.AddPeer(worker, others)))
+        actions: list[FanAction] = []
+        for own_card in self.own_cards:
+            partners = [cards[rank] for rank in self._partner_ranks(own_card, cards)]
+            actions.append(RankCommand(own_card.rank, AddPeer(worker, partners)))
         return actions
 
-    def _partners(self, mine: PeerCard, cards: list[PeerCard]) -> list[int]:
-        end = End(mine.layout, mine.rank, mine.ranks)
-        return partners(end, len(cards), cards[0].layout.heads)
+    def _partner_ranks(self, own_card: PeerCard, cards: list[PeerCard]) -> list[int]:
+        own_end = LaneEnd(own_card.layout, own_card.rank, own_card.ranks)
+        return partner_ranks(own_end, len(cards), cards[0].layout.heads)
 
-    def _open(self, ticket_id: str, command: c.OfferBlocks | c.ExpectOffer) -> list:
+    def _open(self, command: OfferBlocks | ExpectOffer) -> list[FanAction]:
+        ticket_id = command.ticket_id
         assert ticket_id not in self.tickets, ticket_id
-        self._wanted.discard(ticket_id)
+        self._requested.discard(ticket_id)
         cards = self.peers.get(command.peer)
         if cards is None:
-            if isinstance(command, c.ExpectOffer):
-                return [t.PushEnded(ticket_id, False, "peer_lost")]
-            return [t.TransferFailed(ticket_id, "peer_lost"), t.BlocksFreed(ticket_id)]
-        whole = self.tickets[ticket_id] = Whole({})
-        actions = []
-        single = len(self.mine) == len(cards) == 1
-        for mine in self.mine:
-            for other in self._partners(mine, cards):
-                sink = isinstance(command, c.OfferBlocks)
-                pair = (other, mine.rank) if sink else (mine.rank, other)
-                lane = ticket_id if single else f"{ticket_id}/{pair[0]}>{pair[1]}"
-                whole.lanes[lane] = mine.rank
-                agent = cards[other].agent
+            if isinstance(command, ExpectOffer):
+                return [PushEnded(ticket_id, ok=False, reason="peer_lost")]
+            return [TransferFailed(ticket_id, "peer_lost"), BlocksFreed(ticket_id)]
+
+        ticket = self.tickets[ticket_id] = FannedTicket(open_lanes={})
+        receives = isinstance(command, OfferBlocks)
+        single_lane = len(self.own_cards) == len(cards) == 1
+        actions: list[FanAction] = []
+        for own_card in self.own_cards:
+            for partner in self._partner_ranks(own_card, cards):
+                if single_lane:
+                    lane = ticket_id
+                elif receives:
+                    lane = f"{ticket_id}/{partner}>{own_card.rank}"
+                else:
+                    lane = f"{ticket_id}/{own_card.rank}>{partner}"
+                ticket.open_lanes[lane] = own_card.rank
+                agent = cards[partner].agent
                 lane_command = msgspec.structs.replace(command, ticket_id=lane, peer=agent)
-                actions.append(ToRank(mine.rank, lane_command))
+                actions.append(RankCommand(own_card.rank, lane_command))
         return actions
 
-    def _tell(self, ticket_id: str, command: c.PushBlocks | c.FinishPush | c.CancelTransfer) -> list:
-        whole = self.tickets.get(ticket_id)
+    def _forward(self, command: PushBlocks | FinishPush | CancelTransfer) -> list[FanAction]:
+        """Passes a command on to every open lane of its ticket, if there is such a ticket."""
+        ticket = self.tickets.get(command.ticket_id)
+        if ticket is None:
+            return []
         return [
-            ToRank(rank, msgspec.structs.replace(command, ticket_id=lane))
-            for lane, rank in (whole.lanes.items() if whole else ())
+            RankCommand(rank, msgspec.structs.replace(command, ticket_id=lane))
+            for lane, rank in ticket.open_lanes.items()
         ]
 
-    def _wants(self, lane: str, peer: str, hashes: tuple[bytes, ...]) -> list:
-        """Told once for all lanes, with the worker's name."""
-        ticket_id = _whole(lane)
-        if ticket_id in self._wanted or ticket_id in self.tickets:
+    def _request_prefix(self, lane: str, peer: str, hashes: tuple[bytes, ...]) -> list[FanAction]:
+        """Reports the request of the first lane for all lanes, with the worker's name."""
+        ticket_id = _ticket_of(lane)
+        if ticket_id in self._requested or ticket_id in self.tickets:
             return []
         for worker, cards in self.peers.items():
             if any(card.agent == peer for card in cards):
-                self._wanted.add(ticket_id)
-                return [t.PrefixRequested(ticket_id, worker, hashes)]
+                self._requested.add(ticket_id)
+                return [PrefixRequested(ticket_id, worker, hashes)]
         return []
 
-    def _outcome(self, event: object) -> list:
-        assert isinstance(
-            event, c.BlocksArrived | t.TransferFailed | t.BlocksFreed | t.PushEnded
-        ), event
-        ticket_id = _whole(event.ticket_id)
-        whole = self.tickets.get(ticket_id)
-        if whole is None or event.ticket_id not in whole.lanes:
+    def _lane_outcome(self, outcome: LaneOutcome) -> list[FanAction]:
+        lane = outcome.ticket_id
+        ticket_id = _ticket_of(lane)
+        ticket = self.tickets.get(ticket_id)
+        if ticket is None or lane not in ticket.open_lanes:
             return []
-        if isinstance(event, t.TransferFailed):
-            return self._broken(ticket_id, whole, event.reason, but=event.ticket_id)
-        del whole.lanes[event.ticket_id]
-        if isinstance(event, c.BlocksArrived):
-            whole.landed.append(event)
-        actions = []
-        if isinstance(event, t.PushEnded) and not event.ok and not whole.reason:
-            whole.reason = event.reason or "failed"
-            actions = self._tell(ticket_id, c.CancelTransfer(ticket_id, whole.reason))
-        if whole.lanes:
+        actions: list[FanAction] = []
+        match outcome:
+            case TransferFailed():
+                return self._fail(ticket_id, ticket, outcome)
+            case BlocksArrived():
+                del ticket.open_lanes[lane]
+                ticket.arrivals.append(outcome)
+            case BlocksFreed():
+                del ticket.open_lanes[lane]
+            case PushEnded():
+                del ticket.open_lanes[lane]
+                if not outcome.ok and not ticket.failure:
+                    ticket.failure = outcome.reason or "failed"
+                    actions = self._forward(CancelTransfer(ticket_id, ticket.failure))
+            case _:
+                assert_never(outcome)
+        if ticket.open_lanes:
             return actions
         del self.tickets[ticket_id]
-        return [self._end(ticket_id, whole, event)]
+        return [_joined_outcome(ticket_id, ticket, outcome)]
 
-    def _broken(self, ticket_id: str, whole: Whole, reason: str, but: str) -> list:
-        if whole.told:
+    def _fail(
+        self, ticket_id: str, ticket: FannedTicket, lane_failed: TransferFailed
+    ) -> list[FanAction]:
+        """Reports the first failure of a lane, and cancels the other lanes."""
+        if ticket.failure_reported:
             return []
-        whole.told, whole.reason = True, reason
-        others = [
-            ToRank(rank, c.CancelTransfer(lane, reason))
-            for lane, rank in whole.lanes.items()
-            if lane != but
+        ticket.failure_reported = True
+        ticket.failure = lane_failed.reason
+        cancels = [
+            RankCommand(rank, CancelTransfer(lane, ticket.failure))
+            for lane, rank in ticket.open_lanes.items()
+            if lane != lane_failed.ticket_id
         ]
-        return [t.TransferFailed(ticket_id, reason), *others]
-
-    def _end(self, ticket_id: str, whole: Whole, last: object) -> object:
-        if isinstance(last, t.PushEnded):
-            return t.PushEnded(ticket_id, not whole.reason, whole.reason)
-        if whole.told:
-            return t.BlocksFreed(ticket_id)
-        slowest = max(whole.landed, key=lambda landed: landed.exposed_s)
-        fewest = min(landed.tokens for landed in whole.landed)
-        return msgspec.structs.replace(slowest, ticket_id=ticket_id, tokens=fewest)
+        return [TransferFailed(ticket_id, ticket.failure), *cancels]
 
 
-def _whole(lane: str) -> str:
-    """The ticket of a lane. A ticket ends with `#attempt`, so what follows names the lane."""
+def _joined_outcome(
+    ticket_id: str, ticket: FannedTicket, last: BlocksArrived | BlocksFreed | PushEnded
+) -> TransferOutcome:
+    """The outcome of a ticket whose last open lane ended with `last`."""
+    if isinstance(last, PushEnded):
+        return PushEnded(ticket_id, ok=not ticket.failure, reason=ticket.failure)
+    if ticket.failure_reported:
+        return BlocksFreed(ticket_id)
+    slowest = max(ticket.arrivals, key=lambda arrival: arrival.exposed_s)
+    tokens = min(arrival.tokens for arrival in ticket.arrivals)
+    return msgspec.structs.replace(slowest, ticket_id=ticket_id, tokens=tokens)
+
+
+def _ticket_of(lane: str) -> str:
+    """The ticket of a lane. A ticket id ends with `#attempt`; what follows names the lane."""
     request, _, rest = lane.rpartition("#")
     return f"{request}#{rest.partition('/')[0]}"

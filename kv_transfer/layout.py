@@ -1,8 +1,11 @@
 """Where every number of a KV block lies, and the hash that peers compare.
 
 Physical order: `[block][layer group][head][layer in group][K,V][token][dim]`. All layers of a block
-lie in one run, a layer group is contiguous, and so is a head's slice inside a group. Kernels see
+lie in one run, a layer group is contiguous, and so is a head's share of a group. Kernels see
 strides only.
+
+Where a number lies is counted in elements, one number of K or V each; sizes in bytes end in
+`_bytes`.
 """
 
 from __future__ import annotations
@@ -11,23 +14,23 @@ from dataclasses import dataclass
 
 import xxhash
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 2  #: Two ends of another version refuse each other (`KVLayout.compatibility`).
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Geometry of one rank's KV pool. Sizes in elements unless named `*_bytes`."""
+    """Geometry of one rank's KV pool."""
 
     layers: int
-    heads: int  #: KV heads of this rank
+    heads: int  #: KV heads of this rank.
     head_dim: int
     block_tokens: int
-    item_bytes: int  #: bytes per element
-    dtype: str  #: "bfloat16", "float32"; part of the compatibility hash
-    group_layers: int  #: layers per group; `layers` is a multiple of it
+    item_bytes: int  #: Bytes per element.
+    dtype: str  #: "bfloat16", "float32"; part of the compatibility hash.
+    group_layers: int  #: Layers per group; `layers` is a multiple of it.
 
     def __post_init__(self) -> None:
-        sizes = self.layers, self.heads, self.head_dim, self.item_bytes, self.group_layers
+        sizes = (self.layers, self.heads, self.head_dim, self.item_bytes, self.group_layers)
         if min(sizes) < 1 or self.layers % self.group_layers:
             raise ValueError(f"{self.layers} layers in groups of {self.group_layers}: {self!r}")
         if self.block_tokens < 64 or self.block_tokens % 64:
@@ -35,6 +38,7 @@ class KVLayout:
 
     @property
     def block_items(self) -> int:
+        """Elements of one block."""
         return self.layers * 2 * self.heads * self.block_tokens * self.head_dim
 
     @property
@@ -43,27 +47,31 @@ class KVLayout:
 
     @property
     def group_bytes(self) -> int:
+        """Bytes of one block in one group of layers."""
         return self.block_bytes * self.group_layers // self.layers
 
     @property
     def token_bytes(self) -> int:
+        """Bytes of one token in all layers."""
         return self.block_bytes // self.block_tokens
 
     def offset(self, layer: int, part: int) -> int:
         """Elements from a block's start to head 0, token 0 of `layer`; part 0 is K, 1 is V."""
-        group, inner = divmod(layer, self.group_layers)
-        run = self.block_tokens * self.head_dim
-        return group * self.group_layers * self.heads * 2 * run + inner * 2 * run + part * run
+        group, layer_in_group = divmod(layer, self.group_layers)
+        part_items = self.block_tokens * self.head_dim  # K, or V, of one head and one layer
+        group_items = self.group_layers * self.heads * 2 * part_items
+        return group * group_items + layer_in_group * 2 * part_items + part * part_items
 
     def strides(self) -> tuple[int, int, int, int]:
         """Elements between neighbours of a (layer, part) view `[block, head, token, dim]`."""
-        run = self.block_tokens * self.head_dim
-        return self.block_items, self.group_layers * 2 * run, self.head_dim, 1
+        part_items = self.block_tokens * self.head_dim
+        return self.block_items, self.group_layers * 2 * part_items, self.head_dim, 1
 
     def compatibility(self, fingerprint: bytes, ranks: int = 1) -> bytes:
         """Hash that two ends must share before any byte moves: model, numbers, format version.
 
-        How blocks lie, and how many ranks share the heads, may differ: `slices` translates.
+        `fingerprint` is the model's. How blocks lie, and how many ranks share the heads, may
+        differ between the ends, because `slices` translates; so neither is part of the hash.
         """
-        numbers = self.layers, self.heads * ranks, self.head_dim, self.item_bytes, self.dtype
+        numbers = (self.layers, self.heads * ranks, self.head_dim, self.item_bytes, self.dtype)
         return xxhash.xxh3_128_digest(f"{FORMAT_VERSION}|{numbers!r}|".encode() + fingerprint)

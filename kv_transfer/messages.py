@@ -1,10 +1,15 @@
-"""What the two ends of a ticket say to each other, as transport notifications.
+"""What the two ends of a ticket say to each other, as notes of the transport.
 
-The sink (decode) offers blocks; the source (prefill) writes them and reports chunk by chunk; either
-side can end the ticket. `ticket_id` is `request#attempt`: a message of a closed ticket changes nothing.
+The receiver (a decode worker) offers tiles. The sender (a prefill worker) writes into them and
+sends a message with each chunk of data. Either end can end the ticket. A ticket id is
+`request#attempt`; a message of a ticket that has ended changes nothing.
+
+The messages are MessagePack arrays with a one-letter tag: the order of the fields is the format.
 """
 
 from __future__ import annotations
+
+from typing import TypeAlias
 
 import msgspec
 
@@ -12,94 +17,90 @@ from ..protos.frames import Token
 
 
 class TicketMessage(msgspec.Struct, frozen=True, array_like=True):
+    """Base of all messages."""
+
     ticket_id: str
 
 
 class OfferMessage(TicketMessage, frozen=True, tag="O"):
-    """Sink -> source: write the ticket's tiles `first`.. into these tiles of my pool.
+    """Receiver to sender: write the ticket's tiles from `first_tile` on into these tiles."""
 
-    `generation` tells this reservation of the tiles from any other under the same `ticket_id`. `hashes`:
-    the content of the ticket's blocks, where the sink asks for a prefix that the source may hold.
-    """
-
-    generation: int
+    generation: int  #: Distinguishes this reservation from others under the same ticket id.
     first_tile: int
-    tiles: list[int]
+    tiles: list[int]  #: Tiles of the receiver's pool.
+    #: Content of the ticket's blocks, if the receiver asks for a prefix that the sender may hold.
     hashes: list[bytes] = []
 
 
 class ChunkMessage(TicketMessage, frozen=True, tag="C"):
-    """Source -> sink, with the data: piece `piece` of `pieces` of the tiles `first`..; -1: all."""
+    """Sender to receiver, together with the data: a piece of the tiles from `first_tile` on."""
 
-    generation: int
+    generation: int  #: That of the offer.
     chunk_number: int
     first_tile: int
-    piece: int
+    piece: int  #: Which of the `pieces`; -1: all of them.
     pieces: int
-    checksums: list[int]  #: one for each tile
+    checksums: list[int]  #: One for each tile.
 
 
 class FinishMessage(TicketMessage, frozen=True, tag="F"):
-    """Source -> sink: `chunks` chunks make the whole; `meta` is what decode needs to go on.
+    """Sender to receiver: everything was written, in `chunks` chunks."""
 
-    `tiles`: how many there are, less than were asked for only if the sink asked for a prefix.
-    Seconds: in which a write was under way, and of these after the last KV was computed.
-    """
-
-    generation: int
+    generation: int  #: That of the offer.
     chunks: int
-    tiles: int
-    meta: bytes
-    busy_s: float = 0.0
-    exposed_s: float = 0.0
+    tiles: int  #: Leading tiles that hold KV: all of the ticket, or fewer if it asked for a prefix.
+    meta: bytes  #: What decode needs to go on, besides the KV.
+    busy_s: float = 0.0  #: Seconds in which at least one write was under way.
+    exposed_s: float = 0.0  #: Seconds from `FinishTilePush` until the last write had ended.
 
 
 class FailedMessage(TicketMessage, frozen=True, tag="V"):
-    """Source -> sink: I write nothing more for this ticket (drained), and it is not complete."""
+    """Sender to receiver: the ticket is incomplete, and no write of it is or will be under way."""
 
     reason: str
 
 
 class StopMessage(TicketMessage, frozen=True, tag="A"):
-    """Sink -> source: abort; answer `Drained` when no write is under way any more."""
+    """Receiver to sender: stop writing; answer `StoppedMessage` once no write is under way."""
 
 
 class StoppedMessage(TicketMessage, frozen=True, tag="Z"):
-    """Source -> sink: answer to `Stop`. It means drained, never merely received."""
+    """Sender to receiver: no write is under way any more. It is never a mere receipt of
+    `StopMessage`."""
 
 
 class QueryMessage(TicketMessage, frozen=True, tag="Q"):
-    """Sink -> source: nothing came for a while; say where we are. `begun`: a chunk has come."""
+    """Receiver to sender: nothing has come for a while; what is the state of the ticket?"""
 
-    begun: bool = False
+    begun: bool = False  #: True if a chunk has come.
 
 
 class ProgressMessage(TicketMessage, frozen=True, tag="P"):
-    """Source -> sink: answer to `Query` while the ticket is open."""
+    """Sender to receiver: the answer to `QueryMessage` while the ticket is open."""
 
 
 class UnknownTicketMessage(TicketMessage, frozen=True, tag="U"):
-    """Source -> sink: answer to `Query` for a ticket that has no offer here, or is forgotten.
+    """Sender to receiver: the answer to `QueryMessage` if no offer of the ticket is known here.
 
-    `begun` is the query's. Only then it means that the source has forgotten what it began; else the
-    answer may just have been overtaken.
+    If the ticket had begun, the sender has forgotten what it began. If it had not, the offer was
+    lost, or the answer was overtaken by a chunk.
     """
 
-    begun: bool = False
+    begun: bool = False  #: That of the query.
 
 
 class GreetMessage(TicketMessage, frozen=True, tag="G"):
-    """First note to a new peer: wires the connection up before the first ticket needs it."""
+    """First note to a new peer: it sets the connection up before the first ticket needs it."""
 
 
 class FirstTokens(msgspec.Struct, frozen=True, array_like=True):
-    """`Final.meta`: what decode needs to go on, besides the KV: the first token of each answer."""
+    """`FinishMessage.meta` of a prompt: the first token of each answer, in the answers' order."""
 
     tokens: list[Token]
-    ended_answers: list[int] = []  #: answers that ended with it
+    ended_answers: list[int] = []  #: Answers that ended with their first token.
 
 
-AnyMessage = (
+AnyMessage: TypeAlias = (
     OfferMessage
     | ChunkMessage
     | FinishMessage

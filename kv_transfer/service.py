@@ -1,10 +1,21 @@
-"""The transfer thread: one thread owns the agent, and both ends' ticket machines with it.
+"""The transfer thread of one rank: it owns the transport, and both ends' ticket machines with it.
 
-Commands come in through a queue (any thread), outcomes go out through `deliver` (called on this
-thread; it must not block). The loop: drain commands, poll the transport, let the machines decide,
-do what they say. It spins while something happens. While a ticket is open it polls every
-`ACTIVE_S`, and less often the longer nothing has come (`pause`); otherwise every `IDLE_S`.
-A command wakes it at once.
+Commands come in through a queue, from any thread. Outcomes go out through `deliver`, which is
+called on this thread and must not block. Each round of the loop takes the queued commands, polls
+the transport, lets the machines of `tickets` decide, and carries out their actions.
+
+The loop spins while something happens. While a ticket is open it polls every `ACTIVE_POLL_S`, and
+less often the longer nothing has come (`poll_interval_s`); otherwise every `IDLE_POLL_S`. A command
+wakes it at once.
+
+Life of a peer (one agent, that is one rank of another worker):
+    named     `AddPeer` brings its card, and the transport is made to reach it.
+    reached   Tickets may be opened with it.
+    unfenced  It is down, or the cluster gave it up: the machines are told `PeerWentDown`. Some of
+              its writes may still land, until the transport's fence passes (`PeerFenced`).
+              If it is still named and shows up again, it was lost by mistake: reached again.
+    stray     It showed up again, but the transport cannot reach it. It is alive, so no fence is
+              waited for, until the cluster says that its process is dead.
 """
 
 from __future__ import annotations
@@ -14,81 +25,151 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import assert_never
 
-from . import commands as c
 from . import identity, messages
-from . import tickets as t
+from .commands import (
+    AddPeer,
+    BlocksFreed,
+    CancelTransfer,
+    ExpectOffer,
+    FinishPush,
+    LosePeer,
+    OfferBlocks,
+    PrefixRequested,
+    PushBlocks,
+    PushEnded,
+    TransferCommand,
+    TransferFailed,
+    TransferOutcome,
+)
 from .errors import PeerLost
 from .gauges import Gauges
-from .slices import End, Lane, Side, tiles_of
-from .transport import Admit, Down, Note, PeerCard, Pool, Transport, Wrote
+from .lanes import Digest, OpenLane, lane_between
+from .slices import LaneEnd, LaneSide
+from .ticket_events import (
+    CancelTicket,
+    ChunkVerified,
+    ExpectTileOffer,
+    MessageReceived,
+    PeerFenced,
+    PeerWentDown,
+    ReceiverAction,
+    ReceiverEvent,
+    SenderAction,
+    SenderEvent,
+    SendMessage,
+    SharedEvent,
+    TicketTick,
+    TilesArrived,
+    VerifyChunk,
+    WriteEnded,
+    WriteTiles,
+)
+from .tickets import ReceivingState, TicketReceiver, TicketSender, TicketTimeouts
+from .transport import (
+    AdmitData,
+    NotificationReceived,
+    PeerCard,
+    PeerDisconnected,
+    Pool,
+    PostedWriteEnded,
+    Transport,
+    TransportEvent,
+)
 
 log = logging.getLogger(__name__)
 
-ACTIVE_S, SLOW_S, IDLE_S, SPIN = 0.0003, 0.005, 0.1, 8
-PATIENCE = 0.25  #: of the time that nothing has come: so much later it may be seen
+ACTIVE_POLL_S = 0.0003
+SLOW_POLL_S = 0.005
+IDLE_POLL_S = 0.1
+QUIET_SHARE = 0.25  #: Of the time that nothing has come: what comes next may be seen so much later.
+SPIN_ROUNDS = 8  #: Quiet rounds of the loop before it waits between two polls.
 TICK_S = 0.05
 
-Opener = Callable[[Admit], Transport]
-Digest = Callable[[int, Sequence[tuple[int, int]], int], int]  #: `identity.digest` without view
+OpenTransport = Callable[[AdmitData], Transport]
 
 
-def pause(quiet_s: float, moving: bool) -> float:
-    """Seconds until the next poll, `quiet_s` after something came; `moving`: bytes are on the way.
+def poll_interval_s(quiet_s: float, moving: bool) -> float:
+    """Seconds until the next poll, `quiet_s` seconds after something came.
 
-    Where a prompt of half a second is computed first, polls every 0.3 ms would take a tenth of a
-    core from the engine.
+    `moving`: bytes are on their way. The interval grows with the silence: where a prompt of half a
+    second is computed first, polls every 0.3 ms would take a tenth of a core from the engine.
     """
-    return ACTIVE_S if moving else min(max(ACTIVE_S, PATIENCE * quiet_s), SLOW_S)
+    if moving:
+        return ACTIVE_POLL_S
+    return min(max(ACTIVE_POLL_S, QUIET_SHARE * quiet_s), SLOW_POLL_S)
+
+
+@dataclass(frozen=True, slots=True)
+class PostedWrite:
+    """A write that the transport has under way."""
+
+    action: WriteTiles
+    size: int  #: In bytes.
 
 
 class TransferService:
-    """Ships KV blocks for one rank of a worker. `start`, then `submit` lane commands (`fan`).
-
-    `reached` tells whether an event of the pool (`commands.Push.event`) has come; None: always.
-    `digest` computes checksums where the CPU cannot read the pool (`vram`).
-    """
+    """Moves KV blocks for one rank of a worker: `start` it, then `submit` commands of its lanes."""
 
     def __init__(
         self,
         agent: str,
         pool: Pool,
-        end: End,
+        end: LaneEnd,
         compatibility: bytes,
-        open_transport: Opener,
-        deliver: Callable[[object], None],
-        limits: t.TicketTimeouts | None = None,
-        reached: Callable[[int], bool] | None = None,
+        open_transport: OpenTransport,
+        deliver: Callable[[TransferOutcome], None],
+        timeouts: TicketTimeouts | None = None,
+        event_reached: Callable[[int], bool] | None = None,
         digest: Digest | None = None,
     ) -> None:
-        self.agent, self.pool, self.end, self.compatibility = agent, pool, end, compatibility
-        self._opener, self._deliver, self._reached = open_transport, deliver, reached
+        """`open_transport` and `deliver` are called on the transfer thread.
+
+        `event_reached` says whether an event of the pool (`PushBlocks.event`) has come; without it
+        no push waits. `digest` computes checksums where the CPU cannot read the pool (`vram`);
+        raises ValueError if the pool needs one.
+        """
         if digest is None and pool.memory != "DRAM":
             raise ValueError("checksums of a pool in a GPU's memory need its `digest`")
-        self._digest = digest or partial(identity.digest, pool.view)
-        self._sink, self._source = t.TicketReceiver(limits), t.TicketSender(limits)
-        self._commands: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._gated: deque[c.PushBlocks | c.FinishPush] = (
-            deque()
-        )  #: pushes whose event is still to come
-        self._cards: dict[str, PeerCard] = {}  #: who the cluster says is there, by agent
-        self._workers: dict[str, list[str]] = {}  #: their agents, by worker
-        self._peers: dict[str, PeerCard] = {}  #: of these, whom the transport reaches
-        self._dying: set[str] = set()  #: down, and not fenced yet
-        self._strays: set[str] = set()  #: of these, whom the transport could not take back
-        self._lanes: dict[str, Lane] = {}  #: of open tickets
-        self._tokens: dict[str, int] = {}  #: of open tickets
-        self._writes: dict[int, tuple[t.WriteTiles, int]] = {}  #: handle -> (post, bytes)
+        self.agent = agent
+        self.pool = pool
+        self.end = end
+        self.compatibility = compatibility
+        self.card: PeerCard | None = None  #: Set when the transport is open.
         self.gauges = Gauges()
+        self._open_transport = open_transport
+        self._deliver = deliver
+        self._event_reached = event_reached
+        self._digest = digest or partial(identity.digest, pool.view)
+
+        self._receiver = TicketReceiver(timeouts)
+        self._sender = TicketSender(timeouts)
+        self._lanes: dict[str, OpenLane] = {}  #: Of open tickets, by ticket id.
+        self._writes: dict[int, PostedWrite] = {}  #: By the transport's handle.
+        #: Pushes whose event has not come yet, and what must stay behind them.
+        self._gated: deque[PushBlocks | FinishPush] = deque()
+
+        self._agents: dict[str, list[str]] = {}  #: Agents that the cluster names, by worker.
+        self._cards: dict[str, PeerCard] = {}  #: Their cards, by agent.
+        self._peers: dict[str, PeerCard] = {}  #: Those of them that the transport reaches.
+        self._unfenced: set[str] = set()  #: Lost agents, some write of which may still land.
+        #: Of these, agents that are back but cannot be reached: alive, they never pass a fence.
+        self._strays: set[str] = set()
+
+        self._commands: queue.SimpleQueue[TransferCommand | None] = queue.SimpleQueue()
         self._opened = threading.Event()
         self._error: BaseException | None = None
-        self.card: PeerCard | None = None
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
 
     def start(self) -> PeerCard:
-        """Opens the transport on the transfer thread; returns what peers need to know."""
+        """Opens the transport on the transfer thread; returns what peers need to know.
+
+        Raises what opening the transport raised.
+        """
         self._thread.start()
         self._opened.wait()
         if self._error:
@@ -96,11 +177,12 @@ class TransferService:
         assert self.card is not None
         return self.card
 
-    def submit(self, command: object) -> None:
-        """Queues a command. Any thread."""
+    def submit(self, command: TransferCommand) -> None:
+        """Queues a command. May be called from any thread."""
         self._commands.put(command)
 
     def stop(self) -> None:
+        """Ends the thread and closes the transport; waits for at most 5 seconds."""
         self._commands.put(None)
         self._thread.join(timeout=5.0)
 
@@ -108,16 +190,18 @@ class TransferService:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def statistics(self) -> dict:
-        """A snapshot; read without a lock, each number by itself is right."""
-        sinks, sources = list(self._sink.tickets.values()), list(self._source.tickets.values())
-        held = [ticket for ticket in sinks if ticket.state == "QUARANTINED"]
-        states = [ticket.state for ticket in sinks] + [ticket.state for ticket in sources]
+    def statistics(self) -> dict[str, object]:
+        """A snapshot, read without a lock: each number by itself is right."""
+        received = list(self._receiver.tickets.values())
+        sent = list(self._sender.tickets.values())
+        states = Counter(ticket.state.value for ticket in received)
+        states.update(ticket.state.value for ticket in sent)
+        quarantined = [ticket for ticket in received if ticket.state is ReceivingState.QUARANTINED]
         return {
             "transport": self._transport.name,
             "sessions": len(self._peers),
-            "tickets": dict(Counter(state.lower() for state in states)),
-            "quarantined": sum(len(ticket.offer.tiles) for ticket in held),
+            "tickets": dict(states),
+            "quarantined": sum(len(ticket.offer.tiles) for ticket in quarantined),
             **self.gauges.values(),
         }
 
@@ -125,21 +209,20 @@ class TransferService:
 
     def _run(self) -> None:
         try:
-            self._transport = self._opener(self._admit)
-            pool = self.pool
+            self._transport = self._open_transport(self._admit)
             self.card = PeerCard(
-                self.agent,
-                self._transport.name,
-                self.compatibility,
-                self._transport.address(),
-                pool.base,
-                pool.size,
-                self.end.layout,
-                self.end.rank,
-                self.end.ranks,
+                agent=self.agent,
+                transport=self._transport.name,
+                compatibility=self.compatibility,
+                address=self._transport.address(),
+                base=self.pool.base,
+                size=self.pool.size,
+                layout=self.end.layout,
+                rank=self.end.rank,
+                ranks=self.end.ranks,
             )
         except BaseException as error:
-            self._error = error
+            self._error = error  # `start` raises it
             return
         finally:
             self._opened.set()
@@ -152,318 +235,356 @@ class TransferService:
             self._transport.close()
 
     def _loop(self) -> None:
-        quiet, stirred, ticked = 0, 0.0, 0.0
+        quiet_rounds = 0
+        last_event_s = 0.0
+        last_tick_s = 0.0
         while True:
-            wait = IDLE_S
-            if self._busy():
-                quiet_s = time.monotonic() - stirred
-                wait = 0.0 if quiet < SPIN else pause(quiet_s, self._transport.moving)
-            commands = self._take(wait)
+            wait_s = IDLE_POLL_S
+            if self._expects_events():
+                quiet_s = time.monotonic() - last_event_s
+                spins = quiet_rounds < SPIN_ROUNDS
+                wait_s = 0.0 if spins else poll_interval_s(quiet_s, self._transport.moving)
+            commands = self._take_commands(wait_s)
             if commands is None:
                 return
             events = self._transport.poll()
-            quiet = 0 if commands or events else quiet + 1
+            quiet_rounds = 0 if commands or events else quiet_rounds + 1
+
             for command in commands:
-                self._command(command)
+                self._handle_command(command)
             self._open_gates()
             for event in events:
-                self._event(event)
+                self._handle_transport_event(event)
+
             now = time.monotonic()
-            if not quiet:
-                stirred = now
-            if now - ticked > TICK_S:
-                ticked = now
-                self._both(t.TicketTick())
-                self._fence()
+            if not quiet_rounds:
+                last_event_s = now
+            if now - last_tick_s > TICK_S:
+                last_tick_s = now
+                self._to_both_ends(TicketTick())
+                self._check_fences()
 
-    def _busy(self) -> bool:
-        """Something may come soon. A quarantine may last for hours: it is polled now and then."""
-        waiting = any(ticket.state != "QUARANTINED" for ticket in self._sink.tickets.values())
-        return bool(waiting or self._source.tickets or self._gated)
+    def _expects_events(self) -> bool:
+        """Whether something may come soon. Not for a quarantined ticket alone: it may last for
+        hours."""
+        receives = any(
+            ticket.state is not ReceivingState.QUARANTINED
+            for ticket in self._receiver.tickets.values()
+        )
+        return bool(receives or self._sender.tickets or self._gated)
 
-    def _take(self, wait: float) -> list[object] | None:
-        """Commands that are there, after at most `wait` seconds; None when it is time to stop."""
-        commands: list[object] = []
+    def _take_commands(self, wait_s: float) -> list[TransferCommand] | None:
+        """Returns the queued commands, after waiting for the first at most `wait_s` seconds.
+
+        Returns None when the thread shall end.
+        """
+        commands: list[TransferCommand] = []
         try:
-            commands.append(self._commands.get(timeout=wait) if wait else self._commands.get(False))
-            while True:
-                commands.append(self._commands.get(False))
+            if wait_s:
+                command = self._commands.get(timeout=wait_s)
+            else:
+                command = self._commands.get(block=False)
+            while command is not None:
+                commands.append(command)
+                command = self._commands.get(block=False)
         except queue.Empty:
-            pass
-        return None if None in commands else commands
+            return commands
+        return None
 
-    def _command(self, command: object) -> None:
+    # ---- commands --------------------------------------------------------------------------------
+
+    def _handle_command(self, command: TransferCommand) -> None:
         match command:
-            case c.AddPeer(worker, cards):
-                self._workers[worker] = [card.agent for card in cards]
+            case AddPeer(worker, cards):
+                self._agents[worker] = [card.agent for card in cards]
                 for card in cards:
                     self._cards[card.agent] = card
                     self._add_peer(card)
-            case c.LosePeer(worker, dead):
-                for agent in self._workers.get(worker, ()):
-                    self._cards.pop(agent, None)
-                    self._lose_peer(agent)
-                    if dead:
-                        self._strays.discard(agent)
-                        self._transport.bury(agent)
-                if dead:
-                    self._workers.pop(worker, None)
-            case c.OfferBlocks():
-                self._receive(command)
-            case c.ExpectOffer(ticket_id, peer, tokens):
-                joined = self._join(ticket_id, peer, tokens, sink=False)
-                self._act(self._source, t.ExpectTileOffer(ticket_id, peer))
-                if not joined:  # and a sink that asks, now or later, hears so
-                    self._act(self._source, t.CancelTicket(ticket_id, "peer_lost"))
-            case c.PushBlocks() | c.FinishPush():
+            case LosePeer(worker, process_dead):
+                self._lose_worker(worker, process_dead)
+            case OfferBlocks():
+                self._offer(command)
+            case ExpectOffer():
+                self._expect(command)
+            case PushBlocks() | FinishPush():
                 if not self._gate(command):
                     self._push(command)
-            case c.CancelTransfer(ticket_id, reason):
-                self._both(t.CancelTicket(ticket_id, reason))
+            case CancelTransfer(ticket_id, reason):
+                self._to_both_ends(CancelTicket(ticket_id, reason))
             case _:
-                raise AssertionError(command)
+                assert_never(command)
 
-    # ---- commands of tickets ---------------------------------------------------------------------
-
-    def _join(self, ticket_id: str, peer: str, tokens: int, sink: bool) -> bool:
-        """Lays the lane of a ticket; False if the peer is not known, or cannot be joined."""
+    def _join(self, command: OfferBlocks | ExpectOffer) -> OpenLane | None:
+        """Opens the lane of a ticket; None if the peer is not known, or cannot be joined."""
+        peer = command.peer
         self._reach(peer)
         card = self._peers.get(peer)
         if card is None:
-            return False
-        other = End(card.layout, card.rank, card.ranks)
-        ends = (other, self.end) if sink else (self.end, other)
+            return None
+        peer_end = LaneEnd(card.layout, card.rank, card.ranks)
         try:
-            self._lanes[ticket_id] = lane_between(*ends)
+            if isinstance(command, OfferBlocks):
+                lane = lane_between(peer_end, self.end)
+            else:
+                lane = lane_between(self.end, peer_end)
         except ValueError as error:
             log.error("no lane to %s: %s", peer, error)
-            return False
-        self._tokens[ticket_id] = tokens
-        return True
+            return None
+        self._lanes[command.ticket_id] = OpenLane(lane, command.tokens)
+        return self._lanes[command.ticket_id]
 
-    def _receive(self, command: c.OfferBlocks) -> None:
-        ticket_id = command.ticket_id
-        if not self._join(ticket_id, command.peer, command.tokens, sink=True):
-            self.gauges.failures["peer_lost"] += 1
-            self._deliver(t.TransferFailed(ticket_id, "peer_lost"))
-            self._deliver(t.BlocksFreed(ticket_id))
-            return
-        lane = self._lanes[ticket_id]
-        count = -(-command.tokens // lane.tile_tokens)
-        tiles = tiles_of(command.blocks, lane.target.tiles, count)
-        held = command.held_tokens // lane.tile_tokens
-        self._act(self._sink, t.OfferTiles(ticket_id, command.peer, tiles, held, command.hashes))
-
-    def _push(self, command: c.PushBlocks | c.FinishPush) -> None:
-        ticket_id = command.ticket_id
-        lane = self._lanes.get(ticket_id)
+    def _offer(self, command: OfferBlocks) -> None:
+        lane = self._join(command)
         if lane is None:
-            return  # over
-        count = -(-self._tokens[ticket_id] // lane.tile_tokens)
-        if isinstance(command, c.FinishPush):
-            self._act(self._source, t.FinishTilePush(ticket_id, count, command.meta))
+            self.gauges.failures["peer_lost"] += 1
+            self._deliver(TransferFailed(command.ticket_id, "peer_lost"))
+            self._deliver(BlocksFreed(command.ticket_id))
             return
-        per_block = lane.source.tiles
-        first = command.first_block * per_block
-        tiles = tiles_of(command.blocks, per_block, count - first)
-        self._act(self._source, t.PushTiles(ticket_id, first, tiles, command.piece, lane.pieces))
+        self._to_receiver(lane.offer(command))
 
-    def _gate(self, command: c.PushBlocks | c.FinishPush) -> bool:
-        """Keeps what must wait for the pool's event, and what comes behind it."""
-        if self._reached is None:
+    def _expect(self, command: ExpectOffer) -> None:
+        lane = self._join(command)
+        self._to_sender(ExpectTileOffer(command.ticket_id, command.peer))
+        if lane is None:  # so that a receiver that asks, now or later, is told
+            self._to_sender(CancelTicket(command.ticket_id, "peer_lost"))
+
+    def _push(self, command: PushBlocks | FinishPush) -> None:
+        lane = self._lanes.get(command.ticket_id)
+        if lane is None:
+            return  # the ticket has ended
+        if isinstance(command, FinishPush):
+            self._to_sender(lane.finish(command))
+        else:
+            self._to_sender(lane.push(command))
+
+    def _gate(self, command: PushBlocks | FinishPush) -> bool:
+        """Keeps a push that must wait for the pool's event, and what comes behind such a push."""
+        if self._event_reached is None:
             return False
-        waits = isinstance(command, c.PushBlocks) and not self._reached(command.event)
-        if waits or any(other.ticket_id == command.ticket_id for other in self._gated):
+        waits = isinstance(command, PushBlocks) and not self._event_reached(command.event)
+        if waits or any(gated.ticket_id == command.ticket_id for gated in self._gated):
             self._gated.append(command)
             return True
         return False
 
     def _open_gates(self) -> None:
-        gated, self._gated = self._gated, deque()
+        gated = self._gated
+        self._gated = deque()
         for command in gated:
             if not self._gate(command):
                 self._push(command)
 
-    # ---- what the transport tells ----------------------------------------------------------------
+    # ---- events of the transport, actions of the machines ----------------------------------------
 
-    def _event(self, event: object) -> None:
+    def _handle_transport_event(self, event: TransportEvent) -> None:
         match event:
-            case Note(peer, data):
+            case NotificationReceived(peer, data):
                 try:
                     message = messages.decode(data)
                 except ValueError:
                     self.gauges.failures["malformed"] += 1
                     return
                 self._reach(peer)
-                self._both(t.MessageReceived(peer, message))
-            case Wrote(handle, ok, reason):
-                post, size = self._writes.pop(handle)
-                self.gauges.sent += size if ok else 0
-                self._act(self._source, t.WriteEnded(post.ticket_id, ok, reason))
-            case Down(peer):
+                self._to_both_ends(MessageReceived(peer, message))
+            case PostedWriteEnded(handle, ok, reason):
+                write = self._writes.pop(handle)
+                if ok:
+                    self.gauges.sent += write.size
+                self._to_sender(WriteEnded(write.action.ticket_id, ok, reason))
+            case PeerDisconnected(peer):
                 self._lose_peer(peer)
+            case _:
+                assert_never(event)
 
-    def _both(self, event: object) -> None:
-        self._act(self._sink, event)
-        self._act(self._source, event)
+    def _to_both_ends(self, event: SharedEvent) -> None:
+        self._to_receiver(event)
+        self._to_sender(event)
 
-    def _act(self, machine: t.TicketReceiver | t.TicketSender, event: object) -> None:
-        for action in machine.handle(event, time.monotonic()):
-            match action:
-                case t.SendMessage(peer, message):
-                    self._send(peer, message)
-                case t.WriteTiles():
-                    self._post(action)
-                case t.VerifyChunk():
-                    self._verify(action)
-                case outcome:
-                    self._outcome(outcome)
+    def _to_receiver(self, event: ReceiverEvent) -> None:
+        for action in self._receiver.handle(event, time.monotonic()):
+            self._carry_out(action)
 
-    def _outcome(self, outcome: object) -> None:
-        match outcome:
-            case t.TilesArrived(ticket_id, meta, tiles, busy_s, exposed_s):
-                tokens = min(tiles * self._lanes[ticket_id].tile_tokens, self._tokens[ticket_id])
-                outcome = c.BlocksArrived(ticket_id, meta, tokens, busy_s, exposed_s)
-                self.gauges.landed(busy_s, exposed_s)
-                self._forget(ticket_id)
-            case t.PushEnded(ticket_id, ok):
-                self.gauges.closed += ok
-                self._forget(ticket_id)
-            case t.BlocksFreed(ticket_id):
-                self._forget(ticket_id)
-            case t.TransferFailed(_, reason):
+    def _to_sender(self, event: SenderEvent) -> None:
+        for action in self._sender.handle(event, time.monotonic()):
+            self._carry_out(action)
+
+    def _carry_out(self, action: ReceiverAction | SenderAction) -> None:
+        match action:
+            case SendMessage(peer, message):
+                self._send(peer, message)
+            case WriteTiles():
+                self._write(action)
+            case VerifyChunk():
+                self._verify(action)
+            case TilesArrived():
+                self._arrived(action)
+            case PushEnded(ticket_id, ok):
+                if ok:
+                    self.gauges.closed += 1
+                self._lanes.pop(ticket_id, None)
+                self._deliver(action)
+            case BlocksFreed(ticket_id):
+                self._lanes.pop(ticket_id, None)
+                self._deliver(action)
+            case TransferFailed(_, reason):
                 if reason != "finished":  # an answer of one token needs no KV elsewhere
                     self.gauges.failures[reason] += 1
-        self._deliver(outcome)
+                self._deliver(action)
+            case PrefixRequested():
+                self._deliver(action)
+            case _:
+                assert_never(action)
 
-    def _forget(self, ticket_id: str) -> None:
-        self._lanes.pop(ticket_id, None)
-        self._tokens.pop(ticket_id, None)
+    def _arrived(self, arrived: TilesArrived) -> None:
+        outcome = self._lanes[arrived.ticket_id].arrived(arrived)
+        self.gauges.landed(outcome.busy_s, outcome.exposed_s)
+        del self._lanes[arrived.ticket_id]
+        self._deliver(outcome)
 
     # ---- peers -----------------------------------------------------------------------------------
 
     def _add_peer(self, card: PeerCard) -> None:
-        if card.agent in self._peers or card.agent in self._dying or card.agent == self.agent:
+        """Makes the transport reach a peer, unless the peer is refused or not fenced yet."""
+        agent = card.agent
+        if agent in self._peers or agent in self._unfenced or agent == self.agent:
             return
-        if (card.transport, card.compatibility) != (self._transport.name, self.compatibility):
+        same_transport = card.transport == self._transport.name
+        if not same_transport or card.compatibility != self.compatibility:
             self.gauges.failures["incompatible_peer"] += 1
-            self._cards.pop(card.agent, None)
-            log.error("peer %s has another model, numbers or transport: refused", card.agent)
+            self._cards.pop(agent, None)
+            log.error("peer %s has another model, numbers or transport: refused", agent)
             return
         try:
             self._transport.add_peer(card)
         except Exception as error:
             self.gauges.failures["unreachable_peer"] += 1
-            log.error("peer %s cannot be reached: %s", card.agent, error)
+            log.error("peer %s cannot be reached: %s", agent, error)
             return
-        self._peers[card.agent] = card
-        self._send(card.agent, messages.GreetMessage(""))
+        self._peers[agent] = card
+        self._send(agent, messages.GreetMessage(""))
 
     def _reach(self, agent: str) -> None:
-        """A peer that was lost, and that the cluster says is there, may have come back.
+        """Reaches a peer again that was lost, if the cluster still names it.
 
-        Tickets from before end as any that is stopped: blocks stay reserved until it has drained.
+        The peer's tickets from before end like any that is stopped: their blocks stay reserved
+        until the peer writes no more.
         """
         if agent not in self._cards or agent in self._peers:
             return
-        dying = agent in self._dying  # alive, so no fence would ever pass
-        if dying and any(post.peer == agent for post, _ in self._writes.values()):
-            return  # they would go on, and nobody could tell when they end
-        if dying:
-            self._dying.discard(agent)
+        was_lost = agent in self._unfenced
+        if was_lost:  # the peer is alive, so that no fence would ever pass: take it back
+            if any(write.action.peer == agent for write in self._writes.values()):
+                return  # these writes would go on, and nobody could tell when they end
+            self._unfenced.discard(agent)
             self._transport.remove_peer(agent)
         self._add_peer(self._cards[agent])
-        if dying and agent not in self._peers:  # and it may write still
-            self._dying.add(agent)
+        if was_lost and agent not in self._peers:  # it is not back, and may still write
+            self._unfenced.add(agent)
             self._strays.add(agent)
         else:
             self._strays.discard(agent)
 
+    def _lose_worker(self, worker: str, process_dead: bool) -> None:
+        for agent in self._agents.get(worker, ()):
+            self._cards.pop(agent, None)
+            self._lose_peer(agent)
+            if process_dead:
+                self._strays.discard(agent)
+                self._transport.mark_process_dead(agent)
+        if process_dead:
+            self._agents.pop(worker, None)
+
     def _lose_peer(self, agent: str) -> None:
         if self._peers.pop(agent, None) is None:
             return
-        self._dying.add(agent)
-        self._both(t.PeerWentDown(agent))
+        self._unfenced.add(agent)
+        self._to_both_ends(PeerWentDown(agent))
 
-    def _fence(self) -> None:
-        dying = self._dying - self._strays
-        for agent in [a for a in dying if self._transport.fenced(a)]:
-            self._dying.discard(agent)
+    def _check_fences(self) -> None:
+        for agent in self._unfenced - self._strays:
+            if not self._transport.fenced(agent):
+                continue
+            self._unfenced.discard(agent)
             self._transport.remove_peer(agent)
-            self._both(t.PeerFenced(agent))
+            self._to_both_ends(PeerFenced(agent))
 
     def _send(self, peer: str, message: messages.AnyMessage) -> None:
         try:
             self._transport.notify(peer, messages.encode(message))
         except PeerLost:
             self._lose_peer(peer)
-            self._both(t.PeerWentDown(peer))
-            if peer not in self._dying:
-                self._both(t.PeerFenced(peer))
+            self._to_both_ends(PeerWentDown(peer))
+            if peer not in self._unfenced:
+                self._to_both_ends(PeerFenced(peer))
 
     # ---- data ------------------------------------------------------------------------------------
 
-    def _checksums(
-        self, ticket_id: str, generation: int, side: Side, first: int, tiles: list[int], piece: int
-    ) -> list[int]:
-        """Of a piece of the ticket's tiles `first`.., which are `tiles` of this pool."""
-        began = time.perf_counter()
-        unit = self._lanes[ticket_id].unit
-        seed = identity.ticket_seed(self.compatibility, ticket_id, generation)
-        sums = [
-            self._digest(unit, side.runs(tile, piece), identity.tile_seed(seed, index, piece))
-            for index, tile in enumerate(tiles, first)
-        ]
-        self.gauges.checksum_s += time.perf_counter() - began
-        return sums
-
-    def _post(self, post: t.WriteTiles) -> None:
-        lane = self._lanes[post.ticket_id]
-        place = post.first_tile, post.source_tiles, post.piece
-        sums = self._checksums(post.ticket_id, post.generation, lane.source, *place)
+    def _write(self, action: WriteTiles) -> None:
+        """Posts a write, together with the checksums of its tiles."""
+        open_lane = self._lanes[action.ticket_id]
+        lane = open_lane.lane
         chunk = messages.ChunkMessage(
-            post.ticket_id,
-            post.generation,
-            post.chunk_number,
-            post.first_tile,
-            post.piece,
-            post.pieces,
-            sums,
+            action.ticket_id,
+            generation=action.generation,
+            chunk_number=action.chunk_number,
+            first_tile=action.first_tile,
+            piece=action.piece,
+            pieces=action.pieces,
+            checksums=self._checksums(open_lane, lane.source, action.source_tiles, action),
         )
-        spans = lane.spans(post.source_tiles, post.target_tiles, post.piece)
+        spans = lane.spans(action.source_tiles, action.target_tiles, action.piece)
         began = time.perf_counter()
         try:
-            handle = self._transport.write(post.peer, spans, messages.encode(chunk))
+            handle = self._transport.write(action.peer, spans, messages.encode(chunk))
         except PeerLost as error:
-            self._act(self._source, t.WriteEnded(post.ticket_id, False, f"peer_lost: {error}"))
+            self._to_sender(WriteEnded(action.ticket_id, ok=False, reason=f"peer_lost: {error}"))
             return
         self.gauges.copy_s += time.perf_counter() - began
-        self._writes[handle] = (post, spans.bytes)
+        self._writes[handle] = PostedWrite(action, spans.bytes)
 
-    def _verify(self, check: t.VerifyChunk) -> None:
-        chunk, lane = check.chunk, self._lanes[check.ticket_id]
-        place = chunk.first_tile, check.tiles, chunk.piece
-        sums = self._checksums(check.ticket_id, chunk.generation, lane.target, *place)
-        units = len(lane.target.units(check.tiles, chunk.piece))
-        self.gauges.took(self._sink.tickets[check.ticket_id].peer, units * lane.unit)
-        ok = sums == chunk.checksums and chunk.pieces == lane.pieces
-        self._act(self._sink, t.ChunkVerified(check.ticket_id, chunk.chunk_number, ok))
+    def _verify(self, action: VerifyChunk) -> None:
+        """Compares the checksums of what arrived with those that the sender computed."""
+        chunk = action.chunk
+        open_lane = self._lanes[action.ticket_id]
+        lane = open_lane.lane
+        checksums = self._checksums(open_lane, lane.target, action.tiles, chunk)
+        size = len(lane.target.units(action.tiles, chunk.piece)) * lane.unit_bytes
+        self.gauges.took(self._receiver.tickets[action.ticket_id].peer, size)
+        ok = checksums == chunk.checksums and chunk.pieces == lane.pieces
+        self._to_receiver(ChunkVerified(action.ticket_id, chunk.chunk_number, ok))
+
+    def _checksums(
+        self,
+        open_lane: OpenLane,
+        side: LaneSide,
+        tiles: list[int],
+        chunk: WriteTiles | messages.ChunkMessage,
+    ) -> list[int]:
+        """Checksums of what a chunk writes, or has written: `tiles` of the own pool."""
+        began = time.perf_counter()
+        checksums = open_lane.checksums(
+            self._digest,
+            side,
+            tiles,
+            ticket_seed=identity.ticket_seed(self.compatibility, chunk.ticket_id, chunk.generation),
+            first_tile=chunk.first_tile,
+            piece=chunk.piece,
+        )
+        self.gauges.checksum_s += time.perf_counter() - began
+        return checksums
 
     def _admit(self, peer: str, note: bytes) -> bool:
-        """May the data that comes with `note` be stored? Only while its ticket is open."""
+        """Whether the data that comes with `note` may be stored: only while its ticket is open."""
         try:
             message = messages.decode(note)
         except ValueError:
             return False
-        ticket = self._sink.tickets.get(message.ticket_id)
+        ticket = self._receiver.tickets.get(message.ticket_id)
+        if ticket is None or ticket.peer != peer:
+            return False
+        if ticket.state is not ReceivingState.RESERVED:
+            return False
         return (
-            ticket is not None
-            and (ticket.peer, ticket.state) == (peer, "RESERVED")
-            and isinstance(message, messages.ChunkMessage)
+            isinstance(message, messages.ChunkMessage)
             and message.generation == ticket.offer.generation
         )
-
-
-@lru_cache(maxsize=256)
-def lane_between(source: End, target: End) -> Lane:
-    return Lane(source, target)

@@ -1,10 +1,16 @@
 """How blocks of one rank's pool become blocks of another's (pure).
 
-Two ends of a transfer may share the heads among different numbers of ranks, have blocks of
-different sizes (one divides the other), and group layers differently. A *tile* is as many tokens as
-the smaller block has; a ticket counts tiles. A *lane* joins one source rank with one target rank:
-for each tile, which units of the one pool are which units of the other. A *piece* of a lane is a
-run of layers, so that a tile can travel while later layers are still computed.
+The two ends of a transfer may share the heads among different numbers of ranks, have blocks of
+different sizes (one divides the other), and group layers differently. Four units bridge that:
+
+    tile   as many tokens as the smaller block of both ends has; a ticket counts tiles
+    lane   one sender's rank and one receiver's rank that hold common heads
+    unit   the largest run of bytes that is contiguous, and aligned, in both pools of a lane
+    piece  a run of layers of a tile, so that it can travel while later layers are still computed
+
+A `Lane` says, for each piece of each tile, which units of the one pool are which units of the
+other. It works them out from *grains*: a grain is K, or V, of one head, one layer and one tile,
+which is contiguous in every layout.
 """
 
 from __future__ import annotations
@@ -19,149 +25,184 @@ import numpy as np
 from .layout import KVLayout
 from .transport import Spans
 
-PIECE_BYTES = 256 << 10  #: smaller writes cost more than their overlap wins
-PIECES = 8  #: of a tile, at most
+PIECE_BYTES_MINIMUM = 256 << 10  #: Smaller writes cost more than their overlap wins.
+PIECE_LIMIT = 8  #: Pieces of a tile, at most.
+ALL_PIECES = -1  #: In place of a piece's number.
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class LaneEnd:
     """One rank's pool at one end of a lane."""
 
     layout: KVLayout
     rank: int = 0
-    ranks: int = 1
+    ranks: int = 1  #: How many ranks share the model's heads.
 
     @property
     def heads(self) -> range:
-        """The model's KV heads that it holds."""
+        """The model's KV heads that this rank holds."""
         return range(self.rank * self.layout.heads, (self.rank + 1) * self.layout.heads)
 
 
-class Side:
-    """The units of a lane in one of its two pools. A unit k begins at byte `k * unit`."""
+class LaneSide:
+    """The units of a lane in one of its two pools. Unit k begins at byte `k * unit_bytes`."""
 
-    def __init__(self, offsets: list[np.ndarray], block_units: int, tiles: int) -> None:
-        self._offsets = [*offsets, np.concatenate(offsets)]  #: of each piece, and of all (-1)
-        self._block_units, self.tiles = block_units, tiles
-        self._runs = [_runs(offset) for offset in self._offsets]
+    def __init__(
+        self, piece_offsets: list[np.ndarray], block_units: int, tiles_per_block: int
+    ) -> None:
+        """`piece_offsets` has, for each piece, the units of a block's first tile."""
+        self._offsets = [*piece_offsets, np.concatenate(piece_offsets)]  # the last is ALL_PIECES
+        self._runs = [_runs(offsets) for offsets in self._offsets]
+        self._block_units = block_units
+        self.tiles_per_block = tiles_per_block
 
     def start(self, tile: int) -> int:
         """The first unit of a tile, to which the offsets of the pieces are added."""
-        block, inner = divmod(tile, self.tiles)
-        return block * self._block_units + inner
+        block, tile_in_block = divmod(tile, self.tiles_per_block)
+        return block * self._block_units + tile_in_block
 
     def units(self, tiles: Sequence[int], piece: int) -> np.ndarray:
-        """Units of a piece (-1: all) of all `tiles`, int32, tile by tile."""
+        """The units of a piece (or `ALL_PIECES`) of all `tiles`, int32, tile by tile."""
         starts = np.array([self.start(tile) for tile in tiles], np.int64)
         return (starts[:, None] + self._offsets[piece]).ravel().astype(np.int32)
 
     def runs(self, tile: int, piece: int) -> list[tuple[int, int]]:
-        """The same of one tile as (first unit, units behind each other)."""
+        """The units of one tile as (first unit, number of contiguous units)."""
         start = self.start(tile)
         return [(start + first, count) for first, count in self._runs[piece]]
 
 
 class Lane:
-    """What one source rank sends to one target rank. Raises ValueError if they cannot be joined."""
+    """What one source rank sends to one target rank.
 
-    def __init__(self, source: End, target: End) -> None:
-        self.tile_tokens = _tile(source.layout, target.layout)
-        self.heads = _common(source.heads, target.heads)
+    Raises ValueError if the two cannot be joined: their block sizes do not divide, or they have no
+    head in common.
+    """
+
+    def __init__(self, source: LaneEnd, target: LaneEnd) -> None:
+        self.tile_tokens = _tile_tokens(source.layout, target.layout)
+        self.heads = _common_heads(source.heads, target.heads)
         self.pieces = piece_count(source.layout, source.ranks)
-        both = _in_source_order(*(self._fine(end) for end in (source, target)))
-        blocks = [_block_runs(end.layout, self.tile_tokens) for end in (source, target)]
-        factor = math.gcd(*blocks, *(_factor(a, b) for a, b in zip(*both, strict=True)))
-        self.unit = _run_bytes(source.layout, self.tile_tokens) * factor
-        self.source, self.target = (
-            Side(
-                [piece[::factor] // factor for piece in fine],
-                block // factor,
-                end.layout.block_tokens // self.tile_tokens,
-            )
-            for end, fine, block in zip((source, target), both, blocks, strict=True)
+
+        source_grains, target_grains = _in_source_order(self._grains(source), self._grains(target))
+        source_block = _block_grains(source.layout, self.tile_tokens)
+        target_block = _block_grains(target.layout, self.tile_tokens)
+
+        # As many grains make one unit as lie behind each other at both ends, in every piece.
+        piece_factors = [
+            _grains_per_unit(source_piece, target_piece)
+            for source_piece, target_piece in zip(source_grains, target_grains, strict=True)
+        ]
+        factor = math.gcd(source_block, target_block, *piece_factors)
+        self.unit_bytes = _grain_bytes(source.layout, self.tile_tokens) * factor
+        self.source = self._side(source, source_grains, source_block, factor)
+        self.target = self._side(target, target_grains, target_block, factor)
+
+    def _side(
+        self, end: LaneEnd, grains: list[np.ndarray], block_grains: int, factor: int
+    ) -> LaneSide:
+        return LaneSide(
+            [piece[::factor] // factor for piece in grains],
+            block_units=block_grains // factor,
+            tiles_per_block=end.layout.block_tokens // self.tile_tokens,
         )
 
     @property
     def tile_bytes(self) -> int:
-        """Of all pieces of one tile."""
-        return self.unit * len(self.source.units([0], -1))
+        """Bytes of all pieces of one tile."""
+        return self.unit_bytes * len(self.source.units([0], ALL_PIECES))
 
-    def _fine(self, end: End) -> list[np.ndarray]:
-        """Where the lane's K and V lie in a block's first tile, in runs of a tile's tokens."""
-        layout, first = end.layout, end.heads.start
-        run = self.tile_tokens * layout.head_dim
-        stride = layout.strides()[1]
-        local = range(self.heads.start - first, self.heads.stop - first)
+    def _grains(self, end: LaneEnd) -> list[np.ndarray]:
+        """The grains of the lane in a block's first tile at this end, for each piece."""
+        layout = end.layout
+        grain_items = self.tile_tokens * layout.head_dim
+        head_stride = layout.strides()[1]
+        first_head = end.heads.start
+        local_heads = range(self.heads.start - first_head, self.heads.stop - first_head)
         pieces = []
         for piece in range(self.pieces):
-            layers = piece_layers(layout.layers, self.pieces, piece)
             offsets = [
-                layout.offset(layer, part) + head * stride
-                for layer in layers
-                for head in local
+                layout.offset(layer, part) + head * head_stride
+                for layer in piece_layers(layout.layers, self.pieces, piece)
+                for head in local_heads
                 for part in (0, 1)
             ]
-            pieces.append(np.array(offsets, np.int64) // run)
+            pieces.append(np.array(offsets, np.int64) // grain_items)
         return pieces
 
-    def spans(self, source: Sequence[int], target: Sequence[int], piece: int) -> Spans:
-        """Tiles `source[i]` of the source's pool to tiles `target[i]` of the target's."""
-        return Spans(self.unit, self.source.units(source, piece), self.target.units(target, piece))
+    def spans(self, source_tiles: Sequence[int], target_tiles: Sequence[int], piece: int) -> Spans:
+        """What to copy so that each source tile reaches the target tile in the same place."""
+        return Spans(
+            self.unit_bytes,
+            self.source.units(source_tiles, piece),
+            self.target.units(target_tiles, piece),
+        )
 
 
 def piece_count(layout: KVLayout, ranks: int) -> int:
-    """Into how many runs of layers a block is cut: equal ones, of whole groups, not too small."""
+    """Into how many pieces a tile is cut: equal ones, of whole layer groups, and not too small."""
     groups = layout.layers // layout.group_layers
-    most = max(1, min(PIECES, layout.block_bytes * ranks // PIECE_BYTES))
-    return max(n for n in range(1, groups + 1) if groups % n == 0 and n <= most)
+    limit = max(1, min(PIECE_LIMIT, layout.block_bytes * ranks // PIECE_BYTES_MINIMUM))
+    return max(count for count in range(1, groups + 1) if groups % count == 0 and count <= limit)
 
 
 def piece_layers(layers: int, pieces: int, piece: int) -> range:
+    """The layers of one of `pieces` pieces."""
     size = layers // pieces
     return range(piece * size, (piece + 1) * size)
 
 
-def tiles_of(blocks: Sequence[int], per_block: int, count: int) -> list[int]:
-    """The first `count` tiles of `blocks`, which hold `per_block` each."""
-    if per_block == 1:
-        return list(blocks[:count])
-    tiles = [block * per_block + inner for block in blocks for inner in range(per_block)]
-    return tiles[:count]
+def tiles_of(blocks: Sequence[int], tiles_per_block: int, tile_count: int) -> list[int]:
+    """The first `tile_count` tiles of `blocks`, which hold `tiles_per_block` each."""
+    if tiles_per_block == 1:
+        return list(blocks[:tile_count])
+    tiles = [
+        block * tiles_per_block + tile_in_block
+        for block in blocks
+        for tile_in_block in range(tiles_per_block)
+    ]
+    return tiles[:tile_count]
 
 
-def partners(mine: End, ranks: int, heads: int) -> list[int]:
-    """Ranks of a peer with `ranks` ranks of `heads` heads that hold some of `mine`'s heads."""
-    wanted = set(mine.heads)
-    return [r for r in range(ranks) if wanted & set(range(r * heads, (r + 1) * heads))]
+def partner_ranks(own_end: LaneEnd, peer_ranks: int, heads_per_rank: int) -> list[int]:
+    """Those of a peer's `peer_ranks` ranks that hold some of the heads of `own_end`."""
+    own_heads = set(own_end.heads)
+    return [
+        rank
+        for rank in range(peer_ranks)
+        if own_heads & set(range(rank * heads_per_rank, (rank + 1) * heads_per_rank))
+    ]
 
 
-def _tile(source: KVLayout, target: KVLayout) -> int:
+def _tile_tokens(source: KVLayout, target: KVLayout) -> int:
     small, large = sorted((source.block_tokens, target.block_tokens))
     if large % small:
         raise ValueError(f"blocks of {small} tokens do not divide blocks of {large}")
     return small
 
 
-def _common(source: range, target: range) -> range:
+def _common_heads(source: range, target: range) -> range:
     common = range(max(source.start, target.start), min(source.stop, target.stop))
     if not common:
         raise ValueError(f"heads {source} and {target} have none in common")
     return common
 
 
-def _run_bytes(layout: KVLayout, tile_tokens: int) -> int:
-    """Bytes of one head's K, or V, of one layer and one tile: always one run."""
+def _grain_bytes(layout: KVLayout, tile_tokens: int) -> int:
     return tile_tokens * layout.head_dim * layout.item_bytes
 
 
-def _block_runs(layout: KVLayout, tile_tokens: int) -> int:
-    return layout.block_bytes // _run_bytes(layout, tile_tokens)
+def _block_grains(layout: KVLayout, tile_tokens: int) -> int:
+    return layout.block_bytes // _grain_bytes(layout, tile_tokens)
 
 
 def _in_source_order(
     source: list[np.ndarray], target: list[np.ndarray]
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """So that what is one run in the source's pool is one run here; checksums go by this order."""
+    """Sorts the grains of both ends by where they lie at the source.
+
+    What is one run in the source's pool becomes one run here. Checksums go by this order.
+    """
     orders = [np.argsort(piece) for piece in source]
     return (
         [piece[order] for piece, order in zip(source, orders, strict=True)],
@@ -169,8 +210,9 @@ def _in_source_order(
     )
 
 
-def _factor(source: np.ndarray, target: np.ndarray) -> int:
-    """How many fine runs can be one unit: they lie behind each other, aligned, at both ends."""
+def _grains_per_unit(source: np.ndarray, target: np.ndarray) -> int:
+    """The largest unit that fits: every run that is contiguous at both ends begins at a multiple of
+    it, and is a multiple of it long."""
     breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1
     borders = [0, *breaks.tolist(), len(source)]
     lengths = [end - start for start, end in pairwise(borders)]

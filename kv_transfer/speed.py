@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from .layout import KVLayout
-from .transport import Note, PeerCard, Spans, Transport, Wrote
+from .transport import NotificationReceived, PeerCard, PostedWriteEnded, Spans, Transport
 
 GIB = 1 << 30
 RUNS = tuple(1 << shift for shift in range(12, 21))  #: 4 KiB .. 1 MiB
@@ -112,7 +112,7 @@ def measure(name: str, total_bytes: int = 64 << 20, run_bytes: Iterable[int] = R
         peer = near.recv()
         transport.add_peer(peer)
         transport.notify(peer.agent, b"hello")
-        _until(transport, lambda events: any(isinstance(e, Note) for e in events))
+        _until(transport, lambda events: any(isinstance(e, NotificationReceived) for e in events))
         rows = [_row(name, "write", transport.write, transport, peer, size) for size in sizes]
         if hasattr(transport, "read"):
             rows += [_row(name, "read", transport.read, transport, peer, size) for size in sizes]
@@ -138,7 +138,7 @@ def _row(
 
     def move(part: int) -> None:
         handle = post(peer.agent, Spans(run, *parts[part]), b"")
-        _until(transport, lambda events: any(e == Wrote(handle, True) for e in events))
+        _until(transport, lambda events: any(e == PostedWriteEnded(handle, True) for e in events))
 
     source, target = SpeedPool(peer.size, False), SpeedPool(peer.size, False)
     step = peer.size // PARTS
@@ -193,7 +193,7 @@ def _serve(name: str, size: int, pipe: Connection) -> None:
     pipe.send(_card(agent, transport, pool))
     while not pipe.poll(0):
         for event in transport.poll():
-            if isinstance(event, Note) and event.data == b"hello":
+            if isinstance(event, NotificationReceived) and event.data == b"hello":
                 transport.notify(peer.agent, b"hello")
         if transport.name != "tcp":
             time.sleep(0.0002)  # the writer copies by itself; who spins here takes a core

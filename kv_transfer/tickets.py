@@ -1,560 +1,594 @@
-"""The two ends of a KV ticket, as pure machines: `handle(event, now) -> [action]`.
+"""The two ends of a KV ticket, as pure state machines: `handle(event, now)` returns actions.
 
-Sink (decode side):
-    RESERVED --every chunk verified, and Final--> (Landed: the engine owns the blocks, ticket gone)
-    RESERVED --abort, timeout, bad checksum, Void, lost peer--> ABORTING, Broken told once
-    ABORTING --Drained, Void, or a dead peer's fence passed--> Freed: blocks may be used again
-    ABORTING --none of these in time--> QUARANTINED, counted; freed by the same three
-Source (prefill side):
-    WAITING --Offer--> OPEN --Push--> writes posted --Finish, all terminal--> Closed(ok)
-    any --Stop, Cancel, failed write, lost peer--> CLOSING --no write under way--> Closed(not ok)
+A ticket is one transfer between one rank of a receiver (a decode worker) and one rank of a sender
+(a prefill worker). The machines count in tiles, the unit that both ends share (`slices`); the
+worker's vocabulary in blocks is that of `commands`. What the machines take and return is in
+`ticket_events`.
 
-A block is used again only when no write can land on it any more. Admission, the count of writes
-under way and the post are one step of one thread.
+Receiver:
+    RESERVED     `OfferTiles` has reserved tiles and sent them to the sender.
+                 Every chunk verified, and `FinishMessage` there: `TilesArrived`, the ticket ends.
+                 Cancelled, timed out, bad checksum, failed sender, lost peer: `TransferFailed`.
+    ABORTING     The transfer has failed; `StopMessage` is repeated until the sender has stopped.
+                 `StoppedMessage`, `FailedMessage` or a dead peer's fence: `BlocksFreed`, it ends.
+    QUARANTINED  None of these came in time. The tiles are counted, and freed by the same three.
+Sender:
+    WAITING      `ExpectTileOffer` was given, the offer has not come; pushes wait for it.
+    OPEN         The offer is there: each push becomes a write. `FinishTilePush`, and every write
+                 ended: `FinishMessage` goes out, `PushEnded(ok=True)`, the ticket ends.
+    CLOSING      Stopped, cancelled, failed write, lost peer: nothing more is written. No write
+                 under way: `StoppedMessage` or `FailedMessage` goes out, `PushEnded(ok=False)`.
+
+A tile is used again only when no write can land on it any more. One thread owns a machine and its
+transport, so that admitting a write, counting the writes under way and posting are one step.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import product
+from typing import TypeVar, assert_never
 
-import msgspec
+from .commands import BlocksFreed, PrefixRequested, PushEnded, TransferFailed
+from .messages import (
+    AnyMessage,
+    ChunkMessage,
+    FailedMessage,
+    FinishMessage,
+    GreetMessage,
+    OfferMessage,
+    ProgressMessage,
+    QueryMessage,
+    StopMessage,
+    StoppedMessage,
+    UnknownTicketMessage,
+)
+from .ticket_events import (
+    CancelTicket,
+    ChunkVerified,
+    ExpectTileOffer,
+    FinishTilePush,
+    MessageReceived,
+    OfferTiles,
+    PeerFenced,
+    PeerWentDown,
+    PushTiles,
+    ReceiverAction,
+    ReceiverEvent,
+    SenderAction,
+    SenderEvent,
+    SendMessage,
+    TicketTick,
+    TicketTimeouts,
+    TilesArrived,
+    VerifyChunk,
+    WriteEnded,
+    WriteTiles,
+)
 
-from . import messages as m
-
-
-@dataclass(frozen=True, slots=True)
-class TicketTimeouts:
-    """Waits in seconds, sizes in entries."""
-
-    total_s: float = 30.0  #: from Offer to Landed
-    idle_s: float = 1.0  #: silence before a Query
-    resend_s: float = 0.2  #: between two Stops
-    quarantine_s: float = 10.0  #: from Stop to QUARANTINED
-    offer_s: float = 20.0  #: a source waits this long for the Offer
-    remember: int = 4096  #: early offers, and tickets that are over
-
-
-# ---- events --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class OfferTiles:
-    """Sink: tiles are reserved, ask `peer` to fill those behind the `held` leading ones.
-
-    `hashes`: ask it for a prefix that it may hold, as many leading tiles as it has of it.
-    """
-
-    ticket_id: str
-    peer: str
-    tiles: list[int]
-    held_tiles: int = 0
-    hashes: tuple[bytes, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectTileOffer:
-    """Source: `ticket_id` will be pushed to `peer` once it offers tiles."""
-
-    ticket_id: str
-    peer: str
-
-
-@dataclass(frozen=True, slots=True)
-class PushTiles:
-    """Source: piece `piece` (-1: all of them) of the ticket's tiles `first`.. is final.
-
-    It lies in these `tiles` of this pool.
-    """
-
-    ticket_id: str
-    first_tile: int
-    tiles: list[int]
-    piece: int = 0
-    pieces: int = 1
+Action = TypeVar("Action")
+Value = TypeVar("Value")
 
 
-@dataclass(frozen=True, slots=True)
-class FinishTilePush:
-    """Source: all `tiles` of the ticket were pushed."""
-
-    ticket_id: str
-    tiles: int
-    meta: bytes
+# ---- receiver ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class CancelTicket:
-    """Either side: this end no longer wants the ticket."""
-
-    ticket_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class MessageReceived:
-    peer: str
-    message: m.AnyMessage
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkVerified:
-    ticket_id: str
-    chunk_number: int
-    ok: bool
-
-
-@dataclass(frozen=True, slots=True)
-class WriteEnded:
-    ticket_id: str
-    ok: bool
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PeerWentDown:
-    peer: str
-
-
-@dataclass(frozen=True, slots=True)
-class PeerFenced:
-    """No write of the dead `peer` can land any more."""
-
-    peer: str
-
-
-@dataclass(frozen=True, slots=True)
-class TicketTick:
-    pass
-
-
-# ---- actions -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class SendMessage:
-    peer: str
-    message: m.AnyMessage
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyChunk:
-    ticket_id: str
-    tiles: list[int]
-    chunk: m.ChunkMessage
-
-
-@dataclass(frozen=True, slots=True)
-class WriteTiles:
-    """Source: write tiles `source` into `target`; the tiles are the ticket's `first`.. ."""
-
-    ticket_id: str
-    peer: str
-    generation: int
-    chunk_number: int
-    first_tile: int
-    source_tiles: list[int]
-    target_tiles: list[int]
-    piece: int
-    pieces: int
-
-
-class TilesArrived(msgspec.Struct, frozen=True, tag=True):
-    """Sink: identity and checksum of every tile hold; the blocks are the engine's.
-
-    `tiles`: how many leading ones hold KV, those that were held before included. Seconds of
-    `messages.Final`, and until the last checksum held.
-    """
-
-    ticket_id: str
-    meta: bytes
-    tiles: int
-    busy_s: float = 0.0
-    exposed_s: float = 0.0
-
-
-class TransferFailed(msgspec.Struct, frozen=True, tag=True):
-    """Sink: the transfer failed. The blocks are not free yet: `Freed` follows."""
-
-    ticket_id: str
-    reason: str
-
-
-class BlocksFreed(msgspec.Struct, frozen=True, tag=True):
-    ticket_id: str
-
-
-class PushEnded(msgspec.Struct, frozen=True, tag=True):
-    """Source: no write of this ticket is under way; its blocks may be released."""
-
-    ticket_id: str
-    ok: bool
-    reason: str = ""
-
-
-class PrefixRequested(msgspec.Struct, frozen=True, tag=True):
-    """Source: `peer` asks for a prefix. Answer with `Expect`, then its blocks or `Cancel`."""
-
-    ticket_id: str
-    peer: str
-    hashes: tuple[bytes, ...]
-
-
-# ---- sink ----------------------------------------------------------------------------------------
+class ReceivingState(StrEnum):
+    RESERVED = "reserved"
+    ABORTING = "aborting"
+    QUARANTINED = "quarantined"
 
 
 @dataclass(slots=True)
 class ReceivingTicket:
+    """One ticket at the receiver."""
+
+    ticket_id: str
     peer: str
-    offer: m.OfferMessage
-    opened: float
-    touched: float
-    state: str = "RESERVED"
-    chunks: dict[int, m.ChunkMessage] = field(default_factory=dict)  #: by number
-    verified: set[int] = field(default_factory=set)  #: chunks whose checksums held
-    final: m.FinishMessage | None = None
-    finished: float = 0.0  #: when the Final came
+    offer: OfferMessage
+    phase_began_s: float  #: When the offer was sent; from the failure on, when that was.
+    last_activity_s: float  #: When a message last came from the sender, or went to it.
+    state: ReceivingState = ReceivingState.RESERVED
+    chunks: dict[int, ChunkMessage] = field(default_factory=dict)  #: By chunk number.
+    verified_chunks: set[int] = field(default_factory=set)  #: Numbers of those that hold.
+    finish: FinishMessage | None = None
+    finish_received_s: float = 0.0
 
-    def tiles(self, chunk: m.ChunkMessage) -> list[int] | None:
-        """The tiles that a chunk fills; None if it makes no sense."""
+    @property
+    def end_tile(self) -> int:
+        """The number of the ticket's tile behind the last one that was offered."""
+        return self.offer.first_tile + len(self.offer.tiles)
+
+    def tiles_of(self, chunk: ChunkMessage) -> list[int] | None:
+        """The offered tiles that a chunk fills; None if the chunk does not fit the offer."""
+        if chunk.pieces < 1 or not -1 <= chunk.piece < chunk.pieces:
+            return None
+        chunk_end = chunk.first_tile + len(chunk.checksums)
+        if chunk.first_tile < self.offer.first_tile or chunk_end > self.end_tile:
+            return None
         start = chunk.first_tile - self.offer.first_tile
-        tiles = self.offer.tiles[max(start, 0) : max(start, 0) + len(chunk.checksums)]
-        fits = start >= 0 and len(tiles) == len(chunk.checksums)
-        fits = fits and chunk.pieces > 0 and -1 <= chunk.piece < chunk.pieces
-        return tiles if fits else None
+        return self.offer.tiles[start : start + len(chunk.checksums)]
 
-    def covers(self, end: int) -> bool:
-        """Every piece of every tile from the first offered one to `end` is in some chunk."""
-        pieces = {chunk.pieces for chunk in self.chunks.values()}
-        if self.offer.first_tile >= end or len(pieces) != 1:
-            return self.offer.first_tile == end and not pieces
-        count = pieces.pop()
-        filled = {
-            (index, piece)
-            for chunk in self.chunks.values()
-            for index in range(chunk.first_tile, min(end, chunk.first_tile + len(chunk.checksums)))
-            for piece in (range(count) if chunk.piece < 0 else (chunk.piece,))
-        }
-        return len(filled) == (end - self.offer.first_tile) * count
+    def chunks_cover(self, end_tile: int) -> bool:
+        """Whether the chunks hold every piece of each tile from the first offered to `end_tile`."""
+        first_tile = self.offer.first_tile
+        piece_counts = {chunk.pieces for chunk in self.chunks.values()}
+        if end_tile <= first_tile:
+            return end_tile == first_tile and not piece_counts
+        if len(piece_counts) != 1:
+            return False
+        pieces = piece_counts.pop()
+        filled: set[tuple[int, int]] = set()
+        for chunk in self.chunks.values():
+            chunk_end = min(end_tile, chunk.first_tile + len(chunk.checksums))
+            chunk_pieces = range(pieces) if chunk.piece < 0 else (chunk.piece,)
+            filled.update(product(range(chunk.first_tile, chunk_end), chunk_pieces))
+        return len(filled) == (end_tile - first_tile) * pieces
 
 
 class TicketReceiver:
-    """Decode side of all tickets of one worker."""
+    """The receiving end of all tickets of one rank."""
 
-    def __init__(self, limits: TicketTimeouts | None = None) -> None:
-        self.limits = limits or TicketTimeouts()
+    def __init__(self, timeouts: TicketTimeouts | None = None) -> None:
+        self.timeouts = timeouts or TicketTimeouts()
         self.tickets: dict[str, ReceivingTicket] = {}
-        self.generation = 0  #: of the last Open
+        self.generation = 0  #: That of the last offer.
 
-    def handle(self, event: object, now: float) -> list:
+    def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverAction]:
         match event:
-            case OfferTiles(ticket_id, peer, tiles, held, hashes):
-                assert ticket_id not in self.tickets, ticket_id
-                self.generation += 1
-                offer = m.OfferMessage(ticket_id, self.generation, held, tiles[held:], list(hashes))
-                self.tickets[ticket_id] = ReceivingTicket(peer, offer, now, now)
-                return [SendMessage(peer, offer)]
+            case OfferTiles():
+                return self._offer(event, now)
             case MessageReceived(peer, message):
                 ticket = self.tickets.get(message.ticket_id)
                 if ticket is None or ticket.peer != peer:
                     return []
-                return self._noted(message.ticket_id, ticket, message, now)
-            case ChunkVerified(ticket_id, seq, ok):
-                return self._verified(ticket_id, seq, ok, now)
+                return self._receive(ticket, message, now)
+            case ChunkVerified(ticket_id, chunk_number, ok):
+                ticket = self.tickets.get(ticket_id)
+                if ticket is None:
+                    return []
+                return self._verified(ticket, chunk_number, ok, now)
             case CancelTicket(ticket_id, reason):
                 ticket = self.tickets.get(ticket_id)
-                return self._abort(ticket_id, ticket, reason, now) if ticket else []
+                if ticket is None:
+                    return []
+                return self._fail_and_stop(ticket, reason, now)
             case PeerWentDown(peer):
-                return self._each(peer, lambda x, t: self._abort(x, t, "peer_lost", now))
+                tickets = self._tickets_with(peer)
+                return _joined(self._fail_and_stop(ticket, "peer_lost", now) for ticket in tickets)
             case PeerFenced(peer):
-                return self._each(peer, lambda x, t: self._void(x, t, "peer_lost", now))
+                tickets = self._tickets_with(peer)
+                return _joined(self._fail_and_free(ticket, "peer_lost", now) for ticket in tickets)
             case TicketTick():
-                return [a for x, t in list(self.tickets.items()) for a in self._tick(x, t, now)]
-        raise AssertionError(event)
+                tickets = list(self.tickets.values())
+                return _joined(self._check_timeouts(ticket, now) for ticket in tickets)
+            case _:
+                assert_never(event)
 
-    def _each(self, peer: str, act) -> list:
-        mine = [(x, t) for x, t in self.tickets.items() if t.peer == peer]
-        return [action for ticket_id, ticket in mine for action in act(ticket_id, ticket)]
+    def _tickets_with(self, peer: str) -> list[ReceivingTicket]:
+        return [ticket for ticket in self.tickets.values() if ticket.peer == peer]
 
-    def _noted(self, ticket_id: str, ticket: ReceivingTicket, message: m.AnyMessage, now: float) -> list:
-        ticket.touched = now
+    def _offer(self, event: OfferTiles, now: float) -> list[ReceiverAction]:
+        assert event.ticket_id not in self.tickets, event.ticket_id
+        self.generation += 1
+        offer = OfferMessage(
+            event.ticket_id,
+            self.generation,
+            event.held_tiles,
+            event.tiles[event.held_tiles :],
+            hashes=list(event.hashes),
+        )
+        self.tickets[event.ticket_id] = ReceivingTicket(
+            event.ticket_id, event.peer, offer, phase_began_s=now, last_activity_s=now
+        )
+        return [SendMessage(event.peer, offer)]
+
+    def _receive(
+        self, ticket: ReceivingTicket, message: AnyMessage, now: float
+    ) -> list[ReceiverAction]:
+        ticket.last_activity_s = now
+        reserved = ticket.state is ReceivingState.RESERVED
         match message:
-            case m.ChunkMessage() if ticket.state == "RESERVED":
-                return self._chunk(ticket_id, ticket, message, now)
-            case m.FinishMessage() if ticket.state == "RESERVED" and ticket.final is None:
-                if message.generation == ticket.offer.generation:
-                    ticket.final, ticket.finished = message, now
-                    return self._complete(ticket_id, ticket, now)
-            case m.FailedMessage(_, reason):
-                return self._void(ticket_id, ticket, reason, now)
-            case m.StoppedMessage() if ticket.state != "RESERVED":
-                return self._free(ticket_id)
-            case m.UnknownTicketMessage(_, begun) if begun:
-                return self._abort(ticket_id, ticket, "source_forgot", now)
-            case m.UnknownTicketMessage() if ticket.state == "RESERVED" and not ticket.chunks:
-                return [SendMessage(ticket.peer, ticket.offer)]
-        return []
+            case ChunkMessage():
+                return self._receive_chunk(ticket, message, now) if reserved else []
+            case FinishMessage():
+                if not reserved or ticket.finish is not None:
+                    return []
+                if message.generation != ticket.offer.generation:
+                    return []
+                ticket.finish = message
+                ticket.finish_received_s = now
+                return self._complete(ticket, now)
+            case FailedMessage():
+                return self._fail_and_free(ticket, message.reason, now)
+            case StoppedMessage():
+                return [] if reserved else self._free(ticket)
+            case UnknownTicketMessage():
+                if message.begun:
+                    return self._fail_and_stop(ticket, "source_forgot", now)
+                if reserved and not ticket.chunks:  # the offer was lost
+                    return [SendMessage(ticket.peer, ticket.offer)]
+                return []
+            case ProgressMessage() | GreetMessage():
+                return []
+            case OfferMessage() | StopMessage() | QueryMessage():
+                return []  # for the sender of this rank
+            case _:
+                assert_never(message)
 
-    def _chunk(self, ticket_id: str, ticket: ReceivingTicket, chunk: m.ChunkMessage, now: float) -> list:
-        """One of another reservation of the tiles, or a second copy, changes nothing."""
+    def _receive_chunk(
+        self, ticket: ReceivingTicket, chunk: ChunkMessage, now: float
+    ) -> list[ReceiverAction]:
+        """A chunk for another reservation of the tiles, or a second copy, changes nothing."""
         if chunk.generation != ticket.offer.generation or chunk.chunk_number in ticket.chunks:
             return []
-        tiles = ticket.tiles(chunk)
+        tiles = ticket.tiles_of(chunk)
         if tiles is None:
-            return self._abort(ticket_id, ticket, "bad_chunk", now)
+            return self._fail_and_stop(ticket, "bad_chunk", now)
         ticket.chunks[chunk.chunk_number] = chunk
-        return [VerifyChunk(ticket_id, tiles, chunk)]
+        return [VerifyChunk(ticket.ticket_id, tiles, chunk)]
 
-    def _verified(self, ticket_id: str, seq: int, ok: bool, now: float) -> list:
-        ticket = self.tickets.get(ticket_id)
-        if ticket is None or ticket.state != "RESERVED":
+    def _verified(
+        self, ticket: ReceivingTicket, chunk_number: int, ok: bool, now: float
+    ) -> list[ReceiverAction]:
+        if ticket.state is not ReceivingState.RESERVED:
             return []
         if not ok:
-            return self._abort(ticket_id, ticket, "checksum", now)
-        ticket.verified.add(seq)
-        return self._complete(ticket_id, ticket, now)
+            return self._fail_and_stop(ticket, "checksum", now)
+        ticket.verified_chunks.add(chunk_number)
+        return self._complete(ticket, now)
 
-    def _complete(self, ticket_id: str, ticket: ReceivingTicket, now: float) -> list:
-        final, offer = ticket.final, ticket.offer
-        if final is None or len(ticket.verified) < final.chunks:
+    def _complete(self, ticket: ReceivingTicket, now: float) -> list[ReceiverAction]:
+        """Ends the ticket if the finish message and all of its chunks are there and hold."""
+        finish = ticket.finish
+        offer = ticket.offer
+        if finish is None or len(ticket.verified_chunks) < finish.chunks:
             return []
-        whole = offer.first_tile + len(offer.tiles)
-        enough = offer.first_tile <= final.tiles <= whole if offer.hashes else final.tiles == whole
-        if not enough or not ticket.covers(final.tiles):
-            return self._abort(ticket_id, ticket, "incomplete", now)
-        del self.tickets[ticket_id]
-        exposed = final.exposed_s + now - ticket.finished
-        return [TilesArrived(ticket_id, final.meta, final.tiles, final.busy_s, exposed)]
+        if offer.hashes:  # the sender may hold less of a prefix than was asked for
+            right_count = offer.first_tile <= finish.tiles <= ticket.end_tile
+        else:
+            right_count = finish.tiles == ticket.end_tile
+        if not right_count or not ticket.chunks_cover(finish.tiles):
+            return self._fail_and_stop(ticket, "incomplete", now)
+        del self.tickets[ticket.ticket_id]
+        arrived = TilesArrived(
+            ticket.ticket_id,
+            finish.meta,
+            finish.tiles,
+            busy_s=finish.busy_s,
+            exposed_s=finish.exposed_s + now - ticket.finish_received_s,
+        )
+        return [arrived]
 
-    def _abort(
-        self, ticket_id: str, ticket: ReceivingTicket, reason: str, now: float, stop: bool = True
-    ) -> list:
-        if ticket.state != "RESERVED":
+    def _fail(self, ticket: ReceivingTicket, reason: str, now: float) -> list[ReceiverAction]:
+        """Reports the failure of a transfer, once. The tiles stay reserved."""
+        if ticket.state is not ReceivingState.RESERVED:
             return []
-        ticket.state, ticket.opened, ticket.touched = "ABORTING", now, now
-        stops = [SendMessage(ticket.peer, m.StopMessage(ticket_id))] if stop else []
-        return [TransferFailed(ticket_id, reason), *stops]
+        ticket.state = ReceivingState.ABORTING
+        ticket.phase_began_s = now
+        ticket.last_activity_s = now
+        return [TransferFailed(ticket.ticket_id, reason)]
 
-    def _void(self, ticket_id: str, ticket: ReceivingTicket, reason: str, now: float) -> list:
-        """Nothing lands any more: ends the ticket at once, whatever its state."""
-        return [*self._abort(ticket_id, ticket, reason, now, stop=False), *self._free(ticket_id)]
+    def _fail_and_stop(
+        self, ticket: ReceivingTicket, reason: str, now: float
+    ) -> list[ReceiverAction]:
+        """Fails the transfer and asks the sender to stop, unless that was done before."""
+        failed = self._fail(ticket, reason, now)
+        if not failed:
+            return []
+        return [*failed, SendMessage(ticket.peer, StopMessage(ticket.ticket_id))]
 
-    def _free(self, ticket_id: str) -> list:
-        ticket = self.tickets.pop(ticket_id, None)
-        return [BlocksFreed(ticket_id)] if ticket else []
+    def _fail_and_free(
+        self, ticket: ReceivingTicket, reason: str, now: float
+    ) -> list[ReceiverAction]:
+        """Ends the ticket at once, whatever its state: no write can land any more."""
+        return [*self._fail(ticket, reason, now), *self._free(ticket)]
 
-    def _tick(self, ticket_id: str, ticket: ReceivingTicket, now: float) -> list:
-        limits, age = self.limits, now - ticket.opened
-        if ticket.state == "RESERVED" and age > limits.total_s:
-            return self._abort(ticket_id, ticket, "timeout", now)
-        if ticket.state == "RESERVED" and now - ticket.touched > limits.idle_s:
-            ticket.touched = now
-            return [SendMessage(ticket.peer, m.QueryMessage(ticket_id, bool(ticket.chunks)))]
-        if ticket.state == "ABORTING" and age > limits.quarantine_s:
-            ticket.state = "QUARANTINED"
-        wait = limits.resend_s if ticket.state == "ABORTING" else limits.idle_s
-        if ticket.state != "RESERVED" and now - ticket.touched > wait:
-            ticket.touched = now
-            return [SendMessage(ticket.peer, m.StopMessage(ticket_id))]
-        return []
+    def _free(self, ticket: ReceivingTicket) -> list[ReceiverAction]:
+        if self.tickets.pop(ticket.ticket_id, None) is None:
+            return []
+        return [BlocksFreed(ticket.ticket_id)]
+
+    def _check_timeouts(self, ticket: ReceivingTicket, now: float) -> list[ReceiverAction]:
+        timeouts = self.timeouts
+        phase_s = now - ticket.phase_began_s
+        silent_s = now - ticket.last_activity_s
+
+        if ticket.state is ReceivingState.RESERVED:
+            if phase_s > timeouts.total_s:
+                return self._fail_and_stop(ticket, "timeout", now)
+            if silent_s <= timeouts.idle_s:
+                return []
+            ticket.last_activity_s = now
+            query = QueryMessage(ticket.ticket_id, begun=bool(ticket.chunks))
+            return [SendMessage(ticket.peer, query)]
+
+        if ticket.state is ReceivingState.ABORTING and phase_s > timeouts.quarantine_s:
+            ticket.state = ReceivingState.QUARANTINED
+        aborting = ticket.state is ReceivingState.ABORTING
+        resend_s = timeouts.resend_s if aborting else timeouts.idle_s
+        if silent_s <= resend_s:
+            return []
+        ticket.last_activity_s = now
+        return [SendMessage(ticket.peer, StopMessage(ticket.ticket_id))]
 
 
-# ---- source --------------------------------------------------------------------------------------
+# ---- sender --------------------------------------------------------------------------------------
+
+
+class SendingState(StrEnum):
+    WAITING = "waiting"
+    OPEN = "open"
+    CLOSING = "closing"
 
 
 @dataclass(slots=True)
 class SendingTicket:
+    """One ticket at the sender."""
+
+    ticket_id: str
     peer: str
-    opened: float
-    state: str = "WAITING"
-    offer: m.OfferMessage | None = None
-    held: list[PushTiles] = field(default_factory=list)  #: pushes that wait for the Offer
-    chunks: int = 0  #: writes posted
-    under_way: int = 0  #: of these, not terminal yet
-    busy_s: float = 0.0  #: time with a write under way
-    since: float = 0.0  #: when the writes under way began
+    expected_since_s: float
+    state: SendingState = SendingState.WAITING
+    offer: OfferMessage | None = None
+    waiting_pushes: list[PushTiles] = field(default_factory=list)  #: Until the offer is there.
+    chunk_count: int = 0  #: Writes that were posted.
+    writes_under_way: int = 0  #: Posted writes that have not ended.
+    busy_s: float = 0.0  #: Seconds in which at least one write was under way, until the last gap.
+    busy_since_s: float = 0.0  #: When the writes that are under way began.
     finish: FinishTilePush | None = None
-    finished: float = 0.0
-    reason: str = ""
-    stop: bool = False  #: the sink waits for Drained, not for Void
+    finish_requested_s: float = 0.0
+    reason: str = ""  #: Why the ticket is closing, if it is.
+    stop_requested: bool = False  #: True if the receiver waits for `StoppedMessage`.
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyOffer:
+    """An offer that came before `ExpectTileOffer`."""
+
+    peer: str
+    message: OfferMessage
 
 
 class TicketSender:
-    """Prefill side of all tickets of one worker."""
+    """The sending end of all tickets of one rank."""
 
-    def __init__(self, limits: TicketTimeouts | None = None) -> None:
-        self.limits = limits or TicketTimeouts()
+    def __init__(self, timeouts: TicketTimeouts | None = None) -> None:
+        self.timeouts = timeouts or TicketTimeouts()
         self.tickets: dict[str, SendingTicket] = {}
-        self.early: OrderedDict[str, tuple[str, m.OfferMessage]] = OrderedDict()  #: before Expect
-        self.over: OrderedDict[str, m.AnyMessage | None] = (
-            OrderedDict()
-        )  #: ticket_id -> its Final, or None
+        self.early_offers: OrderedDict[str, EarlyOffer] = OrderedDict()  #: By ticket id.
+        #: The last message of each ended ticket, by ticket id; None where it was `StoppedMessage`.
+        self.ended_tickets: OrderedDict[str, FinishMessage | FailedMessage | None] = OrderedDict()
 
-    def handle(self, event: object, now: float) -> list:
+    def handle(self, event: SenderEvent, now: float) -> list[SenderAction]:
         match event:
             case ExpectTileOffer(ticket_id, peer):
                 return self._expect(ticket_id, peer, now)
-            case PushTiles(ticket_id) | FinishTilePush(ticket_id):
-                ticket = self.tickets.get(ticket_id)
-                if ticket is None or ticket.state == "CLOSING":
-                    return []
-                if isinstance(event, PushTiles):
-                    ticket.held.append(event)
-                else:
-                    ticket.finish, ticket.finished = event, now
-                return self._advance(ticket_id, ticket, now)
+            case PushTiles() | FinishTilePush():
+                return self._push(event, now)
             case CancelTicket(ticket_id, reason):
-                return self._closing(ticket_id, reason)
+                ticket = self.tickets.get(ticket_id)
+                return self._close(ticket, reason) if ticket else []
             case WriteEnded(ticket_id, ok, reason):
-                return self._written(ticket_id, ok, reason, now)
+                return self._write_ended(self.tickets[ticket_id], ok, reason, now)
             case MessageReceived(peer, message):
-                return self._noted(peer, message, now)
+                return self._receive(peer, message, now)
             case PeerWentDown(peer):
-                for ticket_id in [x for x, (of, _) in self.early.items() if of == peer]:
-                    del self.early[ticket_id]  # its tiles are not reserved any more
-                mine = [x for x, t in self.tickets.items() if t.peer == peer]
-                return [a for ticket_id in mine for a in self._closing(ticket_id, "peer_lost")]
-            case TicketTick():
-                late = [
-                    ticket_id
-                    for ticket_id, ticket in self.tickets.items()
-                    if ticket.state == "WAITING" and now - ticket.opened > self.limits.offer_s
-                ]
-                return [a for ticket_id in late for a in self._closing(ticket_id, "no_offer")]
+                return self._lose_peer(peer)
             case PeerFenced():
                 return []
-        raise AssertionError(event)
+            case TicketTick():
+                return self._check_timeouts(now)
+            case _:
+                assert_never(event)
 
-    def _expect(self, ticket_id: str, peer: str, now: float) -> list:
+    def _expect(self, ticket_id: str, peer: str, now: float) -> list[SenderAction]:
         assert ticket_id not in self.tickets, ticket_id
-        if ticket_id in self.over:
-            return [PushEnded(ticket_id, False, "aborted")]
-        self.tickets[ticket_id] = SendingTicket(peer, now)
-        early = self.early.pop(ticket_id, None)
-        return self._noted(*early, now) if early else []
+        if ticket_id in self.ended_tickets:
+            return [PushEnded(ticket_id, ok=False, reason="aborted")]
+        self.tickets[ticket_id] = SendingTicket(ticket_id, peer, now)
+        early = self.early_offers.pop(ticket_id, None)
+        return self._receive(early.peer, early.message, now) if early else []
 
-    def _noted(self, peer: str, message: m.AnyMessage, now: float) -> list:
-        ticket_id = message.ticket_id
-        ticket = self.tickets.get(ticket_id)
-        match message:
-            case m.OfferMessage():
-                if ticket is None and ticket_id not in self.over:
-                    known = ticket_id in self.early
-                    _remember(self.early, ticket_id, (peer, message), self.limits.remember)
-                    return [] if known else self._asked(ticket_id)
-                if ticket and ticket.state == "WAITING" and ticket.peer == peer:
-                    ticket.state, ticket.offer = "OPEN", message
-                    return self._advance(ticket_id, ticket, now)
-            case m.StopMessage():
-                self.early.pop(ticket_id, None)
-                if ticket is None:
-                    self._end(ticket_id, None)
-                    return [SendMessage(peer, m.StoppedMessage(ticket_id))]
-                ticket.stop = True
-                return self._closing(ticket_id, "aborted")
-            case m.QueryMessage(_, begun):
-                offered = ticket.state != "WAITING" if ticket else ticket_id in self.early
-                answer = (
-                    m.ProgressMessage(ticket_id)
-                    if offered
-                    else self.over.get(ticket_id) or m.UnknownTicketMessage(ticket_id, begun)
-                )
-                return [SendMessage(peer, answer), *self._asked(ticket_id)]
-        return []
-
-    def _asked(self, ticket_id: str) -> list:
-        """An early offer that asks for a prefix. Again at every query: at first nobody here may
-        have known the peer."""
-        peer, offer = self.early.get(ticket_id, (None, None))
-        return (
-            [PrefixRequested(ticket_id, peer, tuple(offer.hashes))]
-            if peer and offer and offer.hashes
-            else []
-        )
-
-    def _written(self, ticket_id: str, ok: bool, reason: str, now: float) -> list:
-        ticket = self.tickets[ticket_id]
-        ticket.under_way -= 1
-        assert ticket.under_way >= 0, ticket_id
-        if not ticket.under_way:
-            ticket.busy_s += now - ticket.since
-        return self._advance(ticket_id, ticket, now) if ok else self._closing(ticket_id, reason)
-
-    def _advance(self, ticket_id: str, ticket: SendingTicket, now: float) -> list:
-        """Posts what may be posted, ends what is complete."""
-        if ticket.state == "CLOSING":
-            return self._drained(ticket_id, ticket)
-        if ticket.state != "OPEN":
+    def _push(self, event: PushTiles | FinishTilePush, now: float) -> list[SenderAction]:
+        ticket = self.tickets.get(event.ticket_id)
+        if ticket is None or ticket.state is SendingState.CLOSING:
             return []
-        assert ticket.offer is not None
-        actions: list = []
-        for push in ticket.held:
-            post = self._post(ticket_id, ticket, ticket.offer, push)
-            if post is None:
-                return [*actions, *self._closing(ticket_id, "offer_too_small")]
-            if not post.source_tiles:
-                continue  # the sink holds all of it
-            actions.append(post)
-            if not ticket.under_way:
-                ticket.since = now
-            ticket.chunks += 1
-            ticket.under_way += 1
-        ticket.held.clear()
-        if ticket.finish is not None and ticket.under_way == 0:
-            actions += self._finished(ticket_id, ticket, ticket.finish, now)
-        return actions
+        if isinstance(event, PushTiles):
+            ticket.waiting_pushes.append(event)
+        else:
+            ticket.finish = event
+            ticket.finish_requested_s = now
+        return self._advance(ticket, now)
 
-    def _post(
-        self, ticket_id: str, ticket: SendingTicket, offer: m.OfferMessage, push: PushTiles
-    ) -> WriteTiles | None:
-        """What is left to write of a push; None if the offer has no place for it."""
-        skip = max(0, offer.first_tile - push.first_tile)
-        first, source = push.first_tile + skip, push.tiles[skip:]
-        start = first - offer.first_tile
-        target = offer.tiles[start : start + len(source)] if source else []
-        if len(target) != len(source):
-            return None
-        generation = offer.generation
-        place = push.piece, push.pieces
-        return WriteTiles(
-            ticket_id, ticket.peer, generation, ticket.chunks, first, source, target, *place
-        )
+    def _lose_peer(self, peer: str) -> list[SenderAction]:
+        for ticket_id, early in list(self.early_offers.items()):
+            if early.peer == peer:
+                del self.early_offers[ticket_id]  # its tiles are not reserved any more
+        tickets = [ticket for ticket in self.tickets.values() if ticket.peer == peer]
+        return _joined(self._close(ticket, "peer_lost") for ticket in tickets)
 
-    def _finished(
-        self, ticket_id: str, ticket: SendingTicket, finish: FinishTilePush, now: float
-    ) -> list:
-        assert ticket.offer is not None
-        exposed = now - ticket.finished if ticket.chunks else 0.0
-        times = ticket.busy_s, exposed
-        generation, chunks = ticket.offer.generation, ticket.chunks
-        final = m.FinishMessage(ticket_id, generation, chunks, finish.tiles, finish.meta, *times)
-        self._end(ticket_id, final)
-        return [SendMessage(ticket.peer, final), PushEnded(ticket_id, True)]
+    def _check_timeouts(self, now: float) -> list[SenderAction]:
+        overdue = [
+            ticket
+            for ticket in self.tickets.values()
+            if ticket.state is SendingState.WAITING
+            and now - ticket.expected_since_s > self.timeouts.offer_s
+        ]
+        return _joined(self._close(ticket, "no_offer") for ticket in overdue)
 
-    def _closing(self, ticket_id: str, reason: str) -> list:
+    def _receive(self, peer: str, message: AnyMessage, now: float) -> list[SenderAction]:
+        match message:
+            case OfferMessage():
+                return self._receive_offer(peer, message, now)
+            case StopMessage():
+                return self._receive_stop(peer, message.ticket_id)
+            case QueryMessage():
+                answer = SendMessage(peer, self._state_of(message))
+                return [answer, *self._request_prefix(message.ticket_id)]
+            case ChunkMessage() | FinishMessage() | FailedMessage() | StoppedMessage():
+                return []  # for the receiver of this rank
+            case ProgressMessage() | UnknownTicketMessage() | GreetMessage():
+                return []
+            case _:
+                assert_never(message)
+
+    def _receive_offer(self, peer: str, offer: OfferMessage, now: float) -> list[SenderAction]:
+        ticket_id = offer.ticket_id
+        ticket = self.tickets.get(ticket_id)
+        if ticket is not None:
+            if ticket.state is not SendingState.WAITING or ticket.peer != peer:
+                return []
+            ticket.state = SendingState.OPEN
+            ticket.offer = offer
+            return self._advance(ticket, now)
+        if ticket_id in self.ended_tickets:
+            return []
+        repeated = ticket_id in self.early_offers
+        self._remember(self.early_offers, ticket_id, EarlyOffer(peer, offer))
+        return [] if repeated else self._request_prefix(ticket_id)
+
+    def _receive_stop(self, peer: str, ticket_id: str) -> list[SenderAction]:
+        self.early_offers.pop(ticket_id, None)
         ticket = self.tickets.get(ticket_id)
         if ticket is None:
-            return []
-        if ticket.state != "CLOSING":
-            ticket.state, ticket.reason = "CLOSING", reason
-            ticket.held.clear()
-        return self._drained(ticket_id, ticket)
+            self._end(ticket_id, None)
+            return [SendMessage(peer, StoppedMessage(ticket_id))]
+        ticket.stop_requested = True
+        return self._close(ticket, "aborted")
 
-    def _drained(self, ticket_id: str, ticket: SendingTicket) -> list:
-        if ticket.under_way:
-            return []
-        void = m.FailedMessage(ticket_id, ticket.reason)
-        self._end(ticket_id, None if ticket.stop else void)
-        message = m.StoppedMessage(ticket_id) if ticket.stop else void
-        return [SendMessage(ticket.peer, message), PushEnded(ticket_id, False, ticket.reason)]
+    def _state_of(self, query: QueryMessage) -> AnyMessage:
+        """The answer to a query: progress, the last message of an ended ticket, or unknown."""
+        ticket = self.tickets.get(query.ticket_id)
+        if ticket is not None:
+            offered = ticket.state is not SendingState.WAITING
+        else:
+            offered = query.ticket_id in self.early_offers
+        if offered:
+            return ProgressMessage(query.ticket_id)
+        last_message = self.ended_tickets.get(query.ticket_id)
+        return last_message or UnknownTicketMessage(query.ticket_id, begun=query.begun)
 
-    def _end(self, ticket_id: str, answer: m.AnyMessage | None) -> None:
+    def _request_prefix(self, ticket_id: str) -> list[SenderAction]:
+        """Passes an early offer on that asks for a prefix.
+
+        Each query passes it on again: at first, nobody here may have known the peer.
+        """
+        early = self.early_offers.get(ticket_id)
+        if early is None or not early.message.hashes:
+            return []
+        return [PrefixRequested(ticket_id, early.peer, tuple(early.message.hashes))]
+
+    def _write_ended(
+        self, ticket: SendingTicket, ok: bool, reason: str, now: float
+    ) -> list[SenderAction]:
+        ticket.writes_under_way -= 1
+        assert ticket.writes_under_way >= 0, ticket.ticket_id
+        if not ticket.writes_under_way:
+            ticket.busy_s += now - ticket.busy_since_s
+        return self._advance(ticket, now) if ok else self._close(ticket, reason)
+
+    def _advance(self, ticket: SendingTicket, now: float) -> list[SenderAction]:
+        """Writes what may be written, and ends the ticket if it is complete."""
+        if ticket.state is SendingState.CLOSING:
+            return self._end_if_drained(ticket)
+        if ticket.state is SendingState.WAITING:
+            return []
+        assert ticket.offer is not None
+        actions: list[SenderAction] = []
+        for push in ticket.waiting_pushes:
+            write = self._write_of(ticket, ticket.offer, push)
+            if write is None:
+                return [*actions, *self._close(ticket, "offer_too_small")]
+            if not write.source_tiles:
+                continue  # the receiver holds all of these tiles
+            actions.append(write)
+            if not ticket.writes_under_way:
+                ticket.busy_since_s = now
+            ticket.chunk_count += 1
+            ticket.writes_under_way += 1
+        ticket.waiting_pushes.clear()
+        if ticket.finish is not None and not ticket.writes_under_way:
+            actions += self._finish(ticket, ticket.offer, ticket.finish, now)
+        return actions
+
+    def _write_of(
+        self, ticket: SendingTicket, offer: OfferMessage, push: PushTiles
+    ) -> WriteTiles | None:
+        """The part of a push that the receiver lacks; None if the offer has no room for it."""
+        held = max(0, offer.first_tile - push.first_tile)
+        first_tile = push.first_tile + held
+        source_tiles = push.tiles[held:]
+        start = first_tile - offer.first_tile
+        target_tiles: list[int] = []
+        if source_tiles:  # else `start` may be behind the offer's end
+            target_tiles = offer.tiles[start : start + len(source_tiles)]
+        if len(target_tiles) != len(source_tiles):
+            return None
+        return WriteTiles(
+            ticket.ticket_id,
+            ticket.peer,
+            generation=offer.generation,
+            chunk_number=ticket.chunk_count,
+            first_tile=first_tile,
+            source_tiles=source_tiles,
+            target_tiles=target_tiles,
+            piece=push.piece,
+            pieces=push.pieces,
+        )
+
+    def _finish(
+        self, ticket: SendingTicket, offer: OfferMessage, finish: FinishTilePush, now: float
+    ) -> list[SenderAction]:
+        exposed_s = now - ticket.finish_requested_s if ticket.chunk_count else 0.0
+        message = FinishMessage(
+            ticket.ticket_id,
+            offer.generation,
+            ticket.chunk_count,
+            finish.tiles,
+            meta=finish.meta,
+            busy_s=ticket.busy_s,
+            exposed_s=exposed_s,
+        )
+        self._end(ticket.ticket_id, message)
+        return [SendMessage(ticket.peer, message), PushEnded(ticket.ticket_id, ok=True)]
+
+    def _close(self, ticket: SendingTicket, reason: str) -> list[SenderAction]:
+        """Writes no more; the ticket ends when no write is under way."""
+        if ticket.state is not SendingState.CLOSING:
+            ticket.state = SendingState.CLOSING
+            ticket.reason = reason
+            ticket.waiting_pushes.clear()
+        return self._end_if_drained(ticket)
+
+    def _end_if_drained(self, ticket: SendingTicket) -> list[SenderAction]:
+        if ticket.writes_under_way:
+            return []
+        ticket_id = ticket.ticket_id
+        message: StoppedMessage | FailedMessage
+        if ticket.stop_requested:
+            message = StoppedMessage(ticket_id)
+            self._end(ticket_id, None)
+        else:
+            message = FailedMessage(ticket_id, ticket.reason)
+            self._end(ticket_id, message)
+        ended = PushEnded(ticket_id, ok=False, reason=ticket.reason)
+        return [SendMessage(ticket.peer, message), ended]
+
+    def _end(self, ticket_id: str, last_message: FinishMessage | FailedMessage | None) -> None:
         self.tickets.pop(ticket_id, None)
-        _remember(self.over, ticket_id, answer, self.limits.remember)
+        self._remember(self.ended_tickets, ticket_id, last_message)
+
+    def _remember(self, history: OrderedDict[str, Value], ticket_id: str, value: Value) -> None:
+        """Puts the newest entry last, and forgets the oldest beyond the limit."""
+        history[ticket_id] = value
+        history.move_to_end(ticket_id)
+        while len(history) > self.timeouts.history_limit:
+            history.popitem(last=False)
 
 
-def _remember(table: OrderedDict, key: str, value: object, most: int) -> None:
-    table[key] = value
-    table.move_to_end(key)
-    while len(table) > most:
-        table.popitem(last=False)
+def _joined(action_lists: Iterable[list[Action]]) -> list[Action]:
+    return [action for actions in action_lists for action in actions]

@@ -1,13 +1,14 @@
 """What carries blocks and notes between two agents: the interface that every transport fulfils.
 
-A transport is owned by one thread. `conformance.py` is the suite that each one passes.
+An agent is one rank of one worker. One thread owns a transport; `conformance.py` is the suite that
+each transport passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -18,56 +19,57 @@ from .layout import KVLayout
 class PeerCard(msgspec.Struct, frozen=True):
     """What one rank of a worker publishes so that others can reach its pool."""
 
-    agent: str  #: worker id + incarnation + rank: never used twice
-    transport: str
-    compatibility: bytes  #: model, numbers and format; another value is refused before any byte
-    address: bytes  #: the transport's own contact data
-    base: int  #: address of byte 0 of the pool in the owner's process
-    size: int  #: bytes
-    layout: KVLayout  #: how the pool's bytes are KV blocks; transports do not look at it
+    agent: str  #: Worker id, incarnation and rank; a name is never used twice.
+    transport: str  #: The transport's name; a peer with another one is refused.
+    compatibility: bytes  #: Model, numbers and format; a peer with another value is refused.
+    address: bytes  #: The transport's own contact data.
+    base: int  #: Address of byte 0 of the pool in the owner's process.
+    size: int  #: Bytes of the pool.
+    layout: KVLayout  #: How the pool's bytes are KV blocks; transports do not look at it.
     rank: int = 0
-    ranks: int = 1
+    ranks: int = 1  #: How many ranks the worker has.
 
 
 class Pool(Protocol):
     """The registered memory of one rank."""
 
-    base: int
-    size: int
-    view: memoryview  #: its bytes; of memory that the CPU cannot read, empty
-    memory: str  #: DRAM | VRAM
-    device: int  #: number of the GPU, 0 for DRAM
-    fd: int | None  #: file of shared memory behind it, if any; byte 0 of the pool is byte 0 of it
+    base: int  #: Address of byte 0 in this process.
+    size: int  #: In bytes.
+    view: memoryview  #: Its bytes; empty where the CPU cannot read the memory.
+    memory: str  #: DRAM or VRAM.
+    device: int  #: The number of the GPU; 0 for DRAM.
+    fd: int | None  #: The file of shared memory behind it, if any; byte 0 of both is the same.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """What one write copies: unit `source[i]` of my pool to unit `target[i]` of the peer's.
+    """What one write copies: unit `source_units[i]` of the own pool to `target_units[i]` of the
+    peer's.
 
-    Unit k of a pool begins at byte `k * unit`. Both arrays are int32 [n]; runs that are contiguous
-    on both sides may travel as one.
+    Unit k of a pool begins at byte `k * unit_bytes`. Both arrays are int32 [n]; runs that are
+    contiguous on both sides may travel as one.
     """
 
-    unit: int  #: bytes
-    source: np.ndarray
-    target: np.ndarray
+    unit_bytes: int
+    source_units: np.ndarray
+    target_units: np.ndarray
 
     @property
     def bytes(self) -> int:
-        return self.unit * len(self.source)
+        return self.unit_bytes * len(self.source_units)
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
-    """A notification from a peer, delivered once, after the data it was sent with."""
+class NotificationReceived:
+    """A note from a peer, delivered once, after the data that it was sent with."""
 
     peer: str
     data: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Wrote:
-    """A posted write is terminal: `ok`, and its source may be reused either way."""
+class PostedWriteEnded:
+    """A posted write has ended, well or not: its source may be reused."""
 
     handle: int
     ok: bool
@@ -75,50 +77,67 @@ class Wrote:
 
 
 @dataclass(frozen=True, slots=True)
-class Down:
+class PeerDisconnected:
     """The peer's end is closed. Its last writes may still be on the way until `fenced`."""
 
     peer: str
 
 
-Event = Note | Wrote | Down
+TransportEvent: TypeAlias = NotificationReceived | PostedWriteEnded | PeerDisconnected
 
-Admit = Callable[[str, bytes], bool]  #: (peer, note) -> may the data that comes with it be stored
+#: `(peer, note)` -> whether the data that comes with the note may be stored.
+AdmitData: TypeAlias = Callable[[str, bytes], bool]
 
 
 class Transport(Protocol):
-    """Moves blocks between registered pools. Not thread safe: one thread owns it.
+    """Moves blocks between registered pools.
 
-    `add_peer` is idempotent; `remove_peer` forgets the peer, tells no `Down`, and the peer may be
-    added again. `write` copies `spans` and delivers `note` after the data; it returns a handle
-    whose one `Wrote` comes from `poll`. `notify` and `write` raise `PeerLost`. There is no cancel:
-    after a write was posted its source may be reused only when it is terminal. `fenced(peer)` says
-    that no write of a peer that went down can land any more. No call blocks.
+    It is not thread safe: one thread owns it, and no call blocks. `notify` and `write` raise
+    `PeerLost`. There is no cancel: after a write was posted, its source may be reused only when
+    the write has completed.
     """
 
     name: str
-    refuses_late: bool  #: data is stored only if the receiver's `Admit` says so, while it comes in
+    refuses_late: bool  #: True if data is stored only while `AdmitData` says so, as it comes in.
 
     @property
     def moving(self) -> bool:
-        """Bytes were on their way at the last `poll`, as far as this end can tell."""
+        """True if bytes were on their way at the last `poll`, as far as this end can tell."""
         ...
 
-    def address(self) -> bytes: ...
+    def address(self) -> bytes:
+        """The contact data that goes into this end's `PeerCard`."""
+        ...
 
-    def add_peer(self, card: PeerCard) -> None: ...
+    def add_peer(self, card: PeerCard) -> None:
+        """Makes a peer reachable; a second call for the same peer changes nothing."""
+        ...
 
-    def remove_peer(self, peer: str) -> None: ...
+    def remove_peer(self, peer: str) -> None:
+        """Forgets a peer, without a `PeerDown`. The peer may be added again."""
+        ...
 
-    def write(self, peer: str, spans: Spans, note: bytes) -> int: ...
+    def write(self, peer: str, spans: Spans, note: bytes) -> int:
+        """Posts a copy of `spans`, and of `note` behind the data.
 
-    def notify(self, peer: str, note: bytes) -> None: ...
+        Returns a handle; `poll` returns exactly one `WriteCompleted` for it.
+        """
+        ...
 
-    def poll(self) -> list[Event]: ...
+    def notify(self, peer: str, note: bytes) -> None:
+        """Sends a note without data."""
+        ...
 
-    def fenced(self, peer: str) -> bool: ...
+    def poll(self) -> list[TransportEvent]:
+        """Returns what has happened since the last call, in order."""
+        ...
 
-    def bury(self, peer: str) -> None:
-        """The cluster knows that the peer's process is gone: what some fences wait for."""
+    def fenced(self, peer: str) -> bool:
+        """Whether no write of a peer that went down can land any more."""
+        ...
+
+    def mark_process_dead(self, peer: str) -> None:
+        """Takes note that the cluster knows the peer's process to be gone: some fences wait for
+        this."""
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The prefill role: prompts in, KV and first tokens out."""
+"""The prefill role turns prompts into KV on a decode worker, and into first tokens."""
 
 from .role import PrefillRole
 

@@ -1,150 +1,185 @@
 """The prefill role (pure): turns prompts into KV on another worker and a first token.
 
-Life of a job:
-    Prefill frame -> the prefix may come from tiers or a peer (`Prefixes`), then the engine computes
-                     chunk by chunk; the ticket expects the decode worker's offer
-    layers done   -> its blocks are pushed, a group of layers at a time, while it computes the next
-    first token   -> emitted to the gateway at once, ticket finished
-    ticket closed -> no write is under way: blocks given back, job over
-An abort, or an error of the engine, cancels the ticket first: blocks are given back only when no
-write reads them any more.
+Life of an attempt:
+    COMPUTING  `submit` expects the decode worker's offer, and fetches the prefix from tiers or a
+               peer (`PrefixExchange`); then the engine computes chunk by chunk. Blocks are pushed,
+               a piece of the layers at a time, while the next layers are computed. Each answer's
+               first token goes to the gateway at once.
+    SENDING    Every answer has its first token: the ticket is finished with these tokens.
+    CLOSING    Cancelled, failed in the engine, or nothing to send since every answer ended with
+               its first token: the ticket is cancelled. The gateway hears no more of the attempt.
+`PushEnded` ends the attempt from every state: no write is under way, so its blocks are released.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeAlias, assert_never
 
 import msgspec
 
-from ..engine import commands
-from ..engine.prefixes import Prefixes
-from ..engine.sequence import BlocksFilled, Sequence, SequenceOutput, tokens_frame
-from ..kv_transfer import commands as transfer
-from ..kv_transfer import tickets
+from ..engine.commands import BlocksLoaded, BlocksReserved, PrefixStaged, ReleaseSequence
+from ..engine.prefixes import PrefixAction, PrefixExchange, is_prefix_ticket
+from ..engine.roles import RoleEvent, error_frame, failure_frame, sequence_of
+from ..engine.sequence import BlocksFilled, SequenceOutput, tokens_frame
+from ..kv_transfer.commands import (
+    BlocksArrived,
+    BlocksFreed,
+    CancelTransfer,
+    ExpectOffer,
+    FinishPush,
+    PrefixRequested,
+    PushBlocks,
+    PushEnded,
+    TransferFailed,
+)
 from ..kv_transfer.identity import ticket_id_of
 from ..kv_transfer.messages import FirstTokens
-from ..protos.frames import (
-    HANDOVER,
-    AttemptFailed,
-    AttemptKey,
-    CancelAttempt,
-    DeliverFrame,
-    StartPrefill,
-)
+from ..protos.frames import HANDOVER, AttemptKey, CancelAttempt, DeliverFrame, StartPrefill
+
+PrefillAction: TypeAlias = PrefixAction | DeliverFrame
+
+
+class PrefillState(StrEnum):
+    COMPUTING = "computing"
+    SENDING = "sending"
+    CLOSING = "closing"
 
 
 @dataclass(slots=True)
-class Job:
+class PrefillAttempt:
+    """One attempt at a request on this worker."""
+
+    attempt_key: AttemptKey
     gateway: str
-    answers: int  #: first tokens to come
-    firsts: dict[int, SequenceOutput] = field(default_factory=dict)  #: by answer
-    quiet: bool = False  #: aborted or finished: its end is nobody's news
+    answer_count: int
+    state: PrefillState = PrefillState.COMPUTING
+    first_outputs: dict[int, SequenceOutput] = field(default_factory=dict)  #: By answer index.
 
 
 class PrefillRole:
-    """`handle` takes frames with their gateway, engine outputs and ticket outcomes."""
+    """All attempts of one prefill worker, and the prefixes that it fetches and serves."""
 
     def __init__(self, name: str, block_tokens: int) -> None:
-        self.name = name
-        self.prefixes = Prefixes(block_tokens)
-        self.jobs: dict[str, tuple[AttemptKey, Job]] = {}
+        self.name = name  #: The worker's.
+        self.prefixes = PrefixExchange(block_tokens)
+        self.attempts: dict[str, PrefillAttempt] = {}  #: By ticket id.
 
     def submit(
         self,
         gateway: str,
         frame: StartPrefill,
-        hashes: list[bytes],
-        tiers: bool = False,
-        deadline: float = 0.0,
-    ) -> list:
-        """A gateway's new attempt. A duplicate changes nothing. `tiers`: there are some.
+        block_hashes: list[bytes],
+        has_tiers: bool = False,
+        deadline_s: float = 0.0,
+    ) -> list[PrefillAction]:
+        """Begins a gateway's new attempt. A duplicate changes nothing.
 
-        `deadline`: by the clock that all of this worker's have, lower ones are computed first.
+        `has_tiers`: there are tiers below the pool. Of the prompts that wait, the one with the
+        lowest `deadline_s` is computed first; all of a worker's are by one clock.
         """
-        ticket = ticket_id_of(frame.attempt_key)
-        if ticket in self.jobs:
+        ticket_id = ticket_id_of(frame.attempt_key)
+        if ticket_id in self.attempts:
             return []
-        self.jobs[ticket] = (frame.attempt_key, Job(gateway, frame.sampling.n))
-        seq = Sequence(
-            frame.attempt_key,
-            frame.token_ids,
-            len(frame.token_ids) - frame.resumed_tokens,
-            frame.sampling,
-            hashes,
-            stop_after_first=True,
-            deadline_s=deadline,
-        )
-        expect = transfer.ExpectOffer(ticket, frame.decode_worker, len(frame.token_ids))
-        return [expect, *self.prefixes.begin(seq, frame.prefix_holder, tiers)]
+        self.attempts[ticket_id] = PrefillAttempt(frame.attempt_key, gateway, frame.sampling.n)
+        sequence = sequence_of(frame, block_hashes, deadline_s, stop_after_first=True)
+        expect = ExpectOffer(ticket_id, frame.decode_worker, tokens=len(frame.token_ids))
+        return [expect, *self.prefixes.begin_sequence(sequence, frame.prefix_holder, has_tiers)]
 
-    def handle(self, event: object) -> list:
-        if self.prefixes.owns(event):
-            return self.prefixes.handle(event)
+    def handle(self, event: RoleEvent) -> list[PrefillAction]:
         match event:
-            case BlocksFilled(key, first, blocks, piece):
-                ticket = ticket_id_of(key)
-                return (
-                    [transfer.PushBlocks(ticket, first, blocks, piece)]
-                    if ticket in self.jobs
-                    else []
-                )
+            case PrefixRequested() | PrefixStaged() | BlocksLoaded():
+                return [*self.prefixes.handle(event)]
+            case BlocksArrived() | TransferFailed() | BlocksFreed() | PushEnded() if (
+                is_prefix_ticket(event.ticket_id)
+            ):
+                return [*self.prefixes.handle(event)]
+            case BlocksFilled():
+                return self._push(event)
             case SequenceOutput():
                 return self._output(event)
-            case tickets.PushEnded(ticket, ok, reason):
-                return self._closed(ticket, ok, reason)
-            case CancelAttempt(key):
-                return self._cancel(ticket_id_of(key), "aborted")
-        raise AssertionError(event)
+            case PushEnded():
+                return self._end(event)
+            case CancelAttempt(attempt_key):
+                return self._cancel(ticket_id_of(attempt_key), "aborted")
+            case BlocksArrived() | TransferFailed() | BlocksFreed() | BlocksReserved():
+                raise AssertionError(f"no attempt of a prefill worker receives KV: {event!r}")
+            case _:
+                assert_never(event)
 
-    def hand_over(self) -> list:
-        """Jobs without all of their first tokens go elsewhere; the others' transfers end soon."""
-        actions: list = []
-        for ticket, (key, job) in list(self.jobs.items()):
-            if not job.quiet and len(job.firsts) < job.answers:
-                actions += [self._fail(job.gateway, key, HANDOVER), *self._cancel(ticket, HANDOVER)]
+    def hand_over(self) -> list[PrefillAction]:
+        """Gives up the attempts that lack a first token: they go on at another worker.
+
+        The transfers of the other attempts end soon by themselves.
+        """
+        actions: list[PrefillAction] = []
+        for ticket_id, attempt in list(self.attempts.items()):
+            if attempt.state is PrefillState.COMPUTING:
+                actions.append(self._failure(attempt, HANDOVER))
+                actions += self._cancel(ticket_id, HANDOVER)
         return actions
 
-    def gateway_gone(self, gateway: str) -> list:
-        mine = [ticket for ticket, (_, job) in self.jobs.items() if job.gateway == gateway]
-        return [action for ticket in mine for action in self._cancel(ticket, "gateway_gone")]
+    def lose_gateway(self, gateway: str) -> list[PrefillAction]:
+        """Cancels the attempts of a gateway that is lost."""
+        actions: list[PrefillAction] = []
+        for ticket_id, attempt in self.attempts.items():
+            if attempt.gateway == gateway:
+                actions += self._cancel(ticket_id, "gateway_gone")
+        return actions
 
-    def _fail(self, gateway: str, key: AttemptKey, reason: str) -> DeliverFrame:
-        return DeliverFrame(gateway, AttemptFailed(key, self.name, reason))
+    def _failure(self, attempt: PrefillAttempt, reason: str) -> DeliverFrame:
+        return failure_frame(attempt.gateway, attempt.attempt_key, self.name, reason)
 
-    def _output(self, output: SequenceOutput) -> list:
-        ticket = ticket_id_of(output.attempt_key)
-        if ticket not in self.jobs:
-            return [commands.ReleaseSequence(output.attempt_key)]
-        job = self.jobs[ticket][1]
-        if output.error is not None:
-            failed = AttemptFailed(
-                output.attempt_key, self.name, output.error, final=output.request_at_fault
-            )
-            news = [] if job.quiet else [DeliverFrame(job.gateway, failed)]
-            return [*news, *self._cancel(ticket, "failed")]
-        told = [] if job.quiet else [tokens_frame(job.gateway, output)]
-        if output.token is not None:
-            job.firsts[output.answer_index] = output
-        if len(job.firsts) < job.answers or output.token is None:
-            return told
-        firsts = [job.firsts[index] for index in range(job.answers)]
-        ended = [one.answer_index for one in firsts if one.finish_reason]
-        if len(ended) == job.answers:
-            return [*told, *self._cancel(ticket, "finished")]
-        tokens = [one.token for one in firsts if one.token]
-        return [
-            *told,
-            transfer.FinishPush(ticket, msgspec.msgpack.encode(FirstTokens(tokens, ended))),
-        ]
-
-    def _cancel(self, ticket: str, reason: str) -> list:
-        if ticket not in self.jobs:
+    def _push(self, filled: BlocksFilled) -> list[PrefillAction]:
+        ticket_id = ticket_id_of(filled.attempt_key)
+        if ticket_id not in self.attempts:
             return []
-        key, job = self.jobs[ticket]
-        job.quiet = True
-        return [*self.prefixes.forget(key), transfer.CancelTransfer(ticket, reason)]
+        return [PushBlocks(ticket_id, filled.first_block, filled.blocks, filled.piece)]
 
-    def _closed(self, ticket: str, ok: bool, reason: str) -> list:
-        key, job = self.jobs.pop(ticket)
-        failed = [] if ok or job.quiet else [self._fail(job.gateway, key, f"kv_{reason}")]
-        return [*self.prefixes.forget(key), commands.ReleaseSequence(key), *failed]
+    def _output(self, output: SequenceOutput) -> list[PrefillAction]:
+        ticket_id = ticket_id_of(output.attempt_key)
+        attempt = self.attempts.get(ticket_id)
+        if attempt is None:
+            return [ReleaseSequence(output.attempt_key)]
+        closing = attempt.state is PrefillState.CLOSING
+        if output.error is not None:
+            cancel = self._cancel(ticket_id, "failed")
+            return cancel if closing else [error_frame(attempt.gateway, self.name, output), *cancel]
+        if closing:
+            return []
+        actions: list[PrefillAction] = [tokens_frame(attempt.gateway, output)]
+        if output.token is not None:
+            attempt.first_outputs[output.answer_index] = output
+            if len(attempt.first_outputs) == attempt.answer_count:
+                actions += self._finish(ticket_id, attempt)
+        return actions
+
+    def _finish(self, ticket_id: str, attempt: PrefillAttempt) -> list[PrefillAction]:
+        """Every answer has its first token: ends the ticket with them, or cancels it if no answer
+        goes on."""
+        outputs = [attempt.first_outputs[index] for index in range(attempt.answer_count)]
+        ended_answers = [output.answer_index for output in outputs if output.finish_reason]
+        if len(ended_answers) == attempt.answer_count:
+            return self._cancel(ticket_id, "finished")
+        attempt.state = PrefillState.SENDING
+        tokens = [output.token for output in outputs if output.token]
+        meta = msgspec.msgpack.encode(FirstTokens(tokens, ended_answers))
+        return [FinishPush(ticket_id, meta)]
+
+    def _cancel(self, ticket_id: str, reason: str) -> list[PrefillAction]:
+        """Cancels an attempt's ticket, and its fetch. Blocks stay until `PushEnded`."""
+        attempt = self.attempts.get(ticket_id)
+        if attempt is None:
+            return []
+        attempt.state = PrefillState.CLOSING
+        cancel_prefix = self.prefixes.cancel(attempt.attempt_key)
+        return [*cancel_prefix, CancelTransfer(ticket_id, reason)]
+
+    def _end(self, ended: PushEnded) -> list[PrefillAction]:
+        attempt = self.attempts.pop(ended.ticket_id)
+        cancel_prefix = self.prefixes.cancel(attempt.attempt_key)
+        actions: list[PrefillAction] = [*cancel_prefix, ReleaseSequence(attempt.attempt_key)]
+        if not ended.ok and attempt.state is not PrefillState.CLOSING:
+            actions.append(self._failure(attempt, f"kv_{ended.reason}"))
+        return actions

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from ...decode_worker import DecodeRole
-from ...decode_worker.role import Over
+from ...decode_worker.role import DecodeAttemptEnded
 from ...engine.commands import (
     AddSequence,
     CachePrefix,
@@ -34,7 +34,7 @@ from ...engine.commands import (
 )
 from ...engine.engine import Engine, EngineConfig
 from ...engine.loop import EngineThread
-from ...engine.prefixes import Probed
+from ...engine.prefixes import ProbeEnded
 from ...engine.scheduler import SchedulerLimits
 from ...engine.spec import fingerprint
 from ...kv_transfer import PeerCard, diagnosis
@@ -79,7 +79,7 @@ class WorkerCore:
         self._on_observation = on_observation
         self._loop = asyncio.get_running_loop()
         self._peers: dict[str, list[PeerCard]] = {}
-        self._probe: asyncio.Future[Probed] | None = None
+        self._probe: asyncio.Future[ProbeEnded] | None = None
         self._probe_numbers = itertools.count()
 
     async def start(self, host: str, progress: LoadingProgress | None = None) -> list[PeerCard]:
@@ -136,7 +136,7 @@ class WorkerCore:
 
         No attempt may be left. Prefixes that peers fetch from here go on.
         """
-        assert not self.role.jobs, "a role with attempts cannot be left"
+        assert not self.role.attempts, "a role with attempts cannot be left"
         prefixes = self.role.prefixes
         self.role = self._make_role(role)
         self.role_name = role
@@ -190,7 +190,7 @@ class WorkerCore:
 
     def gateway_gone(self, gateway: str) -> None:
         """Cancel all attempts of a gateway whose connection has ended."""
-        self._carry_out(self.role.gateway_gone(gateway))
+        self._carry_out(self.role.lose_gateway(gateway))
 
     def observe(self) -> None:
         """Ask the engine what it has done; the answer goes to `on_observation`."""
@@ -199,7 +199,7 @@ class WorkerCore:
     @property
     def attempts(self) -> int:
         """Attempts that hold something on this worker."""
-        return len(self.role.jobs)
+        return len(self.role.attempts)
 
     @property
     def open_tickets(self) -> int:
@@ -239,9 +239,9 @@ class WorkerCore:
                 case LoadBlocks():
                     assert self.tiering, "a role without tiers loads nothing from them"
                     self.tiering.load(action)
-                case Over(attempt_key):
+                case DecodeAttemptEnded(attempt_key):
                     self.ended_attempts.append(attempt_key)
-                case Probed():
+                case ProbeEnded():
                     if self._probe and not self._probe.done():
                         self._probe.set_result(action)
                 case transfer_command:
@@ -277,21 +277,21 @@ class WorkerCore:
         attempt_key = (f"{self.name}{PROBE_MARK}{next(self._probe_numbers)}", 0)
 
         def give_up() -> None:
-            self._carry_out(self.role.prefixes.forget(attempt_key, "timeout"))
+            self._carry_out(self.role.prefixes.cancel(attempt_key, "timeout"))
 
         timer = self._loop.call_later(PROBE_LIMIT_S, give_up)
         self._probe = self._loop.create_future()
         try:
             tcp_bytes_before = await asyncio.to_thread(diagnosis.tcp_received)
             began = time.perf_counter()
-            self._carry_out(self.role.prefixes.probe(attempt_key, peer, tokens))
+            self._carry_out(self.role.prefixes.begin_probe(attempt_key, peer, tokens))
             probed = await self._probe
             wall_s = time.perf_counter() - began
             tcp_bytes_after = await asyncio.to_thread(diagnosis.tcp_received)
         finally:
             timer.cancel()
             self._probe = None
-            self._carry_out(self.role.prefixes.forget(attempt_key))
+            self._carry_out(self.role.prefixes.cancel(attempt_key))
         result = ProbeResult(
             bytes=probed.tokens * self._token_bytes,
             busy_s=probed.busy_s,
@@ -338,17 +338,19 @@ class WorkerCore:
         if not isinstance(self.role, DecodeRole):
             return []
         needs = self.engine.scheduler.needs
-        return [(*job.seq.attempt_key, needs(job.seq)) for job in self.role.jobs.values()]
+        return [
+            (*job.sequence.attempt_key, needs(job.sequence)) for job in self.role.attempts.values()
+        ]
 
     def _orphaned_blocks(self) -> int:
         """Count blocks that the engine holds for a request of which nobody here knows."""
         scheduler = self.engine.scheduler
         count = 0
         for (attempt_key, _), sequence in list(scheduler.live.items()):
-            if ticket_id_of(attempt_key) not in self.role.jobs:
+            if ticket_id_of(attempt_key) not in self.role.attempts:
                 count += len(sequence.blocks)
         for attempt_key, (blocks, _) in list(scheduler.staged.items()):
-            if not self.role.prefixes.knows(attempt_key):
+            if not self.role.prefixes.has_staged(attempt_key):
                 count += len(blocks)
         return count
 

@@ -23,8 +23,8 @@ from ...engine.ranks import Share, follow
 from ...kv_transfer import PeerCard, tickets
 from ...kv_transfer import commands as transfer_commands
 from ...kv_transfer.service import TransferService
-from ...kv_transfer.slices import End
-from ...kv_transfer.transport import Admit, Transport
+from ...kv_transfer.slices import LaneEnd
+from ...kv_transfer.transport import AdmitData, Transport
 from ...kv_transfer.transports import open_transport
 
 START_LIMIT_S = 60.0
@@ -161,13 +161,13 @@ def serve(model: Model, share: Share, control: socket.socket) -> None:
         return  # the leader ended first
     pool = model.kv
 
-    def open_own_transport(admit: Admit) -> Transport:
+    def open_own_transport(admit: AdmitData) -> Transport:
         return open_transport(setup.transport, setup.agent, pool, admit, setup.host)
 
     service = TransferService(
         setup.agent,
         pool,
-        End(pool.layout, share.rank, share.size),
+        LaneEnd(pool.layout, share.rank, share.size),
         setup.compatibility,
         open_own_transport,
         channel.send,

@@ -15,10 +15,10 @@ from typing import Any
 
 from ...engine.engine import Engine
 from ...kv_transfer import PeerCard, tickets
-from ...kv_transfer.fan import Fan, ToRank
+from ...kv_transfer.fan import Fan, RankCommand
 from ...kv_transfer.service import TransferService
-from ...kv_transfer.slices import End
-from ...kv_transfer.transport import Admit, Transport
+from ...kv_transfer.slices import LaneEnd
+from ...kv_transfer.transport import AdmitData, Transport
 from ...kv_transfer.transports import open_transport
 from ..config import TransferSettings
 from .rank import RankSetup, RemoteService
@@ -47,7 +47,7 @@ class Transfers:
         pool = engine.kv
         ranks = 1 + len(engine.followers)
 
-        def open_own_transport(admit: Admit) -> Transport:
+        def open_own_transport(admit: AdmitData) -> Transport:
             if cores:  # this runs on the transfer thread
                 os.sched_setaffinity(0, cores)
             agent = f"{worker}:0"
@@ -56,7 +56,7 @@ class Transfers:
         own_service = TransferService(
             f"{worker}:0",
             pool,
-            End(pool.layout, 0, ranks),
+            LaneEnd(pool.layout, 0, ranks),
             engine.compatibility,
             open_own_transport,
             self._take_outcome,
@@ -90,7 +90,7 @@ class Transfers:
     def handle(self, event: Any) -> None:
         """Take a command for all ranks that have a part in a ticket, or one rank's outcome."""
         for action in self._fan.handle(event):
-            if isinstance(action, ToRank):
+            if isinstance(action, RankCommand):
                 self._services[action.rank].submit(action.command)
             else:
                 self._on_outcomes([action])

@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from ...kv_transfer import commands as c
-from ...kv_transfer.fan import Fan, ToRank
+from ...kv_transfer.fan import Fan, RankCommand
 from ...kv_transfer.service import TransferService
-from ...kv_transfer.slices import End
+from ...kv_transfer.slices import LaneEnd
 from ...kv_transfer.transports.fabric import Fabric, Link
 from ...protos.frames import Sampling
 from ..engine import Engine, EngineConfig
@@ -63,9 +63,9 @@ class Rig:
         ticket = f"{key[0]}#0"
         seq = Sequence(key, ids, len(ids), Sampling(4), stop_after_first=True)
 
-        def tell(command: object) -> None:
+        def tell(command: c.TransferCommand) -> None:
             for action in push.handle(command):
-                assert isinstance(action, ToRank)
+                assert isinstance(action, RankCommand)
                 services[SOURCE].submit(action.command)
 
         def announce(filled: list[BlocksFilled]) -> None:
@@ -95,7 +95,7 @@ class Rig:
         ends = ((SOURCE, self.engine.kv, closed), (SINK, self.target, outcomes))
         for name, pool, told in ends:
             opener = lambda admit, n=name, p=pool: fabric.open(f"{n}:0", p, admit)  # noqa: E731
-            end = End(pool.layout)
+            end = LaneEnd(pool.layout)
             same = b"bench"
             services[name] = TransferService(f"{name}:0", pool, end, same, opener, told.put)
             cards[name] = services[name].start()

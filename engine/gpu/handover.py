@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ...kv_transfer import KVLayout
-from ...kv_transfer.transport import Note, PeerCard, Spans, Wrote
+from ...kv_transfer.transport import NotificationReceived, PeerCard, PostedWriteEnded, Spans
 from ...kv_transfer.transports import open_transport
 from ..pool import KVPool
 from .memory import DevicePool
@@ -85,7 +85,9 @@ def _receive(
     _wait(device)  # its zeros are written before any byte arrives
     transport.add_peer(pipe.recv())
     pipe.send(_card(agent, transport, pool))
-    _until(transport, lambda event: isinstance(event, Note) and event.data == b"last")
+    _until(
+        transport, lambda event: isinstance(event, NotificationReceived) and event.data == b"last"
+    )
     pipe.send(bool(torch.equal(_bytes(pool)[order], expected)))
     transport.close()
 
@@ -119,7 +121,7 @@ def move(name: str, device: str, layout: KVLayout, blocks: int) -> Moved:
         for round in range(ROUNDS):
             began = time.perf_counter()
             handle = transport.write(peer.agent, spans, b"last" if round == ROUNDS - 1 else b"")
-            _until(transport, partial(eq, Wrote(handle, True)))
+            _until(transport, partial(eq, PostedWriteEnded(handle, True)))
             best = min(best, time.perf_counter() - began)
         intact = near.poll(PATIENCE_S) and near.recv()
         transport.close()

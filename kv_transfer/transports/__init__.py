@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ..errors import TransportUnavailable
-from ..transport import Admit, Pool, Transport
+from ..transport import AdmitData, Pool, Transport
 
 
 def open_transport(
-    name: str, agent: str, pool: Pool, admit: Admit, host: str, corrupt: int = 0
+    name: str, agent: str, pool: Pool, admit: AdmitData, host: str, corrupt: int = 0
 ) -> Transport:
     """Opens `nixl`, `shm`, `tcp`, or `auto`: NIXL wherever it installs, else TCP.
 
@@ -21,7 +21,7 @@ def open_transport(
     return transport
 
 
-def _open(name: str, agent: str, pool: Pool, admit: Admit, host: str) -> Transport:
+def _open(name: str, agent: str, pool: Pool, admit: AdmitData, host: str) -> Transport:
     if name in ("auto", "nixl"):
         from .nixl import NixlTransport
 

@@ -27,7 +27,16 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ..errors import PeerLost
-from ..transport import Admit, Down, Event, Note, PeerCard, Pool, Spans, Wrote
+from ..transport import (
+    AdmitData,
+    NotificationReceived,
+    PeerCard,
+    PeerDisconnected,
+    Pool,
+    PostedWriteEnded,
+    Spans,
+    TransportEvent,
+)
 from .stream import pieces
 
 
@@ -96,7 +105,7 @@ class Fabric:
         self._frozen: set[str] = set()
         self._slow: dict[str, float] = {}
 
-    def open(self, agent: str, pool: Pool, admit: Admit = lambda *_: True) -> FabricTransport:
+    def open(self, agent: str, pool: Pool, admit: AdmitData = lambda *_: True) -> FabricTransport:
         with self.lock:
             assert agent not in self._agents, f"{agent} was used before"
             self._agents[agent] = FabricTransport(self, agent, pool, admit)
@@ -227,7 +236,7 @@ class Fabric:
             return
         target = self._agents[lane.target]
         for _ in range(2 if self._rng.random() < link.duplication else 1):
-            self._send(lane, now, lambda _: target.tell(Note(lane.source, data)))
+            self._send(lane, now, lambda _: target.tell(NotificationReceived(lane.source, data)))
 
     # ---- data ------------------------------------------------------------------------------------
 
@@ -304,7 +313,7 @@ class FabricTransport:
 
     name = "fabric"
 
-    def __init__(self, fabric: Fabric, agent: str, pool: Pool, admit: Admit) -> None:
+    def __init__(self, fabric: Fabric, agent: str, pool: Pool, admit: AdmitData) -> None:
         self._fabric, self.agent, self.pool, self.admit = fabric, agent, pool, admit
         self.refuses_late = fabric.fence is Fence.REFUSE
         self.peers: set[str] = set()
@@ -313,7 +322,7 @@ class FabricTransport:
         self.hung_up: set[str] = set()  #: peers whose data is not read any more
         self.ended_at: float | None = None
         self._down: dict[str, float] = {}
-        self._events: list[Event] = []
+        self._events: list[TransportEvent] = []
         self._ids = itertools.count()
 
     def address(self) -> bytes:
@@ -360,7 +369,7 @@ class FabricTransport:
     def moving(self) -> bool:
         return bool(self.waiting)
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[TransportEvent]:
         with self._fabric.lock:
             self._fabric.advance()
             events, self._events = self._events, []
@@ -388,13 +397,13 @@ class FabricTransport:
 
     # ---- called by the fabric --------------------------------------------------------------------
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: TransportEvent) -> None:
         if self.ended_at is None:
             self._events.append(event)
 
     def complete(self, handle: int) -> None:
         if self.waiting.pop(handle, None) is not None:
-            self.tell(Wrote(handle, True))
+            self.tell(PostedWriteEnded(handle, True))
 
     def notice(self, peer: str, _: float) -> None:
         """The peer has ended: whose call is under way finds out, and who has a connection."""
@@ -412,11 +421,11 @@ class FabricTransport:
             return
         for handle in [h for h, to in self.waiting.items() if to == peer]:
             del self.waiting[handle]
-            self.tell(Wrote(handle, False, reason))
+            self.tell(PostedWriteEnded(handle, False, reason))
         if peer not in self._down:
             self._down[peer] = self._fabric.clock()
             if tell:
-                self.tell(Down(peer))
+                self.tell(PeerDisconnected(peer))
         if self._fabric.fence is Fence.REFUSE and peer not in self.hung_up:
             self.hung_up.add(peer)
             self._fabric._hang_up(peer, self.agent)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..transport import Event, PeerCard, Pool, Spans, Transport
+from ..transport import PeerCard, Pool, Spans, Transport, TransportEvent
 
 
 class FaultyTransport:
@@ -33,9 +33,9 @@ class FaultyTransport:
     def write(self, peer: str, spans: Spans, note: bytes) -> int:
         if self.corrupt > 0:
             self.corrupt -= 1
-            source = spans.source.copy()
-            source[0] = self._other(int(source[0]), spans.unit)
-            spans = Spans(spans.unit, source, spans.target)
+            source = spans.source_units.copy()
+            source[0] = self._other(int(source[0]), spans.unit_bytes)
+            spans = Spans(spans.unit_bytes, source, spans.target_units)
         return self.inner.write(peer, spans, note)
 
     def _other(self, index: int, unit: int) -> int:
@@ -50,7 +50,7 @@ class FaultyTransport:
     def notify(self, peer: str, note: bytes) -> None:
         self.inner.notify(peer, note)
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[TransportEvent]:
         return self.inner.poll()
 
     def fenced(self, peer: str) -> bool:

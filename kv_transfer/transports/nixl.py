@@ -16,7 +16,15 @@ import msgspec
 import numpy as np
 
 from ..errors import PeerLost, TransportUnavailable
-from ..transport import Down, Event, Note, PeerCard, Pool, Spans, Wrote
+from ..transport import (
+    NotificationReceived,
+    PeerCard,
+    PeerDisconnected,
+    Pool,
+    PostedWriteEnded,
+    Spans,
+    TransportEvent,
+)
 from .process import Watch, here
 
 GRACE_S = 1.0  #: a dead peer's bytes in our own socket buffers are applied within this
@@ -91,7 +99,7 @@ class NixlTransport:
         self._mine = Region(self._agent, "NIXL_INIT_AGENT", pool.base, pool.size, self._contact)
         self._peers: dict[str, Peer] = {}
         self._writes: dict[int, tuple[str, Any]] = {}  #: handle -> (peer, NIXL transfer)
-        self._events: list[Event] = []
+        self._events: list[TransportEvent] = []
         self._ids = itertools.count()
 
     def address(self) -> bytes:
@@ -120,10 +128,10 @@ class NixlTransport:
         try:
             transfer = self._agent.make_prepped_xfer(
                 operation,
-                self._mine.units(spans.unit),
-                np.ascontiguousarray(spans.source, np.int32),
-                region.units(spans.unit),
-                np.ascontiguousarray(spans.target, np.int32),
+                self._mine.units(spans.unit_bytes),
+                np.ascontiguousarray(spans.source_units, np.int32),
+                region.units(spans.unit_bytes),
+                np.ascontiguousarray(spans.target_units, np.int32),
                 note,
             )
             state = self._agent.transfer(transfer)
@@ -134,7 +142,7 @@ class NixlTransport:
             raise PeerLost(f"{peer}: {type(error).__name__}") from error
         if state == "DONE":
             self._agent.release_xfer_handle(transfer)
-            self._events.append(Wrote(handle, True))
+            self._events.append(PostedWriteEnded(handle, True))
         else:
             self._writes[handle] = (peer, transfer)
         return handle
@@ -157,13 +165,13 @@ class NixlTransport:
         known = self._peers.get(peer)
         if known is not None and known.down_at is None:
             known.down_at = time.monotonic()
-            self._events.append(Down(peer))
+            self._events.append(PeerDisconnected(peer))
 
     @property
     def moving(self) -> bool:
         return bool(self._writes)
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[TransportEvent]:
         for handle, (peer, transfer) in list(self._writes.items()):
             ok, reason = True, ""
             try:
@@ -174,9 +182,9 @@ class NixlTransport:
                 self._lost(peer)
             del self._writes[handle]
             self._agent.release_xfer_handle(transfer)
-            self._events.append(Wrote(handle, ok, reason))
+            self._events.append(PostedWriteEnded(handle, ok, reason))
         for peer, notes in self._agent.get_new_notifs().items():
-            self._events += [Note(peer, data) for data in notes]
+            self._events += [NotificationReceived(peer, data) for data in notes]
         events, self._events = self._events, []
         return events
 

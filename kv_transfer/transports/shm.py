@@ -123,7 +123,7 @@ class ShmTransport(Streams):
 
     def write(self, peer: str, spans: Spans, note: bytes) -> int:
         out, handle = self._dial(peer), next(self._ids)
-        size = len(note) + spans.source.nbytes + spans.target.nbytes
+        size = len(note) + spans.source_units.nbytes + spans.target_units.nbytes
         self._queue(out, size, self._frame(peer, spans, note, handle))
         self._owner[handle] = peer
         self._flush(out)

@@ -21,7 +21,14 @@ from collections.abc import Generator, Iterator
 import numpy as np
 
 from ..errors import PeerLost
-from ..transport import Down, Event, Note, PeerCard, Spans, Wrote
+from ..transport import (
+    NotificationReceived,
+    PeerCard,
+    PeerDisconnected,
+    PostedWriteEnded,
+    Spans,
+    TransportEvent,
+)
 
 HEADER = struct.Struct("<BIII")  #: kind, bytes of note, bytes of a unit, number of runs
 NAME, NOTE, WRITE = 0, 1, 2
@@ -45,13 +52,13 @@ def pieces(spans: Spans, most: int) -> np.ndarray:
 
     Runs of more than `most` bytes are cut.
     """
-    first, count = runs(spans.source, spans.target)
-    size = count * spans.unit
+    first, count = runs(spans.source_units, spans.target_units)
+    size = count * spans.unit_bytes
     parts = -(-size // most)
     row = np.repeat(np.arange(len(first)), parts)
     at = (np.arange(len(row)) - np.repeat(np.cumsum(parts) - parts, parts)) * most
-    source = spans.source[first].astype(np.int64)[row] * spans.unit + at
-    target = spans.target[first].astype(np.int64)[row] * spans.unit + at
+    source = spans.source_units[first].astype(np.int64)[row] * spans.unit_bytes + at
+    target = spans.target_units[first].astype(np.int64)[row] * spans.unit_bytes + at
     return np.stack((source, target, np.minimum(size[row] - at, most)), axis=1)
 
 
@@ -125,7 +132,7 @@ class Incoming:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock, self.peer = sock, ""
-        self.notes: list[Note] = []
+        self.notes: list[NotificationReceived] = []
         self.resumed = False  #: set when time has passed since the last bytes
         self._parser = self._parse()
         self._want: list[memoryview] = next(self._parser)
@@ -162,7 +169,7 @@ class Incoming:
                 continue
             if kind == WRITE:
                 yield from self._data(note, unit, count)
-            self.notes.append(Note(self.peer, note))
+            self.notes.append(NotificationReceived(self.peer, note))
 
     def _data(self, note: bytes, unit: int, count: int) -> Generator[list[memoryview], int, None]:
         raise ValueError("no data travels here")
@@ -189,7 +196,7 @@ class Streams:
         self._out: dict[str, Outgoing] = {}
         self._owner: dict[int, str] = {}  #: handle -> peer of a write under way
         self._down: set[str] = set()
-        self._events: list[Event] = []
+        self._events: list[TransportEvent] = []
         self._ids = itertools.count()
         self.moving = False
 
@@ -272,7 +279,7 @@ class Streams:
             return
         for handle in done:
             del self._owner[handle]
-            self._events.append(Wrote(handle, True))
+            self._events.append(PostedWriteEnded(handle, True))
 
     def _drop(self, peer: str, reason: str, tell: bool = True) -> None:
         """Hangs up on the peer in both directions: what it still sends is never read."""
@@ -284,11 +291,11 @@ class Streams:
                 self._hang_up(each)
         for handle in [h for h, owner in self._owner.items() if owner == peer]:
             del self._owner[handle]
-            self._events.append(Wrote(handle, False, reason))
+            self._events.append(PostedWriteEnded(handle, False, reason))
         if peer not in self._down:
             self._down.add(peer)
             if tell:
-                self._events.append(Down(peer))
+                self._events.append(PeerDisconnected(peer))
 
     def _hang_up(self, end: Incoming | Outgoing) -> None:
         self._ready.unregister(end.sock)
@@ -296,7 +303,7 @@ class Streams:
 
     # ---- polling ---------------------------------------------------------------------------------
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[TransportEvent]:
         ready = self._ready.select(0)
         self.moving = bool(ready)
         for key, mask in ready:

@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator
 
 import numpy as np
 
-from ..transport import Admit, PeerCard, Pool, Spans
+from ..transport import AdmitData, PeerCard, Pool, Spans
 from .stream import WRITE, Incoming, Streams, exactly, head, runs
 
 RUNS_MAX = 1 << 20  #: in one write
@@ -23,7 +23,7 @@ _VIEWS_MAX = 64
 class Stored(Incoming):
     """Writes land straight in the pool, as long as they are admitted."""
 
-    def __init__(self, sock: socket.socket, pool: Pool, admit: Admit) -> None:
+    def __init__(self, sock: socket.socket, pool: Pool, admit: AdmitData) -> None:
         self._pool, self._admit = pool, admit
         self._scratch = memoryview(bytearray(_SCRATCH))
         super().__init__(sock)
@@ -67,7 +67,7 @@ class TcpTransport(Streams):
     name = "tcp"
     refuses_late = True
 
-    def __init__(self, agent: str, pool: Pool, admit: Admit, host: str = "127.0.0.1") -> None:
+    def __init__(self, agent: str, pool: Pool, admit: AdmitData, host: str = "127.0.0.1") -> None:
         self.pool, self.admit = pool, admit
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__(agent, socket.create_server((host, 0), family=family))
@@ -87,15 +87,15 @@ class TcpTransport(Streams):
 
     def write(self, peer: str, spans: Spans, note: bytes) -> int:
         out, handle = self._dial(peer), next(self._ids)
-        first, count = runs(spans.target)
+        first, count = runs(spans.target_units)
         assert len(first) <= RUNS_MAX, len(first)
-        table = np.stack((spans.target[first], count), axis=1).astype(np.int32)
-        frame = head(WRITE, note, spans.unit, table.tobytes())
-        first, count = runs(spans.source)
-        starts = spans.source[first].astype(np.int64) * spans.unit
-        assert starts.min() >= 0 and (starts + count * spans.unit).max() <= self.pool.size
+        table = np.stack((spans.target_units[first], count), axis=1).astype(np.int32)
+        frame = head(WRITE, note, spans.unit_bytes, table.tobytes())
+        first, count = runs(spans.source_units)
+        starts = spans.source_units[first].astype(np.int64) * spans.unit_bytes
+        assert starts.min() >= 0 and (starts + count * spans.unit_bytes).max() <= self.pool.size
         size = len(frame) + starts.nbytes + count.nbytes
-        self._queue(out, size, self._frame(frame, starts, count * spans.unit, handle))
+        self._queue(out, size, self._frame(frame, starts, count * spans.unit_bytes, handle))
         self._owner[handle] = peer
         self._flush(out)
         return handle

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from diptych.decode_worker import DecodeRole
-from diptych.decode_worker.role import Over
+from diptych.decode_worker.role import DecodeAttemptEnded
 from diptych.engine import commands
 from diptych.engine.sequence import SequenceOutput
 from diptych.kv_transfer import commands as transfer
@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 KEY = ("r", 0)
-XID = "r#0"
+TICKET_ID = "r#0"
 META = msgspec.msgpack.encode(m.FirstTokens([Token(42)]))
-GONE = [commands.ReleaseSequence(KEY), Over(KEY)]
+ENDED = [commands.ReleaseSequence(KEY), DecodeAttemptEnded(KEY)]
 BLOCKS = [3, 4, 5, 6, 7]
 
 
@@ -46,9 +46,9 @@ def failed(reason: str) -> DeliverFrame:
 
 @pytest.fixture
 def reserving() -> DecodeRole:
-    made = DecodeRole("decode/x", 64)
-    made.submit("g", decode(), [b"h1", b"h2", b"h3"])
-    return made
+    role = DecodeRole("decode/x", 64)
+    role.submit("g", decode(), [b"h1", b"h2", b"h3"])
+    return role
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def receiving(reserving: DecodeRole) -> DecodeRole:
 
 @pytest.fixture
 def running(receiving: DecodeRole) -> DecodeRole:
-    receiving.handle(transfer.BlocksArrived(XID, META, 200))
+    receiving.handle(transfer.BlocksArrived(TICKET_ID, META, 200))
     return receiving
 
 
@@ -70,8 +70,13 @@ def test_blocks_are_reserved_first() -> None:
     role = DecodeRole("decode/x", 64)
     (reserve,) = role.submit("g", decode(), [b"h1"])
     assert isinstance(reserve, commands.ReserveBlocks)
-    seq = reserve.sequence
-    assert (seq.attempt_key, seq.prompt_tokens, seq.block_hashes, seq.stop_after_first) == (
+    sequence = reserve.sequence
+    assert (
+        sequence.attempt_key,
+        sequence.prompt_tokens,
+        sequence.block_hashes,
+        sequence.stop_after_first,
+    ) == (
         KEY,
         200,
         [b"h1"],
@@ -81,27 +86,27 @@ def test_blocks_are_reserved_first() -> None:
 
 def test_the_blocks_are_offered_for_the_tokens_of_the_prompt(reserving: DecodeRole) -> None:
     opened = reserving.handle(commands.BlocksReserved(KEY, BLOCKS))
-    assert opened == [transfer.OfferBlocks(XID, "prefill/a", BLOCKS, tokens=200)]
+    assert opened == [transfer.OfferBlocks(TICKET_ID, "prefill/a", BLOCKS, tokens=200)]
 
 
 @pytest.mark.parametrize("held", [1, 3])
 def test_blocks_that_hold_the_prompts_kv_need_not_travel(reserving: DecodeRole, held: int) -> None:
     opened = reserving.handle(commands.BlocksReserved(KEY, BLOCKS, held))
-    assert opened == [transfer.OfferBlocks(XID, "prefill/a", BLOCKS, 200, held * 64)]
+    assert opened == [transfer.OfferBlocks(TICKET_ID, "prefill/a", BLOCKS, 200, held * 64)]
 
 
 def test_a_landed_sequence_decodes_from_the_first_token_on(receiving: DecodeRole) -> None:
-    commit, _ = receiving.handle(transfer.BlocksArrived(XID, META, 200))
+    commit, _ = receiving.handle(transfer.BlocksArrived(TICKET_ID, META, 200))
     assert isinstance(commit, commands.CommitBlocks)
     assert commit.sequence.token_ids == [*range(200), 42] and commit.sequence.prompt_tokens == 200
     assert (commit.other_answers, commit.first_answer_ended) == ((), False)
 
 
 def test_the_gateway_hears_how_long_the_transfer_took(receiving: DecodeRole) -> None:
-    arrived = transfer.BlocksArrived(XID, META, 200, busy_s=0.25, exposed_s=0.125)
-    commit, told = receiving.handle(arrived)
+    arrived = transfer.BlocksArrived(TICKET_ID, META, 200, busy_s=0.25, exposed_s=0.125)
+    commit, frame = receiving.handle(arrived)
     assert commit.waited_s == 0.125, "the first token was sent when the prefill ended"
-    assert told == DeliverFrame("g", PromptArrived(KEY, 200, 250.0, 125.0))
+    assert frame == DeliverFrame("g", PromptArrived(KEY, 200, 250.0, 125.0))
 
 
 def several(ended: list[int]) -> tuple[DecodeRole, commands.CommitBlocks]:
@@ -111,7 +116,7 @@ def several(ended: list[int]) -> tuple[DecodeRole, commands.CommitBlocks]:
     role.handle(commands.BlocksReserved(KEY, BLOCKS))
     handover = m.FirstTokens([Token(42), Token(43), Token(44)], ended)
     meta = msgspec.msgpack.encode(handover)
-    return role, role.handle(transfer.BlocksArrived(XID, meta, 200))[0]
+    return role, role.handle(transfer.BlocksArrived(TICKET_ID, meta, 200))[0]
 
 
 @pytest.mark.parametrize(
@@ -128,12 +133,12 @@ def test_answers_that_ended_with_their_first_token_do_not_go_on(
     )
 
 
-def test_a_job_is_over_when_its_last_answer_is() -> None:
+def test_a_attempt_is_over_when_its_last_answer_is() -> None:
     role, _ = several([1])
     last = SequenceOutput(KEY, 3, Token(9), "stop", answer_index=2)
-    assert len(role.handle(last)) == 1 and role.jobs
-    assert role.handle(output(4, "length"))[1:] == GONE
-    assert role.jobs == {}
+    assert len(role.handle(last)) == 1 and role.attempts
+    assert role.handle(output(4, "length"))[1:] == ENDED
+    assert role.attempts == {}
 
 
 def test_each_token_goes_to_its_gateway(running: DecodeRole) -> None:
@@ -142,10 +147,10 @@ def test_each_token_goes_to_its_gateway(running: DecodeRole) -> None:
 
 
 @pytest.mark.parametrize("finish", ["stop", "length"])
-def test_the_last_token_ends_the_job(running: DecodeRole, finish: str) -> None:
-    told = DeliverFrame("g", AnswerTokens(KEY, 9, [Token(59)], finish))
-    assert running.handle(output(9, finish)) == [told, *GONE]
-    assert running.jobs == {}
+def test_the_last_token_ends_the_attempt(running: DecodeRole, finish: str) -> None:
+    frame = DeliverFrame("g", AnswerTokens(KEY, 9, [Token(59)], finish))
+    assert running.handle(output(9, finish)) == [frame, *ENDED]
+    assert running.attempts == {}
 
 
 def test_a_local_prefill_is_added_and_needs_no_ticket() -> None:
@@ -153,11 +158,11 @@ def test_a_local_prefill_is_added_and_needs_no_ticket() -> None:
     (add,) = role.submit("g", decode(prefill=None), [b"h1"])
     assert isinstance(add, commands.AddSequence) and not add.sequence.stop_after_first
     assert role.handle(output(0)) == [DeliverFrame("g", AnswerTokens(KEY, 0, [Token(50)]))]
-    assert role.handle(output(1, "stop"))[1:] == GONE
+    assert role.handle(output(1, "stop"))[1:] == ENDED
 
 
 @pytest.mark.parametrize("prefill", [None, "prefill/a"])
-def test_an_error_of_the_engine_is_told_and_ends_the_job(
+def test_an_error_of_the_engine_is_reported_and_ends_the_attempt(
     prefill: str | None, request: pytest.FixtureRequest
 ) -> None:
     if prefill:
@@ -165,8 +170,8 @@ def test_an_error_of_the_engine_is_told_and_ends_the_job(
     else:
         role = DecodeRole("decode/x", 64)
         role.submit("g", decode(prefill=None), [])
-    assert role.handle(SequenceOutput(KEY, error="NaN logits")) == [failed("NaN logits"), *GONE]
-    assert role.jobs == {}
+    assert role.handle(SequenceOutput(KEY, error="NaN logits")) == [failed("NaN logits"), *ENDED]
+    assert role.attempts == {}
     assert role.handle(SequenceOutput(KEY, error="NaN logits")) == []
 
 
@@ -178,36 +183,40 @@ def test_a_chunk_without_a_token_is_no_news(running: DecodeRole) -> None:
 def test_a_duplicate_frame_changes_nothing(state: str, request: pytest.FixtureRequest) -> None:
     role = request.getfixturevalue(state)
     assert role.submit("g", decode(), []) == []
-    assert len(role.jobs) == 1
+    assert len(role.attempts) == 1
 
 
-def test_attempts_of_one_request_are_jobs_of_their_own(running: DecodeRole) -> None:
+def test_attempts_of_one_request_are_attempts_of_their_own(running: DecodeRole) -> None:
     assert len(running.submit("g", decode(("r", 1)), [])) == 1
-    assert list(running.jobs) == ["r#0", "r#1"]
+    assert list(running.attempts) == ["r#0", "r#1"]
 
 
 # ---- failures ------------------------------------------------------------------------------------
 
 
-def test_no_blocks_are_told_to_the_gateway_and_the_job_is_over(reserving: DecodeRole) -> None:
-    assert reserving.handle(commands.BlocksReserved(KEY, None)) == [failed("no_capacity"), *GONE]
-    assert reserving.jobs == {}
+def test_no_blocks_are_reported_to_the_gateway_and_the_attempt_is_over(
+    reserving: DecodeRole,
+) -> None:
+    assert reserving.handle(commands.BlocksReserved(KEY, None)) == [failed("no_capacity"), *ENDED]
+    assert reserving.attempts == {}
 
 
-def test_a_broken_transfer_is_told_once_and_its_blocks_wait_for_freed(
+def test_a_broken_transfer_is_reported_once_and_its_blocks_wait_for_freed(
     receiving: DecodeRole,
 ) -> None:
-    assert receiving.handle(tickets.TransferFailed(XID, "checksum")) == [failed("kv_checksum")]
-    assert XID in receiving.jobs, "a write may still land on its blocks"
+    assert receiving.handle(tickets.TransferFailed(TICKET_ID, "checksum")) == [
+        failed("kv_checksum")
+    ]
+    assert TICKET_ID in receiving.attempts, "a write may still land on its blocks"
     assert receiving.handle(CancelAttempt(KEY)) == []
-    assert receiving.gateway_gone("g") == []
-    assert receiving.handle(tickets.BlocksFreed(XID)) == GONE
-    assert receiving.jobs == {}
+    assert receiving.lose_gateway("g") == []
+    assert receiving.handle(tickets.BlocksFreed(TICKET_ID)) == ENDED
+    assert receiving.attempts == {}
 
 
 def test_an_answer_that_ended_with_its_first_token_is_no_failure(receiving: DecodeRole) -> None:
-    assert receiving.handle(tickets.TransferFailed(XID, "finished")) == []
-    assert receiving.handle(tickets.BlocksFreed(XID)) == GONE
+    assert receiving.handle(tickets.TransferFailed(TICKET_ID, "finished")) == []
+    assert receiving.handle(tickets.BlocksFreed(TICKET_ID)) == ENDED
 
 
 # ---- aborts --------------------------------------------------------------------------------------
@@ -215,47 +224,47 @@ def test_an_answer_that_ended_with_its_first_token_is_no_failure(receiving: Deco
 
 def test_an_abort_while_reserving_waits_for_the_engines_answer(reserving: DecodeRole) -> None:
     assert reserving.handle(CancelAttempt(KEY)) == []
-    assert reserving.handle(commands.BlocksReserved(KEY, BLOCKS)) == GONE
+    assert reserving.handle(commands.BlocksReserved(KEY, BLOCKS)) == ENDED
 
 
 def test_an_abort_while_reserving_makes_a_full_pool_no_failure(reserving: DecodeRole) -> None:
     reserving.handle(CancelAttempt(KEY))
-    assert reserving.handle(commands.BlocksReserved(KEY, None)) == GONE
+    assert reserving.handle(commands.BlocksReserved(KEY, None)) == ENDED
 
 
 def test_an_abort_while_receiving_cancels_the_ticket_and_waits_for_it(
     receiving: DecodeRole,
 ) -> None:
-    assert receiving.handle(CancelAttempt(KEY)) == [transfer.CancelTransfer(XID, "aborted")]
+    assert receiving.handle(CancelAttempt(KEY)) == [transfer.CancelTransfer(TICKET_ID, "aborted")]
     assert receiving.handle(CancelAttempt(KEY)) == []
-    assert receiving.handle(tickets.TransferFailed(XID, "aborted")) == []
-    assert receiving.handle(tickets.BlocksFreed(XID)) == GONE
+    assert receiving.handle(tickets.TransferFailed(TICKET_ID, "aborted")) == []
+    assert receiving.handle(tickets.BlocksFreed(TICKET_ID)) == ENDED
 
 
-def test_an_abort_that_crosses_the_landing_ends_the_job(receiving: DecodeRole) -> None:
+def test_an_abort_that_crosses_the_landing_ends_the_attempt(receiving: DecodeRole) -> None:
     receiving.handle(CancelAttempt(KEY))
-    assert receiving.handle(transfer.BlocksArrived(XID, META, 200)) == GONE
+    assert receiving.handle(transfer.BlocksArrived(TICKET_ID, META, 200)) == ENDED
 
 
-def test_an_abort_while_running_ends_the_job_and_silences_it(running: DecodeRole) -> None:
-    assert running.handle(CancelAttempt(KEY)) == GONE
+def test_an_abort_while_running_ends_the_attempt_and_silences_it(running: DecodeRole) -> None:
+    assert running.handle(CancelAttempt(KEY)) == ENDED
     assert running.handle(output(1)) == []
     assert running.handle(CancelAttempt(KEY)) == []
 
 
-def test_an_abort_of_an_unknown_job_changes_nothing(running: DecodeRole) -> None:
+def test_an_abort_of_an_unknown_attempt_changes_nothing(running: DecodeRole) -> None:
     assert running.handle(CancelAttempt(("other", 0))) == []
 
 
-def test_a_lost_gateway_ends_its_jobs_and_no_other(running: DecodeRole) -> None:
+def test_a_lost_gateway_ends_its_attempts_and_no_other(running: DecodeRole) -> None:
     running.submit("g", decode(("r2", 0)), [])
     running.submit("h", decode(("r3", 0)), [])
-    assert running.gateway_gone("g") == GONE
+    assert running.lose_gateway("g") == ENDED
     assert running.handle(commands.BlocksReserved(("r2", 0), BLOCKS)) == [
         commands.ReleaseSequence(("r2", 0)),
-        Over(("r2", 0)),
+        DecodeAttemptEnded(("r2", 0)),
     ]
-    assert list(running.jobs) == ["r3#0"]
+    assert list(running.attempts) == ["r3#0"]
 
 
 def test_an_unknown_event_is_a_broken_contract(running: DecodeRole) -> None:
@@ -275,44 +284,51 @@ def test_an_answer_that_another_worker_began_goes_on_behind_its_tokens() -> None
     (reserve,) = role.submit("g", frame, [b"h1"])
     assert (reserve.sequence.prompt_tokens, reserve.sequence.generated_tokens) == (200, 3)
     opened = role.handle(commands.BlocksReserved(KEY, BLOCKS))
-    assert opened == [transfer.OfferBlocks(XID, "prefill/a", BLOCKS, tokens=203)]
-    commit, _ = role.handle(transfer.BlocksArrived(XID, META, 203))
+    assert opened == [transfer.OfferBlocks(TICKET_ID, "prefill/a", BLOCKS, tokens=203)]
+    commit, _ = role.handle(transfer.BlocksArrived(TICKET_ID, META, 203))
     assert commit.sequence.token_ids == [*range(203), 42] and commit.sequence.generated_tokens == 4
 
 
 def test_handing_over_tells_the_gateway_and_frees_the_stream(running: DecodeRole) -> None:
     assert running.handle(output(1)) == [DeliverFrame("g", AnswerTokens(KEY, 1, [Token(51)]))]
-    assert running.hand_over() == [failed("handover"), *GONE]
+    assert running.hand_over() == [failed("handover"), *ENDED]
     assert running.handle(output(2)) == [], "another worker gives this token"
     assert running.hand_over() == []
 
 
 def test_blocks_that_are_written_to_are_not_freed_by_a_hand_over(receiving: DecodeRole) -> None:
-    assert receiving.hand_over() == [failed("handover"), transfer.CancelTransfer(XID, "handover")]
+    assert receiving.hand_over() == [
+        failed("handover"),
+        transfer.CancelTransfer(TICKET_ID, "handover"),
+    ]
     assert receiving.hand_over() == []
-    assert receiving.handle(tickets.TransferFailed(XID, "handover")) == [], "told once"
-    assert receiving.handle(tickets.BlocksFreed(XID)) == GONE
+    assert receiving.handle(tickets.TransferFailed(TICKET_ID, "handover")) == [], "reported once"
+    assert receiving.handle(tickets.BlocksFreed(TICKET_ID)) == ENDED
 
 
 def test_blocks_that_are_asked_for_are_given_back_by_a_hand_over(reserving: DecodeRole) -> None:
     assert reserving.hand_over() == [failed("handover")]
-    assert reserving.handle(commands.BlocksReserved(KEY, BLOCKS)) == GONE
+    assert reserving.handle(commands.BlocksReserved(KEY, BLOCKS)) == ENDED
 
 
 def test_a_failed_stream_is_not_handed_over(receiving: DecodeRole) -> None:
-    receiving.handle(tickets.TransferFailed(XID, "timeout"))
+    receiving.handle(tickets.TransferFailed(TICKET_ID, "timeout"))
     assert receiving.hand_over() == []
 
 
 class Life(RuleBasedStateMachine):
-    """One job, the real sink of its ticket, any order of engine, peer and gateway events."""
+    """One attempt, the real sink of its ticket, any order of engine, peer and gateway events."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.role, self.sink, self.now = DecodeRole("decode/x", 64), tickets.TicketReceiver(), 0.0
+        self.role, self.receiver, self.now = (
+            DecodeRole("decode/x", 64),
+            tickets.TicketReceiver(),
+            0.0,
+        )
         self.asked = self.committed = self.dead = False
         self.chunks = self.tokens = 0
-        self.drops = self.overs = self.failures = 0
+        self.releases = self.ends = self.failures = 0
         self.verify: list[int] = []
         self.carry_out(self.role.submit("g", decode(), []))
 
@@ -324,14 +340,14 @@ class Life(RuleBasedStateMachine):
                 case commands.CommitBlocks():
                     self.committed = True
                 case commands.ReleaseSequence():
-                    self.drops += 1
-                    assert not self.sink.tickets, "blocks under an open ticket are dropped"
-                case Over():
-                    self.overs += 1
+                    self.releases += 1
+                    assert not self.receiver.tickets, "blocks under an open ticket are dropped"
+                case DecodeAttemptEnded():
+                    self.ends += 1
                 case DeliverFrame(_, AttemptFailed()):
                     self.failures += 1
                 case DeliverFrame(_, AnswerTokens()):
-                    assert self.committed and not self.overs and not self.failures
+                    assert self.committed and not self.ends and not self.failures
                 case transfer.OfferBlocks(ticket_id, peer, blocks, tokens):
                     tiles = blocks[: -(-tokens // 64)]
                     self.transfer(tickets.OfferTiles(ticket_id, peer, tiles))
@@ -339,12 +355,14 @@ class Life(RuleBasedStateMachine):
                     self.transfer(tickets.CancelTicket(ticket_id, reason))
 
     def transfer(self, event: object) -> None:
-        for action in self.sink.handle(event, self.now):
+        for action in self.receiver.handle(event, self.now):
             if isinstance(action, tickets.VerifyChunk):
                 self.verify.append(action.chunk.chunk_number)
             elif isinstance(action, tickets.TilesArrived):
                 tokens = min(action.tiles * 64, 200)
-                self.carry_out(self.role.handle(transfer.BlocksArrived(XID, action.meta, tokens)))
+                self.carry_out(
+                    self.role.handle(transfer.BlocksArrived(TICKET_ID, action.meta, tokens))
+                )
             elif not isinstance(action, tickets.SendMessage):
                 self.carry_out(self.role.handle(action))
 
@@ -360,25 +378,25 @@ class Life(RuleBasedStateMachine):
 
     @rule()
     def chunk_lands(self) -> None:
-        if self.sink.tickets and self.chunks < 4:
-            self.note(m.ChunkMessage(XID, 1, self.chunks, self.chunks, 0, 1, [0]))
+        if self.receiver.tickets and self.chunks < 4:
+            self.note(m.ChunkMessage(TICKET_ID, 1, self.chunks, self.chunks, 0, 1, [0]))
             self.chunks += 1
 
     @rule(ok=st.integers(0, 9))
     def chunk_is_verified(self, ok: int) -> None:
         if self.verify:
-            self.transfer(tickets.ChunkVerified(XID, self.verify.pop(), ok > 0))
+            self.transfer(tickets.ChunkVerified(TICKET_ID, self.verify.pop(), ok > 0))
 
     @rule()
-    def source_is_done(self) -> None:
+    def sender_is_done(self) -> None:
         if self.chunks == 4:
-            self.note(m.FinishMessage(XID, 1, 4, 4, META))
+            self.note(m.FinishMessage(TICKET_ID, 1, 4, 4, META))
 
     @rule(what=st.sampled_from(["finished", "aborted", "drained", "down", "fenced", "late"]))
-    def source_ends(self, what: str) -> None:
+    def sender_ends(self, what: str) -> None:
         match what:
             case "drained":
-                self.note(m.StoppedMessage(XID))
+                self.note(m.StoppedMessage(TICKET_ID))
             case "down":
                 self.transfer(tickets.PeerWentDown("prefill/a"))
                 self.dead = True
@@ -388,11 +406,11 @@ class Life(RuleBasedStateMachine):
                 self.now += 31.0
                 self.transfer(tickets.TicketTick())
             case "finished" | "aborted":
-                self.note(m.FailedMessage(XID, what))
+                self.note(m.FailedMessage(TICKET_ID, what))
 
     @rule(last=st.booleans())
     def engine_steps(self, last: bool) -> None:
-        if self.committed and not self.overs:
+        if self.committed and not self.ends:
             self.tokens += 1
             self.carry_out(self.role.handle(output(self.tokens, "stop" if last else None)))
 
@@ -401,16 +419,16 @@ class Life(RuleBasedStateMachine):
         if event == "abort":
             self.carry_out(self.role.handle(CancelAttempt(KEY)))
         elif event == "gateway_gone":
-            self.carry_out(self.role.gateway_gone("g"))
+            self.carry_out(self.role.lose_gateway("g"))
         elif event == "hand_over":
             self.carry_out(self.role.hand_over())
-        elif self.role.jobs:
+        elif self.role.attempts:
             assert self.role.submit("g", decode(), []) == []
 
     @invariant()
     def ends_once(self) -> None:
-        assert self.drops == self.overs <= 1 and self.failures <= 1
-        assert bool(self.role.jobs) == (self.overs == 0)
+        assert self.releases == self.ends <= 1 and self.failures <= 1
+        assert bool(self.role.attempts) == (self.ends == 0)
 
 
 Life.TestCase.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)

@@ -7,7 +7,7 @@ import random
 import pytest
 from diptych.engine.blocks import BlockPool
 from diptych.engine.commands import PrefixStaged, ReleaseSequence, StagePrefix
-from diptych.engine.prefixes import Prefixes, Probed
+from diptych.engine.prefixes import PrefixExchange, ProbeEnded
 from diptych.engine.scheduler import Scheduler, SchedulerLimits
 from diptych.kv_transfer import commands as transfer
 from diptych.kv_transfer import tickets
@@ -15,92 +15,98 @@ from diptych.kv_transfer import tickets
 KEY = ("decode/x\x1d0", 0)
 STAGED = ("decode/x\x1d0\x1e", 0)
 SERVED = ("decode/x\x1d0\x1e\x1f", 0)
-XID = "decode/x\x1d0\x1e#0"
+TICKET_ID = "decode/x\x1d0\x1e#0"
 
 
-def asked(tokens: int = 192) -> tuple[Prefixes, transfer.OfferBlocks]:
-    """A sink that waits for its probe, and what it asked for."""
-    sink = Prefixes(64)
-    assert sink.probe(KEY, "prefill/y", tokens) == [StagePrefix(STAGED, [], tokens // 64)]
-    (receive,) = sink.handle(PrefixStaged(STAGED, [3, 4, 5]))
-    return sink, receive
+def offered_probe(tokens: int = 192) -> tuple[PrefixExchange, transfer.OfferBlocks]:
+    """A receiver that waits for its probe, and what it asked for."""
+    receiver = PrefixExchange(64)
+    assert receiver.begin_probe(KEY, "prefill/y", tokens) == [StagePrefix(STAGED, [], tokens // 64)]
+    (offer,) = receiver.handle(PrefixStaged(STAGED, [3, 4, 5]))
+    return receiver, offer
 
 
 def test_both_ends_stage_fresh_blocks_and_drop_them_when_all_came() -> None:
-    sink, receive = asked()
-    assert (receive.ticket_id, receive.peer, receive.blocks) == (XID, "prefill/y", [3, 4, 5])
-    assert (receive.tokens, receive.held_tokens) == (192, 0) and receive.hashes
-    source = Prefixes(64)
-    wanted = source.handle(tickets.PrefixRequested(XID, "decode/x", receive.hashes))
-    assert wanted == [StagePrefix(SERVED, [], 3)]  # not pinned: nothing that is cached is sent
-    assert source.handle(PrefixStaged(SERVED, [7, 8, 9])) == [
-        transfer.ExpectOffer(XID, "decode/x", 192),
-        transfer.PushBlocks(XID, 0, [7, 8, 9]),
-        transfer.FinishPush(XID, b""),
+    receiver, offer = offered_probe()
+    assert (offer.ticket_id, offer.peer, offer.blocks) == (TICKET_ID, "prefill/y", [3, 4, 5])
+    assert (offer.tokens, offer.held_tokens) == (192, 0) and offer.hashes
+    sender = PrefixExchange(64)
+    staged = sender.handle(tickets.PrefixRequested(TICKET_ID, "decode/x", offer.hashes))
+    assert staged == [StagePrefix(SERVED, [], 3)]  # not pinned: nothing that is cached is sent
+    assert sender.handle(PrefixStaged(SERVED, [7, 8, 9])) == [
+        transfer.ExpectOffer(TICKET_ID, "decode/x", 192),
+        transfer.PushBlocks(TICKET_ID, 0, [7, 8, 9]),
+        transfer.FinishPush(TICKET_ID, b""),
     ]
-    assert source.knows(SERVED) and sink.knows(STAGED)
-    assert source.handle(tickets.PushEnded(XID, True)) == [ReleaseSequence(SERVED)]
-    arrived = transfer.BlocksArrived(XID, b"", 192, 0.25)
-    assert sink.handle(arrived) == [ReleaseSequence(STAGED), Probed(KEY, 192, 0.25)]
-    assert not sink.knows(STAGED) and not source.knows(SERVED)
+    assert sender.has_staged(SERVED) and receiver.has_staged(STAGED)
+    assert sender.handle(tickets.PushEnded(TICKET_ID, True)) == [ReleaseSequence(SERVED)]
+    arrived = transfer.BlocksArrived(TICKET_ID, b"", 192, 0.25)
+    assert receiver.handle(arrived) == [ReleaseSequence(STAGED), ProbeEnded(KEY, 192, 0.25)]
+    assert not receiver.has_staged(STAGED) and not sender.has_staged(SERVED)
 
 
-@pytest.mark.parametrize(("mine", "blocks"), [(64, 8), (128, 4), (512, 1)])
-def test_the_holder_counts_in_its_own_blocks(mine: int, blocks: int) -> None:
-    receive = asked(512)[1]
-    source = Prefixes(mine)
-    assert source.handle(tickets.PrefixRequested(XID, "d", receive.hashes)) == [
+@pytest.mark.parametrize(("block_tokens", "blocks"), [(64, 8), (128, 4), (512, 1)])
+def test_the_holder_counts_in_its_own_blocks(block_tokens: int, blocks: int) -> None:
+    offer = offered_probe(512)[1]
+    sender = PrefixExchange(block_tokens)
+    assert sender.handle(tickets.PrefixRequested(TICKET_ID, "d", offer.hashes)) == [
         StagePrefix(SERVED, [], blocks)
     ]
 
 
 def test_a_prefix_that_is_asked_for_is_still_looked_up() -> None:
-    source, hashes = Prefixes(64), (b"probe-like hash.", b"another")
-    assert source.handle(tickets.PrefixRequested(XID, "d", hashes)) == [
+    sender, hashes = PrefixExchange(64), (b"probe-like hash.", b"another")
+    assert sender.handle(tickets.PrefixRequested(TICKET_ID, "d", hashes)) == [
         StagePrefix(SERVED, list(hashes), 0, pin_only=True)
     ]
 
 
 def test_a_pool_that_is_too_full_is_an_answer() -> None:
-    sink = Prefixes(64)
-    sink.probe(KEY, "prefill/y", 192)
-    assert sink.handle(PrefixStaged(STAGED, [])) == [
+    receiver = PrefixExchange(64)
+    receiver.begin_probe(KEY, "prefill/y", 192)
+    assert receiver.handle(PrefixStaged(STAGED, [])) == [
         ReleaseSequence(STAGED),
-        Probed(KEY, 0, reason="pool_full"),
+        ProbeEnded(KEY, 0, reason="pool_full"),
     ]
-    source = Prefixes(64)
-    source.handle(tickets.PrefixRequested(XID, "decode/x", asked()[1].hashes))
-    assert transfer.CancelTransfer(XID, "not_held") in source.handle(PrefixStaged(SERVED, []))
+    sender = PrefixExchange(64)
+    sender.handle(tickets.PrefixRequested(TICKET_ID, "decode/x", offered_probe()[1].hashes))
+    assert transfer.CancelTransfer(TICKET_ID, "not_held") in sender.handle(PrefixStaged(SERVED, []))
 
 
-def test_a_broken_probe_is_told_at_once_and_its_blocks_dropped_when_no_write_can_land() -> None:
-    for reason, told in (("checksum", "checksum"), ("not_held", "peer_pool_full")):
-        sink, _ = asked()
-        assert sink.handle(tickets.TransferFailed(XID, reason)) == [Probed(KEY, 0, reason=told)]
-        assert sink.knows(STAGED)
-        assert sink.handle(tickets.BlocksFreed(XID)) == [ReleaseSequence(STAGED)]
-        assert not sink.knows(STAGED)
+def test_a_broken_probe_is_reported_at_once_and_its_blocks_released_when_no_write_can_land() -> (
+    None
+):
+    for reason, reported in (("checksum", "checksum"), ("not_held", "peer_pool_full")):
+        receiver, _ = offered_probe()
+        assert receiver.handle(tickets.TransferFailed(TICKET_ID, reason)) == [
+            ProbeEnded(KEY, 0, reason=reported)
+        ]
+        assert receiver.has_staged(STAGED)
+        assert receiver.handle(tickets.BlocksFreed(TICKET_ID)) == [ReleaseSequence(STAGED)]
+        assert not receiver.has_staged(STAGED)
 
 
-def test_a_probe_that_is_forgotten_is_told_once_whatever_comes_afterwards() -> None:
-    sink, _ = asked()
-    cancel, probed = sink.forget(KEY, "timeout")
+def test_a_probe_that_is_cancelled_is_reported_once_whatever_comes_afterwards() -> None:
+    receiver, _ = offered_probe()
+    cancel, probed = receiver.cancel(KEY, "timeout")
     assert (cancel, probed) == (
-        transfer.CancelTransfer(XID, "timeout"),
-        Probed(KEY, 0, reason="timeout"),
+        transfer.CancelTransfer(TICKET_ID, "timeout"),
+        ProbeEnded(KEY, 0, reason="timeout"),
     )
-    assert sink.forget(KEY) == []
-    assert sink.handle(tickets.TransferFailed(XID, "timeout")) == []
-    assert sink.handle(tickets.BlocksFreed(XID)) == [ReleaseSequence(STAGED)]
-    assert sink.forget(KEY) == []
+    assert receiver.cancel(KEY) == []
+    assert receiver.handle(tickets.TransferFailed(TICKET_ID, "timeout")) == []
+    assert receiver.handle(tickets.BlocksFreed(TICKET_ID)) == [ReleaseSequence(STAGED)]
+    assert receiver.cancel(KEY) == []
 
-    landed, _ = asked()
-    landed.forget(KEY, "timeout")
-    assert landed.handle(transfer.BlocksArrived(XID, b"", 192)) == [ReleaseSequence(STAGED)]
+    arrived_late, _ = offered_probe()
+    arrived_late.cancel(KEY, "timeout")
+    assert arrived_late.handle(transfer.BlocksArrived(TICKET_ID, b"", 192)) == [
+        ReleaseSequence(STAGED)
+    ]
 
-    early = Prefixes(64)
-    early.probe(KEY, "prefill/y", 192)
-    assert early.forget(KEY, "timeout")[1] == Probed(KEY, 0, reason="timeout")
+    early = PrefixExchange(64)
+    early.begin_probe(KEY, "prefill/y", 192)
+    assert early.cancel(KEY, "timeout")[1] == ProbeEnded(KEY, 0, reason="timeout")
     assert early.handle(PrefixStaged(STAGED, [3, 4, 5])) == [ReleaseSequence(STAGED)], (
         "no ticket was opened"
     )
@@ -111,11 +117,11 @@ class Pools:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.ends = [Prefixes(64), Prefixes(64)]
+        self.ends = [PrefixExchange(64), PrefixExchange(64)]
         self.pools = [Scheduler(BlockPool(17), SchedulerLimits(), b"") for _ in self.ends]
-        self.told: list[Probed] = []
+        self.ended_probes: list[ProbeEnded] = []
         self.queue: list[tuple[int, object]] = []
-        self.open: dict[str, bool] = {}  #: tickets of the sink: not over yet
+        self.open: dict[str, bool] = {}  #: tickets of the receiver: not over yet
 
     def act(self, end: int, actions: list) -> None:
         for action in actions:
@@ -126,13 +132,13 @@ class Pools:
                     self.queue.append((end, PrefixStaged(key, list(blocks))))
                 case ReleaseSequence(key):
                     self.pools[end].remove(key)
-                case Probed():
-                    self.told.append(action)
+                case ProbeEnded():
+                    self.ended_probes.append(action)
                 case transfer.OfferBlocks(ticket_id, _, blocks):
                     assert blocks
                     self.open[ticket_id] = True
                     self.queue.append(
-                        (1, tickets.PrefixRequested(ticket_id, "sink", action.hashes))
+                        (1, tickets.PrefixRequested(ticket_id, "receiver", action.hashes))
                     )
                 case transfer.FinishPush(ticket_id):
                     self.queue.append((1, tickets.PushEnded(ticket_id, True)))
@@ -160,16 +166,16 @@ def test_both_pools_are_whole_after_probes_that_break_and_are_aborted(seed: int)
     waiting = list(keys)
     while waiting or world.queue:
         if waiting and world.random.random() < 0.3:
-            world.act(0, world.ends[0].probe(waiting.pop(), "source", 192))
+            world.act(0, world.ends[0].begin_probe(waiting.pop(), "sender", 192))
         elif world.queue:
             ends = sorted({end for end, _ in world.queue})
-            turn = world.random.choice(ends)  # what one end is told keeps its order
+            turn = world.random.choice(ends)  # the events of one end keep their order
             first = next(i for i, (end, _) in enumerate(world.queue) if end == turn)
             world.act(turn, world.ends[turn].handle(world.queue.pop(first)[1]))
         if world.random.random() < 0.2:
-            world.act(0, world.ends[0].forget(world.random.choice(keys), "timeout"))
-    assert sorted(one.key for one in world.told) == sorted(keys)
+            world.act(0, world.ends[0].cancel(world.random.choice(keys), "timeout"))
+    assert sorted(probe.attempt_key for probe in world.ended_probes) == sorted(keys)
     for scheduler, prefixes in zip(world.pools, world.ends, strict=True):
         scheduler.pool.validate()
         assert (scheduler.pool.available, scheduler.pool.cached, scheduler.staged) == (16, 0, {})
-        assert not prefixes.probing and not prefixes.serving and not prefixes.coming
+        assert not prefixes.probes and not prefixes.asking_peers and not prefixes.fetches

@@ -152,7 +152,9 @@ class Simulation:
         for rank in (rank for worker in living for rank in worker.ranks):
             rank.act(t.TicketTick())
             states = (ticket.state for ticket in rank.machine.tickets.values())
-            self.reasons["quarantined"] += sum(state == "QUARANTINED" for state in states)
+            self.reasons["quarantined"] += sum(
+                state is t.ReceivingState.QUARANTINED for state in states
+            )
         idle = all(worker.idle for worker in living)
         if self.now < END_S and (self.heap or not idle):
             pause = self.heap[0][0] - self.now if idle else 0.0

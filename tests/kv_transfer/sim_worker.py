@@ -7,7 +7,7 @@ a tile. Ranks are told, and tell, over queues of their own: each has its own lag
 from diptych.kv_transfer import KVLayout, PeerCard
 from diptych.kv_transfer import commands as c
 from diptych.kv_transfer import tickets as t
-from diptych.kv_transfer.fan import ToRank
+from diptych.kv_transfer.fan import RankCommand
 
 TILE = 64  #: tokens
 HEADS = 2  #: of the model: at most two ranks share them
@@ -31,7 +31,7 @@ class Worker:
         if not self.alive:
             return
         for action in self.fan.handle(event):
-            if isinstance(action, ToRank):
+            if isinstance(action, RankCommand):
                 rank = self.ranks[action.rank]
                 self.world.at(rank.lag, rank.command, action.command)
             else:
@@ -123,7 +123,8 @@ class Rank:
         ticket = self.machine.tickets.get(chunk.ticket_id)
         return (
             ticket is not None
-            and (ticket.peer, ticket.state) == (peer, "RESERVED")
+            and ticket.peer == peer
+            and ticket.state is t.ReceivingState.RESERVED
             and ticket.offer.generation == chunk.generation
         )
 

@@ -8,7 +8,7 @@ import pytest
 from diptych.kv_transfer import KVLayout
 from diptych.kv_transfer.conformance import DEADLINE_S, MemoryPool
 from diptych.kv_transfer.service import TransferService
-from diptych.kv_transfer.slices import End
+from diptych.kv_transfer.slices import LaneEnd
 from diptych.kv_transfer.transports import open_transport
 
 needs_nixl = pytest.mark.skipif(
@@ -25,7 +25,7 @@ class Worker:
     def __init__(
         self, kind, agent, seed, compatibility=b"same", corrupt=0, wrap=None, end=None, **more
     ):
-        end = end or End(BLOCK)
+        end = end or LaneEnd(BLOCK)
         self.name, self.agent = agent.partition(":")[0], agent
         self.pool = MemoryPool(blocks=16, block_bytes=end.layout.block_bytes, seed=seed)
         self.outcomes = queue.SimpleQueue()

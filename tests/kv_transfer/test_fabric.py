@@ -6,7 +6,7 @@ import time
 import pytest
 from diptych.kv_transfer.conformance import DEADLINE_S, MemoryPool, card_of, spans
 from diptych.kv_transfer.errors import PeerLost
-from diptych.kv_transfer.transport import Down, Note, Wrote
+from diptych.kv_transfer.transport import NotificationReceived, PeerDisconnected, PostedWriteEnded
 from diptych.kv_transfer.transports.fabric import Fabric, Fence, Link
 
 BLOCK = 4096
@@ -65,8 +65,8 @@ def test_data_lands_piece_by_piece_and_the_note_follows_it():
         seen.append(len(world.landed("a", "b", FOUR)))
     # 1 ms until it begins, a block per ms, then 1 ms for the note and for the confirmation
     assert seen == [0, 0, 1, 2, 3, 4, 4, 4, 4]
-    assert world.events["b"] == [(pytest.approx(0.006), Note("a", b"note"))]
-    assert world.events["a"] == [(pytest.approx(0.006), Wrote(handle, True))]
+    assert world.events["b"] == [(pytest.approx(0.006), NotificationReceived("a", b"note"))]
+    assert world.events["a"] == [(pytest.approx(0.006), PostedWriteEnded(handle, True))]
 
 
 def test_writes_of_a_link_share_its_bytes_and_links_do_not_share():
@@ -77,7 +77,7 @@ def test_writes_of_a_link_share_its_bytes_and_links_do_not_share():
     world.until(1.0)
     ends = {e.handle: at for at, e in world.events["a"]}
     assert ends == {first: pytest.approx(0.009), second: pytest.approx(0.010)}  # in turns
-    assert world.events["c"] == [(pytest.approx(0.006), Wrote(alone, True))]
+    assert world.events["c"] == [(pytest.approx(0.006), PostedWriteEnded(alone, True))]
 
 
 def test_a_source_that_is_reused_too_early_shows():
@@ -97,12 +97,12 @@ def test_a_cut_is_one_way_loses_notes_and_holds_data_until_it_heals():
     world.ends["b"].notify("a", b"heard")
     world.until(10.0)
     assert world.landed("a", "b", FOUR) == []
-    assert (world.told("a"), world.told("b")) == ([Note("b", b"heard")], [])
+    assert (world.told("a"), world.told("b")) == ([NotificationReceived("b", b"heard")], [])
     world.fabric.heal("a", "b")
     world.until(20.0)
     assert world.landed("a", "b", FOUR) == FOUR
-    assert world.told("b") == [Note("a", b"note")]
-    assert Wrote(handle, True) in world.told("a")
+    assert world.told("b") == [NotificationReceived("a", b"note")]
+    assert PostedWriteEnded(handle, True) in world.told("a")
 
 
 def test_a_cut_in_the_middle_of_a_write_holds_the_rest_and_the_way_back_its_end():
@@ -119,7 +119,7 @@ def test_a_cut_in_the_middle_of_a_write_holds_the_rest_and_the_way_back_its_end(
     assert world.told("a") == []
     world.fabric.heal("b", "a")
     world.until(7.0)
-    assert world.told("a") == [Wrote(handle, True)]
+    assert world.told("a") == [PostedWriteEnded(handle, True)]
 
 
 def test_a_clog_stalls_everything_and_loses_nothing():
@@ -139,7 +139,7 @@ def test_a_slow_agent_takes_its_factor_longer():
     world.fabric.slow("b", 10.0)
     world.write("a", "b", *UNITS)
     world.until(1.0)
-    assert world.events["b"] == [(pytest.approx(0.060), Note("a", b"note"))]
+    assert world.events["b"] == [(pytest.approx(0.060), NotificationReceived("a", b"note"))]
 
 
 def test_jitter_lets_notes_overtake_each_other():
@@ -189,7 +189,7 @@ def test_late_bytes_of_a_dead_writer_land_before_the_fence_and_not_after_it():
         late.add(landed - before)
         world.until(100.0)
         assert len(world.landed("a", "b", pairs)) == landed
-        assert not any(isinstance(event, Note) for event in world.told("b"))
+        assert not any(isinstance(event, NotificationReceived) for event in world.told("b"))
     assert len(late) > 5, "sometimes few, sometimes many"
 
 
@@ -218,7 +218,7 @@ def test_a_dead_writer_that_was_hung_up_on_has_no_late_bytes():
 
 
 def test_a_hang_up_ends_the_connection_that_was_there_and_not_the_next_one():
-    for met_again, told in ((False, [Down("b")]), (True, [])):
+    for met_again, told in ((False, [PeerDisconnected("b")]), (True, [])):
         world = World(fence=Fence.REFUSE)
         card = card_of("b", world.ends["b"], world.pools["b"])
         world.ends["b"].remove_peer("a")
@@ -236,14 +236,17 @@ def test_who_refuses_is_asked_for_every_piece_and_hangs_up_for_good():
     world.refused.add(b"note")
     world.until(1.0)
     assert len(world.landed("a", "b", FOUR)) == 2
-    assert world.told("b") == [Note("a", b"note")]
+    assert world.told("b") == [NotificationReceived("a", b"note")]
     world.refused.clear()
     handle = world.write("a", "b", *UNITS)
     world.until(1.0025)
     assert world.ends["b"].fenced("a")
     world.until(2.0)
     assert len(world.landed("a", "b", FOUR)) == 2
-    assert world.told("a")[-2:] == [Wrote(handle, False, "closed"), Down("b")]
+    assert world.told("a")[-2:] == [
+        PostedWriteEnded(handle, False, "closed"),
+        PeerDisconnected("b"),
+    ]
 
 
 def test_a_frozen_writer_goes_on_when_it_thaws_and_only_one_fence_waits_for_it():
@@ -275,14 +278,20 @@ def test_writes_to_an_agent_that_crashes_end_and_so_do_those_before_it_is_notice
     world.until(0.5)
     assert world.told("a") == []
     world.until(0.6)
-    ends = [Wrote(first, False, "closed"), Wrote(second, False, "closed"), Down("b")]
+    ends = [
+        PostedWriteEnded(first, False, "closed"),
+        PostedWriteEnded(second, False, "closed"),
+        PeerDisconnected("b"),
+    ]
     assert world.told("a") == ends
-    assert world.told("c") == [Wrote(third, False, "closed"), Down("b")]
+    assert world.told("c") == [PostedWriteEnded(third, False, "closed"), PeerDisconnected("b")]
     with pytest.raises(PeerLost):
         world.ends["a"].notify("b", b"x")
 
 
-@pytest.mark.parametrize(("fence", "told"), [(Fence.REFUSE, [Down("a")]), (Fence.GRACE, [])])
+@pytest.mark.parametrize(
+    ("fence", "told"), [(Fence.REFUSE, [PeerDisconnected("a")]), (Fence.GRACE, [])]
+)
 def test_a_death_is_told_where_there_is_a_connection_and_else_found(fence, told):
     world = World(fence=fence, notice_s=0.1)
     world.fabric.crash("a")
@@ -291,7 +300,7 @@ def test_a_death_is_told_where_there_is_a_connection_and_else_found(fence, told)
     with pytest.raises(PeerLost):
         world.ends["b"].notify("a", b"x")
     world.poll()
-    assert world.told("b") == [Down("a")]
+    assert world.told("b") == [PeerDisconnected("a")]
 
 
 # ---- seeds and clocks ----------------------------------------------------------------------------
@@ -328,7 +337,7 @@ def test_one_seed_is_one_history():
 
 def test_every_write_on_a_hostile_fabric_ends_once():
     _, events = play(7)
-    ends = [event.handle for _, event in events["a"] if isinstance(event, Wrote)]
+    ends = [event.handle for _, event in events["a"] if isinstance(event, PostedWriteEnded)]
     assert sorted(ends) == list(range(100))
 
 
@@ -342,7 +351,7 @@ def test_in_real_time_it_throttles_threads_over_real_pools():
 
     def listen():
         while not heard.is_set():
-            if any(isinstance(event, Note) for event in far.poll()):
+            if any(isinstance(event, NotificationReceived) for event in far.poll()):
                 heard.set()
 
     thread = threading.Thread(target=listen, daemon=True)

@@ -8,7 +8,7 @@ import pytest
 from diptych.kv_transfer import KVLayout, PeerCard
 from diptych.kv_transfer import commands as c
 from diptych.kv_transfer import tickets as t
-from diptych.kv_transfer.fan import Fan, ToRank
+from diptych.kv_transfer.fan import Fan, RankCommand
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -51,11 +51,11 @@ def opened(ranks, sink):
 
 
 def cancels(actions):
-    return sorted((a.rank, a.command.ticket_id) for a in actions if isinstance(a, ToRank))
+    return sorted((a.rank, a.command.ticket_id) for a in actions if isinstance(a, RankCommand))
 
 
 def told(actions):
-    return [action for action in actions if not isinstance(action, ToRank)]
+    return [action for action in actions if not isinstance(action, RankCommand)]
 
 
 both = pytest.mark.parametrize("sink", [True, False], ids=["sink", "source"])
@@ -69,7 +69,7 @@ every_pair = pytest.mark.parametrize("ranks", PAIRS, ids=lambda pair: f"{pair[0]
 def test_a_receive_opens_a_lane_for_each_pair_of_ranks_with_common_heads(ranks):
     actions = fan(ranks, sink=True).handle(receive(held_tokens=64, hashes=(b"h",)))
     assert actions == [
-        ToRank(mine, c.OfferBlocks(lane, f"{P}:{other}", [3, 4], 128, 64, (b"h",)))
+        RankCommand(mine, c.OfferBlocks(lane, f"{P}:{other}", [3, 4], 128, 64, (b"h",)))
         for lane, (other, mine) in LANES[ranks].items()
     ]
 
@@ -78,7 +78,7 @@ def test_a_receive_opens_a_lane_for_each_pair_of_ranks_with_common_heads(ranks):
 def test_both_ends_give_a_lane_the_same_name(ranks):
     actions = fan(ranks, sink=False).handle(c.ExpectOffer(X, D, 128))
     assert actions == [
-        ToRank(mine, c.ExpectOffer(lane, f"{D}:{other}", 128))
+        RankCommand(mine, c.ExpectOffer(lane, f"{D}:{other}", 128))
         for lane, (mine, other) in LANES[ranks].items()
     ]
 
@@ -109,7 +109,7 @@ def test_each_rank_learns_of_the_ranks_that_it_talks_to(ranks, sink):
     wanted = LANES[ranks].values()
     assert pairs == ({(d, p) for p, d in wanted} if sink else set(wanted))
     lost = made.handle(c.LosePeer("peer"))
-    assert lost == [ToRank(rank, c.LosePeer("peer")) for rank in range(mine)]
+    assert lost == [RankCommand(rank, c.LosePeer("peer")) for rank in range(mine)]
 
 
 @both
@@ -272,7 +272,7 @@ class Lanes:
 
     def note(self, actions):
         for action in actions:
-            if isinstance(action, ToRank):
+            if isinstance(action, RankCommand):
                 assert isinstance(action.command, c.CancelTransfer)
                 self.cancelled.append(action.command.ticket_id)
             else:

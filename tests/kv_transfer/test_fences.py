@@ -9,7 +9,7 @@ import time
 
 import pytest
 from diptych.kv_transfer.conformance import DEADLINE_S, MemoryPool, card_of, spans
-from diptych.kv_transfer.transport import Note
+from diptych.kv_transfer.transport import NotificationReceived
 from diptych.kv_transfer.transports import nixl, open_transport, process
 
 from .support import eventually, needs_nixl
@@ -53,7 +53,9 @@ class Reader:
         eventually(self.written, "the first write")
 
     def written(self):
-        self.notes += sum(isinstance(event, Note) for event in self.transport.poll())
+        self.notes += sum(
+            isinstance(event, NotificationReceived) for event in self.transport.poll()
+        )
         return self.notes > 0
 
     def fenced(self):

@@ -8,7 +8,7 @@ from diptych.kv_transfer.identity import (
     HASH_TOKENS,
     block_hashes,
     digest,
-    looked_up,
+    is_looked_up,
     ticket_id_of,
     ticket_seed,
     tile_seed,
@@ -61,7 +61,7 @@ def test_a_larger_block_has_the_name_of_its_last_hash():
 
 
 def test_workers_report_what_routers_look_up():
-    assert [at for at in range(300) if looked_up(at)] == list(positions(300))
+    assert [at for at in range(300) if is_looked_up(at)] == list(positions(300))
 
 
 def test_the_hash_is_the_same_in_every_process_and_release():

@@ -11,7 +11,7 @@ from diptych.kv_transfer import messages, service
 from diptych.kv_transfer import tickets as t
 from diptych.kv_transfer.commands import AddPeer, LosePeer
 from diptych.kv_transfer.errors import PeerLost
-from diptych.kv_transfer.transport import Note, Wrote
+from diptych.kv_transfer.transport import NotificationReceived, PostedWriteEnded
 
 from .support import Worker
 
@@ -50,7 +50,7 @@ class Stubborn:
         self.down.add(peer)
         return peer not in self.peers
 
-    def bury(self, peer):
+    def mark_process_dead(self, peer):
         pass
 
 
@@ -65,7 +65,7 @@ def stubborn():
     )
     service_._transport = Stubborn()
     card = msgspec.structs.replace(made.card, agent="P:0", transport="stubborn", compatibility=b"x")
-    service_._command(AddPeer("P", [card]))
+    service_._handle_command(AddPeer("P", [card]))
     return service_, service_._transport, card, told
 
 
@@ -74,45 +74,51 @@ def test_a_peer_that_cannot_be_taken_back_is_not_taken_for_fenced(stubborn, monk
     clock = itertools.count()  # a second each time, so that every tick repeats its messages
     fake = SimpleNamespace(monotonic=lambda: next(clock), perf_counter=time.perf_counter)
     monkeypatch.setattr(service, "time", fake)
-    made._command(c.OfferBlocks(X, "P:0", [1, 2], 128))
-    made._command(LosePeer("P"))
+    made._handle_command(c.OfferBlocks(X, "P:0", [1, 2], 128))
+    made._handle_command(LosePeer("P"))
     transport.broken = True
-    made._command(AddPeer("P", [card]))
+    made._handle_command(AddPeer("P", [card]))
     for _ in range(3):
-        made._event(Note("P:0", messages.encode(messages.ProgressMessage("another"))))
-        made._fence()
-        made._both(t.TicketTick())
+        made._handle_transport_event(
+            NotificationReceived("P:0", messages.encode(messages.ProgressMessage("another")))
+        )
+        made._check_fences()
+        made._to_both_ends(t.TicketTick())
     assert not any(isinstance(one, t.BlocksFreed) for one in told), "it lives, and may write"
     transport.broken = False
-    made._event(Note("P:0", messages.encode(messages.StoppedMessage(X))))
+    made._handle_transport_event(
+        NotificationReceived("P:0", messages.encode(messages.StoppedMessage(X)))
+    )
     assert "P:0" in made._peers and told[-1] == t.BlocksFreed(X)
 
 
 def test_a_lost_peer_that_could_not_be_taken_back_is_fenced_when_it_is_dead(stubborn):
     made, transport, card, told = stubborn
-    made._command(c.OfferBlocks(X, "P:0", [1, 2], 128))
-    made._command(LosePeer("P"))
+    made._handle_command(c.OfferBlocks(X, "P:0", [1, 2], 128))
+    made._handle_command(LosePeer("P"))
     transport.broken = True
-    made._command(AddPeer("P", [card]))
-    made._event(Note("P:0", messages.encode(messages.ProgressMessage("another"))))
-    made._command(LosePeer("P", process_dead=True))
-    made._fence()
+    made._handle_command(AddPeer("P", [card]))
+    made._handle_transport_event(
+        NotificationReceived("P:0", messages.encode(messages.ProgressMessage("another")))
+    )
+    made._handle_command(LosePeer("P", process_dead=True))
+    made._check_fences()
     assert told[-1] == t.BlocksFreed(X)
 
 
 def test_a_peer_is_not_taken_back_while_writes_to_it_are_under_way(stubborn):
     """NIXL would end them as failed, and go on writing."""
     made, transport, card, told = stubborn
-    made._command(c.ExpectOffer(X, "P:0", 128))
+    made._handle_command(c.ExpectOffer(X, "P:0", 128))
     offer = messages.OfferMessage(X, 1, 0, list(range(2)))
-    made._event(Note("P:0", messages.encode(offer)))
-    made._command(c.PushBlocks(X, 0, [1, 2]))
+    made._handle_transport_event(NotificationReceived("P:0", messages.encode(offer)))
+    made._handle_command(c.PushBlocks(X, 0, [1, 2]))
     assert len(made._writes) == 1
-    made._command(LosePeer("P"))
-    made._command(AddPeer("P", [card]))
-    stop = Note("P:0", messages.encode(messages.StopMessage(X)))
-    made._event(stop)
+    made._handle_command(LosePeer("P"))
+    made._handle_command(AddPeer("P", [card]))
+    stop = NotificationReceived("P:0", messages.encode(messages.StopMessage(X)))
+    made._handle_transport_event(stop)
     assert next(transport.added) == 1 and not any(isinstance(one, t.PushEnded) for one in told)
-    made._event(Wrote(0, True))
-    made._event(stop)
+    made._handle_transport_event(PostedWriteEnded(0, True))
+    made._handle_transport_event(stop)
     assert "P:0" in made._peers and isinstance(told[-1], t.PushEnded)

@@ -9,9 +9,9 @@ from diptych.kv_transfer import commands as c
 from diptych.kv_transfer import tickets as t
 from diptych.kv_transfer.commands import AddPeer, LosePeer
 from diptych.kv_transfer.errors import PeerLost
-from diptych.kv_transfer.fan import Fan, ToRank
-from diptych.kv_transfer.slices import End
-from diptych.kv_transfer.transport import Down
+from diptych.kv_transfer.fan import Fan, RankCommand
+from diptych.kv_transfer.slices import LaneEnd
+from diptych.kv_transfer.transport import PeerDisconnected
 
 from .support import Worker, eventually, needs_nixl
 
@@ -210,7 +210,9 @@ def test_a_peer_that_was_lost_by_mistake_is_reached_again(open_pair, forgetful):
         return False
 
     lands()  # all commands before it are done
-    eventually(lambda: not (prefill.service._dying or decode.service._dying), "the fences pass")
+    eventually(
+        lambda: not (prefill.service._unfenced or decode.service._unfenced), "the fences pass"
+    )
     eventually(lands, "a ticket lands again")
 
 
@@ -226,7 +228,7 @@ class LosesPeerOnce:
     def write(self, peer, *rest):
         if self.lost is None:
             self.lost = peer
-            self.events.append(Down(peer))
+            self.events.append(PeerDisconnected(peer))
         return self._on(peer, "write", *rest)
 
     def notify(self, peer, note):
@@ -268,12 +270,16 @@ def test_a_note_that_nobody_understands_is_counted_and_ignored(open_pair):
 
 def test_who_waits_long_polls_less_often_and_never_much_later_than_it_would_have() -> None:
     quiet = [0.0, 0.001, 0.005, 0.01, 0.1, 60.0]
-    pauses = [service.pause(each, moving=False) for each in quiet]
-    assert pauses == sorted(pauses) and pauses[0] == service.ACTIVE_S
-    assert pauses[-1] == service.SLOW_S
-    late = [one / each for one, each in zip(pauses, quiet, strict=True) if one > service.ACTIVE_S]
-    assert late and max(late) <= service.PATIENCE
-    assert service.pause(60.0, moving=True) == service.ACTIVE_S, "bytes are on the way"
+    pauses = [service.poll_interval_s(each, moving=False) for each in quiet]
+    assert pauses == sorted(pauses) and pauses[0] == service.ACTIVE_POLL_S
+    assert pauses[-1] == service.SLOW_POLL_S
+    late = [
+        one / each for one, each in zip(pauses, quiet, strict=True) if one > service.ACTIVE_POLL_S
+    ]
+    assert late and max(late) <= service.QUIET_SHARE
+    assert service.poll_interval_s(60.0, moving=True) == service.ACTIVE_POLL_S, (
+        "bytes are on the way"
+    )
 
 
 def test_stop_ends_the_thread(open_pair):
@@ -340,7 +346,7 @@ LARGE = KVLayout(4, 2, 256, 64, 2, "uint16", 1)  #: 512 KiB in two pieces of two
 
 
 def test_a_block_travels_in_pieces_and_lands_when_all_are_there(open_pair):
-    prefill, decode = open_pair(source={"end": End(LARGE)}, end=End(LARGE))
+    prefill, decode = open_pair(source={"end": LaneEnd(LARGE)}, end=LaneEnd(LARGE))
     decode.submit(receive(prefill, [4, 9]))
     prefill.submit(expect(decode, 2), c.PushBlocks(X, 0, [1, 2], 1), c.FinishPush(X, b""))
     assert [type(decode.next()), decode.next()] == [t.TransferFailed, t.BlocksFreed(X)]
@@ -356,7 +362,7 @@ def test_a_block_travels_in_pieces_and_lands_when_all_are_there(open_pair):
 
 def test_a_push_waits_for_its_event_and_what_follows_it_waits_too(open_pair):
     reached = {0, 2}
-    prefill, decode = open_pair(source={"reached": reached.__contains__})
+    prefill, decode = open_pair(source={"event_reached": reached.__contains__})
     decode.submit(receive(prefill, [4, 9]))
     decode.submit(receive(prefill, [5], "request#1"))
     prefill.submit(
@@ -375,7 +381,7 @@ def test_a_push_waits_for_its_event_and_what_follows_it_waits_too(open_pair):
 def test_pools_with_blocks_of_other_sizes_hold_the_same_afterwards(open_pair):
     wide = KVLayout(2, 2, 8, 128, 1, "uint8", 2)
     narrow = KVLayout(2, 2, 8, 64, 1, "uint8", 1)
-    prefill, decode = open_pair(source={"end": End(wide)}, end=End(narrow))
+    prefill, decode = open_pair(source={"end": LaneEnd(wide)}, end=LaneEnd(narrow))
     decode.submit(c.OfferBlocks(X, prefill.agent, [4, 9, 5], 150, held_tokens=64))
     prefill.submit(
         c.ExpectOffer(X, decode.agent, 150), c.PushBlocks(X, 0, [3, 1]), c.FinishPush(X, b"")
@@ -400,7 +406,7 @@ def rows(worker, layout, block, half):
 
 
 def test_a_peer_whose_blocks_do_not_divide_is_told_as_lost(open_pair):
-    ends = [End(KVLayout(1, 1, 8, tokens, 1, "uint8", 1)) for tokens in (128, 192)]
+    ends = [LaneEnd(KVLayout(1, 1, 8, tokens, 1, "uint8", 1)) for tokens in (128, 192)]
     prefill, decode = open_pair(source={"end": ends[0]}, end=ends[1])
     decode.submit(c.OfferBlocks(X, prefill.agent, [4], 150))
     assert [decode.next(), decode.next()] == [t.TransferFailed(X, "peer_lost"), t.BlocksFreed(X)]
@@ -416,7 +422,7 @@ class Group:
 
     def __init__(self, kind, name, ranks, heads=4):
         layout = KVLayout(2, heads // ranks, 16, 64, 1, "uint8", 1)
-        ends = [End(layout, rank, ranks) for rank in range(ranks)]
+        ends = [LaneEnd(layout, rank, ranks) for rank in range(ranks)]
         self.name, self.layout = name, layout
         self.ranks = [Worker(kind, f"{name}:{e.rank}", e.rank, end=e) for e in ends]
         self.cards = [rank.card for rank in self.ranks]
@@ -425,7 +431,7 @@ class Group:
     def handle(self, *events):
         for event in events:
             for action in self.fan.handle(event):
-                if isinstance(action, ToRank):
+                if isinstance(action, RankCommand):
                     self.ranks[action.rank].submit(action.command)
                 else:
                     self.told.append(action)

@@ -157,19 +157,19 @@ def test_every_message_of_a_ticket_that_fails_may_be_lost_doubled_or_late(ranks,
 
 
 class FreesOnStop(t.TicketReceiver):
-    """The classic mistake: free the blocks when the abort is sent, not when it is drained."""
+    """The classic mistake: free the blocks when the stop is sent, not when it is answered."""
 
-    def _abort(self, ticket_id, ticket, reason, now, stop=True):
-        actions = super()._abort(ticket_id, ticket, reason, now, stop)
-        return [*actions, *self._free(ticket_id)] if actions and stop else actions
+    def _fail_and_stop(self, ticket, reason, now):
+        actions = super()._fail_and_stop(ticket, reason, now)
+        return [*actions, *self._free(ticket)] if actions else actions
 
 
 class DrainsAtOnce(t.TicketSender):
-    """The other one: answer the abort when it is received."""
+    """The other one: answer the stop when it is received."""
 
-    def _drained(self, ticket_id, ticket):
-        ticket.under_way = 0
-        return super()._drained(ticket_id, ticket)
+    def _end_if_drained(self, ticket):
+        ticket.writes_under_way = 0
+        return super()._end_if_drained(ticket)
 
     def handle(self, event, now):
         if isinstance(event, t.WriteEnded) and event.ticket_id not in self.tickets:
@@ -178,90 +178,89 @@ class DrainsAtOnce(t.TicketSender):
 
 
 class TrustsTheWire(t.TicketReceiver):
-    def _verified(self, ticket_id, seq, ok, now):
-        return super()._verified(ticket_id, seq, True, now)
+    def _verified(self, ticket, chunk_number, ok, now):
+        return super()._verified(ticket, chunk_number, True, now)
 
 
 class NeverAsks(t.TicketReceiver):
-    """An abort that is sent once only: a lost message leaks the blocks."""
+    """A stop that is sent once only: a lost message leaks the blocks."""
 
-    def _tick(self, ticket_id, ticket, now):
-        return super()._tick(ticket_id, ticket, now) if ticket.state == "RESERVED" else []
+    def _check_timeouts(self, ticket, now):
+        if ticket.state is not t.ReceivingState.RESERVED:
+            return []
+        return super()._check_timeouts(ticket, now)
 
 
 class IgnoresGeneration(t.TicketReceiver):
-    """The final, or a second copy of a chunk, of an old reservation counts for the new one."""
+    """The finish, or a second copy of a chunk, of an old reservation counts for the new one."""
 
-    def _noted(self, ticket_id, ticket, message, now):
+    def _receive(self, ticket, message, now):
         if isinstance(message, m.ChunkMessage | m.FinishMessage):
             offer = msgspec.structs.replace(ticket.offer, generation=message.generation)
             ticket.offer = offer
-        return super()._noted(ticket_id, ticket, message, now)
+        return super()._receive(ticket, message, now)
 
 
 class CountsOneMoreAsHeld(t.TicketReceiver):
     def handle(self, event, now):
         if isinstance(event, t.OfferTiles) and event.held_tiles < len(event.tiles):
-            event = t.OfferTiles(
-                event.ticket_id, event.peer, event.tiles, event.held_tiles + 1, event.hashes
-            )
+            event = replace(event, held_tiles=event.held_tiles + 1)
         return super().handle(event, now)
 
 
 class SkipsNothing(t.TicketSender):
-    """Writes from the first tile on, whatever the sink holds."""
+    """Writes from the first tile on, whatever the receiver holds."""
 
-    def _post(self, ticket_id, ticket, offer, push):
-        first = max(push.first_tile, offer.first_tile)
-        moved = t.PushTiles(ticket_id, first, push.tiles, push.piece, push.pieces)
-        return super()._post(ticket_id, ticket, offer, moved)
+    def _write_of(self, ticket, offer, push):
+        moved = replace(push, first_tile=max(push.first_tile, offer.first_tile))
+        return super()._write_of(ticket, offer, moved)
 
 
 class TakesOnePieceForAll(t.TicketReceiver):
     """Counts tiles, not the pieces of them."""
 
-    def _complete(self, ticket_id, ticket, now):
-        if ticket.final:
+    def _complete(self, ticket, now):
+        if ticket.finish:
             ticket.chunks = {
-                seq: msgspec.structs.replace(chunk, piece=-1)
-                for seq, chunk in ticket.chunks.items()
+                number: msgspec.structs.replace(chunk, piece=-1)
+                for number, chunk in ticket.chunks.items()
             }
-            final = ticket.final
-            ticket.final = msgspec.structs.replace(final, chunks=min(1, final.chunks))
-        return super()._complete(ticket_id, ticket, now)
+            finish = ticket.finish
+            ticket.finish = msgspec.structs.replace(finish, chunks=min(1, finish.chunks))
+        return super()._complete(ticket, now)
 
 
 class LandsWithItsFirstLane(Fan):
-    def _outcome(self, event):
-        return ends_with(self, event, c.BlocksArrived) or super()._outcome(event)
+    def _lane_outcome(self, outcome):
+        return ends_with(self, outcome, c.BlocksArrived) or super()._lane_outcome(outcome)
 
 
 class AsksAgainWhatItKnows(t.TicketSender):
-    """A source that waits for an offer says that all is well: a lost offer is never repeated."""
+    """A sender that waits for an offer says that all is well: a lost offer is never repeated."""
 
-    def _noted(self, peer, message, now):
+    def _receive(self, peer, message, now):
         if isinstance(message, m.QueryMessage) and message.ticket_id in self.tickets:
             return [t.SendMessage(peer, m.ProgressMessage(message.ticket_id))]
-        return super()._noted(peer, message, now)
+        return super()._receive(peer, message, now)
 
 
 class TakesAnOldUnknownForNews(t.TicketReceiver):
     """An answer that the first chunk overtook breaks a ticket that is well."""
 
-    def _noted(self, ticket_id, ticket, message, now):
+    def _receive(self, ticket, message, now):
         if isinstance(message, m.UnknownTicketMessage) and ticket.chunks:
-            return self._abort(ticket_id, ticket, "source_forgot", now)
-        return super()._noted(ticket_id, ticket, message, now)
+            return self._fail_and_stop(ticket, "source_forgot", now)
+        return super()._receive(ticket, message, now)
 
 
 class FreesWithItsFirstLane(Fan):
-    def _outcome(self, event):
-        return ends_with(self, event, t.BlocksFreed) or super()._outcome(event)
+    def _lane_outcome(self, outcome):
+        return ends_with(self, outcome, t.BlocksFreed) or super()._lane_outcome(outcome)
 
 
 class ClosesWithItsFirstLane(Fan):
-    def _outcome(self, event):
-        return ends_with(self, event, t.PushEnded) or super()._outcome(event)
+    def _lane_outcome(self, outcome):
+        return ends_with(self, outcome, t.PushEnded) or super()._lane_outcome(outcome)
 
 
 def ends_with(fan, event, kind):

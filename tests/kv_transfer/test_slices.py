@@ -16,10 +16,10 @@ import pytest
 from diptych.kv_transfer import KVLayout, slices
 from diptych.kv_transfer.identity import digest, tile_seed
 from diptych.kv_transfer.slices import (
-    PIECE_BYTES,
-    End,
+    PIECE_BYTES_MINIMUM,
     Lane,
-    partners,
+    LaneEnd,
+    partner_ranks,
     piece_count,
     piece_layers,
     tiles_of,
@@ -45,11 +45,11 @@ class Case:
     tokens: int
     seed: int
 
-    def ends(self, side: int) -> list[End]:
+    def ends(self, side: int) -> list[LaneEnd]:
         ranks, item = self.ranks[side], np.dtype(KINDS[self.dtype]).itemsize
         shape = self.layers, self.heads // ranks, self.head_dim, self.block_tokens[side]
         layout = KVLayout(*shape, item, self.dtype, self.groups[side])
-        return [End(layout, rank, ranks) for rank in range(ranks)]
+        return [LaneEnd(layout, rank, ranks) for rank in range(ranks)]
 
     @property
     def tile_tokens(self) -> int:
@@ -89,7 +89,7 @@ class Pools:
         self.memory = [rng.integers(0, 99, shape).astype(kind) for _ in self.ends]
         self.blocks = rng.permutation(count + SPARE)[:count].tolist()
 
-    def places(self, end: End, tokens: int) -> np.ndarray:
+    def places(self, end: LaneEnd, tokens: int) -> np.ndarray:
         """Elements of `end`'s pool: [layer, its head, part, token, dim]."""
         lay = self.layout
         block, head, token, dim = lay.strides()
@@ -126,15 +126,15 @@ def numbers_of(case: Case, tokens: int) -> np.ndarray:
 def lanes(source: Pools, target: Pools):
     """(source rank, target rank, lane) of all pairs that share heads."""
     for rank, end in enumerate(source.ends):
-        for other in partners(end, len(target.ends), target.layout.heads):
+        for other in partner_ranks(end, len(target.ends), target.layout.heads):
             yield rank, other, Lane(end, target.ends[other])
 
 
 def copy(lane: Lane, source: np.ndarray, target: np.ndarray, tiles, piece: int) -> None:
     spans = lane.spans(*tiles, piece)
-    assert spans.source.dtype == spans.target.dtype == np.int32
-    mine, theirs = source.reshape(-1, spans.unit), target.reshape(-1, spans.unit)
-    theirs[spans.target] = mine[spans.source]
+    assert spans.source_units.dtype == spans.target_units.dtype == np.int32
+    mine, theirs = source.reshape(-1, spans.unit_bytes), target.reshape(-1, spans.unit_bytes)
+    theirs[spans.target_units] = mine[spans.source_units]
 
 
 def ship(source: Pools, target: Pools, whole: bool = False) -> None:
@@ -147,7 +147,9 @@ def ship(source: Pools, target: Pools, whole: bool = False) -> None:
 
 def many(test):
     """Many examples, cut into more pieces than blocks of this size are in earnest."""
-    return mock.patch.object(slices, "PIECE_BYTES", 8 << 10)(settings(max_examples=120)(test))
+    return mock.patch.object(slices, "PIECE_BYTES_MINIMUM", 8 << 10)(
+        settings(max_examples=120)(test)
+    )
 
 
 FEW = Case(4, 4, 4, "bfloat16", (2, 1), (64, 128), (2, 4), 130, 1)
@@ -201,7 +203,7 @@ def test_every_byte_of_a_ticket_travels_exactly_once(case):
     for _, other, lane in lanes(source, target):
         for piece in range(lane.pieces):
             spans = lane.spans(source.tiles(), target.tiles(), piece)
-            np.add.at(counts[other].reshape(-1, spans.unit), spans.target, 1)
+            np.add.at(counts[other].reshape(-1, spans.unit_bytes), spans.target_units, 1)
     tokens = case.tiles * case.tile_tokens
     for rank, count in enumerate(counts):
         places = target.places(target.ends[rank], tokens)
@@ -212,7 +214,7 @@ def test_every_byte_of_a_ticket_travels_exactly_once(case):
 def checksums(lane: Lane, side, memory: np.ndarray, tiles, piece: int) -> list[int]:
     view = memoryview(memory.view(np.uint8))
     return [
-        digest(view, lane.unit, side.runs(tile, piece), tile_seed(7, index, piece))
+        digest(view, lane.unit_bytes, side.runs(tile, piece), tile_seed(7, index, piece))
         for index, tile in enumerate(tiles)
     ]
 
@@ -230,10 +232,10 @@ def test_both_ends_compute_the_same_checksums_and_a_flipped_bit_changes_one(case
             there = checksums(lane, lane.target, target.memory[other], target.tiles(), piece)
             assert here == there
             unit = int(lane.target.units(target.tiles(), piece)[-1])
-            target.bytes(other)[unit * lane.unit] ^= 1
+            target.bytes(other)[unit * lane.unit_bytes] ^= 1
             there = checksums(lane, lane.target, target.memory[other], target.tiles(), piece)
             assert here[:-1] == there[:-1] and here[-1] != there[-1]
-            target.bytes(other)[unit * lane.unit] ^= 1
+            target.bytes(other)[unit * lane.unit_bytes] ^= 1
 
 
 @many
@@ -254,7 +256,11 @@ def test_a_unit_divides_both_blocks_and_a_tile_has_the_bytes_of_its_heads(case):
     source, target = Pools(case, 0), Pools(case, 1)
     token = case.layers * 2 * case.head_dim * source.layout.item_bytes  # of one head
     for rank, other, lane in lanes(source, target):
-        assert source.layout.block_bytes % lane.unit == target.layout.block_bytes % lane.unit == 0
+        assert (
+            source.layout.block_bytes % lane.unit_bytes
+            == target.layout.block_bytes % lane.unit_bytes
+            == 0
+        )
         heads = len(set(source.ends[rank].heads) & set(target.ends[other].heads))
         assert lane.tile_tokens == case.tile_tokens
         assert lane.tile_bytes == heads * token * case.tile_tokens
@@ -274,35 +280,35 @@ def big(layers=8, heads=4, block_tokens=64, group_layers=2):
 @pytest.mark.parametrize("block_tokens", [64, 256])
 def test_between_equal_layouts_a_piece_of_a_block_is_one_unit(ranks, block_tokens):
     layout = big(heads=4 // ranks, block_tokens=block_tokens)
-    lane = Lane(End(layout, 0, ranks), End(layout, 0, ranks))
+    lane = Lane(LaneEnd(layout, 0, ranks), LaneEnd(layout, 0, ranks))
     assert lane.pieces == 4  # as many as groups
-    assert lane.unit == layout.block_bytes // 4
+    assert lane.unit_bytes == layout.block_bytes // 4
     for piece in range(4):
-        assert lane.spans([3], [5], piece).source.tolist() == [3 * 4 + piece]
-        assert lane.spans([3], [5], piece).target.tolist() == [5 * 4 + piece]
+        assert lane.spans([3], [5], piece).source_units.tolist() == [3 * 4 + piece]
+        assert lane.spans([3], [5], piece).target_units.tolist() == [5 * 4 + piece]
         assert lane.source.runs(3, piece) == [(3 * 4 + piece, 1)]
     assert lane.source.runs(3, -1) == [(12, 4)]
 
 
 def test_neighbouring_heads_of_a_group_are_one_unit():
     """TP 2 to TP 4: a rank's two of four heads, for all layers of a group."""
-    lane = Lane(End(big(heads=4), 0, 2), End(big(heads=2), 1, 4))
+    lane = Lane(LaneEnd(big(heads=4), 0, 2), LaneEnd(big(heads=2), 1, 4))
     head = 64 * 1024 * 2  # bytes of K of one layer
-    assert lane.unit == 2 * 2 * 2 * head  # heads x layers of the group x K and V
+    assert lane.unit_bytes == 2 * 2 * 2 * head  # heads x layers of the group x K and V
     assert lane.source.runs(0, 0) == [(1, 1)]  # the second half of the first group
     assert lane.target.runs(0, 0) == [(0, 1)]
 
 
 def test_where_blocks_have_another_size_a_unit_is_one_heads_tokens_of_a_tile():
-    lane = Lane(End(big(block_tokens=256)), End(big(block_tokens=64)))
-    assert (lane.tile_tokens, lane.unit) == (64, 64 * 1024 * 2)
+    lane = Lane(LaneEnd(big(block_tokens=256)), LaneEnd(big(block_tokens=64)))
+    assert (lane.tile_tokens, lane.unit_bytes) == (64, 64 * 1024 * 2)
     assert lane.source.units([0, 1, 4], 0)[:1].tolist() == [0]
     assert [lane.source.start(tile) for tile in (0, 1, 3)] == [0, 1, 3]
 
 
 def test_small_blocks_are_not_cut_and_large_ones_into_equal_runs_of_whole_groups():
     small = KVLayout(8, 2, 16, 64, 2, "bfloat16", 2)
-    assert small.block_bytes < 2 * PIECE_BYTES and piece_count(small, 1) == 1
+    assert small.block_bytes < 2 * PIECE_BYTES_MINIMUM and piece_count(small, 1) == 1
     assert piece_count(big(layers=8, group_layers=2), 1) == 4
     assert piece_count(big(layers=12, group_layers=1), 1) == 6  # 12 are too many, 8 do not divide
     assert piece_count(big(layers=7, group_layers=1), 1) == 7
@@ -327,23 +333,23 @@ def test_all_ranks_of_a_source_cut_their_blocks_alike(case, times):
 
 @pytest.mark.parametrize("tokens", [(128, 192), (192, 256), (192, 128)])
 def test_blocks_of_which_neither_divides_the_other_are_refused(tokens):
-    source, target = (End(big(block_tokens=count)) for count in tokens)
+    source, target = (LaneEnd(big(block_tokens=count)) for count in tokens)
     with pytest.raises(ValueError, match="do not divide"):
         Lane(source, target)
 
 
 def test_ranks_without_a_common_head_are_refused():
     with pytest.raises(ValueError, match="none in common"):
-        Lane(End(big(heads=2), 0, 2), End(big(heads=2), 1, 2))
+        Lane(LaneEnd(big(heads=2), 0, 2), LaneEnd(big(heads=2), 1, 2))
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_partners_are_the_ranks_that_share_a_head_and_agree_from_both_sides(ranks):
     heads = [12 // count for count in ranks]
     sides = zip(heads, ranks, strict=True)
-    here, there = ([End(big(heads=h), r, n) for r in range(n)] for h, n in sides)
-    pairs = {(a.rank, b) for a in here for b in partners(a, ranks[1], heads[1])}
-    assert pairs == {(a, b.rank) for b in there for a in partners(b, ranks[0], heads[0])}
+    here, there = ([LaneEnd(big(heads=h), r, n) for r in range(n)] for h, n in sides)
+    pairs = {(a.rank, b) for a in here for b in partner_ranks(a, ranks[1], heads[1])}
+    assert pairs == {(a, b.rank) for b in there for a in partner_ranks(b, ranks[0], heads[0])}
     shared = {(a.rank, b.rank) for a in here for b in there if set(a.heads) & set(b.heads)}
     assert pairs == shared
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from diptych.kv_transfer.conformance import DEADLINE_S, MemoryPool, Pair, card_of, spans, write
 from diptych.kv_transfer.errors import PeerLost
-from diptych.kv_transfer.transport import Down, Wrote
+from diptych.kv_transfer.transport import PeerDisconnected, PostedWriteEnded
 from diptych.kv_transfer.transports import stream, tcp
 from diptych.kv_transfer.transports.tcp import TcpTransport
 
@@ -119,7 +119,10 @@ def test_a_dial_without_an_answer_waits_for_its_deadline_and_ends_its_writes(dea
     now[0] += stream.DIAL_S * 0.99
     assert transport.poll() == []
     now[0] += stream.DIAL_S * 0.02
-    assert transport.poll() == [Wrote(handle, False, "unreachable"), Down("far#0")]
+    assert transport.poll() == [
+        PostedWriteEnded(handle, False, "unreachable"),
+        PeerDisconnected("far#0"),
+    ]
     with pytest.raises(PeerLost):
         transport.notify("far#0", b"hello?")
     transport.close()

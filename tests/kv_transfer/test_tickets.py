@@ -8,7 +8,7 @@ from diptych.kv_transfer import tickets as t
 
 X, P = "request#0", "prefill#1"
 LIMITS = t.TicketTimeouts(
-    total_s=30, idle_s=1, resend_s=0.2, quarantine_s=10, offer_s=20, remember=4
+    total_s=30, idle_s=1, resend_s=0.2, quarantine_s=10, offer_s=20, history_limit=4
 )
 STOP, DRAINED, FREED = m.StopMessage(X), m.StoppedMessage(X), t.BlocksFreed(X)
 
@@ -185,7 +185,7 @@ def test_the_loss_of_one_peer_leaves_the_tickets_of_others_alone():
     end = sink()
     end.handle(t.OfferTiles("other#0", "prefill#2", [1]), 0.0)
     end.handle(t.PeerWentDown(P), 1.0)
-    assert end.tickets["other#0"].state == "RESERVED"
+    assert end.tickets["other#0"].state is t.ReceivingState.RESERVED
 
 
 def test_stop_is_repeated_until_it_is_answered():
@@ -204,9 +204,9 @@ def test_stop_is_repeated_until_it_is_answered():
 def test_a_silent_source_quarantines_the_blocks_until_it_proves_to_be_done(last):
     end = broken(sink(), now=0.0)
     end.handle(t.TicketTick(), 9.9)
-    assert end.tickets[X].state == "ABORTING"
+    assert end.tickets[X].state is t.ReceivingState.ABORTING
     end.handle(t.TicketTick(), 10.1)  # > quarantine_s
-    assert end.tickets[X].state == "QUARANTINED"
+    assert end.tickets[X].state is t.ReceivingState.QUARANTINED
     assert end.handle(t.TicketTick(), 1000.0) == [t.SendMessage(P, STOP)]
     freed = note(end, last, 1001.0) if last else end.handle(t.PeerFenced(P), 1001.0)
     assert freed == [FREED]

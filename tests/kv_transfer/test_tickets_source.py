@@ -6,7 +6,7 @@ from diptych.kv_transfer import tickets as t
 
 X, D = "request#0", "decode#1"
 LIMITS = t.TicketTimeouts(
-    total_s=30, idle_s=1, resend_s=0.2, quarantine_s=10, offer_s=20, remember=4
+    total_s=30, idle_s=1, resend_s=0.2, quarantine_s=10, offer_s=20, history_limit=4
 )
 STOP, DRAINED = m.StopMessage(X), m.StoppedMessage(X)
 
@@ -68,7 +68,7 @@ def test_early_offers_are_bounded_and_the_oldest_is_dropped():
     end = t.TicketSender(LIMITS)
     for index in range(5):  # remember = 4
         end.handle(t.MessageReceived(D, m.OfferMessage(f"r{index}#0", 1, 0, [1])), 0.0)
-    assert list(end.early) == ["r1#0", "r2#0", "r3#0", "r4#0"]
+    assert list(end.early_offers) == ["r1#0", "r2#0", "r3#0", "r4#0"]
 
 
 def test_a_second_offer_changes_nothing():
@@ -154,7 +154,7 @@ def test_a_cancel_before_the_offer_voids_and_a_later_offer_opens_nothing():
         "finished", m.FailedMessage(X, "finished")
     )
     assert end.handle(OFFER, 2.0) == []
-    assert end.early == {}
+    assert end.early_offers == {}
     assert told(end, m.QueryMessage(X)) == [t.SendMessage(D, m.FailedMessage(X, "finished"))]
 
 
@@ -347,7 +347,7 @@ def test_an_early_offer_of_a_peer_that_was_lost_since_is_not_taken():
     end.handle(OFFER, 0.0)
     end.handle(t.MessageReceived("decode#2", m.OfferMessage("other#0", 1, 0, [1])), 0.0)
     end.handle(t.PeerWentDown(D), 1.0)
-    assert list(end.early) == ["other#0"]
+    assert list(end.early_offers) == ["other#0"]
     end.handle(t.ExpectTileOffer(X, D), 2.0)
     assert end.handle(PUSH, 2.0) == []
 

@@ -10,7 +10,7 @@ from diptych.kv_transfer import KVLayout
 from diptych.kv_transfer import commands as c
 from diptych.kv_transfer.conformance import MemoryPool
 from diptych.kv_transfer.service import TransferService
-from diptych.kv_transfer.slices import End
+from diptych.kv_transfer.slices import LaneEnd
 from diptych.kv_transfer.transports import open_transport
 from diptych.kv_transfer.vram import VramPool
 
@@ -84,11 +84,11 @@ def test_a_push_waits_for_its_event_and_what_follows_waits_behind_it() -> None:
         ends[name] = TransferService(
             name,
             memory,
-            End(layout),
+            LaneEnd(layout),
             b"same",
             lambda admit, n=name, m=memory: open_transport("tcp", n, m, admit, "127.0.0.1"),
             told[name].put,
-            reached=(lambda number: number <= gate["open"]) if name == "source" else None,
+            event_reached=(lambda number: number <= gate["open"]) if name == "source" else None,
         )
     cards = {name: end.start() for name, end in ends.items()}
     try:
@@ -120,7 +120,7 @@ def test_a_pool_that_the_cpu_cannot_read_needs_checksums_of_its_own() -> None:
     memory = MemoryPool(blocks=2, block_bytes=layout.block_bytes, seed=1)
     memory.memory = "VRAM"
     with pytest.raises(ValueError, match="need its `digest`"):
-        TransferService("x", memory, End(layout), b"", lambda admit: None, print)
+        TransferService("x", memory, LaneEnd(layout), b"", lambda admit: None, print)
 
 
 @needs_gpu

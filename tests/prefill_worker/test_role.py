@@ -7,7 +7,7 @@ import pytest
 from diptych.engine import commands
 from diptych.engine.sequence import BlocksFilled, SequenceOutput
 from diptych.kv_transfer import commands as transfer
-from diptych.kv_transfer import tickets
+from diptych.kv_transfer import messages, tickets
 from diptych.kv_transfer.messages import FirstTokens
 from diptych.prefill_worker import PrefillRole
 from diptych.protos.frames import (
@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 KEY = ("r", 0)
-XID = "r#0"
+TICKET_ID = "r#0"
 FIRST = Token(42, -0.5)
 
 
@@ -38,9 +38,9 @@ def token(key=KEY, finish: str | None = None) -> SequenceOutput:
 
 @pytest.fixture
 def role() -> PrefillRole:
-    made = PrefillRole("prefill/a", 64)
-    made.submit("g", prefill(), [b"h1", b"h2", b"h3"])
-    return made
+    role = PrefillRole("prefill/a", 64)
+    role.submit("g", prefill(), [b"h1", b"h2", b"h3"])
+    return role
 
 
 # ---- life ----------------------------------------------------------------------------------------
@@ -48,10 +48,15 @@ def role() -> PrefillRole:
 
 def test_a_prompt_goes_to_the_engine_and_its_ticket_waits_for_the_decode_worker() -> None:
     expect, add = PrefillRole("prefill/a", 64).submit("g", prefill(), [b"h1"])
-    assert expect == transfer.ExpectOffer(XID, "decode/x", tokens=200)
+    assert expect == transfer.ExpectOffer(TICKET_ID, "decode/x", tokens=200)
     assert isinstance(add, commands.AddSequence)
-    seq = add.sequence
-    assert (seq.attempt_key, seq.prompt_tokens, seq.block_hashes, seq.stop_after_first) == (
+    sequence = add.sequence
+    assert (
+        sequence.attempt_key,
+        sequence.prompt_tokens,
+        sequence.block_hashes,
+        sequence.stop_after_first,
+    ) == (
         KEY,
         200,
         [b"h1"],
@@ -60,23 +65,27 @@ def test_a_prompt_goes_to_the_engine_and_its_ticket_waits_for_the_decode_worker(
 
 
 def test_blocks_are_pushed_as_soon_as_a_piece_of_their_layers_is_final(role: PrefillRole) -> None:
-    assert role.handle(BlocksFilled(KEY, 0, [5, 6], 0)) == [transfer.PushBlocks(XID, 0, [5, 6], 0)]
-    assert role.handle(BlocksFilled(KEY, 0, [5, 6], 1)) == [transfer.PushBlocks(XID, 0, [5, 6], 1)]
-    assert role.handle(BlocksFilled(KEY, 2, [7])) == [transfer.PushBlocks(XID, 2, [7], -1)]
+    assert role.handle(BlocksFilled(KEY, 0, [5, 6], 0)) == [
+        transfer.PushBlocks(TICKET_ID, 0, [5, 6], 0)
+    ]
+    assert role.handle(BlocksFilled(KEY, 0, [5, 6], 1)) == [
+        transfer.PushBlocks(TICKET_ID, 0, [5, 6], 1)
+    ]
+    assert role.handle(BlocksFilled(KEY, 2, [7])) == [transfer.PushBlocks(TICKET_ID, 2, [7], -1)]
 
 
 def test_the_first_token_goes_out_at_once_and_finishes_the_ticket(role: PrefillRole) -> None:
     role.handle(BlocksFilled(KEY, 0, [5, 6, 7, 8]))
-    told, finish = role.handle(token())
-    assert told == DeliverFrame("g", AnswerTokens(KEY, 0, [FIRST]))
-    assert isinstance(finish, transfer.FinishPush) and finish.ticket_id == XID
+    first, finish = role.handle(token())
+    assert first == DeliverFrame("g", AnswerTokens(KEY, 0, [FIRST]))
+    assert isinstance(finish, transfer.FinishPush) and finish.ticket_id == TICKET_ID
     assert msgspec.msgpack.decode(finish.meta, type=FirstTokens) == FirstTokens([FIRST])
 
 
 def several(answers: int) -> PrefillRole:
-    made = PrefillRole("prefill/a", 64)
-    made.submit("g", StartPrefill(KEY, 1, [1] * 200, Sampling(10, n=answers), "decode/x"), [])
-    return made
+    role = PrefillRole("prefill/a", 64)
+    role.submit("g", StartPrefill(KEY, 1, [1] * 200, Sampling(10, n=answers), "decode/x"), [])
+    return role
 
 
 def answer(index: int, finish: str | None = None) -> SequenceOutput:
@@ -86,62 +95,64 @@ def answer(index: int, finish: str | None = None) -> SequenceOutput:
 def test_several_answers_are_handed_over_together_in_their_order() -> None:
     role = several(3)
     for index in (2, 0):
-        told = DeliverFrame("g", AnswerTokens(KEY, 0, [Token(40 + index)], answer_index=index))
-        assert role.handle(answer(index)) == [told]
+        frame = DeliverFrame("g", AnswerTokens(KEY, 0, [Token(40 + index)], answer_index=index))
+        assert role.handle(answer(index)) == [frame]
     *_, finish = role.handle(answer(1, "stop"))
-    given = msgspec.msgpack.decode(finish.meta, type=FirstTokens)
-    assert given == FirstTokens([Token(40), Token(41), Token(42)], ended_answers=[1])
+    first_tokens = msgspec.msgpack.decode(finish.meta, type=FirstTokens)
+    assert first_tokens == FirstTokens([Token(40), Token(41), Token(42)], ended_answers=[1])
 
 
 def test_several_answers_that_all_end_with_their_first_token_need_no_transfer() -> None:
     role = several(2)
     role.handle(answer(1, "stop"))
-    assert role.handle(answer(0, "stop"))[-1] == transfer.CancelTransfer(XID, "finished")
+    assert role.handle(answer(0, "stop"))[-1] == transfer.CancelTransfer(TICKET_ID, "finished")
 
 
 def test_logprobs_of_the_prompt_go_to_the_gateway(role: PrefillRole) -> None:
     prompt = [Token(1, -0.25), Token(2, -0.5)]
-    (told,) = role.handle(SequenceOutput(KEY, prompt_logprobs=prompt))
-    assert told == DeliverFrame("g", AnswerTokens(KEY, 0, [], prompt_logprobs=prompt))
+    (frame,) = role.handle(SequenceOutput(KEY, prompt_logprobs=prompt))
+    assert frame == DeliverFrame("g", AnswerTokens(KEY, 0, [], prompt_logprobs=prompt))
 
 
 def test_blocks_are_given_back_only_when_the_ticket_is_closed(role: PrefillRole) -> None:
     assert not any(isinstance(a, commands.ReleaseSequence) for a in role.handle(token()))
-    assert role.handle(tickets.PushEnded(XID, True)) == [commands.ReleaseSequence(KEY)]
-    assert role.jobs == {}
+    assert role.handle(tickets.PushEnded(TICKET_ID, True)) == [commands.ReleaseSequence(KEY)]
+    assert role.attempts == {}
 
 
 def test_an_answer_that_ends_with_its_first_token_needs_no_transfer(role: PrefillRole) -> None:
     actions = role.handle(token(finish="stop"))
     assert DeliverFrame("g", AnswerTokens(KEY, 0, [FIRST], "stop")) in actions
-    assert actions[-1] == transfer.CancelTransfer(XID, "finished")
+    assert actions[-1] == transfer.CancelTransfer(TICKET_ID, "finished")
     assert not any(isinstance(action, transfer.FinishPush) for action in actions)
-    assert role.handle(tickets.PushEnded(XID, False, "finished")) == [commands.ReleaseSequence(KEY)]
+    assert role.handle(tickets.PushEnded(TICKET_ID, False, "finished")) == [
+        commands.ReleaseSequence(KEY)
+    ]
 
 
 def test_a_duplicate_frame_changes_nothing(role: PrefillRole) -> None:
     assert role.submit("g", prefill(), []) == []
-    assert len(role.jobs) == 1
+    assert len(role.attempts) == 1
 
 
-def test_attempts_of_one_request_are_jobs_of_their_own(role: PrefillRole) -> None:
+def test_attempts_of_one_request_are_attempts_of_their_own(role: PrefillRole) -> None:
     expect, _ = role.submit("g", prefill(("r", 1)), [])
     assert expect == transfer.ExpectOffer("r#1", "decode/x", 200)
-    assert len(role.jobs) == 2
+    assert len(role.attempts) == 2
 
 
 # ---- prefixes from elsewhere ---------------------------------------------------------------------
 
 
 def fetching() -> tuple[PrefillRole, list]:
-    made = PrefillRole("prefill/a", 64)
+    role = PrefillRole("prefill/a", 64)
     frame = msgspec.structs.replace(prefill(), prefix_holder="prefill/b")
-    return made, made.submit("g", frame, [b"h1", b"h2", b"h3"])
+    return role, role.submit("g", frame, [b"h1", b"h2", b"h3"])
 
 
 def test_a_prompt_whose_prefix_a_peer_holds_waits_for_it_and_its_ticket_does_not() -> None:
     role, (expect, stage) = fetching()
-    assert expect == transfer.ExpectOffer(XID, "decode/x", tokens=200)
+    assert expect == transfer.ExpectOffer(TICKET_ID, "decode/x", tokens=200)
     assert isinstance(stage, commands.StagePrefix)
     (add,) = role.handle(commands.PrefixStaged(stage.attempt_key, []))[-1:]
     assert isinstance(add, commands.AddSequence) and add.sequence.attempt_key == KEY
@@ -150,11 +161,11 @@ def test_a_prompt_whose_prefix_a_peer_holds_waits_for_it_and_its_ticket_does_not
 def test_an_abort_cancels_the_prefix_that_is_coming_too() -> None:
     role, (_, stage) = fetching()
     (receive,) = role.handle(commands.PrefixStaged(stage.attempt_key, [3, 4, 5]))
-    assert isinstance(receive, transfer.OfferBlocks) and receive.ticket_id != XID
+    assert isinstance(receive, transfer.OfferBlocks) and receive.ticket_id != TICKET_ID
     cancels = role.handle(CancelAttempt(KEY))
     assert cancels == [
         transfer.CancelTransfer(receive.ticket_id, "aborted"),
-        transfer.CancelTransfer(XID, "aborted"),
+        transfer.CancelTransfer(TICKET_ID, "aborted"),
     ]
     assert role.handle(tickets.TransferFailed(receive.ticket_id, "aborted")) == []
     assert role.handle(tickets.BlocksFreed(receive.ticket_id)) == [
@@ -168,7 +179,7 @@ def test_an_abort_cancels_the_prefix_that_is_coming_too() -> None:
 def test_an_answer_that_another_worker_began_goes_on_behind_its_tokens() -> None:
     frame = msgspec.structs.replace(prefill(tokens=203), resumed_tokens=3)
     expect, add = PrefillRole("prefill/a", 64).submit("g", frame, [b"h1"])
-    assert expect == transfer.ExpectOffer(XID, "decode/x", tokens=203)
+    assert expect == transfer.ExpectOffer(TICKET_ID, "decode/x", tokens=203)
     assert (
         add.sequence.prompt_tokens,
         add.sequence.generated_tokens,
@@ -187,7 +198,7 @@ def test_handing_over_gives_up_prompts_and_lets_transfers_end(role: PrefillRole)
     assert role.handle(tickets.PushEnded("r2#0", False, "handover")) == [
         commands.ReleaseSequence(("r2", 0))
     ]
-    assert role.handle(tickets.PushEnded(XID, True)) == [commands.ReleaseSequence(KEY)]
+    assert role.handle(tickets.PushEnded(TICKET_ID, True)) == [commands.ReleaseSequence(KEY)]
 
 
 def test_a_prompt_of_several_answers_is_given_up_until_the_last_has_begun() -> None:
@@ -204,39 +215,41 @@ def test_a_prompt_of_several_answers_is_given_up_until_the_last_has_begun() -> N
 
 
 @pytest.mark.parametrize("after_first_token", [False, True])
-def test_a_failed_transfer_is_told_once(role: PrefillRole, after_first_token: bool) -> None:
+def test_a_failed_transfer_is_reported_once(role: PrefillRole, after_first_token: bool) -> None:
     if after_first_token:
         role.handle(token())
-    drop, failed = role.handle(tickets.PushEnded(XID, False, "peer_lost"))
-    assert drop == commands.ReleaseSequence(KEY)
+    release, failed = role.handle(tickets.PushEnded(TICKET_ID, False, "peer_lost"))
+    assert release == commands.ReleaseSequence(KEY)
     assert failed == DeliverFrame("g", AttemptFailed(KEY, "prefill/a", "kv_peer_lost"))
-    assert role.handle(CancelAttempt(KEY)) == [] and role.gateway_gone("g") == []
+    assert role.handle(CancelAttempt(KEY)) == [] and role.lose_gateway("g") == []
 
 
-def test_what_the_engine_still_says_of_a_dead_job_reaches_nobody(role: PrefillRole) -> None:
-    role.handle(tickets.PushEnded(XID, False, "no_offer"))
+def test_what_the_engine_still_says_of_a_dead_attempt_reaches_nobody(role: PrefillRole) -> None:
+    role.handle(tickets.PushEnded(TICKET_ID, False, "no_offer"))
     assert role.handle(BlocksFilled(KEY, 0, [5])) == []
     assert role.handle(token()) == [commands.ReleaseSequence(KEY)]
 
 
 @pytest.mark.parametrize("pushed", [[], [5, 6]])
-def test_an_error_of_the_engine_is_told_and_its_blocks_wait_for_the_ticket(
+def test_an_error_of_the_engine_is_reported_and_its_blocks_wait_for_the_ticket(
     role: PrefillRole, pushed: list[int]
 ) -> None:
     if pushed:
         role.handle(BlocksFilled(KEY, 0, pushed))
-    told, cancel = role.handle(SequenceOutput(KEY, error="the model gave NaN logits"))
-    assert told == DeliverFrame("g", AttemptFailed(KEY, "prefill/a", "the model gave NaN logits"))
-    assert cancel == transfer.CancelTransfer(XID, "failed")
-    assert XID in role.jobs, "writes may still read its blocks"
-    assert role.handle(tickets.PushEnded(XID, False, "failed")) == [commands.ReleaseSequence(KEY)]
-    assert role.jobs == {}
+    frame, cancel = role.handle(SequenceOutput(KEY, error="the model gave NaN logits"))
+    assert frame == DeliverFrame("g", AttemptFailed(KEY, "prefill/a", "the model gave NaN logits"))
+    assert cancel == transfer.CancelTransfer(TICKET_ID, "failed")
+    assert TICKET_ID in role.attempts, "writes may still read its blocks"
+    assert role.handle(tickets.PushEnded(TICKET_ID, False, "failed")) == [
+        commands.ReleaseSequence(KEY)
+    ]
+    assert role.attempts == {}
 
 
-def test_an_error_of_an_aborted_job_is_nobodys_news(role: PrefillRole) -> None:
+def test_an_error_of_an_aborted_attempt_is_not_reported(role: PrefillRole) -> None:
     role.handle(CancelAttempt(KEY))
     assert role.handle(SequenceOutput(KEY, error="whatever")) == [
-        transfer.CancelTransfer(XID, "failed")
+        transfer.CancelTransfer(TICKET_ID, "failed")
     ]
 
 
@@ -249,30 +262,32 @@ def test_an_abort_cancels_the_ticket_and_waits_for_it(role: PrefillRole, state: 
         role.handle(BlocksFilled(KEY, 0, [5]))
     if state == "sending":
         role.handle(token())
-    assert role.handle(CancelAttempt(KEY)) == [transfer.CancelTransfer(XID, "aborted")]
-    assert XID in role.jobs, "writes may still read its blocks"
-    assert role.handle(tickets.PushEnded(XID, False, "aborted")) == [commands.ReleaseSequence(KEY)]
+    assert role.handle(CancelAttempt(KEY)) == [transfer.CancelTransfer(TICKET_ID, "aborted")]
+    assert TICKET_ID in role.attempts, "writes may still read its blocks"
+    assert role.handle(tickets.PushEnded(TICKET_ID, False, "aborted")) == [
+        commands.ReleaseSequence(KEY)
+    ]
 
 
 def test_an_abort_that_comes_too_late_is_no_failure(role: PrefillRole) -> None:
     role.handle(token())
     role.handle(CancelAttempt(KEY))
-    assert role.handle(tickets.PushEnded(XID, True)) == [commands.ReleaseSequence(KEY)]
+    assert role.handle(tickets.PushEnded(TICKET_ID, True)) == [commands.ReleaseSequence(KEY)]
 
 
-def test_an_abort_of_an_unknown_job_changes_nothing(role: PrefillRole) -> None:
+def test_an_abort_of_an_unknown_attempt_changes_nothing(role: PrefillRole) -> None:
     assert role.handle(CancelAttempt(("other", 0))) == []
 
 
-def test_a_lost_gateway_ends_its_jobs_and_no_other(role: PrefillRole) -> None:
+def test_a_lost_gateway_ends_its_attempts_and_no_other(role: PrefillRole) -> None:
     role.submit("g", prefill(("r2", 0)), [])
     role.submit("h", prefill(("r3", 0)), [])
-    actions = role.gateway_gone("g")
+    actions = role.lose_gateway("g")
     assert actions == [transfer.CancelTransfer(x, "gateway_gone") for x in ("r#0", "r2#0")]
     for ticket_id in ("r#0", "r2#0"):
-        (drop,) = role.handle(tickets.PushEnded(ticket_id, False, "gateway_gone"))
-        assert isinstance(drop, commands.ReleaseSequence)
-    assert list(role.jobs) == ["r3#0"]
+        (release,) = role.handle(tickets.PushEnded(ticket_id, False, "gateway_gone"))
+        assert isinstance(release, commands.ReleaseSequence)
+    assert list(role.attempts) == ["r3#0"]
 
 
 def test_an_unknown_event_is_a_broken_contract(role: PrefillRole) -> None:
@@ -284,23 +299,23 @@ def test_an_unknown_event_is_a_broken_contract(role: PrefillRole) -> None:
 
 
 class Life(RuleBasedStateMachine):
-    """One job, the real source of its ticket, any order of engine, peer and gateway events."""
+    """One attempt, the real sender of its ticket, any order of engine, peer and gateway events."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.role, self.source = PrefillRole("prefill/a", 64), tickets.TicketSender()
+        self.role, self.sender = PrefillRole("prefill/a", 64), tickets.TicketSender()
         self.filled, self.first = 0, False
         self.posted: list[tickets.WriteTiles] = []
-        self.drops = self.failures = self.closes = 0
-        self.dropped_while_written = False
+        self.releases = self.failures = self.closes = 0
+        self.released_while_written = False
         self.carry_out(self.role.submit("g", prefill(), []))
 
     def carry_out(self, actions: list) -> None:
         for action in actions:
             match action:
                 case commands.ReleaseSequence():
-                    self.drops += 1
-                    self.dropped_while_written |= bool(self.posted)
+                    self.releases += 1
+                    self.released_while_written |= bool(self.posted)
                 case DeliverFrame(_, AttemptFailed()):
                     self.failures += 1
                 case transfer.ExpectOffer(ticket_id, peer):
@@ -313,7 +328,7 @@ class Life(RuleBasedStateMachine):
                     self.transfer(tickets.CancelTicket(ticket_id, reason))
 
     def transfer(self, event: object) -> None:
-        for action in self.source.handle(event, 0.0):
+        for action in self.sender.handle(event, 0.0):
             if isinstance(action, tickets.WriteTiles):
                 self.posted.append(action)
             elif isinstance(action, tickets.PushEnded):
@@ -335,36 +350,38 @@ class Life(RuleBasedStateMachine):
     @rule()
     def offer(self) -> None:
         self.transfer(
-            tickets.MessageReceived("decode/x", tickets.m.OfferMessage(XID, 1, 0, [1, 2, 3, 4]))
+            tickets.MessageReceived(
+                "decode/x", messages.OfferMessage(TICKET_ID, 1, 0, [1, 2, 3, 4])
+            )
         )
 
     @rule(ok=st.booleans())
     def write_ends(self, ok: bool) -> None:
         if self.posted:
             self.posted.pop()
-            self.transfer(tickets.WriteEnded(XID, ok, "" if ok else "broken"))
+            self.transfer(tickets.WriteEnded(TICKET_ID, ok, "" if ok else "broken"))
 
     @rule()
-    def sink_stops(self) -> None:
-        self.transfer(tickets.MessageReceived("decode/x", tickets.m.StopMessage(XID)))
+    def receiver_stops(self) -> None:
+        self.transfer(tickets.MessageReceived("decode/x", messages.StopMessage(TICKET_ID)))
 
     @rule(event=st.sampled_from(["abort", "gateway_gone", "duplicate", "hand_over"]))
     def gateway(self, event: str) -> None:
         if event == "abort":
             self.carry_out(self.role.handle(CancelAttempt(KEY)))
         elif event == "gateway_gone":
-            self.carry_out(self.role.gateway_gone("g"))
+            self.carry_out(self.role.lose_gateway("g"))
         elif event == "hand_over":
             self.carry_out(self.role.hand_over())
-        elif self.role.jobs:
+        elif self.role.attempts:
             assert self.role.submit("g", prefill(), []) == []
 
     @invariant()
     def ends_once(self) -> None:
         assert self.closes <= 1 and self.failures <= 1
-        assert bool(self.role.jobs) == (self.closes == 0)
-        assert not self.drops or self.closes, "blocks are dropped after Closed only"
-        assert not self.dropped_while_written
+        assert bool(self.role.attempts) == (self.closes == 0)
+        assert not self.releases or self.closes, "blocks are released after `PushEnded` only"
+        assert not self.released_while_written
 
 
 Life.TestCase.settings = settings(max_examples=200, stateful_step_count=25, deadline=None)

@@ -18,7 +18,13 @@ from typing import NamedTuple
 
 from diptych.kv_transfer import messages
 from diptych.kv_transfer.service import TransferService
-from diptych.kv_transfer.transport import Event, Note, PeerCard, Spans, Transport
+from diptych.kv_transfer.transport import (
+    NotificationReceived,
+    PeerCard,
+    Spans,
+    Transport,
+    TransportEvent,
+)
 
 #: before the write (or before the chunk is looked at), a while after its begin, after it was posted
 MOMENTS = ("before", "inside", "after")
@@ -61,10 +67,10 @@ class TrappedTransport:
         self._spring(ticket_id, trap, "after")
         return handle
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[TransportEvent]:
         events = self.inner.poll()
         for event in events:
-            if isinstance(event, Note):
+            if isinstance(event, NotificationReceived):
                 ticket_id, trap = self._due(event.data, "decode")
                 self._spring(ticket_id, trap, *MOMENTS)
         return events
@@ -91,7 +97,7 @@ class TrappedTransport:
 
     def _fire(self, ticket_id: str, trap: Trap) -> None:
         time.sleep(trap.micros / 1e6 if trap.moment == "inside" else 0)
-        machine = self.service._source if self.home == "prefill" else self.service._sink
+        machine = self.service._sender if self.home == "prefill" else self.service._receiver
         ticket = machine.tickets.get(ticket_id)
         line = {
             "request": ticket_id.partition("#")[0].partition("~")[0],

@@ -1,0 +1,180 @@
+"""What the two ends of a ticket are told, and what they decide (pure).
+
+`tickets` has the two state machines. A receiver takes `ReceiverEvent`s and returns
+`ReceiverAction`s; a sender takes `SenderEvent`s and returns `SenderAction`s. All of them belong to
+one rank, and count in tiles; the same verbs for a whole worker, in blocks, are in `commands`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .commands import BlocksFreed, PrefixRequested, PushEnded, TransferFailed
+from .messages import AnyMessage, ChunkMessage
+
+
+@dataclass(frozen=True, slots=True)
+class TicketTimeouts:
+    """Waits in seconds, and how much is remembered of tickets that have ended."""
+
+    total_s: float = 30.0  #: From the offer until everything has arrived.
+    idle_s: float = 1.0  #: Silence before a `QueryMessage`.
+    resend_s: float = 0.2  #: Between two `StopMessage`s.
+    quarantine_s: float = 10.0  #: From the failure until the tiles count as quarantined.
+    offer_s: float = 20.0  #: A sender waits this long for the offer.
+    history_limit: int = 4096  #: Early offers, and ended tickets, that a sender remembers.
+
+
+# ---- events --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OfferTiles:
+    """To the receiver: tiles are reserved, ask `peer` to fill those behind the held ones."""
+
+    ticket_id: str
+    peer: str
+    tiles: list[int]
+    held_tiles: int = 0  #: Leading tiles whose KV is there already.
+    #: If not empty, `peer` is asked for a prefix with this content, as many tiles as it holds.
+    hashes: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectTileOffer:
+    """To the sender: the ticket is going to be pushed to `peer` once it has offered tiles."""
+
+    ticket_id: str
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class PushTiles:
+    """To the sender: a piece of the ticket's tiles from `first_tile` on is final."""
+
+    ticket_id: str
+    first_tile: int
+    tiles: list[int]  #: Where they lie in the sender's pool.
+    piece: int = 0  #: Which of the `pieces`; -1: all of them.
+    pieces: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FinishTilePush:
+    """To the sender: all `tiles` tiles of the ticket were pushed."""
+
+    ticket_id: str
+    tiles: int
+    meta: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CancelTicket:
+    """To either end: this end gives the ticket up."""
+
+    ticket_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MessageReceived:
+    """To either end: the other end's message has come."""
+
+    peer: str
+    message: AnyMessage
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkVerified:
+    """To the receiver: the answer to `VerifyChunk`; `ok` if every checksum holds."""
+
+    ticket_id: str
+    chunk_number: int
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WriteEnded:
+    """To the sender: a write has ended, well or not; its source may be used again."""
+
+    ticket_id: str
+    ok: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerWentDown:
+    """To either end: the peer is lost; its last writes may still be on their way."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFenced:
+    """To either end: no write of the lost peer can land any more."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class TicketTick:
+    """To either end: time has passed, look at the timeouts."""
+
+
+SharedEvent: TypeAlias = CancelTicket | MessageReceived | PeerWentDown | PeerFenced | TicketTick
+ReceiverEvent: TypeAlias = OfferTiles | ChunkVerified | SharedEvent
+SenderEvent: TypeAlias = ExpectTileOffer | PushTiles | FinishTilePush | WriteEnded | SharedEvent
+
+
+# ---- actions -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SendMessage:
+    """Of either end: send the message to the peer."""
+
+    peer: str
+    message: AnyMessage
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyChunk:
+    """Of the receiver: compute the checksums of the chunk on these tiles of the own pool."""
+
+    ticket_id: str
+    tiles: list[int]
+    chunk: ChunkMessage
+
+
+@dataclass(frozen=True, slots=True)
+class WriteTiles:
+    """Of the sender: write tiles of the own pool into tiles of the peer's.
+
+    `source_tiles[i]` goes to `target_tiles[i]`; both are the ticket's tile `first_tile + i`.
+    """
+
+    ticket_id: str
+    peer: str
+    generation: int
+    chunk_number: int
+    first_tile: int
+    source_tiles: list[int]
+    target_tiles: list[int]
+    piece: int
+    pieces: int
+
+
+@dataclass(frozen=True, slots=True)
+class TilesArrived:
+    """Of the receiver: identity and checksum of every tile hold; the tiles are the engine's."""
+
+    ticket_id: str
+    meta: bytes
+    tiles: int  #: Leading tiles that hold KV, those that were held before included.
+    busy_s: float = 0.0  #: That of `FinishMessage`.
+    exposed_s: float = 0.0  #: That of `FinishMessage`, and until the last checksum held.
+
+
+ReceiverAction: TypeAlias = SendMessage | VerifyChunk | TilesArrived | TransferFailed | BlocksFreed
+SenderAction: TypeAlias = SendMessage | WriteTiles | PushEnded | PrefixRequested

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cel
 import yaml
@@ -36,17 +36,17 @@ def load(folder: Path) -> dict[tuple[str, str], Schema]:
 
 def problems(document: dict[str, Any], schema: Schema) -> list[str]:
     """What is wrong with the object, in sentences that begin with the place."""
-    whole = copy.deepcopy(document)
-    _default(whole, schema)
-    found = [
-        f"{'.'.join(map(str, error.absolute_path)) or 'object'}: {error.message[:200]}"
-        for error in _validator(id(schema), _Held(schema)).iter_errors(whole)
-    ]
-    return found or list(_broken_rules(whole, schema, ""))
+    complete = copy.deepcopy(document)
+    _apply_defaults(complete, schema)
+    found: list[str] = []
+    for error in _validator(_SchemaKey(schema)).iter_errors(complete):
+        place = ".".join(map(str, error.absolute_path)) or "object"
+        found.append(f"{place}: {error.message[:200]}")
+    return found or list(_broken_rules(complete, schema, ""))
 
 
-class _Held:
-    """Keeps a schema alive, and its id with it; equal by identity."""
+class _SchemaKey:
+    """A schema as the key of a cache: equal by identity, and kept alive, so its id is too."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
@@ -55,67 +55,81 @@ class _Held:
         return id(self.schema)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Held) and other.schema is self.schema
+        return isinstance(other, _SchemaKey) and other.schema is self.schema
 
 
 @cache
-def _validator(_: int, held: _Held) -> Draft202012Validator:
-    return Draft202012Validator(_strict(held.schema, top=True))
+def _validator(key: _SchemaKey) -> Draft202012Validator:
+    return Draft202012Validator(_strict(key.schema, is_object_top=True))
 
 
-def _strict(schema: Schema, top: bool = False) -> Schema:
-    """The schema as plain JSON Schema that refuses unknown fields, but at the object's top."""
-    made = {
+def _strict(schema: Schema, is_object_top: bool = False) -> Schema:
+    """Returns plain JSON Schema that refuses unknown fields, except at the object's top."""
+    strict = {
         key: value
         for key, value in schema.items()
         if not key.startswith("x-kubernetes") and key not in ("format", "default", "description")
     }
     if schema.get("x-kubernetes-int-or-string"):
-        made.pop("type", None)
-        made["anyOf"] = [{"type": "integer"}, {"type": "string"}]
-    if schema.get("nullable") and "type" in made:
-        made["type"] = [made["type"], "null"]
-    made.pop("nullable", None)
+        strict.pop("type", None)
+        strict["anyOf"] = [{"type": "integer"}, {"type": "string"}]
+    if schema.get("nullable") and "type" in strict:
+        strict["type"] = [strict["type"], "null"]
+    strict.pop("nullable", None)
     if "properties" in schema:
-        made["properties"] = {k: _strict(v) for k, v in schema["properties"].items()}
+        strict["properties"] = {
+            name: _strict(inner) for name, inner in schema["properties"].items()
+        }
         open_ended = schema.get("x-kubernetes-preserve-unknown-fields")
-        if not (top or open_ended or "additionalProperties" in schema):
-            made["additionalProperties"] = False
+        if not (is_object_top or open_ended or "additionalProperties" in schema):
+            strict["additionalProperties"] = False
     if isinstance(schema.get("additionalProperties"), dict):
-        made["additionalProperties"] = _strict(schema["additionalProperties"])
+        strict["additionalProperties"] = _strict(schema["additionalProperties"])
     if isinstance(schema.get("items"), dict):
-        made["items"] = _strict(schema["items"])
-    return made
+        strict["items"] = _strict(schema["items"])
+    return strict
 
 
-def _children(value: Any, schema: Schema) -> Iterator[tuple[str, Any, Schema]]:
+class _Child(NamedTuple):
+    """A value inside of another one, where its path goes on, and the schema that it has."""
+
+    path: str
+    value: Any
+    schema: Schema
+
+
+def _children(value: Any, schema: Schema) -> Iterator[_Child]:
+    """Yields the values inside of `value` for which `schema` has a schema."""
     if isinstance(value, dict):
-        properties, rest = schema.get("properties", {}), schema.get("additionalProperties")
+        properties = schema.get("properties", {})
+        of_other_keys = schema.get("additionalProperties")
         for key, child in value.items():
-            inner = properties.get(key, rest)
-            if isinstance(inner, dict):
-                yield f".{key}", child, inner
+            child_schema = properties.get(key, of_other_keys)
+            if isinstance(child_schema, dict):
+                yield _Child(f".{key}", child, child_schema)
     elif isinstance(value, list) and isinstance(schema.get("items"), dict):
         for index, child in enumerate(value):
-            yield f"[{index}]", child, schema["items"]
+            yield _Child(f"[{index}]", child, schema["items"])
 
 
-def _default(value: Any, schema: Schema) -> None:
+def _apply_defaults(value: Any, schema: Schema) -> None:
+    """Changes `value` as the API server does: drops nulls, and fills in defaults."""
     if isinstance(value, dict):
         for key, inner in schema.get("properties", {}).items():
-            if value.get(key, ...) is None and not inner.get("nullable"):
+            if key in value and value[key] is None and not inner.get("nullable"):
                 del value[key]
             if key not in value and "default" in inner:
                 value[key] = copy.deepcopy(inner["default"])
-    for _, child, inner in _children(value, schema):
-        _default(child, inner)
+    for child in _children(value, schema):
+        _apply_defaults(child.value, child.schema)
 
 
-def _broken_rules(value: Any, schema: Schema, where: str) -> Iterator[str]:
+def _broken_rules(value: Any, schema: Schema, path: str) -> Iterator[str]:
+    """Yields a sentence for each CEL rule that does not hold."""
     for rule in schema.get("x-kubernetes-validations", []):
         if "oldSelf" in rule["rule"]:  # about a change, not about an object
             continue
         if cel.evaluate(rule["rule"], {"self": value}) is not True:
-            yield f"{where.lstrip('.') or 'object'}: {rule.get('message', rule['rule'])}"
-    for name, child, inner in _children(value, schema):
-        yield from _broken_rules(child, inner, where + name)
+            yield f"{path.lstrip('.') or 'object'}: {rule.get('message', rule['rule'])}"
+    for child in _children(value, schema):
+        yield from _broken_rules(child.value, child.schema, path + child.path)

@@ -34,16 +34,21 @@ def render(fleet: dict[str, Any]) -> str:
     return manifests(CHART, fleet, RELEASE)
 
 
-def generated() -> dict[Path, str]:
-    """Every generated file and its text. The schema comes first: Helm checks values by it."""
-    files = {
+def chart_files() -> dict[Path, str]:
+    """The generated files of the chart, which rendering reads, and their texts."""
+    return {
         CHART / "values.schema.json": json.dumps(values.schema(), indent=2) + "\n",
         CHART / "files/environment.yaml": HEADER + yaml.safe_dump(ENVIRONMENT),
         CHART / "files/rules.yaml": HEADER + RULES.read_text(),
     }
+
+
+def generated() -> dict[Path, str]:
+    """Every generated file and its text."""
+    files = chart_files()
     for fleet in sorted(FLEETS.glob("*.yaml")):
-        chosen = yaml.safe_load(fleet.read_text())
-        files[RENDERED / fleet.name] = HEADER + render(chosen)
+        fleet_values = yaml.safe_load(fleet.read_text())
+        files[RENDERED / fleet.name] = HEADER + render(fleet_values)
     return files
 
 
@@ -51,25 +56,34 @@ def main(arguments: list[str]) -> int:
     if arguments not in ([], ["--check"]):
         print(__doc__)
         return 2
-    if not arguments:  # what rendering reads must be current before it
-        for path in CHART / "values.schema.json", CHART / "files/environment.yaml":
-            path.parent.mkdir(exist_ok=True)
-        (CHART / "values.schema.json").write_text(json.dumps(values.schema(), indent=2) + "\n")
-        (CHART / "files/environment.yaml").write_text(HEADER + yaml.safe_dump(ENVIRONMENT))
-        (CHART / "files/rules.yaml").write_text(HEADER + RULES.read_text())
+    check_only = arguments == ["--check"]
+    if not check_only:  # Helm checks values by the schema: it must be current before rendering
+        write_if_changed(chart_files())
     files = generated()
-    stale = [path for path in RENDERED.glob("*.yaml") if path not in files]
-    stale += [path for path, text in files.items() if not path.exists() or path.read_text() != text]
-    for path in stale:
-        if arguments:
+    superfluous = [path for path in RENDERED.glob("*.yaml") if path not in files]
+    if check_only:
+        stale = [*superfluous, *changed(files)]
+        for path in stale:
             print(f"not current: {path.relative_to(ROOT.parent)}; run deploy/render.py")
-        elif path in files:
-            path.write_text(files[path])
-            print(f"wrote {path.relative_to(ROOT.parent)}")
-        else:
-            path.unlink()
-            print(f"removed {path.relative_to(ROOT.parent)}")
-    return 1 if arguments and stale else 0
+        return 1 if stale else 0
+
+    for path in superfluous:
+        path.unlink()
+        print(f"removed {path.relative_to(ROOT.parent)}")
+    write_if_changed(files)
+    return 0
+
+
+def changed(files: dict[Path, str]) -> list[Path]:
+    """The files that are not on disk with this text."""
+    return [path for path, text in files.items() if not path.exists() or path.read_text() != text]
+
+
+def write_if_changed(files: dict[Path, str]) -> None:
+    for path in changed(files):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(files[path])
+        print(f"wrote {path.relative_to(ROOT.parent)}")
 
 
 if __name__ == "__main__":

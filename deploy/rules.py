@@ -1,12 +1,11 @@
-"""What no schema says of Diptych's manifests: KubeRay's own refusals, and what must fit together.
+"""What no schema says of Diptych's manifests: what must fit together.
 
-The operator's rules are those of `ray-operator/controllers/ray/utils/validation.go` (KubeRay 1.7),
-for the fields that the chart writes. Every function returns sentences; none means nothing wrong.
+KubeRay's own refusals are in `kuberay.py`. Every function returns sentences; none means nothing
+wrong. The functions rely on the structure that schemas check.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -17,123 +16,30 @@ import yaml
 from diptych.cluster.config import SECRET, ConfigError, load_config
 from pydantic import BaseModel, ValidationError
 
-Object = dict[str, Any]
-LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # DNS-1035
-QUANTITY = re.compile(r"([0-9.]+)([KMGTPE]i?|m|k)?")
-SCALE = {"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20}
-SCALE |= {"Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60, "P": 1e15, "E": 1e18}
+from .manifests import (
+    Manifest,
+    container_of,
+    groups,
+    parse_quantity,
+    ray_cluster,
+    read,
+    serve_config,
+    settings,
+    templates,
+)
 
-
-def amount(text: object) -> float:
-    """A Kubernetes quantity as a number; NaN if it is none."""
-    match = QUANTITY.fullmatch(str(text))
-    return float(match[1]) * SCALE.get(match[2] or "", float("nan")) if match else float("nan")
-
-
-def read(text: str) -> Any:
-    return yaml.load(text, Loader=yaml.CSafeLoader)
-
-
-def groups(service: Object) -> list[Object]:
-    return service["spec"]["rayClusterConfig"].get("workerGroupSpecs", [])
-
-
-def templates(service: Object) -> dict[str, Object]:
-    """Pod templates by the group's name; the head's is `head`."""
-    head = service["spec"]["rayClusterConfig"]["headGroupSpec"]
-    return {"head": head["template"]} | {g["groupName"]: g["template"] for g in groups(service)}
-
-
-# ---- the operator ----------------------------------------------------------------------------
-
-
-def operator(service: Object) -> list[str]:
-    """KubeRay would refuse the RayService for these."""
-    found = []
-    name, spec = service["metadata"]["name"], service["spec"]
-    cluster = spec["rayClusterConfig"]
-    if not LABEL.fullmatch(name) or len(name) > 47:
-        found.append(f"RayService {name}: not a DNS-1035 label of at most 47 characters")
-    auth = cluster.get("authOptions", {})
-    if auth.get("enableK8sTokenAuth"):
-        found.append("enableK8sTokenAuth is refused for a RayService")
-    if auth.get("mode") == "token" and _version(cluster.get("rayVersion", "0")) < (2, 52):
-        found.append("token auth needs a rayVersion of 2.52 or later")
-    head = cluster["headGroupSpec"]
-    if head.get("headService", {}).get("metadata", {}).get("name"):
-        found.append("headService.metadata.name must not be set")
-    for gate in ("networkPolicy", "tlsOptions", "historyServerOptions"):
-        if gate in cluster:
-            found.append(f"{gate} needs a feature gate of the operator that is off by default")
-    if cluster.get("gcsFaultToleranceOptions") and "redis-password" in head["rayStartParams"]:
-        found.append("redis-password in rayStartParams, beside gcsFaultToleranceOptions")
-    for group in [{"groupName": "head", **head}, *groups(service)]:
-        found += _group(group, bool(cluster.get("enableInTreeAutoscaling")))
-    return [*found, *_autoscaler(service), *_incremental(spec)]
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
-
-
-def _group(group: Object, autoscaling: bool) -> Iterator[str]:
-    name, start = group["groupName"], group.get("rayStartParams") or {}
-    if not group["template"]["spec"].get("containers"):
-        yield f"group {name} has no container"
-    if "labels" in start:
-        yield f"group {name}: labels in rayStartParams"
-    if group.get("resources") and start.keys() & {"num-cpus", "num-gpus", "memory", "resources"}:
-        yield f"group {name}: resources in rayStartParams and in resources"
-    unknown = sorted(start.keys() - _start_options())
-    if unknown:
-        yield f"group {name}: `ray start` knows no {', '.join(unknown)}"
-    if name == "head":
-        return
-    least, most = group.get("minReplicas"), group.get("maxReplicas")
-    if (least is None or most is None) and not autoscaling:
-        yield f"group {name}: minReplicas and maxReplicas must be set without autoscaling"
-    elif not 0 <= (least or 0) <= group.get("replicas", 0) <= (most or 0):
-        yield f"group {name}: not 0 <= minReplicas <= replicas <= maxReplicas"
-
-
-@cache
-def _start_options() -> frozenset[str]:
-    from ray.scripts.scripts import start
-
-    return frozenset(o.lstrip("-") for p in start.params for o in (*p.opts, *p.secondary_opts))
-
-
-def _autoscaler(service: Object) -> Iterator[str]:
-    cluster = service["spec"]["rayClusterConfig"]
-    options = cluster.get("autoscalerOptions") or {}
-    if not cluster.get("enableInTreeAutoscaling") or options.get("version") != "v2":
-        return
-    for name, template in templates(service).items():
-        if template["spec"].get("restartPolicy", "Never") != "Never":
-            yield f"group {name}: restartPolicy must be Never with autoscaler v2"
-    env = cluster["headGroupSpec"]["template"]["spec"]["containers"][0].get("env", [])
-    if any(entry["name"] == "RAY_enable_autoscaler_v2" for entry in env):
-        yield "RAY_enable_autoscaler_v2 beside autoscalerOptions.version"
-
-
-def _incremental(spec: Object) -> Iterator[str]:
-    strategy = spec.get("upgradeStrategy", {})
-    if strategy.get("type") != "NewClusterWithIncrementalUpgrade":
-        return
-    options = strategy.get("clusterUpgradeOptions", {})
-    if not spec["rayClusterConfig"].get("enableInTreeAutoscaling"):
-        yield "an incremental upgrade needs autoscaling"
-    if not options.get("gatewayClassName") or options.get("intervalSeconds", 0) <= 0:
-        yield "an incremental upgrade needs gatewayClassName and intervalSeconds"
-    if options.get("stepSizePercent", 101) > options.get("maxSurgePercent", 100):
-        yield "stepSizePercent must be at most maxSurgePercent"
+TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+SHUTDOWN_S = 15  #: Serve's graceful_shutdown_timeout_s
+DEFAULT_KEYS_FILE = "/etc/diptych/keys/keys.yaml"
+OPERATOR_PORTS = {8000, 8265}  #: Serve's and the dashboard's
+COMPONENT = "app.kubernetes.io/component"
 
 
 # ---- Serve -----------------------------------------------------------------------------------
 
 
-def serve(service: Object) -> list[str]:
-    """The Serve config: its schema, unknown keys, import path, arguments, deployments' names."""
+def serve(service: Manifest) -> list[str]:
+    """Checks the Serve config: schema, unknown keys, import path, arguments, deployments' names."""
     from ray.serve.schema import ServeDeploySchema
 
     try:
@@ -141,22 +47,23 @@ def serve(service: Object) -> list[str]:
         config = ServeDeploySchema.model_validate(raw)
     except (yaml.YAMLError, ValidationError) as error:
         return [f"serveConfigV2: {error}"]
+
     found = [f"serveConfigV2: unknown key {key}" for key in unknown_keys(raw, config)]
     for application in config.applications:
         try:
             load_config(None, application.args or {})
-            known = _deployments(application.import_path)
+            built_names = _deployment_names(application.import_path)
         except (ConfigError, ImportError, AttributeError, TypeError, ValueError) as error:
             found.append(f"serveConfigV2: {application.name}: {error}")
             continue
-        named = [deployment.name for deployment in application.deployments]
-        found += [f"serveConfigV2: no deployment {name}" for name in set(named) - known]
-        found += [f"serveConfigV2: {n} twice" for n, times in Counter(named).items() if times > 1]
+        times = Counter(deployment.name for deployment in application.deployments)
+        found += [f"serveConfigV2: no deployment {name}" for name in times.keys() - built_names]
+        found += [f"serveConfigV2: {name} twice" for name, count in times.items() if count > 1]
     return found
 
 
 def unknown_keys(raw: Any, model: Any, where: str = "") -> Iterator[str]:
-    """Keys of `raw` that pydantic ignored when it made `model` of it."""
+    """Yields the keys of `raw` that pydantic ignored when it made `model` of it."""
     if isinstance(model, BaseModel) and isinstance(raw, dict):
         for key, value in raw.items():
             if key not in type(model).model_fields:
@@ -169,7 +76,7 @@ def unknown_keys(raw: Any, model: Any, where: str = "") -> Iterator[str]:
 
 
 @cache
-def _deployments(import_path: str) -> frozenset[str]:
+def _deployment_names(import_path: str) -> frozenset[str]:
     """Names of what the builder makes; no argument changes them.
 
     Here is no Ray that could ask for a token, so the builder is told not to look for one.
@@ -183,220 +90,291 @@ def _deployments(import_path: str) -> frozenset[str]:
     return frozenset(deployment.name for deployment in build_app(app, name="check").deployments)
 
 
-# ---- what must fit together ------------------------------------------------------------------
+# ---- replicas and pods -----------------------------------------------------------------------
 
 
-def placement(service: Object) -> Iterator[str]:
-    """Every replica finds a home: custom resources and GPUs that some group offers enough of."""
-    config = read(service["spec"]["serveConfigV2"])
-    wanted: Counter[str] = Counter()
-    gpus: dict[str, float] = {}
+def placement(service: Manifest) -> Iterator[str]:
+    """Every replica can be placed: some group offers enough custom resources and GPUs."""
+    config = serve_config(service)
+    needed: Counter[str] = Counter()  # custom resource -> slots
+    replica_gpus: dict[str, float] = {}  # custom resource -> GPUs of a replica that needs it
     for deployment in config["applications"][0]["deployments"]:
         options = deployment.get("ray_actor_options", {})
-        for name, each in options.get("resources", {}).items():
-            wanted[name] += each * deployment.get("num_replicas", 1)
-            gpus[name] = options.get("num_gpus", 0)
-    pools = config["applications"][0].get("args", {}).get("pools", {})
-    for name in wanted.keys() & pools.keys():
-        ranks, engine = pools[name].get("tensor_parallel", 1), pools[name].get("engine", {})
-        if engine.get("device") == "cuda" and gpus[name] < ranks:
-            yield f"a {name} replica has {ranks} ranks on GPUs, it asks for {gpus[name]}"
+        for name, slots in options.get("resources", {}).items():
+            needed[name] += slots * deployment.get("num_replicas", 1)
+            replica_gpus[name] = options.get("num_gpus", 0)
+
+    pools = settings(config).get("pools", {})
+    for name in needed.keys() & pools.keys():
+        ranks = pools[name].get("tensor_parallel", 1)
+        on_gpus = pools[name].get("engine", {}).get("device") == "cuda"
+        if on_gpus and replica_gpus[name] < ranks:
+            yield f"a {name} replica has {ranks} ranks on GPUs, it asks for {replica_gpus[name]}"
+
     offered: Counter[str] = Counter()
     for group in groups(service):
-        slots = {name: int(amount(n)) for name, n in (group.get("resources") or {}).items()}
-        for name, count in slots.items():
-            offered[name] += count * group["replicas"]
-        limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
-        have = amount(limits.get("nvidia.com/gpu", "0"))
-        need = sum(count * gpus.get(name, 0) for name, count in slots.items())
-        if need > have:
-            yield f"group {group['groupName']}: its slots want {need} GPUs, a pod has {have:.0f}"
-    for name in wanted.keys() | offered.keys():
-        if name not in wanted:
+        slots_of_pod = _slots(group)
+        for name, slots in slots_of_pod.items():
+            offered[name] += slots * group["replicas"]
+        limits = container_of(group["template"])["resources"]["limits"]
+        pod_gpus = parse_quantity(limits.get("nvidia.com/gpu", "0"))
+        slot_gpus = sum(slots * replica_gpus.get(name, 0) for name, slots in slots_of_pod.items())
+        if slot_gpus > pod_gpus:
+            yield (
+                f"group {group['groupName']}: its slots want {slot_gpus} GPUs, "
+                f"a pod has {pod_gpus:.0f}"
+            )
+
+    for name in needed.keys() | offered.keys():
+        if name not in needed:
             yield f"a group offers {name}, which no deployment asks for"
-        elif wanted[name] > offered[name]:
-            yield f"replicas want {wanted[name]} of {name}, the groups offer {offered[name]}"
+        elif needed[name] > offered[name]:
+            yield f"replicas want {needed[name]} of {name}, the groups offer {offered[name]}"
 
 
-def ray_token(service: Object) -> Iterator[str]:
-    """Ray asks for the token of the Secret that holds Diptych's words, unless values say otherwise.
+def _slots(group: Manifest) -> dict[str, int]:
+    """Custom resources that a pod of the group offers."""
+    resources = group.get("resources") or {}
+    return {name: int(parse_quantity(amount)) for name, amount in resources.items()}
+
+
+def ray_token(service: Manifest) -> Iterator[str]:
+    """Ray asks for the token of Diptych's Secret, unless the values say otherwise.
 
     KubeRay leaves a variable that stands in a container as it is, so `authOptions` would not count.
     """
-    cluster = service["spec"]["rayClusterConfig"]
-    config = read(service["spec"]["serveConfigV2"])
-    wanted = config["applications"][0].get("args", {}).get("ray", {}).get("auth", "token")
-    auth = cluster.get("authOptions", {})
-    if auth.get("mode", "disabled") != wanted:
-        yield f"authOptions.mode is {auth.get('mode', 'disabled')}, ray.auth is {wanted}"
+    auth = ray_cluster(service).get("authOptions", {})
+    mode = auth.get("mode", "disabled")
+    configured = settings(serve_config(service)).get("ray", {}).get("auth", "token")
+    if mode != configured:
+        yield f"authOptions.mode is {mode}, ray.auth is {configured}"
     for name, template in templates(service).items():
-        variables = {entry["name"]: entry for entry in template["spec"]["containers"][0]["env"]}
-        for variable in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        variables = {entry["name"]: entry for entry in container_of(template)["env"]}
+        for variable in TOKEN_VARIABLES:
             if variable in variables:
                 yield f"group {name}: {variable} in env wins over authOptions"
-        source = variables.get(SECRET, {}).get("valueFrom", {}).get("secretKeyRef", {})
-        if wanted == "token" and source.get("name") != auth.get("secretName"):
+        secret = variables.get(SECRET, {}).get("valueFrom", {}).get("secretKeyRef", {})
+        if configured == "token" and secret.get("name") != auth.get("secretName"):
             yield f"group {name}: {SECRET} is of another Secret than authOptions.secretName"
 
 
-def pods(service: Object) -> Iterator[str]:
+def pods(service: Manifest) -> Iterator[str]:
     """References inside the pods, sizes, ports, times."""
-    config = read(service["spec"]["serveConfigV2"])
-    ports = {"serve": config["http_options"]["port"], "serve-grpc": config["grpc_options"]["port"]}
-    slots = {group["groupName"]: group.get("resources") or {} for group in groups(service)}
+    config = serve_config(service)
+    head = templates(service)["head"]
+    yield from _admin(config, head)
+    for group in groups(service):
+        yield from _drain(group)
+        yield from _keys(config, group)
     for name, template in templates(service).items():
-        container = template["spec"]["containers"][0]
-        named = {port["name"]: port["containerPort"] for port in container.get("ports", [])}
-        for port, number in ports.items():
-            if named.get(port) != number:
-                yield f"group {name}: port {port} is {named.get(port)}, Serve's is {number}"
-        yield from (f"group {name}: {line}" for line in _metrics(config, named))
-        volumes = {volume["name"] for volume in template["spec"].get("volumes", [])}
-        mounts = [mount["name"] for mount in container.get("volumeMounts", [])]
-        if volumes != set(mounts):
-            yield f"group {name}: volumes {sorted(volumes)}, mounted are {sorted(mounts)}"
-        doubled = [n for n, k in Counter(e["name"] for e in container["env"]).items() if k > 1]
-        if doubled:
-            yield f"group {name}: {', '.join(doubled)} twice in env"
-        if name != "head":
-            yield from _drain(name, template)
-            yield from _keys(config, name, slots[name], template)
-        else:
-            yield from _admin(config, template, named)
-        yield from _resources(name, template)
+        problems = (
+            *_ports(config, template),
+            *_metrics(config, template),
+            *_volumes(template),
+            *_environment(template),
+            *_resources(template),
+            *_memory_volumes(template),
+        )
+        yield from (f"group {name}: {problem}" for problem in problems)
 
 
-def _metrics(config: Object, named: dict[str, int]) -> Iterator[str]:
+def _named_ports(template: Manifest) -> dict[str, int]:
+    ports = container_of(template).get("ports", [])
+    return {port["name"]: port["containerPort"] for port in ports}
+
+
+def _ports(config: Manifest, template: Manifest) -> Iterator[str]:
+    named = _named_ports(template)
+    serve_ports = {
+        "serve": config["http_options"]["port"],
+        "serve-grpc": config["grpc_options"]["port"],
+    }
+    for name, number in serve_ports.items():
+        if named.get(name) != number:
+            yield f"port {name} is {named.get(name)}, Serve's is {number}"
+
+
+def _metrics(config: Manifest, template: Manifest) -> Iterator[str]:
     """Processes take the first free port from Diptych's first one on."""
-    first = config["applications"][0].get("args", {}).get("observability", {}).get("metrics_port")
+    first = settings(config).get("observability", {}).get("metrics_port")
+    named = _named_ports(template)
     ports = [number for name, number in named.items() if name.startswith("metrics-")]
-    if not ports or ports != list(range(first or 0, (first or 0) + len(ports))):
+    begin = first or 0
+    if not ports or ports != list(range(begin, begin + len(ports))):
         yield f"metrics ports are {ports}, Diptych's first one is {first}"
 
 
-def _keys(config: Object, name: str, slots: Object, template: Object) -> Iterator[str]:
+def _volumes(template: Manifest) -> Iterator[str]:
+    volumes = {volume["name"] for volume in template["spec"].get("volumes", [])}
+    mounted = [mount["name"] for mount in container_of(template).get("volumeMounts", [])]
+    if volumes != set(mounted):
+        yield f"volumes {sorted(volumes)}, mounted are {sorted(mounted)}"
+
+
+def _environment(template: Manifest) -> Iterator[str]:
+    times = Counter(entry["name"] for entry in container_of(template)["env"])
+    doubled = [name for name, count in times.items() if count > 1]
+    if doubled:
+        yield f"{', '.join(doubled)} twice in env"
+
+
+def _keys(config: Manifest, group: Manifest) -> Iterator[str]:
     """The file of clients' keys is there where gateways may run, and nowhere else."""
-    gateway = config["applications"][0].get("args", {}).get("gateway", {})
-    file, runs = gateway.get("api_keys_file"), "gateway" in slots
-    if bool(file and runs) != _mounted(template, file or "/etc/diptych/keys/keys.yaml"):
-        yield f"group {name}: clients' keys are {file}, gateways {'may' if runs else 'do not'} run"
+    file = settings(config).get("gateway", {}).get("api_keys_file")
+    gateways_may_run = "gateway" in (group.get("resources") or {})
+    expected = bool(file and gateways_may_run)
+    if expected != _is_mounted(group["template"], file or DEFAULT_KEYS_FILE):
+        gateways = "may" if gateways_may_run else "do not"
+        yield f"group {group['groupName']}: clients' keys are {file}, gateways {gateways} run"
 
 
-def _mounted(template: Object, file: str) -> bool:
-    mounts = template["spec"]["containers"][0].get("volumeMounts", [])
+def _is_mounted(template: Manifest, file: str) -> bool:
+    mounts = container_of(template).get("volumeMounts", [])
     return any(file.startswith(f"{mount['mountPath']}/") for mount in mounts)
 
 
-def _admin(config: Object, template: Object, named: dict[str, int]) -> Iterator[str]:
-    """Control is on the head: its ports, its key, and a service account that is there."""
-    control = config["applications"][0].get("args", {}).get("control", {})
-    for name, field in (("admin", "port"), ("admin-grpc", "grpc_port")):
-        if control.get(field) != named.get(name):
-            yield f"port {name} is {named.get(name)}, Control's is {control.get(field)}"
-    if not _mounted(template, control["key_file"]):
+def _admin(config: Manifest, head: Manifest) -> Iterator[str]:
+    """Control is on the head: its ports, and its key."""
+    control = settings(config).get("control", {})
+    named = _named_ports(head)
+    for name, setting in (("admin", "port"), ("admin-grpc", "grpc_port")):
+        if control.get(setting) != named.get(name):
+            yield f"port {name} is {named.get(name)}, Control's is {control.get(setting)}"
+    if not _is_mounted(head, control["key_file"]):
         yield f"nothing is mounted for {control['key_file']}"
 
 
-def _drain(name: str, template: Object) -> Iterator[str]:
-    hook = template["spec"]["containers"][0].get("lifecycle", {}).get("preStop", {})
+def _drain(group: Manifest) -> Iterator[str]:
+    name = group["groupName"]
+    template = group["template"]
+    hook = container_of(template).get("lifecycle", {}).get("preStop", {})
     command = hook.get("exec", {}).get("command") or [""]
-    grace = template["spec"].get("terminationGracePeriodSeconds", 30)
+    grace_s = template["spec"].get("terminationGracePeriodSeconds", 30)
     if command[0] != "diptych-drain" or not command[-1].isdigit():
         yield f"group {name}: no drain before it stops"
-    elif int(command[-1]) + 15 > grace:  # 15 s: Serve's graceful_shutdown_timeout_s
-        yield f"group {name}: a drain of {command[-1]} s and 15 s to stop, in {grace} s"
+    elif int(command[-1]) + SHUTDOWN_S > grace_s:
+        yield (
+            f"group {name}: a drain of {command[-1]} s and {SHUTDOWN_S} s to stop, in {grace_s} s"
+        )
 
 
-def _resources(name: str, template: Object) -> Iterator[str]:
-    spec = template["spec"]
-    requests, limits = (spec["containers"][0]["resources"][k] for k in ("requests", "limits"))
-    for text in [*requests.values(), *limits.values()]:
-        if isnan(amount(text)):
-            yield f"group {name}: {text!r} is no quantity"
-    for key in requests.keys() | limits.keys():
-        if key not in ("cpu", "memory") and "/" not in key and not key.startswith("hugepages-"):
-            yield f"group {name}: there is no resource {key}"
-        elif key not in ("cpu", "memory") and requests.get(key) != limits.get(key):
-            yield f"group {name}: {key} must have equal request and limit"
-        elif key in limits and amount(requests.get(key, "0")) > amount(limits[key]):
-            yield f"group {name}: the request of {key} is above its limit"
-    for volume in spec.get("volumes", []):
-        memory = volume.get("emptyDir", {})
-        if memory.get("medium") == "Memory":
-            if amount(memory.get("sizeLimit", "1T")) > amount(limits["memory"]) / 2:
-                yield f"group {name}: {volume['name']} takes over half of the memory limit"
-        elif memory.get("medium") == "HugePages-2Mi" and "hugepages-2Mi" not in limits:
-            yield f"group {name}: huge pages are mounted and not asked for"
+def _resources(template: Manifest) -> Iterator[str]:
+    resources = container_of(template)["resources"]
+    requests = resources["requests"]
+    limits = resources["limits"]
+    for amount in [*requests.values(), *limits.values()]:
+        if isnan(parse_quantity(amount)):
+            yield f"{amount!r} is no quantity"
+    for name in requests.keys() | limits.keys():
+        may_differ = name in ("cpu", "memory")
+        if not may_differ and "/" not in name and not name.startswith("hugepages-"):
+            yield f"there is no resource {name}"
+        elif not may_differ and requests.get(name) != limits.get(name):
+            yield f"{name} must have equal request and limit"
+        elif name in limits and _amount_of(requests, name) > _amount_of(limits, name):
+            yield f"the request of {name} is above its limit"
 
 
-def selectors(documents: list[Object]) -> Iterator[str]:
+def _amount_of(resources: Manifest, name: str) -> float:
+    return parse_quantity(resources.get(name, "0"))
+
+
+def _memory_volumes(template: Manifest) -> Iterator[str]:
+    limits = container_of(template)["resources"]["limits"]
+    for volume in template["spec"].get("volumes", []):
+        directory = volume.get("emptyDir", {})
+        medium = directory.get("medium")
+        if medium == "Memory":
+            size = parse_quantity(directory.get("sizeLimit", "1T"))
+            if size > parse_quantity(limits["memory"]) / 2:
+                yield f"{volume['name']} takes over half of the memory limit"
+        elif medium == "HugePages-2Mi" and "hugepages-2Mi" not in limits:
+            yield "huge pages are mounted and not asked for"
+
+
+# ---- objects beside the RayService -----------------------------------------------------------
+
+
+def selectors(documents: list[Manifest]) -> Iterator[str]:
     """Every selector picks pods that are there, policies open the ports that pods have."""
-    service = next(d for d in documents if d["kind"] == "RayService")
-    pods = list(templates(service).values())
-    labels = [template["metadata"]["labels"] for template in pods]
+    service = next(document for document in documents if document["kind"] == "RayService")
+    pod_templates = list(templates(service).values())
     for document in documents:
         where = f"{document['kind']} {document['metadata']['name']}"
-        if document["kind"] == "PodDisruptionBudget":
-            picked = _picked(document["spec"].get("selector"), labels)
-            if not picked or "head" in picked:
-                yield f"{where} must pick the pods of a worker group, not {picked}"
-        elif document["kind"] == "RoleBinding":
-            yield from (f"{where} {line}" for line in _account(documents, document, service))
-        elif document["kind"] == "PodMonitor":
-            yield from (f"{where} {line}" for line in _monitor(document["spec"], service))
-        elif document["kind"] == "NetworkPolicy":
-            yield from (f"{where} {line}" for line in _policy(document["spec"], pods))
+        match document["kind"]:
+            case "PodDisruptionBudget":
+                problems = _disruption_budget(document["spec"], pod_templates)
+            case "RoleBinding":
+                problems = _account(documents, document, service)
+            case "PodMonitor":
+                problems = _monitor(document["spec"], pod_templates)
+            case "NetworkPolicy":
+                problems = _network_policy(document["spec"], pod_templates)
+            case _:
+                continue
+        yield from (f"{where} {problem}" for problem in problems)
 
 
-def _account(documents: list[Object], binding: Object, service: Object) -> Iterator[str]:
+def _disruption_budget(spec: Manifest, pod_templates: list[Manifest]) -> Iterator[str]:
+    picked = _picked_components(spec.get("selector"), pod_templates)
+    if not picked or "head" in picked:
+        yield f"must pick the pods of a worker group, not {picked}"
+
+
+def _account(documents: list[Manifest], binding: Manifest, service: Manifest) -> Iterator[str]:
     """The head's account is bound to a role that lets it change its RayService, and no more."""
-    named = {(one["kind"], one["metadata"]["name"]): one for one in documents}
-    spec = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
-    role = named.get((binding["roleRef"]["kind"], binding["roleRef"]["name"]))
-    subjects = [(one["kind"], one["name"]) for one in binding["subjects"]]
-    account = ("ServiceAccount", spec.get("serviceAccountName"))
-    if role is None or account not in named or subjects != [account]:
-        yield f"does not bind {account[1]} to a role that is here"
+    by_name = {(document["kind"], document["metadata"]["name"]): document for document in documents}
+    role = by_name.get((binding["roleRef"]["kind"], binding["roleRef"]["name"]))
+    subjects = [(subject["kind"], subject["name"]) for subject in binding["subjects"]]
+    account_name = templates(service)["head"]["spec"].get("serviceAccountName")
+    account = ("ServiceAccount", account_name)
+    if role is None or account not in by_name or subjects != [account]:
+        yield f"does not bind {account_name} to a role that is here"
         return
-    wanted = {
+    expected = {
         "apiGroups": ["ray.io"],
         "resources": ["rayservices"],
         "resourceNames": [service["metadata"]["name"]],
         "verbs": ["get", "patch"],
     }
-    if role["rules"] != [wanted]:
+    if role["rules"] != [expected]:
         yield f"gives {role['rules']}"
 
 
-def _monitor(spec: Object, service: Object) -> Iterator[str]:
-    """It picks every pod and asks for every port that metrics are on."""
-    pods = list(templates(service).values())
-    if len(_picked(spec["selector"], [p["metadata"]["labels"] for p in pods])) != len(pods):
+def _monitor(spec: Manifest, pod_templates: list[Manifest]) -> Iterator[str]:
+    """The monitor picks every pod and asks for every port that metrics are on."""
+    if not _picks_every_pod(spec["selector"], pod_templates):
         yield "does not pick every pod"
-    named = {port["name"] for pod in pods for port in pod["spec"]["containers"][0]["ports"]}
-    ports = {name for name in named if name.startswith("metrics-")}
-    asked = {endpoint.get("port") for endpoint in spec["podMetricsEndpoints"]}
-    if asked != ports:
-        yield f"asks for {sorted(map(str, asked))}, the pods have {sorted(ports)}"
+    port_names = {name for template in pod_templates for name in _named_ports(template)}
+    metrics_ports = {name for name in port_names if name.startswith("metrics-")}
+    monitored_ports = {endpoint.get("port") for endpoint in spec["podMetricsEndpoints"]}
+    if monitored_ports != metrics_ports:
+        asked_for = sorted(map(str, monitored_ports))
+        yield f"asks for {asked_for}, the pods have {sorted(metrics_ports)}"
 
 
-def _picked(selector: Object | None, labels: list[dict[str, str]]) -> list[str]:
-    """Components that a selector picks; an empty one picks none of ours."""
-    wanted = (selector or {}).get("matchLabels", {}).items()
-    picked = [one for one in labels if wanted and wanted <= one.items()]
-    return [one["app.kubernetes.io/component"] for one in picked]
+def _picked_components(selector: Manifest | None, pod_templates: list[Manifest]) -> list[str]:
+    """Components that a selector picks; an empty selector picks none of Diptych's."""
+    labels_to_match = (selector or {}).get("matchLabels", {}).items()
+    if not labels_to_match:
+        return []
+    labels = [template["metadata"]["labels"] for template in pod_templates]
+    return [pod[COMPONENT] for pod in labels if labels_to_match <= pod.items()]
 
 
-def _policy(spec: Object, pods: list[Object]) -> Iterator[str]:
-    labels = [pod["metadata"]["labels"] for pod in pods]
-    ports = {p["containerPort"] for pod in pods for p in pod["spec"]["containers"][0]["ports"]}
-    if len(_picked(spec.get("podSelector"), labels)) != len(labels):
+def _picks_every_pod(selector: Manifest | None, pod_templates: list[Manifest]) -> bool:
+    return len(_picked_components(selector, pod_templates)) == len(pod_templates)
+
+
+def _network_policy(spec: Manifest, pod_templates: list[Manifest]) -> Iterator[str]:
+    if not _picks_every_pod(spec.get("podSelector"), pod_templates):
         yield "does not pick every pod"
     ingress = spec.get("ingress", [])
-    opened = {port["port"] for rule in ingress for port in rule.get("ports", [])}
-    if opened - ports:
-        yield f"opens {sorted(opened - ports)}, where nothing listens"
-    if not {8000, 8265} <= opened:
+    pod_ports = {port for template in pod_templates for port in _named_ports(template).values()}
+    opened_ports = {port["port"] for rule in ingress for port in rule.get("ports", [])}
+    if opened_ports - pod_ports:
+        yield f"opens {sorted(opened_ports - pod_ports)}, where nothing listens"
+    if not opened_ports >= OPERATOR_PORTS:
         yield "keeps the operator from Serve's or the dashboard's port"
     if not all(rule.get("from") for rule in ingress):
         yield "lets everybody in"

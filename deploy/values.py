@@ -34,16 +34,16 @@ DECIDED_ELSEWHERE = {
 
 Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,28}[a-z0-9])?$")]
-Whole = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0)]
 Quantity = Annotated[str, Field(pattern=r"^[0-9]+([.][0-9]+)?([EPTGMk]i?|m)?$")]
 Objects = list[dict[str, Any]]
 
 
-class Values(BaseModel):
+class ValuesSection(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class Image(Values):
+class Image(ValuesSection):
     repository: Text
     tag: str = ""
     digest: Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64})?$")] = ""
@@ -51,46 +51,46 @@ class Image(Values):
     pullSecrets: Objects = []
 
 
-class PoolSize(Values):
-    replicas: Whole
-    gpus: Whole = 0
+class PoolSize(ValuesSection):
+    replicas: Count
+    gpus: Count = 0
 
 
-class PoolSizes(Values):
+class PoolSizes(ValuesSection):
     prefill: PoolSize
     decode: PoolSize
 
 
-class Gateway(Values):
+class Gateway(ValuesSection):
     replicas: Annotated[int, Field(ge=1)]
     keysSecret: str = ""
 
 
-class Model(Values):
+class Model(ValuesSection):
     mountPath: Annotated[str, Field(pattern="^/")] = "/models"
     volume: dict[str, Any] = {}
 
 
-class Resources(Values):
+class Resources(ValuesSection):
     requests: dict[str, Quantity]
     limits: dict[str, Quantity]
 
 
-class Head(Values):
+class Head(ValuesSection):
     resources: Resources
     nodeSelector: dict[str, str] = {}
     tolerations: Objects = []
 
 
-class Slots(Values):
-    prefill: Whole = 0
-    decode: Whole = 0
-    gateway: Whole = 0
+class Slots(ValuesSection):
+    prefill: Count = 0
+    decode: Count = 0
+    gateway: Count = 0
 
 
-class Group(Values):
+class Group(ValuesSection):
     name: Name
-    pods: Whole
+    pods: Count
     slots: Slots
     resources: Resources
     nodeSelector: dict[str, str] = {}
@@ -103,12 +103,12 @@ class Group(Values):
     env: dict[str, str] = {}
 
 
-class Drain(Values):
+class Drain(ValuesSection):
     seconds: Annotated[int, Field(ge=0)]
     graceSeconds: Annotated[int, Field(ge=1)]
 
 
-class NetworkPolicy(Values):
+class NetworkPolicy(ValuesSection):
     enabled: bool
     operatorNamespace: Text
     clients: Objects
@@ -116,13 +116,13 @@ class NetworkPolicy(Values):
     scrapers: Objects
 
 
-class Monitoring(Values):
+class Monitoring(ValuesSection):
     enabled: bool
     interval: Annotated[str, Field(pattern=r"^[0-9]+(s|m)$")]
     labels: dict[str, str]
 
 
-class Chart(Values):
+class Chart(ValuesSection):
     """values.yaml of the chart `diptych`."""
 
     image: Image
@@ -142,17 +142,17 @@ class Chart(Values):
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of the values."""
-    made = Chart.model_json_schema()
+    """Returns the JSON Schema (2020-12) of the values."""
+    chart_schema = Chart.model_json_schema()
     for path in DECIDED_ELSEWHERE:
         model, field = path.split(".")
-        del made["$defs"][model]["properties"][field]
-    _drop_titles(made)
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
+        del chart_schema["$defs"][model]["properties"][field]
+    _drop_titles(chart_schema)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **chart_schema}
 
 
 def _drop_titles(node: Any) -> None:
-    """pydantic names every field after itself: noise."""
+    """Removes titles: pydantic names every field after itself, which says nothing."""
     if isinstance(node, dict):
         if isinstance(node.get("title"), str):
             del node["title"]

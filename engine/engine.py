@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from ..kv_transfer.gauges import Histogram
 from ..kv_transfer.slices import piece_count
+from ..kv_transfer.statistics import Histogram
 from ..protos.frames import AttemptKey, Token
 from .batch import Batch, build
 from .blocks import BlockPool

@@ -1,7 +1,7 @@
-"""What a worker sees of its host: everything on which the way of its KV depends, and nothing else.
+"""What a worker sees of its host: everything that decides how its KV travels, and nothing else.
 
-Read from /proc and /sys, where they are; what cannot be known is None, or empty. Linux only: on
-other systems most of it is empty. No library is loaded for it and no program run.
+It is read from /proc and /sys, where they are; what cannot be known is None, or empty. Linux only:
+on other systems most of it is empty. No library is loaded for it and no program is run.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from pathlib import Path
 import msgspec
 
 from . import speed
-from .transports.process import here
+from .transports.process import own_process_identity
 
 COPY_BYTES = 64 << 20  #: moved to learn memcpy's speed; fewer stay in caches and look faster
 PACKAGES = ("diptych", "torch", "nixl")
-_ACKED_RECEIVED = struct.Struct("=QQ")  #: of tcp_info in linux/tcp.h, since Linux 4.1
-_ACKED_AT = 120
+#: tcpi_bytes_acked and tcpi_bytes_received of tcp_info in linux/tcp.h, since Linux 4.1.
+_TCP_INFO_BYTES = struct.Struct("=QQ")
+_TCP_INFO_BYTES_OFFSET = 120
+_TCP_INFO_SIZE = 256  #: room for later kernels' larger tcp_info
+_UNKNOWN_VERSION = "-"
 
 
-class Port(msgspec.Struct, frozen=True):
+class NetworkPort(msgspec.Struct, frozen=True):
     """One port of an RDMA device (its link may be Ethernet), or one network interface."""
 
     name: str
@@ -38,7 +41,7 @@ class Port(msgspec.Struct, frozen=True):
     active: bool = True
 
 
-class Environment(msgspec.Struct, frozen=True):
+class HostEnvironment(msgspec.Struct, frozen=True):
     """One worker's host, as it sees it itself."""
 
     worker: str
@@ -53,9 +56,9 @@ class Environment(msgspec.Struct, frozen=True):
     memlock_bytes: int | None  #: what may be pinned; None: no limit
     ptrace_scope: int | None  #: Yama's; None: this kernel has no Yama
     cma: dict[str, bool]  #: pid -> may this process write to its memory
-    rdma: list[Port]
+    rdma: list[NetworkPort]
     rdma_files: list[str]  #: in /dev/infiniband: without them the ports cannot be used
-    nics: list[Port]
+    nics: list[NetworkPort]
     ucx_tls: str  #: UCX_TLS; empty: UCX chooses
     huge_pages: str  #: always | madvise | never; empty: unknown
     memcpy_gib_s: float  #: one thread, in huge pages where they are to be had
@@ -64,16 +67,20 @@ class Environment(msgspec.Struct, frozen=True):
     took_s: float = 0.0  #: from then to the answer
 
 
-def environment(
+def observe_host(
     worker: str, transport: str = "", pool_bytes: int = 0, pids: Iterable[int] = ()
-) -> Environment:
-    """Looks at this host. Takes half a second, and 128 MiB meanwhile: a memcpy is measured."""
-    clock, began = time.time(), time.perf_counter()
-    seen = Environment(
+) -> HostEnvironment:
+    """Looks at this host. Takes half a second, and 128 MiB meanwhile: a memcpy is measured.
+
+    `transport` and `pool_bytes` are those of the worker; `pids` are processes to try CMA on.
+    """
+    clock_s = time.time()
+    began = time.perf_counter()
+    environment = HostEnvironment(
         worker=worker,
         host=socket.gethostname(),
         boot=_read("/proc/sys/kernel/random/boot_id"),
-        process=here(),
+        process=own_process_identity(),
         pid=os.getpid(),
         transport=transport,
         pool_bytes=pool_bytes,
@@ -86,22 +93,22 @@ def environment(
         rdma_files=_names("/dev/infiniband"),
         nics=network_interfaces(Path("/sys/class/net")),
         ucx_tls=os.environ.get("UCX_TLS", ""),
-        huge_pages=_chosen(_read("/sys/kernel/mm/transparent_hugepage/enabled")),
+        huge_pages=_bracketed(_read("/sys/kernel/mm/transparent_hugepage/enabled")),
         memcpy_gib_s=round(speed.memcpy(COPY_BYTES), 2),
         checksum_gib_s=round(speed.checksum(COPY_BYTES), 2),
     )
-    took = time.perf_counter() - began
-    return msgspec.structs.replace(seen, clock_s=clock, took_s=took)
+    took_s = time.perf_counter() - began
+    return msgspec.structs.replace(environment, clock_s=clock_s, took_s=took_s)
 
 
 def versions() -> dict[str, str]:
-    """Of what must agree between workers; `-` for what is not installed."""
+    """Versions of what must agree between workers; `-` for what is not installed."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "-"
+            found[name] = _UNKNOWN_VERSION
     return found
 
 
@@ -117,61 +124,74 @@ def may_reach(pid: int) -> bool:
     process_vm_readv(2) of one byte at address 0. The permission is checked before the address.
     """
 
-    class Vector(ctypes.Structure):
+    class IoVector(ctypes.Structure):
         _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "process_vm_readv"):
         return False
+    read = libc.process_vm_readv
+    read.restype = ctypes.c_ssize_t
+    vectors = ctypes.POINTER(IoVector)
+    count = ctypes.c_ulong
+    read.argtypes = (ctypes.c_int, vectors, count, vectors, count, ctypes.c_ulong)
     byte = ctypes.create_string_buffer(1)
-    mine, other = Vector(ctypes.addressof(byte), 1), Vector(None, 1)
-    call = libc.process_vm_readv
-    call.restype = ctypes.c_ssize_t
-    unsigned = ctypes.c_ulong
-    done = call(pid, ctypes.byref(mine), unsigned(1), ctypes.byref(other), unsigned(1), unsigned(0))
-    return bool(done == 1 or ctypes.get_errno() == errno.EFAULT)
+    local = IoVector(ctypes.addressof(byte), 1)
+    remote = IoVector(None, 1)
+    read_bytes = read(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+    return bool(read_bytes == 1 or ctypes.get_errno() == errno.EFAULT)
 
 
 def tcp_received() -> int | None:
     """Bytes that came in over the TCP connections that this process has open; None: unknown.
 
-    The kernel counts them for each connection (TCP_INFO): what a transport that says nothing of
-    its ways did can be seen from outside.
+    The kernel counts them for each connection (TCP_INFO). So one can see from outside whether a
+    transport that does not say how it moves bytes uses TCP.
     """
     if not hasattr(socket, "TCP_INFO"):
         return None
     total = 0
     for name in _names("/proc/self/fd"):
         with contextlib.suppress(OSError, struct.error):  # closed meanwhile, or no TCP
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as connection:
-                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                total += _ACKED_RECEIVED.unpack_from(info, _ACKED_AT)[1]
+            total += _received_by_socket(int(name))
     return total
 
 
-def rdma_ports(folder: Path) -> list[Port]:
+def _received_by_socket(fd: int) -> int:
+    """Bytes that a TCP connection received; 0 when the file is no socket. Raises OSError."""
+    if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+        return 0
+    with socket.socket(fileno=os.dup(fd)) as connection:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_SIZE)
+    _, received_bytes = _TCP_INFO_BYTES.unpack_from(info, _TCP_INFO_BYTES_OFFSET)
+    return received_bytes
+
+
+def rdma_ports(folder: Path) -> list[NetworkPort]:
     """Ports of all RDMA devices. `rate` reads like "400 Gb/sec (4X NDR)", `state` "4: ACTIVE"."""
-    return [
-        Port(
-            f"{port.parent.parent.name}:{port.name}",
-            _gbit(_read(port / "rate").partition(" ")[0], 1.0),
-            "ACTIVE" in _read(port / "state"),
-        )
-        for port in sorted(folder.glob("*/ports/*"))
-    ]
+    ports: list[NetworkPort] = []
+    for port in sorted(folder.glob("*/ports/*")):
+        device = port.parent.parent.name
+        rate = _read(port / "rate").partition(" ")[0]
+        active = "ACTIVE" in _read(port / "state")
+        ports.append(NetworkPort(f"{device}:{port.name}", _scaled(rate, 1.0), active))
+    return ports
 
 
-def network_interfaces(folder: Path) -> list[Port]:
-    """All but loopback. `speed` is in Mbit/s, -1 where nobody knows."""
-    return [
-        Port(one.name, _gbit(_read(one / "speed"), 1e-3), _read(one / "operstate") == "up")
-        for one in sorted(folder.glob("*"))
-        if one.name != "lo"
-    ]
+def network_interfaces(folder: Path) -> list[NetworkPort]:
+    """All interfaces but loopback. `speed` is in Mbit/s, -1 where nobody knows."""
+    interfaces: list[NetworkPort] = []
+    for interface in sorted(folder.glob("*")):
+        if interface.name == "lo":
+            continue
+        gbit_s = _scaled(_read(interface / "speed"), 1e-3)
+        active = _read(interface / "operstate") == "up"
+        interfaces.append(NetworkPort(interface.name, gbit_s, active))
+    return interfaces
 
 
-def _gbit(text: str, scale: float) -> float | None:
+def _scaled(text: str, scale: float) -> float | None:
+    """The number in `text` times `scale`; None when it is no number, or not positive."""
     try:
         value = float(text) * scale
     except ValueError:
@@ -179,8 +199,8 @@ def _gbit(text: str, scale: float) -> float | None:
     return value if value > 0 else None
 
 
-def _chosen(text: str) -> str:
-    """The one in brackets: "always [madvise] never"."""
+def _bracketed(text: str) -> str:
+    """The choice in brackets: "madvise" of "always [madvise] never"."""
     return text.partition("[")[2].partition("]")[0]
 
 

@@ -47,9 +47,9 @@ from .commands import (
     TransferOutcome,
 )
 from .errors import PeerLost
-from .gauges import Gauges
 from .lanes import Digest, OpenLane, lane_between
 from .slices import LaneEnd, LaneSide
+from .statistics import TransferStatistics
 from .ticket_events import (
     CancelTicket,
     ChunkVerified,
@@ -140,7 +140,7 @@ class TransferService:
         self.end = end
         self.compatibility = compatibility
         self.card: PeerCard | None = None  #: Set when the transport is open.
-        self.gauges = Gauges()
+        self.gauges = TransferStatistics()
         self._open_transport = open_transport
         self._deliver = deliver
         self._event_reached = event_reached
@@ -389,7 +389,7 @@ class TransferService:
             case PostedWriteEnded(handle, ok, reason):
                 write = self._writes.pop(handle)
                 if ok:
-                    self.gauges.sent += write.size
+                    self.gauges.sent_bytes += write.size
                 self._to_sender(WriteEnded(write.action.ticket_id, ok, reason))
             case PeerDisconnected(peer):
                 self._lose_peer(peer)
@@ -420,7 +420,7 @@ class TransferService:
                 self._arrived(action)
             case PushEnded(ticket_id, ok):
                 if ok:
-                    self.gauges.closed += 1
+                    self.gauges.pushed_tickets += 1
                 self._lanes.pop(ticket_id, None)
                 self._deliver(action)
             case BlocksFreed(ticket_id):
@@ -437,7 +437,7 @@ class TransferService:
 
     def _arrived(self, arrived: TilesArrived) -> None:
         outcome = self._lanes[arrived.ticket_id].arrived(arrived)
-        self.gauges.landed(outcome.busy_s, outcome.exposed_s)
+        self.gauges.record_arrival(outcome.busy_s, outcome.exposed_s)
         del self._lanes[arrived.ticket_id]
         self._deliver(outcome)
 
@@ -549,7 +549,7 @@ class TransferService:
         lane = open_lane.lane
         checksums = self._checksums(open_lane, lane.target, action.tiles, chunk)
         size = len(lane.target.units(action.tiles, chunk.piece)) * lane.unit_bytes
-        self.gauges.took(self._receiver.tickets[action.ticket_id].peer, size)
+        self.gauges.record_received_bytes(self._receiver.tickets[action.ticket_id].peer, size)
         ok = checksums == chunk.checksums and chunk.pieces == lane.pieces
         self._to_receiver(ChunkVerified(action.ticket_id, chunk.chunk_number, ok))
 

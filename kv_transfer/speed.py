@@ -14,24 +14,36 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Protocol
 
 import msgspec
 import numpy as np
 import xxhash
 
 from .layout import KVLayout
-from .transport import NotificationReceived, PeerCard, PostedWriteEnded, Spans, Transport
+from .transport import (
+    NotificationReceived,
+    PeerCard,
+    PostedWriteEnded,
+    Spans,
+    Transport,
+    TransportEvent,
+)
+from .transports import open_transport
 
 GIB = 1 << 30
 RUNS = tuple(1 << shift for shift in range(12, 21))  #: 4 KiB .. 1 MiB
 ROUNDS = 30
-PARTS = 8  #: of what is moved, timed one by one
+PARTS = 8  #: what is moved is cut into so many parts, timed one by one
 DEADLINE_S = 30.0
-_PAGE = 2 << 20
+_HUGE_PAGE = 2 << 20
+_POLL_PAUSE_S = 0.0002
+_HELLO = b"hello"
+
+PartAction = Callable[[int], object]  #: moves the part of this number
 
 
-class Row(msgspec.Struct, frozen=True):
+class SpeedRow(msgspec.Struct, frozen=True):
     """One cell of the table: bytes moved in runs that are scattered on both sides."""
 
     transport: str
@@ -41,62 +53,89 @@ class Row(msgspec.Struct, frozen=True):
     of_memcpy: float
 
 
+class Poster(Protocol):
+    """`Transport.write`, or a transport's `read`."""
+
+    def __call__(self, peer: str, spans: Spans, note: bytes) -> int: ...
+
+
 class SpeedPool:
     """A `Pool` of `size` bytes: private and in huge pages, or in a memory file for `shm`."""
 
-    memory, device = "DRAM", 0
+    memory = "DRAM"
+    device = 0
 
     def __init__(self, size: int, shared: bool) -> None:
-        self.size, start = size, 0
+        self.size = size
         self.fd: int | None = None
         if shared:
             self.fd = os.memfd_create("diptych-speed")
             os.ftruncate(self.fd, size)
             self._map = mmap.mmap(self.fd, size)
         else:
-            self._map = mmap.mmap(-1, size + _PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._map = mmap.mmap(-1, size + _HUGE_PAGE, flags)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
+
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        if not shared:
-            start = -address % _PAGE
+        start = 0 if shared else -address % _HUGE_PAGE
         self.base = address + start
         self.view = memoryview(self._map)[start : start + size]
         np.frombuffer(self.view, np.uint8)[:] = 1  # every page is there before the clock runs
 
 
-def memcpy(total_bytes: int, shared: bool = False) -> float:
-    """GiB/s of one thread from one pool to another: in huge pages, or in memory files."""
-    source, target = SpeedPool(total_bytes, shared), SpeedPool(total_bytes, shared)
-    step = total_bytes // PARTS
+def _pool_copy(total_bytes: int, shared: bool) -> PartAction:
+    """Returns what copies a part from one new pool to another."""
+    source = SpeedPool(total_bytes, shared)
+    target = SpeedPool(total_bytes, shared)
+    part_bytes = total_bytes // PARTS
 
     def copy(part: int) -> None:
-        ctypes.memmove(target.base + part * step, source.base + part * step, step)
+        offset = part * part_bytes
+        ctypes.memmove(target.base + offset, source.base + offset, part_bytes)
 
-    return _best(total_bytes, copy)[0]
+    return copy
+
+
+def memcpy(total_bytes: int, shared: bool = False) -> float:
+    """GiB/s of one thread from one pool to another: in huge pages, or in memory files."""
+    return _best_gib_s(total_bytes, _pool_copy(total_bytes, shared))[0]
 
 
 def first_copy(total_bytes: int) -> float:
     """GiB/s into a memory file that was just mapped: every page costs a fault."""
-    source, target = SpeedPool(total_bytes, True), SpeedPool(total_bytes, True)
+    source = SpeedPool(total_bytes, shared=True)
+    target = SpeedPool(total_bytes, shared=True)
     assert target.fd is not None
-    step = total_bytes // PARTS
-    maps = [mmap.mmap(target.fd, step) for _ in range(ROUNDS * PARTS)]
-    fresh = iter([ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in maps])
-    return _best(total_bytes, lambda _: ctypes.memmove(next(fresh), source.base, step))[0]
+    part_bytes = total_bytes // PARTS
+    maps = [mmap.mmap(target.fd, part_bytes) for _ in range(ROUNDS * PARTS)]
+    addresses = iter([ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in maps])
+
+    def copy(_part: int) -> None:
+        ctypes.memmove(next(addresses), source.base, part_bytes)
+
+    return _best_gib_s(total_bytes, copy)[0]
 
 
 def checksum(total_bytes: int) -> float:
     """GiB/s of xxh3 over blocks of an eighth of the bytes, one core."""
-    view, step = SpeedPool(total_bytes, False).view, total_bytes // PARTS
-    hash_of = xxhash.xxh3_64_intdigest
-    return _best(total_bytes, lambda part: hash_of(view[part * step : (part + 1) * step]))[0]
+    view = SpeedPool(total_bytes, shared=False).view
+    part_bytes = total_bytes // PARTS
+
+    def compute(part: int) -> None:
+        xxhash.xxh3_64_intdigest(view[part * part_bytes : (part + 1) * part_bytes])
+
+    return _best_gib_s(total_bytes, compute)[0]
 
 
-def measure(name: str, total_bytes: int = 64 << 20, run_bytes: Iterable[int] = RUNS) -> list[Row]:
-    """Rows of WRITE in runs of each size, for `nixl` of READ too.
+def measure(
+    name: str, total_bytes: int = 64 << 20, run_bytes: Iterable[int] = RUNS
+) -> list[SpeedRow]:
+    """Measures writes in runs of each size, for `nixl` reads too.
 
-    TransportUnavailable when the transport cannot run here; TimeoutError when nothing arrives.
+    Raises TransportUnavailable when the transport cannot run here, TimeoutError when nothing
+    arrives.
     """
     sizes = list(run_bytes)
     context = multiprocessing.get_context("spawn")
@@ -105,17 +144,24 @@ def measure(name: str, total_bytes: int = 64 << 20, run_bytes: Iterable[int] = R
     child.start()
     far.close()
     try:
-        pool, transport = _open(name, f"speed-near-{os.getpid()}", total_bytes)
-        near.send(_card(f"speed-near-{os.getpid()}", transport, pool))
+        agent = f"speed-near-{os.getpid()}"
+        pool, transport = _open(name, agent, total_bytes)
+        near.send(_card(agent, transport, pool))
         if not near.poll(DEADLINE_S):
             raise TimeoutError("the other process did not open its transport")
-        peer = near.recv()
+        peer: PeerCard = near.recv()
         transport.add_peer(peer)
-        transport.notify(peer.agent, b"hello")
-        _until(transport, lambda events: any(isinstance(e, NotificationReceived) for e in events))
-        rows = [_row(name, "write", transport.write, transport, peer, size) for size in sizes]
+        transport.notify(peer.agent, _HELLO)
+        _poll_until(transport, lambda event: isinstance(event, NotificationReceived))
+
+        posters: dict[str, Poster] = {"write": transport.write}
         if hasattr(transport, "read"):
-            rows += [_row(name, "read", transport.read, transport, peer, size) for size in sizes]
+            posters["read"] = transport.read
+        rows = [
+            _measure_row(op, poster, transport, peer, run_bytes=size)
+            for op, poster in posters.items()
+            for size in sizes
+        ]
         transport.close()
         return rows
     finally:
@@ -124,77 +170,86 @@ def measure(name: str, total_bytes: int = 64 << 20, run_bytes: Iterable[int] = R
         child.terminate()
 
 
-def _row(
-    name: str,
-    op: str,
-    post: Callable[[str, Spans, bytes], int],
-    transport: Transport,
-    peer: PeerCard,
-    run: int,
-) -> Row:
-    rng, count = random.Random(run), peer.size // run
-    scattered = [np.array(rng.sample(range(count), count), np.int32) for _ in range(2)]
-    parts = list(zip(*(np.array_split(each, PARTS) for each in scattered), strict=True))
+def _measure_row(
+    op: str, post: Poster, transport: Transport, peer: PeerCard, run_bytes: int
+) -> SpeedRow:
+    shuffle = random.Random(run_bytes)
+    run_count = peer.size // run_bytes
+    source = np.array(shuffle.sample(range(run_count), run_count), np.int32)
+    target = np.array(shuffle.sample(range(run_count), run_count), np.int32)
+    source_parts = np.array_split(source, PARTS)
+    target_parts = np.array_split(target, PARTS)
 
     def move(part: int) -> None:
-        handle = post(peer.agent, Spans(run, *parts[part]), b"")
-        _until(transport, lambda events: any(e == PostedWriteEnded(handle, True) for e in events))
+        spans = Spans(run_bytes, source_parts[part], target_parts[part])
+        handle = post(peer.agent, spans, b"")
+        written = PostedWriteEnded(handle, ok=True)
+        _poll_until(transport, lambda event: event == written)
 
-    source, target = SpeedPool(peer.size, False), SpeedPool(peer.size, False)
-    step = peer.size // PARTS
+    copy = _pool_copy(peer.size, shared=False)
+    transport_gib_s, memcpy_gib_s = _best_gib_s(peer.size, move, copy)
+    return SpeedRow(
+        transport=transport.name,
+        op=op,
+        run_bytes=run_bytes,
+        gib_s=round(transport_gib_s, 2),
+        of_memcpy=round(transport_gib_s / memcpy_gib_s, 3),
+    )
 
-    def copy(part: int) -> None:
-        ctypes.memmove(target.base + part * step, source.base + part * step, step)
 
-    ours, floor = _best(peer.size, move, copy)
-    return Row(name, op, run, round(ours, 2), round(ours / floor, 3))
+def _best_gib_s(total_bytes: int, *actions: PartAction) -> list[float]:
+    """GiB/s of each action over all parts: from the sum of every part's best time.
 
-
-def _best(total: int, *acts: Callable[[int], object]) -> list[float]:
-    """GiB/s of each act over all parts: the sum of every part's best time.
-
-    They take turns, so they see the same machine; a part is over before a busy one takes the core.
+    The actions take turns, so they see the same machine. A part is short enough to be over before
+    a busy machine takes the core away.
     """
-    best = np.full((len(acts), PARTS), np.inf)
+    best_s = np.full((len(actions), PARTS), np.inf)
     for _ in range(ROUNDS):
         for part in range(PARTS):
-            for index, act in enumerate(acts):
+            for index, action in enumerate(actions):
                 began = time.perf_counter()
-                act(part)
-                best[index, part] = min(best[index, part], time.perf_counter() - began)
-    return (total / best.sum(axis=1) / GIB).tolist()
+                action(part)
+                took_s = time.perf_counter() - began
+                best_s[index, part] = min(best_s[index, part], took_s)
+    return (total_bytes / best_s.sum(axis=1) / GIB).tolist()
 
 
-def _until(transport: Transport, seen: Callable[[list[Any]], bool]) -> None:
+def _poll_until(transport: Transport, matches: Callable[[TransportEvent], bool]) -> None:
     deadline = time.monotonic() + DEADLINE_S
-    while not seen(transport.poll()):
+    while not any(matches(event) for event in transport.poll()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"{transport.name}: nothing arrives")
 
 
-def _open(name: str, agent: str, size: int) -> tuple[SpeedPool, Any]:
-    from .transports import open_transport
-
+def _open(name: str, agent: str, size: int) -> tuple[SpeedPool, Transport]:
     pool = SpeedPool(size, shared=name == "shm")
-    return pool, open_transport(name, agent, pool, lambda *_: True, "127.0.0.1")
+    transport = open_transport(name, agent, pool, admit=lambda *_: True, host="127.0.0.1")
+    return pool, transport
 
 
 def _card(agent: str, transport: Transport, pool: SpeedPool) -> PeerCard:
-    layout = KVLayout(1, 1, 64, 64, 1, "uint8", 1)  # transports do not look at it
-    return PeerCard(agent, transport.name, b"", transport.address(), pool.base, pool.size, layout)
+    return PeerCard(
+        agent=agent,
+        transport=transport.name,
+        compatibility=b"",
+        address=transport.address(),
+        base=pool.base,
+        size=pool.size,
+        layout=KVLayout(1, 1, 64, 64, 1, "uint8", 1),  # transports do not look at it
+    )
 
 
 def _serve(name: str, size: int, pipe: Connection) -> None:
     """The other process: answers the first note, then polls until the pipe is closed."""
     agent = f"speed-far-{os.getpid()}"
     pool, transport = _open(name, agent, size)
-    peer = pipe.recv()
+    peer: PeerCard = pipe.recv()
     transport.add_peer(peer)
     pipe.send(_card(agent, transport, pool))
     while not pipe.poll(0):
         for event in transport.poll():
-            if isinstance(event, NotificationReceived) and event.data == b"hello":
-                transport.notify(peer.agent, b"hello")
+            if isinstance(event, NotificationReceived) and event.data == _HELLO:
+                transport.notify(peer.agent, _HELLO)
         if transport.name != "tcp":
-            time.sleep(0.0002)  # the writer copies by itself; who spins here takes a core
+            time.sleep(_POLL_PAUSE_S)  # the writer copies by itself; who spins here takes a core
     transport.close()

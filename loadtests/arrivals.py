@@ -1,11 +1,12 @@
 """When requests come and how long they are. Pure: equal plan, equal arrivals.
 
-Open loop: an arrival never waits for the answer of another (`then` aside, which is a session's
-next turn). Each arrival belongs to a `stage`: its label, and the rate that is offered in it.
+Open loop: an arrival never waits for the answer of another one; only `next_turn` does, the next
+turn of the same session. Each arrival belongs to a stage: its label, and the rate offered in it.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,14 +15,17 @@ from functools import lru_cache
 from ..simulator import trace as traces
 from ..simulator.errors import SimulationError
 from .errors import LoadError
-from .plan import Plan
+from .plan import LoadPlan
 
-BURST_EVERY_S, BURST_S, BURST = 15.0, 3.0, 4.0  #: for 3 of 15 s the rate is 4 times the rest's
+#: For 3 of 15 s a burst load's rate is 4 times that of the rest.
+BURST_EVERY_S = 15.0
+BURST_S = 3.0
+BURST_FACTOR = 4.0
 SHARED = -1  #: block id of what all prompts begin with
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class RateStage:
     """A span of the run with one rate. Seconds since the start."""
 
     label: str
@@ -32,84 +36,104 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request to come. `blocks`: (id, tokens) of the prompt's leading blocks; equal ids, equal
-    text; what is left of `prompt` is its own."""
+    """A request to come."""
 
-    at: float
-    prompt: int
-    output: int
+    arrival_s: float  #: since the start of the run
+    prompt_tokens: int
+    output_tokens: int
+    #: (id, tokens) of the prompt's leading blocks: equal ids, equal text. What is left of the
+    #: prompt is this arrival's own.
     blocks: tuple[tuple[int, int], ...] = ()
-    stage: int = 0
-    then: Arrival | None = None
+    stage_index: int = 0
+    next_turn: Arrival | None = None  #: is sent `think_s` after this one's answer
     think_s: float = 0.0
-    index: int = 0
+    index: int = 0  #: counts the arrivals of a run
 
 
-def stages(plan: Plan) -> list[Stage]:
-    """A ramp's rates grow geometrically."""
+def rate_stages(plan: LoadPlan) -> list[RateStage]:
+    """Returns the stages of a run: one, or those of a ramp, whose rates grow geometrically."""
     low, high = plan.rates
     if plan.load != "ramp":
-        return [Stage(plan.label, 0.0, plan.duration, low)]
-    span = plan.duration / plan.steps
+        return [RateStage(plan.label, 0.0, plan.duration, low)]
+    span_s = plan.duration / plan.steps
     growth = (high / low) ** (1 / max(1, plan.steps - 1))
-    rates = [low * growth**step for step in range(plan.steps)]
-    return [
-        Stage(f"{rate:.3g}/s", span * step, span * (step + 1), rate)
-        for step, rate in enumerate(rates)
-    ]
+    stages: list[RateStage] = []
+    for step in range(plan.steps):
+        rate = low * growth**step
+        stages.append(RateStage(f"{rate:.3g}/s", span_s * step, span_s * (step + 1), rate))
+    return stages
 
 
 @lru_cache(1)  # a trace takes seconds
-def arrivals(plan: Plan) -> list[Arrival]:
-    """By time, numbered; a trace's later turns hang on their predecessors. Raises LoadError."""
-    rng = random.Random(f"{plan.seed}/arrivals")
+def planned_arrivals(plan: LoadPlan) -> list[Arrival]:
+    """Returns the arrivals by time, numbered; a trace's later turns are in `next_turn`.
+
+    Raises LoadError.
+    """
     if plan.load == "trace":
-        return _traced(plan)
-    made: list[Arrival] = []
-    head = ((SHARED, plan.shared),) if plan.shared else ()
-    for number, stage in enumerate(stages(plan)):
-        for at in _times(plan.load, stage, rng):
-            prompt = plan.shared + rng.randint(*plan.prompts)
-            made.append(Arrival(at, prompt, rng.randint(*plan.outputs), head, number))
-    return [replace(one, index=index) for index, one in enumerate(made)]
+        return _trace_arrivals(plan)
+    rng = random.Random(f"{plan.seed}/arrivals")
+    shared_blocks = ((SHARED, plan.shared),) if plan.shared else ()
+    arrivals: list[Arrival] = []
+    for stage_index, stage in enumerate(rate_stages(plan)):
+        for arrival_s in _arrival_times_s(plan.load, stage, rng):
+            own_tokens = rng.randint(*plan.prompts)
+            arrival = Arrival(
+                arrival_s=arrival_s,
+                prompt_tokens=plan.shared + own_tokens,
+                output_tokens=rng.randint(*plan.outputs),
+                blocks=shared_blocks,
+                stage_index=stage_index,
+            )
+            arrivals.append(arrival)
+    return [replace(arrival, index=index) for index, arrival in enumerate(arrivals)]
 
 
-def _times(load: str, stage: Stage, rng: random.Random) -> Iterator[float]:
+def _arrival_times_s(load: str, stage: RateStage, rng: random.Random) -> Iterator[float]:
     if load == "constant":
         for number in range(int((stage.end_s - stage.begin_s) * stage.rate)):
             yield stage.begin_s + number / stage.rate
         return
-    share = BURST_S / BURST_EVERY_S
-    calm = stage.rate / (1 - share + share * BURST) if load == "burst" else stage.rate
-    peak = calm * BURST if load == "burst" else calm
-    at = stage.begin_s + rng.expovariate(peak)
-    while at < stage.end_s:  # thinning: calm seconds keep one candidate in BURST
-        bursting = at % BURST_EVERY_S >= BURST_EVERY_S - BURST_S
-        if bursting or rng.random() * peak < calm:
-            yield at
-        at += rng.expovariate(peak)
+
+    # Thinning: candidates come at the peak rate, and calm seconds keep one in BURST_FACTOR.
+    calm_rate = stage.rate
+    peak_rate = stage.rate
+    if load == "burst":
+        burst_share = BURST_S / BURST_EVERY_S
+        calm_rate = stage.rate / (1 - burst_share + burst_share * BURST_FACTOR)
+        peak_rate = calm_rate * BURST_FACTOR
+    time_s = stage.begin_s + rng.expovariate(peak_rate)
+    while time_s < stage.end_s:
+        in_burst = time_s % BURST_EVERY_S >= BURST_EVERY_S - BURST_S
+        if in_burst or rng.random() * peak_rate < calm_rate:
+            yield time_s
+        time_s += rng.expovariate(peak_rate)
 
 
-def _traced(plan: Plan) -> list[Arrival]:
+def _trace_arrivals(plan: LoadPlan) -> list[Arrival]:
     try:
         trace = traces.load(plan.trace, plan.seed)
     except SimulationError as error:
         raise LoadError(str(error)) from None
-    rate = plan.rates[0] or trace.rate
-    size = max(1, round(trace.block_tokens * plan.scale))
-    count = 0
+    lowest_rate, _ = plan.rates
+    rate = lowest_rate or trace.rate
+    block_tokens = max(1, round(trace.block_tokens * plan.scale))
+    numbers = itertools.count()
 
-    def converted(request: traces.Request) -> Arrival:
-        nonlocal count
-        index, count = count, count + 1
-        prompt = max(1, round(request.prompt * plan.scale))
-        output = max(1, round(request.output * plan.scale))
-        blocks = tuple((block, size) for block in request.blocks[: request.whole])
-        then = converted(request.then) if request.then else None
-        return Arrival(request.at, prompt, output, blocks, 0, then, request.think_s, index)
+    def to_arrival(request: traces.Request) -> Arrival:
+        index = next(numbers)  # before the next turn takes one
+        return Arrival(
+            arrival_s=request.at,
+            prompt_tokens=max(1, round(request.prompt * plan.scale)),
+            output_tokens=max(1, round(request.output * plan.scale)),
+            blocks=tuple((block, block_tokens) for block in request.blocks[: request.whole]),
+            next_turn=to_arrival(request.then) if request.then else None,
+            think_s=request.think_s,
+            index=index,
+        )
 
     requests = trace.workload(rate, plan.seed, plan.dispatch == "thinktime")
-    found = [converted(one) for one in requests if one.at < plan.duration]
-    if not found:
+    arrivals = [to_arrival(request) for request in requests if request.at < plan.duration]
+    if not arrivals:
         raise LoadError(f"trace {plan.trace}: nothing arrives in its first {plan.duration:g} s")
-    return found
+    return arrivals

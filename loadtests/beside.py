@@ -9,32 +9,38 @@ between the second's first two tokens (`hand-over`), and its TTFT. As the client
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import threading
 import time
 
 import httpx
+import numpy as np
 
-PROMPT, LATER_S, TOKENS = 900, 1.2, 60
+PROMPT_TOKENS = 900
+LATER_S = 1.2
+STREAM_TOKENS = 60
 LETTER = 100  #: an id that is always text of its own, and so always a chunk
 
 
-class Stream(threading.Thread):
-    def __init__(self, client: httpx.Client, prompt: int, tokens: int) -> None:
+class TimedStream(threading.Thread):
+    """One streamed completion, and the times at which its pieces came. Starts at once."""
+
+    def __init__(self, client: httpx.Client, prompt_tokens: int, tokens: int) -> None:
         super().__init__()
         self._client = client
         self._body = {
             "model": client.get("/v1/models").json()["data"][0]["id"],
-            "prompt": [random.randrange(3, 256) for _ in range(prompt)],
+            "prompt": [random.randrange(3, 256) for _ in range(prompt_tokens)],
             "max_tokens": tokens,
             "ignore_eos": True,
             "temperature": 0,
             "logit_bias": {str(LETTER): 100},
             "stream": True,
         }
-        self.began = time.perf_counter()
-        self.at: list[float] = []
+        self.began_s = time.perf_counter()
+        self.arrivals_s: list[float] = []
         self.start()
 
     def run(self) -> None:
@@ -42,39 +48,47 @@ class Stream(threading.Thread):
             answer.raise_for_status()
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
-                    self.at.append(time.perf_counter())
+                    self.arrivals_s.append(time.perf_counter())
 
-    def gaps(self, begins: float, ends: float) -> list[float]:
-        """Of tokens that came in that time."""
-        pairs = zip(self.at, self.at[1:], strict=False)
-        return [(b - a) * 1e3 for a, b in pairs if begins <= b <= ends]
+    def gaps_ms(self, begin_s: float, end_s: float) -> list[float]:
+        """Returns the gaps before the tokens that came in this time."""
+        return [
+            (arrival - previous) * 1e3
+            for previous, arrival in itertools.pairwise(self.arrivals_s)
+            if begin_s <= arrival <= end_s
+        ]
 
 
 def measure(url: str, rounds: int) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {"alone": [], "beside": [], "hand-over": [], "TTFT": []}
+    """Returns milliseconds by kind of gap."""
+    alone: list[float] = []
+    beside: list[float] = []
+    hand_overs: list[float] = []
+    ttfts: list[float] = []
     with httpx.Client(base_url=url, timeout=120) as client:
-        Stream(client, PROMPT, 4).join()  # warm
+        TimedStream(client, PROMPT_TOKENS, 4).join()  # warms the server
         for _ in range(rounds):
-            first = Stream(client, PROMPT // 3, TOKENS)
+            first = TimedStream(client, PROMPT_TOKENS // 3, STREAM_TOKENS)
             time.sleep(LATER_S)
-            second = Stream(client, PROMPT, 10)
+            second = TimedStream(client, PROMPT_TOKENS, 10)
             first.join()
             second.join()
-            found["beside"] += first.gaps(second.began, second.at[0])
-            found["alone"] += first.gaps(0, second.began) + first.gaps(second.at[-1], float("inf"))
-            found["hand-over"].append((second.at[1] - second.at[0]) * 1e3)
-            found["TTFT"].append((second.at[0] - second.began) * 1e3)
-    return found
+            first_token_s = second.arrivals_s[0]
+            beside += first.gaps_ms(second.began_s, first_token_s)
+            alone += first.gaps_ms(0.0, second.began_s)
+            alone += first.gaps_ms(second.arrivals_s[-1], float("inf"))
+            hand_overs.append((second.arrivals_s[1] - first_token_s) * 1e3)
+            ttfts.append((first_token_s - second.began_s) * 1e3)
+    return {"alone": alone, "beside": beside, "hand-over": hand_overs, "TTFT": ttfts}
 
 
 def main() -> None:
     url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
-    found = measure(url, int(sys.argv[2]) if len(sys.argv) > 2 else 12)
+    rounds = int(sys.argv[2]) if len(sys.argv) > 2 else 12
     print(f"{'MS':10} {'COUNT':>6} {'P50':>8} {'P90':>8} {'MAX':>8}")
-    for name, values in found.items():
-        each = sorted(values) or [float("nan")]
-        p50, p90 = (each[int(len(each) * share)] for share in (0.5, 0.9))
-        print(f"{name:10} {len(values):6} {p50:8.1f} {p90:8.1f} {each[-1]:8.1f}")
+    for name, values in measure(url, rounds).items():
+        p50, p90, largest = np.percentile(values or [float("nan")], (50, 90, 100))
+        print(f"{name:10} {len(values):6} {p50:8.1f} {p90:8.1f} {largest:8.1f}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How late and how exact this client is, measured against a server that knows better.
 
-`serve` is a server of its own process that streams chat chunks at fixed times and puts the time at
-which it sent each into the chunk (CLOCK_MONOTONIC, the same in all processes of a machine).
+`serve` is a server in a process of its own. It streams chat chunks at fixed times, and puts the
+time at which it sent each into the chunk (CLOCK_MONOTONIC, the same in all processes of a machine).
 `measure` reads such streams with the client of the load test, several at once, and compares.
 """
 
@@ -14,14 +14,22 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
+from .percentiles import percentiles
+from .sse import EventDecoder, HttpConnection
 
-from .sse import Connection, Events
+STREAMS = 8
+CHUNKS = 40
+GAP_S = 0.025
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
-STREAMS, CHUNKS, GAP_S = 8, 40, 0.025
-LINE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+class EchoedChunk(NamedTuple):
+    """When the server sent a chunk, and when the client says that it came."""
+
+    sent_s: float
+    arrived_s: float
 
 
 def serve() -> None:
@@ -41,37 +49,42 @@ def _accept(listener: socket.socket) -> None:
 def _answer(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.recv(65536)
-    connection.sendall(LINE)
-    begin = time.perf_counter()
+    connection.sendall(HEAD)
+    began = time.perf_counter()
     for number in range(CHUNKS):
-        time.sleep(max(0.0, begin + number * GAP_S - time.perf_counter()))
+        time.sleep(max(0.0, began + number * GAP_S - time.perf_counter()))
         body = b'data: {"choices":[{"delta":{"content":"%d"}}]}\n\n' % time.perf_counter_ns()
         connection.sendall(b"%x\r\n%s\r\n" % (len(body), body))
     connection.sendall(b"0\r\n\r\n")
 
 
-def _read(url: str, rows: list[tuple[float, float]], lags: list[float]) -> None:
-    connection, events = Connection(url, 10.0), Events()
+def _read(url: str, chunks: list[EchoedChunk], lags_s: list[float]) -> None:
+    """Appends one stream's chunks, and the lags of its reads."""
+    connection = HttpConnection(url, 10.0)
+    events = EventDecoder()
     connection.send("GET", "/", b"", {})
-    for stamp, piece in connection.pieces():
-        for _, payload in events.feed(piece):
-            sent = int(json.loads(payload)["choices"][0]["delta"]["content"]) / 1e9
-            rows.append((sent, stamp))
-    lags += connection.lags_s
+    for arrived_s, piece in connection.pieces():
+        for event in events.feed(piece):
+            sent_ns = int(json.loads(event.data)["choices"][0]["delta"]["content"])
+            chunks.append(EchoedChunk(sent_ns / 1e9, arrived_s))
+    lags_s += connection.lags_s
     connection.close()
 
 
 def measure() -> dict[str, Any]:
-    """One second, `STREAMS` streams: `late_us`: from a chunk's send to its stamp; `gap_error_us`:
-    |measured gap - true gap|; `read_us`: from the kernel's stamp to ours. p50 and p99."""
+    """Reads `STREAMS` streams for one second; returns p50 and p99 of three errors.
+
+    `late_us`: from a chunk's send to its stamp. `gap_error_us`: |measured gap - true gap|.
+    `read_us`: from the kernel's stamp to this process.
+    """
     command = [sys.executable, "-m", "diptych.loadtests.echo"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdin is not None
     try:
         url = f"http://127.0.0.1:{int(process.stdout.readline())}"
-        streams: list[list[tuple[float, float]]] = [[] for _ in range(STREAMS)]
-        lags: list[float] = []
-        readers = [threading.Thread(target=_read, args=(url, rows, lags)) for rows in streams]
+        streams: list[list[EchoedChunk]] = [[] for _ in range(STREAMS)]
+        lags_s: list[float] = []
+        readers = [threading.Thread(target=_read, args=(url, chunks, lags_s)) for chunks in streams]
         for reader in readers:
             reader.start()
         for reader in readers:
@@ -79,24 +92,26 @@ def measure() -> dict[str, Any]:
     finally:
         process.stdin.close()
         process.wait(10)
-    late = [stamp - sent for rows in streams for sent, stamp in rows]
-    errors = [
-        abs((b[1] - a[1]) - (b[0] - a[0])) for rows in streams for a, b in itertools.pairwise(rows)
+
+    lateness_s = [chunk.arrived_s - chunk.sent_s for chunks in streams for chunk in chunks]
+    gap_errors_s = [
+        _gap_error_s(previous, chunk)
+        for chunks in streams
+        for previous, chunk in itertools.pairwise(chunks)
     ]
     return {
         "streams": STREAMS,
-        "chunks": len(late),
-        "late_us": _ranks(late),
-        "gap_error_us": _ranks(errors),
-        "read_us": _ranks(lags),
+        "chunks": len(lateness_s),
+        "late_us": percentiles(lateness_s, (50, 99), factor=1e6, digits=1),
+        "gap_error_us": percentiles(gap_errors_s, (50, 99), factor=1e6, digits=1),
+        "read_us": percentiles(lags_s, (50, 99), factor=1e6, digits=1),
     }
 
 
-def _ranks(seconds: list[float]) -> dict[str, float]:
-    if not seconds:
-        return {}
-    found = np.percentile(seconds, (50, 99)) * 1e6
-    return {"p50": round(float(found[0]), 1), "p99": round(float(found[1]), 1)}
+def _gap_error_s(previous: EchoedChunk, chunk: EchoedChunk) -> float:
+    measured_s = chunk.arrived_s - previous.arrived_s
+    true_s = chunk.sent_s - previous.sent_s
+    return abs(measured_s - true_s)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """An OpenAI-compatible endpoint: what it serves and takes, and one streamed answer of it.
 
-What differs between servers is found by asking once (`ask`): the model's name and context, which
-words are one token, whether `ignore_eos` and `stream_options` are taken. `Facts` travel to workers.
+What differs between servers is found once, by `probe_endpoint`: the model's name and context, which
+words are one token, whether `ignore_eos` and `stream_options` are taken. The `EndpointFacts` travel
+to workers.
 """
 
 from __future__ import annotations
@@ -11,29 +12,29 @@ import math
 import re
 import time
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from .errors import LoadError
-from .outcomes import Outcome
+from .outcomes import LoadOutcome
 from .prompts import Words, probe
-from .sse import Connection, Events, ProtocolError
+from .sse import EventDecoder, HttpConnection, ProtocolError
 
 PATH = "/v1/chat/completions"
 TIMEOUT_S = 60.0  #: without a byte
 DEFAULT_CONTEXT = 4096  #: where /v1/models tells none
-ENOUGH = 16  #: idle connections kept
+IDLE_CONNECTION_LIMIT = 16
 
 
-class Facts(msgspec.Struct, frozen=True):
+class EndpointFacts(msgspec.Struct, frozen=True):
     """What is known about an endpoint."""
 
     url: str
     model: str
-    context: int
-    alphabet: tuple[str, ...]
-    template: int
+    context: int  #: tokens of prompt and answer
+    alphabet: tuple[str, ...]  #: see `Words`
+    template: int  #: see `Words`
     ignore_eos: bool  #: taken: answers have the length that was asked for
     usage: bool  #: streams end with the numbers of tokens
     server: str = ""
@@ -43,115 +44,126 @@ class Facts(msgspec.Struct, frozen=True):
         return Words(self.alphabet, self.template, seed)
 
 
-class Delta(msgspec.Struct):
+# ---- what is read of an event --------------------------------------------------------------------
+
+
+class ChatDelta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
 
 
-class Choice(msgspec.Struct):
-    delta: Delta = msgspec.field(default_factory=Delta)
+class ChatChoice(msgspec.Struct):
+    delta: ChatDelta = msgspec.field(default_factory=ChatDelta)
     finish_reason: str | None = None
 
 
-class Details(msgspec.Struct):
+class PromptTokenDetails(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class ChatUsage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    prompt_tokens_details: Details | None = None
+    prompt_tokens_details: PromptTokenDetails | None = None
 
 
-class Chunk(msgspec.Struct):
-    """What is read of an event. `error`: of one that ends a stream in its midst."""
-
-    choices: list[Choice] = []
-    usage: Usage | None = None
-    error: Any = None
+class ChatChunk(msgspec.Struct):
+    choices: list[ChatChoice] = []
+    usage: ChatUsage | None = None
+    error: Any = None  #: of an event that ends a stream in its midst
 
 
-_decode = msgspec.json.Decoder(Chunk).decode
+_decode_chunk = msgspec.json.Decoder(ChatChunk).decode
 
 
-class Reader:
-    """One stream: pieces with their times in, the fields of an `Outcome` out. Pure."""
+class AnswerReader:
+    """One stream: pieces with their times in, the fields of a `LoadOutcome` out. Pure."""
 
-    def __init__(self, outcome: Outcome, sent: float) -> None:
-        self.outcome, self._sent = outcome, sent
-        self._events = Events()
-        self._last = math.nan
-        self._finished = False
+    def __init__(self, outcome: LoadOutcome, sent: float) -> None:
+        """`sent` is when the request began, by the clock of the pieces' stamps."""
+        self.outcome = outcome
         self.text: list[str] = []
+        self._sent = sent
+        self._events = EventDecoder()
+        self._last_piece = math.nan  #: when the latest piece with text came
+        self._finished = False  #: the server has said that the answer is complete
 
     def feed(self, stamp: float, data: bytes) -> None:
-        """Raises ProtocolError."""
-        for name, payload in self._events.feed(data):
-            if payload == b"[DONE]":
+        """Takes bytes that arrived at `stamp`. Raises ProtocolError."""
+        for event in self._events.feed(data):
+            if event.data == b"[DONE]":
                 continue
             try:
-                chunk = _decode(payload)
+                chunk = _decode_chunk(event.data)
             except msgspec.DecodeError as error:
                 raise ProtocolError(f"no chat completion chunk: {error}") from None
-            if name == "error" or chunk.error:
+            if event.name == "error" or chunk.error:
                 self.outcome.error = "error in mid-stream"
                 return
             self._take(stamp, chunk)
 
-    def _take(self, stamp: float, chunk: Chunk) -> None:
-        one = self.outcome
+    def _take(self, stamp: float, chunk: ChatChunk) -> None:
         for choice in chunk.choices:
             delta = choice.delta
             text = delta.content or delta.reasoning_content or delta.reasoning
             if text:
-                self.token(stamp, text)
-            self._finished |= choice.finish_reason is not None
-        if chunk.usage and chunk.usage.completion_tokens:
-            one.prompt, one.output = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
-            details = chunk.usage.prompt_tokens_details
-            one.cached = (details.cached_tokens if details else None) or 0
+                self.add_text(stamp, text)
+            if choice.finish_reason is not None:
+                self._finished = True
 
-    def token(self, stamp: float, text: str) -> None:
+        usage = chunk.usage
+        if usage is not None and usage.completion_tokens:
+            details = usage.prompt_tokens_details
+            self.outcome.prompt_tokens = usage.prompt_tokens
+            self.outcome.output_tokens = usage.completion_tokens
+            self.outcome.cached_tokens = (details.cached_tokens if details else None) or 0
+
+    def add_text(self, stamp: float, text: str) -> None:
         """Text arrived at `stamp`."""
-        one = self.outcome
-        if math.isnan(self._last):
-            one.ttft_s = stamp - self._sent
+        if math.isnan(self._last_piece):
+            self.outcome.ttft_s = stamp - self._sent
         else:
-            one.gaps_s.append(stamp - self._last)
-        self._last = stamp
+            self.outcome.gaps_s.append(stamp - self._last_piece)
+        self._last_piece = stamp
         self.text.append(text)
 
-    def finish(self) -> None:
-        """Of one that may have been cut short. Without usage, a piece counts as a token."""
-        one = self.outcome
-        one.error = "" if self._finished else one.error or "ended early"
-        if not one.error and math.isnan(self._last):
-            one.error = "no token"
-        one.e2e_s = self._last - self._sent if not one.error else math.nan
-        one.output = one.output or len(self.text)
-
-    def end(self) -> None:
-        """The server said that this was all."""
+    def mark_complete(self) -> None:
+        """The server has said that this was all."""
         self._finished = True
 
+    def finish(self) -> None:
+        """The stream is over, be it complete or cut short.
 
-class Client:
+        Without usage, a piece counts as a token.
+        """
+        outcome = self.outcome
+        if self._finished:
+            outcome.error = ""
+        elif not outcome.error:
+            outcome.error = "ended early"
+        if not outcome.error and math.isnan(self._last_piece):
+            outcome.error = "no token"
+        outcome.e2e_s = math.nan if outcome.error else self._last_piece - self._sent
+        outcome.output_tokens = outcome.output_tokens or len(self.text)
+
+
+class HttpLoadClient:
     """Streams of one endpoint over kept connections. Not for threads; for greenlets."""
 
-    def __init__(self, facts: Facts, key: str = "") -> None:
+    def __init__(self, facts: EndpointFacts, key: str = "") -> None:
         self._facts = facts
-        self._headers = {"content-type": "application/json", "accept": "text/event-stream"}
-        if key:
-            self._headers["authorization"] = f"Bearer {key}"
-        self._idle: list[Connection] = []
+        self._headers = _json_headers(key) | {"accept": "text/event-stream"}
+        self._idle: list[HttpConnection] = []
 
-    def chat(self, outcome: Outcome, messages: list[dict[str, str]], tokens: int) -> str:
-        """Fills in `outcome`; returns the answer's text. Errors are told in `outcome.error`."""
-        body = chat_body(self._facts, messages, tokens)
-        headers = self._headers | {"x-request-id": outcome.id}
+    def chat(self, outcome: LoadOutcome, messages: list[dict[str, str]], tokens: int) -> str:
+        """Fills in `outcome`; returns the answer's text.
+
+        Raises nothing: what went wrong is in `outcome.error`.
+        """
+        body = json.dumps(chat_body(self._facts, messages, tokens)).encode()
         try:
-            return self._stream(outcome, json.dumps(body).encode(), headers)
+            return self._send(outcome, body)
         except TimeoutError:
             outcome.error = "timeout"
         except OSError as error:
@@ -160,46 +172,63 @@ class Client:
             outcome.error = str(error)
         return ""
 
-    def _stream(self, outcome: Outcome, body: bytes, headers: dict[str, str]) -> str:
-        begun = time.perf_counter()  # a new connection is part of the request
-        while self._idle:  # one that the server gave up meanwhile is no failure
+    def _send(self, outcome: LoadOutcome, body: bytes) -> str:
+        began = time.perf_counter()  # a new connection is part of the request
+        while self._idle:
             connection = self._idle.pop()
             try:
-                return self._on(connection, outcome, body, headers, begun)
+                return self._exchange(connection, outcome, body, began)
             except (OSError, ProtocolError) as error:
+                # A connection that the server gave up while it was idle is no failure.
                 if connection.response.status or isinstance(error, TimeoutError):
                     raise
-        return self._on(Connection(self._facts.url, TIMEOUT_S), outcome, body, headers, begun)
+        connection = HttpConnection(self._facts.url, TIMEOUT_S)
+        return self._exchange(connection, outcome, body, began)
 
-    def _on(
-        self, connection: Connection, outcome: Outcome, body: bytes, headers: dict, begun: float
+    def _exchange(
+        self, connection: HttpConnection, outcome: LoadOutcome, body: bytes, began: float
     ) -> str:
-        reader, other = Reader(outcome, begun), []
+        reader = AnswerReader(outcome, began)
+        refusal_body: list[bytes] = []
+        headers = self._headers | {"x-request-id": outcome.id}
         try:
             connection.send("POST", PATH, body, headers)
             for stamp, piece in connection.pieces():
                 if connection.response.status == 200:
                     reader.feed(stamp, piece)
                 else:
-                    other.append(piece)
+                    refusal_body.append(piece)
         except BaseException:
             connection.close()
             raise
-        outcome.lags_s, connection.lags_s = connection.lags_s, []
+
+        outcome.lags_s = connection.lags_s
+        connection.lags_s = []
         response = connection.response
-        if response.reusable and len(self._idle) < ENOUGH:
-            self._idle.append(connection)
-        else:
-            connection.close()
+        self._keep_or_close(connection)
         if response.status != 200:
-            outcome.error = refusal(response.status, b"".join(other))
+            outcome.error = refusal(response.status, b"".join(refusal_body))
             return ""
         reader.finish()
         outcome.server_ttft_s = server_ttft_s(response.headers.get("server-timing", ""))
         return "".join(reader.text)
 
+    def _keep_or_close(self, connection: HttpConnection) -> None:
+        if connection.response.reusable and len(self._idle) < IDLE_CONNECTION_LIMIT:
+            self._idle.append(connection)
+        else:
+            connection.close()
 
-def chat_body(facts: Facts, messages: list[dict[str, str]], tokens: int) -> dict[str, Any]:
+
+def _json_headers(key: str) -> dict[str, str]:
+    headers = {"content-type": "application/json"}
+    if key:
+        headers["authorization"] = f"Bearer {key}"
+    return headers
+
+
+def chat_body(facts: EndpointFacts, messages: list[dict[str, str]], tokens: int) -> dict[str, Any]:
+    """Returns the body of a request for an answer of `tokens` tokens."""
     body: dict[str, Any] = {
         "model": facts.model,
         "messages": messages,
@@ -215,7 +244,7 @@ def chat_body(facts: Facts, messages: list[dict[str, str]], tokens: int) -> dict
 
 
 def refusal(status: int, body: bytes) -> str:
-    """`429 queue_full`: the status, and the code or type that the body names."""
+    """Returns "429 queue_full": the status, and the code or type that the body names."""
     reason = ""
     with suppress(ValueError, TypeError, KeyError, AttributeError):
         error = json.loads(body)["error"]
@@ -224,59 +253,86 @@ def refusal(status: int, body: bytes) -> str:
 
 
 def server_ttft_s(header: str) -> float:
-    """From arrival at the server to its first token, as a Diptych gateway tells it: the sum of
-    `queue` and `prefill` in `server-timing`. nan: not told."""
-    found = dict(re.findall(r"(\w[\w-]*);dur=([\d.]+)", header))
-    if not {"queue", "prefill"} <= found.keys():
+    """Seconds from arrival at the server to its first token, as a Diptych gateway tells them.
+
+    They are the sum of `queue` and `prefill` in `server-timing`. nan: not told.
+    """
+    durations_ms = dict(re.findall(r"(\w[\w-]*);dur=([\d.]+)", header))
+    if not {"queue", "prefill"} <= durations_ms.keys():
         return math.nan
-    return (float(found["queue"]) + float(found["prefill"])) / 1e3
+    return (float(durations_ms["queue"]) + float(durations_ms["prefill"])) / 1e3
 
 
 # ---- what is asked before the load ---------------------------------------------------------------
 
 
-def ask(url: str, key: str = "", model: str = "", grpc: str = "", seed: int = 0) -> Facts:
-    """Raises LoadError. Costs about 15 to 30 requests of one token, which also warm the server."""
-    headers = {"content-type": "application/json"}
-    if key:
-        headers["authorization"] = f"Bearer {key}"
+class ModelCard(NamedTuple):
+    """What /v1/models says of the model."""
+
+    name: str
+    context: int
+    server: str
+
+
+def probe_endpoint(
+    url: str, key: str = "", model: str = "", grpc: str = "", seed: int = 0
+) -> EndpointFacts:
+    """Finds out what the endpoint serves and takes. Raises LoadError.
+
+    Costs about 15 to 30 requests of one token, which also warm the server.
+    """
     url = url.rstrip("/").removesuffix("/v1")
     try:
-        connection = Connection(url, TIMEOUT_S)
-        asker = _Asker(url, connection, headers)
-        name, context, server = asker.model(model)
-        asker.base = {"model": name, "max_tokens": 1, "temperature": 0}
-        words = probe(asker.count, seed)
-        takes = asker.takes({"ignore_eos": True})
-        usage = asker.takes({"stream": True, "stream_options": {"include_usage": True}})
+        prober = _EndpointProber(url, key)
+        card = prober.find_model(model)
+        words = probe(prober.count_tokens, seed)
+        takes_ignore_eos = prober.takes({"ignore_eos": True})
+        tells_usage = prober.takes({"stream": True, "stream_options": {"include_usage": True}})
     except (OSError, ProtocolError) as error:
         reason = str(error) or type(error).__name__
         raise LoadError(f"no endpoint at {url} ({reason}); start one with: diptych serve") from None
-    asker.close()
-    return Facts(url, name, context, words.alphabet, words.template, takes, usage, server, grpc)
+    prober.close()
+    return EndpointFacts(
+        url=url,
+        model=card.name,
+        context=card.context,
+        alphabet=words.alphabet,
+        template=words.template,
+        ignore_eos=takes_ignore_eos,
+        usage=tells_usage,
+        server=card.server,
+        grpc=grpc,
+    )
 
 
-class _Asker:
-    def __init__(self, url: str, connection: Connection, headers: dict[str, str]) -> None:
-        self._url, self._connection, self._headers = url, connection, headers
-        self.base: dict[str, Any] = {}
+class _EndpointProber:
+    """Asks an endpoint, request by request. Raises LoadError, OSError and ProtocolError."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._url = url
+        self._headers = _json_headers(key)
+        self._connection = HttpConnection(url, TIMEOUT_S)
+        self._model = ""
 
     def close(self) -> None:
         self._connection.close()
 
-    def model(self, wanted: str) -> tuple[str, int, str]:
+    def find_model(self, name: str) -> ModelCard:
+        """Finds the model that later requests are for: `name`, or the first one if empty."""
         status, body = self._request("GET", "/v1/models", None)
         try:
             cards = {card["id"]: card for card in body["data"]}
-            card = cards[wanted or next(iter(cards))]
+            card = cards[name or next(iter(cards))]
         except (KeyError, TypeError, StopIteration):
-            told = f"model {wanted!r} is not served" if wanted else f"/v1/models answers {status}"
-            raise LoadError(f"{self._url}: {told}") from None
+            problem = f"model {name!r} is not served" if name else f"/v1/models answers {status}"
+            raise LoadError(f"{self._url}: {problem}") from None
+        self._model = card["id"]
         context = card.get("max_model_len") or card.get("context_length") or DEFAULT_CONTEXT
-        server = self._connection.response.headers.get("server", "")
-        return card["id"], int(context), str(card.get("owned_by") or server)
+        server = card.get("owned_by") or self._connection.response.headers.get("server", "")
+        return ModelCard(self._model, int(context), str(server))
 
-    def count(self, text: str) -> int:
+    def count_tokens(self, text: str) -> int:
+        """Returns the tokens of a prompt whose one message is `text`."""
         status, body = self._chat({}, text)
         try:
             return int(body["usage"]["prompt_tokens"])
@@ -285,31 +341,41 @@ class _Asker:
             raise LoadError(f"{self._url}{PATH} answers {reason} without usage") from None
 
     def takes(self, fields: dict[str, Any]) -> bool:
-        return self._chat(fields, "the")[0] == 200
+        status, _ = self._chat(fields, "the")
+        return status == 200
 
     def _chat(self, fields: dict[str, Any], text: str) -> tuple[int, Any]:
-        body = {**self.base, "messages": [{"role": "user", "content": text}], **fields}
+        body = {
+            "model": self._model,
+            "max_tokens": 1,
+            "temperature": 0,
+            "messages": [{"role": "user", "content": text}],
+            **fields,
+        }
         return self._request("POST", PATH, body)
 
-    def _request(self, method: str, path: str, body: Any) -> tuple[int, Any]:
-        sent = b"" if body is None else json.dumps(body).encode()
+    def _request(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, Any]:
+        """Returns the status, and the answer's JSON or None."""
+        payload = b"" if body is None else json.dumps(body).encode()
         try:
-            answer = self._exchange(method, path, sent)
+            answer = self._exchange(method, path, payload)
         except (OSError, ProtocolError):
             if self._connection.response.status:
                 raise
-            self._connection.close()  # it was given up between two requests
-            self._connection = Connection(self._url, TIMEOUT_S)
-            answer = self._exchange(method, path, sent)
+            self._reconnect()  # the server gave the connection up between two requests
+            answer = self._exchange(method, path, payload)
         response = self._connection.response
         if not response.reusable:
-            self._connection.close()
-            self._connection = Connection(self._url, TIMEOUT_S)
+            self._reconnect()
             self._connection.response = response
         try:
             return response.status, json.loads(answer)
         except ValueError:
             return response.status, None
+
+    def _reconnect(self) -> None:
+        self._connection.close()
+        self._connection = HttpConnection(self._url, TIMEOUT_S)
 
     def _exchange(self, method: str, path: str, body: bytes) -> bytes:
         self._connection.send(method, path, body, self._headers)

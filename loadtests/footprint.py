@@ -11,31 +11,55 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+#: A process is one of a cluster if its command line contains one of these.
 MARKS = ("ray::", "/ray/core/", "diptych serve", "ray/dashboard", "ray/_private")
 
 
-def processes() -> dict[int, tuple[str, float, int, int]]:
-    """pid -> (name, CPU seconds so far, RSS MiB, PSS MiB)."""
-    found = {}
+@dataclass(frozen=True, slots=True)
+class ProcessFootprint:
+    name: str
+    cpu_s: float  #: since the process began
+    rss_mib: int
+    pss_mib: int
+
+
+def read_footprints() -> dict[int, ProcessFootprint]:
+    """Returns the footprint of every process of a cluster, by process id."""
+    footprints: dict[int, ProcessFootprint] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-            if not any(mark in command for mark in MARKS) or "footprint" in command:
-                continue
-            stat = (folder / "stat").read_text().rsplit(")", 1)[1].split()
-            pss = next(
-                int(line.split()[1]) >> 10
-                for line in (folder / "smaps_rollup").read_text().splitlines()
-                if line.startswith("Pss:")
-            )
+            footprint = _read_footprint(folder)
         except (OSError, StopIteration):
-            continue  # it ended meanwhile
-        ticks = (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
-        rss = int(stat[21]) * os.sysconf("SC_PAGE_SIZE") >> 20
-        found[int(folder.name)] = (_name(command), ticks, rss, pss)
-    return found
+            continue  # the process ended meanwhile
+        if footprint is not None:
+            footprints[int(folder.name)] = footprint
+    return footprints
+
+
+def _read_footprint(folder: Path) -> ProcessFootprint | None:
+    """Returns None for a process that is not of a cluster."""
+    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    if not any(mark in command for mark in MARKS) or "footprint" in command:
+        return None
+    # The fields of proc_pid_stat(5) from the third on: the second may contain spaces.
+    fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+    user_ticks = int(fields[11])
+    system_ticks = int(fields[12])
+    resident_pages = int(fields[21])
+    return ProcessFootprint(
+        name=_name(command),
+        cpu_s=(user_ticks + system_ticks) / os.sysconf("SC_CLK_TCK"),
+        rss_mib=resident_pages * os.sysconf("SC_PAGE_SIZE") >> 20,
+        pss_mib=_read_pss_kib(folder) >> 10,
+    )
+
+
+def _read_pss_kib(folder: Path) -> int:
+    lines = (folder / "smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 def _name(command: str) -> str:
@@ -46,18 +70,20 @@ def _name(command: str) -> str:
 
 def main() -> None:
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 20.0
-    before = processes()
+    before = read_footprints()
     time.sleep(seconds)
-    after = processes()
-    total_cpu, total_pss = 0.0, 0
+    after = read_footprints()
+    total_cpu_percent = 0.0
+    total_pss_mib = 0
     print(f"{'PROCESS':42} {'CPU %':>6} {'RSS MiB':>8} {'PSS MiB':>8}")
-    for pid, (name, ticks, rss, pss) in sorted(after.items(), key=lambda item: item[1][0]):
+    for pid, process in sorted(after.items(), key=lambda item: item[1].name):
         if pid not in before:
             continue
-        cpu = (ticks - before[pid][1]) / seconds * 100
-        total_cpu, total_pss = total_cpu + cpu, total_pss + pss
-        print(f"{name:42} {cpu:6.2f} {rss:8} {pss:8}")
-    print(f"{'total':42} {total_cpu:6.2f} {'':8} {total_pss:8}")
+        cpu_percent = (process.cpu_s - before[pid].cpu_s) / seconds * 100
+        total_cpu_percent += cpu_percent
+        total_pss_mib += process.pss_mib
+        print(f"{process.name:42} {cpu_percent:6.2f} {process.rss_mib:8} {process.pss_mib:8}")
+    print(f"{'total':42} {total_cpu_percent:6.2f} {'':8} {total_pss_mib:8}")
 
 
 if __name__ == "__main__":

@@ -15,22 +15,31 @@ from pathlib import Path
 
 from .errors import LoadError
 
-START_S, STOP_S = 180.0, 60.0
+HOST = "127.0.0.1"
+START_S = 180.0
+STOP_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class LaptopCluster:
+    """Where a cluster of this machine is reached."""
+
     url: str
     grpc: str
     admin: str
 
 
 @contextmanager
-def cluster(diptych: str, arguments: list[str]) -> Iterator[Cluster]:
-    """`diptych`: the command. Raises LoadError with the log's end if it does not start."""
-    http, rpc, admin, admin_rpc = _free_ports(4)
-    command = [diptych, "serve", *arguments, "--port", str(http), "--grpc-port", str(rpc)]
-    command += ["--set", f"control.port={admin}", "--set", f"control.grpc_port={admin_rpc}"]
+def cluster(diptych: str, arguments: list[str]) -> Iterator[LaptopCluster]:
+    """Starts a cluster by the command `diptych`, and stops it afterwards.
+
+    Raises LoadError with the log's last line if it does not start.
+    """
+    http_port, grpc_port, admin_port, admin_grpc_port = _free_ports(4)
+    command = [diptych, "serve", *arguments]
+    command += ["--port", str(http_port), "--grpc-port", str(grpc_port)]
+    command += ["--set", f"control.port={admin_port}"]
+    command += ["--set", f"control.grpc_port={admin_grpc_port}"]
     with tempfile.TemporaryDirectory(prefix="diptych-loadtest-") as folder:
         log = Path(folder) / "serve.log"
         with log.open("w") as out:
@@ -38,23 +47,27 @@ def cluster(diptych: str, arguments: list[str]) -> Iterator[Cluster]:
                 command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
             )
         try:
-            _wait(process, log)
-            host = "127.0.0.1"
-            yield Cluster(f"http://{host}:{http}", f"{host}:{rpc}", f"http://{host}:{admin}")
+            _wait_until_ready(process, log)
+            yield LaptopCluster(
+                url=f"http://{HOST}:{http_port}",
+                grpc=f"{HOST}:{grpc_port}",
+                admin=f"http://{HOST}:{admin_port}",
+            )
         finally:
             _stop(process)
 
 
-def _wait(process: subprocess.Popen, log: Path) -> None:
+def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + START_S
     while "] ready" not in log.read_text():
         if process.poll() is not None or time.monotonic() > deadline:
-            last = log.read_text().strip().splitlines()[-1:] or ["no output"]
-            raise LoadError(f"diptych serve did not start: {last[0]}")
+            lines = log.read_text().strip().splitlines()
+            reason = lines[-1] if lines else "no output"
+            raise LoadError(f"diptych serve did not start: {reason}")
         time.sleep(0.2)
 
 
-def _stop(process: subprocess.Popen) -> None:
+def _stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
     try:
@@ -64,7 +77,7 @@ def _stop(process: subprocess.Popen) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    probes = [socket.create_server((HOST, 0)) for _ in range(count)]
     ports = [probe.getsockname()[1] for probe in probes]
     for probe in probes:
         probe.close()

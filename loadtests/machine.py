@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,41 +13,47 @@ PACKAGES = ("diptych", "locust", "gevent", "grpcio", "numpy")
 
 
 def describe() -> dict[str, Any]:
-    """Machine of the client, commit of this checkout, versions."""
+    """Returns the machine of the client, the commit of this checkout, and versions."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    versions = {package: _version(package) for package in PACKAGES}
     return {
         "machine": {
             "cpu": _cpu(),
             "cores": len(os.sched_getaffinity(0)),
-            "memory_gib": round(
-                os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1
-            ),
+            "memory_gib": round(memory_bytes / 2**30, 1),
             "system": f"{platform.system()} {platform.release()}",
         },
         "commit": _commit(),
-        "versions": {"python": sys.version.split()[0], **{p: _version(p) for p in PACKAGES}},
+        "versions": {"python": platform.python_version(), **versions},
     }
 
 
 def _cpu() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(x.split(":", 1)[1].strip() for x in lines if x.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    except OSError:
+        lines = []
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _commit() -> str:
-    """Of the checkout that this file is in, `+` if it has changes; empty: installed without one."""
-    folder = Path(__file__).parent
+    """The commit of the checkout that this file is in, with `+` if it has changes.
 
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(folder), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
+    Empty when this file is in no checkout.
+    """
     try:
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "-s") else "")
+        commit = _git("rev-parse", "--short=12", "HEAD")
+        return f"{commit}+" if _git("status", "-s") else commit
     except (OSError, subprocess.CalledProcessError):
         return ""
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _version(package: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,27 +18,38 @@ import numpy as np
 
 from ..router.goodput import FEW
 from ..simulator.metrics import SLACK, Slo
-from .arrivals import Stage
+from .arrivals import RateStage
+from .percentiles import percentiles
 
 QUANTILES = [*(q / 100 for q in range(100)), 0.995, 0.999, 1.0]
-BINS, NARROWEST_S = 40, 1.0  #: of a timeline
+LATENCY_RANKS = (50, 90, 95, 99)
+TIMELINE_BINS = 40
+NARROWEST_BIN_S = 1.0
+STAGE_FIGURES = (
+    "requests",
+    "goodput",
+    "offered_per_s",
+    "good_per_s",
+    "errors",
+    "ttft_ms",
+    "itl_ms",
+)
 
 
 @dataclass(slots=True)
-class Outcome:
-    """One request. Times in seconds; `at`, `sent` since the start of the run. `gaps_s`: between
-    pieces that bring text; `output`: tokens, by the server's count if it tells them."""
+class LoadOutcome:
+    """One request of a load test. Latencies are nan where there is none."""
 
     id: str
-    at: float
-    sent: float
-    stage: int = 0
-    prompt: int = 0
-    output: int = 0
-    cached: int = 0
+    arrival_s: float  #: when it was to be sent, since the start of the run
+    sent_s: float  #: when it was sent, since the start of the run
+    stage_index: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0  #: by the server's count if it tells one, else pieces with text
+    cached_tokens: int = 0
     ttft_s: float = math.nan
     e2e_s: float = math.nan
-    gaps_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)  #: between pieces that bring text
     error: str = ""
     server_ttft_s: float = math.nan  #: by the server's own clock, if it says so
     lags_s: list[float] = field(default_factory=list)  #: of the client's reads
@@ -45,169 +57,227 @@ class Outcome:
     @property
     def tpot_s(self) -> float:
         """Mean seconds of a token after the first; nan: there is none."""
-        count = max(self.output - 1, len(self.gaps_s))
+        count = max(self.output_tokens - 1, len(self.gaps_s))
         return sum(self.gaps_s) / count if count else math.nan
 
+    @property
+    def ended_s(self) -> float:
+        """When the answer's last token came, since the start of the run."""
+        return self.sent_s + self.e2e_s
+
     def missed(self, slo: Slo) -> str:
-        """Empty, or what the request missed first: error, ttft, itl."""
+        """Returns "", or what the request missed first: error, ttft, itl."""
         if self.error:
             return "error"
         if not self.ttft_s <= slo.ttft_s * SLACK:
             return "ttft"
-        gaps, limit = self.gaps_s, slo.itl_s * SLACK
-        if gaps and sum(gaps) / len(gaps) > limit:
+        itl_limit_s = slo.itl_s * SLACK
+        gaps = self.gaps_s
+        if gaps and sum(gaps) / len(gaps) > itl_limit_s:
             return "itl"
-        late = sum(gap > limit for gap in gaps) if len(gaps) >= FEW else 0
-        return "itl" if late > len(gaps) // 100 else ""
+        if len(gaps) >= FEW:
+            late_gaps = sum(gap > itl_limit_s for gap in gaps)
+            if late_gaps > len(gaps) // 100:
+                return "itl"
+        return ""
 
     def packed(self) -> dict[str, Any]:
-        """For the way from a worker to the master."""
+        """The fields, for the way from a worker to the master."""
         return asdict(self)
 
 
-def summarize(outcomes: list[Outcome], slo: Slo, span_s: float) -> dict[str, Any]:
+def summarize(outcomes: list[LoadOutcome], slo: Slo, span_s: float) -> dict[str, Any]:
     """Figures of requests offered within `span_s` seconds."""
-    served = [one for one in outcomes if not one.error]
-    missed = Counter(reason for one in outcomes if (reason := one.missed(slo)))
+    served = _served(outcomes)
+    missed = Counter(filter(None, (outcome.missed(slo) for outcome in outcomes)))
+    errors = Counter(outcome.error for outcome in outcomes if outcome.error)
     met = len(outcomes) - missed.total()
-    tokens = sum(one.output for one in outcomes)
-    active_s = max((one.sent + one.e2e_s for one in served), default=0.0)
-    begun = min((one.sent for one in served), default=0.0)
-    firsts = [one.gaps_s[0] for one in served if one.gaps_s]
+    output_tokens = sum(outcome.output_tokens for outcome in served)
+    first_sent_s = min((outcome.sent_s for outcome in served), default=0.0)
+    last_ended_s = max((outcome.ended_s for outcome in served), default=0.0)
+    active_s = last_ended_s - first_sent_s
+    server_ttfts_s = [outcome.server_ttft_s for outcome in served]
     return {
         "requests": len(outcomes),
         "served": len(served),
-        "errors": dict(Counter(one.error for one in outcomes if one.error).most_common()),
+        "errors": dict(errors.most_common()),
         "met": met,
         "missed": dict(missed),
         "goodput": met / len(outcomes) if outcomes else None,
         "offered_per_s": len(outcomes) / span_s,
         "good_per_s": met / span_s,
-        "prompt_tokens": sum(one.prompt for one in served),
-        "cached_tokens": sum(one.cached for one in served),
-        "output_tokens": tokens,
-        "pieces": sum(len(one.gaps_s) + 1 for one in served),
-        "tokens_per_s": tokens / (active_s - begun) if active_s > begun else 0.0,
-        "ttft_ms": _ranks([one.ttft_s for one in served]),
-        "itl_ms": _ranks([gap for one in served for gap in one.gaps_s]),
-        "second_token_ms": _ranks(firsts),
-        "tpot_ms": _ranks([one.tpot_s for one in served if one.gaps_s]),
-        "e2e_ms": _ranks([one.e2e_s for one in served]),
-        "server_ttft_ms": _ranks(
-            [one.server_ttft_s for one in served if not math.isnan(one.server_ttft_s)]
-        ),
+        "prompt_tokens": sum(outcome.prompt_tokens for outcome in served),
+        "cached_tokens": sum(outcome.cached_tokens for outcome in served),
+        "output_tokens": output_tokens,
+        "pieces": sum(len(outcome.gaps_s) + 1 for outcome in served),
+        "tokens_per_s": output_tokens / active_s if active_s > 0 else 0.0,
+        "ttft_ms": _latency_figures(outcome.ttft_s for outcome in served),
+        "itl_ms": _latency_figures(_all_gaps_s(served)),
+        "second_token_ms": _latency_figures(_first_gaps_s(served)),
+        "tpot_ms": _latency_figures(outcome.tpot_s for outcome in served if outcome.gaps_s),
+        "e2e_ms": _latency_figures(outcome.e2e_s for outcome in served),
+        "server_ttft_ms": _latency_figures(t for t in server_ttfts_s if not math.isnan(t)),
     }
 
 
-def _ranks(seconds: list[float]) -> dict[str, float]:
+def _served(outcomes: list[LoadOutcome]) -> list[LoadOutcome]:
+    return [outcome for outcome in outcomes if not outcome.error]
+
+
+def _all_gaps_s(outcomes: list[LoadOutcome]) -> list[float]:
+    return [gap for outcome in outcomes for gap in outcome.gaps_s]
+
+
+def _first_gaps_s(outcomes: list[LoadOutcome]) -> list[float]:
+    return [outcome.gaps_s[0] for outcome in outcomes if outcome.gaps_s]
+
+
+def _latency_figures(latencies_s: Iterable[float]) -> dict[str, float]:
+    """Mean, percentiles and maximum in ms; empty without latencies."""
+    seconds = list(latencies_s)
     if not seconds:
         return {}
-    values = np.array(seconds) * 1e3
-    ranks = np.percentile(values, (50, 90, 95, 99)).tolist()
-    found = dict(zip(("p50", "p90", "p95", "p99"), ranks, strict=True))
     return {
-        "mean": round(float(values.mean()), 3),
-        **{name: round(value, 3) for name, value in found.items()},
-        "max": round(float(values.max()), 3),
+        "mean": round(float(np.mean(seconds)) * 1e3, 3),
+        **percentiles(seconds, LATENCY_RANKS, factor=1e3, digits=3),
+        "max": round(max(seconds) * 1e3, 3),
     }
 
 
-def distributions(outcomes: list[Outcome]) -> dict[str, Any]:
+def distributions(outcomes: list[LoadOutcome]) -> dict[str, Any]:
     """`QUANTILES` of TTFT, every ITL and the gap to the second token, in ms."""
-    served = [one for one in outcomes if not one.error]
-    kinds = {
-        "ttft": [one.ttft_s for one in served],
-        "itl": [gap for one in served for gap in one.gaps_s],
-        "second_token": [one.gaps_s[0] for one in served if one.gaps_s],
+    served = _served(outcomes)
+    return {
+        "quantiles": QUANTILES,
+        "ttft_ms": _quantiles_ms([outcome.ttft_s for outcome in served]),
+        "itl_ms": _quantiles_ms(_all_gaps_s(served)),
+        "second_token_ms": _quantiles_ms(_first_gaps_s(served)),
     }
-    found: dict[str, Any] = {"quantiles": QUANTILES}
-    for name, values in kinds.items():
-        points = (np.quantile(values, QUANTILES) * 1e3).tolist() if values else []
-        found[f"{name}_ms"] = [round(point, 3) for point in points]
-    return found
 
 
-def by_stage(outcomes: list[Outcome], stages: list[Stage], slo: Slo) -> list[dict[str, Any]]:
-    """Offered and good rate of every stage, with its latencies. Stages without a request, that a
-    ramp did not come to, are left out."""
-    rows = []
-    for number, stage in enumerate(stages):
-        members = [one for one in outcomes if one.stage == number]
-        if not members:
-            continue
-        figures = summarize(members, slo, stage.end_s - stage.begin_s)
-        kept = ("requests", "goodput", "offered_per_s", "good_per_s", "errors", "ttft_ms", "itl_ms")
-        rows.append({"label": stage.label} | {name: figures[name] for name in kept})
-    return rows
+def _quantiles_ms(seconds: list[float]) -> list[float]:
+    if not seconds:
+        return []
+    return [round(float(value) * 1e3, 3) for value in np.quantile(seconds, QUANTILES)]
 
 
-def knee(stages: list[dict[str, Any]], share: float) -> float | None:
-    """Largest offered rate up to which `share` of the requests was met, between two stages by
-    linear interpolation; None: not even the lowest."""
-    best = None
-    for before, row in zip([None, *stages], stages):  # noqa: B905
-        if row["goodput"] >= share:
-            best = row["offered_per_s"]
-            continue
-        if before is not None:
-            part = (before["goodput"] - share) / (before["goodput"] - row["goodput"])
-            best = before["offered_per_s"] + part * (row["offered_per_s"] - before["offered_per_s"])
-        return best
-    return best
+def summarize_stages(
+    outcomes: list[LoadOutcome], stages: list[RateStage], slo: Slo
+) -> list[dict[str, Any]]:
+    """Offered and good rate of every stage, with its latencies.
 
-
-def deciles(outcomes: list[Outcome], slo: Slo) -> list[dict[str, Any]]:
-    """Attainment by prompt length, shortest tenth first."""
-    order = sorted(outcomes, key=lambda one: one.prompt)
-    rows = []
-    for part in np.array_split(np.arange(len(order)), min(10, len(order)) or 1):
-        members = [order[index] for index in part]
+    Stages without a request, which a ramp did not come to, are left out.
+    """
+    rows: list[dict[str, Any]] = []
+    for index, stage in enumerate(stages):
+        members = [outcome for outcome in outcomes if outcome.stage_index == index]
         if members:
-            met = sum(not one.missed(slo) for one in members) / len(members)
-            longest, count = members[-1].prompt, len(members)
-            rows.append({"longest": longest, "requests": count, "goodput": met})
+            figures = summarize(members, slo, stage.end_s - stage.begin_s)
+            rows.append({"label": stage.label} | {name: figures[name] for name in STAGE_FIGURES})
     return rows
 
 
-def timeline(outcomes: list[Outcome], slo: Slo, span_s: float) -> list[dict[str, float]]:
-    """By time of arrival: rates offered and met; by time of arrival and end: how many ran."""
-    width = max(NARROWEST_S, span_s / BINS)
-    rows = []
-    for number in range(math.ceil(span_s / width)):
-        begin, end = number * width, (number + 1) * width
-        members = [one for one in outcomes if begin <= one.at < end]
-        met = sum(not one.missed(slo) for one in members)
-        running = sum(
-            min(end, one.sent + one.e2e_s) - max(begin, one.sent)
-            for one in outcomes
-            if one.sent < end and one.sent + one.e2e_s > begin
-        )
+def find_knee(stages: list[dict[str, Any]], share: float) -> float | None:
+    """Returns the largest offered rate up to which `share` of the requests was met.
+
+    Between the last stage that holds and the first that does not, the rate is interpolated
+    linearly. None when not even the lowest stage holds.
+    """
+    held: dict[str, Any] | None = None  # the last stage of which enough was met
+    for stage in stages:
+        if stage["goodput"] >= share:
+            held = stage
+            continue
+        if held is None:
+            return None
+        part = (held["goodput"] - share) / (held["goodput"] - stage["goodput"])
+        return held["offered_per_s"] + part * (stage["offered_per_s"] - held["offered_per_s"])
+    return held["offered_per_s"] if held else None
+
+
+def summarize_deciles(outcomes: list[LoadOutcome], slo: Slo) -> list[dict[str, Any]]:
+    """Goodput by prompt length, shortest tenth first."""
+    by_length = sorted(outcomes, key=lambda outcome: outcome.prompt_tokens)
+    part_count = min(10, len(by_length))
+    if not part_count:
+        return []
+    rows: list[dict[str, Any]] = []
+    for indices in np.array_split(np.arange(len(by_length)), part_count):
+        members = [by_length[index] for index in indices]
+        met = sum(not outcome.missed(slo) for outcome in members)
         rows.append(
             {
-                "at_s": round(begin, 3),
-                "offered_per_s": round(len(members) / width, 3),
-                "good_per_s": round(met / width, 3),
-                "running": round(running / width, 2),
+                "longest": members[-1].prompt_tokens,
+                "requests": len(members),
+                "goodput": met / len(members),
             }
         )
     return rows
 
 
-ROW = ("id", "at_s", "stage", "prompt", "cached", "output", "ttft_ms", "tpot_ms", "worst_gap_ms",
-       "e2e_ms", "missed", "error")  # fmt: skip
+def summarize_timeline(
+    outcomes: list[LoadOutcome], slo: Slo, span_s: float
+) -> list[dict[str, float]]:
+    """Rates offered and met by time of arrival, and how many requests ran, in equal bins."""
+    width_s = max(NARROWEST_BIN_S, span_s / TIMELINE_BINS)
+    rows: list[dict[str, float]] = []
+    for number in range(math.ceil(span_s / width_s)):
+        begin_s = number * width_s
+        end_s = (number + 1) * width_s
+        members = [outcome for outcome in outcomes if begin_s <= outcome.arrival_s < end_s]
+        met = sum(not outcome.missed(slo) for outcome in members)
+        running_s = sum(
+            min(end_s, outcome.ended_s) - max(begin_s, outcome.sent_s)
+            for outcome in outcomes
+            if outcome.sent_s < end_s and outcome.ended_s > begin_s
+        )
+        rows.append(
+            {
+                "at_s": round(begin_s, 3),
+                "offered_per_s": round(len(members) / width_s, 3),
+                "good_per_s": round(met / width_s, 3),
+                "running": round(running_s / width_s, 2),
+            }
+        )
+    return rows
 
 
-def rows(outcomes: list[Outcome], slo: Slo) -> list[list[Any]]:
-    """The columns of `ROW` for every request."""
+REQUEST_COLUMNS = (
+    "id",
+    "at_s",
+    "stage",
+    "prompt",
+    "cached",
+    "output",
+    "ttft_ms",
+    "tpot_ms",
+    "worst_gap_ms",
+    "e2e_ms",
+    "missed",
+    "error",
+)
 
-    def ms(seconds: float) -> float | None:
-        return None if math.isnan(seconds) else round(seconds * 1e3, 2)
 
+def request_rows(outcomes: list[LoadOutcome], slo: Slo) -> list[list[Any]]:
+    """The values of `REQUEST_COLUMNS` for every request, by time of arrival."""
     return [
         [
-            *(one.id, round(one.at, 3), one.stage, one.prompt, one.cached, one.output),
-            *(ms(one.ttft_s), ms(one.tpot_s), ms(max(one.gaps_s, default=math.nan))),
-            *(ms(one.e2e_s), one.missed(slo), one.error),
+            outcome.id,
+            round(outcome.arrival_s, 3),
+            outcome.stage_index,
+            outcome.prompt_tokens,
+            outcome.cached_tokens,
+            outcome.output_tokens,
+            _rounded_ms(outcome.ttft_s),
+            _rounded_ms(outcome.tpot_s),
+            _rounded_ms(max(outcome.gaps_s, default=math.nan)),
+            _rounded_ms(outcome.e2e_s),
+            outcome.missed(slo),
+            outcome.error,
         ]
-        for one in sorted(outcomes, key=lambda one: one.at)
+        for outcome in sorted(outcomes, key=lambda outcome: outcome.arrival_s)
     ]
+
+
+def _rounded_ms(seconds: float) -> float | None:
+    return None if math.isnan(seconds) else round(seconds * 1e3, 2)

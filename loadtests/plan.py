@@ -1,12 +1,14 @@
-"""What is offered, to whom, and what has to hold: options as text, understood.
+"""What is offered, to whom, and what has to hold: options as text, parsed and checked.
 
-`Plan` travels as Locust options: every field is one (`--load`, `--rate`, ...), so that master,
+`LoadPlan` travels as Locust options: every field is one (`--load`, `--rate`, ...), so that master,
 workers and the web UI know the same ones.
 """
 
 from __future__ import annotations
 
+import operator
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -16,55 +18,58 @@ from ..simulator.metrics import Slo
 from .errors import LoadError
 
 LOADS = ("constant", "poisson", "burst", "ramp", "trace", "chat")
-OPERATORS = {
-    ">=": lambda value, limit: value >= limit,
-    "<=": lambda value, limit: value <= limit,
-    ">": lambda value, limit: value > limit,
-    "<": lambda value, limit: value < limit,
+DISPATCHES = ("timestamp", "thinktime")
+OPERATORS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
 }
 
 
-def _told(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+def _option(default: Any, help_text: str) -> Any:
+    return field(default=default, metadata={"help": help_text})
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoadPlan:
     """Options of a run. Lengths in tokens, `LOW-HIGH` uniform."""
 
-    load: str = _told("poisson", "constant, poisson, burst, ramp, trace or chat.")
-    rate: str = _told("2", "Requests per second; LOW-HIGH for ramp; empty for trace: as recorded.")
-    users: int = _told(10, "Users of the chat load.")
-    duration: float = _told(60.0, "Seconds in which requests are offered.")
-    slo: str = _told("ttft=2s,itl=200ms", "Targets that a request must meet to count as goodput.")
-    prompt: str = _told("64-512", "Tokens of a prompt; of a user's message in chat.")
-    output: str = _told("16-64", "Tokens of an answer.")
-    shared: int = _told(0, "Tokens that all prompts begin with; of each system prompt in chat.")
-    think: float = _told(2.0, "Mean seconds between an answer and the next message (chat).")
-    steps: int = _told(6, "Rates that a ramp tries.")
-    trace: str = _told("", "File (.jsonl, .jsonl.gz, ServeGen .npz) or synthetic[:N].")
-    scale: float = _told(1.0, "Factor on a trace's lengths, for models with a short context.")
-    dispatch: str = _told("timestamp", "timestamp, or thinktime: turns wait for the one before.")
-    seed: int = _told(0, "Of arrivals, lengths and texts.")
-    model: str = _told("", "Default: the first of /v1/models.")
-    grpc: str = _told("", "HOST:PORT: gRPC (diptych.v1.Inference) instead of HTTP.")
-    drain: float = _told(30.0, "Seconds for answers that are under way at the end.")
-    gate: str = _told("", "What has to hold, as in goodput>=0.95,ttft_p99<=1500.")
-    out: str = _told("", "File for the JSON of the run.")
-    metrics: str = _told("", "URLs of the server's Prometheus metrics, comma-separated.")
-    admin: str = _told("", "Diptych's admin URL, for the server's own counts.")
+    load: str = _option("poisson", "constant, poisson, burst, ramp, trace or chat.")
+    rate: str = _option(
+        "2", "Requests per second; LOW-HIGH for ramp; empty for trace: as recorded."
+    )
+    users: int = _option(10, "Users of the chat load.")
+    duration: float = _option(60.0, "Seconds in which requests are offered.")
+    slo: str = _option("ttft=2s,itl=200ms", "Targets that a request must meet to count as goodput.")
+    prompt: str = _option("64-512", "Tokens of a prompt; of a user's message in chat.")
+    output: str = _option("16-64", "Tokens of an answer.")
+    shared: int = _option(0, "Tokens that all prompts begin with; of each system prompt in chat.")
+    think: float = _option(2.0, "Mean seconds between an answer and the next message (chat).")
+    steps: int = _option(6, "Rates that a ramp tries.")
+    trace: str = _option("", "File (.jsonl, .jsonl.gz, ServeGen .npz) or synthetic[:N].")
+    scale: float = _option(1.0, "Factor on a trace's lengths, for models with a short context.")
+    dispatch: str = _option("timestamp", "timestamp, or thinktime: turns wait for the one before.")
+    seed: int = _option(0, "Of arrivals, lengths and texts.")
+    model: str = _option("", "Default: the first of /v1/models.")
+    grpc: str = _option("", "HOST:PORT: gRPC (diptych.v1.Inference) instead of HTTP.")
+    drain: float = _option(30.0, "Seconds for answers that are under way at the end.")
+    gate: str = _option("", "What has to hold, as in goodput>=0.95,ttft_p99<=1500.")
+    out: str = _option("", "File for the JSON of the run.")
+    metrics: str = _option("", "URLs of the server's Prometheus metrics, comma-separated.")
+    admin: str = _option("", "Diptych's admin URL, for the server's own counts.")
 
     @staticmethod
-    def of(options: Any) -> Plan:
-        """From anything that has the fields as attributes. Raises LoadError."""
-        kinds: dict[str, Any] = {f.name: type(f.default) for f in fields(Plan)}
-        values = {name: getattr(options, f"plan_{name}", None) for name in kinds}
-        values["users"] = getattr(options, "num_users", None)  # Locust's own
+    def of(options: Any) -> LoadPlan:
+        """Reads Locust's options, where each field is called `plan_<name>`. Raises LoadError."""
+        kinds: dict[str, Any] = {option.name: type(option.default) for option in fields(LoadPlan)}
+        texts = {name: getattr(options, f"plan_{name}", None) for name in kinds}
+        texts["users"] = getattr(options, "num_users", None)  # Locust's own
         try:
-            given = {name: kinds[name](v) for name, v in values.items() if v is not None}
+            values = {name: kinds[name](text) for name, text in texts.items() if text is not None}
         except ValueError as error:
             raise LoadError(str(error)) from None
-        plan = Plan(**given)
+        plan = LoadPlan(**values)
         plan.check()
         return plan
 
@@ -72,7 +77,7 @@ class Plan:
         """Raises LoadError."""
         if self.load not in LOADS:
             raise LoadError(f"profile {self.load}: expected one of {', '.join(LOADS)}")
-        if self.dispatch not in ("timestamp", "thinktime"):
+        if self.dispatch not in DISPATCHES:
             raise LoadError(f"dispatch {self.dispatch}: expected timestamp or thinktime")
         if self.load == "trace" and not self.trace:
             raise LoadError("profile trace needs --trace FILE (or synthetic)")
@@ -80,7 +85,8 @@ class Plan:
             raise LoadError("duration, users, steps and scale must be above 0")
         if self.think < 0 or self.shared < 0 or self.drain < 0:
             raise LoadError("think, shared and drain must not be below 0")
-        self.targets, self.prompts, self.outputs, self.rates, self.gates  # noqa: B018
+        # Each of these parses its option, and raises LoadError.
+        _ = (self.targets, self.prompts, self.outputs, self.rates, self.gates)
 
     @property
     def targets(self) -> Slo:
@@ -94,63 +100,70 @@ class Plan:
 
     @property
     def prompts(self) -> tuple[int, int]:
-        return _range("prompt", self.prompt)
+        """Least and largest number of tokens of a prompt."""
+        return _token_range("prompt", self.prompt)
 
     @property
     def outputs(self) -> tuple[int, int]:
-        return _range("output", self.output)
+        """Least and largest number of tokens of an answer."""
+        return _token_range("output", self.output)
 
     @property
     def rates(self) -> tuple[float, float]:
-        """Lowest and highest; (0, 0): as recorded."""
+        """Lowest and highest requests per second; (0, 0): as recorded."""
         if not self.rate and self.load == "trace":
             return 0.0, 0.0
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)(?:-(\d+(?:\.\d+)?))?", self.rate)
-        low = float(found[1]) if found else 0.0
-        high = float(found[2] or found[1]) if found else 0.0
-        if not 0 < low <= high or (low != high and self.load != "ramp"):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(?:-(\d+(?:\.\d+)?))?", self.rate)
+        low = float(match[1]) if match else 0.0
+        high = float(match[2] or match[1]) if match else 0.0
+        is_range_without_ramp = low != high and self.load != "ramp"
+        if not 0 < low <= high or is_range_without_ramp:
             raise LoadError(f"rate {self.rate}: expected a number, as 4; for ramp also 1-16")
         return low, high
 
     @property
-    def gates(self) -> list[Gate]:
-        return [Gate.of(part) for part in self.gate.split(",") if part.strip()]
+    def gates(self) -> list[LoadGate]:
+        return [LoadGate.of(part) for part in self.gate.split(",") if part.strip()]
 
     @property
     def label(self) -> str:
+        """What the load is called in statistics: the trace's name, or the kind of load."""
         return Path(self.trace).name.split(".")[0] if self.load == "trace" else self.load
 
 
-def _range(name: str, text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+def _token_range(name: str, text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    low = int(match[1]) if match else 0
+    high = int(match[2] or match[1]) if match else 0
     if not 1 <= low <= high:
         raise LoadError(f"{name} {text}: expected tokens, as 128 or 64-512")
     return low, high
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
-    """`goodput>=0.95`: a figure of the run, how, and the limit."""
+class LoadGate:
+    """`goodput>=0.95`: a figure of the run, how to compare it, and the limit."""
 
     name: str
     sign: str
     limit: float
 
     @staticmethod
-    def of(text: str) -> Gate:
-        found = re.fullmatch(r"\s*([a-z0-9_]+)\s*(>=|<=|>|<)\s*(\d+(?:\.\d+)?)\s*", text)
-        if not found:
+    def of(text: str) -> LoadGate:
+        """Raises LoadError."""
+        match = re.fullmatch(r"\s*([a-z0-9_]+)\s*(>=|<=|>|<)\s*(\d+(?:\.\d+)?)\s*", text)
+        if not match:
             raise LoadError(f"gate {text}: expected NAME>=VALUE, as goodput>=0.95")
-        if found[1] not in GATED:
+        name, sign, limit = match.groups()
+        if name not in GATED:
             raise LoadError(f"gate {text}: expected one of {', '.join(GATED)}")
-        return Gate(found[1], found[2], float(found[3]))
+        return LoadGate(name, sign, float(limit))
 
     def holds(self, summary: dict[str, Any]) -> bool:
         """A figure that the run does not have (no request, no answer, no gap) holds nothing."""
         if not summary["requests"]:
             return False
-        value = gated(summary, self.name)
+        value = gated_figure(summary, self.name)
         return value is not None and OPERATORS[self.sign](value, self.limit)
 
     def __str__(self) -> str:
@@ -164,7 +177,8 @@ _RANKS = ("mean", "p50", "p90", "p95", "p99", "max")
 GATED = (*_SHARES, *(f"{time}_{rank}" for time in _TIMES for rank in _RANKS))
 
 
-def gated(summary: dict[str, Any], name: str) -> float | None:
+def gated_figure(summary: dict[str, Any], name: str) -> float | None:
+    """Returns the figure that a gate names; None when the run does not have it."""
     if name == "errors":
         return float(sum(summary["errors"].values()))
     if name in _SHARES:

@@ -6,122 +6,148 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-
-from . import outcomes as o
+from . import outcomes as load_outcomes
 from . import server
-from .arrivals import stages
-from .endpoint import Facts
-from .outcomes import Outcome
-from .plan import Plan
+from .arrivals import RateStage, rate_stages
+from .endpoint import EndpointFacts
+from .outcomes import LoadOutcome
+from .percentiles import percentiles
+from .plan import LoadPlan
 
 SCHEMA = 1
-BUSY = 0.8  #: of a core: above, the client may be what is measured
-SEVERAL = 1.2  #: tokens of a piece, above which ITL is not of tokens
+BUSY_SHARE = 0.8  #: of a core: above it, the client may be what is measured
+SEVERAL_TOKENS = 1.2  #: tokens of a piece, above which ITL is not of tokens
 LATE_SHARE = 0.1  #: of a target: lateness of the client above it is worth a warning
 
 
 @dataclass(slots=True)
-class Client:
-    """What the load cost its own processes. `processes`: CPU and wall seconds of each."""
+class ClientCost:
+    """What the load cost its own processes."""
 
     calibration: dict[str, Any] = field(default_factory=dict)
-    processes: dict[str, tuple[float, float]] = field(default_factory=dict)
+    processes: dict[str, tuple[float, float]] = field(default_factory=dict)  #: CPU and wall seconds
     path_s: list[float] = field(default_factory=list)  #: round trips of `GET /health` meanwhile
 
 
 def assemble(
-    plan: Plan,
-    facts: Facts,
-    outcomes: list[Outcome],
-    client: Client,
-    told: dict[str, float],
+    plan: LoadPlan,
+    facts: EndpointFacts,
+    outcomes: list[LoadOutcome],
+    client: ClientCost,
+    counters: dict[str, float],
     about: dict[str, Any],
 ) -> dict[str, Any]:
-    """`told`: what the server counted meanwhile; `about`: start, machine, commit, versions."""
+    """Returns the document of a run.
+
+    `counters` are what the server counted meanwhile. `about` has start, machine, commit and
+    versions, and what was not as planned: `ended_s`, `silent`, `skipped`.
+    """
     slo = plan.targets
-    planned = stages(plan)
-    span = max(stage.end_s for stage in planned)
-    if plan.load == "ramp" and outcomes:  # it ends at its knee
-        span = planned[max(one.stage for one in outcomes)].end_s
-    if plan.load != "ramp":
-        span = about.get("ended_s", span)
-    summary = o.summarize(outcomes, slo, span)
-    staged = o.by_stage(outcomes, planned, slo)
+    planned_stages = rate_stages(plan)
+    span_s = _span_s(plan, planned_stages, outcomes, about)
+    summary = load_outcomes.summarize(outcomes, slo, span_s)
+    stages = load_outcomes.summarize_stages(outcomes, planned_stages, slo)
+    path_s = sum(client.path_s) / len(client.path_s) if client.path_s else math.nan
     document = {
         "schema": SCHEMA,
         **about,
         "config": asdict(plan),
-        "endpoint": {"url": facts.url, "model": facts.model, "context": facts.context,
-                     "server": facts.server, "protocol": "gRPC" if plan.grpc else "HTTP",
-                     "ignore_eos": facts.ignore_eos and not plan.grpc, "usage": facts.usage},
-        "span_s": span,
+        "endpoint": {
+            "url": facts.url,
+            "model": facts.model,
+            "context": facts.context,
+            "server": facts.server,
+            "protocol": "gRPC" if plan.grpc else "HTTP",
+            "ignore_eos": facts.ignore_eos and not plan.grpc,
+            "usage": facts.usage,
+        },
+        "span_s": span_s,
         "summary": summary,
-        "stages": staged,
-        "deciles": o.deciles(outcomes, slo),
-        "timeline": o.timeline(outcomes, slo, span),
-        "distributions": o.distributions(outcomes),
-        "client": overhead(client, outcomes),
-        "server": server.compare(told, summary, _mean(client.path_s)),
+        "stages": stages,
+        "deciles": load_outcomes.summarize_deciles(outcomes, slo),
+        "timeline": load_outcomes.summarize_timeline(outcomes, slo, span_s),
+        "distributions": load_outcomes.distributions(outcomes),
+        "client": client_figures(client, outcomes),
+        "server": server.compare_with_server(counters, summary, path_s),
         "gates": [{"gate": str(gate), "holds": gate.holds(summary)} for gate in plan.gates],
-        "columns": o.ROW,
-        "requests": o.rows(outcomes, slo),
-    }  # fmt: skip
+        "columns": load_outcomes.REQUEST_COLUMNS,
+        "requests": load_outcomes.request_rows(outcomes, slo),
+    }
     if plan.load == "ramp":
-        document["knee"] = {"g90": o.knee(staged, 0.9), "g99": o.knee(staged, 0.99)}
-    document["warnings"] = warnings(document, plan)
+        document["knee"] = {
+            "g90": load_outcomes.find_knee(stages, 0.9),
+            "g99": load_outcomes.find_knee(stages, 0.99),
+        }
+    document["warnings"] = find_weaknesses(document, plan)
     return document
 
 
-def overhead(client: Client, outcomes: list[Outcome]) -> dict[str, Any]:
-    """`late_ms`: a request's send after its time; `read_us`: kernel's stamp to ours; `cpu`: of one
-    core, of the busiest process."""
-    lags = [lag for one in outcomes for lag in one.lags_s]
-    shares = [cpu / wall for cpu, wall in client.processes.values() if wall > 0]
+def _span_s(
+    plan: LoadPlan,
+    stages: list[RateStage],
+    outcomes: list[LoadOutcome],
+    about: dict[str, Any],
+) -> float:
+    """Seconds in which requests were offered."""
+    planned_s = max(stage.end_s for stage in stages)
+    if plan.load != "ramp":
+        return about.get("ended_s", planned_s)
+    if outcomes:  # a ramp ends at its knee
+        last_stage = max(outcome.stage_index for outcome in outcomes)
+        return stages[last_stage].end_s
+    return planned_s
+
+
+def client_figures(client: ClientCost, outcomes: list[LoadOutcome]) -> dict[str, Any]:
+    """What the client added.
+
+    `late_ms`: a request's send after its time. `read_us`: from the kernel's stamp to this process's
+    read. `cpu`: share of one core, of the busiest process.
+    """
+    lags_s = [lag for outcome in outcomes for lag in outcome.lags_s]
+    cpu_shares = [cpu_s / wall_s for cpu_s, wall_s in client.processes.values() if wall_s > 0]
+    lateness_s = [outcome.sent_s - outcome.arrival_s for outcome in outcomes]
     return {
         "calibration": client.calibration,
         "processes": len(client.processes),
-        "cpu": round(max(shares, default=0.0), 3),
-        "late_ms": _ranks([one.sent - one.at for one in outcomes], 1e3),
-        "read_us": _ranks(lags, 1e6),
-        "stamps": "kernel" if lags else "client",
-        "path_ms": _ranks(client.path_s, 1e3),
+        "cpu": round(max(cpu_shares, default=0.0), 3),
+        "late_ms": percentiles(lateness_s, (50, 99), factor=1e3, digits=1),
+        "read_us": percentiles(lags_s, (50, 99), factor=1e6, digits=1),
+        "stamps": "kernel" if lags_s else "client",
+        "path_ms": percentiles(client.path_s, (50, 99), factor=1e3, digits=1),
     }
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
-
-
-def _ranks(seconds: list[float], factor: float) -> dict[str, float]:
-    if not seconds:
-        return {}
-    found = np.percentile(seconds, (50, 99)) * factor
-    return {"p50": round(float(found[0]), 1), "p99": round(float(found[1]), 1)}
-
-
-def warnings(document: dict[str, Any], plan: Plan) -> list[str]:
-    """What a reader must know before believing the figures."""
-    client, summary, told = document["client"], document["summary"], []
-    if client["cpu"] > BUSY:
-        told.append(f"the client used {client['cpu']:.0%} of a core: give it --processes")
-    late = client["late_ms"].get("p99", 0.0)
-    if late > LATE_SHARE * plan.targets.ttft_s * 1e3:
-        told.append(f"requests went out up to {late:.0f} ms late (p99)")
+def find_weaknesses(document: dict[str, Any], plan: LoadPlan) -> list[str]:
+    """Returns what a reader must know before believing the figures."""
+    client = document["client"]
+    summary = document["summary"]
+    warnings: list[str] = []
+    if client["cpu"] > BUSY_SHARE:
+        warnings.append(f"the client used {client['cpu']:.0%} of a core: give it --processes")
+    late_ms = client["late_ms"].get("p99", 0.0)
+    if late_ms > LATE_SHARE * plan.targets.ttft_s * 1e3:
+        warnings.append(f"requests went out up to {late_ms:.0f} ms late (p99)")
     if not document["endpoint"]["ignore_eos"]:
-        told.append("answers end where the model likes: their lengths are upper limits")
+        warnings.append("answers end where the model likes: their lengths are upper limits")
     if not document["endpoint"]["usage"]:
-        told.append("the endpoint tells no usage in streams: a piece counts as a token")
-    if summary["output_tokens"] > SEVERAL * summary["pieces"]:
-        several = summary["output_tokens"] / summary["pieces"]
-        told.append(f"a piece brings {several:.1f} tokens: ITL is between pieces")
-    if document.get("silent"):
-        told.append(
-            f"{document['silent']} processes of this client never ended: their load is missing"
-        )
-    elif document.get("ended_s", plan.duration) < plan.duration:
-        told.append(f"stopped after {document['ended_s']:.0f} s of {plan.duration:g} s")
+        warnings.append("the endpoint tells no usage in streams: a piece counts as a token")
+    if summary["output_tokens"] > SEVERAL_TOKENS * summary["pieces"]:
+        tokens_per_piece = summary["output_tokens"] / summary["pieces"]
+        warnings.append(f"a piece brings {tokens_per_piece:.1f} tokens: ITL is between pieces")
+    return warnings + _missing_load(document, plan)
+
+
+def _missing_load(document: dict[str, Any], plan: LoadPlan) -> list[str]:
+    """Returns what of the planned load was not offered, or is not in the figures."""
+    warnings: list[str] = []
+    silent = document.get("silent")
+    ended_s = document.get("ended_s", plan.duration)
     skipped = document.get("skipped", 0)
+    if silent:
+        warnings.append(f"{silent} processes of this client never ended: their load is missing")
+    elif ended_s < plan.duration:
+        warnings.append(f"stopped after {ended_s:.0f} s of {plan.duration:g} s")
     if skipped:
-        told.append(f"{skipped} requests longer than the model's context were left out")
-    return told
+        warnings.append(f"{skipped} requests longer than the model's context were left out")
+    return warnings

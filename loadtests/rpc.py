@@ -12,41 +12,44 @@ from typing import TYPE_CHECKING
 import grpc
 from grpc.experimental import gevent as grpc_gevent
 
-from ..protos import inference_pb2 as pb
-from ..protos import inference_pb2_grpc as rpc
-from .endpoint import TIMEOUT_S, Facts, Reader
+from ..protos import inference_pb2, inference_pb2_grpc
+from .endpoint import TIMEOUT_S, AnswerReader, EndpointFacts
 
 if TYPE_CHECKING:
-    from .outcomes import Outcome
+    from .outcomes import LoadOutcome
 
 
-class GrpcClient:
+class GrpcLoadClient:
     """Streams over one channel."""
 
-    def __init__(self, facts: Facts, key: str = "") -> None:
+    def __init__(self, facts: EndpointFacts, key: str = "") -> None:
         grpc_gevent.init_gevent()
         self._model = facts.model
         self._metadata = [("authorization", f"Bearer {key}")] if key else []
-        self._stub = rpc.InferenceStub(grpc.insecure_channel(facts.grpc))
+        channel = grpc.insecure_channel(facts.grpc)
+        self._stub = inference_pb2_grpc.InferenceStub(channel)
 
-    def chat(self, outcome: Outcome, messages: list[dict[str, str]], tokens: int) -> str:
-        """Fills in `outcome`; returns the answer's text. Errors are told in `outcome.error`."""
-        request = pb.ChatRequest(
+    def chat(self, outcome: LoadOutcome, messages: list[dict[str, str]], tokens: int) -> str:
+        """Fills in `outcome`; returns the answer's text.
+
+        Raises nothing: what went wrong is in `outcome.error`.
+        """
+        request = inference_pb2.ChatRequest(
             model=self._model,
-            messages=[pb.Message(**message) for message in messages],
+            messages=[inference_pb2.Message(**message) for message in messages],
             max_tokens=tokens,
             request_id=outcome.id,
         )
-        reader = Reader(outcome, time.perf_counter())
+        reader = AnswerReader(outcome, time.perf_counter())
         try:
             for reply in self._stub.Chat(request, timeout=TIMEOUT_S, metadata=self._metadata):
                 if reply.delta:
-                    reader.token(time.perf_counter(), reply.delta)
+                    reader.add_text(time.perf_counter(), reply.delta)
                 if reply.finish_reason:
-                    used = reply.usage
-                    outcome.prompt, outcome.output = used.prompt_tokens, used.completion_tokens
-                    outcome.cached = used.cached_tokens
-                    reader.end()
+                    outcome.prompt_tokens = reply.usage.prompt_tokens
+                    outcome.output_tokens = reply.usage.completion_tokens
+                    outcome.cached_tokens = reply.usage.cached_tokens
+                    reader.mark_complete()
         except grpc.RpcError as error:
             outcome.error = error.code().name.lower()
             return ""

@@ -1,8 +1,12 @@
 """One process of a run: offers requests, keeps their outcomes. The shell between plan and Locust.
 
-Life of a run: `begin` -> `offer` by the first user of an open loop, or `converse` by every user of
-a chat load -> each request is an `Outcome`, under way, then done -> `done` when the time is over
-and nothing is under way. No request outlives duration + drain: it is cut and counts as unfinished.
+Life of a run:
+
+1. `offer` is called by the one user of an open loop, or `converse` by every user of a chat load.
+2. Each request is a `LoadOutcome`: under way, then ended.
+3. The run is `done` when its time is over and nothing is under way.
+
+No request outlives duration + drain: then it is cut, and counts as unfinished.
 """
 
 from __future__ import annotations
@@ -17,198 +21,251 @@ from typing import Protocol
 import gevent
 from gevent.pool import Group
 
-from .arrivals import Arrival, Stage, arrivals, stages
-from .endpoint import Client, Facts
-from .outcomes import Outcome
-from .plan import Plan
-from .prompts import Words
+from .arrivals import Arrival, RateStage, planned_arrivals, rate_stages
+from .endpoint import EndpointFacts, HttpLoadClient
+from .outcomes import LoadOutcome
+from .plan import LoadPlan
 
-SYSTEMS = 4  #: system prompts of the chat load
-TURNS = 4.0  #: of a session, on average
-KNEE = 0.5  #: a ramp ends behind a stage of which less is met
-SLICE_S = 0.5
+SYSTEM_PROMPTS = 4  #: of the chat load
+MEAN_TURNS = 4.0  #: of a session
+KNEE_SHARE = 0.5  #: a ramp ends behind a stage of which less is met
+SLICE_S = 0.5  #: the longest wait between two looks at whether the run is being stopped
+UNFINISHED = "unfinished"
+
+ChatMessage = dict[str, str]
+IsStopping = Callable[[], bool]
+OnEnd = Callable[[LoadOutcome, RateStage], None]
 
 
-class Streams(Protocol):
-    def chat(self, outcome: Outcome, messages: list[dict[str, str]], tokens: int) -> str: ...
+class ChatClient(Protocol):
+    """Sends one request and fills in its outcome."""
+
+    def chat(self, outcome: LoadOutcome, messages: list[ChatMessage], tokens: int) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """Which part of the arrivals is this process's."""
+class ProcessShare:
+    """Which part of the arrivals is this process's: every `count`-th, beginning at `index`."""
 
     index: int = 0
     count: int = 1
 
 
-class Run:
-    """Offers `plan` to the endpoint of `facts`; `told(outcome, stage)` hears of every end."""
+@dataclass(slots=True)
+class StageTally:
+    """The requests of a stage that have ended."""
+
+    met: int = 0
+    ended: int = 0
+
+
+class LoadRun:
+    """Offers `plan` to the endpoint of `facts`; calls `on_end` when a request has ended."""
 
     def __init__(
-        self, plan: Plan, facts: Facts, share: Share, key: str, told: Callable, name: str
+        self,
+        plan: LoadPlan,
+        facts: EndpointFacts,
+        share: ProcessShare,
+        key: str,
+        on_end: OnEnd,
+        name: str,
     ) -> None:
-        self.plan, self.facts, self._share, self._told = plan, facts, share, told
-        self.stages: list[Stage] = stages(plan)
-        self._words: Words = facts.words(plan.seed)
-        self._client = self._connect(key)
+        """`key` is the endpoint's API key; request ids begin with `name`."""
+        self.plan = plan
+        self.facts = facts
+        self.stages: list[RateStage] = rate_stages(plan)
+        self.outcomes: list[LoadOutcome] = []  #: ended, and not fetched yet
+        self.under_way: dict[str, LoadOutcome] = {}
+        self.offering = False  #: True from the first `offer` on
+        self._share = share
+        self._on_end = on_end
         self._name = name
-        self._group = Group()
-        self._count = 0
-        self._users = 0
-        self._met = [[0, 0] for _ in self.stages]  #: met and offered
-        self.outcomes: list[Outcome] = []  #: that nobody has fetched yet
-        self.under_way: dict[str, Outcome] = {}
-        self.offering = False
-        self._slo = plan.targets
-        every = [] if plan.load == "chat" else [one for one in arrivals(plan) if self.fits(one)]
-        self._mine = every[share.index :: share.count]
-        self.begun = time.perf_counter()
-        self.cpu_begun = time.process_time()
+        self._words = facts.words(plan.seed)
+        self._client = self._connect(key)
+        self._sessions = Group()
+        self._number = 0  #: of the latest request or user
+        self._active_users = 0
+        self._tallies = [StageTally() for _ in self.stages]
+        self._targets = plan.targets
+        self._own_arrivals: list[Arrival] = []
+        if plan.load != "chat":
+            fitting = [arrival for arrival in planned_arrivals(plan) if self.fits(arrival)]
+            self._own_arrivals = fitting[share.index :: share.count]
+        self._began = time.perf_counter()
+        self._cpu_began = time.process_time()
 
-    def _connect(self, key: str) -> Streams:
+    def _connect(self, key: str) -> ChatClient:
         if not self.plan.grpc:
-            return Client(self.facts, key)
-        from .rpc import GrpcClient
+            return HttpLoadClient(self.facts, key)
+        from .rpc import GrpcLoadClient
 
-        return GrpcClient(self.facts, key)
+        return GrpcLoadClient(self.facts, key)
 
     @property
     def now(self) -> float:
         """Seconds since the start."""
-        return time.perf_counter() - self.begun
+        return time.perf_counter() - self._began
 
     @property
     def done(self) -> bool:
-        over = self.now >= self.plan.duration or (self.offering and not self._users)
-        return over and not self._users and not self.under_way and not len(self._group)
+        if self._active_users or self.under_way or len(self._sessions):
+            return False
+        return self.offering or self.now >= self.plan.duration
 
     @property
     def usage(self) -> tuple[float, float]:
         """CPU and wall seconds so far."""
-        return time.process_time() - self.cpu_begun, self.now
+        return time.process_time() - self._cpu_began, self.now
 
-    def fetch(self) -> list[Outcome]:
-        found, self.outcomes = self.outcomes, []
-        return found
+    def fetch(self) -> list[LoadOutcome]:
+        """Returns the outcomes that ended since the last call."""
+        fetched = self.outcomes
+        self.outcomes = []
+        return fetched
 
     def cut(self) -> None:
         """Ends what is under way."""
-        self._group.kill()
+        self._sessions.kill()
         for outcome in list(self.under_way.values()):
-            self._end(outcome, "unfinished")
+            self._end(outcome, UNFINISHED)
 
     # ---- open loop -------------------------------------------------------------------------------
 
-    def offer(self, stopping: Callable[[], bool]) -> None:
-        """Every arrival of this process at its time; returns when all have ended."""
+    def offer(self, stopping: IsStopping) -> None:
+        """Sends every arrival of this process at its time; returns when all have ended."""
         if self.offering:
             return
         self.offering = True
-        self._users += 1
+        self._active_users += 1
         try:
-            stage = 0
-            for one in self._mine:
-                if not self._wait(one.at, stopping) or self._beyond_knee(stage, one.stage):
+            stage_index = 0
+            for arrival in self._own_arrivals:
+                if not self._wait_until(arrival.arrival_s, stopping):
                     break
-                stage = one.stage
-                self._group.spawn(self._session, one)
-            self._group.join()
+                if arrival.stage_index != stage_index and self._is_beyond_knee(stage_index):
+                    break
+                stage_index = arrival.stage_index
+                self._sessions.spawn(self._run_session, arrival)
+            self._sessions.join()
         finally:
-            self._users -= 1
+            self._active_users -= 1
 
     def fits(self, arrival: Arrival) -> bool:
-        return arrival.prompt + arrival.output <= self.facts.context
+        return arrival.prompt_tokens + arrival.output_tokens <= self.facts.context
 
-    def _wait(self, at: float, stopping: Callable[[], bool]) -> bool:
-        while (left := at - self.now) > 0:
+    def _wait_until(self, time_s: float, stopping: IsStopping) -> bool:
+        """Returns False, without further waiting, when the run is being stopped."""
+        while (left_s := time_s - self.now) > 0:
             if stopping():
                 return False
-            gevent.sleep(min(left, SLICE_S))
+            gevent.sleep(min(left_s, SLICE_S))
         return not stopping()
 
-    def _beyond_knee(self, before: int, stage: int) -> bool:
-        if self.plan.load != "ramp" or stage == before:
+    def _is_beyond_knee(self, stage_index: int) -> bool:
+        """Whether too little of a stage was met for a higher rate to be worth trying."""
+        tally = self._tallies[stage_index]
+        if self.plan.load != "ramp" or not tally.ended:
             return False
-        met, ended = self._met[before]
-        return ended > 0 and met / ended < KNEE
+        return tally.met / tally.ended < KNEE_SHARE
 
-    def _session(self, arrival: Arrival | None) -> None:
-        at = arrival.at if arrival else 0.0
-        while arrival and at < self.plan.duration:
-            text = self._words.text(arrival)
-            said = [_said("user", text)]
-            self._ask(at, arrival.stage, said, arrival.output, arrival.prompt)
-            arrival = arrival.then
-            if arrival:
-                at = self.now + arrival.think_s
-                gevent.sleep(arrival.think_s)
+    def _run_session(self, first_turn: Arrival) -> None:
+        turn: Arrival | None = first_turn
+        sent_at_s = first_turn.arrival_s
+        while turn is not None and sent_at_s < self.plan.duration:
+            message = _message("user", self._words.text(turn))
+            outcome = self._new_outcome(sent_at_s, turn.stage_index, turn.prompt_tokens)
+            self._ask(outcome, [message], turn.output_tokens)
+            turn = turn.next_turn
+            if turn is not None:
+                sent_at_s = self.now + turn.think_s
+                gevent.sleep(turn.think_s)
 
     # ---- chat ------------------------------------------------------------------------------------
 
-    def converse(self, stopping: Callable[[], bool]) -> None:
+    def converse(self, stopping: IsStopping) -> None:
         """One user: sessions of turns, with time to think, until the run's time is over."""
-        self._count += 1
-        rng = random.Random(f"{self.plan.seed}/user/{self._share.index}/{self._count}")
-        self._users += 1
+        self._number += 1
+        rng = random.Random(f"{self.plan.seed}/user/{self._share.index}/{self._number}")
+        self._active_users += 1
         try:
-            first = min(self.plan.duration, rng.random() * self.plan.think)
-            if self._wait(first, stopping):
+            first_turn_s = min(self.plan.duration, rng.random() * self.plan.think)
+            if self._wait_until(first_turn_s, stopping):
                 while self.now < self.plan.duration and not stopping():
                     self._talk(rng, stopping)
                     gevent.sleep(0)  # a turn may have had no room at all
         finally:
-            self._users -= 1
+            self._active_users -= 1
 
-    def _talk(self, rng: random.Random, stopping: Callable[[], bool]) -> None:
-        plan, words = self.plan, self._words
-        messages, used = [], words.template
+    def _talk(self, rng: random.Random, stopping: IsStopping) -> None:
+        """One session: its turns, until it ends by chance, by an error, or for want of room."""
+        plan = self.plan
+        template = self._words.template
+        messages: list[ChatMessage] = []
+        prompt_tokens = template
         if plan.shared:
-            system = words.message(f"system {rng.randrange(SYSTEMS)}", plan.shared)
-            messages, used = [_said("system", system)], used + plan.shared + words.template
+            system_prompt = f"system {rng.randrange(SYSTEM_PROMPTS)}"
+            messages.append(_message("system", self._words.message(system_prompt, plan.shared)))
+            prompt_tokens += plan.shared + template
+
         while self.now < plan.duration:
-            tokens, answer = rng.randint(*plan.prompts), rng.randint(*plan.outputs)
-            used += tokens + words.template
-            if used + answer > self.facts.context:
+            message_tokens = rng.randint(*plan.prompts)
+            answer_tokens = rng.randint(*plan.outputs)
+            prompt_tokens += message_tokens + template
+            if prompt_tokens + answer_tokens > self.facts.context:
                 return
-            text = words.message(f"message {rng.getrandbits(48)}", tokens)
-            messages.append(_said("user", text))
-            outcome, text = self._ask(self.now, 0, messages, answer, used)
+            text = self._words.message(f"message {rng.getrandbits(48)}", message_tokens)
+            messages.append(_message("user", text))
+            outcome = self._new_outcome(self.now, 0, prompt_tokens)
+            answer = self._ask(outcome, messages, answer_tokens)
+
             think_s = rng.expovariate(1 / plan.think) if plan.think else 0.0
-            stopped = not self._wait(min(plan.duration, self.now + think_s), stopping)
-            if stopped or outcome.error or rng.random() < 1 / TURNS:
+            next_turn_s = min(plan.duration, self.now + think_s)
+            if not self._wait_until(next_turn_s, stopping) or outcome.error:
                 return
-            used = outcome.prompt + outcome.output
-            messages.append(_said("assistant", text))
+            if rng.random() < 1 / MEAN_TURNS:
+                return
+            prompt_tokens = outcome.prompt_tokens + outcome.output_tokens
+            messages.append(_message("assistant", answer))
 
     # ---- one request -----------------------------------------------------------------------------
 
-    def _ask(
-        self, at: float, stage: int, messages: list[dict[str, str]], tokens: int, prompt: int
-    ) -> tuple[Outcome, str]:
-        self._count += 1
-        name = f"{self._name}-{self._share.index}-{self._count}"
-        outcome = Outcome(name, at, self.now, stage, prompt)
-        self.under_way[name] = outcome
-        left = self.plan.duration + self.plan.drain - self.now
-        error, text = "unfinished", ""
-        with gevent.Timeout(max(0.01, left), False):
+    def _new_outcome(self, arrival_s: float, stage_index: int, prompt_tokens: int) -> LoadOutcome:
+        self._number += 1
+        return LoadOutcome(
+            id=f"{self._name}-{self._share.index}-{self._number}",
+            arrival_s=arrival_s,
+            sent_s=self.now,
+            stage_index=stage_index,
+            prompt_tokens=prompt_tokens,
+        )
+
+    def _ask(self, outcome: LoadOutcome, messages: list[ChatMessage], tokens: int) -> str:
+        """Sends a request and waits for its end; returns the answer's text."""
+        self.under_way[outcome.id] = outcome
+        left_s = self.plan.duration + self.plan.drain - self.now
+        error = UNFINISHED
+        text = ""
+        with gevent.Timeout(max(0.01, left_s), False):
             text = self._client.chat(outcome, messages, tokens)
             error = outcome.error
         self._end(outcome, error)
-        return outcome, text
+        return text
 
-    def _end(self, outcome: Outcome, error: str) -> None:
+    def _end(self, outcome: LoadOutcome, error: str) -> None:
         outcome.error = error
         if error:
-            outcome.ttft_s = outcome.e2e_s = math.nan
+            outcome.ttft_s = math.nan
+            outcome.e2e_s = math.nan
             outcome.gaps_s = []
         self.under_way.pop(outcome.id, None)
         self.outcomes.append(outcome)
-        cell = self._met[outcome.stage]
-        cell[0] += not outcome.missed(self._slo)
-        cell[1] += 1
-        self._told(outcome, self.stages[outcome.stage])
+        tally = self._tallies[outcome.stage_index]
+        tally.ended += 1
+        if not outcome.missed(self._targets):
+            tally.met += 1
+        self._on_end(outcome, self.stages[outcome.stage_index])
 
 
-def _said(role: str, text: str) -> dict[str, str]:
+def _message(role: str, text: str) -> ChatMessage:
     return {"role": role, "content": text}

@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-#: figure -> metrics that tell it, ours first, then vLLM's
+#: figure -> metrics that tell it, Diptych's first, then vLLM's
 COUNTERS = {
     "requests": ("diptych_request_e2e_seconds_count", "vllm:request_success_total"),
     "output_tokens": ("diptych_request_output_tokens_sum", "vllm:generation_tokens_total"),
@@ -24,39 +24,47 @@ SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?\s+(\S+)", re.MULTILINE)
 TIMEOUT_S = 5.0
 
 
-def counted(metrics: str, admin: str, key: str = "") -> dict[str, float]:
-    """Counters now, summed over `metrics` (URLs, comma-separated) and the targets that the admin
-    API names. What cannot be reached is left out."""
-    found: dict[str, float] = {}
+def read_counters(metrics: str, admin: str, key: str = "") -> dict[str, float]:
+    """Returns the server's counters now, summed over all of its processes.
+
+    `metrics` are URLs, comma-separated; the admin API at `admin` names further targets. What cannot
+    be reached is left out.
+    """
+    counters: dict[str, float] = {}
     urls = [url for url in metrics.split(",") if url]
     if admin:
-        for group in _json(f"{admin}/metrics/targets", key) or []:
+        for group in _fetch_json(f"{admin}/metrics/targets", key) or []:
             urls += [f"http://{target}/metrics" for target in group.get("targets", [])]
-        status = _json(f"{admin}/admin/v1/cluster", key)
-        found |= from_status(status or {})
-    texts = [text for url in urls if (text := _get(url, key))]
-    return found | from_metrics("\n".join(texts))
+        status = _fetch_json(f"{admin}/admin/v1/cluster", key)
+        counters |= from_status(status or {})
+    texts = [_fetch(url, key) for url in urls]
+    return counters | from_metrics("\n".join(texts))
 
 
 def from_metrics(text: str) -> dict[str, float]:
-    """`COUNTERS`, and `NAME_sum`, `NAME_count` of `TIMES`, in Prometheus' text format, summed over
-    labels."""
+    """Reads Prometheus' text format, summed over labels.
+
+    Returns `COUNTERS`, and for each of `TIMES` its `<figure>_sum` and `<figure>_count`.
+    """
     sums: dict[str, float] = {}
     for name, value in SAMPLE.findall(text):
         sums[name] = sums.get(name, 0.0) + float(value)
-    wanted = dict(COUNTERS)
+
+    metrics_of: dict[str, list[str]] = {figure: list(names) for figure, names in COUNTERS.items()}
     for figure, names in TIMES.items():
-        for end in ("sum", "count"):
-            wanted[f"{figure}_{end}"] = (f"{names[0]}_{end}", f"{names[1]}_{end}")
-    return {
-        figure: next(sums[name] for name in names if name in sums)
-        for figure, names in wanted.items()
-        if any(name in sums for name in names)
-    }
+        for suffix in ("sum", "count"):
+            metrics_of[f"{figure}_{suffix}"] = [f"{name}_{suffix}" for name in names]
+
+    counters: dict[str, float] = {}
+    for figure, names_of_figure in metrics_of.items():
+        present = [sums[name] for name in names_of_figure if name in sums]
+        if present:
+            counters[figure] = present[0]
+    return counters
 
 
 def from_status(status: dict[str, Any]) -> dict[str, float]:
-    """Finished requests, as Diptych's gateways count them."""
+    """Returns finished and refused requests, as Diptych's gateways count them."""
     requests = status.get("requests")
     if not isinstance(requests, dict) or "finished" not in requests:
         return {}
@@ -64,43 +72,52 @@ def from_status(status: dict[str, Any]) -> dict[str, float]:
 
 
 def difference(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """What the server counted between the two, with means in ms (`ttft_ms` ..) of its sums."""
-    found = {name: after[name] - before.get(name, 0.0) for name in after}
+    """Returns what the server counted between the two, with means in ms (`ttft_ms` ..)."""
+    counters = {name: value - before.get(name, 0.0) for name, value in after.items()}
     for figure in TIMES:
-        if found.get(f"{figure}_count") and f"{figure}_sum" in found:
-            found[f"{figure}_ms"] = found[f"{figure}_sum"] / found[f"{figure}_count"] * 1e3
-    return found
+        count = counters.get(f"{figure}_count")
+        if count and f"{figure}_sum" in counters:
+            counters[f"{figure}_ms"] = counters[f"{figure}_sum"] / count * 1e3
+    return counters
 
 
-def compare(told: dict[str, float], summary: dict[str, Any], path_s: float) -> list[dict[str, Any]]:
-    """Rows (figure, server's, client's, deviation) of all that both know. A server's TTFT does not
-    know the way to it (a proxy, an event loop's queue): `path_s`, a round trip measured meanwhile,
-    is added in a row of its own."""
-    first = told.get("ttft_ms", summary["server_ttft_ms"].get("mean", math.nan))
-    pairs = [
-        ("requests answered", told.get("finished", told.get("requests")), summary["served"]),
-        ("output tokens", told.get("output_tokens"), summary["output_tokens"]),
-        ("TTFT mean, ms", first, summary["ttft_ms"].get("mean")),
-        ("TTFT mean + way there, ms", first + path_s * 1e3, summary["ttft_ms"].get("mean")),
-        ("TPOT mean, ms", told.get("tpot_ms"), summary["tpot_ms"].get("mean")),
-        ("E2E mean, ms", told.get("e2e_ms"), summary["e2e_ms"].get("mean")),
+def compare_with_server(
+    counters: dict[str, float], summary: dict[str, Any], path_s: float
+) -> list[dict[str, Any]]:
+    """Returns rows (figure, server's, client's, deviation) of all that both know.
+
+    A server's TTFT does not know the way to the server (a proxy, an event loop's queue). So
+    `path_s`, a round trip measured meanwhile, is added to it in a row of its own.
+    """
+    server_ttft_ms = counters.get("ttft_ms", summary["server_ttft_ms"].get("mean", math.nan))
+    client_ttft_ms = summary["ttft_ms"].get("mean")
+    answered = counters.get("finished", counters.get("requests"))
+    figures = [
+        ("requests answered", answered, summary["served"]),
+        ("output tokens", counters.get("output_tokens"), summary["output_tokens"]),
+        ("TTFT mean, ms", server_ttft_ms, client_ttft_ms),
+        ("TTFT mean + way there, ms", server_ttft_ms + path_s * 1e3, client_ttft_ms),
+        ("TPOT mean, ms", counters.get("tpot_ms"), summary["tpot_ms"].get("mean")),
+        ("E2E mean, ms", counters.get("e2e_ms"), summary["e2e_ms"].get("mean")),
     ]
-    return [
-        {"figure": name, "server": theirs, "client": ours, "deviation": ours / theirs - 1}
-        for name, theirs, ours in pairs
-        if theirs and ours is not None and not math.isnan(theirs)
-    ]
+    rows: list[dict[str, Any]] = []
+    for figure, server, client in figures:
+        if server and client is not None and not math.isnan(server):
+            row = {"figure": figure, "server": server, "client": client}
+            rows.append(row | {"deviation": client / server - 1})
+    return rows
 
 
-def _json(url: str, key: str) -> Any:
-    text = _get(url, key)
+def _fetch_json(url: str, key: str) -> Any:
+    text = _fetch(url, key)
     try:
         return json.loads(text) if text else None
     except ValueError:
         return None
 
 
-def _get(url: str, key: str) -> str:
+def _fetch(url: str, key: str) -> str:
+    """Returns "" when the URL cannot be read."""
     request = urllib.request.Request(url)
     if key:
         request.add_header("authorization", f"Bearer {key}")

@@ -1,8 +1,8 @@
 """A run inside Locust: its metrics, its web page, its master and workers, its end.
 
-Every process has a `Run`; a worker sends its outcomes with Locust's own reports, the master (or the
-only process) collects them in a `Collector`, writes the document, and sets the exit code: 4 if a
-gate does not hold. What is logged in Locust's statistics, in ms:
+Every process has a `LoadRun`. A worker sends its outcomes with Locust's own reports. The master (or
+the only process) collects them in a `Collector`, writes the document, and sets the exit code: 4 if
+a gate does not hold. What is logged in Locust's statistics, in ms:
 
     HTTP or gRPC  each request, whole; failures are those of the request (in `Aggregated` too)
     TTFT, ITL     first tokens; every gap, the one to the second token included
@@ -16,7 +16,7 @@ import os
 import secrets
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,90 +31,110 @@ from locust.stats import StatsError
 from locust.user import User
 
 from . import echo, machine, server
-from .arrivals import Stage, arrivals, stages
-from .endpoint import Facts, ask
+from .arrivals import RateStage, planned_arrivals, rate_stages
+from .endpoint import EndpointFacts, probe_endpoint
 from .errors import LoadError
-from .outcomes import Outcome
-from .plan import Plan
-from .result import Client, assemble
-from .run import Run, Share
-from .sse import Connection, ProtocolError
+from .outcomes import LoadOutcome
+from .plan import LoadPlan
+from .result import ClientCost, assemble
+from .run import LoadRun, ProcessShare
+from .sse import HttpConnection, ProtocolError
 
-PING_S = 0.25  #: between two round trips
-TELL_S = 2.0  #: between two lines of progress
-RECENT = 500  #: requests and gaps that live figures are of
+ROUND_TRIP_EVERY_S = 0.25
+PROGRESS_EVERY_S = 2.0  #: between two lines of progress
+RECENT_LIMIT = 500  #: requests that live figures are of
+RECENT_GAP_REQUESTS = 20  #: the latest of these, whose gaps are live figures
 DEFAULT_ADMIN = "http://127.0.0.1:8001"
 LAST_REPORT_S = 15.0  #: for a worker's last report
 MISSED = {"ttft": "first token too late", "itl": "gaps too long", "error": "failed"}
+#: Columns of the web page's goodput tab.
+GOODPUT_COLUMNS = {
+    "name": "Stage",
+    "requests": "# Requests",
+    "met": "# Met",
+    "ttft": "# Missed TTFT",
+    "itl": "# Missed ITL",
+    "error": "# Failed",
+    "goodput": "Goodput",
+    "good_per_s": "Met/s",
+}
 
 
-class Missed(Exception):
-    """A target, as Locust's list of failures shows it."""
+class TargetMissed(Exception):
+    """A missed target, as Locust's list of failures shows it."""
+
+    def __repr__(self) -> str:
+        return f"Missed({str(self)!r})"
 
 
-class Failed(Exception):
-    """A request, as Locust's list of failures shows it."""
+class RequestFailed(Exception):
+    """A failed request, as Locust's list of failures shows it."""
+
+    def __repr__(self) -> str:
+        return f"Failed({str(self)!r})"
 
 
 class Collector:
     """Outcomes of all processes, and live figures of the last ones."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self._slo = plan, plan.targets
-        self.stages: list[Stage] = stages(plan)
-        self.outcomes: list[Outcome] = []
-        self.client = Client()
-        self.finished: set[str] = set()  #: processes
-        self._cells: dict[int, dict[str, int]] = {}
-        self._recent: deque[Outcome] = deque(maxlen=RECENT)
+    def __init__(self, plan: LoadPlan) -> None:
+        self.plan = plan
+        self.stages: list[RateStage] = rate_stages(plan)
+        self.outcomes: list[LoadOutcome] = []
+        self.client = ClientCost()
+        self.finished: set[str] = set()  #: processes that have ended their part
+        self._targets = plan.targets
+        #: By stage: requests by what they missed first, or "met".
+        self._verdicts: dict[int, Counter[str]] = {}
+        self._recent: deque[LoadOutcome] = deque(maxlen=RECENT_LIMIT)
 
-    def add(self, process: str, found: list[Outcome], usage: tuple[float, float]) -> None:
+    def add(self, process: str, outcomes: list[LoadOutcome], usage: tuple[float, float]) -> None:
+        """Takes a process's new outcomes, and its CPU and wall seconds so far."""
         self.client.processes[process] = usage
-        self.outcomes += found
-        self._recent += found
-        for one in found:
-            cell = self._cells.setdefault(
-                one.stage, {"requests": 0, "met": 0, **dict.fromkeys(MISSED, 0)}
-            )
-            cell["requests"] += 1
-            cell[one.missed(self._slo) or "met"] += 1
+        self.outcomes += outcomes
+        self._recent += outcomes
+        for outcome in outcomes:
+            verdict = outcome.missed(self._targets) or "met"
+            self._verdicts.setdefault(outcome.stage_index, Counter())[verdict] += 1
 
     def table(self) -> list[dict[str, Any]]:
-        """Rows of the web page's goodput tab."""
-        rows = []
-        for number, cell in sorted(self._cells.items()):
-            stage = self.stages[number]
-            share = cell["met"] / cell["requests"]
-            span = stage.end_s - stage.begin_s
+        """Returns the rows of the web page's goodput tab."""
+        rows: list[dict[str, Any]] = []
+        for stage_index, verdicts in sorted(self._verdicts.items()):
+            stage = self.stages[stage_index]
+            requests = verdicts.total()
+            met = verdicts["met"]
             rows.append(
                 {
                     "name": stage.label,
                     "safe_name": stage.label,
-                    **cell,
-                    "goodput": f"{share:.1%}",
-                    "good_per_s": round(cell["met"] / span, 3),
+                    "requests": requests,
+                    "met": met,
+                    **{target: verdicts[target] for target in MISSED},
+                    "goodput": f"{met / requests:.1%}",
+                    "good_per_s": round(met / (stage.end_s - stage.begin_s), 3),
                 }
             )
         return rows
 
     def line(self, now: float, under_way: int) -> str:
-        """Progress, in one line."""
-        met = sum(cell["met"] for cell in self._cells.values())
+        """Returns the progress in one line."""
+        verdicts = sum(self._verdicts.values(), Counter[str]())
         ended = len(self.outcomes)
-        served = [one for one in self._recent if not one.error]
-        gaps = [gap for one in list(served)[-20:] for gap in one.gaps_s]
+        served = [outcome for outcome in self._recent if not outcome.error]
+        gaps_s = [gap for outcome in served[-RECENT_GAP_REQUESTS:] for gap in outcome.gaps_s]
         parts = [f"{min(now, 1e5):5.0f} of {self.plan.duration:.0f} s", f"{ended} ended"]
         if under_way:
             parts.append(f"{under_way} under way")
         if ended:
-            parts.append(f"goodput {met / ended:.1%}")
+            parts.append(f"goodput {verdicts['met'] / ended:.1%}")
         if served:
-            parts.append(f"TTFT p50 {np.median([o.ttft_s for o in served]) * 1e3:.0f} ms")
-        if gaps:
-            parts.append(f"ITL p50 {np.median(gaps) * 1e3:.1f} ms")
-        failed = sum(cell["error"] for cell in self._cells.values())
-        if failed:
-            parts.append(f"{failed} failed")
+            ttft_s = float(np.median([outcome.ttft_s for outcome in served]))
+            parts.append(f"TTFT p50 {ttft_s * 1e3:.0f} ms")
+        if gaps_s:
+            parts.append(f"ITL p50 {np.median(gaps_s) * 1e3:.1f} ms")
+        if verdicts["error"]:
+            parts.append(f"{verdicts['error']} failed")
         return "  ".join(parts)
 
 
@@ -123,21 +143,22 @@ class Swarm:
 
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
-        self.run: Run | None = None
-        self.collector: Collector | None = None
-        self.facts: Facts | None = None
-        self._before: dict[str, float] = {}
-        self._about: dict[str, Any] = {}
-        self._plan = Plan()
-        self._begun, self._ended = 0.0, False  #: when; by itself
+        self.run: LoadRun | None = None  #: None on a master, which offers nothing
+        self.collector: Collector | None = None  #: None on a worker, and before and after a run
+        self.facts: EndpointFacts | None = None
+        self._plan = LoadPlan()
+        self._about: dict[str, Any] = {}  #: what the document says besides figures
+        self._counters_before: dict[str, float] = {}  #: the server's
+        self._began = 0.0  #: when the run began
+        self._ended_by_itself = False
         events = environment.events
-        events.test_start.add_listener(self._start)
-        events.test_stop.add_listener(self._stop)
-        events.report_to_master.add_listener(self._report)
-        events.worker_report.add_listener(self._reported)
-        events.quitting.add_listener(self._quitting)
+        events.test_start.add_listener(self._on_start)
+        events.test_stop.add_listener(self._on_stop)
+        events.report_to_master.add_listener(self._on_report_to_master)
+        events.worker_report.add_listener(self._on_worker_report)
+        events.quitting.add_listener(self._on_quitting)
         if environment.web_ui:
-            self._page(environment.web_ui)
+            self._extend_page(environment.web_ui)
 
     @property
     def _is_worker(self) -> bool:
@@ -153,62 +174,77 @@ class Swarm:
 
     # ---- begin -----------------------------------------------------------------------------------
 
-    def _start(self, **_: Any) -> None:
+    def _on_start(self, **_: Any) -> None:
         options: Any = self.environment.parsed_options
         try:
-            self._plan = plan = Plan.of(options)
+            self._plan = LoadPlan.of(options)
             if self._is_worker:
-                self.facts = msgspec.json.decode(options.plan_facts, type=Facts)
+                self.facts = msgspec.json.decode(options.plan_facts, type=EndpointFacts)
             else:
-                self._prepare(plan, options)
+                self._prepare(options)
         except LoadError as error:
             print(f"diptych loadtest: {error}", file=sys.stderr, flush=True)
             self.environment.process_exit_code = 1
             gevent.spawn_later(0.5, self._leave)
             return
+
         assert self.facts is not None
         if not self._is_master:
-            share = self._share(options)
-            name = f"load-{options.plan_run}"
-            self.run = Run(plan, self.facts, share, api_key(), self._log, name)
-        if not self._is_worker:
-            self._begun, self._ended = time.monotonic(), False
-            gevent.spawn(self._watch)
-            gevent.spawn(self._ping, self.facts.url)
-
-    def _prepare(self, plan: Plan, options: Any) -> None:
-        """Asks the endpoint and measures this client, once for all processes."""
-        if plan.load != "chat":
-            arrivals(plan)  # what is wrong with it is told now
-        url = self.environment.host or ""
-        self.facts = ask(url, api_key(), plan.model, plan.grpc, plan.seed)
-        least = plan.shared + plan.prompts[0] + plan.outputs[0]
-        if plan.load == "chat" and least > self.facts.context:
-            raise LoadError(
-                f"a first turn has {least} tokens and more with its answer, the model's context is "
-                f"{self.facts.context}: ask for shorter prompts, answers or system prompts"
+            self.run = LoadRun(
+                self._plan,
+                self.facts,
+                share=self._share(options),
+                key=api_key(),
+                on_end=self._log,
+                name=f"load-{options.plan_run}",
             )
+        if not self._is_worker:
+            self._began = time.monotonic()
+            self._ended_by_itself = False
+            gevent.spawn(self._watch)
+            gevent.spawn(self._measure_path, self.facts.url)
+
+    def _prepare(self, options: Any) -> None:
+        """Asks the endpoint and measures this client, once for all processes. Raises LoadError."""
+        plan = self._plan
+        if plan.load != "chat":
+            planned_arrivals(plan)  # what is wrong with the plan is reported now
+        url = self.environment.host or ""
+        self.facts = probe_endpoint(
+            url, api_key(), model=plan.model, grpc=plan.grpc, seed=plan.seed
+        )
+        self._check_first_turn(self.facts.context)
         options.plan_facts = msgspec.json.encode(self.facts).decode()
         options.plan_run = secrets.token_hex(4)
+
         self.collector = Collector(plan)
         self.collector.client.calibration = echo.measure()
-        self._before = self._counted()
+        self._counters_before = self._read_counters()
         started = datetime.now(UTC).isoformat(timespec="seconds")
         self._about = {"started": started, **machine.describe()}
         if plan.load != "chat":
-            long = [a for a in arrivals(plan) if a.prompt + a.output > self.facts.context]
-            self._about["skipped"] = len(long)
+            lengths = [a.prompt_tokens + a.output_tokens for a in planned_arrivals(plan)]
+            self._about["skipped"] = sum(length > self.facts.context for length in lengths)
 
-    def _share(self, options: Any) -> Share:
+    def _check_first_turn(self, context: int) -> None:
+        plan = self._plan
+        least_tokens = plan.shared + plan.prompts[0] + plan.outputs[0]
+        if plan.load == "chat" and least_tokens > context:
+            raise LoadError(
+                f"a first turn has {least_tokens} tokens and more with its answer, the model's "
+                f"context is {context}: ask for shorter prompts, answers or system prompts"
+            )
+
+    def _share(self, options: Any) -> ProcessShare:
         if not self._is_worker:
-            return Share()
+            return ProcessShare()
         index = self.environment.runner.worker_index  # type: ignore[union-attr]
-        return Share(index, max(1, options.expect_workers or 1))
+        return ProcessShare(index, max(1, options.expect_workers or 1))
 
     # ---- users and metrics -----------------------------------------------------------------------
 
     def act(self, user: User) -> None:
-        """What a user does, whole."""
+        """Does all that a user does in a run."""
         run = self.run
         if run is not None:
 
@@ -221,73 +257,75 @@ class Swarm:
                 run.offer(stopping)
         raise StopUser
 
-    def _log(self, outcome: Outcome, stage: Stage) -> None:
-        kind = "gRPC" if self._plan.grpc else "HTTP"
-        whole = 0.0 if outcome.error else outcome.e2e_s * 1e3
+    def _log(self, outcome: LoadOutcome, stage: RateStage) -> None:
+        """Puts a request that has ended into Locust's statistics."""
+        e2e_ms = 0.0 if outcome.error else outcome.e2e_s * 1e3
         self.environment.events.request.fire(
-            request_type=kind,
+            request_type="gRPC" if self._plan.grpc else "HTTP",
             name=stage.label,
-            response_time=whole,
-            response_length=outcome.output,
-            exception=Failed(outcome.error) if outcome.error else None,
+            response_time=e2e_ms,
+            response_length=outcome.output_tokens,
+            exception=RequestFailed(outcome.error) if outcome.error else None,
             context={},
         )
-        stats = self.environment.stats
+        stats: Any = self.environment.stats
+        stats.get(stage.label, "SLO").log(e2e_ms, 0)
         missed = outcome.missed(self._plan.targets)
-        stats.get(stage.label, "SLO").log(whole, 0)  # type: ignore[arg-type]
         if missed:
-            reason = Missed(MISSED[missed])
+            reason = TargetMissed(MISSED[missed])
             stats.get(stage.label, "SLO").log_error(reason)
             key = StatsError.create_key("SLO", stage.label, reason)
             stats.errors.setdefault(key, StatsError("SLO", stage.label, reason)).occurred()
         if not outcome.error:
-            stats.get(stage.label, "TTFT").log(outcome.ttft_s * 1e3, 0)  # type: ignore[arg-type]
-            gaps = stats.get(stage.label, "ITL")
-            for gap in outcome.gaps_s:
-                gaps.log(gap * 1e3, 0)  # type: ignore[arg-type]
+            stats.get(stage.label, "TTFT").log(outcome.ttft_s * 1e3, 0)
+            gap_stats = stats.get(stage.label, "ITL")
+            for gap_s in outcome.gaps_s:
+                gap_stats.log(gap_s * 1e3, 0)
 
     # ---- workers and master ----------------------------------------------------------------------
 
-    def _report(self, client_id: str, data: dict[str, Any]) -> None:
+    def _on_report_to_master(self, client_id: str, data: dict[str, Any]) -> None:
         if self.run is not None:
-            found = [one.packed() for one in self.run.fetch()]
-            data["diptych"] = (found, self.run.usage, len(self.run.under_way), self.run.done)
+            outcomes = [outcome.packed() for outcome in self.run.fetch()]
+            under_way = len(self.run.under_way)
+            data["diptych"] = (outcomes, self.run.usage, under_way, self.run.done)
 
-    def _reported(self, client_id: str, data: dict[str, Any]) -> None:
+    def _on_worker_report(self, client_id: str, data: dict[str, Any]) -> None:
         if self.collector is None or "diptych" not in data:
             return
-        found, usage, _, done = data["diptych"]
-        self.collector.add(client_id, [Outcome(**one) for one in found], tuple(usage))
+        outcomes, usage, _, done = data["diptych"]
+        self.collector.add(client_id, [LoadOutcome(**packed) for packed in outcomes], tuple(usage))
         if done:
             self.collector.finished.add(client_id)
 
     # ---- end -------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Tells progress; ends the run when every process has ended its part."""
-        collector, plan = self.collector, self._plan
+        """Prints progress; ends the run when every process has ended its part."""
+        collector = self.collector
         assert collector is not None
-        begun, told = self._begun, 0.0
-        latest = plan.duration + plan.drain + LAST_REPORT_S
-        while not self._over(collector) and time.monotonic() - begun < latest:
+        began = self._began
+        limit_s = self._plan.duration + self._plan.drain + LAST_REPORT_S
+        last_line_s = 0.0
+        while not self._all_done(collector) and time.monotonic() - began < limit_s:
             gevent.sleep(0.1)
-            self._gather(collector)
-            now = time.monotonic() - begun
-            if self._headless and now - told >= TELL_S:
-                told = now
+            self._gather_own(collector)
+            now_s = time.monotonic() - began
+            if self._headless and now_s - last_line_s >= PROGRESS_EVERY_S:
+                last_line_s = now_s
                 under_way = len(self.run.under_way) if self.run else 0
-                print(collector.line(now, under_way), file=sys.stderr, flush=True)
-        self._ended = True
+                print(collector.line(now_s, under_way), file=sys.stderr, flush=True)
+        self._ended_by_itself = True
         self._leave()
 
-    def _ping(self, url: str) -> None:
-        """Round trips through whatever stands before the server, under the same load."""
+    def _measure_path(self, url: str) -> None:
+        """Measures round trips through whatever stands before the server, under the same load."""
         collector = self.collector
-        connection = None
+        connection: HttpConnection | None = None
         while collector is not None and collector is self.collector:
-            gevent.sleep(PING_S)
+            gevent.sleep(ROUND_TRIP_EVERY_S)
             try:
-                connection = connection or Connection(url, 10.0)
+                connection = connection or HttpConnection(url, 10.0)
                 sent = connection.send("GET", "/health", b"", {})
                 arrived = [stamp for stamp, _ in connection.pieces()]
             except (OSError, ProtocolError):
@@ -295,83 +333,92 @@ class Swarm:
                 continue
             collector.client.path_s.append(arrived[0] - sent if arrived else 0.0)
 
-    def _gather(self, collector: Collector) -> None:
+    def _gather_own(self, collector: Collector) -> None:
         if self.run is not None:
             collector.add("local", self.run.fetch(), self.run.usage)
 
-    def _over(self, collector: Collector) -> bool:
+    def _all_done(self, collector: Collector) -> bool:
         if self.run is not None:
             return self.run.done
-        return len(collector.finished) >= self._processes
+        return len(collector.finished) >= self._worker_count
 
     @property
-    def _processes(self) -> int:
+    def _worker_count(self) -> int:
         options = self.environment.parsed_options
         return max(1, getattr(options, "expect_workers", 1) or 1)
 
     def _leave(self) -> None:
         runner = self.environment.runner
-        if runner is not None:
-            runner.quit() if self._headless else runner.stop()
+        if runner is None:
+            return
+        if self._headless:
+            runner.quit()
+        else:
+            runner.stop()
 
-    def _stop(self, **_: Any) -> None:
+    def _on_stop(self, **_: Any) -> None:
         if self.run is not None:
             self.run.cut()
         if not self._headless:
             self._write()
 
-    def _quitting(self, **_: Any) -> None:
+    def _on_quitting(self, **_: Any) -> None:
         if self._headless and not self._is_worker:
             self._write()
 
     def _write(self) -> None:
-        collector, self.collector = self.collector, None
+        """Writes the document of the run and decides the exit code. A second call does nothing."""
+        collector = self.collector
+        self.collector = None
         if collector is None or self.facts is None:
             return
-        self._gather(collector)
+        self._gather_own(collector)
         plan = self._plan
-        if not self._ended:
-            self._about["ended_s"] = min(
-                max(0.1, round(time.monotonic() - self._begun, 1)), plan.duration
-            )
-        elif self._is_master:  # who never said it was done
-            self._about["silent"] = self._processes - len(collector.finished)
-        told = server.difference(self._before, self._counted())
+        if not self._ended_by_itself:
+            ended_s = max(0.1, round(time.monotonic() - self._began, 1))
+            self._about["ended_s"] = min(ended_s, plan.duration)
+        elif self._is_master:  # a process that never said it was done
+            self._about["silent"] = self._worker_count - len(collector.finished)
+
+        counters = server.difference(self._counters_before, self._read_counters())
         document = assemble(
-            plan, self.facts, collector.outcomes, collector.client, told, self._about
+            plan,
+            self.facts,
+            collector.outcomes,
+            client=collector.client,
+            counters=counters,
+            about=self._about,
         )
         if plan.out:
             Path(plan.out).write_text(json.dumps(document, separators=(",", ":")))
-        lost = [gate["gate"] for gate in document["gates"] if not gate["holds"]]
-        for gate in lost:
+        missed_gates = [gate["gate"] for gate in document["gates"] if not gate["holds"]]
+        for gate in missed_gates:
             print(f"missed: {gate}", file=sys.stderr)
         if self.environment.process_exit_code is None:
-            gone = 1 if self._about.get("silent") else 0
-            self.environment.process_exit_code = 4 if lost else gone
+            self.environment.process_exit_code = self._exit_code(missed_gates)
 
-    def _counted(self) -> dict[str, float]:
-        """A Diptych cluster of this machine is asked without being told where."""
+    def _exit_code(self, missed_gates: list[str]) -> int:
+        if missed_gates:
+            return 4
+        return 1 if self._about.get("silent") else 0
+
+    def _read_counters(self) -> dict[str, float]:
+        """Reads what the server has counted.
+
+        A Diptych cluster of this machine is asked without being told where.
+        """
         assert self.facts is not None
         admin = self._plan.admin
         if not admin and self.facts.server == "diptych" and "//127.0.0.1" in self.facts.url:
             admin = DEFAULT_ADMIN
-        return server.counted(self._plan.metrics, admin, os.environ.get("DIPTYCH_ADMIN_TOKEN", ""))
+        token = os.environ.get("DIPTYCH_ADMIN_TOKEN", "")
+        return server.read_counters(self._plan.metrics, admin, token)
 
     # ---- web page --------------------------------------------------------------------------------
 
-    def _page(self, web_ui: Any) -> None:
-        """A tab with live goodput in Locust's own page."""
-        columns = {
-            "name": "Stage",
-            "requests": "# Requests",
-            "met": "# Met",
-            "ttft": "# Missed TTFT",
-            "itl": "# Missed ITL",
-            "error": "# Failed",
-            "goodput": "Goodput",
-            "good_per_s": "Met/s",
-        }
-        structure = [{"key": key, "title": title} for key, title in columns.items()]
+    def _extend_page(self, web_ui: Any) -> None:
+        """Adds a tab with live goodput to Locust's own page."""
+        structure = [{"key": key, "title": title} for key, title in GOODPUT_COLUMNS.items()]
         web_ui.template_args |= {
             "extended_tabs": [{"title": "Goodput", "key": "goodput"}],
             "extended_tables": [{"key": "goodput", "structure": structure}],
@@ -390,5 +437,5 @@ class Swarm:
 
 
 def api_key() -> str:
-    """Never an option: options are shown."""
+    """The endpoint's key. Never an option: options are shown."""
     return os.environ.get("DIPTYCH_API_KEY") or os.environ.get("OPENAI_API_KEY", "")

@@ -66,10 +66,10 @@ def _local() -> dict[str, Any]:
     """What workers on this host would meet; CMA is tried on the process that called this one."""
     import msgspec
 
-    from ...kv_transfer.diagnosis import environment
+    from ...kv_transfer.diagnosis import observe_host
     from ..control.diagnosis import local_report
 
-    return msgspec.to_builtins(local_report(environment("this host", pids=[os.getppid()])))
+    return msgspec.to_builtins(local_report(observe_host("this host", pids=[os.getppid()])))
 
 
 def _show(report: dict[str, Any], output: str) -> None:

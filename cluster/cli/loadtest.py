@@ -137,15 +137,15 @@ def loadtest(
 
 def _plan(given: dict[str, Any]) -> Any:
     from ...loadtests.errors import LoadError
-    from ...loadtests.plan import Plan
+    from ...loadtests.plan import LoadPlan
 
-    values = {f.name: given[OPTIONS.get(f.name, f.name)] for f in fields(Plan)}
+    values = {f.name: given[OPTIONS.get(f.name, f.name)] for f in fields(LoadPlan)}
     default = {"ramp": "1-16", "trace": ""}.get(given["profile"], "2")
     values["rate"] = default if given["rate"] is None else given["rate"]
     values["gate"] = ",".join(given["gate"] or [])
     try:
         values["duration"] = _seconds(given["duration"])
-        plan = Plan(**values)
+        plan = LoadPlan(**values)
         plan.check()
         return plan
     except LoadError as error:

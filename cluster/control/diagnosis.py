@@ -13,7 +13,7 @@ from itertools import permutations
 
 import msgspec
 
-from ...kv_transfer.diagnosis import Environment, Port
+from ...kv_transfer.diagnosis import HostEnvironment, NetworkPort
 
 PAIRS_MAX = 64
 SLOW = 0.3  #: of what is expected; below it a way is called slow
@@ -31,7 +31,7 @@ RDMA = {"rc", "dc", "ud"}, {"all", "ib"}
 class Seen(msgspec.Struct, frozen=True):
     """A worker's environment, and its clock minus the gateway's, known to within `rtt_s` / 2."""
 
-    environment: Environment
+    environment: HostEnvironment
     offset_s: float = 0.0
     rtt_s: float = 0.0
 
@@ -161,7 +161,7 @@ def report(
     return Report(state, scope, pairs, rows, list(seen))
 
 
-def pair_of(one: Measured, known: dict[str, Environment]) -> Pair:
+def pair_of(one: Measured, known: dict[str, HostEnvironment]) -> Pair:
     source, sink = known.get(one.source), known.get(one.sink)
     if one.reason or source is None or sink is None:
         return Pair(one.source, one.sink, "", None, None, None, one.reason or "no_answer")
@@ -171,7 +171,7 @@ def pair_of(one: Measured, known: dict[str, Environment]) -> Pair:
     return Pair(one.source, one.sink, name, round(one.gib_s, 3), expected, share)
 
 
-def transport_of(source: Environment, sink: Environment, over_tcp: float | None) -> str:
+def transport_of(source: HostEnvironment, sink: HostEnvironment, over_tcp: float | None) -> str:
     if sink.transport != "nixl":
         return sink.transport
     if over_tcp is None:
@@ -184,7 +184,7 @@ def transport_of(source: Environment, sink: Environment, over_tcp: float | None)
     return "nixl (rdma)" if both else "nixl (other)"
 
 
-def expected_gib_s(source: Environment, sink: Environment) -> float | None:
+def expected_gib_s(source: HostEnvironment, sink: HostEnvironment) -> float | None:
     """1 / (1/way + 1/checksum): blocks are summed, then written. None: the way's speed is unknown.
 
     The way is a copy on one host, else the slower of the two ends' best active ports.
@@ -201,11 +201,11 @@ def expected_gib_s(source: Environment, sink: Environment) -> float | None:
     return round(1 / (1 / way + 1 / source.checksum_gib_s), 3)
 
 
-def one_host(one: Environment, other: Environment) -> bool:
+def one_host(one: HostEnvironment, other: HostEnvironment) -> bool:
     return bool(one.boot) and one.boot == other.boot
 
 
-def _active(ports: list[Port]) -> list[Port]:
+def _active(ports: list[NetworkPort]) -> list[NetworkPort]:
     return [port for port in ports if port.active]
 
 
@@ -221,7 +221,7 @@ def ucx_permits(ucx_tls: str, family: tuple[set[str], set[str]]) -> bool:
     return not ucx_tls or bool(words & (names | groups))
 
 
-def _cma_obstacle(source: Environment, sink: Environment) -> tuple[str, str] | None:
+def _cma_obstacle(source: HostEnvironment, sink: HostEnvironment) -> tuple[str, str] | None:
     """Why two processes of one host cannot use CMA, and what to do."""
     spaces = [one.process.rsplit(" ", 2)[0] for one in (source, sink)]
     for one in (source, sink):
@@ -238,7 +238,7 @@ def _cma_obstacle(source: Environment, sink: Environment) -> tuple[str, str] | N
     return None
 
 
-def _denied(one: Environment) -> tuple[str, str]:
+def _denied(one: HostEnvironment) -> tuple[str, str]:
     if one.ptrace_scope:
         return (
             f"kernel.yama.ptrace_scope is {one.ptrace_scope}: no process may write to another's",
@@ -257,7 +257,7 @@ def _told(pair: Pair) -> Finding:
     return Finding(severity, what, then, [pair.sink if alone else f"{pair.source} -> {pair.sink}"])
 
 
-def _pair(pair: Pair, known: dict[str, Environment], configured: str) -> Iterator[Finding]:
+def _pair(pair: Pair, known: dict[str, HostEnvironment], configured: str) -> Iterator[Finding]:
     """A TCP fallback and why; or, where it is none, a way that is slow."""
     if pair.reason:
         return
@@ -277,7 +277,7 @@ def _pair(pair: Pair, known: dict[str, Environment], configured: str) -> Iterato
         )
 
 
-def _fallback(source: Environment, sink: Environment, ran: str) -> tuple[str, str]:
+def _fallback(source: HostEnvironment, sink: HostEnvironment, ran: str) -> tuple[str, str]:
     ends = (source, sink)
     if ran == "tcp":
         return (
@@ -301,7 +301,7 @@ def _fallback(source: Environment, sink: Environment, ran: str) -> tuple[str, st
     )
 
 
-def host_findings(one: Environment) -> Iterator[Finding]:
+def host_findings(one: HostEnvironment) -> Iterator[Finding]:
     """What is wrong with a host, whoever its worker talks to."""
     where = [one.worker]
     if _active(one.rdma) and not one.rdma_files:
@@ -327,7 +327,7 @@ def host_findings(one: Environment) -> Iterator[Finding]:
         )
 
 
-def local_report(one: Environment) -> Report:
+def local_report(one: HostEnvironment) -> Report:
     """Of a host without a cluster: what its workers would meet."""
     findings = list(host_findings(one))
     if not all(one.cma.values()):
@@ -343,7 +343,7 @@ def local_report(one: Environment) -> Report:
     return report([], findings, [Seen(one)], "this host only, no worker")
 
 
-def _versions(known: list[Environment]) -> Iterator[Finding]:
+def _versions(known: list[HostEnvironment]) -> Iterator[Finding]:
     for name in sorted({name for one in known for name in one.versions}):
         found: dict[str, list[str]] = {}
         for one in known:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ...kv_transfer.diagnosis import Environment
+from ...kv_transfer.diagnosis import HostEnvironment
 from ..gateway.attempt.plane import Plane
 from ..gateway.errors import ApiError
 from .diagnosis import Measured, Report, Seen, choose, judge, pair_of
@@ -88,7 +88,7 @@ class Doctor:
         values = await self.plane.probe(worker, ANSWER_S, pids=pids)
         if values is None:
             return None
-        seen = msgspec.convert(values, Environment)
+        seen = msgspec.convert(values, HostEnvironment)
         rtt = max(0.0, time.monotonic() - began - seen.took_s)
         return Seen(seen, round(seen.clock_s - clock - rtt / 2, 6), round(rtt, 6))
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ...kv_transfer.gauges import Histogram
+from ...kv_transfer.statistics import Histogram
 from ...protos import frames as f
 from ...router.goodput import p99
 from .page import Row

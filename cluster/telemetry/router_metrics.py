@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
-from ...kv_transfer.gauges import Histogram
+from ...kv_transfer.statistics import Histogram
 from ...router import Router
 from ...router.events import RouterEvent
 from ...router.goodput import MET

@@ -258,10 +258,10 @@ class WorkerCore:
         if not self.transfers.alive:
             raise RuntimeError("a transfer thread, or another rank, ended: see this worker's log")
 
-    def environment(self, pids: list[int]) -> diagnosis.Environment:
+    def environment(self, pids: list[int]) -> diagnosis.HostEnvironment:
         """Return what this worker sees of its host. Takes a while: not for the event loop."""
         transport = self.transfers.statistics()["transport"]
-        return diagnosis.environment(self.name, transport, self.engine.kv.size, pids)
+        return diagnosis.observe_host(self.name, transport, self.engine.kv.size, pids)
 
     async def probe(self, peer: str, size_limit_bytes: int) -> dict[str, Any]:
         """Move blocks of no meaning here from `peer`, as any KV, and say how that went.

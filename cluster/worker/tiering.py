@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...engine.commands import BlockDemoted, BlocksLoaded, DemoteBlocks, LoadBlocks
 from ...engine.engine import Engine
-from ...kv_transfer.tiers import Limits, Tiers
+from ...kv_transfer.tiers import TieredStore, TierLimits
 from ..config import TierSettings
 
 log = logging.getLogger(__name__)
@@ -40,9 +40,9 @@ class Tiering:
         self._folder_lock: int | None = None  #: the file that keeps other workers off our folder
         folder = self._claim_folder(Path(settings.folder), pool) if settings.folder else None
         disk_bytes = settings.disk_mib << 20 if folder else 0
-        limits = Limits(settings.memory_mib << 20, disk_bytes)
-        self.tiers = Tiers(self._kv.block_bytes, engine.compatibility, limits, folder)
-        engine.below = self.tiers.held
+        limits = TierLimits(settings.memory_mib << 20, disk_bytes)
+        self.tiers = TieredStore(self._kv.block_bytes, engine.compatibility, limits, folder)
+        engine.below = self.tiers.count_held_blocks
 
     def _claim_folder(self, root: Path, pool: str) -> Path | None:
         """Return the first folder that no other worker has; None, and no disk tier, if all are taken.

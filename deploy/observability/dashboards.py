@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from grafana_foundation_sdk.builders import dashboard as build
 from grafana_foundation_sdk.builders import prometheus, stat, timeseries
@@ -26,43 +26,51 @@ from grafana_foundation_sdk.models.dashboard import (
 
 FOLDER = Path(__file__).parent / "dashboards"
 SOURCE = DataSourceRef("prometheus", "${datasource}")
-WIDTH, HEIGHT = 8, 8
+WIDTH = 8
+HEIGHT = 8
+GRID_WIDTH = 24  #: Grafana's, in the same units
 RATE = "$__rate_interval"
 
 
+Queries = tuple[tuple[str, str], ...]  #: PromQL and legend of each
+OF_MODEL = 'model=~"$model"'
+
+
 class Panel(NamedTuple):
-    """`queries`: (PromQL, legend). `bars`: stacked, for counts."""
+    """One panel of a dashboard."""
 
     title: str
     unit: str
-    queries: tuple[tuple[str, str], ...]
+    queries: Queries
     about: str = ""
     number: bool = False  #: one value, no curve
-    bars: bool = False
+    bars: bool = False  #: stacked, for counts
 
 
-def quantiles(metric: str, by: str = "", where: str = 'model=~"$model"') -> tuple:
+def quantiles(metric: str, by: str = "", where: str = OF_MODEL) -> Queries:
     """p50, p95 and p99 of a histogram."""
-    groups = f"le, {by}" if by else "le"
-    legend = f" {{{{{by}}}}}" if by else ""
+    labels = f"le, {by}" if by else "le"
+    legend = f" {_legend(by)}" if by else ""
+    buckets = f"sum by ({labels}) (rate(diptych_{metric}_bucket{{{where}}}[{RATE}]))"
     return tuple(
-        (
-            f"histogram_quantile({q}, sum by ({groups})"
-            f" (rate(diptych_{metric}_bucket{{{where}}}[{RATE}])))",
-            f"p{round(100 * q)}{legend}",
-        )
-        for q in (0.5, 0.95, 0.99)
+        (f"histogram_quantile({quantile}, {buckets})", f"p{round(100 * quantile)}{legend}")
+        for quantile in (0.5, 0.95, 0.99)
     )
 
 
-def rate(metric: str, by: str, where: str = 'model=~"$model"') -> tuple:
-    query = f"sum by ({by}) (rate(diptych_{metric}{{{where}}}[{RATE}]))"
-    return ((query, " ".join(f"{{{{{one}}}}}" for one in by.split(", "))),)
+def rate(metric: str, by: str, where: str = OF_MODEL) -> Queries:
+    """A counter's increase a second, by the labels `by`."""
+    return ((f"sum by ({by}) (rate(diptych_{metric}{{{where}}}[{RATE}]))", _legend(by)),)
 
 
-def gauge(metric: str, by: str, where: str = 'model=~"$model"') -> tuple:
-    query = f"sum by ({by}) (diptych_{metric}{{{where}}})"
-    return ((query, " ".join(f"{{{{{one}}}}}" for one in by.split(", "))),)
+def gauge(metric: str, by: str, where: str = OF_MODEL) -> Queries:
+    """A gauge, summed by the labels `by`."""
+    return ((f"sum by ({by}) (diptych_{metric}{{{where}}})", _legend(by)),)
+
+
+def _legend(labels: str) -> str:
+    """Grafana's template of the values of labels: "{{pool}} {{role}}" for "pool, role"."""
+    return " ".join(f"{{{{{label}}}}}" for label in labels.split(", "))
 
 
 HELD = "free|cached"
@@ -222,7 +230,7 @@ BOARDS: dict[str, tuple[str, list[Panel]]] = {
 }
 
 
-def variables(board: build.Dashboard) -> build.Dashboard:
+def _with_variables(board: build.Dashboard) -> build.Dashboard:
     source = build.DatasourceVariable("datasource").label("Data source").type("prometheus")
     model = (
         build.QueryVariable("model")
@@ -237,48 +245,59 @@ def variables(board: build.Dashboard) -> build.Dashboard:
     return board.with_variable(source).with_variable(model)
 
 
-def panel(one: Panel, place: int):  # type: ignore[no-untyped-def]
+def _panel_builder(panel: Panel, place: int) -> stat.Panel | timeseries.Panel:
     """The builder of one panel; `place` counts from the top left."""
-    made = stat.Panel() if one.number else timeseries.Panel()
-    made = made.title(one.title).unit(one.unit).datasource(SOURCE).description(one.about)
-    across = 24 // WIDTH
-    x, y = place % across * WIDTH, place // across * HEIGHT
-    made = made.grid_pos(GridPos(h=HEIGHT, w=WIDTH, x=x, y=y))
-    if not one.number:
-        made = made.min(0).fill_opacity(40 if one.bars else 10)
-        made = made.draw_style(GraphDrawStyle.BARS if one.bars else GraphDrawStyle.LINE)
-    for index, (query, legend) in enumerate(one.queries):
-        target = prometheus.Dataquery().expr(query).legend_format(legend).ref_id(chr(65 + index))
-        made = made.with_target(target)
-    return made
+    builder: Any = stat.Panel() if panel.number else timeseries.Panel()
+    builder = builder.title(panel.title).unit(panel.unit)
+    builder = builder.datasource(SOURCE).description(panel.about)
+    row, column = divmod(place, GRID_WIDTH // WIDTH)
+    builder = builder.grid_pos(GridPos(h=HEIGHT, w=WIDTH, x=column * WIDTH, y=row * HEIGHT))
+    if not panel.number:
+        opacity = 40 if panel.bars else 10
+        style = GraphDrawStyle.BARS if panel.bars else GraphDrawStyle.LINE
+        builder = builder.min(0).fill_opacity(opacity).draw_style(style)
+    for index, (query, legend) in enumerate(panel.queries):
+        letter = chr(ord("A") + index)
+        target = prometheus.Dataquery().expr(query).legend_format(legend).ref_id(letter)
+        builder = builder.with_target(target)
+    return builder
 
 
-def board(name: str) -> str:
+def dashboard_json(name: str) -> str:
     """One dashboard as JSON."""
     title, panels = BOARDS[name]
-    made = build.Dashboard(title).uid(f"diptych-{name}").tags(["diptych"]).refresh("30s")
-    made = variables(made.time("now-1h", "now").tooltip(DashboardCursorSync.CROSSHAIR))
-    for place, one in enumerate(panels):
-        made = made.with_panel(panel(one, place))
-    return JSONEncoder(sort_keys=True, indent=2).encode(made.build()) + "\n"
+    board = build.Dashboard(title).uid(f"diptych-{name}").tags(["diptych"]).refresh("30s")
+    board = _with_variables(board.time("now-1h", "now").tooltip(DashboardCursorSync.CROSSHAIR))
+    for place, panel in enumerate(panels):
+        board = board.with_panel(_panel_builder(panel, place))
+    return JSONEncoder(sort_keys=True, indent=2).encode(board.build()) + "\n"
 
 
 def generated() -> dict[Path, str]:
-    return {FOLDER / f"{name}.json": board(name) for name in BOARDS}
+    """Every file of the folder and its text."""
+    return {FOLDER / f"{name}.json": dashboard_json(name) for name in BOARDS}
 
 
 def main(arguments: list[str]) -> int:
     if arguments not in ([], ["--check"]):
         print(__doc__)
         return 2
+    check_only = arguments == ["--check"]
     files = generated()
-    stale = [path for path in FOLDER.glob("*.json") if path not in files]
-    stale += [path for path, text in files.items() if not path.exists() or path.read_text() != text]
-    for path in stale:
-        print(f"{'not current' if arguments else 'wrote'}: {path.name}")
-        if not arguments:
-            path.write_text(files[path]) if path in files else path.unlink()
-    return 1 if arguments and stale else 0
+    superfluous = [path for path in FOLDER.glob("*.json") if path not in files]
+    changed = [
+        path for path, text in files.items() if not path.exists() or path.read_text() != text
+    ]
+    for path in (*superfluous, *changed):
+        print(f"{'not current' if check_only else 'wrote'}: {path.name}")
+    if check_only:
+        return 1 if superfluous or changed else 0
+
+    for path in superfluous:
+        path.unlink()
+    for path in changed:
+        path.write_text(files[path])
+    return 0
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from ...kv_transfer import commands as c
 from ...kv_transfer.fan import Fan, RankCommand
 from ...kv_transfer.service import TransferService
 from ...kv_transfer.slices import LaneEnd
-from ...kv_transfer.transports.fabric import Fabric, Link
+from ...kv_transfer.transports.fabric import Fabric, FabricLink
 from ...protos.frames import Sampling
 from ..engine import Engine, EngineConfig
 from ..pool import KVPool
@@ -87,7 +87,7 @@ class Rig:
     def drop(self) -> None:
         self.engine.drop((f"bench{self._count}", 0))
 
-    def over(self, link: Link) -> tuple[float, c.BlocksArrived]:
+    def over(self, link: FabricLink) -> tuple[float, c.BlocksArrived]:
         """A prefill with its transfer over `link`."""
         fabric, outcomes = Fabric(time.monotonic, 0, link), queue.SimpleQueue[object]()
         closed = queue.SimpleQueue[object]()
@@ -128,12 +128,12 @@ def measure(
     the median of three by its exposed part.
     """
     rig = Rig(model, tokens, threads)
-    seconds, _ = rig.over(Link())
+    seconds, _ = rig.over(FabricLink())
     rows = []
     for share in shares:
         rounds = []
         for _ in range(3):
-            link = Link(bytes_s=rig.bytes / (share * seconds))
+            link = FabricLink(bytes_s=rig.bytes / (share * seconds))
             seconds, arrived = rig.over(link)
             part = arrived.exposed_s / arrived.busy_s
             of_prefill = arrived.busy_s / seconds

@@ -1,5 +1,5 @@
 """Host memory and disk below a worker's KV pool: whole blocks, bounded, checksummed."""
 
-from .service import Limits, Tiers
+from .service import TieredStore, TierLimits
 
-__all__ = ["Limits", "Tiers"]
+__all__ = ["TierLimits", "TieredStore"]

@@ -19,61 +19,80 @@ import struct
 from array import array
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
-from .faults import DiskUnavailable, Fault, checksum, fault_of
+from .faults import DiskUnavailable, TierFault, checksum, fault_of
 
 NAME = "blocks.kv"
-MAGIC, FORMAT = b"DIPTYCHT", 1
+MAGIC = b"DIPTYCHT"
+FORMAT = 1
 PAGE = 4096
 #: magic, format, padding, compatibility, block bytes, slots; then the checksum of these
-SUPERBLOCK, TAIL = struct.Struct("<8sI4x16sQQ"), struct.Struct("<Q")
-#: magic, format, padding, compatibility, content, block bytes, sequence, payload's checksum
+SUPERBLOCK = struct.Struct("<8sI4x16sQQ")
+TAIL = struct.Struct("<Q")  #: the checksum behind a superblock or a header
+#: The fields of `SlotHeader`, with padding behind the format; then their checksum.
 HEADER = struct.Struct("<8sI4x16s16sQQQ")
 HEADER_STRIDE = 128  #: bytes; a power of two: no header crosses a sector
-EMPTY = bytes(HEADER_STRIDE)
+EMPTY_HEADER = bytes(HEADER_STRIDE)
+READ_BYTES = 1 << 26  #: at most, in one call that reads headers
+
+
+class SlotHeader(NamedTuple):
+    """What stands in the file about the block of a slot."""
+
+    magic: bytes
+    format: int
+    compatibility: bytes
+    content: bytes  #: the block's hash
+    block_bytes: int
+    sequence: int  #: counts the writes to the file; of two slots with one block the later counts
+    checksum: int  #: of the payload
 
 
 def align(size: int, unit: int = PAGE) -> int:
+    """Rounds up to a multiple of `unit`."""
     return -(-size // unit) * unit
 
 
-def sealed(data: bytes, seed: int) -> bytes:
+def with_checksum(data: bytes, seed: int) -> bytes:
     return data + TAIL.pack(xxhash.xxh3_64_intdigest(data, seed=seed))
 
 
 class DiskStore:
     """Owns the folder (a lock; a second process is refused) and the file in it.
 
-    `capacity_bytes` bounds the file's size. Raises DiskUnavailable when the folder cannot be used;
-    afterwards every access returns a Fault instead of raising.
+    `capacity_bytes` bounds the file's size; `compatibility` is 16 bytes. Raises DiskUnavailable
+    when the folder cannot be used; afterwards every access returns a `TierFault` instead of
+    raising.
     """
 
     def __init__(
         self, folder: Path, block_bytes: int, capacity_bytes: int, compatibility: bytes
     ) -> None:
         assert len(compatibility) == 16, compatibility
-        self.path, self.block_bytes, self.compatibility = folder / NAME, block_bytes, compatibility
-        stride = align(block_bytes)
-        self.slots = max(0, (capacity_bytes - 2 * PAGE) // (stride + HEADER_STRIDE))
+        self.path = folder / NAME
+        self.block_bytes = block_bytes
+        self.compatibility = compatibility
+        self._stride = align(block_bytes)  #: bytes from one payload to the next
+        self.slots = max(0, (capacity_bytes - 2 * PAGE) // (self._stride + HEADER_STRIDE))
         if not self.slots:
-            raise DiskUnavailable(Fault.NO_SPACE, f"{capacity_bytes} bytes hold no block")
-        self._stride, self._start = stride, align(PAGE + self.slots * HEADER_STRIDE)
-        self.size = self._start + self.slots * stride
-        self.found: list[tuple[bytes, int]] = []  #: (content, slot) at the start, oldest first
-        self.faults: Counter[str] = Counter()  #: headers that a start did not believe, by reason
-        self.emptied = False  #: the file was there, and for something else
-        self._sums = array("Q", bytes(8 * self.slots))
-        self._stamped = bytearray(self.slots)  #: 1: there may be a whole header
-        self._sequence = 0
-        self._lock = self._fd = -1
+            raise DiskUnavailable(TierFault.NO_SPACE, f"{capacity_bytes} bytes hold no block")
+        self._first_payload = align(PAGE + self.slots * HEADER_STRIDE)
+        self.size = self._first_payload + self.slots * self._stride
+        #: (content, slot) of the blocks that were there at the start, oldest first
+        self.found_blocks: list[tuple[bytes, int]] = []
+        #: Headers that were not believed at the start, by reason.
+        self.header_faults: Counter[str] = Counter()
+        self.was_emptied = False  #: True when the file was there for something else.
+        self._checksums = array("Q", bytes(8 * self.slots))  #: of the payloads, by slot
+        self._may_have_header = bytearray(self.slots)  #: 1 where the file may have a whole header
+        self._sequence = 0  #: of the latest write
+        self._lock_fd = -1
+        self._fd = -1
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = os.open(folder, os.O_RDONLY)
-            self._take_lock()
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-            self._prepare()
+            self._open(folder)
         except OSError as error:
             self.close()
             raise DiskUnavailable(fault_of(error), error) from None
@@ -81,126 +100,164 @@ class DiskStore:
             self.close()
             raise
 
-    def _take_lock(self) -> None:
+    def _open(self, folder: Path) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock_fd = os.open(folder, os.O_RDONLY)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise DiskUnavailable(Fault.LOCKED, "another process has it") from None
+            raise DiskUnavailable(TierFault.LOCKED, "another process has it") from None
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._prepare()
 
     def _prepare(self) -> None:
-        superblock = sealed(
-            SUPERBLOCK.pack(MAGIC, FORMAT, self.compatibility, self.block_bytes, self.slots), 0
-        )
-        there = os.fstat(self._fd).st_size
-        known = os.pread(self._fd, len(superblock), 0) == superblock
-        if not known:
-            self.emptied = there > 0
+        fields = SUPERBLOCK.pack(MAGIC, FORMAT, self.compatibility, self.block_bytes, self.slots)
+        superblock = with_checksum(fields, 0)
+        previous_size = os.fstat(self._fd).st_size
+        same_superblock = os.pread(self._fd, len(superblock), 0) == superblock
+        if not same_superblock:
+            self.was_emptied = previous_size > 0
             os.ftruncate(self._fd, 0)
-            there = 0
+            previous_size = 0
+        self._allocate(previous_size)
+        if same_superblock:
+            self._scan(previous_size)
+        else:
+            self._write_all(superblock, 0)
+
+    def _allocate(self, previous_size: int) -> None:
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self._fd, 0, self.size)
             else:
                 os.ftruncate(self._fd, self.size)
         except OSError:
-            os.ftruncate(self._fd, there)  # a full disk gets back what the attempt took
+            os.ftruncate(self._fd, previous_size)  # a full disk gets back what the attempt took
             raise
-        if known:
-            self._scan(there)
-        else:
-            self._put(superblock, 0)
 
-    def _scan(self, there: int) -> None:
-        """Reads every header; `there` is the file's size before it was extended."""
-        table = self._get(self.slots * HEADER_STRIDE, PAGE)
-        found: dict[bytes, tuple[int, int]] = {}
+    def _scan(self, previous_size: int) -> None:
+        """Reads every header of a file that had `previous_size` bytes before it was extended."""
+        table = self._read_all(self.slots * HEADER_STRIDE, PAGE)
+        latest: dict[bytes, tuple[int, int]] = {}  # content -> (sequence, slot)
         for slot in range(self.slots):
             raw = table[slot * HEADER_STRIDE : (slot + 1) * HEADER_STRIDE]
-            if raw == EMPTY:
+            if raw == EMPTY_HEADER:
                 continue
-            self._stamped[slot] = 1
-            head, tail = raw[: HEADER.size], raw[: HEADER.size + TAIL.size]
-            magic, version, salt, content, length, sequence, total = HEADER.unpack(head)
-            mine = (MAGIC, FORMAT, self.compatibility, self.block_bytes)
-            if sealed(head, slot) != tail or (magic, version, salt, length) != mine:
-                self.faults[Fault.HEADER] += 1
-            elif self._offset(slot) + self.block_bytes > there:
-                self.faults[Fault.TRUNCATED] += 1
+            self._may_have_header[slot] = 1
+            header = self._parse_header(raw, slot)
+            if header is None:
+                self.header_faults[TierFault.HEADER] += 1
+            elif self._offset(slot) + self.block_bytes > previous_size:
+                self.header_faults[TierFault.TRUNCATED] += 1
             else:
-                self._sums[slot] = total
-                self._sequence = max(self._sequence, sequence)
-                found[content] = max(found.get(content, (0, 0)), (sequence, slot))
-        order = sorted((*where, content) for content, where in found.items())
-        self.found = [(content, slot) for _, slot, content in order]
+                self._checksums[slot] = header.checksum
+                self._sequence = max(self._sequence, header.sequence)
+                previous = latest.get(header.content, (0, 0))
+                latest[header.content] = max(previous, (header.sequence, slot))
 
-    def sum(self, slot: int) -> int:
-        return self._sums[slot]
+        oldest_first = sorted(latest, key=lambda content: latest[content])
+        self.found_blocks = [(content, latest[content][1]) for content in oldest_first]
 
-    def write(self, slot: int, content: bytes, data: memoryview, total: int) -> Fault | None:
-        """Stores a block whose checksum is `total`. After a fault the slot holds no block."""
+    def _parse_header(self, raw: bytes, slot: int) -> SlotHeader | None:
+        """Returns None when the header is damaged, or not of this slot and file."""
+        fields = raw[: HEADER.size]
+        if with_checksum(fields, slot) != raw[: HEADER.size + TAIL.size]:
+            return None
+        header = SlotHeader._make(HEADER.unpack(fields))
+        if header != self._make_header(header.content, header.sequence, header.checksum):
+            return None
+        return header
+
+    def _make_header(self, content: bytes, sequence: int, payload_checksum: int) -> SlotHeader:
+        return SlotHeader(
+            magic=MAGIC,
+            format=FORMAT,
+            compatibility=self.compatibility,
+            content=content,
+            block_bytes=self.block_bytes,
+            sequence=sequence,
+            checksum=payload_checksum,
+        )
+
+    def checksum_of(self, slot: int) -> int:
+        return self._checksums[slot]
+
+    def write(
+        self, slot: int, content: bytes, data: memoryview, payload_checksum: int
+    ) -> TierFault | None:
+        """Stores a block. After a fault the slot holds no block."""
         try:
-            now, mine = os.stat(self.path), os.fstat(self._fd)
-            if (now.st_dev, now.st_ino) != (mine.st_dev, mine.st_ino):
-                return Fault.VANISHED
-            self._erase(slot)
-            self._put(data, self._offset(slot))
+            if not self._is_still_in_place():
+                return TierFault.VANISHED
+            self._erase_header(slot)
+            self._write_all(data, self._offset(slot))
             self._sequence += 1
-            head = HEADER.pack(
-                *(MAGIC, FORMAT, self.compatibility, content),
-                *(self.block_bytes, self._sequence, total),
-            )
-            self._stamped[slot] = 1
-            self._put(sealed(head, slot), PAGE + slot * HEADER_STRIDE)
+            header = self._make_header(content, self._sequence, payload_checksum)
+            self._may_have_header[slot] = 1
+            self._write_all(with_checksum(HEADER.pack(*header), slot), PAGE + slot * HEADER_STRIDE)
         except FileNotFoundError:
-            return Fault.VANISHED
+            return TierFault.VANISHED
         except OSError as error:
             return fault_of(error)
-        self._sums[slot] = total
+        self._checksums[slot] = payload_checksum
         return None
 
-    def read(self, slot: int, target: memoryview, seed: int) -> Fault | None:
+    def _is_still_in_place(self) -> bool:
+        """Whether the path still names the open file. Raises FileNotFoundError."""
+        return os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+
+    def read(self, slot: int, target: memoryview, seed: int) -> TierFault | None:
         """Reads a block into `target` (uint8 [block_bytes]) and verifies it there."""
+        offset = self._offset(slot)
+        read_bytes = 0
         try:
-            done, offset = 0, self._offset(slot)
-            while done < self.block_bytes:
-                count = os.preadv(self._fd, [target[done:]], offset + done)
+            while read_bytes < self.block_bytes:
+                count = os.preadv(self._fd, [target[read_bytes:]], offset + read_bytes)
                 if not count:
-                    return Fault.TRUNCATED
-                done += count
+                    return TierFault.TRUNCATED
+                read_bytes += count
         except OSError as error:
             return fault_of(error)
-        return None if checksum(target, seed) == self._sums[slot] else Fault.CHECKSUM
+        if checksum(target, seed) != self._checksums[slot]:
+            return TierFault.CHECKSUM
+        return None
 
     def erase(self, slot: int) -> None:
-        """A restart shall not find this slot's block. Best effort: it would fail its checksum."""
+        """Keeps a restart from finding this slot's block.
+
+        Best effort: if it fails, the block is found and does not pass its checksum.
+        """
         try:
-            self._erase(slot)
+            self._erase_header(slot)
         except OSError:
             return
 
     def close(self) -> None:
-        for fd in (self._fd, self._lock):
+        for fd in (self._fd, self._lock_fd):
             if fd >= 0:
                 os.close(fd)
-        self._fd = self._lock = -1
+        self._fd = -1
+        self._lock_fd = -1
 
-    def _erase(self, slot: int) -> None:
-        if self._stamped[slot]:
-            self._put(EMPTY, PAGE + slot * HEADER_STRIDE)
-            self._stamped[slot] = 0
+    def _erase_header(self, slot: int) -> None:
+        if self._may_have_header[slot]:
+            self._write_all(EMPTY_HEADER, PAGE + slot * HEADER_STRIDE)
+            self._may_have_header[slot] = 0
 
     def _offset(self, slot: int) -> int:
-        return self._start + slot * self._stride
+        return self._first_payload + slot * self._stride
 
-    def _put(self, data: bytes | memoryview, offset: int) -> None:
-        view, done = memoryview(data), 0
-        while done < len(view):
-            done += os.pwritev(self._fd, [view[done:]], offset + done)
+    def _write_all(self, data: bytes | memoryview, offset: int) -> None:
+        view = memoryview(data)
+        written_bytes = 0
+        while written_bytes < len(view):
+            written_bytes += os.pwritev(self._fd, [view[written_bytes:]], offset + written_bytes)
 
-    def _get(self, size: int, offset: int) -> bytes:
+    def _read_all(self, size: int, offset: int) -> bytes:
+        """Reads `size` bytes; zeros stand for what is behind the file's end."""
         data = bytearray()
         while len(data) < size:
-            piece = os.pread(self._fd, min(size - len(data), 1 << 26), offset + len(data))
+            piece = os.pread(self._fd, min(size - len(data), READ_BYTES), offset + len(data))
             if not piece:
                 break
             data += piece

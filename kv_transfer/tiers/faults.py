@@ -1,4 +1,4 @@
-"""Why a tier does not have a block, and the checksum that says so."""
+"""The tiers' shared words: which tiers there are, why one lacks a block, and block checksums."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import xxhash
 from ..errors import TransferError
 
 
-class Fault(StrEnum):
+class Tier(StrEnum):
+    """Where a block can lie below a worker's KV pool."""
+
+    MEMORY = "memory"
+    DISK = "disk"
+
+
+class TierFault(StrEnum):
     """Expected outcomes of an access to a tier; each is counted under its name."""
 
     CHECKSUM = "checksum"  #: the bytes are not those that were stored
@@ -26,27 +33,30 @@ class Fault(StrEnum):
 class DiskUnavailable(TransferError):
     """The folder cannot hold a disk tier now."""
 
-    def __init__(self, fault: Fault, detail: object) -> None:
+    def __init__(self, fault: TierFault, detail: OSError | str) -> None:
         super().__init__(f"{fault}: {detail}")
         self.fault = fault
 
 
-def fault_of(error: OSError) -> Fault:
+def fault_of(error: OSError) -> TierFault:
     """What an error of the operating system means to a tier."""
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
-            return Fault.NO_SPACE
+            return TierFault.NO_SPACE
         case errno.EROFS | errno.EACCES | errno.EPERM:
-            return Fault.READ_ONLY
+            return TierFault.READ_ONLY
         case _:
-            return Fault.IO
+            return TierFault.IO
 
 
-def seed_of(compatibility: bytes, content: bytes) -> int:
-    """The checksum seed of the block `content` under one model, layout and format."""
+def checksum_seed(compatibility: bytes, content: bytes) -> int:
+    """The checksum seed of the block `content` under one model, layout and format.
+
+    Thanks to the seed, bytes of another block or another model do not pass for these.
+    """
     return xxhash.xxh3_64_intdigest(compatibility + content)
 
 
 def checksum(data: memoryview, seed: int) -> int:
-    """64-bit xxh3 of a block's bytes: those of another block or model do not pass for them."""
+    """64-bit xxh3 of a block's bytes."""
     return xxhash.xxh3_64_intdigest(data, seed=seed)

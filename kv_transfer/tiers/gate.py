@@ -1,38 +1,45 @@
 """Whether the disk may be tried now (pure): off after failures in a row, tried again after a wait.
 
-on --FAILURES_MAX failures in a row, or one that is final--> off --wait--> one try --ok--> on
-The wait doubles with every failed try, from RETRY_S to RETRY_MAX_S.
+    on --FAILURE_LIMIT failures in a row, or a final one--> off --wait--> one try --success--> on
+
+The wait doubles with every failed try, from RETRY_S to RETRY_LIMIT_S.
 """
 
 from __future__ import annotations
 
-FAILURES_MAX = 3
-RETRY_S, RETRY_MAX_S = 5.0, 300.0
+FAILURE_LIMIT = 3
+RETRY_S = 5.0
+RETRY_LIMIT_S = 300.0
 
 
-class Gate:
-    """Events `failed` and `succeeded`; `now` in seconds of any clock that does not go back."""
+class DiskGate:
+    """Counts failures and successes of the disk. `now` is of any clock that does not go back."""
 
     def __init__(self) -> None:
-        self.reason = ""  #: why it is off; empty while it is on
-        self.until = 0.0  #: when the next try is allowed
-        self._failures = 0
+        self.reason = ""  #: why the disk is off; empty while it is on
+        self.retry_at = 0.0  #: when the next try is allowed
+        self._failures = 0  #: in a row
         self._wait_s = RETRY_S
 
     def allows(self, now: float) -> bool:
-        return now >= self.until
+        return now >= self.retry_at
 
-    def failed(self, reason: str, now: float, final: bool = False) -> bool:
-        """True when this failure switched it off."""
+    def record_failure(self, reason: str, now: float, final: bool = False) -> bool:
+        """Returns True when this failure switched the disk off; a `final` one always does."""
         self._failures += 1
-        if not self.reason and not final and self._failures < FAILURES_MAX:
+        was_on = not self.reason
+        if was_on and not final and self._failures < FAILURE_LIMIT:
             return False
-        first, self.reason = not self.reason, reason
-        self.until, self._wait_s = now + self._wait_s, min(2 * self._wait_s, RETRY_MAX_S)
-        return first
+        self.reason = reason
+        self.retry_at = now + self._wait_s
+        self._wait_s = min(2 * self._wait_s, RETRY_LIMIT_S)
+        return was_on
 
-    def succeeded(self) -> bool:
-        """True when this switched it on again."""
+    def record_success(self) -> bool:
+        """Returns True when this success switched the disk on again."""
         was_off = bool(self.reason)
-        self.reason, self.until, self._failures, self._wait_s = "", 0.0, 0, RETRY_S
+        self.reason = ""
+        self.retry_at = 0.0
+        self._failures = 0
+        self._wait_s = RETRY_S
         return was_off

@@ -1,332 +1,405 @@
 """Which block is in which tier, and what moves next (pure).
 
-A block is admitted into a memory slot by a store. From there it is copied to disk when there is
-time (`Demote`), oldest use first; once it is on disk its memory slot can be given away and nothing
-is lost. A block that is only on disk and is used is copied back (`Promote`).
+A store brings a block into a memory slot. From there the block is copied to disk when there is time
+(`CopyToDisk`), oldest use first. Once it is on disk, its memory slot can be given away at no loss.
+A block that is only on disk and is used is copied back (`CopyToMemory`).
 
     stored -> memory -> memory + disk -> disk -> (evicted)
                              ^-------------'  used
 
-Every block is in the places that its entry names and nowhere else; a slot is free or has one owner.
-What is pinned (a load waits for it, a copy reads or fills it) is never evicted.
+Every block is in the slots that its entry names and nowhere else; a slot is free or has one owner.
+What is pinned is never evicted: a load waits for it, or a copy reads or fills it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-PROMOTIONS_MAX = 64  #: used blocks that wait for their way back to memory; the oldest use goes
+from .faults import Tier
+
+PROMOTION_LIMIT = 64  #: used blocks that wait for their way back to memory; the oldest use goes
 
 
 @dataclass(slots=True)
-class Entry:
+class TierEntry:
     """One block. Slots are numbers of a store's slots."""
 
-    memory: int | None = None
-    disk: int | None = None
-    filling: int | None = None  #: memory slot that a store or a promotion is copying into
-    writing: int | None = None  #: disk slot that a demotion is writing
+    memory: int | None = None  #: memory slot that holds the block
+    disk: int | None = None  #: disk slot that holds the block
+    filling: int | None = None  #: memory slot that a store or a `CopyToMemory` is copying into
+    writing: int | None = None  #: disk slot that a `CopyToDisk` is writing
     pins: int = 0  #: loads and copies in flight
 
+    @property
+    def in_a_tier(self) -> bool:
+        return self.memory is not None or self.disk is not None
 
-@dataclass(frozen=True, slots=True)
-class Demote:
-    """Copy `memory` to `disk`; both are slots."""
 
-    content: bytes
+class BlockSlots(NamedTuple):
+    """Where a block can be read now."""
+
+    memory: int | None
+    disk: int | None
+
+
+class HeldBlocks(NamedTuple):
+    """How many blocks are in memory, and how many on disk only."""
+
     memory: int
     disk: int
 
+    @property
+    def total(self) -> int:
+        return self.memory + self.disk
+
 
 @dataclass(frozen=True, slots=True)
-class Promote:
-    """Copy `disk` to `memory`; both are slots."""
-
+class CopyToDisk:
     content: bytes
-    memory: int
-    disk: int
+    memory_slot: int
+    disk_slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyToMemory:
+    content: bytes
+    memory_slot: int
+    disk_slot: int
+
+
+TierMove = CopyToDisk | CopyToMemory
+#: Content hashes in the order of their last use, oldest first; a set with an order.
+UseOrder = OrderedDict[bytes, None]
 
 
 class TierIndex:
-    """Verbs in pairs: `admit` / `admitted`, `pin` / `unpin`, `next_move` / `moved`, `attach` /
-    `detach` the disk. Content hashes are 16 bytes; slots are ints from 0."""
+    """The state of both tiers, without their bytes.
+
+    Content hashes are 16 bytes; slots count from 0. Methods come in pairs: `begin_store` and
+    `end_store`, `pin` and `unpin`, `begin_move` and `end_move`, `attach_disk` and `detach_disk`.
+    """
 
     def __init__(self, memory_slots: int) -> None:
         assert memory_slots >= 1, memory_slots
-        self.memory_slots, self.disk_slots = memory_slots, 0
-        self.counts: Counter[str] = Counter()  #: `tier_event` -> blocks
-        self.entered = 0  #: blocks that were in no tier and are in one since
-        self.left: Counter[str] = Counter()  #: why blocks are in no tier any more -> blocks
-        self._entries: dict[bytes, Entry] = {}
-        self._memory: OrderedDict[bytes, None] = OrderedDict()  #: in memory, LRU first
-        self._dirty: OrderedDict[bytes, None] = OrderedDict()  #: of these, not on disk
-        self._cold: OrderedDict[bytes, None] = OrderedDict()  #: on disk only, LRU first
-        self._wanted: OrderedDict[bytes, None] = OrderedDict()  #: of these, used; newest last
-        self._memory_free = deque(range(memory_slots))
-        self._disk_free: deque[int] = deque()
+        self.memory_slots = memory_slots
+        self.disk_slots = 0  #: 0 while no disk is attached
+        self.event_counts: Counter[str] = Counter()  #: `tier_event` -> blocks
+        self.entered_blocks = 0  #: blocks that were in no tier and are in one since
+        self.removal_reasons: Counter[str] = Counter()  #: why blocks left their last tier -> blocks
+        self._entries: dict[bytes, TierEntry] = {}
+        self._in_memory: UseOrder = OrderedDict()
+        self._not_on_disk: UseOrder = OrderedDict()  #: the part of `_in_memory` that disk lacks
+        self._only_on_disk: UseOrder = OrderedDict()
+        self._promotions: UseOrder = OrderedDict()  #: the part of `_only_on_disk` that was used
+        self._free_memory = deque(range(memory_slots))
+        self._free_disk: deque[int] = deque()
 
     def __contains__(self, content: bytes) -> bool:
         return content in self._entries
 
     @property
-    def memory_entries(self) -> int:
-        return len(self._memory)
+    def memory_blocks(self) -> int:
+        return len(self._in_memory)
 
     @property
-    def disk_entries(self) -> int:
-        return len(self._memory) - len(self._dirty) + len(self._cold)
+    def disk_blocks(self) -> int:
+        return len(self._in_memory) - len(self._not_on_disk) + len(self._only_on_disk)
 
     @property
-    def dirty(self) -> int:
+    def dirty_blocks(self) -> int:
         """Blocks that are in memory and not on disk."""
-        return len(self._dirty)
+        return len(self._not_on_disk)
 
-    # ---- lookups ---------------------------------------------------------------------------------
+    # ---- loads -----------------------------------------------------------------------------------
 
-    def held(self, contents: Iterable[bytes]) -> tuple[int, int]:
-        """How many leading blocks could be loaded: (from memory, from disk). Changes nothing."""
-        memory = disk = 0
+    def count_held(self, contents: Iterable[bytes]) -> HeldBlocks:
+        """Counts the leading blocks of `contents` that a tier holds. Changes nothing."""
+        in_memory = 0
+        only_on_disk = 0
         for content in contents:
-            entry = self._entries.get(content)
-            if entry is None or (entry.memory is None and entry.disk is None):
+            slots = self.find_slots(content)
+            if slots.memory is not None:
+                in_memory += 1
+            elif slots.disk is not None:
+                only_on_disk += 1
+            else:
                 break
-            memory, disk = memory + (entry.memory is not None), disk + (entry.memory is None)
-        return memory, disk
+        return HeldBlocks(in_memory, only_on_disk)
 
-    def where(self, content: bytes) -> tuple[int | None, int | None]:
-        """(memory slot, disk slot) to read the block from now."""
+    def find_slots(self, content: bytes) -> BlockSlots:
         entry = self._entries.get(content)
-        return (entry.memory, entry.disk) if entry else (None, None)
+        if entry is None:
+            return BlockSlots(None, None)
+        return BlockSlots(entry.memory, entry.disk)
 
     def pin(self, content: bytes) -> bool:
         """Keeps the block in place until `unpin`; False when no tier holds it. Counts as a use."""
         entry = self._entries.get(content)
-        if entry is None or (entry.memory is None and entry.disk is None):
+        if entry is None or not entry.in_a_tier:
             return False
         entry.pins += 1
-        self._touch(content)
+        self._mark_used(content)
         if entry.memory is None and entry.filling is None:
-            self._wanted[content] = None
-            if len(self._wanted) > PROMOTIONS_MAX:
-                self._wanted.popitem(last=False)
+            self._promotions[content] = None
+            if len(self._promotions) > PROMOTION_LIMIT:
+                self._promotions.popitem(last=False)
         return True
 
     def unpin(self, content: bytes) -> None:
         self._entries[content].pins -= 1
-        self._forget_if_nowhere(content)
+        self._forget_if_in_no_tier(content)
 
-    def lose(self, content: bytes, tier: str, reason: str) -> None:
-        """The bytes in `tier` are bad or unreadable: not there any more, pinned or not.
+    def remove_copy(self, content: bytes, tier: Tier, reason: str) -> None:
+        """The bytes in `tier` are bad or unreadable: they count as removed, pinned or not.
 
         No copy out of that slot may be in flight.
         """
         entry = self._entries[content]
-        if tier == "memory":
+        if tier is Tier.MEMORY:
             assert entry.memory is not None and entry.writing is None, entry
-            self._leave_memory(content)
+            self._remove_from_memory(content)
         else:
             assert entry.disk is not None, entry
-            self._leave_disk(content)
-        self._forget_if_nowhere(content, reason)
+            self._remove_from_disk(content)
+        self._forget_if_in_no_tier(content, reason)
 
     # ---- stores ----------------------------------------------------------------------------------
 
-    def admit(self, content: bytes) -> int | None:
-        """The memory slot to copy a new block into; `admitted` ends the copy.
+    def begin_store(self, content: bytes) -> int | None:
+        """Returns the memory slot to copy a new block into; `end_store` ends the copy.
 
-        None: it is known already (`content in index`; counts as a use), or every slot is in flight.
+        None when the block is known already (`content in index`; that counts as a use), or every
+        slot is in flight.
         """
         entry = self._entries.get(content)
         if entry is not None:
-            self._touch(content)
+            self._mark_used(content)
             if entry.memory is not None or entry.filling is not None:
                 return None
-        slot = self._memory_slot(clean_only=False)
+        slot = self._take_memory_slot(clean_only=False)
         if slot is None:
             return None
         if entry is None:
-            entry = self._entries[content] = Entry()
-        entry.filling, entry.pins = slot, entry.pins + 1
-        self._wanted.pop(content, None)
+            entry = TierEntry()
+            self._entries[content] = entry
+        entry.filling = slot
+        entry.pins += 1
+        self._promotions.pop(content, None)
         return slot
 
-    def admitted(self, content: bytes, ok: bool) -> None:
-        """The copy into the slot of `admit` ended."""
+    def end_store(self, content: bytes, ok: bool) -> None:
+        """The copy into the slot of `begin_store` ended."""
         if ok:
-            self.counts["memory_stored"] += 1
-        self._filled(content, ok)
+            self.event_counts["memory_stored"] += 1
+        self._end_filling(content, ok)
 
     # ---- moves between tiers ---------------------------------------------------------------------
 
-    def next_move(self, writes: bool) -> Demote | Promote | None:
-        """The next copy between tiers, if one is worth while; `moved` ends it.
+    def begin_move(self, writes: bool) -> TierMove | None:
+        """Returns the next copy between tiers, if one is worth while; `end_move` ends it.
 
-        Without `writes` nothing goes to disk. A promotion only takes a slot that is free or whose
-        block is on disk too; a demotion only one that is free or whose block is not in memory.
+        Without `writes` nothing goes to disk. A `CopyToMemory` takes only a slot that is free or
+        whose block is on disk too; a `CopyToDisk` only one that is free or whose block is not in
+        memory.
         """
-        while self._wanted:
-            content, _ = self._wanted.popitem()
-            slot = self._memory_slot(clean_only=True)
+        promotion = self._begin_promotion()
+        if promotion is not None:
+            return promotion
+        return self._begin_demotion() if writes else None
+
+    def _begin_promotion(self) -> CopyToMemory | None:
+        while self._promotions:
+            content, _ = self._promotions.popitem()
+            slot = self._take_memory_slot(clean_only=True)
             if slot is None:
                 continue
             entry = self._entries[content]
             assert entry.disk is not None and entry.filling is None, entry
-            entry.filling, entry.pins = slot, entry.pins + 1
-            return Promote(content, slot, entry.disk)
-        idle = (c for c in self._dirty if self._entries[c].writing is None)
-        dirty = next(idle, None) if writes else None
-        disk = self._disk_slot() if dirty is not None else None
-        if dirty is None or disk is None:
-            return None
-        entry = self._entries[dirty]
-        assert entry.memory is not None
-        entry.writing, entry.pins = disk, entry.pins + 1
-        return Demote(dirty, entry.memory, disk)
+            entry.filling = slot
+            entry.pins += 1
+            return CopyToMemory(content, slot, entry.disk)
+        return None
 
-    def moved(self, move: Demote | Promote, ok: bool) -> None:
-        """The copy of `next_move` ended. A demotion that failed is tried again."""
-        if isinstance(move, Promote):
-            self.counts["memory_promoted"] += ok
-            self._filled(move.content, ok)
+    def _begin_demotion(self) -> CopyToDisk | None:
+        not_being_written = (c for c in self._not_on_disk if self._entries[c].writing is None)
+        content = next(not_being_written, None)
+        if content is None:
+            return None
+        slot = self._take_disk_slot()
+        if slot is None:
+            return None
+        entry = self._entries[content]
+        assert entry.memory is not None
+        entry.writing = slot
+        entry.pins += 1
+        return CopyToDisk(content, entry.memory, slot)
+
+    def end_move(self, move: TierMove, ok: bool) -> None:
+        """The copy of `begin_move` ended. A `CopyToDisk` that failed is tried again."""
+        if isinstance(move, CopyToMemory):
+            self.event_counts["memory_promoted"] += ok
+            self._end_filling(move.content, ok)
             return
         entry = self._entries[move.content]
-        entry.writing, entry.pins = None, entry.pins - 1
+        entry.writing = None
+        entry.pins -= 1
         if ok:
-            self.counts["disk_stored"] += 1
-            entry.disk = move.disk
-            del self._dirty[move.content]
+            self.event_counts["disk_stored"] += 1
+            entry.disk = move.disk_slot
+            del self._not_on_disk[move.content]
         else:
-            self._disk_free.append(move.disk)
+            self._free_disk.append(move.disk_slot)
 
-    def attach(self, slots: int, found: list[tuple[bytes, int]]) -> None:
-        """A disk with `slots` slots is there, and holds `found` (content, slot), oldest first."""
+    def attach_disk(self, slots: int, found_blocks: list[tuple[bytes, int]]) -> None:
+        """A disk with `slots` slots is there; it holds (content, slot) blocks, oldest first."""
         assert self.disk_slots == 0, self
         self.disk_slots = slots
-        taken = set()
-        for content, slot in found:
-            entry = self._entries.setdefault(content, Entry())
+        taken_slots: set[int] = set()
+        for content, slot in found_blocks:
+            entry = self._entries.setdefault(content, TierEntry())
             if entry.disk is not None:
                 continue
             entry.disk = slot
-            taken.add(slot)
+            taken_slots.add(slot)
             if entry.memory is None:
-                self.entered += 1
-                self._cold[content] = None
-            self._dirty.pop(content, None)
-        self.counts["disk_found"] += len(taken)
-        self._disk_free = deque(slot for slot in range(slots) if slot not in taken)
+                self.entered_blocks += 1
+                self._only_on_disk[content] = None
+            self._not_on_disk.pop(content, None)
+        self.event_counts["disk_found"] += len(taken_slots)
+        self._free_disk = deque(slot for slot in range(slots) if slot not in taken_slots)
 
-    def detach(self) -> None:
+    def detach_disk(self) -> None:
         """The disk is gone with everything on it. No copy to or from it may be in flight."""
-        for content in [c for c, entry in self._entries.items() if entry.disk is not None]:
-            self._leave_disk(content)
-            self._forget_if_nowhere(content, "detached")
-        self.disk_slots, self._disk_free = 0, deque()
+        on_disk = [content for content, entry in self._entries.items() if entry.disk is not None]
+        for content in on_disk:
+            self._remove_from_disk(content)
+            self._forget_if_in_no_tier(content, "detached")
+        self.disk_slots = 0
+        self._free_disk = deque()
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _touch(self, content: bytes) -> None:
-        for order in (self._memory, self._dirty, self._cold):
+    def _mark_used(self, content: bytes) -> None:
+        for order in (self._in_memory, self._not_on_disk, self._only_on_disk):
             if content in order:
                 order.move_to_end(content)
 
-    def _memory_slot(self, clean_only: bool) -> int | None:
-        """A free slot, if need be that of the block that nobody used for longest."""
-        if self._memory_free:
-            return self._memory_free.popleft()
-        victim = next((c for c in self._memory if not self._entries[c].pins), None)
-        if victim is None or (clean_only and victim in self._dirty):
-            return None
-        self.counts["memory_evicted"] += 1
-        self._leave_memory(victim)
-        self._forget_if_nowhere(victim, "evicted_before_disk")
-        return self._memory_free.popleft()
+    def _unpinned(self, order: UseOrder) -> Iterator[bytes]:
+        return (content for content in order if not self._entries[content].pins)
 
-    def _disk_slot(self) -> int | None:
-        if self._disk_free:
-            return self._disk_free.popleft()
-        victim = next((c for c in self._cold if not self._entries[c].pins), None)
+    def _take_memory_slot(self, clean_only: bool) -> int | None:
+        """Returns a free slot, if need be that of the block that was not used for longest.
+
+        With `clean_only` that block must be on disk too. None when there is no such slot.
+        """
+        if self._free_memory:
+            return self._free_memory.popleft()
+        victim = next(self._unpinned(self._in_memory), None)
+        if victim is None or (clean_only and victim in self._not_on_disk):
+            return None
+        self.event_counts["memory_evicted"] += 1
+        self._remove_from_memory(victim)
+        self._forget_if_in_no_tier(victim, "evicted_before_disk")
+        return self._free_memory.popleft()
+
+    def _take_disk_slot(self) -> int | None:
+        """Returns a free slot, if need be that of the oldest block that is on disk only."""
+        if self._free_disk:
+            return self._free_disk.popleft()
+        victim = next(self._unpinned(self._only_on_disk), None)
         if victim is None:
             return None
-        self.counts["disk_evicted"] += 1
-        self._leave_disk(victim)
-        self._forget_if_nowhere(victim, "evicted")
-        return self._disk_free.popleft()
+        self.event_counts["disk_evicted"] += 1
+        self._remove_from_disk(victim)
+        self._forget_if_in_no_tier(victim, "evicted")
+        return self._free_disk.popleft()
 
-    def _filled(self, content: bytes, ok: bool) -> None:
+    def _end_filling(self, content: bytes, ok: bool) -> None:
         entry = self._entries[content]
         assert entry.filling is not None and entry.memory is None, entry
-        slot, entry.filling, entry.pins = entry.filling, None, entry.pins - 1
+        slot = entry.filling
+        entry.filling = None
+        entry.pins -= 1
         if not ok:
-            self._memory_free.append(slot)
-            self._forget_if_nowhere(content)
+            self._free_memory.append(slot)
+            self._forget_if_in_no_tier(content)
             return
-        self.entered += entry.disk is None
-        entry.memory = slot
-        self._memory[content] = None
-        self._cold.pop(content, None)
-        self._wanted.pop(content, None)
-        if entry.disk is None:
-            self._dirty[content] = None
 
-    def _leave_memory(self, content: bytes) -> None:
+        entry.memory = slot
+        self._in_memory[content] = None
+        self._only_on_disk.pop(content, None)
+        self._promotions.pop(content, None)
+        if entry.disk is None:
+            self.entered_blocks += 1
+            self._not_on_disk[content] = None
+
+    def _remove_from_memory(self, content: bytes) -> None:
         entry = self._entries[content]
         assert entry.memory is not None
-        self._memory_free.append(entry.memory)
+        self._free_memory.append(entry.memory)
         entry.memory = None
-        del self._memory[content]
-        self._dirty.pop(content, None)
+        del self._in_memory[content]
+        self._not_on_disk.pop(content, None)
         if entry.disk is not None:
-            self._cold[content] = None
+            self._only_on_disk[content] = None
 
-    def _leave_disk(self, content: bytes) -> None:
+    def _remove_from_disk(self, content: bytes) -> None:
         entry = self._entries[content]
         assert entry.disk is not None
-        self._disk_free.append(entry.disk)
+        self._free_disk.append(entry.disk)
         entry.disk = None
-        self._cold.pop(content, None)
-        self._wanted.pop(content, None)
+        self._only_on_disk.pop(content, None)
+        self._promotions.pop(content, None)
         if entry.memory is not None:
-            self._dirty[content] = None
+            self._not_on_disk[content] = None
 
-    def _forget_if_nowhere(self, content: bytes, reason: str = "") -> None:
-        """An entry goes with its last place; one that is pinned, with its last pin.
+    def _forget_if_in_no_tier(self, content: bytes, reason: str = "") -> None:
+        """Removes an entry with its last slot; one that is pinned, with its last pin.
 
-        `reason` is why it just lost a place.
+        `reason` is why the block has just lost a slot.
         """
         entry = self._entries[content]
-        if entry.memory is not None or entry.disk is not None:
+        if entry.in_a_tier:
             return
         if reason:
-            self.left[reason] += 1
+            self.removal_reasons[reason] += 1
         if not entry.pins:
             del self._entries[content]
 
+    # ---- checks ----------------------------------------------------------------------------------
+
     def validate(self) -> None:
-        """Checks that every slot and every block is where it is said to be, once."""
-        entries = self._entries
-        for total, free, names in (
-            (self.memory_slots, self._memory_free, ("memory", "filling")),
-            (self.disk_slots, self._disk_free, ("disk", "writing")),
-        ):
-            owned = [getattr(entry, name) for entry in entries.values() for name in names]
-            slots = [*free, *(slot for slot in owned if slot is not None)]
-            assert sorted(slots) == list(range(total)), (names, slots)
-        in_memory = {c for c, e in entries.items() if e.memory is not None}
-        on_disk = {c for c, e in entries.items() if e.disk is not None}
-        assert set(self._memory) == in_memory
-        assert set(self._dirty) == in_memory - on_disk
-        assert set(self._cold) == on_disk - in_memory
-        assert set(self._wanted) <= set(self._cold) and len(self._wanted) <= PROMOTIONS_MAX
-        for content, entry in entries.items():
-            copies = (entry.filling is not None) + (entry.writing is not None)
-            assert entry.pins >= copies, entry
-            assert entry.pins or content in in_memory | on_disk, entry
+        """Asserts that every slot and every block is where it is said to be, once."""
+        entries = self._entries.values()
+        memory_owners = [slot for entry in entries for slot in (entry.memory, entry.filling)]
+        disk_owners = [slot for entry in entries for slot in (entry.disk, entry.writing)]
+        _check_slots(self.memory_slots, self._free_memory, memory_owners)
+        _check_slots(self.disk_slots, self._free_disk, disk_owners)
+
+        in_memory = {c for c, entry in self._entries.items() if entry.memory is not None}
+        on_disk = {c for c, entry in self._entries.items() if entry.disk is not None}
+        assert set(self._in_memory) == in_memory
+        assert set(self._not_on_disk) == in_memory - on_disk
+        assert set(self._only_on_disk) == on_disk - in_memory
+        assert set(self._promotions) <= set(self._only_on_disk)
+        assert len(self._promotions) <= PROMOTION_LIMIT
+        for entry in entries:
+            copies_in_flight = (entry.filling is not None) + (entry.writing is not None)
+            assert entry.pins >= copies_in_flight, entry
+            assert entry.pins or entry.in_a_tier, entry
 
     def __repr__(self) -> str:
         return (
-            f"<TierIndex {len(self._memory)}/{self.memory_slots} in memory ({len(self._dirty)} "
-            f"not on disk), {self.disk_entries}/{self.disk_slots} on disk>"
+            f"<TierIndex {len(self._in_memory)}/{self.memory_slots} in memory "
+            f"({len(self._not_on_disk)} not on disk), "
+            f"{self.disk_blocks}/{self.disk_slots} on disk>"
         )
+
+
+def _check_slots(total: int, free: Iterable[int], owners: list[int | None]) -> None:
+    """Asserts that each of `total` slots is free or has one owner."""
+    slots = [*free, *(slot for slot in owners if slot is not None)]
+    assert sorted(slots) == list(range(total)), slots

@@ -15,112 +15,128 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from .disk import DiskStore
-from .faults import checksum, seed_of
-from .service import Limits, Tiers
+from .faults import checksum, checksum_seed
+from .service import TieredStore, TierLimits
 
-ROUNDS, COMPATIBILITY = 5, bytes(16)
+ROUNDS = 5
+COMPATIBILITY = bytes(16)
+#: Rows in which each block is verified once.
+VERIFIED_ROWS = ("memory store", "memory load", "disk read, cached", "disk read, cold")
 
 
-def seconds(work: Callable[[], object]) -> float:
+def measure_seconds(work: Callable[[], None]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
-class Bench:
+class TierBench:
     """`count` blocks of `block_bytes` bytes, a second set to load into, and a folder."""
 
     def __init__(self, block_bytes: int, count: int, folder: Path) -> None:
-        self.block_bytes, self.count, self.folder = block_bytes, count, folder
+        self.block_bytes = block_bytes
+        self.count = count
+        self.folder = folder
         shape = (count, block_bytes)
         self.source = np.random.default_rng(1).integers(0, 256, shape, np.uint8)
         self.target = np.zeros(shape, np.uint8)
         self.contents = [index.to_bytes(16, "little") for index in range(count)]
-        self.seeds = [seed_of(COMPATIBILITY, content) for content in self.contents]
+        self.seeds = [checksum_seed(COMPATIBILITY, content) for content in self.contents]
+
+    def measure_round(self) -> dict[str, float]:
+        """Runs every row once; returns seconds by row."""
+        rows = {
+            "memcpy": measure_seconds(self.copy),
+            "checksum": measure_seconds(self._compute_checksums),
+        }
+        return rows | self._measure_memory() | self._measure_disk()
 
     def copy(self) -> None:
         for index in range(self.count):
             np.copyto(self.target[index], self.source[index])
 
-    def check(self) -> None:
+    def _compute_checksums(self) -> None:
         for index, seed in enumerate(self.seeds):
             checksum(self.source[index].data, seed)
 
-    def memory(self) -> tuple[float, float]:
-        """Seconds of (store, load) through the thread."""
+    def _measure_memory(self) -> dict[str, float]:
+        """Stores and loads through the tiers' thread."""
         size = self.count * self.block_bytes
-        limits = Limits(size, requests_max=2 * self.count, in_flight_bytes_max=2 * size)
-        tiers = Tiers(self.block_bytes, COMPATIBILITY, limits)
-        self.store(tiers, 1)  # the slots' pages exist, as in a tier that has been full once
-        store_s = seconds(lambda: self.store(tiers, 0))
-        load_s = seconds(lambda: self.load(tiers))
+        limits = TierLimits(size, request_limit=2 * self.count, in_flight_bytes_limit=2 * size)
+        tiers = TieredStore(self.block_bytes, COMPATIBILITY, limits)
+        self._store(tiers, salt=1)  # the slots' pages exist, as in a tier that has been full once
+        rows = {
+            "memory store": measure_seconds(lambda: self._store(tiers, salt=0)),
+            "memory load": measure_seconds(lambda: self._load(tiers)),
+        }
         tiers.close()
-        return store_s, load_s
+        return rows
 
-    def store(self, tiers: Tiers, salt: int) -> None:
+    def _store(self, tiers: TieredStore, salt: int) -> None:
+        """Stores all blocks; another `salt` stores them under other names."""
         done: queue.SimpleQueue[bool] = queue.SimpleQueue()
         for index, content in enumerate(self.contents):
-            name = content[:-1] + bytes([salt])
-            assert tiers.store(name, self.source[index].data, done.put)
+            salted_content = content[:-1] + bytes([salt])
+            assert tiers.store(salted_content, self.source[index].data, done.put)
         held = [done.get() for _ in self.contents]
         assert all(held)
 
-    def load(self, tiers: Tiers) -> None:
+    def _load(self, tiers: TieredStore) -> None:
         done: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
         views = [row.data for row in self.target]
         assert tiers.load(list(zip(self.contents, views, strict=True)), done.put)
         assert len(done.get()) == self.count
 
-    def disk(self) -> tuple[float, float, float]:
-        """Seconds of (write, read from the page cache, read after it was dropped)."""
-        room = self.count * (self.block_bytes + 8192) + 65536
-        store = DiskStore(self.folder, self.block_bytes, room, COMPATIBILITY)
+    def _measure_disk(self) -> dict[str, float]:
+        """Uses `DiskStore` alone: writes, reads from the page cache, and after it was dropped."""
+        capacity_bytes = self.count * (self.block_bytes + 8192) + 65536
+        store = DiskStore(self.folder, self.block_bytes, capacity_bytes, COMPATIBILITY)
         blocks = [row.data for row in self.source]
-        sums = [checksum(b, s) for b, s in zip(blocks, self.seeds, strict=True)]
+        checksums = [checksum(b, seed) for b, seed in zip(blocks, self.seeds, strict=True)]
 
         def write() -> None:
             for slot, content in enumerate(self.contents):
-                assert store.write(slot, content, blocks[slot], sums[slot]) is None
+                assert store.write(slot, content, blocks[slot], checksums[slot]) is None
 
         def read() -> None:
             for slot, seed in enumerate(self.seeds):
                 assert store.read(slot, self.target[slot].data, seed) is None
 
-        write_s, read_s = seconds(write), seconds(read)
-        file = os.open(store.path, os.O_RDWR)
-        os.fsync(file)
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(file)
-        cold_s = seconds(read)
+        rows = {
+            "disk write": measure_seconds(write),
+            "disk read, cached": measure_seconds(read),
+        }
+        drop_from_page_cache(store.path)
+        rows["disk read, cold"] = measure_seconds(read)
         store.close()
-        return write_s, read_s, cold_s
+        return rows
 
 
-def measure(block_bytes: int, count: int, folder: Path) -> dict:
-    bench = Bench(block_bytes, count, folder)
+def drop_from_page_cache(path: Path) -> None:
+    file = os.open(path, os.O_RDWR)
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(file)
+
+
+def measure(block_bytes: int, count: int, folder: Path) -> dict[str, Any]:
+    """Returns one line of the output: the best of `ROUNDS` rounds for each row."""
+    bench = TierBench(block_bytes, count, folder)
     bench.copy()
-    rounds = [
-        (seconds(bench.copy), seconds(bench.check), *bench.memory(), *bench.disk())
-        for _ in range(ROUNDS)
-    ]
-    names = ("memcpy", "checksum", "memory store", "memory load")
-    disk = ("disk write", "disk read, cached", "disk read, cold")
-    best = [min(times) for times in zip(*rounds, strict=True)]
-    rows = dict(zip(names + disk, best, strict=True))
-    copy_s, check_s = rows["memcpy"], rows["checksum"]
+    rounds = [bench.measure_round() for _ in range(ROUNDS)]
+    best_s = {row: min(seconds[row] for seconds in rounds) for row in rounds[0]}
     gib = block_bytes * count / 2**30
     return {
         "block_bytes": block_bytes,
-        "gib_s": {name: round(gib / took, 2) for name, took in rows.items()},
-        "of_memcpy": {name: round(copy_s / took, 2) for name, took in rows.items()},
+        "gib_s": {row: round(gib / row_s, 2) for row, row_s in best_s.items()},
+        "of_memcpy": {row: round(best_s["memcpy"] / row_s, 2) for row, row_s in best_s.items()},
         "checksum_share": {
-            name: round(check_s / took, 2)
-            for name, took in rows.items()
-            if name in ("memory store", "memory load", "disk read, cached", "disk read, cold")
+            row: round(best_s["checksum"] / best_s[row], 2) for row in VERIFIED_ROWS
         },
     }
 

@@ -7,38 +7,44 @@ from array import array
 
 import numpy as np
 
-from .faults import Fault, checksum
+from .faults import TierFault, checksum
 
 
 class MemoryStore:
-    """`slots` slots of `block_bytes` bytes. The region is reserved here and takes physical memory
-    when a slot is first used. Raises OSError when it cannot be reserved."""
+    """`slots` slots of `block_bytes` bytes each.
+
+    The region is reserved here, and takes physical memory when a slot is first used. Raises OSError
+    when it cannot be reserved.
+    """
 
     def __init__(self, slots: int, block_bytes: int) -> None:
-        self.slots, self.block_bytes = slots, block_bytes
+        self.slots = slots
+        self.block_bytes = block_bytes
         self._region = mmap.mmap(-1, slots * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._region.madvise(mmap.MADV_HUGEPAGE)
         self._blocks = np.frombuffer(self._region, np.uint8).reshape(slots, block_bytes)
-        self._sums = array("Q", bytes(8 * slots))
+        self._checksums = array("Q", bytes(8 * slots))  #: by slot
 
     def view(self, slot: int) -> memoryview:
-        """The bytes of a slot, uint8 [block_bytes], writable."""
+        """Returns the bytes of a slot, uint8 [block_bytes], writable."""
         return self._blocks[slot].data
 
-    def sum(self, slot: int) -> int:
-        return self._sums[slot]
+    def checksum_of(self, slot: int) -> int:
+        return self._checksums[slot]
 
-    def label(self, slot: int, total: int) -> None:
-        """The slot's bytes have this checksum."""
-        self._sums[slot] = total
+    def set_checksum(self, slot: int, block_checksum: int) -> None:
+        """Says what the checksum of bytes is that were written through `view`."""
+        self._checksums[slot] = block_checksum
 
     def put(self, slot: int, data: memoryview, seed: int) -> None:
-        """Copies a block in. The checksum is that of `data`, so a torn copy is found by `get`."""
-        self.label(slot, checksum(data, seed))
+        """Copies a block in. The checksum is that of `data`, so `get` finds a torn copy."""
+        self.set_checksum(slot, checksum(data, seed))
         np.copyto(self._blocks[slot], np.frombuffer(data, np.uint8))
 
-    def get(self, slot: int, target: memoryview, seed: int) -> Fault | None:
+    def get(self, slot: int, target: memoryview, seed: int) -> TierFault | None:
         """Copies a block out and verifies what arrived in `target`."""
         np.copyto(np.frombuffer(target, np.uint8), self._blocks[slot])
-        return None if checksum(target, seed) == self._sums[slot] else Fault.CHECKSUM
+        if checksum(target, seed) != self._checksums[slot]:
+            return TierFault.CHECKSUM
+        return None

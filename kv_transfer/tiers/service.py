@@ -1,9 +1,14 @@
 """The tiers' thread: takes blocks from the pool's edge, gives them back, moves them meanwhile.
 
-Requests come from any thread and never wait: what is known at once (`held`, a refusal) is answered
-under a lock that is only ever held for look-ups, the bytes are copied on this thread. It serves
-loads first (a prompt waits for them), then stores (pool blocks are pinned for them), and copies
-between memory and disk when nobody waits, a block at a time.
+Life of a request:
+
+1. Any thread calls `store` or `load`. Neither waits: a refusal and `count_held_blocks` are answered
+   under a lock that is only ever held for look-ups.
+2. The request joins a queue. This thread serves loads first (a prompt waits for them), then stores
+   (pool blocks are pinned for them).
+3. The thread copies the bytes and calls the request's `done`.
+
+When nobody waits, the thread copies blocks between memory and disk, one at a time.
 """
 
 from __future__ import annotations
@@ -14,47 +19,52 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, assert_never
 
 from .disk import DiskStore
-from .faults import DiskUnavailable, Fault, seed_of
-from .gate import Gate
-from .index import Demote, Promote, TierIndex
+from .faults import DiskUnavailable, Tier, TierFault, checksum_seed
+from .gate import DiskGate
+from .index import CopyToDisk, CopyToMemory, TierIndex, TierMove
 from .memory import MemoryStore
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TierLimits:
     """Bounds of the tiers, and of what may be waiting or under way at one time."""
 
     memory_bytes: int
     disk_bytes: int = 0  #: of the file; it helps from several times `memory_bytes`
-    requests_max: int = 256  #: stores and loads
-    in_flight_bytes_max: int = 1 << 30  #: of blocks in them; a request alone may be larger
+    request_limit: int = 256  #: stores and loads
+    in_flight_bytes_limit: int = 1 << 30  #: of blocks in them; a request alone may be larger
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Store:
+class StoreRequest:
     content: bytes
     view: memoryview
     done: Callable[[bool], None]
-    slot: int | None  #: memory slot to fill; None when the block is known
+    slot: int | None  #: memory slot to fill; None when the block is known already
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Load:
-    pairs: list[tuple[bytes, memoryview]]
+class LoadRequest:
+    pairs: list[tuple[bytes, memoryview]]  #: content, and where its bytes shall go
     done: Callable[[list[bytes]], None]
     pinned: int  #: leading pairs that a tier holds
 
 
-class Tiers:
+TierRequest = StoreRequest | LoadRequest
+
+
+class TieredStore:
     """A bounded store of KV blocks in host memory and, with a `folder`, on disk.
 
     Keys are 16-byte content hashes, values `block_bytes` bytes. Views are contiguous uint8
-    [block_bytes]; they belong to the tiers from an accepted request until its `done`, which is
+    [block_bytes]; they belong to the store from an accepted request until its `done`, which is
     called once, on the tiers' thread, and must not block. `compatibility` is 16 bytes
     (`KVLayout.compatibility`): blocks stored under another value are never returned. Raises
     OSError when the memory cannot be reserved; nothing else raises, a block is a miss instead.
@@ -64,23 +74,28 @@ class Tiers:
         self,
         block_bytes: int,
         compatibility: bytes,
-        limits: Limits,
+        limits: TierLimits,
         folder: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.block_bytes, self.limits = block_bytes, limits
-        self._compatibility, self._folder, self._clock = compatibility, folder, clock
+        self.block_bytes = block_bytes
+        self.limits = limits
+        self._compatibility = compatibility
+        self._folder = folder
+        self._clock = clock
         self._memory = MemoryStore(limits.memory_bytes // block_bytes, block_bytes)
         self._index = TierIndex(self._memory.slots)
-        self._disk: DiskStore | None = None  #: this thread's; None while there is none
-        self._gate = Gate()
-        self._loads: deque[_Load] = deque()
-        self._stores: deque[_Store] = deque()
-        self._requests = self._in_flight_bytes = 0
+        self._disk: DiskStore | None = None  #: None while there is none; the tiers' thread's own
+        self._gate = DiskGate()
+        self._loads: deque[LoadRequest] = deque()
+        self._stores: deque[StoreRequest] = deque()
+        self._requests = 0  #: waiting or under way
+        self._in_flight_bytes = 0  #: of the blocks in these requests
         self._lookups: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
-        self._failures: dict[str, Counter[str]] = {"memory": Counter(), "disk": Counter()}
-        self._copy_s = self._disk_s = 0.0
+        self._failures: dict[Tier, Counter[str]] = {tier: Counter() for tier in Tier}
+        self._copy_s = 0.0
+        self._disk_s = 0.0
         self._open = True
         self._wake = threading.Condition()  #: its lock guards all of the above
         self._thread = threading.Thread(target=self._run, name="kv-tiers", daemon=True)
@@ -89,39 +104,43 @@ class Tiers:
     # ---- any thread ------------------------------------------------------------------------------
 
     def store(self, content: bytes, view: memoryview, done: Callable[[bool], None]) -> bool:
-        """Keeps a copy of a block; `done(held)`. False, and no `done`, when it is refused: too much
-        is waiting, every memory slot is in flight, or the tiers are closed."""
+        """Keeps a copy of a block; `done(held)` says whether a tier holds it now.
+
+        Returns False, and never calls `done`, when the request is refused: too much is waiting,
+        every memory slot is in flight, or the store is closed.
+        """
         assert view.nbytes == self.block_bytes and len(content) == 16, (view.nbytes, content)
         with self._wake:
             if not self._accepts(self.block_bytes, "store"):
                 return False
-            slot = self._index.admit(content)
+            slot = self._index.begin_store(content)
             if slot is None and content not in self._index:
                 self._counts["refused_store"] += 1
                 return False
-            self._stores.append(_Store(content, view, done, slot))
-            self._begin(self.block_bytes)
+            self._stores.append(StoreRequest(content, view, done, slot))
+            self._count_request(self.block_bytes)
         return True
 
-    def held(self, contents: Sequence[bytes]) -> int:
+    def count_held_blocks(self, contents: Sequence[bytes]) -> int:
         """How many leading blocks a `load` would find now."""
         with self._wake:
-            memory, disk = self._index.held(contents) if self._open else (0, 0)
-            self._lookups["memory_hits"] += memory
-            self._lookups["memory_misses"] += len(contents) - memory
-            self._lookups["disk_hits"] += disk
-            self._lookups["disk_misses"] += len(contents) - memory - disk
-        return memory + disk
+            held = self._index.count_held(contents if self._open else ())
+            self._lookups["memory_hits"] += held.memory
+            self._lookups["memory_misses"] += len(contents) - held.memory
+            self._lookups["disk_hits"] += held.disk
+            self._lookups["disk_misses"] += len(contents) - held.total
+        return held.total
 
     def load(
         self, pairs: Sequence[tuple[bytes, memoryview]], done: Callable[[list[bytes]], None]
     ) -> bool:
-        """Copies blocks into their views; `done(contents)` names the leading ones that arrived and
-        were verified. The other views hold anything. False, and no `done`, when it is refused.
+        """Copies blocks into their views; `done(contents)` names the leading ones that arrived.
 
-        A block is worth nothing without those before it, so the first miss ends the load.
+        These were verified; the other views hold anything. Returns False, and never calls `done`,
+        when the request is refused. A block is worth nothing without those before it, so the first
+        miss ends the load.
         """
-        assert all(v.nbytes == self.block_bytes and not v.readonly for _, v in pairs)
+        assert all(view.nbytes == self.block_bytes and not view.readonly for _, view in pairs)
         size = len(pairs) * self.block_bytes
         with self._wake:
             if not self._accepts(size, "load"):
@@ -129,48 +148,49 @@ class Tiers:
             pinned = 0
             while pinned < len(pairs) and self._index.pin(pairs[pinned][0]):
                 pinned += 1
-            self._loads.append(_Load(list(pairs), done, pinned))
-            self._begin(size)
+            self._loads.append(LoadRequest(list(pairs), done, pinned))
+            self._count_request(size)
         return True
 
-    def statistics(self) -> dict:
-        """Blocks and bytes by tier, look-ups of `held`, deliveries, evictions, faults by reason."""
+    def statistics(self) -> dict[str, Any]:
+        """Blocks and bytes by tier, look-ups, deliveries, evictions, faults by reason."""
         with self._wake:
             index = self._index
-            sizes = {
-                "memory": (index.memory_entries, index.memory_slots),
-                "disk": (index.disk_entries, index.disk_slots),
-            }
-            tiers: dict = {
-                tier: {
-                    "entries": entries,
-                    "bytes": entries * self.block_bytes,
-                    "bytes_max": slots * self.block_bytes,
-                    "hits": self._lookups[f"{tier}_hits"],
-                    "misses": self._lookups[f"{tier}_misses"],
-                    "stored": index.counts[f"{tier}_stored"],
-                    "loaded": self._counts[f"{tier}_loaded"],
-                    "evicted": index.counts[f"{tier}_evicted"],
-                    "failures": dict(self._failures[tier]),
-                }
-                for tier, (entries, slots) in sizes.items()
-            }
-            tiers["memory"] |= {"promoted": index.counts["memory_promoted"], "dirty": index.dirty}
-            tiers["disk"] |= {"found": index.counts["disk_found"], "state": self._disk_state()}
-            return tiers | {
-                "left": dict(index.left),
+            memory = self._tier_statistics(Tier.MEMORY, index.memory_blocks, index.memory_slots)
+            disk = self._tier_statistics(Tier.DISK, index.disk_blocks, index.disk_slots)
+            memory["promoted"] = index.event_counts["memory_promoted"]
+            memory["dirty"] = index.dirty_blocks
+            disk["found"] = index.event_counts["disk_found"]
+            disk["state"] = self._disk_state()
+            return {
+                "memory": memory,
+                "disk": disk,
+                "left": dict(index.removal_reasons),
                 "requests": self._requests,
                 "in_flight_bytes": self._in_flight_bytes,
-                "refused": {k: self._counts[f"refused_{k}"] for k in ("store", "load")},
+                "refused": {kind: self._counts[f"refused_{kind}"] for kind in ("store", "load")},
                 "switched_off": self._counts["switched_off"],
                 "copy_s": round(self._copy_s, 6),
                 "disk_s": round(self._disk_s, 6),
             }
 
-    def close(self) -> None:
-        """Ends after the block in hand; what waits is told that it failed. Blocks on disk stay.
+    def _tier_statistics(self, tier: Tier, blocks: int, slots: int) -> dict[str, Any]:
+        return {
+            "entries": blocks,
+            "bytes": blocks * self.block_bytes,
+            "bytes_max": slots * self.block_bytes,
+            "hits": self._lookups[f"{tier}_hits"],
+            "misses": self._lookups[f"{tier}_misses"],
+            "stored": self._index.event_counts[f"{tier}_stored"],
+            "loaded": self._counts[f"{tier}_loaded"],
+            "evicted": self._index.event_counts[f"{tier}_evicted"],
+            "failures": dict(self._failures[tier]),
+        }
 
-        Not from a callback: it waits for the thread.
+    def close(self) -> None:
+        """Ends after the block in hand; requests that wait fail. Blocks on disk stay there.
+
+        Must not be called from a `done`: it waits for the thread.
         """
         with self._wake:
             self._open = False
@@ -181,15 +201,17 @@ class Tiers:
         return f"<Tiers {self._index!r}, disk {self._disk_state()}, {self._requests} requests>"
 
     def _accepts(self, size: int, kind: str) -> bool:
-        full = self._requests >= self.limits.requests_max or (
-            self._in_flight_bytes and self._in_flight_bytes + size > self.limits.in_flight_bytes_max
+        too_many = self._requests >= self.limits.request_limit
+        in_flight_bytes = self._in_flight_bytes + size
+        too_large = (
+            self._in_flight_bytes > 0 and in_flight_bytes > self.limits.in_flight_bytes_limit
         )
-        if self._open and not full:
+        if self._open and not too_many and not too_large:
             return True
         self._counts[f"refused_{kind}"] += 1
         return False
 
-    def _begin(self, size: int) -> None:
+    def _count_request(self, size: int) -> None:
         self._requests += 1
         self._in_flight_bytes += size
         self._wake.notify()
@@ -197,133 +219,152 @@ class Tiers:
     def _disk_state(self) -> str:
         if self._folder is None or not self.limits.disk_bytes:
             return "none"
-        return f"off: {self._gate.reason}" if self._gate.reason else "on" if self._disk else "opens"
+        if self._gate.reason:
+            return f"off: {self._gate.reason}"
+        return "on" if self._disk else "opens"
 
     # ---- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while self._step():
-                pass
+            while self._open:
+                self._step()
         except Exception:
             log.exception("the tiers' thread ended: no block is stored or loaded any more")
         finally:
             with self._wake:
                 self._open = False
-            self._answer_the_rest()
+            self._fail_waiting_requests()
             if self._disk:
                 self._disk.close()
 
-    def _step(self) -> bool:
-        """One request, opening or move; False when it is time to end."""
+    def _step(self) -> None:
+        """Serves one load, opens the disk, serves one store, moves one block, or waits."""
         with self._wake:
             if not self._open:
-                return False
+                return
             now = self._clock()
-            request: _Load | _Store | None = self._loads.popleft() if self._loads else None
-            if request is None and not self._may_open(now):
-                request = self._stores.popleft() if self._stores else None
-            move = None
-            if request is None and self._disk:
-                move = self._index.next_move(writes=self._gate.allows(now))
-            if request is None and move is None and not self._may_open(now):
+            request: TierRequest | None = None
+            move: TierMove | None = None
+            may_open_disk = self._may_open_disk(now)
+            if self._loads:
+                request = self._loads.popleft()
+            elif not may_open_disk and self._stores:
+                request = self._stores.popleft()
+            elif self._disk:
+                move = self._index.begin_move(writes=self._gate.allows(now))
+            if request is None and move is None and not may_open_disk:
                 self._wake.wait(self._idle_s(now))
-                return True
-        if request:
+                return
+
+        if request is not None:
             self._serve(request)
-        elif move:
+        elif move is not None:
             self._move(move)
         else:
             self._open_disk()
-        return True
 
     def _idle_s(self, now: float) -> float | None:
-        """Until the disk is to be tried again, if there is something to try it with."""
-        retry = self._index.dirty > 0 or self._disk is None
-        return self._gate.until - now if retry and self._gate.until > now else None
+        """Seconds until the disk is to be tried again; None when there is nothing to try."""
+        retry_is_useful = self._index.dirty_blocks > 0 or self._disk is None
+        if retry_is_useful and self._gate.retry_at > now:
+            return self._gate.retry_at - now
+        return None
 
-    def _serve(self, request: _Load | _Store) -> None:
-        """Whatever happens, `done` is called once."""
-        if isinstance(request, _Load):
-            arrived: list[bytes] = []
-            try:
-                self._load(request, arrived)
-            finally:
-                self._answer(request.done, arrived, len(request.pairs))
-        else:
-            held = False
-            try:
-                held = self._store(request)
-            finally:
-                self._answer(request.done, held, 1)
+    def _serve(self, request: TierRequest) -> None:
+        """Calls `done` once, whatever happens."""
+        match request:
+            case LoadRequest():
+                arrived: list[bytes] = []
+                try:
+                    self._load(request, arrived)
+                finally:
+                    self._end_load(request, arrived)
+            case StoreRequest():
+                held = False
+                try:
+                    held = self._store(request)
+                finally:
+                    self._end_store(request, held)
+            case _:
+                assert_never(request)
 
-    def _answer_the_rest(self) -> None:
+    def _fail_waiting_requests(self) -> None:
         for load in self._loads:
-            self._answer(load.done, [], len(load.pairs))
+            self._end_load(load, [])
         for store in self._stores:
-            self._answer(store.done, False, 1)
+            self._end_store(store, held=False)
         self._loads.clear()
         self._stores.clear()
 
-    def _answer(self, done: Callable, outcome: object, blocks: int) -> None:
+    def _end_load(self, load: LoadRequest, arrived: list[bytes]) -> None:
+        self._end_request(partial(load.done, arrived), len(load.pairs))
+
+    def _end_store(self, store: StoreRequest, held: bool) -> None:
+        self._end_request(partial(store.done, held), 1)
+
+    def _end_request(self, call_done: Callable[[], None], blocks: int) -> None:
         with self._wake:
             self._requests -= 1
             self._in_flight_bytes -= blocks * self.block_bytes
         try:
-            done(outcome)
+            call_done()
         except Exception:
             self._counts["callback_failures"] += 1
             log.exception("a tiers callback failed")
 
-    def _store(self, store: _Store) -> bool:
+    def _store(self, store: StoreRequest) -> bool:
         if store.slot is not None:
             began = time.perf_counter()
-            self._memory.put(store.slot, store.view, seed_of(self._compatibility, store.content))
+            seed = checksum_seed(self._compatibility, store.content)
+            self._memory.put(store.slot, store.view, seed)
             self._copy_s += time.perf_counter() - began
         with self._wake:
             if store.slot is not None:
-                self._index.admitted(store.content, ok=True)
-            return self._index.held([store.content]) != (0, 0)
+                self._index.end_store(store.content, ok=True)
+            return self._index.count_held([store.content]).total > 0
 
-    def _load(self, load: _Load, arrived: list[bytes]) -> None:
-        for content, view in load.pairs[: load.pinned]:
-            if not (self._open and self._fetch(content, view)):
+    def _load(self, load: LoadRequest, arrived: list[bytes]) -> None:
+        """Appends to `arrived` the leading blocks that were loaded."""
+        pinned_pairs = load.pairs[: load.pinned]
+        for content, view in pinned_pairs:
+            if not self._open or not self._load_block(content, view):
                 break
             arrived.append(content)
         with self._wake:
-            for content, _ in load.pairs[: load.pinned]:
+            for content, _ in pinned_pairs:
                 self._index.unpin(content)
 
-    def _fetch(self, content: bytes, view: memoryview) -> bool:
-        """One block from the fastest tier whose copy is good."""
-        seed = seed_of(self._compatibility, content)
-        memory, disk = self._index.where(content)
-        if memory is not None:
+    def _load_block(self, content: bytes, view: memoryview) -> bool:
+        """Loads a block from the fastest tier whose copy is good; False when none is."""
+        seed = checksum_seed(self._compatibility, content)
+        slots = self._index.find_slots(content)
+        if slots.memory is not None:
             began = time.perf_counter()
-            fault = self._memory.get(memory, view, seed)
+            fault = self._memory.get(slots.memory, view, seed)
             self._copy_s += time.perf_counter() - began
             if fault is None:
                 self._counts["memory_loaded"] += 1
                 return True
-            self._bad(content, "memory", fault)
-        if disk is not None:
-            assert self._disk
-            fault = self._read(disk, view, seed)
+            self._remove_bad_copy(content, Tier.MEMORY, fault)
+
+        if slots.disk is not None:
+            fault = self._read_disk(slots.disk, view, seed)
             if fault is None:
                 self._counts["disk_loaded"] += 1
                 return True
-            self._bad(content, "disk", fault)
+            self._remove_bad_copy(content, Tier.DISK, fault)
         return False
 
-    def _bad(self, content: bytes, tier: str, fault: Fault) -> None:
+    def _remove_bad_copy(self, content: bytes, tier: Tier, fault: TierFault) -> None:
         with self._wake:
             self._failures[tier][fault] += 1
-            _, disk = self._index.where(content)
-            self._index.lose(content, tier, fault)
-        if tier == "disk" and disk is not None and self._disk:
-            self._disk.erase(disk)
+            disk_slot = self._index.find_slots(content).disk
+            self._index.remove_copy(content, tier, fault)
+        if tier is Tier.DISK and disk_slot is not None and self._disk:
+            self._disk.erase(disk_slot)
 
-    def _read(self, slot: int, view: memoryview, seed: int) -> Fault | None:
+    def _read_disk(self, slot: int, view: memoryview, seed: int) -> TierFault | None:
         assert self._disk
         began = time.perf_counter()
         fault = self._disk.read(slot, view, seed)
@@ -332,58 +373,76 @@ class Tiers:
 
     # ---- the disk --------------------------------------------------------------------------------
 
-    def _move(self, move: Demote | Promote) -> None:
+    def _move(self, move: TierMove) -> None:
+        match move:
+            case CopyToMemory():
+                self._copy_to_memory(move)
+            case CopyToDisk():
+                self._copy_to_disk(move)
+            case _:
+                assert_never(move)
+
+    def _copy_to_memory(self, move: CopyToMemory) -> None:
         assert self._disk
-        view, now = self._memory.view(move.memory), self._clock()
-        if isinstance(move, Promote):
-            seed = seed_of(self._compatibility, move.content)
-            fault = self._read(move.disk, view, seed)
-            self._memory.label(move.memory, self._disk.sum(move.disk))
-            with self._wake:
-                self._index.moved(move, fault is None)
-            if fault:
-                self._bad(move.content, "disk", fault)
-            return
-        began = time.perf_counter()
-        total = self._memory.sum(move.memory)
-        fault = self._disk.write(move.disk, move.content, view, total)
-        self._disk_s += time.perf_counter() - began
+        seed = checksum_seed(self._compatibility, move.content)
+        fault = self._read_disk(move.disk_slot, self._memory.view(move.memory_slot), seed)
+        self._memory.set_checksum(move.memory_slot, self._disk.checksum_of(move.disk_slot))
         with self._wake:
-            self._index.moved(move, fault is None)
-            if fault is None and self._gate.succeeded():
-                log.warning("the disk tier in %s works again", self._folder)
-            if fault:
-                self._failed(fault, f"writing failed: {fault}", now)
-            if fault is Fault.VANISHED:
-                self._index.detach()
-        if fault is Fault.VANISHED:
+            self._index.end_move(move, ok=fault is None)
+        if fault:
+            self._remove_bad_copy(move.content, Tier.DISK, fault)
+
+    def _copy_to_disk(self, move: CopyToDisk) -> None:
+        assert self._disk
+        now = self._clock()
+        view = self._memory.view(move.memory_slot)
+        block_checksum = self._memory.checksum_of(move.memory_slot)
+        began = time.perf_counter()
+        fault = self._disk.write(move.disk_slot, move.content, view, block_checksum)
+        self._disk_s += time.perf_counter() - began
+
+        with self._wake:
+            self._index.end_move(move, ok=fault is None)
+            if fault is None:
+                if self._gate.record_success():
+                    log.warning("the disk tier in %s works again", self._folder)
+            else:
+                self._record_disk_failure(fault, f"writing failed: {fault}", now)
+            if fault is TierFault.VANISHED:
+                self._index.detach_disk()
+        if fault is TierFault.VANISHED:
             self._disk.close()
             self._disk = None
 
-    def _may_open(self, now: float) -> bool:
-        wanted = self._folder is not None and self.limits.disk_bytes > 0
-        return wanted and self._disk is None and self._gate.allows(now)
+    def _may_open_disk(self, now: float) -> bool:
+        configured = self._folder is not None and self.limits.disk_bytes > 0
+        return configured and self._disk is None and self._gate.allows(now)
 
     def _open_disk(self) -> None:
         assert self._folder is not None
-        began, size = self._clock(), self.limits.disk_bytes
+        began = self._clock()
         try:
-            disk = DiskStore(self._folder, self.block_bytes, size, self._compatibility)
+            disk = DiskStore(
+                self._folder, self.block_bytes, self.limits.disk_bytes, self._compatibility
+            )
         except DiskUnavailable as error:
             with self._wake:
-                self._failed(error.fault, str(error), began, final=True)
+                self._record_disk_failure(error.fault, str(error), began, final=True)
             return
-        if disk.emptied:
+
+        if disk.was_emptied:
             log.warning("%s held blocks of another model, layout or size: emptied", disk.path)
         with self._wake:
             self._disk = disk
-            self._index.attach(disk.slots, disk.found)
-            self._failures["disk"].update(disk.faults)
-            if self._gate.succeeded():
+            self._index.attach_disk(disk.slots, disk.found_blocks)
+            self._failures[Tier.DISK].update(disk.header_faults)
+            if self._gate.record_success():
                 log.warning("the disk tier in %s is there again", self._folder)
 
-    def _failed(self, fault: Fault, text: str, now: float, final: bool = False) -> None:
-        self._failures["disk"][fault] += 1
-        if self._gate.failed(fault, now, final):
+    def _record_disk_failure(
+        self, fault: TierFault, text: str, now: float, final: bool = False
+    ) -> None:
+        self._failures[Tier.DISK][fault] += 1
+        if self._gate.record_failure(fault, now, final):
             self._counts["switched_off"] += 1
             log.error("the disk tier in %s is switched off (%s)", self._folder, text)

@@ -9,11 +9,12 @@ from ..transport import AdmitData, Pool, Transport
 def open_transport(
     name: str, agent: str, pool: Pool, admit: AdmitData, host: str, corrupt: int = 0
 ) -> Transport:
-    """Opens `nixl`, `shm`, `tcp`, or `auto`: NIXL wherever it installs, else TCP.
+    """Opens `nixl`, `shm`, `tcp`, or `auto`: NIXL wherever it is installed, else TCP.
 
-    TransportUnavailable: the library is missing, or `shm` got a pool that no file is behind.
+    `host` is where TCP listens. The first `corrupt` writes are damaged, for tests. Raises
+    TransportUnavailable when the library is missing, or `shm` got a pool that no file is behind.
     """
-    transport = _open(name, agent, pool, admit, host)
+    transport = _open_by_name(name, agent, pool, admit, host=host)
     if corrupt:
         from .faulty import FaultyTransport
 
@@ -21,7 +22,8 @@ def open_transport(
     return transport
 
 
-def _open(name: str, agent: str, pool: Pool, admit: AdmitData, host: str) -> Transport:
+def _open_by_name(name: str, agent: str, pool: Pool, admit: AdmitData, host: str) -> Transport:
+    # Each transport is imported when it is opened: nobody loads NIXL who does not use it.
     if name in ("auto", "nixl"):
         from .nixl import NixlTransport
 

@@ -8,14 +8,38 @@ from ..transport import PeerCard, Pool, Spans, Transport, TransportEvent
 
 
 class FaultyTransport:
-    """Passes everything on, but the first unit of the first `corrupt` writes is another one.
+    """Passes every call on to `inner`, and damages the first `corrupt` writes.
 
-    One of the same pool that holds other bytes: the source stays intact, only the wire is wrong.
+    The first unit of a damaged write is replaced by another unit of the same pool that holds other
+    bytes: the source stays intact, only what arrives is wrong.
     """
 
     def __init__(self, inner: Transport, pool: Pool, corrupt: int) -> None:
-        self.inner, self.pool, self.corrupt = inner, pool, corrupt
-        self.name, self.refuses_late = inner.name, inner.refuses_late
+        self.inner = inner
+        self.pool = pool
+        self.corrupt = corrupt  #: writes that are still to be damaged
+        self.name = inner.name
+        self.refuses_late = inner.refuses_late
+
+    def write(self, peer: str, spans: Spans, note: bytes) -> int:
+        if self.corrupt > 0:
+            self.corrupt -= 1
+            source = spans.source_units.copy()
+            source[0] = self._different_unit(int(source[0]), spans.unit_bytes)
+            spans = Spans(spans.unit_bytes, source, spans.target_units)
+        return self.inner.write(peer, spans, note)
+
+    def _different_unit(self, index: int, unit: int) -> int:
+        """Returns the first unit whose bytes are not those of unit `index`."""
+        pool_bytes = np.frombuffer(self.pool.view, np.uint8)
+        unit_count = len(pool_bytes) // unit
+        units = pool_bytes[: unit_count * unit].reshape(-1, unit)
+        for candidate in range(unit_count):
+            if not np.array_equal(units[candidate], units[index]):
+                return candidate
+        raise AssertionError("every unit of the pool holds the same bytes")
+
+    # ---- passed on as they are -------------------------------------------------------------------
 
     @property
     def moving(self) -> bool:
@@ -30,23 +54,6 @@ class FaultyTransport:
     def remove_peer(self, peer: str) -> None:
         self.inner.remove_peer(peer)
 
-    def write(self, peer: str, spans: Spans, note: bytes) -> int:
-        if self.corrupt > 0:
-            self.corrupt -= 1
-            source = spans.source_units.copy()
-            source[0] = self._other(int(source[0]), spans.unit_bytes)
-            spans = Spans(spans.unit_bytes, source, spans.target_units)
-        return self.inner.write(peer, spans, note)
-
-    def _other(self, index: int, unit: int) -> int:
-        """A unit whose bytes are not those of unit `index`."""
-        whole = np.frombuffer(self.pool.view, np.uint8)
-        units = whole[: len(whole) // unit * unit].reshape(-1, unit)
-        for other in range(len(units)):
-            if not np.array_equal(units[other], units[index]):
-                return other
-        raise AssertionError("every unit of the pool holds the same bytes")
-
     def notify(self, peer: str, note: bytes) -> None:
         self.inner.notify(peer, note)
 
@@ -56,8 +63,8 @@ class FaultyTransport:
     def fenced(self, peer: str) -> bool:
         return self.inner.fenced(peer)
 
-    def bury(self, peer: str) -> None:
-        self.inner.bury(peer)
+    def mark_process_dead(self, peer: str) -> None:
+        self.inner.mark_process_dead(peer)
 
     def close(self) -> None:
         self.inner.close()

@@ -1,8 +1,11 @@
 """NIXL over UCX: RDMA, NVLink, shared memory (CMA) or TCP, whichever UCX finds between two agents.
 
-The progress thread stays off: it spins at a full core and shares a lock with the posting thread.
+NIXL's progress thread stays off: it spins at a full core and shares a lock with the posting thread.
 `poll` drives all progress. On one host `transfer` copies synchronously (CMA) with the GIL released.
 Memory of a GPU goes through the same calls, unproven.
+
+NIXL has no types and raises one exception class per status, so its objects are `Any` here and every
+exception of a posting call means that the peer is lost.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -25,56 +29,73 @@ from ..transport import (
     Spans,
     TransportEvent,
 )
-from .process import Watch, here
+from .process import ProcessWatch, own_process_identity
 
 GRACE_S = 1.0  #: a dead peer's bytes in our own socket buffers are applied within this
+_OWN_AGENT = "NIXL_INIT_AGENT"  #: NIXL's name for the side that posts a transfer
+_DONE = "DONE"  #: NIXL's state of a transfer that has ended well
 
 
-class Contact(msgspec.Struct, frozen=True, array_like=True):
+class NixlContact(msgspec.Struct, frozen=True, array_like=True):
     """`PeerCard.address` of a NIXL agent."""
 
-    process: str
-    memory: str
+    process: str  #: identity of the agent's process (`process.own_process_identity`)
+    memory: str  #: DRAM | VRAM
     device: int
-    metadata: bytes
+    metadata: bytes  #: what NIXL needs to reach the agent
 
 
-class Region:
+class NixlRegion:
     """One pool as units of any size: a list of descriptors per size, made at first use."""
 
-    def __init__(self, agent: Any, owner: str, base: int, size: int, contact: Contact) -> None:
-        self._agent, self._owner = agent, owner
-        self._base, self._size, self._contact = base, size, contact
-        self._lists: dict[int, Any] = {}
+    def __init__(self, agent: Any, owner: str, base: int, size: int, contact: NixlContact) -> None:
+        self._agent = agent
+        self._owner = owner
+        self._base = base
+        self._size = size
+        self._contact = contact
+        self._descriptors: dict[int, Any] = {}  #: by bytes of a unit
 
     def units(self, unit: int) -> Any:
-        """The prepared descriptors of all units of `unit` bytes."""
-        found = self._lists.get(unit)
-        if found is None:
-            device = self._contact.device
-            row = [self._base, unit, device, unit, self._size // unit]  # one strided row: the pool
-            found = self._lists[unit] = self._agent.prep_xfer_dlist(
+        """Returns the prepared descriptors of all units of `unit` bytes."""
+        if unit not in self._descriptors:
+            # One strided row describes the pool: address, bytes, device, stride, count.
+            row = [self._base, unit, self._contact.device, unit, self._size // unit]
+            self._descriptors[unit] = self._agent.prep_xfer_dlist(
                 self._owner, np.array([row], np.uint64), self._contact.memory
             )
-        return found
+        return self._descriptors[unit]
 
 
-class Peer:
+class NixlPeer:
     """Where a peer's pool is, and what is known of its process."""
 
     def __init__(self, agent: Any, card: PeerCard) -> None:
-        contact = msgspec.msgpack.decode(card.address, type=Contact)
+        contact = msgspec.msgpack.decode(card.address, type=NixlContact)
         agent.add_remote_agent(contact.metadata)
-        self.region = Region(agent, card.agent, card.base, card.size, contact)
-        self.process = Watch(contact.process)
-        self.down_at: float | None = None  #: when it was found dead
-        self.buried = False  #: the cluster knows that its process is gone
+        self.region = NixlRegion(agent, card.agent, base=card.base, size=card.size, contact=contact)
+        self.process = ProcessWatch(contact.process)
+        self.down_at: float | None = None  #: when it was found dead; None while it is reachable
+        self.marked_dead = False  #: the cluster has said that the peer's process is gone
 
     @property
-    def gone(self) -> bool:
-        """Its process is known to be gone, or is this one: who closed an agent here is done."""
-        known = self.process.gone()
-        return known if known is not None else self.buried or self.process.own
+    def process_gone(self) -> bool:
+        """The peer's process is known to be gone, or is this one.
+
+        An agent of this very process that was closed is done, while the process lives on.
+        """
+        gone = self.process.gone()
+        if gone is None:
+            return self.marked_dead or self.process.is_own_process
+        return gone
+
+
+@dataclass(frozen=True, slots=True)
+class NixlWrite:
+    """A posted transfer that has not ended."""
+
+    peer: str
+    transfer: Any
 
 
 class NixlTransport:
@@ -84,126 +105,146 @@ class NixlTransport:
     refuses_late = False
 
     def __init__(self, agent: str, pool: Pool) -> None:
+        """Raises TransportUnavailable when NIXL is not installed."""
         try:
             from nixl import _api as api
         except ImportError as error:
             raise TransportUnavailable(f"NIXL is not installed here: {error}") from error
         logging.getLogger("nixl").setLevel(logging.WARNING)  # its import sets another one
+
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
         self._agent: Any = api.nixl_agent(agent, config)
         self._agent.create_backend("UCX", {})
         row = (pool.base, pool.size, pool.device, "")
-        self._registered = self._agent.register_memory([row], pool.memory)
-        metadata = self._agent.get_agent_metadata()
-        self._contact = Contact(here(), pool.memory, pool.device, metadata)
-        self._mine = Region(self._agent, "NIXL_INIT_AGENT", pool.base, pool.size, self._contact)
-        self._peers: dict[str, Peer] = {}
-        self._writes: dict[int, tuple[str, Any]] = {}  #: handle -> (peer, NIXL transfer)
-        self._events: list[TransportEvent] = []
-        self._ids = itertools.count()
+        self._registration = self._agent.register_memory([row], pool.memory)
+        self._contact = NixlContact(
+            process=own_process_identity(),
+            memory=pool.memory,
+            device=pool.device,
+            metadata=self._agent.get_agent_metadata(),
+        )
+        self._own_region = NixlRegion(
+            self._agent, _OWN_AGENT, base=pool.base, size=pool.size, contact=self._contact
+        )
+        self._peers: dict[str, NixlPeer] = {}
+        self._writes: dict[int, NixlWrite] = {}  #: by handle
+        self._events: list[TransportEvent] = []  #: what the next `poll` returns
+        self._handles = itertools.count()
 
     def address(self) -> bytes:
         return msgspec.msgpack.encode(self._contact)
 
     def add_peer(self, card: PeerCard) -> None:
         if card.agent not in self._peers:
-            self._peers[card.agent] = Peer(self._agent, card)
+            self._peers[card.agent] = NixlPeer(self._agent, card)
 
     def remove_peer(self, peer: str) -> None:
-        gone = self._peers.pop(peer, None)
-        if gone is not None:
-            gone.process.close()
+        removed = self._peers.pop(peer, None)
+        if removed is not None:
+            removed.process.close()
             self._agent.remove_remote_agent(peer)
 
     def write(self, peer: str, spans: Spans, note: bytes) -> int:
         return self._post("WRITE", peer, spans, note)
 
     def read(self, peer: str, spans: Spans, note: bytes) -> int:
-        """The other way round: unit `target[i]` of the peer's pool to unit `source[i]` of mine."""
+        """Copies unit `target[i]` of the peer's pool to unit `source[i]` of the own one.
+
+        The peer gets the note; the handle ends as that of a write does.
+        """
         return self._post("READ", peer, spans, note)
 
     def _post(self, operation: str, peer: str, spans: Spans, note: bytes) -> int:
-        region = self._alive(peer).region
-        handle, transfer = next(self._ids), None
+        peer_region = self._reachable_peer(peer).region
+        handle = next(self._handles)
+        transfer = None
         try:
             transfer = self._agent.make_prepped_xfer(
                 operation,
-                self._mine.units(spans.unit_bytes),
+                self._own_region.units(spans.unit_bytes),
                 np.ascontiguousarray(spans.source_units, np.int32),
-                region.units(spans.unit_bytes),
+                peer_region.units(spans.unit_bytes),
                 np.ascontiguousarray(spans.target_units, np.int32),
                 note,
             )
             state = self._agent.transfer(transfer)
-        except Exception as error:  # NIXL raises one exception class per status
+        except Exception as error:
             if transfer is not None:
                 self._agent.release_xfer_handle(transfer)
-            self._lost(peer)
+            self._lose_peer(peer)
             raise PeerLost(f"{peer}: {type(error).__name__}") from error
-        if state == "DONE":
+
+        if state == _DONE:
             self._agent.release_xfer_handle(transfer)
-            self._events.append(PostedWriteEnded(handle, True))
+            self._events.append(PostedWriteEnded(handle, ok=True))
         else:
-            self._writes[handle] = (peer, transfer)
+            self._writes[handle] = NixlWrite(peer, transfer)
         return handle
 
     def notify(self, peer: str, note: bytes) -> None:
-        self._alive(peer)
+        self._reachable_peer(peer)
         try:
             self._agent.send_notif(peer, note)
         except Exception as error:
-            self._lost(peer)
+            self._lose_peer(peer)
             raise PeerLost(f"{peer}: {type(error).__name__}") from error
 
-    def _alive(self, peer: str) -> Peer:
-        known = self._peers.get(peer)
-        if known is None or known.down_at is not None:
-            raise PeerLost(peer)
-        return known
+    def _reachable_peer(self, name: str) -> NixlPeer:
+        peer = self._peers.get(name)
+        if peer is None or peer.down_at is not None:
+            raise PeerLost(name)
+        return peer
 
-    def _lost(self, peer: str) -> None:
-        known = self._peers.get(peer)
-        if known is not None and known.down_at is None:
-            known.down_at = time.monotonic()
-            self._events.append(PeerDisconnected(peer))
+    def _lose_peer(self, name: str) -> None:
+        peer = self._peers.get(name)
+        if peer is not None and peer.down_at is None:
+            peer.down_at = time.monotonic()
+            self._events.append(PeerDisconnected(name))
 
     @property
     def moving(self) -> bool:
         return bool(self._writes)
 
     def poll(self) -> list[TransportEvent]:
-        for handle, (peer, transfer) in list(self._writes.items()):
-            ok, reason = True, ""
+        for handle, write in list(self._writes.items()):
+            reason = ""
             try:
-                if self._agent.check_xfer_state(transfer) != "DONE":
+                if self._agent.check_xfer_state(write.transfer) != _DONE:
                     continue
             except Exception as error:
-                ok, reason = False, type(error).__name__
-                self._lost(peer)
+                reason = type(error).__name__
+                self._lose_peer(write.peer)
             del self._writes[handle]
-            self._agent.release_xfer_handle(transfer)
-            self._events.append(PostedWriteEnded(handle, ok, reason))
+            self._agent.release_xfer_handle(write.transfer)
+            self._events.append(PostedWriteEnded(handle, ok=not reason, reason=reason))
+
         for peer, notes in self._agent.get_new_notifs().items():
-            self._events += [NotificationReceived(peer, data) for data in notes]
-        events, self._events = self._events, []
+            self._events += [NotificationReceived(peer, note) for note in notes]
+        events = self._events
+        self._events = []
         return events
 
     def fenced(self, peer: str) -> bool:
-        """A killed writer's bytes may wait in our socket buffers: poll on for a grace period.
+        """Returns True a grace period after the peer's process is gone.
 
-        Its process must be gone before that begins: a frozen one may wake up and go on writing.
-        Of one elsewhere the cluster must say so (`bury`); until then nothing is fenced.
+        A killed writer's bytes may wait in our socket buffers, and polling applies them. Its
+        process must be gone before the grace begins: a frozen one may wake up and go on writing.
+        Of a process elsewhere the cluster must say so (`mark_process_dead`); until then nothing is
+        fenced.
         """
-        known = self._peers.get(peer)
-        if known is None:
+        known_peer = self._peers.get(peer)
+        if known_peer is None:
             return True
-        if not known.gone or known.down_at is None:
-            known.down_at = time.monotonic()
-        return known.gone and time.monotonic() - known.down_at > GRACE_S
+        if not known_peer.process_gone:
+            known_peer.down_at = time.monotonic()
+            return False
+        if known_peer.down_at is None:
+            known_peer.down_at = time.monotonic()
+        return time.monotonic() - known_peer.down_at > GRACE_S
 
-    def bury(self, peer: str) -> None:
+    def mark_process_dead(self, peer: str) -> None:
         if peer in self._peers:
-            self._peers[peer].buried = True
+            self._peers[peer].marked_dead = True
 
     def close(self) -> None:
         for peer in list(self._peers):
@@ -211,6 +252,7 @@ class NixlTransport:
                 self.remove_peer(peer)
             except Exception:
                 logging.getLogger(__name__).debug("peer %s was gone already", peer)
-        self._agent.deregister_memory(self._registered)
+        self._agent.deregister_memory(self._registration)
         self._writes.clear()
-        del self._mine, self._agent  # the agent lives, and peers see it, until no handle is left
+        # NIXL's agent lives, and peers see it, until no handle of it is left.
+        del self._own_region, self._agent

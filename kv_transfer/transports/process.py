@@ -1,4 +1,4 @@
-"""Which process an agent lives in, and whether that process is gone: what a fence can lean on.
+"""Which process an agent lives in, and whether that process is gone: what a fence can rely on.
 
 A dead process writes nothing more; a frozen one may wake up and go on. Linux only: elsewhere, and
 for a process of another host or pid namespace, nothing is known.
@@ -11,56 +11,62 @@ import select
 from pathlib import Path
 
 
-def _space() -> str:
-    """The host's boot and the pid namespace: process ids mean the same where these are equal."""
+def _pid_space() -> str:
+    """Names the host's boot and the pid namespace: within one such space a pid has one meaning."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
-def _started(pid: int) -> int:
+def _start_time(pid: int) -> int:
     """Start time in clock ticks since boot, field 22 of proc_pid_stat(5)."""
     stat = Path(f"/proc/{pid}/stat").read_text()
-    return int(stat[stat.rindex(")") + 1 :].split()[19])
+    after_command = stat[stat.rindex(")") + 1 :]  # the command may contain spaces
+    return int(after_command.split()[19])
 
 
-def here() -> str:
+def own_process_identity() -> str:
     """The identity of this process, for peers on the same host; empty where there is none."""
     try:
-        return f"{_space()} {os.getpid()} {_started(os.getpid())}"
+        return f"{_pid_space()} {os.getpid()} {_start_time(os.getpid())}"
     except OSError:
         return ""
 
 
-class Watch:
-    """Watches the process of an identity that `here` made.
-
-    `gone()` is True once every thread of it has ended, False while one lives, even frozen, and None
-    when nothing can be known: another host, another pid namespace, this very process.
-    """
+class ProcessWatch:
+    """Watches the process of an identity that `own_process_identity` made."""
 
     def __init__(self, identity: str) -> None:
-        self._fd = -1
+        self._pidfd = -1
         self._gone: bool | None = None
-        self.own = identity != "" and identity == here()  #: this very process
-        space, pid, started = [*identity.rsplit(" ", 2), "", ""][:3]
+        self.is_own_process = identity != "" and identity == own_process_identity()
+        parts = identity.rsplit(" ", 2)
+        if len(parts) != 3:
+            return
+        space, pid, start_time = parts
         try:
-            if not identity or space != _space() or int(pid) == os.getpid():
+            if space != _pid_space() or int(pid) == os.getpid():
                 return
-            self._fd = os.pidfd_open(int(pid))
-            self._gone = _started(int(pid)) != int(started)  # the number was given out again
+            self._pidfd = os.pidfd_open(int(pid))
+            # Another start time: the process ended, and its pid was given to another one.
+            self._gone = _start_time(int(pid)) != int(start_time)
         except (ProcessLookupError, FileNotFoundError):
             self._gone = True
         except (AttributeError, OSError):
             self._gone = None
 
     def gone(self) -> bool | None:
+        """Whether the process has ended, with every thread of it.
+
+        False while one lives, even frozen. None when nothing can be known: another host, another
+        pid namespace, or this very process.
+        """
         if self._gone is False:
             poll = select.poll()
-            poll.register(self._fd, select.POLLIN)
+            poll.register(self._pidfd, select.POLLIN)
             self._gone = bool(poll.poll(0))
         return self._gone
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1

@@ -1,13 +1,14 @@
 """Shared memory on one host: the writer maps the peer's pool and copies into it by itself.
 
-The pool lies in a memory file; its owner hands the file to who dials in, over a unix socket that
-carries the notes too and, when it closes, the news of a death. It needs neither ptrace permission
-(CMA) nor a network.
+The pool lies in a memory file. Its owner hands the file to every process that dials in, over a unix
+socket. The same connection carries the notes and, when it closes, tells of a death. It needs
+neither ptrace permission (CMA) nor a network.
 
-A lost peer is fenced by its *gate*, one file per caller: the writer holds a shared lock on it while
-it copies and looks inside first; the owner takes the lock alone and marks the gate shut. Then no
-copy is under way and none begins. The kernel drops the lock of a dead writer. One that is frozen
-in the middle of a copy keeps it, and is not fenced until it wakes up or dies.
+A lost peer is fenced by its *gate*, one file per caller. The writer holds a shared lock on the file
+while it copies, and reads the file's one byte first. The owner takes the lock alone and marks the
+gate shut: then no copy is under way and none begins. The kernel drops the lock of a dead writer. A
+writer that is frozen in the middle of a copy keeps the lock, and is not fenced until it wakes up or
+dies.
 """
 
 from __future__ import annotations
@@ -25,183 +26,207 @@ import numpy as np
 
 from ..errors import PeerLost, TransportUnavailable
 from ..transport import PeerCard, Pool, Spans
-from .stream import NOTE, Incoming, Outgoing, Streams, head, pieces
+from .runs import bounded_pieces
+from .stream import (
+    EndOfWrite,
+    FrameKind,
+    FramePart,
+    IncomingConnection,
+    OutgoingConnection,
+    SocketAddress,
+    SocketTransport,
+    frame_header,
+)
 
-GATE_BYTES = 2 << 20  #: at most twice as much is copied in one hold of the gate
-_SIZE = struct.Struct("<Q")
-_CREDENTIALS = struct.Struct("3i")  # process, user, group: unix(7)
+HOLD_BYTES = 2 << 20  #: at most twice as much is copied in one hold of the gate
+_GATE_OPEN = b"\0"
+_GATE_SHUT = b"\1"
+_POOL_SIZE = struct.Struct("<Q")  #: sent along with the pool's file and the gate's
+_CREDENTIALS = struct.Struct("3i")  #: process, user, group: unix(7)
 
 
-class Gate:
-    """The owner's end: `shut` says that the writer it was handed to copies nothing any more."""
+class WriterGate:
+    """The owner's end of the gate of one writer."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create("diptych-gate")
-        os.ftruncate(self._file, 1)
-        # Opened again: locks belong to openings, and the two must exclude each other.
-        self.handed = os.open(f"/proc/self/fd/{self._file}", os.O_RDONLY)
+        os.ftruncate(self._file, len(_GATE_OPEN))
+        #: The writer's end. Opened again: locks belong to openings, and these must exclude each
+        #: other.
+        self.writer_file = os.open(f"/proc/self/fd/{self._file}", os.O_RDONLY)
 
     def shut(self) -> bool:
+        """Returns True when the writer copies nothing any more; False while it is in a copy."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        os.pwrite(self._file, b"\1", 0)
+        os.pwrite(self._file, _GATE_SHUT, 0)
         os.close(self._file)
         return True
 
 
-class Mapped:
-    """A peer's pool in our memory, and our end of its gate."""
+class MappedPool:
+    """A peer's pool in this process's memory, and the writer's end of the gate in front of it."""
 
-    def __init__(self, pool: int, gate: int, size: int) -> None:
-        self._gate, self._size = gate, size
+    def __init__(self, pool_file: int, gate_file: int, size: int) -> None:
+        """Takes over both files; `size` is that of the pool in bytes."""
+        self._gate = gate_file
+        self._size = size
         try:
-            self._map = mmap.mmap(pool, size)
+            self._map = mmap.mmap(pool_file, size)
         finally:
-            os.close(pool)
+            os.close(pool_file)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def copy(self, pool: Pool, spans: Spans) -> None:
-        """`spans` from `pool`, one hold of the gate after the other; PeerLost when it is shut."""
-        table = pieces(spans, GATE_BYTES)
-        source, target, size = table.T
-        if _outside(source, size, pool.size) or _outside(target, size, self._size):
+        """Copies `spans` from `pool`, one hold of the gate after the other.
+
+        Raises PeerLost when the gate is shut, or a unit lies outside of a pool.
+        """
+        pieces = bounded_pieces(spans, HOLD_BYTES)
+        source, target, size = pieces.T
+        if _is_outside(source, size, pool.size) or _is_outside(target, size, self._size):
             raise PeerLost("a unit outside of the pool")
-        table += (pool.base, self._base, 0)
-        holds = np.flatnonzero(np.diff(np.cumsum(size) // GATE_BYTES)) + 1
+
+        pieces += (pool.base, self._base, 0)
+        hold_ends = np.flatnonzero(np.diff(np.cumsum(size) // HOLD_BYTES)) + 1
         try:
-            for hold in np.split(table, holds):
-                self._pass()
-                for here, there, count in hold.tolist():
-                    ctypes.memmove(there, here, count)  # without the GIL
+            for pieces_of_hold in np.split(pieces, hold_ends):
+                self._renew_hold()
+                for source_address, target_address, byte_count in pieces_of_hold.tolist():
+                    # ctypes releases the GIL.
+                    ctypes.memmove(target_address, source_address, byte_count)
         finally:
             fcntl.flock(self._gate, fcntl.LOCK_UN)
 
-    def _pass(self) -> None:
-        """Lets the owner shut the gate, then holds it open again."""
+    def _renew_hold(self) -> None:
+        """Lets the owner shut the gate, then holds it open again. Raises PeerLost when shut."""
         fcntl.flock(self._gate, fcntl.LOCK_UN)
         try:
             fcntl.flock(self._gate, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             raise PeerLost("revoked") from None
-        if os.pread(self._gate, 1, 0) != b"\0":
+        if os.pread(self._gate, 1, 0) != _GATE_OPEN:
             raise PeerLost("revoked")
 
     def close(self) -> None:
         os.close(self._gate)
 
 
-def _outside(start: np.ndarray, sizes: np.ndarray, size: int) -> bool:
-    return bool((start < 0).any() or (start + sizes > size).any())
+def _is_outside(starts: np.ndarray, sizes: np.ndarray, pool_bytes: int) -> bool:
+    return bool((starts < 0).any() or (starts + sizes > pool_bytes).any())
 
 
-class ShmTransport(Streams):
+class ShmTransport(SocketTransport):
     """Listens on an abstract unix socket; hands its pool to processes of the same user."""
 
     name = "shm"
     refuses_late = False
 
     def __init__(self, agent: str, pool: Pool) -> None:
+        """Raises TransportUnavailable when no file is behind the pool."""
         if pool.fd is None:
             raise TransportUnavailable("the pool is not in shared memory, or has no file there")
         self.pool = pool
-        self._maps: dict[str, Mapped] = {}
-        self._gates: dict[str, list[Gate]] = {}  #: writer -> those that may not be shut yet
-        self._name = f"diptych-kv-{uuid.uuid4().hex}"
+        self._pool_file: int = pool.fd
+        self._maps: dict[str, MappedPool] = {}  #: pools of the peers that this agent writes to
+        self._gates: dict[str, list[WriterGate]] = {}  #: by writer; none is known to be shut
+        self._socket_name = f"diptych-kv-{uuid.uuid4().hex}"
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind(f"\0{self._name}")
+        listener.bind(f"\0{self._socket_name}")
         listener.listen(1024)
         super().__init__(agent, listener)
 
     def address(self) -> bytes:
-        return self._name.encode()
+        return self._socket_name.encode()
 
     # ---- as the writer ---------------------------------------------------------------------------
 
     def write(self, peer: str, spans: Spans, note: bytes) -> int:
-        out, handle = self._dial(peer), next(self._ids)
-        size = len(note) + spans.source_units.nbytes + spans.target_units.nbytes
-        self._queue(out, size, self._frame(peer, spans, note, handle))
-        self._owner[handle] = peer
-        self._flush(out)
-        return handle
+        connection = self._dial(peer)
+        handle = next(self._handles)
+        waiting_bytes = len(note) + spans.source_units.nbytes + spans.target_units.nbytes
+        frame = self._frame(peer, spans, note, handle)
+        return self._post_write(connection, waiting_bytes, handle, frame)
 
-    def _frame(
-        self, peer: str, spans: Spans, note: bytes, handle: int
-    ) -> Iterator[memoryview | int]:
-        """Data is copied when its turn has come; then its source is free, then the note goes."""
+    def _frame(self, peer: str, spans: Spans, note: bytes, handle: int) -> Iterator[FramePart]:
+        """Copies the data when its turn has come; then its source is free, then the note goes."""
         self._maps[peer].copy(self.pool, spans)
-        yield handle
-        yield head(NOTE, note)
+        yield EndOfWrite(handle)
+        yield frame_header(FrameKind.NOTIFICATION, note)
 
-    def _socket(self, card: PeerCard) -> tuple[socket.socket, object]:
+    def _socket_for(self, card: PeerCard) -> tuple[socket.socket, SocketAddress]:
         return socket.socket(socket.AF_UNIX), b"\0" + card.address
 
-    def _opened(self, out: Outgoing) -> None:
-        """Tells our name, then waits for the peer's pool."""
-        self._flush(out)
-        out.held = True
+    def _on_connected(self, connection: OutgoingConnection) -> None:
+        """Sends this agent's name, then waits for the peer's pool before anything else is sent."""
+        self._flush(connection)
+        connection.frames_paused = True
 
-    def _answered(self, out: Outgoing) -> bool:
-        data, files, _, _ = socket.recv_fds(out.sock, _SIZE.size, 2)
-        if len(files) != 2 or data != _SIZE.pack(self._cards[out.peer].size):
+    def _read_reply(self, connection: OutgoingConnection) -> bool:
+        """Maps the pool that the peer hands over."""
+        pool_bytes = self._cards[connection.peer].size
+        data, files, _, _ = socket.recv_fds(connection.sock, _POOL_SIZE.size, 2)
+        if len(files) != 2 or data != _POOL_SIZE.pack(pool_bytes):
             for file in files:
                 os.close(file)
             return False
-        self._maps[out.peer] = Mapped(files[0], files[1], self._cards[out.peer].size)
-        out.held = False
+        pool_file, gate_file = files
+        self._maps[connection.peer] = MappedPool(pool_file, gate_file, pool_bytes)
+        connection.frames_paused = False
         return True
 
     # ---- as the owner ----------------------------------------------------------------------------
 
-    def _accepted(self, sock: socket.socket) -> Incoming:
-        size = _CREDENTIALS.size
-        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        if _CREDENTIALS.unpack(raw)[1] != os.getuid():
+    def _accept_caller(self, sock: socket.socket) -> IncomingConnection:
+        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, user_id, _ = _CREDENTIALS.unpack(raw)
+        if user_id != os.getuid():
             sock.close()
             raise PermissionError("another user")
-        return Incoming(sock)
+        return IncomingConnection(sock)
 
-    def _named(self, incoming: Incoming) -> None:
-        assert self.pool.fd is not None
+    def _on_caller_named(self, connection: IncomingConnection) -> None:
+        """Hands the pool to the caller, behind a gate of its own."""
         try:
-            gate = Gate()
+            gate = WriterGate()
         except OSError:
-            self._hang_up(incoming)
+            self._hang_up(connection)
             return
         try:
-            files = [self.pool.fd, gate.handed]
-            socket.send_fds(incoming.sock, [_SIZE.pack(self.pool.size)], files)
+            size = _POOL_SIZE.pack(self.pool.size)
+            socket.send_fds(connection.sock, [size], [self._pool_file, gate.writer_file])
         except OSError:
-            self._hang_up(incoming)
+            self._hang_up(connection)
         finally:
-            os.close(gate.handed)
-        self._gates.setdefault(incoming.peer, []).append(gate)
+            os.close(gate.writer_file)
+        self._gates.setdefault(connection.peer, []).append(gate)
 
-    def _hang_up(self, end: Incoming | Outgoing) -> None:
-        super()._hang_up(end)
-        if isinstance(end, Outgoing) and end.peer in self._maps:
-            self._maps.pop(end.peer).close()
-        elif isinstance(end, Incoming):
-            self._shut(end.peer)
+    def _hang_up(self, connection: IncomingConnection | OutgoingConnection) -> None:
+        super()._hang_up(connection)
+        if isinstance(connection, IncomingConnection):
+            self._shut_gates(connection.peer)
+        elif connection.peer in self._maps:
+            self._maps.pop(connection.peer).close()
 
-    def _shut(self, peer: str) -> bool:
-        left = [gate for gate in self._gates.pop(peer, []) if not gate.shut()]
-        if left:
-            self._gates[peer] = left
-        return not left
+    def _shut_gates(self, writer: str) -> bool:
+        """Returns True when every gate of the writer is shut."""
+        still_open = [gate for gate in self._gates.pop(writer, []) if not gate.shut()]
+        if still_open:
+            self._gates[writer] = still_open
+        return not still_open
 
     def fenced(self, peer: str) -> bool:
-        """Its gates are shut: it is in no copy, and begins none. See above for a frozen writer."""
-        return super().fenced(peer) and self._shut(peer)
+        """Returns True once the peer is in no copy, and can begin none: its gates are shut."""
+        return super().fenced(peer) and self._shut_gates(peer)
 
     def close(self) -> None:
         super().close()
-        for peer in list(self._gates):
-            self._shut(peer)
-        for mapped in self._maps.values():
-            mapped.close()
+        for writer in list(self._gates):
+            self._shut_gates(writer)
+        for mapped_pool in self._maps.values():
+            mapped_pool.close()
         self._maps.clear()

@@ -1,13 +1,21 @@
 """What the transports over sockets share: one connection per direction, dialled by the writer.
 
-Nothing blocks: a dial is under way until the peer answers or `DIAL_S` is over, and what is sent
-meanwhile waits in the peer's queue. A frame is a header and a note; the first one names the writer.
-A lost peer is hung up on in both directions.
+Life of a connection:
+
+1. The first `notify` or `write` to a peer dials it. Frames wait in the connection's queue until the
+   peer has accepted, or the dial fails after `DIAL_TIMEOUT_S`.
+2. The first frame names the writer. Every later frame is a notification, or a write with its data
+   and its notification. A frame is `HEADER`, the note, and for a write the table of its runs.
+3. When either end closes, or a peer does not read, the agent hangs up in both directions, ends all
+   writes to the peer and reports one `PeerDisconnected`.
+
+No call blocks: sockets are non-blocking, and `poll` drives all progress.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import itertools
 import os
@@ -17,8 +25,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
-
-import numpy as np
+from dataclasses import dataclass
 
 from ..errors import PeerLost
 from ..transport import (
@@ -26,198 +33,249 @@ from ..transport import (
     PeerCard,
     PeerDisconnected,
     PostedWriteEnded,
-    Spans,
     TransportEvent,
 )
 
-HEADER = struct.Struct("<BIII")  #: kind, bytes of note, bytes of a unit, number of runs
-NAME, NOTE, WRITE = 0, 1, 2
-NOTE_MAX = 1 << 20
-WAITING_MAX = 16 << 20  #: bytes of notes and headers that wait for one peer
-DIAL_S = 2.0
-_CALLS_MAX, _VIEWS_MAX = 64, 64  #: system calls per look at a socket, buffers per system call
+
+class FrameKind(enum.IntEnum):
+    """What a frame carries; the values travel on the wire."""
+
+    NAME = 0  #: the note is the writer's agent name; the first frame of a connection, and no other
+    NOTIFICATION = 1
+    WRITE = 2  #: the table of runs follows, then their bytes; the note is delivered after these
 
 
-def runs(*units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Runs that are contiguous in all of `units` (int [n] each): index of the first, length."""
-    cuts = np.zeros(max(len(units[0]) - 1, 0), bool)
-    for each in units:
-        cuts |= np.diff(each) != 1
-    first = np.concatenate(([0], np.flatnonzero(cuts) + 1))[: len(units[0])]
-    return first, np.diff(np.append(first, len(units[0])))
+HEADER = struct.Struct("<BIII")  #: kind, bytes of the note, bytes of a unit, number of runs
+RUN_BYTES = 8  #: one run in a frame's table: first unit and number of units, int32 each
+NOTE_BYTES_LIMIT = 1 << 20
+WAITING_BYTES_LIMIT = 16 << 20  #: notes and tables of runs that wait for one peer
+DIAL_TIMEOUT_S = 2.0
+SYSTEM_CALL_LIMIT = 64  #: system calls at one look at a socket: one busy peer starves no other
+SEND_BUFFER_LIMIT = 64  #: buffers in one `sendmsg`
 
 
-def pieces(spans: Spans, most: int) -> np.ndarray:
-    """Byte in the source, byte in the target, and bytes (int64 [n, 3]) of each run of `spans`.
+@dataclass(frozen=True, slots=True)
+class EndOfWrite:
+    """A place in a queue: once all before it has been sent, the write's source may be reused."""
 
-    Runs of more than `most` bytes are cut.
-    """
-    first, count = runs(spans.source_units, spans.target_units)
-    size = count * spans.unit_bytes
-    parts = -(-size // most)
-    row = np.repeat(np.arange(len(first)), parts)
-    at = (np.arange(len(row)) - np.repeat(np.cumsum(parts) - parts, parts)) * most
-    source = spans.source_units[first].astype(np.int64)[row] * spans.unit_bytes + at
-    target = spans.target_units[first].astype(np.int64)[row] * spans.unit_bytes + at
-    return np.stack((source, target, np.minimum(size[row] - at, most)), axis=1)
+    handle: int
 
 
-def head(kind: int, note: bytes, unit: int = 0, table: bytes = b"") -> memoryview:
-    """A frame without data; `table` is start and length in units, int32, of each run of a write."""
-    assert len(note) <= NOTE_MAX, len(note)
-    return memoryview(HEADER.pack(kind, len(note), unit, len(table) // 8) + note + table)
+FramePart = memoryview | EndOfWrite
+#: Yields the buffers to fill next, and is sent the number of bytes that were read into them.
+FrameParser = Generator[list[memoryview], int, None]
+SocketAddress = tuple[str, int] | bytes
 
 
-class Outgoing:
-    """The connection to a peer that is written to: what waits for it, and what ends with that."""
+def frame_header(kind: FrameKind, note: bytes, unit: int = 0, table: bytes = b"") -> memoryview:
+    """Returns a frame up to its data. `table` holds `RUN_BYTES` for each run of a write."""
+    assert len(note) <= NOTE_BYTES_LIMIT, len(note)
+    header = HEADER.pack(kind, len(note), unit, len(table) // RUN_BYTES)
+    return memoryview(header + note + table)
 
-    def __init__(self, peer: str, sock: socket.socket, connected: bool) -> None:
-        self.peer, self.sock, self.connected = peer, sock, connected
-        self.deadline = time.monotonic() + DIAL_S
-        self.held = False  #: what waits goes on waiting, though the peer has taken the call
-        self._frames: deque[tuple[int, Iterator[memoryview | int]]] = deque()
-        self._parts: deque[memoryview | int] = deque()  #: of the next frames: data, or a handle
-        self._waiting = 0  #: bytes of `_frames` that only exist because they wait
 
-    def put(self, size: int, frame: Iterator[memoryview | int]) -> None:
-        """Queues a frame of `size` bytes besides the pool's; PeerLost when too much waits."""
-        if self._waiting + size > WAITING_MAX:
+def read_exactly(buffer: memoryview) -> FrameParser:
+    """Fills the whole of `buffer`, as a part of a parser."""
+    while buffer:
+        received_bytes = yield [buffer]
+        buffer = buffer[received_bytes:]
+
+
+class OutgoingConnection:
+    """The connection to a peer that this agent writes to, and the frames that wait for it."""
+
+    def __init__(self, peer: str, sock: socket.socket) -> None:
+        self.peer = peer
+        self.sock = sock
+        self.connected = False  #: True once the peer has accepted the connection.
+        self.dial_deadline_s = time.monotonic() + DIAL_TIMEOUT_S
+        #: True while no further frame may begin, although the peer has accepted.
+        self.frames_paused = False
+        #: Frames with the bytes that exist only because they wait (not those of the pool).
+        self._frames: deque[tuple[int, Iterator[FramePart]]] = deque()
+        self._parts: deque[FramePart] = deque()  #: the frames whose turn has come, in parts
+        self._waiting_bytes = 0  #: sum over `_frames`
+
+    def put(self, waiting_bytes: int, frame: Iterator[FramePart]) -> None:
+        """Queues a frame, whose parts are made when its turn comes.
+
+        `waiting_bytes` counts its bytes outside of the pool. Raises PeerLost when too much waits.
+        """
+        if self._waiting_bytes + waiting_bytes > WAITING_BYTES_LIMIT:
             raise PeerLost(f"{self.peer}: it does not read")
-        self._waiting += size
-        self._frames.append((size, frame))
+        self._waiting_bytes += waiting_bytes
+        self._frames.append((waiting_bytes, frame))
 
     @property
     def idle(self) -> bool:
-        return not (self._frames or self._parts)
+        """True when nothing waits to be sent."""
+        return not self._frames and not self._parts
 
     def flush(self) -> list[int]:
-        """Sends what the socket takes; returns the handles that are complete."""
-        done: list[int] = []
-        for _ in range(_CALLS_MAX if self.connected else 0):
-            self._fill()
-            while self._parts and isinstance(self._parts[0], int):
-                done.append(self._parts.popleft())  # type: ignore[arg-type]
-            views = list(itertools.takewhile(lambda p: not isinstance(p, int), self._parts))
-            if not views:
+        """Sends what the socket takes now; returns the handles of the writes that are complete.
+
+        Raises OSError when the connection is broken, and what a frame raises.
+        """
+        completed: list[int] = []
+        if not self.connected:
+            return completed
+        for _ in range(SYSTEM_CALL_LIMIT):
+            self._begin_frames()
+            completed += self._take_ended_writes()
+            buffers = self._leading_buffers()
+            if not buffers:
                 break
             try:
-                self._sent(self.sock.sendmsg(views))  # type: ignore[arg-type]
+                sent_bytes = self.sock.sendmsg(buffers)
             except BlockingIOError:
                 break
-        return done
+            self._remove_sent(sent_bytes)
+        return completed
 
-    def _fill(self) -> None:
-        while self._frames and not self.held and len(self._parts) < _VIEWS_MAX:
-            size, frame = self._frames[0]
+    def _begin_frames(self) -> None:
+        while self._frames and not self.frames_paused and len(self._parts) < SEND_BUFFER_LIMIT:
+            waiting_bytes, frame = self._frames[0]
             part = next(frame, None)
             if part is not None:
                 self._parts.append(part)
             else:
                 self._frames.popleft()
-                self._waiting -= size
+                self._waiting_bytes -= waiting_bytes
 
-    def _sent(self, count: int) -> None:
-        while count:
+    def _take_ended_writes(self) -> list[int]:
+        ended: list[int] = []
+        while self._parts and isinstance(self._parts[0], EndOfWrite):
+            ended.append(self._parts[0].handle)
+            self._parts.popleft()
+        return ended
+
+    def _leading_buffers(self) -> list[memoryview]:
+        """Returns the parts to send before the next `EndOfWrite`."""
+        buffers: list[memoryview] = []
+        for part in self._parts:
+            if isinstance(part, EndOfWrite):
+                break
+            buffers.append(part)
+        return buffers
+
+    def _remove_sent(self, sent_bytes: int) -> None:
+        while sent_bytes:
             part = self._parts[0]
-            assert not isinstance(part, int)
-            if count < len(part):
-                self._parts[0] = part[count:]
+            assert isinstance(part, memoryview)
+            if sent_bytes < len(part):
+                self._parts[0] = part[sent_bytes:]
                 return
-            count -= len(part)
+            sent_bytes -= len(part)
             self._parts.popleft()
 
 
-class Incoming:
-    """Parser of the frames of a peer that writes; `_data` stores what comes with them."""
+class IncomingConnection:
+    """The connection of a peer that writes to this agent, and the parser of its frames."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.sock, self.peer = sock, ""
-        self.notes: list[NotificationReceived] = []
-        self.resumed = False  #: set when time has passed since the last bytes
+        self.sock = sock
+        self.peer = ""  #: the writer's agent name; empty until it has sent it
+        self.notifications: list[NotificationReceived] = []  #: parsed, and not taken yet
+        #: True after a pause between two looks at the socket; a parser that cares resets it.
+        self.resumed = False
         self._parser = self._parse()
-        self._want: list[memoryview] = next(self._parser)
+        self._buffers: list[memoryview] = next(self._parser)  #: where the next bytes go
 
     def read(self) -> bool:
-        """Reads what is there; False at the end of the stream. ValueError on nonsense."""
+        """Reads what is there; returns False at the end of the connection.
+
+        Raises ValueError when the bytes are no frame, or the writer's name is no text.
+        """
         self.resumed = True
-        self._want = self._parser.send(0)
-        for _ in range(_CALLS_MAX):
+        self._buffers = self._parser.send(0)
+        for _ in range(SYSTEM_CALL_LIMIT):
             try:
-                count = self.sock.recvmsg_into(self._want)[0]
+                received_bytes = self.sock.recvmsg_into(self._buffers)[0]
             except BlockingIOError:
                 return True
             except OSError:
                 return False
-            if count == 0:
+            if received_bytes == 0:
                 return False
-            self._want = self._parser.send(count)
+            self._buffers = self._parser.send(received_bytes)
         return True
 
-    def _parse(self) -> Generator[list[memoryview], int, None]:
+    def _parse(self) -> FrameParser:
         header = memoryview(bytearray(HEADER.size))
         while True:
-            yield from exactly(header)
-            kind, note_bytes, unit, count = HEADER.unpack(header)
-            expected = kind in (NOTE, WRITE) if self.peer else kind == NAME
-            if not expected or note_bytes > NOTE_MAX or (count > 0) != (kind == WRITE):
-                raise ValueError("malformed frame")
+            yield from read_exactly(header)
+            kind, note_bytes, unit, run_count = HEADER.unpack(header)
+            self._check_header(FrameKind(kind), note_bytes, run_count)
+
             body = memoryview(bytearray(note_bytes))
-            yield from exactly(body)
+            yield from read_exactly(body)
             note = bytes(body)
-            if kind == NAME:
+            if kind == FrameKind.NAME:
                 self.peer = note.decode()
                 continue
-            if kind == WRITE:
-                yield from self._data(note, unit, count)
-            self.notes.append(NotificationReceived(self.peer, note))
+            if kind == FrameKind.WRITE:
+                yield from self._read_write(note, unit, run_count)
+            self.notifications.append(NotificationReceived(self.peer, note))
 
-    def _data(self, note: bytes, unit: int, count: int) -> Generator[list[memoryview], int, None]:
-        raise ValueError("no data travels here")
+    def _check_header(self, kind: FrameKind, note_bytes: int, run_count: int) -> None:
+        name_expected = not self.peer
+        if (kind is FrameKind.NAME) != name_expected:
+            raise ValueError("malformed frame: the name comes first, and once")
+        if note_bytes > NOTE_BYTES_LIMIT:
+            raise ValueError(f"malformed frame: a note of {note_bytes} bytes")
+        if (run_count > 0) != (kind is FrameKind.WRITE):
+            raise ValueError("malformed frame: writes have runs, other frames none")
+
+    def _read_write(self, note: bytes, unit: int, run_count: int) -> FrameParser:
+        """Reads the table and the data of a write. Overridden where data comes by the socket."""
+        raise ValueError("malformed frame: no data travels on this connection")
         yield []
 
 
-def exactly(buffer: memoryview) -> Generator[list[memoryview], int, None]:
-    while buffer:
-        buffer = buffer[(yield [buffer]) :]
+class SocketTransport:
+    """The connections of one agent, in both directions. A subclass says what a write is.
 
-
-class Streams:
-    """The connections of one agent, in and out. A transport adds what a write is."""
+    Fulfils `Transport` but for `name`, `refuses_late`, `address` and `write`.
+    """
 
     name: str
 
     def __init__(self, agent: str, listener: socket.socket) -> None:
         self.agent = agent
+        self.moving = False  #: True when the last `poll` found bytes under way.
         self._listener = listener
         self._listener.setblocking(False)
-        self._ready = selectors.DefaultSelector()
-        self._ready.register(self._listener, selectors.EVENT_READ)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
         self._cards: dict[str, PeerCard] = {}
-        self._out: dict[str, Outgoing] = {}
-        self._owner: dict[int, str] = {}  #: handle -> peer of a write under way
-        self._down: set[str] = set()
-        self._events: list[TransportEvent] = []
-        self._ids = itertools.count()
-        self.moving = False
+        self._outgoing: dict[str, OutgoingConnection] = {}  #: by peer
+        self._writes: dict[int, str] = {}  #: handle -> peer, of the writes under way
+        #: Peers that were lost and not removed since; nobody dials them.
+        self._disconnected: set[str] = set()
+        self._events: list[TransportEvent] = []  #: what the next `poll` returns
+        self._handles = itertools.count()
 
-    # ---- what differs ----------------------------------------------------------------------------
+    # ---- what a subclass says --------------------------------------------------------------------
 
-    def _socket(self, card: PeerCard) -> tuple[socket.socket, object]:
-        """A socket that fits, and the address of the peer's listener."""
+    def _socket_for(self, card: PeerCard) -> tuple[socket.socket, SocketAddress]:
+        """Makes a socket that fits the peer, and returns it with the peer's listening address."""
         raise NotImplementedError
 
-    def _accepted(self, sock: socket.socket) -> Incoming:
-        """OSError when the caller may not talk to us."""
-        return Incoming(sock)
+    def _accept_caller(self, sock: socket.socket) -> IncomingConnection:
+        """Wraps a caller's socket. Raises OSError when the caller may not connect."""
+        return IncomingConnection(sock)
 
-    def _named(self, incoming: Incoming) -> None:
-        """The caller has said who it is."""
+    def _on_caller_named(self, connection: IncomingConnection) -> None:
+        """The caller's name has just arrived."""
 
-    def _opened(self, out: Outgoing) -> None:
-        """The peer has taken the call."""
+    def _on_connected(self, connection: OutgoingConnection) -> None:
+        """The peer has just accepted the connection."""
 
-    def _answered(self, out: Outgoing) -> bool:
-        """The peer, which only listens here, said something; False when it hung up."""
+    def _read_reply(self, connection: OutgoingConnection) -> bool:
+        """Reads what the peer sent on a connection that this agent dialled.
+
+        Returns False when the peer hung up, or sent what it must not.
+        """
         return False
 
     # ---- peers -----------------------------------------------------------------------------------
@@ -227,153 +285,192 @@ class Streams:
 
     def remove_peer(self, peer: str) -> None:
         self._cards.pop(peer, None)
-        self._drop(peer, "removed", tell=False)
-        self._down.discard(peer)
+        self._disconnect(peer, "removed", report=False)
+        self._disconnected.discard(peer)
 
     def notify(self, peer: str, note: bytes) -> None:
-        out, frame = self._dial(peer), head(NOTE, note)
-        self._queue(out, len(frame), iter((frame,)))
-        self._flush(out)
+        connection = self._dial(peer)
+        frame = frame_header(FrameKind.NOTIFICATION, note)
+        self._put(connection, len(frame), iter((frame,)))
+        self._flush(connection)
 
-    def _queue(self, out: Outgoing, size: int, frame: Iterator[memoryview | int]) -> None:
+    def _post_write(
+        self,
+        connection: OutgoingConnection,
+        waiting_bytes: int,
+        handle: int,
+        data: Iterator[FramePart],
+    ) -> int:
+        """Queues the frame of a write and sends what can be sent; returns its handle."""
+        self._put(connection, waiting_bytes, data)
+        self._writes[handle] = connection.peer
+        self._flush(connection)
+        return handle
+
+    def _put(
+        self, connection: OutgoingConnection, waiting_bytes: int, frame: Iterator[FramePart]
+    ) -> None:
         try:
-            out.put(size, frame)
+            connection.put(waiting_bytes, frame)
         except PeerLost:
-            self._drop(out.peer, "does not read")
+            self._disconnect(connection.peer, "does not read")
             raise
 
-    def _dial(self, peer: str) -> Outgoing:
-        if peer in self._out:
-            return self._out[peer]
-        if peer not in self._cards or peer in self._down:
+    def _dial(self, peer: str) -> OutgoingConnection:
+        """Returns the connection to the peer, dialled now if need be. Raises PeerLost."""
+        if peer in self._outgoing:
+            return self._outgoing[peer]
+        if peer not in self._cards or peer in self._disconnected:
             raise PeerLost(peer)
         try:
-            sock, address = self._socket(self._cards[peer])
-            sock.setblocking(False)
-            failed = sock.connect_ex(address)  # type: ignore[arg-type]
-            if failed not in (0, errno.EINPROGRESS):
-                sock.close()
-                raise OSError(failed, os.strerror(failed))
+            sock, error_number = self._begin_dial(self._cards[peer])
         except (OSError, OverflowError, ValueError) as error:
-            self._drop(peer, "unreachable")
+            self._disconnect(peer, "unreachable")
             raise PeerLost(f"{peer}: {error}") from error
-        out = self._out[peer] = Outgoing(peer, sock, connected=False)
-        self._ready.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, out)
-        name = head(NAME, self.agent.encode())
-        out.put(len(name), iter((name,)))
-        if not failed:
-            self._connected(out)
-            self._dial(peer)  # it may have hung up at once
-        return out
 
-    def _connected(self, out: Outgoing) -> None:
-        out.connected = True
-        self._ready.modify(out.sock, selectors.EVENT_READ, out)
-        self._opened(out)
+        connection = OutgoingConnection(peer, sock)
+        self._outgoing[peer] = connection
+        self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
+        own_name = frame_header(FrameKind.NAME, self.agent.encode())
+        connection.put(len(own_name), iter((own_name,)))
+        if error_number == 0:
+            self._finish_dial(connection)
+            if peer not in self._outgoing:  # it hung up at once
+                raise PeerLost(peer)
+        return connection
 
-    def _flush(self, out: Outgoing) -> None:
+    def _begin_dial(self, card: PeerCard) -> tuple[socket.socket, int]:
+        """Returns the socket with 0 when it is connected at once, else with EINPROGRESS."""
+        sock, address = self._socket_for(card)
+        sock.setblocking(False)
+        error_number = sock.connect_ex(address)
+        if error_number not in (0, errno.EINPROGRESS):
+            sock.close()
+            raise OSError(error_number, os.strerror(error_number))
+        return sock, error_number
+
+    def _finish_dial(self, connection: OutgoingConnection) -> None:
+        connection.connected = True
+        self._selector.modify(connection.sock, selectors.EVENT_READ, connection)
+        self._on_connected(connection)
+
+    def _flush(self, connection: OutgoingConnection) -> None:
         try:
-            done = out.flush()
+            completed = connection.flush()
         except (OSError, PeerLost) as error:
-            self._drop(out.peer, type(error).__name__)
+            self._disconnect(connection.peer, type(error).__name__)
             return
-        for handle in done:
-            del self._owner[handle]
-            self._events.append(PostedWriteEnded(handle, True))
+        for handle in completed:
+            del self._writes[handle]
+            self._events.append(PostedWriteEnded(handle, ok=True))
 
-    def _drop(self, peer: str, reason: str, tell: bool = True) -> None:
-        """Hangs up on the peer in both directions: what it still sends is never read."""
-        out = self._out.pop(peer, None)
-        if out:
-            self._hang_up(out)
-        for each in [k.data for k in self._ready.get_map().values()]:
-            if isinstance(each, Incoming) and each.peer == peer:
-                self._hang_up(each)
-        for handle in [h for h, owner in self._owner.items() if owner == peer]:
-            del self._owner[handle]
-            self._events.append(PostedWriteEnded(handle, False, reason))
-        if peer not in self._down:
-            self._down.add(peer)
-            if tell:
+    def _disconnect(self, peer: str, reason: str, report: bool = True) -> None:
+        """Hangs up on the peer in both directions: what it still sends is never read.
+
+        Ends all writes to the peer. With `report`, the first time also says `PeerDisconnected`.
+        """
+        outgoing = self._outgoing.pop(peer, None)
+        if outgoing is not None:
+            self._hang_up(outgoing)
+        for key in list(self._selector.get_map().values()):
+            connection = key.data
+            if isinstance(connection, IncomingConnection) and connection.peer == peer:
+                self._hang_up(connection)
+
+        failed_writes = [handle for handle, target in self._writes.items() if target == peer]
+        for handle in failed_writes:
+            del self._writes[handle]
+            self._events.append(PostedWriteEnded(handle, ok=False, reason=reason))
+
+        if peer not in self._disconnected:
+            self._disconnected.add(peer)
+            if report:
                 self._events.append(PeerDisconnected(peer))
 
-    def _hang_up(self, end: Incoming | Outgoing) -> None:
-        self._ready.unregister(end.sock)
-        end.sock.close()
+    def _hang_up(self, connection: IncomingConnection | OutgoingConnection) -> None:
+        self._selector.unregister(connection.sock)
+        connection.sock.close()
 
     # ---- polling ---------------------------------------------------------------------------------
 
     def poll(self) -> list[TransportEvent]:
-        ready = self._ready.select(0)
+        ready = self._selector.select(0)
         self.moving = bool(ready)
         for key, mask in ready:
-            end = key.data
-            if end is None:
+            connection: IncomingConnection | OutgoingConnection | None = key.data
+            if connection is None:
                 self._accept()
-            elif end.sock.fileno() < 0:  # hung up a moment ago
+            elif connection.sock.fileno() < 0:  # hung up by what came before it in this loop
                 continue
-            elif isinstance(end, Incoming):
-                self._receive(end)
-            elif not end.connected:
-                self._answer(end)
+            elif isinstance(connection, IncomingConnection):
+                self._receive(connection)
+            elif not connection.connected:
+                self._conclude_dial(connection)
             elif mask & selectors.EVENT_READ:
-                self._hear(end)
-        now = time.monotonic()
-        for out in list(self._out.values()):
-            if not out.idle and out.connected:
-                self.moving = True
-                self._flush(out)
-            elif not out.connected and now > out.deadline:
-                self._drop(out.peer, "unreachable")
-        events, self._events = self._events, []
+                self._receive_reply(connection)
+
+        self._send_what_waits()
+        events = self._events
+        self._events = []
         return events
 
-    def _hear(self, out: Outgoing) -> None:
-        try:
-            there = self._answered(out)
-        except OSError:
-            there = False
-        if not there:
-            self._drop(out.peer, "closed")
+    def _send_what_waits(self) -> None:
+        now = time.monotonic()
+        for connection in list(self._outgoing.values()):
+            if not connection.connected:
+                if now > connection.dial_deadline_s:
+                    self._disconnect(connection.peer, "unreachable")
+            elif not connection.idle:
+                self.moving = True
+                self._flush(connection)
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it left again, or there is none
+        with contextlib.suppress(OSError):  # the caller has left again, or is refused
             sock, _ = self._listener.accept()
             sock.setblocking(False)
-            self._ready.register(sock, selectors.EVENT_READ, self._accepted(sock))
+            self._selector.register(sock, selectors.EVENT_READ, self._accept_caller(sock))
 
-    def _answer(self, out: Outgoing) -> None:
-        """The dial has ended, well or not."""
-        failed = out.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if failed:
-            self._drop(out.peer, "unreachable")
+    def _conclude_dial(self, connection: OutgoingConnection) -> None:
+        if connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._disconnect(connection.peer, "unreachable")
         else:
-            self._connected(out)
+            self._finish_dial(connection)
 
-    def _receive(self, incoming: Incoming) -> None:
-        stranger = not incoming.peer
+    def _receive_reply(self, connection: OutgoingConnection) -> None:
         try:
-            alive = incoming.read()
-        except ValueError:  # a frame that makes no sense, a name that is no text
-            alive = False
-        if stranger and incoming.peer:
-            self._named(incoming)
-        self._events += incoming.notes
-        incoming.notes = []
-        if not alive and incoming.sock.fileno() >= 0:
-            self._hang_up(incoming)
-            if incoming.peer:
-                self._drop(incoming.peer, "closed")
+            peer_alive = self._read_reply(connection)
+        except OSError:
+            peer_alive = False
+        if not peer_alive:
+            self._disconnect(connection.peer, "closed")
 
-    def bury(self, peer: str) -> None:
-        """Not needed: `fenced` sees for itself."""
+    def _receive(self, connection: IncomingConnection) -> None:
+        was_unnamed = not connection.peer
+        try:
+            alive = connection.read()
+        except ValueError:  # malformed: whoever sent it is hung up on
+            alive = False
+        if was_unnamed and connection.peer:
+            self._on_caller_named(connection)
+
+        self._events += connection.notifications
+        connection.notifications = []
+        if not alive and connection.sock.fileno() >= 0:
+            self._hang_up(connection)
+            if connection.peer:
+                self._disconnect(connection.peer, "closed")
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def mark_process_dead(self, peer: str) -> None:
+        """Changes nothing: `fenced` needs no help."""
 
     def fenced(self, peer: str) -> bool:
-        """Always: its bytes come by its connection only, and that one is closed here and now."""
-        self._drop(peer, "fenced", tell=False)
+        """Always True: bytes of a peer come by its connection only, and this call closes it."""
+        self._disconnect(peer, "fenced", report=False)
         return True
 
     def close(self) -> None:
-        for key in list(self._ready.get_map().values()):
+        for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
-        self._ready.close()
+        self._selector.close()

@@ -1,109 +1,162 @@
-"""Plain TCP: for platforms without NIXL, and the one that can refuse late bytes.
+"""Plain TCP: for platforms without NIXL, and the transport that can refuse late bytes.
 
 A write's frame names the runs of the target pool, and their bytes follow. The reader asks `admit`
-before it stores data, and again whenever the stream goes on after a pause; data of a ticket that is
-closed is read into scratch memory and dropped. A lost peer is fenced by hanging up on it.
+before it stores data, and again whenever the connection goes on after a pause. Data that is not
+admitted is read into scratch memory and dropped: its ticket is closed, and its blocks may belong to
+somebody else. A lost peer is fenced by hanging up on it.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..transport import AdmitData, PeerCard, Pool, Spans
-from .stream import WRITE, Incoming, Streams, exactly, head, runs
+from .runs import contiguous_runs
+from .stream import (
+    RUN_BYTES,
+    EndOfWrite,
+    FrameKind,
+    FrameParser,
+    FramePart,
+    IncomingConnection,
+    SocketAddress,
+    SocketTransport,
+    frame_header,
+    read_exactly,
+)
 
-RUNS_MAX = 1 << 20  #: in one write
-_SCRATCH = 1 << 16
-_VIEWS_MAX = 64
+RUN_LIMIT = 1 << 20  #: runs in one write
+READ_BUFFER_LIMIT = 64  #: buffers in one `recvmsg_into`
+SCRATCH_BYTES = 1 << 16
 
 
-class Stored(Incoming):
-    """Writes land straight in the pool, as long as they are admitted."""
+@dataclass(slots=True)
+class WriteProgress:
+    """How far the data of one write has come."""
+
+    starts: list[int]  #: first byte in the pool of each run
+    sizes: list[int]  #: bytes of each run
+    complete_runs: int = 0
+    partial_bytes: int = 0  #: bytes that are there of the first run that is not complete
+
+    @property
+    def complete(self) -> bool:
+        return self.complete_runs == len(self.sizes)
+
+    def advance(self, received_bytes: int) -> None:
+        while received_bytes:
+            run_bytes = self.sizes[self.complete_runs]
+            part_bytes = min(received_bytes, run_bytes - self.partial_bytes)
+            received_bytes -= part_bytes
+            self.partial_bytes += part_bytes
+            if self.partial_bytes == run_bytes:
+                self.complete_runs += 1
+                self.partial_bytes = 0
+
+
+class StoringConnection(IncomingConnection):
+    """A peer's connection whose writes go straight into the pool, as long as they are admitted."""
 
     def __init__(self, sock: socket.socket, pool: Pool, admit: AdmitData) -> None:
-        self._pool, self._admit = pool, admit
-        self._scratch = memoryview(bytearray(_SCRATCH))
+        self._pool = pool
+        self._admit = admit
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         super().__init__(sock)
 
-    def _data(self, note: bytes, unit: int, count: int) -> Generator[list[memoryview], int, None]:
-        if count > RUNS_MAX:
-            raise ValueError("malformed frame")
-        table = memoryview(bytearray(8 * count))
-        yield from exactly(table)
-        rows = (np.frombuffer(table, np.int32).reshape(-1, 2).astype(np.int64) * unit).tolist()
-        if any(size <= 0 for _, size in rows):
-            raise ValueError("malformed frame")
-        admitted, self.resumed = self._admit(self.peer, note), False
-        index, done = 0, 0  # runs that are complete, bytes of the next one that are there
-        while index < count:
-            if self.resumed:
-                admitted, self.resumed = admitted and self._admit(self.peer, note), False
-            start, size = rows[index]
-            if admitted and self._inside(start, size):
-                want = [self._pool.view[start + done : start + size]]
-                for start, size in rows[index + 1 : index + _VIEWS_MAX]:
-                    if not self._inside(start, size):
-                        break
-                    want.append(self._pool.view[start : start + size])
-            else:
-                want = [self._scratch[: size - done]]
-            got = yield want
-            while got:
-                part = min(got, rows[index][1] - done)
-                got, done = got - part, done + part
-                if done == rows[index][1]:
-                    index, done = index + 1, 0
+    def _read_write(self, note: bytes, unit: int, run_count: int) -> FrameParser:
+        if run_count > RUN_LIMIT:
+            raise ValueError(f"malformed frame: a write of {run_count} runs")
+        table = memoryview(bytearray(RUN_BYTES * run_count))
+        yield from read_exactly(table)
+        starts, sizes = np.frombuffer(table, np.int32).reshape(-1, 2).T.astype(np.int64) * unit
+        progress = WriteProgress(starts.tolist(), sizes.tolist())
+        if (sizes <= 0).any():
+            raise ValueError("malformed frame: a run of no bytes")
 
-    def _inside(self, start: int, size: int) -> bool:
+        admitted = self._admit(self.peer, note)
+        self.resumed = False
+        while not progress.complete:
+            if self.resumed:
+                admitted = admitted and self._admit(self.peer, note)
+                self.resumed = False
+            received_bytes = yield self._buffers_for(progress, admitted)
+            progress.advance(received_bytes)
+
+    def _buffers_for(self, progress: WriteProgress, admitted: bool) -> list[memoryview]:
+        """Returns where the next bytes of a write go: into the pool, or into scratch memory."""
+        first = progress.complete_runs
+        start = progress.starts[first]
+        size = progress.sizes[first]
+        if not admitted or not self._is_inside_pool(start, size):
+            return [self._scratch[: size - progress.partial_bytes]]
+
+        buffers = [self._pool.view[start + progress.partial_bytes : start + size]]
+        following = slice(first + 1, first + READ_BUFFER_LIMIT)
+        next_runs = zip(progress.starts[following], progress.sizes[following], strict=True)
+        for start, size in next_runs:
+            if not self._is_inside_pool(start, size):
+                break
+            buffers.append(self._pool.view[start : start + size])
+        return buffers
+
+    def _is_inside_pool(self, start: int, size: int) -> bool:
         return start >= 0 and start + size <= self._pool.size
 
 
-class TcpTransport(Streams):
-    """Listens for peers that write into the pool, dials those that it writes to."""
+class TcpTransport(SocketTransport):
+    """Listens for peers that write into the pool, and dials those that it writes to."""
 
     name = "tcp"
     refuses_late = True
 
     def __init__(self, agent: str, pool: Pool, admit: AdmitData, host: str = "127.0.0.1") -> None:
-        self.pool, self.admit = pool, admit
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__(agent, socket.create_server((host, 0), family=family))
+        self.pool = pool
+        self.admit = admit
+        super().__init__(agent, socket.create_server((host, 0), family=_family_of(host)))
 
     def address(self) -> bytes:
         host, port = self._listener.getsockname()[:2]
         return f"{host}:{port}".encode()
 
-    def _socket(self, card: PeerCard) -> tuple[socket.socket, object]:
+    def _socket_for(self, card: PeerCard) -> tuple[socket.socket, SocketAddress]:
         host, port = card.address.decode().rsplit(":", 1)
-        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        sock = socket.socket(_family_of(host))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return sock, (host, int(port))
 
-    def _accepted(self, sock: socket.socket) -> Incoming:
-        return Stored(sock, self.pool, self.admit)
+    def _accept_caller(self, sock: socket.socket) -> IncomingConnection:
+        return StoringConnection(sock, self.pool, self.admit)
 
     def write(self, peer: str, spans: Spans, note: bytes) -> int:
-        out, handle = self._dial(peer), next(self._ids)
-        first, count = runs(spans.target_units)
-        assert len(first) <= RUNS_MAX, len(first)
-        table = np.stack((spans.target_units[first], count), axis=1).astype(np.int32)
-        frame = head(WRITE, note, spans.unit_bytes, table.tobytes())
-        first, count = runs(spans.source_units)
+        connection = self._dial(peer)
+        handle = next(self._handles)
+
+        first, lengths = contiguous_runs(spans.target_units)
+        assert len(first) <= RUN_LIMIT, len(first)
+        table = np.stack((spans.target_units[first], lengths), axis=1).astype(np.int32)
+        header = frame_header(FrameKind.WRITE, note, spans.unit_bytes, table.tobytes())
+
+        first, lengths = contiguous_runs(spans.source_units)
         starts = spans.source_units[first].astype(np.int64) * spans.unit_bytes
-        assert starts.min() >= 0 and (starts + count * spans.unit_bytes).max() <= self.pool.size
-        size = len(frame) + starts.nbytes + count.nbytes
-        self._queue(out, size, self._frame(frame, starts, count * spans.unit_bytes, handle))
-        self._owner[handle] = peer
-        self._flush(out)
-        return handle
+        sizes = lengths * spans.unit_bytes
+        assert starts.min() >= 0 and (starts + sizes).max() <= self.pool.size
+
+        waiting_bytes = len(header) + starts.nbytes + sizes.nbytes
+        frame = self._frame(header, starts, sizes, handle)
+        return self._post_write(connection, waiting_bytes, handle, frame)
 
     def _frame(
-        self, frame: memoryview, starts: np.ndarray, sizes: np.ndarray, handle: int
-    ) -> Iterator[memoryview | int]:
-        yield frame
+        self, header: memoryview, starts: np.ndarray, sizes: np.ndarray, handle: int
+    ) -> Iterator[FramePart]:
+        yield header
         for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
             yield self.pool.view[start : start + size]
-        yield handle
+        yield EndOfWrite(handle)
+
+
+def _family_of(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -28,16 +28,16 @@ from diptych.cluster.control.diagnosis import (
 from diptych.cluster.control.doctor import Doctor, parse_size
 from diptych.cluster.gateway.errors import ApiError
 from diptych.kv_transfer import diagnosis
-from diptych.kv_transfer.diagnosis import Environment, Port
+from diptych.kv_transfer.diagnosis import HostEnvironment, NetworkPort
 
 from tests.cluster.test_node import Bench, opened, prompt
 from tests.support.checkpoints import make
 
 A, B = "prefill/a", "decode/b"
-FAST = [Port("mlx5_0:1", 400.0)]
+FAST = [NetworkPort("mlx5_0:1", 400.0)]
 
 
-def host(worker: str, **fields: object) -> Environment:
+def host(worker: str, **fields: object) -> HostEnvironment:
     usual: dict = {
         "worker": worker,
         "host": "node-1",
@@ -53,16 +53,16 @@ def host(worker: str, **fields: object) -> Environment:
         "cma": {},
         "rdma": [],
         "rdma_files": [],
-        "nics": [Port("eth0", 10.0)],
+        "nics": [NetworkPort("eth0", 10.0)],
         "ucx_tls": "",
         "huge_pages": "madvise",
         "memcpy_gib_s": 10.0,
         "checksum_gib_s": 20.0,
     }
-    return Environment(**{**usual, **fields})
+    return HostEnvironment(**{**usual, **fields})
 
 
-def elsewhere(worker: str, **fields: object) -> Environment:
+def elsewhere(worker: str, **fields: object) -> HostEnvironment:
     far = {"host": "node-2", "boot": "boot-2", "process": "boot-2 pid:[1] 9 1"}
     return host(worker, **{**far, **fields})
 
@@ -73,7 +73,10 @@ def moved(gib_s: float = 5.0, over_tcp: float | None = 0.0, reason: str = "") ->
 
 
 def verdict(
-    a: Environment, b: Environment, measured: Measured | None = None, configured: str = "auto"
+    a: HostEnvironment,
+    b: HostEnvironment,
+    measured: Measured | None = None,
+    configured: str = "auto",
 ) -> Report:
     return judge([Seen(a), Seen(b)], [measured or moved()], configured, "scope")
 
@@ -104,12 +107,12 @@ def test_a_healthy_pair_has_no_findings_and_a_named_transport() -> None:
         (host(B, transport="tcp"), 1.0, "tcp"),
         (host(B, cma={str(len(A)): False}), 0.0, "nixl (other)"),
         (elsewhere(B, rdma=FAST), 0.0, "nixl (rdma)"),
-        (elsewhere(B, rdma=[Port("mlx5_0:1", 400.0, active=False)]), 0.0, "nixl (other)"),
+        (elsewhere(B, rdma=[NetworkPort("mlx5_0:1", 400.0, active=False)]), 0.0, "nixl (other)"),
         (elsewhere(B), 1.0, "nixl (tcp)"),
     ],
 )
 def test_the_transport_that_ran_is_named(
-    sink: Environment, over_tcp: float | None, name: str
+    sink: HostEnvironment, over_tcp: float | None, name: str
 ) -> None:
     assert transport_of(host(A, rdma=FAST), sink, over_tcp) == name
 
@@ -127,7 +130,7 @@ def test_the_transport_that_ran_is_named(
     ],
 )
 def test_a_fallback_to_tcp_is_a_warning_with_its_cause(
-    sink: Environment, why: str, then: str
+    sink: HostEnvironment, why: str, then: str
 ) -> None:
     source = host(A, rdma=FAST, rdma_files=["uverbs0"], memlock_bytes=None)
     report = verdict(source, sink, moved(over_tcp=1.0))
@@ -158,13 +161,16 @@ def test_less_than_three_tenths_of_the_expected_bandwidth_is_slow(gib_s: float, 
 
 
 def test_between_hosts_the_slower_nic_is_what_is_expected() -> None:
-    one, other = host(A, nics=[Port("eth0", 100.0)]), elsewhere(B, nics=[Port("eth0", 25.0)])
+    one, other = (
+        host(A, nics=[NetworkPort("eth0", 100.0)]),
+        elsewhere(B, nics=[NetworkPort("eth0", 25.0)]),
+    )
     ethernet = 25 * 1e9 / 8 / (1 << 30) * 0.9
     assert expected_gib_s(one, other) == pytest.approx(1 / (1 / ethernet + 1 / 20), rel=1e-3)
     fast = expected_gib_s(host(A, rdma=FAST), elsewhere(B, rdma=FAST))
     assert fast and fast > 10, "the checksum bounds a fast link"
     assert expected_gib_s(host(A, nics=[]), elsewhere(B)) is None
-    assert expected_gib_s(host(A, nics=[Port("eth0", None)]), elsewhere(B)) is None
+    assert expected_gib_s(host(A, nics=[NetworkPort("eth0", None)]), elsewhere(B)) is None
 
 
 @pytest.mark.parametrize(
@@ -276,13 +282,13 @@ def test_rates_of_rdma_ports_and_nics_are_read_as_the_kernel_writes_them(tmp_pat
     port.mkdir(parents=True)
     (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
     (port / "state").write_text("4: ACTIVE\n")
-    assert diagnosis.rdma_ports(tmp_path / "infiniband") == [Port("mlx5_0:1", 400.0, True)]
+    assert diagnosis.rdma_ports(tmp_path / "infiniband") == [NetworkPort("mlx5_0:1", 400.0, True)]
     for name, speed, state in (("eth0", "25000", "up"), ("eth1", "-1", "down"), ("lo", "", "")):
         (tmp_path / "net" / name).mkdir(parents=True)
         (tmp_path / "net" / name / "speed").write_text(speed)
         (tmp_path / "net" / name / "operstate").write_text(state)
     nics = diagnosis.network_interfaces(tmp_path / "net")
-    assert nics == [Port("eth0", 25.0, True), Port("eth1", None, False)]
+    assert nics == [NetworkPort("eth0", 25.0, True), NetworkPort("eth1", None, False)]
     assert diagnosis.rdma_ports(tmp_path / "nothing") == []
 
 

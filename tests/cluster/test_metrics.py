@@ -20,7 +20,7 @@ from diptych.cluster.telemetry.page import Row, bounded, cumulative
 from diptych.cluster.telemetry.targets import targets
 from diptych.cluster.telemetry.worker_metrics import ENOUGH_BYTES, Ways, rows
 from diptych.engine.engine import STEP_S, STEP_TOKENS
-from diptych.kv_transfer.gauges import Gauges, Histogram
+from diptych.kv_transfer.statistics import Histogram, TransferStatistics
 from diptych.protos import frames as f
 from diptych.router import Router, RouterConfig
 from prometheus_client.parser import text_string_to_metric_families
@@ -61,9 +61,9 @@ def gateway() -> GatewayTally:
 
 def worker_statistics() -> dict[str, Any]:
     """As a worker tells them, with a number of its own for each."""
-    gauges, steps, tokens = Gauges(), Histogram(STEP_S), Histogram(STEP_TOKENS)
-    gauges.took("prefill/a:0", 3 * ENOUGH_BYTES)
-    gauges.landed(0.004, 0.001)
+    gauges, steps, tokens = TransferStatistics(), Histogram(STEP_S), Histogram(STEP_TOKENS)
+    gauges.record_received_bytes("prefill/a:0", 3 * ENOUGH_BYTES)
+    gauges.record_arrival(0.004, 0.001)
     gauges.failures["peer_lost: it said so"] += 2
     gauges.failures["peer_lost"] += 1
     steps.observe(0.004)

@@ -360,7 +360,9 @@ def copied(node: WorkerCore, ids: list[int]) -> bool:
     if pool.free >= pool.total // DEMOTE_BELOW:
         return True
     hashes = block_hashes(ids, node._salt, node.engine.kv.layout.block_tokens)
-    return tiers.held(hashes) == len(hashes) and not tiers.statistics()["memory"]["dirty"]
+    return (
+        tiers.count_held_blocks(hashes) == len(hashes) and not tiers.statistics()["memory"]["dirty"]
+    )
 
 
 def test_evicted_blocks_come_back_from_the_tiers_also_after_a_restart(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy import crds, render, rules, validate
+from deploy import crds, manifests, render, validate
 
 FOLDER = validate.crd_folder()
 FILES = sorted(render.RENDERED.glob("*.yaml"))
@@ -61,7 +61,7 @@ def with_spec(documents: Documents, but: str = "") -> list[Any]:
 
 def pod(documents: Documents, rng: random.Random) -> dict[str, Any]:
     """A worker's pod spec."""
-    return rng.choice(rules.groups(service(documents)))["template"]["spec"]
+    return rng.choice(manifests.groups(service(documents)))["template"]["spec"]
 
 
 def container(documents: Documents, rng: random.Random) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def no_home(documents: Documents, rng: random.Random) -> None:
 
 
 def misnamed_slot(documents: Documents, rng: random.Random) -> None:
-    slots = rng.choice(rules.groups(service(documents)))["resources"]
+    slots = rng.choice(manifests.groups(service(documents)))["resources"]
     name = rng.choice(sorted(slots))
     slots[name + "s"] = slots.pop(name)
 
@@ -236,11 +236,11 @@ def long_name(documents: Documents, rng: random.Random) -> None:
 
 
 def replicas_out_of_bounds(documents: Documents, rng: random.Random) -> None:
-    rng.choice(rules.groups(service(documents)))["minReplicas"] = 99
+    rng.choice(manifests.groups(service(documents)))["minReplicas"] = 99
 
 
 def start_parameter(documents: Documents, rng: random.Random) -> None:
-    group = rng.choice(rules.groups(service(documents)))
+    group = rng.choice(manifests.groups(service(documents)))
     key = rng.choice(["labels", "num-cpus", "dashbord-host"])
     group["rayStartParams"][key] = "1"
 

@@ -6,10 +6,11 @@ import time
 
 import pytest
 from diptych.kv_transfer import KVLayout
-from diptych.kv_transfer.conformance import DEADLINE_S, MemoryPool
 from diptych.kv_transfer.service import TransferService
 from diptych.kv_transfer.slices import LaneEnd
 from diptych.kv_transfer.transports import open_transport
+
+from ..kit.conformance import DEADLINE_S, MemoryPool
 
 needs_nixl = pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None, reason="NIXL is not installed here"

@@ -3,27 +3,27 @@
 import time
 
 import pytest
-from diptych.kv_transfer.conformance import CHECKS, Pair, run, write
 from diptych.kv_transfer.transports import open_transport
-from diptych.kv_transfer.transports.fabric import Fabric, Fence, Link
+from diptych.kv_transfer.transports.fabric import Fabric, FabricLink, FenceKind
 
+from ..kit.conformance import CHECKS, TransportPair, run, write
 from .support import needs_nixl
 
 KINDS = [
     pytest.param(("tcp", 0), id="tcp"),
     pytest.param(("nixl", 0), id="nixl", marks=needs_nixl),
     pytest.param(("shm", 0), id="shm"),
-    pytest.param(Fence.GRACE, id="fabric-grace"),
-    pytest.param(Fence.GONE, id="fabric-gone"),
-    pytest.param(Fence.REFUSE, id="fabric-refuse"),
+    pytest.param(FenceKind.GRACE, id="fabric-grace"),
+    pytest.param(FenceKind.GONE, id="fabric-gone"),
+    pytest.param(FenceKind.REFUSE, id="fabric-refuse"),
     pytest.param(("tcp", -1), id="faulty-but-not-now"),
 ]
 
-WELL_BEHAVED = Link(delay_s=1e-5, bytes_s=8 << 30)
+WELL_BEHAVED = FabricLink(delay_s=1e-5, bytes_s=8 << 30)
 
 
 def opener(kind):
-    if isinstance(kind, Fence):
+    if isinstance(kind, FenceKind):
         return Fabric(time.monotonic, 0, WELL_BEHAVED, kind, grace_s=0.2).open
     name, corrupt = kind
     return lambda agent, pool, admit: open_transport(name, agent, pool, admit, "127.0.0.1", corrupt)
@@ -40,7 +40,7 @@ def pair():
     opened = []
 
     def make(kind):
-        opened.append(Pair(opener(kind)))
+        opened.append(TransportPair(opener(kind)))
         return opened[-1]
 
     yield make

@@ -4,19 +4,20 @@ import threading
 import time
 
 import pytest
-from diptych.kv_transfer.conformance import DEADLINE_S, MemoryPool, card_of, spans
 from diptych.kv_transfer.errors import PeerLost
 from diptych.kv_transfer.transport import NotificationReceived, PeerDisconnected, PostedWriteEnded
-from diptych.kv_transfer.transports.fabric import Fabric, Fence, Link
+from diptych.kv_transfer.transports.fabric import Fabric, FabricLink, FenceKind
+
+from ..kit.conformance import DEADLINE_S, MemoryPool, card_of, spans
 
 BLOCK = 4096
-LINK = Link(delay_s=0.001, bytes_s=BLOCK * 1000, piece_bytes=BLOCK)  # a block per millisecond
+LINK = FabricLink(delay_s=0.001, bytes_s=BLOCK * 1000, piece_bytes=BLOCK)  # a block per millisecond
 
 
 class World:
     """Agents a, b, c on one fabric, each with a pool of 32 blocks, and the time."""
 
-    def __init__(self, link=LINK, seed=0, fence=Fence.GRACE, agents="abc", **options):
+    def __init__(self, link=LINK, seed=0, fence=FenceKind.GRACE, agents="abc", **options):
         self.now = 0.0
         self.fabric = Fabric(lambda: self.now, seed, link, fence, **options)
         self.pools, self.ends, self.events, self.refused = {}, {}, {}, set()
@@ -143,7 +144,7 @@ def test_a_slow_agent_takes_its_factor_longer():
 
 
 def test_jitter_lets_notes_overtake_each_other():
-    world = World(Link(delay_s=0.001, jitter_s=0.05), seed=3)
+    world = World(FabricLink(delay_s=0.001, jitter_s=0.05), seed=3)
     sent = [b"%d" % i for i in range(50)]
     for note in sent:
         world.ends["a"].notify("b", note)
@@ -155,7 +156,11 @@ def test_jitter_lets_notes_overtake_each_other():
 
 @pytest.mark.parametrize(
     ("link", "least", "most"),
-    [(Link(loss=0.3), 600, 800), (Link(duplication=0.3), 1200, 1400), (Link(), 1000, 1000)],
+    [
+        (FabricLink(loss=0.3), 600, 800),
+        (FabricLink(duplication=0.3), 1200, 1400),
+        (FabricLink(), 1000, 1000),
+    ],
 )
 def test_notes_are_lost_and_doubled_as_often_as_asked(link, least, most):
     world = World(link, seed=1)
@@ -181,7 +186,7 @@ def crash_in_the_middle(fence, seed):
 def test_late_bytes_of_a_dead_writer_land_before_the_fence_and_not_after_it():
     late = set()
     for seed in range(20):
-        world, pairs, before = crash_in_the_middle(Fence.GRACE, seed)
+        world, pairs, before = crash_in_the_middle(FenceKind.GRACE, seed)
         assert not world.ends["b"].fenced("a")
         while not world.ends["b"].fenced("a"):
             world.until(world.now + 0.01)
@@ -194,7 +199,7 @@ def test_late_bytes_of_a_dead_writer_land_before_the_fence_and_not_after_it():
 
 
 def test_a_process_that_is_gone_late_is_fenced_a_grace_later():
-    world = World(fence=Fence.GONE)
+    world = World(fence=FenceKind.GONE)
     assert not world.ends["b"].fenced("a")
     world.until(10.0)
     world.fabric.crash("a")
@@ -207,7 +212,7 @@ def test_a_process_that_is_gone_late_is_fenced_a_grace_later():
 def test_a_dead_writer_that_was_hung_up_on_has_no_late_bytes():
     late = 0
     for seed in range(20):
-        world, pairs, before = crash_in_the_middle(Fence.REFUSE, seed)
+        world, pairs, before = crash_in_the_middle(FenceKind.REFUSE, seed)
         world.until(world.now + 0.009)
         landed = len(world.landed("a", "b", pairs))
         late += landed - before
@@ -219,7 +224,7 @@ def test_a_dead_writer_that_was_hung_up_on_has_no_late_bytes():
 
 def test_a_hang_up_ends_the_connection_that_was_there_and_not_the_next_one():
     for met_again, told in ((False, [PeerDisconnected("b")]), (True, [])):
-        world = World(fence=Fence.REFUSE)
+        world = World(fence=FenceKind.REFUSE)
         card = card_of("b", world.ends["b"], world.pools["b"])
         world.ends["b"].remove_peer("a")
         if met_again:
@@ -230,7 +235,7 @@ def test_a_hang_up_ends_the_connection_that_was_there_and_not_the_next_one():
 
 
 def test_who_refuses_is_asked_for_every_piece_and_hangs_up_for_good():
-    world = World(fence=Fence.REFUSE)
+    world = World(fence=FenceKind.REFUSE)
     world.write("a", "b", *UNITS)
     world.until(0.0035)
     world.refused.add(b"note")
@@ -250,7 +255,11 @@ def test_who_refuses_is_asked_for_every_piece_and_hangs_up_for_good():
 
 
 def test_a_frozen_writer_goes_on_when_it_thaws_and_only_one_fence_waits_for_it():
-    for fence, fenced in ((Fence.GRACE, True), (Fence.GONE, False), (Fence.REFUSE, True)):
+    for fence, fenced in (
+        (FenceKind.GRACE, True),
+        (FenceKind.GONE, False),
+        (FenceKind.REFUSE, True),
+    ):
         world = World(fence=fence)
         world.write("a", "b", *UNITS)
         world.until(0.0025)
@@ -261,7 +270,7 @@ def test_a_frozen_writer_goes_on_when_it_thaws_and_only_one_fence_waits_for_it()
         assert len(world.landed("a", "b", FOUR)) == 1
         world.fabric.thaw("a")
         world.until(60.0)
-        assert len(world.landed("a", "b", FOUR)) == (1 if fence is Fence.REFUSE else 4)
+        assert len(world.landed("a", "b", FOUR)) == (1 if fence is FenceKind.REFUSE else 4)
         world.fabric.crash("a")
         world.until(70.0)
         assert world.ends["b"].fenced("a")
@@ -290,7 +299,7 @@ def test_writes_to_an_agent_that_crashes_end_and_so_do_those_before_it_is_notice
 
 
 @pytest.mark.parametrize(
-    ("fence", "told"), [(Fence.REFUSE, [PeerDisconnected("a")]), (Fence.GRACE, [])]
+    ("fence", "told"), [(FenceKind.REFUSE, [PeerDisconnected("a")]), (FenceKind.GRACE, [])]
 )
 def test_a_death_is_told_where_there_is_a_connection_and_else_found(fence, told):
     world = World(fence=fence, notice_s=0.1)
@@ -310,7 +319,7 @@ def play(seed):
     """A busy minute with everything that can happen; the whole record of it."""
     record = []
     witness = lambda *landing: record.append((world.now, *landing))  # noqa: E731
-    link = Link(0.01, 0.05, 0.2, 0.2, BLOCK * 100, BLOCK // 2)
+    link = FabricLink(0.01, 0.05, 0.2, 0.2, BLOCK * 100, BLOCK // 2)
     world = World(link, seed, agents="abcd", witness=witness)
     for step in range(100):
         for source, target in (("a", "b"), ("c", "b"), ("b", "c"), ("d", "a")):
@@ -343,7 +352,7 @@ def test_every_write_on_a_hostile_fabric_ends_once():
 
 def test_in_real_time_it_throttles_threads_over_real_pools():
     """A lower bound only: 1 MiB at 16 MiB/s cannot be there in less than 1/16 s."""
-    fabric = Fabric(time.monotonic, 0, Link(bytes_s=16 << 20))
+    fabric = Fabric(time.monotonic, 0, FabricLink(bytes_s=16 << 20))
     pools = [MemoryPool(16, 64 << 10, seed=i) for i in (1, 2)]
     near, far = fabric.open("near", pools[0]), fabric.open("far", pools[1])
     near.add_peer(card_of("far", far, pools[1]))

@@ -8,10 +8,10 @@ import sys
 import time
 
 import pytest
-from diptych.kv_transfer.conformance import DEADLINE_S, MemoryPool, card_of, spans
 from diptych.kv_transfer.transport import NotificationReceived
 from diptych.kv_transfer.transports import nixl, open_transport, process
 
+from ..kit.conformance import DEADLINE_S, MemoryPool, card_of, spans
 from .support import eventually, needs_nixl
 
 KINDS = ["tcp", "shm", pytest.param("nixl", marks=needs_nixl)]
@@ -148,7 +148,7 @@ def test_nixl_grants_the_grace_after_a_process_is_gone_not_before(monkeypatch):
 class Elsewhere(Mortal):
     """A process of another host, of which nothing can be known here."""
 
-    own = False
+    is_own_process = False
 
     def gone(self):
         return None
@@ -165,7 +165,7 @@ def test_nixl_fences_a_process_elsewhere_only_when_the_cluster_knows_that_it_is_
     for _ in range(3):
         now[0] += 1000.0
         assert not transport.fenced("far#1"), "it may be frozen, and wake up"
-    transport.bury("far#1")
+    transport.mark_process_dead("far#1")
     assert not transport.fenced("far#1"), "its bytes may wait in our buffers"
     now[0] += nixl.GRACE_S * 1.1
     assert transport.fenced("far#1")
@@ -185,13 +185,13 @@ def sleeper():
 
 
 def identity_of(pid):
-    space, _, _ = process.here().rsplit(" ", 2)
-    return f"{space} {pid} {process._started(pid)}"
+    space, _, _ = process.own_process_identity().rsplit(" ", 2)
+    return f"{space} {pid} {process._start_time(pid)}"
 
 
-@pytest.mark.skipif(not process.here(), reason="there is no /proc here")
+@pytest.mark.skipif(not process.own_process_identity(), reason="there is no /proc here")
 def test_a_process_is_gone_once_it_has_ended_and_not_when_it_is_frozen(sleeper):
-    watch = process.Watch(identity_of(sleeper.pid))
+    watch = process.ProcessWatch(identity_of(sleeper.pid))
     assert watch.gone() is False
     os.kill(sleeper.pid, signal.SIGSTOP)
     assert watch.gone() is False
@@ -204,17 +204,17 @@ def test_a_process_is_gone_once_it_has_ended_and_not_when_it_is_frozen(sleeper):
 
 def test_of_this_very_process_nothing_is_concluded():
     """Two agents of one process: one may close while the process lives on."""
-    assert process.Watch(process.here()).gone() is None
+    assert process.ProcessWatch(process.own_process_identity()).gone() is None
 
 
-@pytest.mark.skipif(not process.here(), reason="there is no /proc here")
+@pytest.mark.skipif(not process.own_process_identity(), reason="there is no /proc here")
 def test_a_process_number_that_was_given_out_again_is_another_process(sleeper):
     space, pid, started = identity_of(sleeper.pid).rsplit(" ", 2)
-    again = process.Watch(f"{space} {pid} {int(started) - 1}")
+    again = process.ProcessWatch(f"{space} {pid} {int(started) - 1}")
     assert again.gone() is True
     again.close()
 
 
 @pytest.mark.parametrize("identity", ["", "elsewhere pid:[1] 1 1", "what", "a b c d"])
 def test_of_a_process_elsewhere_nothing_is_known(identity):
-    assert process.Watch(identity).gone() is None
+    assert process.ProcessWatch(identity).gone() is None

@@ -4,16 +4,17 @@ import fcntl
 import os
 
 import pytest
-from diptych.kv_transfer.conformance import MemoryPool, Pair, spans, write
 from diptych.kv_transfer.errors import TransportUnavailable
 from diptych.kv_transfer.transports import open_transport, shm
+
+from ..kit.conformance import MemoryPool, TransportPair, spans, write
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory files are Linux's")
 
 
 @pytest.fixture
 def both():
-    pair = Pair(lambda agent, pool, admit: shm.ShmTransport(agent, pool))
+    pair = TransportPair(lambda agent, pool, admit: shm.ShmTransport(agent, pool))
     yield pair.connect()
     pair.close()
 
@@ -26,7 +27,7 @@ def mapped(both):
 def test_a_writer_in_a_copy_is_not_fenced_until_the_copy_ends(both):
     left, right = both.left, both.right
     gate = mapped(both)
-    gate._pass()  # it is frozen here: it holds the gate
+    gate._renew_hold()  # it is frozen here: it holds the gate
     assert not right.transport.fenced(left.agent)
     assert not right.transport.fenced(left.agent)
     fcntl.flock(gate._gate, fcntl.LOCK_UN)
@@ -46,10 +47,10 @@ def test_a_fenced_writer_that_wakes_up_writes_nothing(both):
 
 def test_a_copy_looks_at_the_gate_all_the_way(both, monkeypatch):
     """Fenced in the middle of a long copy: it stops at the next look, with the rest unwritten."""
-    monkeypatch.setattr(shm, "GATE_BYTES", 4096)
+    monkeypatch.setattr(shm, "HOLD_BYTES", 4096)
     left, right = both.left, both.right
     gate, looks = mapped(both), []
-    real = gate._pass
+    real = gate._renew_hold
 
     def look():
         looks.append(1)
@@ -58,7 +59,7 @@ def test_a_copy_looks_at_the_gate_all_the_way(both, monkeypatch):
             assert right.transport.fenced(left.agent)
         real()
 
-    monkeypatch.setattr(gate, "_pass", look)
+    monkeypatch.setattr(gate, "_renew_hold", look)
     write(left, right, [0, 1, 2, 3], [8, 9, 10, 11], b"long")
     parts = range(0, 4 * 16384, 4096)
     mine, there = bytes(left.pool.view), bytes(right.pool.view)[8 * 16384 :]
@@ -106,7 +107,7 @@ def test_nothing_is_left_open(both):
 
 def test_an_owner_that_leaves_with_unread_notes_is_a_lost_peer():
     """It never dialled back: the news comes by the one connection that there is."""
-    pair = Pair(lambda agent, pool, admit: shm.ShmTransport(agent, pool))
+    pair = TransportPair(lambda agent, pool, admit: shm.ShmTransport(agent, pool))
     left, right = pair.left, pair.right
     left.transport.add_peer(right.card())
     left.transport.notify(right.agent, b"read")

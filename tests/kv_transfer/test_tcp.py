@@ -6,26 +6,26 @@ from collections import deque
 
 import msgspec
 import pytest
-from diptych.kv_transfer.conformance import DEADLINE_S, MemoryPool, Pair, card_of, spans, write
 from diptych.kv_transfer.errors import PeerLost
 from diptych.kv_transfer.transport import PeerDisconnected, PostedWriteEnded
 from diptych.kv_transfer.transports import stream, tcp
 from diptych.kv_transfer.transports.tcp import TcpTransport
 
+from ..kit.conformance import DEADLINE_S, MemoryPool, TransportPair, card_of, spans, write
 from .support import eventually
 
 
 @pytest.fixture
 def both():
-    pair = Pair(TcpTransport)
+    pair = TransportPair(TcpTransport)
     yield pair.connect()
     pair.close()
 
 
 def test_a_write_that_is_refused_half_way_stops_there(both, monkeypatch):
     """One look at the socket takes some of it; then the ticket is closed."""
-    monkeypatch.setattr(stream, "_CALLS_MAX", 3)
-    monkeypatch.setattr(tcp, "_VIEWS_MAX", 2)
+    monkeypatch.setattr(stream, "SYSTEM_CALL_LIMIT", 3)
+    monkeypatch.setattr(tcp, "READ_BUFFER_LIMIT", 2)
     left, right = both.left, both.right
     before, blocks = bytes(right.pool.view), list(range(0, right.pool.blocks, 2))
     write(left, right, blocks, blocks, b"big")
@@ -56,19 +56,19 @@ def frame(kind, note=b"", note_bytes=None, unit=0, runs=0, rest=b""):
     return stream.HEADER.pack(kind, size, unit, runs) + note + rest
 
 
-GUEST = frame(stream.NAME, b"guest")
+GUEST = frame(stream.FrameKind.NAME, b"guest")
 GARBAGE = {
     "http": b"GET / HTTP/1.1\r\nHost: example\r\n\r\n",
-    "a name that is no text": frame(stream.NAME, b"\xff\xfe\xfd\xfc"),
-    "a write of nobody": frame(stream.WRITE, b"x", unit=64, runs=1, rest=b"x" * 100),
-    "a note that is too long": frame(stream.NAME, note_bytes=1 << 31),
+    "a name that is no text": frame(stream.FrameKind.NAME, b"\xff\xfe\xfd\xfc"),
+    "a write of nobody": frame(stream.FrameKind.WRITE, b"x", unit=64, runs=1, rest=b"x" * 100),
+    "a note that is too long": frame(stream.FrameKind.NAME, note_bytes=1 << 31),
     "zeros": bytes(4096),
     "half a header": b"\0",
     "an unknown kind": GUEST + frame(9, b"?"),
-    "too many runs": GUEST + frame(stream.WRITE, b"?", unit=64, runs=1 << 31),
-    "a run of nothing": GUEST + frame(stream.WRITE, b"?", unit=64, runs=1, rest=bytes(8)),
-    "units of nothing": GUEST + frame(stream.WRITE, b"?", runs=1, rest=b"\1\0\0\0" * 2),
-    "a note with runs": GUEST + frame(stream.NOTE, b"?", runs=1),
+    "too many runs": GUEST + frame(stream.FrameKind.WRITE, b"?", unit=64, runs=1 << 31),
+    "a run of nothing": GUEST + frame(stream.FrameKind.WRITE, b"?", unit=64, runs=1, rest=bytes(8)),
+    "units of nothing": GUEST + frame(stream.FrameKind.WRITE, b"?", runs=1, rest=b"\1\0\0\0" * 2),
+    "a note with runs": GUEST + frame(stream.FrameKind.NOTIFICATION, b"?", runs=1),
     "nothing": b"",
 }
 
@@ -116,9 +116,9 @@ def test_a_dial_without_an_answer_waits_for_its_deadline_and_ends_its_writes(dea
     transport.add_peer(msgspec.structs.replace(card, address=f"{host}:{port}".encode()))
     transport.notify("far#0", b"hello")
     handle = transport.write("far#0", spans(64, [0], [0]), b"data")
-    now[0] += stream.DIAL_S * 0.99
+    now[0] += stream.DIAL_TIMEOUT_S * 0.99
     assert transport.poll() == []
-    now[0] += stream.DIAL_S * 0.02
+    now[0] += stream.DIAL_TIMEOUT_S * 0.02
     assert transport.poll() == [
         PostedWriteEnded(handle, False, "unreachable"),
         PeerDisconnected("far#0"),
@@ -146,7 +146,7 @@ def test_a_peer_that_cannot_be_dialled_is_lost(both, address):
 
 def test_what_waits_for_a_peer_is_bounded(both, monkeypatch):
     """The peer never polls: once the socket is full, notes wait here up to the bound."""
-    monkeypatch.setattr(stream, "WAITING_MAX", 1 << 20)
+    monkeypatch.setattr(stream, "WAITING_BYTES_LIMIT", 1 << 20)
     left, note = both.left, bytes(64 << 10)
     handle = write(left, both.right, [0], [0], b"before")
     sends = (left.transport.notify(both.right.agent, note) for _ in range(2000))
@@ -159,7 +159,7 @@ def test_what_waits_for_a_peer_is_bounded(both, monkeypatch):
 
 def test_what_has_been_sent_waits_no_longer(both, monkeypatch):
     """A peer that reads may be sent any amount, bit by bit."""
-    monkeypatch.setattr(stream, "WAITING_MAX", 1 << 20)
+    monkeypatch.setattr(stream, "WAITING_BYTES_LIMIT", 1 << 20)
     left, note = both.left, bytes(512 << 10)
     for count in range(1, 9):
         left.transport.notify(both.right.agent, note)

@@ -116,7 +116,7 @@ def test_blocks_of_another_model_are_emptied_and_it_is_said(client, tmp_path, ca
 def test_a_damaged_copy_in_memory_is_replaced_by_that_on_disk(client, tmp_path) -> None:
     tiers = client(memory=2, disk=8, folder=tmp_path)
     tiers.fill_disk(1, memory=2)
-    tiers.tiers._memory.view(tiers.tiers._index.where(name(0))[0])[17] ^= 1
+    tiers.tiers._memory.view(tiers.tiers._index.find_slots(name(0))[0])[17] ^= 1
     assert tiers.load(0) == [0]
     assert tiers.memory["failures"] == {"checksum": 1} and tiers.disk["loaded"] == 1
 
@@ -135,7 +135,7 @@ def test_a_flipped_bit_on_disk_is_a_miss_that_is_counted_and_gone(client, tmp_pa
     tiers.fill_disk(4, memory=1)
     store = tiers.tiers._disk
     with open(store.path, "r+b") as file:
-        file.seek(store._offset(tiers.tiers._index.where(name(1))[1]) + BLOCK - 1)
+        file.seek(store._offset(tiers.tiers._index.find_slots(name(1))[1]) + BLOCK - 1)
         file.write(bytes([block(name(1))[-1] ^ 128]))
     assert tiers.load(0, 1, 2) == [0]  # a prefix ends at its first miss
     assert tiers.disk["failures"] == {"checksum": 1} and tiers.held(1) == 0
@@ -348,7 +348,7 @@ def target():
 
 
 def test_a_store_that_does_not_fit_in_the_queue_is_refused_at_once(client) -> None:
-    tiers, done = client(memory=8, requests_max=3), queue.SimpleQueue()
+    tiers, done = client(memory=8, request_limit=3), queue.SimpleQueue()
     held = Held(tiers.tiers)
     answers = [tiers.tiers.store(name(n), view(n), done.put) for n in range(6)]
     # the load in whose callback the thread is counts no more
@@ -360,7 +360,7 @@ def test_a_store_that_does_not_fit_in_the_queue_is_refused_at_once(client) -> No
 
 
 def test_bytes_in_flight_are_bounded_but_one_request_always_fits(client) -> None:
-    tiers, done = client(memory=8, in_flight_bytes_max=2 * BLOCK), queue.SimpleQueue()
+    tiers, done = client(memory=8, in_flight_bytes_limit=2 * BLOCK), queue.SimpleQueue()
     tiers.store(0, 1, 2, 3)
     assert tiers.load(0, 1, 2, 3) == [0, 1, 2, 3]
     held = Held(tiers.tiers)
@@ -434,7 +434,7 @@ def test_when_the_thread_fails_every_request_is_still_answered(client, monkeypat
     tiers, answers = client(memory=4), queue.SimpleQueue()
     tiers.store(0)
     held = Held(tiers.tiers)
-    monkeypatch.setattr(tiers.tiers, "_fetch", lambda *_: 1 // 0)
+    monkeypatch.setattr(tiers.tiers, "_load_block", lambda *_: 1 // 0)
     assert tiers.tiers.load([(name(0), target())], answers.put)
     assert tiers.tiers.store(name(1), view(1), answers.put)
     held.go()
@@ -501,7 +501,7 @@ def test_a_faulty_disk_never_gives_wrong_bytes(tmp_path, monkeypatch, seed) -> N
     monkeypatch.setattr(os, "preadv", faults.read)
     monkeypatch.setattr(os, "pwritev", faults.write)
     monkeypatch.setattr("diptych.kv_transfer.tiers.gate.RETRY_S", 0.001)
-    monkeypatch.setattr("diptych.kv_transfer.tiers.gate.RETRY_MAX_S", 0.004)
+    monkeypatch.setattr("diptych.kv_transfer.tiers.gate.RETRY_LIMIT_S", 0.004)
     loaded, answers = 0, queue.SimpleQueue()
     for _ in range(3):  # restarts
         tiers = Client(memory=3, disk=10, folder=tmp_path)

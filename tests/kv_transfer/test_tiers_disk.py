@@ -10,7 +10,7 @@ import time
 
 import pytest
 from diptych.kv_transfer.tiers.disk import HEADER_STRIDE, NAME, PAGE, DiskStore
-from diptych.kv_transfer.tiers.faults import DiskUnavailable, Fault
+from diptych.kv_transfer.tiers.faults import DiskUnavailable, TierFault
 
 from .tiers_support import BLOCK, ROOT, in_namespace, name, open_store, read, write
 
@@ -43,8 +43,8 @@ def flip(store, offset):
 def test_a_restart_finds_every_block_oldest_first(store) -> None:
     assert write(store, 0, name(7)) is None  # block 0 is gone, 7 is the newest
     again = reopened(store)
-    assert again.found == [(name(1), 1), (name(2), 2), (name(7), 0)]
-    assert [read(again, slot, content) for content, slot in again.found] == [True] * 3
+    assert again.found_blocks == [(name(1), 1), (name(2), 2), (name(7), 0)]
+    assert [read(again, slot, content) for content, slot in again.found_blocks] == [True] * 3
     again.close()
 
 
@@ -59,9 +59,9 @@ def test_the_file_keeps_within_its_bound_and_is_allocated_at_once(tmp_path) -> N
 @pytest.mark.parametrize("bit", [0, BLOCK // 2, BLOCK - 1])
 def test_a_flipped_bit_in_a_payload_is_a_miss(store, bit) -> None:
     flip(store, store._offset(1) + bit)
-    assert read(store, 1, name(1)) is Fault.CHECKSUM
+    assert read(store, 1, name(1)) is TierFault.CHECKSUM
     again = reopened(store)
-    assert read(again, 1, name(1)) is Fault.CHECKSUM and read(again, 2, name(2)) is True
+    assert read(again, 1, name(1)) is TierFault.CHECKSUM and read(again, 2, name(2)) is True
     again.close()
 
 
@@ -69,8 +69,8 @@ def test_a_flipped_bit_in_a_payload_is_a_miss(store, bit) -> None:
 def test_a_flipped_bit_in_a_header_is_a_miss_after_a_restart(store, byte) -> None:
     flip(store, PAGE + HEADER_STRIDE + byte)
     again = reopened(store)
-    assert [slot for _, slot in again.found] == [0, 2]
-    assert again.faults == {Fault.HEADER: 1}
+    assert [slot for _, slot in again.found_blocks] == [0, 2]
+    assert again.header_faults == {TierFault.HEADER: 1}
     again.close()
 
 
@@ -81,22 +81,22 @@ def test_a_header_that_strayed_to_another_slot_is_not_believed(store) -> None:
         file.seek(PAGE + 3 * HEADER_STRIDE)
         file.write(header)
     again = reopened(store)
-    assert again.faults == {Fault.HEADER: 1} and len(again.found) == 3
+    assert again.header_faults == {TierFault.HEADER: 1} and len(again.found_blocks) == 3
     again.close()
 
 
 def test_right_bytes_under_another_name_or_model_are_wrong_bytes(store) -> None:
-    assert read(store, 1, name(2)) is Fault.CHECKSUM
+    assert read(store, 1, name(2)) is TierFault.CHECKSUM
     store.compatibility = b"some other model"
-    assert read(store, 1, name(1)) is Fault.CHECKSUM
+    assert read(store, 1, name(1)) is TierFault.CHECKSUM
 
 
 def test_a_truncated_file_is_a_miss_now_and_after_a_restart(store) -> None:
     os.truncate(store.path, store._offset(2) + 100)
-    assert read(store, 2, name(2)) is Fault.TRUNCATED and read(store, 1, name(1)) is True
+    assert read(store, 2, name(2)) is TierFault.TRUNCATED and read(store, 1, name(1)) is True
     again = reopened(store)
-    assert again.found == [(name(0), 0), (name(1), 1)]
-    assert again.faults == {Fault.TRUNCATED: 1}
+    assert again.found_blocks == [(name(0), 0), (name(1), 1)]
+    assert again.header_faults == {TierFault.TRUNCATED: 1}
     assert os.stat(again.path).st_size == again.size
     again.close()
 
@@ -105,33 +105,33 @@ def test_a_truncated_file_is_a_miss_now_and_after_a_restart(store) -> None:
 def test_a_file_cut_before_its_payloads_is_used_again(store, size) -> None:
     os.truncate(store.path, size)
     again = reopened(store)
-    assert again.found == [] and write(again, 0, name(5)) is None and read(again, 0, name(5))
+    assert again.found_blocks == [] and write(again, 0, name(5)) is None and read(again, 0, name(5))
     again.close()
 
 
 def test_a_file_of_another_model_layout_or_size_is_emptied(store) -> None:
     again = reopened(store, model=b"some other model")
-    assert again.emptied and again.found == []
+    assert again.was_emptied and again.found_blocks == []
     last = reopened(again)
-    assert last.emptied and last.found == []
+    assert last.was_emptied and last.found_blocks == []
     last.close()
     larger = open_store(store.path.parent, SLOTS + 1)
-    assert larger.emptied and larger.found == []
+    assert larger.was_emptied and larger.found_blocks == []
     larger.close()
 
 
 def test_a_vanished_or_replaced_file_is_not_written_to(store) -> None:
     os.rename(store.path, store.path.with_name("elsewhere"))
-    assert write(store, 3, name(3)) is Fault.VANISHED
+    assert write(store, 3, name(3)) is TierFault.VANISHED
     store.path.touch()
-    assert write(store, 3, name(3)) is Fault.VANISHED
+    assert write(store, 3, name(3)) is TierFault.VANISHED
 
 
 def test_a_second_store_on_the_folder_is_refused_and_changes_nothing(store) -> None:
     files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(DiskUnavailable) as refusal:
         open_store(store.path.parent, SLOTS, model=b"some other model")
-    assert refusal.value.fault is Fault.LOCKED
+    assert refusal.value.fault is TierFault.LOCKED
     assert len(os.listdir("/proc/self/fd")) == files  # it is tried again and again
     assert read(store, 1, name(1)) is True
     reopened(store).close()  # and the refused one holds no lock
@@ -151,10 +151,10 @@ def test_another_process_is_refused(store) -> None:
 @pytest.mark.parametrize(
     ("number", "fault"),
     [
-        (errno.ENOSPC, Fault.NO_SPACE),
-        (errno.EDQUOT, Fault.NO_SPACE),
-        (errno.EROFS, Fault.READ_ONLY),
-        (errno.EIO, Fault.IO),
+        (errno.ENOSPC, TierFault.NO_SPACE),
+        (errno.EDQUOT, TierFault.NO_SPACE),
+        (errno.EROFS, TierFault.READ_ONLY),
+        (errno.EIO, TierFault.IO),
     ],
 )
 def test_an_error_of_the_system_is_a_fault_and_leaves_no_block(
@@ -172,7 +172,7 @@ def test_an_error_of_the_system_is_a_fault_and_leaves_no_block(
         assert read(store, 1, name(1)) is fault
     assert read(store, 1, name(1)) is True
     again = reopened(store)
-    assert name(3) not in dict(again.found)
+    assert name(3) not in dict(again.found_blocks)
     again.close()
 
 
@@ -199,7 +199,7 @@ def test_a_crash_anywhere_in_an_overwrite_leaves_a_whole_block_or_a_miss(
         with pytest.raises(Crash):
             write(store, 1, name(9))
     again = reopened(store)
-    found = dict(again.found)
+    found = dict(again.found_blocks)
     assert {name(0), name(2)} <= set(found)
     assert all(read(again, slot, content) is True for content, slot in found.items())
     assert name(9) not in found  # its header's checksum was not written yet
@@ -228,9 +228,9 @@ def test_after_kill_9_while_writing_every_block_is_whole_or_missing(tmp_path) ->
             time.sleep(rng.random() * 0.05)  # another moment of a write each turn
             child.send_signal(signal.SIGKILL)
         store = open_store(tmp_path, 8)
-        outcomes = [read(store, slot, content) for content, slot in store.found]
+        outcomes = [read(store, slot, content) for content, slot in store.found_blocks]
         assert all(outcome is True for outcome in outcomes), outcomes
-        assert not store.emptied and len(outcomes) <= 8
+        assert not store.was_emptied and len(outcomes) <= 8
         found += len(outcomes)
         store.close()
     assert found > 6  # most of them survive
@@ -285,7 +285,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DiskUnavailable) as refusal:
         open_store(tmp_path / "file")
-    assert refusal.value.fault is Fault.IO
+    assert refusal.value.fault is TierFault.IO
 
 
 def test_a_short_write_is_continued(store, monkeypatch) -> None:

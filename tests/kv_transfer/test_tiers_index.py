@@ -2,8 +2,9 @@
 
 from collections import Counter
 
-from diptych.kv_transfer.tiers.gate import FAILURES_MAX, RETRY_MAX_S, RETRY_S, Gate
-from diptych.kv_transfer.tiers.index import Demote, Promote, TierIndex
+from diptych.kv_transfer.tiers.faults import Tier
+from diptych.kv_transfer.tiers.gate import FAILURE_LIMIT, RETRY_LIMIT_S, RETRY_S, DiskGate
+from diptych.kv_transfer.tiers.index import CopyToDisk, CopyToMemory, TierIndex
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -15,127 +16,127 @@ A, B, C, D, E = (name(n) for n in range(5))
 
 def stored(index, *contents):
     for content in contents:
-        assert index.admit(content) is not None
-        index.admitted(content, ok=True)
+        assert index.begin_store(content) is not None
+        index.end_store(content, ok=True)
 
 
 def demoted(index):
-    move = index.next_move(writes=True)
-    assert isinstance(move, Demote)
-    index.moved(move, ok=True)
+    move = index.begin_move(writes=True)
+    assert isinstance(move, CopyToDisk)
+    index.end_move(move, ok=True)
     return move.content
 
 
 def test_the_block_that_nobody_used_for_longest_leaves_memory() -> None:
     index = TierIndex(2)
     stored(index, A, B)
-    assert index.admit(A) is None and A in index  # known: a use
+    assert index.begin_store(A) is None and A in index  # known: a use
     stored(index, C)
-    assert index.held([A]) == (1, 0) and index.held([B]) == (0, 0)
-    assert index.left == {"evicted_before_disk": 1}
+    assert index.count_held([A]) == (1, 0) and index.count_held([B]) == (0, 0)
+    assert index.removal_reasons == {"evicted_before_disk": 1}
 
 
 def test_memory_is_copied_to_disk_in_the_order_in_which_it_would_leave() -> None:
     index = TierIndex(3)
-    index.attach(3, [])
+    index.attach_disk(3, [])
     stored(index, A, B, C)
-    assert index.admit(A) is None
+    assert index.begin_store(A) is None
     assert [demoted(index) for _ in range(3)] == [B, C, A]
-    assert index.next_move(writes=True) is None
+    assert index.begin_move(writes=True) is None
 
 
 def test_a_block_that_is_on_disk_leaves_memory_without_a_loss() -> None:
     index = TierIndex(1)
-    index.attach(2, [])
+    index.attach_disk(2, [])
     stored(index, A)
     demoted(index)
     stored(index, B)
-    assert index.held([A, B]) == (1, 1) and not index.left
+    assert index.count_held([A, B]) == (1, 1) and not index.removal_reasons
 
 
 def test_a_block_that_is_used_from_disk_comes_back_to_memory() -> None:
     index = TierIndex(1)
-    index.attach(2, [(A, 1)])
+    index.attach_disk(2, [(A, 1)])
     assert index.pin(A)
-    move = index.next_move(writes=True)
-    assert move == Promote(A, memory=0, disk=1)
-    index.moved(move, ok=True)
+    move = index.begin_move(writes=True)
+    assert move == CopyToMemory(A, memory_slot=0, disk_slot=1)
+    index.end_move(move, ok=True)
     index.unpin(A)
-    assert index.where(A) == (0, 1)
+    assert index.find_slots(A) == (0, 1)
 
 
 def test_a_promotion_takes_no_slot_whose_block_would_be_lost() -> None:
     index = TierIndex(1)
-    index.attach(1, [(A, 0)])
+    index.attach_disk(1, [(A, 0)])
     stored(index, B)
     assert index.pin(A)
-    assert index.next_move(writes=True) is None  # and B cannot go to disk: A is pinned there
-    assert index.held([B, A]) == (1, 1)
+    assert index.begin_move(writes=True) is None  # and B cannot go to disk: A is pinned there
+    assert index.count_held([B, A]) == (1, 1)
 
 
 def test_what_is_pinned_is_evicted_from_neither_tier() -> None:
     index = TierIndex(1)
-    index.attach(1, [])
+    index.attach_disk(1, [])
     stored(index, A)
     demoted(index)
     assert index.pin(A)
-    assert index.admit(B) is None and B not in index
+    assert index.begin_store(B) is None and B not in index
     index.unpin(A)
     stored(index, B)  # A is on disk only
     assert index.pin(A)
-    assert index.next_move(writes=True) is None
+    assert index.begin_move(writes=True) is None
     index.unpin(A)
-    assert demoted(index) == B and index.left == {"evicted": 1}
+    assert demoted(index) == B and index.removal_reasons == {"evicted": 1}
 
 
 def test_a_block_whose_copy_is_under_way_is_not_evicted() -> None:
     index = TierIndex(1)
-    index.attach(1, [])
-    assert index.admit(A) == 0 and index.admit(B) is None
-    index.admitted(A, ok=True)
-    move = index.next_move(writes=True)
-    assert isinstance(move, Demote) and index.admit(B) is None
-    index.moved(move, ok=False)
-    assert index.dirty == 1  # a failed write is to be tried again
-    assert index.admit(B) == 0
+    index.attach_disk(1, [])
+    assert index.begin_store(A) == 0 and index.begin_store(B) is None
+    index.end_store(A, ok=True)
+    move = index.begin_move(writes=True)
+    assert isinstance(move, CopyToDisk) and index.begin_store(B) is None
+    index.end_move(move, ok=False)
+    assert index.dirty_blocks == 1  # a failed write is to be tried again
+    assert index.begin_store(B) == 0
 
 
 def test_a_lost_disk_makes_misses_of_what_only_it_had() -> None:
     index = TierIndex(2)
-    index.attach(2, [(A, 0), (B, 1)])
+    index.attach_disk(2, [(A, 0), (B, 1)])
     stored(index, B)
     assert index.pin(A)
-    index.detach()
-    assert index.held([B, A]) == (1, 0) and index.dirty == 1
+    index.detach_disk()
+    assert index.count_held([B, A]) == (1, 0) and index.dirty_blocks == 1
     index.unpin(A)
-    assert A not in index and index.left == {"detached": 1}
+    assert A not in index and index.removal_reasons == {"detached": 1}
 
 
 def test_without_leave_to_write_nothing_goes_to_disk() -> None:
     index = TierIndex(1)
-    index.attach(1, [])
+    index.attach_disk(1, [])
     stored(index, A)
-    assert index.next_move(writes=False) is None
+    assert index.begin_move(writes=False) is None
 
 
 def test_the_gate_closes_after_failures_in_a_row_and_waits_longer_each_time() -> None:
-    gate, now = Gate(), 100.0
-    assert [gate.failed("io", now) for _ in range(FAILURES_MAX)] == [False, False, True]
+    gate, now = DiskGate(), 100.0
+    assert [gate.record_failure("io", now) for _ in range(FAILURE_LIMIT)] == [False, False, True]
     waits = []
     for _ in range(12):
-        assert not gate.allows(gate.until - 0.1) and gate.allows(gate.until)
-        waits.append(gate.until - now)
-        now = gate.until
-        assert not gate.failed("io", now)  # off already: one try, not three
-    assert waits[:3] == [RETRY_S, 2 * RETRY_S, 4 * RETRY_S] and waits[-1] == RETRY_MAX_S
-    assert gate.succeeded() and gate.allows(now) and not gate.succeeded()
+        assert not gate.allows(gate.retry_at - 0.1) and gate.allows(gate.retry_at)
+        waits.append(gate.retry_at - now)
+        now = gate.retry_at
+        assert not gate.record_failure("io", now)  # off already: one try, not three
+    assert waits[:3] == [RETRY_S, 2 * RETRY_S, 4 * RETRY_S] and waits[-1] == RETRY_LIMIT_S
+    assert gate.record_success() and gate.allows(now) and not gate.record_success()
 
 
 def test_failures_that_are_not_in_a_row_do_not_close_the_gate() -> None:
-    gate = Gate()
-    for _ in range(FAILURES_MAX):
-        assert not gate.failed("io", 0.0)
-        gate.succeeded()
+    gate = DiskGate()
+    for _ in range(FAILURE_LIMIT):
+        assert not gate.record_failure("io", 0.0)
+        gate.record_success()
     assert gate.allows(0.0)
 
 
@@ -149,16 +150,16 @@ class IndexMachine(RuleBasedStateMachine):
         super().__init__()
         self.index = TierIndex(3)
         self.filling: list[bytes] = []
-        self.moves: list[Demote | Promote] = []
+        self.moves: list[CopyToDisk | CopyToMemory] = []
         self.pins: Counter[bytes] = Counter()
 
     def places(self) -> dict[bytes, tuple]:
-        return {content: self.index.where(content) for content in map(name, range(12))}
+        return {content: self.index.find_slots(content) for content in map(name, range(12))}
 
     @rule(content=contents)
     def admit(self, content: bytes) -> None:
-        busy = {m.memory for m in self.moves} | {self.places()[c][0] for c in self.pins}
-        slot = self.index.admit(content)
+        busy = {m.memory_slot for m in self.moves} | {self.places()[c][0] for c in self.pins}
+        slot = self.index.begin_store(content)
         if slot is not None:
             assert slot not in busy, "a slot in flight was given away"
             self.filling.append(content)
@@ -167,13 +168,13 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(pick=pick, ok=st.booleans())
     def admitted(self, pick: int, ok: bool) -> None:
         content = self.filling.pop(pick % len(self.filling))
-        self.index.admitted(content, ok)
-        assert not ok or self.index.where(content)[0] is not None
+        self.index.end_store(content, ok)
+        assert not ok or self.index.find_slots(content)[0] is not None
 
     @rule(content=contents)
     def pin(self, content: bytes) -> None:
-        assert self.index.pin(content) == (self.index.held([content]) != (0, 0))
-        if self.index.held([content]) != (0, 0):
+        assert self.index.pin(content) == (self.index.count_held([content]) != (0, 0))
+        if self.index.count_held([content]) != (0, 0):
             self.pins[content] += 1
 
     @precondition(lambda self: self.pins)
@@ -186,42 +187,48 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(writes=st.booleans())
     def next_move(self, writes: bool) -> None:
         before = self.places()
-        move = self.index.next_move(writes)
+        move = self.index.begin_move(writes)
         if move is not None:
             memory, disk = before[move.content]
-            assert move.memory == memory if isinstance(move, Demote) else move.disk == disk
+            assert (
+                move.memory_slot == memory
+                if isinstance(move, CopyToDisk)
+                else move.disk_slot == disk
+            )
             self.moves.append(move)
 
     @precondition(lambda self: self.moves)
     @rule(pick=pick, ok=st.booleans())
     def moved(self, pick: int, ok: bool) -> None:
         move = self.moves.pop(pick % len(self.moves))
-        self.index.moved(move, ok)
-        assert not ok or self.index.where(move.content) == (move.memory, move.disk)
+        self.index.end_move(move, ok)
+        assert not ok or self.index.find_slots(move.content) == (move.memory_slot, move.disk_slot)
 
     @precondition(lambda self: not self.moves)
-    @rule(content=contents, tier=st.sampled_from(["memory", "disk"]))
-    def lose(self, content: bytes, tier: str) -> None:
-        if self.index.where(content)[tier == "disk"] is not None:
-            self.index.lose(content, tier, "checksum")
+    @rule(content=contents, tier=st.sampled_from(Tier))
+    def lose(self, content: bytes, tier: Tier) -> None:
+        if self.index.find_slots(content)[tier is Tier.DISK] is not None:
+            self.index.remove_copy(content, tier, "checksum")
 
     @precondition(lambda self: not self.moves and not self.index.disk_slots)
     @rule(found=st.dictionaries(st.integers(0, 4), contents))
     def attach(self, found: dict[int, bytes]) -> None:
-        self.index.attach(5, [(content, slot) for slot, content in found.items()])
-        assert all(self.index.where(content)[1] is not None for content in found.values())
+        self.index.attach_disk(5, [(content, slot) for slot, content in found.items()])
+        assert all(self.index.find_slots(content)[1] is not None for content in found.values())
 
     @precondition(lambda self: not self.moves and self.index.disk_slots)
     @rule()
     def detach(self) -> None:
-        self.index.detach()
+        self.index.detach_disk()
 
     @invariant()
     def every_block_is_where_it_is_said_to_be(self) -> None:
         self.index.validate()
         held = sum(where != (None, None) for where in self.places().values())
-        assert self.index.memory_entries <= 3 and self.index.disk_entries <= 5
-        assert self.index.entered - sum(self.index.left.values()) == held, "lost silently"
+        assert self.index.memory_blocks <= 3 and self.index.disk_blocks <= 5
+        assert self.index.entered_blocks - sum(self.index.removal_reasons.values()) == held, (
+            "lost silently"
+        )
 
 
 class EvictionMachine(IndexMachine):
@@ -229,13 +236,13 @@ class EvictionMachine(IndexMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index.attach(5, [])
+        self.index.attach_disk(5, [])
 
     lose = detach = attach = None  # type: ignore[assignment]
 
     @invariant()
     def what_is_pinned_is_there(self) -> None:
-        assert all(self.index.held([content]) != (0, 0) for content in self.pins)
+        assert all(self.index.count_held([content]) != (0, 0) for content in self.pins)
 
 
 IndexMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60)

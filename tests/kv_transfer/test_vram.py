@@ -8,12 +8,12 @@ import pytest
 import torch
 from diptych.kv_transfer import KVLayout
 from diptych.kv_transfer import commands as c
-from diptych.kv_transfer.conformance import MemoryPool
 from diptych.kv_transfer.service import TransferService
 from diptych.kv_transfer.slices import LaneEnd
 from diptych.kv_transfer.transports import open_transport
 from diptych.kv_transfer.vram import VramPool
 
+from ..kit.conformance import MemoryPool
 from .support import eventually, needs_nixl
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")

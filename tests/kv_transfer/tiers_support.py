@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from diptych.kv_transfer.tiers import Limits, Tiers
+from diptych.kv_transfer.tiers import TieredStore, TierLimits
 from diptych.kv_transfer.tiers.disk import DiskStore
-from diptych.kv_transfer.tiers.faults import checksum, seed_of
+from diptych.kv_transfer.tiers.faults import checksum, checksum_seed
 
 BLOCK, MODEL = 6000, b"model and layout"  # a block that is no multiple of a page
 DEADLINE_S = 10.0
@@ -36,13 +36,15 @@ def open_store(folder, slots=4, model=MODEL):
 
 def write(store, slot, content):
     data = memoryview(block(content))
-    return store.write(slot, content, data, checksum(data, seed_of(store.compatibility, content)))
+    return store.write(
+        slot, content, data, checksum(data, checksum_seed(store.compatibility, content))
+    )
 
 
 def read(store, slot, content):
     """What a read of `content` gives: a fault, or True when the bytes are right."""
     target = np.zeros(BLOCK, np.uint8)
-    fault = store.read(slot, memoryview(target), seed_of(store.compatibility, content))
+    fault = store.read(slot, memoryview(target), checksum_seed(store.compatibility, content))
     return fault or bool((target == block(content)).all())
 
 
@@ -58,8 +60,8 @@ class Client:
     """Tiers, asked one thing at a time; what it loads is compared with what it should be."""
 
     def __init__(self, memory=4, disk=0, folder=None, model=MODEL, clock=time.monotonic, **limits):
-        bounds = Limits(memory * BLOCK, disk_bytes(disk) if disk else 0, **limits)
-        self.tiers = Tiers(BLOCK, model, bounds, folder, clock)
+        bounds = TierLimits(memory * BLOCK, disk_bytes(disk) if disk else 0, **limits)
+        self.tiers = TieredStore(BLOCK, model, bounds, folder, clock)
         if disk:
             eventually(lambda: self.disk["state"] != "opens", "the disk was tried")
 
@@ -89,7 +91,7 @@ class Client:
         return list(numbers[: len(arrived)])
 
     def held(self, *numbers):
-        return self.tiers.held([name(n) for n in numbers])
+        return self.tiers.count_held_blocks([name(n) for n in numbers])
 
     def settled(self):
         """Everything that is in memory is on disk too."""

@@ -7,11 +7,11 @@ import math
 import pytest
 from diptych.loadtests import outcomes as o
 from diptych.loadtests import server
-from diptych.loadtests.arrivals import Stage
-from diptych.loadtests.endpoint import Facts
-from diptych.loadtests.outcomes import Outcome
-from diptych.loadtests.plan import Plan
-from diptych.loadtests.result import Client, assemble
+from diptych.loadtests.arrivals import RateStage
+from diptych.loadtests.endpoint import EndpointFacts
+from diptych.loadtests.outcomes import LoadOutcome
+from diptych.loadtests.plan import LoadPlan
+from diptych.loadtests.result import ClientCost, assemble
 from diptych.protos import frames as f
 from diptych.router.goodput import judge, p99
 from diptych.simulator.metrics import Slo
@@ -21,14 +21,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 SLO = Slo.of("ttft=500ms,itl=50ms")
-FACTS = Facts("http://x", "m", 4096, ("a", "b"), 3, True, True, "diptych")
+FACTS = EndpointFacts("http://x", "m", 4096, ("a", "b"), 3, True, True, "diptych")
 
 
-def outcome(ttft_ms: float, *gaps_ms: float, **fields: object) -> Outcome:
+def outcome(ttft_ms: float, *gaps_ms: float, **fields: object) -> LoadOutcome:
     gaps = [gap / 1e3 for gap in gaps_ms]
-    values: dict = {"id": "r", "at": 0.0, "sent": 0.0, "output": len(gaps) + 1, **fields}
+    values: dict = {"id": "r", "arrival_s": 0.0, "sent_s": 0.0, "output_tokens": len(gaps) + 1}
+    values |= fields
     whole = ttft_ms / 1e3 + sum(gaps)
-    return Outcome(**values, ttft_s=ttft_ms / 1e3, e2e_s=whole, gaps_s=gaps)
+    return LoadOutcome(**values, ttft_s=ttft_ms / 1e3, e2e_s=whole, gaps_s=gaps)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def outcome(ttft_ms: float, *gaps_ms: float, **fields: object) -> Outcome:
         (outcome(math.nan), "ttft"),
     ],
 )
-def test_a_request_is_met_by_first_token_mean_gap_and_p99(one: Outcome, missed: str) -> None:
+def test_a_request_is_met_by_first_token_mean_gap_and_p99(one: LoadOutcome, missed: str) -> None:
     assert one.missed(SLO) == missed
 
 
@@ -54,9 +55,9 @@ def test_a_request_is_met_by_first_token_mean_gap_and_p99(one: Outcome, missed: 
 def test_the_cluster_and_the_simulator_judge_gaps_alike(late: int, others: int) -> None:
     one = outcome(100, *[140] * late, *[1] * others)
     gaps, mean = one.gaps_s, one.tpot_s
-    live = f.RequestOutcome("t", "c", "stop", 0.1, one.output, len(gaps), mean, p99(gaps))
+    live = f.RequestOutcome("t", "c", "stop", 0.1, one.output_tokens, len(gaps), mean, p99(gaps))
     assert (judge(live, SLO.ttft_s, SLO.itl_s) == "both") == (not one.missed(SLO))
-    job = Job(Request(0.0, 1, one.output, "", [], 0, [], [], []), ("r", 0), 0.0)
+    job = Job(Request(0.0, 1, one.output_tokens, "", [], 0, [], [], []), ("r", 0), 0.0)
     job.first, job.ended, job.target = 0.1, 0.1 + sum(gaps), SLO.ttft_s
     job.late = sum(gap > SLO.itl_s for gap in gaps)
     assert SLO.met(job) == (not one.missed(SLO))
@@ -78,14 +79,14 @@ def test_nothing_offered_has_no_goodput() -> None:
 
 def test_the_knee_lies_between_the_last_stage_that_holds_and_the_first_that_does_not() -> None:
     rows = [{"offered_per_s": rate, "goodput": good} for rate, good in ((1, 1), (2, 1), (4, 0.8))]
-    assert o.knee(rows, 0.9) == pytest.approx(3.0)  # half way down from 1 to 0.8
-    assert o.knee(rows, 0.5) == 4 and o.knee(rows[2:], 0.9) is None
+    assert o.find_knee(rows, 0.9) == pytest.approx(3.0)  # half way down from 1 to 0.8
+    assert o.find_knee(rows, 0.5) == 4 and o.find_knee(rows[2:], 0.9) is None
 
 
 def test_stages_have_rates_of_their_own_and_unreached_ones_are_left_out() -> None:
-    stages = [Stage("a", 0, 2, 1), Stage("b", 2, 4, 2), Stage("c", 4, 6, 4)]
-    found = [outcome(1), outcome(1, stage=1), outcome(900, stage=1)]
-    rows = o.by_stage(found, stages, SLO)
+    stages = [RateStage("a", 0, 2, 1), RateStage("b", 2, 4, 2), RateStage("c", 4, 6, 4)]
+    found = [outcome(1), outcome(1, stage_index=1), outcome(900, stage_index=1)]
+    rows = o.summarize_stages(found, stages, SLO)
     assert [(row["label"], row["offered_per_s"], row["goodput"]) for row in rows] == [
         ("a", 0.5, 1.0),
         ("b", 1.0, 0.5),
@@ -93,26 +94,29 @@ def test_stages_have_rates_of_their_own_and_unreached_ones_are_left_out() -> Non
 
 
 def test_deciles_go_by_prompt_length() -> None:
-    found = [outcome(1 if n < 10 else 900, prompt=n) for n in reversed(range(20))]
-    rows = o.deciles(found, SLO)
+    found = [outcome(1 if n < 10 else 900, prompt_tokens=n) for n in reversed(range(20))]
+    rows = o.summarize_deciles(found, SLO)
     assert [row["goodput"] for row in rows] == [1.0] * 5 + [0.0] * 5
     assert rows[-1] == {"longest": 19, "requests": 2, "goodput": 0.0}
-    assert o.deciles(found[:3], SLO)[0]["requests"] == 1 and o.deciles([], SLO) == []
+    assert (
+        o.summarize_deciles(found[:3], SLO)[0]["requests"] == 1
+        and o.summarize_deciles([], SLO) == []
+    )
 
 
 def test_the_timeline_accounts_for_every_request() -> None:
-    found = [outcome(100, at=n / 10, sent=n / 10) for n in range(50)]
-    rows = o.timeline(found, SLO, 5.0)
+    found = [outcome(100, arrival_s=n / 10, sent_s=n / 10) for n in range(50)]
+    rows = o.summarize_timeline(found, SLO, 5.0)
     width = rows[1]["at_s"]
     assert sum(row["offered_per_s"] for row in rows) * width == pytest.approx(50)
     assert sum(row["running"] for row in rows) * width == pytest.approx(50 * 0.1, rel=0.03)
 
 
 def test_a_document_says_what_weakens_it() -> None:
-    plan = Plan(duration=10.0, gate="goodput>=0.9")
-    facts = Facts("http://x", "m", 4096, ("a", "b"), 3, ignore_eos=False, usage=False)
-    late = [outcome(100, 1, at=1.0, sent=2.0), outcome(100, 1, output=9)]
-    busy = Client(processes={"a": (9.5, 10.0), "b": (1.0, 10.0)})
+    plan = LoadPlan(duration=10.0, gate="goodput>=0.9")
+    facts = EndpointFacts("http://x", "m", 4096, ("a", "b"), 3, ignore_eos=False, usage=False)
+    late = [outcome(100, 1, arrival_s=1.0, sent_s=2.0), outcome(100, 1, output_tokens=9)]
+    busy = ClientCost(processes={"a": (9.5, 10.0), "b": (1.0, 10.0)})
     run = assemble(plan, facts, late, busy, {}, {"skipped": 3, "started": "now"})
     told = " ".join(run["warnings"])
     for reason in (
@@ -129,7 +133,7 @@ def test_a_document_says_what_weakens_it() -> None:
     assert cut["span_s"] == 5.0 and any("stopped after 5 s" in one for one in cut["warnings"])
     lost = assemble(plan, FACTS, late, busy, {}, {"silent": 1})
     assert any("1 processes of this client never ended" in one for one in lost["warnings"])
-    quiet = assemble(plan, FACTS, [outcome(100, 1)], Client(), {}, {})
+    quiet = assemble(plan, FACTS, [outcome(100, 1)], ClientCost(), {}, {})
     assert quiet["warnings"] == []
 
 
@@ -152,7 +156,10 @@ def test_the_servers_counters_are_summed_over_labels_and_compared_by_difference(
     assert told["ttft_ms"] == pytest.approx(250)  # (2.0 - 1.0) s / 4
     ours = {"served": 4, "output_tokens": 210, "ttft_ms": {"mean": 260.0}}
     ours |= {"server_ttft_ms": {}, "tpot_ms": {}, "e2e_ms": {}}
-    rows = {row["figure"]: row["deviation"] for row in server.compare(told, ours, path_s=0.010)}
+    rows = {
+        row["figure"]: row["deviation"]
+        for row in server.compare_with_server(told, ours, path_s=0.010)
+    }
     assert rows["requests answered"] == 0 and rows["output tokens"] == pytest.approx(0.05)
     assert rows["TTFT mean, ms"] == pytest.approx(0.04)
     assert rows["TTFT mean + way there, ms"] == pytest.approx(0)
@@ -160,4 +167,4 @@ def test_the_servers_counters_are_summed_over_labels_and_compared_by_difference(
 
 
 def test_a_server_that_cannot_be_asked_is_left_out() -> None:
-    assert server.counted("http://127.0.0.1:9/metrics", "http://127.0.0.1:9") == {}
+    assert server.read_counters("http://127.0.0.1:9/metrics", "http://127.0.0.1:9") == {}

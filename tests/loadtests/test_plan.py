@@ -7,14 +7,20 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from diptych.loadtests.arrivals import BURST_EVERY_S, BURST_S, Arrival, arrivals, stages
+from diptych.loadtests.arrivals import (
+    BURST_EVERY_S,
+    BURST_S,
+    Arrival,
+    planned_arrivals,
+    rate_stages,
+)
 from diptych.loadtests.errors import LoadError
-from diptych.loadtests.plan import Gate, Plan
+from diptych.loadtests.plan import LoadGate, LoadPlan
 from diptych.loadtests.prompts import REPEATS, Words, probe
 
 
-def checked(**options: object) -> Plan:
-    plan = Plan(**options)  # type: ignore[arg-type]
+def checked(**options: object) -> LoadPlan:
+    plan = LoadPlan(**options)  # type: ignore[arg-type]
     plan.check()
     return plan
 
@@ -41,7 +47,7 @@ def test_what_is_wrong_is_told_before_the_load(options: dict, told: str) -> None
 
 
 def test_locust_options_become_a_plan() -> None:
-    plan = Plan.of(Namespace(plan_load="ramp", plan_rate="1-8", num_users=7, plan_seed="3"))
+    plan = LoadPlan.of(Namespace(plan_load="ramp", plan_rate="1-8", num_users=7, plan_seed="3"))
     assert (plan.load, plan.rates, plan.users, plan.seed) == ("ramp", (1.0, 8.0), 7, 3)
 
 
@@ -53,39 +59,45 @@ def test_a_gate_compares_a_figure_with_its_limit() -> None:
         "ttft_ms": {"p99": 800.0},
     }
     holds = {
-        text: Gate.of(text).holds(summary)
+        text: LoadGate.of(text).holds(summary)
         for text in ("goodput>=0.95", "goodput>0.95", "errors<=2", "ttft_p99<800.5")
     }
     assert list(holds.values()) == [True, False, False, True]
-    assert not Gate.of("itl_p99<=1000").holds({"itl_ms": {}, "requests": 1}), "no gap holds nothing"
-    assert not Gate.of("errors<=0").holds({"errors": {}, "requests": 0}), "nor does no request"
+    assert not LoadGate.of("itl_p99<=1000").holds({"itl_ms": {}, "requests": 1}), (
+        "no gap holds nothing"
+    )
+    assert not LoadGate.of("errors<=0").holds({"errors": {}, "requests": 0}), "nor does no request"
 
 
 def test_constant_arrivals_lie_on_a_grid() -> None:
-    found = arrivals(checked(load="constant", rate="4", duration=2.0))
-    assert [one.at for one in found] == [n / 4 for n in range(8)]
+    found = planned_arrivals(checked(load="constant", rate="4", duration=2.0))
+    assert [one.arrival_s for one in found] == [n / 4 for n in range(8)]
 
 
 def test_equal_plans_offer_equal_load_and_seeds_differ() -> None:
-    assert arrivals(checked(seed=1)) == arrivals(checked(seed=1)) != arrivals(checked(seed=2))
+    assert (
+        planned_arrivals(checked(seed=1))
+        == planned_arrivals(checked(seed=1))
+        != planned_arrivals(checked(seed=2))
+    )
 
 
 def test_poisson_and_burst_offer_their_rate_on_average() -> None:
     for load in ("poisson", "burst"):
-        found = arrivals(checked(load=load, rate="10", duration=600.0))
+        found = planned_arrivals(checked(load=load, rate="10", duration=600.0))
         assert len(found) == pytest.approx(6000, rel=0.06)  # 1.3 % is one standard deviation
-        assert all(0 <= a.at <= b.at < 600 for a, b in pairwise(found))
-        late = [one.at % BURST_EVERY_S >= BURST_EVERY_S - BURST_S for one in found]
+        assert all(0 <= a.arrival_s <= b.arrival_s < 600 for a, b in pairwise(found))
+        late = [one.arrival_s % BURST_EVERY_S >= BURST_EVERY_S - BURST_S for one in found]
         # 3 of 15 s at 4 times the rest's rate: 4 * 3 / (4 * 3 + 12) of the arrivals
         assert sum(late) / len(late) == pytest.approx(0.5 if load == "burst" else 0.2, abs=0.03)
 
 
 def test_a_ramp_grows_geometrically_and_marks_its_stages() -> None:
     plan = checked(load="ramp", rate="1-16", steps=5, duration=50.0)
-    assert [round(stage.rate, 6) for stage in stages(plan)] == [1, 2, 4, 8, 16]
-    for one in arrivals(plan):
-        stage = stages(plan)[one.stage]
-        assert stage.begin_s <= one.at < stage.end_s
+    assert [round(stage.rate, 6) for stage in rate_stages(plan)] == [1, 2, 4, 8, 16]
+    for one in planned_arrivals(plan):
+        stage = rate_stages(plan)[one.stage_index]
+        assert stage.begin_s <= one.arrival_s < stage.end_s
 
 
 def test_a_trace_keeps_lengths_and_prefixes_at_another_scale(tmp_path: Path) -> None:
@@ -96,8 +108,11 @@ def test_a_trace_keeps_lengths_and_prefixes_at_another_scale(tmp_path: Path) -> 
     ]
     file.write_text("\n".join(rows))
     plan = checked(load="trace", trace=str(file), rate="", scale=0.125, duration=10.0)
-    first, second = arrivals(plan)
-    assert [(one.prompt, one.output) for one in (first, second)] == [(150, 10), (75, 5)]
+    first, second = planned_arrivals(plan)
+    assert [(one.prompt_tokens, one.output_tokens) for one in (first, second)] == [
+        (150, 10),
+        (75, 5),
+    ]
     assert [size for _, size in first.blocks] == [64] * 3, "512 tokens at an eighth"
     assert first.blocks[0] == second.blocks[0] and first.blocks[1] != second.blocks[1]
     words = Words(("a", "b", "c"), template=3)
@@ -114,8 +129,8 @@ def test_words_of_one_token_are_found_by_what_the_endpoint_counts() -> None:
 
     words = probe(count)
     assert words.template == 7 and not costly & set(words.alphabet)
-    assert count(words.text(Arrival(0.0, prompt=40, output=1))) == 40
-    assert count(words.text(Arrival(0.0, prompt=1, output=1))) == 7, "none is shorter"
+    assert count(words.text(Arrival(0.0, prompt_tokens=40, output_tokens=1))) == 40
+    assert count(words.text(Arrival(0.0, prompt_tokens=1, output_tokens=1))) == 7, "none is shorter"
     with pytest.raises(LoadError, match="one token"):
         probe(lambda text: 5 + 3 * len(text.split()))
     assert REPEATS > 1

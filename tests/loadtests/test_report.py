@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from diptych.loadtests import report
-from diptych.loadtests.endpoint import Facts
-from diptych.loadtests.outcomes import Outcome
-from diptych.loadtests.plan import Plan
-from diptych.loadtests.result import Client, assemble
+from diptych.loadtests import plots, report
+from diptych.loadtests.endpoint import EndpointFacts
+from diptych.loadtests.outcomes import LoadOutcome
+from diptych.loadtests.plan import LoadPlan
+from diptych.loadtests.result import ClientCost, assemble
 
 DIPTYCH = str(Path(sys.executable).parent / "diptych")
-FACTS = Facts("http://<x>", "m", 4096, ("a", "b"), 3, True, True, "diptych")
+FACTS = EndpointFacts("http://<x>", "m", 4096, ("a", "b"), 3, True, True, "diptych")
 ABOUT = {
     "started": "2026-11-21T10:00:00+00:00",
     "machine": {"cpu": "C", "cores": 2, "memory_gib": 4.0, "system": "Linux"},
@@ -35,7 +35,7 @@ PLOTS = (
 
 def run(seed: int = 0, **options: Any) -> dict[str, Any]:
     rng = random.Random(seed)
-    plan = Plan(load="ramp", rate="1-8", steps=3, duration=30.0, gate="goodput>=0.5", **options)
+    plan = LoadPlan(load="ramp", rate="1-8", steps=3, duration=30.0, gate="goodput>=0.5", **options)
     found = []
     for number in range(200):
         at = number * 30 / 200
@@ -43,9 +43,9 @@ def run(seed: int = 0, **options: Any) -> dict[str, Any]:
         error = "500" if number % 50 == 0 else ""
         ttft = rng.expovariate(1.5)
         found.append(
-            Outcome(
+            LoadOutcome(
                 *(f"load-{number}", at, at + 0.001, int(at // 10), rng.randint(10, 900)),
-                output=len(gaps) + 1,
+                output_tokens=len(gaps) + 1,
                 ttft_s=ttft,
                 e2e_s=ttft + sum(gaps),
                 gaps_s=gaps,
@@ -53,7 +53,7 @@ def run(seed: int = 0, **options: Any) -> dict[str, Any]:
                 lags_s=[1e-4],
             )
         )
-    client = Client({"gap_error_us": {"p50": 1.0, "p99": 9.0}}, {"local": (1.0, 30.0)})
+    client = ClientCost({"gap_error_us": {"p50": 1.0, "p99": 9.0}}, {"local": (1.0, 30.0)})
     return json.loads(json.dumps(assemble(plan, FACTS, found, client, {"finished": 196}, ABOUT)))
 
 
@@ -87,7 +87,7 @@ def test_a_report_is_one_file_with_every_plot_and_figure() -> None:
 
 
 def test_a_report_of_nothing_still_renders() -> None:
-    document = assemble(Plan(), FACTS, [], Client(), {}, ABOUT)
+    document = assemble(LoadPlan(), FACTS, [], ClientCost(), {}, ABOUT)
     assert "goodput" in report.document(document) and "goodput -" in report.text(document)
 
 
@@ -124,10 +124,10 @@ def check_screenshot(png: Path, missed: bool = True) -> None:
         return float((abs(pixels - wanted).sum(axis=2) < 30).mean())
 
     assert share("#2f6db5") > 0.005
-    assert share(report.MISS) > 0.00005 or not missed
+    assert share(plots.MISS) > 0.00005 or not missed
     assert share("#ffffff") < 0.98
-    plots = pixels[250:, :1000]
-    inked = (plots.sum(axis=2) < 720).mean(axis=0)
+    plot_area = pixels[250:, :1000]
+    inked = (plot_area.sum(axis=2) < 720).mean(axis=0)
     assert (inked > 0.01).mean() > 0.8, "plots over the whole width"
 
 

@@ -11,10 +11,17 @@ from contextlib import contextmanager
 
 import pytest
 from diptych.loadtests import echo
-from diptych.loadtests.endpoint import Client, Facts, Reader, ask, refusal, server_ttft_s
+from diptych.loadtests.endpoint import (
+    AnswerReader,
+    EndpointFacts,
+    HttpLoadClient,
+    probe_endpoint,
+    refusal,
+    server_ttft_s,
+)
 from diptych.loadtests.errors import LoadError
-from diptych.loadtests.outcomes import Outcome
-from diptych.loadtests.sse import Events, ProtocolError, Response
+from diptych.loadtests.outcomes import LoadOutcome
+from diptych.loadtests.sse import EventDecoder, HttpResponseDecoder, ProtocolError
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: text/event-stream\r\n\r\n"
 
@@ -35,7 +42,7 @@ def said(text: str | None = None, finish: str | None = None, usage: dict | None 
 def test_a_response_is_the_same_however_its_bytes_arrive(step: int) -> None:
     events = said() + said("a") + b"data: [DONE]\r\n\r\n"
     raw = HEAD + chunk(events[:11]) + chunk(events[11:]) + b"0\r\n\r\n"
-    response, reader, found = Response(), Events(), []
+    response, reader, found = HttpResponseDecoder(), EventDecoder(), []
     for at in range(0, len(raw), step):
         found += reader.feed(response.feed(raw[at : at + step]))
     assert response.done and response.reusable and response.status == 200
@@ -43,7 +50,7 @@ def test_a_response_is_the_same_however_its_bytes_arrive(step: int) -> None:
 
 
 def test_bodies_of_a_known_length_and_of_closed_connections() -> None:
-    known, closed = Response(), Response()
+    known, closed = HttpResponseDecoder(), HttpResponseDecoder()
     assert known.feed(b"HTTP/1.1 429 No\r\ncontent-length: 3\r\n\r\nabcX") == b"abc"
     assert known.done and known.status == 429
     assert closed.feed(b"HTTP/1.0 200 OK\r\nconnection: close\r\n\r\nab") == b"ab"
@@ -52,14 +59,14 @@ def test_bodies_of_a_known_length_and_of_closed_connections() -> None:
 
 @pytest.mark.parametrize("raw", [b"", b"SSH-2.0-x\r\n\r\n", HEAD, HEAD + chunk(b"ab")])
 def test_what_is_cut_short_or_is_no_http_is_an_error(raw: bytes) -> None:
-    response = Response()
+    response = HttpResponseDecoder()
     with pytest.raises(ProtocolError):
         _ = [response.feed(part) for part in (raw, b"")]
 
 
 def test_every_piece_with_text_is_a_token_time_and_the_usage_counts_tokens() -> None:
-    one = Outcome("x", 0, 0)
-    reader = Reader(one, sent=10.0)
+    one = LoadOutcome("x", 0, 0)
+    reader = AnswerReader(one, sent=10.0)
     reader.feed(10.1, said())  # the role alone is no token
     reader.feed(10.2, said("a"))
     reader.feed(10.5, said("b") + said("c"))
@@ -68,14 +75,14 @@ def test_every_piece_with_text_is_a_token_time_and_the_usage_counts_tokens() -> 
     reader.feed(10.6, said("", "stop") + said(usage=used | cached))
     reader.finish()
     assert one.ttft_s == pytest.approx(0.2) and one.gaps_s == pytest.approx([0.3, 0.0])
-    assert (one.prompt, one.output, one.cached, one.error) == (9, 4, 8, "")
+    assert (one.prompt_tokens, one.output_tokens, one.cached_tokens, one.error) == (9, 4, 8, "")
     assert one.e2e_s == pytest.approx(0.5) and one.tpot_s == pytest.approx(0.1)
 
 
 def test_a_stream_without_an_end_or_with_an_error_is_a_failure() -> None:
-    cut, broken = Outcome("x", 0, 0), Outcome("y", 0, 0)
-    Reader(cut, 0.0).finish()
-    reader = Reader(broken, 0.0)
+    cut, broken = LoadOutcome("x", 0, 0), LoadOutcome("y", 0, 0)
+    AnswerReader(cut, 0.0).finish()
+    reader = AnswerReader(broken, 0.0)
     reader.feed(1.0, said("a") + b'event: error\ndata: {"error": {"message": "gone"}}\n\n')
     reader.finish()
     assert (cut.error, broken.error) == ("ended early", "error in mid-stream")
@@ -125,16 +132,16 @@ def serving(answer: Callable[[bytes], bytes], requests: int = 1) -> Iterator[str
         listener.close()
 
 
-def facts(url: str) -> Facts:
-    return Facts(url, "m", 4096, ("a", "b"), 3, ignore_eos=True, usage=True)
+def facts(url: str) -> EndpointFacts:
+    return EndpointFacts(url, "m", 4096, ("a", "b"), 3, ignore_eos=True, usage=True)
 
 
 def test_a_connection_that_the_server_gave_up_is_no_failure() -> None:
     stream = HEAD + chunk(said("a") + said("b", "length")) + b"0\r\n\r\n"
     with serving(lambda _: stream) as url:
-        client = Client(facts(url))
+        client = HttpLoadClient(facts(url))
         for number in range(3):
-            one = Outcome(f"{number}", 0, 0)
+            one = LoadOutcome(f"{number}", 0, 0)
             assert client.chat(one, [{"role": "user", "content": "x"}], 2) == "ab"
             assert not one.error and len(one.gaps_s) == 1
 
@@ -144,11 +151,11 @@ def test_failures_are_told_by_name() -> None:
     half = HEAD + chunk(said("a"))
     for answer, told in ((refused, "429 queue_full"), (half, "mid-answer"), (b"?", "mid-answer")):
         with serving(lambda _, answer=answer: answer) as url:
-            one = Outcome("x", 0, 0)
-            Client(facts(url)).chat(one, [], 1)
+            one = LoadOutcome("x", 0, 0)
+            HttpLoadClient(facts(url)).chat(one, [], 1)
             assert told in one.error
-    gone = Outcome("x", 0, 0)
-    Client(facts("http://127.0.0.1:9")).chat(gone, [], 1)
+    gone = LoadOutcome("x", 0, 0)
+    HttpLoadClient(facts("http://127.0.0.1:9")).chat(gone, [], 1)
     assert gone.error == "ConnectionRefusedError"
 
 
@@ -171,14 +178,14 @@ def test_a_peer_without_our_extensions_is_asked_once_and_taken_as_it_is() -> Non
         return plain({"usage": {"prompt_tokens": 20 + words, "completion_tokens": 1}})
 
     with serving(answer) as url:
-        found = ask(f"{url}/v1")
+        found = probe_endpoint(f"{url}/v1")
     assert (found.model, found.server, found.context) == ("peer-7b", "peer", 4096)
     assert not found.ignore_eos and not found.usage and found.template == 21
 
 
 def test_an_endpoint_that_is_not_there_is_one_sentence() -> None:
     with pytest.raises(LoadError, match=r"no endpoint at http://127.0.0.1:9 .*diptych serve"):
-        ask("http://127.0.0.1:9")
+        probe_endpoint("http://127.0.0.1:9")
 
 
 def test_the_client_measures_its_own_error_on_loopback() -> None:

@@ -130,8 +130,8 @@ class TrappedTransport:
     def fenced(self, peer: str) -> bool:
         return self.inner.fenced(peer)
 
-    def bury(self, peer: str) -> None:
-        self.inner.bury(peer)
+    def mark_process_dead(self, peer: str) -> None:
+        self.inner.mark_process_dead(peer)
 
     def close(self) -> None:
         self.inner.close()

@@ -44,45 +44,45 @@ class Histogram:
 
 
 @dataclass(slots=True)
-class Gauges:
+class TransferStatistics:
     """Owned by the transfer thread. Bytes, seconds, counts."""
 
-    sent: int = 0
-    received: int = 0
-    arrived: int = 0  #: tickets that landed here
-    closed: int = 0  #: tickets that were pushed from here, all of it
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    arrived_tickets: int = 0  #: tickets that landed here
+    pushed_tickets: int = 0  #: tickets that were pushed from here, all of it
     busy_s: float = 0.0  #: of arrived tickets: with a write under way
     exposed_s: float = 0.0  #: of these: after the last KV was computed
     checksum_s: float = 0.0
     copy_s: float = 0.0  #: in the transport's `write`
     failures: Counter[str] = field(default_factory=Counter)  #: by reason
-    received_from: Counter[str] = field(default_factory=Counter)  #: bytes, by worker
-    busy: Histogram = field(default_factory=lambda: Histogram(TRANSFER_S))
-    exposed: Histogram = field(default_factory=lambda: Histogram(TRANSFER_S))
+    received_bytes_by_worker: Counter[str] = field(default_factory=Counter)  #: bytes, by worker
+    busy_histogram: Histogram = field(default_factory=lambda: Histogram(TRANSFER_S))
+    exposed_histogram: Histogram = field(default_factory=lambda: Histogram(TRANSFER_S))
 
-    def landed(self, busy_s: float, exposed_s: float) -> None:
-        self.arrived += 1
+    def record_arrival(self, busy_s: float, exposed_s: float) -> None:
+        self.arrived_tickets += 1
         self.busy_s += busy_s
         self.exposed_s += exposed_s
-        self.busy.observe(busy_s)
-        self.exposed.observe(exposed_s)
+        self.busy_histogram.observe(busy_s)
+        self.exposed_histogram.observe(exposed_s)
 
-    def took(self, agent: str, size: int) -> None:
+    def record_received_bytes(self, agent: str, size: int) -> None:
         """`size` bytes came from a rank of a worker ("worker:rank")."""
-        self.received += size
-        self.received_from[agent.rpartition(":")[0]] += size
+        self.received_bytes += size
+        self.received_bytes_by_worker[agent.rpartition(":")[0]] += size
 
     def values(self) -> dict:
         return {
-            "bytes_sent": self.sent,
-            "bytes_received": self.received,
-            "transfers": self.arrived + self.closed,
+            "bytes_sent": self.sent_bytes,
+            "bytes_received": self.received_bytes,
+            "transfers": self.arrived_tickets + self.pushed_tickets,
             "failures": dict(self.failures),
             "busy_s": round(self.busy_s, 6),
             "exposed_s": round(self.exposed_s, 6),
             "checksum_s": round(self.checksum_s, 6),
             "copy_s": round(self.copy_s, 6),
-            "received_from": dict(self.received_from),
-            "busy": self.busy.values(),
-            "exposed": self.exposed.values(),
+            "received_from": dict(self.received_bytes_by_worker),
+            "busy": self.busy_histogram.values(),
+            "exposed": self.exposed_histogram.values(),
         }

@@ -1,10 +1,11 @@
-"""The suite that every `Transport` passes: give it an opener, it opens pairs and checks them.
+"""The suite that every `Transport` passes: give it an opener, and it opens pairs and checks them.
 
     for check in CHECKS:
         run(check, lambda agent, pool, admit: MyTransport(agent, pool))
 
-A pair is two transports over two pools in one process, polled in turn by one loop until what is
-awaited is there; `DEADLINE_S` only bounds a failure. A broken contract raises `AssertionError`.
+A pair is two transports over two pools in one process. One loop polls them in turn until what the
+check waits for has happened; `DEADLINE_S` only bounds a failure. A broken contract raises
+`AssertionError`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-
-from .errors import PeerLost
-from .layout import KVLayout
-from .transport import (
+from diptych.kv_transfer.errors import PeerLost
+from diptych.kv_transfer.layout import KVLayout
+from diptych.kv_transfer.transport import (
     AdmitData,
     NotificationReceived,
     PeerCard,
@@ -43,10 +43,12 @@ _incarnations = itertools.count()
 class MemoryPool:
     """A `Pool` of host memory, shared where the platform can, with other bytes in every block."""
 
-    memory, device = "DRAM", 0
+    memory = "DRAM"
+    device = 0
 
     def __init__(self, blocks: int = 32, block_bytes: int = 16384, seed: int = 0) -> None:
-        self.blocks, self.block_bytes = blocks, block_bytes
+        self.blocks = blocks
+        self.block_bytes = block_bytes
         self.size = blocks * block_bytes
         self.fd = os.memfd_create("diptych-kv") if hasattr(os, "memfd_create") else None
         if self.fd is not None:
@@ -78,8 +80,8 @@ Opener = Callable[[str, MemoryPool, AdmitData], Transport]
 
 
 @dataclass(slots=True)
-class End:
-    """One transport, its pool, and all that `poll` ever told."""
+class TransportEnd:
+    """One transport, its pool, and all events that `poll` has returned."""
 
     agent: str
     pool: MemoryPool
@@ -88,9 +90,11 @@ class End:
     open: bool = True
 
     def poll(self) -> list[TransportEvent]:
-        fresh = self.transport.poll() if self.open else []
-        self.events += fresh
-        return fresh
+        if not self.open:
+            return []
+        new_events = self.transport.poll()
+        self.events += new_events
+        return new_events
 
     def card(self) -> PeerCard:
         return card_of(self.agent, self.transport, self.pool)
@@ -99,12 +103,12 @@ class End:
         return [event.data for event in self.events if isinstance(event, NotificationReceived)]
 
     def wrote(self) -> dict[int, list[bool]]:
-        """What each handle's `Wrote` events said."""
-        told: dict[int, list[bool]] = {}
+        """The `ok` of each handle's `PostedWriteEnded` events."""
+        ends: dict[int, list[bool]] = {}
         for event in self.events:
             if isinstance(event, PostedWriteEnded):
-                told.setdefault(event.handle, []).append(event.ok)
-        return told
+                ends.setdefault(event.handle, []).append(event.ok)
+        return ends
 
     def downs(self) -> int:
         return sum(isinstance(event, PeerDisconnected) for event in self.events)
@@ -116,29 +120,37 @@ class End:
 
 
 def card_of(agent: str, transport: Transport, pool: MemoryPool) -> PeerCard:
-    address = transport.address()
-    return PeerCard(agent, transport.name, b"", address, pool.base, pool.size, pool.layout)
+    return PeerCard(
+        agent=agent,
+        transport=transport.name,
+        compatibility=b"",
+        address=transport.address(),
+        base=pool.base,
+        size=pool.size,
+        layout=pool.layout,
+    )
 
 
-def open_end(opener: Opener, name: str, seed: int, admit: AdmitData) -> End:
-    agent, pool = f"{name}#{next(_incarnations)}", MemoryPool(seed=seed)
-    return End(agent, pool, opener(agent, pool, admit))
+def open_end(opener: Opener, name: str, seed: int, admit: AdmitData) -> TransportEnd:
+    agent = f"{name}#{next(_incarnations)}"
+    pool = MemoryPool(seed=seed)
+    return TransportEnd(agent, pool, opener(agent, pool, admit))
 
 
-class Pair:
+class TransportPair:
     """Two ends that may know each other."""
 
     def __init__(self, opener: Opener) -> None:
         self.refused: set[bytes] = set()  #: notes whose data neither end admits
-        self.asked: list[tuple[str, bytes]] = []
+        self.admit_calls: list[tuple[str, bytes]] = []  #: peer and note
         self.left = open_end(opener, "left", 1, self._admit)
         self.right = open_end(opener, "right", 2, self._admit)
 
     def _admit(self, peer: str, note: bytes) -> bool:
-        self.asked.append((peer, note))
+        self.admit_calls.append((peer, note))
         return note not in self.refused
 
-    def connect(self) -> Pair:
+    def connect(self) -> TransportPair:
         """Both ends know each other, and both directions have carried a note."""
         left, right = self.left, self.right
         left.transport.add_peer(right.card())
@@ -162,9 +174,9 @@ class Pair:
         self.right.close()
 
 
-def run(check: Callable[[Pair], None], opener: Opener) -> None:
-    """Opens a fresh pair for `check` and closes it afterwards."""
-    pair = Pair(opener)
+def run(check: Callable[[TransportPair], None], opener: Opener) -> None:
+    """Opens a pair for `check` alone and closes it afterwards."""
+    pair = TransportPair(opener)
     try:
         check(pair)
     finally:
@@ -182,13 +194,19 @@ def spans(unit: int, source: Sequence[int], target: Sequence[int]) -> Spans:
     return Spans(unit, np.array(source, np.int32), np.array(target, np.int32))
 
 
-def write(source: End, target: End, blocks: Sequence[int], to: Sequence[int], note: bytes) -> int:
-    """Whole blocks."""
-    whole = spans(source.pool.block_bytes, blocks, to)
-    return source.transport.write(target.agent, whole, note)
+def write(
+    source: TransportEnd,
+    target: TransportEnd,
+    blocks: Sequence[int],
+    to: Sequence[int],
+    note: bytes,
+) -> int:
+    """Writes whole blocks; returns the handle."""
+    block_spans = spans(source.pool.block_bytes, blocks, to)
+    return source.transport.write(target.agent, block_spans, note)
 
 
-def _lost(call: Callable[[], object]) -> bool:
+def _raises_peer_lost(call: Callable[[], object]) -> bool:
     try:
         call()
     except PeerLost:
@@ -199,60 +217,79 @@ def _lost(call: Callable[[], object]) -> bool:
 # ---- data ----------------------------------------------------------------------------------------
 
 
-def blocks_arrive_exactly_at_their_targets(pair: Pair) -> None:
-    left, right = pair.connect().left, pair.right
+def blocks_arrive_exactly_at_their_targets(pair: TransportPair) -> None:
+    pair.connect()
+    left = pair.left
+    right = pair.right
     indices = list(range(left.pool.blocks))
     source = random.Random(3).sample(indices, 20)
     target = random.Random(4).sample(indices, 20)
-    mine = [left.pool.block(i) for i in indices]
-    wanted = [right.pool.block(i) for i in indices]
-    for here, there in zip(source, target, strict=True):
-        wanted[there] = mine[here]
+    source_blocks = [left.pool.block(i) for i in indices]
+    expected = [right.pool.block(i) for i in indices]
+    for source_index, target_index in zip(source, target, strict=True):
+        expected[target_index] = source_blocks[source_index]
     write(left, right, source, target, b"shuffled")
     pair.until(lambda: bool(right.notes() and left.wrote()), "a write and its note")
-    assert [right.pool.block(i) for i in indices] == wanted, "a block is wrong, or out of place"
-    assert [left.pool.block(i) for i in indices] == mine, "a write changed its source"
+    assert [right.pool.block(i) for i in indices] == expected, "a block is wrong, or out of place"
+    assert [left.pool.block(i) for i in indices] == source_blocks, "a write changed its source"
 
 
-def units_of_any_size_arrive_exactly_at_their_targets(pair: Pair) -> None:
+def units_of_any_size_arrive_exactly_at_their_targets(pair: TransportPair) -> None:
     """Smaller than a block or across blocks, in runs and scattered, from either end."""
-    left, right = pair.connect().left, pair.right
+    pair.connect()
+    left = pair.left
+    right = pair.right
     rng = random.Random(7)
     for unit in (64, 1000, 4096, 12288, 40960):
         for source, target in ((left, right), (right, left)):
             units = source.pool.size // unit
-            take = _scattered(rng, units)
-            put = _scattered(rng, units)[: len(take)]
-            take = take[: len(put)]
-            mine, wanted = bytes(source.pool.view), bytearray(target.pool.view)
-            for here, there in zip(take, put, strict=True):
-                wanted[there * unit : (there + 1) * unit] = mine[here * unit : (here + 1) * unit]
-            seen = len(target.notes())
-            source.transport.write(target.agent, spans(unit, take, put), b"units")
-            _noted(pair, target, seen + 1)
-            assert bytes(target.pool.view) == bytes(wanted), f"units of {unit} bytes"
+            from_units, to_units = _two_scattered(rng, units)
+            expected = bytearray(target.pool.view)
+            _copy_units(bytes(source.pool.view), expected, unit, from_units, to_units)
+            previous_notes = len(target.notes())
+            source.transport.write(target.agent, spans(unit, from_units, to_units), b"units")
+            _noted(pair, target, previous_notes + 1)
+            assert bytes(target.pool.view) == bytes(expected), f"units of {unit} bytes"
 
 
-def _noted(pair: Pair, end: End, count: int) -> None:
+def _two_scattered(rng: random.Random, units: int) -> tuple[list[int], list[int]]:
+    """Two scattered selections of equal size."""
+    first = _scattered(rng, units)
+    second = _scattered(rng, units)
+    size = min(len(first), len(second))
+    return first[:size], second[:size]
+
+
+def _copy_units(
+    source: bytes, target: bytearray, unit: int, from_units: list[int], to_units: list[int]
+) -> None:
+    """Copies what a write with these units should copy."""
+    for from_unit, to_unit in zip(from_units, to_units, strict=True):
+        data = source[from_unit * unit : (from_unit + 1) * unit]
+        target[to_unit * unit : (to_unit + 1) * unit] = data
+
+
+def _noted(pair: TransportPair, end: TransportEnd, count: int) -> None:
     pair.until(lambda: len(end.notes()) >= count, f"{count} notes")
 
 
-def a_read_fetches_units_of_the_peer(pair: Pair) -> None:
+def a_read_fetches_units_of_the_peer(pair: TransportPair) -> None:
     """For transports that have one: the other way round, and the peer gets the note."""
-    left, right = pair.connect().left, pair.right
+    pair.connect()
+    left = pair.left
+    right = pair.right
     read = getattr(left.transport, "read", None)
     if read is None:
         return
-    units = left.pool.size // 4096
-    mine, theirs = _scattered(random.Random(8), units), _scattered(random.Random(9), units)
-    size = min(len(mine), len(theirs))
-    wanted, source = bytearray(left.pool.view), bytes(right.pool.view)
-    for here, there in zip(mine[:size], theirs[:size], strict=True):
-        wanted[here * 4096 : (here + 1) * 4096] = source[there * 4096 : (there + 1) * 4096]
-    handle = read(right.agent, spans(4096, mine[:size], theirs[:size]), b"read")
+    unit = 4096
+    own_units, peer_units = _two_scattered(random.Random(8), left.pool.size // unit)
+    source = bytes(right.pool.view)
+    expected = bytearray(left.pool.view)
+    _copy_units(source, expected, unit, peer_units, own_units)
+    handle = read(right.agent, spans(unit, own_units, peer_units), b"read")
     pair.until(lambda: bool(right.notes() and left.wrote()), "a read and its note")
     assert left.wrote() == {handle: [True]}
-    assert bytes(left.pool.view) == bytes(wanted)
+    assert bytes(left.pool.view) == bytes(expected)
     assert bytes(right.pool.view) == source, "a read changed its source"
 
 
@@ -263,32 +300,36 @@ def _scattered(rng: random.Random, units: int) -> list[int]:
     return list(itertools.chain.from_iterable(rng.sample(pieces, -(-len(pieces) // 2))))
 
 
-def a_note_comes_once_and_after_its_data(pair: Pair) -> None:
+def a_note_comes_once_and_after_its_data(pair: TransportPair) -> None:
     """Each write fills its own blocks: they must be complete when its note is seen."""
-    left, right = pair.connect().left, pair.right
+    pair.connect()
+    left = pair.left
+    right = pair.right
     for index in range(8):
         blocks = list(range(index * 4, index * 4 + 4))
         write(left, right, blocks, blocks, bytes([index]))
-    seen: list[int] = []
+    noted: list[int] = []
 
     def look() -> None:
         left.poll()
         for event in right.poll():
             assert isinstance(event, NotificationReceived) and event.peer == left.agent, event
             index = event.data[0]
-            seen.append(index)
+            noted.append(index)
             for block in range(index * 4, index * 4 + 4):
                 same = right.pool.block(block) == left.pool.block(block)
                 assert same, f"note {index} came before its data"
 
-    _until(lambda: len(seen) >= 8 and len(left.wrote()) == 8, look, "eight notes")
+    _until(lambda: len(noted) >= 8 and len(left.wrote()) == 8, look, "eight notes")
     for _ in range(50):
         look()
-    assert sorted(seen) == list(range(8)), f"lost or doubled notes: {seen}"
+    assert sorted(noted) == list(range(8)), f"lost or doubled notes: {noted}"
 
 
-def both_directions_carry_data_at_once(pair: Pair) -> None:
-    left, right = pair.connect().left, pair.right
+def both_directions_carry_data_at_once(pair: TransportPair) -> None:
+    pair.connect()
+    left = pair.left
+    right = pair.right
     ends = ((left, right), (right, left))
     before = {id(end): end.pool.block(0) for end in (left, right)}
     for source, target in ends:
@@ -298,9 +339,13 @@ def both_directions_carry_data_at_once(pair: Pair) -> None:
         assert target.pool.block(5) == before[id(source)]
 
 
-def every_write_ends_exactly_once(pair: Pair) -> None:
-    left, right = pair.connect().left, pair.right
-    rng, count, handles = random.Random(5), 300, []
+def every_write_ends_exactly_once(pair: TransportPair) -> None:
+    pair.connect()
+    left = pair.left
+    right = pair.right
+    rng = random.Random(5)
+    count = 300
+    handles: list[int] = []
     for index in range(count):
         source = rng.sample(range(left.pool.blocks), rng.randint(1, 4))
         target = rng.sample(range(right.pool.blocks), len(source))
@@ -314,16 +359,18 @@ def every_write_ends_exactly_once(pair: Pair) -> None:
     assert sorted(right.notes()) == sorted(b"%d" % index for index in range(count))
 
 
-def a_refused_write_leaves_no_byte(pair: Pair) -> None:
+def a_refused_write_leaves_no_byte(pair: TransportPair) -> None:
     """For transports that can: data whose ticket is closed is not stored; the note still comes."""
-    left, right = pair.connect().left, pair.right
+    pair.connect()
+    left = pair.left
+    right = pair.right
     if not right.transport.refuses_late:
         return
     before = bytes(right.pool.view)
     pair.refused.add(b"late")
     write(left, right, [1, 2, 3], [4, 9, 6], b"late")
     pair.until(lambda: bool(right.notes() and left.wrote()), "the refused write")
-    assert (left.agent, b"late") in pair.asked
+    assert (left.agent, b"late") in pair.admit_calls
     assert right.notes() == [b"late"]
     assert bytes(right.pool.view) == before, "data of a refused write was stored"
     write(left, right, [1], [4], b"in time")
@@ -334,8 +381,10 @@ def a_refused_write_leaves_no_byte(pair: Pair) -> None:
 # ---- notes ---------------------------------------------------------------------------------------
 
 
-def notes_go_both_ways_and_none_is_lost(pair: Pair) -> None:
-    left, right = pair.connect().left, pair.right
+def notes_go_both_ways_and_none_is_lost(pair: TransportPair) -> None:
+    pair.connect()
+    left = pair.left
+    right = pair.right
     rng = random.Random(6)
     sent: dict[str, list[bytes]] = {left.agent: [], right.agent: []}
     for index in range(500):
@@ -344,8 +393,11 @@ def notes_go_both_ways_and_none_is_lost(pair: Pair) -> None:
             source.transport.notify(target.agent, note)
             sent[target.agent].append(note)
         pair.poll()
-    done = lambda: all(len(end.notes()) >= 500 for end in (left, right))  # noqa: E731
-    pair.until(done, "a thousand notes")
+
+    def all_noted() -> bool:
+        return all(len(end.notes()) >= 500 for end in (left, right))
+
+    pair.until(all_noted, "a thousand notes")
     for end in (left, right):
         assert Counter(end.notes()) == Counter(sent[end.agent])
 
@@ -353,8 +405,10 @@ def notes_go_both_ways_and_none_is_lost(pair: Pair) -> None:
 # ---- peers ---------------------------------------------------------------------------------------
 
 
-def adding_a_peer_again_changes_nothing(pair: Pair) -> None:
-    left, right = pair.connect().left, pair.right
+def adding_a_peer_again_changes_nothing(pair: TransportPair) -> None:
+    pair.connect()
+    left = pair.left
+    right = pair.right
     card = right.card()
     left.transport.add_peer(card)
     write(left, right, [1], [2], b"one")
@@ -366,33 +420,44 @@ def adding_a_peer_again_changes_nothing(pair: Pair) -> None:
     assert left.downs() == right.downs() == 0
 
 
-def an_unknown_peer_is_lost(pair: Pair) -> None:
+def an_unknown_peer_is_lost(pair: TransportPair) -> None:
     left = pair.left
-    one = spans(64, [0], [0])
-    assert _lost(lambda: left.transport.notify("nobody#0", b"x")), "notify to an unknown peer"
-    assert _lost(lambda: left.transport.write("nobody#0", one, b"x")), "write to one"
+    one_unit = spans(64, [0], [0])
+    assert _raises_peer_lost(lambda: left.transport.notify("nobody#0", b"x")), (
+        "notify to an unknown peer"
+    )
+    assert _raises_peer_lost(lambda: left.transport.write("nobody#0", one_unit, b"x")), (
+        "write to one"
+    )
     left.poll()
     assert not left.wrote(), "a write that raised must not end as well"
 
 
-def a_removed_peer_is_lost(pair: Pair) -> None:
-    left, right = pair.connect().left, pair.right
+def a_removed_peer_is_lost(pair: TransportPair) -> None:
+    pair.connect()
+    left = pair.left
+    right = pair.right
     left.transport.remove_peer(right.agent)
     left.transport.remove_peer(right.agent)
-    assert _lost(lambda: left.transport.notify(right.agent, b"x")), "notify to a removed peer"
-    assert _lost(lambda: write(left, right, [0], [0], b"x")), "write to a removed peer"
+    assert _raises_peer_lost(lambda: left.transport.notify(right.agent, b"x")), (
+        "notify to a removed peer"
+    )
+    assert _raises_peer_lost(lambda: write(left, right, [0], [0], b"x")), "write to a removed peer"
 
 
-def a_removed_peer_may_come_back(pair: Pair) -> None:
+def a_removed_peer_may_come_back(pair: TransportPair) -> None:
     """The cluster may take a worker for dead that is alive: added again, it is reachable again."""
-    left, right = pair.connect().left, pair.right
-    cards = left.card(), right.card()
-    for one, other in ((left, right), (right, left)):
-        one.transport.remove_peer(other.agent)
+    pair.connect()
+    left = pair.left
+    right = pair.right
+    left_card = left.card()
+    right_card = right.card()
+    left.transport.remove_peer(right.agent)
+    right.transport.remove_peer(left.agent)
     for _ in range(50):
         pair.poll()
-    left.transport.add_peer(cards[1])
-    right.transport.add_peer(cards[0])
+    left.transport.add_peer(right_card)
+    right.transport.add_peer(left_card)
     for end in (left, right):
         end.events.clear()
     write(left, right, [7], [8], b"again")
@@ -403,22 +468,24 @@ def a_removed_peer_may_come_back(pair: Pair) -> None:
 # ---- failure -------------------------------------------------------------------------------------
 
 
-def a_closed_peer_is_noticed_and_fenced(pair: Pair) -> None:
-    """Noticed: a call raises `PeerLost` or `Down` comes; nothing reaches the peer from then on."""
-    left, right = pair.connect().left, pair.right
+def a_closed_peer_is_noticed_and_fenced(pair: TransportPair) -> None:
+    """Noticed: a call raises `PeerLost`, or `PeerDisconnected` comes; then nothing reaches it."""
+    pair.connect()
+    left = pair.left
+    right = pair.right
     right.close()
     lost: list[bool] = []
 
     def knock() -> None:
-        lost.append(_lost(lambda: left.transport.notify(right.agent, b"anybody?")))
+        lost.append(_raises_peer_lost(lambda: left.transport.notify(right.agent, b"anybody?")))
         left.poll()
         time.sleep(PAUSE_S)
 
     _until(lambda: any(lost) or left.downs() > 0, knock, "the peer's end is noticed")
     left.poll()
-    assert left.downs() == 1, "exactly one Down tells it"
-    assert _lost(lambda: left.transport.notify(right.agent, b"x"))
-    assert _lost(lambda: write(left, right, [0], [0], b"x"))
+    assert left.downs() == 1, "exactly one PeerDisconnected tells it"
+    assert _raises_peer_lost(lambda: left.transport.notify(right.agent, b"x"))
+    assert _raises_peer_lost(lambda: write(left, right, [0], [0], b"x"))
 
     def wait() -> None:
         left.poll()
@@ -428,8 +495,10 @@ def a_closed_peer_is_noticed_and_fenced(pair: Pair) -> None:
     left.transport.remove_peer(right.agent)
 
 
-def writes_to_a_closed_peer_end_exactly_once(pair: Pair) -> None:
-    left, right = pair.connect().left, pair.right
+def writes_to_a_closed_peer_end_exactly_once(pair: TransportPair) -> None:
+    pair.connect()
+    left = pair.left
+    right = pair.right
     blocks = list(range(left.pool.blocks))
     handles = [write(left, right, blocks, blocks, b"%d" % i) for i in range(4)]
     right.close()
@@ -437,20 +506,24 @@ def writes_to_a_closed_peer_end_exactly_once(pair: Pair) -> None:
     def post() -> None:
         left.poll()
         if not left.downs() and len(handles) < 1000:
-            _lost(lambda: handles.append(write(left, right, blocks, blocks, b"late")))
+            _raises_peer_lost(lambda: handles.append(write(left, right, blocks, blocks, b"late")))
         time.sleep(PAUSE_S)
 
-    done = lambda: left.downs() > 0 and set(left.wrote()) >= set(handles)  # noqa: E731
-    _until(done, post, "every write to a closed peer ends")
+    def all_ended() -> bool:
+        return left.downs() > 0 and set(left.wrote()) >= set(handles)
+
+    _until(all_ended, post, "every write to a closed peer ends")
     for _ in range(50):
         left.poll()
     assert set(left.wrote()) == set(handles)
     assert all(len(ends) == 1 for ends in left.wrote().values()), "a write ended twice"
 
 
-def a_peer_that_never_polls_blocks_nobody(pair: Pair) -> None:
+def a_peer_that_never_polls_blocks_nobody(pair: TransportPair) -> None:
     """Calls return while it sleeps. What waits is bounded: it is lost, or gets everything."""
-    left, right = pair.connect().left, pair.right
+    pair.connect()
+    left = pair.left
+    right = pair.right
     blocks = list(range(left.pool.blocks))
     sent: list[bytes] = []
     handles: list[int] = []
@@ -464,7 +537,7 @@ def a_peer_that_never_polls_blocks_nobody(pair: Pair) -> None:
         sent.append(note)
 
     for index in range(2000):
-        if _lost(lambda i=index: send(i)):  # type: ignore[misc]
+        if _raises_peer_lost(lambda i=index: send(i)):  # type: ignore[misc]
             break
         left.poll()
     left.poll()
@@ -476,7 +549,7 @@ def a_peer_that_never_polls_blocks_nobody(pair: Pair) -> None:
     assert Counter(right.notes()) == Counter(sent)
 
 
-CHECKS: tuple[Callable[[Pair], None], ...] = (
+CHECKS: tuple[Callable[[TransportPair], None], ...] = (
     blocks_arrive_exactly_at_their_targets,
     units_of_any_size_arrive_exactly_at_their_targets,
     a_read_fetches_units_of_the_peer,

@@ -1,0 +1,70 @@
+"""How the checks read manifests: parsed objects, the parts of a RayService, and quantities."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import yaml
+
+Manifest = dict[str, Any]  #: a Kubernetes object, or a part of one
+QUANTITY = re.compile(r"([0-9.]+)([KMGTPE]i?|m|k)?")
+SCALES = {
+    "": 1,
+    "m": 1e-3,
+    "k": 1e3,
+    "M": 1e6,
+    "G": 1e9,
+    "T": 1e12,
+    "P": 1e15,
+    "E": 1e18,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "Ti": 2**40,
+    "Pi": 2**50,
+    "Ei": 2**60,
+}
+
+
+def parse_quantity(value: str | float) -> float:
+    """Returns a Kubernetes quantity as a number; NaN if it is none."""
+    match = QUANTITY.fullmatch(str(value))
+    if match is None:
+        return math.nan
+    number, suffix = match.groups()
+    return float(number) * SCALES.get(suffix or "", math.nan)
+
+
+def read(text: str) -> Any:
+    return yaml.load(text, Loader=yaml.CSafeLoader)
+
+
+def ray_cluster(service: Manifest) -> Manifest:
+    return service["spec"]["rayClusterConfig"]
+
+
+def groups(service: Manifest) -> list[Manifest]:
+    """The worker groups of a RayService."""
+    return ray_cluster(service).get("workerGroupSpecs", [])
+
+
+def templates(service: Manifest) -> dict[str, Manifest]:
+    """Pod templates by the group's name; the head's is `head`."""
+    head = {"head": ray_cluster(service)["headGroupSpec"]["template"]}
+    return head | {group["groupName"]: group["template"] for group in groups(service)}
+
+
+def container_of(template: Manifest) -> Manifest:
+    """The container that runs Ray."""
+    return template["spec"]["containers"][0]
+
+
+def serve_config(service: Manifest) -> Manifest:
+    return read(service["spec"]["serveConfigV2"])
+
+
+def settings(config: Manifest) -> Manifest:
+    """Diptych's configuration: the arguments of a Serve config's first application."""
+    return config["applications"][0].get("args", {})

@@ -1,0 +1,190 @@
+"""The plots of a report, as one SVG. Equal runs give equal files."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from .plan import LoadPlan
+
+COLORS = ("#2f6db5", "#d1742c")  #: first and second run
+MISS = "#c0392b"
+DIAGONAL = "#9aa7b5"
+CROWDED_RATIO = 1000  #: largest by smallest tick: beyond, labels would overlap
+SCATTER_LIMIT = 1500  #: points of a scatter plot
+SMALLEST_GAP_MS = 0.05  #: a smaller value is drawn here: the axis is logarithmic
+SMALLEST_TTFT_MS = 0.1
+Document = dict[str, Any]
+
+
+class PlottedRun(NamedTuple):
+    run: Document
+    name: str  #: empty where there is one run
+    color: str
+
+    def label(self, text: str) -> str:
+        return f"{self.name} {text}".strip()
+
+
+def plots_svg(runs: list[Document], names: tuple[str, ...] = ("",)) -> str:
+    """Returns the plots of one run, or of two in one picture, as an SVG element."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "diptych"  # equal runs, equal file
+    matplotlib.rcParams["svg.fonttype"] = "none"
+    from matplotlib.figure import Figure
+
+    plotted = [
+        PlottedRun(run, name, color) for run, name, color in zip(runs, names, COLORS, strict=False)
+    ]
+    targets = LoadPlan(slo=runs[0]["config"]["slo"]).targets
+    ttft_ms = targets.ttft_s * 1e3
+    itl_ms = targets.itl_s * 1e3
+    figure = Figure(figsize=(12, 7), layout="constrained")
+    axes = figure.subplots(2, 3).flatten()
+    ttft_kinds = {"ttft_ms": "first token"}
+    _plot_shares(axes[0], plotted, ttft_kinds, "time to first token", target_ms=ttft_ms)
+    gap_kinds = {"itl_ms": "every gap", "second_token_ms": "second token"}
+    _plot_shares(axes[1], plotted, gap_kinds, "gaps between tokens", target_ms=itl_ms)
+    _plot_goodput_by_rate(axes[2], plotted)
+    _plot_goodput_by_length(axes[3], plotted)
+    _plot_timeline(axes[4], plotted)
+    _plot_requests(axes[5], plotted, ttft_ms)
+
+    written = io.StringIO()
+    figure.savefig(written, format="svg", metadata={"Date": None})
+    return _svg_element(written.getvalue())
+
+
+def _svg_element(text: str) -> str:
+    """Removes the XML declaration and the document type."""
+    without_declaration = text.split("?>", 1)[-1]
+    return without_declaration.split('dtd">', 1)[-1]
+
+
+def _plot_shares(
+    axis: Any, plotted: list[PlottedRun], kinds: dict[str, str], title: str, target_ms: float
+) -> None:
+    """Cumulative shares of each kind (key and label) of latency; a second kind is dashed."""
+    for each in plotted:
+        distributions = each.run["distributions"]
+        for (kind, label), style in zip(kinds.items(), ("-", "--"), strict=False):
+            values_ms = [max(value, SMALLEST_GAP_MS) for value in distributions[kind]]
+            if values_ms:
+                shares = distributions["quantiles"]
+                axis.plot(
+                    values_ms, shares, style, color=each.color, lw=1.6, label=each.label(label)
+                )
+    axis.axvline(target_ms, color=MISS, lw=1, ls=":", label=f"target {target_ms:g} ms")
+    axis.set(title=title, xscale="log", xlabel="ms", ylabel="share of them", ylim=(0, 1.02))
+    _label_decimally(axis.xaxis)
+    axis.legend(fontsize=7, loc="lower right")
+    axis.grid(alpha=0.25)
+
+
+def _label_decimally(axis: Any) -> None:
+    """Labels a logarithmic axis 1, 2, 5, 10 .. in plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    steps = (1.0, 2.0, 5.0) if high / low < CROWDED_RATIO else (1.0,)
+    axis.set_major_locator(LogLocator(subs=steps, numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _plot_goodput_by_rate(axis: Any, plotted: list[PlottedRun]) -> None:
+    """Rates of stages where there are several, else of bins of the timeline."""
+    highest_rate = 0.0
+    for each in plotted:
+        has_stages = len(each.run["stages"]) > 1
+        rows = each.run["stages"] if has_stages else each.run["timeline"]
+        points = sorted(
+            (row["offered_per_s"], row["good_per_s"]) for row in rows if row["offered_per_s"]
+        )
+        if points:
+            offered, met = zip(*points, strict=True)
+            style = "o-" if has_stages else "o"
+            axis.plot(offered, met, style, color=each.color, ms=4, label=each.name or "met")
+            highest_rate = max(highest_rate, *offered)
+    diagonal = [0, highest_rate]
+    axis.plot(diagonal, diagonal, color=DIAGONAL, lw=1, ls="--", label="all met")
+    axis.set(title="goodput against offered rate", xlabel="offered, requests/s", ylabel="met, /s")
+    axis.legend(fontsize=7)
+    axis.grid(alpha=0.25)
+
+
+def _plot_goodput_by_length(axis: Any, plotted: list[PlottedRun]) -> None:
+    width = 0.8 / len(plotted)
+    for number, each in enumerate(plotted):
+        rows = each.run["deciles"]
+        offset = (number - (len(plotted) - 1) / 2) * width
+        places = [place + offset for place in range(len(rows))]
+        heights = [row["goodput"] for row in rows]
+        axis.bar(places, heights, width * 0.95, color=each.color, label=each.name)
+    rows = plotted[0].run["deciles"]
+    labels = [f"≤{row['longest']}" for row in rows]
+    axis.set_xticks(range(len(rows)), labels, fontsize=7, rotation=45)
+    axis.set(title="met by prompt length, tenths", xlabel="prompt tokens", ylim=(0, 1.02))
+    if len(plotted) > 1:
+        axis.legend(fontsize=7, loc="lower left")
+
+
+def _plot_timeline(axis: Any, plotted: list[PlottedRun]) -> None:
+    curves: dict[str, dict[str, Any]] = {
+        "offered_per_s": {"lw": 1, "ls": "--"},
+        "good_per_s": {"lw": 1.8},
+        "running": {"lw": 0.8, "alpha": 0.5},
+    }
+    labels = {"offered_per_s": "offered/s", "good_per_s": "met/s", "running": "running"}
+    for each in plotted:
+        timeline = each.run["timeline"]
+        times_s = [row["at_s"] for row in timeline]
+        for key, style in curves.items():
+            values = [row[key] for row in timeline]
+            label = f"{each.name} {labels[key]}"
+            axis.step(times_s, values, where="post", color=each.color, label=label, **style)
+    axis.set(title="timeline", xlabel="s since the start", ylim=(0, None))
+    axis.legend(fontsize=7)
+    axis.grid(alpha=0.25)
+
+
+def _plot_requests(axis: Any, plotted: list[PlottedRun], target_ms: float) -> None:
+    """TTFT of each request by its arrival; missed ones (for any reason) are red."""
+    for each in plotted:
+        for points, color, label in _request_points(each):
+            if points:
+                times_s, ttfts_ms = zip(*points, strict=True)
+                axis.scatter(times_s, ttfts_ms, s=7, color=color, label=each.label(label))
+    axis.axhline(target_ms, color=MISS, lw=1, ls=":")
+    axis.set(title="first token of each request", xlabel="s since the start", ylabel="ms")
+    axis.set_yscale("log")
+    _label_decimally(axis.yaxis)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=7)
+
+
+class RequestPoints(NamedTuple):
+    points: list[tuple[float, float]]  #: seconds since the start, and TTFT in ms
+    color: str
+    label: str
+
+
+def _request_points(each: PlottedRun) -> Iterator[RequestPoints]:
+    """Yields the requests that were met, then those that were missed."""
+    columns = each.run["columns"]
+    at_column = columns.index("at_s")
+    ttft_column = columns.index("ttft_ms")
+    missed_column = columns.index("missed")
+    served = [row for row in each.run["requests"] if row[ttft_column] is not None]
+    drawn = served[:: max(1, len(served) // SCATTER_LIMIT)]
+
+    def points_of(rows: list[list[Any]]) -> list[tuple[float, float]]:
+        return [(row[at_column], max(SMALLEST_TTFT_MS, row[ttft_column])) for row in rows]
+
+    met = [row for row in drawn if not row[missed_column]]
+    missed = [row for row in drawn if row[missed_column]]
+    yield RequestPoints(points_of(met), each.color, "met")
+    yield RequestPoints(points_of(missed), MISS, "missed")

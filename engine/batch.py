@@ -1,4 +1,4 @@
-"""The rows of a step: which ids are computed, where their KV goes, whose logits are wanted."""
+"""The rows of a step: which ids are computed, where their KV goes, whose logits are needed."""
 
 from __future__ import annotations
 
@@ -7,56 +7,83 @@ from dataclasses import dataclass
 import torch
 
 from .attention import Meta, Piece
-from .pacing import Work, pairs
-from .scheduler import Plan
+from .pacing import StepWork, attended_pairs
+from .scheduler import StepPlan
 from .sequence import Sequence
 
 
 @dataclass(slots=True)
-class Batch:
-    """Of each sequence `count` ids from its computed ones on; a decoding one also its drafts."""
+class StepBatch:
+    """Of each sequence `count` ids from its computed ones on; a decoding one also its drafts.
 
-    sequences: list[tuple[Sequence, int]]
-    ids: torch.Tensor  #: int64 [T]
-    meta: Meta
-    wanted: torch.Tensor  #: int64: rows whose logits are needed
-    at: list[int]  #: index in `wanted` of each sequence's last id; its drafts follow
+    The sequences that are prefilled come first.
+    """
 
-    def work(self, prefills: int) -> Work:
-        """What the step costs by; the first `prefills` sequences are being prefilled."""
-        prefill, decode = self.meta.pieces[:prefills], self.meta.pieces[prefills:]
-        return Work(
-            rows=sum(piece.count for piece in decode),
-            keys=sum(piece.start + piece.count for piece in decode),
-            tokens=sum(piece.count for piece in prefill),
-            pairs=sum(pairs(piece.count, piece.start) for piece in prefill),
-            prompts=prefills,
+    sequences: list[tuple[Sequence, int]]  #: with the number of ids, drafts not counted
+    token_ids: torch.Tensor  #: int64 [rows]
+    step_rows: Meta
+    logit_rows: torch.Tensor  #: int64: rows whose logits are needed
+    logit_starts: list[int]  #: index in `logit_rows` of each sequence's last id; its drafts follow
+
+    def work(self, prefill_count: int) -> StepWork:
+        """What the step costs by; the first `prefill_count` sequences are being prefilled."""
+        prefill = self.step_rows.pieces[:prefill_count]
+        decode = self.step_rows.pieces[prefill_count:]
+        return StepWork(
+            decode_rows=sum(piece.count for piece in decode),
+            decode_kv_tokens=sum(piece.start + piece.count for piece in decode),
+            prefill_tokens=sum(piece.count for piece in prefill),
+            attended_pairs=sum(attended_pairs(piece.count, piece.start) for piece in prefill),
+            prefill_prompts=prefill_count,
         )
 
 
-def build(plan: Plan, block_tokens: int) -> Batch:
-    sequences = [*plan.prefill, *((seq, 1) for seq in plan.decode)]
-    ids: list[int] = []
+def build_batch(plan: StepPlan, block_tokens: int) -> StepBatch:
+    """Lays out the rows of a plan: all prefill chunks, then the decoding sequences."""
+    prefill_count = len(plan.prefill)
+    sequences = [*plan.prefill, *((sequence, 1) for sequence in plan.decode)]
+    token_ids: list[int] = []
     positions: list[int] = []
-    blocks: list[int] = []
-    wanted: list[int] = []
-    at: list[int] = []
+    slot_blocks: list[int] = []
+    logit_rows: list[int] = []
+    logit_starts: list[int] = []
     pieces: list[Piece] = []
-    for index, (seq, count) in enumerate(sequences):
-        drafts = seq.drafts if index >= len(plan.prefill) else []
-        start, end = seq.computed_tokens, seq.computed_tokens + count + len(drafts)
-        table = seq.blocks[: -(-end // block_tokens)]
-        alone = index >= len(plan.prefill) and not drafts
-        pieces.append(Piece(len(ids), end - start, start, table, alone))
-        ids += seq.token_ids[start : start + count]
-        ids += drafts
+    for index, (sequence, count) in enumerate(sequences):
+        is_decode = index >= prefill_count
+        drafts = sequence.drafts if is_decode else []
+        start = sequence.computed_tokens
+        end = start + count + len(drafts)
+        block_table = sequence.blocks[: -(-end // block_tokens)]
+        pieces.append(
+            Piece(
+                row=len(token_ids),
+                count=end - start,
+                start=start,
+                blocks=block_table,
+                decode=is_decode and not drafts,
+            )
+        )
+        token_ids += sequence.token_ids[start : start + count]
+        token_ids += drafts
         positions += range(start, end)
         if end - start == 1:
-            blocks.append(table[-1])
+            slot_blocks.append(block_table[-1])
         else:
-            blocks += [table[position // block_tokens] for position in range(start, end)]
-        at.append(len(wanted))
-        wanted += range(len(ids) - 1 - len(drafts), len(ids))
-    where = torch.tensor(positions)
-    meta = Meta(where, torch.tensor(blocks), where % block_tokens, pieces)
-    return Batch(sequences, torch.tensor(ids), meta, torch.tensor(wanted), at)
+            slot_blocks += [block_table[position // block_tokens] for position in range(start, end)]
+        logit_starts.append(len(logit_rows))
+        logit_rows += range(len(token_ids) - 1 - len(drafts), len(token_ids))
+
+    row_positions = torch.tensor(positions)
+    step_rows = Meta(
+        positions=row_positions,
+        slot_block=torch.tensor(slot_blocks),
+        slot_offset=row_positions % block_tokens,
+        pieces=pieces,
+    )
+    return StepBatch(
+        sequences=sequences,
+        token_ids=torch.tensor(token_ids),
+        step_rows=step_rows,
+        logit_rows=torch.tensor(logit_rows),
+        logit_starts=logit_starts,
+    )

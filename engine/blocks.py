@@ -1,8 +1,15 @@
 """Who owns which KV block: free list, reference counts, prefix cache (pure).
 
 Every block is in exactly one place: free (nobody's), used (referenced by sequences) or cached (not
-referenced, content known, evicted in LRU order when blocks run short). Block 0 is nobody's ever: it
+referenced, its content known, evicted in LRU order when blocks run short). Block 0 is nobody's: it
 pads batches.
+
+Life of a block: `allocate` takes it from the free list, or evicts the oldest cached one. `publish`
+says what it holds, and from then on `match` finds it by that content. The last `release` puts it
+into the cache if its content is known, else back on the free list.
+
+Routers are told of contents by *marks*, of which a block has one, several or none. A mark is
+reported as stored with the first block that has it, and as evicted with the last.
 """
 
 from __future__ import annotations
@@ -12,182 +19,206 @@ from collections.abc import Sequence
 
 
 class BlockPool:
-    """Verbs: `allocate` / `release`, `match` a prefix, `seal` a block whose content is final."""
+    """Owns all blocks of a pool. Numbers of blocks do not count block 0."""
 
-    def __init__(self, total: int) -> None:
-        assert total >= 2, total
-        self.total = total - 1  #: blocks that can be used
-        self._free: deque[int] = deque(range(1, total))
-        self._refs: dict[int, int] = {}  #: used blocks -> references
-        self._cached: OrderedDict[int, bytes] = OrderedDict()  #: LRU first
-        self._by_hash: dict[bytes, int] = {}  #: sealed blocks, used or cached
-        self._hash_of: dict[int, bytes] = {}
-        self._marks: dict[bytes, Sequence[bytes]] = {}  #: what is told of each known content
-        self._told: dict[bytes, int] = {}  #: those, and how many contents each is told of
-        self._below: set[bytes] = set()  #: of the known contents, those that a tier has too
-        self._demoting: dict[int, bytes] = {}  #: pinned until a tier has copied them
-        self.stored: list[bytes] = []  #: since the last `drain_events`
-        self.evicted: list[bytes] = []
+    def __init__(self, block_count: int) -> None:
+        """`block_count`: all blocks of the memory, block 0 included."""
+        assert block_count >= 2, block_count
+        self.total_blocks = block_count - 1
+        self._free: deque[int] = deque(range(1, block_count))
+        self._references: dict[int, int] = {}  #: used blocks -> how often each is referenced
+        self._cached: OrderedDict[int, bytes] = OrderedDict()  #: cached blocks, next evicted first
+        self._block_of: dict[bytes, int] = {}  #: content -> published block, used or cached
+        self._content_of: dict[int, bytes] = {}  #: the inverse of `_block_of`
+        self._marks_of: dict[bytes, Sequence[bytes]] = {}  #: marks of each published content
+        self._mark_counts: dict[bytes, int] = {}  #: how many published contents have each mark
+        self._in_tiers: set[bytes] = set()  #: of the published contents, those that a tier has too
+        self._demoting: dict[int, bytes] = {}  #: used blocks that are pinned until a tier has them
+        self.stored_marks: list[bytes] = []  #: since the last `drain_events`
+        self.evicted_marks: list[bytes] = []  #: since the last `drain_events`
 
     @property
-    def available(self) -> int:
+    def available_blocks(self) -> int:
         """Blocks that `allocate` could give out now."""
         return len(self._free) + len(self._cached)
 
     @property
-    def used(self) -> int:
-        return len(self._refs)
+    def free_blocks(self) -> int:
+        return len(self._free)
 
     @property
-    def cached(self) -> int:
+    def used_blocks(self) -> int:
+        return len(self._references)
+
+    @property
+    def cached_blocks(self) -> int:
         return len(self._cached)
 
+    @property
+    def demoting_blocks(self) -> int:
+        return len(self._demoting)
+
+    # ---- references --------------------------------------------------------------------------
+
     def allocate(self, count: int, keep: int = 0) -> list[int] | None:
-        """`count` blocks with one reference each, or None (and nothing changes).
+        """Returns `count` blocks with one reference each, or None (and nothing changes).
 
         `keep` blocks stay available for others.
         """
-        if count > self.available - keep:
+        if count > self.available_blocks - keep:
             return None
         blocks = [self._take() for _ in range(count)]
         for block in blocks:
-            self._refs[block] = 1
+            self._references[block] = 1
         return blocks
 
     def _take(self) -> int:
+        """A free block, or else the cached one that is next to be evicted."""
         if self._free:
             return self._free.popleft()
         block, content = self._cached.popitem(last=False)
-        del self._hash_of[block]
+        del self._content_of[block]
         self._forget(content)
         return block
 
-    def _forget(self, content: bytes) -> None:
-        del self._by_hash[content]
-        self._below.discard(content)
-        self._untell(self._marks.pop(content))
-
-    def mark(self, content: bytes, marks: Sequence[bytes]) -> None:
-        """What routers are told of a known content from now on."""
-        before = self._marks.get(content, ())
-        self._marks[content] = marks
-        for mark in marks:
-            self._told[mark] = self._told.get(mark, 0) + 1
-            if self._told[mark] == 1:
-                self.stored.append(mark)
-        self._untell(before)
-
-    def _untell(self, marks: Sequence[bytes]) -> None:
-        for mark in marks:
-            self._told[mark] -= 1
-            if not self._told[mark]:
-                del self._told[mark]
-                self.evicted.append(mark)
-
-    def match(self, hashes: list[bytes]) -> list[int]:
-        """The blocks of the longest known prefix of `hashes`, each with one more reference."""
-        blocks: list[int] = []
-        for content in hashes:
-            block = self._by_hash.get(content)
-            if block is None:
-                break
-            self._cached.pop(block, None)
-            self._refs[block] = self._refs.get(block, 0) + 1
-            blocks.append(block)
-        return blocks
-
-    def known(self, hashes: list[bytes]) -> int:
-        """How many leading ones `match` would find."""
-        return next((i for i, one in enumerate(hashes) if one not in self._by_hash), len(hashes))
-
     def share(self, blocks: list[int]) -> list[int]:
-        """The same used blocks, each with one more reference."""
+        """Adds one reference to each of these used blocks; returns them."""
         for block in blocks:
-            self._refs[block] += 1
+            self._references[block] += 1
         return blocks
-
-    def seal(self, block: int, content: bytes, marks: Sequence[bytes] | None = None) -> None:
-        """`block` holds the KV of the prefix `content` from now on. The first one of two wins.
-
-        `marks`: what routers are told of it (None: its content).
-        """
-        assert block in self._refs, block
-        if content not in self._by_hash and block not in self._hash_of:
-            self._by_hash[content] = block
-            self._hash_of[block] = content
-            self.mark(content, (content,) if marks is None else marks)
-
-    def unseal(self, blocks: list[int]) -> None:
-        """Nobody finds these used blocks any more."""
-        for block in blocks:
-            content = self._hash_of.pop(block, None)
-            if content is not None:
-                self._forget(content)
 
     def release(self, blocks: list[int]) -> None:
         """Takes one reference from each block; the last one caches or frees it."""
         for block in reversed(blocks):  # a prefix's tail is evicted before its head
-            self._refs[block] -= 1
-            if self._refs[block]:
+            self._references[block] -= 1
+            if self._references[block]:
                 continue
-            del self._refs[block]
-            content = self._hash_of.get(block)
+            del self._references[block]
+            content = self._content_of.get(block)
             if content is None:
                 self._free.append(block)
             else:
                 self._cached[block] = content
 
-    def demote(self, most: int) -> list[tuple[int, bytes]]:
-        """Up to `most` cached blocks that no tier has, next to be evicted, pinned for a copy."""
+    # ---- contents ----------------------------------------------------------------------------
+
+    def match(self, hashes: list[bytes]) -> list[int]:
+        """Returns the blocks of the longest cached prefix, each with one more reference."""
+        blocks: list[int] = []
+        for content in hashes:
+            block = self._block_of.get(content)
+            if block is None:
+                break
+            self._cached.pop(block, None)
+            self._references[block] = self._references.get(block, 0) + 1
+            blocks.append(block)
+        return blocks
+
+    def prefix_length(self, hashes: list[bytes]) -> int:
+        """How many leading blocks `match` would find."""
+        for length, content in enumerate(hashes):
+            if content not in self._block_of:
+                return length
+        return len(hashes)
+
+    def publish(self, block: int, content: bytes, marks: Sequence[bytes] | None = None) -> None:
+        """From now on `match` finds this used block by `content`. The first of two wins.
+
+        `marks`: what routers are told of it (None: its content).
+        """
+        assert block in self._references, block
+        if content not in self._block_of and block not in self._content_of:
+            self._block_of[content] = block
+            self._content_of[block] = content
+            self.set_marks(content, (content,) if marks is None else marks)
+
+    def unpublish(self, blocks: list[int]) -> None:
+        """From now on nobody finds these used blocks."""
+        for block in blocks:
+            content = self._content_of.pop(block, None)
+            if content is not None:
+                self._forget(content)
+
+    def _forget(self, content: bytes) -> None:
+        del self._block_of[content]
+        self._in_tiers.discard(content)
+        self._remove_marks(self._marks_of.pop(content))
+
+    # ---- what routers are told ---------------------------------------------------------------
+
+    def set_marks(self, content: bytes, marks: Sequence[bytes]) -> None:
+        """Replaces the marks of a published content."""
+        previous_marks = self._marks_of.get(content, ())
+        self._marks_of[content] = marks
+        for mark in marks:
+            count = self._mark_counts.get(mark, 0) + 1
+            self._mark_counts[mark] = count
+            if count == 1:
+                self.stored_marks.append(mark)
+        self._remove_marks(previous_marks)
+
+    def _remove_marks(self, marks: Sequence[bytes]) -> None:
+        for mark in marks:
+            self._mark_counts[mark] -= 1
+            if not self._mark_counts[mark]:
+                del self._mark_counts[mark]
+                self.evicted_marks.append(mark)
+
+    def drain_events(self) -> tuple[list[bytes], list[bytes]]:
+        """Returns the marks (stored, evicted) since the last call; none is in both lists."""
+        stored = [mark for mark in self.stored_marks if mark in self._mark_counts]
+        evicted = [mark for mark in self.evicted_marks if mark not in self._mark_counts]
+        self.stored_marks = []
+        self.evicted_marks = []
+        return stored, evicted
+
+    def hashes(self) -> list[bytes]:
+        """Returns the marks of every content that `match` would find."""
+        return list(self._mark_counts)
+
+    # ---- tiers -------------------------------------------------------------------------------
+
+    def pin_for_demotion(self, limit: int) -> list[tuple[int, bytes]]:
+        """Pins cached blocks that no tier has, next to be evicted, so that a tier can copy them.
+
+        At most `limit` blocks are pinned at a time. Returns (block, content) of the new ones.
+        """
         chosen: list[tuple[int, bytes]] = []
         for block, content in self._cached.items():
-            if len(self._demoting) + len(chosen) >= most:
+            if len(self._demoting) + len(chosen) >= limit:
                 break
-            if content not in self._below:
+            if content not in self._in_tiers:
                 chosen.append((block, content))
         for block, content in chosen:
             del self._cached[block]
-            self._refs[block] = 1
+            self._references[block] = 1
             self._demoting[block] = content
         return chosen
 
-    def demoted(self, block: int, kept: bool) -> None:
-        """A block that `demote` pinned is the first to be evicted again."""
+    def finish_demotion(self, block: int, copied: bool) -> None:
+        """Unpins a block, which a tier has `copied` or not: it is the first to be evicted again."""
         content = self._demoting.pop(block)
-        if kept and self._hash_of.get(block) == content:
-            self._below.add(content)
+        if copied and self._content_of.get(block) == content:
+            self._in_tiers.add(content)
         self.release([block])
         if block in self._cached:
             self._cached.move_to_end(block, last=False)
 
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    @property
-    def demoting(self) -> int:
-        return len(self._demoting)
-
-    def drain_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Marks (stored, evicted) since the last call, as they ended: none is in both lists."""
-        stored = [mark for mark in self.stored if mark in self._told]
-        evicted = [mark for mark in self.evicted if mark not in self._told]
-        self.stored, self.evicted = [], []
-        return stored, evicted
-
-    def hashes(self) -> list[bytes]:
-        """The marks of every content that `match` would find."""
-        return list(self._told)
-
     def validate(self) -> None:
-        """Checks that every block is in exactly one place."""
-        places = [*self._free, *self._refs, *self._cached]
-        assert len(places) == len(set(places)) == self.total, self
-        assert 0 not in places and all(n > 0 for n in self._refs.values()), self
-        assert set(self._hash_of) <= set(self._refs) | set(self._cached), self
-        assert {b: h for h, b in self._by_hash.items()} == self._hash_of, self
-        marks = Counter(mark for content in self._by_hash for mark in self._marks[content])
-        assert marks == self._told and len(self._marks) == len(self._by_hash), self
+        """Checks that every block is in exactly one place. For tests and after failures."""
+        places = [*self._free, *self._references, *self._cached]
+        assert len(places) == len(set(places)) == self.total_blocks, self
+        assert 0 not in places, self
+        assert all(count > 0 for count in self._references.values()), self
+        assert set(self._content_of) <= set(self._references) | set(self._cached), self
+        inverse = {block: content for content, block in self._block_of.items()}
+        assert inverse == self._content_of, self
+        marks = Counter(mark for content in self._block_of for mark in self._marks_of[content])
+        assert marks == self._mark_counts, self
+        assert len(self._marks_of) == len(self._block_of), self
 
     def __repr__(self) -> str:
-        return f"<BlockPool {len(self._free)} free, {self.cached} cached, {self.used} used>"
+        return (
+            f"<BlockPool {self.free_blocks} free, {self.cached_blocks} cached, "
+            f"{self.used_blocks} used>"
+        )

@@ -3,49 +3,59 @@
 What followed the last tokens when they stood there before is guessed to follow again. The guesses
 are computed as rows of one step and verified one by one with the sampler, which is a function of
 (ids, parameters, seed, position): right ones save steps, wrong ones change nothing.
+
+After wrong guesses the sequence pauses: 1, 2, 4, ... steps, up to `PAUSE_LIMIT_STEPS`.
 """
 
 from __future__ import annotations
 
-LONGEST, SHORTEST = 3, 2  #: ids that must have stood there before
-PATIENCE = 16  #: steps without a guess after several wrong ones, at most
+LONGEST_NGRAM = 3  #: ids that must have stood there before; the longest match is tried first
+SHORTEST_NGRAM = 2
+PAUSE_LIMIT_STEPS = 16
 
 
-class NGrams:
-    """Where each n-gram of one sequence occurred last; fed with the ids as they grow."""
+class NGramDrafter:
+    """Where each n-gram of one sequence occurred last; reads the ids as they grow."""
 
     def __init__(self) -> None:
-        self._next: dict[tuple[int, ...], int] = {}  #: n-gram -> index of the id behind it
-        self._known = 0  #: ids that stand behind a known n-gram
-        self._misses = 0
-        self._rest = 0  #: steps to go without a guess
+        self._follower_index: dict[tuple[int, ...], int] = {}  #: n-gram -> index of the id behind
+        self._indexed_ids = 0  #: leading ids whose n-grams are in `_follower_index`
+        self._wrong_in_a_row = 0  #: proposals of which not even the first guess was right
+        self._pause_steps = 0  #: steps to go without a guess
 
-    def propose(self, ids: list[int], most: int) -> list[int]:
-        """At most `most` ids that may follow; [] without a precedent or after wrong guesses."""
-        self._learn(ids)
-        if self._rest:
-            self._rest -= 1
+    def propose(self, token_ids: list[int], limit: int) -> list[int]:
+        """Returns at most `limit` ids that may follow; [] without a precedent or in a pause."""
+        self._index(token_ids)
+        if self._pause_steps:
+            self._pause_steps -= 1
             return []
-        for size in range(LONGEST, SHORTEST - 1, -1):
-            at = self._next.get(tuple(ids[-size:])) if len(ids) > size else None
-            if at is not None:
-                return self._follow(ids, at, most)
+        for size in range(LONGEST_NGRAM, SHORTEST_NGRAM - 1, -1):
+            if len(token_ids) <= size:
+                continue
+            follower = self._follower_index.get(tuple(token_ids[-size:]))
+            if follower is not None:
+                return _repeat_from(token_ids, follower, limit)
         return []
 
-    def _follow(self, ids: list[int], at: int, most: int) -> list[int]:
-        """The ids from `at` on; where they reach the end of `ids`, a loop goes on."""
-        period = len(ids) - at
-        return [ids[at + i % period] for i in range(most)]
+    def _index(self, token_ids: list[int]) -> None:
+        for index in range(max(self._indexed_ids, SHORTEST_NGRAM), len(token_ids)):
+            for size in range(SHORTEST_NGRAM, min(LONGEST_NGRAM, index) + 1):
+                self._follower_index[tuple(token_ids[index - size : index])] = index
+        self._indexed_ids = len(token_ids)
 
-    def _learn(self, ids: list[int]) -> None:
-        for at in range(max(self._known, SHORTEST), len(ids)):
-            for size in range(SHORTEST, min(LONGEST, at) + 1):
-                self._next[tuple(ids[at - size : at])] = at
-        self._known = len(ids)
-
-    def verified(self, guessed: int, right: int) -> None:
-        """How many of the last guesses were right; wrong ones make it wait longer and longer."""
+    def record_verified(self, guessed: int, right: int) -> None:
+        """Takes how many of the last guesses were right; wrong ones lengthen the pause."""
         if not guessed:
             return
-        self._misses = 0 if right else self._misses + 1
-        self._rest = min(2 ** (self._misses - 1), PATIENCE) if self._misses else 0
+        if right:
+            self._wrong_in_a_row = 0
+            self._pause_steps = 0
+        else:
+            self._wrong_in_a_row += 1
+            self._pause_steps = min(2 ** (self._wrong_in_a_row - 1), PAUSE_LIMIT_STEPS)
+
+
+def _repeat_from(token_ids: list[int], start: int, count: int) -> list[int]:
+    """The `count` ids from `start` on; where they reach the end of the ids, a loop goes on."""
+    period = len(token_ids) - start
+    return [token_ids[start + offset % period] for offset in range(count)]

@@ -2,409 +2,560 @@
 
 It knows no network and no role: a prefill worker adds sequences that stop after their first token
 and keeps their blocks until `release`; a decode worker reserves blocks and commits sequences whose
-KV has arrived; a mixed worker just adds. One runner serves all three.
+KV has arrived; a mixed worker just adds. One engine serves all three (`engine_like.EngineLike`).
+
+What the hardware decides is behind `backend.Backend`. On a GPU, steps of pure decode go through a
+pipeline that is one step ahead of what is booked here.
 """
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..kv_transfer.slices import piece_count
 from ..kv_transfer.statistics import Histogram
 from ..protos.frames import AttemptKey, Token
-from .batch import Batch, build
+from .backend_registry import open_backend
+from .batch import StepBatch, build_batch
 from .blocks import BlockPool
-from .commands import PrefixStaged, StagePrefix
-from .drafts import NGrams
+from .commands import EngineObservation, PrefixStaged, StagePrefix
+from .drafts import NGramDrafter
 from .exactness import is_exact
-from .gpu.pipeline import Pipeline
 from .grammar import Grammars
-from .memory import available_memory, check_memory
-from .model import ModelConfig, part_of, start_model
+from .model import part_of, start_model
+from .options import EngineOptions, SchedulerLimits
 from .sampler import SLICE, Fault, sample, score
-from .scheduler import Scheduler, SchedulerLimits
+from .scheduler import Scheduler, StepPlan
 from .sequence import BlocksFilled, Sequence, SequenceOutput
 from .sizing import context_limit, kv_layout
 from .spec import fingerprint, read_spec
 
-DEMOTE_BELOW = 8  #: tiers copy cached blocks while less than this part of the pool is free
-DEMOTING = 16  #: blocks that they copy at a time, at most
-STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-STEP_TOKENS = tuple(2**power for power in range(15))  #: rows of a step
+if TYPE_CHECKING:
+    from .gpu.pipeline import Pipeline
+
+LOW_POOL_DIVISOR = 8  #: tiers copy cached blocks while less than this part of the pool is free
+DEMOTION_LIMIT = 16  #: blocks that they copy at a time, at most
+STEP_SECONDS_BOUNDS = (
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+)
+STEP_ROWS_BOUNDS = tuple(2**power for power in range(15))
 
 
-def nothing_below(hashes: list[bytes]) -> int:
-    """No tiers."""
+def no_tier_blocks(hashes: list[bytes]) -> int:
+    """Stands for the tiers where there are none: they hold nothing."""
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """`kv_bytes` is the size of the KV pool; it bounds `max_model_len` (`sizing.py`)."""
-
-    model: Path
-    dtype: str = "bfloat16"
-    kv_bytes: int = 256 << 20
-    max_model_len: int | None = None  #: default: the model's, or what the pool holds
-    threads: int = 1
-    limits: SchedulerLimits = field(default_factory=SchedulerLimits)
-    kernels: str = "auto"  #: auto | avx512 | torch
-    tensor_parallel: int = 1  #: processes that share the model; `kv_bytes` are of each
-    cores: tuple[int, ...] = ()  #: that the thread which steps is bound to; none: any
-    shared_kv: bool = False  #: other processes can map the KV pool
-    rank_program: str = "diptych.engine.ranks"  #: the module that the others run
-    device: str = "cpu"  #: cpu | cuda (the first that this process sees)
-    attention: str = "auto"  #: auto | cpp | torch on a CPU; auto | a name of `gpu.backends`
-    exact: bool = False  #: a GPU's bits do not depend on the batch either, for a price
-    kv_dtype: str | None = None  #: None: `dtype`; float8_e4m3fn on a GPU
-    weights: str = "model"  #: model | fp8: quantized at load, on a GPU
-
-    def of_model(self, blocks: int) -> ModelConfig:
-        return ModelConfig(
-            *(self.model, self.dtype, blocks, self.limits.block_tokens, self.threads),
-            *(self.kernels, self.shared_kv, self.device, self.attention, self.exact),
-            *(self.kv_dtype, self.weights),
-        )
+def _ignore_filled(filled: list[BlocksFilled]) -> None:
+    """Stands for whoever wants to know of filled blocks where there is nobody."""
 
 
 class Engine:
-    """Not thread safe: one thread owns it (`loop.EngineThread`)."""
+    """An `EngineLike` on our own decoder. One thread owns it (`loop.EngineThread`)."""
 
     def __init__(
-        self, config: EngineConfig, progress: Callable[[str, float], None] | None = None
+        self, options: EngineOptions, progress: Callable[[str, float], None] | None = None
     ) -> None:
-        self.config = config
-        self.spec = read_spec(config.model)
-        ranks, size = config.tensor_parallel, config.limits.block_tokens
-        layout = kv_layout(part_of(self.spec, ranks), config.kv_dtype or config.dtype, size)
-        self.max_model_len = context_limit(self.spec, layout, config.kv_bytes, config.max_model_len)
-        blocks = config.kv_bytes // layout.block_bytes
-        if config.device == "cpu":
-            check_memory(self.spec, config.dtype, config.kv_bytes * ranks, available_memory())
-        self._model = start_model(config.of_model(blocks), ranks, progress, config.rank_program)
-        self.kv, self.kernels = self._model.kv, self._model.kernels
-        salt = fingerprint(config.model)
-        self.scheduler = Scheduler(BlockPool(blocks), config.limits, salt)
-        promised = config.dtype == "bfloat16" and (config.device == "cpu" or config.exact)
-        self.exact = promised and is_exact(self._model, size)
-        self._grammars = Grammars(config.model, self.spec.vocab, self.spec.eos_ids)
-        backend = self.kernels.split(":")[0].encode()  # another one has other last bits
-        known = salt + backend + self.kv.digest_kind
-        self.compatibility = layout.compatibility(known, ranks)
-        self.pieces = piece_count(layout, ranks)
-        self._pipeline = self._device_steps()
-        self.announce: Callable[[list[BlocksFilled]], None] = lambda _: None  #: called in mid-step
+        """Loads the model and allocates the KV pool; `progress(what, share)` follows the loading.
+
+        Raises what `errors.py` lists, each with the cause and what to do about it.
+        """
+        self.options = options
+        self.spec = read_spec(options.model_folder)
+        limits = options.limits
+        ranks = options.tensor_parallel
+        layout = kv_layout(part_of(self.spec, ranks), options.pool_dtype, limits.block_tokens)
+        self.max_model_len = context_limit(
+            self.spec, layout, options.kv_bytes, options.max_model_len
+        )
+        backend = open_backend(options)
+        backend.check(options, self.spec)
+        self._model = start_model(options, backend, progress)
+        self.kv_pool = self._model.kv
+        self.kernels = self._model.kernels
+
+        salt = fingerprint(options.model_folder)
+        self.scheduler = Scheduler(BlockPool(self.kv_pool.blocks), limits, salt)
+        self.exact = backend.claims_exactness(options) and is_exact(
+            self._model, limits.block_tokens
+        )
+        self._grammars = Grammars(options.model_folder, self.spec.vocab, self.spec.eos_ids)
+
+        kernel_kind = self.kernels.split(":")[0].encode()  # another kind has other last bits
+        self.compatibility = layout.compatibility(
+            salt + kernel_kind + self.kv_pool.digest_kind, ranks
+        )
+        self.piece_count = piece_count(layout, ranks)
+
+        runner = self._model.runner(limits.max_running, self.max_model_len, limits.block_tokens)
+        self._pipeline: Pipeline | None = backend.make_pipeline(
+            runner, self.scheduler, self._book_token, self.max_model_len
+        )
+
+        #: called in mid-step with the blocks whose KV may be read by transfers
+        self.announce_filled: Callable[[list[BlocksFilled]], None] = _ignore_filled
         #: how many leading blocks of these contents the tiers hold; set by whoever has tiers
-        self.below: Callable[[list[bytes]], int] = nothing_below
-        self.steps = self.drafted = self.accepted = 0
-        self.prefill_tokens, self.prefill_seconds = 0, 0.0
-        self.decode_steps, self.decode_seconds = 0, 0.0  #: of steps without prefill
-        self.step_s = {phase: Histogram(STEP_S) for phase in ("prefill", "decode")}
-        self.step_tokens = Histogram(STEP_TOKENS)
+        self.count_tier_blocks: Callable[[list[bytes]], int] = no_tier_blocks
+
+        self.steps = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
+        self.prefill_tokens = 0
+        self.prefill_s = 0.0  #: of steps with prefill
+        self.decode_steps = 0  #: steps without prefill
+        self.decode_s = 0.0  #: of steps without prefill
+        self.step_s = {
+            "prefill": Histogram(STEP_SECONDS_BOUNDS),
+            "decode": Histogram(STEP_SECONDS_BOUNDS),
+        }
+        self.step_tokens = Histogram(STEP_ROWS_BOUNDS)
 
     @property
-    def followers(self) -> list[socket.socket]:
+    def rank_sockets(self) -> list[socket.socket]:
         """A socket to each process of a rank above 0, for `rank_program`."""
-        return self._model.ranks.controls if self._model.ranks else []
+        ranks = self._model.rank_processes
+        return ranks.control_sockets if ranks else []
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        return self.options.limits
+
+    @property
+    def cores(self) -> tuple[int, ...]:
+        return self.options.cores
+
+    @property
+    def block_count(self) -> int:
+        return self.scheduler.pool.total_blocks
+
+    @property
+    def growth_reserve_blocks(self) -> int:
+        return self.scheduler.growth_reserve_blocks
 
     def close(self) -> None:
         """Ends the other ranks' processes."""
-        if self._model.ranks:
-            self._model.ranks.close()
+        if self._model.rank_processes:
+            self._model.rank_processes.close()
 
     # ---- sequences ---------------------------------------------------------------------------
 
-    def add(self, seq: Sequence) -> None:
-        """Prefills `seq`, then decodes it (or holds its blocks, if it stops after the first)."""
-        assert 0 < seq.prompt_tokens <= len(seq.token_ids) < self.max_model_len, (
-            seq.prompt_tokens,
-            len(seq.token_ids),
-        )
-        self.scheduler.add(seq)
+    def add(self, sequence: Sequence) -> None:
+        """Prefills the sequence, then decodes it (or holds its blocks, if it stops there)."""
+        prompt = sequence.prompt_tokens
+        length = len(sequence.token_ids)
+        assert 0 < prompt <= length < self.max_model_len, (prompt, length)
+        self.scheduler.add(sequence)
 
-    def reserve(self, seq: Sequence) -> list[int] | None:
-        self._settled()
-        return self.scheduler.reserve(seq)
+    def reserve(self, sequence: Sequence) -> list[int] | None:
+        """Returns blocks for KV that is going to arrive, or None if there are not enough."""
+        self._wait_for_device()
+        return self.scheduler.reserve(sequence)
+
+    def required_blocks(self, sequence: Sequence) -> int:
+        return self.scheduler.required_blocks(sequence)
 
     def commit(
         self,
-        seq: Sequence,
-        others: tuple[tuple[int, int], ...] = (),
-        ended: bool = False,
-        waited: float = 0.0,
+        sequence: Sequence,
+        other_answers: tuple[tuple[int, int], ...] = (),
+        *,
+        first_answer_ended: bool = False,
+        waited_s: float = 0.0,
     ) -> None:
-        """Decodes `seq`, whose KV has arrived; `others`: (index, first id) of further answers.
+        """Decodes a sequence whose KV has arrived.
 
-        `ended`: `seq` itself ended with its first id. `waited`: seconds since that was sent.
+        `other_answers`: (index, first id) of further answers to its prompt. `first_answer_ended`:
+        the sequence itself ended with its first id. `waited_s`: since that id was sent.
         """
-        self.scheduler.commit(seq, waited)
-        for one, (_, first) in zip(self._fork(seq, [i for i, _ in others]), others, strict=True):
-            one.waited_s = waited
-            self.scheduler.sampled(one, first)
-        if ended:
-            self.scheduler.end(seq)
+        self.scheduler.commit(sequence, waited_s)
+        indices = [index for index, _ in other_answers]
+        forks = self._fork(sequence, indices)
+        for fork, (_, first_token) in zip(forks, other_answers, strict=True):
+            fork.waited_s = waited_s
+            self.scheduler.append_token(fork, first_token)
+        if first_answer_ended:
+            self.scheduler.end(sequence)
 
-    def _fork(self, seq: Sequence, indices: list[int]) -> list[Sequence]:
-        """Further answers to a prompt whose KV is there; on a prefill worker just their names."""
-        if seq.sampling.n == 1:
+    def _fork(self, sequence: Sequence, indices: list[int]) -> list[Sequence]:
+        """Makes further answers to a prompt whose KV is there.
+
+        On a prefill worker they get no blocks: they are decoded elsewhere.
+        """
+        if sequence.sampling.n == 1:
             return []
-        if seq.stop_after_first:
-            return [seq.fork(index) for index in indices]
-        siblings = self.scheduler.fork(seq, indices)
-        whole, partial = divmod(seq.prompt_tokens, self.config.limits.block_tokens)
-        for one in siblings:
-            if partial and one.blocks:
-                self._model.copy(seq.blocks[whole], one.blocks[whole])
-        return siblings
+        if sequence.stop_after_first:
+            return [sequence.fork(index) for index in indices]
+        forks = self.scheduler.fork(sequence, indices)
+        full_blocks, partial = divmod(sequence.prompt_tokens, self.limits.block_tokens)
+        for fork in forks:
+            if partial and fork.blocks:
+                self._model.copy(sequence.blocks[full_blocks], fork.blocks[full_blocks])
+        return forks
+
+    def release(self, attempt_key: AttemptKey) -> None:
+        """Ends a sequence wherever it is; its blocks are free before the next step."""
+        self.scheduler.remove(attempt_key)
+
+    # ---- cached prefixes ---------------------------------------------------------------------
 
     def stage(self, command: StagePrefix) -> PrefixStaged:
-        """Blocks for a prefix of which the pool, the tiers below or a peer may hold a part."""
-        self._settled()
-        known = self.scheduler.pool.known(command.hashes)
-        below = 0 if command.pin_only else self.below(command.hashes[known:])
-        count = 0 if command.pin_only else max(known + below, command.peer_blocks)
-        if command.pin_only or count > known:
-            self.scheduler.stage(command.attempt_key, command.hashes, count)
+        """Reserves blocks for a prefix of which the pool, the tiers or a peer may hold a part."""
+        self._wait_for_device()
+        held_blocks = self.scheduler.pool.prefix_length(command.hashes)
+        if command.pin_only:
+            tier_blocks = 0
+            self.scheduler.stage(command.attempt_key, command.hashes, 0)
+        else:
+            tier_blocks = self.count_tier_blocks(command.hashes[held_blocks:])
+            count = max(held_blocks + tier_blocks, command.peer_blocks)
+            if count > held_blocks:
+                self.scheduler.stage(command.attempt_key, command.hashes, count)
         blocks, _ = self.scheduler.staged.get(command.attempt_key, ([], []))
-        return PrefixStaged(command.attempt_key, blocks, known, below)
+        return PrefixStaged(command.attempt_key, blocks, held_blocks, tier_blocks)
 
-    def demote(self) -> list[tuple[int, bytes]]:
-        """Cached blocks that the tiers shall copy before they are evicted: the pool runs low."""
+    def cache_staged(self, attempt_key: AttemptKey, block_count: int) -> None:
+        """Caches the first `block_count` staged blocks of this key and releases the others."""
+        self.scheduler.cache_staged(attempt_key, block_count)
+
+    def pin_for_demotion(self) -> list[tuple[int, bytes]]:
+        """Pins cached blocks that the tiers shall copy before they are evicted: the pool runs low.
+
+        Returns (block, content) of each, in the order in which they would be evicted.
+        """
         pool = self.scheduler.pool
-        low = self.below is not nothing_below and pool.free < pool.total // DEMOTE_BELOW
-        return pool.demote(min(DEMOTING, pool.total // 16 + 1)) if low else []
+        if self.count_tier_blocks is no_tier_blocks:
+            return []
+        if pool.free_blocks >= pool.total_blocks // LOW_POOL_DIVISOR:
+            return []
+        return pool.pin_for_demotion(min(DEMOTION_LIMIT, pool.total_blocks // 16 + 1))
 
-    def drop(self, key: AttemptKey) -> None:
-        """Ends a sequence wherever it is; its blocks are free before the next step."""
-        self.scheduler.remove(key)
+    def finish_demotion(self, block: int, copied: bool) -> None:
+        """Unpins a block of `pin_for_demotion`, which a tier has `copied` or not."""
+        self.scheduler.pool.finish_demotion(block, copied)
 
     # ---- stepping ----------------------------------------------------------------------------
 
     def step(self) -> list[SequenceOutput]:
-        """Runs one step over all live sequences; [] when there is nothing to do."""
+        """Computes a step over all live sequences; [] if there is nothing to do. Raises RankLost."""
         began = time.perf_counter()
-        if self._pipeline and (told := self._pipeline.step()) is not None:
-            return self._steady(told, began)
-        self._guess()
+        if self._pipeline:
+            ahead = self._pipeline.step()
+            if ahead is not None:
+                return self._account_ahead(ahead, self._pipeline, began)
+        self._propose_drafts()
         plan = self.scheduler.plan()
         if not plan:
             return []
         if self._pipeline and not plan.prefill and self._pipeline.takes(plan.decode):
             self._pipeline.start(plan.decode)
-            return self._steady(self._pipeline.step() or [], began)
-        batch = build(plan, self.config.limits.block_tokens)
-        hidden = self._model.hidden(batch.ids, batch.meta, self._stream(plan.prefill))
-        prompts = {
-            seq.attempt_key: self._prompt_logprobs(seq, count, hidden, piece.row)
-            for (seq, count), piece in zip(batch.sequences, batch.meta.pieces, strict=True)
-            if seq.sampling.prompt_logprobs is not None
-        }
-        outputs = self._book(batch, self._model.logits(hidden, batch.wanted), prompts)
-        self.steps += 1
-        seconds = time.perf_counter() - began
-        prefilled = sum(count for _, count in plan.prefill)
-        self.scheduler.cost.observe(seconds, batch.work(len(plan.prefill)))
-        self.step_s["prefill" if plan.prefill else "decode"].observe(seconds)
-        self.step_tokens.observe(len(batch.ids))
-        if plan.prefill:
-            self.prefill_tokens += prefilled
-            self.prefill_seconds += seconds
-        else:
-            self.decode_steps += 1
-            self.decode_seconds += seconds
+            return self._account_ahead(self._pipeline.step() or [], self._pipeline, began)
+
+        batch = build_batch(plan, self.limits.block_tokens)
+        after_layer = self._announce_prefills(plan.prefill)
+        hidden = self._model.hidden(batch.token_ids, batch.step_rows, after_layer)
+        scored = self._score_prompts(batch, hidden)
+        logits = self._model.logits(hidden, batch.logit_rows)
+        outputs = self._book(batch, logits, scored)
+        self._account(plan, batch, time.perf_counter() - began)
         return outputs
 
-    def _device_steps(self) -> Pipeline | None:
-        """Decode on a device of its own, one step ahead of what is booked."""
-        limits, book = self.config.limits, partial(self._output, scored=[])
-        runner = self._model.runner(limits.max_running, self.max_model_len, limits.block_tokens)
-        return Pipeline(runner, self.scheduler, book, self.max_model_len) if runner else None
+    def idle(self) -> bool:
+        """True if, after a step without outputs, no other step has work before a command."""
+        return not self.scheduler.prefilling
 
-    def _settled(self) -> None:
-        """Before blocks are written by others than this engine's steps: those are over."""
+    def _account(self, plan: StepPlan, batch: StepBatch, seconds: float) -> None:
+        self.steps += 1
+        self.scheduler.cost.observe(seconds, batch.work(len(plan.prefill)))
+        self.step_tokens.observe(len(batch.token_ids))
+        if plan.prefill:
+            self.prefill_tokens += sum(count for _, count in plan.prefill)
+            self.prefill_s += seconds
+            self.step_s["prefill"].observe(seconds)
+        else:
+            self._account_decode(seconds)
+
+    def _account_ahead(
+        self, outputs: list[SequenceOutput], pipeline: Pipeline, began: float
+    ) -> list[SequenceOutput]:
+        """Accounts for a decode step of the pipeline, and returns its outputs."""
+        seconds = time.perf_counter() - began
+        self.steps += 1
+        self.scheduler.cost.observe(seconds, pipeline.work)
+        self.step_tokens.observe(len(outputs))
+        self._account_decode(seconds)
+        return outputs
+
+    def _account_decode(self, seconds: float) -> None:
+        self.decode_steps += 1
+        self.decode_s += seconds
+        self.step_s["decode"].observe(seconds)
+
+    def _wait_for_device(self) -> None:
+        """Waits for the step under way before others than this engine's steps write blocks."""
         if self._pipeline:
             self._pipeline.wait()
 
-    def _steady(self, outputs: list[SequenceOutput], began: float) -> list[SequenceOutput]:
-        """Accounts for a decode step of the pipeline."""
-        assert self._pipeline
-        seconds = time.perf_counter() - began
-        self.scheduler.cost.observe(seconds, self._pipeline.work)
-        self.steps += 1
-        self.decode_steps += 1
-        self.decode_seconds += seconds
-        self.step_s["decode"].observe(seconds)
-        self.step_tokens.observe(len(outputs))
-        return outputs
+    def _announce_prefills(
+        self, prefills: list[tuple[Sequence, int]]
+    ) -> Callable[[int], None] | None:
+        """Announces what transfers may read: cached blocks now, others as their layers are done.
 
-    def _stream(self, prefills: list[tuple[Sequence, int]]) -> Callable[[int], None] | None:
-        """Announces what transfers may read: cached blocks now, others as their layers are done."""
-        known, coming = [], []
-        for seq, count in prefills:
-            if not seq.stop_after_first:
+        Returns what is to be called after each layer, or None if no block gets full in this step.
+        """
+        cached: list[BlocksFilled] = []
+        coming: list[tuple[AttemptKey, int, list[int]]] = []
+        for sequence, count in prefills:
+            if not sequence.stop_after_first:
                 continue
-            first, whole, last = self.scheduler.fills(seq, count)
-            if first < whole:
-                known.append(BlocksFilled(seq.attempt_key, first, seq.blocks[first:whole]))
-            if whole < last:
-                coming.append((seq.attempt_key, whole, seq.blocks[whole:last]))
-            seq.filled_blocks = last
-        if known:
-            self.announce(known)
+            first, computed, last = self.scheduler.filled_range(sequence, count)
+            if first < computed:
+                blocks = sequence.blocks[first:computed]
+                cached.append(BlocksFilled(sequence.attempt_key, first, blocks))
+            if computed < last:
+                coming.append((sequence.attempt_key, computed, sequence.blocks[computed:last]))
+            sequence.filled_blocks = last
+        if cached:
+            self.announce_filled(cached)
         if not coming:
             return None
-        size = self.spec.layers // self.pieces
+        piece_layers = self.spec.layers // self.piece_count
 
-        def after(layer: int) -> None:
-            piece, inner = divmod(layer + 1, size)
-            if not inner:
-                self.announce([BlocksFilled(*blocks, piece - 1) for blocks in coming])
+        def after_layer(layer: int) -> None:
+            done, rest = divmod(layer + 1, piece_layers)
+            if rest == 0:
+                self.announce_filled(
+                    [BlocksFilled(key, first, blocks, done - 1) for key, first, blocks in coming]
+                )
 
-        return after
+        return after_layer
 
-    def _guess(self) -> None:
-        """Drafts for those that run, where so few run that more rows cost little."""
-        limits, running = self.config.limits, self.scheduler.running
+    def _propose_drafts(self) -> None:
+        """Guesses tokens of those that run, where so few run that more rows cost little."""
+        limits = self.limits
+        running = self.scheduler.running
         if not limits.draft_tokens or len(running) > limits.draft_below:
             return
-        for seq in running:
-            left = min(
-                seq.sampling.max_tokens - seq.generated_tokens,
-                self.max_model_len - len(seq.token_ids),
+        for sequence in running:
+            tokens_left = min(
+                sequence.sampling.max_tokens - sequence.generated_tokens,
+                self.max_model_len - len(sequence.token_ids),
             )
-            most = min(limits.draft_tokens, left - 1)
-            if most > 0:
-                seq.ngrams = seq.ngrams or NGrams()
-                seq.drafts = seq.ngrams.propose(seq.token_ids, most)
+            draft_limit = min(limits.draft_tokens, tokens_left - 1)
+            if draft_limit > 0:
+                sequence.ngrams = sequence.ngrams or NGramDrafter()
+                sequence.drafts = sequence.ngrams.propose(sequence.token_ids, draft_limit)
 
-    def _prompt_logprobs(
-        self, seq: Sequence, count: int, hidden: torch.Tensor, row: int
+    # ---- booking -----------------------------------------------------------------------------
+
+    def _score_prompts(
+        self, batch: StepBatch, hidden: torch.Tensor
+    ) -> dict[AttemptKey, list[Token | Fault]]:
+        """Logprobs of prompt ids, for the sequences of the step that ask for them."""
+        scored: dict[AttemptKey, list[Token | Fault]] = {}
+        for (sequence, count), piece in zip(batch.sequences, batch.step_rows.pieces, strict=True):
+            if sequence.sampling.prompt_logprobs is not None:
+                scored[sequence.attempt_key] = self._score_prompt(
+                    sequence, count, hidden, first_row=piece.row
+                )
+        return scored
+
+    def _score_prompt(
+        self, sequence: Sequence, count: int, hidden: torch.Tensor, *, first_row: int
     ) -> list[Token | Fault]:
-        """Logprobs of the ids behind `count` rows of `hidden` from `row` on, if not told yet."""
-        asked = seq.sampling.prompt_logprobs
-        assert asked is not None
-        first = max(seq.computed_tokens, seq.prompt_logprobs_sent - 1)
-        end = min(seq.computed_tokens + count, seq.prompt_tokens - 1)
+        """Logprobs of the ids behind `count` rows of `hidden`, as far as they are not sent yet."""
+        logprob_count = sequence.sampling.prompt_logprobs
+        assert logprob_count is not None
+        computed = sequence.computed_tokens
+        first = max(computed, sequence.prompt_logprobs_sent - 1)
+        end = min(computed + count, sequence.prompt_tokens - 1)
         tokens: list[Token | Fault] = []
         for start in range(first, end, SLICE):  # float32 logits of all rows would be gigabytes
             stop = min(start + SLICE, end)
-            rows = torch.arange(start, stop) + row - seq.computed_tokens
+            rows = torch.arange(start, stop) + first_row - computed
             logits = self._model.logits(hidden, rows)
-            tokens += score(logits, seq.token_ids[start + 1 : stop + 1], asked, start + 1)
+            next_ids = sequence.token_ids[start + 1 : stop + 1]
+            tokens += score(logits, next_ids, logprob_count, start + 1)
         return tokens
 
     def _book(
-        self, batch: Batch, logits: torch.Tensor, prompts: dict[AttemptKey, list[Token | Fault]]
+        self, batch: StepBatch, logits: torch.Tensor, scored: dict[AttemptKey, list[Token | Fault]]
     ) -> list[SequenceOutput]:
         """Moves every sequence on by its rows, and those whose ids are all computed by a token.
 
         Then by another one for each draft that is what the row before it gave.
         """
         outputs: list[SequenceOutput | None] = []
-        live: list[tuple[Sequence, int]] = []
-        for (seq, count), at in zip(batch.sequences, batch.at, strict=True):
-            if self.scheduler.computed(seq, count):
-                more = (
-                    self._fork(seq, list(range(1, seq.sampling.n))) if seq.further_answers else []
-                )
-                live += [(one, at) for one in (seq, *more)]
-            else:
-                outputs.append(self._output(seq, None, prompts.get(seq.attempt_key, [])))
-        depth = 0
-        while live:
-            rows = [at + depth for _, at in live]
-            wanted = logits if rows == list(range(len(logits))) else logits[rows]
-            tokens = sample(wanted, [seq for seq, _ in live], self._grammars)
-            right = []
-            for (seq, at), token in zip(live, tokens, strict=True):
-                output = self._output(seq, token, [] if depth else prompts.get(seq.attempt_key, []))
+        #: sequences to draw a token for, each with the index of its row in `logits`
+        drawing: list[tuple[Sequence, int]] = []
+        for (sequence, count), row in zip(batch.sequences, batch.logit_starts, strict=True):
+            if not self.scheduler.record_computed(sequence, count):
+                prompt_scores = scored.get(sequence.attempt_key, ())
+                outputs.append(self._book_token(sequence, None, prompt_scores))
+                continue
+            drawing.append((sequence, row))
+            if sequence.further_answers:
+                indices = list(range(1, sequence.sampling.n))
+                drawing += [(fork, row) for fork in self._fork(sequence, indices)]
+
+        depth = 0  # how many drafts of each sequence were right so far
+        while drawing:
+            rows = [row + depth for _, row in drawing]
+            drawn_logits = logits if rows == list(range(len(logits))) else logits[rows]
+            tokens = sample(drawn_logits, [sequence for sequence, _ in drawing], self._grammars)
+            continuing: list[tuple[Sequence, int]] = []
+            for (sequence, row), token in zip(drawing, tokens, strict=True):
+                prompt_scores = () if depth else scored.get(sequence.attempt_key, ())
+                output = self._book_token(sequence, token, prompt_scores)
                 outputs.append(output)
-                if self._guessed(seq, depth, output):
-                    self.scheduler.computed(seq, 1)
-                    right.append((seq, at))
-            live, depth = right, depth + 1
+                if sequence.drafts and self._draft_was_right(sequence, depth, output):
+                    self.scheduler.record_computed(sequence, 1)
+                    continuing.append((sequence, row))
+            drawing = continuing
+            depth += 1
         return [output for output in outputs if output]
 
-    def _guessed(self, seq: Sequence, depth: int, output: SequenceOutput | None) -> bool:
-        """The token of row `depth` is the draft behind it, so the next row counts as well."""
-        if not seq.drafts or output is None or output.token is None:
+    def _draft_was_right(
+        self, sequence: Sequence, depth: int, output: SequenceOutput | None
+    ) -> bool:
+        """True if the token of row `depth` is the draft behind it, so the next row counts too."""
+        if output is None or output.token is None:
             return False
-        right = depth < len(seq.drafts) and output.token.id == seq.drafts[depth]
-        self.drafted += depth < len(seq.drafts)
-        self.accepted += right
+        has_draft = depth < len(sequence.drafts)
+        right = has_draft and output.token.id == sequence.drafts[depth]
+        self.drafted_tokens += has_draft
+        self.accepted_tokens += right
         if right and output.finish_reason is None:
             return True
-        assert isinstance(seq.ngrams, NGrams)
-        seq.ngrams.verified(len(seq.drafts), depth + right)
-        seq.drafts = []
+        assert isinstance(sequence.ngrams, NGramDrafter)
+        sequence.ngrams.record_verified(len(sequence.drafts), depth + right)
+        sequence.drafts = []
         return False
 
-    def _output(
-        self, seq: Sequence, token: Token | Fault | None, scored: list[Token | Fault]
+    def _book_token(
+        self,
+        sequence: Sequence,
+        token: Token | Fault | None,
+        prompt_scores: Iterable[Token | Fault] = (),
     ) -> SequenceOutput | None:
-        prompt = [one for one in scored if isinstance(one, Token)]
-        if isinstance(token, Fault) or len(prompt) < len(scored):
-            faults = [one for one in (*scored, token) if isinstance(one, Fault)]
-            if seq.name in self.scheduler.live:
-                self.scheduler.fail(seq, faults[0].damage)
-            reason, refused = faults[0].reason, not faults[0].damage
-            return SequenceOutput(
-                seq.attempt_key,
-                error=reason,
-                answer_index=seq.answer_index,
-                request_at_fault=refused,
-            )
-        prompt = [] if seq.answer_index else prompt  # each is told once, with the first answer
-        seq.prompt_logprobs_sent += len(prompt)
+        """Moves a sequence on by a token, or ends it by a fault; returns what to deliver."""
+        prompt_logprobs: list[Token] = []
+        for entry in prompt_scores:
+            if isinstance(entry, Fault):
+                return self._book_fault(sequence, entry)
+            prompt_logprobs.append(entry)
+        if isinstance(token, Fault):
+            return self._book_fault(sequence, token)
+        if sequence.answer_index:  # the first answer delivers them for all
+            prompt_logprobs = []
+        sequence.prompt_logprobs_sent += len(prompt_logprobs)
         if token is None:
-            return SequenceOutput(seq.attempt_key, prompt_logprobs=prompt) if prompt else None
-        offset = seq.generated_tokens
-        finish = self.scheduler.sampled(seq, token.id)
+            if not prompt_logprobs:
+                return None
+            return SequenceOutput(sequence.attempt_key, prompt_logprobs=prompt_logprobs)
+        offset = sequence.generated_tokens
+        finish_reason = self.scheduler.append_token(sequence, token.id)
         return SequenceOutput(
-            seq.attempt_key,
+            sequence.attempt_key,
             offset,
             token,
-            finish,
-            seq.hit_tokens,
-            prompt,
-            answer_index=seq.answer_index,
+            finish_reason,
+            hit_tokens=sequence.hit_tokens,
+            prompt_logprobs=prompt_logprobs,
+            answer_index=sequence.answer_index,
         )
 
-    def statistics(self) -> dict:
-        """A snapshot. Any thread."""
-        scheduler, pool = self.scheduler, self.scheduler.pool
-        held = set().union(*scheduler.held.values())  # prefixes are shared
-        staged = set().union(*(blocks for blocks, _ in list(scheduler.staged.values())))
+    def _book_fault(self, sequence: Sequence, fault: Fault) -> SequenceOutput:
+        """Ends a sequence for which no token can be drawn."""
+        if sequence.name in self.scheduler.live:
+            self.scheduler.fail(sequence, damaged=fault.damage)
+        return SequenceOutput(
+            sequence.attempt_key,
+            error=fault.reason,
+            answer_index=sequence.answer_index,
+            request_at_fault=not fault.damage,
+        )
+
+    # ---- what others see ---------------------------------------------------------------------
+
+    def observe(self) -> EngineObservation:
+        """Returns the cached contents, what changed in them since the last call, and the load."""
+        scheduler = self.scheduler
+        pool = scheduler.pool
+        stored, evicted = pool.drain_events()
+        return EngineObservation(
+            hashes=pool.hashes(),
+            stored=stored,
+            evicted=evicted,
+            free_blocks=pool.available_blocks,
+            prefill_tokens=self.prefill_tokens,
+            prefill_s=self.prefill_s,
+            decode_steps=self.decode_steps,
+            decode_s=self.decode_s,
+            running_sequences=len(scheduler.running),
+            kv_tokens=sum(len(sequence.token_ids) for sequence in scheduler.running),
+            preempted_sequences=sum(sequence.was_preempted for sequence in scheduler.waiting),
+            step_s=scheduler.planned_step_s,
+        )
+
+    def block_holders(self) -> Iterator[tuple[AttemptKey, int]]:
+        """Yields each attempt that has blocks, with their number. Any thread."""
+        for (attempt_key, _), sequence in list(self.scheduler.live.items()):
+            yield attempt_key, len(sequence.blocks)
+        for attempt_key, (blocks, _) in list(self.scheduler.staged.items()):
+            yield attempt_key, len(blocks)
+
+    def statistics(self) -> dict[str, Any]:
+        """Returns a snapshot. Any thread."""
+        scheduler = self.scheduler
+        pool = scheduler.pool
         return {
             "steps": self.steps,
             "exact": self.exact,
             "kernels": self.kernels,
-            "dtype": self.config.dtype,
-            "cores": list(self.config.cores),
+            "dtype": self.options.dtype,
+            "cores": list(self.options.cores),
             "waiting": len(scheduler.waiting),
-            "prefilling": len(scheduler.filling),
+            "prefilling": len(scheduler.prefilling),
             "ready": len(scheduler.ready),
             "running": len(scheduler.running),
             "preemptions": scheduler.preemptions,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
+            "drafted": self.drafted_tokens,
+            "accepted": self.accepted_tokens,
             "prefill_tokens": self.prefill_tokens,
             "step_s": {phase: seconds.values() for phase, seconds in self.step_s.items()},
             "step_tokens": self.step_tokens.values(),
-            "kv_blocks": {
-                "total": pool.total,
-                "free": pool.available - pool.cached,
-                "cached": pool.cached,
-                "reserved": len(held),
-                "staged": len(staged - held),
-                "demoting": pool.demoting,
-                "active": pool.used - len(held | staged) - pool.demoting,
-            },
+            "kv_blocks": self._block_statistics(pool),
+        }
+
+    def _block_statistics(self, pool: BlockPool) -> dict[str, int]:
+        """How many blocks are used by whom; a prefix that several share counts once."""
+        scheduler = self.scheduler
+        reserved = set().union(*scheduler.held_blocks.values())
+        staged = set().union(*(blocks for blocks, _ in list(scheduler.staged.values())))
+        return {
+            "total": pool.total_blocks,
+            "free": pool.free_blocks,
+            "cached": pool.cached_blocks,
+            "reserved": len(reserved),
+            "staged": len(staged - reserved),
+            "demoting": pool.demoting_blocks,
+            "active": pool.used_blocks - len(reserved | staged) - pool.demoting_blocks,
         }

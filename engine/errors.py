@@ -1,4 +1,7 @@
-"""Environment failures of the engine. Each message names the cause and what to do next."""
+"""Environment failures of the engine. Each message names the cause and what to do next.
+
+`collectives.RankLost` is one more: it belongs to the ranks alone.
+"""
 
 
 class EngineError(Exception):
@@ -18,8 +21,8 @@ class OutOfMemory(EngineError):
 
 
 class InvalidRequest(EngineError):
-    """This request cannot be served as it asks, by any replica; others are not affected."""
+    """This request cannot be served as it stands, by any replica; others are not affected."""
 
 
 class KernelUnavailable(EngineError):
-    """The C++ kernels cannot be used here; the message says why."""
+    """The kernels or the device that the options name cannot be used here; the message says why."""

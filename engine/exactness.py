@@ -10,36 +10,52 @@ from .attention import Meta, Piece
 from .decoder import Decoder
 from .model import Model
 
+EXTRA_TOKENS = 6  #: the text is this much longer than a block
+ID_STRIDE = 7919  #: a prime, so that the ids of the text differ
+
 
 @torch.inference_mode()
 def is_exact(model: Model, block_tokens: int) -> bool:
-    """Runs a text whole, in chunks and row by row: the same bits everywhere, KV too?
+    """Computes a text whole, in chunks and row by row: True if all bits are the same, KV too.
 
-    On one rank just the first layer. Uses the pool's first blocks, which must not be in use.
+    On one rank only in the first layer. Uses the pool's first blocks, which must not be in use.
     """
-    shallow = model if model.ranks else _first_layer(model.decoder)
-    tokens, blocks = block_tokens + 6, [0, 1]
-    ids = torch.arange(tokens) * 7919 % model.spec.vocab
+    tokens = block_tokens + EXTRA_TOKENS
+    token_ids = torch.arange(tokens) * ID_STRIDE % model.spec.vocab
+    expected = _run_in_chunks(model, block_tokens, token_ids, [tokens])
+    chunkings = [
+        [block_tokens, EXTRA_TOKENS],
+        [40, 1, 20] + [1] * (tokens - 61),
+        [1] * tokens,
+    ]
+    for counts in chunkings:
+        chunked = _run_in_chunks(model, block_tokens, token_ids, counts)
+        if not all(torch.equal(a, b) for a, b in zip(expected, chunked, strict=True)):
+            return False
+    return True
 
-    def run(*counts: int) -> list[torch.Tensor]:
-        parts, start = [], 0
-        for count in counts:
-            at = torch.arange(start, start + count)
-            table = blocks[: -(-(start + count) // block_tokens)]
-            piece = Piece(0, count, start, table, count == 1)
-            meta = Meta(at, at // block_tokens, at % block_tokens, [piece])
-            parts.append(shallow.hidden(ids[at], meta))
-            start += count
-        cache = [part[: len(blocks)] for part in model.kv.layer(0)]
-        last = shallow.logits(parts[-1], torch.tensor([counts[-1] - 1]))
-        result = [torch.cat(parts), last, *(p.clone() for p in cache)]
-        for part in cache:
-            part.zero_()
-        return result
 
-    whole = run(tokens)
-    others = run(block_tokens, 6), run(40, 1, 20, *[1] * (tokens - 61)), run(*[1] * tokens)
-    return all(torch.equal(a, b) for one in others for a, b in zip(whole, one, strict=True))
+def _run_in_chunks(
+    model: Model, block_tokens: int, token_ids: torch.Tensor, counts: list[int]
+) -> list[torch.Tensor]:
+    """The hidden states of the text, its last logits, and its K and V in the first layer."""
+    decoder = model if model.collectives else _first_layer(model.decoder)
+    table = [0, 1]
+    hidden_parts: list[torch.Tensor] = []
+    start = 0
+    for count in counts:
+        positions = torch.arange(start, start + count)
+        used_table = table[: -(-(start + count) // block_tokens)]
+        piece = Piece(row=0, count=count, start=start, blocks=used_table, decode=count == 1)
+        rows = Meta(positions, positions // block_tokens, positions % block_tokens, [piece])
+        hidden_parts.append(decoder.hidden(token_ids[positions], rows))
+        start += count
+    logits = decoder.logits(hidden_parts[-1], torch.tensor([counts[-1] - 1]))
+    cache = [part[: len(table)] for part in model.kv.layer(0)]
+    result = [torch.cat(hidden_parts), logits, *(part.clone() for part in cache)]
+    for part in cache:
+        part.zero_()
+    return result
 
 
 def _first_layer(decoder: Decoder) -> Decoder:

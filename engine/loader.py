@@ -1,142 +1,197 @@
-"""A checkpoint's tensors -> `Weights`: one by one, fused, packed."""
+"""A checkpoint's tensors -> the decoder's `Weights`: one by one, fused, packed.
+
+Where ranks share the model, each one cuts its part out of a tensor as it is read: along the outputs
+of the first matrix of a block, and along the inputs of the second, whose results the ranks add up.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from .collectives import Collectives
 from .decoder import Feed, Layer, Mlp, Weights
 from .linear import Linear, Shared, make_linear
 from .moe import Each, Moe
 from .ops import Norm, Ops
-from .ranks import Ranks
-from .spec import ModelSpec
-from .tensors import Tensors
+from .spec import ExpertsSpec, ModelSpec
+from .tensors import CheckpointTensors
 
-Progress = Callable[[str, float], None]
-Row = Linear | Shared
+#: called with what was loaded, and the share of the whole that is loaded by now
+ReportProgress = Callable[[str, float], None]
 
 HEAD = "lm_head.weight"
-NAMES = ("gate_proj", "up_proj", "down_proj")
-MIXTRAL_NAMES = ("w1", "w3", "w2")
 
 
-@dataclass(slots=True)
-class _Source:
-    """Tensors as this rank needs them: all, or its part along a dimension."""
+@dataclass(frozen=True, slots=True)
+class MlpNames:
+    """What a checkpoint calls the three matrices of a gated MLP."""
 
-    files: Tensors
-    ops: Ops
-    ranks: Ranks | None
-
-    def take(self, name: str, *shape: int, split: int | None = None) -> torch.Tensor:
-        tensor = self.files.take(name, *shape)
-        return self.ranks.part(tensor, split) if self.ranks and split is not None else tensor
-
-    def summed(self, name: str, outputs: int, inputs: int, bias: str | None = None) -> Row:
-        """A linear layer over inputs that the ranks share; the bias is rank 0's."""
-        weight = self.take(name + ".weight", outputs, inputs, split=1)
-        add = self.take(bias, outputs) if bias else None
-        if self.ranks is None:
-            return make_linear(weight, add, ops=self.ops)
-        add = add if self.ranks.rank == 0 else None
-        return Shared(make_linear(weight, add, ops=self.ops), self.ranks.sum)
+    gate: str
+    up: str
+    down: str
 
 
-def load(
+USUAL_MLP = MlpNames("gate_proj", "up_proj", "down_proj")
+MIXTRAL_MLP = MlpNames("w1", "w3", "w2")
+
+
+def load_weights(
     folder: Path,
     spec: ModelSpec,
     dtype: torch.dtype,
     ops: Ops,
-    progress: Progress | None = None,
-    ranks: Ranks | None = None,
+    progress: ReportProgress | None = None,
+    collectives: Collectives | None = None,
 ) -> Weights:
     """Loads a checkpoint, or a rank's share of it; `spec` is the whole model's.
 
     Raises WeightsError (a tensor is missing or has another shape) and UnsupportedModel (there is
     one that this model has no place for, or of another type).
     """
-    files = Tensors(folder, dtype, spec.fp8)
-    embedding = ops.keep(files.take("model.embed_tokens.weight", spec.vocab, spec.hidden))
-    source = _Source(files, ops, ranks)
+    tensors = CheckpointTensors(folder, dtype, spec.fp8)
+    embedding = ops.keep(tensors.take("model.embed_tokens.weight", spec.vocab, spec.hidden))
+    loader = _WeightLoader(tensors, spec, ops, collectives)
     layers = []
     for index in range(spec.layers):
-        layers.append(_layer(source, index, spec))
-        files.release()
+        layers.append(loader.layer(index))
+        tensors.release()
         if progress:
             progress(f"layer {index + 1}/{spec.layers}", (index + 1) / spec.layers)
-    tied = spec.tied and HEAD not in files  # what is on disk counts, as in transformers
-    head = embedding if tied else files.take(HEAD, spec.vocab, spec.hidden)
-    norm = Norm(ops.keep(files.take("model.norm.weight", spec.hidden)), spec.norm_eps)
-    files.check_all_taken()
-    if ranks is None:
-        return Weights(embedding, layers, norm, make_linear(head, ops=ops, precise=True))
-    part = make_linear(ranks.part(head, 0), ops=ops, precise=True)
-    return Weights(embedding, layers, norm, Shared(part, ranks.join))
+    head = loader.head(embedding)
+    norm = loader.norm("model.norm.weight", spec.hidden)
+    tensors.check_all_taken()
+    return Weights(embedding, layers, norm, head)
 
 
-def _layer(source: _Source, index: int, spec: ModelSpec) -> Layer:
-    prefix = f"model.layers.{index}."
-    attn = prefix + "self_attn."
-    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    parts = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
-    qkv = [source.take(f"{attn}{name}.weight", size, spec.hidden, split=0) for name, size in parts]
-    bias = [
-        source.take(f"{attn}{name}.bias", size, split=0) for name, size in parts if spec.qkv_bias
-    ]
-    output_bias = attn + "o_proj.bias" if spec.output_bias else None
+@dataclass(frozen=True, slots=True)
+class _WeightLoader:
+    """Makes the parts of the decoder, with this rank's share of each tensor."""
 
-    def norm(name: str, size: int) -> Norm:
-        return Norm(source.ops.keep(source.take(name, size)), spec.norm_eps)
+    tensors: CheckpointTensors
+    spec: ModelSpec
+    ops: Ops
+    collectives: Collectives | None
 
-    def qk_norm(name: str) -> Norm:
-        return norm(attn + name, spec.head_dim)
+    def layer(self, index: int) -> Layer:
+        spec = self.spec
+        prefix = f"model.layers.{index}."
+        attention = prefix + "self_attn."
+        output_bias = attention + "o_proj.bias" if spec.output_bias else None
+        return Layer(
+            norm=self.norm(prefix + "input_layernorm.weight", spec.hidden),
+            qkv=self._qkv(attention),
+            qk_norms=self._qk_norms(attention) if spec.qk_norm else None,
+            output=self._summed_linear(
+                attention + "o_proj", spec.hidden, spec.heads * spec.head_dim, output_bias
+            ),
+            mlp_norm=self.norm(prefix + "post_attention_layernorm.weight", spec.hidden),
+            mlp=self._feed_forward(index, prefix),
+        )
 
-    return Layer(
-        norm=norm(prefix + "input_layernorm.weight", spec.hidden),
-        qkv=make_linear(torch.cat(qkv), torch.cat(bias) if bias else None, ops=source.ops),
-        qk_norms=(qk_norm("q_norm.weight"), qk_norm("k_norm.weight")) if spec.qk_norm else None,
-        output=source.summed(attn + "o_proj", spec.hidden, q, output_bias),
-        mlp_norm=norm(prefix + "post_attention_layernorm.weight", spec.hidden),
-        mlp=_feed(source, prefix, index, spec),
-    )
+    def head(self, embedding: torch.Tensor) -> Linear | Shared:
+        """The layer that gives logits; each rank computes its part of the vocabulary."""
+        # what is on disk counts even if the config says tied, as in transformers
+        tied = self.spec.tied and HEAD not in self.tensors
+        weight = embedding
+        if not tied:
+            weight = self.tensors.take(HEAD, self.spec.vocab, self.spec.hidden)
+        if self.collectives is None:
+            return make_linear(weight, ops=self.ops, precise=True)
+        part = make_linear(self.collectives.part(weight, 0), ops=self.ops, precise=True)
+        return Shared(part, self.collectives.join)
 
+    def norm(self, name: str, size: int) -> Norm:
+        return Norm(self.ops.keep(self._take(name, size)), self.spec.norm_eps)
 
-def _feed(source: _Source, prefix: str, index: int, spec: ModelSpec) -> Feed:
-    ops = source.ops
+    def _take(self, name: str, *shape: int, split: int | None = None) -> torch.Tensor:
+        """A tensor of the checkpoint, or this rank's part of it along dimension `split`."""
+        tensor = self.tensors.take(name, *shape)
+        if self.collectives is None or split is None:
+            return tensor
+        return self.collectives.part(tensor, split)
 
-    def fused(at: str, names: tuple[str, str, str], wide: int) -> torch.Tensor:
-        both = [f"{at}.{name}.weight" for name in names[:2]]
-        return torch.cat([source.take(name, wide, spec.hidden, split=0) for name in both])
+    def _qkv(self, attention: str) -> Linear:
+        spec = self.spec
+        query_size = spec.heads * spec.head_dim
+        kv_size = spec.kv_heads * spec.head_dim
+        sizes = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
+        weights = [
+            self._take(f"{attention}{name}.weight", size, spec.hidden, split=0)
+            for name, size in sizes.items()
+        ]
+        bias = None
+        if spec.qkv_bias:
+            biases = [
+                self._take(f"{attention}{name}.bias", size, split=0) for name, size in sizes.items()
+            ]
+            bias = torch.cat(biases)
+        return make_linear(torch.cat(weights), bias, ops=self.ops)
 
-    def mlp(at: str, names: tuple[str, str, str], wide: int) -> Mlp:
-        gate_up = make_linear(fused(at, names, wide), gated=True, ops=ops)
-        return Mlp(gate_up, source.summed(f"{at}.{names[2]}", spec.hidden, wide))
+    def _qk_norms(self, attention: str) -> tuple[Norm, Norm]:
+        size = self.spec.head_dim
+        return (
+            self.norm(attention + "q_norm.weight", size),
+            self.norm(attention + "k_norm.weight", size),
+        )
 
-    experts = spec.experts
-    if experts is None or not experts.layers[index]:
-        return mlp(prefix + "mlp", NAMES, spec.intermediate)
-    mixtral = spec.architecture == "mixtral"
-    block, names = ("block_sparse_moe", MIXTRAL_NAMES) if mixtral else ("mlp", NAMES)
-    router = source.take(f"{prefix}{block}.gate.weight", experts.count, spec.hidden)
-    places, wide = (
-        [f"{prefix}{block}.experts.{i}" for i in range(experts.count)],
-        experts.intermediate,
-    )
+    def _summed_linear(
+        self, name: str, outputs: int, inputs: int, bias_name: str | None = None
+    ) -> Linear | Shared:
+        """A linear layer over inputs that the ranks share; only rank 0 adds the bias."""
+        weight = self._take(name + ".weight", outputs, inputs, split=1)
+        bias = self._take(bias_name, outputs) if bias_name else None
+        if self.collectives is None:
+            return make_linear(weight, bias, ops=self.ops)
+        if self.collectives.rank > 0:
+            bias = None
+        return Shared(make_linear(weight, bias, ops=self.ops), self.collectives.sum)
 
-    def down(at: str) -> torch.Tensor:
-        return source.take(f"{at}.{names[2]}.weight", spec.hidden, wide, split=1)
+    def _feed_forward(self, index: int, prefix: str) -> Feed:
+        experts = self.spec.experts
+        if experts is None or not experts.layers[index]:
+            return self._mlp(prefix + "mlp", USUAL_MLP, self.spec.intermediate)
+        if self.spec.architecture == "mixtral":
+            return self._mixture(prefix + "block_sparse_moe", MIXTRAL_MLP, experts)
+        return self._mixture(prefix + "mlp", USUAL_MLP, experts)
 
-    parts = ((fused(at, names, wide), down(at)) for at in places)
-    together = source.ranks.sum if source.ranks else None
-    return Moe(
-        make_linear(router, ops=ops, precise=True),
-        ops.experts(experts.count, parts, together)
-        or Each([mlp(at, names, wide) for at in places]),
-        experts.chosen,
-        experts.renormalize,
-        ops,
-    )
+    def _mixture(self, block: str, names: MlpNames, experts: ExpertsSpec) -> Moe:
+        """A mixture of experts: by the backend's own kernels, or one expert after the other."""
+        router = self._take(f"{block}.gate.weight", experts.count, self.spec.hidden)
+        places = [f"{block}.experts.{number}" for number in range(experts.count)]
+        size = experts.intermediate
+
+        def fused_and_down() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for place in places:
+                down = f"{place}.{names.down}.weight"
+                yield (
+                    self._gate_up(place, names, size),
+                    self._take(down, self.spec.hidden, size, split=1),
+                )
+
+        combine = self.collectives.sum if self.collectives else None
+        computed = self.ops.experts(experts.count, fused_and_down(), combine)
+        if computed is None:
+            computed = Each([self._mlp(place, names, size) for place in places])
+        return Moe(
+            router=make_linear(router, ops=self.ops, precise=True),
+            experts=computed,
+            chosen=experts.experts_per_token,
+            renormalize=experts.renormalize,
+            ops=self.ops,
+        )
+
+    def _mlp(self, place: str, names: MlpNames, size: int) -> Mlp:
+        gate_up = make_linear(self._gate_up(place, names, size), gated=True, ops=self.ops)
+        return Mlp(gate_up, self._summed_linear(f"{place}.{names.down}", self.spec.hidden, size))
+
+    def _gate_up(self, place: str, names: MlpNames, size: int) -> torch.Tensor:
+        """The first two matrices of an MLP, fused along the outputs."""
+        weights = [
+            self._take(f"{place}.{name}.weight", size, self.spec.hidden, split=0)
+            for name in (names.gate, names.up)
+        ]
+        return torch.cat(weights)

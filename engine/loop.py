@@ -1,7 +1,11 @@
-"""The engine thread: one thread owns the engine, takes commands between steps, delivers outputs.
+"""The engine thread: owns the engine, takes commands between steps, delivers what happens.
 
-`deliver` is called on this thread with a list of outcomes, `Filled` ones while a step runs, and
-must not block.
+Each round of the thread:
+1. Carry out every queued command; with nothing to compute, sleep until one comes.
+2. Run one step, and deliver its outputs. While it runs, the engine announces filled blocks.
+3. When the pool runs low, deliver cached blocks that the tiers shall copy.
+
+`deliver` is called on this thread with a list of events, and must not block.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from typing import assert_never
 
 from .commands import (
     AddSequence,
@@ -20,69 +24,72 @@ from .commands import (
     CachePrefix,
     CommitBlocks,
     DemoteBlocks,
-    EngineObservation,
     ObserveEngine,
     ReleaseSequence,
     ReserveBlocks,
     StagePrefix,
 )
-from .engine import Engine
+from .engine_like import Deliver, EngineCommand, EngineEvent, EngineLike
 
 log = logging.getLogger(__name__)
+
+STOP_S = 10.0  #: for the step under way to end
 
 
 class EngineThread:
     """Runs `engine.step()` while there is work, sleeps on the command queue while there is none."""
 
-    def __init__(self, engine: Engine, deliver: Callable[[list], None]) -> None:
+    def __init__(self, engine: EngineLike, deliver: Deliver) -> None:
         self.engine = engine
         self._deliver = deliver
-        self._commands: queue.SimpleQueue[tuple[float, object]] = queue.SimpleQueue()
-        engine.announce = deliver
+        #: commands with the time when they were queued; None ends the thread
+        self._commands: queue.SimpleQueue[tuple[float, EngineCommand | None]] = queue.SimpleQueue()
+        engine.announce_filled = deliver
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, command: object) -> None:
-        """Queues a command. Any thread."""
+    def submit(self, command: EngineCommand | None) -> None:
+        """Queues a command; None ends the thread. Any thread."""
         self._commands.put((time.perf_counter(), command))
 
     def stop(self) -> None:
+        """Ends the thread after the step under way, and waits for that."""
         self.submit(None)
-        self._thread.join(timeout=10.0)
+        self._thread.join(timeout=STOP_S)
 
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
 
     def _run(self) -> None:
-        if self.engine.config.cores:  # OpenMP's threads, which this one starts, inherit it
-            os.sched_setaffinity(0, self.engine.config.cores)
+        if self.engine.cores:  # OpenMP's threads, which this one starts, inherit it
+            os.sched_setaffinity(0, self.engine.cores)
         try:
             idle = False
-            while self._obey(wait=idle):
+            while self._carry_out_commands(wait=idle):
                 outputs = self.engine.step()
-                idle = not outputs and not self.engine.scheduler.filling
+                idle = not outputs and self.engine.idle()
                 if outputs:
                     self._deliver(outputs)
-                leaving = self.engine.demote()
-                if leaving:
-                    self._deliver([DemoteBlocks(leaving)])
+                pinned = self.engine.pin_for_demotion()
+                if pinned:
+                    self._deliver([DemoteBlocks(pinned)])
         except Exception:
             log.exception("the engine thread ended")
             raise
 
-    def _obey(self, wait: bool) -> bool:
-        """Carries out what is queued (waiting for the first if idle); False at the end."""
-        answers: list[object] = []
+    def _carry_out_commands(self, *, wait: bool) -> bool:
+        """Carries out what is queued, after waiting for the first if told to; False at the end."""
+        answers: list[EngineEvent] = []
         try:
             while True:
-                queued, command = self._commands.get(block=wait)
+                queued_at, command = self._commands.get(block=wait)
                 if command is None:
                     return False
                 wait = False
-                answer = self._command(command, time.perf_counter() - queued)
+                answer = self._carry_out(command, time.perf_counter() - queued_at)
                 if answer:
                     answers.append(answer)
         except queue.Empty:
@@ -91,44 +98,31 @@ class EngineThread:
             self._deliver(answers)
         return True
 
-    def _observed(self) -> EngineObservation:
-        engine, scheduler = self.engine, self.engine.scheduler
-        stored, evicted = scheduler.pool.drain_events()
-        return EngineObservation(
-            scheduler.pool.hashes(),
-            stored,
-            evicted,
-            scheduler.pool.available,
-            engine.prefill_tokens,
-            engine.prefill_seconds,
-            engine.decode_steps,
-            engine.decode_seconds,
-            len(scheduler.running),
-            sum(len(seq.token_ids) for seq in scheduler.running),
-            sum(seq.was_preempted for seq in scheduler.waiting),
-            scheduler.step_s,
-        )
-
-    def _command(self, command: object, queued_s: float) -> object | None:
+    def _carry_out(self, command: EngineCommand, queued_s: float) -> EngineEvent | None:
+        """Tells the engine; returns the answer of a command that has one."""
         match command:
-            case AddSequence(seq):
-                self.engine.add(seq)
-            case ReserveBlocks(seq):
-                return BlocksReserved(
-                    seq.attempt_key, self.engine.reserve(seq), seq.published_blocks
+            case AddSequence(sequence):
+                self.engine.add(sequence)
+            case ReserveBlocks(sequence):
+                blocks = self.engine.reserve(sequence)
+                return BlocksReserved(sequence.attempt_key, blocks, sequence.published_blocks)
+            case CommitBlocks():
+                self.engine.commit(
+                    command.sequence,
+                    command.other_answers,
+                    first_answer_ended=command.first_answer_ended,
+                    waited_s=command.waited_s + queued_s,
                 )
-            case CommitBlocks(seq, others, ended, waited):
-                self.engine.commit(seq, others, ended, waited + queued_s)
-            case ReleaseSequence(key):
-                self.engine.drop(key)
+            case ReleaseSequence(attempt_key):
+                self.engine.release(attempt_key)
             case StagePrefix():
                 return self.engine.stage(command)
-            case CachePrefix(key, count):
-                self.engine.scheduler.adopt(key, count)
-            case BlockDemoted(block, kept):
-                self.engine.scheduler.pool.demoted(block, kept)
+            case CachePrefix(attempt_key, block_count):
+                self.engine.cache_staged(attempt_key, block_count)
+            case BlockDemoted(block, copied):
+                self.engine.finish_demotion(block, copied)
             case ObserveEngine():
-                return self._observed()
+                return self.engine.observe()
             case _:
-                raise AssertionError(command)
+                assert_never(command)
         return None

@@ -8,17 +8,20 @@ from .errors import OutOfMemory
 from .sizing import ITEM_BYTES
 from .spec import ModelSpec
 
+PACKING_COPIES = 3  #: copies of a matrix that exist while it is packed
+NO_LIMIT = "max"  #: what a cgroup without a limit says
+
 
 def weight_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Most that loading takes: all weights, and the largest matrix three times while it is packed.
+    """Returns the most that loading takes: all weights, and copies of the largest matrix.
 
     Measured: 0.87 to 1.05 of it. A tied embedding is there twice: rows are looked up, the head is
     packed.
     """
     embedding = spec.vocab * spec.hidden
     weights = spec.parameters + (embedding if spec.tied else 0)
-    largest = max(embedding, 2 * spec.hidden * spec.intermediate)
-    return (weights + 3 * largest) * ITEM_BYTES[dtype]
+    largest_matrix = max(embedding, 2 * spec.hidden * spec.intermediate)
+    return (weights + PACKING_COPIES * largest_matrix) * ITEM_BYTES[dtype]
 
 
 def check_memory(spec: ModelSpec, dtype: str, kv_bytes: int, available: int | None) -> None:
@@ -28,8 +31,11 @@ def check_memory(spec: ModelSpec, dtype: str, kv_bytes: int, available: int | No
         return
     advice = "lower engine.kv_mib or take a smaller model"
     if weights > available:
-        half = " or model.dtype bfloat16" if dtype == "float32" else ""
-        advice = f"the weights alone are too large: take a smaller model{half} or a larger machine"
+        smaller_dtype = " or model.dtype bfloat16" if dtype == "float32" else ""
+        advice = (
+            f"the weights alone are too large: take a smaller model{smaller_dtype} "
+            "or a larger machine"
+        )
     raise OutOfMemory(
         f"weights and KV pool do not fit: {weights >> 20} MiB of {dtype} weights and a pool of "
         f"{kv_bytes >> 20} MiB need {(weights + kv_bytes) >> 20} MiB, {available >> 20} MiB are "
@@ -40,41 +46,54 @@ def check_memory(spec: ModelSpec, dtype: str, kv_bytes: int, available: int | No
 def available_memory(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> int | None:
-    """Bytes this process may still take: the kernel's estimate, and each cgroup's (v2) limit.
+    """Returns how many bytes this process may still take; None where the system does not say.
 
-    What a cgroup holds of files counts as free: the kernel gives it up. None where nothing is told.
+    That is the least of the kernel's estimate and the limits of this process's cgroups (v2). What a
+    cgroup holds of files counts as free: the kernel gives it up.
     """
-    limits = []
-    meminfo = _fields(proc / "meminfo")
+    limits: list[int] = []
+    meminfo = _read_numbers(proc / "meminfo")
     if "MemAvailable:" in meminfo:
         limits.append(meminfo["MemAvailable:"] << 10)
-    try:
-        own = (proc / "self/cgroup").read_text().rsplit("0::", 1)[1].strip().lstrip("/")
-    except (OSError, IndexError):
-        own = ""
-    folder = cgroups / own
-    for group in (folder, *folder.parents):
+    own_group = cgroups / _own_cgroup(proc)
+    for group in (own_group, *own_group.parents):
         if group.is_relative_to(cgroups):
-            limits += _room(group)
+            free_bytes = _cgroup_room(group)
+            if free_bytes is not None:
+                limits.append(free_bytes)
     return min(limits, default=None)
 
 
-def _room(group: Path) -> list[int]:
+def _own_cgroup(proc: Path) -> str:
+    """This process's cgroup, relative to their root; the root itself if it is not named."""
     try:
-        most = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
+        _, found, path = (proc / "self/cgroup").read_text().rpartition("0::")
     except OSError:
-        return []
-    if most == "max":
-        return []
-    held = _fields(group / "memory.stat")
-    files = held.get("inactive_file", 0) + held.get("active_file", 0)
-    return [max(int(most) - used + files, 0)]
+        return ""
+    return path.strip().lstrip("/") if found else ""
 
 
-def _fields(path: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+def _cgroup_room(group: Path) -> int | None:
+    """Bytes that a cgroup may still take; None if it has no limit."""
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used_bytes = int((group / "memory.current").read_text())
+    except OSError:
+        return None
+    if limit == NO_LIMIT:
+        return None
+    statistics = _read_numbers(group / "memory.stat")
+    file_bytes = statistics.get("inactive_file", 0) + statistics.get("active_file", 0)
+    return max(int(limit) - used_bytes + file_bytes, 0)
+
+
+def _read_numbers(path: Path) -> dict[str, int]:
+    """The lines of a file that have a name and a number; {} if there is no such file."""
     if not path.exists():
         return {}
-    lines = (line.split() for line in path.read_text().splitlines())
-    return {line[0]: int(line[1]) for line in lines if len(line) > 1}
+    numbers: dict[str, int] = {}
+    for line in path.read_text().splitlines():
+        words = line.split()
+        if len(words) > 1:
+            numbers[words[0]] = int(words[1])
+    return numbers

@@ -1,16 +1,20 @@
-"""How long a step takes, learned from the steps before it (pure).
+"""The online cost model: how long a step takes, learned from the steps before it (pure).
 
-    seconds = base + row_s * rows + key_s * keys                        of decode
-            + prompt_s * prompts + token_s * tokens + pair_s * pairs    of prefill
+    decode_s  = base_s + row_s * decode_rows + kv_token_s * decode_kv_tokens
+    prefill_s = prompt_s * prefill_prompts + token_s * prefill_tokens + pair_s * attended_pairs
+    step_s    = decode_s + prefill_s
 
-`keys` is the KV that decoding sequences read, in tokens: their lengths. `pairs` counts, for every
-prefill token, the keys that it sees. Steps without prefill give the first line, steps with prefill
-the second: what they took longer than their decodes would have. Both are least squares with
-exponential forgetting and no negative factor (`Fit`).
-A step that took much more or less than predicted counts as `OUTLIER` times that, so a single pause
-moves the model little, and a real change still gets through within a few steps.
-These are means. `upper` is the factor on the prediction that `QUANTILE` of the last `RECENT` steps
-with both kinds of work stayed below; only long ones count, for the short are far from any budget.
+`StepWork` says what is counted. Each line has a `LeastSquaresFit` of its own:
+- a step without prefill is a point of the first line;
+- a step with prefill is a point of the second: what it took longer than its decodes would have.
+
+Both fits forget old steps (`FORGETTING_FACTOR`) and have no negative factor. A step that took much
+more or less than predicted counts as `OUTLIER_RATIO` times the prediction, so a single pause moves
+the model little, and a real change still gets through within a few steps.
+
+The predictions are means. `StepCost.tail_ratio` is how much longer than predicted a slow step
+takes: `TAIL_QUANTILE` of the last `TAIL_STEPS` steps with both kinds of work stayed below it. Only
+long steps count for it, because short ones are far from any budget.
 """
 
 from __future__ import annotations
@@ -20,140 +24,178 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-FORGET = 0.97  #: weight of a step after the next one of its kind: half is forgotten after 23
-OUTLIER = 3.0
-SETTLED = 4.0  #: weight of steps from which on a step can be an outlier
-RECENT, QUANTILE = 64, 0.95
-STAY = 1e-3  #: weight of the factors before, beside the steps': of what steps do not tell apart
+FORGETTING_FACTOR = 0.97  #: weight of a step after the next of its kind: half is gone after 23
+OUTLIER_RATIO = 3.0
+OUTLIER_MINIMUM_WEIGHT = 4.0  #: weight of the steps before, from which on a step can be an outlier
+TAIL_STEPS = 64
+TAIL_QUANTILE = 0.95
+#: pull to the factors before, beside the points' weight: it decides what points do not tell apart
+INERTIA = 1e-3
+NO_POINTS = 1e-100  #: a column whose squares sum to less had no value but 0
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What a step computes; the module says what is counted."""
+class StepWork:
+    """What a step computes."""
 
-    rows: int = 0
-    keys: int = 0
-    tokens: int = 0
-    pairs: int = 0
-    prompts: int = 0
+    decode_rows: int = 0  #: one of each decoding sequence, and its drafts
+    decode_kv_tokens: int = 0  #: KV that decoding sequences read: their lengths
+    prefill_tokens: int = 0
+    attended_pairs: int = 0  #: (prefill token, key that it sees) pairs, see `attended_pairs`
+    prefill_prompts: int = 0  #: sequences that have prefill tokens
 
 
-def pairs(tokens: int, start: int) -> int:
-    """Keys that prefill tokens from position `start` on see, summed over the tokens."""
+def attended_pairs(tokens: int, start: int) -> int:
+    """Keys that `tokens` prefill tokens from position `start` on see, summed over the tokens.
+
+    The token at position p sees the keys 0..p, so this is the sum of p + 1 over the positions:
+    tokens * start + tokens * (tokens + 1) / 2.
+    """
     return tokens * start + tokens * (tokens + 1) // 2
 
 
-class Fit:
+class LeastSquaresFit:
     """y = factors . x with factors >= 0, by least squares over the points added, newest first.
 
-    Minimises sum FORGET^age (y - f . x)^2 + STAY sum_i (sum FORGET^age x_i^2) (f_i - before_i)^2:
-    where points do not tell two factors apart, both stay about what they were.
+    With age = number of points added since, and before = the factors when a point is added, the
+    factors minimise
+
+        sum_points FORGETTING_FACTOR^age (y - factors . x)^2
+        + INERTIA sum_i (sum_points FORGETTING_FACTOR^age x_i^2) (factors_i - before_i)^2
+
+    so where points do not tell two factors apart, both stay about what they were.
     """
 
     def __init__(self, size: int) -> None:
         self.factors = [0.0] * size
-        self.weight = 0.0  #: of all points; the newest has 1
-        self._products = [[0.0] * size for _ in range(size)]
-        self._sums = [0.0] * size
+        self.total_weight = 0.0  #: of all points; the newest has 1
+        self._products = [[0.0] * size for _ in range(size)]  #: weighted sums of x_i x_j
+        self._sums = [0.0] * size  #: weighted sums of x_i y
 
-    def of(self, x: Sequence[float]) -> float:
+    def predict(self, x: Sequence[float]) -> float:
         return sum(factor * value for factor, value in zip(self.factors, x, strict=True))
 
-    def add(self, x: Sequence[float], y: float) -> None:
-        self.weight = self.weight * FORGET + 1
-        for i, value in enumerate(x):
-            self._sums[i] = self._sums[i] * FORGET + value * y
-            for j, other in enumerate(x):
-                self._products[i][j] = self._products[i][j] * FORGET + value * other
-        active = [i for i in range(len(x)) if self._products[i][i] > 1e-100]
-        while True:
-            found = self._solve(active)
-            if min(found, default=0.0) >= 0:
+    def add_point(self, x: Sequence[float], y: float) -> None:
+        """Adds a point and finds the factors anew."""
+        self._accumulate(x, y)
+        active = [i for i in range(len(x)) if self._products[i][i] > NO_POINTS]
+        while True:  # without the most negative factor, until none is negative
+            solution = self._solve(active)
+            lowest = min(solution, default=0.0)
+            if lowest >= 0:
                 break
-            active.pop(found.index(min(found)))
-        fresh = dict(zip(active, found, strict=True))
-        self.factors = [fresh.get(i, 0.0) for i in range(len(x))]
+            active.pop(solution.index(lowest))
+        self.factors = [0.0] * len(x)
+        for i, factor in zip(active, solution, strict=True):
+            self.factors[i] = factor
+
+    def _accumulate(self, x: Sequence[float], y: float) -> None:
+        self.total_weight = self.total_weight * FORGETTING_FACTOR + 1
+        for i, value in enumerate(x):
+            self._sums[i] = self._sums[i] * FORGETTING_FACTOR + value * y
+            products = self._products[i]
+            for j, other in enumerate(x):
+                products[j] = products[j] * FORGETTING_FACTOR + value * other
 
     def _solve(self, active: list[int]) -> list[float]:
-        """The best factors of `active`, the others being 0. Gauss, on columns of length 1."""
-        columns = [(i, math.sqrt(self._products[i][i])) for i in active]
-        rows = [
-            [self._products[i][j] / (s * t) + STAY * (i == j) for j, t in columns]
-            + [self._sums[i] / s + STAY * self.factors[i] * s]
-            for i, s in columns
-        ]
-        for i, row in enumerate(rows):  # no pivoting: the matrix is positive definite
-            row[:] = [value / row[i] for value in row]
+        """The best factors of the `active` columns, the others being 0.
+
+        Gauss-Jordan elimination on columns scaled to length 1.
+        """
+        scales = {i: math.sqrt(self._products[i][i]) for i in active}
+        rows: list[list[float]] = []
+        for i in active:
+            row = [self._products[i][j] / (scales[i] * scales[j]) for j in active]
+            row[len(rows)] += INERTIA
+            row.append(self._sums[i] / scales[i] + INERTIA * self.factors[i] * scales[i])
+            rows.append(row)
+        for pivot, row in enumerate(rows):  # no pivoting: the matrix is positive definite
+            row[:] = [value / row[pivot] for value in row]
             for other in rows:
                 if other is not row:
-                    other[:] = [a - other[i] * b for a, b in zip(other, row, strict=True)]
-        return [row[-1] / s for row, (_, s) in zip(rows, columns, strict=True)]
+                    factor = other[pivot]
+                    other[:] = [a - factor * b for a, b in zip(other, row, strict=True)]
+        return [row[-1] / scales[i] for row, i in zip(rows, active, strict=True)]
 
 
 class StepCost:
-    """`observe` every step; ask what decode and prefill of the next take, what has `room`."""
+    """Takes every step by `observe`; predicts what decode and prefill of the next one take."""
 
     def __init__(self) -> None:
-        self._decode, self._prefill = Fit(3), Fit(3)
-        self._mixed: deque[tuple[float, float]] = deque(maxlen=RECENT)  #: predicted, observed
-        self.upper = 1.0
+        self._decode = LeastSquaresFit(3)
+        self._prefill = LeastSquaresFit(3)
+        #: (predicted, observed) seconds of the last steps with decode and prefill
+        self._mixed_steps: deque[tuple[float, float]] = deque(maxlen=TAIL_STEPS)
+        self.tail_ratio = 1.0  #: slow steps take this times what is predicted; 1 or more
 
-    def observe(self, seconds: float, work: Work) -> None:
-        decode = self.decode_s(work.rows, work.keys)
-        prefill = (work.prompts, work.tokens, work.pairs)
-        expected = decode + self._prefill.of(prefill)
-        known = self._prefill if work.tokens else self._decode
-        if known.weight >= SETTLED and expected > 0:
-            seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
-            if work.tokens and work.rows:
-                self._mixed.append((expected, seconds))
-                self.upper = self._upper()
-        if work.tokens:
-            self._prefill.add(prefill, max(seconds - decode, 0.0))
-        elif work.rows:
-            self._decode.add((1, work.rows, work.keys), seconds)
+    def observe(self, seconds: float, work: StepWork) -> None:
+        """Learns from a step that took `seconds`."""
+        decode_s = self.decode_s(work.decode_rows, work.decode_kv_tokens)
+        prefill = (work.prefill_prompts, work.prefill_tokens, work.attended_pairs)
+        predicted_s = decode_s + self._prefill.predict(prefill)
+        fit = self._prefill if work.prefill_tokens else self._decode
+        if fit.total_weight >= OUTLIER_MINIMUM_WEIGHT and predicted_s > 0:
+            seconds = max(seconds, predicted_s / OUTLIER_RATIO)
+            seconds = min(seconds, predicted_s * OUTLIER_RATIO)
+            if work.prefill_tokens and work.decode_rows:
+                self._mixed_steps.append((predicted_s, seconds))
+                self.tail_ratio = self._measure_tail()
+        if work.prefill_tokens:
+            self._prefill.add_point(prefill, max(seconds - decode_s, 0.0))
+        elif work.decode_rows:
+            self._decode.add_point((1, work.decode_rows, work.decode_kv_tokens), seconds)
 
-    def _upper(self) -> float:
-        long = max(self._mixed)[0] / 2
-        ratios = sorted(took / expected for expected, took in self._mixed if expected >= long)
-        return max(1.0, ratios[int(QUANTILE * len(ratios))])
+    def _measure_tail(self) -> float:
+        longest_s, _ = max(self._mixed_steps)
+        ratios = sorted(
+            observed_s / predicted_s
+            for predicted_s, observed_s in self._mixed_steps
+            if predicted_s >= longest_s / 2
+        )
+        return max(1.0, ratios[int(TAIL_QUANTILE * len(ratios))])
 
     @property
-    def knows_prefill(self) -> bool:
-        return self._prefill.weight > 0
+    def prefill_measured(self) -> bool:
+        """True once a step with prefill was observed."""
+        return self._prefill.total_weight > 0
 
-    def decode_s(self, rows: int, keys: int) -> float:
+    def decode_s(self, rows: int, kv_tokens: int) -> float:
         """Seconds of a step that only decodes."""
-        return self._decode.of((1, rows, keys))
+        return self._decode.predict((1, rows, kv_tokens))
 
     def prefill_s(self, tokens: int, start: int) -> float:
-        """Seconds more, if it also prefills `tokens` from position `start` on."""
-        return self._prefill.of((1, tokens, pairs(tokens, start)))
+        """Seconds more, if the step also prefills `tokens` tokens of a prompt from `start` on."""
+        return self._prefill.predict((1, tokens, attended_pairs(tokens, start)))
 
-    def room(self, seconds: float, start: int, most: int) -> int:
-        """Prefill tokens from position `start` on, `most` at most, that take no longer.
+    def prefill_room(self, seconds: float, start: int, token_limit: int) -> int:
+        """How many prefill tokens from position `start` on take no longer than `seconds`.
 
-        0 as long as the cost of prefill is not known. Solves prompt_s + a n + b n^2 = seconds.
+        At most `token_limit`; 0 as long as the cost of prefill is not known. With n tokens,
+        `prefill_s` is prompt_s + n (token_s + pair_s (start + 1/2)) + n^2 pair_s / 2; the root of
+        linear n + square n^2 = c is n = 2c / (linear + sqrt(linear^2 + 4 square c)), also where
+        square is 0.
         """
         if seconds == math.inf:
-            return most
-        if not self.knows_prefill or seconds <= 0:
+            return token_limit
+        if not self.prefill_measured or seconds <= 0:
             return 0
-        if self.prefill_s(most, start) <= seconds:
-            return most
-        prompt, token, pair = self._prefill.factors
-        if prompt >= seconds:
+        if self.prefill_s(token_limit, start) <= seconds:
+            return token_limit
+        prompt_s, token_s, pair_s = self._prefill.factors
+        if prompt_s >= seconds:
             return 0
-        seconds -= prompt
-        linear, square = token + pair * (start + 0.5), pair / 2
+        seconds -= prompt_s
+        linear = token_s + pair_s * (start + 0.5)
+        square = pair_s / 2
         root = math.sqrt(linear * linear + 4 * square * seconds)
-        return min(int(2 * seconds / (linear + root)), most)
+        return min(int(2 * seconds / (linear + root)), token_limit)
 
     def __repr__(self) -> str:
-        base, row, key = self._decode.factors
-        prompt, token, pair = self._prefill.factors
-        decode = f"{base * 1e3:.2f} ms + {row * 1e6:.1f} us/row + {key * 1e9:.1f} ns/key"
-        prefill = (
-            f"{prompt * 1e3:.2f} ms/prompt + {token * 1e6:.1f} us/token + {pair * 1e9:.2f} ns/pair"
+        base_s, row_s, kv_token_s = self._decode.factors
+        prompt_s, token_s, pair_s = self._prefill.factors
+        return (
+            f"<StepCost {base_s * 1e3:.2f} ms + {row_s * 1e6:.1f} us/row"
+            f" + {kv_token_s * 1e9:.1f} ns/key + {prompt_s * 1e3:.2f} ms/prompt"
+            f" + {token_s * 1e6:.1f} us/token + {pair_s * 1e9:.2f} ns/pair,"
+            f" {TAIL_QUANTILE:.0%} within x {self.tail_ratio:.2f}>"
         )
-        return f"<StepCost {decode} + {prefill}, {QUANTILE:.0%} within x {self.upper:.2f}>"

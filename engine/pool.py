@@ -16,11 +16,13 @@ class KVPool:
     """`blocks` zeroed KV blocks in one anonymous mapping (huge pages where the kernel has them).
 
     With `shared`, other processes can map it by its file `fd`: what the `shm` transport needs.
-    `layer(i)` gives K and V of layer i as strided views `[block, head, token, dim]`.
     Unused slots may hold anything: attention reads nothing behind a sequence's last row.
+
+    A `kv_transfer.transport.Pool`.
     """
 
-    memory, device = "DRAM", 0
+    memory = "DRAM"  #: where the bytes are: DRAM | VRAM
+    device = 0  #: number of the GPU; 0 for DRAM
     fd: int | None = None
     #: checksums of (unit, runs, seed) made where the bytes are; None: from `view`, by the transfer
     digest: Callable[[int, Sequence[tuple[int, int]], int], int] | None = None
@@ -29,7 +31,8 @@ class KVPool:
     def __init__(
         self, layout: KVLayout, blocks: int, dtype: torch.dtype, shared: bool = False
     ) -> None:
-        size, start = blocks * layout.block_bytes, 0
+        size = blocks * layout.block_bytes
+        start = 0
         if shared:
             self._map, self.fd = allocate_shared(size, "a KV pool")
             weakref.finalize(self, os.close, self.fd)
@@ -43,26 +46,30 @@ class KVPool:
     def _place(
         self, memory: torch.Tensor, layout: KVLayout, blocks: int, dtype: torch.dtype
     ) -> None:
-        """The pool in `memory`, uint8 [bytes]."""
-        self.layout, self.blocks, self.block_bytes = layout, blocks, layout.block_bytes
-        self.size, self.base = len(memory), memory.data_ptr()
-        self._flat = memory.view(dtype)
-        self._layers = [(self._part(i, 0), self._part(i, 1)) for i in range(layout.layers)]
-
-    def _part(self, layer: int, part: int) -> torch.Tensor:
-        lay = self.layout
-        shape = (self.blocks, lay.heads, lay.block_tokens, lay.head_dim)
-        start = self._flat.storage_offset() + lay.offset(
-            layer, part
-        )  # of the mapping, not of _flat
-        return self._flat.as_strided(shape, lay.strides(), start)
-
-    def copy(self, source: int, target: int) -> None:
-        """All layers of one block."""
-        size = self.layout.block_items
-        self._flat[target * size : (target + 1) * size] = self._flat[
-            source * size : (source + 1) * size
+        """Lays the pool out in `memory`, uint8 [bytes]."""
+        self.layout = layout
+        self.blocks = blocks
+        self.block_bytes = layout.block_bytes
+        self.size = len(memory)  #: bytes
+        self.base = memory.data_ptr()
+        self._flat = memory.view(dtype)  #: all numbers of the pool in a row
+        self._layers = [
+            (self._layer_part(index, 0), self._layer_part(index, 1))
+            for index in range(layout.layers)
         ]
 
+    def _layer_part(self, layer: int, part: int) -> torch.Tensor:
+        layout = self.layout
+        shape = (self.blocks, layout.heads, layout.block_tokens, layout.head_dim)
+        # as_strided counts from the beginning of the mapping, not from that of `_flat`
+        start = self._flat.storage_offset() + layout.offset(layer, part)
+        return self._flat.as_strided(shape, layout.strides(), start)
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copies all layers of one block."""
+        blocks = self._flat.view(self.blocks, self.layout.block_items)
+        blocks[target] = blocks[source]
+
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns K and V of a layer, as strided views `[block, head, token, dim]`."""
         return self._layers[index]

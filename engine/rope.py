@@ -6,10 +6,10 @@ import math
 
 import torch
 
-from .spec import Rope
+from .spec import RopeSpec
 
 
-def rope_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
+def rope_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
     """[head_dim / 2] rotation per position, in radians (float32)."""
     powers = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     base = 1.0 / (rope.theta**powers)
@@ -23,7 +23,7 @@ def rope_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
     return base
 
 
-def _llama3(rope: Rope, base: torch.Tensor) -> torch.Tensor:
+def _llama3(rope: RopeSpec, base: torch.Tensor) -> torch.Tensor:
     """Long waves are stretched, short ones kept, those between blended by their frequency."""
     wavelength = 2 * math.pi / base
     low = rope.original_max_position / rope.low_freq_factor
@@ -36,7 +36,7 @@ def _llama3(rope: Rope, base: torch.Tensor) -> torch.Tensor:
     return torch.where((wavelength <= low) & (wavelength >= high), between, scaled)
 
 
-def _yarn(rope: Rope, base: torch.Tensor, head_dim: int) -> torch.Tensor:
+def _yarn(rope: RopeSpec, base: torch.Tensor, head_dim: int) -> torch.Tensor:
     """As llama3, blended by the dimension: from that of `beta_fast` rotations to `beta_slow`'s."""
 
     def dimension(rotations: float) -> float:

@@ -1,4 +1,8 @@
-"""A sequence in the engine: token ids, blocks, and how far its KV is."""
+"""A sequence in the engine: token ids, blocks, and how far its KV is. And what a step says of it.
+
+A sequence is one answer to one prompt, on one engine. It may begin with generated ids: an answer
+that another engine left. All that it goes on by is a function of ids, parameters and position.
+"""
 
 from __future__ import annotations
 
@@ -15,42 +19,38 @@ from ..protos.frames import AnswerTokens, AttemptKey, DeliverFrame, Sampling, To
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`ids` = prompt + generated. `computed` ids have KV; the last id has none until its step.
+    """What the engine computes for one answer.
 
-    It may begin with generated ids: an answer that another engine left. All that it goes on by is a
-    function of ids, parameters and position.
+    `token_ids` are the prompt's and the generated ones. The first `computed_tokens` of them have
+    KV; the last id has none until its step.
     """
 
     attempt_key: AttemptKey
     token_ids: list[int]
     prompt_tokens: int  #: number of prompt ids
     sampling: Sampling
-    block_hashes: list[bytes] = field(
-        default_factory=list
-    )  #: of full blocks: the prompt's, then more
-    stop_after_first: bool = False  #: prefill worker: decode goes on elsewhere
+    #: content hashes of full blocks: the prompt's first, and the answer's as they get full
+    block_hashes: list[bytes] = field(default_factory=list)
+    stop_after_first: bool = False  #: on a prefill worker: decode goes on elsewhere
     blocks: list[int] = field(default_factory=list)
     computed_tokens: int = 0
     hit_tokens: int = 0  #: prompt tokens whose KV was found in the prefix cache
-    published_blocks: int = 0  #: blocks whose content hash is published
-    filled_blocks: int = 0  #: blocks that were told as `Filled`, in all layers
+    published_blocks: int = 0  #: leading blocks whose content hash is published
+    filled_blocks: int = 0  #: leading blocks that were announced as `BlocksFilled`, in all layers
     deadline_s: float = 0.0  #: the caller's order of prefill: lower first, ties by arrival
-    waited_s: float = 0.0  #: seconds since its last token, when it was committed
-    arrival_number: int = 0  #: its age, given by the scheduler; a resumed sequence keeps it
-    was_preempted: bool = False  #: was preempted
+    waited_s: float = 0.0  #: from its last token to its commit
+    arrival_number: int = 0  #: its age, set by the scheduler; a resumed sequence keeps it
+    was_preempted: bool = False
     answer_index: int = 0  #: which of the answers to its prompt
-    prompt_logprobs_sent: int = (
-        1  #: leading prompt ids whose logprobs were delivered; the first has none
-    )
+    #: leading prompt ids whose logprobs were delivered; the first id has none
+    prompt_logprobs_sent: int = 1
     grammar_complete: bool = False  #: its grammar admits nothing behind the last id
-    sampler_state: Any = field(
-        default=None, repr=False
-    )  #: the sampler's; rebuilt from ids if missing
-    ngrams: Any = field(default=None, repr=False)  #: what drafts are guessed from
+    #: the sampler's memory of the ids; rebuilt from them if missing
+    sampler_state: Any = field(default=None, repr=False)
+    ngrams: Any = field(default=None, repr=False)  #: a `drafts.NGramDrafter`, once it is needed
     drafts: list[int] = field(default_factory=list)  #: guesses to verify; cut if there is no room
-    queue: SequenceQueue | None = field(
-        default=None, repr=False
-    )  #: where it stands; None: blocks are held
+    #: the scheduler's queue in which it stands; None: a transfer reads or writes its blocks
+    queue: SequenceQueue | None = field(default=None, repr=False)
 
     @property
     def name(self) -> tuple[AttemptKey, int]:
@@ -59,18 +59,20 @@ class Sequence:
 
     @property
     def further_answers(self) -> int:
-        """Further answers that begin when its prompt is computed."""
-        return self.sampling.n - 1 if self.answer_index == 0 and self.generated_tokens == 0 else 0
+        """How many further answers begin when its prompt is computed."""
+        if self.answer_index > 0 or self.generated_tokens > 0:
+            return 0
+        return self.sampling.n - 1
 
     def fork(self, index: int) -> Sequence:
-        """Answer `index` to the same prompt: without blocks, its draws by a seed of its own."""
+        """Returns answer `index` to the same prompt: without blocks, with draws of its own."""
         return Sequence(
-            self.attempt_key,
-            self.token_ids[: self.prompt_tokens],
-            self.prompt_tokens,
-            sampling_of_answer(self.sampling, index),
-            list(self.block_hashes),
-            self.stop_after_first,
+            attempt_key=self.attempt_key,
+            token_ids=self.token_ids[: self.prompt_tokens],
+            prompt_tokens=self.prompt_tokens,
+            sampling=sampling_of_answer(self.sampling, index),
+            block_hashes=list(self.block_hashes),
+            stop_after_first=self.stop_after_first,
             hit_tokens=self.hit_tokens,
             deadline_s=self.deadline_s,
             answer_index=index,
@@ -79,12 +81,10 @@ class Sequence:
 
     @property
     def prefill_order(self) -> tuple[bool, float, int]:
-        """Order of prefill: resumed ones by age, then new ones by deadline and arrival."""
-        return (
-            not self.was_preempted,
-            0.0 if self.was_preempted else self.deadline_s,
-            self.arrival_number,
-        )
+        """Order of prefill: resumed sequences by age, then new ones by deadline and arrival."""
+        if self.was_preempted:
+            return False, 0.0, self.arrival_number
+        return True, self.deadline_s, self.arrival_number
 
     @property
     def generated_tokens(self) -> int:
@@ -93,22 +93,25 @@ class Sequence:
     @property
     def cacheable_tokens(self) -> int:
         """Leading ids whose KV may come from the prefix cache: their logits are not needed."""
-        most = len(self.token_ids) - 1
+        without_last = len(self.token_ids) - 1
         if self.sampling.prompt_logprobs is None or self.prompt_logprobs_sent == self.prompt_tokens:
-            return most
-        return min(most, self.prompt_logprobs_sent - 1)
+            return without_last
+        return min(without_last, self.prompt_logprobs_sent - 1)
 
     def finish_reason(self) -> str | None:
-        """Why the answer ends with the last id, if it does."""
-        if self.generated_tokens and (
+        """Returns why the answer ends with the last id, or None if it goes on."""
+        generated_tokens = self.generated_tokens
+        if generated_tokens and (
             self.grammar_complete or self.token_ids[-1] in self.sampling.stop_ids
         ):
             return "stop"
-        return "length" if self.generated_tokens >= self.sampling.max_tokens else None
+        if generated_tokens >= self.sampling.max_tokens:
+            return "length"
+        return None
 
 
 def sampling_of_answer(sampling: Sampling, index: int) -> Sampling:
-    """What answer `index` of several is sampled by: its draws have a seed of their own."""
+    """Returns what answer `index` of several is sampled by: its draws have a seed of their own."""
     if index == 0:
         return msgspec.structs.replace(sampling, n=1)
     seed = xxhash.xxh3_64_intdigest(f"{sampling.seed}/{index}".encode())
@@ -116,66 +119,60 @@ def sampling_of_answer(sampling: Sampling, index: int) -> Sampling:
 
 
 class SequenceQueue(list[Sequence]):
-    """Sequences in order of a key that no two share; each knows the line it stands in."""
+    """Sequences in order of a key that no two share. Each stands in one queue, and knows it."""
 
     def __init__(self, key: Callable[[Sequence], Any]) -> None:
         super().__init__()
         self._key = key
 
-    def enter(self, seq: Sequence) -> None:
-        assert seq.queue is None, seq
-        insort(self, seq, key=self._key)
-        seq.queue = self
+    def enter(self, sequence: Sequence) -> None:
+        """Puts the sequence at its place."""
+        assert sequence.queue is None, sequence
+        insort(self, sequence, key=self._key)
+        sequence.queue = self
 
-    def leave(self, seq: Sequence) -> None:
-        index = bisect_left(self, self._key(seq), key=self._key)
-        assert self[index] is seq, seq
+    def leave(self, sequence: Sequence) -> None:
+        """Takes the sequence out. Its key must be the one that it entered with."""
+        index = bisect_left(self, self._key(sequence), key=self._key)
+        assert self[index] is sequence, sequence
         del self[index]
-        seq.queue = None
+        sequence.queue = None
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksFilled:
-    """Told while a prefill's step runs: the KV of its blocks `first`.. is final.
-
-    `piece`: in the layers of this piece (`slices.piece_layers`); -1: in all.
-    """
+    """While a prefill's step runs: the KV of these blocks, from `first_block` on, is final."""
 
     attempt_key: AttemptKey
     first_block: int
     blocks: list[int]
-    piece: int = -1
+    piece: int = -1  #: in the layers of this piece (`slices.piece_layers`); -1: in all
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """What a step did for one sequence.
-
-    `prompt`: the next ids of the prompt with their logprobs, from the second id on, each once.
-    `error`: the sequence ended without an answer, and why; `refused`: the request is at fault.
-    `index`: which of the answers.
-    """
+    """What a step did for one sequence."""
 
     attempt_key: AttemptKey
-    offset: int = 0
+    offset: int = 0  #: of `token` in the answer
     token: Token | None = None
     finish_reason: str | None = None
     hit_tokens: int = 0
+    #: the next ids of the prompt with their logprobs, from the second id on, each once
     prompt_logprobs: list[Token] = field(default_factory=list)
-    error: str | None = None
+    error: str | None = None  #: why the sequence ended without an answer
     answer_index: int = 0
-    request_at_fault: bool = False
+    request_at_fault: bool = False  #: the error is the request's, not the engine's
 
 
 def tokens_frame(gateway: str, output: SequenceOutput) -> DeliverFrame:
-    """What an output is for the gateway of its request."""
-    tokens = [output.token] if output.token else []
-    fields = (
+    """Returns the frame that brings an output to the gateway of its request."""
+    tokens = AnswerTokens(
         output.attempt_key,
         output.offset,
-        tokens,
+        [output.token] if output.token else [],
         output.finish_reason,
-        output.answer_index,
-        output.prompt_logprobs,
+        answer_index=output.answer_index,
+        prompt_logprobs=output.prompt_logprobs,
     )
-    return DeliverFrame(gateway, AnswerTokens(*fields))
+    return DeliverFrame(gateway, tokens)

@@ -26,21 +26,39 @@ ARCHITECTURES = {
 }
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 ROPE_KEYS = {
-    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"),
-    *("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"),
+    "rope_type",
+    "type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "attention_factor",
+    "truncate",
 }
+DEFAULT_THETA = 1e4  #: transformers' `default_theta`
+MIXTRAL_THETA = 1e6
+FULL_ATTENTION = "full_attention"  #: a value of `layer_types`
+SLIDING_ATTENTION = "sliding_attention"  #: the other one
+#: keys of config.json that the decoder knows with these values only
+FIXED_VALUES: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("silu", None),
+    "mlp_bias": (False, None),
+}
+FINGERPRINT_BYTES = 65536  #: of either end of a weight file
 
 
 @dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary embedding, as transformers' `modeling_rope_utils` computes it.
-
-    `kind` is one of ROPE_KINDS; the other fields are that kind's.
-    """
+class RopeSpec:
+    """Rotary embedding, as transformers' `modeling_rope_utils` computes it."""
 
     theta: float
-    kind: str = "default"
+    kind: str = "default"  #: one of ROPE_KINDS; the other fields are that kind's
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
@@ -52,24 +70,30 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
-    """A mixture of experts: each token goes through `chosen` of `count` MLPs.
-
-    `renormalize`: the weights of the chosen ones sum to 1. `layers[i]`: whether layer i has it.
-    """
+class ExpertsSpec:
+    """A mixture of experts: each token goes through some of `count` MLPs."""
 
     count: int
-    chosen: int
+    experts_per_token: int
     intermediate: int
-    renormalize: bool
-    layers: tuple[bool, ...]
+    renormalize: bool  #: the weights of a token's experts sum to 1
+    layers: tuple[bool, ...]  #: whether layer i has the mixture, or an MLP like other models
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionHeads:
+    """How many heads attention has, and how large each is."""
+
+    heads: int  #: of queries
+    kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Sizes in elements. `windows[i]` is layer i's sliding window in tokens, None for full."""
+    """What the decoder needs to know of a model. Sizes in elements."""
 
-    architecture: str
+    architecture: str  #: a value of ARCHITECTURES
     vocab: int
     hidden: int
     intermediate: int
@@ -78,32 +102,37 @@ class ModelSpec:
     kv_heads: int
     head_dim: int
     norm_eps: float
-    rope: Rope
+    rope: RopeSpec
     max_positions: int
-    tied: bool
+    tied: bool  #: the head is the embedding, unless the checkpoint has one
     qkv_bias: bool
     output_bias: bool
     qk_norm: bool
-    windows: tuple[int | None, ...]
+    windows: tuple[int | None, ...]  #: each layer's sliding window in tokens; None: full attention
     eos_ids: tuple[int, ...]
-    dtype: str
-    experts: Experts | None = None
+    dtype: str  #: of the checkpoint's tensors
+    experts: ExpertsSpec | None = None
     fp8: Fp8 | None = None
 
     @property
     def parameters(self) -> int:
         """Number of weights of the matrices (norms and biases are noise)."""
-        layer = self.hidden * self.head_dim * (self.heads + self.kv_heads) * 2
-        experts = self.experts or Experts(0, 0, 0, False, ())
-        sparse = sum(experts.layers)
-        mlps = (self.layers - sparse) * self.intermediate
-        mlps += sparse * experts.count * experts.intermediate
-        routers = sparse * experts.count * self.hidden
-        ends = self.vocab * self.hidden * (1 if self.tied else 2)
-        return self.layers * layer + 3 * self.hidden * mlps + routers + ends
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        embedding = self.vocab * self.hidden
+        weights = self.layers * attention + embedding
+        if not self.tied:
+            weights += embedding
+        dense_layers = self.layers
+        if self.experts is not None:
+            sparse_layers = sum(self.experts.layers)
+            dense_layers -= sparse_layers
+            expert = 3 * self.hidden * self.experts.intermediate
+            weights += sparse_layers * self.experts.count * (expert + self.hidden)  # + router
+        return weights + 3 * self.hidden * self.intermediate * dense_layers
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Returns a JSON object from a checkpoint's file. Raises WeightsError where there is none."""
     try:
         values = json.loads(path.read_text())
     except FileNotFoundError:
@@ -116,7 +145,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """Reads config.json (and generation_config.json for the end ids) of a checkpoint folder.
+    """Reads a checkpoint folder's config.json, and the end ids of generation_config.json.
 
     Raises WeightsError (file missing or malformed) and UnsupportedModel (unknown architecture,
     rope type, activation or quantization).
@@ -125,8 +154,8 @@ def read_spec(folder: Path) -> ModelSpec:
     names = config.get("architectures") or ["(none)"]
     architecture = ARCHITECTURES.get(names[0])
     if architecture is None:
-        known = ", ".join(sorted(ARCHITECTURES))
-        raise UnsupportedModel(f"architecture {names[0]} is not supported (supported: {known})")
+        supported = ", ".join(sorted(ARCHITECTURES))
+        raise UnsupportedModel(f"architecture {names[0]} is not supported (supported: {supported})")
     try:
         return _spec(folder, config, architecture)
     except KeyError as error:
@@ -134,31 +163,32 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 def _spec(folder: Path, config: dict[str, Any], architecture: str) -> ModelSpec:
-    only = {"hidden_act": ("silu", None), "mlp_bias": (False, None)}
-    for key, known in only.items():
-        if config.get(key) not in known:
+    for key, supported in FIXED_VALUES.items():
+        if config.get(key) not in supported:
             raise UnsupportedModel(f"{key} {config[key]!r} in config.json is not supported")
-    heads, kv_heads, head_dim = _heads(config)
+    attention = _heads(config)
     bias = bool(config.get("attention_bias", False))
-    qwen3 = architecture in ("qwen3", "qwen3_moe")
+    is_qwen3 = architecture in ("qwen3", "qwen3_moe")
     rope = _rope(config, architecture)
-    stretched = int(rope.original_max_position * rope.factor) if rope.kind == "yarn" else 0
+    max_positions = _size(config, "max_position_embeddings")
+    if rope.kind == "yarn":
+        max_positions = max(max_positions, int(rope.original_max_position * rope.factor))
     return ModelSpec(
         architecture=architecture,
         vocab=_size(config, "vocab_size"),
         hidden=_size(config, "hidden_size"),
         intermediate=_size(config, "intermediate_size"),
         layers=_size(config, "num_hidden_layers"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+        heads=attention.heads,
+        kv_heads=attention.kv_heads,
+        head_dim=attention.head_dim,
         norm_eps=config["rms_norm_eps"],
         rope=rope,
-        max_positions=max(_size(config, "max_position_embeddings"), stretched),
+        max_positions=max_positions,
         tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=bias or architecture == "qwen2",
-        output_bias=bias and (qwen3 or architecture == "llama"),
-        qk_norm=qwen3,
+        output_bias=bias and (is_qwen3 or architecture == "llama"),
+        qk_norm=is_qwen3,
         windows=_windows(config, architecture),
         eos_ids=_eos_ids(folder, config),
         dtype=config.get("dtype") or config.get("torch_dtype") or "bfloat16",
@@ -174,9 +204,9 @@ def _size(config: dict[str, Any], key: str) -> int:
     return value
 
 
-def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
-    """Query heads, KV heads, and the size of each."""
-    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+def _heads(config: dict[str, Any]) -> AttentionHeads:
+    hidden = _size(config, "hidden_size")
+    heads = _size(config, "num_attention_heads")
     kv_heads = _size(config, "num_key_value_heads") if config.get("num_key_value_heads") else heads
     if heads % kv_heads:
         raise WeightsError(
@@ -194,85 +224,126 @@ def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
         head_dim = hidden // heads
     if head_dim % 2:
         raise UnsupportedModel(f"head_dim {head_dim} is odd: rotary embedding needs an even one")
-    return heads, kv_heads, head_dim
+    return AttentionHeads(heads, kv_heads, head_dim)
 
 
 def _eos_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    generation = folder / "generation_config.json"
-    ends = read_json(generation).get("eos_token_id") if generation.exists() else None
-    ends = config.get("eos_token_id") if ends is None else ends
-    return () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
+    """The end ids of generation_config.json, or else of config.json: a number or a list."""
+    end_ids = None
+    generation_config = folder / "generation_config.json"
+    if generation_config.exists():
+        end_ids = read_json(generation_config).get("eos_token_id")
+    if end_ids is None:
+        end_ids = config.get("eos_token_id")
+    if end_ids is None:
+        return ()
+    return tuple(end_ids) if isinstance(end_ids, list) else (end_ids,)
 
 
-def _experts(config: dict[str, Any], architecture: str) -> Experts | None:
-    """Qwen3-MoE counts `num_experts` on the hub, `num_local_experts` since transformers 5."""
-    layers = _size(config, "num_hidden_layers")
+def _experts(config: dict[str, Any], architecture: str) -> ExpertsSpec | None:
     if architecture == "mixtral":
-        count, wide = _size(config, "num_local_experts"), _size(config, "intermediate_size")
-        renormalize, sparse = True, (True,) * layers
+        experts = _mixtral_experts(config)
     elif architecture == "qwen3_moe":
-        key = "num_experts" if "num_experts" in config else "num_local_experts"
-        count, wide = _size(config, key), _size(config, "moe_intermediate_size")
-        renormalize = bool(config.get("norm_topk_prob", False))
-        dense = config.get("mlp_only_layers") or []
-        step = _size({"decoder_sparse_step": 1} | config, "decoder_sparse_step")
-        sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
+        experts = _qwen3_experts(config)
     else:
         return None
-    chosen = _size(config, "num_experts_per_tok")
-    if chosen > count:
-        raise WeightsError(f"num_experts_per_tok {chosen} in config.json exceeds {count} experts")
-    return Experts(count, chosen, wide, renormalize, sparse)
+    if experts.experts_per_token > experts.count:
+        raise WeightsError(
+            f"num_experts_per_tok {experts.experts_per_token} in config.json exceeds "
+            f"{experts.count} experts"
+        )
+    return experts
 
 
-def _rope(config: dict[str, Any], architecture: str) -> Rope:
-    """Both spellings: `rope_parameters` (transformers 5), `rope_theta` + `rope_scaling` before."""
-    usual = 1e6 if architecture == "mixtral" else 1e4  # transformers' `default_theta`
+def _mixtral_experts(config: dict[str, Any]) -> ExpertsSpec:
+    return ExpertsSpec(
+        count=_size(config, "num_local_experts"),
+        experts_per_token=_size(config, "num_experts_per_tok"),
+        intermediate=_size(config, "intermediate_size"),
+        renormalize=True,
+        layers=(True,) * _size(config, "num_hidden_layers"),
+    )
+
+
+def _qwen3_experts(config: dict[str, Any]) -> ExpertsSpec:
+    """Qwen3-MoE counts `num_experts` on the hub, `num_local_experts` since transformers 5."""
+    count_key = "num_experts" if "num_experts" in config else "num_local_experts"
+    dense_layers = config.get("mlp_only_layers") or []
+    step = _size({"decoder_sparse_step": 1} | config, "decoder_sparse_step")
+    return ExpertsSpec(
+        count=_size(config, count_key),
+        experts_per_token=_size(config, "num_experts_per_tok"),
+        intermediate=_size(config, "moe_intermediate_size"),
+        renormalize=bool(config.get("norm_topk_prob", False)),
+        layers=tuple(
+            layer not in dense_layers and (layer + 1) % step == 0
+            for layer in range(_size(config, "num_hidden_layers"))
+        ),
+    )
+
+
+def _rope(config: dict[str, Any], architecture: str) -> RopeSpec:
+    """Reads both spellings: `rope_parameters` (transformers 5), and `rope_scaling` before it."""
     values = config.get("rope_parameters") or config.get("rope_scaling") or {}
     unknown = sorted(key for key in values.keys() - ROPE_KEYS if values[key] is not None)
     if unknown:
         raise UnsupportedModel(f"{', '.join(unknown)} of the rope in config.json is not supported")
-    theta = float(values.get("rope_theta") or config.get("rope_theta") or usual)
+    default_theta = MIXTRAL_THETA if architecture == "mixtral" else DEFAULT_THETA
+    theta = float(values.get("rope_theta") or config.get("rope_theta") or default_theta)
+    rotary_share = values.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if rotary_share != 1.0:
+        raise UnsupportedModel(f"partial_rotary_factor {rotary_share} is not supported")
     kind = values.get("rope_type") or values.get("type") or "default"
-    partial = values.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise UnsupportedModel(f"partial_rotary_factor {partial} is not supported")
     if kind not in ROPE_KINDS:
-        known = ", ".join(ROPE_KINDS)
-        raise UnsupportedModel(f"rope type {kind!r} is not supported (supported: {known})")
+        supported = ", ".join(ROPE_KINDS)
+        raise UnsupportedModel(f"rope type {kind!r} is not supported (supported: {supported})")
     if kind == "default":
-        return Rope(theta)
+        return RopeSpec(theta)
     if kind == "linear":
-        return Rope(theta, kind, float(values["factor"]))
+        return RopeSpec(theta, kind, float(values["factor"]))
     original = config.get("original_max_position_embeddings")
     original = original or values.get("original_max_position_embeddings")
     original = int(original or config["max_position_embeddings"])
     if kind == "yarn":
         return _yarn(config, values, theta, original)
-    low, high = float(values["low_freq_factor"]), float(values["high_freq_factor"])
-    return Rope(theta, kind, float(values["factor"]), low, high, original)
+    return RopeSpec(
+        theta=theta,
+        kind=kind,
+        factor=float(values["factor"]),
+        low_freq_factor=float(values["low_freq_factor"]),
+        high_freq_factor=float(values["high_freq_factor"]),
+        original_max_position=original,
+    )
 
 
-def _yarn(config: dict[str, Any], values: dict[str, Any], theta: float, original: int) -> Rope:
+def _yarn(config: dict[str, Any], values: dict[str, Any], theta: float, original: int) -> RopeSpec:
     factor = float(values.get("factor") or config["max_position_embeddings"] / original)
-
-    def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    attention = values.get("attention_factor")
-    above, below = values.get("mscale"), values.get("mscale_all_dim")
-    if attention is None:
-        attention = scale(above) / scale(below) if above and below else scale(1.0)
-    return Rope(
-        theta,
-        "yarn",
-        factor,
+    return RopeSpec(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
         original_max_position=original,
         beta_fast=float(values.get("beta_fast") or 32),
         beta_slow=float(values.get("beta_slow") or 1),
         truncate=bool(values.get("truncate", True)),
-        attention_factor=float(attention),
+        attention_factor=_yarn_attention_factor(values, factor),
     )
+
+
+def _yarn_attention_factor(values: dict[str, Any], factor: float) -> float:
+    """The factor of cosines and sines, as transformers' `_compute_yarn_parameters` finds it."""
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    attention_factor = values.get("attention_factor")
+    if attention_factor is not None:
+        return float(attention_factor)
+    mscale = values.get("mscale")
+    mscale_all_dim = values.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return float(scale(mscale) / scale(mscale_all_dim))
+    return float(scale(1.0))
 
 
 def _windows(config: dict[str, Any], architecture: str) -> tuple[int | None, ...]:
@@ -280,36 +351,37 @@ def _windows(config: dict[str, Any], architecture: str) -> tuple[int | None, ...
 
     Llama ignores it, and Qwen3-MoE has it on all layers, as their references do.
     """
-    layers, window = config["num_hidden_layers"], config.get("sliding_window")
+    layers = config["num_hidden_layers"]
     always = architecture in ("mistral", "mixtral")
-    if architecture == "llama" or not (always or config.get("use_sliding_window")):
-        window = None
-    if window is None:
+    switched_on = always or config.get("use_sliding_window")
+    if architecture == "llama" or not switched_on or config.get("sliding_window") is None:
         return (None,) * layers
-    window, kinds = _size(config, "sliding_window"), config.get("layer_types")
+    window = _size(config, "sliding_window")
+    kinds = config.get("layer_types")
     if always or architecture == "qwen3_moe":
-        kinds = ["sliding_attention"] * layers
+        kinds = [SLIDING_ATTENTION] * layers
     elif kinds is None:
-        first = min(config.get("max_window_layers", 28), layers)
-        kinds = ["full_attention"] * first + ["sliding_attention"] * (layers - first)
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+        full_layers = min(config.get("max_window_layers", 28), layers)
+        kinds = [FULL_ATTENTION] * full_layers + [SLIDING_ATTENTION] * (layers - full_layers)
+    unknown = set(kinds) - {FULL_ATTENTION, SLIDING_ATTENTION}
     if unknown or len(kinds) != layers:
         raise UnsupportedModel(f"layer_types {kinds} in config.json are not supported")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window if kind == SLIDING_ATTENTION else None for kind in kinds)
 
 
 def fingerprint(folder: Path) -> bytes:
-    """16 bytes that tell two models apart: config.json, and each weight file's name, size, and
-    first and last 64 KiB (its header, and some of its weights).
+    """Returns 16 bytes that tell two models apart.
 
-    Cheap: it guards against mixing models up, not against an adversary.
+    They are a hash of config.json, and of each weight file's name, size, first and last 64 KiB (its
+    header, and some of its weights). Cheap: it guards against mixing models up, not against an
+    adversary.
     """
     digest = xxhash.xxh3_128()
     digest.update((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             size = path.stat().st_size
-            digest.update(f"{path.name}|{size}|".encode() + file.read(65536))
-            file.seek(max(size - 65536, 0))
-            digest.update(file.read(65536))
+            digest.update(f"{path.name}|{size}|".encode() + file.read(FINGERPRINT_BYTES))
+            file.seek(max(size - FINGERPRINT_BYTES, 0))
+            digest.update(file.read(FINGERPRINT_BYTES))
     return digest.digest()

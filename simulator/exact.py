@@ -15,8 +15,8 @@ from math import inf
 from typing import Any
 
 from ..engine.blocks import BlockPool
-from ..engine.pacing import Work, pairs
-from ..engine.scheduler import Plan, Scheduler, SchedulerLimits
+from ..engine.pacing import StepWork, attended_pairs
+from ..engine.scheduler import Scheduler, SchedulerLimits, StepPlan
 from ..engine.sequence import Sequence
 from ..kv_transfer import messages as m
 from ..kv_transfer import tickets as t
@@ -63,7 +63,7 @@ class ExactWorker(Worker):
         self.coming: list[tuple[float, int, Job, str]] = []  #: (when, order, job, what for)
         self.refused: list[Job] = []  #: decode blocks that were not to be had yet
         self.opens: list[tuple[Job, Sequence]] = []  #: reserved since the driver last looked
-        self.plan: Plan | None = None
+        self.plan: StepPlan | None = None
         self.ends = inf
         self.kicked = False
 
@@ -83,7 +83,7 @@ class ExactWorker(Worker):
         """Leading tokens of the prompt in the pool."""
         parts, blocks = self.unit // HASH_TOKENS, request.blocks[: request.whole]
         names = [name_of(block, part) for block in blocks for part in range(parts)]
-        return self.pool.known(names) * HASH_TOKENS
+        return self.pool.prefix_length(names) * HASH_TOKENS
 
     def keep(self, request: Request, answer: bool = False) -> None:
         """The scheduler publishes blocks itself."""
@@ -93,7 +93,7 @@ class ExactWorker(Worker):
 
     @property
     def free_tokens(self) -> int:
-        return self.pool.available * HASH_TOKENS
+        return self.pool.available_blocks * HASH_TOKENS
 
     @property
     def waiting(self) -> int:
@@ -158,9 +158,9 @@ class ExactWorker(Worker):
         """The fetched prefix is cached here now, if there is room for it."""
         names = names_of(job.request, self.unit)[: job.fetched // HASH_TOKENS]
         self.scheduler.stage(job.key, names, len(names))
-        self.scheduler.adopt(job.key, len(names))
+        self.scheduler.cache_staged(job.key, len(names))
 
-    def _seconds(self, plan: Plan) -> float:
+    def _seconds(self, plan: StepPlan) -> float:
         """The closed form: decode of the rows; chunks by tokens, pairs and their share of base."""
         cost, seconds = self.cost, 0.0
         if plan.decode:
@@ -170,23 +170,23 @@ class ExactWorker(Worker):
             seconds = cost.step_base + weights + cost.step_token * keys
         for seq, count in plan.prefill:
             chunk = cost.prefill_token * count
-            chunk += cost.prefill_pair * (pairs(count, seq.computed_tokens) - count / 2)
+            chunk += cost.prefill_pair * (attended_pairs(count, seq.computed_tokens) - count / 2)
             chunk += cost.prefill_base * count / (len(seq.token_ids) - seq.hit_tokens)
             seconds += chunk * (self.jobs[seq.attempt_key].work or 1.0)
         return seconds * self.slow
 
-    def _book(self, plan: Plan, ended: list[Job], filled: list[Job]) -> None:
+    def _book(self, plan: StepPlan, ended: list[Job], filled: list[Job]) -> None:
         seconds = self._seconds(plan)
         keys = sum(len(seq.token_ids) for seq in plan.decode)
         tokens = sum(count for _, count in plan.prefill)
-        seen = sum(pairs(count, seq.computed_tokens) for seq, count in plan.prefill)
+        seen = sum(attended_pairs(count, seq.computed_tokens) for seq, count in plan.prefill)
         self.scheduler.cost.observe(
-            seconds, Work(len(plan.decode), keys, tokens, seen, len(plan.prefill))
+            seconds, StepWork(len(plan.decode), keys, tokens, seen, len(plan.prefill))
         )
         self.dirty = True
         if tokens:
             self.prefill_tokens += tokens
-            alone = Plan(prefill=plan.prefill)
+            alone = StepPlan(prefill=plan.prefill)
             self.prefill_s += self._seconds(alone)
         else:
             self.steps += 1
@@ -194,9 +194,9 @@ class ExactWorker(Worker):
         for seq, count in plan.prefill:
             self._chunk(seq, count, ended, filled)
         for seq in plan.decode:
-            self.scheduler.computed(seq, 1)
+            self.scheduler.record_computed(seq, 1)
             self._token(seq)
-            if self.scheduler.sampled(seq, 0):
+            if self.scheduler.append_token(seq, 0):
                 self._over(seq, ended)
 
     def _chunk(self, seq: Sequence, count: int, ended: list[Job], filled: list[Job]) -> None:
@@ -204,7 +204,7 @@ class ExactWorker(Worker):
             self.begun.add(seq.attempt_key)
             if not self.jobs[seq.attempt_key].hit:
                 self.jobs[seq.attempt_key].hit = seq.hit_tokens
-        if not self.scheduler.computed(seq, count):
+        if not self.scheduler.record_computed(seq, count):
             return
         self.begun.discard(seq.attempt_key)
         if seq.generated_tokens:  # computed again after a preemption: no new first token
@@ -212,7 +212,11 @@ class ExactWorker(Worker):
         else:
             filled.append(self.jobs[seq.attempt_key])
             self.lasts[seq.attempt_key] = self.at + HOP_S
-        if self.scheduler.sampled(seq, 0) and not seq.stop_after_first and seq.generated_tokens > 1:
+        if (
+            self.scheduler.append_token(seq, 0)
+            and not seq.stop_after_first
+            and seq.generated_tokens > 1
+        ):
             self._over(seq, ended)
 
     def _token(self, seq: Sequence) -> None:
@@ -298,7 +302,7 @@ class ExactSimulation(Simulation):
         if worker.plan is not None and worker.plan is not before:
             self._pieces(worker, worker.plan)
 
-    def _pieces(self, worker: ExactWorker, plan: Plan) -> None:
+    def _pieces(self, worker: ExactWorker, plan: StepPlan) -> None:
         """Layer groups of each chunk are pushed as they are done."""
         length = worker.ends - worker.at
         for seq, count in plan.prefill:

@@ -32,7 +32,7 @@ from ...engine.commands import (
     ReserveBlocks,
     StagePrefix,
 )
-from ...engine.engine import Engine, EngineConfig
+from ...engine.engine import Engine, EngineOptions
 from ...engine.loop import EngineThread
 from ...engine.prefixes import ProbeEnded
 from ...engine.scheduler import SchedulerLimits
@@ -129,7 +129,7 @@ class WorkerCore:
 
     def _make_role(self, role: str) -> PrefillRole | DecodeRole:
         machine = PrefillRole if role == "prefill" else DecodeRole
-        return machine(self.name, self.engine.kv.layout.block_tokens)
+        return machine(self.name, self.engine.kv_pool.layout.block_tokens)
 
     def become(self, role: str) -> None:
         """Take another role with the same engine, weights, blocks and transfers.
@@ -158,13 +158,13 @@ class WorkerCore:
 
     def _names_blocks_alike(self, worker: str) -> bool:
         """Whether blocks of the same hash hold the same number of tokens here and there."""
-        block_tokens = self.engine.kv.layout.block_tokens
+        block_tokens = self.engine.kv_pool.layout.block_tokens
         cards = self._peers.get(worker, ())
         return any(card.layout.block_tokens == block_tokens for card in cards)
 
     def submit(self, gateway: str, frame: frames.StartPrefill | frames.StartDecode) -> None:
         """Begin a gateway's new attempt, which fits the role. A duplicate changes nothing."""
-        block_tokens = self.engine.kv.layout.block_tokens
+        block_tokens = self.engine.kv_pool.layout.block_tokens
         hashes = block_hashes(frame.token_ids, self._salt, block_tokens)
         if frame.prefix_holder and not self._names_blocks_alike(frame.prefix_holder):
             frame = msgspec.structs.replace(frame, prefix_holder=None)
@@ -261,7 +261,7 @@ class WorkerCore:
     def environment(self, pids: list[int]) -> diagnosis.HostEnvironment:
         """Return what this worker sees of its host. Takes a while: not for the event loop."""
         transport = self.transfers.statistics()["transport"]
-        return diagnosis.observe_host(self.name, transport, self.engine.kv.size, pids)
+        return diagnosis.observe_host(self.name, transport, self.engine.kv_pool.size, pids)
 
     async def probe(self, peer: str, size_limit_bytes: int) -> dict[str, Any]:
         """Move blocks of no meaning here from `peer`, as any KV, and say how that went.
@@ -299,7 +299,7 @@ class WorkerCore:
             reason=probed.reason,
         )
         if probed.tokens and tcp_bytes_before is not None and tcp_bytes_after is not None:
-            received_here = probed.tokens * self.engine.kv.layout.token_bytes
+            received_here = probed.tokens * self.engine.kv_pool.layout.token_bytes
             tcp_bytes = max(0, tcp_bytes_after - tcp_bytes_before)
             result.over_tcp = min(1.0, tcp_bytes / received_here)
         return result.values()
@@ -307,11 +307,11 @@ class WorkerCore:
     @property
     def _token_bytes(self) -> int:
         """KV of one token in all ranks, in bytes."""
-        return self.engine.kv.layout.token_bytes * (1 + len(self.engine.followers))
+        return self.engine.kv_pool.layout.token_bytes * (1 + len(self.engine.rank_sockets))
 
     def _probe_tokens(self, peer: str, size_limit_bytes: int) -> int:
         """Return how many tokens to move: whole blocks of both ends, a bounded share of both pools."""
-        pools = [(self.engine.kv.size, self.engine.kv.layout)]
+        pools = [(self.engine.kv_pool.size, self.engine.kv_pool.layout)]
         pools += [(card.size, card.layout) for card in self._peers.get(peer, [])[:1]]
         unit = max(layout.block_tokens for _, layout in pools)
         tokens_of_smaller_pool = min(size // layout.token_bytes for size, layout in pools)
@@ -337,7 +337,7 @@ class WorkerCore:
         """Return (request, attempt, blocks) of all that decodes here, or is going to."""
         if not isinstance(self.role, DecodeRole):
             return []
-        needs = self.engine.scheduler.needs
+        needs = self.engine.scheduler.required_blocks
         return [
             (*job.sequence.attempt_key, needs(job.sequence)) for job in self.role.attempts.values()
         ]
@@ -384,7 +384,7 @@ class ProbeResult:
         }
 
 
-def engine_config(config: ClusterConfig, pool: PoolConfig, model: Path) -> EngineConfig:
+def engine_config(config: ClusterConfig, pool: PoolConfig, model: Path) -> EngineOptions:
     """Return the engine's part of the configuration tree."""
     settings = pool.engine
     itl_budget_ms = settings.itl_budget_ms or STEP_SHARE * config.slo.itl_ms
@@ -396,8 +396,8 @@ def engine_config(config: ClusterConfig, pool: PoolConfig, model: Path) -> Engin
         itl_budget_s=itl_budget_ms / 1e3,
         draft_tokens=settings.draft_tokens,
     )
-    return EngineConfig(
-        model=model,
+    return EngineOptions(
+        model_folder=model,
         dtype=config.model.dtype,
         kv_bytes=settings.kv_mib << 20,
         max_model_len=config.model.max_model_len,

@@ -34,7 +34,7 @@ class Tiering:
         tell_role: Callable[[BlocksLoaded], None],
         submit_to_engine: Callable[[BlockDemoted], None],
     ) -> None:
-        self._kv = engine.kv
+        self._kv = engine.kv_pool
         self._tell_role = tell_role
         self._submit_to_engine = submit_to_engine
         self._folder_lock: int | None = None  #: the file that keeps other workers off our folder
@@ -42,7 +42,7 @@ class Tiering:
         disk_bytes = settings.disk_mib << 20 if folder else 0
         limits = TierLimits(settings.memory_mib << 20, disk_bytes)
         self.tiers = TieredStore(self._kv.block_bytes, engine.compatibility, limits, folder)
-        engine.below = self.tiers.count_held_blocks
+        engine.count_tier_blocks = self.tiers.count_held_blocks
 
     def _claim_folder(self, root: Path, pool: str) -> Path | None:
         """Return the first folder that no other worker has; None, and no disk tier, if all are taken.

@@ -44,8 +44,8 @@ class Transfers:
         self._loop = asyncio.get_running_loop()
         self._on_outcomes = on_outcomes
         self._fan: Fan
-        pool = engine.kv
-        ranks = 1 + len(engine.followers)
+        pool = engine.kv_pool
+        ranks = 1 + len(engine.rank_sockets)
 
         def open_own_transport(admit: AdmitData) -> Transport:
             if cores:  # this runs on the transfer thread
@@ -64,7 +64,7 @@ class Transfers:
             digest=pool.digest,
         )
         self._services: list[TransferService | RemoteService] = [own_service]
-        for rank, control in enumerate(engine.followers, 1):
+        for rank, control in enumerate(engine.rank_sockets, 1):
             setup = RankSetup(
                 agent=f"{worker}:{rank}",
                 compatibility=engine.compatibility,

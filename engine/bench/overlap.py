@@ -19,7 +19,7 @@ from ...kv_transfer.service import TransferService
 from ...kv_transfer.slices import LaneEnd
 from ...kv_transfer.transports.fabric import Fabric, FabricLink
 from ...protos.frames import Sampling
-from ..engine import Engine, EngineConfig
+from ..engine import Engine, EngineOptions
 from ..pool import KVPool
 from ..scheduler import SchedulerLimits
 from ..sequence import BlocksFilled, Sequence, SequenceOutput
@@ -44,15 +44,15 @@ class Rig:
     def __init__(self, model: Path, tokens: int, threads: int) -> None:
         self.tokens = tokens
         limits = SchedulerLimits(max_step_tokens=512)
-        config = EngineConfig(model, kv_bytes=_kv_bytes(tokens), threads=threads, limits=limits)
+        config = EngineOptions(model, kv_bytes=_kv_bytes(tokens), threads=threads, limits=limits)
         self.engine = Engine(config)
-        layout = self.engine.kv.layout
-        self.target = KVPool(layout, self.engine.kv.blocks, self.engine._model.dtype)
+        layout = self.engine.kv_pool.layout
+        self.target = KVPool(layout, self.engine.kv_pool.blocks, self.engine._model.dtype)
         self._count = 0
 
     @property
     def bytes(self) -> int:
-        layout = self.engine.kv.layout
+        layout = self.engine.kv_pool.layout
         return -(-self.tokens // layout.block_tokens) * layout.block_bytes
 
     def prefill(self, push: Fan, services: dict[str, TransferService]) -> float:
@@ -72,7 +72,7 @@ class Rig:
             for one in filled:
                 tell(c.PushBlocks(ticket, one.first_block, one.blocks, one.piece))
 
-        self.engine.announce = announce
+        self.engine.announce_filled = announce
         self.engine.add(seq)
         blocks = list(range(1, self.target.blocks))
         services[SINK].submit(c.OfferBlocks(ticket, f"{SOURCE}:0", blocks, self.tokens))
@@ -85,14 +85,14 @@ class Rig:
         return seconds
 
     def drop(self) -> None:
-        self.engine.drop((f"bench{self._count}", 0))
+        self.engine.release((f"bench{self._count}", 0))
 
     def over(self, link: FabricLink) -> tuple[float, c.BlocksArrived]:
         """A prefill with its transfer over `link`."""
         fabric, outcomes = Fabric(time.monotonic, 0, link), queue.SimpleQueue[object]()
         closed = queue.SimpleQueue[object]()
         services, cards = {}, {}
-        ends = ((SOURCE, self.engine.kv, closed), (SINK, self.target, outcomes))
+        ends = ((SOURCE, self.engine.kv_pool, closed), (SINK, self.target, outcomes))
         for name, pool, told in ends:
             opener = lambda admit, n=name, p=pool: fabric.open(f"{n}:0", p, admit)  # noqa: E731
             end = LaneEnd(pool.layout)

@@ -19,7 +19,7 @@ import torch
 
 from ...kv_transfer.identity import block_hashes
 from ...protos.frames import AttemptKey, Sampling
-from ..engine import Engine, EngineConfig
+from ..engine import Engine, EngineOptions
 from ..errors import EngineError
 from ..scheduler import SchedulerLimits
 from ..sequence import Sequence, SequenceOutput
@@ -35,8 +35,8 @@ class Ours:
             max_step_tokens=options["step_tokens"] or SchedulerLimits().max_step_tokens
         )
         self._engine = Engine(
-            EngineConfig(
-                model=Path(options["model"]),
+            EngineOptions(
+                model_folder=Path(options["model"]),
                 kv_bytes=options["kv_bytes"],
                 max_model_len=options["max_len"],
                 threads=options["threads"],
@@ -110,7 +110,7 @@ class Ours:
 
     def _clear(self) -> None:
         for key in self._live:
-            self._engine.drop(key)
+            self._engine.release(key)
         self._live = []
 
 

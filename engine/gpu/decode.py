@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..decoder import Decoder
-from ..ranks import Decode, Ranks
+from ..rank_processes import DecodeStep, RankProcesses
 from .behind import Event
 from .ops import GpuOps, Step
 from .plan import DUMMY, FIELDS, Row, Tables, bucket, buckets, inputs
@@ -33,7 +33,7 @@ class Ticket:
         ids: torch.Tensor,
         peaks: torch.Tensor,
         done: Event | None,
-        ranks: Ranks | None = None,
+        ranks: RankProcesses | None = None,
     ) -> None:
         self._rows, self._ids, self._peaks = rows, ids, peaks
         self._done, self._ranks = done, ranks
@@ -48,7 +48,7 @@ class Ticket:
         if self._done and self._ranks:
             began = time.monotonic()
             while not self._done.query():
-                self._ranks.watch(time.monotonic() - began)
+                self._ranks.check_alive(time.monotonic() - began)
                 time.sleep(POLL_S)
         elif self._done:
             self._done.synchronize()
@@ -69,7 +69,7 @@ class DecodeRunner:
         most: int,
         max_len: int,
         block_tokens: int,
-        ranks: Ranks | None = None,
+        ranks: RankProcesses | None = None,
     ) -> None:
         self.decoder, self.most, self._page, self._max_len = decoder, most, block_tokens, max_len
         self.device, self._ranks = ops.device, ranks
@@ -98,7 +98,7 @@ class DecodeRunner:
         told, changed = inputs(rows, width), self._tables.update(rows)
         if self._ranks:
             tables = self._tables.known[changed].tobytes()
-            self._ranks.tell(Decode(told.tobytes(), changed, tables))
+            self._ranks.broadcast(DecodeStep(told.tobytes(), changed, tables))
         self._start(told, changed)
         ids, peaks = (pair[self._turn] for pair in self._host[2:])
         ids[:width].copy_(self._ids[:width], non_blocking=True)
@@ -106,7 +106,7 @@ class DecodeRunner:
         done = torch.cuda.Event() if self.device.type == "cuda" else None
         return Ticket(len(rows), ids, peaks, done, self._ranks)
 
-    def follow(self, step: Decode) -> None:
+    def follow(self, step: DecodeStep) -> None:
         """Starts this rank's part of a step. Its buffers are free: rank 0 read the last but one."""
         known = self._tables.known
         known[step.changed] = np.frombuffer(step.tables, known.dtype).reshape(-1, known.shape[1])

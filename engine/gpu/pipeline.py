@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ...protos.frames import Token
-from ..pacing import Work
+from ..pacing import StepWork
 from ..sampler import Fault, damage
 from ..scheduler import Scheduler
 from ..sequence import Sequence, SequenceOutput
@@ -63,7 +63,7 @@ class Pipeline:
         self._runner, self._scheduler, self._tell = runner, scheduler, tell
         self._max_len = max_len
         self._ahead: Launched | None = None
-        self.work = Work()  #: of the step that was booked last
+        self.work = StepWork()  #: of the step that was booked last
 
     def takes(self, sequences: list[Sequence]) -> bool:
         """A step of pure decode over these can be run here."""
@@ -94,12 +94,12 @@ class Pipeline:
         now, self._ahead = self._ahead, None
         self._ahead = self._run_ahead(now)
         keys = sum(seq.computed_tokens + 1 for seq in now.sequences)
-        self.work = Work(rows=len(now.sequences), keys=keys)
+        self.work = StepWork(decode_rows=len(now.sequences), decode_kv_tokens=keys)
         outputs = []
         for seq, token, peak in zip(now.sequences, *now.ticket.read(), strict=True):
             if self._live(seq):  # else it ended while this was computed
                 position = len(seq.token_ids)
-                self._scheduler.computed(seq, 1)
+                self._scheduler.record_computed(seq, 1)
                 outputs.append(self._tell(seq, damage(peak, position) or Token(token)))
         return [output for output in outputs if output]
 
@@ -108,13 +108,13 @@ class Pipeline:
 
     def _run_ahead(self, now: Launched) -> Launched | None:
         """The step behind `now`, whose ids are not known yet; None where something else is due."""
-        if self._scheduler.pressing:
+        if self._scheduler.must_plan:
             return None
         rows, sequences = [], []
         for index, seq in enumerate(now.sequences):
             if not self._live(seq) or not self._goes_on(seq):
                 continue
-            if not self._scheduler.ahead(seq, 2):
+            if not self._scheduler.reserve_ahead(seq, 2):
                 return None  # somebody would have to be preempted: `plan` knows whom
             rows.append(_row(seq, -1 - index, 1))
             sequences.append(seq)

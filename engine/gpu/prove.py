@@ -24,11 +24,11 @@ import torch.distributed as dist
 
 from ...kv_transfer.errors import TransportUnavailable
 from ..attention import Meta, Piece
+from ..collectives import Collectives
 from ..decoder import Decoder, Layer, Mlp, Weights
 from ..linear import Linear
 from ..ops import Norm, Ops
 from ..pool import KVPool
-from ..ranks import Ranks
 from ..sizing import kv_layout
 from ..spec import ModelSpec
 from . import roofline
@@ -331,7 +331,7 @@ def ranks_section(device: torch.device) -> Section:
     x = torch.empty(8, 4096, dtype=torch.bfloat16, device=device)
     lines, failed = [], False
     for reduce in (True, False):
-        ranks = Ranks(0, 1, store, reduce)
+        ranks = Collectives(0, 1, reduce)
         ranks.sum(x.clone())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):

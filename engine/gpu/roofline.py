@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..spec import ModelSpec, Rope
+from ..spec import ModelSpec, RopeSpec
 
 LLAMA_3_8B = ModelSpec(
     architecture="llama",
@@ -21,7 +21,7 @@ LLAMA_3_8B = ModelSpec(
     kv_heads=8,
     head_dim=128,
     norm_eps=1e-5,
-    rope=Rope(theta=500_000.0),
+    rope=RopeSpec(theta=500_000.0),
     max_positions=8192 + 256,
     tied=False,
     qkv_bias=False,

@@ -19,7 +19,7 @@ from diptych.cluster.telemetry.gateway_metrics import DONE, outcome_of
 from diptych.cluster.telemetry.page import Row, bounded, cumulative
 from diptych.cluster.telemetry.targets import targets
 from diptych.cluster.telemetry.worker_metrics import ENOUGH_BYTES, Ways, rows
-from diptych.engine.engine import STEP_S, STEP_TOKENS
+from diptych.engine.engine import STEP_ROWS_BOUNDS, STEP_SECONDS_BOUNDS
 from diptych.kv_transfer.statistics import Histogram, TransferStatistics
 from diptych.protos import frames as f
 from diptych.router import Router, RouterConfig
@@ -61,7 +61,11 @@ def gateway() -> GatewayTally:
 
 def worker_statistics() -> dict[str, Any]:
     """As a worker tells them, with a number of its own for each."""
-    gauges, steps, tokens = TransferStatistics(), Histogram(STEP_S), Histogram(STEP_TOKENS)
+    gauges, steps, tokens = (
+        TransferStatistics(),
+        Histogram(STEP_SECONDS_BOUNDS),
+        Histogram(STEP_ROWS_BOUNDS),
+    )
     gauges.record_received_bytes("prefill/a:0", 3 * ENOUGH_BYTES)
     gauges.record_arrival(0.004, 0.001)
     gauges.failures["peer_lost: it said so"] += 2

@@ -16,7 +16,7 @@ from diptych.cluster.config import ClusterConfig
 from diptych.cluster.worker import core as node_module
 from diptych.cluster.worker import cores
 from diptych.cluster.worker.core import WorkerCore
-from diptych.engine.engine import DEMOTE_BELOW
+from diptych.engine.engine import LOW_POOL_DIVISOR
 from diptych.kv_transfer.identity import block_hashes
 from diptych.protos import frames as f
 
@@ -357,9 +357,9 @@ def test_an_abort_while_a_prefix_is_fetched_leaves_nothing_behind(folder: Path) 
 def copied(node: WorkerCore, ids: list[int]) -> bool:
     """The pool is not low, or the tiers have this prompt's blocks, on the disk too."""
     pool, tiers = node.engine.scheduler.pool, node.tiering.tiers
-    if pool.free >= pool.total // DEMOTE_BELOW:
+    if pool.free_blocks >= pool.total_blocks // LOW_POOL_DIVISOR:
         return True
-    hashes = block_hashes(ids, node._salt, node.engine.kv.layout.block_tokens)
+    hashes = block_hashes(ids, node._salt, node.engine.kv_pool.layout.block_tokens)
     return (
         tiers.count_held_blocks(hashes) == len(hashes) and not tiers.statistics()["memory"]["dirty"]
     )

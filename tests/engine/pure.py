@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from diptych.engine.blocks import BlockPool
-from diptych.engine.scheduler import Plan, Scheduler, SchedulerLimits
+from diptych.engine.scheduler import Scheduler, SchedulerLimits, StepPlan
 from diptych.engine.sequence import Sequence
 from diptych.kv_transfer.identity import block_hashes
 from diptych.protos.frames import Sampling
@@ -36,11 +36,11 @@ def transferred(s: Scheduler, one: Sequence, token: int = 7, waited: float = 0.0
     return one
 
 
-def carry_out(s: Scheduler, plan: Plan, token: int = 7) -> list[Sequence]:
+def carry_out(s: Scheduler, plan: StepPlan, token: int = 7) -> list[Sequence]:
     """What the engine does with a plan; the sequences that finished."""
     done = []
     for one, count in [*plan.prefill, *((one, 1) for one in plan.decode)]:
-        if s.computed(one, count) and s.sampled(one, token):
+        if s.record_computed(one, count) and s.append_token(one, token):
             done.append(one)
     s.pool.validate()
     return done

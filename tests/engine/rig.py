@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
-from diptych.engine.engine import Engine, EngineConfig
+from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.scheduler import SchedulerLimits
 from diptych.engine.sequence import Sequence, SequenceOutput
 from diptych.engine.spec import fingerprint
@@ -28,12 +28,14 @@ kernels = "auto"
 def engine(folder: Path, dtype: str = "bfloat16", blocks: int = 120, **limits: int) -> Engine:
     """An engine whose pool has `blocks` usable blocks (at least one sequence of MAX_LEN)."""
     size = (blocks + 1) * block_bytes(folder, dtype)
-    return Engine(EngineConfig(folder, dtype, size, MAX_LEN, 1, SchedulerLimits(**limits), kernels))
+    return Engine(
+        EngineOptions(folder, dtype, size, MAX_LEN, 1, SchedulerLimits(**limits), kernels)
+    )
 
 
 @lru_cache
 def block_bytes(folder: Path, dtype: str) -> int:
-    return Engine(EngineConfig(folder, dtype, 64 << 20, MAX_LEN)).kv.block_bytes
+    return Engine(EngineOptions(folder, dtype, 64 << 20, MAX_LEN)).kv_pool.block_bytes
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -45,7 +47,7 @@ def request(
     owner: Engine, name: str, ids: list[int], sampling: Sampling, first_only: bool = False
 ) -> Sequence:
     """A sequence as the worker builds it: hashes of the prompt's full blocks included."""
-    hashes = block_hashes(ids, fingerprint(owner.config.model))
+    hashes = block_hashes(ids, fingerprint(owner.options.model_folder))
     return Sequence((name, 0), list(ids), len(ids), sampling, hashes, first_only)
 
 
@@ -62,7 +64,7 @@ def drain(owner: Engine, limit: int = 2000) -> tuple[dict[str, list[Token]], lis
     seen: list[SequenceOutput] = []
     for _ in range(limit):
         outputs = owner.step()
-        busy = owner.scheduler.filling or owner.scheduler.running or owner.scheduler.waiting
+        busy = owner.scheduler.prefilling or owner.scheduler.running or owner.scheduler.waiting
         for output in outputs:
             seen.append(output)
             if output.token is not None:

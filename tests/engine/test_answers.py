@@ -43,7 +43,7 @@ def test_each_answer_is_what_it_would_be_alone(checkpoint, length: int) -> None:
     assert owner.prefill_tokens == length
     assert len({str(stream) for stream in expected(folder, ids, SEEDED).values()}) == 4
     owner.scheduler.pool.validate()
-    assert owner.scheduler.pool.used == 0
+    assert owner.scheduler.pool.used_blocks == 0
 
 
 @pytest.mark.parametrize("length", [64, 130])
@@ -58,26 +58,29 @@ def test_one_transfer_serves_all_answers(checkpoint, length: int) -> None:
             if output.token is not None:
                 firsts[output.answer_index] = output.token.id
                 streams[output.answer_index] = [output.token]
-    held = source.scheduler.held["r", 0]
+    held = source.scheduler.held_blocks["r", 0]
     seq = rig.request(target, "r", ids, SEEDED)
     blocks = target.reserve(seq)
     assert blocks is not None
-    size = source.kv.block_bytes
-    read, write = np.frombuffer(source.kv.view, np.uint8), np.frombuffer(target.kv.view, np.uint8)
+    size = source.kv_pool.block_bytes
+    read, write = (
+        np.frombuffer(source.kv_pool.view, np.uint8),
+        np.frombuffer(target.kv_pool.view, np.uint8),
+    )
     for old, new in zip(held, blocks, strict=False):
         write[new * size : (new + 1) * size] = read[old * size : (old + 1) * size]
     seq.token_ids.append(firsts[0])
-    target.commit(seq, tuple((index, firsts[index]) for index in range(1, SEEDED.n)), waited=0.5)
+    target.commit(seq, tuple((index, firsts[index]) for index in range(1, SEEDED.n)), waited_s=0.5)
     assert [one.waited_s for one in target.scheduler.live.values()] == [0.5] * SEEDED.n
     while target.scheduler.live:
         for output in target.step():
             assert output.token is not None and output.offset == len(streams[output.answer_index])
             streams[output.answer_index].append(output.token)
     assert streams == expected(folder, ids, SEEDED)
-    source.drop(("r", 0))
+    source.release(("r", 0))
     for owner in (source, target):
         owner.scheduler.pool.validate()
-        assert owner.scheduler.pool.used == 0
+        assert owner.scheduler.pool.used_blocks == 0
 
 
 def test_answers_on_a_full_pool_wait_and_are_preempted_and_stay_the_same(checkpoint) -> None:
@@ -105,11 +108,11 @@ def test_a_drop_ends_all_answers(checkpoint) -> None:
     owner.add(rig.request(owner, "other", rig.prompt(70), SEEDED))
     for _ in range(5):
         owner.step()
-    owner.drop(("r", 0))
+    owner.release(("r", 0))
     assert {key for key, _ in owner.scheduler.live} == {("other", 0)}
     while owner.scheduler.live:
         assert all(output.attempt_key == ("other", 0) for output in owner.step())
-    assert owner.scheduler.pool.used == 0
+    assert owner.scheduler.pool.used_blocks == 0
 
 
 def test_answers_begin_beside_drafts_and_unfinished_prompts(checkpoint) -> None:
@@ -125,7 +128,7 @@ def test_answers_begin_beside_drafts_and_unfinished_prompts(checkpoint) -> None:
     whole = rig.alone(rig.engine(folder), drafted, Sampling(200))
     owner.add(rig.request(owner, "drafted", drafted, Sampling(200)))
     streams = answers_of(owner, {at: (f"pair{at}", pair, greedy) for at in range(10, 90, 5)})
-    assert owner.accepted > 0
+    assert owner.accepted_tokens > 0
     assert streams.pop("drafted") == {0: whole}
     assert all(stream == alone for stream in streams.values())
 
@@ -156,7 +159,7 @@ def test_more_answers_than_the_pool_has_room_for_take_turns(checkpoint) -> None:
     assert streams["r"] == expected(folder, ids, sampling)
     assert len(streams["behind"][0]) == 3
     owner.scheduler.pool.validate()
-    assert owner.scheduler.pool.used == 0
+    assert owner.scheduler.pool.used_blocks == 0
 
 
 def test_prompt_logprobs_are_told_once(checkpoint) -> None:

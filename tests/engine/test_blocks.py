@@ -17,33 +17,33 @@ USABLE = 4  #: blocks of the model's pool: few, so that evictions are frequent
 def test_block_0_is_never_given_out() -> None:
     pool = BlockPool(5)
     assert sorted(pool.allocate(4) or []) == [1, 2, 3, 4]
-    assert pool.total == 4
+    assert pool.total_blocks == 4
 
 
 def test_too_many_blocks_are_refused_and_nothing_changes() -> None:
     pool = BlockPool(5)
     pool.allocate(2)
     assert pool.allocate(3) is None
-    assert (pool.available, pool.used) == (2, 2)
+    assert (pool.available_blocks, pool.used_blocks) == (2, 2)
     pool.validate()
 
 
 def test_a_released_sealed_block_is_found_again() -> None:
     pool = BlockPool(5)
     blocks = pool.allocate(3) or []
-    pool.seal(blocks[0], CONTENT[0])
-    pool.seal(blocks[1], CONTENT[1])
+    pool.publish(blocks[0], CONTENT[0])
+    pool.publish(blocks[1], CONTENT[1])
     pool.release(blocks)
-    assert (pool.cached, pool.used, pool.available) == (2, 0, 4)
+    assert (pool.cached_blocks, pool.used_blocks, pool.available_blocks) == (2, 0, 4)
     assert pool.match([CONTENT[0], CONTENT[1], CONTENT[2]]) == blocks[:2]
-    assert pool.cached == 0
+    assert pool.cached_blocks == 0
 
 
 def test_a_match_ends_at_the_first_unknown_block() -> None:
     pool = BlockPool(5)
     blocks = pool.allocate(2) or []
-    pool.seal(blocks[0], CONTENT[0])
-    pool.seal(blocks[1], CONTENT[2])
+    pool.publish(blocks[0], CONTENT[0])
+    pool.publish(blocks[1], CONTENT[2])
     assert pool.match([CONTENT[0], CONTENT[1], CONTENT[2]]) == blocks[:1]
 
 
@@ -51,7 +51,7 @@ def test_free_blocks_go_first_then_the_least_recently_used_tail() -> None:
     pool = BlockPool(6)
     first, second = pool.allocate(2) or [], pool.allocate(2) or []
     for block, content in zip(first + second, CONTENT, strict=False):
-        pool.seal(block, content)
+        pool.publish(block, content)
     pool.release(first)
     pool.release(second)
     assert pool.allocate(1) == [5]
@@ -62,18 +62,18 @@ def test_free_blocks_go_first_then_the_least_recently_used_tail() -> None:
 def test_the_first_of_two_blocks_with_one_content_is_the_known_one() -> None:
     pool = BlockPool(4)
     a, b = pool.allocate(2) or []
-    pool.seal(a, CONTENT[0])
-    pool.seal(b, CONTENT[0])
+    pool.publish(a, CONTENT[0])
+    pool.publish(b, CONTENT[0])
     assert pool.match([CONTENT[0]]) == [a]
     pool.release([b])
-    assert pool.cached == 0
+    assert pool.cached_blocks == 0
     pool.validate()
 
 
 def test_sealing_or_releasing_a_block_that_nobody_uses_is_a_broken_contract() -> None:
     pool = BlockPool(4)
     with pytest.raises(AssertionError):
-        pool.seal(1, CONTENT[0])
+        pool.publish(1, CONTENT[0])
     with pytest.raises(KeyError):
         pool.release([1])
 
@@ -82,7 +82,7 @@ def test_a_prefix_stored_and_evicted_between_two_reports_is_not_reported_as_held
     pool = BlockPool(2)
     for content in CONTENT[:2]:
         blocks = pool.allocate(1) or []
-        pool.seal(blocks[0], content)
+        pool.publish(blocks[0], content)
         pool.release(blocks)
     stored, evicted = pool.drain_events()
     held = set()  # a listener applies evictions first, then what was stored
@@ -95,7 +95,7 @@ def test_a_prefix_evicted_and_stored_again_between_two_reports_is_held() -> None
     pool = BlockPool(2)
     for content in (CONTENT[0], CONTENT[1], CONTENT[0]):
         blocks = pool.allocate(1) or []
-        pool.seal(blocks[0], content)
+        pool.publish(blocks[0], content)
         pool.release(blocks)
     stored, evicted = pool.drain_events()
     assert CONTENT[0] in stored and CONTENT[0] not in evicted
@@ -148,7 +148,7 @@ class Pool(RuleBasedStateMachine):
     @rule(data=st.data(), content=st.sampled_from(CONTENT))
     def seal(self, data: st.DataObject, content: bytes) -> None:
         block = data.draw(st.sampled_from(sorted(self.refs())))
-        self.pool.seal(block, content, MARKS[content])
+        self.pool.publish(block, content, MARKS[content])
         if content not in self.sealed and block not in self.sealed.values():
             self.sealed[content] = block
 
@@ -157,7 +157,7 @@ class Pool(RuleBasedStateMachine):
         self.allocate(1)
         if self.owned and len(self.owned[-1]) == 1:
             block = self.owned[-1][0]
-            self.pool.seal(block, content, MARKS[content])
+            self.pool.publish(block, content, MARKS[content])
             if content not in self.sealed and block not in self.sealed.values():
                 self.sealed[content] = block
             self.pool.release(self.owned.pop())
@@ -179,10 +179,10 @@ class Pool(RuleBasedStateMachine):
     def agrees(self) -> None:
         self.pool.validate()
         used = set(self.refs())
-        assert self.pool.used == len(used)
-        assert self.pool.available == USABLE - len(used)
+        assert self.pool.used_blocks == len(used)
+        assert self.pool.available_blocks == USABLE - len(used)
         assert set(self.pool.hashes()) == {m for content in self.sealed for m in MARKS[content]}
-        assert self.pool.cached == len(set(self.sealed.values()) - used)
+        assert self.pool.cached_blocks == len(set(self.sealed.values()) - used)
 
 
 Pool.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

@@ -43,7 +43,7 @@ WAYS = {
 def given(owner: Engine, ids: list[int], sampling: Sampling, answer: list[Token]) -> Sequence:
     """The request with `answer` as far as it came elsewhere."""
     whole = ids + [token.id for token in answer]
-    hashes = block_hashes(whole, fingerprint(owner.config.model))
+    hashes = block_hashes(whole, fingerprint(owner.options.model_folder))
     return Sequence(("on", 0), whole, len(ids), sampling, hashes)
 
 
@@ -80,7 +80,7 @@ def test_an_answer_goes_on_elsewhere_bit_by_bit(engines, way: str) -> None:
     for cut in sorted(cut for cut in cuts if cut < len(whole)):  # 28: the last id fills a block...
         for engine in (second, guessing):
             assert rest(engine, ids, sampling, whole[:cut]) == whole[cut:], cut
-    assert guessing.drafted > 0
+    assert guessing.drafted_tokens > 0
 
 
 def test_it_may_be_cut_many_times(engines) -> None:
@@ -94,7 +94,7 @@ def test_it_may_be_cut_many_times(engines) -> None:
         while not (outputs := [one for one in engine.step() if one.token]):
             pass
         answer += [one.token for one in outputs]
-        engine.drop(("on", 0))
+        engine.release(("on", 0))
     assert answer == whole
 
 
@@ -106,7 +106,7 @@ def test_one_of_several_answers_goes_on_alone(engines, index: int) -> None:
     answers: dict[int, list[Token]] = {}
     while first.scheduler.live:
         for output in first.step():
-            answers.setdefault(output.index, []).append(output.token)
+            answers.setdefault(output.answer_index, []).append(output.token)
     own = answers[index]
     assert rest(second, ids, sampling_of_answer(sampling, index), own[:8]) == own[8:]
     assert rest(second, ids, sampling_of_answer(sampling, index), []) == own

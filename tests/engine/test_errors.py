@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from diptych.engine.engine import Engine, EngineConfig
+from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.errors import EngineError, OutOfMemory, UnsupportedModel, WeightsError
 from diptych.engine.memory import available_memory, check_memory, weight_bytes
 from diptych.engine.quantization import Fp8
-from diptych.engine.spec import Experts, Rope, fingerprint, read_spec
+from diptych.engine.spec import ExpertsSpec, RopeSpec, fingerprint, read_spec
 from diptych.engine.tensors import dequantize
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -74,7 +74,7 @@ def test_an_unknown_rope_type_is_named(llama: Path, kind: str) -> None:
 
 def test_what_rope_does_not_know_is_named_unless_it_is_null(llama: Path) -> None:
     change(llama, rope_parameters={"rope_theta": 1e4, "long_factor": None})
-    assert read_spec(llama).rope == Rope(1e4)
+    assert read_spec(llama).rope == RopeSpec(1e4)
     change(llama, rope_parameters={"rope_theta": 1e4, "mrope_section": [1, 2]})
     assert "mrope_section" in refusal(llama, UnsupportedModel)
 
@@ -330,31 +330,31 @@ def test_block_scales_give_what_transformers_makes_of_them() -> None:
 
 def test_a_pool_that_cannot_hold_one_sequence_says_what_to_raise(llama: Path) -> None:
     with pytest.raises(OutOfMemory) as caught:
-        Engine(EngineConfig(llama, kv_bytes=200_000, max_model_len=MAX_LEN))
+        Engine(EngineOptions(llama, kv_bytes=200_000, max_model_len=MAX_LEN))
     message = str(caught.value)
     assert "192 tokens" in message and "1024" in message  # (200000 / 49152 - 1) * 64
     assert "engine.kv_mib" in message and "model.max_model_len" in message
     most = int(message.split("kv_mib to ")[1].split()[0])
-    Engine(EngineConfig(llama, kv_bytes=most << 20, max_model_len=MAX_LEN))
+    Engine(EngineOptions(llama, kv_bytes=most << 20, max_model_len=MAX_LEN))
 
 
 def test_without_a_wish_the_context_is_what_the_pool_holds(llama: Path) -> None:
-    block = Engine(EngineConfig(llama)).kv.block_bytes
-    assert Engine(EngineConfig(llama, kv_bytes=4 * block + 5)).max_model_len == 3 * 64
-    assert Engine(EngineConfig(llama, kv_bytes=900 * block)).max_model_len == 2048
+    block = Engine(EngineOptions(llama)).kv_pool.block_bytes
+    assert Engine(EngineOptions(llama, kv_bytes=4 * block + 5)).max_model_len == 3 * 64
+    assert Engine(EngineOptions(llama, kv_bytes=900 * block)).max_model_len == 2048
     with pytest.raises(OutOfMemory, match="holds 0 tokens"):
-        Engine(EngineConfig(llama, kv_bytes=block))
+        Engine(EngineOptions(llama, kv_bytes=block))
 
 
 def test_a_context_beyond_the_models_positions_is_refused(checkpoint) -> None:
     with pytest.raises(UnsupportedModel, match="2049 tokens is more than the 2048 positions"):
-        Engine(EngineConfig(checkpoint("llama"), max_model_len=2049))
-    assert Engine(EngineConfig(checkpoint("llama"), max_model_len=2048)).max_model_len == 2048
+        Engine(EngineOptions(checkpoint("llama"), max_model_len=2049))
+    assert Engine(EngineOptions(checkpoint("llama"), max_model_len=2048)).max_model_len == 2048
 
 
 def test_an_absurd_pool_is_out_of_memory(llama: Path) -> None:
     with pytest.raises(OutOfMemory, match="do not fit"):
-        Engine(EngineConfig(llama, kv_bytes=1 << 62, max_model_len=MAX_LEN))
+        Engine(EngineOptions(llama, kv_bytes=1 << 62, max_model_len=MAX_LEN))
 
 
 def test_weights_that_do_not_fit_are_refused_before_any_is_read(llama: Path) -> None:
@@ -374,7 +374,7 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_read(llama: Path) -> 
 def test_an_engine_without_memory_opens_no_weights(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diptych.engine.engine.available_memory", lambda: 1 << 20)
+    monkeypatch.setattr("diptych.engine.cpu_backend.available_memory", lambda: 1 << 20)
     (llama / "model.safetensors").unlink()
     assert "1 MiB are available" in refusal(llama, OutOfMemory)
 
@@ -400,7 +400,7 @@ def test_the_least_of_machine_and_cgroups_is_available(tmp_path: Path) -> None:
 
 
 def test_both_spellings_of_rope_are_read(llama: Path) -> None:
-    rope = Rope(10000.0, "llama3", 8.0, 1.0, 4.0, 128)
+    rope = RopeSpec(10000.0, "llama3", 8.0, 1.0, 4.0, 128)
     assert read_spec(llama).rope == rope
     scaling = dict(checkpoints.LLAMA3_ROPE)
     theta = scaling.pop("rope_theta")
@@ -419,19 +419,19 @@ def test_yarn_stretches_the_context_and_infers_its_factors(llama: Path) -> None:
 
 
 def test_where_no_theta_is_given_mixtral_has_its_own(checkpoint) -> None:
-    assert read_spec(checkpoint("mixtral")).rope == Rope(1e6)
-    assert read_spec(checkpoint("mistral")).rope == Rope(1e4)
+    assert read_spec(checkpoint("mixtral")).rope == RopeSpec(1e6)
+    assert read_spec(checkpoint("mistral")).rope == RopeSpec(1e4)
 
 
 def test_experts_are_read_in_both_spellings(checkpoint, tmp_path: Path) -> None:
     spec = read_spec(checkpoint("qwen3_moe"))
-    assert spec.experts == Experts(8, 3, 96, True, (True, False, True))
+    assert spec.experts == ExpertsSpec(8, 3, 96, True, (True, False, True))
     folder = checkpoints.make(tmp_path / "m", "qwen3_moe")
     change(folder, num_experts=None, num_local_experts=8)
     assert read_spec(folder) == spec
     change(folder, norm_topk_prob=None, mlp_only_layers=None, decoder_sparse_step=2)
-    assert read_spec(folder).experts == Experts(8, 3, 96, False, (False, True, False))
-    assert read_spec(checkpoint("mixtral")).experts == Experts(4, 2, 256, True, (True,) * 3)
+    assert read_spec(folder).experts == ExpertsSpec(8, 3, 96, False, (False, True, False))
+    assert read_spec(checkpoint("mixtral")).experts == ExpertsSpec(4, 2, 256, True, (True,) * 3)
 
 
 def test_parameters_count_every_expert(checkpoint) -> None:
@@ -444,14 +444,14 @@ def test_parameters_count_every_expert(checkpoint) -> None:
 def test_the_oldest_spelling_says_type(llama: Path) -> None:
     scaling = {"type": "linear", "factor": 2.0}
     change(llama, rope_parameters=None, rope_theta=5e5, rope_scaling=scaling)
-    assert read_spec(llama).rope == Rope(5e5, "linear", 2.0)
+    assert read_spec(llama).rope == RopeSpec(5e5, "linear", 2.0)
 
 
 def test_rope_without_scaling_is_the_default(llama: Path) -> None:
     change(llama, rope_parameters=None, rope_theta=1e6)
-    assert read_spec(llama).rope == Rope(1e6)
+    assert read_spec(llama).rope == RopeSpec(1e6)
     change(llama, rope_theta=None)
-    assert read_spec(llama).rope == Rope(10000.0)
+    assert read_spec(llama).rope == RopeSpec(10000.0)
 
 
 @pytest.mark.parametrize(("written", "read"), [(2, (2,)), ([1, 7], (1, 7)), (0, (0,))])

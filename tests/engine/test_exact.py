@@ -32,15 +32,18 @@ def transfer(source: Engine, target: Engine, first: Token, ids: list[int], sampl
     """What a KV transfer does: bytes into reserved blocks, then the first token, then decode."""
     seq = request(target, "moved", ids, sampling)
     blocks = target.reserve(seq)
-    held = source.scheduler.held["moved", 0]
+    held = source.scheduler.held_blocks["moved", 0]
     assert blocks is not None and blocks[: len(held)] != held, "another place, not a copy in place"
-    size = source.kv.block_bytes
-    read, write = np.frombuffer(source.kv.view, np.uint8), np.frombuffer(target.kv.view, np.uint8)
+    size = source.kv_pool.block_bytes
+    read, write = (
+        np.frombuffer(source.kv_pool.view, np.uint8),
+        np.frombuffer(target.kv_pool.view, np.uint8),
+    )
     for old, new in zip(held, blocks, strict=False):
         write[new * size : (new + 1) * size] = read[old * size : (old + 1) * size]
     seq.token_ids.append(first.id)
     target.commit(seq)
-    source.drop(("moved", 0))
+    source.release(("moved", 0))
 
 
 def test_every_architecture_passes_its_own_exactness_check(model: Path) -> None:
@@ -159,7 +162,7 @@ def test_a_sequence_that_came_by_transfer_may_be_preempted(model: Path) -> None:
 def test_finite_garbage_in_unused_slots_changes_nothing(model: Path) -> None:
     for length in (1, 65, 333):
         owner = engine(model)
-        whole = torch.frombuffer(owner.kv.view, dtype=torch.bfloat16)
+        whole = torch.frombuffer(owner.kv_pool.view, dtype=torch.bfloat16)
         noise = torch.randn(whole.shape, generator=torch.Generator().manual_seed(length))
         whole.copy_(noise * 1e20)
         assert alone(owner, prompt(length), GREEDY) == expected(model, length, 0, GREEDY)

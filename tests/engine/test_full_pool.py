@@ -50,7 +50,7 @@ def test_all_grow_to_their_end_on_a_full_pool_the_oldest_first(folder, expected,
     assert ended(seen) == [str(index) for index in range(8)]
     for index in range(8):
         assert tokens[str(index)] == expected(index, sampling)
-    assert owner.scheduler.pool.used == 0 and not owner.scheduler.live
+    assert owner.scheduler.pool.used_blocks == 0 and not owner.scheduler.live
     owner.scheduler.pool.validate()
 
 
@@ -61,7 +61,7 @@ def test_it_is_the_same_with_an_itl_budget(folder, expected) -> None:
     tokens, _ = drain(owner)
     for index in range(6):
         assert tokens[str(index)] == expected(index, GREEDY)
-    assert owner.scheduler.cost.knows_prefill
+    assert owner.scheduler.cost.prefill_measured
 
 
 def test_a_resumed_sequence_reads_the_blocks_that_it_decoded(folder, expected) -> None:

@@ -167,7 +167,7 @@ def test_an_answer_ends_with_its_stop_id(model: Path) -> None:
     streams, outputs = drain(owner)
     assert [token.id for token in streams["stop"]] == tokens[: tokens.index(stop) + 1]
     assert outputs[-1].finish_reason == "stop"
-    assert owner.scheduler.pool.used == 0
+    assert owner.scheduler.pool.used_blocks == 0
 
 
 def test_an_answer_ends_at_max_tokens(model: Path) -> None:

@@ -54,7 +54,7 @@ def answer(
     streams, outputs = drain(owner)
     ids = [token.id for token in streams.get("r", []) if token.id not in ask.stop_ids]
     assert set(ids) <= set(BYTES)
-    decoder = Tokenizer.from_file(str(owner.config.model / "tokenizer.json"))
+    decoder = Tokenizer.from_file(str(owner.options.model_folder / "tokenizer.json"))
     return decoder.decode(ids), outputs[-1]
 
 
@@ -209,7 +209,7 @@ def test_a_complete_answer_stops_with_its_last_id_and_costs_no_end_id(owner: Eng
         streams, outputs = drain(owner)
         assert outputs[-1].finish_reason == "stop"
         assert len(streams["r"]) in (3, 4)
-        assert owner.scheduler.pool.used == 0
+        assert owner.scheduler.pool.used_blocks == 0
 
 
 def test_min_tokens_holds_back_the_end_of_a_grammar_that_can_go_on(owner: Engine) -> None:
@@ -265,7 +265,7 @@ def test_an_invalid_grammar_is_an_error_that_says_what_is_wrong(
     assert text == "" and last.finish_reason is None
     assert last.error and last.error.startswith("invalid grammar: ") and word in last.error
     assert len(last.error) < 400 and "\n" not in last.error
-    assert owner.scheduler.pool.used == 0
+    assert owner.scheduler.pool.used_blocks == 0
     assert answer(owner, Grammar("regex", "ok"))[0] == "ok"
 
 

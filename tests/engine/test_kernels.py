@@ -9,7 +9,7 @@ import pytest
 import torch
 from diptych.engine import kernels
 from diptych.engine.attention import Attend, Meta, Piece, attend
-from diptych.engine.engine import Engine, EngineConfig
+from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.errors import KernelUnavailable
 from diptych.engine.kernels import NativeOps
 from diptych.engine.linear import AmxLinear, Linear
@@ -116,7 +116,7 @@ def test_what_lies_behind_a_row_changes_no_bit(backend: str, rubbish: float) -> 
 
 def test_the_self_check_finds_what_depends_on_the_batch(checkpoint, monkeypatch) -> None:
     folder = checkpoint("llama")
-    assert Engine(EngineConfig(folder)).exact
+    assert Engine(EngineOptions(folder)).exact
     for name in ("attend", "norm", "rope_store", "silu_mul"):
         plain = getattr(Ops, name)
 
@@ -125,7 +125,7 @@ def test_the_self_check_finds_what_depends_on_the_batch(checkpoint, monkeypatch)
 
         with monkeypatch.context() as patch:
             patch.setattr(Ops, name, careless)
-            assert not Engine(EngineConfig(folder, kernels="torch")).exact, name
+            assert not Engine(EngineOptions(folder, kernels="torch")).exact, name
 
 
 @torch.inference_mode()
@@ -247,10 +247,10 @@ def test_without_a_compiler_the_engine_says_so_and_runs_on_torch(
     checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel(32)
-    fast = Engine(EngineConfig(checkpoint("llama")))
+    fast = Engine(EngineOptions(checkpoint("llama")))
     kernels._library.cache_clear()
     monkeypatch.setattr(kernels.shutil, "which", lambda _: None)
-    slow = Engine(EngineConfig(checkpoint("llama")))
+    slow = Engine(EngineOptions(checkpoint("llama")))
     kernels._library.cache_clear()
     assert fast.kernels.startswith("cpp-")
     assert slow.kernels == "torch: there is no C++ compiler (g++)"
@@ -284,14 +284,14 @@ def test_a_cache_that_cannot_be_used_leaves_the_torch_backend(
     if damage == "not a library":
         monkeypatch.setattr(kernels, "_build", lambda _, path: path.write_bytes(b"cut short"))
     kernels._library.cache_clear()
-    engine = Engine(EngineConfig(checkpoint("llama")))
+    engine = Engine(EngineOptions(checkpoint("llama")))
     kernels._library.cache_clear()
     assert engine.kernels.startswith("torch: ") and "cannot be built" in engine.kernels
 
 
 @pytest.mark.parametrize("backend", ["auto", "avx512"])
 def test_blocks_of_other_sizes_are_attended_in_torch(checkpoint, backend: str) -> None:
-    config = EngineConfig(
+    config = EngineOptions(
         checkpoint("llama"), kernels=backend, limits=SchedulerLimits(block_tokens=128)
     )
     owner, sampling = Engine(config), rig.Sampling(8, logprobs=2)

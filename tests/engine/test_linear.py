@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diptych.engine import linear
-from diptych.engine.engine import Engine, EngineConfig
+from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.linear import Linear
 from diptych.engine.scheduler import SchedulerLimits
 from diptych.engine.sequence import Sequence
@@ -82,7 +82,7 @@ def test_a_wide_model_is_exact_over_chunks_and_batches(tmp_path: Path) -> None:
     prompts = [[draw.randrange(512) for _ in range(n)] for n in (200, 65, 3, 130, 40)]
 
     def run(step: int, chosen: list[list[int]]) -> list[list]:
-        engine = Engine(EngineConfig(folder, limits=SchedulerLimits(max_step_tokens=step)))
+        engine = Engine(EngineOptions(folder, limits=SchedulerLimits(max_step_tokens=step)))
         assert engine.exact
         for index, ids in enumerate(chosen):
             params = Sampling(12, logprobs=5)
@@ -92,7 +92,7 @@ def test_a_wide_model_is_exact_over_chunks_and_batches(tmp_path: Path) -> None:
             outputs = engine.step()
             for output in outputs:
                 tokens[int(output.attempt_key[0])].append(output.token)
-            if not outputs and not engine.scheduler.filling:
+            if not outputs and not engine.scheduler.prefilling:
                 return tokens
 
     alone = [run(512, [ids])[0] for ids in prompts]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from diptych.engine import commands
-from diptych.engine.engine import Engine, EngineConfig
+from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.loop import EngineThread
 from diptych.engine.sequence import BlocksFilled, SequenceOutput
 from diptych.protos.frames import Sampling
@@ -52,7 +52,7 @@ class Harness:
                 lambda o: isinstance(o, SequenceOutput) and o.attempt_key[0] == name and o.token
             )
             tokens.append(output.token)
-            if output.finish:
+            if output.finish_reason:
                 return tokens
 
     def observe(self) -> commands.EngineObservation:
@@ -62,7 +62,7 @@ class Harness:
     def reserve(self, seq) -> commands.BlocksReserved:
         self.thread.submit(commands.ReserveBlocks(seq))
         return self.until(
-            lambda o: isinstance(o, commands.BlocksReserved) and o.attempt_key == seq.key
+            lambda o: isinstance(o, commands.BlocksReserved) and o.attempt_key == seq.attempt_key
         )
 
 
@@ -78,13 +78,13 @@ def test_an_added_sequence_is_answered_to_its_end(harness: Harness) -> None:
     seq = request(harness.engine, "a", prompt(600), Sampling(20))
     harness.thread.submit(commands.AddSequence(seq))
     assert harness.tokens("a") == alone(
-        engine(harness.engine.config.model), seq.token_ids[:600], Sampling(20)
+        engine(harness.engine.options.model_folder), seq.token_ids[:600], Sampling(20)
     )
 
 
 def test_the_thread_and_no_other_is_bound_to_the_engine_s_cores(checkpoint) -> None:
     core, mine = max(os.sched_getaffinity(0)), os.sched_getaffinity(0)
-    owner = Engine(EngineConfig(checkpoint("llama"), cores=(core,)))
+    owner = Engine(EngineOptions(checkpoint("llama"), cores=(core,)))
     where: queue.SimpleQueue[set[int]] = queue.SimpleQueue()
     thread = EngineThread(owner, lambda _: where.put(os.sched_getaffinity(0)))
     thread.start()
@@ -148,7 +148,7 @@ def test_a_committed_sequence_has_waited_for_its_kv_and_for_the_thread(harness: 
     assert harness.reserve(seq).blocks
     seq.token_ids.append(9)
     release, begun = threading.Event(), time.perf_counter()
-    harness.engine.drop = lambda _: release.wait(PATIENCE_S)  # the thread is busy
+    harness.engine.release = lambda _: release.wait(PATIENCE_S)  # the thread is busy
     harness.thread.submit(commands.ReleaseSequence(("nobody", 0)))
     harness.thread.submit(commands.CommitBlocks(seq, waited_s=2.0))
     time.sleep(0.05)
@@ -160,7 +160,7 @@ def test_a_committed_sequence_has_waited_for_its_kv_and_for_the_thread(harness: 
 def test_observations_tell_how_long_a_step_is_planned_to_take(checkpoint) -> None:
     made = Harness(checkpoint("llama"), itl_budget_s=0.2)
     assert made.observe().step_s == 0.2
-    made.engine.scheduler.cost.upper = 1.25
+    made.engine.scheduler.cost.tail_ratio = 1.25
     assert made.observe().step_s == pytest.approx(0.16)
     made.thread.stop()
 
@@ -183,9 +183,9 @@ def test_a_prefill_tells_its_blocks_chunk_by_chunk_and_piece_by_piece(harness: H
     seq = request(harness.engine, "a", prompt(600), Sampling(20), first_only=True)
     harness.thread.submit(commands.AddSequence(seq))
     last = harness.until(lambda o: isinstance(o, SequenceOutput))
-    assert last.token is not None and last.finish is None
+    assert last.token is not None and last.finish_reason is None
     told = [one for one in harness.told if isinstance(one, BlocksFilled)]
-    pieces = list(range(harness.engine.pieces))
+    pieces = list(range(harness.engine.piece_count))
     assert [one.piece for one in told] == pieces + pieces
     chunks = [(one.first_block, len(one.blocks)) for one in told]
     assert chunks == [(0, 8)] * len(pieces) + [(8, 2)] * len(pieces)  # 512 tokens a step

@@ -6,8 +6,8 @@ import math
 import random
 
 import pytest
-from diptych.engine.pacing import OUTLIER, StepCost, Work, pairs
-from diptych.engine.scheduler import Plan, Scheduler
+from diptych.engine.pacing import OUTLIER_RATIO, StepCost, StepWork, attended_pairs
+from diptych.engine.scheduler import Scheduler, StepPlan
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,26 +17,32 @@ BASE, ROW, KEY = 4e-3, 2e-4, 2e-7
 TOKEN, PAIR = 1e-4, 1e-8
 
 
-def truth(work: Work, slower: float = 1.0) -> float:
-    decode = BASE + ROW * work.rows + KEY * work.keys if work.rows else 0.0
-    return slower * (decode + TOKEN * work.tokens + PAIR * work.pairs)
+def truth(work: StepWork, slower: float = 1.0) -> float:
+    decode = (
+        BASE + ROW * work.decode_rows + KEY * work.decode_kv_tokens if work.decode_rows else 0.0
+    )
+    return slower * (decode + TOKEN * work.prefill_tokens + PAIR * work.attended_pairs)
 
 
-def step(rows: int = 0, context: int = 0, tokens: int = 0, start: int = 0) -> Work:
+def step(rows: int = 0, context: int = 0, tokens: int = 0, start: int = 0) -> StepWork:
     """`rows` sequences of `context` tokens decode, `tokens` are prefilled from `start` on."""
-    return Work(rows, rows * context, tokens, pairs(tokens, start))
+    return StepWork(rows, rows * context, tokens, attended_pairs(tokens, start))
 
 
-def some_step(dice: random.Random) -> Work:
+def some_step(dice: random.Random) -> StepWork:
     tokens = dice.choice([0, 0, 64, 192, 512])
     return step(
         dice.randrange(1, 65), dice.randrange(16, 4096), tokens, dice.randrange(0, 8192, 64)
     )
 
 
-def predicted(cost: StepCost, work: Work) -> float:
-    start = (work.pairs - pairs(work.tokens, 0)) // max(work.tokens, 1)
-    return cost.decode_s(work.rows, work.keys) + cost.prefill_s(work.tokens, start)
+def predicted(cost: StepCost, work: StepWork) -> float:
+    start = (work.attended_pairs - attended_pairs(work.prefill_tokens, 0)) // max(
+        work.prefill_tokens, 1
+    )
+    return cost.decode_s(work.decode_rows, work.decode_kv_tokens) + cost.prefill_s(
+        work.prefill_tokens, start
+    )
 
 
 def learned(steps: int = 400, noise: float = 0.0, slower: float = 1.0) -> StepCost:
@@ -73,7 +79,7 @@ def test_a_late_chunk_of_a_prompt_costs_more_than_an_early_one() -> None:
     for start in (0, 4096, 16384):
         real = truth(step(tokens=512, start=start))
         assert cost.prefill_s(512, start) == pytest.approx(real, rel=0.03)
-    assert cost.room(0.05, 16384, 512) < cost.room(0.05, 0, 512)
+    assert cost.prefill_room(0.05, 16384, 512) < cost.prefill_room(0.05, 0, 512)
 
 
 def test_one_kind_of_step_gives_their_mean() -> None:
@@ -112,7 +118,9 @@ def test_an_outlier_counts_at_most_its_bound() -> None:
         cost.observe(0.01, step(4, 10))
     cost.observe(1e9, step(4, 10))
     weight = 1 / sum(0.97**n for n in range(201))
-    assert cost.decode_s(4, 40) == pytest.approx(0.01 * (1 + weight * (OUTLIER - 1)), rel=1e-3)
+    assert cost.decode_s(4, 40) == pytest.approx(
+        0.01 * (1 + weight * (OUTLIER_RATIO - 1)), rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1, 0.3])
@@ -121,30 +129,30 @@ def test_most_steps_with_prefill_stay_below_its_upper_bound(noise: float) -> Non
     for index in range(2000):
         work = step(16, 500, dice.choice([128, 256]), 1024)
         took = truth(work) * dice.uniform(1 - noise, 1 + noise)
-        above += index >= 500 and took > predicted(cost, work) * cost.upper * (1 + 1e-6)
+        above += index >= 500 and took > predicted(cost, work) * cost.tail_ratio * (1 + 1e-6)
         cost.observe(took, work)
     assert above / 1500 <= 0.1
-    assert 1.0 <= cost.upper <= 1.001 + 1.2 * noise
+    assert 1.0 <= cost.tail_ratio <= 1.001 + 1.2 * noise
 
 
 def test_short_steps_and_those_that_only_decode_tell_nothing_of_that_bound() -> None:
     cost, dice = learned(), random.Random(4)
-    before = cost.upper
+    before = cost.tail_ratio
     for _ in range(40):
         cost.observe(truth(step(16, 500, 1024)), step(16, 500, 1024))
         cost.observe(2 * truth(step(16, 500)), step(16, 500))
         cost.observe(truth(step(1, 16, 64)) * dice.choice([1, 2]), step(1, 16, 64))
-    assert before <= 1.01 and cost.upper <= 1.2
+    assert before <= 1.01 and cost.tail_ratio <= 1.2
 
 
 def test_prompts_of_which_each_has_a_price_are_told_from_their_tokens() -> None:
     cost, dice = learned(), random.Random(5)
     for _ in range(200):
         prompts, tokens = dice.randrange(1, 5), 64 * dice.randrange(4, 9)
-        work = Work(4, 400, tokens, 0, prompts)
-        cost.observe(truth(Work(4, 400, tokens)) + 5e-3 * prompts, work)
+        work = StepWork(4, 400, tokens, 0, prompts)
+        cost.observe(truth(StepWork(4, 400, tokens)) + 5e-3 * prompts, work)
     assert cost.prefill_s(128, 0) == pytest.approx(128 * TOKEN + 5e-3, rel=0.05)
-    assert cost.room(4e-3, 0, 512) == 0, "not even the price of a prompt is left"
+    assert cost.prefill_room(4e-3, 0, 512) == 0, "not even the price of a prompt is left"
 
 
 def test_more_rows_never_cost_less_and_no_rows_never_less_than_nothing() -> None:
@@ -161,7 +169,7 @@ def test_prefill_that_seems_to_take_no_time_is_free_and_not_a_gain() -> None:
     cost = StepCost()
     cost.observe(0.1, step(8, 10))
     cost.observe(0.01, step(8, 10, 64))
-    assert cost.prefill_s(512, 0) == 0 and cost.room(0.1, 0, 512) == 512
+    assert cost.prefill_s(512, 0) == 0 and cost.prefill_room(0.1, 0, 512) == 512
 
 
 @given(
@@ -182,25 +190,25 @@ def test_whatever_it_sees_its_answers_are_finite_and_not_negative(steps) -> None
     cost = StepCost()
     for seconds, work in steps:
         cost.observe(seconds, work)
-        for ask in (*ASKED, Work()):
+        for ask in (*ASKED, StepWork()):
             assert math.isfinite(predicted(cost, ask)) and predicted(cost, ask) >= 0
-            assert 0 <= cost.room(0.05, 100, 512) <= 512
+            assert 0 <= cost.prefill_room(0.05, 100, 512) <= 512
 
 
 def test_room_is_what_fits_and_not_one_token_more() -> None:
     cost = learned()
     for seconds in (0.005, 0.03, 0.5):
         for start in (0, 1000, 30_000):
-            room = cost.room(seconds, start, 100_000)
+            room = cost.prefill_room(seconds, start, 100_000)
             assert cost.prefill_s(room, start) <= seconds * (1 + 1e-9)
             assert seconds < cost.prefill_s(room + 1, start)
-    assert cost.room(0.0, 0, 512) == cost.room(-1.0, 0, 512) == 0
-    assert cost.room(9.0, 0, 512) == 512
+    assert cost.prefill_room(0.0, 0, 512) == cost.prefill_room(-1.0, 0, 512) == 0
+    assert cost.prefill_room(9.0, 0, 512) == 512
 
 
 def test_there_is_no_room_as_long_as_the_cost_is_not_known_unless_there_is_no_limit() -> None:
-    assert StepCost().room(1.0, 0, 512) == 0
-    assert StepCost().room(math.inf, 0, 512) == 512
+    assert StepCost().prefill_room(1.0, 0, 512) == 0
+    assert StepCost().prefill_room(math.inf, 0, 512) == 512
 
 
 # ---- the mixed loop ------------------------------------------------------------------------------
@@ -217,12 +225,12 @@ def mixed(
     return s
 
 
-def work_of(plan: Plan) -> Work:
-    return Work(
+def work_of(plan: StepPlan) -> StepWork:
+    return StepWork(
         len(plan.decode),
         sum(one.computed_tokens + 1 for one in plan.decode),
         sum(count for _, count in plan.prefill),
-        sum(pairs(count, one.computed_tokens) for one, count in plan.prefill),
+        sum(attended_pairs(count, one.computed_tokens) for one, count in plan.prefill),
         len(plan.prefill),
     )
 
@@ -233,7 +241,7 @@ def prefills(s: Scheduler, steps: int) -> list[int]:
     for _ in range(steps):
         plan = s.plan()
         work = work_of(plan)
-        made.append(work.tokens)
+        made.append(work.prefill_tokens)
         carry_out(s, plan)
         s.cost.observe(truth(work), work)
     return made
@@ -253,7 +261,7 @@ def test_chunks_beside_decodes_fit_into_the_budget() -> None:
 def test_chunks_leave_room_for_what_steps_take_longer_now_and_then() -> None:
     s, dice, over = mixed(budget(200), prompt=500), random.Random(6), 0
     for index in range(200):
-        if not s.filling:
+        if not s.prefilling:
             s.add(seq(f"p{index}", 500, most=1, seed=index + 2))
         plan = s.plan()
         work = work_of(plan)
@@ -269,14 +277,14 @@ def test_after_a_few_slow_steps_prefill_goes_on_by_blocks_at_least() -> None:
     for name in ("a", "b"):
         transferred(s, seq(name, 64, most=3000, seed=ord(name)))
     for index in range(250):
-        if not s.filling and not s.waiting:
+        if not s.prefilling and not s.waiting:
             s.add(seq(f"p{index}", 500, most=1, seed=index + 5))
         plan = s.plan()
         work = work_of(plan)
         carry_out(s, plan)
         slow = 100 <= index < 104
-        made += work.tokens if index >= 104 else 0
-        s.cost.observe((0.070 + TOKEN * work.tokens) * (3 if slow else 1), work)
+        made += work.prefill_tokens if index >= 104 else 0
+        s.cost.observe((0.070 + TOKEN * work.prefill_tokens) * (3 if slow else 1), work)
     assert made > 146 * 64, "of 500 each without them; 8 where only the upper bound counts"
 
 
@@ -341,12 +349,14 @@ def test_it_finds_its_budget_from_nothing() -> None:
     s.cost = StepCost()
     early = sum(prefills(s, 15))
     for _ in range(15):
-        start = s.filling[0].computed_tokens
+        start = s.prefilling[0].computed_tokens
         (size,) = prefills(s, 1)
         row = s.running[0].computed_tokens
-        fits, not_fits = (truth(Work(1, row, n, pairs(n, start))) for n in (size, size + 64))
+        fits, not_fits = (
+            truth(StepWork(1, row, n, attended_pairs(n, start))) for n in (size, size + 64)
+        )
         assert fits <= budget(200, 2000) * 1.02 and not_fits > budget(200, 2000) * 0.98
-    assert early < s.filling[0].computed_tokens < 8000
+    assert early < s.prefilling[0].computed_tokens < 8000
 
 
 def test_a_block_is_prefilled_at_once_where_nobody_knows_yet_what_prefill_costs() -> None:

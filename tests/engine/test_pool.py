@@ -28,7 +28,7 @@ def test_layers_lie_where_blocks_are_sent_from(monkeypatch: pytest.MonkeyPatch, 
         part[2] = 1
     sent = torch.frombuffer(kv.view, dtype=torch.bfloat16).view(4, -1)
     assert sent[2].eq(1).all() and sent[[0, 1, 3]].eq(0).all()
-    kv.copy(2, 3)
+    kv.copy_block(2, 3)
     assert all(part[3].eq(1).all() for part in parts)
 
 

@@ -177,5 +177,9 @@ def test_both_pools_are_whole_after_probes_that_break_and_are_aborted(seed: int)
     assert sorted(probe.attempt_key for probe in world.ended_probes) == sorted(keys)
     for scheduler, prefixes in zip(world.pools, world.ends, strict=True):
         scheduler.pool.validate()
-        assert (scheduler.pool.available, scheduler.pool.cached, scheduler.staged) == (16, 0, {})
+        assert (
+            scheduler.pool.available_blocks,
+            scheduler.pool.cached_blocks,
+            scheduler.staged,
+        ) == (16, 0, {})
         assert not prefixes.probes and not prefixes.asking_peers and not prefixes.fetches

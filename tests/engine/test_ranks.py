@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from diptych.engine.engine import Engine, EngineConfig
+from diptych.engine.collectives import RankLost
+from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.errors import KernelUnavailable, UnsupportedModel
-from diptych.engine.ranks import RankLost
 from diptych.engine.scheduler import SchedulerLimits
 from diptych.protos.frames import Sampling
 
@@ -23,7 +23,7 @@ TEXTS = [rig.prompt(n, seed) for n, seed in ((130, 1), (64, 2), (3, 3), (200, 4)
 
 @contextmanager
 def on(ranks: int, folder: Path, dtype: str, **limits: int) -> Iterator[Engine]:
-    config = EngineConfig(
+    config = EngineOptions(
         folder,
         dtype,
         64 << 20,
@@ -47,7 +47,7 @@ def test_two_ranks_answer_as_one(checkpoint, name: str) -> None:
     with on(1, folder, "float32") as alone:
         expected = answers(alone, sampling)
     with on(2, folder, "float32") as pair:
-        assert pair.kv.layout.heads * 2 == alone.kv.layout.heads
+        assert pair.kv_pool.layout.heads * 2 == alone.kv_pool.layout.heads
         assert pair.compatibility == alone.compatibility, "KV may travel between the two"
         found = answers(pair, sampling)
     for key, tokens in expected.items():
@@ -62,7 +62,9 @@ def test_two_ranks_are_exact_in_bf16(checkpoint) -> None:
         assert pair.exact
         together = answers(pair, sampling)
         for index, ids in enumerate(TEXTS):
-            pair.scheduler.pool.release(pair.scheduler.pool.allocate(pair.scheduler.pool.total))
+            pair.scheduler.pool.release(
+                pair.scheduler.pool.allocate(pair.scheduler.pool.total_blocks)
+            )
             assert answers(pair, sampling, [ids])["r0"] == together[f"r{index}"]
     with on(2, checkpoint("llama"), "bfloat16", max_step_tokens=64) as pair:
         assert answers(pair, sampling) == together
@@ -93,7 +95,7 @@ def test_several_answers_begin_on_every_rank(checkpoint) -> None:
 
 
 def test_a_rank_that_cannot_start_is_named_at_once(checkpoint) -> None:
-    config = EngineConfig(
+    config = EngineOptions(
         checkpoint("llama"), tensor_parallel=2, rank_program="diptych.engine.no_such_module"
     )
     with pytest.raises(RankLost, match="rank 1 of this replica has not started: it ended with 1"):
@@ -102,7 +104,7 @@ def test_a_rank_that_cannot_start_is_named_at_once(checkpoint) -> None:
 
 def test_ranks_on_gpus_need_a_gpu_each(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    config = EngineConfig(checkpoint("llama"), device="cuda", tensor_parallel=2, kv_bytes=64 << 20)
+    config = EngineOptions(checkpoint("llama"), device="cuda", tensor_parallel=2, kv_bytes=64 << 20)
     with pytest.raises(KernelUnavailable, match="2 ranks need a GPU each: this process sees 1"):
         Engine(config)
 
@@ -111,7 +113,7 @@ def test_ranks_on_gpus_need_a_gpu_each(checkpoint, monkeypatch: pytest.MonkeyPat
 def test_the_end_of_a_rank_ends_the_replica(checkpoint, way: signal.Signals) -> None:
     with on(2, checkpoint("llama"), "bfloat16") as pair:
         answers(pair, Sampling(3))
-        (follower,) = pair._model.ranks.followers
+        (follower,) = pair._model.rank_processes.processes
         os.kill(follower.pid, way)
         follower.wait(timeout=10)
         pair.add(rig.request(pair, "late", TEXTS[0], Sampling(3)))
@@ -121,12 +123,12 @@ def test_the_end_of_a_rank_ends_the_replica(checkpoint, way: signal.Signals) -> 
 
 def test_ranks_end_with_their_engine(checkpoint) -> None:
     with on(2, checkpoint("llama"), "bfloat16") as pair:
-        (follower,) = pair._model.ranks.followers
+        (follower,) = pair._model.rank_processes.processes
         assert follower.poll() is None
     assert follower.poll() == 0
 
 
 def test_sizes_that_do_not_divide_are_named(checkpoint) -> None:
-    config = EngineConfig(checkpoint("llama"), tensor_parallel=3)
+    config = EngineOptions(checkpoint("llama"), tensor_parallel=3)
     with pytest.raises(UnsupportedModel, match="num_attention_heads 4 cannot be shared by 3"):
         Engine(config)

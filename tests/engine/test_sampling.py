@@ -96,9 +96,12 @@ def test_a_first_token_made_elsewhere_counts_like_ones_own(llama: Path, ask: Sam
     seq = request(target, "moved", ids, ask)
     blocks = target.reserve(seq)
     assert blocks is not None
-    size = source.kv.block_bytes
-    read, write = np.frombuffer(source.kv.view, np.uint8), np.frombuffer(target.kv.view, np.uint8)
-    for old, new in zip(source.scheduler.held["moved", 0], blocks, strict=False):
+    size = source.kv_pool.block_bytes
+    read, write = (
+        np.frombuffer(source.kv_pool.view, np.uint8),
+        np.frombuffer(target.kv_pool.view, np.uint8),
+    )
+    for old, new in zip(source.scheduler.held_blocks["moved", 0], blocks, strict=False):
         write[new * size : (new + 1) * size] = read[old * size : (old + 1) * size]
     seq.token_ids.append(first.id)
     target.commit(seq)
@@ -255,9 +258,9 @@ def test_nan_ends_its_sequence_with_an_error_and_no_other(
     assert streams["before"] == alone(engine(damaged), healthy(70, 2), steer(30))
     assert streams["behind"] == alone(engine(damaged), healthy(200, 3), steer(30))
     if first_only:  # a transfer may still read its first chunks
-        assert owner.scheduler.held
-        owner.drop(("bad", 0))
-    assert owner.scheduler.pool.used == 0 and not owner.scheduler.held
+        assert owner.scheduler.held_blocks
+        owner.release(("bad", 0))
+    assert owner.scheduler.pool.used_blocks == 0 and not owner.scheduler.held_blocks
     owner.scheduler.pool.validate()
 
 
@@ -268,7 +271,7 @@ def test_nan_while_decoding_ends_the_answer_there(damaged: Path) -> None:
     good, error = steps(owner)
     assert good.token == Token(BAD)
     assert error.error and "NaN logits at position 21" in error.error
-    assert owner.scheduler.pool.used == 0
+    assert owner.scheduler.pool.used_blocks == 0
 
 
 def test_nan_in_a_prompt_that_asks_for_logprobs_ends_it_in_that_chunk(damaged: Path) -> None:
@@ -279,7 +282,7 @@ def test_nan_in_a_prompt_that_asks_for_logprobs_ends_it_in_that_chunk(damaged: P
     assert [token.id for token in first.prompt_logprobs] == ids[1:65]
     assert error.error and "NaN logits at position" in error.error
     assert 65 <= int(error.error.split("position ")[1].split(":")[0]) <= 101
-    assert owner.scheduler.pool.used == 0
+    assert owner.scheduler.pool.used_blocks == 0
 
 
 def test_damaged_blocks_are_in_no_ones_prefix(llama: Path) -> None:
@@ -290,7 +293,7 @@ def test_damaged_blocks_are_in_no_ones_prefix(llama: Path) -> None:
     pool, again = owner.scheduler.pool, request(owner, "again", ids, ask)
     (block,) = pool.match(again.block_hashes[:1])
     pool.release([block])
-    owner.kv.layer(1)[1][block] = torch.nan
+    owner.kv_pool.layer(1)[1][block] = torch.nan
     pool.drain_events()
     owner.add(again)
     (error,) = steps(owner)
@@ -305,8 +308,8 @@ def test_what_lay_in_a_block_before_changes_nothing(llama: Path, dtype: str) -> 
     """Every byte of the pool 0xFF: NaN. A block is cleared when a sequence begins to fill it."""
     for length in (1, 63, 64, 65, 200):
         clean, dirty = engine(llama, dtype), engine(llama, dtype)
-        size = dirty.kv.block_bytes
-        np.frombuffer(dirty.kv.view, np.uint8)[size:] = 0xFF  # block 0 is nobody's
+        size = dirty.kv_pool.block_bytes
+        np.frombuffer(dirty.kv_pool.view, np.uint8)[size:] = 0xFF  # block 0 is nobody's
         ask = Sampling(80, logprobs=2)
         assert alone(dirty, prompt(length), ask) == alone(clean, prompt(length), ask)
 
@@ -327,4 +330,4 @@ def test_one_bad_request_is_an_error_of_its_own(llama: Path) -> None:
     assert errors.keys() == bad.keys()
     assert "9999" in errors["bias"] and "invalid grammar" in errors["grammar"]
     assert errors["masked"] == "no token is possible at position 70"
-    assert owner.scheduler.pool.used == 0
+    assert owner.scheduler.pool.used_blocks == 0

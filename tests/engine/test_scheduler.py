@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from diptych.engine.scheduler import Plan, Scheduler, SchedulerLimits
+from diptych.engine.scheduler import Scheduler, SchedulerLimits, StepPlan
 from diptych.engine.sequence import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -105,13 +105,13 @@ def test_limits_that_cannot_work_are_refused() -> None:
 
 def test_a_sequence_reserves_its_ids_and_a_growth_allowance() -> None:
     s = scheduler(growth_tokens=256)
-    assert s.needs(seq("a", 100, most=1000)) == 6  # ceil((100 + 256) / 64)
-    assert s.needs(seq("a", 100, most=28)) == 2  # ceil(128 / 64)
-    assert s.needs(seq("a", 100, most=29)) == 3
+    assert s.required_blocks(seq("a", 100, most=1000)) == 6  # ceil((100 + 256) / 64)
+    assert s.required_blocks(seq("a", 100, most=28)) == 2  # ceil(128 / 64)
+    assert s.required_blocks(seq("a", 100, most=29)) == 3
 
 
 def test_a_sequence_that_stops_after_the_first_token_reserves_its_ids_only() -> None:
-    assert scheduler().needs(seq("a", 128, most=1000, first_only=True)) == 2
+    assert scheduler().required_blocks(seq("a", 128, most=1000, first_only=True)) == 2
 
 
 def test_a_sequence_waits_until_its_reservation_fits() -> None:
@@ -139,7 +139,7 @@ def test_no_more_than_max_running_have_blocks() -> None:
         s.add(seq(str(index), 10, most=3, seed=index))
     finished = []
     while plan := s.plan():
-        assert len(s.running) + len(s.filling) <= 2
+        assert len(s.running) + len(s.prefilling) <= 2
         finished += carry_out(s, plan)
     assert names(finished) == ["0", "1", "2", "3", "4"]
 
@@ -164,7 +164,7 @@ def test_a_hit_takes_no_free_block() -> None:
     carry_out(s, s.plan())
     s.add(seq("b", 130, most=60))  # 2 shared + 1
     s.plan()
-    assert s.pool.used == 4
+    assert s.pool.used_blocks == 4
 
 
 def test_two_equal_prompts_in_one_step_are_both_computed() -> None:
@@ -172,7 +172,7 @@ def test_two_equal_prompts_in_one_step_are_both_computed() -> None:
     s.add(seq("a", 130, most=1))
     s.add(seq("b", 130, most=1))
     assert chunks(s) == [[("a", 130), ("b", 130)]]
-    assert s.pool.used == 0 and s.pool.cached == 2
+    assert s.pool.used_blocks == 0 and s.pool.cached_blocks == 2
 
 
 # ---- preemption ----------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_everyone_finishes_on_a_full_pool_the_oldest_first() -> None:
             break
         finished += carry_out(s, plan)
     assert names(finished) == list("01234567")
-    assert s.pool.used == 0 and s.preemptions > 0
+    assert s.pool.used_blocks == 0 and s.preemptions > 0
 
 
 def test_preempted_sequences_come_back_before_new_ones_in_order_of_age() -> None:
@@ -230,7 +230,7 @@ def test_preempted_sequences_come_back_before_new_ones_in_order_of_age() -> None
     assert s.reserve(seq("reserved", 1, seed=4)) is None, "one block is free, but b waits"
     s.remove(("a", 0))
     assert names(one for one, _ in s.plan().prefill) == ["b"]
-    assert names(s.waiting) == ["c", "new"] and s.pool.available == 1
+    assert names(s.waiting) == ["c", "new"] and s.pool.available_blocks == 1
     assert s.reserve(seq("reserved", 1, seed=4)) is None
     s.remove(("b", 0))
     assert names(one for one, _ in s.plan().prefill) == ["c", "new"]
@@ -278,11 +278,11 @@ def test_blocks_that_a_transfer_reads_or_writes_are_never_taken() -> None:
     assert s.reserve(seq("coming", 60, seed=1))
     s.add(seq("going", 100, most=9, first_only=True, seed=2))  # pushed chunk by chunk
     carry_out(s, s.plan())
-    assert names(s.filling) == ["going"]
+    assert names(s.prefilling) == ["going"]
     plan = s.plan()
     assert names(one for one, _ in plan.prefill) == ["going"] and not plan.decode
     assert names(s.waiting) == ["a"], "it had to go itself"
-    assert len(s.held["coming", 0]) == 1
+    assert len(s.held_blocks["coming", 0]) == 1
 
 
 def test_a_resumed_sequence_leaves_the_watermark_to_older_ones_only() -> None:
@@ -295,7 +295,7 @@ def test_a_resumed_sequence_leaves_the_watermark_to_older_ones_only() -> None:
         s._preempt(b)
         b.token_ids += [0] * 140  # 200: 4 blocks with those of its prompt
         b.prompt_tokens = 200
-        assert s._leaves(b) == left
+        assert s._blocks_to_leave(b) == left
 
 
 # ---- leaving -------------------------------------------------------------------------------------
@@ -311,18 +311,18 @@ def test_a_sequence_can_be_removed_in_every_state() -> None:
     reserved = seq("reserved", 60, seed=4)
     assert s.reserve(reserved)
     carry_out(s, s.plan())
-    assert (len(s.waiting), len(s.filling), len(s.running), len(s.held)) == (1, 2, 1, 1)
-    assert s.pool.used == 1 + 4 + 1 + 2
+    assert (len(s.waiting), len(s.prefilling), len(s.running), len(s.held_blocks)) == (1, 2, 1, 1)
+    assert s.pool.used_blocks == 1 + 4 + 1 + 2
     for left, name in ((7, "running"), (7, "waiting"), (5, "reserved")):
         s.remove((name, 0))
         s.remove((name, 0))
         s.pool.validate()
-        assert s.pool.used == left
-    while "held" not in [key[0] for key in s.held]:
+        assert s.pool.used_blocks == left
+    while "held" not in [key[0] for key in s.held_blocks]:
         carry_out(s, s.plan())
     s.remove(("filling", 0))
     s.remove(("held", 0))
-    assert s.pool.used == 0 and not s.plan()
+    assert s.pool.used_blocks == 0 and not s.plan()
 
 
 def test_removing_an_unknown_key_changes_nothing() -> None:
@@ -337,7 +337,7 @@ def test_a_finished_sequence_gives_its_blocks_back() -> None:
     s.add(seq("a", 10))
     carry_out(s, s.plan())
     assert names(carry_out(s, s.plan(), token=STOP)) == ["a"]
-    assert s.pool.used == 0
+    assert s.pool.used_blocks == 0
 
 
 def test_blocks_of_a_sequence_that_stops_after_the_first_are_held_until_removed() -> None:
@@ -345,9 +345,9 @@ def test_blocks_of_a_sequence_that_stops_after_the_first_are_held_until_removed(
     one = seq("a", 100, most=50, first_only=True)
     s.add(one)
     carry_out(s, s.plan())
-    assert s.held == {("a", 0): one.blocks} and not s.plan()
+    assert s.held_blocks == {("a", 0): one.blocks} and not s.plan()
     s.remove(("a", 0))
-    assert s.pool.used == 0
+    assert s.pool.used_blocks == 0
 
 
 # ---- transfers -----------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ def test_blocks_of_a_sequence_that_stops_after_the_first_are_held_until_removed(
 def test_a_reservation_that_does_not_fit_takes_nothing() -> None:
     s = scheduler(blocks=3)
     assert s.reserve(seq("a", 300)) is None
-    assert s.pool.used == 0 and not s.held
+    assert s.pool.used_blocks == 0 and not s.held_blocks
 
 
 def test_a_committed_sequence_decodes_in_its_reserved_blocks() -> None:
@@ -380,13 +380,13 @@ def test_committed_sequences_beyond_max_running_wait_with_their_blocks() -> None
     for one in reversed(made):  # they arrive in another order
         one.token_ids.append(7)
         s.commit(one)
-    used, finished = s.pool.used, []
+    used, finished = s.pool.used_blocks, []
     assert names(s.plan().decode) == ["a", "b"] and names(s.ready) == ["c", "d"]
-    assert s.pool.used == used, "those that wait keep theirs"
+    assert s.pool.used_blocks == used, "those that wait keep theirs"
     while plan := s.plan():
         assert len(s.running) <= 2
         finished += names(carry_out(s, plan))
-    assert finished == ["a", "b", "c", "d"] and s.pool.used == 0
+    assert finished == ["a", "b", "c", "d"] and s.pool.used_blocks == 0
 
 
 def test_committed_sequences_count_as_running_for_those_that_wait() -> None:
@@ -403,7 +403,7 @@ def test_a_committed_sequence_takes_the_place_of_one_that_had_to_go_at_once() ->
     assert s.reserve(old)
     transferred(s, seq("young", 128, most=50))
     old.token_ids.append(7)
-    carry_out(s, Plan())
+    carry_out(s, StepPlan())
     s.running.enter(_taken(s, "young"))
     s.commit(old)
     assert names(s.plan().decode) == ["old"], "and not an empty plan"
@@ -463,5 +463,5 @@ def test_everything_ends_and_every_block_comes_back(arrivals, blocks, growth, st
             end = one.computed_tokens + count
             assert end % 64 == 0 or end == len(one.token_ids)
         finished += carry_out(s, plan)
-    assert {one.key for one in finished} | dropped == {one.attempt_key for one in made}
-    assert s.pool.used == 0 and not (s.waiting or s.filling or s.running or s.held)
+    assert {one.attempt_key for one in finished} | dropped == {one.attempt_key for one in made}
+    assert s.pool.used_blocks == 0 and not (s.waiting or s.prefilling or s.running or s.held_blocks)

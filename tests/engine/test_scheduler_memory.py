@@ -22,7 +22,7 @@ def test_newcomers_leave_the_watermark_to_those_that_grow() -> None:
     s.add(seq("b", 47 * 64, seed=1))  # of 49
     s.add(seq("c", 1, seed=2))
     s.plan()
-    assert names(s.filling) == ["a", "b"] and s.pool.available == 2
+    assert names(s.prefilling) == ["a", "b"] and s.pool.available_blocks == 2
     assert s.reserve(seq("d", 1, seed=3)) is None
 
 
@@ -31,7 +31,7 @@ def test_nothing_is_left_for_growth_where_nobody_can_grow() -> None:
         s = scheduler(blocks=4, watermark=0.5)
         s.add(first)
         s.plan()
-        assert s.pool.available == 2
+        assert s.pool.available_blocks == 2
         assert s.reserve(seq("b", 64, most=64, seed=1)), "a's allowance covers all its growth"
 
 
@@ -133,7 +133,7 @@ def test_what_came_by_name_is_told_in_full_once_its_ids_are_known(size: int) -> 
     one = seq("a", 32 * 64 + 5, most=3)
     one.block_hashes = block_hashes(one.token_ids, b"salt", size)
     s.stage(("a", 0), one.block_hashes, len(one.block_hashes))
-    s.adopt(("a", 0), len(one.block_hashes))
+    s.cache_staged(("a", 0), len(one.block_hashes))
     units, index = block_hashes(one.token_ids, b"salt"), PrefixIndex()
     sampled = [units[at] for at in positions(32)]
     index.store(0, s.pool.drain_events()[0])
@@ -186,18 +186,18 @@ def test_a_slow_receiver_stops_new_prefills_and_not_those_under_way() -> None:
         s.add(seq(str(index), 190, most=9, first_only=True, seed=index))  # 3 blocks
     while plan := s.plan():
         carry_out(s, plan)
-        assert s.pool.used <= 12
-    assert [key[0] for key in s.held] == list("0123") and names(s.waiting) == list("4567")
-    assert not s.plan() and s.pool.available == 4
+        assert s.pool.used_blocks <= 12
+    assert [key[0] for key in s.held_blocks] == list("0123") and names(s.waiting) == list("4567")
+    assert not s.plan() and s.pool.available_blocks == 4
     s.remove(("2", 0))
     while plan := s.plan():
         carry_out(s, plan)
-    assert [key[0] for key in s.held] == list("0134") and names(s.waiting) == list("567")
-    for key in [*s.held]:
+    assert [key[0] for key in s.held_blocks] == list("0134") and names(s.waiting) == list("567")
+    for key in [*s.held_blocks]:
         s.remove(key)
     while plan := s.plan():
         carry_out(s, plan)
-    assert [key[0] for key in s.held] == list("567")
+    assert [key[0] for key in s.held_blocks] == list("567")
 
 
 def test_a_prefill_larger_than_the_share_has_its_turn_alone() -> None:
@@ -209,7 +209,7 @@ def test_a_prefill_larger_than_the_share_has_its_turn_alone() -> None:
     assert names(s.waiting) == ["large", "next"]
     s.remove(("small", 0))
     carry_out(s, s.plan())
-    assert names(s.filling) == ["large"] and names(s.waiting) == ["next"]
+    assert names(s.prefilling) == ["large"] and names(s.waiting) == ["next"]
 
 
 def test_decoding_goes_on_beside_prefills_that_fill_their_share() -> None:
@@ -220,7 +220,7 @@ def test_decoding_goes_on_beside_prefills_that_fill_their_share() -> None:
     finished = []
     while plan := s.plan():
         finished += names(carry_out(s, plan))
-    assert finished == ["a"] and s.preemptions == 0 and len(s.held) == 4
+    assert finished == ["a"] and s.preemptions == 0 and len(s.held_blocks) == 4
 
 
 # ---- drafts --------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from collections import Counter
 
 import pytest
 from diptych.engine.blocks import BlockPool
-from diptych.engine.pacing import Work
-from diptych.engine.scheduler import Plan, Scheduler, SchedulerLimits
+from diptych.engine.pacing import StepWork
+from diptych.engine.scheduler import Scheduler, SchedulerLimits, StepPlan
 from diptych.engine.sequence import Sequence
 from diptych.kv_transfer.identity import block_hashes
 from diptych.protos.frames import Sampling
@@ -105,14 +105,16 @@ class Machine(RuleBasedStateMachine):
     @rule(length=st.integers(1, 14), most=st.integers(8, 24), family=st.integers(0, 1))
     def reserve(self, length, most, family) -> None:
         one = self.sequence(length, most, family)
-        before, waits = self.s.pool.available, any(w.was_preempted for w in self.s.waiting)
+        before, waits = self.s.pool.available_blocks, any(w.was_preempted for w in self.s.waiting)
         growth = sum(self.may_grow(other) for other in self.s.live.values() if other.blocks)
         blocks = self.s.reserve(one)
         if blocks is None:
-            assert self.s.pool.available == before and one.attempt_key not in self.s.held
+            assert (
+                self.s.pool.available_blocks == before and one.attempt_key not in self.s.held_blocks
+            )
             return
         assert not waits, "a preempted sequence goes first"
-        assert self.s.pool.available >= min(self.s.kept, growth)
+        assert self.s.pool.available_blocks >= min(self.s.growth_reserve_blocks, growth)
         assert len(blocks) >= self.s.blocks_for(length)
         self.reserved[one.attempt_key[0]] = one
 
@@ -159,7 +161,7 @@ class Machine(RuleBasedStateMachine):
         ids = [family] * min(length, 9) + [index % 2 for index in range(length - 9)]
         hashes = block_hashes(ids, SALT, SIZE)
         self.made += 1
-        key, known = (f"p{self.made}", 0), self.s.pool.known(hashes)
+        key, known = (f"p{self.made}", 0), self.s.pool.prefix_length(hashes)
         count = min(known + more, len(hashes)) if more else 0
         assert self.s.stage(key, hashes, count) == known
         blocks, _ = self.s.staged.get(key, ([], []))
@@ -175,16 +177,16 @@ class Machine(RuleBasedStateMachine):
         for position in range(min(arrives, len(blocks)) * SIZE):
             block = blocks[position // SIZE]
             content = digest(ids[: position + 1])
-            if block in self.s.pool._hash_of:
+            if block in self.s.pool._content_of:
                 assert self.slots[block, position % SIZE] == content, "not its own KV"
             else:
-                assert self.s.pool._refs[block] == 1, "a shared block is written"
+                assert self.s.pool._references[block] == 1, "a shared block is written"
                 self.slots[block, position % SIZE] = content
-        self.s.adopt(key, min(arrives, len(blocks)))
+        self.s.cache_staged(key, min(arrives, len(blocks)))
 
     @rule(most=st.integers(1, 4))
     def demote(self, most) -> None:
-        fresh = self.s.pool.demote(most)
+        fresh = self.s.pool.pin_for_demotion(most)
         assert len(self.demoting) + len(fresh) <= max(most, len(self.demoting))
         self.demoting |= {block for block, _ in fresh}
 
@@ -193,7 +195,7 @@ class Machine(RuleBasedStateMachine):
     def demoted(self, data, kept) -> None:
         block = data.draw(st.sampled_from(sorted(self.demoting)))
         self.demoting.remove(block)
-        self.s.pool.demoted(block, kept)
+        self.s.pool.finish_demotion(block, kept)
 
     @precondition(lambda self: self.s.running)
     @rule(data=st.data(), count=st.integers(1, 6))
@@ -215,10 +217,10 @@ class Machine(RuleBasedStateMachine):
                 return
             self.carry_out(plan)
 
-    def check(self, plan: Plan) -> None:
+    def check(self, plan: StepPlan) -> None:
         planned = [one for one, _ in plan.prefill] + plan.decode
         assert len({one.attempt_key for one in planned}) == len(planned)
-        assert len(self.s.running) + len(self.s.filling) <= self.limits.max_running
+        assert len(self.s.running) + len(self.s.prefilling) <= self.limits.max_running
         assert sum(count for _, count in plan.prefill) <= self.limits.max_step_tokens
         for one, count in plan.prefill:
             end = one.computed_tokens + count
@@ -241,18 +243,18 @@ class Machine(RuleBasedStateMachine):
             for w in self.s.waiting
             if w.was_preempted and w.arrival_number not in before
         ]
-        movable = (*self.s.running, *self.s.ready, *self.s.filling)
+        movable = (*self.s.running, *self.s.ready, *self.s.prefilling)
         stay = [one.arrival_number for one in movable if not one.stop_after_first]
         assert not new or max(stay, default=0) < min(new), (new, stay)
         assert not any(w.stop_after_first and w.was_preempted for w in self.s.waiting)
 
     def write(self, one: Sequence, position: int) -> None:
         block = one.blocks[position // SIZE]
-        assert self.s.pool._refs[block] == 1, "a shared block is written"
-        assert block not in self.s.pool._hash_of, "a block of known content is written"
+        assert self.s.pool._references[block] == 1, "a shared block is written"
+        assert block not in self.s.pool._content_of, "a block of known content is written"
         self.slots[block, position % SIZE] = digest(one.token_ids[: position + 1])
 
-    def carry_out(self, plan: Plan) -> None:
+    def carry_out(self, plan: StepPlan) -> None:
         rows = [*plan.prefill, *((one, 1) for one in plan.decode)]
         for one, count in rows:
             for position in range(one.computed_tokens):
@@ -262,21 +264,21 @@ class Machine(RuleBasedStateMachine):
                 self.write(one, position)
         for one, count in rows:
             one.drafts.clear()
-            if not self.s.computed(one, count):
+            if not self.s.record_computed(one, count):
                 continue
             last = len(one.token_ids) - 1
             content = self.slots[one.blocks[last // SIZE], last % SIZE]
-            self.sampled(one, self.s.sampled(one, token_of(content)))
+            self.sampled(one, self.s.append_token(one, token_of(content)))
         prefilled = sum(count for _, count in plan.prefill)
         seconds = 1e-3 + 3e-4 * len(plan.decode) + 1e-4 * prefilled
-        self.s.cost.observe(seconds, Work(1, 1, prefilled, prefilled))
+        self.s.cost.observe(seconds, StepWork(1, 1, prefilled, prefilled))
 
     def sampled(self, one: Sequence, finish: str | None) -> None:
         name = one.attempt_key[0]
         if one.stop_after_first:
             self.due.remove(name)
             self.prefilled.add(name)
-            assert self.s.held[one.attempt_key] == one.blocks and one.generated_tokens == 1
+            assert self.s.held_blocks[one.attempt_key] == one.blocks and one.generated_tokens == 1
         elif finish:
             self.due.remove(name)  # fails if it ends twice, or was dropped
             assert one.generated_tokens == self.most[name] and one.name not in self.s.live
@@ -295,17 +297,17 @@ class Machine(RuleBasedStateMachine):
         owners = Counter(block for one in self.s.live.values() for block in one.blocks)
         owners.update(block for blocks, _ in self.s.staged.values() for block in blocks)
         owners.update(self.demoting)
-        assert owners == Counter(self.s.pool._refs)
+        assert owners == Counter(self.s.pool._references)
 
     @invariant()
     def nothing_is_lost(self) -> None:
         if not hasattr(self, "s"):
             return
-        lines = (self.s.waiting, self.s.filling, self.s.ready, self.s.running)
+        lines = (self.s.waiting, self.s.prefilling, self.s.ready, self.s.running)
         standing = [one.attempt_key for line in lines for one in line]
-        assert Counter([*standing, *self.s.held]) == Counter(key for key, _ in self.s.live)
+        assert Counter([*standing, *self.s.held_blocks]) == Counter(key for key, _ in self.s.live)
         assert {key[0] for key in standing} == self.due
-        assert {key[0] for key in self.s.held} == self.prefilled | set(self.reserved)
+        assert {key[0] for key in self.s.held_blocks} == self.prefilled | set(self.reserved)
         ages = [one.arrival_number for one in self.s.live.values()]
         assert ages == sorted(ages), "in order of their coming, always"
         for line in lines:
@@ -317,7 +319,7 @@ class Machine(RuleBasedStateMachine):
             return
         many = [one for one in self.s.live.values() if one.stop_after_first and one.blocks]
         blocks = {block for one in many for block in one.blocks}
-        total = self.s.pool.total
+        total = self.s.pool.total_blocks
         assert len(many) <= 1 or len(blocks) <= int(total * self.limits.held_share)
 
     def teardown(self) -> None:
@@ -330,7 +332,7 @@ class Machine(RuleBasedStateMachine):
         for key in sorted(self.staging):
             self.s.remove(key)
         for block in sorted(self.demoting):
-            self.s.pool.demoted(block, True)
+            self.s.pool.finish_demotion(block, True)
         for _ in range(100 * self.made + 10):
             for name in sorted(self.prefilled):
                 self.s.remove((name, 0))
@@ -338,7 +340,7 @@ class Machine(RuleBasedStateMachine):
             self.step(1)
             if not self.s.live:
                 break
-        assert not self.due and not self.s.live and self.s.pool.used == 0, self.s
+        assert not self.due and not self.s.live and self.s.pool.used_blocks == 0, self.s
 
 
 TestScheduler = Machine.TestCase

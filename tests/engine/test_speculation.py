@@ -34,10 +34,10 @@ def test_drafts_change_no_bit_and_save_steps(checkpoint, name: str, way: str) ->
         guessed, fast = run(folder, WAYS[way], drafts)
         assert guessed == plain
         fast.scheduler.pool.validate()
-        assert fast.scheduler.pool.used == 0
-    assert slow.drafted == 0
+        assert fast.scheduler.pool.used_blocks == 0
+    assert slow.drafted_tokens == 0
     if way in ("greedy", "stop"):
-        assert fast.accepted > 0
+        assert fast.accepted_tokens > 0
 
 
 def test_right_guesses_save_steps(checkpoint) -> None:
@@ -58,16 +58,16 @@ def test_drafts_give_way_where_blocks_are_short(checkpoint) -> None:
         guessed, owner = run(folder, sampling, 6, blocks)
         assert guessed == plain
         owner.scheduler.pool.validate()
-    assert owner.drafted > 0
+    assert owner.drafted_tokens > 0
 
 
 def test_many_sequences_are_not_guessed_for(checkpoint) -> None:
     owner = rig.engine(checkpoint("llama"), draft_tokens=4, draft_below=2)
     sampling = Sampling(20)
     rig.finish(owner, [rig.request(owner, f"r{i}", [9, 9] * 20, sampling) for i in range(3)])
-    assert owner.drafted == 0
+    assert owner.drafted_tokens == 0
     rig.finish(owner, [rig.request(owner, "s", [9, 9] * 20, sampling)])
-    assert owner.drafted > 0
+    assert owner.drafted_tokens > 0
 
 
 def test_blocks_filled_by_drafts_serve_a_later_turn(checkpoint) -> None:
@@ -76,7 +76,7 @@ def test_blocks_filled_by_drafts_serve_a_later_turn(checkpoint) -> None:
     ids = rig.prompt(20, seed=5) * 4
     owner = rig.engine(folder, draft_tokens=6)
     first = rig.alone(owner, ids, sampling)
-    assert owner.accepted > 0
+    assert owner.accepted_tokens > 0
     turn = ids + [token.id for token in first] + rig.prompt(10, seed=8)
     again = rig.request(owner, "turn", turn, sampling)
     answer = rig.finish(owner, [again])["turn"]

@@ -17,7 +17,7 @@ import grpc
 import httpx
 import pytest
 from diptych.cluster.gateway.text.tokenizer import Text
-from diptych.engine.engine import Engine, EngineConfig
+from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.sequence import Sequence
 from diptych.protos import inference_pb2 as pb
 from diptych.protos import inference_pb2_grpc as rpc
@@ -45,7 +45,7 @@ def sampling(index: int) -> dict:
 
 def monolithic(folder: Path, texts: list[str]) -> list[list[tuple]]:
     """(logprob, top) of every token, from one engine in this process, one prompt at a time."""
-    engine = Engine(EngineConfig(folder, "bfloat16", 64 << 20))
+    engine = Engine(EngineOptions(folder, "bfloat16", 64 << 20))
     assert engine.exact
     tokenizer = Text(folder)
     answers = []

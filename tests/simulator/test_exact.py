@@ -34,6 +34,6 @@ def test_when_all_is_over_every_block_and_ticket_is_free():
     run, _, _ = both(10.0, count=120)
     for worker in run.workers.values():
         worker.pool.validate()
-        assert worker.pool.used == 0 and not worker.scheduler.live
+        assert worker.pool.used_blocks == 0 and not worker.scheduler.live
         assert not worker.source.tickets and not worker.sink.tickets
     assert not run.flows

@@ -21,7 +21,7 @@ from diptych.cluster.config import ClusterConfig
 from diptych.cluster.gateway.attempt.plane import Plane
 from diptych.cluster.gateway.attempt.stream import Generator, Request
 from diptych.cluster.wire.connection import Connection, Listener
-from diptych.engine.engine import Engine, EngineConfig
+from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.scheduler import SchedulerLimits
 from diptych.engine.sequence import Sequence
 from diptych.protos import frames as f
@@ -274,13 +274,13 @@ class Reference:
     """What one engine alone answers, in this process."""
 
     def __init__(self, model: Path) -> None:
-        self._engine = Engine(EngineConfig(model, kv_bytes=64 << 20, limits=SchedulerLimits()))
+        self._engine = Engine(EngineOptions(model, kv_bytes=64 << 20, limits=SchedulerLimits()))
         self._serial = itertools.count()
 
     def answer(self, ids: list[int], sampling: f.Sampling) -> list[f.Token]:
         seq = Sequence((f"r{next(self._serial)}", 0), list(ids), len(ids), sampling)
         self._engine.add(seq)
         tokens = []
-        while outputs := self._engine.step() or self._engine.scheduler.filling:
+        while outputs := self._engine.step() or self._engine.scheduler.prefilling:
             tokens += [one.token for one in outputs if getattr(one, "token", None)]
         return tokens

@@ -16,7 +16,7 @@ from diptych.engine.gpu.decode import DecodeRunner, Ticket
 from diptych.engine.gpu.plan import DUMMY, Row, Tables, bucket, buckets, inputs
 from diptych.engine.gpu.random_model import make
 from diptych.engine.gpu.roofline import LLAMA_3_8B
-from diptych.engine.ranks import RankLost, Ranks
+from diptych.engine.rank_processes import RankLost, Ranks
 
 TINY = {
     **{"vocab": 128, "hidden": 64, "intermediate": 64, "layers": 1, "heads": 2, "kv_heads": 1},
@@ -93,7 +93,7 @@ def test_a_step_of_ranks_ends_with_them(monkeypatch: pytest.MonkeyPatch) -> None
     follower = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     ranks = Ranks(0, 2, dist.HashStore(), followers=[follower])
     assert Ticket(1, ids, peaks, Stuck(3), ranks).read() == ([7], [0.5])
-    monkeypatch.setattr("diptych.engine.ranks.PATIENCE", datetime.timedelta(seconds=0.05))
+    monkeypatch.setattr("diptych.engine.rank_processes.PATIENCE", datetime.timedelta(seconds=0.05))
     with pytest.raises(RankLost, match="hangs"):
         Ticket(1, ids, peaks, Stuck(math.inf), ranks).read()
     monkeypatch.undo()

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diptych.engine.engine import Engine, EngineConfig
+from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.errors import KernelUnavailable
 from diptych.engine.exactness import is_exact
 from diptych.engine.gpu.plan import FIELDS
-from diptych.engine.ranks import Decode
+from diptych.engine.rank_processes import DecodeStep
 from diptych.engine.scheduler import SchedulerLimits
 from diptych.protos.frames import Sampling
 
@@ -25,7 +25,7 @@ def engine(folder: Path, attention: str, **fields) -> Engine:
     size = 40 * rig.block_bytes(folder, "float32")
     limits = SchedulerLimits(max_step_tokens=64)
     return Engine(
-        EngineConfig(folder, "float32", size, 512, limits=limits, attention=attention, **fields)
+        EngineOptions(folder, "float32", size, 512, limits=limits, attention=attention, **fields)
     )
 
 
@@ -68,15 +68,15 @@ def test_two_ranks_decode_ahead_as_torch_does_alone(
     folder = small(name)
     pair = engine(folder, "triton", tensor_parallel=2, exact=exact)
     ranks, lead = pair._model.ranks, []
-    told = ranks.tell
+    told = ranks.broadcast
 
     def tell(message: object) -> None:
-        if isinstance(message, Decode):
+        if isinstance(message, DecodeStep):
             sources = np.frombuffer(message.inputs, np.int64).reshape(FIELDS, -1)[0]
             lead.append(int((sources < 0).sum()))
         told(message)
 
-    ranks.tell = tell
+    ranks.broadcast = tell
     try:
         assert answers(pair, 66) == answers(engine(folder, "torch"), 66)
     finally:
@@ -99,7 +99,7 @@ def test_exact_tokens_are_those_of_torch(small: Callable[[str], Path]) -> None:
 def test_exact_bits_do_not_depend_on_the_batch(small: Callable[[str], Path]) -> None:
     """The start-up check: a text whole, in chunks and row by row, KV and logits too."""
     owner = engine(small("llama"), "triton", exact=True)
-    assert is_exact(owner._model, owner.config.limits.block_tokens)
+    assert is_exact(owner._model, owner.options.limits.block_tokens)
     assert owner.kernels.startswith("exact on cpu by 256")
 
 

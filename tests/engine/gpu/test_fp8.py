@@ -81,7 +81,7 @@ def test_peers_with_another_kv_dtype_do_not_match(small: Callable[[str], Path]) 
     plain = engine(folder, "triton")
     half = engine(folder, "triton", kv_dtype="float8_e4m3fn")
     assert half.compatibility != plain.compatibility
-    assert half.kv.block_bytes * 4 == plain.kv.block_bytes
+    assert half.kv_pool.block_bytes * 4 == plain.kv_pool.block_bytes
 
 
 def test_they_are_settings_of_a_gpu(small: Callable[[str], Path]) -> None:

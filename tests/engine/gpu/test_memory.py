@@ -20,7 +20,7 @@ def test_blocks_lie_as_in_host_memory() -> None:
             mine.copy_(drawn := torch.randn(mine.shape).bfloat16())
             theirs.copy_(drawn)
     assert torch.equal(device._flat.cpu(), host._flat)
-    device.copy(2, 4)
+    device.copy_block(2, 4)
     size = LAYOUT.block_items
     assert torch.equal(device._flat[2 * size : 3 * size], device._flat[4 * size : 5 * size])
     assert device.size == host.size == 5 * LAYOUT.block_bytes
@@ -29,7 +29,7 @@ def test_blocks_lie_as_in_host_memory() -> None:
 def test_checksums_are_made_on_the_device() -> None:
     pool = DevicePool(LAYOUT, 4, torch.bfloat16, DEVICE)
     pool.layer(0)[0][1].fill_(3.0)
-    pool.copy(1, 3)
+    pool.copy_block(1, 3)
     unit = LAYOUT.block_bytes
     assert pool.memory == "VRAM" and pool.digest_kind == DIGEST
     assert pool.digest(unit, [(1, 1)], 5) == pool.digest(unit, [(3, 1)], 5)

@@ -10,7 +10,7 @@ import pytest
 from diptych.engine.gpu.behind import Behind
 from diptych.engine.gpu.pipeline import Pipeline, simple
 from diptych.engine.gpu.plan import Row
-from diptych.engine.pacing import Work
+from diptych.engine.pacing import StepWork
 from diptych.engine.scheduler import Scheduler
 from diptych.engine.sequence import Sequence, SequenceOutput
 from diptych.protos.frames import Grammar, Sampling, Token
@@ -88,7 +88,7 @@ class World:
             self.s.fail(one, True)
             return SequenceOutput(one.attempt_key, error=str(token))
         offset = one.generated_tokens
-        return SequenceOutput(one.attempt_key, offset, token, self.s.sampled(one, token.id))
+        return SequenceOutput(one.attempt_key, offset, token, self.s.append_token(one, token.id))
 
     def step(self) -> list[SequenceOutput]:
         """As `Engine.step`."""
@@ -97,7 +97,7 @@ class World:
             plan = self.s.plan()
             if plan.prefill:
                 work = [*plan.prefill, *((one, 1) for one in plan.decode)]
-                done = [one for one, count in work if self.s.computed(one, count)]
+                done = [one for one, count in work if self.s.record_computed(one, count)]
                 told = [self.tell(one, Token(self.next(one))) for one in done]
             elif plan.decode:
                 assert self.pipeline.takes(plan.decode)
@@ -163,7 +163,7 @@ def test_tokens_are_those_of_step_after_step(arrivals, blocks, stop, drops) -> N
             assert found[name] == tokens
     world.pipeline.settle()
     assert world.pipeline.step() is None
-    assert world.s.pool.available == world.s.pool.total
+    assert world.s.pool.available_blocks == world.s.pool.total_blocks
 
 
 def test_the_next_step_is_launched_before_the_last_one_is_read() -> None:
@@ -175,7 +175,7 @@ def test_the_next_step_is_launched_before_the_last_one_is_read() -> None:
     assert first[0].source >= 0 and second[0].source == -1  # what row 0 gave
     assert second[0].position == first[0].position + 1
     assert second[0].draw == first[0].draw + 1
-    assert world.pipeline.work == Work(rows=1, keys=first[0].position + 1)
+    assert world.pipeline.work == StepWork(decode_rows=1, decode_kv_tokens=first[0].position + 1)
     assert len(world.device.under_way) == 1
 
 

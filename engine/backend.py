@@ -1,0 +1,118 @@
+"""The hardware that an engine computes on, behind one interface.
+
+The engine, the model and the ranks ask a `Backend` for everything that differs between a CPU and a
+GPU: the device, the KV pool's memory, the kernels, decode steps whose tokens the device draws
+itself, and how ranks add up. A backend is a small object without state.
+
+`backend_registry.open_backend` makes the one that the options name. There are `cpu_backend.py` and
+`gpu_backend.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from ..kv_transfer import KVLayout
+from ..protos.frames import Token
+from .attention import Meta
+from .decoder import Decoder
+from .ops import Ops
+from .options import EngineOptions
+from .pool import KVPool
+from .sampler import Fault
+from .scheduler import Scheduler
+from .sequence import Sequence, SequenceOutput
+from .spec import ModelSpec
+
+if TYPE_CHECKING:
+    from .gpu.decode import DecodeRunner
+    from .gpu.pipeline import Pipeline
+    from .rank_processes import RankProcesses
+
+#: books the token that the device drew for a sequence, and returns what to deliver
+BookToken = Callable[[Sequence, Token | Fault], SequenceOutput | None]
+
+
+class Backend(Protocol):
+    """What differs between kinds of hardware."""
+
+    #: torch.distributed's library for sums over ranks: gloo | nccl
+    collective_library: str
+
+    def check(self, options: EngineOptions, spec: ModelSpec) -> None:
+        """Checks that this machine has what the options need, before a weight is read.
+
+        Raises KernelUnavailable (too few devices) or OutOfMemory (the model does not fit).
+        """
+        ...
+
+    def open_device(self, rank: int) -> torch.device:
+        """Returns rank's device, and makes it the calling thread's."""
+        ...
+
+    def make_ops(
+        self, options: EngineOptions, spec: ModelSpec, device: torch.device, pool_tokens: int
+    ) -> tuple[Ops, str]:
+        """Returns the fastest operations that run here, and their name.
+
+        The name gives the reason where slower operations are taken. `spec` is the whole model's,
+        `pool_tokens` how many tokens the KV pool holds. Raises KernelUnavailable if what the
+        options name cannot run here.
+        """
+        ...
+
+    def make_pool(
+        self, options: EngineOptions, layout: KVLayout, blocks: int, device: torch.device
+    ) -> KVPool:
+        """Allocates the KV pool. Raises OutOfMemory."""
+        ...
+
+    def compute_hidden(
+        self,
+        decoder: Decoder,
+        ids: torch.Tensor,
+        meta: Meta,
+        after: Callable[[int], None] | None,
+    ) -> torch.Tensor:
+        """`Decoder.hidden`; `after(layer)` is called once that layer's KV can be read."""
+        ...
+
+    def make_decode_runner(
+        self,
+        decoder: Decoder,
+        ops: Ops,
+        row_limit: int,
+        max_model_len: int,
+        block_tokens: int,
+        ranks: RankProcesses | None,
+    ) -> DecodeRunner | None:
+        """Returns what runs decode steps, sampling included, on the device; None on a CPU.
+
+        A step has up to `row_limit` rows, of sequences up to `max_model_len` tokens.
+        """
+        ...
+
+    def make_pipeline(
+        self,
+        runner: DecodeRunner | None,
+        scheduler: Scheduler,
+        book_token: BookToken,
+        max_model_len: int,
+    ) -> Pipeline | None:
+        """Returns what keeps `runner` one step ahead of the host; None where there is no runner."""
+        ...
+
+    def claims_exactness(self, options: EngineOptions) -> bool:
+        """True if a row's bits shall not depend on the batch; the start-up check proves it."""
+        ...
+
+    def sums_in_any_order(self, options: EngineOptions) -> bool:
+        """True if sums over ranks may be left to the library."""
+        ...
+
+    def collective_device(self, rank: int) -> torch.device | None:
+        """Returns the device that the collective library binds this rank to, if any."""
+        ...

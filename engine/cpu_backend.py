@@ -1,0 +1,106 @@
+"""The backend of CPUs: C++ kernels where they run, torch everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..kv_transfer import KVLayout
+from .attention import Meta
+from .backend import BookToken
+from .decoder import Decoder
+from .errors import KernelUnavailable
+from .kernels import NativeOps, native_ops
+from .memory import available_memory, check_memory
+from .ops import Ops
+from .options import EngineOptions
+from .pool import KVPool
+from .scheduler import Scheduler
+from .spec import ModelSpec
+
+if TYPE_CHECKING:
+    from .gpu.decode import DecodeRunner
+    from .gpu.pipeline import Pipeline
+    from .rank_processes import RankProcesses
+
+
+class CpuBackend:
+    """`backend.Backend` in this machine's memory; ranks add up by gloo, in rank order."""
+
+    collective_library = "gloo"
+
+    def check(self, options: EngineOptions, spec: ModelSpec) -> None:
+        kv_bytes = options.kv_bytes * options.tensor_parallel
+        check_memory(spec, options.dtype, kv_bytes, available_memory())
+
+    def open_device(self, rank: int) -> torch.device:
+        return torch.device("cpu")
+
+    def make_ops(
+        self, options: EngineOptions, spec: ModelSpec, device: torch.device, pool_tokens: int
+    ) -> tuple[Ops, str]:
+        if options.pool_dtype != options.dtype or options.weights != "model" or options.exact:
+            raise KernelUnavailable("kv_dtype, weights and exact are settings of a GPU's engine")
+        torch_named = "torch" in (options.kernels, options.attention)
+        if (options.dtype != "bfloat16" or torch_named) and options.attention != "cpp":
+            return Ops(), "torch"
+        try:
+            ops = _native_ops(options, spec)
+        except KernelUnavailable as error:
+            if options.attention == "cpp":
+                raise
+            return Ops(), f"torch: {error}"
+        return ops, ops.name
+
+    def make_pool(
+        self, options: EngineOptions, layout: KVLayout, blocks: int, device: torch.device
+    ) -> KVPool:
+        return KVPool(layout, blocks, getattr(torch, layout.dtype), options.shared_kv)
+
+    def compute_hidden(
+        self,
+        decoder: Decoder,
+        ids: torch.Tensor,
+        meta: Meta,
+        after: Callable[[int], None] | None,
+    ) -> torch.Tensor:
+        return decoder.hidden(ids, meta, after)
+
+    def make_decode_runner(
+        self,
+        decoder: Decoder,
+        ops: Ops,
+        row_limit: int,
+        max_model_len: int,
+        block_tokens: int,
+        ranks: RankProcesses | None,
+    ) -> DecodeRunner | None:
+        return None
+
+    def make_pipeline(
+        self,
+        runner: DecodeRunner | None,
+        scheduler: Scheduler,
+        book_token: BookToken,
+        max_model_len: int,
+    ) -> Pipeline | None:
+        return None
+
+    def claims_exactness(self, options: EngineOptions) -> bool:
+        return options.dtype == "bfloat16"
+
+    def sums_in_any_order(self, options: EngineOptions) -> bool:
+        return False
+
+    def collective_device(self, rank: int) -> torch.device | None:
+        return None
+
+
+def _native_ops(options: EngineOptions, spec: ModelSpec) -> NativeOps:
+    if options.dtype != "bfloat16":
+        raise KernelUnavailable(f"the C++ kernels do not compute in {options.dtype}")
+    if options.kernels == "avx512":
+        return NativeOps(spec.head_dim, options.threads, tiles=False)
+    return native_ops(spec.head_dim, options.threads)

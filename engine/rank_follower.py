@@ -1,0 +1,90 @@
+"""A rank above 0 of a tensor-parallel replica: loads its share, computes what rank 0 says.
+
+    python -m diptych.engine.rank_follower     # started by `rank_processes.RankProcesses.start`
+
+Messages come through standard input; the process ends when it does.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, assert_never
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from .backend_registry import open_backend
+from .collectives import Collectives, join_process_group
+from .model import Model
+from .rank_processes import (
+    ComputeHidden,
+    ComputeLogits,
+    CopyBlock,
+    DecodeStep,
+    PrepareDecode,
+    RankAssignment,
+    RankMessage,
+    decode_assignment,
+    read_messages,
+    report_point,
+    unpack,
+)
+
+if TYPE_CHECKING:
+    from .gpu.decode import DecodeRunner
+
+#: called with the loaded model, the assignment, and the socket to the leader's process
+WhenLoaded = Callable[[Model, RankAssignment, socket.socket], None]
+
+
+def run_follower(when_loaded: WhenLoaded | None = None) -> None:
+    """Runs this process as the rank that its first message assigns. Does not return."""
+    messages = read_messages(sys.stdin.buffer)
+    assignment = decode_assignment(next(messages))
+    options = assignment.options
+    rank = assignment.rank
+    host, port = assignment.store.split(":")
+    store = dist.TCPStore(host, int(port), is_master=False)
+    backend = open_backend(options)
+    collectives = Collectives(rank, assignment.size, backend.sums_in_any_order(options))
+    report_point(store, rank, "started")
+    join_process_group(
+        collectives, store, backend.collective_library, backend.collective_device(rank)
+    )
+    model = Model(options, backend, collectives)
+    if when_loaded:
+        when_loaded(model, assignment, socket.socket(fileno=assignment.control))
+    report_point(store, rank, "loaded its share")
+    _carry_out(model, options.limits.block_tokens, messages)
+    os._exit(0)  # the leader is gone: no collective is going to end
+
+
+def _carry_out(model: Model, block_tokens: int, messages: Iterator[bytes]) -> None:
+    hidden = torch.empty(0)
+    runner: DecodeRunner | None = None
+    decoder = msgspec.msgpack.Decoder(RankMessage)
+    for data in messages:
+        message: RankMessage = decoder.decode(data)
+        match message:
+            case ComputeHidden():
+                token_ids, rows = unpack(message, block_tokens)
+                hidden = model.decoder.hidden(token_ids, rows)
+            case ComputeLogits(rows):
+                model.decoder.logits(hidden, torch.tensor(rows))
+            case CopyBlock(source, target):
+                model.kv.copy_block(source, target)
+            case PrepareDecode(row_limit, max_model_len, size):
+                runner = model.runner(row_limit, max_model_len, size)
+            case DecodeStep():
+                assert runner, "no PrepareDecode came before it"
+                runner.follow(message)
+            case _:
+                assert_never(message)
+
+
+if __name__ == "__main__":
+    run_follower()

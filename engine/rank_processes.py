@@ -1,0 +1,243 @@
+"""The processes of a tensor-parallel replica, as rank 0 sees them: start, tell, watch, end.
+
+Life of a rank above 0:
+1. `RankProcesses.start` runs the rank program and sends a `RankAssignment` to its standard input.
+2. All ranks meet ("started"), connect (`collectives.py`), and load their shares at the same time.
+3. All ranks meet again ("loaded its share"); from then on silence is a failure.
+4. Rank 0 broadcasts a `RankMessage` before each computation, and all ranks carry it out together.
+5. `close` ends the input, and the rank ends with it. A rank that ends or freezes earlier ends the
+   replica: `broadcast`, `check_alive` and the collectives raise RankLost.
+
+On GPUs (rank r has the r-th that the process sees) a decode step is the same launch on every rank.
+Each rank samples from the joined logits, and so knows the next ids without being told.
+
+The other end is `rank_follower.py`.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from .attention import Meta, Piece
+from .collectives import COLLECTIVE_TIMEOUT, RankLost, leave_process_group
+from .options import EngineOptions
+
+START_S = 1800.0  #: for another rank to load its share
+END_S = 10.0  #: for another rank to end when its input does
+LENGTH = struct.Struct(">I")  #: in front of each message
+
+
+class RankAssignment(msgspec.Struct, frozen=True):
+    """The first message to a rank: its place, and what every rank is started with."""
+
+    store: str  #: host:port of the store where ranks meet
+    rank: int
+    size: int
+    options: EngineOptions
+    control: int  #: file of a socket whose other end is in `RankProcesses.control_sockets`
+
+
+class ComputeHidden(msgspec.Struct, frozen=True, tag=True):
+    """Run the layers over these rows."""
+
+    token_ids: list[int]
+    pieces: list[Piece]
+
+
+class ComputeLogits(msgspec.Struct, frozen=True, tag=True):
+    """Compute the logits of these rows of what the layers gave last."""
+
+    rows: list[int]
+
+
+class PrepareDecode(msgspec.Struct, frozen=True, tag=True):
+    """Make ready for `DecodeStep` (`model.Model.runner`)."""
+
+    row_limit: int
+    max_model_len: int
+    block_tokens: int
+
+
+class DecodeStep(msgspec.Struct, frozen=True, tag=True):
+    """Decode on the device: `gpu.plan.inputs`, and block tables of the `changed` rows."""
+
+    inputs: bytes
+    changed: list[int]
+    tables: bytes
+
+
+class CopyBlock(msgspec.Struct, frozen=True, tag=True):
+    """Copy a KV block."""
+
+    source: int
+    target: int
+
+
+RankMessage = ComputeHidden | ComputeLogits | CopyBlock | PrepareDecode | DecodeStep
+
+
+@dataclass
+class RankProcesses:
+    """The other ranks' processes. Rank 0 owns them."""
+
+    store: dist.TCPStore  #: where ranks meet
+    processes: list[subprocess.Popen] = field(default_factory=list)  #: of rank 1 and on
+    #: to each process, for whoever runs something beside the model there
+    control_sockets: list[socket.socket] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, options: EngineOptions) -> RankProcesses:
+        """Starts `options.rank_program` for each rank above 0, and waits until they are up.
+
+        The ranks load their shares while this one loads its own. Raises RankLost.
+        """
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ranks = cls(store)
+        for rank in range(1, options.tensor_parallel):
+            ranks._start_process(rank, options)
+        ranks.wait_until("started")
+        return ranks
+
+    def _start_process(self, rank: int, options: EngineOptions) -> None:
+        ours, theirs = socket.socketpair()
+        assignment = RankAssignment(
+            store=f"127.0.0.1:{self.store.port}",
+            rank=rank,
+            size=options.tensor_parallel,
+            options=options,
+            control=theirs.fileno(),
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-m", options.rank_program],
+            stdin=subprocess.PIPE,
+            pass_fds=(theirs.fileno(),),
+        )
+        theirs.close()
+        self.processes.append(process)
+        self.control_sockets.append(ours)
+        _send(process, msgspec.msgpack.encode(assignment, enc_hook=_encode_path))
+
+    def broadcast(self, message: RankMessage) -> None:
+        """Tells the other ranks what they compute next, together with this one. Raises RankLost."""
+        data = msgspec.msgpack.encode(message)
+        for process in self.processes:
+            _send(process, data)
+
+    def wait_until(self, point: str) -> None:
+        """Waits until every rank has called `report_point(point)`. Raises RankLost.
+
+        A share that takes long to load is no silence inside a forward pass, so this wait has its
+        own, longer limit. All ranks are killed when one ends or takes too long.
+        """
+        deadline_s = time.monotonic() + START_S
+        for rank, process in enumerate(self.processes, 1):
+            while not self.store.check([f"{point}/{rank}"]):
+                exit_code = process.poll()
+                if exit_code is not None:
+                    self._fail_start(rank, point, f"it ended with {exit_code}")
+                if time.monotonic() > deadline_s:
+                    self._fail_start(rank, point, f"not in {START_S:.0f} s")
+                time.sleep(0.02)
+
+    def _fail_start(self, rank: int, point: str, reason: str) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        raise RankLost(f"rank {rank} of this replica has not {point}: {reason}; see above")
+
+    def check_alive(self, waited_s: float) -> None:
+        """Raises RankLost if a rank ended, or if a step has taken `waited_s` and that is too long.
+
+        Called while a captured step runs: nothing else notices a rank that is missing in its sums.
+        """
+        for process in self.processes:
+            if process.poll() is not None:
+                raise RankLost(f"rank process {process.pid} of this replica ended")
+        if waited_s > COLLECTIVE_TIMEOUT.total_seconds():
+            raise RankLost(f"a step is not done after {waited_s:.0f} s: a rank or its GPU hangs")
+
+    def close(self) -> None:
+        """Ends the other ranks; one that does not end in time is killed."""
+        for control in self.control_sockets:
+            control.close()
+        for process in self.processes:
+            assert process.stdin is not None
+            with suppress(OSError):  # it ended before
+                process.stdin.close()
+        for process in self.processes:
+            try:
+                process.wait(timeout=END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        leave_process_group()
+
+
+def report_point(store: dist.Store, rank: int, point: str) -> None:
+    """Says that this rank has come to `point` of its start; does not wait for the others."""
+    store.set(f"{point}/{rank}", "")
+
+
+def _send(process: subprocess.Popen, data: bytes) -> None:
+    assert process.stdin is not None
+    try:
+        process.stdin.write(LENGTH.pack(len(data)) + data)
+        process.stdin.flush()
+    except OSError:
+        raise RankLost(f"rank process {process.pid} of this replica ended") from None
+
+
+def read_messages(stream: BinaryIO) -> Iterator[bytes]:
+    """Yields length-prefixed messages until the stream ends."""
+    while header := stream.read(LENGTH.size):
+        yield stream.read(LENGTH.unpack(header)[0])
+
+
+def decode_assignment(data: bytes) -> RankAssignment:
+    return msgspec.msgpack.decode(data, type=RankAssignment, dec_hook=_decode_path)
+
+
+def _encode_path(value: Any) -> str:
+    assert isinstance(value, Path), value
+    return str(value)
+
+
+def _decode_path(kind: type, value: Any) -> Path:
+    assert kind is Path, kind
+    return Path(value)
+
+
+def pack(ids: torch.Tensor, meta: Meta) -> ComputeHidden:
+    """A step's rows as the message that makes another rank compute them."""
+    return ComputeHidden(ids.tolist(), meta.pieces)
+
+
+def unpack(message: ComputeHidden, block_tokens: int) -> tuple[torch.Tensor, Meta]:
+    """The ids and rows that `pack` made a message of."""
+    positions: list[int] = []
+    slot_blocks: list[int] = []
+    for piece in message.pieces:
+        span = range(piece.start, piece.start + piece.count)
+        positions += span
+        slot_blocks += [piece.blocks[position // block_tokens] for position in span]
+    row_positions = torch.tensor(positions)
+    meta = Meta(
+        positions=row_positions,
+        slot_block=torch.tensor(slot_blocks),
+        slot_offset=row_positions % block_tokens,
+        pieces=message.pieces,
+    )
+    return torch.tensor(message.token_ids), meta

@@ -17,23 +17,23 @@ import torch
 
 from ..kv_transfer import KVLayout
 from ..protos.frames import Token
-from .attention import Meta
+from .attention import StepRows
 from .decoder import Decoder
 from .ops import Ops
 from .options import EngineOptions
 from .pool import KVPool
-from .sampler import Fault
+from .sampler import SamplingFault
 from .scheduler import Scheduler
 from .sequence import Sequence, SequenceOutput
 from .spec import ModelSpec
 
 if TYPE_CHECKING:
     from .gpu.decode import DecodeRunner
-    from .gpu.pipeline import Pipeline
+    from .gpu.pipeline import DecodePipeline
     from .rank_processes import RankProcesses
 
 #: books the token that the device drew for a sequence, and returns what to deliver
-BookToken = Callable[[Sequence, Token | Fault], SequenceOutput | None]
+BookToken = Callable[[Sequence, Token | SamplingFault], SequenceOutput | None]
 
 
 class Backend(Protocol):
@@ -74,7 +74,7 @@ class Backend(Protocol):
         self,
         decoder: Decoder,
         ids: torch.Tensor,
-        meta: Meta,
+        meta: StepRows,
         after: Callable[[int], None] | None,
     ) -> torch.Tensor:
         """`Decoder.hidden`; `after(layer)` is called once that layer's KV can be read."""
@@ -101,7 +101,7 @@ class Backend(Protocol):
         scheduler: Scheduler,
         book_token: BookToken,
         max_model_len: int,
-    ) -> Pipeline | None:
+    ) -> DecodePipeline | None:
         """Returns what keeps `runner` one step ahead of the host; None where there is no runner."""
         ...
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .attention import Meta, Piece
+from .attention import RowSpan, StepRows
 from .pacing import StepWork, attended_pairs
 from .scheduler import StepPlan
 from .sequence import Sequence
@@ -21,19 +21,21 @@ class StepBatch:
 
     sequences: list[tuple[Sequence, int]]  #: with the number of ids, drafts not counted
     token_ids: torch.Tensor  #: int64 [rows]
-    step_rows: Meta
+    step_rows: StepRows
     logit_rows: torch.Tensor  #: int64: rows whose logits are needed
     logit_starts: list[int]  #: index in `logit_rows` of each sequence's last id; its drafts follow
 
     def work(self, prefill_count: int) -> StepWork:
         """What the step costs by; the first `prefill_count` sequences are being prefilled."""
-        prefill = self.step_rows.pieces[:prefill_count]
-        decode = self.step_rows.pieces[prefill_count:]
+        prefill = self.step_rows.spans[:prefill_count]
+        decode = self.step_rows.spans[prefill_count:]
         return StepWork(
-            decode_rows=sum(piece.count for piece in decode),
-            decode_kv_tokens=sum(piece.start + piece.count for piece in decode),
-            prefill_tokens=sum(piece.count for piece in prefill),
-            attended_pairs=sum(attended_pairs(piece.count, piece.start) for piece in prefill),
+            decode_rows=sum(piece.row_count for piece in decode),
+            decode_kv_tokens=sum(piece.first_position + piece.row_count for piece in decode),
+            prefill_tokens=sum(piece.row_count for piece in prefill),
+            attended_pairs=sum(
+                attended_pairs(piece.row_count, piece.first_position) for piece in prefill
+            ),
             prefill_prompts=prefill_count,
         )
 
@@ -47,7 +49,7 @@ def build_batch(plan: StepPlan, block_tokens: int) -> StepBatch:
     slot_blocks: list[int] = []
     logit_rows: list[int] = []
     logit_starts: list[int] = []
-    pieces: list[Piece] = []
+    pieces: list[RowSpan] = []
     for index, (sequence, count) in enumerate(sequences):
         is_decode = index >= prefill_count
         drafts = sequence.drafts if is_decode else []
@@ -55,12 +57,12 @@ def build_batch(plan: StepPlan, block_tokens: int) -> StepBatch:
         end = start + count + len(drafts)
         block_table = sequence.blocks[: -(-end // block_tokens)]
         pieces.append(
-            Piece(
-                row=len(token_ids),
-                count=end - start,
-                start=start,
+            RowSpan(
+                first_row=len(token_ids),
+                row_count=end - start,
+                first_position=start,
                 blocks=block_table,
-                decode=is_decode and not drafts,
+                is_decode=is_decode and not drafts,
             )
         )
         token_ids += sequence.token_ids[start : start + count]
@@ -74,11 +76,11 @@ def build_batch(plan: StepPlan, block_tokens: int) -> StepBatch:
         logit_rows += range(len(token_ids) - 1 - len(drafts), len(token_ids))
 
     row_positions = torch.tensor(positions)
-    step_rows = Meta(
+    step_rows = StepRows(
         positions=row_positions,
-        slot_block=torch.tensor(slot_blocks),
-        slot_offset=row_positions % block_tokens,
-        pieces=pieces,
+        slot_blocks=torch.tensor(slot_blocks),
+        slot_offsets=row_positions % block_tokens,
+        spans=pieces,
     )
     return StepBatch(
         sequences=sequences,

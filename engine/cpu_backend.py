@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..kv_transfer import KVLayout
-from .attention import Meta
+from .attention import StepRows
 from .backend import BookToken
 from .decoder import Decoder
 from .errors import KernelUnavailable
@@ -22,7 +22,7 @@ from .spec import ModelSpec
 
 if TYPE_CHECKING:
     from .gpu.decode import DecodeRunner
-    from .gpu.pipeline import Pipeline
+    from .gpu.pipeline import DecodePipeline
     from .rank_processes import RankProcesses
 
 
@@ -63,7 +63,7 @@ class CpuBackend:
         self,
         decoder: Decoder,
         ids: torch.Tensor,
-        meta: Meta,
+        meta: StepRows,
         after: Callable[[int], None] | None,
     ) -> torch.Tensor:
         return decoder.hidden(ids, meta, after)
@@ -85,7 +85,7 @@ class CpuBackend:
         scheduler: Scheduler,
         book_token: BookToken,
         max_model_len: int,
-    ) -> Pipeline | None:
+    ) -> DecodePipeline | None:
         return None
 
     def claims_exactness(self, options: EngineOptions) -> bool:

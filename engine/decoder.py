@@ -1,4 +1,16 @@
-"""One decoder for every supported architecture, driven by `ModelSpec`."""
+"""One decoder for every supported architecture, driven by `ModelSpec`.
+
+All supported models are stacks of the same layer: attention with rotary positions, then an MLP or a
+mixture of experts, each behind an RMSNorm and each added to the rows that go through the layers.
+What differs (biases, norms of queries and keys, windows, experts) is in the spec and the weights.
+
+To add an architecture of this form, change `spec.py` alone: name it in `ARCHITECTURES`, and set
+the fields of `ModelSpec` by its `config.json`. For example `"FooForCausalLM": "foo"`, with
+`qkv_bias` True where transformers' `FooAttention` has biases. `loader.py` reads tensors by the
+names that Llama's have. `tests/engine/test_golden.py` then compares the logits with transformers'.
+
+In shapes, T is the number of rows of a step, and D is the size of a head.
+"""
 
 from __future__ import annotations
 
@@ -7,82 +19,109 @@ from dataclasses import dataclass
 
 import torch
 
-from .attention import Meta
-from .linear import Linear, Shared
-from .ops import Norm, Ops
+from .attention import StepRows
+from .linear import Linear, ShardedLinear
+from .ops import Ops, RmsNorm
 from .pool import KVPool
 from .rope import rope_frequencies
 from .spec import ModelSpec
 
-#: hidden [T, H] and the norm before it -> hidden + what the block adds [T, H]
-Feed = Callable[[torch.Tensor, Norm], torch.Tensor]
+#: Takes hidden rows [T, hidden] and the norm before the block; gives the hidden rows plus what the
+#: block adds to them, [T, hidden]. `Mlp` and `moe.MixtureOfExperts` are such blocks.
+FeedForward = Callable[[torch.Tensor, RmsNorm], torch.Tensor]
 
 
 @dataclass(slots=True)
 class Mlp:
-    """`hidden + down(silu(gate) * up)`; `gate_up` is fused along the output and applies SiLU."""
+    """The block `hidden + down(silu(gate) * up)`, gates and `up` of the normed hidden rows."""
 
-    gate_up: Linear
-    down: Linear | Shared
+    gate_up: Linear  #: Both matrices fused along the outputs; the layer applies SiLU itself.
+    down: Linear | ShardedLinear
 
-    def __call__(self, hidden: torch.Tensor, norm: Norm) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+        """Return the block's result, [T, hidden], of `hidden` rows [T, hidden]."""
         return self.down(self.gate_up(hidden, norm=norm), residual=hidden)
 
 
 @dataclass(slots=True)
-class Layer:
-    """Weights of one layer; `qkv` is fused along the output."""
+class DecoderLayer:
+    """The weights of one layer."""
 
-    norm: Norm
-    qkv: Linear
-    qk_norms: tuple[Norm, Norm] | None
-    output: Linear | Shared
-    mlp_norm: Norm
-    mlp: Feed
+    norm: RmsNorm  #: Before attention.
+    qkv: Linear  #: The matrices of queries, keys and values, fused along the outputs.
+    qk_norms: tuple[RmsNorm, RmsNorm] | None  #: Of queries and of keys, each of size D.
+    output: Linear | ShardedLinear  #: From what attention gives back to hidden rows.
+    mlp_norm: RmsNorm  #: Before the MLP or the experts.
+    mlp: FeedForward
 
 
 @dataclass(slots=True)
-class Weights:
-    embedding: torch.Tensor
-    layers: list[Layer]
-    norm: Norm
-    head: Linear | Shared
+class DecoderWeights:
+    """All weights of a model, or one rank's share of them."""
+
+    embedding: torch.Tensor  #: [vocab, hidden] in the model's dtype.
+    layers: list[DecoderLayer]
+    norm: RmsNorm  #: Behind the last layer.
+    head: Linear | ShardedLinear  #: From hidden rows to logits.
 
 
 class Decoder:
-    """Forward pass over a step's rows; K and V go to the pool's slots, attention reads them."""
+    """The forward pass over a step's rows.
 
-    def __init__(self, spec: ModelSpec, weights: Weights, pool: KVPool, ops: Ops) -> None:
-        self.spec, self.weights, self.pool, self.ops = spec, weights, pool, ops
+    K and V of the rows go to their slots in the pool, where attention reads them.
+    """
+
+    def __init__(self, spec: ModelSpec, weights: DecoderWeights, pool: KVPool, ops: Ops) -> None:
+        self.spec = spec
+        self.weights = weights
+        self.pool = pool
+        self.ops = ops
         self._frequencies = ops.keep(rope_frequencies(spec.rope, spec.head_dim))
         self._scale = spec.head_dim**-0.5
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """`rows` (int64; None: all) of `hidden()` -> logits float32 [rows, vocab]."""
-        hidden = hidden if rows is None else hidden[rows.to(hidden.device)]
+        """Return the logits, float32 [rows, vocab], of rows of what `hidden()` gave.
+
+        `rows` are int64 indices; None stands for all rows.
+        """
+        if rows is not None:
+            hidden = hidden[rows.to(hidden.device)]
         return self.weights.head(hidden, norm=self.weights.norm).float()
 
     @torch.inference_mode()
     def hidden(
-        self, ids: torch.Tensor, meta: Meta, after: Callable[[int], None] | None = None
+        self,
+        token_ids: torch.Tensor,
+        step: StepRows,
+        layer_written: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
-        """ids int64 [T] -> what the last layer gives, [T, hidden]; writes their KV.
+        """Return what the last layer gives, [T, hidden], of `token_ids` int64 [T].
 
-        `after` is called with each layer's index when its KV is written, on all ranks.
+        The KV of the rows is written to the pool. `layer_written` is called with the index of each
+        layer whose KV is written on all ranks.
         """
-        ids, meta = self.ops.place(ids, meta)
-        hidden = self.weights.embedding[ids]
-        angles = meta.positions[:, None].float() * self._frequencies
-        scale = self.spec.rope.attention_factor
-        turn = angles.cos() * scale, angles.sin() * scale
+        token_ids, step = self.ops.place(token_ids, step)
+        hidden = self.weights.embedding[token_ids]
+        angles = self._rotations(step.positions)
         for index, layer in enumerate(self.weights.layers):
-            cache, window = self.pool.layer(index), self.spec.windows[index]
+            cache = self.pool.layer(index)
             qkv = layer.qkv(hidden, norm=layer.norm)
-            q = self.ops.rope_store(qkv, cache, layer.qk_norms, turn, meta)
-            seen = self.ops.attend(q, cache, meta, self._scale, window)
-            hidden = layer.output(seen.flatten(1), residual=hidden)  # ranks meet here
-            if after:
-                after(index)
+            queries = self.ops.rope_store(
+                qkv, cache, norms=layer.qk_norms, angles=angles, step=step
+            )
+            attended = self.ops.attend(
+                queries, cache, step, scale=self._scale, window=self.spec.windows[index]
+            )
+            # ranks add up their parts in here, so all of them have written the layer's KV
+            hidden = layer.output(attended.flatten(1), residual=hidden)
+            if layer_written:
+                layer_written(index)
             hidden = layer.mlp(hidden, layer.mlp_norm)
         return hidden
+
+    def _rotations(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the cosines and sines of the rotary embedding, float32 [T, D / 2]."""
+        angles = positions[:, None].float() * self._frequencies
+        factor = self.spec.rope.attention_factor
+        return angles.cos() * factor, angles.sin() * factor

@@ -26,17 +26,17 @@ from .blocks import BlockPool
 from .commands import EngineObservation, PrefixStaged, StagePrefix
 from .drafts import NGramDrafter
 from .exactness import is_exact
-from .grammar import Grammars
-from .model import part_of, start_model
+from .grammar import GrammarCompiler
+from .model import rank_share, start_model
 from .options import EngineOptions, SchedulerLimits
-from .sampler import SLICE, Fault, sample, score
+from .sampler import SCORED_ROWS, SamplingFault, sample_tokens, score_prompt
 from .scheduler import Scheduler, StepPlan
 from .sequence import BlocksFilled, Sequence, SequenceOutput
 from .sizing import context_limit, kv_layout
 from .spec import fingerprint, read_spec
 
 if TYPE_CHECKING:
-    from .gpu.pipeline import Pipeline
+    from .gpu.pipeline import DecodePipeline
 
 LOW_POOL_DIVISOR = 8  #: tiers copy cached blocks while less than this part of the pool is free
 DEMOTION_LIMIT = 16  #: blocks that they copy at a time, at most
@@ -82,7 +82,7 @@ class Engine:
         self.spec = read_spec(options.model_folder)
         limits = options.limits
         ranks = options.tensor_parallel
-        layout = kv_layout(part_of(self.spec, ranks), options.pool_dtype, limits.block_tokens)
+        layout = kv_layout(rank_share(self.spec, ranks), options.pool_dtype, limits.block_tokens)
         self.max_model_len = context_limit(
             self.spec, layout, options.kv_bytes, options.max_model_len
         )
@@ -97,7 +97,7 @@ class Engine:
         self.exact = backend.claims_exactness(options) and is_exact(
             self._model, limits.block_tokens
         )
-        self._grammars = Grammars(options.model_folder, self.spec.vocab, self.spec.eos_ids)
+        self._grammars = GrammarCompiler(options.model_folder, self.spec.vocab, self.spec.eos_ids)
 
         kernel_kind = self.kernels.split(":")[0].encode()  # another kind has other last bits
         self.compatibility = layout.compatibility(
@@ -105,8 +105,10 @@ class Engine:
         )
         self.piece_count = piece_count(layout, ranks)
 
-        runner = self._model.runner(limits.max_running, self.max_model_len, limits.block_tokens)
-        self._pipeline: Pipeline | None = backend.make_pipeline(
+        runner = self._model.make_decode_runner(
+            limits.max_running, self.max_model_len, limits.block_tokens
+        )
+        self._pipeline: DecodePipeline | None = backend.make_pipeline(
             runner, self.scheduler, self._book_token, self.max_model_len
         )
 
@@ -264,7 +266,7 @@ class Engine:
         plan = self.scheduler.plan()
         if not plan:
             return []
-        if self._pipeline and not plan.prefill and self._pipeline.takes(plan.decode):
+        if self._pipeline and not plan.prefill and self._pipeline.can_run(plan.decode):
             self._pipeline.start(plan.decode)
             return self._account_ahead(self._pipeline.step() or [], self._pipeline, began)
 
@@ -293,7 +295,7 @@ class Engine:
             self._account_decode(seconds)
 
     def _account_ahead(
-        self, outputs: list[SequenceOutput], pipeline: Pipeline, began: float
+        self, outputs: list[SequenceOutput], pipeline: DecodePipeline, began: float
     ) -> list[SequenceOutput]:
         """Accounts for a decode step of the pipeline, and returns its outputs."""
         seconds = time.perf_counter() - began
@@ -311,7 +313,7 @@ class Engine:
     def _wait_for_device(self) -> None:
         """Waits for the step under way before others than this engine's steps write blocks."""
         if self._pipeline:
-            self._pipeline.wait()
+            self._pipeline.wait_for_device()
 
     def _announce_prefills(
         self, prefills: list[tuple[Sequence, int]]
@@ -367,36 +369,41 @@ class Engine:
 
     def _score_prompts(
         self, batch: StepBatch, hidden: torch.Tensor
-    ) -> dict[AttemptKey, list[Token | Fault]]:
+    ) -> dict[AttemptKey, list[Token | SamplingFault]]:
         """Logprobs of prompt ids, for the sequences of the step that ask for them."""
-        scored: dict[AttemptKey, list[Token | Fault]] = {}
-        for (sequence, count), piece in zip(batch.sequences, batch.step_rows.pieces, strict=True):
+        scored: dict[AttemptKey, list[Token | SamplingFault]] = {}
+        for (sequence, count), piece in zip(batch.sequences, batch.step_rows.spans, strict=True):
             if sequence.sampling.prompt_logprobs is not None:
                 scored[sequence.attempt_key] = self._score_prompt(
-                    sequence, count, hidden, first_row=piece.row
+                    sequence, count, hidden, first_row=piece.first_row
                 )
         return scored
 
     def _score_prompt(
         self, sequence: Sequence, count: int, hidden: torch.Tensor, *, first_row: int
-    ) -> list[Token | Fault]:
+    ) -> list[Token | SamplingFault]:
         """Logprobs of the ids behind `count` rows of `hidden`, as far as they are not sent yet."""
         logprob_count = sequence.sampling.prompt_logprobs
         assert logprob_count is not None
         computed = sequence.computed_tokens
         first = max(computed, sequence.prompt_logprobs_sent - 1)
         end = min(computed + count, sequence.prompt_tokens - 1)
-        tokens: list[Token | Fault] = []
-        for start in range(first, end, SLICE):  # float32 logits of all rows would be gigabytes
-            stop = min(start + SLICE, end)
+        tokens: list[Token | SamplingFault] = []
+        for start in range(
+            first, end, SCORED_ROWS
+        ):  # float32 logits of all rows would be gigabytes
+            stop = min(start + SCORED_ROWS, end)
             rows = torch.arange(start, stop) + first_row - computed
             logits = self._model.logits(hidden, rows)
             next_ids = sequence.token_ids[start + 1 : stop + 1]
-            tokens += score(logits, next_ids, logprob_count, start + 1)
+            tokens += score_prompt(logits, next_ids, logprob_count, start + 1)
         return tokens
 
     def _book(
-        self, batch: StepBatch, logits: torch.Tensor, scored: dict[AttemptKey, list[Token | Fault]]
+        self,
+        batch: StepBatch,
+        logits: torch.Tensor,
+        scored: dict[AttemptKey, list[Token | SamplingFault]],
     ) -> list[SequenceOutput]:
         """Moves every sequence on by its rows, and those whose ids are all computed by a token.
 
@@ -419,7 +426,9 @@ class Engine:
         while drawing:
             rows = [row + depth for _, row in drawing]
             drawn_logits = logits if rows == list(range(len(logits))) else logits[rows]
-            tokens = sample(drawn_logits, [sequence for sequence, _ in drawing], self._grammars)
+            tokens = sample_tokens(
+                drawn_logits, [sequence for sequence, _ in drawing], self._grammars
+            )
             continuing: list[tuple[Sequence, int]] = []
             for (sequence, row), token in zip(drawing, tokens, strict=True):
                 prompt_scores = () if depth else scored.get(sequence.attempt_key, ())
@@ -452,16 +461,16 @@ class Engine:
     def _book_token(
         self,
         sequence: Sequence,
-        token: Token | Fault | None,
-        prompt_scores: Iterable[Token | Fault] = (),
+        token: Token | SamplingFault | None,
+        prompt_scores: Iterable[Token | SamplingFault] = (),
     ) -> SequenceOutput | None:
         """Moves a sequence on by a token, or ends it by a fault; returns what to deliver."""
         prompt_logprobs: list[Token] = []
         for entry in prompt_scores:
-            if isinstance(entry, Fault):
+            if isinstance(entry, SamplingFault):
                 return self._book_fault(sequence, entry)
             prompt_logprobs.append(entry)
-        if isinstance(token, Fault):
+        if isinstance(token, SamplingFault):
             return self._book_fault(sequence, token)
         if sequence.answer_index:  # the first answer delivers them for all
             prompt_logprobs = []
@@ -482,15 +491,15 @@ class Engine:
             answer_index=sequence.answer_index,
         )
 
-    def _book_fault(self, sequence: Sequence, fault: Fault) -> SequenceOutput:
+    def _book_fault(self, sequence: Sequence, fault: SamplingFault) -> SequenceOutput:
         """Ends a sequence for which no token can be drawn."""
         if sequence.name in self.scheduler.live:
-            self.scheduler.fail(sequence, damaged=fault.damage)
+            self.scheduler.fail(sequence, damaged=fault.model_damaged)
         return SequenceOutput(
             sequence.attempt_key,
             error=fault.reason,
             answer_index=sequence.answer_index,
-            request_at_fault=not fault.damage,
+            request_at_fault=not fault.model_damaged,
         )
 
     # ---- what others see ---------------------------------------------------------------------

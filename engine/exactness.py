@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import torch
 
-from .attention import Meta, Piece
+from .attention import RowSpan, StepRows
 from .decoder import Decoder
-from .model import Model
+from .model import RankModel
 
 EXTRA_TOKENS = 6  #: the text is this much longer than a block
 ID_STRIDE = 7919  #: a prime, so that the ids of the text differ
 
 
 @torch.inference_mode()
-def is_exact(model: Model, block_tokens: int) -> bool:
+def is_exact(model: RankModel, block_tokens: int) -> bool:
     """Computes a text whole, in chunks and row by row: True if all bits are the same, KV too.
 
     On one rank only in the first layer. Uses the pool's first blocks, which must not be in use.
@@ -36,7 +36,7 @@ def is_exact(model: Model, block_tokens: int) -> bool:
 
 
 def _run_in_chunks(
-    model: Model, block_tokens: int, token_ids: torch.Tensor, counts: list[int]
+    model: RankModel, block_tokens: int, token_ids: torch.Tensor, counts: list[int]
 ) -> list[torch.Tensor]:
     """The hidden states of the text, its last logits, and its K and V in the first layer."""
     decoder = model if model.collectives else _first_layer(model.decoder)
@@ -46,8 +46,14 @@ def _run_in_chunks(
     for count in counts:
         positions = torch.arange(start, start + count)
         used_table = table[: -(-(start + count) // block_tokens)]
-        piece = Piece(row=0, count=count, start=start, blocks=used_table, decode=count == 1)
-        rows = Meta(positions, positions // block_tokens, positions % block_tokens, [piece])
+        piece = RowSpan(
+            first_row=0,
+            row_count=count,
+            first_position=start,
+            blocks=used_table,
+            is_decode=count == 1,
+        )
+        rows = StepRows(positions, positions // block_tokens, positions % block_tokens, [piece])
         hidden_parts.append(decoder.hidden(token_ids[positions], rows))
         start += count
     logits = decoder.logits(hidden_parts[-1], torch.tensor([counts[-1] - 1]))

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..kv_transfer import KVLayout
-from .attention import Meta
+from .attention import StepRows
 from .backend import BookToken
 from .cpu_backend import CpuBackend
 from .decoder import Decoder
 from .errors import KernelUnavailable
-from .gpu.backends import Need
-from .gpu.behind import Behind
+from .gpu.backends import AttentionNeeds
+from .gpu.layer_events import LayerCallbacks
 from .gpu.memory import DevicePool
-from .gpu.pipeline import Pipeline
+from .gpu.pipeline import DecodePipeline
 from .ops import Ops
 from .options import EngineOptions
 from .pool import KVPool
@@ -41,7 +41,7 @@ class InterpretedBackend(CpuBackend):
             from .gpu.ops import GpuOps
         except ImportError as error:
             raise KernelUnavailable(f"{error}: pip install 'diptych[gpu]'") from None
-        need = Need(
+        need = AttentionNeeds(
             dtype=options.dtype,
             kv_dtype=options.pool_dtype,
             block_tokens=options.limits.block_tokens,
@@ -78,9 +78,9 @@ class InterpretedBackend(CpuBackend):
         scheduler: Scheduler,
         book_token: BookToken,
         max_model_len: int,
-    ) -> Pipeline | None:
+    ) -> DecodePipeline | None:
         assert runner is not None
-        return Pipeline(runner, scheduler, book_token, max_model_len)
+        return DecodePipeline(runner, scheduler, book_token, max_model_len)
 
 
 class CudaBackend(InterpretedBackend):
@@ -110,12 +110,12 @@ class CudaBackend(InterpretedBackend):
         self,
         decoder: Decoder,
         ids: torch.Tensor,
-        meta: Meta,
+        meta: StepRows,
         after: Callable[[int], None] | None,
     ) -> torch.Tensor:
         if after is None:
             return decoder.hidden(ids, meta)
-        behind = Behind(after, torch.cuda.Event)
+        behind = LayerCallbacks(after, torch.cuda.Event)
         hidden = decoder.hidden(ids, meta, behind.launched)
         behind.finish()
         return hidden

@@ -17,111 +17,156 @@ import numpy as np
 from ..protos.frames import Grammar
 from .errors import InvalidRequest
 
-COMPILED = 64  #: grammars that are kept compiled
-TEXT_MAX = 64 << 10  #: characters of a grammar
-STACK = 256 << 20  #: bytes: rules that lead to rules recurse, ~5 KiB a step; 3,000 overflow 8 MiB
-TERSE = llguidance.LLParserLimits(verbose_errors=False)
+#: So many grammars are kept compiled, the least recently used one goes first.
+COMPILED_LIMIT = 64
+
+#: Characters of a grammar.
+TEXT_LIMIT = 64 << 10
+
+#: Bytes of the stack on which a grammar is compiled. Rules that lead to rules recurse, with about
+#: 5 KiB a step: 3,000 of them overflow the usual 8 MiB.
+STACK_BYTES = 256 << 20
+
+#: Keeps llguidance from repeating the grammar in its messages.
+TERSE_ERRORS = llguidance.LLParserLimits(verbose_errors=False)
+
+#: The kinds of `protos.frames.Grammar`.
+KINDS = ("json_schema", "json_object", "regex", "lark")
 
 
-class Grammars:
-    """The grammars of one checkpoint; its tokenizer is read when the first one is asked for."""
+class GrammarCompiler:
+    """Compiles grammars for one checkpoint, and keeps those used last.
 
-    def __init__(self, folder: Path, vocab: int, ends: tuple[int, ...]) -> None:
-        self._folder, self._vocab, self._ends = folder, vocab, ends
-        self._compiled = lru_cache(COMPILED)(self._compile)
+    The checkpoint's tokenizer is read when the first grammar is compiled. `end_ids` are the ids
+    that end an answer by the checkpoint's configuration.
+    """
+
+    def __init__(self, folder: Path, vocab: int, end_ids: tuple[int, ...]) -> None:
+        self._folder = folder
+        self._vocab = vocab
+        self._end_ids = end_ids
+        self._compiled = lru_cache(COMPILED_LIMIT)(self._compile)
 
     @cached_property
     def _tokenizer(self) -> llguidance.LLTokenizer:
         path = self._folder / "tokenizer.json"
         try:
-            ends = list(self._ends) or None
-            return llguidance.LLTokenizer(str(path), n_vocab=self._vocab, eos_token=ends)
+            return llguidance.LLTokenizer(
+                str(path), n_vocab=self._vocab, eos_token=list(self._end_ids) or None
+            )
         except ValueError as error:
             raise InvalidRequest(f"no grammar can be used with this model: {error}") from None
 
-    def matcher(self, grammar: Grammar, stop_ids: tuple[int, ...]) -> Matcher:
-        """A matcher before the first id. Raises InvalidRequest."""
+    def matcher(self, grammar: Grammar, stop_ids: tuple[int, ...]) -> GrammarMatcher:
+        """Return a matcher that has consumed no id yet.
+
+        Compiles the grammar if that is not kept, which takes the calling thread's time. Raises
+        InvalidRequest where the grammar, or the model's tokenizer, cannot be used.
+        """
         matcher = self._compiled(grammar).deep_copy()
-        return Matcher(matcher, self._vocab, tuple(self._tokenizer.eos_tokens), stop_ids)
+        end_ids = tuple(self._tokenizer.eos_tokens)
+        return GrammarMatcher(matcher, self._vocab, end_ids=end_ids, stop_ids=stop_ids)
 
     def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
-        tokenizer, made = self._tokenizer, []
-        source = _source(grammar)
+        """Compile on a thread of its own, because only a new thread can have a larger stack."""
+        tokenizer = self._tokenizer
+        source = _llguidance_source(grammar)
+        compiled: list[llguidance.LLMatcher] = []
 
-        def compile_it() -> None:
-            made.append(llguidance.LLMatcher(tokenizer, source, log_level=0, limits=TERSE))
+        def compile_source() -> None:
+            matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=TERSE_ERRORS)
+            compiled.append(matcher)
 
-        thread = threading.Thread(target=compile_it, name="grammar")
-        before = threading.stack_size(STACK)
+        thread = threading.Thread(target=compile_source, name="grammar")
+        usual_stack_bytes = threading.stack_size(STACK_BYTES)
         try:
             thread.start()
         finally:
-            threading.stack_size(before)
+            threading.stack_size(usual_stack_bytes)
         thread.join()
-        if made[0].is_error():
-            raise InvalidRequest(f"invalid grammar: {_first(made[0].get_error())}")
-        return made[0]
+        (matcher,) = compiled
+        if matcher.is_error():
+            raise InvalidRequest(f"invalid grammar: {_first_causes(matcher.get_error())}")
+        return matcher
 
 
-def _source(grammar: Grammar) -> str:
-    """The grammar in llguidance's own form. Raises InvalidRequest."""
-    make, text = llguidance.LLMatcher, grammar.text
-    if len(text) > TEXT_MAX:
-        raise InvalidRequest(f"invalid grammar: {len(text)} characters, more than {TEXT_MAX}")
+def _llguidance_source(grammar: Grammar) -> str:
+    """Return the grammar in llguidance's own form. Raises InvalidRequest."""
+    matcher_class = llguidance.LLMatcher
+    text = grammar.text
+    if len(text) > TEXT_LIMIT:
+        raise InvalidRequest(f"invalid grammar: {len(text)} characters, more than {TEXT_LIMIT}")
     match grammar.kind:
         case "json_schema":
             try:
-                json.loads(text)  # or what is behind its end would be read as llguidance's own
-                return make.grammar_from_json_schema(text)
+                # without this llguidance would read text behind the schema as its own language
+                json.loads(text)
+                return matcher_class.grammar_from_json_schema(text)
             except (ValueError, RecursionError) as error:
-                raise InvalidRequest(f"invalid grammar: not JSON: {_first(str(error))}") from None
+                reason = _first_causes(str(error))
+                raise InvalidRequest(f"invalid grammar: not JSON: {reason}") from None
         case "json_object":
-            return make.grammar_from_json_schema('{"type": "object"}')
+            return matcher_class.grammar_from_json_schema('{"type": "object"}')
         case "regex":
-            return make.grammar_from_regex(text)
+            return matcher_class.grammar_from_regex(text)
         case "lark":
-            return make.grammar_from_lark(text)
-    kinds = "json_schema, json_object, regex, lark"
-    raise InvalidRequest(f"invalid grammar: {grammar.kind!r} is none of {kinds}")
+            return matcher_class.grammar_from_lark(text)
+    raise InvalidRequest(f"invalid grammar: {grammar.kind!r} is none of {', '.join(KINDS)}")
 
 
-def _first(error: str) -> str:
-    """What llguidance says first, without the grammar that it repeats."""
+def _first_causes(error: str) -> str:
+    """Return the first line and the causes of llguidance's message, without the grammar in it."""
     lines = [line.strip() for line in error.split("\n") if line.strip()]
     causes = [line for line in lines if line.startswith("error:")]
     return " ".join(line[:150] for line in [*lines[:1], *causes])
 
 
-class Matcher:
-    """Where one answer stands in its grammar. `fed`: how many ids it has seen."""
+class GrammarMatcher:
+    """Where one answer stands in its grammar."""
+
+    #: How many ids of the answer were consumed.
+    consumed_tokens: int
+
+    #: True if nothing but the end can follow.
+    complete: bool
+
+    #: Which ids may come next, bool [vocab].
+    allowed: np.ndarray
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, vocab: int, ends: tuple[int, ...], stops: tuple
+        self,
+        matcher: llguidance.LLMatcher,
+        vocab: int,
+        *,
+        end_ids: tuple[int, ...],
+        stop_ids: tuple[int, ...],
     ) -> None:
-        self._matcher, self._vocab = matcher, vocab
-        self._ends = [end for end in ends if end < vocab]
-        self._stops = [stop for stop in stops if 0 <= stop < vocab]
-        self.fed = 0
-        self._look()
+        """`end_ids` are the tokenizer's, `stop_ids` the request's. Raises InvalidRequest."""
+        self._matcher = matcher
+        self._vocab = vocab
+        self._end_ids = [end_id for end_id in end_ids if end_id < vocab]
+        self._stop_ids = [stop_id for stop_id in stop_ids if 0 <= stop_id < vocab]
+        self.consumed_tokens = 0
+        self._update()
 
-    def feed(self, ids: list[int]) -> None:
-        """Takes the next ids of the answer. Raises InvalidRequest."""
-        self.fed += len(ids)
-        if not self._matcher.consume_tokens(ids):
-            error = _first(self._matcher.get_error())
+    def consume(self, token_ids: list[int]) -> None:
+        """Advance by the next ids of the answer. Raises InvalidRequest where these do not fit."""
+        self.consumed_tokens += len(token_ids)
+        if not self._matcher.consume_tokens(token_ids):
+            error = _first_causes(self._matcher.get_error())
             raise InvalidRequest(f"the answer left its grammar: {error}")
-        self._look()
+        self._update()
 
-    def _look(self) -> None:
+    def _update(self) -> None:
+        """Work out what may come next. Raises InvalidRequest where nothing may."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            error = _first(self._matcher.get_error())
+            error = _first_causes(self._matcher.get_error())
             raise InvalidRequest(f"the grammar admits no id here: {error}")
         allowed = np.unpackbits(bits, count=self._vocab, bitorder="little").view(bool)
-        allowed[self._ends] = False
-        allowed[self._stops] = False
+        allowed[self._end_ids] = False
+        allowed[self._stop_ids] = False
         may_end = self._matcher.is_accepting()
-        #: nothing but the end can follow
         self.complete = may_end and (self._matcher.is_stopped() or not allowed.any())
-        allowed[self._stops] = may_end
-        self.allowed = allowed  #: bool [vocab]
+        allowed[self._stop_ids] = may_end
+        self.allowed = allowed

@@ -1,5 +1,7 @@
-"""Memory in huge pages, for what is streamed from DRAM: with 4 KiB pages, address translation
-limits a core to about two thirds of the bandwidth."""
+"""Memory in huge pages, for what is streamed from DRAM.
+
+With pages of 4 KiB, address translation limits a core to about two thirds of the bandwidth.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +12,37 @@ import torch
 
 from .errors import OutOfMemory
 
-PAGE = 2 << 20
-CHUNK = 64 << 20
-LINE = 4096  #: alignment of what is placed
+#: Bytes of a huge page on x86.
+HUGE_PAGE = 2 << 20
+
+#: Bytes that an arena allocates at once, at least.
+ARENA_CHUNK = 64 << 20
+
+#: Tensors in an arena begin at multiples of so many bytes.
+ALIGNMENT = 4096
 
 
-def allocate(size: int, what: str) -> tuple[mmap.mmap, int]:
-    """A private mapping that holds `size` bytes from the returned offset on, a huge page's start.
+def allocate(size: int, purpose: str) -> tuple[mmap.mmap, int]:
+    """Return a private mapping, and the offset from which on it holds `size` bytes.
 
-    Raises OutOfMemory, naming `what`.
+    A huge page begins at the offset. Raises OutOfMemory, which names the `purpose`.
     """
     try:
-        whole = -(-size // PAGE) * PAGE + PAGE
-        memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        length = _round_up(size, HUGE_PAGE) + HUGE_PAGE
+        memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError) as error:
-        raise OutOfMemory(f"{what} of {size >> 20} MiB does not fit: {error}") from None
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory, -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % PAGE
+        raise _does_not_fit(size, purpose, error) from None
+    _advise_huge_pages(memory)
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    return memory, -address % HUGE_PAGE
 
 
-def allocate_shared(size: int, what: str) -> tuple[mmap.mmap, int]:
-    """A mapping of `size` bytes of a file in memory, and the file, for other processes to map.
+def allocate_shared(size: int, purpose: str) -> tuple[mmap.mmap, int]:
+    """Return a mapping of `size` bytes of a file in memory, and the file for other processes.
 
-    In huge pages only where `/sys/kernel/mm/transparent_hugepage/shmem_enabled` says `advise` or
-    more. Raises OutOfMemory, naming `what`; AttributeError where there are no such files.
+    The mapping is in huge pages only where `/sys/kernel/mm/transparent_hugepage/shmem_enabled` says
+    `advise` or more. Raises OutOfMemory, which names the `purpose`, and AttributeError on systems
+    without such files.
     """
     file = os.memfd_create("diptych-kv", os.MFD_CLOEXEC)
     try:
@@ -42,25 +50,40 @@ def allocate_shared(size: int, what: str) -> tuple[mmap.mmap, int]:
         memory = mmap.mmap(file, size)
     except (OSError, ValueError) as error:
         os.close(file)
-        raise OutOfMemory(f"{what} of {size >> 20} MiB does not fit: {error}") from None
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        raise _does_not_fit(size, purpose, error) from None
+    _advise_huge_pages(memory)
     return memory, file
 
 
-class Arena:
-    """Tensors one after the other in huge pages; they keep their memory alive."""
+class HugePageArena:
+    """Places tensors one after the other in huge pages. The tensors keep their memory alive."""
 
     def __init__(self) -> None:
-        self._rest = torch.empty(0, dtype=torch.uint8)
+        self._free = torch.empty(0, dtype=torch.uint8)  #: The end of the last chunk.
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of `tensor` in huge pages, contiguous."""
+        """Return a contiguous copy of `tensor` in huge pages. Raises OutOfMemory."""
         size = tensor.numel() * tensor.element_size()
-        whole = -(-size // LINE) * LINE
-        if len(self._rest) < whole:
-            room = max(CHUNK, -(-whole // PAGE) * PAGE)
-            memory, start = allocate(room, "a part of the weights")
-            self._rest = torch.frombuffer(memory, dtype=torch.uint8)[start : start + room]
-        place, self._rest = self._rest[:size], self._rest[whole:]
+        padded_size = _round_up(size, ALIGNMENT)
+        if len(self._free) < padded_size:
+            chunk = max(ARENA_CHUNK, _round_up(padded_size, HUGE_PAGE))
+            memory, start = allocate(chunk, "a part of the weights")
+            self._free = torch.frombuffer(memory, dtype=torch.uint8)[start : start + chunk]
+        place = self._free[:size]
+        self._free = self._free[padded_size:]
         return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def _round_up(size: int, unit: int) -> int:
+    """Return the smallest multiple of `unit` that is at least `size`."""
+    return -(-size // unit) * unit
+
+
+def _advise_huge_pages(memory: mmap.mmap) -> None:
+    """Ask Linux for huge pages; other systems have no such advice."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+
+
+def _does_not_fit(size: int, purpose: str, error: Exception) -> OutOfMemory:
+    return OutOfMemory(f"{purpose} of {size >> 20} MiB does not fit: {error}")

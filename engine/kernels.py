@@ -1,7 +1,9 @@
-"""Builds, loads and calls the C++ kernels, where the CPU and a compiler allow it.
+"""Builds, loads and calls the C++ kernels of `native/`, where the CPU and a compiler allow it.
 
 The library is compiled once per source, compiler and CPU (about 5 s) and kept in the user's cache.
 Anything in the way (another CPU, no compiler) leaves the torch operations, and says why.
+
+    python -m diptych.engine.kernels     # builds the library now, so that no worker has to
 """
 
 from __future__ import annotations
@@ -17,118 +19,198 @@ from pathlib import Path
 
 import torch
 
-from .attention import Cache, Meta
+from .attention import LayerCache, StepRows
 from .errors import KernelUnavailable
-from .huge import Arena
-from .ops import Norm, Ops
+from .huge import HugePageArena
+from .ops import Ops, RmsNorm
 
 FOLDER = Path(__file__).with_name("native")
-PAGE = 64  #: tokens of a KV block that attention here knows
+
+#: Tokens of a KV block that attention in C++ knows; blocks of other sizes are attended in torch.
+KERNEL_BLOCK_TOKENS = 64
+
 FLAGS = ["-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp"]
-AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"]
-AMX = ["-mamx-tile", "-mamx-bf16"]
-_P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-_ATTENTION = [*(_P, _P, _P, _P, _L, _L, _L, _L, _P, _L, _P), *(_I, _I, _I, _I, _F, _I)]
-SIGNATURES = {
+AVX512_FLAGS = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"]
+AMX_FLAGS = ["-mamx-tile", "-mamx-bf16"]
+
+_Pointer = ctypes.c_void_p
+_Long = ctypes.c_int64
+_Int = ctypes.c_int
+_Float = ctypes.c_float
+
+_ATTENTION: list[type] = [
+    *(_Pointer, _Pointer, _Pointer, _Pointer),  # queries, keys, values, out
+    *(_Long, _Long, _Long, _Long),  # strides: of rows, of rows of out, of blocks, of heads
+    *(_Pointer, _Long, _Pointer),  # spans, their number, their blocks
+    *(_Int, _Int, _Int),  # query heads, KV heads, size of a head
+    *(_Int, _Float, _Int),  # window (0: none), scale, threads
+]
+
+#: The parameters of the functions of the library, as `native/*.cpp` declares them.
+SIGNATURES: dict[str, list[type]] = {
     "attention_avx512": _ATTENTION,
-    "rms_norm": [_P, _P, _P, _L, _L, _F, _I],
-    "silu_mul": [_P, _P, _L, _L, _I],
-    "rope_store": [_P, _L, _P, _P, _F, _P, _P, _P, _P, _P, _L, _I, _I, _I, _I],
+    "rms_norm": [
+        *(_Pointer, _Pointer, _Pointer),  # rows, weight, out
+        *(_Long, _Long, _Float, _Int),  # rows, size, epsilon, threads
+    ],
+    "silu_mul": [_Pointer, _Pointer, _Long, _Long, _Int],  # rows, out, rows, size, threads
+    "rope_store": [
+        *(_Pointer, _Long),  # qkv, rows
+        *(_Pointer, _Pointer, _Float),  # weights of the norms of queries and keys, epsilon
+        *(_Pointer, _Pointer, _Pointer),  # cosines, sines, slots in elements
+        *(_Pointer, _Pointer, _Long),  # keys, values, stride of heads
+        *(_Int, _Int, _Int, _Int),  # query heads, KV heads, size of a head, threads
+    ],
 }
-TILED = {
+
+#: The parameters of the functions that need AMX.
+TILED_SIGNATURES: dict[str, list[type]] = {
     "attention_amx": _ATTENTION,
-    "linear_amx": [_P, _L, _L, _P, _F, _P, _P, _P, _P, _L, _L, _I, _P, _I],
+    "linear_amx": [
+        *(_Pointer, _Long, _Long),  # rows, stride of rows, rows
+        *(_Pointer, _Float),  # weight of the norm, epsilon
+        *(_Pointer, _Pointer, _Pointer, _Pointer),  # weight, bias, residual, out
+        *(_Long, _Long, _Int),  # inputs, outputs, gated
+        *(_Pointer, _Int),  # workspace, threads
+    ],
 }
 
 
 class NativeOps(Ops):
-    """`ops.Ops` on AVX512-BF16, with AMX tiles where `tiles`. Raises KernelUnavailable."""
+    """`ops.Ops` on AVX512-BF16, and on AMX tiles if `tiles`.
+
+    The constructor builds or loads the library, and raises KernelUnavailable where that cannot run.
+    """
 
     def __init__(self, head_dim: int, threads: int, tiles: bool) -> None:
         if head_dim % 32:
             raise KernelUnavailable(f"head size {head_dim} is no multiple of 32")
         self.name = "cpp-amx" if tiles else "cpp-avx512bf16"
-        self.tiles, self.threads, self.arena = tiles, threads, Arena()
+        self.tiles = tiles
+        self.threads = threads
+        self.arena = HugePageArena()  #: Where `linear.AmxLinear` puts its weights.
         self.library = _library(tiles)
-        name = "attention_amx" if tiles else "attention_avx512"
-        self._attention = getattr(self.library, name)
+        self._attention = getattr(self.library, "attention_amx" if tiles else "attention_avx512")
 
     def attend(
-        self, q: torch.Tensor, cache: Cache, meta: Meta, scale: float, window: int | None
+        self,
+        queries: torch.Tensor,
+        cache: LayerCache,
+        step: StepRows,
+        scale: float,
+        window: int | None,
     ) -> torch.Tensor:
         keys, values = cache
-        if keys.shape[2] != PAGE:
-            return super().attend(q, cache, meta, scale, window)
-        out = torch.empty(q.shape, dtype=q.dtype)
-        spans, table = meta.flat
+        if keys.shape[2] != KERNEL_BLOCK_TOKENS:
+            return super().attend(queries, cache, step, scale=scale, window=window)
+        out = torch.empty(queries.shape, dtype=queries.dtype)
+        spans, blocks = step.flat_tables
+        # in the order of `_ATTENTION`: ctypes takes no keywords
         self._attention(
-            *(q.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()),
-            *(q.stride(0), out.stride(0), keys.stride(0), keys.stride(1)),
-            *(spans.data_ptr(), spans.shape[0], table.data_ptr()),
-            *(q.shape[1], keys.shape[1], q.shape[2], window or 0, scale, self.threads),
+            queries.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            out.data_ptr(),
+            queries.stride(0),
+            out.stride(0),
+            keys.stride(0),
+            keys.stride(1),
+            spans.data_ptr(),
+            spans.shape[0],
+            blocks.data_ptr(),
+            queries.shape[1],
+            keys.shape[1],
+            queries.shape[2],
+            window or 0,
+            scale,
+            self.threads,
         )
         return out
 
-    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        rows, size = x.shape
-        if size % 16 or not x.is_contiguous():
-            return super().norm(x, norm)
-        out = torch.empty_like(x)
-        to = out.data_ptr()
-        pointers = x.data_ptr(), norm.weight.data_ptr(), to
-        self.library.rms_norm(*pointers, rows, size, norm.eps, self.threads)
+    def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+        count, size = rows.shape
+        if size % 16 or not rows.is_contiguous():
+            return super().norm(rows, norm)
+        out = torch.empty_like(rows)
+        self.library.rms_norm(
+            rows.data_ptr(),
+            norm.weight.data_ptr(),
+            out.data_ptr(),
+            count,
+            size,
+            norm.eps,
+            self.threads,
+        )
         return out
 
-    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        rows, size = x.shape[0], x.shape[1] // 2
-        if size % 16 or not x.is_contiguous():
-            return super().silu_mul(x)
-        out = torch.empty(rows, size, dtype=x.dtype)
-        self.library.silu_mul(x.data_ptr(), out.data_ptr(), rows, size, self.threads)
+    def silu_mul(self, gates_and_values: torch.Tensor) -> torch.Tensor:
+        count = gates_and_values.shape[0]
+        size = gates_and_values.shape[1] // 2
+        if size % 16 or not gates_and_values.is_contiguous():
+            return super().silu_mul(gates_and_values)
+        out = torch.empty(count, size, dtype=gates_and_values.dtype)
+        self.library.silu_mul(
+            gates_and_values.data_ptr(), out.data_ptr(), count, size, self.threads
+        )
         return out
 
     def rope_store(
         self,
         qkv: torch.Tensor,
-        cache: Cache,
-        norms: tuple[Norm, Norm] | None,
+        cache: LayerCache,
+        norms: tuple[RmsNorm, RmsNorm] | None,
         angles: tuple[torch.Tensor, torch.Tensor],
-        meta: Meta,
+        step: StepRows,
     ) -> torch.Tensor:
         keys, values = cache
-        rows, width = qkv.shape
-        kv_heads, dim = keys.shape[1], keys.shape[3]
-        heads = width // dim - 2 * kv_heads
+        count, width = qkv.shape
+        kv_heads = keys.shape[1]
+        head_dim = keys.shape[3]
+        heads = width // head_dim - 2 * kv_heads
         assert qkv.is_contiguous()
-        q, k = (n.weight.data_ptr() for n in norms) if norms else (None, None)
+        query_norm, key_norm = norms or (None, None)
+        cosines, sines = angles
+        # in the order of `SIGNATURES["rope_store"]`
         self.library.rope_store(
-            *(qkv.data_ptr(), rows, q, k, norms[0].eps if norms else 0.0),
-            *(angles[0].data_ptr(), angles[1].data_ptr(), meta.slots(keys).data_ptr()),
-            *(keys.data_ptr(), values.data_ptr(), keys.stride(1)),
-            *(heads, kv_heads, dim, self.threads),
+            qkv.data_ptr(),
+            count,
+            query_norm.weight.data_ptr() if query_norm else None,
+            key_norm.weight.data_ptr() if key_norm else None,
+            query_norm.eps if query_norm else 0.0,
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            step.slot_elements(keys).data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            keys.stride(1),
+            heads,
+            kv_heads,
+            head_dim,
+            self.threads,
         )
-        return qkv.view(rows, -1, dim)[:, :heads]
+        return qkv.view(count, -1, head_dim)[:, :heads]
 
 
-def _cpu() -> set[str]:
-    cpuinfo = Path("/proc/cpuinfo")
-    return set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+def native_ops(head_dim: int, threads: int) -> NativeOps:
+    """Return the fastest kernels that run on this CPU. Raises KernelUnavailable."""
+    try:
+        return NativeOps(head_dim, threads, tiles=True)
+    except KernelUnavailable:
+        return NativeOps(head_dim, threads, tiles=False)
 
 
 @cache
 def _library(tiles: bool) -> ctypes.CDLL:
-    for flag, name in [("avx512_bf16", "AVX512-BF16"), ("amx_bf16", "AMX")][: 1 + tiles]:
-        if flag not in _cpu():
-            raise KernelUnavailable(f"the CPU has no {name}")
+    """Return the library, built if it is not in the cache. Raises KernelUnavailable."""
+    _check_cpu(tiles)
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise KernelUnavailable("there is no C++ compiler (g++)")
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    sources = sorted(p for p in FOLDER.glob("*.cpp") if tiles or not p.stem.endswith("_amx"))
-    flags = FLAGS + AVX512 + (AMX if tiles else [])
-    texts = [path.read_bytes() for path in (*sources, *FOLDER.glob("*.h"))]
-    digest = hashlib.blake2b(b"".join([*texts, version, " ".join(flags).encode()]), digest_size=12)
-    name = f"kernels-{digest.hexdigest()}.so"
+    flags = FLAGS + AVX512_FLAGS + (AMX_FLAGS if tiles else [])
+    sources = sorted(
+        path for path in FOLDER.glob("*.cpp") if tiles or not path.stem.endswith("_amx")
+    )
+    name = f"kernels-{_digest(compiler, flags, sources)}.so"
     try:
         path = _cache_folder() / name
         if not path.exists():
@@ -136,47 +218,66 @@ def _library(tiles: bool) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:  # a full disk, a folder that is read-only, a damaged file
         raise KernelUnavailable(f"{name} cannot be built or loaded: {error}") from None
-    for name, arguments in (SIGNATURES | TILED if tiles else SIGNATURES).items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = None, arguments
-    if tiles:
-        library.allow_amx.restype, library.allow_amx.argtypes = _L, []
-        if library.allow_amx():
-            raise KernelUnavailable("Linux does not let this process use AMX tiles")
+    _declare(library, tiles)
+    if tiles and library.allow_amx():
+        raise KernelUnavailable("Linux does not let this process use AMX tiles")
     return library
 
 
+def _check_cpu(tiles: bool) -> None:
+    """Raise KernelUnavailable if the CPU lacks what the library is compiled for."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+    if "avx512_bf16" not in flags:
+        raise KernelUnavailable("the CPU has no AVX512-BF16")
+    if tiles and "amx_bf16" not in flags:
+        raise KernelUnavailable("the CPU has no AMX")
+
+
+def _digest(compiler: str, flags: list[str], sources: list[Path]) -> str:
+    """Return a hash of all that a build depends on: sources, compiler and flags."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    texts = [path.read_bytes() for path in (*sources, *FOLDER.glob("*.h"))]
+    inputs = b"".join([*texts, version, " ".join(flags).encode()])
+    return hashlib.blake2b(inputs, digest_size=12).hexdigest()
+
+
+def _declare(library: ctypes.CDLL, tiles: bool) -> None:
+    """Tell ctypes the parameters of the library's functions."""
+    signatures = SIGNATURES | TILED_SIGNATURES if tiles else SIGNATURES
+    for name, parameters in signatures.items():
+        function = getattr(library, name)
+        function.restype = None
+        function.argtypes = parameters
+    if tiles:
+        library.allow_amx.restype = _Long
+        library.allow_amx.argtypes = []
+
+
 def _cache_folder() -> Path:
+    """Return the folder that keeps libraries between starts, or a temporary one."""
     try:
-        home = Path.home() / ".cache" / "diptych"
-        home.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # or nobody's home: a user id without a name and $HOME
+        folder = Path.home() / ".cache" / "diptych"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError: a user id without a name and without $HOME
         return Path(tempfile.mkdtemp(prefix="diptych-"))
-    return home
+    return folder
 
 
 def _build(command: list[str], path: Path) -> None:
-    """Compiles beside the target and renames: two processes may build at the same time."""
+    """Compile to a file beside `path` and rename it: two processes may build at the same time."""
     handle, draft = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
-    done = subprocess.run([*command, "-o", draft], capture_output=True, text=True, check=False)
-    if done.returncode:
+    compiled = subprocess.run([*command, "-o", draft], capture_output=True, text=True, check=False)
+    if compiled.returncode:
         Path(draft).unlink()
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[0]
+        reason = (compiled.stderr.strip().splitlines() or ["no reason given"])[0]
         raise KernelUnavailable(f"the kernels do not compile: {reason}")
     Path(draft).rename(path)
 
 
-def native_ops(head_dim: int, threads: int) -> NativeOps:
-    """The fastest kernels that run here. Raises KernelUnavailable."""
-    try:
-        return NativeOps(head_dim, threads, tiles=True)
-    except KernelUnavailable:
-        return NativeOps(head_dim, threads, tiles=False)
-
-
 def main() -> None:
-    """Builds the kernels now, so that no worker has to."""
+    """Build the kernels and print which ones run here, or why none does."""
     try:
         print(f"kernels: {native_ops(64, 1).name}")
     except KernelUnavailable as error:

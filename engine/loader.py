@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from .collectives import Collectives
-from .decoder import Feed, Layer, Mlp, Weights
-from .linear import Linear, Shared, make_linear
-from .moe import Each, Moe
-from .ops import Norm, Ops
+from .decoder import DecoderLayer, DecoderWeights, FeedForward, Mlp
+from .linear import Linear, ShardedLinear, make_linear
+from .moe import MixtureOfExperts, SequentialExperts
+from .ops import Ops, RmsNorm
 from .spec import ExpertsSpec, ModelSpec
 from .tensors import CheckpointTensors
 
@@ -46,7 +46,7 @@ def load_weights(
     ops: Ops,
     progress: ReportProgress | None = None,
     collectives: Collectives | None = None,
-) -> Weights:
+) -> DecoderWeights:
     """Loads a checkpoint, or a rank's share of it; `spec` is the whole model's.
 
     Raises WeightsError (a tensor is missing or has another shape) and UnsupportedModel (there is
@@ -64,7 +64,7 @@ def load_weights(
     head = loader.head(embedding)
     norm = loader.norm("model.norm.weight", spec.hidden)
     tensors.check_all_taken()
-    return Weights(embedding, layers, norm, head)
+    return DecoderWeights(embedding, layers, norm, head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,12 @@ class _WeightLoader:
     ops: Ops
     collectives: Collectives | None
 
-    def layer(self, index: int) -> Layer:
+    def layer(self, index: int) -> DecoderLayer:
         spec = self.spec
         prefix = f"model.layers.{index}."
         attention = prefix + "self_attn."
         output_bias = attention + "o_proj.bias" if spec.output_bias else None
-        return Layer(
+        return DecoderLayer(
             norm=self.norm(prefix + "input_layernorm.weight", spec.hidden),
             qkv=self._qkv(attention),
             qk_norms=self._qk_norms(attention) if spec.qk_norm else None,
@@ -92,7 +92,7 @@ class _WeightLoader:
             mlp=self._feed_forward(index, prefix),
         )
 
-    def head(self, embedding: torch.Tensor) -> Linear | Shared:
+    def head(self, embedding: torch.Tensor) -> Linear | ShardedLinear:
         """The layer that gives logits; each rank computes its part of the vocabulary."""
         # what is on disk counts even if the config says tied, as in transformers
         tied = self.spec.tied and HEAD not in self.tensors
@@ -102,10 +102,10 @@ class _WeightLoader:
         if self.collectives is None:
             return make_linear(weight, ops=self.ops, precise=True)
         part = make_linear(self.collectives.part(weight, 0), ops=self.ops, precise=True)
-        return Shared(part, self.collectives.join)
+        return ShardedLinear(part, self.collectives.join)
 
-    def norm(self, name: str, size: int) -> Norm:
-        return Norm(self.ops.keep(self._take(name, size)), self.spec.norm_eps)
+    def norm(self, name: str, size: int) -> RmsNorm:
+        return RmsNorm(self.ops.keep(self._take(name, size)), self.spec.norm_eps)
 
     def _take(self, name: str, *shape: int, split: int | None = None) -> torch.Tensor:
         """A tensor of the checkpoint, or this rank's part of it along dimension `split`."""
@@ -131,7 +131,7 @@ class _WeightLoader:
             bias = torch.cat(biases)
         return make_linear(torch.cat(weights), bias, ops=self.ops)
 
-    def _qk_norms(self, attention: str) -> tuple[Norm, Norm]:
+    def _qk_norms(self, attention: str) -> tuple[RmsNorm, RmsNorm]:
         size = self.spec.head_dim
         return (
             self.norm(attention + "q_norm.weight", size),
@@ -140,7 +140,7 @@ class _WeightLoader:
 
     def _summed_linear(
         self, name: str, outputs: int, inputs: int, bias_name: str | None = None
-    ) -> Linear | Shared:
+    ) -> Linear | ShardedLinear:
         """A linear layer over inputs that the ranks share; only rank 0 adds the bias."""
         weight = self._take(name + ".weight", outputs, inputs, split=1)
         bias = self._take(bias_name, outputs) if bias_name else None
@@ -148,9 +148,9 @@ class _WeightLoader:
             return make_linear(weight, bias, ops=self.ops)
         if self.collectives.rank > 0:
             bias = None
-        return Shared(make_linear(weight, bias, ops=self.ops), self.collectives.sum)
+        return ShardedLinear(make_linear(weight, bias, ops=self.ops), self.collectives.sum)
 
-    def _feed_forward(self, index: int, prefix: str) -> Feed:
+    def _feed_forward(self, index: int, prefix: str) -> FeedForward:
         experts = self.spec.experts
         if experts is None or not experts.layers[index]:
             return self._mlp(prefix + "mlp", USUAL_MLP, self.spec.intermediate)
@@ -158,7 +158,7 @@ class _WeightLoader:
             return self._mixture(prefix + "block_sparse_moe", MIXTRAL_MLP, experts)
         return self._mixture(prefix + "mlp", USUAL_MLP, experts)
 
-    def _mixture(self, block: str, names: MlpNames, experts: ExpertsSpec) -> Moe:
+    def _mixture(self, block: str, names: MlpNames, experts: ExpertsSpec) -> MixtureOfExperts:
         """A mixture of experts: by the backend's own kernels, or one expert after the other."""
         router = self._take(f"{block}.gate.weight", experts.count, self.spec.hidden)
         places = [f"{block}.experts.{number}" for number in range(experts.count)]
@@ -175,11 +175,11 @@ class _WeightLoader:
         combine = self.collectives.sum if self.collectives else None
         computed = self.ops.experts(experts.count, fused_and_down(), combine)
         if computed is None:
-            computed = Each([self._mlp(place, names, size) for place in places])
-        return Moe(
+            computed = SequentialExperts([self._mlp(place, names, size) for place in places])
+        return MixtureOfExperts(
             router=make_linear(router, ops=self.ops, precise=True),
             experts=computed,
-            chosen=experts.experts_per_token,
+            experts_per_token=experts.experts_per_token,
             renormalize=experts.renormalize,
             ops=self.ops,
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .attention import Meta
+from .attention import StepRows
 from .backend import Backend
 from .collectives import Collectives, join_process_group
 from .decoder import Decoder
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-class Model:
+class RankModel:
     """What a rank computes with. `kernels` names the operations, with the reason if torch's."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Model:
     ) -> None:
         torch.set_num_threads(options.threads)  # as many as cores in two processes collapse
         whole = read_spec(options.model_folder)
-        self.spec = part_of(whole, collectives.size) if collectives else whole
+        self.spec = rank_share(whole, collectives.size) if collectives else whole
         self.dtype, self.backend = DTYPES[options.dtype], backend
         self.collectives, self.rank_processes = collectives, rank_processes
         self.device = backend.open_device(collectives.rank if collectives else 0)
@@ -58,14 +58,14 @@ class Model:
         self.decoder = Decoder(self.spec, weights, self.kv, self.ops)
 
     def hidden(
-        self, ids: torch.Tensor, meta: Meta, after: Callable[[int], None] | None = None
+        self, ids: torch.Tensor, meta: StepRows, after: Callable[[int], None] | None = None
     ) -> torch.Tensor:
         """`Decoder.hidden`, on all ranks; `after` is called on this one."""
         if self.rank_processes:
             self.rank_processes.broadcast(pack(ids, meta))
         return self.backend.compute_hidden(self.decoder, ids, meta, after)
 
-    def runner(self, most: int, max_len: int, block_tokens: int) -> DecodeRunner | None:
+    def make_decode_runner(self, most: int, max_len: int, block_tokens: int) -> DecodeRunner | None:
         """Where a device has its own decode steps: for up to `most` rows of `max_len` tokens."""
         if not self.ops.device_steps:
             return None
@@ -92,22 +92,22 @@ def start_model(
     options: EngineOptions,
     backend: Backend,
     progress: Callable[[str, float], None] | None = None,
-) -> Model:
+) -> RankModel:
     """The model on all ranks; this process is rank 0, the others are started. Raises RankLost."""
     ranks = options.tensor_parallel
     if ranks == 1:
-        return Model(options, backend, progress=progress)
+        return RankModel(options, backend, progress=progress)
     processes = RankProcesses.start(options)
     collectives = Collectives(0, ranks, backend.sums_in_any_order(options))
     join_process_group(
         collectives, processes.store, backend.collective_library, backend.collective_device(0)
     )
-    model = Model(options, backend, collectives, processes, progress=progress)
+    model = RankModel(options, backend, collectives, processes, progress=progress)
     processes.wait_until("loaded its share")
     return model
 
 
-def part_of(spec: ModelSpec, ranks: int) -> ModelSpec:
+def rank_share(spec: ModelSpec, ranks: int) -> ModelSpec:
     """What each of `ranks` ranks computes. Raises UnsupportedModel where sizes do not divide."""
     experts = spec.experts
     shared = {

@@ -1,8 +1,10 @@
 """A mixture of experts: a router sends each row through a few of many MLPs.
 
-Exact: a row's experts, their results and the order in which these are summed depend on that row
-alone. Experts are summed in the order of the router's preference, in float32, rounded once. Of
-experts that are preferred equally, the one with the lower index comes first.
+The mixture is exact: a row's experts, their results and the order in which these are summed depend
+on that row alone. The results are summed in the order of the router's preference, in float32, and
+rounded once. Of experts that are preferred equally, the one with the lower index comes first.
+
+In shapes, T is the number of rows, and `chosen` the number of experts that each row goes through.
 """
 
 from __future__ import annotations
@@ -14,60 +16,69 @@ import torch
 
 from .decoder import Mlp
 from .linear import Linear
-from .ops import Norm, Ops
+from .ops import Ops, RmsNorm
 
-#: x [T, hidden] and the ids of each row's experts [T, chosen] -> their results [T, chosen, hidden]
-Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+#: Takes rows [T, hidden] and the ids of each row's experts, int64 [T, chosen]; gives the result of
+#: each row from each of its experts, [T, chosen, hidden].
+ExpertFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(slots=True)
-class Each:
-    """Every expert over the rows that chose it, one after the other."""
+class SequentialExperts:
+    """Computes one expert after the other, each over the rows that chose it."""
 
     experts: list[Mlp]
 
-    def __call__(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        rows, count = chosen.shape
-        pairs = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
-        results = x.new_empty(rows * count, x.shape[1])
-        for expert, piece in zip(self.experts, pairs.split(counts), strict=True):
-            if len(piece):
-                results[piece] = expert.down(expert.gate_up(x[piece // count]))
-        return results.view(rows, count, x.shape[1])
+    def __call__(self, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Return the results [T, chosen, hidden] of `rows` [T, hidden] and ids [T, chosen]."""
+        row_count, experts_per_row = chosen.shape
+        hidden_size = rows.shape[1]
+        pairs_by_expert = chosen.flatten().argsort(stable=True)
+        pair_counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
+        results = rows.new_empty(row_count * experts_per_row, hidden_size)
+        for expert, pairs in zip(self.experts, pairs_by_expert.split(pair_counts), strict=True):
+            if len(pairs):
+                results[pairs] = expert.down(expert.gate_up(rows[pairs // experts_per_row]))
+        return results.view(row_count, experts_per_row, hidden_size)
 
 
 @dataclass(slots=True)
-class Moe:
-    """`hidden + sum of weight x expert(norm(hidden))` over each row's `chosen` experts.
-
-    `renormalize`: the weights of a row's experts sum to 1; else they are what the softmax over all
-    experts gave them.
-    """
+class MixtureOfExperts:
+    """The block `hidden + sum of weight x expert(norm(hidden))` over each row's experts."""
 
     router: Linear
-    experts: Experts
-    chosen: int
+    experts: ExpertFunction
+    experts_per_token: int
+
+    #: True: the weights of a row's experts are divided by their sum. False: the weights are what
+    #: the softmax over all experts gave these.
     renormalize: bool
+
     ops: Ops
 
-    def __call__(self, hidden: torch.Tensor, norm: Norm) -> torch.Tensor:
-        x = self.ops.norm(hidden, norm)
-        weights, chosen = self.route(x)
-        results = self.experts(x, chosen)
+    def __call__(self, hidden: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+        """Return the block's result, [T, hidden], of `hidden` rows [T, hidden]."""
+        rows = self.ops.norm(hidden, norm)
+        weights, chosen = self.route(rows)
+        results = self.experts(rows, chosen)
         total = results[:, 0].float() * weights[:, :1]
-        for rank in range(1, self.chosen):
+        for rank in range(1, self.experts_per_token):
             total += results[:, rank].float() * weights[:, rank : rank + 1]
         return hidden + total.to(hidden.dtype)
 
-    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Float32 weights and ids of each row's experts, [T, chosen], most preferred first."""
-        scores = torch.softmax(self.router(x).float(), dim=-1)
-        ranked, ids = scores.sort(dim=-1, descending=True, stable=True)
-        weights, ids = ranked[:, : self.chosen], ids[:, : self.chosen]
+    def route(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the float32 weights and the ids of each row's experts, both [T, chosen].
+
+        The experts of a row stand in the order of the router's preference.
+        """
+        scores = torch.softmax(self.router(rows).float(), dim=-1)
+        sorted_scores, sorted_ids = scores.sort(dim=-1, descending=True, stable=True)
+        weights = sorted_scores[:, : self.experts_per_token]
+        expert_ids = sorted_ids[:, : self.experts_per_token]
         if self.renormalize:
+            # added one by one: the order of sums must not depend on the number of rows
             total = weights[:, :1].clone()
-            for rank in range(1, self.chosen):
+            for rank in range(1, self.experts_per_token):
                 total += weights[:, rank : rank + 1]
             weights = weights / total
-        return weights, ids
+        return weights, expert_ids

@@ -1,107 +1,140 @@
-"""What lies between the matrices, in plain torch: runs anywhere, and in fp32 as in bf16.
+"""The operations of a model in plain torch: they run anywhere, and in float32 as in bfloat16.
 
-`kernels.NativeOps` is the same in C++. Two backends differ in last bits, so `name` is part of the
-hash that KV peers compare.
+`Ops` is what the decoder computes with between its matrices. `kernels.NativeOps` is the same in
+C++, and `gpu.ops.GpuOps` the same on a GPU. Two backends differ in last bits, so `Ops.name` is part
+of the hash that KV peers compare.
+
+In shapes, T is the number of rows of a step, Hq and Hkv are the numbers of query and KV heads, and
+D is the size of a head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-from .attention import Cache, Meta, attend
+from .attention import LayerCache, StepRows, attend
+
+if TYPE_CHECKING:
+    from .linear import Linear
+    from .moe import ExpertFunction
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
-    """RMSNorm: `weight` [size] in the model's dtype."""
+class RmsNorm:
+    """The weight and the epsilon of a root mean square norm (Zhang, Sennrich: arXiv:1910.07467)."""
 
-    weight: torch.Tensor
+    weight: torch.Tensor  #: [size] in the model's dtype.
     eps: float
 
 
 class Ops:
-    """Elementwise operations and attention over a step's rows."""
+    """Elementwise operations and attention over the rows of a step, in plain torch."""
 
     name = "torch"
-    device_steps = False  #: steps of decode run on a device of their own, ids and sampling too
+
+    #: True where steps of pure decode run on a device, with the choice of the next ids.
+    device_steps = False
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy that stays when the file under `tensor` is unmapped, where it is computed with."""
+        """Return a copy of a checkpoint's tensor, where it is computed with.
+
+        The copy stays when the file under `tensor` is unmapped.
+        """
         return tensor.clone()
 
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool, precise: bool
-    ) -> Any:
-        """A linear layer of this backend's own; None: those of `linear.py`.
+    ) -> Linear | None:
+        """Return this backend's own linear layer, or None where `linear.py` has the layer.
 
-        `precise`: in the model's dtype even if others are quantized.
+        `weight` is [outputs, inputs]. With `gated` the first half of the outputs are gates of the
+        second half. A `precise` layer computes in the model's dtype even if others are quantized.
         """
         return None
 
     def experts(
         self,
         count: int,
-        parts: Iterable[tuple[torch.Tensor, torch.Tensor]],
-        together: Callable[[torch.Tensor], torch.Tensor] | None,
-    ) -> Any:
-        """A mixture's experts of this backend's own (`moe.Experts`); None: `moe.Each`.
+        matrices: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        combine: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> ExpertFunction | None:
+        """Return this backend's own experts of a mixture, or None for `moe.SequentialExperts`.
 
-        `parts`: of each expert its gates and what they gate, fused, and the matrix behind them.
+        `matrices` gives, for each of the `count` experts, its gates and what they gate, fused to
+        [2 * size, hidden], and the matrix behind them, [hidden, size]. `combine` makes one result
+        of what the ranks compute, and is None for a single rank.
         """
         return None
 
-    def place(self, ids: torch.Tensor, meta: Meta) -> tuple[torch.Tensor, Meta]:
-        """A step's ids and rows, where they are computed."""
-        return ids, meta
+    def place(self, token_ids: torch.Tensor, step: StepRows) -> tuple[torch.Tensor, StepRows]:
+        """Return a step's ids (int64 [T]) and rows where they are computed with."""
+        return token_ids, step
 
     def attend(
-        self, q: torch.Tensor, cache: Cache, meta: Meta, scale: float, window: int | None
+        self,
+        queries: torch.Tensor,
+        cache: LayerCache,
+        step: StepRows,
+        scale: float,
+        window: int | None,
     ) -> torch.Tensor:
-        """q [T, Hq, D] against the cache's `[block, Hkv, token, D]` views -> [T, Hq, D]."""
-        return attend(q, cache, meta, scale, window)
+        """Return the attention of `queries` [T, Hq, D] over a layer's cache, [T, Hq, D].
 
-    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """RMSNorm over the last dimension, in float32, rounded before the weight."""
-        wide = x.float()
+        `scale` multiplies the scores; `window` is the sliding window in tokens, or None.
+        """
+        return attend(queries, cache, step, scale=scale, window=window)
+
+    def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+        """Return the RMSNorm of [T, size]: in float32, rounded before it meets the weight."""
+        wide = rows.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
-        return norm.weight * wide.to(x.dtype)
+        return norm.weight * wide.to(rows.dtype)
 
-    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, 2 * size] of gates and what they gate -> [T, size]."""
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
+    def silu_mul(self, gates_and_values: torch.Tensor) -> torch.Tensor:
+        """Return silu(gate) * value, [T, size], of gates and values side by side, [T, 2 * size]."""
+        gates, values = gates_and_values.chunk(2, dim=-1)
+        return F.silu(gates) * values
 
     def rope_store(
         self,
         qkv: torch.Tensor,
-        cache: Cache,
-        norms: tuple[Norm, Norm] | None,
+        cache: LayerCache,
+        norms: tuple[RmsNorm, RmsNorm] | None,
         angles: tuple[torch.Tensor, torch.Tensor],
-        meta: Meta,
+        step: StepRows,
     ) -> torch.Tensor:
-        """qkv [T, (Hq + 2 Hkv) D] -> rotated q [T, Hq, D]; rotated k and v go to their slots.
+        """Rotate queries and keys by their positions, and store keys and values in their slots.
 
-        `norms` of q and k come first where a model has them. `angles`: cos, sin float32 [T, D/2].
-        `qkv` may be overwritten.
+        `qkv` [T, (Hq + 2 Hkv) D] may be overwritten. `norms`, of queries and of keys, come first
+        where a model has them. `angles` are cosines and sines, float32 [T, D / 2]. The result are
+        the rotated queries, [T, Hq, D].
         """
-        keys, values = cache
-        kv_heads, dim = keys.shape[1], keys.shape[3]
-        heads = qkv.shape[1] // dim - 2 * kv_heads
-        q, k, v = qkv.view(qkv.shape[0], -1, dim).split([heads, kv_heads, kv_heads], dim=1)
+        key_pages, value_pages = cache
+        kv_heads = key_pages.shape[1]
+        head_dim = key_pages.shape[3]
+        heads = qkv.shape[1] // head_dim - 2 * kv_heads
+        by_head = qkv.view(qkv.shape[0], -1, head_dim)
+        queries, keys, values = by_head.split([heads, kv_heads, kv_heads], dim=1)
         if norms is not None:
-            q, k = self.norm(q, norms[0]), self.norm(k, norms[1])
-        keys[meta.slot_block, :, meta.slot_offset] = _rotate(k, *angles)
-        values[meta.slot_block, :, meta.slot_offset] = v
-        return _rotate(q, *angles)
+            query_norm, key_norm = norms
+            queries = self.norm(queries, query_norm)
+            keys = self.norm(keys, key_norm)
+        cosines, sines = angles
+        key_pages[step.slot_blocks, :, step.slot_offsets] = _rotate(keys, cosines, sines)
+        value_pages[step.slot_blocks, :, step.slot_offsets] = values
+        return _rotate(queries, cosines, sines)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the halves of [T, H, D] by float32 angles [T, D/2]; rounds once."""
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+def _rotate(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Rotate the halves of [T, H, D] by float32 angles [T, D / 2]; the result is rounded once."""
+    first, second = heads.float().chunk(2, dim=-1)
+    cosines = cosines[:, None]
+    sines = sines[:, None]
+    rotated_first = first * cosines - second * sines
+    rotated_second = second * cosines + first * sines
+    return torch.cat((rotated_first, rotated_second), -1).to(heads.dtype)

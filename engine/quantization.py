@@ -1,4 +1,4 @@
-"""What `quantization_config` in a checkpoint's config.json says (pure)."""
+"""Reads `quantization_config` of a checkpoint's config.json (pure)."""
 
 from __future__ import annotations
 
@@ -8,44 +8,65 @@ from typing import Any
 from .errors import UnsupportedModel
 
 SUPPORTED = "supported: fp8 and compressed-tensors with 8-bit float weights"
+
+#: What may share a scale: all of a tensor, a row of it, or a block of rows and columns.
 STRATEGIES = ("tensor", "channel", "block")
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8:
-    """`block`: rows and columns that share a scale; None where a tensor or a row has one."""
+class Fp8Format:
+    """How the FP8 weights (e4m3) of a checkpoint are scaled."""
 
-    block: tuple[int, int] | None
+    #: The rows and columns that share a scale; None where a tensor or a row has a scale.
+    block_shape: tuple[int, int] | None
 
 
-def read_quantization(config: dict[str, Any] | None) -> Fp8 | None:
-    """Raises UnsupportedModel naming the method, if it is not FP8."""
+def read_quantization(config: dict[str, Any] | None) -> Fp8Format | None:
+    """Return the format of quantized weights, or None if `config` says nothing about one.
+
+    Raises UnsupportedModel, naming the method, if the weights are not FP8.
+    """
     if not config:
         return None
     method = config.get("quant_method")
     if method == "fp8":
-        size = config.get("weight_block_size")
-        return Fp8(None if size is None else (int(size[0]), int(size[1])))
+        shape = config.get("weight_block_size")
+        return Fp8Format(None if shape is None else (int(shape[0]), int(shape[1])))
     if method == "compressed-tensors":
-        return _compressed(config)
+        return _read_compressed_tensors(config)
     raise UnsupportedModel(f"quantization_config {method!r} is not supported ({SUPPORTED})")
 
 
-def _compressed(config: dict[str, Any]) -> Fp8:
-    what = "quantization_config 'compressed-tensors'"
+def _read_compressed_tensors(config: dict[str, Any]) -> Fp8Format:
+    """Read a config of the method `compressed-tensors`. Raises UnsupportedModel."""
+    method = "quantization_config 'compressed-tensors'"
     sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
-    if sparsity != "dense" or config.get("transform_config"):
-        key = "transform_config" if config.get("transform_config") else f"sparsity {sparsity!r}"
-        raise UnsupportedModel(f"{what} with {key} is not supported ({SUPPORTED})")
-    blocks = set()
-    for group in (config.get("config_groups") or {}).values():
-        weights = group.get("weights") or {}
-        kind, bits, strategy = (weights.get(key) for key in ("type", "num_bits", "strategy"))
-        if (kind, bits) != ("float", 8) or strategy not in STRATEGIES:
-            what += f" with {bits}-bit {kind} weights, one scale per {strategy}"
-            raise UnsupportedModel(f"{what}, is not supported ({SUPPORTED})")
-        rows, columns = weights["block_structure"] if strategy == "block" else (0, 0)
-        blocks.add((int(rows), int(columns)) if rows else None)
-    if len(blocks) != 1:
-        raise UnsupportedModel(f"{what} with {len(blocks)} kinds of groups is not supported")
-    return Fp8(blocks.pop())
+    if config.get("transform_config"):
+        raise UnsupportedModel(f"{method} with transform_config is not supported ({SUPPORTED})")
+    if sparsity != "dense":
+        raise UnsupportedModel(
+            f"{method} with sparsity {sparsity!r} is not supported ({SUPPORTED})"
+        )
+    groups = (config.get("config_groups") or {}).values()
+    block_shapes = {_block_shape(group.get("weights") or {}, method) for group in groups}
+    if len(block_shapes) != 1:
+        raise UnsupportedModel(
+            f"{method} with {len(block_shapes)} kinds of groups is not supported"
+        )
+    return Fp8Format(block_shapes.pop())
+
+
+def _block_shape(weights: dict[str, Any], method: str) -> tuple[int, int] | None:
+    """Return the rows and columns that share a scale in a group. Raises UnsupportedModel."""
+    kind = weights.get("type")
+    bits = weights.get("num_bits")
+    strategy = weights.get("strategy")
+    if kind != "float" or bits != 8 or strategy not in STRATEGIES:
+        raise UnsupportedModel(
+            f"{method} with {bits}-bit {kind} weights, one scale per {strategy}, "
+            f"is not supported ({SUPPORTED})"
+        )
+    if strategy != "block":
+        return None
+    rows, columns = weights["block_structure"]
+    return (int(rows), int(columns)) if rows else None

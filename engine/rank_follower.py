@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from .backend_registry import open_backend
 from .collectives import Collectives, join_process_group
-from .model import Model
+from .model import RankModel
 from .rank_processes import (
     ComputeHidden,
     ComputeLogits,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .gpu.decode import DecodeRunner
 
 #: called with the loaded model, the assignment, and the socket to the leader's process
-WhenLoaded = Callable[[Model, RankAssignment, socket.socket], None]
+WhenLoaded = Callable[[RankModel, RankAssignment, socket.socket], None]
 
 
 def run_follower(when_loaded: WhenLoaded | None = None) -> None:
@@ -55,7 +55,7 @@ def run_follower(when_loaded: WhenLoaded | None = None) -> None:
     join_process_group(
         collectives, store, backend.collective_library, backend.collective_device(rank)
     )
-    model = Model(options, backend, collectives)
+    model = RankModel(options, backend, collectives)
     if when_loaded:
         when_loaded(model, assignment, socket.socket(fileno=assignment.control))
     report_point(store, rank, "loaded its share")
@@ -63,7 +63,7 @@ def run_follower(when_loaded: WhenLoaded | None = None) -> None:
     os._exit(0)  # the leader is gone: no collective is going to end
 
 
-def _carry_out(model: Model, block_tokens: int, messages: Iterator[bytes]) -> None:
+def _carry_out(model: RankModel, block_tokens: int, messages: Iterator[bytes]) -> None:
     hidden = torch.empty(0)
     runner: DecodeRunner | None = None
     decoder = msgspec.msgpack.Decoder(RankMessage)
@@ -78,7 +78,7 @@ def _carry_out(model: Model, block_tokens: int, messages: Iterator[bytes]) -> No
             case CopyBlock(source, target):
                 model.kv.copy_block(source, target)
             case PrepareDecode(row_limit, max_model_len, size):
-                runner = model.runner(row_limit, max_model_len, size)
+                runner = model.make_decode_runner(row_limit, max_model_len, size)
             case DecodeStep():
                 assert runner, "no PrepareDecode came before it"
                 runner.follow(message)

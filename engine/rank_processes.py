@@ -31,7 +31,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from .attention import Meta, Piece
+from .attention import RowSpan, StepRows
 from .collectives import COLLECTIVE_TIMEOUT, RankLost, leave_process_group
 from .options import EngineOptions
 
@@ -54,7 +54,7 @@ class ComputeHidden(msgspec.Struct, frozen=True, tag=True):
     """Run the layers over these rows."""
 
     token_ids: list[int]
-    pieces: list[Piece]
+    pieces: list[RowSpan]
 
 
 class ComputeLogits(msgspec.Struct, frozen=True, tag=True):
@@ -220,24 +220,24 @@ def _decode_path(kind: type, value: Any) -> Path:
     return Path(value)
 
 
-def pack(ids: torch.Tensor, meta: Meta) -> ComputeHidden:
+def pack(ids: torch.Tensor, meta: StepRows) -> ComputeHidden:
     """A step's rows as the message that makes another rank compute them."""
-    return ComputeHidden(ids.tolist(), meta.pieces)
+    return ComputeHidden(ids.tolist(), meta.spans)
 
 
-def unpack(message: ComputeHidden, block_tokens: int) -> tuple[torch.Tensor, Meta]:
+def unpack(message: ComputeHidden, block_tokens: int) -> tuple[torch.Tensor, StepRows]:
     """The ids and rows that `pack` made a message of."""
     positions: list[int] = []
     slot_blocks: list[int] = []
     for piece in message.pieces:
-        span = range(piece.start, piece.start + piece.count)
+        span = range(piece.first_position, piece.first_position + piece.row_count)
         positions += span
         slot_blocks += [piece.blocks[position // block_tokens] for position in span]
     row_positions = torch.tensor(positions)
-    meta = Meta(
+    meta = StepRows(
         positions=row_positions,
-        slot_block=torch.tensor(slot_blocks),
-        slot_offset=row_positions % block_tokens,
-        pieces=message.pieces,
+        slot_blocks=torch.tensor(slot_blocks),
+        slot_offsets=row_positions % block_tokens,
+        spans=message.pieces,
     )
     return torch.tensor(message.token_ids), meta

@@ -1,9 +1,9 @@
 """Next tokens from logits. A token is a function of (ids, parameters, seed, position) alone.
 
-A step is one call over its rows. Greedy rows without extras share one argmax; a row that asks for
-more is worked on alone, in numpy, so that its bits do not depend on the rows beside it. What a
-sequence's ids say (counts, the state of its grammar) is kept with the sequence, and rebuilt from
-the ids where that is missing.
+A step is one call over its rows. Greedy rows without extras share one argmax. Any other row is
+worked on alone, in numpy, so that its bits do not depend on the rows beside it. What a sequence's
+ids say (counts, the state of its grammar) is kept with the sequence as `SamplerState`, and rebuilt
+from the ids where that is missing.
 """
 
 from __future__ import annotations
@@ -17,219 +17,276 @@ import torch
 
 from ..protos.frames import Sampling, Token
 from .errors import InvalidRequest
-from .grammar import Grammars, Matcher
+from .grammar import GrammarCompiler, GrammarMatcher
 from .sequence import Sequence
 
 log = logging.getLogger(__name__)
 
-SLICE = 64  #: prompt rows whose logits are in memory at once
+#: So many rows of a prompt have their logits in memory at once, when their logprobs are wanted.
+SCORED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """Why a sequence cannot go on; `damage`: the model's numbers are at fault, not the request."""
+class SamplingFault:
+    """Why a sequence cannot go on."""
 
     reason: str
-    damage: bool = False
+    model_damaged: bool = False  #: True: the model's numbers are at fault, not the request.
 
 
 @dataclass(slots=True)
-class Memory:
-    """What a sequence's ids say. The arrays are [vocab], of the first `known` ids."""
+class SamplerState:
+    """What the ids of one sequence say beside its logits."""
 
-    seen: np.ndarray | None = None  #: bool: in prompt or answer
-    counts: np.ndarray | None = None  #: int32: how often in the answer
-    known: int = 0
-    matcher: Matcher | None = None
+    #: Which ids are in the prompt or the answer, bool [vocab]; None until a penalty asks.
+    present: np.ndarray | None = None
+
+    #: How often each id is in the answer, int32 [vocab]; None until a penalty asks.
+    answer_counts: np.ndarray | None = None
+
+    #: So many of the sequence's ids are counted in the two arrays.
+    counted_tokens: int = 0
+
+    matcher: GrammarMatcher | None = None
 
 
-def gumbel(seed: int, position: int, vocab: int, ids: np.ndarray | slice) -> np.ndarray:
-    """Float64 Gumbel noise of one draw for `ids`: Philox keyed by (seed, position), no state.
+def gumbel_noise(seed: int, position: int, vocab: int, token_ids: np.ndarray | slice) -> np.ndarray:
+    """Return the Gumbel noise of one draw for some ids, float64 [len(token_ids)].
 
-    The noise of an id is the same whichever others are asked for.
+    The uniform numbers are numpy's Philox (Salmon et al., SC 2011) keyed by (seed, position), so
+    there is no state. The noise of an id is the same whichever other ids are in `token_ids`.
     """
     key = np.array([seed & 0xFFFFFFFFFFFFFFFF, position], np.uint64)
-    uniform = np.random.Generator(np.random.Philox(key=key)).random(vocab)[ids]
+    uniform = np.random.Generator(np.random.Philox(key=key)).random(vocab)[token_ids]
     return -np.log(-np.log(np.clip(uniform, 1e-300, None)))
 
 
-def sample(
-    logits: torch.Tensor, sequences: list[Sequence], grammars: Grammars | None = None
-) -> list[Token | Fault]:
-    """The next token of each sequence from `logits` [len(sequences), vocab], float32 or bf16.
+def sample_tokens(
+    logits: torch.Tensor, sequences: list[Sequence], grammars: GrammarCompiler | None = None
+) -> list[Token | SamplingFault]:
+    """Return the next token of each sequence, or why it has none.
 
-    Greedy at temperature 0; else argmax(logits / temperature + Gumbel noise), which is a draw from
-    the softmax (Gumbel-max). Logprobs are of the model's distribution: temperature 1, before any
-    penalty. Of equal logits the lower id is the larger. Sets `complete` of a sequence whose
-    grammar cannot go on behind its token.
+    `logits` are [len(sequences), vocab], float32 or bf16. A token is greedy at temperature 0. Else
+    it is argmax(logits / temperature + Gumbel noise), which is a draw from the softmax
+    (Gumbel-max). Logprobs are of the model's distribution: temperature 1, before any penalty. Of
+    equal logits the lower id is the larger.
+
+    Sets `grammar_complete` of a sequence whose grammar cannot go on behind its token.
     """
-    wide = logits.float().cpu().numpy()
-    best = wide.argmax(axis=1)  # a NaN is the largest, so the largest tells of all
-    peaks = wide[np.arange(len(best)), best].tolist()
-    results: list[Token | Fault] = []
-    for row, seq, peak, largest in zip(wide, sequences, peaks, best.tolist(), strict=True):
-        sampling = seq.sampling
+    rows = logits.float().cpu().numpy()
+    largest_ids = rows.argmax(axis=1)  # NaN counts as the largest, so this finds any NaN of a row
+    peaks = rows[np.arange(len(largest_ids)), largest_ids].tolist()
+    results: list[Token | SamplingFault] = []
+    for row, sequence, peak, largest_id in zip(
+        rows, sequences, peaks, largest_ids.tolist(), strict=True
+    ):
+        position = len(sequence.token_ids)
         if not math.isfinite(peak):
-            results.append(_damage(peak, len(seq.token_ids)))
+            results.append(_damage(peak, position))
             continue
         try:
-            chosen = largest if _plain(seq) else _choose(row, seq, grammars)
+            token_id = largest_id if _is_argmax(sequence) else _choose(row, sequence, grammars)
         except InvalidRequest as error:
-            results.append(Fault(str(error)))
+            results.append(SamplingFault(str(error)))
             continue
-        except Exception:  # of one request's parameters: no end of the thread and all streams
-            log.exception("sampling for %s", seq.attempt_key[0])
-            results.append(Fault("no token could be sampled: the worker's log says why"))
+        except Exception:  # one request's parameters must not end the thread and all streams
+            log.exception("sampling for %s", sequence.attempt_key[0])
+            results.append(SamplingFault("no token could be sampled: the worker's log says why"))
             continue
-        if chosen is None:
-            results.append(Fault(f"no token is possible at position {len(seq.token_ids)}"))
-        elif sampling.logprobs is None:
-            results.append(Token(chosen))
+        logprobs = sequence.sampling.logprobs
+        if token_id is None:
+            results.append(SamplingFault(f"no token is possible at position {position}"))
+        elif logprobs is None:
+            results.append(Token(token_id))
         else:
-            results.append(_scored(row, chosen, sampling.logprobs))
+            results.append(_with_logprobs(row, token_id, logprobs))
     return results
 
 
-def score(logits: torch.Tensor, ids: list[int], count: int, position: int) -> list[Token | Fault]:
-    """The logprobs of the known `ids` [T], which begin at `position`; logits are [T, vocab]."""
-    wide = logits.float().cpu().numpy()
-    peaks = wide.max(axis=1).tolist()
-    return [
-        _scored(row, chosen, count) if math.isfinite(peak) else _damage(peak, position + index)
-        for index, (row, chosen, peak) in enumerate(zip(wide, ids, peaks, strict=True))
-    ]
+def score_prompt(
+    logits: torch.Tensor, token_ids: list[int], count: int, position: int
+) -> list[Token | SamplingFault]:
+    """Return the prompt's own ids with their logprobs and those of the `count` largest.
+
+    `token_ids` [T] stand at `position` and behind; `logits` [T, vocab] are those that predict them.
+    """
+    rows = logits.float().cpu().numpy()
+    peaks = rows.max(axis=1).tolist()
+    results: list[Token | SamplingFault] = []
+    for index, (row, token_id, peak) in enumerate(zip(rows, token_ids, peaks, strict=True)):
+        fault = find_damage(peak, position + index)
+        results.append(fault or _with_logprobs(row, token_id, count))
+    return results
 
 
-def damage(peak: float, position: int) -> Fault | None:
-    """What is said about a row by its largest logit: nothing, if that is a finite number."""
+def find_damage(peak: float, position: int) -> SamplingFault | None:
+    """Return the fault of a row whose largest logit is `peak`, or None if that is a finite number.
+
+    `position` is that of the row's next token, for the message.
+    """
     return None if math.isfinite(peak) else _damage(peak, position)
 
 
-def _damage(peak: float, position: int) -> Fault:
-    """What is said about a row whose largest logit is `peak`, not a finite number."""
-    kind = "NaN" if math.isnan(peak) else "infinite" if peak > 0 else "only -inf"
+def _damage(peak: float, position: int) -> SamplingFault:
+    """Return the fault of a row whose largest logit is not a finite number."""
+    if math.isnan(peak):
+        kind = "NaN"
+    elif peak > 0:
+        kind = "infinite"
+    else:
+        kind = "only -inf"
     reason = f"the model gave {kind} logits at position {position}: damaged weights or overflow"
-    return Fault(reason, damage=True)
+    return SamplingFault(reason, model_damaged=True)
 
 
-def _plain(seq: Sequence) -> bool:
-    """Its next token is the largest logit, whatever the ids are."""
-    s = seq.sampling
+def _is_argmax(sequence: Sequence) -> bool:
+    """Return whether the next token is the largest logit, whatever the sequence's ids are."""
+    sampling = sequence.sampling
     return (
-        s.temperature == 0
-        and s.repetition_penalty == 1
-        and not (s.presence_penalty or s.frequency_penalty or s.logit_bias)
-        and seq.generated_tokens >= s.min_tokens
-        and s.grammar is None
+        sampling.temperature == 0
+        and sampling.repetition_penalty == 1
+        and not (sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias)
+        and sequence.generated_tokens >= sampling.min_tokens
+        and sampling.grammar is None
     )
 
 
-def _choose(row: np.ndarray, seq: Sequence, grammars: Grammars | None) -> int | None:
-    """The next id from one row of logits, float32 [vocab]; None if nothing is possible."""
-    sampling = seq.sampling
-    memory = _memory(seq, grammars)
-    row = _adjusted(row, seq, memory)
-    chosen = int(row.argmax())
-    if row[chosen] == -np.inf:
+def _choose(row: np.ndarray, sequence: Sequence, grammars: GrammarCompiler | None) -> int | None:
+    """Return the next id from one row of logits, float32 [vocab], or None if no id is possible.
+
+    Raises InvalidRequest where the parameters or the grammar cannot go on.
+    """
+    sampling = sequence.sampling
+    state = _current_state(sequence, grammars)
+    row = _adjusted_logits(row, sequence, state)
+    token_id = int(row.argmax())
+    if row[token_id] == -np.inf:
         return None
-    if not np.isfinite(row[chosen]):
+    if not np.isfinite(row[token_id]):
         raise InvalidRequest("repetition_penalty: logits overflow, use a larger one")
     if sampling.temperature != 0:
-        chosen = _draw(row.astype(np.float64) / sampling.temperature, sampling, len(seq.token_ids))
-    if memory.matcher and chosen not in sampling.stop_ids:
-        memory.matcher.feed([chosen])
-        seq.grammar_complete = memory.matcher.complete
-    return chosen
+        scaled = row.astype(np.float64) / sampling.temperature
+        token_id = _draw(scaled, sampling, len(sequence.token_ids))
+    if state.matcher and token_id not in sampling.stop_ids:
+        state.matcher.consume([token_id])
+        sequence.grammar_complete = state.matcher.complete
+    return token_id
 
 
-def _memory(seq: Sequence, grammars: Grammars | None) -> Memory:
-    """The sequence's memory; its matcher has seen every generated id. Raises InvalidRequest."""
-    memory = seq.sampler_state = seq.sampler_state or Memory()
-    if seq.sampling.grammar is not None:
-        if memory.matcher is None:
-            assert grammars is not None
-            memory.matcher = grammars.matcher(seq.sampling.grammar, seq.sampling.stop_ids)
-        if memory.matcher.fed < seq.generated_tokens:
-            memory.matcher.feed(seq.token_ids[seq.prompt_tokens + memory.matcher.fed :])
-    return memory
+def _current_state(sequence: Sequence, grammars: GrammarCompiler | None) -> SamplerState:
+    """Return the sequence's state, whose matcher has consumed every generated id.
+
+    Raises InvalidRequest where the grammar cannot be used, or does not fit the ids.
+    """
+    state: SamplerState = sequence.sampler_state or SamplerState()
+    sequence.sampler_state = state
+    grammar = sequence.sampling.grammar
+    if grammar is None:
+        return state
+    if state.matcher is None:
+        assert grammars is not None
+        state.matcher = grammars.matcher(grammar, sequence.sampling.stop_ids)
+    consumed = state.matcher.consumed_tokens
+    if consumed < sequence.generated_tokens:
+        state.matcher.consume(sequence.token_ids[sequence.prompt_tokens + consumed :])
+    return state
 
 
-def _counts(seq: Sequence, memory: Memory, vocab: int) -> tuple[np.ndarray, np.ndarray]:
-    """`seen` and `counts`, up to the last id."""
-    if memory.seen is None or memory.counts is None:
-        memory.seen, memory.counts = np.zeros(vocab, bool), np.zeros(vocab, np.int32)
-    fresh = np.array(seq.token_ids[memory.known :], np.int64)
-    memory.seen[fresh] = True
-    np.add.at(memory.counts, fresh[max(0, seq.prompt_tokens - memory.known) :], 1)
-    memory.known = len(seq.token_ids)
-    return memory.seen, memory.counts
+def _count_tokens(
+    sequence: Sequence, state: SamplerState, vocab: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return `state.present` and `state.answer_counts`, brought up to the last id."""
+    if state.present is None or state.answer_counts is None:
+        state.present = np.zeros(vocab, bool)
+        state.answer_counts = np.zeros(vocab, np.int32)
+    uncounted = np.array(sequence.token_ids[state.counted_tokens :], np.int64)
+    state.present[uncounted] = True
+    prompt_part = max(0, sequence.prompt_tokens - state.counted_tokens)
+    np.add.at(state.answer_counts, uncounted[prompt_part:], 1)
+    state.counted_tokens = len(sequence.token_ids)
+    return state.present, state.answer_counts
 
 
-def _adjusted(row: np.ndarray, seq: Sequence, memory: Memory) -> np.ndarray:
-    """A copy of the row with penalties, bias and masks; -inf is what must not come."""
-    s, row = seq.sampling, row.copy()
-    if s.repetition_penalty != 1 or s.frequency_penalty or s.presence_penalty:
-        seen, counts = _counts(seq, memory, len(row))
-        ids, factor = seen.nonzero()[0], np.float32(s.repetition_penalty)
-        with np.errstate(over="ignore"):  # said to the client
-            row[ids] = np.where(row[ids] < 0, row[ids] * factor, row[ids] / factor)
-        ids = counts.nonzero()[0]
-        row[ids] -= np.float32(s.frequency_penalty) * counts[ids].astype(np.float32)
-        row[ids] -= np.float32(s.presence_penalty)
-    for index, bias in s.logit_bias:
-        if not 0 <= index < len(row):
-            raise InvalidRequest(f"logit_bias: {index} is none of the model's {len(row)} ids")
-        row[index] += np.float32(bias)
-    if seq.generated_tokens < s.min_tokens:
-        row[[stop for stop in s.stop_ids if 0 <= stop < len(row)]] = -np.inf
-    if memory.matcher:
-        row[~memory.matcher.allowed] = -np.inf
+def _adjusted_logits(row: np.ndarray, sequence: Sequence, state: SamplerState) -> np.ndarray:
+    """Return a copy of the row with penalties, bias and masks; an id at -inf must not come."""
+    sampling = sequence.sampling
+    row = row.copy()
+    if sampling.repetition_penalty != 1 or sampling.frequency_penalty or sampling.presence_penalty:
+        _apply_penalties(row, sequence, state)
+    for token_id, bias in sampling.logit_bias:
+        if not 0 <= token_id < len(row):
+            raise InvalidRequest(f"logit_bias: {token_id} is none of the model's {len(row)} ids")
+        row[token_id] += np.float32(bias)
+    if sequence.generated_tokens < sampling.min_tokens:
+        row[[stop_id for stop_id in sampling.stop_ids if 0 <= stop_id < len(row)]] = -np.inf
+    if state.matcher:
+        row[~state.matcher.allowed] = -np.inf
     return row
 
 
+def _apply_penalties(row: np.ndarray, sequence: Sequence, state: SamplerState) -> None:
+    """Apply the repetition, frequency and presence penalties to `row`, in this order."""
+    sampling = sequence.sampling
+    present, answer_counts = _count_tokens(sequence, state, len(row))
+    token_ids = present.nonzero()[0]
+    factor = np.float32(sampling.repetition_penalty)
+    with np.errstate(over="ignore"):  # `_choose` tells the client of an overflow
+        penalized = row[token_ids]
+        row[token_ids] = np.where(penalized < 0, penalized * factor, penalized / factor)
+    token_ids = answer_counts.nonzero()[0]
+    counts = answer_counts[token_ids].astype(np.float32)
+    row[token_ids] -= np.float32(sampling.frequency_penalty) * counts
+    row[token_ids] -= np.float32(sampling.presence_penalty)
+
+
 def _draw(scaled: np.ndarray, sampling: Sampling, position: int) -> int:
-    """One draw from the softmax of `scaled`, float64 [vocab], cut by min_p, top_k and top_p."""
-    s, peak = sampling, scaled.max()
-    ids = np.arange(len(scaled))
-    if s.min_p > 0:
-        ids = ids[scaled >= peak + math.log(min(s.min_p, 1.0))]
-    if 0 < s.top_k < len(ids):
-        ids = ids[_largest(scaled[ids], s.top_k)]
-    if s.top_p < 1:
-        ids = ids[_nucleus(np.exp(scaled[ids] - peak), s.top_p)]
-    return int(ids[(scaled[ids] + gumbel(s.seed, position, len(scaled), ids)).argmax()])
+    """Draw an id from the softmax of `scaled`, float64 [vocab], cut by min_p, top_k and top_p."""
+    peak = scaled.max()
+    token_ids = np.arange(len(scaled))
+    if sampling.min_p > 0:
+        token_ids = token_ids[scaled >= peak + math.log(min(sampling.min_p, 1.0))]
+    if 0 < sampling.top_k < len(token_ids):
+        token_ids = token_ids[_largest(scaled[token_ids], sampling.top_k)]
+    if sampling.top_p < 1:
+        token_ids = token_ids[_nucleus(np.exp(scaled[token_ids] - peak), sampling.top_p)]
+    noise = gumbel_noise(sampling.seed, position, len(scaled), token_ids)
+    return int(token_ids[(scaled[token_ids] + noise).argmax()])
 
 
 def _largest(values: np.ndarray, count: int) -> np.ndarray:
-    """Indices of the `count` largest values; of equal ones the lower index."""
+    """Return the indices of the `count` largest values; of equal ones the lower index."""
     count = min(count, len(values))
     if count == 0:
         return np.zeros(0, np.int64)
-    return _first(values, np.partition(values, -count)[-count], count)
+    threshold = np.partition(values, -count)[-count]
+    return _at_least(values, threshold, count)
 
 
 def _nucleus(weights: np.ndarray, share: float) -> np.ndarray:
-    """Indices of the fewest largest weights whose sum reaches `share` of the whole, at least one.
+    """Return the indices of the largest weights whose sum reaches `share` of all weights.
 
-    Weights under (1 - share) / n of the whole are outside even if all are: they are not sorted.
-    Values are sorted, not indices: numpy has vector instructions for that.
+    There are as few of them as can be, and at least one. Weights below (1 - share) / n of the sum
+    of all n are outside even if all of these are, so they are not sorted. Values are sorted, not
+    indices: numpy has vector instructions for that.
     """
-    whole = weights.sum()
-    inside = np.sort(weights[weights * len(weights) >= (1 - share) * whole])[::-1]
-    count = 1 + int((np.cumsum(inside)[:-1] < share * whole).sum())
-    return _first(weights, inside[count - 1], count)
+    total = weights.sum()
+    candidates = weights[weights * len(weights) >= (1 - share) * total]
+    descending = np.sort(candidates)[::-1]
+    count = 1 + int((np.cumsum(descending)[:-1] < share * total).sum())
+    return _at_least(weights, descending[count - 1], count)
 
 
-def _first(values: np.ndarray, least: float, count: int) -> np.ndarray:
-    """Indices of the values above `least`, then of those equal to it, `count` in all."""
-    above, equal = (values > least).nonzero()[0], (values == least).nonzero()[0]
+def _at_least(values: np.ndarray, threshold: float, count: int) -> np.ndarray:
+    """Return `count` indices: of all values above the threshold, then of those equal to it."""
+    above = (values > threshold).nonzero()[0]
+    equal = (values == threshold).nonzero()[0]
     return np.concatenate([above, equal[: count - len(above)]])
 
 
-def _scored(row: np.ndarray, chosen: int, count: int) -> Token:
-    """The token with its logprob and the `count` largest, of float32 logits [vocab]."""
+def _with_logprobs(row: np.ndarray, token_id: int, count: int) -> Token:
+    """Return the token with its logprob and the `count` largest, of float32 logits [vocab]."""
     logprobs = torch.log_softmax(torch.from_numpy(row), dim=-1).numpy()
-    ids = np.sort(_largest(logprobs, count))
-    ids = ids[np.argsort(-logprobs[ids], kind="stable")]
-    top = tuple(zip(ids.tolist(), logprobs[ids].tolist(), strict=True))
-    return Token(chosen, float(logprobs[chosen]), top)
+    top_ids = np.sort(_largest(logprobs, count))
+    top_ids = top_ids[np.argsort(-logprobs[top_ids], kind="stable")]
+    top = tuple(zip(top_ids.tolist(), logprobs[top_ids].tolist(), strict=True))
+    return Token(token_id, float(logprobs[token_id]), top)

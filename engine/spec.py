@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from .errors import UnsupportedModel, WeightsError
-from .quantization import Fp8, read_quantization
+from .quantization import Fp8Format, read_quantization
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -112,7 +112,7 @@ class ModelSpec:
     eos_ids: tuple[int, ...]
     dtype: str  #: of the checkpoint's tensors
     experts: ExpertsSpec | None = None
-    fp8: Fp8 | None = None
+    fp8: Fp8Format | None = None
 
     @property
     def parameters(self) -> int:

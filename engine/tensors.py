@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .errors import UnsupportedModel, WeightsError
-from .quantization import Fp8
+from .quantization import Fp8Format
 from .spec import read_json
 
 PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -37,7 +37,7 @@ class CheckpointTensors:
     Files are mapped while they are read: `release()` now and then, or all of them stay resident.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, fp8: Fp8 | None) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, fp8: Fp8Format | None) -> None:
         """Raises WeightsError if a file is missing, damaged, or other than the index says."""
         self.folder = folder
         self.dtype = dtype
@@ -146,7 +146,9 @@ def _open(path: Path) -> safe_open:
         raise WeightsError(f"{path} is damaged or truncated: {error}; download it again") from None
 
 
-def dequantize(name: str, weight: torch.Tensor, scale: torch.Tensor, fp8: Fp8) -> torch.Tensor:
+def dequantize(
+    name: str, weight: torch.Tensor, scale: torch.Tensor, fp8: Fp8Format
+) -> torch.Tensor:
     """Returns float32 [out, in] of an FP8 weight with one scale, one per row, or one per block.
 
     Raises WeightsError when the scales do not fit the weight, UnsupportedModel if they are codes.
@@ -158,11 +160,11 @@ def dequantize(name: str, weight: torch.Tensor, scale: torch.Tensor, fp8: Fp8) -
     rows, columns = weight.shape
     if scale.numel() == 1:
         return wide.mul_(scale.reshape(()))
-    if fp8.block is None:
+    if fp8.block_shape is None:
         if scale.shape not in ((rows,), (rows, 1)):
             raise _misfit(name, weight, scale, "one per row")
         return wide.mul_(scale.reshape(rows, 1))
-    block_rows, block_columns = fp8.block
+    block_rows, block_columns = fp8.block_shape
     blocks = (-(-rows // block_rows), -(-columns // block_columns))
     if scale.shape != blocks:
         expected = f"blocks of {block_rows} x {block_columns} need {list(blocks)}"

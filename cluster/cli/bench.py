@@ -96,14 +96,16 @@ def router(
 
 def _run(model: str, values: dict[str, Any]) -> dict[str, Any]:
     """Torch is imported here, not before the options have been found right."""
-    from ...engine.bench.child import BenchError
-    from ...engine.bench.compare import Options, run
+    from ...engine.bench.child import EngineBenchError
+    from ...engine.bench.compare import EngineBenchOptions, run
     from ...engine.errors import EngineError
 
     try:
         with checkpoint(model) as folder:
-            result = run(Options(model=folder, **values), lambda line: typer.echo(line, err=True))
-    except (BenchError, EngineError) as error:
+            result = run(
+                EngineBenchOptions(model=folder, **values), lambda line: typer.echo(line, err=True)
+            )
+    except (EngineBenchError, EngineError) as error:
         fail(str(error))
     except KeyboardInterrupt:
         fail("interrupted", 130)

@@ -72,12 +72,12 @@ def _measure(size: int) -> dict[str, Any]:
 def _overlap(folder: Path, tokens: int) -> dict[str, Any]:
     import msgspec
 
-    from ...engine.bench.overlap import measure
+    from ...engine.bench.overlap import measure_overlap
     from ...engine.errors import EngineError
 
     try:
         typer.echo(f"prefilling {tokens} tokens over a throttled link", err=True)
-        rows = measure(folder, tokens)
+        rows = measure_overlap(folder, tokens)
     except EngineError as error:
         fail(str(error))
     worst = max(row.exposed_of_transfer for row in rows)

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from ...engine.model import Model
+from ...engine.model import RankModel
 from ...engine.rank_processes import RankAssignment, run_follower
 from ...kv_transfer import PeerCard, tickets
 from ...kv_transfer import commands as transfer_commands
@@ -152,7 +152,7 @@ class RemoteService:
         self._answered.set()
 
 
-def serve(model: Model, share: RankAssignment, control: socket.socket) -> None:
+def serve(model: RankModel, share: RankAssignment, control: socket.socket) -> None:
     """Run this rank's transfer service as the leader says, until the socket ends."""
     channel = RankChannel(control, MessageToRank)
     messages = channel.messages()
@@ -195,7 +195,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
 
     def serve_beside_the_engine(
-        model: Model, share: RankAssignment, control: socket.socket
+        model: RankModel, share: RankAssignment, control: socket.socket
     ) -> None:
         arguments = (model, share, control)
         threading.Thread(target=serve, args=arguments, daemon=True).start()

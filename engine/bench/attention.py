@@ -1,7 +1,8 @@
 """Decode attention alone against a bare read of its KV: python -m diptych.engine.bench.attention
 
-The shapes of the 205M model at batch 64 and 1,024 tokens of context; both in turn, best of some.
-Twice: with the KV of all layers, from memory, and with two blocks again and again, from a cache.
+The shapes are those of the 205M model at batch 64 and 1,024 tokens of context. Attention is timed
+twice: over the KV of all layers, from memory, and over the same two blocks again and again, from a
+cache. All loads take turns, and the best of ROUNDS counts.
 """
 
 from __future__ import annotations
@@ -13,57 +14,69 @@ from collections.abc import Callable
 import torch
 
 from ...kv_transfer import KVLayout
-from ..attention import Meta, Piece
-from ..kernels import PAGE, native_ops
+from ..attention import RowSpan, StepRows
+from ..kernels import KERNEL_BLOCK_TOKENS, native_ops
 from ..pool import KVPool
 
-LAYERS, HEADS, KV_HEADS, DIM = 16, 16, 8, 64
-BATCH, CONTEXT = 64, 1024
+LAYERS = 16
+HEADS = 16
+KV_HEADS = 8
+HEAD_DIM = 64
+BATCH = 64
+CONTEXT = 1024
 ROUNDS = 7
 
 
-def where(tables: list[list[int]]) -> Meta:
-    """A row of each sequence, the last of its context."""
-    none = torch.empty(0)
-    rows = [Piece(row, 1, CONTEXT - 1, table, True) for row, table in enumerate(tables)]
-    return Meta(none, none, none, rows)
+def last_rows(block_tables: list[list[int]]) -> StepRows:
+    """Return a decoding row of each sequence, the last of its context."""
+    unused = torch.empty(0)  # attention reads the spans alone
+    spans = [
+        RowSpan(row, 1, CONTEXT - 1, table, is_decode=True)
+        for row, table in enumerate(block_tables)
+    ]
+    return StepRows(unused, unused, unused, spans)
 
 
-def seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
+def seconds(call: Callable[[], object]) -> float:
+    """Return how long one call takes."""
+    started_at = time.perf_counter()
+    call()
+    return time.perf_counter() - started_at
 
 
 @torch.inference_mode()
 def main() -> None:
+    """Print milliseconds and GB/s of each load."""
     threads = len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    ops, pages = native_ops(DIM, threads), CONTEXT // PAGE
-    layout = KVLayout(LAYERS, KV_HEADS, DIM, PAGE, 2, "bfloat16", 1)
-    pool = KVPool(layout, 1 + BATCH * pages, torch.bfloat16)
-    memory = torch.frombuffer(pool.view, dtype=torch.bfloat16)[layout.block_items :]
-    memory.normal_()
-    numbers = memory.view(torch.float32)
-    q = torch.randn(BATCH, HEADS, DIM).bfloat16()
-    apart = where([[1 + row * pages + page for page in range(pages)] for row in range(BATCH)])
-    same = where([[1 + page % 2 for page in range(pages)] for _ in range(BATCH)])
+    ops = native_ops(HEAD_DIM, threads)
+    blocks_per_row = CONTEXT // KERNEL_BLOCK_TOKENS
+    layout = KVLayout(LAYERS, KV_HEADS, HEAD_DIM, KERNEL_BLOCK_TOKENS, 2, "bfloat16", 1)
+    pool = KVPool(layout, 1 + BATCH * blocks_per_row, torch.bfloat16)
+    kv = torch.frombuffer(pool.view, dtype=torch.bfloat16)[layout.block_items :]  # behind block 0
+    kv.normal_()
+    kv_as_float32 = kv.view(torch.float32)
+    queries = torch.randn(BATCH, HEADS, HEAD_DIM).bfloat16()
+    own_blocks = last_rows(
+        [[1 + row * blocks_per_row + i for i in range(blocks_per_row)] for row in range(BATCH)]
+    )
+    same_blocks = last_rows([[1 + i % 2 for i in range(blocks_per_row)] for _ in range(BATCH)])
 
-    def attend(meta: Meta, layers: list[int]) -> None:
+    def attend(step: StepRows, layers: list[int]) -> None:
         for layer in layers:
-            ops.attend(q, pool.layer(layer), meta, DIM**-0.5, None)
+            ops.attend(queries, pool.layer(layer), step, scale=HEAD_DIM**-0.5, window=None)
 
-    works: dict[str, Callable[[], object]] = {
-        "bare read": numbers.sum,
-        "attention": lambda: attend(apart, list(range(LAYERS))),
-        "attention, KV in a cache": lambda: attend(same, [0] * LAYERS),
+    loads: dict[str, Callable[[], object]] = {
+        "bare read": kv_as_float32.sum,
+        "attention": lambda: attend(own_blocks, list(range(LAYERS))),
+        "attention, KV in a cache": lambda: attend(same_blocks, [0] * LAYERS),
     }
-    best = dict.fromkeys(works, float("inf"))
+    best_s = dict.fromkeys(loads, float("inf"))
     for _ in range(ROUNDS):
-        for name, work in works.items():
-            best[name] = min(best[name], seconds(work))
-    for name, took in best.items():
-        print(f"{name:26} {took * 1e3:6.1f} ms {memory.nbytes / took / 1e9:6.1f} GB/s")
+        for name, load in loads.items():
+            best_s[name] = min(best_s[name], seconds(load))
+    for name, load_s in best_s.items():
+        print(f"{name:26} {load_s * 1e3:6.1f} ms {kv.nbytes / load_s / 1e9:6.1f} GB/s")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A measured process: started, asked in JSON lines, frozen while it is not its turn."""
+"""A measured process: started, commanded in JSON lines, and frozen while it is not its turn."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from typing import Any
 PR_SET_PDEATHSIG = 1
 
 
-class BenchError(Exception):
+class EngineBenchError(Exception):
     """The measurement cannot go on. The message names the cause and what to do next."""
 
 
-class Child:
+class EngineProcess:
     """One engine in its own process. Only one runs at a time: the others wait frozen.
 
-    A frozen child (SIGSTOP) takes no CPU: OpenMP threads otherwise spin for a while after a step,
-    and on as many cores as threads that slows down whoever is measured next.
+    A frozen process (SIGSTOP) takes no CPU: OpenMP threads otherwise spin for a while after a step,
+    and on as many cores as threads that slows down the engine that is measured next.
+
+    Life: the constructor starts the process; `answer` reads the line that it writes when it is
+    ready; `command` has one command done, inside of a `turn`; `close` ends the process.
     """
 
     def __init__(self, name: str, command: Sequence[str], environment: dict[str, str]) -> None:
@@ -32,7 +35,7 @@ class Child:
         prctl = ctypes.CDLL(None).prctl  # found here: nothing is safe to look up after the fork
 
         def die_with_parent() -> None:
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # reaches frozen ones too
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # reaches frozen processes too
 
         self._process = subprocess.Popen(
             command,
@@ -41,45 +44,55 @@ class Child:
             stderr=self._errors,
             env=environment,
             text=True,
-            start_new_session=True,  # ^C reaches the parent alone, which ends the children
+            start_new_session=True,  # ^C reaches the parent alone, which ends its children
             preexec_fn=die_with_parent,
         )
 
     @property
     def pid(self) -> int:
+        """The process's id."""
         return self._process.pid
 
     def answer(self) -> dict[str, Any]:
-        """The next line it writes. Raises BenchError if it ends or says `error` instead."""
+        """Wait for the next line that the process writes, and return its JSON.
+
+        Raises EngineBenchError if the process ends, or answers `error` instead.
+        """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
-            raise BenchError(
+            raise EngineBenchError(
                 f"{self.name} ended (exit code {code}); it said:\n{self._last_words()}"
             )
         try:
             reply = json.loads(line)
         except ValueError:
-            raise BenchError(f"{self.name} does not answer in JSON: {line.strip()!r}") from None
+            raise EngineBenchError(
+                f"{self.name} does not answer in JSON: {line.strip()!r}"
+            ) from None
         if "error" in reply:
-            raise BenchError(f"{self.name}: {reply['error']}")
+            raise EngineBenchError(f"{self.name}: {reply['error']}")
         return reply
 
-    def ask(self, do: str, **values: Any) -> dict[str, Any]:
-        """Has one command done."""
+    def command(self, do: str, **values: Any) -> dict[str, Any]:
+        """Have one command done, and return its answer. Raises EngineBenchError."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # `answer` knows why
+        with suppress(BrokenPipeError):  # `answer` finds out why
             self._process.stdin.write(json.dumps({"do": do, **values}) + "\n")
             self._process.stdin.flush()
         return self.answer()
 
     def freeze(self) -> None:
+        """Stop the process until its next turn."""
         self._signal(signal.SIGSTOP)
 
     @contextmanager
     def turn(self, urgent: bool = False) -> Iterator[None]:
-        """Awake inside, frozen afterwards; `urgent` goes before other processes, where allowed."""
+        """Let the process run inside of the context, and freeze it afterwards.
+
+        An `urgent` process goes before other processes, where the system allows that.
+        """
         self._signal(signal.SIGCONT)
         try:
             self._schedule(os.SCHED_RR if urgent else os.SCHED_OTHER)
@@ -89,7 +102,7 @@ class Child:
             self._schedule(os.SCHED_OTHER)
 
     def close(self) -> None:
-        """Ends it, and what it may have started."""
+        """End the process, and what it may have started."""
         self._signal(signal.SIGKILL)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._errors):
@@ -98,9 +111,10 @@ class Child:
                     pipe.close()
 
     def _schedule(self, policy: int) -> None:
-        """Real-time or ordinary, every thread. A nice value would not do: it counts in a session.
+        """Make every thread real-time, or ordinary.
 
-        Only root may; others are measured as the machine lets them (`waited` tells).
+        A nice value would not do: it counts within a session only. Only root may change the policy;
+        other users are measured as the machine lets them, and `waited` tells how well.
         """
         priority = os.sched_param(1 if policy == os.SCHED_RR else 0)
         with suppress(PermissionError, FileNotFoundError):
@@ -109,9 +123,11 @@ class Child:
                     os.sched_setscheduler(int(task), policy, priority)
 
     def _signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process's group, which is its own: it was started as a session."""
         if self._process.poll() is None:
-            os.killpg(self._process.pid, number)  # its own group: it was started as a session
+            os.killpg(self._process.pid, number)
 
     def _last_words(self) -> str:
+        """Return the last lines that the process wrote to stderr."""
         self._errors.seek(0)
         return "\n".join(self._errors.read().strip().splitlines()[-8:])

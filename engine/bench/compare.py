@@ -1,4 +1,8 @@
-"""The measurement: two engines in two processes, step by step in turn. Main path: `run`."""
+"""The measurement: two engines in two processes, step by step in turn. The main path is `run`.
+
+A cell is one measured situation: a batch of sequences that decode at a context, or a prompt. It is
+measured in rounds; in each round every engine takes its turn, the others are frozen.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +17,54 @@ from pathlib import Path
 from typing import Any
 
 from ..spec import ModelSpec, read_spec
-from .child import BenchError, Child
-from .machine import thread_times, wait_for_quiet, waited
-from .results import Work, cell, decode_work, geomean, prefill_work
+from .child import EngineBenchError, EngineProcess
+from .machine import thread_times, wait_for_quiet, waited_share
+from .results import (
+    CellWork,
+    decode_work,
+    geometric_mean_ratio,
+    prefill_work,
+    summarize_cell,
+)
 
 PEER = Path(__file__).with_name("peer.py")
-BURST_MS = 300.0  #: a round's steps of one engine take about this long
-BURST_MAX = 5  #: but are at most so many: a sequence grows by a token a step
-DECODE_MIN, PREFILL_MIN = 3, 1
-TRIES = 3  #: rounds are done again, up to so many times as asked for,
-PATIENCE_S = 10.0  #: a cell waits so long, all in all, for other processes to be idle
-CALM = 0.02  #: when threads stood in line for more than this share of one
-WAKE_TOKENS = 64  #: an untimed prompt that wakes the threads before a timed one
-BLOCK = 128  #: the larger block of the two engines, in tokens
-GROWTH = 256  #: tokens that ours reserves behind a sequence
+
+#: Milliseconds that a round's timed steps of one engine take, about.
+BURST_MS = 300.0
+
+#: Timed steps of a round, at most: a sequence grows by a token a step.
+BURST_LIMIT = 5
+
+#: Timed steps of a round of decode, and timed prompts of a round of prefill, at least.
+DECODE_STEPS_MINIMUM = 3
+PREFILLS_MINIMUM = 1
+
+#: A round whose threads stood in line for a CPU for more than this share of the time is not calm.
+CALM_SHARE = 0.02
+
+#: Rounds are done again while too few are calm, up to so many times as many as asked for.
+ROUNDS_FACTOR = 3
+
+#: Seconds that a cell waits, all in all, for other processes to be idle.
+PATIENCE_S = 10.0
+
+#: Tokens of an untimed prompt that wakes the threads before a timed one.
+WAKE_TOKENS = 64
+
+#: Tokens of the larger block of the two engines.
+BLOCK_TOKENS = 128
+
+#: Tokens that our engine reserves behind a sequence.
+GROWTH_TOKENS = 256
+
 GIB = 1 << 30
 
-Say = Callable[[str], None]
+#: Tells the user how far the measurement is.
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class EngineBenchOptions:
     """What to measure. An empty tuple leaves a phase out."""
 
     model: Path
@@ -42,189 +73,229 @@ class Options:
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     prompts: tuple[int, ...]
-    step_tokens: int | None = None  #: prefill tokens of one of our steps; None: the default
-    vllm_python: Path | None = None
+    step_tokens: int | None = None  #: Prefill tokens of one of our steps; None: the default.
+    vllm_python: Path | None = None  #: None: no peer.
+
+    @property
+    def growth_tokens(self) -> int:
+        """Tokens that a decoding sequence may grow by: every step, and the way there."""
+        return ROUNDS_FACTOR * self.rounds * (BURST_LIMIT + 1) + 64
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One measured situation: how to get there, what to time, how much work a step is."""
+class BenchCell:
+    """One measured situation. The commands are those of the README's table."""
 
-    labels: dict[str, Any]  #: phase, and batch and context or prompt
-    prepare: dict[str, Any] | None
-    timed: dict[str, Any]
-    untimed: dict[str, Any]  #: before each round's timed steps
-    least: int
-    work: Work
+    labels: dict[str, Any]  #: `phase`, and `batch` and `context`, or `prompt`.
+    prepare: dict[str, Any] | None  #: The command that brings an engine there, if one is needed.
+    timed: dict[str, Any]  #: The command that is timed, without `times`.
+    untimed: dict[str, Any]  #: The command before each round's timed ones.
+    steps_minimum: int  #: Timed steps of a round, at least.
+    work: CellWork
 
     def __str__(self) -> str:
         return ", ".join(f"{key} {value}" for key, value in self.labels.items() if key != "phase")
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """What one alternation took, and the share of it that threads stood in line for a CPU."""
+class BenchRound:
+    """What one alternation took."""
 
-    took: dict[Child, list[float]]
-    waited: float
+    times_ms: dict[EngineProcess, list[float]]  #: Of each engine's timed steps.
+    waited: float  #: The largest share of the time that a thread stood in line for a CPU.
 
 
-def run(options: Options, say: Say) -> dict[str, Any]:
-    """Measures every cell; the result is what `-o json` prints.
+@dataclass(frozen=True, slots=True)
+class _Engines:
+    """The processes that are measured, and what these said when they were ready."""
 
-    Raises BenchError, and EngineError where the checkpoint cannot be read.
+    ours: EngineProcess
+    setup: dict[str, Any]
+    machine: dict[str, float]  #: What the machine can do (`machine.measure_machine`).
+    peer: EngineProcess | None = None
+    peer_setup: dict[str, Any] | None = None
+
+
+def run(options: EngineBenchOptions, report: Report) -> dict[str, Any]:
+    """Measure every cell, and return what `-o json` prints.
+
+    Raises EngineBenchError, and EngineError where the checkpoint cannot be read. However it ends,
+    no process is left behind.
     """
     spec = read_spec(options.model)
     settings = _settings(options, spec)
+    cells: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        say("starting Diptych's engine")
-        ours = _start(stack, "Diptych's engine", _our_command(settings))
-        setup = ours.answer()["ready"]
-        with ours.turn(urgent=True):
-            machine = ours.ask("machine")
-        say(f"this machine: {machine['gb_per_s']} GB/s, {machine['tflops']} TFLOP/s in bf16")
-        peer, peer_setup = None, None
-        if options.vllm_python:
-            say("starting vLLM (it compiles the model: about a minute)")
-            peer = _start(stack, "vLLM", [str(options.vllm_python), str(PEER), _json(settings)])
-            peer_setup = peer.answer()["ready"]
-            peer.freeze()
-        cells = []
-        for entry in _cells(options, spec):
-            cells.append(entry.labels | _measure(entry, ours, peer, options, machine))
-            say(_line(entry, cells[-1]))
+        engines = _start_engines(stack, options, settings, report)
+        for cell in _cells(options, spec):
+            figures = _measure(cell, engines, options.rounds)
+            cells.append(cell.labels | figures)
+            report(_summary(cell, figures))
     return {
         "model": {"path": str(options.model), "parameters": spec.parameters},
         "options": asdict(options) | {"model": str(options.model), "vllm_python": None},
-        "machine": machine | {"threads": options.threads},
-        "setup": setup,
-        "peer_setup": peer_setup,
+        "machine": engines.machine | {"threads": options.threads},
+        "setup": engines.setup,
+        "peer_setup": engines.peer_setup,
         "cells": cells,
-        "geomean_ratio": geomean(cells),
+        "geomean_ratio": geometric_mean_ratio(cells),
     }
 
 
-def _settings(options: Options, spec: ModelSpec) -> dict[str, Any]:
-    """What both engines are started with: the same model, threads, lengths and KV memory."""
-    lengths = [context + _room(options) for context in options.contexts] if options.batches else []
-    longest = -(-max([*lengths, *options.prompts]) // BLOCK) * BLOCK + BLOCK
-    if longest > spec.max_positions:
-        raise BenchError(
-            f"sequences of {longest} tokens are needed, the model's limit is "
+def _settings(options: EngineBenchOptions, spec: ModelSpec) -> dict[str, Any]:
+    """Return what both engines are started with: the same model, threads, lengths, KV memory.
+
+    Raises EngineBenchError if the model, or the memory of this machine, is too small for it.
+    """
+    growth = options.growth_tokens
+    lengths = [context + growth for context in options.contexts] if options.batches else []
+    longest_in_blocks = -(-max([*lengths, *options.prompts]) // BLOCK_TOKENS)
+    max_len = longest_in_blocks * BLOCK_TOKENS + BLOCK_TOKENS
+    if max_len > spec.max_positions:
+        raise EngineBenchError(
+            f"sequences of {max_len} tokens are needed, the model's limit is "
             f"{spec.max_positions}: choose a smaller --context, --prompt or --rounds"
         )
-    held = max(options.contexts, default=0) + max(_room(options), GROWTH) + 2 * BLOCK
-    tokens = max(2 * longest, held * max(options.batches, default=0))
+    longest_context = max(options.contexts, default=0)
+    sequence_tokens = longest_context + max(growth, GROWTH_TOKENS) + 2 * BLOCK_TOKENS
+    tokens = max(2 * max_len, sequence_tokens * max(options.batches, default=0))
     kv_bytes = tokens * 2 * spec.layers * spec.kv_heads * spec.head_dim * 2
     kv_bytes = max(1, -(-kv_bytes // GIB)) * GIB
-    _check_memory((kv_bytes + 4 * spec.parameters + GIB) * (2 if options.vllm_python else 1))
+    engines = 2 if options.vllm_python else 1
+    _check_memory((kv_bytes + 4 * spec.parameters + GIB) * engines)
     return {
         "model": str(options.model),
         "threads": options.threads,
         "kv_bytes": kv_bytes,
-        "max_len": longest,
+        "max_len": max_len,
         "step_tokens": options.step_tokens,
         "seed": 0,
     }
 
 
-def _room(options: Options) -> int:
-    """Tokens that a decoding sequence may grow by: every step, and the way there."""
-    return TRIES * options.rounds * (BURST_MAX + 1) + 64
-
-
 def _check_memory(needed: int) -> None:
+    """Raise EngineBenchError if less than `needed` bytes of memory are available."""
     lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable"))
-    if needed > free:
-        raise BenchError(
-            f"this takes about {needed / GIB:.0f} GiB of memory and {free / GIB:.0f} GiB are free: "
-            "choose a smaller --batch, --context or --prompt"
+    available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvail"))
+    if needed > available:
+        raise EngineBenchError(
+            f"this takes about {needed / GIB:.0f} GiB of memory and {available / GIB:.0f} GiB are "
+            "free: choose a smaller --batch, --context or --prompt"
         )
 
 
-def _our_command(settings: dict[str, Any]) -> list[str]:
-    return [sys.executable, "-m", "diptych.engine.bench.worker", _json(settings)]
+def _start_engines(
+    stack: ExitStack, options: EngineBenchOptions, settings: dict[str, Any], report: Report
+) -> _Engines:
+    """Start the engines, each of which `stack` closes; all of them are frozen afterwards."""
+    settings_json = json.dumps(settings)
+    report("starting Diptych's engine")
+    our_command = [sys.executable, "-m", "diptych.engine.bench.worker", settings_json]
+    ours = _start(stack, "Diptych's engine", our_command, options.threads)
+    setup = ours.answer()["ready"]
+    with ours.turn(urgent=True):
+        machine = ours.command("machine")
+    report(f"this machine: {machine['gb_per_s']} GB/s, {machine['tflops']} TFLOP/s in bf16")
+    if options.vllm_python is None:
+        return _Engines(ours, setup, machine)
+
+    report("starting vLLM (it compiles the model: about a minute)")
+    peer_command = [str(options.vllm_python), str(PEER), settings_json]
+    peer = _start(stack, "vLLM", peer_command, options.threads)
+    peer_setup = peer.answer()["ready"]
+    peer.freeze()
+    return _Engines(ours, setup, machine, peer=peer, peer_setup=peer_setup)
 
 
-def _start(stack: ExitStack, name: str, command: list[str]) -> Child:
-    threads = str(json.loads(command[-1])["threads"])
-    child = Child(name, command, os.environ | {"OMP_NUM_THREADS": threads})
-    stack.callback(child.close)
-    return child
+def _start(stack: ExitStack, name: str, command: list[str], threads: int) -> EngineProcess:
+    process = EngineProcess(name, command, os.environ | {"OMP_NUM_THREADS": str(threads)})
+    stack.callback(process.close)
+    return process
 
 
-def _json(values: dict[str, Any]) -> str:
-    return json.dumps(values)
-
-
-def _cells(options: Options, spec: ModelSpec) -> Iterator[Cell]:
-    step: dict[str, Any] = {"do": "step"}
+def _cells(options: EngineBenchOptions, spec: ModelSpec) -> Iterator[BenchCell]:
+    """Give the cells in the order of the result: decode by context and batch, then prompts."""
     for context in options.contexts:
         for batch in options.batches:
-            at: dict[str, Any] = {"batch": batch, "context": context}
-            yield Cell(
-                labels={"phase": "decode", **at},
-                prepare={"do": "decode", **at, "room": _room(options)},
-                timed=step,
-                untimed=step | {"times": 1},
-                least=DECODE_MIN,
+            state: dict[str, Any] = {"batch": batch, "context": context}
+            yield BenchCell(
+                labels={"phase": "decode", **state},
+                prepare={"do": "decode", **state, "room": options.growth_tokens},
+                timed={"do": "step"},
+                untimed={"do": "step", "times": 1},
+                steps_minimum=DECODE_STEPS_MINIMUM,
                 work=decode_work(spec, batch, context),
             )
     for prompt in options.prompts:
-        prefill: dict[str, Any] = {"do": "prefill", "prompt": prompt}
-        yield Cell(
+        yield BenchCell(
             labels={"phase": "prefill", "prompt": prompt},
             prepare=None,
-            timed=prefill,
+            timed={"do": "prefill", "prompt": prompt},
             untimed={"do": "prefill", "prompt": WAKE_TOKENS, "times": 1},
-            least=PREFILL_MIN,
+            steps_minimum=PREFILLS_MINIMUM,
             work=prefill_work(spec, prompt),
         )
 
 
-def _measure(
-    entry: Cell, ours: Child, peer: Child | None, options: Options, machine: dict[str, float]
-) -> dict[str, Any]:
-    """Rounds until enough of them were calm, or `TRIES` times as many; the calmest ones count."""
-    engines = [ours, peer] if peer else [ours]
-    slowest = 0.0
-    for engine in engines:
-        with engine.turn():
-            if entry.prepare:
-                engine.ask(**entry.prepare)
-            slowest = max(slowest, *engine.ask(**entry.timed, times=1)["ms"])
-    times = max(entry.least, min(BURST_MAX, int(BURST_MS / slowest)))
-    rounds: list[Round] = []
-    patience = PATIENCE_S
-    while len(rounds) < TRIES * options.rounds:
-        patience = wait_for_quiet(patience)
-        order = engines if len(rounds) % 2 == 0 else engines[::-1]
-        rounds.append(_round(entry, order, times))
-        if sum(done.waited < CALM for done in rounds) == options.rounds:
+def _measure(cell: BenchCell, engines: _Engines, round_count: int) -> dict[str, Any]:
+    """Return a cell's figures.
+
+    Rounds are done until enough of them were calm, or ROUNDS_FACTOR times as many. The calmest ones
+    count.
+    """
+    ours = engines.ours
+    peer = engines.peer
+    processes = [ours, peer] if peer else [ours]
+    slowest_ms = max(_prepare(cell, process) for process in processes)
+    times = max(cell.steps_minimum, min(BURST_LIMIT, int(BURST_MS / slowest_ms)))
+
+    rounds: list[BenchRound] = []
+    patience_s = PATIENCE_S
+    while len(rounds) < ROUNDS_FACTOR * round_count:
+        patience_s = wait_for_quiet(patience_s)
+        order = processes if len(rounds) % 2 == 0 else processes[::-1]
+        rounds.append(_alternate(cell, order, times))
+        if sum(bench_round.waited < CALM_SHARE for bench_round in rounds) == round_count:
             break
-    rounds = sorted(rounds, key=lambda done: done.waited)[: options.rounds]
-    peers = [done.took[peer] for done in rounds] if peer else []
-    numbers = cell([done.took[ours] for done in rounds], peers, entry.work, machine)
-    return numbers | {"waited": round(rounds[-1].waited, 3)}
+
+    calmest = sorted(rounds, key=lambda bench_round: bench_round.waited)[:round_count]
+    figures = summarize_cell(
+        [bench_round.times_ms[ours] for bench_round in calmest],
+        [bench_round.times_ms[peer] for bench_round in calmest] if peer else [],
+        cell.work,
+        engines.machine,
+    )
+    return figures | {"waited": round(calmest[-1].waited, 3)}
 
 
-def _round(entry: Cell, order: list[Child], times: int) -> Round:
-    """Every engine in turn: an untimed step, then some timed ones."""
-    took: dict[Child, list[float]] = {}
-    worst = 0.0
-    for engine in order:
-        with engine.turn(urgent=True):
-            engine.ask(**entry.untimed)
-            before, began = thread_times(engine.pid), time.perf_counter_ns()
-            took[engine] = engine.ask(**entry.timed, times=times)["ms"]
-            span = time.perf_counter_ns() - began
-            worst = max(worst, waited(before, thread_times(engine.pid), span))
-    return Round(took, worst)
+def _prepare(cell: BenchCell, process: EngineProcess) -> float:
+    """Bring an engine to the cell's state, and return the milliseconds of one step there."""
+    with process.turn():
+        if cell.prepare:
+            process.command(**cell.prepare)
+        (first_ms,) = process.command(**cell.timed, times=1)["ms"]
+    return first_ms
 
 
-def _line(entry: Cell, numbers: dict[str, Any]) -> str:
-    line = f"{entry.labels['phase']} {entry}: {numbers['ms']:.2f} ms"
-    if "ratio" in numbers:
-        line += f", vLLM {numbers['peer_ms']:.2f} ms, ratio {numbers['ratio']:.2f}"
+def _alternate(cell: BenchCell, order: list[EngineProcess], times: int) -> BenchRound:
+    """Do a round: every engine in turn does an untimed step, then `times` timed ones."""
+    times_ms: dict[EngineProcess, list[float]] = {}
+    worst_share = 0.0
+    for process in order:
+        with process.turn(urgent=True):
+            process.command(**cell.untimed)
+            before = thread_times(process.pid)
+            started_ns = time.perf_counter_ns()
+            times_ms[process] = process.command(**cell.timed, times=times)["ms"]
+            span_ns = time.perf_counter_ns() - started_ns
+            share = waited_share(before, thread_times(process.pid), span_ns)
+            worst_share = max(worst_share, share)
+    return BenchRound(times_ms, worst_share)
+
+
+def _summary(cell: BenchCell, figures: dict[str, Any]) -> str:
+    """Return a cell's line for the user who waits."""
+    line = f"{cell.labels['phase']} {cell}: {figures['ms']:.2f} ms"
+    if "ratio" in figures:
+        line += f", vLLM {figures['peer_ms']:.2f} ms, ratio {figures['ratio']:.2f}"
     return line

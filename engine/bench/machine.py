@@ -2,6 +2,9 @@
 
 Both use the threads that torch has in this process. A step cannot be faster than its bytes at that
 bandwidth, nor than its products at that rate, unless its weights stay in a cache.
+
+The second half finds out whether other processes disturb a measurement, by what Linux counts for
+each thread and for all CPUs.
 """
 
 from __future__ import annotations
@@ -9,85 +12,109 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-READ_BYTES = 1 << 30  #: far more than a core's caches
-SIDES = (512, 1024, 2048)  #: of square matrices
+#: Far more than a core's caches.
+READ_BYTES = 1 << 30
+
+#: Sides of the square matrices that are multiplied.
+SIDES = (512, 1024, 2048)
+
 REPEATS = 15
-QUIET = 0.1  #: share of all CPU time that others may take
+
+#: A machine is quiet while other processes take at most this share of all CPU time.
+QUIET_SHARE = 0.1
+
+#: Seconds over which the CPUs' time is looked at.
 SAMPLE_S = 0.1
 
 
-def measure_machine() -> dict[str, Any]:
-    """`gb_per_s`: best of some reads of 1 GiB. `tflops`: best of some square bf16 products."""
+def measure_machine() -> dict[str, float]:
+    """Return `gb_per_s`, the best of some reads, and `tflops`, of some square bf16 products."""
     data = torch.ones(READ_BYTES // 4)
-    seconds = min(_fastest(data.sum), _fastest(lambda: data.dot(data)))
+    seconds = min(_fastest_s(data.sum), _fastest_s(lambda: data.dot(data)))
     tflops = max(_tflops(side) for side in SIDES)
     return {"gb_per_s": round(READ_BYTES / 1e9 / seconds, 1), "tflops": round(tflops, 3)}
 
 
 def _tflops(side: int) -> float:
+    """Return the rate of a product of two matrices of `side` rows and columns."""
     left = torch.randn(side, side).bfloat16()
     right = torch.randn(side, side).bfloat16()
-    return 2 * side**3 / 1e12 / _fastest(lambda: left @ right)
+    return 2 * side**3 / 1e12 / _fastest_s(lambda: left @ right)
 
 
-def _fastest(work: Callable[[], Any]) -> float:
-    times = []
+def _fastest_s(call: Callable[[], object]) -> float:
+    """Return the seconds of the best of REPEATS calls."""
+    durations_s: list[float] = []
     for _ in range(REPEATS):
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return min(times)
+        started_at = time.perf_counter()
+        call()
+        durations_s.append(time.perf_counter() - started_at)
+    return min(durations_s)
 
 
-Times = dict[str, tuple[int, int]]  #: thread -> nanoseconds on a CPU, nanoseconds in line for one
+#: thread id -> nanoseconds that it ran on a CPU, nanoseconds that it stood in line for one.
+ThreadTimes = dict[str, tuple[int, int]]
 
 
-def thread_times(pid: int) -> Times:
-    """Of every thread of a process so far."""
-    times = {}
+def thread_times(pid: int) -> ThreadTimes:
+    """Return the times of every thread of a process since the thread began."""
+    times: ThreadTimes = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
-            run, wait, _ = (task / "schedstat").read_text().split()
-            times[task.name] = (int(run), int(wait))
+            run_ns, wait_ns, _ = (task / "schedstat").read_text().split()
+            times[task.name] = (int(run_ns), int(wait_ns))
     return times
 
 
-def waited(before: Times, after: Times, span: int) -> float:
-    """The largest share of `span` that a computing thread stood in line for a CPU.
+def waited_share(before: ThreadTimes, after: ThreadTimes, span_ns: int) -> float:
+    """Return the largest share of `span_ns` that a computing thread stood in line for a CPU.
 
-    It grows when somebody else disturbs a measurement. Threads that hardly ran, nor wanted to, do
-    not count: an engine's helpers wait for its own computing threads.
+    The share grows when another process disturbs a measurement. Threads that ran less than half as
+    long as the busiest one do not count: an engine's helpers wait for its own computing threads.
     """
-    spent = [
-        (run - before[thread][0], wait - before[thread][1])
-        for thread, (run, wait) in after.items()
+    spent_ns = [
+        (run_ns - before[thread][0], wait_ns - before[thread][1])
+        for thread, (run_ns, wait_ns) in after.items()
         if thread in before
     ]
-    busiest = max((run for run, _ in spent), default=0)
-    return max((wait / span for run, wait in spent if run > busiest / 2), default=0.0)
+    busiest_ns = max((run_ns for run_ns, _ in spent_ns), default=0)
+    shares = (wait_ns / span_ns for run_ns, wait_ns in spent_ns if run_ns > busiest_ns / 2)
+    return max(shares, default=0.0)
 
 
-def wait_for_quiet(patience: float) -> float:
-    """Returns when hardly any CPU is busy, or `patience` seconds have passed; what is left of it.
+def wait_for_quiet(patience_s: float) -> float:
+    """Return when hardly any CPU is busy, or `patience_s` has passed; return what is left of it.
 
-    To be called while whoever is measured sleeps.
+    To be called while the measured processes sleep.
     """
-    busy = 1.0
-    while patience > 0 and busy > QUIET:
+    busy_share = 1.0
+    while patience_s > 0 and busy_share > QUIET_SHARE:
         before = _cpu_ticks()
         time.sleep(SAMPLE_S)
-        ticks = [after - start for start, after in zip(before, _cpu_ticks(), strict=True)]
-        busy = ticks[0] / max(1, ticks[1])
-        patience -= SAMPLE_S if busy > QUIET else 0
-    return patience
+        after = _cpu_ticks()
+        busy_share = (after.busy - before.busy) / max(1, after.total - before.total)
+        if busy_share > QUIET_SHARE:
+            patience_s -= SAMPLE_S
+    return patience_s
 
 
-def _cpu_ticks() -> tuple[int, int]:
-    """(busy, all) clock ticks of all CPUs together since the machine started."""
-    fields = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    return sum(fields) - fields[3] - fields[4], sum(fields)
+@dataclass(frozen=True, slots=True)
+class _CpuTicks:
+    """Clock ticks of all CPUs together since the machine started."""
+
+    busy: int
+    total: int
+
+
+def _cpu_ticks() -> _CpuTicks:
+    """Read the first line of /proc/stat; idle ticks and waits for a disk are not busy."""
+    first_line = Path("/proc/stat").read_text().split("\n", 1)[0]
+    ticks = [int(field) for field in first_line.split()[1:9]]
+    idle = ticks[3]
+    waiting_for_disk = ticks[4]
+    return _CpuTicks(busy=sum(ticks) - idle - waiting_for_disk, total=sum(ticks))

@@ -1,4 +1,7 @@
-"""Random Llama checkpoints to measure on: `205M` and `7M` are names of shapes. No download."""
+"""Writes random Llama checkpoints to measure on, without a download.
+
+The names of the shapes, `205M` and `7M`, say how many weights a model has.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+#: What `config.json` says for every shape.
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -22,7 +26,8 @@ BASE: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-#: name -> what `config.json` says on top of BASE
+
+#: name -> what `config.json` says on top of BASE.
 SHAPES: dict[str, dict[str, int]] = {
     "205M": {
         "vocab_size": 8192,
@@ -46,7 +51,10 @@ SHAPES: dict[str, dict[str, int]] = {
 
 
 def write_checkpoint(name: str, folder: Path, seed: int = 0) -> Path:
-    """Writes a random bf16 checkpoint of shape `name` to `folder`, tokenizer included."""
+    """Write a random bf16 checkpoint of shape `name` to `folder`, tokenizer included.
+
+    Returns the folder.
+    """
     config = BASE | SHAPES[name]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -56,10 +64,12 @@ def write_checkpoint(name: str, folder: Path, seed: int = 0) -> Path:
 
 
 def _weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
-    """Normal with deviation 0.02, as such models begin; norms are 1."""
+    """Return the tensors by name: normal with deviation 0.02, as such models begin; norms are 1."""
     generator = torch.Generator().manual_seed(seed)
-    hidden, wide, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    hidden = config["hidden_size"]
+    intermediate = config["intermediate_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
 
     def random(rows: int, columns: int) -> torch.Tensor:
         return (torch.randn(rows, columns, generator=generator) * 0.02).bfloat16()
@@ -73,23 +83,26 @@ def _weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
         "lm_head.weight": random(config["vocab_size"], hidden),
     }
     for index in range(config["num_hidden_layers"]):
-        at = f"model.layers.{index}."
+        layer = f"model.layers.{index}."
         weights |= {
-            f"{at}self_attn.q_proj.weight": random(queries, hidden),
-            f"{at}self_attn.k_proj.weight": random(keys, hidden),
-            f"{at}self_attn.v_proj.weight": random(keys, hidden),
-            f"{at}self_attn.o_proj.weight": random(hidden, queries),
-            f"{at}mlp.gate_proj.weight": random(wide, hidden),
-            f"{at}mlp.up_proj.weight": random(wide, hidden),
-            f"{at}mlp.down_proj.weight": random(hidden, wide),
-            f"{at}input_layernorm.weight": ones(),
-            f"{at}post_attention_layernorm.weight": ones(),
+            f"{layer}self_attn.q_proj.weight": random(queries, hidden),
+            f"{layer}self_attn.k_proj.weight": random(keys, hidden),
+            f"{layer}self_attn.v_proj.weight": random(keys, hidden),
+            f"{layer}self_attn.o_proj.weight": random(hidden, queries),
+            f"{layer}mlp.gate_proj.weight": random(intermediate, hidden),
+            f"{layer}mlp.up_proj.weight": random(intermediate, hidden),
+            f"{layer}mlp.down_proj.weight": random(hidden, intermediate),
+            f"{layer}input_layernorm.weight": ones(),
+            f"{layer}post_attention_layernorm.weight": ones(),
         }
     return weights
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """256 bytes and two special tokens; no engine is asked for text here, but some want one."""
+    """Write a tokenizer of 256 bytes and two special tokens.
+
+    The measurement has no text, but some engines do not load a model without a tokenizer.
+    """
     specials = ["<s>", "</s>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: index for index, token in enumerate([*specials, *alphabet])}

@@ -1,19 +1,22 @@
 """How much of a KV transfer hides behind the prefill that makes the KV.
 
-A real prefill, the real transfer services of both ends, and between them a link that is throttled
-so that the transfer takes a given share of the prefill's time.
+The prefill is real, and so are the transfer services of both ends. Between these is a link that is
+throttled so that the transfer takes a given share of the prefill's time. What the link still has to
+carry after the prefill's end is exposed: a client would wait for it.
 """
 
 from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Sequence as Numbers
+from collections.abc import Sequence as NumberSequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from ...kv_transfer import commands as c
+from ...kv_transfer import commands
 from ...kv_transfer.fan import Fan, RankCommand
 from ...kv_transfer.service import TransferService
 from ...kv_transfer.slices import LaneEnd
@@ -24,119 +27,178 @@ from ..pool import KVPool
 from ..scheduler import SchedulerLimits
 from ..sequence import BlocksFilled, Sequence, SequenceOutput
 
-SOURCE, SINK = "prefill/bench", "decode/bench"
+#: The names of the two ends; each has one rank, 0.
+SOURCE = "prefill/bench"
+SINK = "decode/bench"
+
+#: Seconds to wait for the transfer's end.
 WAIT_S = 60.0
 
+#: Both ends must have the same bytes to compare.
+COMPATIBILITY = b"bench"
 
-class Overlap(msgspec.Struct, frozen=True):
-    """One prefill. Seconds; `exposed_s` is the part of the transfer after the prefill's end."""
+#: Prefills for each share; the one with the median exposed part counts.
+ROUNDS = 3
 
-    of_prefill: float  #: the transfer's time over the prefill's
+
+class OverlapResult(msgspec.Struct, frozen=True):
+    """One prefill with its transfer. Times are in seconds."""
+
+    of_prefill: float  #: The transfer's time over the prefill's.
     prefill_s: float
     transfer_s: float
-    exposed_s: float
+    exposed_s: float  #: The part of the transfer after the prefill's end.
     exposed_of_transfer: float
 
 
-class Rig:
-    """One engine that prefills, a second pool, and a service for each."""
+@dataclass(slots=True)
+class _Ends:
+    """The services of both ends of one transfer, and the events that each end reports."""
+
+    services: dict[str, TransferService]
+    fan: Fan  #: Of the sender: hands commands to its rank.
+    source_events: queue.SimpleQueue[object]
+    sink_events: queue.SimpleQueue[object]
+
+    def send(self, command: object) -> None:
+        """Have the sender do a command."""
+        for action in self.fan.handle(command):
+            assert isinstance(action, RankCommand)
+            self.services[SOURCE].submit(action.command)
+
+    def stop(self) -> None:
+        for service in self.services.values():
+            service.stop()
+
+
+class OverlapRig:
+    """One engine that prefills, and a second pool that receives."""
 
     def __init__(self, model: Path, tokens: int, threads: int) -> None:
         self.tokens = tokens
         limits = SchedulerLimits(max_step_tokens=512)
         config = EngineOptions(model, kv_bytes=_kv_bytes(tokens), threads=threads, limits=limits)
         self.engine = Engine(config)
-        layout = self.engine.kv_pool.layout
-        self.target = KVPool(layout, self.engine.kv_pool.blocks, self.engine._model.dtype)
-        self._count = 0
+        source_pool = self.engine.kv_pool
+        self.target = KVPool(source_pool.layout, source_pool.blocks, self.engine._model.dtype)
+        self._prompt_count = 0
 
     @property
     def bytes(self) -> int:
+        """The bytes of a prompt's KV, in whole blocks."""
         layout = self.engine.kv_pool.layout
         return -(-self.tokens // layout.block_tokens) * layout.block_bytes
 
-    def prefill(self, push: Fan, services: dict[str, TransferService]) -> float:
-        """Computes a fresh prompt, and sends it; seconds to its first token."""
-        self._count += 1
-        ids = [(self._count * 7919 + i * 31) % 200 + 10 for i in range(self.tokens)]
-        key = (f"bench{self._count}", 0)
-        ticket = f"{key[0]}#0"
-        seq = Sequence(key, ids, len(ids), Sampling(4), stop_after_first=True)
+    def measure(self, link: FabricLink) -> tuple[float, commands.BlocksArrived]:
+        """Compute a prompt and transfer it over `link` meanwhile.
 
-        def tell(command: c.TransferCommand) -> None:
-            for action in push.handle(command):
-                assert isinstance(action, RankCommand)
-                services[SOURCE].submit(action.command)
+        Returns the seconds to the first token, and the event of the transfer's end with its times.
+        """
+        ends = self._open(link)
+        try:
+            prefill_s = self._prefill(ends)
+            arrived = ends.sink_events.get(timeout=WAIT_S)
+            assert isinstance(arrived, commands.BlocksArrived), arrived
+            ends.source_events.get(timeout=WAIT_S)
+        finally:
+            ends.stop()
+            self.engine.release((self._prompt_name(), 0))
+        return prefill_s, arrived
 
-        def announce(filled: list[BlocksFilled]) -> None:
-            for one in filled:
-                tell(c.PushBlocks(ticket, one.first_block, one.blocks, one.piece))
+    def _open(self, link: FabricLink) -> _Ends:
+        """Start a service for each pool, and make the two known to each other."""
+        fabric = Fabric(time.monotonic, 0, link)
+        source_events: queue.SimpleQueue[object] = queue.SimpleQueue()
+        sink_events: queue.SimpleQueue[object] = queue.SimpleQueue()
+        services: dict[str, TransferService] = {}
+        cards = {}
+        for name, pool, events in (
+            (SOURCE, self.engine.kv_pool, source_events),
+            (SINK, self.target, sink_events),
+        ):
+            rank_name = f"{name}:0"
+            open_transport = partial(fabric.open, rank_name, pool)
+            end = LaneEnd(pool.layout)
+            services[name] = TransferService(
+                rank_name, pool, end, COMPATIBILITY, open_transport, events.put
+            )
+            cards[name] = services[name].start()
+        services[SINK].submit(commands.AddPeer(SOURCE, [cards[SOURCE]]))
+        services[SOURCE].submit(commands.AddPeer(SINK, [cards[SINK]]))
+        fan = Fan([cards[SOURCE]])
+        fan.handle(commands.AddPeer(SINK, [cards[SINK]]))
+        return _Ends(services, fan, source_events=source_events, sink_events=sink_events)
 
-        self.engine.announce_filled = announce
-        self.engine.add(seq)
+    def _prefill(self, ends: _Ends) -> float:
+        """Compute a prompt that no cache knows, and send its blocks as these are filled.
+
+        Returns the seconds to its first token.
+        """
+        self._prompt_count += 1
+        name = self._prompt_name()
+        ticket_id = f"{name}#0"
+        prompt_ids = [(self._prompt_count * 7919 + i * 31) % 200 + 10 for i in range(self.tokens)]
+        sequence = Sequence(
+            (name, 0), prompt_ids, len(prompt_ids), Sampling(4), stop_after_first=True
+        )
+
+        def push_filled(filled_ranges: list[BlocksFilled]) -> None:
+            for filled in filled_ranges:
+                ends.send(
+                    commands.PushBlocks(ticket_id, filled.first_block, filled.blocks, filled.piece)
+                )
+
+        self.engine.announce_filled = push_filled
+        self.engine.add(sequence)
         blocks = list(range(1, self.target.blocks))
-        services[SINK].submit(c.OfferBlocks(ticket, f"{SOURCE}:0", blocks, self.tokens))
-        tell(c.ExpectOffer(ticket, SINK, self.tokens))
-        began, outputs = time.perf_counter(), list[SequenceOutput]()
+        ends.services[SINK].submit(
+            commands.OfferBlocks(ticket_id, f"{SOURCE}:0", blocks, self.tokens)
+        )
+        ends.send(commands.ExpectOffer(ticket_id, SINK, self.tokens))
+        started_at = time.perf_counter()
+        outputs: list[SequenceOutput] = []
         while not any(output.token for output in outputs):
             outputs = self.engine.step()
-        seconds = time.perf_counter() - began
-        tell(c.FinishPush(ticket, b""))
-        return seconds
+        prefill_s = time.perf_counter() - started_at
+        ends.send(commands.FinishPush(ticket_id, b""))
+        return prefill_s
 
-    def drop(self) -> None:
-        self.engine.release((f"bench{self._count}", 0))
-
-    def over(self, link: FabricLink) -> tuple[float, c.BlocksArrived]:
-        """A prefill with its transfer over `link`."""
-        fabric, outcomes = Fabric(time.monotonic, 0, link), queue.SimpleQueue[object]()
-        closed = queue.SimpleQueue[object]()
-        services, cards = {}, {}
-        ends = ((SOURCE, self.engine.kv_pool, closed), (SINK, self.target, outcomes))
-        for name, pool, told in ends:
-            opener = lambda admit, n=name, p=pool: fabric.open(f"{n}:0", p, admit)  # noqa: E731
-            end = LaneEnd(pool.layout)
-            same = b"bench"
-            services[name] = TransferService(f"{name}:0", pool, end, same, opener, told.put)
-            cards[name] = services[name].start()
-        services[SINK].submit(c.AddPeer(SOURCE, [cards[SOURCE]]))
-        services[SOURCE].submit(c.AddPeer(SINK, [cards[SINK]]))
-        fan = Fan([cards[SOURCE]])
-        fan.handle(c.AddPeer(SINK, [cards[SINK]]))
-        try:
-            seconds = self.prefill(fan, services)
-            arrived = outcomes.get(timeout=WAIT_S)
-            assert isinstance(arrived, c.BlocksArrived), arrived
-            closed.get(timeout=WAIT_S)
-        finally:
-            for service in services.values():
-                service.stop()
-            self.drop()
-        return seconds, arrived
+    def _prompt_name(self) -> str:
+        return f"bench{self._prompt_count}"
 
 
 def _kv_bytes(tokens: int) -> int:
+    """Return the bytes of a pool that holds the prompt several times over."""
     return max(64, tokens // 8) << 20
 
 
-def measure(
-    model: Path, tokens: int = 2048, shares: Numbers[float] = (0.3, 0.6, 1.0), threads: int = 1
-) -> list[Overlap]:
-    """One row for each share of the prefill's time that the transfer shall take.
+def measure_overlap(
+    model: Path,
+    tokens: int = 2048,
+    shares: NumberSequence[float] = (0.3, 0.6, 1.0),
+    threads: int = 1,
+) -> list[OverlapResult]:
+    """Return a result for each share of the prefill's time that the transfer shall take.
 
-    The link goes by the time of the prefill before, which had a transfer beside it too; a row is
-    the median of three by its exposed part.
+    The link's rate goes by the time of the prefill before, which had a transfer beside it too. A
+    result is the median of ROUNDS by its exposed part.
     """
-    rig = Rig(model, tokens, threads)
-    seconds, _ = rig.over(FabricLink())
-    rows = []
+    rig = OverlapRig(model, tokens, threads)
+    prefill_s, _ = rig.measure(FabricLink())
+    results: list[OverlapResult] = []
     for share in shares:
-        rounds = []
-        for _ in range(3):
-            link = FabricLink(bytes_s=rig.bytes / (share * seconds))
-            seconds, arrived = rig.over(link)
-            part = arrived.exposed_s / arrived.busy_s
-            of_prefill = arrived.busy_s / seconds
-            rounds.append(Overlap(of_prefill, seconds, arrived.busy_s, arrived.exposed_s, part))
-        rows.append(sorted(rounds, key=lambda row: row.exposed_of_transfer)[1])
-    return rows
+        rounds: list[OverlapResult] = []
+        for _ in range(ROUNDS):
+            link = FabricLink(bytes_s=rig.bytes / (share * prefill_s))
+            prefill_s, arrived = rig.measure(link)
+            rounds.append(
+                OverlapResult(
+                    of_prefill=arrived.busy_s / prefill_s,
+                    prefill_s=prefill_s,
+                    transfer_s=arrived.busy_s,
+                    exposed_s=arrived.exposed_s,
+                    exposed_of_transfer=arrived.exposed_s / arrived.busy_s,
+                )
+            )
+        results.append(sorted(rounds, key=lambda result: result.exposed_of_transfer)[ROUNDS // 2])
+    return results

@@ -2,9 +2,12 @@
 
     python peer.py '{"model": .., "threads": 2, "kv_bytes": .., "max_len": ..}'
 
-It answers JSON lines as `worker.py` does (see the table in this folder's README). The set-up is
-what vLLM's documentation recommends for x86: tcmalloc and Intel's OpenMP preloaded, threads bound
-to cores, compiled model. What is missing is named in the first line it writes.
+It answers the commands that `worker.py` answers (see the table in this folder's README). The set-up
+is what vLLM's documentation recommends for x86: tcmalloc and Intel's OpenMP preloaded, threads
+bound to cores, a compiled model. The first line that it writes names what is missing.
+
+Life: the script starts itself again with the libraries preloaded, makes the engine, writes one line
+when that is ready, then answers each line of stdin with one line.
 """
 
 from __future__ import annotations
@@ -15,45 +18,51 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MARK = "VLLM_PEER_PRELOADED"  #: in the environment after the start with the libraries preloaded
+#: In the environment after the second start: which libraries are missing, or "all" for none.
+MARK = "VLLM_PEER_PRELOADED"
 
 
 def preload(options: dict[str, Any]) -> None:
-    """Starts this script again, in the same process, under vLLM's recommended environment."""
+    """Start this script again, in the same process, under vLLM's recommended environment."""
     cores = sorted(os.sched_getaffinity(0))[: options["threads"]]
-    listed = ",".join(map(str, cores))
-    found = {"tcmalloc": _tcmalloc(), "Intel OpenMP": _intel_openmp()}
-    libraries = [path for path in found.values() if path]
-    missing = [name for name, path in found.items() if not path]
-    gib = -(-options["kv_bytes"] // (1 << 30))
+    core_list = ",".join(map(str, cores))
+    libraries = {"tcmalloc": _tcmalloc(), "Intel OpenMP": _intel_openmp()}
+    missing = [name for name, path in libraries.items() if not path]
+    kv_gib = -(-options["kv_bytes"] // (1 << 30))
     settings = {
         MARK: ", ".join(missing) or "all",
-        "LD_PRELOAD": ":".join(libraries),
+        "LD_PRELOAD": ":".join(path for path in libraries.values() if path),
         "OMP_NUM_THREADS": str(len(cores)),
         # what vLLM sets for its own worker processes; here the worker is this process
-        "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{listed}]",
+        "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{core_list}]",
         "KMP_BLOCKTIME": "5",
         "KMP_TPAUSE": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": listed,
-        "VLLM_CPU_KVCACHE_SPACE": str(gib),
+        "VLLM_CPU_OMP_THREADS_BIND": core_list,
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # scheduler and model in one process: no IPC
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "HF_HUB_OFFLINE": "1",
     }
-    if not found["Intel OpenMP"]:
-        settings["GOMP_CPU_AFFINITY"] = listed.replace(",", " ")
+    if not libraries["Intel OpenMP"]:
+        settings["GOMP_CPU_AFFINITY"] = core_list.replace(",", " ")
     os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | settings)
 
 
 def _tcmalloc() -> str | None:
+    """Return the path of the library that vLLM bundles, or the name of the system's."""
     bundled = sorted(Path(sys.prefix).glob("lib/python*/site-packages/vllm/libs/libtcmalloc*.so*"))
-    names = ("tcmalloc_minimal", "tcmalloc")
-    system = [name for name in map(ctypes.util.find_library, names) if name]
-    return str(bundled[0]) if bundled else next(iter(system), None)
+    if bundled:
+        return str(bundled[0])
+    for name in ("tcmalloc_minimal", "tcmalloc"):
+        library = ctypes.util.find_library(name)
+        if library:
+            return library
+    return None
 
 
 def _intel_openmp() -> str | None:
@@ -61,13 +70,14 @@ def _intel_openmp() -> str | None:
     return str(path) if path.exists() else None
 
 
-class Peer:
-    """vLLM in this process, greedy, at its own default limits."""
+class VllmEngine:
+    """vLLM in this process, greedy, at its own default limits. Public methods are the commands."""
 
     def __init__(self, options: dict[str, Any]) -> None:
+        """Load and compile the model. Raises ImportError where vLLM is not installed."""
         import vllm
 
-        self._sampling = vllm.SamplingParams
+        self._make_sampling = vllm.SamplingParams
         self._engine = vllm.LLM(
             model=options["model"],
             dtype="bfloat16",
@@ -76,11 +86,12 @@ class Peer:
         ).llm_engine
         self._random = random.Random(options.get("seed", 0))
         self._vocab = self._engine.model_config.get_vocab_size()
-        self._live: list[str] = []
-        self._count = 0
+        self._live: list[str] = []  #: Requests that decode.
+        self._request_count = 0
         self.setup = self._describe(vllm.__version__)
 
     def _describe(self, version: str) -> dict[str, Any]:
+        """Return what the result says about this engine."""
         import torch
 
         config = self._engine.vllm_config
@@ -105,79 +116,85 @@ class Peer:
         }
 
     def decode(self, batch: int, context: int, room: int) -> dict[str, Any]:
-        """`batch` sequences of `context` random tokens, in their KV and ready to decode.
+        """Bring `batch` sequences of `context` random tokens to the point where they decode.
 
-        Once for the prefix cache, then again: so all begin to decode within a few steps.
+        Each may grow by `room` tokens. The prompts are computed once for the prefix cache, then
+        again: so all begin to decode within a few steps.
         """
-        self._clear()
+        self._abort_all()
         prompts = [self._prompt(context) for _ in range(batch)]
-        for tokens in (1, room):
-            self._live = [self._add(ids, tokens) for ids in prompts]
+        for max_tokens in (1, room):
+            self._live = [self._add(prompt_ids, max_tokens) for prompt_ids in prompts]
             begun: set[str] = set()
             while len(begun) < batch:
                 begun.update(output.request_id for output in self._engine.step())
         return {}
 
     def step(self, times: int) -> dict[str, Any]:
-        """Milliseconds of each of `times` decode steps over all sequences."""
-        took = []
+        """Return the milliseconds of each of `times` decode steps over all sequences."""
+        times_ms: list[float] = []
         for _ in range(times):
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             outputs = self._engine.step()
-            took.append((time.perf_counter() - began) * 1e3)
+            times_ms.append((time.perf_counter() - started_at) * 1e3)
             assert len(outputs) == len(self._live), (len(outputs), len(self._live))
-        return {"ms": took}
+        return {"ms": times_ms}
 
     def prefill(self, prompt: int, times: int) -> dict[str, Any]:
-        """Milliseconds from a new random prompt to its first token, `times` times."""
-        self._clear()
-        took = []
+        """Return the milliseconds from a new random prompt to its first token, `times` times."""
+        self._abort_all()
+        times_ms: list[float] = []
         for _ in range(times):
-            ids = self._prompt(prompt)
-            began = time.perf_counter()
-            self._add(ids, 1)
+            prompt_ids = self._prompt(prompt)
+            started_at = time.perf_counter()
+            self._add(prompt_ids, 1)
             while not self._engine.step():
                 pass
-            took.append((time.perf_counter() - began) * 1e3)
-        return {"ms": took}
+            times_ms.append((time.perf_counter() - started_at) * 1e3)
+        return {"ms": times_ms}
 
     def _prompt(self, length: int) -> list[int]:
         return self._random.choices(range(2, self._vocab), k=length)
 
-    def _add(self, ids: list[int], tokens: int) -> str:
-        self._count += 1
-        name = str(self._count)
-        params = self._sampling(
-            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False
+    def _add(self, prompt_ids: list[int], max_tokens: int) -> str:
+        self._request_count += 1
+        request_id = str(self._request_count)
+        sampling = self._make_sampling(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
         )
-        self._engine.add_request(name, {"prompt_token_ids": ids}, params)
-        return name
+        self._engine.add_request(request_id, {"prompt_token_ids": prompt_ids}, sampling)
+        return request_id
 
-    def _clear(self) -> None:
+    def _abort_all(self) -> None:
         if self._live:
             self._engine.abort_request(self._live)
         self._live = []
 
 
 def serve(options: dict[str, Any]) -> None:
-    """Answers commands until stdin ends. What vLLM prints goes to stderr."""
+    """Answer commands until stdin ends. What vLLM prints goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     try:
-        peer = Peer(options)
+        engine = VllmEngine(options)
     except ImportError as error:
         print(json.dumps({"error": f"{sys.executable} cannot import vLLM: {error}"}), file=answers)
         return
-    print(json.dumps({"ready": peer.setup}), file=answers)
-    commands: dict[str, Any] = {"decode": peer.decode, "step": peer.step, "prefill": peer.prefill}
+    print(json.dumps({"ready": engine.setup}), file=answers)
+    handlers: dict[str, Callable[..., dict[str, Any]]] = {
+        "decode": engine.decode,
+        "step": engine.step,
+        "prefill": engine.prefill,
+    }
     for line in sys.stdin:
         command = json.loads(line)
-        print(json.dumps(commands[command.pop("do")](**command)), file=answers)
+        handler = handlers[command.pop("do")]
+        print(json.dumps(handler(**command)), file=answers)
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder: its names are no modules of vLLM's
-    chosen = json.loads(sys.argv[1])
+    sys.path.pop(0)  # this folder: its modules would hide those of vLLM with the same names
+    engine_options = json.loads(sys.argv[1])
     if MARK not in os.environ:
-        preload(chosen)
-    serve(chosen)
+        preload(engine_options)
+    serve(engine_options)

@@ -21,7 +21,7 @@ from diptych.engine.demo.evaluate import (
     HERE,
     IGNORE,
     Message,
-    Pair,
+    QuestionAnswer,
     collate,
     encode,
     evaluate,
@@ -56,11 +56,11 @@ SYSTEM_PROMPTS = [
 ]
 
 
-def build_tokenizer(pairs: list[Pair]) -> Tokenizer:
-    """Train a byte-level BPE; rare characters stay single bytes, which streaming tests want."""
-    tok = Tokenizer(models.BPE())
-    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tok.decoder = decoders.ByteLevel()
+def build_tokenizer(pairs: list[QuestionAnswer]) -> Tokenizer:
+    """Train a byte-level BPE. Rare characters stay single bytes, which streaming tests want."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         min_frequency=2,
@@ -68,54 +68,57 @@ def build_tokenizer(pairs: list[Pair]) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = [t for p in pairs for t in (p.q, p.a, *p.also)] + SYSTEM_PROMPTS
-    tok.train_from_iterator(texts, trainer)
-    assert [tok.token_to_id(s) for s in SPECIALS] == list(range(len(SPECIALS)))
-    return tok
+    texts = [text for pair in pairs for text in (pair.question, pair.answer, *pair.paraphrases)]
+    texts += SYSTEM_PROMPTS
+    tokenizer.train_from_iterator(texts, trainer)
+    assert [tokenizer.token_to_id(special) for special in SPECIALS] == list(range(len(SPECIALS)))
+    return tokenizer
 
 
-def vary(question: str, rng: random.Random) -> str:
-    """Change casing, punctuation or opening words as a user would."""
-    if rng.random() < 0.45:
+def vary(question: str, generator: random.Random) -> str:
+    """Return the question with other casing, punctuation or opening words, as users write."""
+    if generator.random() < 0.45:
         return question
     text = question.rstrip("?.!")
-    case = rng.random()
+    case = generator.random()
     if case < 0.45:
         text = text.lower()
     elif case < 0.5:
         text = text.upper()
     elif case < 0.65:
         text = text[0].lower() + text[1:]
-    lead = rng.choice([""] * 8 + ["Please: ", "Hi, ", "Hello! ", "Please tell me: ", "ok, ", "So "])
-    return lead + text + rng.choice(["", "", "?", "?", ".", "!", "??", " ?"])
+    lead = generator.choice(
+        [""] * 8 + ["Please: ", "Hi, ", "Hello! ", "Please tell me: ", "ok, ", "So "]
+    )
+    return lead + text + generator.choice(["", "", "?", "?", ".", "!", "??", " ?"])
 
 
-def sample(pairs: list[Pair], rng: random.Random) -> list[Message]:
-    """Draw a conversation: one to eight pairs, sometimes under a system prompt."""
+def draw_chat(pairs: list[QuestionAnswer], generator: random.Random) -> list[Message]:
+    """Draw a chat of one to eight pairs, sometimes under a system prompt."""
     chat: list[Message] = []
-    if rng.random() < 0.3:
-        chat.append({"role": "system", "content": rng.choice(SYSTEM_PROMPTS)})
-    for _ in range(rng.choices([1, 2, 3, 5, 8], weights=[60, 18, 12, 6, 4])[0]):
-        pair = rng.choice(pairs)
-        question = pair.q if rng.random() < 0.5 else rng.choice(pair.also)
-        chat += turn(vary(question, rng), pair.a)
+    if generator.random() < 0.3:
+        chat.append({"role": "system", "content": generator.choice(SYSTEM_PROMPTS)})
+    for _ in range(generator.choices([1, 2, 3, 5, 8], weights=[60, 18, 12, 6, 4])[0]):
+        pair = generator.choice(pairs)
+        question = pair.question if generator.random() < 0.5 else generator.choice(pair.paraphrases)
+        chat += turn(vary(question, generator), pair.answer)
     return chat
 
 
 def batches(
-    tok: Tokenizer, pairs: list[Pair], rng: random.Random, size: int
+    tokenizer: Tokenizer, pairs: list[QuestionAnswer], generator: random.Random, size: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless batches of conversations of similar length."""
+    """Give endless batches of ids and labels; the chats of a batch are of similar length."""
     while True:
-        rows = [encode(tok, sample(pairs, rng)) for _ in range(size * 8)]
+        rows = [encode(tokenizer, draw_chat(pairs, generator)) for _ in range(size * 8)]
         rows.sort(key=lambda row: len(row[0]))
-        groups = [rows[i : i + size] for i in range(0, len(rows), size)]
-        rng.shuffle(groups)
+        groups = [rows[start : start + size] for start in range(0, len(rows), size)]
+        generator.shuffle(groups)
         yield from map(collate, groups)
 
 
 def model_config() -> dict[str, Any]:
-    """config.json, written by hand so that it holds nothing of the machine that trained."""
+    """Return config.json, written by hand so that it holds nothing of the machine that trained."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -141,46 +144,52 @@ def model_config() -> dict[str, Any]:
     }
 
 
-def train(tok: Tokenizer, pairs: list[Pair], args: argparse.Namespace) -> LlamaForCausalLM:
-    """AdamW with warmup and cosine decay over args.steps; prints loss and margins."""
-    torch.manual_seed(args.seed)
+def train(
+    tokenizer: Tokenizer, pairs: list[QuestionAnswer], options: argparse.Namespace
+) -> LlamaForCausalLM:
+    """Train by AdamW with warmup and cosine decay over `options.steps`; print loss and margins."""
+    torch.manual_seed(options.seed)
     model = LlamaForCausalLM(LlamaConfig(**model_config())).float().train()
-    print(f"parameters {sum(p.numel() for p in model.parameters()):,}", flush=True)
+    print(f"parameters {sum(weight.numel() for weight in model.parameters()):,}", flush=True)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.02)
-    data = batches(tok, pairs, random.Random(args.seed), args.batch)
-    begun, num_tokens = time.monotonic(), 0
-    for step in range(1, args.steps + 1):
-        cosine = 0.5 * (1 + math.cos(math.pi * step / args.steps))
+    data = batches(tokenizer, pairs, random.Random(options.seed), options.batch)
+    started_at = time.monotonic()
+    token_count = 0
+    for step in range(1, options.steps + 1):
+        cosine = 0.5 * (1 + math.cos(math.pi * step / options.steps))
         for group in optimizer.param_groups:
-            group["lr"] = args.lr * min(step / 100, max(cosine, 0.01))
-        ids, labels = next(data)
-        num_tokens += ids.numel()
-        target = labels[:, 1:]
-        hidden = model.model(ids[:, :-1]).last_hidden_state
-        logits = model.lm_head(hidden[target != IGNORE])
-        loss = torch.nn.functional.cross_entropy(logits, target[target != IGNORE])
+            group["lr"] = options.lr * min(step / 100, max(cosine, 0.01))
+        token_ids, labels = next(data)
+        token_count += token_ids.numel()
+        targets = labels[:, 1:]
+        is_answer = targets != IGNORE
+        hidden = model.model(token_ids[:, :-1]).last_hidden_state
+        logits = model.lm_head(hidden[is_answer])
+        loss = torch.nn.functional.cross_entropy(logits, targets[is_answer])
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % 100 == 0 or step == args.steps:
-            gap = margins(model, tok, pairs)
+        if step % 100 == 0 or step == options.steps:
+            margin = margins(model, tokenizer, pairs)
             print(
-                f"step {step:5d}  loss {loss.item():.4f}  wrong tokens {int((gap <= 0).sum())}"
-                f"  min margin {gap.min():.2f}  tokens {num_tokens:,}"
-                f"  {time.monotonic() - begun:.0f} s",
+                f"step {step:5d}  loss {loss.item():.4f}  wrong tokens {int((margin <= 0).sum())}"
+                f"  min margin {margin.min():.2f}  tokens {token_count:,}"
+                f"  {time.monotonic() - started_at:.0f} s",
                 flush=True,
             )
     return model
 
 
-def save(model: LlamaForCausalLM, tok: Tokenizer, out: Path) -> None:
+def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
     """Write the Hugging Face folder; weights in bf16, the tied lm_head left out."""
     out.mkdir(parents=True, exist_ok=True)
-    state = {k: v.to(torch.bfloat16).contiguous() for k, v in model.state_dict().items()}
+    state = {
+        name: tensor.to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()
+    }
     del state["lm_head.weight"]
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
-    tok.save(str(out / "tokenizer.json"))
+    tokenizer.save(str(out / "tokenizer.json"))
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": SPECIALS[BOS],
@@ -201,23 +210,24 @@ def save(model: LlamaForCausalLM, tok: Tokenizer, out: Path) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Train, save and evaluate by the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE / "checkpoint")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--lr", type=float, default=1.5e-3)
-    args = parser.parse_args()
+    options = parser.parse_args()
     pairs = load_pairs()
-    tok = build_tokenizer(pairs)
-    assert tok.get_vocab_size() <= VOCAB_SIZE
-    print(f"pairs {len(pairs)}, vocabulary {tok.get_vocab_size()}", flush=True)
-    begun = time.monotonic()
-    model = train(tok, pairs, args)
-    print(f"trained {args.steps} steps with seed {args.seed} in {time.monotonic() - begun:.0f} s")
-    save(model, tok, args.out)
-    sys.exit(not evaluate(args.out, pairs))
+    tokenizer = build_tokenizer(pairs)
+    assert tokenizer.get_vocab_size() <= VOCAB_SIZE
+    print(f"pairs {len(pairs)}, vocabulary {tokenizer.get_vocab_size()}", flush=True)
+    started_at = time.monotonic()
+    model = train(tokenizer, pairs, options)
+    training_s = time.monotonic() - started_at
+    print(f"trained {options.steps} steps with seed {options.seed} in {training_s:.0f} s")
+    save(model, tokenizer, options.out)
+    sys.exit(not evaluate(options.out, pairs))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Attention libraries behind the one interface of `paged.PagedAttention`.
 
-Each call gives [T, Hq, D]. A library sees a layer's cache as a strided view: nothing is copied.
+A library sees a layer's cache as a strided view: nothing is copied. The names of the libraries'
+parameters were read in the versions that the README of this folder names.
 """
 
 from __future__ import annotations
@@ -11,155 +12,229 @@ from typing import Any, Protocol
 
 import torch
 
+from ..attention import LayerCache
 from .varlen import Varlen
 
-Cache = tuple[torch.Tensor, torch.Tensor]
-WORKSPACE = 256 << 20  #: bytes that FlashInfer's plans are laid out in
+#: Bytes of the workspace in which FlashInfer lays out its plans.
+WORKSPACE = 256 << 20
 
 
-class Attention(Protocol):
-    """`graphs`: a decode step can be captured, its sequences change without a plan on the host."""
+class AttentionBackend(Protocol):
+    """Paged attention over the rows of a run of prefill or of decode."""
 
     name: str
+
+    #: True: a decode step can be captured in a CUDA graph, because its sequences change without a
+    #: plan on the host.
     graphs: bool
 
     def __call__(
         self,
-        q: torch.Tensor,
-        cache: Cache,
-        where: Varlen,
+        queries: torch.Tensor,
+        cache: LayerCache,
+        run: Varlen,
         scale: float,
         window: int | None,
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """Return the attention of `queries` [T, Hq, D] over a layer's cache, [T, Hq, D].
+
+        `scale` multiplies the scores; `window` is the sliding window in tokens, or None.
+        """
+        ...
 
 
-def _by_token(cache: Cache) -> Cache:
-    """Views `[block, token, Hkv, D]` of `[block, Hkv, token, D]`."""
-    return cache[0].transpose(1, 2), cache[1].transpose(1, 2)
+def _by_token(cache: LayerCache) -> LayerCache:
+    """Return views `[block, token, Hkv, D]` of a cache's `[block, Hkv, token, D]`."""
+    keys, values = cache
+    return keys.transpose(1, 2), values.transpose(1, 2)
+
+
+def _window_size(window: int | None) -> tuple[int, int]:
+    """Return how many keys to the left and to the right of itself a row sees; -1 is all."""
+    return (window - 1, 0) if window else (-1, -1)
 
 
 class FlashAttention3:
     """`flash_attn_with_kvcache` of FA3's `flash_attn_interface`, or of the copy in sgl-kernel."""
 
-    name, graphs = "fa3", True
+    name = "fa3"
+    graphs = True
 
     def __init__(self, module: ModuleType) -> None:
-        self._call = module.flash_attn_with_kvcache
+        self._attend = module.flash_attn_with_kvcache
 
-    def __call__(self, q, cache, where, scale, window) -> torch.Tensor:
+    def __call__(
+        self,
+        queries: torch.Tensor,
+        cache: LayerCache,
+        run: Varlen,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
         keys, values = _by_token(cache)
-        return self._call(
-            q,
+        return self._attend(
+            queries,
             keys,
             values,
-            cache_seqlens=where.kv_len,
-            page_table=where.table,
-            cu_seqlens_q=where.q_start,
-            max_seqlen_q=where.max_q,
+            cache_seqlens=run.kv_lengths,
+            page_table=run.block_table,
+            cu_seqlens_q=run.query_starts,
+            max_seqlen_q=run.max_query_rows,
             softmax_scale=scale,
             causal=True,
-            window_size=(window - 1, 0) if window else (-1, -1),
+            window_size=_window_size(window),
         )
 
 
 class FlashAttention2:
-    """flash-attn 2: the call with splits for decode, the varlen one for prefill."""
+    """flash-attn 2: the call with splits for decode, the varlen call for prefill."""
 
-    name, graphs = "fa2", True
+    name = "fa2"
+    graphs = True
 
     def __init__(self, module: ModuleType) -> None:
-        self._decode, self._prefill = module.flash_attn_with_kvcache, module.flash_attn_varlen_func
+        self._attend_decode = module.flash_attn_with_kvcache
+        self._attend_prefill = module.flash_attn_varlen_func
 
-    def __call__(self, q, cache, where, scale, window) -> torch.Tensor:
+    def __call__(
+        self,
+        queries: torch.Tensor,
+        cache: LayerCache,
+        run: Varlen,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
         keys, values = _by_token(cache)
         common: dict[str, Any] = {
             "softmax_scale": scale,
             "causal": True,
-            "window_size": (window - 1, 0) if window else (-1, -1),
-            "block_table": where.table,
+            "window_size": _window_size(window),
+            "block_table": run.block_table,
         }
-        if where.max_q == 1:
-            lengths = where.kv_len
-            return self._decode(q[:, None], keys, values, cache_seqlens=lengths, **common)[:, 0]
-        k_start = torch.nn.functional.pad(where.kv_len.cumsum(0, dtype=torch.int32), (1, 0))
-        bounds = where.q_start, k_start, where.max_q, where.max_kv
-        return self._prefill(q, keys, values, *bounds, **common)
+        if run.max_query_rows == 1:
+            out = self._attend_decode(
+                queries[:, None], keys, values, cache_seqlens=run.kv_lengths, **common
+            )
+            return out[:, 0]
+        key_starts = torch.nn.functional.pad(run.kv_lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        return self._attend_prefill(
+            queries,
+            keys,
+            values,
+            run.query_starts,
+            key_starts,
+            run.max_query_rows,
+            run.max_kv_length,
+            **common,
+        )
 
 
 class FlashAttention4:
     """`flash_attn_varlen_func` of flash-attn-4 (`flash_attn.cute`)."""
 
-    name, graphs = "fa4", True
+    name = "fa4"
+    graphs = True
 
     def __init__(self, module: ModuleType) -> None:
-        self._call = module.flash_attn_varlen_func
-        #: on sm90 it cannot split; elsewhere 0 lets it choose
-        self._splits = 1 if torch.cuda.is_available() and _major() == 9 else 0
+        self._attend = module.flash_attn_varlen_func
 
-    def __call__(self, q, cache, where, scale, window) -> torch.Tensor:
+        #: Splits of a decoding row's keys. On sm90 it cannot split; elsewhere 0 lets it choose.
+        self._decode_splits = 1 if torch.cuda.is_available() and _major() == 9 else 0
+
+    def __call__(
+        self,
+        queries: torch.Tensor,
+        cache: LayerCache,
+        run: Varlen,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
         keys, values = _by_token(cache)
-        result = self._call(
-            q,
+        result = self._attend(
+            queries,
             keys,
             values,
-            cu_seqlens_q=where.q_start,
-            max_seqlen_q=where.max_q,
-            max_seqlen_k=where.max_kv,
-            seqused_k=where.kv_len,
-            page_table=where.table,
+            cu_seqlens_q=run.query_starts,
+            max_seqlen_q=run.max_query_rows,
+            max_seqlen_k=run.max_kv_length,
+            seqused_k=run.kv_lengths,
+            page_table=run.block_table,
             softmax_scale=scale,
             causal=True,
             window_size=(window - 1, 0) if window else (None, None),
-            num_splits=self._splits if where.max_q == 1 else 1,
+            num_splits=self._decode_splits if run.max_query_rows == 1 else 1,
         )
         return result[0] if isinstance(result, tuple) else result
 
 
 def _major() -> int:
+    """Return the major compute capability of the current GPU."""
     return torch.cuda.get_device_capability()[0]
 
 
 class FlashInfer:
     """FlashInfer's paged prefill wrapper, for decode too. It plans a step on the host."""
 
-    name, graphs = "flashinfer", False
+    name = "flashinfer"
+    graphs = False
 
     def __init__(self, module: ModuleType, device: torch.device) -> None:
         workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
         self._wrapper = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+
+        #: The run and the window of the last plan; all layers of a step with that window share it.
         self._planned: tuple[Varlen, int | None] | None = None
 
-    def __call__(self, q, cache, where, scale, window) -> torch.Tensor:
-        step = self._planned
-        if step is None or step[0] is not where or step[1] != window:
+    def __call__(
+        self,
+        queries: torch.Tensor,
+        cache: LayerCache,
+        run: Varlen,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        planned = self._planned
+        if planned is None or planned[0] is not run or planned[1] != window:
+            keys, _ = cache
+            _, kv_heads, block_tokens, _ = keys.shape
             self._wrapper.plan(
-                *_pages(where.host or where, cache[0].shape[2]),
-                q.shape[1],
-                cache[0].shape[1],
-                q.shape[2],
-                cache[0].shape[2],
+                *_page_lists(run.host or run, block_tokens),
+                queries.shape[1],
+                kv_heads,
+                queries.shape[2],
+                block_tokens,
                 causal=True,
                 sm_scale=scale,
                 window_left=window - 1 if window else -1,
-                q_data_type=q.dtype,
-                kv_data_type=cache[0].dtype,
+                q_data_type=queries.dtype,
+                kv_data_type=keys.dtype,
             )
-            self._planned = where, window
-        return self._wrapper.run(q, cache)
+            self._planned = run, window
+        return self._wrapper.run(queries, cache)
 
 
-def _pages(where: Varlen, page: int) -> tuple[torch.Tensor, ...]:
-    """Of a step on the host: q_start, the pages of all sequences in a row, tokens of the last."""
-    counts = (where.kv_len + page - 1) // page
-    inside = torch.arange(where.table.shape[1]) < counts[:, None]
-    starts = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-    return where.q_start, starts, where.table[inside], where.kv_len - (counts - 1) * page
+def _page_lists(
+    run: Varlen, block_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the first four parameters of FlashInfer's plan, of a run on the host.
+
+    These are where each sequence's rows begin, where its pages begin in the list of all pages, that
+    list, and how many tokens the last page of each sequence holds.
+    """
+    page_counts = (run.kv_lengths + block_tokens - 1) // block_tokens
+    is_page = torch.arange(run.block_table.shape[1]) < page_counts[:, None]
+    page_starts = torch.nn.functional.pad(page_counts.cumsum(0, dtype=torch.int32), (1, 0))
+    last_page_tokens = run.kv_lengths - (page_counts - 1) * block_tokens
+    return run.query_starts, page_starts, run.block_table[is_page], last_page_tokens
 
 
-def adapter(name: str, module: ModuleType, device: torch.device) -> Attention:
-    """The library `name` whose module was imported."""
+def adapt_library(name: str, module: ModuleType, device: torch.device) -> AttentionBackend:
+    """Return the backend `name`, of `backends.MODULES`, by its imported module."""
     if name == "flashinfer":
         return FlashInfer(module, device)
-    kinds: dict[str, Callable[[ModuleType], Attention]]
-    kinds = {"fa2": FlashAttention2, "fa3": FlashAttention3, "fa4": FlashAttention4}
-    return kinds[name](module)
+    adapters: dict[str, Callable[[ModuleType], AttentionBackend]] = {
+        "fa2": FlashAttention2,
+        "fa3": FlashAttention3,
+        "fa4": FlashAttention4,
+    }
+    return adapters[name](module)

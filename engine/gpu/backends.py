@@ -1,6 +1,7 @@
-"""Which attention library computes here: what is found, what stands against it, what is taken.
+"""Which attention library computes on this GPU: what is installed, what cannot run, what is taken.
 
-Pure but for `probe`, which looks at the device and imports what it finds.
+The choice is pure: `choose_backend` compares a `GpuEnvironment` with `AttentionNeeds`. Only
+`probe_environment` looks at the device and imports what it finds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..errors import KernelUnavailable
 
 log = logging.getLogger(__name__)
 
-#: backend -> modules that bring it, the preferred one first
+#: backend -> the modules that bring it, the preferred one first.
 MODULES = {
     "fa3": ("flash_attn_interface", "sgl_kernel.flash_attn"),
     "fa2": ("flash_attn",),
@@ -24,113 +25,152 @@ MODULES = {
     "flashinfer": ("flashinfer",),
     "triton": ("triton",),
 }
-#: major compute capability -> backends in order of speed there; others have Triton alone
+
+#: major compute capability -> backends in order of speed there; other GPUs have Triton alone.
 ORDER = {
     8: ("fa2", "triton"),
     9: ("fa3", "fa2", "triton"),
     10: ("fa4", "flashinfer", "triton"),
 }
-#: major compute capabilities that a backend's kernels know
+
+#: backend -> the major compute capabilities that its kernels know. Triton knows all of them.
 CAPABILITIES = {
     "fa3": (9,),
     "fa2": (8, 9, 10),
     "fa4": (9, 10, 11),
     "flashinfer": (8, 9, 10, 12),
 }
-FA2_PAGE = 256  #: what flash-attn 2.8 wants a block to be a multiple of
+
+#: flash-attn 2.8 reads blocks of a multiple of so many tokens.
+FA2_PAGE = 256
+
 FP8 = "float8_e4m3fn"
+
+#: The first compute capability that has FP8.
+FP8_CAPABILITY = (8, 9)
+
+#: What the setting `attention` may be on a GPU.
 NAMES = ("auto", *MODULES)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What is here. `modules`: name -> None if it can be imported, else why not."""
+class GpuEnvironment:
+    """What a process finds on its machine."""
 
-    capability: tuple[int, int] | None  #: of the GPU; None: a CPU
-    modules: dict[str, str | None]
+    capability: tuple[int, int] | None  #: Compute capability of the GPU; None on a CPU.
+    modules: dict[str, str | None]  #: module -> None if it can be imported, else why not.
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class AttentionNeeds:
     """What attention has to compute."""
 
-    dtype: str  #: of the model
-    kv_dtype: str
+    dtype: str  #: Of the model.
+    kv_dtype: str  #: Of the numbers in the KV cache.
     block_tokens: int
     head_dim: int
-    exact: bool  #: a row's bits must not depend on the batch
+    exact: bool  #: True: a row's bits must not depend on the batch.
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """`module` brings backend `name`; `passed`: those before it, with what stands against each."""
+class BackendChoice:
+    """The backend that is taken, and those that were passed over."""
 
     name: str
-    module: str
-    passed: tuple[tuple[str, str], ...]
+    module: str  #: Brings the backend.
+    passed_over: tuple[tuple[str, str], ...]  #: Backends tried before, each with its obstacle.
 
 
-def choose(found: Found, need: Need, wanted: str = "auto") -> Choice:
-    """The first backend that can compute this here, or `wanted`.
+def choose_backend(
+    environment: GpuEnvironment, needs: AttentionNeeds, setting: str = "auto"
+) -> BackendChoice:
+    """Return the first backend that can compute this here, or the one that `setting` names.
 
-    Raises KernelUnavailable, naming what stands against it.
+    Raises KernelUnavailable, which names the obstacle of each backend that was tried.
     """
-    if wanted not in NAMES:
-        raise KernelUnavailable(f"attention {wanted!r}: expected one of {', '.join(NAMES)}")
-    major = found.capability[0] if found.capability else 0
-    order = ORDER.get(major, ("triton",)) if wanted == "auto" else (wanted,)
-    passed: list[tuple[str, str]] = []
-    for name in order:
-        against = obstacle(name, found, need)
-        if against is None:
-            module = next(one for one in MODULES[name] if found.modules.get(one) is None)
-            return Choice(name, module, tuple(passed))
-        passed.append((name, against))
-    said = "; ".join(f"{name}: {against}" for name, against in passed)
-    raise KernelUnavailable(f"no attention backend for this GPU: {said}")
+    if setting not in NAMES:
+        raise KernelUnavailable(f"attention {setting!r}: expected one of {', '.join(NAMES)}")
+    if setting == "auto":
+        major = environment.capability[0] if environment.capability else 0
+        candidates = ORDER.get(major, ("triton",))
+    else:
+        candidates = (setting,)
+    passed_over: list[tuple[str, str]] = []
+    for name in candidates:
+        reason = obstacle(name, environment, needs)
+        if reason is None:
+            module = next(
+                module for module in MODULES[name] if environment.modules.get(module) is None
+            )
+            return BackendChoice(name, module, tuple(passed_over))
+        passed_over.append((name, reason))
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
+    raise KernelUnavailable(f"no attention backend for this GPU: {reasons}")
 
 
-def obstacle(name: str, found: Found, need: Need) -> str | None:
-    """What stands against a backend, None if nothing does."""
-    knows = CAPABILITIES.get(name)
-    if knows and found.capability is None:
-        return "there is no GPU"
-    if knows and found.capability and found.capability[0] not in knows:
-        major, minor = found.capability
-        return f"its kernels do not know compute capability {major}.{minor}"
-    missing = [found.modules.get(one) for one in MODULES[name]]
-    if None not in missing:
-        return "; ".join(str(one) for one in missing)
-    if need.kv_dtype == FP8 and not knows_fp8(found):
+def obstacle(name: str, environment: GpuEnvironment, needs: AttentionNeeds) -> str | None:
+    """Return why a backend cannot compute this here, or None if it can."""
+    reason = _environment_obstacle(name, environment)
+    if reason is not None:
+        return reason
+    if needs.kv_dtype == FP8 and not supports_fp8(environment):
         return "FP8 needs compute capability 8.9"
     if name == "triton":
-        return _triton_obstacle(need)
-    if need.exact:
+        return _triton_obstacle(needs)
+    return _library_obstacle(name, needs)
+
+
+def _environment_obstacle(name: str, environment: GpuEnvironment) -> str | None:
+    """Return why a backend cannot run on this GPU with what is installed, or None."""
+    known_majors = CAPABILITIES.get(name)
+    if known_majors and environment.capability is None:
+        return "there is no GPU"
+    if known_majors and environment.capability and environment.capability[0] not in known_majors:
+        major, minor = environment.capability
+        return f"its kernels do not know compute capability {major}.{minor}"
+    import_errors = [environment.modules.get(module) for module in MODULES[name]]
+    if None not in import_errors:
+        return "; ".join(str(error) for error in import_errors)
+    return None
+
+
+def _library_obstacle(name: str, needs: AttentionNeeds) -> str | None:
+    """Return why a library that is not Triton cannot compute this, or None."""
+    if needs.exact:
         return "its splits depend on the batch, and exact was asked for"
-    if need.dtype not in ("bfloat16", "float16"):
-        return f"it does not compute in {need.dtype}"
-    if need.kv_dtype != need.dtype:
-        return f"a KV cache of {need.kv_dtype} is read by our Triton kernel only"
-    if name == "fa2" and need.block_tokens % FA2_PAGE:
-        return f"blocks of {need.block_tokens} tokens are no multiple of {FA2_PAGE}"
+    if needs.dtype not in ("bfloat16", "float16"):
+        return f"it does not compute in {needs.dtype}"
+    if needs.kv_dtype != needs.dtype:
+        return f"a KV cache of {needs.kv_dtype} is read by our Triton kernel only"
+    if name == "fa2" and needs.block_tokens % FA2_PAGE:
+        return f"blocks of {needs.block_tokens} tokens are no multiple of {FA2_PAGE}"
     return None
 
 
-def knows_fp8(found: Found) -> bool:
-    """A CPU does, by Triton's interpreter."""
-    return found.capability is None or found.capability >= (8, 9)
-
-
-def _triton_obstacle(need: Need) -> str | None:
-    sizes = {"blocks of %d tokens": need.block_tokens, "heads of %d numbers": need.head_dim}
-    for what, size in sizes.items():
+def _triton_obstacle(needs: AttentionNeeds) -> str | None:
+    """Return which size our Triton kernels do not know, or None."""
+    sizes = {
+        f"blocks of {needs.block_tokens} tokens": needs.block_tokens,
+        f"heads of {needs.head_dim} numbers": needs.head_dim,
+    }
+    for description, size in sizes.items():
         if size < 16 or size & (size - 1):
-            return f"{what % size}: it knows powers of two from 16 on"
+            return f"{description}: it knows powers of two from 16 on"
     return None
 
 
-def probe(device: torch.device, load: Callable[[str], object] = importlib.import_module) -> Found:
-    """Looks for all that may be of use on `device`. A module that breaks is one that is missing."""
+def supports_fp8(environment: GpuEnvironment) -> bool:
+    """Return whether FP8 can be computed. A CPU can, by Triton's interpreter."""
+    return environment.capability is None or environment.capability >= FP8_CAPABILITY
+
+
+def probe_environment(
+    device: torch.device, load: Callable[[str], object] = importlib.import_module
+) -> GpuEnvironment:
+    """Look for everything that may be of use on `device`.
+
+    A module that breaks while `load` imports it counts as one that is missing.
+    """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     modules: dict[str, str | None] = {}
     for names in MODULES.values():
@@ -141,11 +181,11 @@ def probe(device: torch.device, load: Callable[[str], object] = importlib.import
             except Exception as error:  # an extension built for another torch raises anything
                 lines = str(error).strip().splitlines() or [type(error).__name__]
                 modules[name] = f"import {name}: {lines[0]}"
-    return Found(capability, modules)
+    return GpuEnvironment(capability, modules)
 
 
-def report(choice: Choice) -> None:
-    """Logs what was taken, and why what comes before it was not."""
-    for name, against in choice.passed:
-        log.info("attention: not %s: %s", name, against)
+def log_choice(choice: BackendChoice) -> None:
+    """Log which backend was taken, and why those before it were not."""
+    for name, reason in choice.passed_over:
+        log.info("attention: not %s: %s", name, reason)
     log.info("attention: %s (%s)", choice.name, choice.module)

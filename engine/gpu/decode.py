@@ -1,8 +1,11 @@
 """Steps of pure decode on the device: from the last ids to the next ones without the host.
 
 A step is one launch over rows padded to a bucket: layers, logits and sampling, as a CUDA graph
-where the device has them. Ids may come from the step before it, which the host has not read yet.
-Block tables live on the device; the host sends what is new in them, and one small array a step.
+where the device has these. Ids may come from the step before it, which the host has not read yet.
+Block tables live on the device; a step sends what is new in them, and one small array.
+
+Life of a runner: `capture` makes the graphs, once. Then each `launch` starts a step, and `read` of
+what it returned waits for that step. On ranks above 0 `follow` starts the same step.
 """
 
 from __future__ import annotations
@@ -15,116 +18,159 @@ import torch
 
 from ..decoder import Decoder
 from ..rank_processes import DecodeStep, RankProcesses
-from .behind import Event
-from .ops import GpuOps, Step
-from .plan import DUMMY, FIELDS, Row, Tables, bucket, buckets, inputs
-from .sampling import pick
+from .layer_events import DeviceEvent
+from .ops import DeviceStepRows, GpuOps
+from .plan import (
+    PADDING_BLOCK,
+    PADDING_POSITION,
+    ROW_FIELDS,
+    BlockTables,
+    DecodeRow,
+    bucket_size,
+    bucket_sizes,
+    pack_rows,
+)
+from .sampling import pick_tokens
 from .varlen import Varlen
 
-POLL_S = 1e-4  #: between two looks at a step of several ranks; the device is a step ahead
+#: Seconds between two looks at a step of several ranks. The device is a step ahead meanwhile.
+POLL_S = 1e-4
 
 
-class Ticket:
-    """A step under way. `read` waits for it."""
+class LaunchedStep:
+    """A step under way."""
 
     def __init__(
         self,
-        rows: int,
-        ids: torch.Tensor,
+        row_count: int,
+        token_ids: torch.Tensor,
         peaks: torch.Tensor,
-        done: Event | None,
+        done: DeviceEvent | None,
         ranks: RankProcesses | None = None,
     ) -> None:
-        self._rows, self._ids, self._peaks = rows, ids, peaks
-        self._done, self._ranks = done, ranks
+        """`token_ids` and `peaks` are the host's buffers that the device writes before `done`."""
+        self._row_count = row_count
+        self._token_ids = token_ids
+        self._peaks = peaks
+        self._done = done
+        self._ranks = ranks
         if done:
             done.record()
 
     def read(self) -> tuple[list[int], list[float]]:
-        """The next id of each row, and its largest logit (no finite number: damage).
+        """Wait for the step; return the next id of each row, and its largest logit.
 
-        Raises RankLost.
+        Where that logit is no finite number the row is damaged, and its id means nothing. Raises
+        RankLost.
         """
         if self._done and self._ranks:
-            began = time.monotonic()
+            started_at = time.monotonic()
             while not self._done.query():
-                self._ranks.check_alive(time.monotonic() - began)
+                self._ranks.check_alive(time.monotonic() - started_at)
                 time.sleep(POLL_S)
         elif self._done:
             self._done.synchronize()
-        return self._ids[: self._rows].tolist(), self._peaks[: self._rows].tolist()
+        token_ids = self._token_ids[: self._row_count].tolist()
+        return token_ids, self._peaks[: self._row_count].tolist()
+
+
+class _StepBuffers:
+    """What the host and the device exchange in one step; the device's, or a copy on the host."""
+
+    def __init__(
+        self, rows: int, blocks: int, *, device: torch.device, pinned: bool = False
+    ) -> None:
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device, pin_memory=pinned)
+
+        self.packed_rows = zeros(ROW_FIELDS * rows, dtype=torch.int64)  #: `plan.pack_rows`, flat.
+        self.block_table = zeros(rows, blocks, dtype=torch.int32)
+        self.token_ids = zeros(rows, dtype=torch.int64)
+        self.peaks = zeros(rows, dtype=torch.float32)
 
 
 class DecodeRunner:
-    """Decodes up to `most` rows a step, of sequences up to `max_len` tokens.
+    """Decodes up to `row_limit` rows a step, of sequences up to `max_len` tokens.
 
-    At most two steps are under way: `launch` the second before `read` of the first, not a third.
-    The other `ranks` are told what each step is: they `follow`.
+    At most two steps are under way: `launch` the second before `read` of the first, not a third,
+    because the steps use two sets of host buffers in turn. `ranks` are sent what each step is; the
+    other ones `follow`.
     """
 
     def __init__(
         self,
         decoder: Decoder,
         ops: GpuOps,
-        most: int,
+        row_limit: int,
         max_len: int,
         block_tokens: int,
         ranks: RankProcesses | None = None,
     ) -> None:
-        self.decoder, self.most, self._page, self._max_len = decoder, most, block_tokens, max_len
-        self.device, self._ranks = ops.device, ranks
-        device = self.device
-        self.graphs = device.type == "cuda" and ops.attention.graphs
-        self._width = most = bucket(most)
-        blocks = -(-max_len // block_tokens)
-        self._tables = Tables(np.zeros((most, blocks), np.int32), [[]] * most, [0] * most)
-        self._table = torch.zeros(most, blocks, dtype=torch.int32, device=device)
-        self._told = torch.zeros(FIELDS * most, dtype=torch.int64, device=device)
-        self._ids = torch.zeros(most, dtype=torch.int64, device=device)
-        self._peaks = torch.zeros(most, dtype=torch.float32, device=device)
-        self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
-        pin = device.type == "cuda"
+        self.decoder = decoder
+        self.row_limit = row_limit
+        self.device = ops.device
+        self._block_tokens = block_tokens
+        self._max_len = max_len
+        self._ranks = ranks
+        on_gpu = self.device.type == "cuda"
 
-        def host(like: torch.Tensor) -> list[torch.Tensor]:
-            return [torch.zeros(like.shape, dtype=like.dtype, pin_memory=pin) for _ in range(2)]
-
-        self._host = [host(one) for one in (self._told, self._table, self._ids, self._peaks)]
-        self._turn = 0
+        #: True: steps are CUDA graphs.
+        self.graphs = on_gpu and ops.attention.graphs
         self._captured: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def launch(self, rows: Sequence[Row]) -> Ticket:
-        """Starts a step; does not wait for it, nor for the one before it."""
-        width = bucket(len(rows))
-        told, changed = inputs(rows, width), self._tables.update(rows)
+        rows = bucket_size(row_limit)
+        blocks = -(-max_len // block_tokens)
+        self._tables = BlockTables(np.zeros((rows, blocks), np.int32), [[]] * rows, [0] * rows)
+
+        #: What a step reads and writes. A graph needs the tensors to stay at their place.
+        self._buffers = _StepBuffers(rows, blocks, device=self.device)
+        self._query_starts = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
+
+        #: The host's copies of these, for two steps in turn.
+        self._host_buffers = [
+            _StepBuffers(rows, blocks, device=torch.device("cpu"), pinned=on_gpu) for _ in range(2)
+        ]
+        self._turn = 0  #: Which of the host's buffers the last step uses.
+
+    def launch(self, rows: Sequence[DecodeRow]) -> LaunchedStep:
+        """Start a step; does not wait for it, nor for the one before it. Raises RankLost."""
+        width = bucket_size(len(rows))
+        packed = pack_rows(rows, width)
+        changed = self._tables.update(rows)
         if self._ranks:
-            tables = self._tables.known[changed].tobytes()
-            self._ranks.broadcast(DecodeStep(told.tobytes(), changed, tables))
-        self._start(told, changed)
-        ids, peaks = (pair[self._turn] for pair in self._host[2:])
-        ids[:width].copy_(self._ids[:width], non_blocking=True)
-        peaks[:width].copy_(self._peaks[:width], non_blocking=True)
+            tables = self._tables.device_tables[changed].tobytes()
+            self._ranks.broadcast(DecodeStep(packed.tobytes(), changed, tables))
+        self._start(packed, changed)
+        host = self._host_buffers[self._turn]
+        host.token_ids[:width].copy_(self._buffers.token_ids[:width], non_blocking=True)
+        host.peaks[:width].copy_(self._buffers.peaks[:width], non_blocking=True)
         done = torch.cuda.Event() if self.device.type == "cuda" else None
-        return Ticket(len(rows), ids, peaks, done, self._ranks)
+        return LaunchedStep(len(rows), host.token_ids, host.peaks, done=done, ranks=self._ranks)
 
     def follow(self, step: DecodeStep) -> None:
-        """Starts this rank's part of a step. Its buffers are free: rank 0 read the last but one."""
-        known = self._tables.known
-        known[step.changed] = np.frombuffer(step.tables, known.dtype).reshape(-1, known.shape[1])
-        self._start(np.frombuffer(step.inputs, np.int64).reshape(FIELDS, -1), step.changed)
+        """Start this rank's part of a step of rank 0.
 
-    def _start(self, inputs: np.ndarray, changed: list[int]) -> None:
-        """Sends what is new, and runs the step."""
+        The host's buffers are free: rank 0 has read the last step but one.
+        """
+        device_tables = self._tables.device_tables
+        changed_tables = np.frombuffer(step.tables, device_tables.dtype)
+        device_tables[step.changed] = changed_tables.reshape(-1, device_tables.shape[1])
+        packed = np.frombuffer(step.inputs, np.int64).reshape(ROW_FIELDS, -1)
+        self._start(packed, step.changed)
+
+    def _start(self, packed: np.ndarray, changed: list[int]) -> None:
+        """Send the packed rows and the changed tables to the device, and launch the step."""
         self._turn = 1 - self._turn
-        told, table = (pair[self._turn] for pair in self._host[:2])
-        told[: inputs.size] = torch.from_numpy(inputs.copy()).flatten()
-        self._told[: inputs.size].copy_(told[: inputs.size], non_blocking=True)
+        host = self._host_buffers[self._turn]
+        host.packed_rows[: packed.size] = torch.from_numpy(packed.copy()).flatten()
+        self._buffers.packed_rows[: packed.size].copy_(
+            host.packed_rows[: packed.size], non_blocking=True
+        )
         if changed:
             part = slice(changed[0], changed[-1] + 1)
-            table[part] = torch.from_numpy(self._tables.known[part])
-            self._table[part].copy_(table[part], non_blocking=True)
-        self._run(inputs.shape[1])
-
-    def _run(self, width: int) -> None:
+            host.block_table[part] = torch.from_numpy(self._tables.device_tables[part])
+            self._buffers.block_table[part].copy_(host.block_table[part], non_blocking=True)
+        width = packed.shape[1]
         graph = self._captured.get(width) if self.graphs else None
         if graph is None:
             self._forward(width)
@@ -132,36 +178,54 @@ class DecodeRunner:
             graph.replay()
 
     def capture(self) -> None:
-        """Makes the graphs of all buckets, where the device has them. Before the first step."""
-        self._told.fill_(-1)  # all rows are padding: nothing is read, block 0 is written
-        for width in buckets(self.most) if self.graphs else ():
+        """Make the graphs of all buckets, where the device has graphs. Before the first step."""
+        # all rows are padding: nothing is read, block 0 is written
+        self._buffers.packed_rows.fill_(PADDING_POSITION)
+        for width in bucket_sizes(self.row_limit) if self.graphs else ():
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self._forward(width)  # compiles kernels, makes workspaces
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            shared = next(iter(self._captured.values())).pool() if self._captured else None
+            shared_pool = next(iter(self._captured.values())).pool() if self._captured else None
             # other threads of this process may use CUDA meanwhile: NCCL's, a transfer's
-            with torch.cuda.graph(graph, pool=shared, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=shared_pool, capture_error_mode="thread_local"):
                 self._forward(width)
             self._captured[width] = graph
 
     @torch.inference_mode()
     def _forward(self, width: int) -> None:
-        """The step that `_told` and `_table` describe; its ids and peaks go to their buffers."""
-        source, position, seeds, draws, heat = self._told[: FIELDS * width].view(FIELDS, width)
-        alive = position >= 0
+        """Compute the step that the buffers describe; its ids and peaks go to the buffers too."""
+        fields = self._buffers.packed_rows[: ROW_FIELDS * width].view(ROW_FIELDS, width)
+        source, position, seeds, draws, temperature_bits = fields
+        is_row = position >= 0  # else padding
         positions = position.clamp(min=0)
-        table = self._table[:width]
-        ids = torch.where(source >= 0, source, self._ids[(-1 - source).clamp(min=0)])
-        at = (positions // self._page)[:, None]
-        block = table.gather(1, at)[:, 0].long()
-        block = torch.where(alive, block, DUMMY)
-        lengths = torch.where(alive, positions + 1, 0).int()
-        where = Varlen(0, width, self._starts[: width + 1], lengths, table, 1, self._max_len)
-        step = Step(positions, block, positions % self._page, [], varlen=[where])
-        logits = self.decoder.logits(self.decoder.hidden(ids, step))
-        picked, peaks = pick(logits, seeds, draws, heat.view(torch.float64))
-        self._ids[:width].copy_(picked)
-        self._peaks[:width].copy_(peaks)
+        table = self._buffers.block_table[:width]
+        ids_of_step_before = self._buffers.token_ids[(-1 - source).clamp(min=0)]
+        token_ids = torch.where(source >= 0, source, ids_of_step_before)
+
+        table_index = (positions // self._block_tokens)[:, None]
+        slot_blocks = table.gather(1, table_index)[:, 0].long()
+        slot_blocks = torch.where(is_row, slot_blocks, PADDING_BLOCK)
+        varlen = Varlen(
+            first_row=0,
+            row_count=width,
+            query_starts=self._query_starts[: width + 1],
+            kv_lengths=torch.where(is_row, positions + 1, 0).int(),
+            block_table=table,
+            max_query_rows=1,
+            max_kv_length=self._max_len,
+        )
+        step = DeviceStepRows(
+            positions=positions,
+            slot_blocks=slot_blocks,
+            slot_offsets=positions % self._block_tokens,
+            spans=[],
+            varlen=[varlen],
+        )
+        logits = self.decoder.logits(self.decoder.hidden(token_ids, step))
+        temperatures = temperature_bits.view(torch.float64)
+        picked, peaks = pick_tokens(logits, seeds, draws, temperatures)
+        self._buffers.token_ids[:width].copy_(picked)
+        self._buffers.peaks[:width].copy_(peaks)

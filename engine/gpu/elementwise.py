@@ -1,6 +1,8 @@
-"""What lies between the matrices, in Triton: RMSNorm (with the residual), SiLU, rope + KV store.
+"""The operations between the matrices, in Triton: RMSNorm, SiLU, rope and the store of K and V.
 
-Each rounds to the model's dtype where `engine.ops` does, so both give the same model.
+Each rounds to the model's dtype where `engine.ops` does, so both give the same model. In kernels,
+parameters that end in `_row` or `_stride` are strides in elements, and upper-case parameters are
+known when the kernel is compiled.
 """
 
 from __future__ import annotations
@@ -9,24 +11,29 @@ import torch
 import triton
 import triton.language as tl
 
-from ..ops import Norm
+from ..attention import LayerCache
+from ..ops import RmsNorm
 
-COLUMNS = 1024  #: of a row that a program of `silu_mul` takes
+#: Columns of a row that a program of `silu_mul` takes.
+COLUMNS = 1024
 
 
 @triton.jit
 def _rms_norm(
-    x, delta, weight, out, size, x_row, eps, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr
+    rows, delta, weight, out, size, input_row, eps, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr
 ):
-    """Grid (rows,): out = norm(x), where HAS_DELTA after x += delta."""
+    """Compute out = norm(rows) of a row, with HAS_DELTA after rows += delta.
+
+    The grid is (rows,).
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
-    at = x + row * x_row + columns
+    at = rows + row * input_row + columns
     value = tl.load(at, mask=inside, other=0.0)
     if HAS_DELTA:
-        more = tl.load(delta + row * size + columns, mask=inside, other=0.0)
-        value = (value.to(tl.float32) + more.to(tl.float32)).to(value.dtype)
+        added = tl.load(delta + row * size + columns, mask=inside, other=0.0)
+        value = (value.to(tl.float32) + added.to(tl.float32)).to(value.dtype)
         tl.store(at, value, mask=inside)
     wide = value.to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
@@ -35,13 +42,22 @@ def _rms_norm(
     tl.store(out + row * size + columns, result.to(value.dtype), mask=inside)
 
 
-def rms_norm(x: torch.Tensor, norm: Norm, delta: torch.Tensor | None = None) -> torch.Tensor:
-    """RMSNorm of x [T, size]; with `delta` [T, size] after `x += delta`, in one pass."""
-    rows, size = x.shape
-    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+def rms_norm(rows: torch.Tensor, norm: RmsNorm, delta: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the RMSNorm of `rows` [T, size].
+
+    With `delta` [T, size] that is added to `rows` first, in place and in the same pass.
+    """
+    row_count, size = rows.shape
+    out = torch.empty(row_count, size, dtype=rows.dtype, device=rows.device)
     block = triton.next_power_of_2(size)
-    _rms_norm[(rows,)](
-        *(x, x if delta is None else delta, norm.weight, out, size, x.stride(0), norm.eps),
+    _rms_norm[(row_count,)](
+        rows,
+        rows if delta is None else delta,  # any pointer: without HAS_DELTA it is not read
+        norm.weight,
+        out,
+        size,
+        rows.stride(0),
+        norm.eps,
         BLOCK=block,
         HAS_DELTA=delta is not None,
         num_warps=min(16, max(1, block // 512)),
@@ -50,23 +66,26 @@ def rms_norm(x: torch.Tensor, norm: Norm, delta: torch.Tensor | None = None) -> 
 
 
 @triton.jit
-def _silu_mul(x, out, size, x_row, BLOCK: tl.constexpr):
-    """Grid (rows, pieces of BLOCK columns)."""
+def _silu_mul(rows, out, size, input_row, BLOCK: tl.constexpr):
+    """Compute out = silu(gate) * value of BLOCK columns. The grid is (rows, blocks of columns)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
-    gate = tl.load(x + row * x_row + columns, mask=inside, other=0.0)
-    up = tl.load(x + row * x_row + size + columns, mask=inside, other=0.0)
+    gate = tl.load(rows + row * input_row + columns, mask=inside, other=0.0)
+    up = tl.load(rows + row * input_row + size + columns, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
     gated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
     tl.store(out + row * size + columns, (gated * up.to(tl.float32)).to(gate.dtype), mask=inside)
 
 
-def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """[T, 2 * size] of gates and what they gate -> [T, size]."""
-    rows, size = x.shape[0], x.shape[1] // 2
-    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    _silu_mul[(rows, triton.cdiv(size, COLUMNS))](x, out, size, x.stride(0), BLOCK=COLUMNS)
+def silu_mul(gates_and_values: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * value, [T, size], of gates and values side by side, [T, 2 * size]."""
+    row_count, width = gates_and_values.shape
+    size = width // 2
+    out = torch.empty(row_count, size, dtype=gates_and_values.dtype, device=gates_and_values.device)
+    _silu_mul[(row_count, triton.cdiv(size, COLUMNS))](
+        gates_and_values, out, size, gates_and_values.stride(0), BLOCK=COLUMNS
+    )
     return out
 
 
@@ -76,15 +95,16 @@ def _rope_store(
     heads, kv_heads, qkv_row, block_stride, head_stride, token_stride,
     HALF: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, Hq + 2 Hkv): rotates a head of q in place, stores one of k (rotated) or v.
+    """Rotate a head of q in place, or store one of k (rotated) or v. The grid is (T, Hq + 2 Hkv).
 
-    A thread reads and writes the same numbers of both halves, so nothing is read after its change.
+    `first` and `second` are the halves of a head, each of HALF numbers. A thread reads and writes
+    the same numbers of both halves, so nothing is read after its change.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     low = tl.arange(0, HALF)
     at = qkv + row * qkv_row + head * (2 * HALF) + low
     first, second = tl.load(at), tl.load(at + HALF)
-    kind = first.dtype
+    dtype = first.dtype
     x, y = first.to(tl.float32), second.to(tl.float32)
     place = tl.load(block + row).to(tl.int64) * block_stride
     place += tl.load(offset + row).to(tl.int64) * token_stride
@@ -98,43 +118,61 @@ def _rope_store(
             weight = q_norm
             if head >= heads:
                 weight = k_norm
-            gain, gain_y = tl.load(weight + low), tl.load(weight + HALF + low)
-            x = (gain.to(tl.float32) * (x * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32)
-            y = gain_y.to(tl.float32) * (y * scale).to(kind).to(tl.float32)
-            y = y.to(kind).to(tl.float32)
-        c, s = tl.load(cos + row * HALF + low), tl.load(sin + row * HALF + low)
-        turned, turned_y = (x * c - y * s).to(kind), (y * c + x * s).to(kind)
+            gain_x = tl.load(weight + low).to(tl.float32)
+            gain_y = tl.load(weight + HALF + low).to(tl.float32)
+            x = gain_x * (x * scale).to(dtype).to(tl.float32)
+            x = x.to(dtype).to(tl.float32)
+            y = gain_y * (y * scale).to(dtype).to(tl.float32)
+            y = y.to(dtype).to(tl.float32)
+        cosine, sine = tl.load(cos + row * HALF + low), tl.load(sin + row * HALF + low)
+        turned_x = (x * cosine - y * sine).to(dtype)
+        turned_y = (y * cosine + x * sine).to(dtype)
         if head < heads:
-            tl.store(at, turned)
+            tl.store(at, turned_x)
             tl.store(at + HALF, turned_y)
         else:
             to = keys + place + (head - heads).to(tl.int64) * head_stride + low
-            tl.store(to, turned.to(keys.dtype.element_ty))
+            tl.store(to, turned_x.to(keys.dtype.element_ty))
             tl.store(to + HALF, turned_y.to(keys.dtype.element_ty))
 
 
 def rope_store(
     qkv: torch.Tensor,
-    cache: tuple[torch.Tensor, torch.Tensor],
-    norms: tuple[Norm, Norm] | None,
+    cache: LayerCache,
+    norms: tuple[RmsNorm, RmsNorm] | None,
     angles: tuple[torch.Tensor, torch.Tensor],
     slots: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """qkv [T, (Hq + 2 Hkv) D] -> rotated q [T, Hq, D], in its place; k and v to their slots.
+    """Rotate queries in place, and store rotated keys and values in their slots.
 
-    `slots`: block and offset of each row.
+    `qkv` is [T, (Hq + 2 Hkv) D]; `angles` are cosines and sines, float32 [T, D / 2]; `slots` are
+    the block and the offset of each row, int64 [T]. Returns the rotated queries, a view [T, Hq, D].
     """
     keys, values = cache
-    rows, width = qkv.shape
-    kv_heads, dim = keys.shape[1], keys.shape[3]
-    heads = width // dim - 2 * kv_heads
-    q_norm, k_norm = (norm.weight for norm in norms) if norms else (qkv, qkv)
-    _rope_store[(rows, heads + 2 * kv_heads)](
-        *(qkv, keys, values, q_norm, k_norm, *angles, *slots),
-        *(norms[0].eps if norms else 0.0, heads, kv_heads, qkv.stride(0)),
+    cosines, sines = angles
+    slot_blocks, slot_offsets = slots
+    row_count, width = qkv.shape
+    kv_heads = keys.shape[1]
+    head_dim = keys.shape[3]
+    heads = width // head_dim - 2 * kv_heads
+    query_norm, key_norm = norms or (None, None)
+    _rope_store[(row_count, heads + 2 * kv_heads)](
+        qkv,
+        keys,
+        values,
+        query_norm.weight if query_norm else qkv,  # any pointer: without HAS_NORM it is not read
+        key_norm.weight if key_norm else qkv,
+        cosines,
+        sines,
+        slot_blocks,
+        slot_offsets,
+        query_norm.eps if query_norm else 0.0,
+        heads,
+        kv_heads,
+        qkv.stride(0),
         *keys.stride()[:3],
-        HALF=dim // 2,
+        HALF=head_dim // 2,
         HAS_NORM=norms is not None,
         num_warps=1,
     )
-    return qkv.view(rows, -1, dim)[:, :heads]
+    return qkv.view(row_count, -1, head_dim)[:, :heads]

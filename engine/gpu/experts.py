@@ -1,9 +1,11 @@
-"""A mixture's experts in two launches, whichever experts the rows chose: nothing is counted on the
-host, so a decode step with experts can be a CUDA graph.
+"""A mixture's experts in two launches, whichever experts the rows chose.
 
-Pairs (row, expert) are sorted by expert and cut into tiles of ROWS; a tile has one expert. How
-many tiles there are at most follows from the number of rows alone; those in excess end at once. A
-pair is summed over its inputs in one order: with a fixed ROWS its bits depend on no other pair.
+Nothing is counted on the host, so a decode step with experts can be a CUDA graph.
+
+A pair is a row and one of its experts. Pairs are sorted by expert and cut into tiles of equally
+many pairs; a tile has one expert. How many tiles there are at most follows from the number of rows
+alone; those in excess end at once. A pair is summed over its inputs in one order: with tiles of a
+fixed size its bits depend on no other pair.
 """
 
 from __future__ import annotations
@@ -18,16 +20,24 @@ import triton.language as tl
 from ..ops import Ops
 from .fp8 import E4M3, quantize_rows
 
-FEW_ROWS, MANY_ROWS = 16, 64  #: of a tile; the first where pairs are spread thin
+#: Pairs of a tile: the first where pairs are spread thin over the experts, else the second.
+FEW_ROWS, MANY_ROWS = 16, 64
+
+#: Outputs of a tile, and inputs that it takes at a time.
 COLUMNS, DEPTH = 128, 64
 
 
 @triton.jit
 def _grouped(
-    x, weight, scales, out, order, experts, firsts, ends, columns, depth, x_row, each,
+    rows, weight, scales, out, order, experts, firsts, ends, columns, depth, input_row,
+    row_pairs,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, column tiles): out[pair] = x[pair // each] weight[expert]^T."""
+    """Compute out[pair] = rows[pair // row_pairs] weight[expert]^T of a tile.
+
+    `row_pairs` is how many pairs share a row; `experts`, `firsts` and `ends` are those of
+    `ExpertTiles`. The grid is (tiles, column tiles).
+    """
     tile = tl.program_id(0)
     expert = tl.load(experts + tile)
     if expert < 0:
@@ -37,64 +47,74 @@ def _grouped(
     pair = tl.load(order + at, mask=inside, other=0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     steps = tl.arange(0, DEPTH)
-    left = x + (pair // each)[:, None] * x_row + steps[None, :]
-    at_weight = expert * columns + column.to(tl.int64)
-    right = weight + at_weight[None, :] * depth + steps[:, None]
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    left = rows + (pair // row_pairs)[:, None] * input_row + steps[None, :]
+    weight_row = expert * columns + column.to(tl.int64)
+    right = weight + weight_row[None, :] * depth + steps[:, None]
+    summed = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, depth, DEPTH):
         deep = start + steps < depth
         a = tl.load(left + start, mask=inside[:, None] & deep[None, :], other=0.0)
         b = tl.load(right + start, mask=(column < columns)[None, :] & deep[:, None], other=0.0)
-        acc = tl.dot(a, b.to(a.dtype), acc, input_precision="ieee")
+        summed = tl.dot(a, b.to(a.dtype), summed, input_precision="ieee")
     if SCALED:
-        acc *= tl.load(scales + at_weight, mask=column < columns, other=0.0)[None, :]
+        summed *= tl.load(scales + weight_row, mask=column < columns, other=0.0)[None, :]
     to = pair[:, None] * columns + column[None, :]
-    tl.store(
-        out + to, acc.to(out.dtype.element_ty), mask=inside[:, None] & (column < columns)[None, :]
-    )
+    stored = inside[:, None] & (column < columns)[None, :]
+    tl.store(out + to, summed.to(out.dtype.element_ty), mask=stored)
 
 
 @dataclass(slots=True)
-class Tiles:
-    """Which pairs a tile computes, for one choice of experts; int64 on the device.
+class ExpertTiles:
+    """Which pairs a tile computes, for one choice of experts. Tensors are int64 on the device."""
 
-    `order` [pairs]: pairs by expert; `experts` [tiles]: -1 for none; a tile has those of `order`
-    from `firsts` on, before `ends`.
+    order: torch.Tensor  #: [pairs] pairs sorted by expert; a pair is row * chosen + rank.
+    experts: torch.Tensor  #: [tiles] the expert of each tile; -1 for a tile in excess.
+    firsts: torch.Tensor  #: [tiles] where a tile's pairs begin in `order`.
+    ends: torch.Tensor  #: [tiles] where the pairs of a tile's expert end in `order`.
+    rows: int  #: Pairs of a tile.
+
+
+def cut_tiles(chosen: torch.Tensor, count: int, rows: int) -> ExpertTiles:
+    """Cut the pairs of `chosen` experts into tiles of `rows` pairs; the host waits for nothing.
+
+    `chosen` is int64 [pairs], each below the number of experts `count`.
     """
-
-    order: torch.Tensor
-    experts: torch.Tensor
-    firsts: torch.Tensor
-    ends: torch.Tensor
-    rows: int
-
-
-def cut(chosen: torch.Tensor, count: int, rows: int) -> Tiles:
-    """Tiles for the experts `chosen` (int64 [pairs], below `count`); the host waits for nothing."""
-    pairs = len(chosen)
-    most = min(pairs, count) + pairs // rows
+    pair_count = len(chosen)
+    tile_limit = min(pair_count, count) + pair_count // rows
     sizes = torch.zeros(count, dtype=torch.int64, device=chosen.device)
     sizes.scatter_add_(0, chosen, torch.ones_like(chosen))
     ends = sizes.cumsum(0)
-    tiles = (sizes + rows - 1) // rows
-    tile_ends = tiles.cumsum(0)
-    at = torch.arange(most, device=chosen.device)
-    expert = torch.searchsorted(tile_ends, at, right=True)
-    known = expert.clamp(max=count - 1)
-    firsts = (ends - sizes)[known] + (at - (tile_ends - tiles)[known]) * rows
-    alone = torch.where(expert < count, expert, -1)
-    return Tiles(chosen.argsort(stable=True), alone, firsts, ends[known], rows)
+    starts = ends - sizes
+    tile_counts = (sizes + rows - 1) // rows
+    tile_ends = tile_counts.cumsum(0)
+    tile_starts = tile_ends - tile_counts
+
+    tile = torch.arange(tile_limit, device=chosen.device)
+    expert = torch.searchsorted(tile_ends, tile, right=True)
+    clamped = expert.clamp(max=count - 1)  # a tile in excess reads the last expert's numbers
+    return ExpertTiles(
+        order=chosen.argsort(stable=True),
+        experts=torch.where(expert < count, expert, -1),
+        firsts=starts[clamped] + (tile - tile_starts[clamped]) * rows,
+        ends=ends[clamped],
+        rows=rows,
+    )
 
 
-class Weights:
-    """One matrix of each expert: [count, out, in], in e4m3 with a scale for each row if `fp8`."""
+class ExpertWeights:
+    """One matrix of each expert: [count, outputs, inputs].
+
+    With `fp8` the numbers are e4m3, with a float32 scale for each row, [count, outputs].
+    """
 
     def __init__(self, count: int, fp8: bool) -> None:
-        self._count, self._fp8 = count, fp8
-        self._values = self._scales = torch.empty(0)
+        self._count = count
+        self._fp8 = fp8
+        self._values = torch.empty(0)
+        self._scales = torch.empty(0)
 
     def put(self, expert: int, weight: torch.Tensor) -> None:
-        """`weight` [out, in], on the device."""
+        """Copy the `weight` [outputs, inputs] of an expert, which is on the device."""
         scales = torch.empty(0)
         if self._fp8:
             weight, scales = quantize_rows(weight)
@@ -105,15 +125,28 @@ class Weights:
         if self._fp8:
             self._scales[expert] = scales[:, 0]
 
-    def product(self, x: torch.Tensor, tiles: Tiles, each: int) -> torch.Tensor:
-        """x [pairs / each, in] -> [pairs, out], of each pair by its expert."""
-        pairs, (columns, depth) = len(tiles.order), self._values.shape[1:]
-        assert x.stride(1) == 1 and len(x) * each == pairs
-        out = torch.empty(pairs, columns, dtype=x.dtype, device=x.device)
+    def product(self, rows: torch.Tensor, tiles: ExpertTiles, pairs_per_row: int) -> torch.Tensor:
+        """Return the product of each pair's row and its expert's matrix, [pairs, outputs].
+
+        `rows` are [pairs / pairs_per_row, inputs].
+        """
+        pair_count = len(tiles.order)
+        columns, depth = self._values.shape[1:]
+        assert rows.stride(1) == 1 and len(rows) * pairs_per_row == pair_count
+        out = torch.empty(pair_count, columns, dtype=rows.dtype, device=rows.device)
         _grouped[(len(tiles.experts), triton.cdiv(columns, COLUMNS))](
-            *(x, self._values, self._scales if self._fp8 else x, out),
-            *(tiles.order, tiles.experts, tiles.firsts, tiles.ends),
-            *(columns, depth, x.stride(0), each),
+            rows,
+            self._values,
+            self._scales if self._fp8 else rows,  # any pointer: without SCALED it is not read
+            out,
+            tiles.order,
+            tiles.experts,
+            tiles.firsts,
+            tiles.ends,
+            columns,
+            depth,
+            rows.stride(0),
+            pairs_per_row,
             ROWS=tiles.rows,
             COLUMNS=COLUMNS,
             DEPTH=DEPTH,
@@ -125,31 +158,35 @@ class Weights:
 
 
 class GroupedExperts:
-    """`moe.Experts` on a device. `together` makes one result of the ranks' parts."""
+    """A mixture's experts on a device, as `moe.ExpertFunction`."""
 
     def __init__(
         self,
         ops: Ops,
         count: int,
-        parts: Iterable[tuple[torch.Tensor, torch.Tensor]],
-        together: Callable[[torch.Tensor], torch.Tensor] | None,
+        matrices: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        combine: Callable[[torch.Tensor], torch.Tensor] | None,
         fp8: bool,
         exact: bool,
     ) -> None:
-        """`parts`: gates and what they gate, fused, and the matrix behind them, of each expert."""
-        self._ops, self._count, self._together, self._exact = ops, count, together, exact
-        self._gate_up, self._down = Weights(count, fp8), Weights(count, fp8)
-        for expert, (gate_up, down) in enumerate(parts):
+        """The parameters are those of `ops.Ops.experts`; with `exact` all tiles have one size."""
+        self._ops = ops
+        self._count = count
+        self._combine = combine
+        self._exact = exact
+        self._gate_up = ExpertWeights(count, fp8)
+        self._down = ExpertWeights(count, fp8)
+        for expert, (gate_up, down) in enumerate(matrices):
             self._gate_up.put(expert, ops.keep(gate_up))
             self._down.put(expert, ops.keep(down))
 
-    def __call__(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden], ids int64 [T, chosen] -> [T, chosen, hidden]."""
-        spread = chosen.numel() < self._count * MANY_ROWS // 2
-        rows = FEW_ROWS if spread and not self._exact else MANY_ROWS
-        tiles = cut(chosen.flatten(), self._count, rows)
-        inner = self._ops.silu_mul(self._gate_up.product(x, tiles, chosen.shape[1]))
-        out = self._down.product(inner, tiles, 1)
-        if self._together:
-            out = self._together(out)
+    def __call__(self, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Return the results [T, chosen, hidden] of `rows` [T, hidden] and int64 [T, chosen]."""
+        spread_thin = chosen.numel() < self._count * MANY_ROWS // 2
+        tile_rows = FEW_ROWS if spread_thin and not self._exact else MANY_ROWS
+        tiles = cut_tiles(chosen.flatten(), self._count, tile_rows)
+        gated = self._ops.silu_mul(self._gate_up.product(rows, tiles, chosen.shape[1]))
+        out = self._down.product(gated, tiles, 1)
+        if self._combine:
+            out = self._combine(out)
         return out.view(*chosen.shape, -1)

@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-ROWS, COLUMNS, DEPTH = 64, 128, 64  #: the one tile
+#: The one tile: rows, outputs, and inputs at a time.
+ROWS, COLUMNS, DEPTH = 64, 128, 64
 
 
 @triton.jit
@@ -20,44 +21,60 @@ def _matmul(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles, column tiles): out = x weight^T + bias, rounded, then + residual."""
+    """Compute out = x weight^T + bias, rounded, then + residual.
+
+    The grid is (row tiles, column tiles). `x_row`, `weight_row` and `out_row` are strides.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     steps = tl.arange(0, DEPTH)
     left = x + row.to(tl.int64)[:, None] * x_row + steps[None, :]
     right = weight + column.to(tl.int64)[None, :] * weight_row + steps[:, None]
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    summed = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, depth, DEPTH):
         deep = start + steps < depth
         a = tl.load(left + start, mask=(row < rows)[:, None] & deep[None, :], other=0.0)
         b = tl.load(right + start, mask=(column < columns)[None, :] & deep[:, None], other=0.0)
-        acc = tl.dot(a, b, acc, input_precision="ieee")
+        summed = tl.dot(a, b, summed, input_precision="ieee")
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     if HAS_BIAS:
-        acc += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+        summed += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     to = row.to(tl.int64)[:, None] * out_row + column[None, :]
-    result = acc.to(out.dtype.element_ty)
+    result = summed.to(out.dtype.element_ty)
     if HAS_RESIDUAL:
-        more = tl.load(residual + to, mask=inside, other=0.0).to(tl.float32)
-        result = (result.to(tl.float32) + more).to(out.dtype.element_ty)
+        added = tl.load(residual + to, mask=inside, other=0.0).to(tl.float32)
+        result = (result.to(tl.float32) + added).to(out.dtype.element_ty)
     tl.store(out + to, result, mask=inside)
 
 
 def matmul(
-    x: torch.Tensor,
+    rows: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [T, in] weight[out, in]^T + bias [out] + residual [T, out] (contiguous) -> [T, out]."""
-    rows, depth = x.shape
+    """Return rows weight^T + bias + residual, [T, outputs].
+
+    `rows` are [T, inputs], `weight` is [outputs, inputs], `bias` [outputs], and `residual`
+    [T, outputs], contiguous.
+    """
+    row_count, depth = rows.shape
     columns = weight.shape[0]
-    assert x.stride(1) == weight.stride(1) == 1
-    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    assert rows.stride(1) == weight.stride(1) == 1
+    out = torch.empty(row_count, columns, dtype=rows.dtype, device=rows.device)
     assert residual is None or residual.stride() == out.stride()
-    _matmul[(triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))](
-        *(x, weight, x if bias is None else bias, x if residual is None else residual, out),
-        *(rows, columns, depth, x.stride(0), weight.stride(0), out.stride(0)),
+    _matmul[(triton.cdiv(row_count, ROWS), triton.cdiv(columns, COLUMNS))](
+        rows,
+        weight,
+        rows if bias is None else bias,  # any pointer: without HAS_BIAS it is not read
+        rows if residual is None else residual,
+        out,
+        row_count,
+        columns,
+        depth,
+        rows.stride(0),
+        weight.stride(0),
+        out.stride(0),
         ROWS=ROWS,
         COLUMNS=COLUMNS,
         DEPTH=DEPTH,

@@ -11,16 +11,18 @@ from ..pool import KVPool
 
 
 class DevicePool(KVPool):
-    """As `pool.KVPool`, on a GPU: transports that read host memory (tcp, shm) have no `view`.
+    """`pool.KVPool` on a GPU. Its `view` is empty: transports that read host memory cannot use it.
 
-    Raises OutOfMemory.
+    Those are `tcp` and `shm`; `nixl` reads the device's memory. The constructor raises OutOfMemory.
     """
 
-    memory, digest_kind = "VRAM", DIGEST
+    memory = "VRAM"
+    digest_kind = DIGEST
 
     def __init__(
         self, layout: KVLayout, blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        """Allocate `blocks` blocks of `layout` on `device`, filled with zeros."""
         self.device = device.index or 0
         size = blocks * layout.block_bytes
         try:

@@ -1,4 +1,7 @@
-"""`engine.ops` on a GPU: Triton's kernels between the matrices, an attention backend, linears."""
+"""`engine.ops` on a GPU: Triton's kernels between the matrices, an attention backend, linears.
+
+Under TRITON_INTERPRET the same code runs on the CPU, which is how it is tested without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -9,81 +12,106 @@ from importlib import import_module
 import torch
 import torch.nn.functional as F
 
-from ..attention import Cache, Meta
+from ..attention import LayerCache, StepRows
 from ..errors import KernelUnavailable
 from ..linear import Linear
-from ..ops import Norm, Ops
+from ..ops import Ops, RmsNorm
 from . import elementwise
-from .adapters import Attention, adapter
-from .backends import Need, choose, knows_fp8, probe, report
+from .adapters import AttentionBackend, adapt_library
+from .backends import (
+    AttentionNeeds,
+    BackendChoice,
+    choose_backend,
+    log_choice,
+    probe_environment,
+    supports_fp8,
+)
 from .experts import GroupedExperts
 from .fp8 import Fp8Linear
 from .matmul import matmul
 from .paged import PagedAttention
-from .varlen import Varlen, carry, parts
+from .varlen import Varlen, copy_to_device, split_by_phase
 
 
 @dataclass
-class Step(Meta):
-    """A step's rows on the device; `varlen` says the same to attention libraries."""
+class DeviceStepRows(StepRows):
+    """The rows of a step on the device; `varlen` says the same to attention libraries."""
 
     varlen: list[Varlen] = field(default_factory=list)
 
 
 class GpuLinear(Linear):
-    """cuBLAS, the residual inside the product's epilogue; or one Triton tile where `exact`."""
+    """A linear layer by cuBLAS, with the residual inside the product's epilogue.
+
+    Where the operations are `exact` the product is `matmul`, whose one tile does not depend on the
+    number of rows.
+    """
 
     _ops: GpuOps
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool, ops: GpuOps
     ) -> None:
-        self._weight, self._bias = ops.keep(weight), None if bias is None else ops.keep(bias)
-        self._ops, self._gated = ops, gated
+        self._weight = ops.keep(weight)
+        self._bias = None if bias is None else ops.keep(bias)
+        self._ops = ops
+        self._gated = gated
 
     def __call__(
-        self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None
+        self,
+        rows: torch.Tensor,
+        norm: RmsNorm | None = None,
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        x = x if norm is None else self._ops.norm(x, norm)
-        out = self.product(x, residual)
+        rows = rows if norm is None else self._ops.norm(rows, norm)
+        out = self.product(rows, residual)
         return self._ops.silu_mul(out) if self._gated else out
 
-    def product(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x W^T + b, + residual [T, out]."""
+    def product(self, rows: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return rows W^T + bias + residual, where `residual` is [T, outputs] or None."""
         if self._ops.exact:
-            return matmul(x, self._weight, self._bias, residual)
+            return matmul(rows, self._weight, self._bias, residual)
         if residual is None:
-            return F.linear(x, self._weight, self._bias)
-        out = torch.addmm(residual, x, self._weight.T)
+            return F.linear(rows, self._weight, self._bias)
+        out = torch.addmm(residual, rows, self._weight.T)
         return out if self._bias is None else out + self._bias
 
 
 class GpuOps(Ops):
-    """Operations on `device`; the CPU itself under TRITON_INTERPRET. Raises KernelUnavailable.
+    """Operations on `device`, which is a GPU, or the CPU under TRITON_INTERPRET.
 
-    `exact`: a row's bits do not depend on the rows beside it, as on a CPU.
+    `max_len` is the length in tokens of the longest sequence, `setting` the name of an attention
+    backend or "auto". With `fp8` the weights are e4m3. The constructor raises KernelUnavailable
+    where that cannot run.
     """
 
     device_steps = True
 
     def __init__(
-        self, device: torch.device, need: Need, max_len: int, wanted: str, fp8: bool
+        self,
+        device: torch.device,
+        needs: AttentionNeeds,
+        max_len: int,
+        setting: str,
+        fp8: bool,
     ) -> None:
-        if fp8 and need.exact:
+        if fp8 and needs.exact:
             raise KernelUnavailable("exact: products of FP8 weights depend on the batch")
-        found = probe(device)
-        if fp8 and not knows_fp8(found):
+        environment = probe_environment(device)
+        if fp8 and not supports_fp8(environment):
             raise KernelUnavailable("weights in FP8 need compute capability 8.9")
-        self.device, self.exact, self._fp8 = device, need.exact, fp8
-        choice = choose(found, need, wanted)
-        report(choice)
-        self.attention: Attention = (
-            PagedAttention(max_len, need.exact)
-            if choice.name == "triton"
-            else adapter(choice.name, import_module(choice.module), device)
-        )
+        self.device = device
+
+        #: True: a row's bits do not depend on the rows beside it, as on a CPU.
+        self.exact = needs.exact
+
+        self._fp8 = fp8
+        choice = choose_backend(environment, needs, setting)
+        log_choice(choice)
+        self.attention = _open_attention(choice, device, max_len=max_len, exact=needs.exact)
         self.name = f"gpu: {choice.name}"
-        if isinstance(self.attention, PagedAttention) and need.exact:
+        if isinstance(self.attention, PagedAttention) and needs.exact:
+            # bits depend on the GPU and on where splits begin: peers compare both
             gpu = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
             self.name = f"exact on {gpu} by {self.attention.split}: triton"
 
@@ -100,46 +128,66 @@ class GpuOps(Ops):
     def experts(
         self,
         count: int,
-        parts: Iterable[tuple[torch.Tensor, torch.Tensor]],
-        together: Callable[[torch.Tensor], torch.Tensor] | None,
+        matrices: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        combine: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> GroupedExperts:
-        return GroupedExperts(self, count, parts, together, self._fp8, self.exact)
+        return GroupedExperts(self, count, matrices, combine, fp8=self._fp8, exact=self.exact)
 
-    def place(self, ids: torch.Tensor, meta: Meta) -> tuple[torch.Tensor, Meta]:
-        if isinstance(meta, Step):
-            return ids, meta
-        step = Step(
-            carry(meta.positions, self.device),
-            carry(meta.slot_block, self.device),
-            carry(meta.slot_offset, self.device),
-            meta.pieces,
-            varlen=[part.to(self.device) for part in parts(meta.pieces)],
+    def place(self, token_ids: torch.Tensor, step: StepRows) -> tuple[torch.Tensor, StepRows]:
+        if isinstance(step, DeviceStepRows):
+            return token_ids, step
+        device_step = DeviceStepRows(
+            positions=copy_to_device(step.positions, self.device),
+            slot_blocks=copy_to_device(step.slot_blocks, self.device),
+            slot_offsets=copy_to_device(step.slot_offsets, self.device),
+            spans=step.spans,
+            varlen=[run.to(self.device) for run in split_by_phase(step.spans)],
         )
-        return carry(ids, self.device), step
+        return copy_to_device(token_ids, self.device), device_step
 
     def attend(
-        self, q: torch.Tensor, cache: Cache, meta: Meta, scale: float, window: int | None
+        self,
+        queries: torch.Tensor,
+        cache: LayerCache,
+        step: StepRows,
+        scale: float,
+        window: int | None,
     ) -> torch.Tensor:
-        assert isinstance(meta, Step)
-        found = [
-            self.attention(q[one.first : one.first + one.rows], cache, one, scale, window)
-            for one in meta.varlen
+        assert isinstance(step, DeviceStepRows)
+        results = [
+            self.attention(
+                queries[run.first_row : run.first_row + run.row_count],
+                cache,
+                run,
+                scale=scale,
+                window=window,
+            )
+            for run in step.varlen
         ]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return results[0] if len(results) == 1 else torch.cat(results)
 
-    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        return elementwise.rms_norm(x, norm)
+    def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+        return elementwise.rms_norm(rows, norm)
 
-    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        return elementwise.silu_mul(x)
+    def silu_mul(self, gates_and_values: torch.Tensor) -> torch.Tensor:
+        return elementwise.silu_mul(gates_and_values)
 
     def rope_store(
         self,
         qkv: torch.Tensor,
-        cache: Cache,
-        norms: tuple[Norm, Norm] | None,
+        cache: LayerCache,
+        norms: tuple[RmsNorm, RmsNorm] | None,
         angles: tuple[torch.Tensor, torch.Tensor],
-        meta: Meta,
+        step: StepRows,
     ) -> torch.Tensor:
-        slots = meta.slot_block, meta.slot_offset
-        return elementwise.rope_store(qkv, cache, norms, angles, slots)
+        slots = step.slot_blocks, step.slot_offsets
+        return elementwise.rope_store(qkv, cache, norms, angles=angles, slots=slots)
+
+
+def _open_attention(
+    choice: BackendChoice, device: torch.device, *, max_len: int, exact: bool
+) -> AttentionBackend:
+    """Import and return the attention backend that was chosen."""
+    if choice.name == "triton":
+        return PagedAttention(max_len, exact)
+    return adapt_library(choice.name, import_module(choice.module), device)

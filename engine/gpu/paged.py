@@ -1,11 +1,16 @@
-"""Paged attention in Triton: one kernel for prefill, decode and split-KV, and one that combines.
+"""Paged attention in Triton: kernels for prefill, for decode with split KV, and to combine splits.
 
 Keys are summed in splits that begin at fixed positions, and splits are merged in order. Which
-program computes a split is free, where it begins is not: so a row's bits depend on neither the
-batch nor the grid. With `exact` prefill takes the tile of decode, and its bits too.
+program computes a split is free, where the split begins is not: so a row's bits depend on neither
+the batch nor the grid. With `exact`, prefill takes the tile of decode, and its bits too.
 
-The online softmax is that of Milakov and Gimelshein (arXiv:1805.02867), its splits and their merge
-as in Flash-Decoding (pytorch.org/blog/flash-decoding).
+The online softmax is that of Milakov and Gimelshein (arXiv:1805.02867). It goes through the keys
+once and keeps three numbers for each row: the largest score so far (`top`), the sum of
+exp2(score - top) (`total`), and the sum of these weights times the values (`summed`). Splits and
+their merge are those of Flash-Decoding (pytorch.org/blog/flash-decoding).
+
+Scores are in units of log 2, because `exp2` is one instruction. Upper-case parameters are known
+when a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -14,30 +19,41 @@ import torch
 import triton
 import triton.language as tl
 
+from ..attention import LayerCache
 from .varlen import Varlen
 
 LOG2E = 1.4426950408889634
-SPLIT = 256  #: keys of a split, at least
-SPLITS = 64  #: of a sequence, at most: longer contexts have longer splits
-PROGRAMS = 1024  #: of a decode grid: some for each of the 132 to 148 processors
+
+#: Keys of a split, at least.
+SPLIT = 256
+
+#: Splits of a sequence, at most: longer contexts have longer splits.
+SPLITS = 64
+
+#: Programs of a decode grid: some for each of the 132 to 148 processors of a GPU.
+PROGRAMS = 1024
 
 
 @triton.jit
-def _merge(acc, top, total, acc2, top2, total2):
-    """Two parts of an online softmax: sums of exp2(score - top) v, the largest score, weights."""
-    high = tl.maximum(top, top2)
-    safe = tl.where(high == float("-inf"), 0.0, high)
-    left, right = tl.exp2(top - safe), tl.exp2(top2 - safe)
-    return acc * left[:, None] + acc2 * right[:, None], high, total * left + total2 * right
+def _merge(summed, top, total, summed2, top2, total2):
+    """Merge two parts of an online softmax: weighted values, largest scores, sums of weights."""
+    merged_top = tl.maximum(top, top2)
+    safe_top = tl.where(merged_top == float("-inf"), 0.0, merged_top)
+    left, right = tl.exp2(top - safe_top), tl.exp2(top2 - safe_top)
+    merged = summed * left[:, None] + summed2 * right[:, None]
+    return merged, merged_top, total * left + total2 * right
 
 
 @triton.jit
-def _sequence_of(tile, q_start, sequences, TOKENS: tl.constexpr):
-    """The sequence whose rows `tile` holds: sequence i begins at tile q_start[i] / TOKENS + i."""
+def _sequence_of(tile, query_starts, sequences, TOKENS: tl.constexpr):
+    """Find the sequence whose rows `tile` holds.
+
+    Sequence i begins at tile query_starts[i] / TOKENS + i, so every sequence has tiles enough.
+    """
     low, high = tile * 0, sequences
     while high - low > 1:
         middle = (low + high) // 2
-        if tl.load(q_start + middle) // TOKENS + middle <= tile:
+        if tl.load(query_starts + middle) // TOKENS + middle <= tile:
             low = middle
         else:
             high = middle
@@ -45,255 +61,327 @@ def _sequence_of(tile, q_start, sequences, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _range(
-    query, k, v, blocks, positions, inside, low, high, end, scale, window,
+def _attend_range(
+    query, keys, values, blocks, positions, inside, low, high, end, scale, window,
     block_stride, token_stride,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Softmax parts of `query` [ROWS, DIM] over keys low..high; `end` keys are written."""
+    """Compute the softmax parts of `query` [ROWS, DIM] over the keys from `low` to `high`.
+
+    `blocks` is the sequence's block table, of which `end` keys are written. `positions` are those
+    of the rows, and `inside` says which rows there are.
+    """
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DIM], tl.float32)
+    summed = tl.zeros([ROWS, DIM], tl.float32)
     dims = tl.arange(0, DIM)
     for start in range(low, high, KEYS):
-        keys = start + tl.arange(0, KEYS)
-        written = keys < end
+        key_positions = start + tl.arange(0, KEYS)
+        written = key_positions < end
         if PAGE >= KEYS:
             block = tl.load(blocks + start // PAGE).to(tl.int64)
-            place = block * block_stride + (keys % PAGE) * token_stride
+            place = block * block_stride + (key_positions % PAGE) * token_stride
         else:
-            block = tl.load(blocks + keys // PAGE, mask=written, other=0).to(tl.int64)
-            place = block * block_stride + (keys % PAGE) * token_stride
+            block = tl.load(blocks + key_positions // PAGE, mask=written, other=0).to(tl.int64)
+            place = block * block_stride + (key_positions % PAGE) * token_stride
         # unused slots may hold NaN, and 0 x NaN is NaN: they are not read
-        key = tl.load(k + place[None, :] + dims[:, None], mask=written[None, :], other=0.0)
+        key = tl.load(keys + place[None, :] + dims[:, None], mask=written[None, :], other=0.0)
         scores = tl.dot(query, key.to(query.dtype), input_precision="ieee") * scale
-        seen = inside[:, None] & (keys[None, :] <= positions[:, None])
+        visible = inside[:, None] & (key_positions[None, :] <= positions[:, None])
         if window > 0:
-            seen = seen & (keys[None, :] > positions[:, None] - window)
-        scores = tl.where(seen, scores, float("-inf"))
-        high_now = tl.maximum(top, tl.max(scores, 1))
-        safe = tl.where(high_now == float("-inf"), 0.0, high_now)
-        weights = tl.exp2(scores - safe[:, None])
-        fade = tl.exp2(top - safe)
-        value = tl.load(v + place[:, None] + dims[None, :], mask=written[:, None], other=0.0)
-        summed = tl.dot(weights.to(query.dtype), value.to(query.dtype), input_precision="ieee")
-        acc = acc * fade[:, None] + summed
+            visible = visible & (key_positions[None, :] > positions[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - safe_top[:, None])
+        fade = tl.exp2(top - safe_top)
+        value = tl.load(values + place[:, None] + dims[None, :], mask=written[:, None], other=0.0)
+        weighted = tl.dot(weights.to(query.dtype), value.to(query.dtype), input_precision="ieee")
+        summed = summed * fade[:, None] + weighted
         total = total * fade + tl.sum(weights, 1)
-        top = high_now
-    return acc, top, total
+        top = new_top
+    return summed, top, total
 
 
 @triton.jit
-def _queries(
-    q, first, offset, count, end, kv_head, q_row,
+def _load_queries(
+    queries, first, offset, count, end, kv_head, query_row,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """A tile: TOKENS rows from `offset` of a sequence x the GROUP heads of a KV head."""
+    """Load a tile: TOKENS rows from `offset` of a sequence times the GROUP heads of a KV head.
+
+    The sequence's `count` rows begin at row `first` of the run, and are the last ones of `end`.
+    """
     lane = tl.arange(0, ROWS)
     token = offset + lane // GROUP
     inside = (lane < TOKENS * GROUP) & (token < count)
     head = kv_head * GROUP + lane % GROUP
     row = (first + token).to(tl.int64)
-    at = row * q_row + head * DIM
-    query = tl.load(q + at[:, None] + tl.arange(0, DIM)[None, :], mask=inside[:, None], other=0.0)
+    at = row * query_row + head * DIM
+    dims = tl.arange(0, DIM)
+    query = tl.load(queries + at[:, None] + dims[None, :], mask=inside[:, None], other=0.0)
     return query, end - count + token, inside, row, head
 
 
 @triton.jit
 def _prefill(
-    q, k, v, out, q_start, kv_len, table, sequences, scale, window,
-    q_row, out_row, block_stride, head_stride, token_stride, table_row,
+    queries, keys, values, out, query_starts, kv_lengths, block_table, sequences, scale, window,
+    query_row, out_row, block_stride, head_stride, token_stride, table_row,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PAGE: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, KV heads): all keys of a tile here, in splits that are merged, or at SPLIT 0 in
-    one."""
+    """Attend from a tile's rows to all of their keys. The grid is (tiles, KV heads).
+
+    The keys are taken in splits that are merged, or in one where SPLIT is 0.
+    """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
-    seq = _sequence_of(tile, q_start, sequences, TOKENS)
-    first, end = tl.load(q_start + seq), tl.load(kv_len + seq)
-    offset = (tile - first // TOKENS - seq) * TOKENS
-    count = tl.load(q_start + seq + 1) - first
+    sequence = _sequence_of(tile, query_starts, sequences, TOKENS)
+    first, end = tl.load(query_starts + sequence), tl.load(kv_lengths + sequence)
+    offset = (tile - first // TOKENS - sequence) * TOKENS
+    count = tl.load(query_starts + sequence + 1) - first
     if (offset >= count) | (end == 0):
         return
-    query, positions, inside, row, head = _queries(
-        q, first, offset, count, end, kv_head, q_row, GROUP, TOKENS, ROWS, DIM
+    query, positions, inside, row, head = _load_queries(
+        queries, first, offset, count, end, kv_head, query_row, GROUP, TOKENS, ROWS, DIM
     )
-    blocks = table + seq.to(tl.int64) * table_row
-    k += kv_head.to(tl.int64) * head_stride
-    v += kv_head.to(tl.int64) * head_stride
+    blocks = block_table + sequence.to(tl.int64) * table_row
+    keys += kv_head.to(tl.int64) * head_stride
+    values += kv_head.to(tl.int64) * head_stride
     low, last = 0, tl.minimum(end, end - count + offset + TOKENS)
     if window > 0:
         low = tl.maximum(0, end - count + offset - window + 1) // KEYS * KEYS
     if SPLIT == 0:
-        acc, top, total = _range(
-            query, k, v, blocks, positions, inside, low, last, end, scale, window,
+        summed, top, total = _attend_range(
+            query, keys, values, blocks, positions, inside, low, last, end, scale, window,
             block_stride, token_stride, ROWS, KEYS, PAGE, DIM,
         )  # fmt: skip
     else:
-        acc = tl.zeros([ROWS, DIM], tl.float32)
+        summed = tl.zeros([ROWS, DIM], tl.float32)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         for begin in range(low // SPLIT * SPLIT, last, SPLIT):
-            a, t, s = _range(
-                query, k, v, blocks, positions, inside,
+            split_summed, split_top, split_total = _attend_range(
+                query, keys, values, blocks, positions, inside,
                 tl.maximum(begin, low), tl.minimum(begin + SPLIT, last), end, scale, window,
                 block_stride, token_stride, ROWS, KEYS, PAGE, DIM,
             )  # fmt: skip
-            acc, top, total = _merge(acc, top, total, a, t, s)
+            summed, top, total = _merge(summed, top, total, split_summed, split_top, split_total)
     to = (row * out_row + head * DIM)[:, None] + tl.arange(0, DIM)[None, :]
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    result = summed / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out + to, result.to(out.dtype.element_ty), inside[:, None])
 
 
 @triton.jit
 def _decode(
-    q, k, v, part, tops, kv_len, table, scale, window,
-    q_row, block_stride, head_stride, token_stride, table_row, heads, part_splits,
+    queries, keys, values, partials, tops, kv_lengths, block_table, scale, window,
+    query_row, block_stride, head_stride, token_stride, table_row, heads, split_count,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     PAGE: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, KV heads, programs): each split's parts of a row that is a sequence's last.
+    """Compute the parts of each split of a row. The grid is (rows, KV heads, programs).
 
-    They go to `part` [T, Hq, part_splits, DIM] and `tops` [T, Hq, part_splits, 2].
+    Each row is the last one of its sequence. Its weighted values go to `partials`
+    [T, Hq, split_count, DIM], its largest scores and sums of weights to `tops`
+    [T, Hq, split_count, 2].
     """
-    seq, kv_head = tl.program_id(0), tl.program_id(1)
-    end = tl.load(kv_len + seq)
+    sequence, kv_head = tl.program_id(0), tl.program_id(1)
+    end = tl.load(kv_lengths + sequence)
     if end == 0:
         return
-    query, positions, inside, row, head = _queries(
-        q, seq, 0, 1, end, kv_head, q_row, GROUP, 1, ROWS, DIM
+    query, positions, inside, row, head = _load_queries(
+        queries, sequence, 0, 1, end, kv_head, query_row, GROUP, 1, ROWS, DIM
     )
-    blocks = table + seq.to(tl.int64) * table_row
-    k += kv_head.to(tl.int64) * head_stride
-    v += kv_head.to(tl.int64) * head_stride
+    blocks = block_table + sequence.to(tl.int64) * table_row
+    keys += kv_head.to(tl.int64) * head_stride
+    values += kv_head.to(tl.int64) * head_stride
     low = 0
     if window > 0:
         low = tl.maximum(0, end - window) // KEYS * KEYS
     for split in range(low // SPLIT + tl.program_id(2), tl.cdiv(end, SPLIT), tl.num_programs(2)):
         begin = split * SPLIT
-        a, t, s = _range(
-            query, k, v, blocks, positions, inside,
+        summed, top, total = _attend_range(
+            query, keys, values, blocks, positions, inside,
             tl.maximum(begin, low), tl.minimum(begin + SPLIT, end), end, scale, window,
             block_stride, token_stride, ROWS, KEYS, PAGE, DIM,
         )  # fmt: skip
-        to = (row * heads + head) * part_splits + split
-        tl.store(part + to[:, None] * DIM + tl.arange(0, DIM)[None, :], a, inside[:, None])
-        tl.store(tops + to * 2, t, inside)
-        tl.store(tops + to * 2 + 1, s, inside)
+        to = (row * heads + head) * split_count + split
+        dims = tl.arange(0, DIM)
+        tl.store(partials + to[:, None] * DIM + dims[None, :], summed, inside[:, None])
+        tl.store(tops + to * 2, top, inside)
+        tl.store(tops + to * 2 + 1, total, inside)
 
 
 @triton.jit
 def _combine(
-    part, tops, out, kv_len, window, out_row, heads, part_splits,
+    partials, tops, out, kv_lengths, window, out_row, heads, split_count,
     KEYS: tl.constexpr, SPLIT: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, heads): merges a decoding row's splits in order."""
+    """Merge a decoding row's splits, in order. The grid is (rows, heads)."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    end = tl.load(kv_len + row)
+    end = tl.load(kv_lengths + row)
     if end == 0:
         return
     dims = tl.arange(0, DIM)
-    one = tl.arange(0, 1)
-    acc = tl.zeros([1, DIM], tl.float32)
+    single = tl.arange(0, 1)
+    summed = tl.zeros([1, DIM], tl.float32)
     top = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     low = 0
     if window > 0:
         low = tl.maximum(0, end - window) // KEYS * KEYS
     for split in range(low // SPLIT, tl.cdiv(end, SPLIT)):
-        at = (row * heads + head) * part_splits + split
-        a = tl.load(part + at * DIM + one[:, None] + dims[None, :])
-        t, s = tl.load(tops + at * 2 + one), tl.load(tops + at * 2 + 1 + one)
-        acc, top, total = _merge(acc, top, total, a, t, s)
-    result = acc / total[:, None]
-    to = out + row * out_row + head * DIM + one[:, None] + dims[None, :]
+        at = (row * heads + head) * split_count + split
+        split_summed = tl.load(partials + at * DIM + single[:, None] + dims[None, :])
+        split_top = tl.load(tops + at * 2 + single)
+        split_total = tl.load(tops + at * 2 + 1 + single)
+        summed, top, total = _merge(summed, top, total, split_summed, split_top, split_total)
+    result = summed / total[:, None]
+    to = out + row * out_row + head * DIM + single[:, None] + dims[None, :]
     tl.store(to, result.to(out.dtype.element_ty))
 
 
 class PagedAttention:
-    """softmax(q k^T scale) v over pages, by Triton. Workspaces are kept: a graph needs their place.
+    """softmax(q k^T scale) v over pages, by Triton.
 
-    `max_len`: the longest sequence in tokens. `exact`: prefill gives the bits of decode.
+    `max_len` is the length of the longest sequence in tokens. With `exact`, prefill gives the bits
+    of decode. Workspaces are kept, because a CUDA graph needs them to stay at their place.
     """
 
-    name, graphs = "triton", True
+    name = "triton"
+    graphs = True
 
     def __init__(self, max_len: int, exact: bool = False) -> None:
         self.split = max(SPLIT, triton.next_power_of_2(triton.cdiv(max_len, SPLITS)))
-        self.exact, self._splits = exact, triton.cdiv(max_len, self.split)
-        self._part = self._tops = torch.empty(0)
+        self.exact = exact
+        self._split_count = triton.cdiv(max_len, self.split)
+        self._partials = torch.empty(0)
+        self._tops = torch.empty(0)
 
     def __call__(
         self,
-        q: torch.Tensor,
-        cache: tuple[torch.Tensor, torch.Tensor],
-        where: Varlen,
+        queries: torch.Tensor,
+        cache: LayerCache,
+        run: Varlen,
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """q [T, Hq, D] (heads contiguous) against `[block, Hkv, token, D]` views -> [T, Hq, D].
+        """Return the attention of `queries` [T, Hq, D] (heads contiguous), [T, Hq, D].
 
-        D and the tokens of a block are powers of two, at least 16. The cache may be FP8. Rows whose
-        sequence has a `kv_len` of 0 are not written.
+        The cache's views are `[block, Hkv, token, D]`. D and the tokens of a block are powers of
+        two, at least 16. The cache may be FP8. Rows whose sequence has a `kv_length` of 0 are not
+        written.
         """
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if where.max_q > 1:
-            self._rows_of_prefill(q, cache, where, scale * LOG2E, window or 0, out)
-        else:
-            self._rows_of_decode(q, cache, where, scale * LOG2E, window or 0, out)
+        out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        attend = self._attend_prefill if run.max_query_rows > 1 else self._attend_decode
+        attend(queries, cache, run, scale=scale * LOG2E, window=window or 0, out=out)
         return out
 
-    def _rows_of_prefill(self, q, cache, where: Varlen, scale: float, window: int, out) -> None:
+    def _attend_prefill(
+        self,
+        queries: torch.Tensor,
+        cache: LayerCache,
+        run: Varlen,
+        *,
+        scale: float,
+        window: int,
+        out: torch.Tensor,
+    ) -> None:
         keys, values = cache
-        rows, heads, dim = q.shape
-        kv_heads, page = keys.shape[1:3]
+        row_count, heads, head_dim = queries.shape
+        _, kv_heads, block_tokens, _ = keys.shape
         group = heads // kv_heads
-        narrow = max(16, triton.next_power_of_2(group))
-        lanes = narrow if self.exact else max(narrow, min(128, 16384 // dim))
+        decode_lanes = max(16, triton.next_power_of_2(group))
+        lanes = decode_lanes if self.exact else max(decode_lanes, min(128, 16384 // head_dim))
         tokens = lanes // group
-        _prefill[(rows // tokens + where.sequences, kv_heads)](
-            *(q, keys, values, out, where.q_start, where.kv_len, where.table, where.sequences),
-            *(scale, window, q.stride(0), out.stride(0), *keys.stride()[:3]),
-            where.table.stride(0),
+        _prefill[(row_count // tokens + run.sequences, kv_heads)](
+            queries,
+            keys,
+            values,
+            out,
+            run.query_starts,
+            run.kv_lengths,
+            run.block_table,
+            run.sequences,
+            scale,
+            window,
+            queries.stride(0),
+            out.stride(0),
+            *keys.stride()[:3],
+            run.block_table.stride(0),
             GROUP=group,
             TOKENS=tokens,
             ROWS=lanes,
-            KEYS=min(page, 64),
-            PAGE=page,
-            DIM=dim,
+            KEYS=min(block_tokens, 64),
+            PAGE=block_tokens,
+            DIM=head_dim,
             SPLIT=self.split if self.exact else 0,
             num_warps=8 if lanes >= 128 else 4,
         )
 
-    def _rows_of_decode(self, q, cache, where: Varlen, scale: float, window: int, out) -> None:
+    def _attend_decode(
+        self,
+        queries: torch.Tensor,
+        cache: LayerCache,
+        run: Varlen,
+        *,
+        scale: float,
+        window: int,
+        out: torch.Tensor,
+    ) -> None:
         keys, values = cache
-        rows, heads, dim = q.shape
-        kv_heads, page = keys.shape[1:3]
-        part, tops = self._workspace(q, rows)
-        shape = {"KEYS": min(page, 64), "DIM": dim, "SPLIT": self.split}
-        _decode[(rows, kv_heads, self._programs(rows * kv_heads, where.max_kv))](
-            *(q, keys, values, part, tops, where.kv_len, where.table, scale, window),
-            *(q.stride(0), *keys.stride()[:3], where.table.stride(0), heads, self._splits),
+        row_count, heads, head_dim = queries.shape
+        _, kv_heads, block_tokens, _ = keys.shape
+        partials, tops = self._workspace(queries, row_count)
+        shape = {"KEYS": min(block_tokens, 64), "DIM": head_dim, "SPLIT": self.split}
+        programs = self._programs_per_row(row_count * kv_heads, run.max_kv_length)
+        _decode[(row_count, kv_heads, programs)](
+            queries,
+            keys,
+            values,
+            partials,
+            tops,
+            run.kv_lengths,
+            run.block_table,
+            scale,
+            window,
+            queries.stride(0),
+            *keys.stride()[:3],
+            run.block_table.stride(0),
+            heads,
+            self._split_count,
             GROUP=heads // kv_heads,
             ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),
-            PAGE=page,
+            PAGE=block_tokens,
             **shape,
             num_warps=4,
         )
-        _combine[(rows, heads)](
-            *(part, tops, out, where.kv_len, window, out.stride(0), heads, self._splits),
+        _combine[(row_count, heads)](
+            partials,
+            tops,
+            out,
+            run.kv_lengths,
+            window,
+            out.stride(0),
+            heads,
+            self._split_count,
             **shape,
             num_warps=1,
         )
 
-    def _programs(self, others: int, max_kv: int) -> int:
-        """Programs that share a row's splits."""
-        return max(1, min(triton.cdiv(max_kv, self.split), PROGRAMS // others))
+    def _programs_per_row(self, rows_and_heads: int, max_kv_length: int) -> int:
+        """Return how many programs share the splits of a row and a KV head."""
+        splits = triton.cdiv(max_kv_length, self.split)
+        return max(1, min(splits, PROGRAMS // rows_and_heads))
 
-    def _workspace(self, q: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Float32 parts for `rows` rows; those of the largest batch so far are kept."""
-        items = rows * q.shape[1] * self._splits
-        if len(self._tops) < items * 2 or self._tops.device != q.device:
-            self._part = q.new_empty(items * q.shape[2], dtype=torch.float32)
-            self._tops = q.new_empty(items * 2, dtype=torch.float32)
-        return self._part, self._tops
+    def _workspace(
+        self, queries: torch.Tensor, row_count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return float32 `partials` and `tops` for `row_count` rows.
+
+        Those of the largest batch so far are kept.
+        """
+        splits = row_count * queries.shape[1] * self._split_count
+        if len(self._tops) < splits * 2 or self._tops.device != queries.device:
+            self._partials = queries.new_empty(splits * queries.shape[2], dtype=torch.float32)
+            self._tops = queries.new_empty(splits * 2, dtype=torch.float32)
+        return self._partials, self._tops

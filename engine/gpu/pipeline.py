@@ -2,6 +2,9 @@
 
 Whether a sequence ends with an id is known one step late: its row of the step under way is then
 computed for nothing, into blocks that are its own until that step is over.
+
+Life: `start` launches the first step. Each `step` launches the next one and books the one under
+way, until something else must be planned; then one more `step` books the last.
 """
 
 from __future__ import annotations
@@ -12,123 +15,166 @@ from typing import Protocol
 
 from ...protos.frames import Token
 from ..pacing import StepWork
-from ..sampler import Fault, damage
+from ..sampler import SamplingFault, find_damage
 from ..scheduler import Scheduler
 from ..sequence import Sequence, SequenceOutput
-from .plan import Row
+from .plan import DecodeRow
 
 
-class Runner(Protocol):
-    """What of `decode.DecodeRunner` is used here."""
+class StepRunner(Protocol):
+    """What the pipeline uses of `decode.DecodeRunner`."""
 
-    most: int
+    row_limit: int
 
-    def launch(self, rows: list[Row]) -> Started: ...
+    def launch(self, rows: list[DecodeRow]) -> StartedStep:
+        """Start a step without waiting for it."""
+        ...
 
 
-class Started(Protocol):
-    def read(self) -> tuple[list[int], list[float]]: ...
+class StartedStep(Protocol):
+    """What the pipeline uses of `decode.LaunchedStep`."""
+
+    def read(self) -> tuple[list[int], list[float]]:
+        """Wait for the step; return each row's next id and largest logit."""
+        ...
 
 
 @dataclass(slots=True)
-class Launched:
-    ticket: Started
+class StepAhead:
+    """A step that the device computes, and the sequences of its rows."""
+
+    started: StartedStep
     sequences: list[Sequence]
 
 
-def simple(seq: Sequence) -> bool:
-    """Its next id is a function of logits, seed and position alone, without a sort: `pick` does."""
-    s = seq.sampling
+def device_can_sample(sequence: Sequence) -> bool:
+    """Return whether `sampling.pick_tokens` can draw the next id of a sequence.
+
+    That id must be a function of logits, seed and position alone, and need no sort.
+    """
+    sampling = sequence.sampling
     return (
-        not seq.drafts
-        and s.logprobs is None
-        and s.grammar is None
-        and s.repetition_penalty == 1
-        and not (s.presence_penalty or s.frequency_penalty or s.logit_bias)
-        and (s.temperature == 0 or (s.top_k == 0 and s.top_p >= 1 and s.min_p <= 0))
-        and seq.generated_tokens >= s.min_tokens
+        not sequence.drafts
+        and sampling.logprobs is None
+        and sampling.grammar is None
+        and sampling.repetition_penalty == 1
+        and not (sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias)
+        and (
+            sampling.temperature == 0
+            or (sampling.top_k == 0 and sampling.top_p >= 1 and sampling.min_p <= 0)
+        )
+        and sequence.generated_tokens >= sampling.min_tokens
     )
 
 
-class Pipeline:
-    """Decode steps of `scheduler` on `runner`; `tell` books an id and gives what to deliver."""
+class DecodePipeline:
+    """Decode steps of `scheduler` on `runner`.
+
+    `book_token` books a sequence's token, or why it has none, and returns what to deliver.
+    """
 
     def __init__(
         self,
-        runner: Runner,
+        runner: StepRunner,
         scheduler: Scheduler,
-        tell: Callable[[Sequence, Token | Fault], SequenceOutput | None],
+        book_token: Callable[[Sequence, Token | SamplingFault], SequenceOutput | None],
         max_len: int,
     ) -> None:
-        self._runner, self._scheduler, self._tell = runner, scheduler, tell
-        self._max_len = max_len
-        self._ahead: Launched | None = None
-        self.work = StepWork()  #: of the step that was booked last
+        self._runner = runner
+        self._scheduler = scheduler
+        self._book_token = book_token
+        self._max_len = max_len  #: Tokens of a sequence, at most.
+        self._ahead: StepAhead | None = None  #: The step under way.
+        self.work = StepWork()  #: What the step that was booked last computed.
 
-    def takes(self, sequences: list[Sequence]) -> bool:
-        """A step of pure decode over these can be run here."""
-        return len(sequences) <= self._runner.most and all(map(simple, sequences))
+    def can_run(self, sequences: list[Sequence]) -> bool:
+        """Return whether a step of pure decode over these sequences can be run here."""
+        if len(sequences) > self._runner.row_limit:
+            return False
+        return all(map(device_can_sample, sequences))
 
     def start(self, sequences: list[Sequence]) -> None:
-        """Launches a step over sequences whose blocks are there. None may be under way."""
+        """Launch a step over sequences whose blocks are there. No step may be under way."""
         assert self._ahead is None
-        rows = [_row(seq, seq.token_ids[-1], 0) for seq in sequences]
-        self._ahead = Launched(self._runner.launch(rows), list(sequences))
+        rows = [_row(sequence, sequence.token_ids[-1], 0) for sequence in sequences]
+        self._ahead = StepAhead(self._runner.launch(rows), list(sequences))
 
-    def settle(self) -> None:
-        """Waits until no step is under way that nobody is going to book."""
-        if self._ahead and not any(map(self._live, self._ahead.sequences)):
-            self._ahead.ticket.read()
+    def finish_abandoned_step(self) -> None:
+        """Wait for the step under way if all of its sequences have ended, and forget it."""
+        if self._ahead and not any(map(self._is_running, self._ahead.sequences)):
+            self._ahead.started.read()
             self._ahead = None
 
-    def wait(self) -> None:
-        """Waits for the device: what it still writes is written when blocks change their owner."""
+    def wait_for_device(self) -> None:
+        """Wait for the step under way, so that the device writes to no block any more."""
         if self._ahead:
-            self._ahead.ticket.read()
+            self._ahead.started.read()
 
     def step(self) -> list[SequenceOutput] | None:
-        """Books the step under way, with the next one launched; None if there is none."""
-        self.settle()
+        """Launch the next step and book the one under way; return None if none is under way."""
+        self.finish_abandoned_step()
         if self._ahead is None:
             return None
-        now, self._ahead = self._ahead, None
-        self._ahead = self._run_ahead(now)
-        keys = sum(seq.computed_tokens + 1 for seq in now.sequences)
-        self.work = StepWork(decode_rows=len(now.sequences), decode_kv_tokens=keys)
-        outputs = []
-        for seq, token, peak in zip(now.sequences, *now.ticket.read(), strict=True):
-            if self._live(seq):  # else it ended while this was computed
-                position = len(seq.token_ids)
-                self._scheduler.record_computed(seq, 1)
-                outputs.append(self._tell(seq, damage(peak, position) or Token(token)))
-        return [output for output in outputs if output]
+        current = self._ahead
+        self._ahead = None  # if the launch fails, nothing is under way
+        self._ahead = self._launch_next(current)
+        self.work = StepWork(
+            decode_rows=len(current.sequences),
+            decode_kv_tokens=sum(sequence.computed_tokens + 1 for sequence in current.sequences),
+        )
+        token_ids, peaks = current.started.read()
+        outputs: list[SequenceOutput] = []
+        for sequence, token_id, peak in zip(current.sequences, token_ids, peaks, strict=True):
+            if not self._is_running(sequence):
+                continue  # it ended while this step was computed
+            position = len(sequence.token_ids)
+            self._scheduler.record_computed(sequence, 1)
+            token = find_damage(peak, position) or Token(token_id)
+            output = self._book_token(sequence, token)
+            if output:
+                outputs.append(output)
+        return outputs
 
-    def _live(self, seq: Sequence) -> bool:
-        return self._scheduler.live.get(seq.name) is seq and seq.queue is self._scheduler.running
+    def _is_running(self, sequence: Sequence) -> bool:
+        """Return whether the scheduler still has this sequence among those that decode."""
+        is_live = self._scheduler.live.get(sequence.name) is sequence
+        return is_live and sequence.queue is self._scheduler.running
 
-    def _run_ahead(self, now: Launched) -> Launched | None:
-        """The step behind `now`, whose ids are not known yet; None where something else is due."""
+    def _launch_next(self, current: StepAhead) -> StepAhead | None:
+        """Launch the step behind `current`, whose ids are not known yet.
+
+        Returns None where something else must be planned first, or nothing is left to decode.
+        """
         if self._scheduler.must_plan:
             return None
-        rows, sequences = [], []
-        for index, seq in enumerate(now.sequences):
-            if not self._live(seq) or not self._goes_on(seq):
+        rows: list[DecodeRow] = []
+        sequences: list[Sequence] = []
+        for index, sequence in enumerate(current.sequences):
+            if not self._is_running(sequence) or not self._may_grow(sequence):
                 continue
-            if not self._scheduler.reserve_ahead(seq, 2):
-                return None  # somebody would have to be preempted: `plan` knows whom
-            rows.append(_row(seq, -1 - index, 1))
-            sequences.append(seq)
-        return Launched(self._runner.launch(rows), sequences) if rows else None
+            if not self._scheduler.reserve_ahead(sequence, 2):
+                return None  # a sequence would have to be preempted: the scheduler plans which
+            rows.append(_row(sequence, -1 - index, 1))
+            sequences.append(sequence)
+        return StepAhead(self._runner.launch(rows), sequences) if rows else None
 
-    def _goes_on(self, seq: Sequence) -> bool:
-        """It does not end with the id under way for its length."""
+    def _may_grow(self, sequence: Sequence) -> bool:
+        """Return whether the sequence goes on behind the id that is under way, by its lengths."""
         return (
-            seq.generated_tokens + 1 < seq.sampling.max_tokens
-            and len(seq.token_ids) + 1 < self._max_len
+            sequence.generated_tokens + 1 < sequence.sampling.max_tokens
+            and len(sequence.token_ids) + 1 < self._max_len
         )
 
 
-def _row(seq: Sequence, source: int, ahead: int) -> Row:
-    """`seq` in a step `ahead` of its ids."""
-    s, known = seq.sampling, len(seq.token_ids) + ahead
-    return Row(source, known - 1, seq.blocks, s.seed, known, s.temperature)
+def _row(sequence: Sequence, source: int, ahead: int) -> DecodeRow:
+    """Return the row of `sequence` in a step that is `ahead` ids before what the host knows."""
+    sampling = sequence.sampling
+    length = len(sequence.token_ids) + ahead
+    return DecodeRow(
+        source=source,
+        position=length - 1,
+        blocks=sequence.blocks,
+        seed=sampling.seed,
+        draw=length,
+        temperature=sampling.temperature,
+    )

@@ -1,4 +1,4 @@
-"""What a decode step on the device is told: its bucket, its padding, what is new (pure)."""
+"""The input of a decode step on the device: its bucket, its padding, its changed tables (pure)."""
 
 from __future__ import annotations
 
@@ -7,65 +7,86 @@ from dataclasses import dataclass
 
 import numpy as np
 
-DUMMY = 0  #: the block that rows of padding write to; it is no sequence's
-FIELDS = 5  #: of a row in `Inputs`: source, position, seed, draw, temperature
+#: The block that rows of padding write to; it belongs to no sequence (`blocks.BlockPool`).
+PADDING_BLOCK = 0
+
+#: Numbers of a packed row: source, position, seed, draw position, temperature.
+ROW_FIELDS = 5
+
+#: The position of a packed row of padding.
+PADDING_POSITION = -1
 
 
-def bucket(rows: int) -> int:
-    """Rows of the graph that computes `rows`: 1, 2, 4, 8, then multiples of 8, of 32 from 64 on."""
-    for step, most in ((1, 2), (4, 4), (8, 64)):
-        if rows <= most:
-            return -(-rows // step) * step
-    return -(-rows // 32) * 32
+def bucket_size(row_count: int) -> int:
+    """Return how many rows the graph has that computes `row_count` rows.
+
+    The sizes are 1, 2, 4, 8, then multiples of 8 up to 64, then multiples of 32.
+    """
+    for multiple, limit in ((1, 2), (4, 4), (8, 64)):
+        if row_count <= limit:
+            return _round_up(row_count, multiple)
+    return _round_up(row_count, 32)
 
 
-def buckets(most: int) -> list[int]:
-    """All that steps of up to `most` rows need, the largest first."""
-    return sorted({bucket(rows) for rows in range(1, most + 1)}, reverse=True)
+def bucket_sizes(row_limit: int) -> list[int]:
+    """Return all sizes that steps of up to `row_limit` rows need, the largest first."""
+    return sorted({bucket_size(rows) for rows in range(1, row_limit + 1)}, reverse=True)
+
+
+def _round_up(count: int, multiple: int) -> int:
+    """Return the smallest multiple that is at least `count`."""
+    return -(-count // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A sequence's place in a step.
+class DecodeRow:
+    """The place of one sequence in a decode step."""
 
-    `source`: its last id; -1 - i: what row i of the step before it gave. `draw`: the position by
-    which the next id is sampled.
-    """
-
+    #: The sequence's last id; or -1 - i for the id that row i of the step before gives.
     source: int
-    position: int
-    blocks: list[int]
+
+    position: int  #: Of the last id in its sequence.
+    blocks: list[int]  #: The sequence's own list, which only grows.
     seed: int
-    draw: int
+    draw: int  #: The position by which the next id is sampled.
     temperature: float
 
 
-def inputs(rows: Sequence[Row], width: int) -> np.ndarray:
-    """int64 [FIELDS, width]: what a step is told, padded with rows at position -1."""
-    told = np.zeros((FIELDS, width), np.int64)
-    told[1] = -1
+def pack_rows(rows: Sequence[DecodeRow], width: int) -> np.ndarray:
+    """Return the rows as int64 [ROW_FIELDS, width], padded with rows at PADDING_POSITION.
+
+    Seeds keep their 64 bits, and temperatures are the bits of a float64.
+    """
+    packed = np.zeros((ROW_FIELDS, width), np.int64)
+    sources, positions, seeds, draws, temperatures = packed
+    positions[:] = PADDING_POSITION
     for index, row in enumerate(rows):
-        told[:4, index] = row.source, row.position, np.uint64(row.seed).view(np.int64), row.draw
-        told[4, index] = np.float64(row.temperature).view(np.int64)
-    return told
+        sources[index] = row.source
+        positions[index] = row.position
+        seeds[index] = np.uint64(row.seed).view(np.int64)
+        draws[index] = row.draw
+        temperatures[index] = np.float64(row.temperature).view(np.int64)
+    return packed
 
 
 @dataclass(slots=True)
-class Tables:
-    """What the device knows of block tables, row by row; `update` finds what it does not."""
+class BlockTables:
+    """What the device knows of the block tables, row by row."""
 
-    known: np.ndarray  #: int32 [rows, blocks]
-    lists: list[list[int]]  #: of each row: what was seen there, and how much of it
-    counts: list[int]
+    device_tables: np.ndarray  #: int32 [rows, blocks]: what the device has after the next step.
+    lists: list[list[int]]  #: The `blocks` that each row had last.
+    counts: list[int]  #: How many blocks of that list the device has.
 
-    def update(self, rows: Sequence[Row]) -> list[int]:
-        """Writes down what is new; the rows of `known` that changed."""
-        changed = []
+    def update(self, rows: Sequence[DecodeRow]) -> list[int]:
+        """Write what is new to `device_tables`; return the changed rows' indices, ascending."""
+        changed: list[int] = []
         for index, row in enumerate(rows):
             count = len(row.blocks)
+            # a sequence's list only grows, and another sequence's is another list
             if self.lists[index] is row.blocks and self.counts[index] == count:
-                continue  # a sequence's list only grows; another one is another list
-            self.known[index, :count] = row.blocks
-            self.lists[index], self.counts[index] = row.blocks, count
+                continue
+            self.device_tables[index, :count] = row.blocks
+            self.lists[index] = row.blocks
+            self.counts[index] = count
             changed.append(index)
         return changed

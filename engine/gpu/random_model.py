@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from ..decoder import Decoder, Layer, Mlp, Weights
+from ..decoder import Decoder, DecoderLayer, DecoderWeights, Mlp
 from ..linear import make_linear
-from ..ops import Norm
+from ..ops import RmsNorm
 from ..sizing import kv_layout
 from ..spec import ModelSpec
-from .backends import Need
+from .backends import AttentionNeeds
 from .memory import DevicePool
 from .ops import GpuOps
 
 
-def make(
+def make_random_model(
     spec: ModelSpec,
     device: torch.device,
     blocks: int,
@@ -24,36 +24,67 @@ def make(
     kv_dtype: str | None = None,
     exact: bool = False,
 ) -> tuple[Decoder, GpuOps]:
-    """Weights are normal with a deviation that keeps activations near 1; the same at every call."""
-    dtype = getattr(torch, spec.dtype)
-    need = Need(spec.dtype, kv_dtype or spec.dtype, block_tokens, spec.head_dim, exact)
-    ops = GpuOps(device, need, spec.max_positions, attention, fp8)
+    """Return a decoder of a dense model, with a pool of `blocks` blocks, and its operations.
 
-    seeded = torch.Generator(device).manual_seed(0)
-
-    def draw(outputs: int, inputs: int) -> torch.Tensor:
-        drawn = torch.randn(outputs, inputs, dtype=dtype, device=device, generator=seeded)
-        return drawn * inputs**-0.5
-
-    def norm() -> Norm:
-        return Norm(torch.ones(spec.hidden, dtype=dtype, device=device), spec.norm_eps)
-
-    def layer() -> Layer:
-        q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        gate_up = make_linear(draw(2 * spec.intermediate, spec.hidden), gated=True, ops=ops)
-        down = make_linear(draw(spec.hidden, spec.intermediate), ops=ops)
-        return Layer(
-            norm=norm(),
-            qkv=make_linear(draw(q + 2 * kv, spec.hidden), ops=ops),
-            qk_norms=None,
-            output=make_linear(draw(spec.hidden, q), ops=ops),
-            mlp_norm=norm(),
-            mlp=Mlp(gate_up, down),
-        )
-
-    head = make_linear(draw(spec.vocab, spec.hidden), ops=ops, precise=True)
-    layers = [layer() for _ in range(spec.layers)]
-    weights = Weights(draw(spec.vocab, spec.hidden), layers, norm(), head)
-    layout = kv_layout(spec, kv_dtype or spec.dtype, block_tokens)
+    Weights are normal with a deviation that keeps activations near 1, and the same at every call.
+    `kv_dtype` None is the model's dtype. Raises KernelUnavailable and OutOfMemory.
+    """
+    needs = AttentionNeeds(
+        dtype=spec.dtype,
+        kv_dtype=kv_dtype or spec.dtype,
+        block_tokens=block_tokens,
+        head_dim=spec.head_dim,
+        exact=exact,
+    )
+    ops = GpuOps(device, needs, spec.max_positions, attention, fp8=fp8)
+    weights = _RandomWeights(spec, device, ops).make()
+    layout = kv_layout(spec, needs.kv_dtype, block_tokens)
     pool = DevicePool(layout, blocks, getattr(torch, layout.dtype), device)
     return Decoder(spec, weights, pool, ops), ops
+
+
+class _RandomWeights:
+    """Draws the weights of a model from one generator, so their order decides what each one is."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device, ops: GpuOps) -> None:
+        self._spec = spec
+        self._device = device
+        self._ops = ops
+        self._dtype = getattr(torch, spec.dtype)
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def make(self) -> DecoderWeights:
+        """Draw the head, the layers and the embedding, in this order."""
+        spec = self._spec
+        head = make_linear(self._matrix(spec.vocab, spec.hidden), ops=self._ops, precise=True)
+        layers = [self._layer() for _ in range(spec.layers)]
+        embedding = self._matrix(spec.vocab, spec.hidden)
+        return DecoderWeights(embedding=embedding, layers=layers, norm=self._norm(), head=head)
+
+    def _layer(self) -> DecoderLayer:
+        spec = self._spec
+        query_size = spec.heads * spec.head_dim
+        kv_size = spec.kv_heads * spec.head_dim
+        gate_up = self._matrix(2 * spec.intermediate, spec.hidden)
+        mlp = Mlp(
+            gate_up=make_linear(gate_up, gated=True, ops=self._ops),
+            down=make_linear(self._matrix(spec.hidden, spec.intermediate), ops=self._ops),
+        )
+        return DecoderLayer(
+            norm=self._norm(),
+            qkv=make_linear(self._matrix(query_size + 2 * kv_size, spec.hidden), ops=self._ops),
+            qk_norms=None,
+            output=make_linear(self._matrix(spec.hidden, query_size), ops=self._ops),
+            mlp_norm=self._norm(),
+            mlp=mlp,
+        )
+
+    def _matrix(self, outputs: int, inputs: int) -> torch.Tensor:
+        drawn = torch.randn(
+            outputs, inputs, dtype=self._dtype, device=self._device, generator=self._generator
+        )
+        return drawn * inputs**-0.5
+
+    def _norm(self) -> RmsNorm:
+        ones = torch.ones(self._spec.hidden, dtype=self._dtype, device=self._device)
+        return RmsNorm(ones, self._spec.norm_eps)

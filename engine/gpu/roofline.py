@@ -1,8 +1,9 @@
-"""What a step cannot be faster than, and what facts of the field predict for it (pure).
+"""The floors of a step, and what facts of the field predict for it (pure).
 
-Floors are of a dense Llama-like model: bytes read once at the copy bandwidth, or products at the
-matmul rate, whichever takes longer, plus the KV that decode reads. Predictions were written down
-before any kernel here had run on a GPU; they are for an H200 at 4.3 TB/s and 790 TFLOP/s.
+A floor is what a step cannot be faster than. Floors are of a dense Llama-like model: bytes read
+once at the copy bandwidth, or products at the matmul rate, whichever takes longer, plus the KV that
+decode reads. Predictions were written down before any kernel here had run on a GPU; they are for an
+H200 at 4.3 TB/s and 790 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LLAMA_3_8B = ModelSpec(
     eos_ids=(),
     dtype="bfloat16",
 )
-#: (batch, context) -> predicted milliseconds of a decode step, Llama-3-8B bf16 on an H200
+#: (batch, context) -> predicted milliseconds of a decode step, Llama-3-8B bf16 on an H200.
 PREDICTED_MS = {
     (1, 1024): 4.3,
     (8, 1024): 4.5,
@@ -40,62 +41,71 @@ PREDICTED_MS = {
     (256, 1024): 16.8,
     (32, 4096): 8.9,
 }
-#: prompt -> predicted tokens per second of its prefill, in one chunk
+
+#: prompt tokens -> predicted tokens per second of its prefill in one chunk, same model and GPU.
 PREDICTED_TOKENS_S = {2048: 41_000, 8192: 36_800}
 
 
 @dataclass(frozen=True, slots=True)
-class Ceilings:
-    """Measured in the same run. `copy`: bytes per second, read plus written."""
+class DeviceCeilings:
+    """What the device can do at most, measured in the same run."""
 
-    copy: float
-    matmul: float  #: FLOP per second of bf16 products
+    copy_bytes_s: float  #: Bytes per second of a copy, read plus written.
+    matmul_flops_s: float  #: Floating-point operations per second of bf16 products.
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class StepFloor:
     """What a step must move and multiply at least."""
 
     weight_bytes: float
     kv_bytes: float
     flops: float
 
-    def floor_s(self, ceilings: Ceilings) -> float:
-        products = max(self.weight_bytes / ceilings.copy, self.flops / ceilings.matmul)
-        return products + self.kv_bytes / ceilings.copy
+    def seconds(self, ceilings: DeviceCeilings) -> float:
+        """Return max(weights / copy, FLOPs / matmul) + KV / copy.
+
+        Reading weights overlaps with their products; attention, which reads KV, comes in between.
+        """
+        weights_s = self.weight_bytes / ceilings.copy_bytes_s
+        products_s = self.flops / ceilings.matmul_flops_s
+        return max(weights_s, products_s) + self.kv_bytes / ceilings.copy_bytes_s
 
 
-def _linear(spec: ModelSpec) -> int:
-    """Weights of the layers' matrices (without embedding and head)."""
+def _layer_weights(spec: ModelSpec) -> int:
+    """Return how many weights all layers' matrices have, without embedding and head."""
     attention = spec.hidden * spec.head_dim * (spec.heads + spec.kv_heads) * 2
     return spec.layers * (attention + 3 * spec.hidden * spec.intermediate)
 
 
-def kv_token_bytes(spec: ModelSpec, item: int = 2) -> int:
-    return spec.layers * 2 * spec.kv_heads * spec.head_dim * item
+def kv_token_bytes(spec: ModelSpec, number_bytes: int = 2) -> int:
+    """Return the bytes of a token's K and V in all layers."""
+    return spec.layers * 2 * spec.kv_heads * spec.head_dim * number_bytes
 
 
-def decode_cost(
-    spec: ModelSpec, batch: int, context: int, weight_item: int = 2, kv_item: int = 2
-) -> Cost:
-    """A step of `batch` rows over `context` keys each. The head stays in 2 bytes."""
-    linear, head = _linear(spec), spec.hidden * spec.vocab
+def decode_floor(
+    spec: ModelSpec,
+    batch: int,
+    context: int,
+    *,
+    weight_number_bytes: int = 2,
+    kv_number_bytes: int = 2,
+) -> StepFloor:
+    """Return the floor of a step of `batch` rows over `context` keys each.
+
+    The head stays in 2 bytes a number whatever the other weights have.
+    """
+    layers = _layer_weights(spec)
+    head = spec.hidden * spec.vocab
     attention = 4 * spec.layers * spec.heads * spec.head_dim * context
-    return Cost(
-        linear * weight_item + head * 2,
-        batch * context * kv_token_bytes(spec, kv_item),
-        batch * (2 * (linear + head) + attention),
+    return StepFloor(
+        weight_bytes=layers * weight_number_bytes + head * 2,
+        kv_bytes=batch * context * kv_token_bytes(spec, kv_number_bytes),
+        flops=batch * (2 * (layers + head) + attention),
     )
 
 
 def prefill_flops(spec: ModelSpec, tokens: int) -> float:
-    """Products and causal attention of a prompt in one chunk, logits of its last token."""
+    """Return the FLOPs of a prompt in one chunk: products, causal attention, one row of logits."""
     attention = 2 * spec.layers * spec.heads * spec.head_dim * tokens * (tokens + 1)
-    return 2.0 * _linear(spec) * tokens + attention + 2 * spec.hidden * spec.vocab
-
-
-def table(rows: list[list[str]]) -> str:
-    """Markdown; the first row is the header."""
-    head, *body = rows
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return 2.0 * _layer_weights(spec) * tokens + attention + 2 * spec.hidden * spec.vocab

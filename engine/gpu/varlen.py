@@ -1,4 +1,8 @@
-"""Where a step's queries and keys are, as every attention library for GPUs wants to be told."""
+"""Where a step's queries and keys are, in the form that every attention library for GPUs takes.
+
+That form has no padding: the rows of all sequences lie one after the other ("varlen" in
+flash-attention), and tensors say where each sequence begins and how many keys it has.
+"""
 
 from __future__ import annotations
 
@@ -7,76 +11,79 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..attention import Piece
+from ..attention import RowSpan
 
 
 @dataclass(frozen=True, slots=True)
 class Varlen:
-    """Rows of S sequences, one after the other, from row `first` of the step on.
+    """Rows of S sequences, one after the other.
 
-    A sequence's keys are those of its `kv_len` first positions, its rows the last of them. Tensors
-    are int32, on the device of the model; `max_q` and `max_kv` are upper bounds known to the host.
+    A sequence's keys are those of its `kv_lengths` first positions, and its rows are the last of
+    these. Tensors are int32, on the device of the model.
     """
 
-    first: int
-    rows: int
-    q_start: torch.Tensor  #: [S + 1], counted from `first`
-    kv_len: torch.Tensor  #: [S]; 0: a row that pads
-    table: torch.Tensor  #: [S, W] blocks; 0 behind a sequence's own
-    max_q: int
-    max_kv: int
-    host: Varlen | None = None  #: the same on the host, where this is on a GPU
+    first_row: int  #: In the step.
+    row_count: int
+    query_starts: torch.Tensor  #: [S + 1] where each sequence's rows begin, from `first_row` on.
+    kv_lengths: torch.Tensor  #: [S]; 0 for a row of padding.
+    block_table: torch.Tensor  #: [S, W] blocks; 0 behind a sequence's own.
+    max_query_rows: int  #: An upper bound, known to the host, of a sequence's rows.
+    max_kv_length: int  #: An upper bound, known to the host, of `kv_lengths`.
+    host: Varlen | None = None  #: The same on the host, where this is on a GPU.
 
     @property
     def sequences(self) -> int:
-        return len(self.kv_len)
+        """The number S of sequences."""
+        return len(self.kv_lengths)
 
     def to(self, device: torch.device) -> Varlen:
-        """Copies to `device` without waiting for it (from pinned memory, where that is one)."""
+        """Return a copy on `device`; the host does not wait for it."""
         return replace(
             self,
-            q_start=carry(self.q_start, device),
-            kv_len=carry(self.kv_len, device),
-            table=carry(self.table, device),
+            query_starts=copy_to_device(self.query_starts, device),
+            kv_lengths=copy_to_device(self.kv_lengths, device),
+            block_table=copy_to_device(self.block_table, device),
             host=self,
         )
 
 
-def carry(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on `device`; the host does not wait for a GPU."""
+def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a host tensor on `device`, from pinned memory, so the host does not wait for a GPU."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def parts(pieces: Sequence[Piece]) -> list[Varlen]:
-    """Runs of prefill and of decode, in the order of their rows: at most two in an engine's step.
+def split_by_phase(spans: Sequence[RowSpan]) -> list[Varlen]:
+    """Return runs of prefill and of decode, in the order of their rows.
 
-    Apart, because a row of decode has few queries for its keys and wants another grid.
+    An engine's step has at most two runs. The phases are apart because a row of decode has few
+    queries for its keys and wants another grid of programs.
     """
-    runs: list[list[Piece]] = []
-    for piece in pieces:
-        if runs and runs[-1][-1].decode == piece.decode:
-            runs[-1].append(piece)
+    runs: list[list[RowSpan]] = []
+    for span in spans:
+        if runs and runs[-1][-1].is_decode == span.is_decode:
+            runs[-1].append(span)
         else:
-            runs.append([piece])
+            runs.append([span])
     return [_varlen(run) for run in runs]
 
 
-def _varlen(pieces: list[Piece]) -> Varlen:
-    first, counts = pieces[0].row, [piece.count for piece in pieces]
-    ends = [piece.start + piece.count for piece in pieces]
-    starts = [piece.row - first for piece in pieces]
-    width = max(len(piece.blocks) for piece in pieces)
-    table = [piece.blocks + [0] * (width - len(piece.blocks)) for piece in pieces]
-    rows = sum(counts)
-    assert starts[-1] + counts[-1] == rows, pieces  # without gaps
+def _varlen(spans: list[RowSpan]) -> Varlen:
+    """Return the form of spans that lie one after the other, without gaps."""
+    first_row = spans[0].first_row
+    starts = [span.first_row - first_row for span in spans]
+    kv_lengths = [span.end_position for span in spans]
+    row_count = sum(span.row_count for span in spans)
+    assert starts[-1] + spans[-1].row_count == row_count, spans
+    width = max(len(span.blocks) for span in spans)
+    table = [span.blocks + [0] * (width - len(span.blocks)) for span in spans]
     return Varlen(
-        first,
-        rows,
-        torch.tensor([*starts, rows], dtype=torch.int32),
-        torch.tensor(ends, dtype=torch.int32),
-        torch.tensor(table, dtype=torch.int32),
-        max(counts),
-        max(ends),
+        first_row=first_row,
+        row_count=row_count,
+        query_starts=torch.tensor([*starts, row_count], dtype=torch.int32),
+        kv_lengths=torch.tensor(kv_lengths, dtype=torch.int32),
+        block_table=torch.tensor(table, dtype=torch.int32),
+        max_query_rows=max(span.row_count for span in spans),
+        max_kv_length=max(kv_lengths),
     )

@@ -13,19 +13,24 @@ from typing import Any
 
 import pytest
 from diptych.cluster.cli import app
-from diptych.engine.bench.child import BenchError, Child
-from diptych.engine.bench.machine import waited
+from diptych.engine.bench.child import EngineBenchError, EngineProcess
+from diptych.engine.bench.machine import waited_share
 from diptych.engine.bench.models import SHAPES, write_checkpoint
-from diptych.engine.bench.results import Work, cell, decode_work, geomean, prefill_work, spread
+from diptych.engine.bench.results import (
+    CellWork,
+    decode_work,
+    geometric_mean_ratio,
+    interquartile_range,
+    prefill_work,
+    summarize_cell,
+)
 from diptych.engine.spec import read_spec
 from typer.testing import CliRunner
 
 from tests.support.checkpoints import make
 
-pytestmark = pytest.mark.slow
-
 MACHINE = {"gb_per_s": 10.0, "tflops": 1.0}
-WORK = Work(bytes=1e9, flops=1e11, tokens=8)
+WORK = CellWork(bytes=1e9, flops=1e11, tokens=8)
 SMALL = ["--batch", "1,3", "--context", "70", "--prompt", "130", "--rounds", "1", "--threads", "1"]
 #: says what vLLM's side would say; every step takes it 1000 ms. Its pid goes to the file `pid`
 PEER = """
@@ -63,35 +68,35 @@ def fake_python(folder: Path, script: str) -> Path:
 def test_a_cell_holds_the_median_of_medians_and_the_rounds_ratios() -> None:
     ours = [[10.0, 12.0, 90.0], [10.0, 10.0, 10.0], [20.0, 20.0, 20.0]]  # medians 12, 10, 20
     peers = [[24.0], [30.0], [20.0]]  # ratios 2, 3, 1
-    numbers = cell(ours, peers, WORK, MACHINE)
+    numbers = summarize_cell(ours, peers, WORK, MACHINE)
     assert (numbers["ms"], numbers["peer_ms"], numbers["ratio"]) == (12.0, 24.0, 2.0)
     assert numbers["iqr"] == 1.0  # quartiles of 1, 2, 3: 1.5 and 2.5
     assert numbers["tokens_per_s"] == pytest.approx(8 / 0.012, abs=0.1)
 
 
 def test_shares_are_of_the_measured_machine() -> None:
-    numbers = cell([[200.0]], [], WORK, MACHINE)  # 5 GB/s of 10, 0.5 TFLOP/s of 1
+    numbers = summarize_cell([[200.0]], [], WORK, MACHINE)  # 5 GB/s of 10, 0.5 TFLOP/s of 1
     assert (numbers["bandwidth_share"], numbers["flops_share"]) == (0.5, 0.5)
 
 
 def test_without_a_peer_a_cell_claims_no_ratio() -> None:
-    numbers = cell([[1.0], [2.0]], [], WORK, MACHINE)
+    numbers = summarize_cell([[1.0], [2.0]], [], WORK, MACHINE)
     assert not {"ratio", "iqr", "peer_ms"} & set(numbers)
-    assert geomean([numbers]) is None
+    assert geometric_mean_ratio([numbers]) is None
 
 
 def test_geomean_of_twice_as_fast_and_twice_as_slow_is_one() -> None:
-    assert geomean([{"ratio": 2.0}, {"ratio": 0.5}]) == 1.0
+    assert geometric_mean_ratio([{"ratio": 2.0}, {"ratio": 0.5}]) == 1.0
 
 
 def test_only_threads_that_compute_count_as_disturbed() -> None:
     before = {"main": (0, 0), "pool": (0, 0), "helper": (0, 0)}
     after = {"main": (90, 10), "pool": (80, 20), "helper": (1, 300), "new": (100, 100)}
-    assert waited(before, after, span=100) == 0.2
+    assert waited_share(before, after, span_ns=100) == 0.2
 
 
 def test_the_spread_of_one_round_is_nothing() -> None:
-    assert spread([3.0]) == 0.0
+    assert interquartile_range([3.0]) == 0.0
 
 
 def test_work_of_a_step_and_of_a_prompt(checkpoint: Path) -> None:
@@ -151,7 +156,7 @@ def test_alternates_with_a_peer_and_leaves_no_process(checkpoint: Path, tmp_path
         assert numbers["peer_ms"] == 1000.0
         assert numbers["ratio"] == pytest.approx(1000 / numbers["ms"], rel=0.01)
         assert numbers["iqr"] == 0.0
-    assert result["geomean_ratio"] == pytest.approx(geomean(result["cells"]))
+    assert result["geomean_ratio"] == pytest.approx(geometric_mean_ratio(result["cells"]))
     assert result["peer_setup"]["name"] == "fake"
     assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
 
@@ -199,8 +204,8 @@ def test_a_python_without_vllm_is_named(checkpoint: Path) -> None:
 # ---- children ------------------------------------------------------------------------------------
 
 
-def child(script: str) -> Child:
-    return Child("the engine", [sys.executable, "-c", script], dict(os.environ))
+def child(script: str) -> EngineProcess:
+    return EngineProcess("the engine", [sys.executable, "-c", script], dict(os.environ))
 
 
 def is_alive(pid: int) -> bool:
@@ -213,14 +218,14 @@ def is_alive(pid: int) -> bool:
 
 def test_a_child_that_dies_is_reported_with_its_last_words() -> None:
     broken = child("import sys; sys.exit('out of luck')")
-    with pytest.raises(BenchError, match=r"the engine ended \(exit code 1\)[^$]*out of luck"):
+    with pytest.raises(EngineBenchError, match=r"the engine ended \(exit code 1\)[^$]*out of luck"):
         broken.answer()
     broken.close()
 
 
 def test_an_error_of_a_child_is_reported() -> None:
     broken = child("""print('{"error": "no model"}')""")
-    with pytest.raises(BenchError, match="the engine: no model"):
+    with pytest.raises(EngineBenchError, match="the engine: no model"):
         broken.answer()
     broken.close()
 
@@ -228,13 +233,13 @@ def test_an_error_of_a_child_is_reported() -> None:
 def test_outside_its_turn_a_child_is_frozen_and_closing_ends_it() -> None:
     echo = child("import sys\nfor line in sys.stdin: print('{}', flush=True)")
     with echo.turn():
-        assert echo.ask("step") == {}
+        assert echo.command("step") == {}
     deadline = time.monotonic() + 30  # a signal takes its time on a busy machine
     while Path(f"/proc/{echo.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "Tt":
         assert time.monotonic() < deadline
         time.sleep(0.01)
     with echo.turn(urgent=True):
-        assert echo.ask("step") == {}
+        assert echo.command("step") == {}
     assert os.sched_getscheduler(echo.pid) == os.SCHED_OTHER
     echo.close()
     assert not Path(f"/proc/{echo.pid}").exists()
@@ -243,8 +248,8 @@ def test_outside_its_turn_a_child_is_frozen_and_closing_ends_it() -> None:
 def test_a_frozen_child_ends_with_its_parent() -> None:
     script = (
         "import sys, os, signal\n"
-        "from diptych.engine.bench.child import Child\n"
-        "child = Child('x', [sys.executable, '-c', 'import time; time.sleep(600)'], {})\n"
+        "from diptych.engine.bench.child import EngineProcess\n"
+        "child = EngineProcess('x', [sys.executable, '-c', 'import time; time.sleep(600)'], {})\n"
         "child.freeze()\n"
         "print(child.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -12,7 +12,7 @@ import torch
 from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.errors import EngineError, OutOfMemory, UnsupportedModel, WeightsError
 from diptych.engine.memory import available_memory, check_memory, weight_bytes
-from diptych.engine.quantization import Fp8
+from diptych.engine.quantization import Fp8Format
 from diptych.engine.spec import ExpertsSpec, RopeSpec, fingerprint, read_spec
 from diptych.engine.tensors import dequantize
 from safetensors.torch import load_file, save_file
@@ -321,7 +321,7 @@ def test_scales_of_a_quantized_kv_cache_are_not_read(fp8: Path) -> None:
 def test_block_scales_give_what_transformers_makes_of_them() -> None:
     weight = torch.randn(192, 128).to(torch.float8_e4m3fn)
     scales = torch.rand(3, 2)
-    ours = dequantize("w", weight, scales, Fp8((64, 64)))
+    ours = dequantize("w", weight, scales, Fp8Format((64, 64)))
     assert torch.equal(ours, Fp8Dequantize(None)._dequantize_one(weight, scales, torch.float32))
 
 

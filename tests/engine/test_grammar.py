@@ -13,8 +13,8 @@ import pytest
 import torch
 from diptych.engine.engine import Engine
 from diptych.engine.errors import InvalidRequest
-from diptych.engine.grammar import Grammars
-from diptych.engine.sampler import Fault, sample
+from diptych.engine.grammar import GrammarCompiler
+from diptych.engine.sampler import SamplingFault, sample_tokens
 from diptych.engine.sequence import Sequence, SequenceOutput
 from diptych.protos.frames import Grammar, Sampling, Token
 from hypothesis import HealthCheck, given, settings
@@ -41,8 +41,8 @@ def owner(llama: Path) -> Engine:
 
 
 @pytest.fixture
-def grammars(llama: Path) -> Grammars:
-    return Grammars(llama, VOCAB, (END,))
+def grammars(llama: Path) -> GrammarCompiler:
+    return GrammarCompiler(llama, VOCAB, (END,))
 
 
 def answer(
@@ -58,9 +58,11 @@ def answer(
     return decoder.decode(ids), outputs[-1]
 
 
-def allowed(grammars: Grammars, grammar: Grammar, text: str, stops: tuple[int, ...]) -> set[int]:
+def allowed(
+    grammars: GrammarCompiler, grammar: Grammar, text: str, stops: tuple[int, ...]
+) -> set[int]:
     matcher = grammars.matcher(grammar, stops)
-    matcher.feed([ord(char) - ord("!") + 5 for char in text])
+    matcher.consume([ord(char) - ord("!") + 5 for char in text])
     return set(matcher.allowed.nonzero()[0].tolist())
 
 
@@ -71,7 +73,7 @@ def ids(text: str) -> set[int]:
 # ---- what may come -------------------------------------------------------------------------------
 
 
-def test_only_what_continues_the_grammar_is_allowed(grammars: Grammars) -> None:
+def test_only_what_continues_the_grammar_is_allowed(grammars: GrammarCompiler) -> None:
     word = Grammar("regex", "ab+c")
     assert allowed(grammars, word, "", (END,)) == ids("a")
     assert allowed(grammars, word, "a", (END,)) == ids("b")
@@ -81,32 +83,32 @@ def test_only_what_continues_the_grammar_is_allowed(grammars: Grammars) -> None:
 
 @pytest.mark.parametrize("stops", [(), (END,), (STOP,), (END, STOP), (STOP, 400, 9999)])
 def test_stop_ids_are_allowed_where_it_may_end_and_only_there(
-    grammars: Grammars, stops: tuple[int, ...]
+    grammars: GrammarCompiler, stops: tuple[int, ...]
 ) -> None:
     word = Grammar("regex", "ab*")
     assert allowed(grammars, word, "", stops) == ids("a")
     assert allowed(grammars, word, "ab", stops) == ids("b") | (set(stops) - {9999})
 
 
-def test_a_stop_id_that_is_also_text_only_ends(grammars: Grammars) -> None:
+def test_a_stop_id_that_is_also_text_only_ends(grammars: GrammarCompiler) -> None:
     (b,) = ids("b")
     assert allowed(grammars, Grammar("regex", "ab?b?c"), "a", (b,)) == ids("c")
     assert allowed(grammars, Grammar("regex", "a(bc)?"), "a", (b,)) == {b}
     matcher = grammars.matcher(Grammar("regex", "a(bc)?"), (b,))
-    matcher.feed(sorted(ids("a")))
+    matcher.consume(sorted(ids("a")))
     assert matcher.complete
 
 
 @pytest.mark.parametrize(("text", "complete"), [("a", False), ("aa", False), ("aaa", True)])
 def test_complete_is_a_grammar_that_admits_nothing_more(
-    grammars: Grammars, text: str, complete: bool
+    grammars: GrammarCompiler, text: str, complete: bool
 ) -> None:
     matcher = grammars.matcher(Grammar("regex", "a{1,3}"), ())
-    matcher.feed(sorted(ids("a")) * len(text))
+    matcher.consume(sorted(ids("a")) * len(text))
     assert matcher.complete is complete
 
 
-def test_ids_behind_the_tokenizer_never_come(grammars: Grammars) -> None:
+def test_ids_behind_the_tokenizer_never_come(grammars: GrammarCompiler) -> None:
     assert max(allowed(grammars, Grammar("regex", "(?s:.*)"), "", ())) < 261
 
 
@@ -274,7 +276,7 @@ def test_a_grammar_that_nothing_follows_is_an_error(owner: Engine) -> None:
     assert last.error == "the grammar admits no id here: NoExtensionBias"
 
 
-def test_rules_that_lead_to_rules_do_not_overflow_the_stack(grammars: Grammars) -> None:
+def test_rules_that_lead_to_rules_do_not_overflow_the_stack(grammars: GrammarCompiler) -> None:
     count = 4500
     rules = "\n".join(f"r{index}: r{index + 1}" for index in range(count))
     grammar = Grammar("lark", f'start: r0\n{rules}\nr{count}: "a"')
@@ -282,19 +284,19 @@ def test_rules_that_lead_to_rules_do_not_overflow_the_stack(grammars: Grammars) 
     assert allowed(grammars, grammar, "a", (END,)) == {END}
 
 
-def test_ids_that_left_the_grammar_are_an_error(grammars: Grammars) -> None:
+def test_ids_that_left_the_grammar_are_an_error(grammars: GrammarCompiler) -> None:
     seq = Sequence(("r", 0), [5, 6, 7], 1, Sampling(9, grammar=Grammar("regex", "ab")))
-    (fault,) = sample(torch.zeros(1, VOCAB), [seq], grammars)
-    assert isinstance(fault, Fault) and not fault.damage
+    (fault,) = sample_tokens(torch.zeros(1, VOCAB), [seq], grammars)
+    assert isinstance(fault, SamplingFault) and not fault.model_damaged
     assert "the answer left its grammar" in fault.reason and "\n" not in fault.reason
 
 
 def test_without_a_tokenizer_only_requests_with_a_grammar_fail(tmp_path: Path) -> None:
-    grammars = Grammars(tmp_path, VOCAB, (END,))
+    grammars = GrammarCompiler(tmp_path, VOCAB, (END,))
     plain = Sequence(("a", 0), [5], 1, Sampling(9))
     bound = Sequence(("b", 0), [5], 1, Sampling(9, grammar=Grammar("json_object")))
-    token, fault = sample(torch.zeros(2, VOCAB), [plain, bound], grammars)
+    token, fault = sample_tokens(torch.zeros(2, VOCAB), [plain, bound], grammars)
     assert token == Token(0)
-    assert isinstance(fault, Fault) and "tokenizer.json" in fault.reason
+    assert isinstance(fault, SamplingFault) and "tokenizer.json" in fault.reason
     with pytest.raises(InvalidRequest, match=r"tokenizer\.json"):
         grammars.matcher(Grammar("json_object"), ())

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from diptych.engine import kernels
-from diptych.engine.attention import Attend, Meta, Piece, attend
+from diptych.engine.attention import AttendFunction, RowSpan, StepRows, attend
 from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.errors import KernelUnavailable
 from diptych.engine.kernels import NativeOps
 from diptych.engine.linear import AmxLinear, Linear
-from diptych.engine.ops import Norm, Ops
+from diptych.engine.ops import Ops, RmsNorm
 from diptych.engine.scheduler import SchedulerLimits
 
 from . import rig
@@ -35,12 +35,12 @@ def kernel(dim: int, threads: int = 1, tiles: bool = False) -> NativeOps:
         pytest.skip(f"the kernels cannot run here: {error}")
 
 
-def meta(*pieces: Piece) -> Meta:
+def meta(*pieces: RowSpan) -> StepRows:
     none = torch.empty(0)
-    return Meta(none, none, none, list(pieces))
+    return StepRows(none, none, none, list(pieces))
 
 
-def case(heads: int, kv_heads: int, dim: int) -> tuple[torch.Tensor, tuple, Meta]:
+def case(heads: int, kv_heads: int, dim: int) -> tuple[torch.Tensor, tuple, StepRows]:
     """Two prefill chunks (one of them late in its sequence) and three decoding rows."""
     generator = torch.Generator().manual_seed(dim + heads)
 
@@ -48,31 +48,33 @@ def case(heads: int, kv_heads: int, dim: int) -> tuple[torch.Tensor, tuple, Meta
         return torch.randn(*shape, generator=generator).bfloat16()
 
     pieces = [
-        Piece(0, 150, 0, [3, 9, 1], False),
-        Piece(150, 41, 100, [5, 2, 7], False),
-        Piece(191, 1, 0, [4], True),
-        Piece(192, 1, 63, [6], True),
-        Piece(193, 1, 250, [8, 0, 10, 11], True),
+        RowSpan(0, 150, 0, [3, 9, 1], False),
+        RowSpan(150, 41, 100, [5, 2, 7], False),
+        RowSpan(191, 1, 0, [4], True),
+        RowSpan(192, 1, 63, [6], True),
+        RowSpan(193, 1, 250, [8, 0, 10, 11], True),
     ]
     cache = draw(12, kv_heads, 64, dim), draw(12, kv_heads, 64, dim)
     return draw(194, heads, dim), cache, meta(*pieces)
 
 
-def reference(q: torch.Tensor, cache: tuple, where: Meta, window: int | None) -> torch.Tensor:
+def reference(q: torch.Tensor, cache: tuple, where: StepRows, window: int | None) -> torch.Tensor:
     """softmax(q k / sqrt(dim)) v, row by row, in float64."""
     keys, values = (part.double() for part in cache)
     heads, dim = q.shape[1:]
     group = heads // keys.shape[1]
     out = torch.empty(q.shape, dtype=torch.float64)
-    for piece in where.pieces:
+    for piece in where.spans:
         k, v = (p[piece.blocks].transpose(0, 1).flatten(1, 2) for p in (keys, values))
-        for i in range(piece.count):
-            end = piece.start + i + 1
+        for i in range(piece.row_count):
+            end = piece.first_position + i + 1
             low = 0 if window is None else max(0, end - window)
             for head in range(heads):
-                row = q[piece.row + i, head].double()
+                row = q[piece.first_row + i, head].double()
                 scores = k[head // group, low:end] @ row / math.sqrt(dim)
-                out[piece.row + i, head] = torch.softmax(scores, 0) @ v[head // group, low:end]
+                out[piece.first_row + i, head] = (
+                    torch.softmax(scores, 0) @ v[head // group, low:end]
+                )
     return out
 
 
@@ -120,8 +122,8 @@ def test_the_self_check_finds_what_depends_on_the_batch(checkpoint, monkeypatch)
     for name in ("attend", "norm", "rope_store", "silu_mul"):
         plain = getattr(Ops, name)
 
-        def careless(self, x, *rest, plain=plain):
-            return plain(self, x * (1 + 1e-2 * (x.shape[0] == 1)), *rest)
+        def careless(self, rows, *rest, plain=plain, **named):
+            return plain(self, rows * (1 + 1e-2 * (rows.shape[0] == 1)), *rest, **named)
 
         with monkeypatch.context() as patch:
             patch.setattr(Ops, name, careless)
@@ -129,7 +131,7 @@ def test_the_self_check_finds_what_depends_on_the_batch(checkpoint, monkeypatch)
 
 
 @torch.inference_mode()
-def is_row_exact(attend: Attend, heads: int, kv_heads: int, dim: int) -> bool:
+def is_row_exact(attend: AttendFunction, heads: int, kv_heads: int, dim: int) -> bool:
     """Rows computed one by one, in chunks and all at once give the same bits?"""
     generator = torch.Generator().manual_seed(0)
 
@@ -139,13 +141,15 @@ def is_row_exact(attend: Attend, heads: int, kv_heads: int, dim: int) -> bool:
     tokens, blocks = 200, [2, 0, 3, 1]
     cache, q = (draw(4, kv_heads, 64, dim), draw(4, kv_heads, 64, dim)), draw(tokens, heads, dim)
 
-    def run(*pieces: Piece) -> torch.Tensor:
-        first, last = pieces[0].start, pieces[-1].start + pieces[-1].count
+    def run(*pieces: RowSpan) -> torch.Tensor:
+        first, last = pieces[0].first_position, pieces[-1].first_position + pieces[-1].row_count
         none = torch.empty(0)
-        return attend(q[first:last], cache, Meta(none, none, none, list(pieces)), dim**-0.5, None)
+        return attend(
+            q[first:last], cache, StepRows(none, none, none, list(pieces)), dim**-0.5, None
+        )
 
-    def piece(row: int, count: int, start: int, decode: bool) -> Piece:
-        return Piece(row, count, start, blocks[: -(-(start + count) // 64)], decode)
+    def piece(row: int, count: int, start: int, decode: bool) -> RowSpan:
+        return RowSpan(row, count, start, blocks[: -(-(start + count) // 64)], decode)
 
     whole = run(piece(0, tokens, 0, False))
     alone = torch.cat([run(piece(0, 1, at, True)) for at in range(tokens)])
@@ -169,13 +173,13 @@ def test_what_lies_between_the_matrices_is_as_in_torch(rows: int) -> None:
         return torch.randn(*shape, generator=generator).bfloat16()
 
     native, plain = kernel(64), Ops()
-    x, norm = draw(rows, 192), Norm(draw(192), 1e-5)
+    x, norm = draw(rows, 192), RmsNorm(draw(192), 1e-5)
     assert close(native.norm(x, norm), plain.norm(x, norm))
     assert close(native.silu_mul(x * 8), plain.silu_mul(x * 8))
-    qkv, qk = draw(rows, 8 * 64), (Norm(draw(64), 1e-6), Norm(draw(64), 1e-6))
+    qkv, qk = draw(rows, 8 * 64), (RmsNorm(draw(64), 1e-6), RmsNorm(draw(64), 1e-6))
     angles = torch.rand(rows, 32, generator=generator) * 6
     at = torch.arange(rows)
-    where = Meta(at, at // 64 + 1, at % 64, [])
+    where = StepRows(at, at // 64 + 1, at % 64, [])
     for norms in (None, qk):
         results = []
         for ops in (native, plain):
@@ -199,7 +203,7 @@ def test_amx_linears_are_plain_linears_with_what_surrounds_them(
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).bfloat16()
 
-    ops, norm = kernel(64, tiles=True), Norm(draw(inputs), 1e-5)
+    ops, norm = kernel(64, tiles=True), RmsNorm(draw(inputs), 1e-5)
     weight, add = draw(outputs, inputs) * 0.05, draw(outputs) if bias else None
     residual = draw(70, outputs)
     fast, slow = AmxLinear(weight, add, False, ops), Linear(weight, add, False, ops)

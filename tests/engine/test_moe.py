@@ -9,8 +9,8 @@ from diptych.engine.decoder import Mlp
 from diptych.engine.errors import KernelUnavailable
 from diptych.engine.kernels import NativeOps, native_ops
 from diptych.engine.linear import make_linear
-from diptych.engine.moe import Each, Moe
-from diptych.engine.ops import Norm, Ops
+from diptych.engine.moe import MixtureOfExperts, SequentialExperts
+from diptych.engine.ops import Ops, RmsNorm
 
 COUNT, HIDDEN, WIDE = 8, 64, 96
 
@@ -33,14 +33,16 @@ class Random:
         def random(*shape: int) -> torch.Tensor:
             return (torch.randn(*shape, generator=generator) * 0.2).to(dtype)
 
-        self.norm = Norm(1 + random(HIDDEN), 1e-5)
+        self.norm = RmsNorm(1 + random(HIDDEN), 1e-5)
         self.router = random(COUNT, HIDDEN)
         self.gate_up, self.down = random(COUNT, 2 * WIDE, HIDDEN), random(COUNT, HIDDEN, WIDE)
         experts = [
             Mlp(make_linear(gate_up, gated=True, ops=ops), make_linear(down, ops=ops))
             for gate_up, down in zip(self.gate_up, self.down, strict=True)
         ]
-        self.moe = Moe(make_linear(self.router, ops=ops), Each(experts), chosen, renormalize, ops)
+        self.moe = MixtureOfExperts(
+            make_linear(self.router, ops=ops), SequentialExperts(experts), chosen, renormalize, ops
+        )
 
     def plainly(self, hidden: torch.Tensor) -> torch.Tensor:
         """Row by row, expert by expert, in float64."""
@@ -50,7 +52,7 @@ class Random:
         out = wide.clone()
         for index, row in enumerate(x):
             scores = torch.softmax(self.router.double() @ row, 0)
-            best = scores.argsort(descending=True)[: self.moe.chosen]
+            best = scores.argsort(descending=True)[: self.moe.experts_per_token]
             total = scores[best].sum() if self.moe.renormalize else 1.0
             for expert in best:
                 gate, up = (self.gate_up[expert].double() @ row).chunk(2)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from diptych.engine import sampler
-from diptych.engine.sampler import Fault, gumbel, sample, score
+from diptych.engine.sampler import SamplingFault, gumbel_noise, sample_tokens, score_prompt
 from diptych.engine.sequence import Sequence
 from diptych.protos.frames import Grammar, Sampling, Token
 from hypothesis import given, settings
@@ -40,7 +40,7 @@ def asking(sampling: Sampling, prompt: list[int], answer: list[int] | None = Non
 
 def one(logits: torch.Tensor, sampling: Sampling, at: int = 1) -> Token:
     """The token at index `at`, behind a prompt of zeros."""
-    (token,) = sample(logits[None], [asking(sampling, [0] * at)])
+    (token,) = sample_tokens(logits[None], [asking(sampling, [0] * at)])
     assert isinstance(token, Token), token
     return token
 
@@ -50,7 +50,7 @@ def draws(logits: torch.Tensor, sampling: Sampling, count: int) -> Counter[int]:
     drawn: Counter[int] = Counter()
     seq = asking(sampling, [0])
     for _ in range(count):
-        (token,) = sample(logits[None], [seq])
+        (token,) = sample_tokens(logits[None], [seq])
         assert isinstance(token, Token)
         drawn[token.id] += 1
         seq.token_ids.append(0)
@@ -81,7 +81,7 @@ def test_of_equal_logits_the_lowest_id_is_taken() -> None:
     rows = torch.zeros(3, 40_000)
     rows[1, [39_999, 17, 20_000]] = 1.0
     rows[2, [39_998, 39_999]] = 1.0
-    tokens = sample(rows, [asking(Sampling(1), [0])] * 3)
+    tokens = sample_tokens(rows, [asking(Sampling(1), [0])] * 3)
     assert tokens == [Token(0), Token(17), Token(39_998)]
 
 
@@ -94,18 +94,18 @@ def test_the_same_seed_and_position_give_the_same_token() -> None:
 
 def test_another_seed_or_position_gives_other_noise() -> None:
     every = slice(None)
-    noises = {tuple(gumbel(seed, at, 3, every)) for seed in range(10) for at in range(10)}
+    noises = {tuple(gumbel_noise(seed, at, 3, every)) for seed in range(10) for at in range(10)}
     assert len(noises) == 100
 
 
 def test_the_noise_of_an_id_does_not_depend_on_the_others() -> None:
     ids = np.array([999, 3, 500])
-    assert (gumbel(7, 9, 1000, ids) == gumbel(7, 9, 1000, slice(None))[ids]).all()
+    assert (gumbel_noise(7, 9, 1000, ids) == gumbel_noise(7, 9, 1000, slice(None))[ids]).all()
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 1 << 63, (1 << 64) - 1])
 def test_every_64_bit_seed_is_one(seed: int) -> None:
-    assert np.isfinite(gumbel(seed, 1 << 20, 1000, slice(None))).all()
+    assert np.isfinite(gumbel_noise(seed, 1 << 20, 1000, slice(None))).all()
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -188,7 +188,7 @@ def reference(logits: torch.Tensor, seq: Sequence) -> int:
         chain.append(TopKLogitsWarper(s.top_k))
     if s.top_p < 1:
         chain.append(TopPLogitsWarper(s.top_p))
-    noise = gumbel(s.seed, len(seq.token_ids), len(logits), slice(None))
+    noise = gumbel_noise(s.seed, len(seq.token_ids), len(logits), slice(None))
     return int((chain(ids, scores)[0] + torch.from_numpy(noise)).argmax())
 
 
@@ -201,7 +201,7 @@ def test_the_chosen_id_is_that_of_transformers(
     logits[list(STOPS)] += 5  # so that the mask has something to do,
     logits[[*prompt[:2], *answer[:2]]] += 5  # and the penalties
     seq = asking(sampling, prompt, answer)
-    (token,) = sample(logits[None], [seq])
+    (token,) = sample_tokens(logits[None], [seq])
     assert token == Token(reference(logits, seq))
 
 
@@ -214,8 +214,10 @@ def test_penalties_follow_an_answer_as_it_grows(temperature: float) -> None:
     seq = asking(sampling, [5, 6, 7, 5])
     for step in range(40):
         logits = noisy(30, step)
-        (token,) = sample(logits[None], [seq])
-        (again,) = sample(logits[None], [asking(sampling, seq.token_ids[:4], seq.token_ids[4:])])
+        (token,) = sample_tokens(logits[None], [seq])
+        (again,) = sample_tokens(
+            logits[None], [asking(sampling, seq.token_ids[:4], seq.token_ids[4:])]
+        )
         assert token == again and isinstance(token, Token)
         assert token.id == reference(logits, seq)
         seq.token_ids.append(token.id)
@@ -224,10 +226,12 @@ def test_penalties_follow_an_answer_as_it_grows(temperature: float) -> None:
 def test_presence_and_frequency_are_of_the_answer_repetition_of_the_prompt_too() -> None:
     flat, prompt = torch.tensor([3.0, 2.9, 1.0]), [0, 0, 0]
     for name in ("presence_penalty", "frequency_penalty"):
-        assert sample(flat[None], [asking(Sampling(9, **{name: 1.0}), prompt)]) == [Token(0)]
-        assert sample(flat[None], [asking(Sampling(9, **{name: 1.0}), prompt, [0])]) == [Token(1)]
+        assert sample_tokens(flat[None], [asking(Sampling(9, **{name: 1.0}), prompt)]) == [Token(0)]
+        assert sample_tokens(flat[None], [asking(Sampling(9, **{name: 1.0}), prompt, [0])]) == [
+            Token(1)
+        ]
     repeated = Sampling(9, repetition_penalty=1.5)
-    assert sample(flat[None], [asking(repeated, prompt)]) == [Token(1)]
+    assert sample_tokens(flat[None], [asking(repeated, prompt)]) == [Token(1)]
 
 
 # ---- cuts under ties -----------------------------------------------------------------------------
@@ -284,7 +288,7 @@ def test_known_ids_are_scored_as_sampled_ones_are(rows: int) -> None:
     wide = torch.stack([noisy(1000, seed, ties=True) for seed in range(rows)])
     ids = wide.argmax(-1).tolist()
     asks = [asking(Sampling(1, logprobs=4), [0])] * rows
-    assert score(wide, ids, 4, 10) == sample(wide, asks)
+    assert score_prompt(wide, ids, 4, 10) == sample_tokens(wide, asks)
 
 
 # ---- a row among others --------------------------------------------------------------------------
@@ -316,25 +320,26 @@ def crowd(count: int, vocab: int) -> list[Sequence]:
 def test_a_row_gets_the_same_bits_alone_and_in_any_company() -> None:
     rows, vocab = 48, 3001
     logits = torch.stack([noisy(vocab, seed, ties=True) for seed in range(rows)])
-    together = sample(logits, crowd(rows, vocab))
+    together = sample_tokens(logits, crowd(rows, vocab))
     assert together == [
-        sample(logits[index : index + 1], [seq])[0] for index, seq in enumerate(crowd(rows, vocab))
+        sample_tokens(logits[index : index + 1], [seq])[0]
+        for index, seq in enumerate(crowd(rows, vocab))
     ]
     order = random.Random(1).sample(range(rows), rows)
     shuffled = crowd(rows, vocab)
-    again = sample(logits[order], [shuffled[index] for index in order])
+    again = sample_tokens(logits[order], [shuffled[index] for index in order])
     assert again == [together[index] for index in order]
 
 
 def test_bf16_logits_are_sampled_as_their_float32_values() -> None:
     logits = torch.stack([noisy(3001, seed) for seed in range(12)]).bfloat16()
-    assert sample(logits, crowd(12, 3001)) == sample(logits.float(), crowd(12, 3001))
+    assert sample_tokens(logits, crowd(12, 3001)) == sample_tokens(logits.float(), crowd(12, 3001))
 
 
 def test_the_logits_are_left_as_they_were() -> None:
     logits = torch.stack([noisy(3001, seed) for seed in range(12)])
     before = logits.clone()
-    sample(logits, crowd(12, 3001))
+    sample_tokens(logits, crowd(12, 3001))
     assert torch.equal(logits, before)
 
 
@@ -342,13 +347,13 @@ def test_greedy_rows_without_extras_cost_nothing_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(sampler, "_choose")
-    monkeypatch.delattr(sampler, "_scored")
+    monkeypatch.delattr(sampler, "_with_logprobs")
     plain = Sampling(
         9, stop_ids=(1,), seed=3, top_k=5, min_tokens=2
     )  # greedy: a cut changes nothing
     seqs = [asking(plain, [1, 2], [3, 4]) for _ in range(64)]
     logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0))
-    assert sample(logits, seqs) == [Token(index) for index in logits.argmax(-1).tolist()]
+    assert sample_tokens(logits, seqs) == [Token(index) for index in logits.argmax(-1).tolist()]
 
 
 # ---- rows that cannot be sampled -----------------------------------------------------------------
@@ -365,12 +370,12 @@ def test_a_damaged_row_is_a_fault_that_names_its_position_and_no_other_row(
     logits = torch.stack([LOGITS] * 3)
     logits[1, spot[0]] = spot[1]
     ask = Sampling(1, temperature, logprobs=2, top_p=0.9)
-    first, fault, last = sample(logits, [asking(ask, [0] * 17) for _ in range(3)])
+    first, fault, last = sample_tokens(logits, [asking(ask, [0] * 17) for _ in range(3)])
     assert first == last == one(LOGITS, ask, 17)
-    assert isinstance(fault, Fault)
+    assert isinstance(fault, SamplingFault)
     assert f"{kind} logits at position 17" in fault.reason
     assert "damaged weights or overflow" in fault.reason
-    assert score(logits, [0, 0, 0], 0, 16)[1] == fault
+    assert score_prompt(logits, [0, 0, 0], 0, 16)[1] == fault
 
 
 def test_minus_infinity_in_places_is_no_damage() -> None:
@@ -384,16 +389,18 @@ def test_minus_infinity_in_places_is_no_damage() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_when_everything_is_masked_the_fault_says_so(temperature: float) -> None:
     ask = Sampling(9, temperature, stop_ids=(0, 1, 2, 77), min_tokens=1, min_p=0.1, top_p=0.5)
-    assert sample(torch.zeros(1, 3), [asking(ask, [0, 1])]) == [
-        Fault("no token is possible at position 2")
+    assert sample_tokens(torch.zeros(1, 3), [asking(ask, [0, 1])]) == [
+        SamplingFault("no token is possible at position 2")
     ]
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"min_p": 0.5}, {}])
 def test_a_penalty_that_overflows_is_a_fault_of_its_request(cut: dict[str, float]) -> None:
     ask = Sampling(9, 1.0, repetition_penalty=1e-40, **cut)
-    fault, other = sample(torch.stack([LOGITS] * 2), [asking(ask, [2]), asking(Sampling(9), [0])])
-    assert fault == Fault("repetition_penalty: logits overflow, use a larger one")
+    fault, other = sample_tokens(
+        torch.stack([LOGITS] * 2), [asking(ask, [2]), asking(Sampling(9), [0])]
+    )
+    assert fault == SamplingFault("repetition_penalty: logits overflow, use a larger one")
     assert other == Token(2)
 
 
@@ -403,15 +410,17 @@ def test_what_breaks_in_one_row_is_a_fault_of_its_request(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(sampler, "_nucleus", broken)
     sequences = [asking(Sampling(9, 1.0, top_p=0.5), [0]), asking(Sampling(9), [0])]
-    fault, other = sample(torch.stack([LOGITS] * 2), sequences)
-    assert fault == Fault("no token could be sampled: the worker's log says why")
+    fault, other = sample_tokens(torch.stack([LOGITS] * 2), sequences)
+    assert fault == SamplingFault("no token could be sampled: the worker's log says why")
     assert other == Token(2)
 
 
 def test_a_bias_of_an_id_that_the_model_does_not_have_is_named() -> None:
     ask = Sampling(9, logit_bias=((6, 1.0),))
-    fault, other = sample(torch.stack([LOGITS] * 2), [asking(ask, [0]), asking(Sampling(9), [0])])
-    assert fault == Fault("logit_bias: 6 is none of the model's 6 ids")
+    fault, other = sample_tokens(
+        torch.stack([LOGITS] * 2), [asking(ask, [0]), asking(Sampling(9), [0])]
+    )
+    assert fault == SamplingFault("logit_bias: 6 is none of the model's 6 ids")
     assert other == Token(2)
 
 

@@ -27,7 +27,7 @@ from diptych.cluster.gateway.gateway import Gateway
 from diptych.cluster.gateway.text.tokenizer import Text
 from diptych.engine.demo import CHECKPOINT
 from diptych.engine.errors import InvalidRequest
-from diptych.engine.grammar import Grammars
+from diptych.engine.grammar import GrammarCompiler
 from diptych.protos import frames as f
 
 from tests.support.live import free_port
@@ -58,7 +58,7 @@ class Workers:
     def __init__(self, folder: Path) -> None:
         self.text = Text(folder)
         self._ends = tuple(json.loads((folder / "config.json").read_text())["eos_token_id"])
-        self._grammars = Grammars(folder, self.text.vocab, self._ends)
+        self._grammars = GrammarCompiler(folder, self.text.vocab, self._ends)
         self._inboxes: dict[f.AttemptKey, Inbox] = {}
         self.tasks: dict[
             f.AttemptKey, asyncio.Task
@@ -142,7 +142,7 @@ class Workers:
     def _admitted(self, matcher: Any, ends: tuple[int, ...]) -> Iterator[int]:
         """The end as soon as it is admitted, else what closes something, else the lowest id."""
         closing = [self.text.encode(one, specials=False)[0] for one in ('"', "}", "]", "1")]
-        while not matcher.complete or matcher.fed == 0:
+        while not matcher.complete or matcher.consumed_tokens == 0:
             if not matcher.allowed.any():
                 raise InvalidRequest("no token is possible")
             wanted = [one for one in (*ends, *closing) if matcher.allowed[one]]

@@ -19,9 +19,9 @@ from triton.compiler import ASTSource
 
 HALF, WIDE, INTS, LONGS, F64 = "*bf16", "*fp32", "*i32", "*i64", "*fp64"
 ATTEND = {
-    **dict.fromkeys(("q", "k", "v", "out"), HALF),
-    **dict.fromkeys(("part", "tops"), WIDE),
-    **dict.fromkeys(("q_start", "kv_len", "table"), INTS),
+    **dict.fromkeys(("queries", "keys", "values", "out"), HALF),
+    **dict.fromkeys(("partials", "tops"), WIDE),
+    **dict.fromkeys(("query_starts", "kv_lengths", "block_table"), INTS),
     "scale": "fp32",
 }
 SHAPE = {"GROUP": 4, "KEYS": 64, "PAGE": 64, "DIM": 128}
@@ -37,14 +37,14 @@ ROPE = {
 MATMUL = dict.fromkeys(("x", "weight", "bias", "residual", "out"), HALF)
 TILE = {"ROWS": matmul.ROWS, "COLUMNS": matmul.COLUMNS, "DEPTH": matmul.DEPTH}
 EXPERTS = {
-    **dict.fromkeys(("x", "weight", "out"), HALF),
+    **dict.fromkeys(("rows", "weight", "out"), HALF),
     **dict.fromkeys(("order", "experts", "firsts", "ends"), LONGS),
     "scales": WIDE,
 }
 MANY = {"ROWS": experts.MANY_ROWS, "COLUMNS": 128, "DEPTH": 64, "SCALED": False}
 SCAN = {"logits": WIDE, "seeds": LONGS, "positions": LONGS, "temperatures": F64, "values": F64}
 PICK = {"values": F64, "ids": INTS, "peaks": WIDE, "out": LONGS, "out_peak": WIDE}
-FP8 = {"k": "*fp8e4nv", "v": "*fp8e4nv"}
+FP8 = {"keys": "*fp8e4nv", "values": "*fp8e4nv"}
 #: name -> kernel, types of its arguments (int32 where none is given), constants, warps
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     "prefill": (paged._prefill, ATTEND, PREFILL, 8),
@@ -53,17 +53,17 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     "exact prefill": (paged._prefill, ATTEND, EXACT, 4),
     "combine": (
         paged._combine,
-        {"part": WIDE, "tops": WIDE, "out": HALF, "kv_len": INTS},
+        {"partials": WIDE, "tops": WIDE, "out": HALF, "kv_lengths": INTS},
         {"KEYS": 64, "SPLIT": 256, "DIM": 128},
         1,
     ),
     "rms_norm": (
         elementwise._rms_norm,
-        {**dict.fromkeys(("x", "delta", "weight", "out"), HALF), "eps": "fp32"},
+        {**dict.fromkeys(("rows", "delta", "weight", "out"), HALF), "eps": "fp32"},
         {"BLOCK": 4096, "HAS_DELTA": True},
         8,
     ),
-    "silu_mul": (elementwise._silu_mul, {"x": HALF, "out": HALF}, {"BLOCK": 1024}, 4),
+    "silu_mul": (elementwise._silu_mul, {"rows": HALF, "out": HALF}, {"BLOCK": 1024}, 4),
     "rope_store": (elementwise._rope_store, ROPE, {"HALF": 64, "HAS_NORM": True}, 1),
     "rope_store fp8": (
         elementwise._rope_store,
@@ -82,7 +82,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     ),
     "quantize": (
         fp8._quantize,
-        {"x": HALF, "out": "*fp8e4nv", "scales": WIDE},
+        {"rows": HALF, "out": "*fp8e4nv", "scales": WIDE},
         {"BLOCK": 16384},
         4,
     ),

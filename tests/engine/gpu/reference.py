@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 
 import torch
-from diptych.engine.attention import Piece
+from diptych.engine.attention import RowSpan
 
 Cache = tuple[torch.Tensor, torch.Tensor]
 
 
-def pieces(spans: Sequence[tuple[int, int]], page: int, blocks: int) -> list[Piece]:
+def pieces(spans: Sequence[tuple[int, int]], page: int, blocks: int) -> list[RowSpan]:
     """A step of (count, start) each; a sequence's blocks are drawn, none belongs to two."""
     free = torch.randperm(blocks - 1).tolist()
     made, row = [], 0
@@ -19,7 +19,7 @@ def pieces(spans: Sequence[tuple[int, int]], page: int, blocks: int) -> list[Pie
         need = -(-(start + count) // page)
         mine, free = [1 + block for block in free[:need]], free[need:]
         assert len(mine) == need, "more blocks are needed"
-        made.append(Piece(row, count, start, mine, count == 1))
+        made.append(RowSpan(row, count, start, mine, count == 1))
         row += count
     return made
 
@@ -30,19 +30,19 @@ def pool(blocks: int, heads: int, page: int, dim: int, dtype: torch.dtype = torc
     return flat[:, :, 0], flat[:, :, 1]
 
 
-def poison(cache: Cache, made: list[Piece]) -> None:
+def poison(cache: Cache, made: list[RowSpan]) -> None:
     """Every slot that no sequence has written becomes NaN."""
     page = cache[0].shape[2]
     written = torch.zeros(cache[0].shape[0], page, dtype=torch.bool)
     for piece in made:
-        for position in range(piece.start + piece.count):
+        for position in range(piece.first_position + piece.row_count):
             written[piece.blocks[position // page], position % page] = True
     for part in cache:
         part.masked_fill_(~written[:, None, :, None], float("nan"))
 
 
 def attention(
-    q: torch.Tensor, cache: Cache, made: list[Piece], window: int | None = None
+    q: torch.Tensor, cache: Cache, made: list[RowSpan], window: int | None = None
 ) -> torch.Tensor:
     """softmax(q k / sqrt(D)) v in float64, [T, Hq, D]."""
     heads, dim = q.shape[1:]
@@ -51,12 +51,14 @@ def attention(
     for piece in made:
         k, v = (p[piece.blocks].transpose(0, 1).flatten(1, 2).double() for p in cache)
         k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-        for index in range(piece.count):
-            end = piece.start + index + 1
+        for index in range(piece.row_count):
+            end = piece.first_position + index + 1
             low = max(0, end - window) if window else 0
-            row = q[piece.row + index].double()
+            row = q[piece.first_row + index].double()
             scores = torch.einsum("hd,hkd->hk", row, k[:, low:end]) / math.sqrt(dim)
-            out[piece.row + index] = torch.einsum("hk,hkd->hd", scores.softmax(1), v[:, low:end])
+            out[piece.first_row + index] = torch.einsum(
+                "hk,hkd->hd", scores.softmax(1), v[:, low:end]
+            )
     return out
 
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from diptych.engine.gpu.adapters import adapter
-from diptych.engine.gpu.varlen import Varlen, parts
+from diptych.engine.gpu.adapters import adapt_library
+from diptych.engine.gpu.varlen import Varlen, split_by_phase
 
 from . import reference
 
@@ -98,9 +98,9 @@ LIBRARIES = {
 def test_a_library_sees_the_step_as_it_is(name, window, spans) -> None:
     made = reference.pieces(spans, PAGE, BLOCKS)
     cache = reference.pool(BLOCKS, KV_HEADS, PAGE, DIM)
-    q = torch.randn(sum(piece.count for piece in made), HEADS, DIM)
-    (where,) = parts(made)
-    attention = adapter(name, LIBRARIES[name], CPU)
+    q = torch.randn(sum(piece.row_count for piece in made), HEADS, DIM)
+    (where,) = split_by_phase(made)
+    attention = adapt_library(name, LIBRARIES[name], CPU)
     found = attention(q, cache, where, DIM**-0.5, window)
     assert reference.error(found, reference.attention(q, cache, made, window)) < 1e-5
 
@@ -108,7 +108,7 @@ def test_a_library_sees_the_step_as_it_is(name, window, spans) -> None:
 def test_flashinfer_plans_once_for_all_layers_of_a_step() -> None:
     made = reference.pieces([(3, 0)], PAGE, BLOCKS)
     cache, q = reference.pool(BLOCKS, KV_HEADS, PAGE, DIM), torch.randn(3, HEADS, DIM)
-    attention = adapter("flashinfer", LIBRARIES["flashinfer"], CPU)
+    attention = adapt_library("flashinfer", LIBRARIES["flashinfer"], CPU)
     before = Wrapper.plans
 
     def layers(where: Varlen, count: int, window: int | None = None) -> int:
@@ -116,7 +116,7 @@ def test_flashinfer_plans_once_for_all_layers_of_a_step() -> None:
             attention(q, cache, where, DIM**-0.5, window)
         return Wrapper.plans - before
 
-    (first,), (second,) = parts(made), parts(made)
+    (first,), (second,) = split_by_phase(made), split_by_phase(made)
     assert layers(first, 3) == 1
     assert layers(second, 3) == 2  # another step
     assert layers(second, 1, window=4) == 3  # a layer with a window

@@ -10,15 +10,22 @@ from dataclasses import replace
 import pytest
 import torch
 from diptych.engine.errors import KernelUnavailable
-from diptych.engine.gpu.backends import MODULES, Found, Need, choose, probe, report
+from diptych.engine.gpu.backends import (
+    MODULES,
+    AttentionNeeds,
+    GpuEnvironment,
+    choose_backend,
+    log_choice,
+    probe_environment,
+)
 
 ALL = {name: None for names in MODULES.values() for name in names}
-NEED = Need("bfloat16", "bfloat16", 64, 128, exact=False)
+NEED = AttentionNeeds("bfloat16", "bfloat16", 64, 128, exact=False)
 WIDE = replace(NEED, block_tokens=256)
 
 
-def found(major: int, *missing: str) -> Found:
-    return Found((major, 0), ALL | {name: f"import {name}: not here" for name in missing})
+def found(major: int, *missing: str) -> GpuEnvironment:
+    return GpuEnvironment((major, 0), ALL | {name: f"import {name}: not here" for name in missing})
 
 
 FA3 = MODULES["fa3"]
@@ -39,12 +46,12 @@ FA3 = MODULES["fa3"]
         (found(12), NEED, "triton"),
     ],
 )
-def test_the_first_that_can_is_taken(here: Found, need: Need, name: str) -> None:
-    assert choose(here, need).name == name
+def test_the_first_that_can_is_taken(here: GpuEnvironment, need: AttentionNeeds, name: str) -> None:
+    assert choose_backend(here, need).name == name
 
 
 def test_the_second_module_of_a_backend_will_do() -> None:
-    assert choose(found(9, "flash_attn_interface"), NEED).module == "sgl_kernel.flash_attn"
+    assert choose_backend(found(9, "flash_attn_interface"), NEED).module == "sgl_kernel.flash_attn"
 
 
 @pytest.mark.parametrize(
@@ -55,22 +62,22 @@ def test_the_second_module_of_a_backend_will_do() -> None:
         (replace(NEED, kv_dtype="float8_e4m3fn"), "float8_e4m3fn"),
     ],
 )
-def test_what_libraries_cannot_falls_to_triton(need: Need, word: str) -> None:
-    choice = choose(found(9), need)
+def test_what_libraries_cannot_falls_to_triton(need: AttentionNeeds, word: str) -> None:
+    choice = choose_backend(found(9), need)
     assert choice.name == "triton"
-    assert word in dict(choice.passed)["fa3"]
+    assert word in dict(choice.passed_over)["fa3"]
 
 
 def test_fp8_is_refused_where_the_gpu_has_none() -> None:
     need = replace(NEED, kv_dtype="float8_e4m3fn")
     with pytest.raises(KernelUnavailable, match=r"triton: FP8 needs compute capability 8\.9"):
-        choose(found(8), need)
-    assert choose(Found((8, 9), ALL), need).name == "triton"
+        choose_backend(found(8), need)
+    assert choose_backend(GpuEnvironment((8, 9), ALL), need).name == "triton"
 
 
 def test_each_one_passed_over_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        report(choose(found(9, *FA3), NEED))
+        log_choice(choose_backend(found(9, *FA3), NEED))
     first, second, last = caplog.messages
     assert "not fa3: import flash_attn_interface: not here; import sgl_kernel" in first
     assert "not fa2: blocks of 64 tokens are no multiple of 256" in second
@@ -82,20 +89,22 @@ def test_each_one_passed_over_is_logged_with_its_reason(caplog: pytest.LogCaptur
     [
         ("fa3", found(10), "compute capability 10.0"),
         ("fa2", found(9), "multiple of 256"),
-        ("fa4", Found(None, ALL), "there is no GPU"),
+        ("fa4", GpuEnvironment(None, ALL), "there is no GPU"),
         ("flashinfer", found(10, "flashinfer"), "import flashinfer: not here"),
         ("fa5", found(9), "expected one of auto, fa3"),
     ],
 )
-def test_what_was_asked_for_is_taken_or_refused(wanted: str, here: Found, message: str) -> None:
+def test_what_was_asked_for_is_taken_or_refused(
+    wanted: str, here: GpuEnvironment, message: str
+) -> None:
     with pytest.raises(KernelUnavailable, match=message):
-        choose(here, NEED, wanted)
-    assert choose(found(10), NEED, "triton").name == "triton"
+        choose_backend(here, NEED, wanted)
+    assert choose_backend(found(10), NEED, "triton").name == "triton"
 
 
 def test_no_backend_at_all_names_each_obstacle() -> None:
     with pytest.raises(KernelUnavailable, match=r"fa2: .*; triton: heads of 96 numbers"):
-        choose(found(8), replace(NEED, head_dim=96))
+        choose_backend(found(8), replace(NEED, head_dim=96))
 
 
 def test_a_module_that_breaks_is_missing() -> None:
@@ -106,7 +115,7 @@ def test_a_module_that_breaks_is_missing() -> None:
             return object()
         raise ImportError(f"No module named {name!r}")
 
-    here = probe(torch.device("cpu"), load)
+    here = probe_environment(torch.device("cpu"), load)
     assert here.capability is None
     assert here.modules["triton"] is None
     assert here.modules["flash_attn"] == "import flash_attn: undefined symbol: _ZN3c10"

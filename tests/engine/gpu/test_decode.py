@@ -12,11 +12,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from diptych.engine.gpu.decode import DecodeRunner, Ticket
-from diptych.engine.gpu.plan import DUMMY, Row, Tables, bucket, buckets, inputs
-from diptych.engine.gpu.random_model import make
+from diptych.engine.gpu.decode import DecodeRunner, LaunchedStep
+from diptych.engine.gpu.plan import (
+    PADDING_BLOCK,
+    BlockTables,
+    DecodeRow,
+    bucket_size,
+    bucket_sizes,
+    pack_rows,
+)
+from diptych.engine.gpu.random_model import make_random_model
 from diptych.engine.gpu.roofline import LLAMA_3_8B
-from diptych.engine.rank_processes import RankLost, Ranks
+from diptych.engine.rank_processes import RankLost, RankProcesses
 
 TINY = {
     **{"vocab": 128, "hidden": 64, "intermediate": 64, "layers": 1, "heads": 2, "kv_heads": 1},
@@ -24,45 +31,45 @@ TINY = {
 }
 
 
-def row(blocks: list[int], position: int = 0, source: int = 1, seed: int = 0) -> Row:
-    return Row(source, position, blocks, seed, position + 1, 0.5)
+def row(blocks: list[int], position: int = 0, source: int = 1, seed: int = 0) -> DecodeRow:
+    return DecodeRow(source, position, blocks, seed, position + 1, 0.5)
 
 
 def test_a_bucket_holds_its_rows_and_wastes_little() -> None:
-    assert buckets(17) == [24, 16, 8, 4, 2, 1]
+    assert bucket_sizes(17) == [24, 16, 8, 4, 2, 1]
     for rows in range(1, 600):
-        size = bucket(rows)
-        assert rows <= size and bucket(size) == size
+        size = bucket_size(rows)
+        assert rows <= size and bucket_size(size) == size
         assert size - rows < max(4, size // 2) and (rows < 16 or size <= 1.5 * rows)
-    assert buckets(256)[:3] == [256, 224, 192]
+    assert bucket_sizes(256)[:3] == [256, 224, 192]
 
 
 def test_padding_has_no_position_and_seeds_keep_their_bits() -> None:
-    told = inputs([row([4], 7, source=-3, seed=2**64 - 1)], 4)
+    told = pack_rows([row([4], 7, source=-3, seed=2**64 - 1)], 4)
     assert told[:4, 0].tolist() == [-3, 7, -1, 8]
     assert told[4].view(np.float64)[0] == 0.5
     assert told[1].tolist() == [7, -1, -1, -1]
-    assert DUMMY == 0  # block 0 is nobody's (`blocks.BlockPool`)
+    assert PADDING_BLOCK == 0  # block 0 is nobody's (`blocks.BlockPool`)
 
 
 def test_only_rows_whose_blocks_changed_are_sent() -> None:
-    tables = Tables(np.zeros((4, 5), np.int32), [[]] * 4, [0] * 4)
+    tables = BlockTables(np.zeros((4, 5), np.int32), [[]] * 4, [0] * 4)
     first, second, third = [3], [4, 5], [6]
     rows = [row(first), row(second), row(third)]
     assert tables.update(rows) == [0, 1, 2]
     assert tables.update(rows) == []
     second.append(9)
     assert tables.update(rows) == [1]
-    assert tables.known[1, :3].tolist() == [4, 5, 9]
+    assert tables.device_tables[1, :3].tolist() == [4, 5, 9]
     rows[1] = row([4, 7, 9])  # another sequence with the same ends
     assert tables.update(rows) == [1]
-    assert tables.known[1, :3].tolist() == [4, 7, 9]
+    assert tables.device_tables[1, :3].tolist() == [4, 7, 9]
 
 
 def test_padding_touches_nobodys_blocks() -> None:
     """A row that left is padding now, and the device still knows its blocks."""
     spec = replace(LLAMA_3_8B, **TINY, windows=(None,))
-    decoder, ops = make(spec, torch.device("cpu"), blocks=9)
+    decoder, ops = make_random_model(spec, torch.device("cpu"), blocks=9)
     runner = DecodeRunner(decoder, ops, 4, 256, 64)
     rows = [row([1 + 2 * i, 2 + 2 * i], 64 * (i % 2) + i) for i in range(4)]
     runner.launch(rows).read()
@@ -91,21 +98,21 @@ class Stuck:
 def test_a_step_of_ranks_ends_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     ids, peaks = torch.tensor([7]), torch.tensor([0.5])
     follower = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    ranks = Ranks(0, 2, dist.HashStore(), followers=[follower])
-    assert Ticket(1, ids, peaks, Stuck(3), ranks).read() == ([7], [0.5])
+    ranks = RankProcesses(dist.HashStore(), [follower])
+    assert LaunchedStep(1, ids, peaks, Stuck(3), ranks).read() == ([7], [0.5])
     monkeypatch.setattr("diptych.engine.rank_processes.PATIENCE", datetime.timedelta(seconds=0.05))
     with pytest.raises(RankLost, match="hangs"):
-        Ticket(1, ids, peaks, Stuck(math.inf), ranks).read()
+        LaunchedStep(1, ids, peaks, Stuck(math.inf), ranks).read()
     monkeypatch.undo()
     follower.communicate()
     with pytest.raises(RankLost, match="ended"):
-        Ticket(1, ids, peaks, Stuck(math.inf), ranks).read()
+        LaunchedStep(1, ids, peaks, Stuck(math.inf), ranks).read()
 
 
 def test_ids_come_from_the_step_before() -> None:
     """What row i gave, whichever row takes it."""
     spec = replace(LLAMA_3_8B, **TINY, windows=(None,))
-    decoder, ops = make(spec, torch.device("cpu"), blocks=9)
+    decoder, ops = make_random_model(spec, torch.device("cpu"), blocks=9)
     runner = DecodeRunner(decoder, ops, 2, 256, 64)
     first = [row([1], 0, source=5, seed=1), row([2], 0, source=9, seed=2)]
     ids, _ = runner.launch(first).read()

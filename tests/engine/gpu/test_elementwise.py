@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from diptych.engine.attention import Meta
+from diptych.engine.attention import StepRows
 from diptych.engine.gpu import elementwise
-from diptych.engine.ops import Norm, Ops
+from diptych.engine.ops import Ops, RmsNorm
 
 ROWS = 5
 #: not bfloat16: Triton 3.7's interpreter truncates to it, a GPU rounds
@@ -28,14 +28,14 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("size", [64, 200])
 def test_norm_is_that_of_the_model(size: int, dtype: torch.dtype) -> None:
     wide = draw(ROWS, 2 * size, dtype=dtype)
-    x, norm = wide[:, :size], Norm(draw(size, dtype=dtype), 1e-5)
+    x, norm = wide[:, :size], RmsNorm(draw(size, dtype=dtype), 1e-5)
     same(elementwise.rms_norm(x, norm), Ops().norm(x, norm))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_norm_adds_what_is_given_first(dtype: torch.dtype) -> None:
     x, delta = draw(ROWS, 96, dtype=dtype), draw(ROWS, 96, dtype=dtype)
-    norm, total = Norm(draw(96, dtype=dtype), 1e-5), x + delta
+    norm, total = RmsNorm(draw(96, dtype=dtype), 1e-5), x + delta
     found = elementwise.rms_norm(x, norm, delta)
     assert torch.equal(x, total)
     same(found, Ops().norm(total, norm))
@@ -53,11 +53,11 @@ def test_silu_mul_is_that_of_the_model(size: int, dtype: torch.dtype) -> None:
 def test_rope_store_is_that_of_the_model(normed: bool, dtype: torch.dtype) -> None:
     heads, kv_heads, dim = 6, 2, 64
     qkv = draw(ROWS, (heads + 2 * kv_heads) * dim, dtype=dtype)
-    norms = (Norm(draw(dim, dtype=dtype), 1e-5), Norm(draw(dim, dtype=dtype), 1e-5))
+    norms = (RmsNorm(draw(dim, dtype=dtype), 1e-5), RmsNorm(draw(dim, dtype=dtype), 1e-5))
     turns = torch.rand(ROWS, dim // 2) * 100
     angles = turns.cos(), turns.sin()
     blocks, offsets = torch.tensor([3, 3, 1, 2, 0]), torch.tensor([7, 8, 0, 15, 3])
-    meta = Meta(torch.arange(ROWS), blocks, offsets, [])
+    meta = StepRows(torch.arange(ROWS), blocks, offsets, [])
     caches = []
     for _ in range(2):
         flat = torch.full((4, kv_heads, 2, 16, dim), 7.0, dtype=dtype)

@@ -11,7 +11,7 @@ import torch
 from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.errors import KernelUnavailable
 from diptych.engine.exactness import is_exact
-from diptych.engine.gpu.plan import FIELDS
+from diptych.engine.gpu.plan import ROW_FIELDS
 from diptych.engine.rank_processes import DecodeStep
 from diptych.engine.scheduler import SchedulerLimits
 from diptych.protos.frames import Sampling
@@ -72,7 +72,7 @@ def test_two_ranks_decode_ahead_as_torch_does_alone(
 
     def tell(message: object) -> None:
         if isinstance(message, DecodeStep):
-            sources = np.frombuffer(message.inputs, np.int64).reshape(FIELDS, -1)[0]
+            sources = np.frombuffer(message.inputs, np.int64).reshape(ROW_FIELDS, -1)[0]
             lead.append(int((sources < 0).sum()))
         told(message)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from diptych.engine.decoder import Mlp
-from diptych.engine.gpu.experts import FEW_ROWS, MANY_ROWS, GroupedExperts, cut
+from diptych.engine.gpu.experts import FEW_ROWS, MANY_ROWS, GroupedExperts, cut_tiles
 from diptych.engine.linear import make_linear
-from diptych.engine.moe import Each
+from diptych.engine.moe import SequentialExperts
 from diptych.engine.ops import Ops
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +21,7 @@ COUNT, HIDDEN, WIDE = 6, 80, 48
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, COUNT - 1), min_size=1, max_size=90), st.sampled_from([4, 16]))
 def test_every_pair_is_in_one_tile_of_its_expert(chosen: list[int], rows: int) -> None:
-    tiles, seen = cut(torch.tensor(chosen), COUNT, rows), []
+    tiles, seen = cut_tiles(torch.tensor(chosen), COUNT, rows), []
     parts = zip(tiles.experts.tolist(), tiles.firsts.tolist(), tiles.ends.tolist(), strict=True)
     for expert, first, end in parts:
         if expert >= 0:
@@ -34,7 +34,7 @@ def test_every_pair_is_in_one_tile_of_its_expert(chosen: list[int], rows: int) -
 def test_the_host_waits_for_nothing() -> None:
     """Tensors without values: whatever had to be read on the host would raise."""
     with FakeTensorMode():
-        tiles = cut(torch.empty(40, dtype=torch.int64), COUNT, 16)
+        tiles = cut_tiles(torch.empty(40, dtype=torch.int64), COUNT, 16)
     assert tiles.experts.shape == (COUNT + 40 // 16,) and tiles.order.shape == (40,)
 
 
@@ -44,9 +44,9 @@ def weights(count: int = COUNT) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def one_by_one(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> Each:
+def one_by_one(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> SequentialExperts:
     ops = Ops()
-    return Each(
+    return SequentialExperts(
         [Mlp(make_linear(g, gated=True, ops=ops), make_linear(d, ops=ops)) for g, d in parts]
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diptych.engine.attention import Meta, Piece
+from diptych.engine.attention import RowSpan, StepRows
 from diptych.engine.engine import Engine
 from diptych.engine.errors import KernelUnavailable
 from diptych.engine.gpu import fp8
@@ -61,7 +61,7 @@ def logits(owner: Engine) -> torch.Tensor:
     """Of 40 rows of one text, after a prefill."""
     ids = torch.arange(40) * 37 % owner.spec.vocab
     at = torch.arange(40)
-    meta = Meta(at, torch.ones(40, dtype=torch.int64), at, [Piece(0, 40, 0, [1], False)])
+    meta = StepRows(at, torch.ones(40, dtype=torch.int64), at, [RowSpan(0, 40, 0, [1], False)])
     return owner._model.logits(owner._model.hidden(ids, meta), torch.arange(40)).double()
 
 

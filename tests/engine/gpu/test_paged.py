@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from diptych.engine.attention import Piece
+from diptych.engine.attention import RowSpan
 from diptych.engine.gpu import paged
 from diptych.engine.gpu.paged import PagedAttention
-from diptych.engine.gpu.varlen import parts
+from diptych.engine.gpu.varlen import split_by_phase
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,8 +18,8 @@ MAX_LEN = 1024
 
 def run(attention, q, cache, made, window=None) -> torch.Tensor:
     found = []
-    for part in parts(made):
-        rows = q[part.first : part.first + part.rows]
+    for part in split_by_phase(made):
+        rows = q[part.first_row : part.first_row + part.row_count]
         found.append(attention(rows, cache, part, q.shape[2] ** -0.5, window))
     return torch.cat(found)
 
@@ -40,7 +40,7 @@ def test_it_is_attention(spans, decode, heads, dim, page, window, exact) -> None
     made = reference.pieces([*spans, *((1, start) for start in decode)], page, blocks)
     cache = reference.pool(blocks, heads[1], page, dim)
     reference.poison(cache, made)
-    q = torch.randn(sum(piece.count for piece in made), heads[0], dim)
+    q = torch.randn(sum(piece.row_count for piece in made), heads[0], dim)
     found = run(PagedAttention(MAX_LEN, exact), q, cache, made, window)
     expected = reference.attention(q, cache, made, window)
     assert reference.error(found, expected) < 1e-6
@@ -66,18 +66,18 @@ def test_rows_of_prefill_have_the_bits_of_decode_if_exact() -> None:
     attention, length = PagedAttention(MAX_LEN, exact=True), 300
     cache = reference.pool(14, 2, 64, 64)
     q = torch.randn(length, 6, 64)
-    whole = run(attention, q, cache, [Piece(0, length, 0, [3, 9, 1, 5, 7], False)])
-    tail = run(attention, q[270:], cache, [Piece(0, 30, 270, [3, 9, 1, 5, 7], False)])
+    whole = run(attention, q, cache, [RowSpan(0, length, 0, [3, 9, 1, 5, 7], False)])
+    tail = run(attention, q[270:], cache, [RowSpan(0, 30, 270, [3, 9, 1, 5, 7], False)])
     assert torch.equal(tail, whole[270:])
     elsewhere = [2, 4, 6, 8, 10]
     for part in cache:
         part[elsewhere] = part[[3, 9, 1, 5, 7]]
     rows = [0, 63, 64, 255, 256, 299]
     decode = [
-        Piece(index, 1, row, elsewhere[: row // 64 + 1], True) for index, row in enumerate(rows)
+        RowSpan(index, 1, row, elsewhere[: row // 64 + 1], True) for index, row in enumerate(rows)
     ]
     assert torch.equal(run(attention, q[rows], cache, decode), whole[rows])
-    alone = run(attention, q[[299]], cache, [Piece(0, 1, 299, elsewhere, True)])
+    alone = run(attention, q[[299]], cache, [RowSpan(0, 1, 299, elsewhere, True)])
     assert torch.equal(alone[0], whole[299])
 
 
@@ -99,9 +99,9 @@ def test_rows_that_pad_a_graph_are_left_alone() -> None:
     """Their `kv_len` is 0, their table any block: nothing of it is read."""
     made = reference.pieces([(1, 70), (1, 5)], 64, 8)
     cache, q = reference.pool(8, 1, 64, 64), torch.randn(2, 2, 64)
-    (where,) = parts(made)
-    where.kv_len[1] = 0
-    where.table[1] = 10**9
+    (where,) = split_by_phase(made)
+    where.kv_lengths[1] = 0
+    where.block_table[1] = 10**9
     out = PagedAttention(MAX_LEN)(q, cache, where, 0.125, None)
     expected = reference.attention(q[:1], cache, made[:1])
     assert reference.error(out[:1], expected) < 1e-6

@@ -7,9 +7,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from diptych.engine.gpu.behind import Behind
-from diptych.engine.gpu.pipeline import Pipeline, simple
-from diptych.engine.gpu.plan import Row
+from diptych.engine.gpu.layer_events import LayerCallbacks
+from diptych.engine.gpu.pipeline import DecodePipeline, device_can_sample
+from diptych.engine.gpu.plan import DecodeRow
 from diptych.engine.pacing import StepWork
 from diptych.engine.scheduler import Scheduler
 from diptych.engine.sequence import Sequence, SequenceOutput
@@ -52,13 +52,13 @@ class Device:
     """A runner that computes when it is told; what it was told is in `steps`."""
 
     s: Scheduler
-    most: int = 64
-    steps: list[list[Row]] = field(default_factory=list)
+    row_limit: int = 64
+    steps: list[list[DecodeRow]] = field(default_factory=list)
     last: list[int] = field(default_factory=list)
     under_way: set[int] = field(default_factory=set)
     peak: float = 1.0
 
-    def launch(self, rows: list[Row]) -> Ticket:
+    def launch(self, rows: list[DecodeRow]) -> Ticket:
         for row in rows:
             assert row.position < len(row.blocks) * 64, "its KV has no place"
         writes = Counter(row.blocks[row.position // 64] for row in rows)
@@ -81,7 +81,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.device = Device(self.s)
-        self.pipeline = Pipeline(self.device, self.s, self.tell, MAX_LEN)
+        self.pipeline = DecodePipeline(self.device, self.s, self.tell, MAX_LEN)
 
     def tell(self, one: Sequence, token: object) -> SequenceOutput:
         if not isinstance(token, Token):
@@ -100,7 +100,7 @@ class World:
                 done = [one for one, count in work if self.s.record_computed(one, count)]
                 told = [self.tell(one, Token(self.next(one))) for one in done]
             elif plan.decode:
-                assert self.pipeline.takes(plan.decode)
+                assert self.pipeline.can_run(plan.decode)
                 self.pipeline.start(plan.decode)
                 told = self.pipeline.step()
         self.s.pool.validate()
@@ -161,7 +161,7 @@ def test_tokens_are_those_of_step_after_step(arrivals, blocks, stop, drops) -> N
             assert found.get(name, []) == tokens[: len(found.get(name, []))]
         else:
             assert found[name] == tokens
-    world.pipeline.settle()
+    world.pipeline.finish_abandoned_step()
     assert world.pipeline.step() is None
     assert world.s.pool.available_blocks == world.s.pool.total_blocks
 
@@ -234,7 +234,7 @@ def test_damage_ends_its_sequence_with_the_reason(peak: float) -> None:
 def test_what_needs_the_host_is_left_to_it(sampling: Sampling, here: bool) -> None:
     one = seq("a", 5)
     one.sampling = sampling
-    assert simple(one) == here
+    assert device_can_sample(one) == here
 
 
 class Event:
@@ -256,7 +256,7 @@ class Event:
 def test_layers_are_told_when_they_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not when they are launched: a transfer would read what is not there yet."""
     told: list[int] = []
-    behind = Behind(told.append, Event)
+    behind = LayerCallbacks(told.append, Event)
     behind.launched(0)
     behind.launched(1)
     assert told == []

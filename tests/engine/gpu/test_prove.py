@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from diptych.engine.gpu import prove
+from diptych.engine.gpu import prove, prove_attention
+from diptych.engine.gpu.report import markdown_table
 from diptych.engine.gpu.roofline import (
     LLAMA_3_8B,
-    Ceilings,
-    decode_cost,
+    DeviceCeilings,
+    decode_floor,
     kv_token_bytes,
     prefill_flops,
-    table,
 )
 
-H200 = Ceilings(4.3e12, 790e12)
+H200 = DeviceCeilings(4.3e12, 790e12)
 CPU = torch.device("cpu")
 TINY = replace(
     LLAMA_3_8B,
@@ -58,21 +58,21 @@ def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     [(1, 1024, 3.52), (32, 1024, 4.49), (128, 1024, 7.49), (256, 1024, 12.9), (32, 4096, 7.49)],
 )
 def test_floors_are_those_worked_out_by_hand(batch: int, context: int, floor_ms: float) -> None:
-    found = decode_cost(LLAMA_3_8B, batch, context).floor_s(H200) * 1e3
+    found = decode_floor(LLAMA_3_8B, batch, context).seconds(H200) * 1e3
     assert found == pytest.approx(floor_ms, rel=0.02)
 
 
 def test_sizes_of_llama_3_8b() -> None:
     assert kv_token_bytes(LLAMA_3_8B) == 128 << 10
-    assert decode_cost(LLAMA_3_8B, 1, 1).weight_bytes == pytest.approx(15.0e9, rel=0.01)
+    assert decode_floor(LLAMA_3_8B, 1, 1).weight_bytes == pytest.approx(15.0e9, rel=0.01)
     assert prefill_flops(LLAMA_3_8B, 2048) / 2048 == pytest.approx(14.5e9, rel=0.02)
     assert prefill_flops(LLAMA_3_8B, 32_768) / 32_768 == pytest.approx(22.5e9, rel=0.02)
-    halved = decode_cost(LLAMA_3_8B, 32, 1024, 1, 1)
-    assert halved.kv_bytes * 2 == decode_cost(LLAMA_3_8B, 32, 1024).kv_bytes
+    halved = decode_floor(LLAMA_3_8B, 32, 1024, weight_number_bytes=1, kv_number_bytes=1)
+    assert halved.kv_bytes * 2 == decode_floor(LLAMA_3_8B, 32, 1024).kv_bytes
 
 
 def test_a_table_is_markdown() -> None:
-    assert table([["a", "b"], ["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+    assert markdown_table([["a", "b"], ["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
 
 
 def test_without_a_device_it_says_so(
@@ -87,8 +87,8 @@ def test_without_a_device_it_says_so(
 @pytest.mark.long
 def test_sections_of_a_model_run() -> None:
     with torch.inference_mode():
-        bench = prove.Bench(TINY, CPU, 5, 5 * 256)
-        decode = prove.decode_section(bench, H200, "Decode", ((2, 128),))
+        bench = prove.DecodeBench(TINY, CPU, 5, 5 * 256)
+        decode = prove.decode_section(bench, H200, prove.BF16, ((2, 128),))
         assert "| 2 x 128 |" in decode.lines[-1]
         (prefill,) = prove.prefill_section(bench, H200, (64,)).lines
         assert "| 64 |" in prefill
@@ -114,24 +114,29 @@ def broken(_: object, decoder):
 
 @pytest.mark.long
 def test_an_error_is_measured_and_a_wrong_backend_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert prove.attention_error("triton", "triton", CPU, 64, 64, torch.float32) < 1e-5
+    assert prove_attention.attention_error("triton", "triton", CPU, 64, 64, torch.float32) < 1e-5
     from diptych.engine.gpu.paged import PagedAttention
 
     right = PagedAttention.__call__
-    monkeypatch.setattr(PagedAttention, "__call__", lambda *args: right(*args) * 1.05)
-    assert prove.attention_error("triton", "triton", CPU, 64, 64, torch.float32) > prove.TOLERANCE
+    monkeypatch.setattr(
+        PagedAttention, "__call__", lambda *args, **named: right(*args, **named) * 1.05
+    )
+    assert (
+        prove_attention.attention_error("triton", "triton", CPU, 64, 64, torch.float32)
+        > prove_attention.TOLERANCE
+    )
 
 
 def test_ceilings_are_bytes_and_products_over_time() -> None:
     found = prove.ceilings(CPU, 1 << 20, 64)
-    assert 1e6 < found.copy < 1e13 and 1e5 < found.matmul < 1e15
+    assert 1e6 < found.copy_bytes_s < 1e13 and 1e5 < found.matmul_flops_s < 1e15
 
 
 def test_a_section_that_breaks_leaves_the_others_to_be_made() -> None:
-    def breaks() -> prove.Section:
+    def breaks() -> prove.ProofSection:
         raise RuntimeError("CUDA error")
 
     section = prove.attempt("Decode", breaks)
     assert section.failed and section.title == "Decode" and "CUDA error" in section.lines[0]
-    whole = prove.Section("Prefill", ["fine"])
+    whole = prove.ProofSection("Prefill", ["fine"])
     assert prove.attempt("Prefill", lambda: whole) is whole

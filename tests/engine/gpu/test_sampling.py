@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from diptych.engine.gpu.sampling import CHUNK, pick
-from diptych.engine.sampler import sample
+from diptych.engine.gpu.sampling import CHUNK, pick_tokens
+from diptych.engine.sampler import sample_tokens
 from diptych.engine.sequence import Sequence
 from diptych.protos.frames import Sampling
 
@@ -18,7 +18,7 @@ VOCAB = CHUNK + 77
 def run(logits: torch.Tensor, seeds: list[int], positions: list[int], heat: list[float]):
     wrapped = torch.from_numpy(np.array(seeds, np.uint64).view(np.int64))
     temperatures = torch.tensor(heat, dtype=torch.float64)
-    ids, peaks = pick(logits, wrapped, torch.tensor(positions), temperatures)
+    ids, peaks = pick_tokens(logits, wrapped, torch.tensor(positions), temperatures)
     return ids.tolist(), peaks.tolist()
 
 
@@ -30,7 +30,7 @@ def test_a_row_gets_the_id_of_the_cpu_sampler() -> None:
         Sequence(("r", i), [5] * at, 1, Sampling(10, temperature=t, seed=s))
         for i, (at, s, t) in enumerate(zip(positions, seeds, heat, strict=True))
     ]
-    expected = [token.id for token in sample(logits, sequences)]
+    expected = [token.id for token in sample_tokens(logits, sequences)]
     assert run(logits, seeds, positions, heat)[0] == expected
 
 

@@ -34,7 +34,7 @@ class EventLog:
 
     def write(self, router: Router, event: RouterEvent, now: float) -> None:
         """Write one event before the router handles it. `now` is the router's clock, in seconds."""
-        line = replay.encode(event, now)
+        line = replay.encode_event(event, now)
         if line is None or now < self._paused_until:
             return
         try:
@@ -54,7 +54,7 @@ class EventLog:
         self._file = self._path.open("wb")
         self._file.write(replay.encode_head(router, now))
         for event in replay.snapshot(router):
-            self._file.write(replay.encode(event, now) or b"")
+            self._file.write(replay.encode_event(event, now) or b"")
         self._file.flush()
 
     def flush(self) -> None:

@@ -40,7 +40,7 @@ class RouterService:
     """Serves one active router to gateways, workers and Control."""
 
     async def __init__(self, config: Values) -> None:  # type: ignore[misc]
-        garbage.off()
+        garbage.disable()
         self.config = ClusterConfig.model_validate(config)
         self.router = Router(router_config(self.config), term=time.time_ns() // 1_000_000)
         self._log = self._open_log()
@@ -175,7 +175,7 @@ class RouterService:
             self._inspections.add(task)
             task.add_done_callback(self._inspections.discard)
             return
-        values = {"decisions": [decision.told() for decision in decisions]}
+        values = {"decisions": [decision.to_plain() for decision in decisions]}
         peer.send(frames.CallReply(frame.call_id, values))
 
     async def _send_statistics(self, peer: Connection, call_id: int) -> None:

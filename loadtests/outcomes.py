@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..router.goodput import FEW
+from ..router.goodput import GAPS_FOR_P99
 from ..simulator.metrics import SLACK, Slo
 from .arrivals import RateStage
 from .percentiles import percentiles
@@ -75,7 +75,7 @@ class LoadOutcome:
         gaps = self.gaps_s
         if gaps and sum(gaps) / len(gaps) > itl_limit_s:
             return "itl"
-        if len(gaps) >= FEW:
+        if len(gaps) >= GAPS_FOR_P99:
             late_gaps = sum(gap > itl_limit_s for gap in gaps)
             if late_gaps > len(gaps) // 100:
                 return "itl"

@@ -1,8 +1,8 @@
-"""Which pair of workers serves a request. Pure: no asyncio, no clock, no ray, no torch."""
+"""Which pair of workers serves a request, and when. Pure: no asyncio, clock, Ray or torch."""
 
 from . import native
 
-native.use("router", __path__)
+native.prefer_compiled("router", __path__)
 
 from .config import RouterConfig, SloClass  # noqa: E402
 from .core import Router  # noqa: E402

@@ -1,9 +1,9 @@
-"""What a decision costs: a fleet, a full index and a long line, made up from a seed.
+"""What a decision costs: a fleet, a full index and a long queue, made up from a seed.
 
 The clock is injected (`clock() -> seconds`): the router itself has none. A prompt is a turn of a
 conversation: a system prompt that many share, a history that one prefill and one decode worker
 hold, and what is new. Each prompt is computed when the router predicts it, and as soon as one is
-placed the next comes: the line stays as long as it was.
+placed the next comes: the queue stays as long as it was.
 """
 
 from __future__ import annotations
@@ -14,144 +14,241 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import chain
-from typing import Any
+from sys import getsizeof
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..protos.frames import (
+    AttemptKey,
     AttemptOutcome,
     AttemptPlaced,
     Coefficients,
+    DeliverFrame,
     PlaceAttempt,
     WorkerCard,
     WorkerReport,
 )
 from . import core, garbage
-from . import events as e
 from .config import RouterConfig
 from .core import Router
-from .index import STRIDE, positions
+from .events import (
+    AttemptEnded,
+    FirstTokenSent,
+    GatewayJoined,
+    PlacementRequested,
+    RouterAction,
+    RouterEvent,
+    WorkerJoined,
+    WorkerReported,
+)
+from .index import BLOCK_TOKENS, STRIDE, positions
 
-SYSTEM_BLOCKS, SYSTEMS = 8, 16  #: 512 tokens, one of 16
-HISTORY = (40, 300)  #: blocks of 64 tokens: 2.6 k to 19 k
+GATEWAY = "g"
+SYSTEM_BLOCKS = 8  #: of a system prompt: 512 tokens
+SYSTEM_PROMPTS = 16
+HISTORY_BLOCKS = (40, 300)  #: of 64 tokens: 2.6 k to 19 k
 TURN_BLOCKS = 24  #: new in each turn: 1.5 k tokens, answer and question
-OUTPUT = 350  #: of them, 5 whole blocks
+OUTPUT_TOKENS = 350  #: 5 whole blocks
 PLACEMENTS_PER_S = 3500
 REPORT_S = 0.2  #: between two reports of a worker
-STREAMS = 10  #: for each worker
+DECODES_PER_WORKER = 10
 #: 500 such workers compute 3,500 such prompts a second, about
-COST = Coefficients(0.005, 6e-5, 1.5e-9, 0.005, 2e-5, 4e-3, 3e-9, 1e-4, 5e-7, 0.02)
+COST = Coefficients(
+    prefill_base=0.005,
+    prefill_token=6e-5,
+    prefill_pair=1.5e-9,
+    step_base=0.005,
+    step_row=2e-5,
+    step_weights=4e-3,
+    step_token=3e-9,
+    transfer_base=1e-4,
+    transfer_token=5e-7,
+    exposed_share=0.02,
+)
+
+
+class TimedEvent(NamedTuple):
+    """One event and the seconds that the router took for it."""
+
+    placed: bool  #: exactly one request was placed by it
+    seconds: float
 
 
 @dataclass(slots=True)
-class Fleet:
-    """The router under test and what is needed to drive it. `hashes` are shared with the index."""
+class BenchCluster:
+    """The router under test and what is needed to drive it. Hashes are shared with the index."""
 
     router: Router
     random: np.random.Generator
     now: float = 0.0
-    asked: int = 0
+    requests: int = 0  #: made so far
     histories: list[list[bytes]] = field(default_factory=list)
-    homes: list[tuple[int, int]] = field(default_factory=list)
-    seqs: dict[str, int] = field(default_factory=dict)
-    computing: list[tuple[float, int, AttemptPlaced]] = field(default_factory=list)  #: by end
+    report_numbers: dict[str, int] = field(default_factory=dict)
+    #: placements by the end of their prefill
+    computing: list[tuple[float, int, AttemptPlaced]] = field(default_factory=list)
     decoding: deque[AttemptPlaced] = field(default_factory=deque)
-    places: dict[tuple[str, int], PlaceAttempt] = field(default_factory=dict)
-    news: dict[str, list[bytes]] = field(default_factory=dict)  #: blocks computed and not told yet
-    olds: dict[str, deque[bytes]] = field(default_factory=dict)  #: blocks held, oldest first
+    places: dict[AttemptKey, PlaceAttempt] = field(default_factory=dict)
+    #: hashes that a worker has computed and not reported yet
+    unreported: dict[str, list[bytes]] = field(default_factory=dict)
+    #: hashes that a worker holds, oldest first
+    held: dict[str, deque[bytes]] = field(default_factory=dict)
 
 
-def build(workers: int, entries: int, seed: int, decisions: int) -> Fleet:
-    """Half prefill, half decode; `entries` pairs of a worker and a prefix that it holds."""
+# ---- a made-up cluster ---------------------------------------------------------------------------
+
+
+def build(workers: int, entries: int, seed: int, decisions: int) -> BenchCluster:
+    """Return a cluster, half prefill and half decode workers.
+
+    Its index has `entries` pairs of a worker and a prefix that the worker holds.
+    """
     config = RouterConfig(queue_max=4096, settle_s=0.0, decisions=decisions, ttft_s=10.0)
-    fleet = Fleet(Router(config, 1), np.random.default_rng(seed))
+    cluster = BenchCluster(Router(config, 1), np.random.default_rng(seed))
     half = workers // 2
-    systems = [[fleet.random.bytes(16) for _ in range(SYSTEM_BLOCKS)] for _ in range(SYSTEMS)]
-    held: dict[str, list[bytes]] = {name: [] for name in _names(half)}
+    names = [f"{role}/{number}" for role in ("prefill", "decode") for number in range(half)]
+    held = _make_histories(cluster, names, entries)
+    cluster.router.handle(GatewayJoined(GATEWAY), 0.0)
+    for name, hashes in held.items():
+        cluster.report_numbers[name] = 0
+        cluster.unreported[name] = []
+        cluster.held[name] = deque(dict.fromkeys(hashes))
+        joined = WorkerJoined(_card(name), 1, list(cluster.held[name]))
+        cluster.router.handle(joined, 0.0)
+    return cluster
+
+
+def _make_histories(
+    cluster: BenchCluster, names: list[str], entries: int
+) -> dict[str, list[bytes]]:
+    """Make up conversations until workers hold `entries` hashes; returns these by worker."""
+    half = len(names) // 2
+    system_prompts = [
+        [cluster.random.bytes(16) for _ in range(SYSTEM_BLOCKS)] for _ in range(SYSTEM_PROMPTS)
+    ]
+    held: dict[str, list[bytes]] = {name: [] for name in names}
     count = 0
     while count < entries:
-        size = int(fleet.random.integers(*HISTORY))
-        system = systems[int(fleet.random.integers(SYSTEMS))]
-        keep = set(positions(size))
-        tail = [fleet.random.bytes(16) if i in keep else b"" for i in range(SYSTEM_BLOCKS, size)]
-        chain = [*system, *tail]
-        home = int(fleet.random.integers(half)), int(fleet.random.integers(half))
-        fleet.histories.append(chain)
-        fleet.homes.append(home)
-        sampled = [chain[i] for i in positions(size)]
-        for name in (f"prefill/{home[0]}", f"decode/{home[1]}"):
+        blocks = int(cluster.random.integers(*HISTORY_BLOCKS))
+        system_prompt = system_prompts[int(cluster.random.integers(SYSTEM_PROMPTS))]
+        history = [*system_prompt, *_new_hashes(cluster, SYSTEM_BLOCKS, blocks)]
+        prefill_number = int(cluster.random.integers(half))
+        decode_number = int(cluster.random.integers(half))
+        cluster.histories.append(history)
+        sampled = [history[position] for position in positions(blocks)]
+        for name in (f"prefill/{prefill_number}", f"decode/{decode_number}"):
             held[name] += sampled
             count += len(sampled)
-    fleet.router.handle(e.GatewayJoined("g"), 0.0)
-    for name, hashes in held.items():
-        fleet.seqs[name], fleet.news[name] = 0, []
-        fleet.olds[name] = deque(dict.fromkeys(hashes))
-        role = name.split("/")[0]
-        card = WorkerCard(name, role, role, name, name, 1, b"", 20_000, 64, 400, "H200", 4, COST)
-        fleet.router.handle(e.WorkerJoined(card, 1, list(fleet.olds[name])), 0.0)
-    return fleet
+    return held
 
 
-def _names(half: int) -> list[str]:
-    return [f"{role}/{i}" for role in ("prefill", "decode") for i in range(half)]
+def _new_hashes(cluster: BenchCluster, first: int, end: int) -> list[bytes]:
+    """Return hashes of the blocks from `first` to `end`; empty where nobody looks them up."""
+    looked_up = set(positions(end))
+    return [
+        cluster.random.bytes(16) if position in looked_up else b"" for position in range(first, end)
+    ]
 
 
-def ask(fleet: Fleet) -> e.PlacementRequested:
-    """The next turn of some conversation."""
-    history = fleet.histories[int(fleet.random.integers(len(fleet.histories)))]
-    size = len(history) + TURN_BLOCKS
-    keep = set(positions(size))
-    turn = [fleet.random.bytes(16) if i in keep else b"" for i in range(len(history), size)]
-    key = (f"r{fleet.asked}", 0)
-    fleet.asked += 1
-    target = float(fleet.random.uniform(2.0, 6.0))
-    place = PlaceAttempt(key, 64 * size, OUTPUT, [*history, *turn], ttft_s=target, itl_s=0.05)
-    fleet.places[key] = place
-    return e.PlacementRequested("g", place)
+def _card(name: str) -> WorkerCard:
+    role = name.split("/")[0]
+    return WorkerCard(
+        id=name,
+        pool=role,
+        role=role,
+        address=name,
+        replica=name,
+        pid=1,
+        blocks=20_000,
+        block_tokens=BLOCK_TOKENS,
+        growth_reserve_blocks=400,
+        gpu="H200",
+        tensor_parallel=4,
+        cost=COST,
+    )
 
 
-def take(fleet: Fleet, actions: list) -> int:
-    """Notes what was placed; returns how many."""
-    placed = [a.frame for a in actions if isinstance(getattr(a, "frame", None), AttemptPlaced)]
+# ---- events --------------------------------------------------------------------------------------
+
+
+def request(cluster: BenchCluster) -> PlacementRequested:
+    """Return the next turn of some conversation."""
+    history = cluster.histories[int(cluster.random.integers(len(cluster.histories)))]
+    blocks = len(history) + TURN_BLOCKS
+    key = (f"r{cluster.requests}", 0)
+    cluster.requests += 1
+    new_hashes = _new_hashes(cluster, len(history), blocks)
+    place = PlaceAttempt(
+        attempt_key=key,
+        prompt_tokens=BLOCK_TOKENS * blocks,
+        max_tokens=OUTPUT_TOKENS,
+        hashes=[*history, *new_hashes],
+        ttft_s=float(cluster.random.uniform(2.0, 6.0)),
+        itl_s=0.05,
+    )
+    cluster.places[key] = place
+    return PlacementRequested(GATEWAY, place)
+
+
+def note_placed(cluster: BenchCluster, actions: list[RouterAction]) -> int:
+    """Note what was placed, and return how many requests."""
+    frames = [action.frame for action in actions if isinstance(action, DeliverFrame)]
+    placed = [frame for frame in frames if isinstance(frame, AttemptPlaced)]
     for frame in placed:
-        end = fleet.now + frame.predicted_wait_ms / 1e3
-        heappush(fleet.computing, (end, frame.decision, frame))
+        ends_at = cluster.now + frame.predicted_wait_ms / 1e3
+        heappush(cluster.computing, (ends_at, frame.decision_id, frame))
     return len(placed)
 
 
-def first_token(fleet: Fleet) -> e.FirstTokenSent:
-    """The next prompt is computed; its blocks are new on both workers, the answer's on one."""
-    end, _, placed = heappop(fleet.computing)
-    fleet.now = max(fleet.now, end)
-    fleet.decoding.append(placed)
-    hashes = fleet.places.pop(placed.attempt_key).hashes
-    first = len(hashes) - TURN_BLOCKS
-    fresh = [hashes[i] for i in positions(len(hashes)) if i >= first]
-    answer = [fleet.random.bytes(16) for _ in range(OUTPUT // 64 // STRIDE + 1)]
-    for name in (placed.prefill_worker, placed.decode_worker):
-        if name:
-            fleet.news[name] += fresh
-    fleet.news[placed.decode_worker] += answer
-    return e.FirstTokenSent(placed.attempt_key)
+def first_token(cluster: BenchCluster) -> FirstTokenSent:
+    """Compute the next prompt: its blocks are new on both workers, the answer's on one."""
+    ends_at, _, placed = heappop(cluster.computing)
+    cluster.now = max(cluster.now, ends_at)
+    cluster.decoding.append(placed)
+    hashes = cluster.places.pop(placed.attempt_key).hashes
+    turn_begins = len(hashes) - TURN_BLOCKS
+    looked_up = positions(len(hashes))
+    turn = [hashes[position] for position in looked_up if position >= turn_begins]
+    answer_hashes = OUTPUT_TOKENS // BLOCK_TOKENS // STRIDE + 1
+    answer = [cluster.random.bytes(16) for _ in range(answer_hashes)]
+    if placed.prefill_worker is not None:
+        cluster.unreported[placed.prefill_worker] += turn
+    cluster.unreported[placed.decode_worker] += turn
+    cluster.unreported[placed.decode_worker] += answer
+    return FirstTokenSent(placed.attempt_key)
 
 
-def ended(fleet: Fleet) -> e.AttemptEnded:
-    key = fleet.decoding.popleft().attempt_key
-    return e.AttemptEnded(key, AttemptOutcome(key, OUTPUT, 500.0, 40.0, "stop"))
+def attempt_end(cluster: BenchCluster) -> AttemptEnded:
+    """End the attempt that decodes longest."""
+    key = cluster.decoding.popleft().attempt_key
+    outcome = AttemptOutcome(
+        attempt_key=key, tokens=OUTPUT_TOKENS, ttft_ms=500.0, itl_p99_ms=40.0, reason="stop"
+    )
+    return AttemptEnded(key, outcome)
 
 
-def report(fleet: Fleet, name: str) -> e.WorkerReported:
-    """What a worker says each `REPORT_S`: as many blocks stored as evicted, and its step times."""
-    fleet.seqs[name] += 1
-    stored, olds = fleet.news[name], fleet.olds[name]
-    fleet.news[name] = []
-    evicted = [olds.popleft() for _ in range(min(len(stored), len(olds)))]
-    olds += stored
-    decodes = name.startswith("decode")
-    steps = {"running": 20, "kv_tokens": 200_000, "steps": 20, "step_seconds": 0.2}
-    prefill = {"prefill_tokens": 2200, "prefill_seconds": 0.19}
-    more: dict[str, Any] = steps if decodes else prefill
-    return e.WorkerReported(name, WorkerReport(fleet.seqs[name], 5000, stored, evicted, **more))
+def report(cluster: BenchCluster, name: str) -> WorkerReported:
+    """Return a worker's report: as many blocks stored as evicted, and its step times."""
+    cluster.report_numbers[name] += 1
+    stored = cluster.unreported[name]
+    held = cluster.held[name]
+    cluster.unreported[name] = []
+    evicted = [held.popleft() for _ in range(min(len(stored), len(held)))]
+    held += stored
+    common: dict[str, Any] = {
+        "seq": cluster.report_numbers[name],
+        "free_blocks": 5000,
+        "stored": stored,
+        "evicted": evicted,
+    }
+    if name.startswith("decode"):
+        steps = WorkerReport(**common, running=20, kv_tokens=200_000, steps=20, step_seconds=0.2)
+        return WorkerReported(name, steps)
+    prefills = WorkerReport(**common, prefill_tokens=2200, prefill_seconds=0.19)
+    return WorkerReported(name, prefills)
+
+
+# ---- measuring -----------------------------------------------------------------------------------
 
 
 def run(
@@ -163,131 +260,138 @@ def run(
     rounds: int = 5,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Times each placement with `queued` requests in the line, then a whole mix of events; the
-    best of some rounds, as others may use the machine meanwhile. `least_`: the same placements a
-    second time, and the shorter time of each, which leaves out what interrupts cost.
+    """Time each placement with `queued` requests in the queue, then a whole mix of events.
 
-    A placement: an event by which one request is placed, whether a worker has credit and one of
-    the most urgent is chosen for it, or a newcomer finds a worker that takes it; in both cases with
-    the choice of the decode worker and the bookings; `Router.tidy`, which comes after the answer
-    is sent, counts in the mix. The mix, for each placement: its
-    request (`Asked`), its first token, its end, and at 3,500 placements a second what each worker
-    reports every `REPORT_S`: the blocks that those stored and evicted, at the index's grain.
+    The best of some rounds counts, as others may use the machine meanwhile. `least_`: the same
+    placements a second time, and the shorter time of each, which leaves out what interrupts cost.
+
+    A placement is an event by which one request is placed: a worker has credit and one of the most
+    urgent is chosen for it, or a newcomer finds a worker that takes it; in both cases with the
+    choice of the decode worker and everything that is noted. `Router.tidy`, which comes after the
+    answer is sent, counts in the mix. The mix has, for each placement, its request, its first
+    token, its end, and at 3,500 placements a second what each worker reports every `REPORT_S`: the
+    blocks stored and evicted, at the index's grain.
     """
     share = placements // rounds
-    fleet = _ready(workers, entries, queued, seed)
-    once = [_placements(fleet, clock, share, queued) for _ in range(rounds)]
-    del fleet
+    cluster = _ready(workers, entries, queued, seed)
+    first_times = [_placements(cluster, clock, share, queued) for _ in range(rounds)]
+    del cluster
     gc.unfreeze()
     gc.collect()
-    fleet = _ready(workers, entries, queued, seed)
-    again = [_placements(fleet, clock, share, queued) for _ in range(rounds)]
-    mixed = [_mix(fleet, clock, share, workers) for _ in range(rounds)]
-    told = [_percentiles(times) for times in once]
-    alone = {name: min(one[name] for one in told) for name in told[0]}
-    pairs = zip(chain(*once), chain(*again), strict=True)
-    least = _percentiles([(name, min(first, second)) for (name, first), (_, second) in pairs])
-    mix = max(mixed, key=lambda one: one["placements_per_s"])
-    router = fleet.router
+    cluster = _ready(workers, entries, queued, seed)
+    second_times = [_placements(cluster, clock, share, queued) for _ in range(rounds)]
+    mixes = [_mix(cluster, clock, share, workers) for _ in range(rounds)]
+    percentiles = [_percentiles(times) for times in first_times]
+    best = {name: min(round_[name] for round_ in percentiles) for name in percentiles[0]}
+    shorter_times = [
+        TimedEvent(first.placed, min(first.seconds, second.seconds))
+        for first, second in zip(chain(*first_times), chain(*second_times), strict=True)
+    ]
+    shorter = _percentiles(shorter_times)
+    router = cluster.router
     return {
         "workers": workers,
         "compiled": not str(core.__file__).endswith(".py"),
         "index_entries": len(router.index),
         "queued": queued,
-        **alone,
-        "least_p50_us": least["p50_us"],
-        "least_p99_us": least["p99_us"],
-        **mix,
+        **best,
+        "least_p50_us": shorter["p50_us"],
+        "least_p99_us": shorter["p99_us"],
+        **max(mixes, key=lambda mix: mix["placements_per_s"]),
         "index_mb": round(_index_bytes(router) / 1e6, 1),
     }
 
 
-def _ready(workers: int, entries: int, queued: int, seed: int) -> Fleet:
-    """With a line of `queued` requests, and no collection to come amid an event."""
-    fleet = build(workers, entries, seed, decisions=4096)
-    while len(fleet.router.line) < queued:
-        take(fleet, fleet.router.handle(ask(fleet), fleet.now))
+def _ready(workers: int, entries: int, queued: int, seed: int) -> BenchCluster:
+    """Return a cluster with `queued` requests, in which no collection comes amid an event."""
+    cluster = build(workers, entries, seed, decisions=4096)
+    while len(cluster.router.queue) < queued:
+        actions = cluster.router.handle(request(cluster), cluster.now)
+        note_placed(cluster, actions)
     gc.collect()
     gc.freeze()
-    garbage.off()  # as the service does
-    return fleet
+    garbage.disable()  # as the service does
+    return cluster
+
+
+def _timed(cluster: BenchCluster, clock: Callable[[], float], event: RouterEvent) -> TimedEvent:
+    """Let the router handle an event; what it does after its answer is not timed."""
+    began = clock()
+    actions = cluster.router.handle(event, cluster.now)
+    seconds = clock() - began
+    cluster.router.tidy()
+    garbage.sweep()
+    return TimedEvent(note_placed(cluster, actions) == 1, seconds)
 
 
 def _placements(
-    fleet: Fleet, clock: Callable[[], float], count: int, queued: int
-) -> list[tuple[str, float]]:
-    """(what it was: "" is a placement, seconds) of each event."""
-    times: list[tuple[str, float]] = []
-    router = fleet.router
+    cluster: BenchCluster, clock: Callable[[], float], count: int, queued: int
+) -> list[TimedEvent]:
+    """Return the times of new requests, and of first tokens that placed one."""
+    times: list[TimedEvent] = []
     for _ in range(count):
-        while len(router.line) < queued:
-            asked = ask(fleet)
-            began = clock()
-            actions = router.handle(asked, fleet.now)
-            took = clock() - began
-            router.tidy()
-            garbage.sweep()
-            times.append(("" if take(fleet, actions) == 1 else "asked_", took))
-        first = first_token(fleet)
-        began = clock()
-        actions = router.handle(first, fleet.now)
-        took = clock() - began
-        router.tidy()
-        garbage.sweep()
-        if take(fleet, actions) == 1:
-            times.append(("", took))
-        if len(fleet.decoding) > STREAMS * len(fleet.seqs):
-            take(fleet, router.handle(ended(fleet), fleet.now))
+        while len(cluster.router.queue) < queued:
+            times.append(_timed(cluster, clock, request(cluster)))
+        first = _timed(cluster, clock, first_token(cluster))
+        if first.placed:
+            times.append(first)
+        if len(cluster.decoding) > DECODES_PER_WORKER * len(cluster.report_numbers):
+            actions = cluster.router.handle(attempt_end(cluster), cluster.now)
+            note_placed(cluster, actions)
     return times
 
 
-def _percentiles(times: list[tuple[str, float]]) -> dict[str, float]:
-    out: dict[str, float] = {}
-    for name in ("", "asked_"):
-        values = [seconds for kind, seconds in times if kind == name]
-        for q in (50, 99):
-            out[f"{name}p{q}_us"] = round(1e6 * float(np.percentile(values, q)), 1)
-    return out
+def _percentiles(times: list[TimedEvent]) -> dict[str, float]:
+    """Return microseconds: of placements, and (`asked_`) of requests that stay in the queue."""
+    percentiles: dict[str, float] = {}
+    for name, placed in (("", True), ("asked_", False)):
+        seconds = [timed.seconds for timed in times if timed.placed == placed]
+        for percent in (50, 99):
+            value = 1e6 * float(np.percentile(seconds, percent))
+            percentiles[f"{name}p{percent}_us"] = round(value, 1)
+    return percentiles
 
 
-def _mix(fleet: Fleet, clock: Callable[[], float], count: int, workers: int) -> dict[str, float]:
-    """Placements and all that comes with them; only the router's own time counts."""
-    names, router = list(fleet.seqs), fleet.router
-    spent, placed, events, blocks, due = 0.0, 0, 0, 0, 0.0
-    turn = 0
-    for _ in range(count):
-        batch: list[Any] = [ask(fleet), first_token(fleet)]
-        if len(fleet.decoding) > STREAMS * workers:
-            batch.append(ended(fleet))
-        due += workers / REPORT_S / PLACEMENTS_PER_S
-        while due >= 1:
-            due -= 1
-            told = report(fleet, names[turn % len(names)])
-            blocks += len(told.report.stored) + len(told.report.evicted)
-            batch.append(told)
-            turn += 1
+def _mix(
+    cluster: BenchCluster, clock: Callable[[], float], count: int, workers: int
+) -> dict[str, float]:
+    """Return the rates of placements and of all events; only the router's time counts."""
+    names = list(cluster.report_numbers)
+    router = cluster.router
+    reports_per_placement = workers / REPORT_S / PLACEMENTS_PER_S
+    spent_s = 0.0
+    placed = events = blocks = reports = 0
+    for number in range(count):
+        batch: list[RouterEvent] = [request(cluster), first_token(cluster)]
+        if len(cluster.decoding) > DECODES_PER_WORKER * workers:
+            batch.append(attempt_end(cluster))
+        while reports + 1 <= (number + 1) * reports_per_placement:
+            reported = report(cluster, names[reports % len(names)])
+            blocks += len(reported.report.stored) + len(reported.report.evicted)
+            batch.append(reported)
+            reports += 1
         for event in batch:
             began = clock()
-            actions = router.handle(event, fleet.now)
+            actions = router.handle(event, cluster.now)
             router.tidy()
             garbage.sweep()
-            spent += clock() - began
-            placed += take(fleet, actions)
+            spent_s += clock() - began
+            placed += note_placed(cluster, actions)
         events += len(batch)
     return {
-        "placements_per_s": round(placed / spent),
-        "events_per_s": round(events / spent),
-        "blocks_per_placement": 2 * (2 * TURN_BLOCKS + OUTPUT // 64),  # stored, and evicted
+        "placements_per_s": round(placed / spent_s),
+        "events_per_s": round(events / spent_s),
+        # stored, and evicted
+        "blocks_per_placement": 2 * (2 * TURN_BLOCKS + OUTPUT_TOKENS // BLOCK_TOKENS),
         "block_events_per_placement": round(blocks / max(placed, 1), 1),
-        "reports_per_placement": round(workers / REPORT_S / PLACEMENTS_PER_S, 2),
+        "reports_per_placement": round(reports_per_placement, 2),
     }
 
 
 def _index_bytes(router: Router) -> int:
-    """Dictionaries, masks and keys of the index."""
-    from sys import getsizeof
-
+    """Return the bytes of the index's dictionaries, masks and keys."""
     index = router.index
     keys = len(index._holders) * getsizeof(bytes(16))
     tables = getsizeof(index._holders) + sum(map(getsizeof, index._held.values()))
-    return keys + tables + sum(map(getsizeof, {id(m): m for m in index._holders.values()}.values()))
+    masks = {id(mask): mask for mask in index._holders.values()}
+    return keys + tables + sum(map(getsizeof, masks.values()))

@@ -1,6 +1,6 @@
 """`python -m diptych.router.compile`: compiles what `native` lists. Needs mypy, setuptools and gcc.
 
-About a minute. What is in the way is said; everything runs without.
+This takes about a minute. The command says what is missing; everything runs without it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,17 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from .native import GROUP, MODULES, ROOT, folder, size, whole
+from .native import (
+    GROUP,
+    MODULES,
+    ROOT,
+    build_folder,
+    is_complete,
+    machine_code_bytes,
+    source_paths,
+)
 
+SUBJECT = "router and simulator"
 SETUP = """
 from mypyc.build import mypycify
 from setuptools import setup
@@ -22,49 +31,59 @@ setup(name="native", ext_modules=mypycify([*options, *{sources}], group_name="{g
 """
 
 
-def build(place: Path) -> None:
-    """Compiles beside the target and renames: two processes may build at the same time.
+def build(target: Path) -> None:
+    """Compile beside the target and rename: two processes may build at the same time.
 
     Raises subprocess.CalledProcessError, OSError.
     """
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent) as draft:
-        sources = [f"diptych/{pack}/{name}.py" for pack in MODULES for name in MODULES[pack]]
-        (Path(draft) / "diptych").symlink_to(ROOT)
-        (Path(draft) / "setup.py").write_text(SETUP.format(sources=sources, group=GROUP))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as name:
+        draft = Path(name)
+        output = draft / "out"
+        sources = [f"diptych/{path}" for path in source_paths()]
+        (draft / "diptych").symlink_to(ROOT)
+        (draft / "setup.py").write_text(SETUP.format(sources=sources, group=GROUP))
         command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "out"]
         subprocess.run(command, cwd=draft, check=True, capture_output=True, text=True)
-        out = Path(draft) / "out"
-        for package in MODULES:
-            (out / "diptych" / package).rename(out / package)
-        (out / "diptych").rmdir()
-        (out / "size").write_text(str(size(out)))
+        for package in {package.split("/")[0] for package in MODULES}:
+            (output / "diptych" / package).rename(output / package)
+        (output / "diptych").rmdir()
+        (output / "size").write_text(str(machine_code_bytes(output)))
         try:
-            out.rename(place)
+            output.rename(target)
         except OSError:  # another process was first
-            if not whole(place):
+            if not is_complete(target):
                 raise
 
 
-def main() -> None:
-    place = folder()
+def missing_tools() -> list[str]:
+    """Return what is needed for compiling and not installed."""
     missing = [name for name in ("mypyc", "setuptools") if find_spec(name) is None]
     if not shutil.which("gcc") and not shutil.which("cc"):
         missing.append("gcc")
-    if place.exists() and whole(place):
-        print(f"router and simulator: compiled already ({place})")
-    elif missing:
-        print(f"router and simulator: Python (there is no {' and no '.join(missing)})")
-    else:
-        try:
-            shutil.rmtree(place, ignore_errors=True)  # a damaged one
-            build(place)
-            print(f"router and simulator: compiled ({place})")
-        except subprocess.CalledProcessError as error:
-            lines = [line for line in (error.stdout + error.stderr).splitlines() if "error" in line]
-            print(f"router and simulator: Python (mypyc: {(lines or ['no reason given'])[0]})")
-        except OSError as error:
-            print(f"router and simulator: Python ({error})")
+    return missing
+
+
+def main() -> None:
+    """Compile, unless that is done already, and say what came of it."""
+    target = build_folder()
+    missing = missing_tools()
+    if target.exists() and is_complete(target):
+        print(f"{SUBJECT}: compiled already ({target})")
+        return
+    if missing:
+        print(f"{SUBJECT}: Python (there is no {' and no '.join(missing)})")
+        return
+    try:
+        shutil.rmtree(target, ignore_errors=True)  # a damaged one
+        build(target)
+        print(f"{SUBJECT}: compiled ({target})")
+    except subprocess.CalledProcessError as error:
+        output = (error.stdout + error.stderr).splitlines()
+        errors = [line for line in output if "error" in line] or ["no reason given"]
+        print(f"{SUBJECT}: Python (mypyc: {errors[0]})")
+    except OSError as error:
+        print(f"{SUBJECT}: Python ({error})")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a router is told once. Plain values; the cluster's configuration makes one of these."""
+"""The router's settings: plain values, which `cluster.router_service` takes from the cluster's."""
 
 from __future__ import annotations
 
@@ -31,16 +31,20 @@ class RouterConfig:
 
     disaggregate: str = "always"  #: always | auto | never
     queue_max: int = 1024  #: requests that wait for a worker
-    queue_ttl_s: float = 30.0  #: how long one waits, or until its TTFT target if that is longer
+    #: how long a request waits, or until its TTFT target if that is longer
+    queue_ttl_s: float = 30.0
     growth_tokens: int = 256  #: what decode reserves behind the prompt, at most
-    settle_s: float = 3.0  #: after its first event, a router does not know yet who is missing
+    #: after its first event, a router does not know for so long which workers are missing
+    settle_s: float = 3.0
     prior_tokens_per_s: float = 2000.0  #: prefill rate of a worker that says nothing of its speed
     policy: str = "diptych"  #: a key of `policies.POLICIES`
     ttft_s: float = 2.0  #: targets of a request that names none
     itl_s: float = 0.05
     classes: Mapping[str, SloClass] = field(default_factory=lambda: dict(CLASSES))
-    fetch: bool = True  #: a prefix is moved from another worker where that is faster than computing
-    rtt_s: float = 0.002  #: gateway and back: a worker is given work this long before it idles
+    #: a prefix is moved from another worker where that is faster than computing
+    fetch: bool = True
+    #: to a gateway and back: a worker gets its next prompt this long before it is idle
+    rtt_s: float = 0.002
     seed: int = 0  #: of ties and samples
     index_per_worker: int = 65536  #: index entries of one worker, at most
     predicted_ttl_s: float = 120.0  #: an entry that was predicted and never reported ends then

@@ -1,20 +1,20 @@
-"""The router (pure): `handle(event, now) -> [action]`. Actions are `Deliver`s to gateways and
-workers, `Disconnect` and `StepDown`.
+"""The router (pure): `handle(event, now) -> [action]`, without clock, socket or Ray.
 
-Life of a placement:
-    Place     -> the request joins the line (`line`)
-    ...       -> a policy binds it to a pair (`binding`): at once, or when a worker has credit
-    Prefilled -> its prefill worker has credit again; the prediction is corrected
-    Over      -> the decode worker's blocks are free; the outcome joins the decision record
-All state is soft: a new router (higher term) rebuilds it from Joins and resubmitted Places.
+Life of an attempt:
+    PlacementRequested -> a `QueuedRequest`; the policy places it at once or queues it (`policies`)
+    ...                -> the policy places it on a pair of workers, or it is refused
+    FirstTokenSent     -> its prefill worker has credit again; the prediction is corrected
+    AttemptEnded       -> the decode worker's blocks are free; the outcome joins the decision record
+All state is soft: a new router (higher term) rebuilds it from the workers that join and from the
+requests that gateways repeat.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, assert_never
 
 import xxhash
 
@@ -27,502 +27,560 @@ from ..protos.frames import (
     PlaceAttempt,
     WorkerDirectory,
 )
-from . import events as e
-from .binding import Binder, Rejection
 from .config import RouterConfig
-from .decisions import Decision, Decisions
-from .demand import Demand, outlook
-from .fleet import Fleet, Stream, Worker
+from .decisions import Decisions
+from .demand import DemandWindow, outlook
+from .events import (
+    AttemptEnded,
+    DisconnectWorker,
+    FirstTokenSent,
+    GatewayJoined,
+    GatewayLost,
+    NewerRouterReported,
+    PlacementRequested,
+    RequestEnded,
+    RouterAction,
+    RouterEvent,
+    RouterTick,
+    StepDown,
+    WorkerJoined,
+    WorkerLost,
+    WorkerReported,
+)
+from .fleet import WorkerFleet
 from .goodput import Goodput
 from .index import PrefixIndex, sample
-from .line import Line, Waiting
-from .pairing import Binding
-from .predictor import OutputLengths, prefill_s
-from .tally import Tally
+from .placement_counts import PlacementCounts
+from .placer import Placement, Placer, Rejection
+from .policies import POLICIES
+from .predictor import OutputLengths
+from .recorder import DecisionRecorder, UntidiedPlacement, name_of
+from .request_queue import QueuedRequest, RequestQueue
+from .worker_state import DecodeReservation, WorkerState
+
+FOREIGN_KV_SHARE = 0.75  #: KV tokens that a reservation of another router reads, of its blocks'
+FINISHED = ("stop", "length")  #: reasons of attempts that say how long answers are
+MIN_REJECT_RETRY_S = 1.0
 
 
-class Bound:
-    """A request that two workers (or one) have. `prefill` is whoever computes the prompt."""
+@dataclass(slots=True, eq=False)
+class PlacedAttempt:
+    """An attempt that workers have. It ends when its gateway says so, or is lost."""
 
-    def __init__(
-        self,
-        gateway: str,
-        waiting: Waiting,
-        prefill: Worker,
-        decode: Worker,
-        placed: AttemptPlaced,
-    ) -> None:
-        self.gateway = gateway
-        self.waiting = waiting
-        self.prefill = prefill
-        self.decode = decode
-        self.placed = placed
-        self.computed: bool = False
-        self.ended: bool = False  #: the decode worker says so, its gateway not yet
+    gateway: str
+    request: QueuedRequest
+    computing_worker: WorkerState  #: the one that computes the prompt
+    decode_worker: WorkerState
+    placed: AttemptPlaced  #: the answer to the gateway, for when it asks again
+    first_token_sent: bool = False
+    ended_on_worker: bool = False  #: the decode worker says so, its gateway not yet
+
+
+@dataclass(slots=True, eq=False)
+class UntidiedArrival:
+    """A new request that the demand does not count yet."""
+
+    prompt_tokens: int
+    output_tokens: float
+    arrived_at: float
 
 
 class Router:
-    """One active router per model. `term` must be higher than any router's before it."""
+    """One active router per model. `term` must be higher than any router's before it.
+
+    Moments are seconds of one clock, which the caller reads (`now`) and which never goes back.
+    """
 
     def __init__(self, config: RouterConfig, term: int) -> None:
-        self.config, self.term = config, term
-        self.active = True
-        self.settles: float | None = None  #: when, by the clock of `now`
-        self.settled = False
-        self.gateways: dict[str, None] = {}
-        self.fleet = Fleet(config.prior_tokens_per_s, config.rtt_s, config.itl_s)
+        self.config = config
+        self.term = term
+        self.active = True  #: False once a newer router is known; then nothing happens any more
+        self.settled = False  #: True once every live worker has had the time to join
+        self.settles_at: float | None = None
+        self.gateways: dict[str, None] = {}  #: by name, in order of joining
+        self.fleet = WorkerFleet(config.prior_tokens_per_s, config.rtt_s, config.itl_s)
+        self.queue = RequestQueue()
         self._index = PrefixIndex(config.index_per_worker, config.predicted_ttl_s)
-        self.line = Line(self.fleet)
-        self.binder = Binder(config, self.fleet, self._index, self.line)
+        self.placer = Placer(config, self.fleet, self._index, self.queue)
+        self.policy = POLICIES[config.policy](self.placer)
+        self.placed_attempts: dict[AttemptKey, PlacedAttempt] = {}
+        #: reservations of attempts whose gateways are not connected, by their decode workers
+        self.foreign_attempts: dict[AttemptKey, WorkerState] = {}
         self.lengths = OutputLengths()
-        self._demand = Demand()
-        self._heard: list[tuple[int, float, float]] = []  #: what `_demand` is told of later
-        self._decisions = Decisions(config.decisions)
         self.goodput = Goodput(config.ttft_s, config.itl_s)
-        self.tally = Tally()
-        self.bound: dict[AttemptKey, Bound] = {}
-        self.held: dict[AttemptKey, Worker] = {}  #: streams whose gateways we do not hear of
-        self.placed = self.refused = 0
-        self.hit_tokens = self.prompt_tokens = 0
+        self.counts = PlacementCounts()
+        self.placed = 0  #: placements since the start
+        self.refused = 0
+        self.hit_tokens = 0  #: cached or fetched prompt tokens of all placements
+        self.prompt_tokens = 0  #: prompt tokens of all placements
+        self._demand = DemandWindow()
+        self._recorder = DecisionRecorder(config.policy, config.decisions)
         self._now = -inf
-        self._to_tidy: deque[tuple[Binding, int, float, float, int]] = deque()
-        self._handlers: dict[type, Callable[[Any, float], list]] = {
-            e.PlacementRequested: self._asked,
-            e.FirstTokenSent: self._first_token,
-            e.AttemptEnded: self._ended,
-            e.RequestEnded: self._answered,
-            e.WorkerReported: self._reported,
-            e.WorkerJoined: self._joined,
-            e.WorkerLost: self._lost,
-            e.GatewayJoined: self._gateway_joined,
-            e.GatewayLost: self._gateway_lost,
-            e.NewerRouterReported: self._outdated,
-            e.RouterTick: self._tick,
-        }
+        self._untidied_placements: deque[UntidiedPlacement] = deque()
+        self._untidied_arrivals: list[UntidiedArrival] = []
 
-    def handle(self, event: e.RouterEvent, now: float) -> list:
+    def handle(self, event: RouterEvent, now: float) -> list[RouterAction]:
+        """Take in an event, and return what has to be done about it."""
         if not self.active:
             return []
         self._now = now
-        if self._to_tidy or self._heard:
+        if self._untidied_placements or self._untidied_arrivals:
             self.tidy()
         if self.settled:
-            return self._handlers[type(event)](event, now)
-        return [*self._settle(now), *self._handlers[type(event)](event, now)]
+            return self._dispatch(event, now)
+        return [*self._settle(now), *self._dispatch(event, now)]
+
+    def _dispatch(self, event: RouterEvent, now: float) -> list[RouterAction]:
+        match event:
+            case PlacementRequested(gateway, place):
+                return self._request_placement(gateway, place, now)
+            case FirstTokenSent(attempt_key):
+                return self._note_first_token(attempt_key, now)
+            case AttemptEnded(attempt_key, outcome):
+                return self._end_attempt(attempt_key, outcome, now)
+            case WorkerReported():
+                return self._take_report(event, now)
+            case RequestEnded(outcome):
+                self.goodput.observe(outcome, now)
+                return []
+            case RouterTick():
+                self._index.expire(now)
+                return self._place_queued(now)
+            case WorkerJoined():
+                return self._add_worker(event, now)
+            case WorkerLost(name):
+                return self._remove_worker(name, now)
+            case GatewayJoined(gateway):
+                self.gateways[gateway] = None
+                return [DeliverFrame(gateway, self.directory())]
+            case GatewayLost(gateway):
+                return self._remove_gateway(gateway, now)
+            case NewerRouterReported(term):
+                return self._step_down_for(term)
+            case _:
+                assert_never(event)
+
+    @property
+    def next_wake(self) -> float | None:
+        """When a `RouterTick` would change something; None: not before the next event."""
+        moments = []
+        if not self.settled and self.settles_at is not None:
+            moments.append(self.settles_at)
+        if self.queue:
+            moments.append(self.queue.next_expiry)
+            moments.append(self.policy.next_wake(self._now))
+        wake_at = min(moments, default=inf)
+        return wake_at if wake_at < inf else None
+
+    # ---- what can be done after the answer -------------------------------------------------------
 
     def tidy(self) -> None:
-        """What can be done after the answer is on its way: the index learns of placements, and
-        their records are written. Call it after sending; the next `handle` does it otherwise."""
-        for asked in self._heard:
-            self._demand.asked(*asked)
-        self._heard.clear()
-        while self._to_tidy:
-            binding, number, ttft_s, now, in_line = self._to_tidy.popleft()
-            waiting, computes = binding.waiting, binding.prefill or binding.decode
-            self.tally.bound(binding.prefill is not None, binding.kind, now - waiting.since)
-            self._demand.bound(waiting.prompt, binding.hit, now)
-            self.hit_tokens += binding.hit
-            self.prompt_tokens += waiting.prompt
-            if computes.alive:
-                depth = waiting.hits.depth(computes.slot)
-                self._index.predict(computes.slot, waiting.sampled[depth:], now)
-            if number:
-                self._record(number, waiting, now, in_line, binding, ttft_s)
-        self.binder.few.refresh(self._now)
+        """Do what can be done after the answer is on its way.
 
-    def _gateway_joined(self, event: e.GatewayJoined, now: float) -> list:
-        self.gateways[event.gateway] = None
-        return [DeliverFrame(event.gateway, self.directory())]
+        The index and the counts learn of placements, and the records of these are written. Call
+        this after sending; the next `handle` does it otherwise.
+        """
+        for arrival in self._untidied_arrivals:
+            self._demand.record_arrival(
+                arrival.prompt_tokens, arrival.output_tokens, arrival.arrived_at
+            )
+        self._untidied_arrivals.clear()
+        while self._untidied_placements:
+            self._tidy_placement(self._untidied_placements.popleft())
+        self.placer.shortlist.refresh(self._now)
 
-    def _answered(self, event: e.RequestEnded, now: float) -> list:
-        self.goodput.observe(event.outcome, now)
-        return []
-
-    def _tick(self, event: e.RouterTick, now: float) -> list:
-        self._index.expire(now)
-        return self._bind(now)
+    def _tidy_placement(self, untidied: UntidiedPlacement) -> None:
+        placement = untidied.placement
+        request = placement.request
+        placed_at = untidied.placed_at
+        self.counts.count_placement(
+            disaggregated=placement.prefill_worker is not None,
+            kind=placement.kind,
+            waited_s=placed_at - request.heard_at,
+        )
+        self._demand.record_placement(request.prompt_tokens, placement.cached_tokens, placed_at)
+        self.hit_tokens += placement.cached_tokens
+        self.prompt_tokens += request.prompt_tokens
+        worker = placement.computing_worker
+        if worker.alive:
+            uncached_hashes = request.sampled_hashes[request.hits.depth(worker.slot) :]
+            self._index.predict(worker.slot, uncached_hashes, placed_at)
+        if untidied.decision_id:
+            decode_workers = len(self.fleet.decode_workers)
+            self._recorder.record_placement(untidied, decode_workers)
 
     @property
     def decisions(self) -> Decisions:
+        """The records of the last decisions."""
         self.tidy()
-        return self._decisions
+        return self._recorder.decisions
 
     @property
-    def demand(self) -> Demand:
+    def demand(self) -> DemandWindow:
+        """What was asked of the fleet lately."""
         self.tidy()
         return self._demand
 
     @property
     def index(self) -> PrefixIndex:
+        """Which worker holds which prefix."""
         self.tidy()
         return self._index
-
-    @property
-    def next_wake(self) -> float | None:
-        """When a `Tick` would change something; None: not before the next event."""
-        times = [] if self.settled or self.settles is None else [self.settles]
-        if self.line:
-            times.append(self.line.next_expiry)
-            if self.binder.policy.late:
-                times.append(self.binder.next_credit(self._now))
-        wake = min(times, default=inf)
-        return wake if wake < inf else None
 
     # ---- membership ------------------------------------------------------------------------------
 
     @property
-    def workers(self) -> dict[str, Worker]:
+    def workers(self) -> dict[str, WorkerState]:
+        """All workers by name."""
         return self.fleet.workers
 
     def directory(self) -> WorkerDirectory:
+        """Return the frame that names all workers."""
         cards = [worker.card for worker in self.workers.values()]
         return WorkerDirectory(self.term, cards, self.settled)
 
-    def _settle(self, now: float) -> list:
-        """Whoever has not joined by now is gone: says so once."""
-        if self.settles is None:
-            self.settles = now + self.config.settle_s
-        if self.settled or now < self.settles:
-            return []
-        self.settled = True
-        self.binder.membership(True, now)
-        return self._announce()
-
-    def _announce(self) -> list:
+    def _announce(self) -> list[RouterAction]:
         directory = self.directory()
         return [DeliverFrame(peer, directory) for peer in (*self.gateways, *self.workers)]
 
-    def _joined(self, event: e.WorkerJoined, now: float) -> list:
+    def _settle(self, now: float) -> list[RouterAction]:
+        """Announce the directory once this router knows who is missing."""
+        if self.settles_at is None:
+            self.settles_at = now + self.config.settle_s
+        if now < self.settles_at:
+            return []
+        self.settled = True
+        self._membership_changed(now)
+        return self._announce()
+
+    def _membership_changed(self, now: float) -> None:
+        if self.placer.update_local_only(self.settled):
+            self.policy.local_only_changed(now)
+
+    def _add_worker(self, event: WorkerJoined, now: float) -> list[RouterAction]:
         if event.term > self.term:
-            return self._outdated(e.NewerRouterReported(event.term), now)
+            return self._step_down_for(event.term)
         worker = self.fleet.join(event.card)
         self._index.drop(worker.slot)
         self._index.store(worker.slot, event.cached_hashes)
-        self._hold(worker, event)
-        self.binder.membership(self.settled, now)
-        return [*self._announce(), *self._bind(now)]
+        self._reserve_held(worker, event)
+        self._membership_changed(now)
+        return [*self._announce(), *self._place_queued(now)]
 
-    def _hold(self, worker: Worker, event: e.WorkerJoined) -> None:
-        """Reserves what already runs there: streams of another router, or from before a
-        connection broke."""
-        for key in [k for k, w in self.held.items() if w is worker]:
-            self._let_go(key)
-        told = {(name, attempt) for name, attempt, _ in event.held_reservations}
-        for key in worker.streams.keys() & self.bound.keys() - told:
-            self.bound[key].ended |= self.bound[key].computed
-        size = worker.card.block_tokens
-        for name, attempt, blocks in event.held_reservations:
-            key = (name, attempt)
-            bound = self.bound.get(key)
-            if key in worker.streams or (bound and bound.decode.card.id != worker.card.id):
-                continue
-            if key in self.line or blocks > worker.card.blocks - worker.reserved:
-                continue
-            self._let_go(key)
-            self.fleet.reserve(worker, key, Stream(blocks, blocks, 0.75 * size * blocks))
-            if bound:
-                bound.decode = worker
-            else:
-                self.held[key] = worker
+    def _reserve_held(self, worker: WorkerState, event: WorkerJoined) -> None:
+        """Reserve what already decodes on a worker that joins.
 
-    def _let_go(self, key: AttemptKey) -> None:
-        worker = self.held.pop(key, None)
-        if worker:
+        These are attempts of another router, or from before a connection broke.
+        """
+        for key in self._foreign_attempts_of(worker):
+            self._release_foreign(key)
+        held_keys = {(name, attempt) for name, attempt, _ in event.held_reservations}
+        for key in worker.reservations.keys() & self.placed_attempts.keys() - held_keys:
+            attempt = self.placed_attempts[key]
+            attempt.ended_on_worker |= attempt.first_token_sent
+        for name, number, blocks in event.held_reservations:
+            key = (name, number)
+            if key not in worker.reservations:
+                self._reserve_held_attempt(worker, key, blocks)
+
+    def _reserve_held_attempt(self, worker: WorkerState, key: AttemptKey, blocks: int) -> None:
+        attempt = self.placed_attempts.get(key)
+        is_elsewhere = attempt is not None and attempt.decode_worker.card.id != worker.card.id
+        fits = blocks <= worker.card.blocks - worker.reserved_blocks
+        if is_elsewhere or key in self.queue or not fits:
+            return
+        self._release_foreign(key)
+        reservation = DecodeReservation(
+            blocks=blocks,
+            expected_blocks=blocks,
+            kv_tokens=FOREIGN_KV_SHARE * worker.card.block_tokens * blocks,
+        )
+        self.fleet.reserve(worker, key, reservation)
+        if attempt is not None:
+            attempt.decode_worker = worker
+        else:
+            self.foreign_attempts[key] = worker
+
+    def _foreign_attempts_of(self, worker: WorkerState) -> list[AttemptKey]:
+        return [key for key, holder in self.foreign_attempts.items() if holder is worker]
+
+    def _release_foreign(self, key: AttemptKey) -> None:
+        worker = self.foreign_attempts.pop(key, None)
+        if worker is not None:
             self.fleet.release(worker, key)
 
-    def _lost(self, event: e.WorkerLost, now: float) -> list:
-        worker = self.fleet.lose(event.worker)
+    def _remove_worker(self, name: str, now: float) -> list[RouterAction]:
+        worker = self.fleet.lose(name)
         if worker is None:
             return []
         self._index.drop(worker.slot)
-        self.binder.lost(worker)
-        self.binder.membership(self.settled, now)
-        for key in [k for k, w in self.held.items() if w is worker]:
-            del self.held[key]
-        return [*self._announce(), *self._bind(now)]
+        self.policy.worker_lost(worker)
+        self._membership_changed(now)
+        for key in self._foreign_attempts_of(worker):
+            del self.foreign_attempts[key]
+        return [*self._announce(), *self._place_queued(now)]
 
-    def _gateway_lost(self, event: e.GatewayLost, now: float) -> list:
-        gateway = event.gateway
+    def _remove_gateway(self, gateway: str, now: float) -> list[RouterAction]:
         self.gateways.pop(gateway, None)
-        for key in [k for k, w in self.line.by_key.items() if w.gateway == gateway]:
-            self.line.leave(key)
-        for key, bound in [(k, b) for k, b in self.bound.items() if b.gateway == gateway]:
-            if bound.computed and bound.decode.alive and not bound.ended:
-                del self.bound[key]  # it goes on if only the connection broke: its worker knows
-                self.held[key] = bound.decode
+        queued = [key for key, request in self.queue.by_key.items() if request.gateway == gateway]
+        for key in queued:
+            self.queue.leave(key)
+        for key, attempt in list(self.placed_attempts.items()):
+            if attempt.gateway != gateway:
+                continue
+            decodes = attempt.first_token_sent and attempt.decode_worker.alive
+            if decodes and not attempt.ended_on_worker:
+                # it goes on if only the connection broke: its worker reports the end
+                del self.placed_attempts[key]
+                self.foreign_attempts[key] = attempt.decode_worker
             else:
-                self._unbind(key, now)
-        return self._bind(now)
+                self._forget_attempt(key, now)
+        return self._place_queued(now)
 
-    def _outdated(self, event: e.NewerRouterReported, now: float) -> list:
-        if event.term <= self.term:
+    def _step_down_for(self, term: int) -> list[RouterAction]:
+        if term <= self.term:
             return []
         self.active = False
-        return [e.StepDown(event.term)]
+        return [StepDown(term)]
 
-    def _reported(self, event: e.WorkerReported, now: float) -> list:
-        worker, report = self.workers.get(event.worker), event.report
+    def _take_report(self, event: WorkerReported, now: float) -> list[RouterAction]:
+        worker = self.workers.get(event.worker)
+        report = event.report
         if worker is None:
             return []
-        if report.seq != worker.seq + 1:
-            return [e.DisconnectWorker(event.worker)]
-        worker.seq = report.seq
+        if report.seq != worker.last_report + 1:
+            return [DisconnectWorker(event.worker)]
+        worker.last_report = report.seq
         if report.evicted:
             self._index.evict(worker.slot, report.evicted)
         if report.stored:
             self._index.store(worker.slot, report.stored)
-        relieved = self.fleet.report(worker, report)
+        has_more_room = self.fleet.report(worker, report)
         for key in report.ended:
-            if key in self.held:
-                self._let_go(key)
-                relieved = True
-            elif key in self.bound:
-                self.bound[key].ended = True
-        if self.held and report.free_blocks >= worker.card.blocks > 0 and not report.running:
-            idle = [k for k, w in self.held.items() if w is worker]
-            for key in idle:  # their end was told to nobody
-                self._let_go(key)
-            relieved |= bool(idle)
-        return self._bind(now) if relieved else []
+            if key in self.foreign_attempts:
+                self._release_foreign(key)
+                has_more_room = True
+            elif key in self.placed_attempts:
+                self.placed_attempts[key].ended_on_worker = True
+        all_blocks_free = report.free_blocks >= worker.card.blocks > 0 and not report.running
+        if self.foreign_attempts and all_blocks_free:
+            for key in self._foreign_attempts_of(worker):  # nobody reported their end
+                self._release_foreign(key)
+                has_more_room = True
+        return self._place_queued(now) if has_more_room else []
 
-    # ---- requests --------------------------------------------------------------------------------
+    # ---- placing ---------------------------------------------------------------------------------
 
-    def _asked(self, event: e.PlacementRequested, now: float) -> list:
-        gateway, place = event.gateway, event.place
-        bound = self.bound.get(place.attempt_key)
-        if bound:  # the answer got lost
-            return [DeliverFrame(gateway, bound.placed)]
-        waiting = self.line.by_key.get(place.attempt_key)
-        if waiting:  # it knows better now whom it has lost
-            waiting.place = place
-            waiting.picky = bool(place.lost_workers or place.avoided_workers)
-            waiting.local = self.binder.is_local(place)
-            self.binder.offer(waiting)
-            return self._bind(now)
-        if len(self.line) >= self.config.queue_max:
-            message = f"{len(self.line)} requests wait already"
-            return [self._refuse(gateway, place.attempt_key, "queue_full", message)]
-        self._let_go(place.attempt_key)
+    def _request_placement(
+        self, gateway: str, place: PlaceAttempt, now: float
+    ) -> list[RouterAction]:
+        key = place.attempt_key
+        attempt = self.placed_attempts.get(key)
+        if attempt is not None:  # the answer was lost on its way
+            return [DeliverFrame(gateway, attempt.placed)]
+        queued = self.queue.by_key.get(key)
+        if queued is not None:  # its gateway knows better now which workers are lost
+            queued.place = place
+            queued.excludes_workers = bool(place.lost_workers or place.avoided_workers)
+            queued.local = self.placer.is_local(place)
+            self.policy.reconsider(queued)
+            return self._place_queued(now)
+        if len(self.queue) >= self.config.queue_max:
+            message = f"{len(self.queue)} requests wait already"
+            return [self._refuse(gateway, key, "queue_full", message)]
+        self._release_foreign(key)
         self._index.expire(now)
-        waiting = self._waiting(gateway, place, now)
-        if place.attempt_key[1] == 0:  # not again
-            self._heard.append((waiting.prompt, waiting.whole - waiting.prompt, now))
-        binding = self.binder.arrive(waiting, now)
-        if binding:
-            return [self._place(binding, now), *self._bind(now)]
-        return self._bind(now)
+        request = self._new_request(gateway, place, now)
+        _, attempt_number = key
+        if attempt_number == 0:
+            arrival = UntidiedArrival(
+                request.prompt_tokens, request.expected_tokens - request.prompt_tokens, now
+            )
+            self._untidied_arrivals.append(arrival)
+        placement = self.policy.arrive(request, now)
+        if placement is None:
+            return self._place_queued(now)
+        return [self._answer_placement(placement, now), *self._place_queued(now)]
 
-    def _waiting(self, gateway: str, place: PlaceAttempt, now: float) -> Waiting:
+    def _new_request(self, gateway: str, place: PlaceAttempt, now: float) -> QueuedRequest:
         config = self.config
-        known = config.classes.get(place.slo_class)
+        first_class = next(iter(config.classes.values()))
         ttft_s = place.ttft_s or config.ttft_s
-        arrived = now - place.waited_s
-        ttl_s, key = config.queue_ttl_s, place.attempt_key
-        prompt, answers = place.prompt_tokens, place.answer_count
-        output = self.lengths.expect(place.tenant, place.slo_class, place.max_tokens)
-        return Waiting(
-            gateway,
-            key,
-            place,
-            known or next(iter(config.classes.values())),
-            now,
-            arrived,
-            arrived + ttft_s,
-            now + (ttl_s if ttl_s > ttft_s else ttft_s),
-            place.itl_s or config.itl_s,
-            sample(place.hashes),
-            xxhash.xxh3_64_intdigest(f"{key[0]}|{key[1]}".encode(), config.seed),
-            output,
-            self.binder.is_local(place),
-            prompt,
-            bool(place.lost_workers or place.avoided_workers),
-            answers * (prompt + output / 2),
-            prompt + answers * output,
+        arrived_at = now - place.waited_s
+        request_id, attempt_number = place.attempt_key
+        hashed_name = f"{request_id}|{attempt_number}".encode()
+        prompt_tokens = place.prompt_tokens
+        answers = place.answer_count
+        output_tokens = self.lengths.expect(place.tenant, place.slo_class, place.max_tokens)
+        return QueuedRequest(
+            gateway=gateway,
+            attempt_key=place.attempt_key,
+            place=place,
+            slo=config.classes.get(place.slo_class, first_class),
+            heard_at=now,
+            arrived_at=arrived_at,
+            deadline=arrived_at + ttft_s,
+            expires_at=now + max(config.queue_ttl_s, ttft_s),
+            itl_s=place.itl_s or config.itl_s,
+            sampled_hashes=sample(place.hashes),
+            tie_hash=xxhash.xxh3_64_intdigest(hashed_name, config.seed),
+            local=self.placer.is_local(place),
+            prompt_tokens=prompt_tokens,
+            excludes_workers=bool(place.lost_workers or place.avoided_workers),
+            kv_tokens_read=answers * (prompt_tokens + output_tokens / 2),
+            expected_tokens=prompt_tokens + answers * output_tokens,
         )
+
+    def _place_queued(self, now: float) -> list[RouterAction]:
+        """Give up the requests whose time is over, and place all that can be placed."""
+        if not self.queue:
+            return []
+        actions: list[RouterAction] = []
+        if self.queue.next_expiry <= now:
+            actions = [self._refuse_expired(request) for request in self.queue.expired(now)]
+        if not self.queue:
+            return actions
+        for decided in self.policy.place_queued(now):
+            if isinstance(decided, Placement):
+                actions.append(self._answer_placement(decided, now))
+            else:
+                actions.append(self._refuse_rejected(decided, now))
+        return actions
+
+    def _answer_placement(self, placement: Placement, now: float) -> DeliverFrame:
+        request = placement.request
+        ready_s = placement.wait_s + placement.prefill_s
+        ttft_s = now - request.arrived_at + ready_s
+        decision_id = self._recorder.decisions.next_number() if self.config.decisions else 0
+        self._untidied_placements.append(
+            UntidiedPlacement(
+                placement=placement,
+                decision_id=decision_id,
+                ttft_s=ttft_s,
+                placed_at=now,
+                queue_length=len(self.queue),
+            )
+        )
+        placed = AttemptPlaced(
+            attempt_key=request.attempt_key,
+            term=self.term,
+            prefill_worker=name_of(placement.prefill_worker),
+            decode_worker=placement.decode_worker.card.id,
+            hit_tokens=placement.cached_tokens,
+            predicted_wait_ms=ready_s * 1e3,
+            predicted_ttft_ms=ttft_s * 1e3,
+            predicted_itl_ms=placement.itl_s * 1e3,
+            decision_id=decision_id,
+            deadline_s=max(placement.deadline - now, 0.001) if placement.deadline else 0.0,
+            prefix_holder=name_of(placement.fetch_from),
+        )
+        self.placed_attempts[request.attempt_key] = PlacedAttempt(
+            gateway=request.gateway,
+            request=request,
+            computing_worker=placement.computing_worker,
+            decode_worker=placement.decode_worker,
+            placed=placed,
+        )
+        self.placed += 1
+        return DeliverFrame(request.gateway, placed)
+
+    # ---- refusing --------------------------------------------------------------------------------
 
     def _refuse(
         self, gateway: str, key: AttemptKey, reason: str, message: str, retry_after_s: float = 1.0
     ) -> DeliverFrame:
         self.refused += 1
-        self.tally.refused[reason] += 1
+        self.counts.refused[reason] += 1
         return DeliverFrame(gateway, AttemptRefused(key, reason, message, retry_after_s))
 
-    def _bind(self, now: float) -> list:
-        """Gives up those whose time is over, and places all who can be placed."""
-        if not self.line:
-            return []
-        actions: list = []
-        if self.line.next_expiry <= now:
-            actions = [self._expired(waiting) for waiting in self.line.expired(now)]
-        for decided in self.binder.bind(now):
-            if isinstance(decided, Binding):
-                actions.append(self._place(decided, now))
-            else:
-                actions.append(self._reject(decided, now))
-        return actions
-
-    def _expired(self, waiting: Waiting) -> DeliverFrame:
-        waited = f"waited {waiting.expires - waiting.since:g} s for a worker"
-        missing = self.binder.missing(waiting)
+    def _refuse_expired(self, request: QueuedRequest) -> DeliverFrame:
+        waited = f"waited {request.expires_at - request.heard_at:g} s for a worker"
+        missing = self.placer.missing_roles(request)
         if missing:
             message = f"{waited}: no {' or '.join(sorted(missing))} worker is up"
-            return self._refuse(waiting.gateway, waiting.key, "no_capacity", message)
+            return self._refuse(request.gateway, request.attempt_key, "no_capacity", message)
         message = f"{waited}: all are busy"
-        return self._refuse(waiting.gateway, waiting.key, "deadline_exceeded", message)
+        return self._refuse(request.gateway, request.attempt_key, "deadline_exceeded", message)
 
-    def _reject(self, rejection: Rejection, now: float) -> DeliverFrame:
-        waiting, late_s = rejection.waiting, rejection.late_s
-        message = f"the first token would be {late_s:.1f} s late"
+    def _refuse_rejected(self, rejection: Rejection, now: float) -> DeliverFrame:
+        request = rejection.request
+        message = f"the first token would be {rejection.lateness_s:.1f} s late"
         if self.config.decisions:
-            number = self._decisions.next_number()
-            self._record(number, waiting, now, len(self.line), note=message)
-        retry_s = max(1.0, late_s)
-        return self._refuse(waiting.gateway, waiting.key, "slo_unattainable", message, retry_s)
-
-    def _place(self, binding: Binding, now: float) -> DeliverFrame:
-        waiting, key = binding.waiting, binding.waiting.key
-        ttft_s = now - waiting.arrived + binding.wait_s + binding.compute_s
-        number = self._decisions.next_number() if self.config.decisions else 0
-        self._to_tidy.append((binding, number, ttft_s, now, len(self.line)))
-        placed = AttemptPlaced(
-            key,
-            self.term,
-            binding.prefill.card.id if binding.prefill else None,
-            binding.decode.card.id,
-            binding.hit,
-            (binding.wait_s + binding.compute_s) * 1e3,
-            ttft_s * 1e3,
-            binding.itl_s * 1e3,
-            number,
-            max(binding.due - now, 0.001) if binding.due else 0.0,
-            binding.fetch.card.id if binding.fetch else None,
+            self._recorder.record_refusal(request, message, len(self.queue), now)
+        return self._refuse(
+            request.gateway,
+            request.attempt_key,
+            "slo_unattainable",
+            message,
+            retry_after_s=max(MIN_REJECT_RETRY_S, rejection.lateness_s),
         )
-        computes = binding.prefill or binding.decode
-        self.bound[key] = Bound(waiting.gateway, waiting, computes, binding.decode, placed)
-        self.placed += 1
-        return DeliverFrame(waiting.gateway, placed)
 
-    def _first_token(self, event: e.FirstTokenSent, now: float) -> list:
-        key = event.attempt_key
-        bound = self.bound.get(key)
-        if bound is None or bound.computed:
+    # ---- what becomes of an attempt --------------------------------------------------------------
+
+    def _note_first_token(self, key: AttemptKey, now: float) -> list[RouterAction]:
+        attempt = self.placed_attempts.get(key)
+        if attempt is None or attempt.first_token_sent:
             return []
-        bound.computed = True
-        self.tally.predicted(bound.placed.predicted_ttft_ms / 1e3, now - bound.waiting.arrived)
-        worker = bound.prefill
-        done = self.fleet.computed(worker, key, now)
+        attempt.first_token_sent = True
+        ttft_s = now - attempt.request.arrived_at
+        self.counts.count_first_token(attempt.placed.predicted_ttft_ms / 1e3, ttft_s)
+        finished = self.fleet.finish_prompt(attempt.computing_worker, key, now)
         self.fleet.revisit(now)
-        if done and bound.placed.prefill_worker and done[1] > 0:
-            work, took = done
-            self.binder.residuals.observe(took / work.seconds if work.seconds else 1.0)
-            nominal = prefill_s(worker.cost, work.uncached, work.prompt)
-            self.fleet.corrected(worker, took / nominal if nominal else 1.0, now)
-        elif done and not bound.placed.prefill_worker:
-            self.binder.offer_again()
-        decision = self._decisions.get(key)
-        if decision:
-            decision.observed["ttft_ms"] = round(1e3 * (now - bound.waiting.arrived), 3)
-        return self._bind(now)
+        if finished is not None:
+            work, took_s = finished
+            if attempt.placed.prefill_worker is None:
+                self.policy.local_prompt_finished()
+            elif took_s > 0:
+                self.placer.residuals.observe(took_s / work.seconds if work.seconds else 1.0)
+                self.fleet.correct_prefill(attempt.computing_worker, work, took_s, now)
+        self._recorder.record_first_token(key, ttft_s)
+        return self._place_queued(now)
 
-    def _ended(self, event: e.AttemptEnded, now: float) -> list:
-        self._over(event.attempt_key, event.outcome, now)
-        return self._bind(now)
+    def _end_attempt(
+        self, key: AttemptKey, outcome: AttemptOutcome | None, now: float
+    ) -> list[RouterAction]:
+        attempt = self.placed_attempts.get(key)
+        self._release_foreign(key)
+        self._forget_attempt(key, now)
+        if outcome is not None:
+            if attempt is not None and outcome.tokens and outcome.reason in FINISHED:
+                place = attempt.request.place
+                tokens = outcome.tokens / place.answer_count
+                self.lengths.observe(place.tenant, place.slo_class, tokens)
+            self._recorder.record_outcome(key, outcome)
+        return self._place_queued(now)
 
-    def _over(self, key: AttemptKey, outcome: AttemptOutcome | None, now: float) -> None:
-        bound = self.bound.get(key)
-        self._let_go(key)
-        self._unbind(key, now)
-        if outcome is None:
-            return
-        if bound and outcome.tokens and outcome.reason in ("stop", "length"):
-            place = bound.waiting.place
-            self.lengths.observe(place.tenant, place.slo_class, outcome.tokens / place.answer_count)
-        decision = self._decisions.get(key)
-        if decision:
-            seen = {"tokens": outcome.tokens, "reason": outcome.reason}
-            for name in ("ttft_ms", "itl_p99_ms"):
-                value = getattr(outcome, name)
-                if value is not None:
-                    seen[name] = round(value, 3)
-            decision.observed.update(seen)
+    def _forget_attempt(self, key: AttemptKey, now: float) -> None:
+        self.queue.leave(key)
+        attempt = self.placed_attempts.pop(key, None)
+        if attempt is not None:
+            self.fleet.withdraw_prompt(attempt.computing_worker, key, now)
+            self.fleet.release(attempt.decode_worker, key)
 
-    def _unbind(self, key: AttemptKey, now: float) -> None:
-        self.line.leave(key)
-        bound = self.bound.pop(key, None)
-        if bound:
-            self.fleet.withdrawn(bound.prefill, key, now)
-            self.fleet.release(bound.decode, key)
+    # ---- for people ------------------------------------------------------------------------------
 
-    # ---- explain ---------------------------------------------------------------------------------
+    def statistics(self, now: float | None = None) -> dict[str, Any]:
+        """Return what people and metrics see of the router, in plain types.
 
-    def _record(
-        self,
-        number: int,
-        waiting: Waiting,
-        now: float,
-        in_line: int,
-        binding: Binding | None = None,
-        ttft_s: float = 0.0,
-        note: str = "",
-    ) -> None:
-        """Notes a placement or a refusal."""
-        place = waiting.place
-        told = (
-            number,
-            now,
-            waiting.key,
-            self.config.policy,
-            binding.kind if binding else "refused",
-            waiting.prompt,
-            place.slo_class,
-            place.tenant,
-            waiting.deadline - waiting.arrived,
-            waiting.itl_s,
-            now - waiting.arrived,
-            in_line,
-        )
-        if binding is None:
-            self._decisions.add(Decision(*told, note=note, session=place.session))
-            return
-        binding.name_options()
-        decision = Decision(
-            *told,
-            binding.prefill.card.id if binding.prefill else None,
-            binding.decode.card.id,
-            binding.fetch.card.id if binding.fetch else None,
-            binding.hit,
-            list(binding.passed_over),
-            list(binding.prefill_options),
-            list(binding.decode_options),
-            len(self.fleet.decodes) - len(binding.decode_options),
-            note,
-            binding.wait_s,
-            binding.compute_s,
-            ttft_s,
-            binding.itl_s,
-            binding.exposed_s,
-            session=place.session,
-        )
-        self._decisions.add(decision)
-
-    def statistics(self, now: float | None = None) -> dict:
-        """`now`: goodput's window ends there, not at the last event."""
-        now = self._now if now is None else now
+        The window of the goodput ends at `now`; None: at the last event.
+        """
+        if now is None:
+            now = self._now
         self.tidy()
         self.goodput.forget(now)
         return {
             "term": self.term,
             "active": self.active,
             "policy": self.config.policy,
-            "waiting": len(self.line),
-            "late": len(self.line.late),
-            "bound": len(self.bound),
+            "waiting": len(self.queue),
+            "late": len(self.queue.overdue),
+            "bound": len(self.placed_attempts),
             "placed": self.placed,
             "refused": self.refused,
             "hit_tokens": self.hit_tokens,
             "prompt_tokens": self.prompt_tokens,
             "index_entries": len(self._index),
-            "decisions": self._decisions.count,
+            "decisions": self._recorder.decisions.count,
             "goodput": self.goodput.statistics(),
             "outlook": outlook(self.demand, self.fleet, now),
         }
@@ -531,6 +589,6 @@ class Router:
         roles = [worker.card.role for worker in self.workers.values()]
         return (
             f"<Router term {self.term}: {roles.count('prefill')} prefill, "
-            f"{roles.count('decode')} decode | {len(self.bound)} bound, "
-            f"{len(self.line)} waiting>"
+            f"{roles.count('decode')} decode | {len(self.placed_attempts)} bound, "
+            f"{len(self.queue)} waiting>"
         )

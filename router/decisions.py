@@ -1,24 +1,50 @@
 """Why a request went where it went: one record for each decision, the outcome joined later.
 
-A record holds plain numbers as they were when the request was bound: who waited, who was passed
-over, the best workers with each term of their cost, the rest in one line, the prediction.
+A record holds plain numbers as they were when the request was placed: who waited, who was passed
+over, the best workers with each term of their cost, how many others there were, the prediction.
+The names of its fields are what `diptych explain -o json` shows.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from enum import StrEnum
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ..protos.frames import AttemptKey
 
-#: a worker that could have taken a stage: (name, the policy's score: the least wins, its terms in
-#: seconds, named by `PREFILL_TERMS` or `DECODE_TERMS`)
-Option = tuple[str, float, tuple[float, ...]]
 PREFILL_TERMS = ("left", "prefill")
 DECODE_TERMS = ("step", "exposed", "memory", "handover")
+
+
+class PlacementKind(StrEnum):
+    """How a pair of workers was found, or that none was."""
+
+    PUSH = "push"  #: the request chose its worker
+    PULL = "pull"  #: a worker with credit chose the request
+    EARLY = "early"  #: an early policy placed it at once
+    LOCAL = "local"  #: the decode worker computes the prompt
+    REFUSED = "refused"
+
+
+class Option(NamedTuple):
+    """A worker that could have taken a stage."""
+
+    worker: str
+    cost: float  #: what the policy compared: the least wins
+    terms: tuple[float, ...]  #: seconds, named by `PREFILL_TERMS` or `DECODE_TERMS`
+
+
+class PassedOver(NamedTuple):
+    """A more urgent request that a worker left alone."""
+
+    request_id: str
+    time_left_s: float  #: to its deadline
+    reason: str
 
 
 class Decision(msgspec.Struct):
@@ -28,68 +54,77 @@ class Decision(msgspec.Struct):
     at: float
     key: AttemptKey
     policy: str
-    kind: str  #: chosen by worker (pull) or by request (push), early, local, or refused
+    kind: PlacementKind
     prompt_tokens: int
     slo_class: str
     tenant: str
     ttft_target_s: float
     itl_target_s: float
     waited_s: float
-    waiting: int  #: requests in the line, this one not counted
+    waiting: int  #: requests in the queue, this one not counted
     prefill: str | None = None
     decode: str | None = None
-    fetch: str | None = None  #: who the prefix comes from, if not from itself
+    fetch: str | None = None  #: the worker that the prefix is fetched from, if any
     hit_tokens: int = 0
-    passed_over: list[tuple[str, float, str]] = []  #: requests: id, seconds to its deadline, why
-    prefill_options: list[Option] = []  #: the chosen one and the best others
+    passed_over: list[PassedOver] = []
+    prefill_options: list[Option] = []  #: the chosen worker and the best others
     decode_options: list[Option] = []
-    others: int = 0  #: workers that could have decoded it and are not named
+    others: int = 0  #: decode workers that are not named
     note: str = ""
     left_s: float = 0.0  #: predictions: what its prefill worker still had to do
     prefill_s: float = 0.0
     ttft_s: float = 0.0  #: from its arrival
     itl_s: float = 0.0
     exposed_s: float = 0.0  #: transfer that the prefill does not hide
-    observed: dict[str, Any] = {}  #: joined when known
+    observed: dict[str, Any] = {}  #: the outcome, once it is known
     session: str = ""  #: as the client names the conversation
 
-    def told(self) -> dict[str, Any]:
-        """The record with the terms named, in plain types. Seconds."""
+    def to_plain(self) -> dict[str, Any]:
+        """Return the record in plain types, with the terms named. Seconds."""
         values = msgspec.to_builtins(self)
-        for stage, names in (("prefill", PREFILL_TERMS), ("decode", DECODE_TERMS)):
-            values[f"{stage}_options"] = [
-                (worker, score, dict(zip(names, terms, strict=False)))
-                for worker, score, terms in getattr(self, f"{stage}_options")
-            ]
+        values["prefill_options"] = _named_terms(self.prefill_options, PREFILL_TERMS)
+        values["decode_options"] = _named_terms(self.decode_options, DECODE_TERMS)
         return values
 
 
+def _named_terms(
+    options: list[Option], names: tuple[str, ...]
+) -> list[tuple[str, float, dict[str, float]]]:
+    return [
+        (option.worker, option.cost, dict(zip(names, option.terms, strict=False)))
+        for option in options
+    ]
+
+
 class Decisions:
-    """The last `limit` records, by number and by key."""
+    """The last `limit` records, by attempt."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._by_key: OrderedDict[AttemptKey, Decision] = OrderedDict()
-        self.count = 0
+        self.count = 0  #: decisions since the start, those included that are forgotten
 
     def add(self, decision: Decision) -> None:
+        """Keep a record, and forget the oldest beyond the limit."""
         self._by_key[decision.key] = decision
         if len(self._by_key) > self._limit:
             self._by_key.popitem(last=False)
 
     def latest(self, count: int) -> list[Decision]:
-        """The last ones, newest first."""
+        """Return the last records, newest first."""
         return list(islice(reversed(self._by_key.values()), count))
 
     def next_number(self) -> int:
+        """Return the number of a new decision."""
         self.count += 1
         return self.count
 
     def get(self, key: AttemptKey) -> Decision | None:
+        """Return an attempt's record, if it is kept."""
         return self._by_key.get(key)
 
     def find(self, request_id: str) -> list[Decision]:
-        """Every attempt at a request, by its id or by the client's id that it was made from."""
+        """Return every attempt at a request, by its id or by the client's id it was made from."""
         prefix = request_id + "~"
         return [
             decision
@@ -97,7 +132,7 @@ class Decisions:
             if name == request_id or name.startswith(prefix)
         ]
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Decision]:
         return iter(self._by_key.values())
 
     def __len__(self) -> int:

@@ -1,27 +1,25 @@
-"""What is asked of the fleet, counted when it arrives: what the planner plans for. Pure.
+"""What is asked of the fleet, counted when it arrives: what the planner plans for (pure).
 
-Sums by second, so that a minute costs sixty rows at any rate. Which share of the prompts is cached
-is known at the binding; the share of the same window is used for all.
+Sums are kept by second, so that a minute costs sixty rows at any rate. Which share of the prompts
+is cached is known when they are placed; the share of the same window is used for all.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from ..protos.frames import Coefficients
-
 if TYPE_CHECKING:
-    from .fleet import Fleet, Worker
+    from .fleet import WorkerFleet
 
 WINDOW_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class OfferedLoad:
     """The mean request of a window; `rate` in requests/s, the others in tokens."""
 
     rate: float = 0.0
@@ -32,81 +30,80 @@ class Need:
 
 
 @dataclass(slots=True)
-class Second:
-    at: float
+class DemandSecond:
+    """Sums over the requests of one second. Tokens, and squares of tokens."""
+
+    began_at: float
     requests: int = 0
-    prompt: float = 0.0
-    square: float = 0.0
-    output: float = 0.0
-    context: float = 0.0
-    bound: float = 0.0  #: prompt tokens of requests that were bound
-    hit: float = 0.0
+    prompt_tokens: float = 0.0
+    squared_prompt_tokens: float = 0.0
+    output_tokens: float = 0.0
+    context_tokens: float = 0.0
+    placed_prompt_tokens: float = 0.0  #: of requests that were placed in this second
+    cached_tokens: float = 0.0  #: of those
 
 
-class Demand:
+class DemandWindow:
+    """The requests of the last `window_s` seconds."""
+
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self.window_s = window_s
-        self._seconds: deque[Second] = deque()
-        self._began: float | None = None
+        self._seconds: deque[DemandSecond] = deque()
+        self._began_at: float | None = None
 
-    def asked(self, prompt: int, output: float, now: float) -> None:
-        """A new request, with its expected answer. Tokens."""
-        row = self._row(now)
-        row.requests += 1
-        row.prompt += prompt
-        row.square += prompt * prompt
-        row.output += output
-        row.context += output * (prompt + output / 2)
+    def record_arrival(self, prompt_tokens: int, output_tokens: float, now: float) -> None:
+        """Count a new request, with its expected answer."""
+        second = self._second(now)
+        second.requests += 1
+        second.prompt_tokens += prompt_tokens
+        second.squared_prompt_tokens += prompt_tokens * prompt_tokens
+        second.output_tokens += output_tokens
+        second.context_tokens += output_tokens * (prompt_tokens + output_tokens / 2)
 
-    def bound(self, prompt: int, hit: int, now: float) -> None:
-        row = self._row(now)
-        row.bound += prompt
-        row.hit += hit
+    def record_placement(self, prompt_tokens: int, cached_tokens: int, now: float) -> None:
+        """Count a placed request, and how much of its prompt is cached."""
+        second = self._second(now)
+        second.placed_prompt_tokens += prompt_tokens
+        second.cached_tokens += cached_tokens
 
-    def need(self, now: float) -> Need:
-        self._row(now)
-        rows = self._seconds
-        count = sum(row.requests for row in rows)
-        if not count or self._began is None:
-            return Need()
-        bound = sum(row.bound for row in rows)
-        cached = sum(row.hit for row in rows) / bound if bound else 0.0
-        return Need(
-            count / min(self.window_s, max(now - self._began, 1.0)),
-            sum(row.prompt for row in rows) * (1 - cached) / count,
-            sum(row.square for row in rows) * (1 - cached**2) / 2 / count,
-            sum(row.output for row in rows) / count,
-            sum(row.context for row in rows) / count,
+    def offered_load(self, now: float) -> OfferedLoad:
+        """Return the mean request of the window that ends now."""
+        self._second(now)
+        seconds = self._seconds
+        requests = sum(second.requests for second in seconds)
+        if not requests or self._began_at is None:
+            return OfferedLoad()
+        placed_tokens = sum(second.placed_prompt_tokens for second in seconds)
+        cached_share = 0.0
+        if placed_tokens:
+            cached_share = sum(second.cached_tokens for second in seconds) / placed_tokens
+        squares = sum(second.squared_prompt_tokens for second in seconds)
+        prompt_tokens = sum(second.prompt_tokens for second in seconds)
+        return OfferedLoad(
+            rate=requests / min(self.window_s, max(now - self._began_at, 1.0)),
+            uncached=prompt_tokens * (1 - cached_share) / requests,
+            pairs=squares * (1 - cached_share**2) / 2 / requests,
+            output=sum(second.output_tokens for second in seconds) / requests,
+            context=sum(second.context_tokens for second in seconds) / requests,
         )
 
-    def _row(self, now: float) -> Second:
-        rows = self._seconds
-        if self._began is None:
-            self._began = now
-        while rows and rows[0].at <= now - self.window_s:
-            rows.popleft()
-        if not rows or now - rows[-1].at >= 1.0:
-            rows.append(Second(now))
-        return rows[-1]
+    def _second(self, now: float) -> DemandSecond:
+        """Return the row of this second, and forget those before the window."""
+        seconds = self._seconds
+        if self._began_at is None:
+            self._began_at = now
+        while seconds and seconds[0].began_at <= now - self.window_s:
+            seconds.popleft()
+        if not seconds or now - seconds[-1].began_at >= 1.0:
+            seconds.append(DemandSecond(now))
+        return seconds[-1]
 
 
-def outlook(demand: Demand, fleet: Fleet, now: float) -> dict:
-    """What a planner needs to know of this moment: plain values, as they travel in a frame."""
+def outlook(demand: DemandWindow, fleet: WorkerFleet, now: float) -> dict[str, Any]:
+    """Return what a planner needs to know of this moment, in the plain types of a frame."""
     workers = fleet.workers.values()
     return {
-        "need": asdict(demand.need(now)),
-        "backlog_s": sum(max(0.0, one.busy_until - now) for one in workers if one.prefills),
-        "costs": {one.card.id: structs.astuple(_corrected(one)) for one in workers},
+        "need": asdict(demand.offered_load(now)),
+        "backlog_s": sum(worker.backlog_s(now) for worker in workers),
+        "costs": {worker.card.id: structs.astuple(worker.cost) for worker in workers},
     }
-
-
-def _corrected(worker: Worker) -> Coefficients:
-    """Its coefficients as they turned out to be."""
-    prefill, step = worker.prefill.factor, worker.step.factor
-    factors = {"prefill": prefill, "step": step}
-    changed = {
-        name: getattr(worker.cost, name) * factors[kind]
-        for name in worker.cost.__struct_fields__
-        if (kind := name.partition("_")[0]) in factors
-    }
-    return structs.replace(worker.cost, **changed)

@@ -1,4 +1,7 @@
-"""What the router is told. Frames arrive as they are, with whoever sent them."""
+"""What happens to the router, and what the router wants done: its events and actions.
+
+Frames arrive as they are, with the name of the peer that sent them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import msgspec
 from ..protos.frames import (
     AttemptKey,
     AttemptOutcome,
+    DeliverFrame,
     PlaceAttempt,
     RequestOutcome,
     WorkerCard,
@@ -18,9 +22,10 @@ from ..protos.frames import (
 
 
 class WorkerJoined(msgspec.Struct, frozen=True):
-    """A worker is ready (or back after a lost connection); `cached`: prefixes that it holds.
+    """A worker is ready, or back after a lost connection.
 
-    `held`: (request, attempt, blocks) of each stream that runs on it.
+    `cached_hashes` are the prefixes that it holds; `held_reservations` has (request, attempt,
+    blocks) of each attempt that decodes there.
     """
 
     card: WorkerCard
@@ -31,22 +36,30 @@ class WorkerJoined(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
+    """The connection to a worker has ended."""
+
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReported:
+    """A worker says what has changed since its last report."""
+
     worker: str
     report: WorkerReport
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequested:
+    """A gateway wants a pair of workers for an attempt."""
+
     gateway: str
     place: PlaceAttempt
 
 
 class FirstTokenSent(msgspec.Struct, frozen=True):
+    """The prompt is computed: its worker may be given another."""
+
     attempt_key: AttemptKey = msgspec.field(name="key")
 
 
@@ -66,11 +79,15 @@ class RequestEnded:
 
 @dataclass(frozen=True, slots=True)
 class GatewayJoined:
+    """A gateway has connected, perhaps again."""
+
     gateway: str
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayLost:
+    """The connection to a gateway has ended."""
+
     gateway: str
 
 
@@ -83,7 +100,7 @@ class NewerRouterReported:
 
 @dataclass(frozen=True, slots=True)
 class RouterTick:
-    pass
+    """Time has passed: `Router.next_wake` has come."""
 
 
 RouterEvent = (
@@ -103,13 +120,16 @@ RouterEvent = (
 
 @dataclass(frozen=True, slots=True)
 class DisconnectWorker:
-    """Action: end the worker's connection; it joins again with a whole snapshot."""
+    """End the worker's connection; the worker joins again with a whole snapshot."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class StepDown:
-    """Action: a newer router is active; this one must not place anything any more."""
+    """A newer router is active; this one must not place anything any more."""
 
     term: int
+
+
+RouterAction = DeliverFrame | DisconnectWorker | StepDown

@@ -1,581 +1,379 @@
-"""What the router knows of the workers: one row of arrays each, and the work it has given them.
+"""All workers that the router knows, the work they were given, and when each may take more.
 
-Own placements count at once; reports, however late, only correct speeds and publish prefixes. So a
-stale report never makes two requests believe in the same room.
+Life of a worker:
+    joins     -> gets a slot, and speeds from its card or from what its type has shown
+    reports   -> its decode speed is corrected; a full decode worker refuses reservations
+    computes  -> its prefill speed is corrected by each first token
+    lost      -> its slot is free for another worker
+
+Credit says when a prefill worker may be given another prompt: at once while little is pending
+there, otherwise shortly before it runs out of work, and never beyond `PREFETCH` prompts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import inf
-from operator import attrgetter
-from typing import Any
 
-import numpy as np
-
-from ..protos.frames import AttemptKey, Coefficients, WorkerCard, WorkerReport
-from .predictor import SLOW, Correction, Drift, Learned, prior, step_s
+from ..protos.frames import AttemptKey, WorkerCard, WorkerReport
+from .predictor import SLOW, Correction, Drift, LearnedCost, prior
+from .worker_state import DecodeReservation, PrefillWork, WorkerState
 
 BATCH_TOKENS = 512  #: prompts below this share a step: it is where prefill becomes efficient
 PREFETCH = 2  #: longer prompts that a worker has at a time
 HALTED_MAX = 4  #: prompts of a worker that one more may go before
-TYPICAL = (2048, 4096)  #: uncached, all tokens of a prompt by which workers' speeds are compared
+#: uncached, and all, tokens of the prompt by which workers' speeds are compared
+TYPICAL_UNCACHED_TOKENS = 2048
+TYPICAL_PROMPT_TOKENS = 4096
 FADE_S = 10.0  #: after so long without a prompt half of a worker's own correction is forgotten
-SLACK_S = 0.005  #: beyond the round trip, for a prediction that is a little late
-MEMORY_S = 0.01  #: cost of a KV pool that is full, in the coin of a step; grows with the square
-OLD_CREDITS = 8  #: entries of the heap for each worker, before the old ones are cleared away
-FLOATS = (
-    *("busy_until", "credit_at", "first_due", "slack_s", "queued_tokens", "prompts"),
-    *("prompt_tokens", "active", "rows", "kv_tokens", "fit", "expected_tokens", "calm_tokens"),
-    *("chunk", "link_until", "step_now", "step_next", "decode_s", "step_token"),
-    *("prefill_base", "prefill_token", "prefill_pair"),
-    *("transfer_base", "transfer_token", "exposed"),
-)
-_ROW = attrgetter(*FLOATS)
+PREDICTION_SLACK_S = 0.005  #: beyond the round trip, for a prediction that is a little late
+STALE_CREDITS = 8  #: heap entries for each slot, before those that are out of date are removed
+HALTED_SHARE_MIN = 0.05  #: of a halted prompt's prefill, at least so much is left
 
 
-def _by_due(item: tuple[AttemptKey, Work]) -> float:
-    return item[1].due
+class WorkerFleet:
+    """Workers by name and by slot. Times in seconds of the caller's clock."""
 
-
-class Work:
-    """A prompt that a worker was given and whose first token is not out."""
-
-    def __init__(
-        self,
-        seconds: float,  #: predicted
-        uncached: int,
-        prompt: int,
-        since: float,
-        due: float = 0.0,  #: the worker computes in this order; equal ones as they came
-        halted: bool = False,  #: it waited, for others or a fetch: no sign of the speed
-    ) -> None:
-        self.seconds = seconds
-        self.uncached = uncached
-        self.prompt = prompt
-        self.since = since
-        self.due = due
-        self.halted = halted
-
-
-class Stream:
-    """What a request takes up on a decode worker."""
-
-    def __init__(
-        self,
-        blocks: int,  #: reserved
-        expected_blocks: int,  #: at its expected end
-        kv_tokens: float,  #: read by a step, on average over its life
-        rows: int = 1,  #: of a step: its answers
-    ) -> None:
-        self.blocks = blocks
-        self.expected_blocks = expected_blocks
-        self.kv_tokens = kv_tokens
-        self.rows = rows
-
-
-@dataclass(slots=True, eq=False)
-class Worker:
-    """One worker. `prefills` are in the order in which it computes them.
-
-    What is asked of one worker at a time stands here, what is compared over all in `Fleet`.
-    """
-
-    slot: int
-    card: WorkerCard
-    cost: Coefficients
-    prefill: Correction
-    step: Correction
-    seq: int = 0  #: last report
-    alive: bool = True
-    prefills: dict[AttemptKey, Work] = field(default_factory=dict)
-    head_since: float = 0.0  #: when the first of them began
-    busy_until: float = 0.0  #: all of them are computed, by prediction
-    credit_at: float = -inf  #: from when on it may be given a prompt
-    first_due: float = 0.0  #: deadline of the first of its prompts; 0 in order of arrival
-    slack_s: float = inf  #: by how much all its prompts could be put off and be in time
-    queued_tokens: int = 0  #: uncached, given and not computed
-    prompts: int = 0  #: the number of those prompts
-    prompt_tokens: int = 0  #: and their length, cached or not
-    home_s: float = 0.0  #: seconds of prefill that wait in the line for its cache
-    streams: dict[AttemptKey, Stream] = field(default_factory=dict)
-    active: int = 0  #: prompts and streams it has
-    rows: int = 0  #: streams, those to come too
-    kv_tokens: float = 0.0
-    reserved: int = 0  #: blocks
-    expected: int = 0  #: blocks, when all its streams have reached their expected length
-    link_until: float = 0.0  #: KV is on its way to it until then
-    fit: int = -1  #: blocks of the largest reservation that it takes; -1: none
-    expected_tokens: float = inf  #: room left when all streams have reached their expected length
-    calm_tokens: float = inf  #: KV tokens that it can read beside, its step within the target
-    fitted: float = 0.0  #: when its prefills were last seen, or forgotten
-    step_now: float = 0.0
-    step_next: float = 0.0  #: a step with one more row, without its KV
-    decode_s: float = 0.0  #: the same, and what a fuller pool costs
-    step_token: float = 0.0
-    step_fixed: float = 0.0  #: `cost`, corrected: a step but for its rows and KV
-    step_row: float = 0.0
-    step_weights: float = 0.0
-    step_lone: float = 0.0  #: a step of one row; no target is shorter than 1.5 times that
-    prefills_ok: bool = False  #: what it does now
-    decodes_ok: bool = False
-    chunk: int = 0
-    chunk_s: float = 0.0  #: what is left of the chunk that it computes, on average
-    prefill_base: float = 0.0  #: `cost`, corrected
-    prefill_token: float = 0.0
-    prefill_pair: float = 0.0
-    typical_s: float = 0.0  #: prefill of a prompt like many
-    transfer_base: float = 0.0
-    transfer_token: float = 0.0
-    exposed: float = 0.0
-
-    @property
-    def room(self) -> int:
-        """Blocks that can be reserved; alone, a request may have all of them."""
-        kept = self.card.growth_reserve_blocks if self.streams else 0
-        return self.card.blocks - self.reserved - kept
-
-    def left_s(self, due: float, now: float) -> float:
-        """Seconds until a prompt with this deadline would begin."""
-        if not self.prefills:
-            return 0.0
-        head = next(iter(self.prefills.values()))
-        if due >= head.due and len(self.prefills) == 1:
-            return max(self.busy_until - now, 0.0)
-        before = sum(work.seconds for work in self.prefills.values() if work.due <= due)
-        if due >= head.due:
-            return max(self.head_since + before - now, 0.0)
-        return self.chunk_s  # the chunk that is under way comes to its end
-
-    def prefill_s(self, uncached: float, prompt: float) -> float:
-        each = self.prefill_token + self.prefill_pair * (prompt - uncached / 2)
-        return self.prefill_base + uncached * each
-
-
-class Fleet:
-    """Workers by name and by slot (slots are reused). Times in seconds of the caller's clock.
-
-    The vectors of `FLOATS`, one value per slot, are for who compares all workers; they are as of
-    the last `sync()`. Who looks at few workers reads those.
-    """
-
-    busy_until: np.ndarray
-    credit_at: np.ndarray
-    first_due: np.ndarray
-    slack_s: np.ndarray
-    queued_tokens: np.ndarray
-    prompts: np.ndarray
-    prompt_tokens: np.ndarray
-    active: np.ndarray
-    rows: np.ndarray
-    kv_tokens: np.ndarray
-    fit: np.ndarray
-    expected_tokens: np.ndarray
-    calm_tokens: np.ndarray
-    chunk: np.ndarray
-    link_until: np.ndarray
-    step_now: np.ndarray
-    step_next: np.ndarray
-    decode_s: np.ndarray
-    step_token: np.ndarray
-    prefill_base: np.ndarray
-    prefill_token: np.ndarray
-    prefill_pair: np.ndarray
-    transfer_base: np.ndarray
-    transfer_token: np.ndarray
-    exposed: np.ndarray
-
-    def __init__(self, prior_tokens_per_s: float, rtt_s: float, itl_s: float) -> None:
-        self._prior, self._lead_s = prior(prior_tokens_per_s), rtt_s + SLACK_S
-        self.itl_s = itl_s  #: target that `calm_tokens` is for
-        self.workers: dict[str, Worker] = {}
-        self.prefills: dict[str, Worker] = {}  #: by what they can do
-        self.decodes: dict[str, Worker] = {}
-        self.joins = 0  #: counts changes of membership
-        self.by_slot: list[Worker | None] = []
-        self.prefill_ok = np.zeros(0, bool)
-        self.decode_ok = np.zeros(0, bool)
-        self.queue_until = np.zeros(0)  #: until when a worker computes prompts, its home's too
-        self.put_off_s = np.zeros(0)  #: `slack_s` of those that a newcomer may go before
-        self.typical_s = np.zeros(0)  #: prefill of a `TYPICAL` prompt
-        self.decode_cost = np.zeros(0)  #: `decode_s` of those that decode
-        self.ready: set[int] = set()  #: slots whose credit has come, for `credited`
-        self._credits: list[tuple[float, int]] = []  #: those whose credit is to come; some are old
-        self._rows = np.zeros((len(FLOATS), 0))
-        self._stale: set[int] = set()
-        self._types: dict[tuple[str, str, int], Drift] = {}
-        self._learned: dict[tuple[str, int], Learned] = {}
-        self._turn = 0
+    def __init__(self, prior_tokens_per_s: float, round_trip_s: float, itl_s: float) -> None:
+        self.itl_s = itl_s  #: the configured target, for which spare KV tokens are kept ready
+        self.workers: dict[str, WorkerState] = {}
+        self.prefill_workers: list[WorkerState] = []  #: by slot, all whose role is to prefill
+        self.decode_workers: list[WorkerState] = []  #: by slot, all whose role is to decode
+        self.membership_version = 0  #: counts changes of membership
+        self.by_slot: list[WorkerState | None] = []
+        self.credited_slots: set[int] = set()  #: slots whose credit has come
         self.block_tokens = 64
-        self._resize(16)
-
-    def _resize(self, size: int) -> None:
-        old = self._rows
-        self._rows = np.zeros((len(FLOATS), size))
-        self._rows[FLOATS.index("prefill_token")] = 1.0  # empty slots divide too
-        self._rows[:, : old.shape[1]] = old
-        for index, name in enumerate(FLOATS):
-            setattr(self, name, self._rows[index])
-        empties: dict[str, Any] = {"prefill_ok": False, "decode_ok": False, "typical_s": 0.0}
-        empties |= {"queue_until": inf, "put_off_s": -inf, "decode_cost": inf}
-        for name, empty in empties.items():
-            grown = np.full(size, empty)
-            grown[: len(getattr(self, name))] = getattr(self, name)
-            setattr(self, name, grown)
-        self.by_slot += [None] * (size - len(self.by_slot))
-
-    def sync(self) -> None:
-        """Brings the vectors of `FLOATS` up to date."""
-        for slot in self._stale:
-            worker = self.by_slot[slot]
-            if worker is not None:
-                self._rows[:, slot] = _ROW(worker)
-        self._stale.clear()
+        self._prior = prior(prior_tokens_per_s)
+        self._credit_lead_s = round_trip_s + PREDICTION_SLACK_S
+        #: (moment, slot) of credits to come; an entry that its worker contradicts is out of date
+        self._coming_credits: list[tuple[float, int]] = []
+        self._type_drifts: dict[tuple[str, str, int], Drift] = {}
+        self._learned_costs: dict[tuple[str, int], LearnedCost] = {}
+        self._revisited_slot = 0
 
     # ---- membership ------------------------------------------------------------------------------
 
-    def join(self, card: WorkerCard) -> Worker:
-        """A new worker, or the same with a new card; what is placed on it stays."""
+    def join(self, card: WorkerCard) -> WorkerState:
+        """Add a worker, or give a worker a new card; what is placed on it stays."""
         worker = self.workers.get(card.id)
         if worker is None:
-            if None not in self.by_slot:
-                self._resize(2 * len(self.by_slot))
-            slot = self.by_slot.index(None)
-            cost = card.cost or self._learned_of(card).cost
-            prefill, step = self._correction("prefill", card), self._correction("step", card)
-            worker = Worker(slot, card, cost, prefill, step)
-            self.workers[card.id] = self.by_slot[slot] = worker
+            worker = self._add(card)
         elif card.cost:
-            worker.cost = card.cost
-        worker.card, worker.seq = card, 0
-        self.joins += 1
+            worker.nominal_cost = card.cost
+        worker.card = card
+        worker.last_report = 0
+        worker.can_prefill = _prefills(card)
+        worker.can_decode = _decodes(card)
         self.block_tokens = card.block_tokens
-        slot = worker.slot
-        worker.prefills_ok = card.role in ("prefill", "mixed")
-        worker.decodes_ok = card.role in ("decode", "mixed")
-        self.prefill_ok[slot], self.decode_ok[slot] = worker.prefills_ok, worker.decodes_ok
-        for known, can in ((self.prefills, worker.prefills_ok), (self.decodes, worker.decodes_ok)):
-            known.pop(card.id, None)
-            if can:
-                known[card.id] = worker
-        worker.chunk = card.chunk_tokens
-        self._prefill_speed(worker)
-        self._decode_speed(worker)
-        self._decode_changed(worker)
-        self._prefill_changed(worker)
+        self._membership_changed()
+        self._update_cost(worker)
+        worker.update_decode_load(self.itl_s)
+        self._update_pending(worker)
         return worker
 
-    def _correction(self, kind: str, card: WorkerCard) -> Correction:
-        return Correction(
-            self._types.setdefault((kind, card.gpu, card.tensor_parallel), Drift(SLOW))
+    def _add(self, card: WorkerCard) -> WorkerState:
+        cost = card.cost or self._learned_cost(card).cost
+        worker = WorkerState(
+            slot=self._free_slot(),
+            card=card,
+            nominal_cost=cost,
+            cost=cost,
+            prefill_correction=self._new_correction("prefill", card),
+            step_correction=self._new_correction("step", card),
         )
-
-    def _learned_of(self, card: WorkerCard) -> Learned:
-        return self._learned.setdefault((card.gpu, card.tensor_parallel), Learned(self._prior))
-
-    def lose(self, name: str) -> Worker | None:
-        worker = self.workers.pop(name, None)
-        if worker:
-            slot = worker.slot
-            worker.alive = worker.prefills_ok = worker.decodes_ok = False
-            self.joins += 1
-            self.prefills.pop(name, None)
-            self.decodes.pop(name, None)
-            self.by_slot[slot] = None
-            self.prefill_ok[slot] = self.decode_ok[slot] = False
-            self.fit[slot], self.queue_until[slot] = -1, inf
-            self.put_off_s[slot], self.decode_cost[slot] = -inf, inf
-            self.ready.discard(slot)
+        self.workers[card.id] = worker
+        self.by_slot[worker.slot] = worker
         return worker
+
+    def _free_slot(self) -> int:
+        if None not in self.by_slot:
+            self.by_slot.append(None)
+        return self.by_slot.index(None)
+
+    def _new_correction(self, formula: str, card: WorkerCard) -> Correction:
+        worker_type = (formula, card.gpu, card.tensor_parallel)
+        return Correction(self._type_drifts.setdefault(worker_type, Drift(SLOW)))
+
+    def _learned_cost(self, card: WorkerCard) -> LearnedCost:
+        worker_type = (card.gpu, card.tensor_parallel)
+        return self._learned_costs.setdefault(worker_type, LearnedCost(self._prior))
+
+    def lose(self, name: str) -> WorkerState | None:
+        """Remove a worker and free its slot; None if it is not known."""
+        worker = self.workers.pop(name, None)
+        if worker is None:
+            return None
+        worker.alive = False
+        worker.can_prefill = False
+        worker.can_decode = False
+        self.by_slot[worker.slot] = None
+        self.credited_slots.discard(worker.slot)
+        self._membership_changed()
+        return worker
+
+    def _membership_changed(self) -> None:
+        self.membership_version += 1
+        alive = [worker for worker in self.by_slot if worker is not None]
+        self.prefill_workers = [worker for worker in alive if _prefills(worker.card)]
+        self.decode_workers = [worker for worker in alive if _decodes(worker.card)]
+
+    def accepting_decode_workers(self) -> list[WorkerState]:
+        """Return the decode workers that take reservations now, by slot."""
+        return [worker for worker in self.decode_workers if worker.can_decode]
 
     @property
     def largest_pool(self) -> int:
         """Blocks of the largest KV pool that decodes."""
-        return max((worker.card.blocks for worker in self.decodes.values()), default=0)
-
-    def mask(self, ok: np.ndarray, without: list[str]) -> np.ndarray:
-        """`ok` without the workers of these names."""
-        slots = [self.workers[name].slot for name in without if name in self.workers]
-        if not slots:
-            return ok
-        ok = ok.copy()
-        ok[slots] = False
-        return ok
+        return max((worker.card.blocks for worker in self.decode_workers), default=0)
 
     # ---- speeds ----------------------------------------------------------------------------------
 
-    def _prefill_speed(self, worker: Worker) -> None:
-        c, factor = worker.cost, worker.prefill.factor
-        worker.prefill_base = c.prefill_base * factor
-        worker.prefill_token = c.prefill_token * factor
-        worker.prefill_pair = c.prefill_pair * factor
-        worker.chunk_s = 0.5 * worker.prefill_token * worker.chunk
-        worker.transfer_base, worker.transfer_token = c.transfer_base, c.transfer_token
-        worker.exposed = c.exposed_share
-        worker.typical_s = worker.prefill_s(*TYPICAL)
-        if worker.alive:
-            self.typical_s[worker.slot] = worker.typical_s
-            self._stale.add(worker.slot)
+    def _update_cost(self, worker: WorkerState) -> None:
+        """Apply the corrections to the nominal cost, and what is derived from prefill speed."""
+        worker.cost = worker.nominal_cost.scaled(
+            worker.prefill_correction.factor, worker.step_correction.factor
+        )
+        worker.half_chunk_s = 0.5 * worker.cost.prefill_token * worker.card.chunk_tokens
+        worker.typical_prefill_s = worker.cost.prefill_s(
+            TYPICAL_UNCACHED_TOKENS, TYPICAL_PROMPT_TOKENS
+        )
 
-    def _decode_speed(self, worker: Worker) -> None:
-        c, factor = worker.cost, worker.step.factor
-        worker.step_fixed, worker.step_token = factor * c.step_base, factor * c.step_token
-        worker.step_row, worker.step_weights = factor * c.step_row, factor * c.step_weights
-        worker.step_lone = factor * step_s(c, 1, 0)
+    def correct_prefill(
+        self, worker: WorkerState, work: PrefillWork, took_s: float, now: float
+    ) -> None:
+        """Correct the worker's prefill speed: this work took `took_s` seconds."""
+        nominal_s = worker.nominal_cost.prefill_s(work.uncached_tokens, work.prompt_tokens)
+        worker.corrected_at = now
+        worker.prefill_correction.observe(took_s / nominal_s if nominal_s else 1.0)
+        self._update_cost(worker)
 
-    def corrected(self, worker: Worker, ratio: float, now: float) -> None:
-        """A prefill took `ratio` times what the closed form says."""
-        worker.fitted = now
-        worker.prefill.observe(ratio)
-        self._prefill_speed(worker)
+    def report(self, worker: WorkerState, report: WorkerReport) -> bool:
+        """Correct the worker's speeds by a report; True if it takes reservations again.
 
-    def report(self, worker: Worker, report: WorkerReport) -> bool:
-        """What a report says of speed; without a closed form its type is learned from scratch.
-
-        True if its reservations are taken again.
+        The speed of a worker whose card has no coefficients is learned from scratch.
         """
-        changed = False
+        cost_changed = False
         if worker.card.cost is None:
-            changed = self._learn(worker, report)
+            cost_changed = self._learn(worker, report)
         if report.steps and report.step_seconds > 0:
-            changed = True
+            cost_changed = True
             if report.running and not report.prefill_tokens:
-                expected = step_s(worker.cost, report.running, report.kv_tokens)
-                worker.step.observe(report.step_seconds / report.steps / expected)
+                predicted_s = worker.nominal_cost.step_s(report.running, report.kv_tokens)
+                step_s = report.step_seconds / report.steps
+                worker.step_correction.observe(step_s / predicted_s)
+        could_decode = worker.can_decode
         # while preempted sequences wait for blocks, the worker refuses reservations
-        before = worker.decodes_ok
-        after = worker.card.role in ("decode", "mixed") and not report.waiting
-        if after != before:
-            worker.decodes_ok = self.decode_ok[worker.slot] = after
-            self._prefill_changed(worker)  # credit is looked at again
-        if changed:
-            self._decode_speed(worker)
-        if changed or after != before:
-            self._decode_changed(worker)
-        return after and not before
+        worker.can_decode = _decodes(worker.card) and not report.waiting
+        if worker.can_decode != could_decode:
+            self._update_credit(worker)
+        if cost_changed:
+            self._update_cost(worker)
+        if cost_changed or worker.can_decode != could_decode:
+            worker.update_decode_load(self.itl_s)
+        return worker.can_decode and not could_decode
 
-    def _learn(self, worker: Worker, report: WorkerReport) -> bool:
-        """Its type learns from the report, it from its type. True if its closed form changed."""
-        learned = self._learned_of(worker.card)
+    def _learn(self, worker: WorkerState, report: WorkerReport) -> bool:
+        """The worker's type learns from the report, and the worker from its type.
+
+        True if the worker's nominal cost is another one now.
+        """
+        learned = self._learned_cost(worker.card)
         if report.prefill_seconds > 0 and report.prefill_tokens:
-            learned.prefill(report.prefill_seconds / report.prefill_tokens)
+            learned.observe_prefill(report.prefill_seconds / report.prefill_tokens)
         if report.steps and report.step_seconds > 0:
-            learned.step(report.step_seconds / report.steps, report.running)
-        return self._catch_up(worker, learned)
+            learned.observe_step(report.step_seconds / report.steps, report.running)
+        return self._adopt_learned(worker, learned)
 
-    def _catch_up(self, worker: Worker, learned: Learned) -> bool:
-        if worker.cost is learned.cost:
+    def _adopt_learned(self, worker: WorkerState, learned: LearnedCost) -> bool:
+        if worker.nominal_cost is learned.cost:
             return False
-        worker.cost = learned.cost
-        self._prefill_speed(worker)
+        worker.nominal_cost = learned.cost
+        self._update_cost(worker)
         return True
 
     def revisit(self, now: float) -> None:
-        """One worker, in turn. What one bad prompt said of it would keep an idle one idle for ever:
-        it catches up with its type, and what is its own fades."""
-        self._turn = (self._turn + 1) % len(self.by_slot)
-        worker = self.by_slot[self._turn]
-        if worker is None or worker.prefills:
+        """Look at one worker in turn, and forget half of its own correction if it is idle.
+
+        What one bad prompt said of a worker would otherwise keep an idle worker idle for ever.
+        """
+        self._revisited_slot = (self._revisited_slot + 1) % max(len(self.by_slot), 1)
+        worker = self.by_slot[self._revisited_slot] if self.by_slot else None
+        if worker is None or worker.pending_prefills:
             return
-        changed = worker.card.cost is None and self._catch_up(worker, self._learned_of(worker.card))
-        if now - worker.fitted > FADE_S:
-            worker.fitted = now
-            worker.prefill.fade()
-            self._prefill_speed(worker)
-        if changed:
-            self._decode_speed(worker)
-            self._decode_changed(worker)
+        if now - worker.corrected_at > FADE_S:
+            worker.corrected_at = now
+            worker.prefill_correction.fade()
+            self._update_cost(worker)
+        if worker.card.cost is None:
+            learned = self._learned_cost(worker.card)
+            if self._adopt_learned(worker, learned):
+                worker.update_decode_load(self.itl_s)
 
     # ---- prompts ---------------------------------------------------------------------------------
 
-    def give(
-        self,
-        worker: Worker,
-        key: AttemptKey,
-        tokens: tuple[int, int],
-        seconds: float,
-        now: float,
-        due: float = 0.0,
-        fetches: bool = False,
+    def give_prompt(
+        self, worker: WorkerState, key: AttemptKey, work: PrefillWork, now: float
     ) -> None:
-        """A prompt, (uncached, all) tokens, is on its way to the worker, and will take it so long.
+        """Note that a prompt is on its way to the worker.
 
-        It goes before those with a later `due`; one that has begun is halted, and goes on behind.
+        The prompt goes before those with a later deadline. One that has begun is halted at the
+        next chunk's border, and goes on behind.
         """
-        uncached, prompt = tokens
-        work = Work(seconds, uncached, prompt, now, due, fetches)
-        works = worker.prefills
+        works = worker.pending_prefills
         if not works:
-            worker.head_since = worker.busy_until = now
-            worker.first_due = due
-        elif due < next(reversed(works.values())).due:
-            head = next(iter(works.values()))
-            if due < head.due:
-                done = now - worker.head_since
-                head.seconds = max(head.seconds - done, 0.05 * head.seconds)
-                head.halted, worker.head_since = True, now
-                work.halted = True  # it waits for the chunk that is under way
-            works[key] = work
-            worker.prefills = dict(sorted(works.items(), key=_by_due))
-            self._prefill_changed(worker)
+            worker.head_began = now
+        elif work.deadline < next(reversed(works.values())).deadline:
+            self._insert_prompt(worker, key, work, now)
             return
-        works[key] = work  # behind all others: the sums grow
-        worker.queued_tokens += uncached
-        worker.prompt_tokens += prompt
-        worker.prompts += 1
-        worker.active += 1
-        worker.busy_until = end = worker.busy_until + seconds
-        if due - end < worker.slack_s:
-            worker.slack_s = due - end
-        self._credit_changed(worker)
+        works[key] = work
+        self._update_pending(worker)
 
-    def computed(self, worker: Worker, key: AttemptKey, now: float) -> tuple[Work, float] | None:
-        """The prompt's first token is out: its work, and the seconds that it took."""
-        if key not in worker.prefills:
+    def _insert_prompt(
+        self, worker: WorkerState, key: AttemptKey, work: PrefillWork, now: float
+    ) -> None:
+        """Put a prompt before others of the worker, if need be before the one under way."""
+        works = worker.pending_prefills
+        head = next(iter(works.values()))
+        if work.deadline < head.deadline:
+            remaining_s = head.seconds - (now - worker.head_began)
+            head.seconds = max(remaining_s, HALTED_SHARE_MIN * head.seconds)
+            head.delayed = True
+            worker.head_began = now
+            work.delayed = True  # it waits for the chunk that is under way
+        works[key] = work
+        in_order = sorted(works.items(), key=lambda item: item[1].deadline)
+        worker.pending_prefills = dict(in_order)
+        self._update_pending(worker)
+
+    def finish_prompt(
+        self, worker: WorkerState, key: AttemptKey, now: float
+    ) -> tuple[PrefillWork, float] | None:
+        """Note that a prompt's first token is out.
+
+        Returns the work and the seconds that it took, 0.0 if these say nothing of the worker's
+        speed; None if the prompt is not pending there.
+        """
+        if key not in worker.pending_prefills:
             return None
-        first = next(iter(worker.prefills)) == key
-        work = worker.prefills.pop(key)
-        alone = first and not work.halted
-        took = now - max(worker.head_since, work.since) if alone else 0.0
-        worker.head_since = now
-        self._prefill_changed(worker)
-        return work, took
+        was_first = next(iter(worker.pending_prefills)) == key
+        work = worker.pending_prefills.pop(key)
+        took_s = 0.0
+        if was_first and not work.delayed:
+            took_s = now - max(worker.head_began, work.assigned_at)
+        worker.head_began = now
+        self._update_pending(worker)
+        return work, took_s
 
-    def withdrawn(self, worker: Worker, key: AttemptKey, now: float) -> None:
-        """The prompt is not going to be computed there any more."""
-        if key in worker.prefills:
-            if next(iter(worker.prefills)) == key:
-                worker.head_since = now
-            del worker.prefills[key]
-            self._prefill_changed(worker)
+    def withdraw_prompt(self, worker: WorkerState, key: AttemptKey, now: float) -> None:
+        """Note that the worker is not going to compute this prompt any more."""
+        if key not in worker.pending_prefills:
+            return
+        if next(iter(worker.pending_prefills)) == key:
+            worker.head_began = now
+        del worker.pending_prefills[key]
+        self._update_pending(worker)
 
-    def _prefill_changed(self, worker: Worker) -> None:
-        works = worker.prefills
-        tokens = whole = 0
-        end, slack, count = worker.head_since, inf, len(works)
-        for work in works.values():
-            tokens += work.uncached
-            whole += work.prompt
-            end += work.seconds
-            if work.due - end < slack:
-                slack = work.due - end
-        worker.queued_tokens, worker.prompt_tokens, worker.prompts = tokens, whole, count
-        worker.active = count + len(worker.streams)
-        worker.slack_s = slack
-        worker.first_due = next(iter(works.values())).due if count else 0.0
-        worker.busy_until = end if count else 0.0
-        self._credit_changed(worker)
+    def _update_pending(self, worker: WorkerState) -> None:
+        worker.update_pending_prefills()
+        self._update_credit(worker)
 
-    def _credit_changed(self, worker: Worker) -> None:
+    # ---- credit ----------------------------------------------------------------------------------
+
+    def _update_credit(self, worker: WorkerState) -> None:
         if not worker.alive:
-            return  # its slot may be another's by now
-        slot, end = worker.slot, worker.busy_until
-        tokens, count = worker.queued_tokens, worker.prompts
-        if tokens < BATCH_TOKENS and tokens < worker.chunk:
-            credit = -inf
-        else:
-            credit = end - self._lead_s if count < PREFETCH else inf
-        worker.credit_at = credit
-        if credit == inf:
-            self.ready.discard(slot)
-        elif credit == -inf:
-            self.ready.add(slot)
-        else:
-            self.ready.discard(slot)
-            heappush(self._credits, (credit, slot))
-            if len(self._credits) > OLD_CREDITS * len(self.by_slot):
-                to_come = ((w.credit_at, w.slot) for w in self.workers.values())
-                self._credits = [one for one in to_come if -inf < one[0] < inf]
-                heapify(self._credits)
-        takes = worker.prefills_ok
-        self.queue_until[slot] = end + worker.home_s if takes else inf
-        self.put_off_s[slot] = worker.slack_s if takes and 0 < count < HALTED_MAX else -inf
-        self._stale.add(slot)
+            return  # its slot may be another worker's by now
+        worker.credit_at = self._credit_at(worker)
+        if worker.credit_at == -inf:
+            self.credited_slots.add(worker.slot)
+            return
+        self.credited_slots.discard(worker.slot)
+        if worker.credit_at == inf:
+            return
+        heappush(self._coming_credits, (worker.credit_at, worker.slot))
+        if len(self._coming_credits) > STALE_CREDITS * len(self.by_slot):
+            self._remove_stale_credits()
 
-    def waits_at(self, worker: Worker, seconds: float) -> None:
-        """So much prefill waits in the line for this worker's cache."""
-        worker.home_s = seconds
-        if worker.prefills_ok:
-            self.queue_until[worker.slot] = worker.busy_until + seconds
-
-    def credited(self, now: float) -> list[Worker]:
-        """Those that may be given a prompt now, but for those that are not `ready` any more."""
-        credits, by_slot, ready = self._credits, self.by_slot, self.ready
-        while credits and credits[0][0] <= now:
-            credit, slot = heappop(credits)
-            worker = by_slot[slot]
-            if worker is not None and worker.credit_at == credit:
-                ready.add(slot)
-        if not ready:
-            return []
-        return [worker for slot in sorted(ready) if (worker := by_slot[slot]) is not None]
-
-    def next_credit(self, now: float, decodes: bool) -> float:
-        """When the next worker that prefills (or decodes) will be credited; inf: none."""
-        self.credited(now)
-        credits = self._credits
-        while credits:
-            credit, slot = credits[0]
-            worker = self.by_slot[slot]
-            if worker is not None and worker.credit_at == credit:
-                takes = worker.decodes_ok if decodes else worker.prefills_ok
-                if takes:
-                    return credit
-            heappop(credits)
+    def _credit_at(self, worker: WorkerState) -> float:
+        if worker.pending_tokens < min(BATCH_TOKENS, worker.card.chunk_tokens):
+            return -inf
+        if len(worker.pending_prefills) < PREFETCH:
+            return worker.busy_until - self._credit_lead_s
         return inf
 
-    # ---- streams ---------------------------------------------------------------------------------
+    def _remove_stale_credits(self) -> None:
+        self._coming_credits = [
+            (worker.credit_at, worker.slot)
+            for worker in self.workers.values()
+            if -inf < worker.credit_at < inf
+        ]
+        heapify(self._coming_credits)
 
-    def reserve(self, worker: Worker, key: AttemptKey, stream: Stream) -> None:
-        assert key not in worker.streams, key
-        worker.streams[key] = stream
-        worker.reserved += stream.blocks
-        worker.expected += stream.expected_blocks
-        worker.kv_tokens += stream.kv_tokens
-        worker.rows += stream.rows
-        if worker.alive:
-            self._decode_changed(worker)
+    def credit_arrived_workers(self, now: float) -> None:
+        """Add the slots whose credit has come by `now` to `credited_slots`."""
+        while self._coming_credits and self._coming_credits[0][0] <= now:
+            credit_at, slot = heappop(self._coming_credits)
+            worker = self.by_slot[slot]
+            if worker is not None and worker.credit_at == credit_at:
+                self.credited_slots.add(slot)
 
-    def release(self, worker: Worker, key: AttemptKey) -> None:
-        stream = worker.streams.pop(key, None)
-        if stream:
-            worker.reserved -= stream.blocks
-            worker.expected -= stream.expected_blocks
-            worker.kv_tokens -= stream.kv_tokens
-            worker.rows -= stream.rows
-            if worker.alive:
-                self._decode_changed(worker)
+    def credited(self, now: float) -> list[WorkerState]:
+        """Return the workers that may be given a prompt now, by slot.
 
-    def _decode_changed(self, worker: Worker) -> None:
-        slot, card = worker.slot, worker.card
-        rows = worker.rows
-        worker.active = worker.prompts + rows
-        if not rows:
-            worker.kv_tokens = 0.0  # rounding errors do not pile up
-        kv = worker.kv_tokens
-        room = card.blocks - worker.reserved - (card.growth_reserve_blocks if rows else 0)
-        full = 1.0 - room / card.blocks if card.blocks else 1.0
-        worker.fit = room if worker.decodes_ok and rows < card.max_running else -1
-        fixed = worker.step_fixed + worker.step_token * kv
-        row, least = worker.step_row, worker.step_weights
-        now, after = row * rows, row * rows + row
-        worker.step_now = fixed + (now if now > least else least)
-        worker.step_next = after = fixed + (after if after > least else least)
-        worker.decode_s = after + MEMORY_S * full * full
-        worker.expected_tokens = worker.calm_tokens = inf
-        if rows:
-            left = room + worker.reserved - worker.expected
-            worker.expected_tokens = float(left * card.block_tokens)
-            worker.calm_tokens = self.calm(worker, self.itl_s)
-        self.decode_cost[slot] = worker.decode_s if worker.decodes_ok else inf
-        self._stale.add(slot)
+        Slots that a policy has taken out of `credited_slots` are left out until their credit
+        changes.
+        """
+        self.credit_arrived_workers(now)
+        workers = [self.by_slot[slot] for slot in sorted(self.credited_slots)]
+        return [worker for worker in workers if worker is not None]
 
-    def calm(self, worker: Worker, itl_s: float) -> float:
-        """KV tokens of one more row with which a step stays within the target. A worker whose
-        step is too long even for one row is judged by that: it cannot do better."""
-        after, lone = worker.step_next, 1.5 * worker.step_lone
-        limit = lone if lone > itl_s else itl_s
-        if worker.step_token:
-            return (limit - after) / worker.step_token
-        return inf if after <= limit else -inf
+    def credit_again(self, now: float) -> None:
+        """Add every worker that has credit to `credited_slots`."""
+        for worker in self.workers.values():
+            if worker.credit_at <= now:
+                self.credited_slots.add(worker.slot)
+
+    def next_credit(self, now: float, decodes: bool) -> float:
+        """Return when the next worker that prefills (or decodes) gets credit; inf: none will."""
+        self.credit_arrived_workers(now)
+        while self._coming_credits:
+            credit_at, slot = self._coming_credits[0]
+            worker = self.by_slot[slot]
+            if worker is not None and worker.credit_at == credit_at:
+                takes_prompts = worker.can_decode if decodes else worker.can_prefill
+                if takes_prompts:
+                    return credit_at
+            heappop(self._coming_credits)
+        return inf
+
+    # ---- decode reservations ---------------------------------------------------------------------
+
+    def reserve(self, worker: WorkerState, key: AttemptKey, reservation: DecodeReservation) -> None:
+        """Reserve blocks, rows and KV tokens for an attempt."""
+        assert key not in worker.reservations, key
+        worker.reservations[key] = reservation
+        worker.reserved_blocks += reservation.blocks
+        worker.expected_blocks += reservation.expected_blocks
+        worker.kv_tokens += reservation.kv_tokens
+        worker.rows += reservation.rows
+        worker.update_decode_load(self.itl_s)
+
+    def release(self, worker: WorkerState, key: AttemptKey) -> None:
+        """Give an attempt's reservation back; nothing happens if it has none."""
+        reservation = worker.reservations.pop(key, None)
+        if reservation is None:
+            return
+        worker.reserved_blocks -= reservation.blocks
+        worker.expected_blocks -= reservation.expected_blocks
+        worker.kv_tokens -= reservation.kv_tokens
+        worker.rows -= reservation.rows
+        worker.update_decode_load(self.itl_s)
+
+
+def _prefills(card: WorkerCard) -> bool:
+    """Whether the worker's role is to compute prompts."""
+    return card.role in ("prefill", "mixed")
+
+
+def _decodes(card: WorkerCard) -> bool:
+    """Whether the worker's role is to decode."""
+    return card.role in ("decode", "mixed")

@@ -1,8 +1,8 @@
 """Goodput: which requests met their targets, per class and tenant (pure).
 
     met    first token within the TTFT target, and the gaps within the ITL target: their mean, and
-           their p99 where there are `FEW` of them at least: no more than one in a hundred late,
-           so none of fewer than 100. The gap between the first and the second token, in which
+           their p99 where there are `GAPS_FOR_P99` of them at least: no more than one in a hundred
+           late, so none of fewer than 100. The gap between the first and the second token, in which
            the hand-over lies, is a gap like any other.
     share  of the requests of the last `WINDOW_S`: those that met both, by all
 
@@ -15,116 +15,142 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from ..protos.frames import RequestOutcome
 
-WINDOW_S, PARTS = 300.0, 30
-FEW = 20  #: gaps below which only their mean is judged
+WINDOW_S = 300.0
+PARTS = 30  #: slices of the window, which leave it one by one
+GAPS_FOR_P99 = 20  #: gaps below which only their mean is judged
 NAMED = 50  #: tenants, and classes, that are counted by name; the rest together as `OTHER`
 OTHER = "other"
 FINISHED = ("stop", "length")
 MET = ("both", "ttft", "itl", "none")
-Group = tuple[str, str, str]  #: class, tenant, which targets were met
+
+
+class GoodputGroup(NamedTuple):
+    """What requests are counted by."""
+
+    slo_class: str
+    tenant: str
+    met: str  #: which targets were met, one of `MET`
 
 
 def p99(gaps: Sequence[float]) -> float:
-    """By nearest rank: the least that 99 % of the gaps keep, of fewer than 100 the longest; the
-    simulator and the load tests judge by the same. 0.0: there are none."""
+    """Return the least that 99 % of the gaps keep, by nearest rank; 0.0: there are none.
+
+    Of fewer than 100 gaps that is the longest. The simulator and the load tests judge by the same.
+    """
     return sorted(gaps)[-1 - len(gaps) // 100] if gaps else 0.0
 
 
 def judge(outcome: RequestOutcome, ttft_s: float, itl_s: float) -> str | None:
-    """Which targets were met, one of `MET`; None: it does not count. For requests that name no
-    targets, `ttft_s` and `itl_s` are theirs."""
-    ttft_s, itl_s = outcome.ttft_target_s or ttft_s, outcome.itl_target_s or itl_s
-    ttft = outcome.tokens > 0 and outcome.waited_s <= ttft_s
-    itl = outcome.itl_mean_s <= itl_s and (outcome.gaps < FEW or outcome.itl_p99_s <= itl_s)
+    """Return which targets were met, one of `MET`; None: the request does not count.
+
+    `ttft_s` and `itl_s` are the targets of requests that name none.
+    """
+    ttft_target_s = outcome.ttft_target_s or ttft_s
+    itl_target_s = outcome.itl_target_s or itl_s
+    in_time = outcome.waited_s <= ttft_target_s
+    p99_met = outcome.gaps < GAPS_FOR_P99 or outcome.itl_p99_s <= itl_target_s
+    itl_met = outcome.itl_mean_s <= itl_target_s and p99_met
     if outcome.reason == "cancelled":
-        late = outcome.waited_s > ttft_s
-        if not late and itl:
+        if in_time and itl_met:
             return None
-    elif outcome.reason not in FINISHED:
+        ttft_met = in_time and outcome.tokens > 0
+    elif outcome.reason in FINISHED:
+        ttft_met = in_time  # an answer without tokens is in time if it ends in time
+    else:
         return "none"
-    elif outcome.tokens == 0:
-        ttft = outcome.waited_s <= ttft_s
-    return {(1, 1): "both", (1, 0): "ttft", (0, 1): "itl", (0, 0): "none"}[ttft, itl]
+    if ttft_met and itl_met:
+        return "both"
+    if ttft_met:
+        return "ttft"
+    return "itl" if itl_met else "none"
 
 
 @dataclass(slots=True)
-class Part:
+class WindowPart:
     """What ended in one slice of the window."""
 
     number: int
-    met: Counter[Group] = field(default_factory=Counter)
+    met: Counter[GoodputGroup] = field(default_factory=Counter)
 
 
 class Goodput:
-    """Targets are those of requests that name none, in seconds."""
+    """Counts ended requests by the targets that they met; the defaults are in seconds."""
 
     def __init__(self, ttft_s: float, itl_s: float) -> None:
-        self._ttft_s, self._itl_s = ttft_s, itl_s
+        self._ttft_s = ttft_s
+        self._itl_s = itl_s
         self._names: dict[str, set[str]] = {"tenant": set(), "class": set()}
-        self._parts: deque[Part] = deque()
-        self.total: Counter[Group] = Counter()  #: requests since the start
+        self._parts: deque[WindowPart] = deque()
+        self.total: Counter[GoodputGroup] = Counter()  #: requests since the start
 
     def observe(self, outcome: RequestOutcome, now: float) -> None:
+        """Count a request that has ended now."""
         met = judge(outcome, self._ttft_s, self._itl_s)
         if met is None:
             return
-        slo_class = self._name("class", outcome.slo_class)
-        key = (slo_class, self._name("tenant", outcome.tenant), met)
-        self.total[key] += 1
-        self._part(now).met[key] += 1
+        slo_class = self._counted_name("class", outcome.slo_class)
+        tenant = self._counted_name("tenant", outcome.tenant)
+        group = GoodputGroup(slo_class, tenant, met)
+        self.total[group] += 1
+        self._part(now).met[group] += 1
 
-    def _name(self, kind: str, name: str) -> str:
-        known = self._names[kind]
-        if name in known:
+    def _counted_name(self, kind: str, name: str) -> str:
+        """Return `name`, or `OTHER` for names beyond the first `NAMED`."""
+        names = self._names[kind]
+        if name in names:
             return name
-        if len(known) >= NAMED:
+        if len(names) >= NAMED:
             return OTHER
-        known.add(name)
+        names.add(name)
         return name
 
-    def _part(self, now: float) -> Part:
+    def _part(self, now: float) -> WindowPart:
         number = int(now * PARTS / WINDOW_S)
         self.forget(now)
         if not self._parts or self._parts[-1].number < number:
-            self._parts.append(Part(number))
+            self._parts.append(WindowPart(number))
         return self._parts[-1]
 
     def forget(self, now: float) -> None:
-        """What ended before the window."""
+        """Forget what ended before the window that ends now."""
         if not self._parts:
             return
         oldest = int(now * PARTS / WINDOW_S) - PARTS + 1
         while self._parts and self._parts[0].number < oldest:
             self._parts.popleft()
 
-    def statistics(self) -> dict:
-        """Of the window; call `forget` before. Shares are None where nothing ended."""
-        met: Counter[Group] = sum((part.met for part in self._parts), Counter())
+    def statistics(self) -> dict[str, Any]:
+        """Return the shares of the window; call `forget` before. None where nothing ended."""
+        met: Counter[GoodputGroup] = sum((part.met for part in self._parts), Counter())
         everything = _shares(met, lambda _: "").get("", {})
         return {
             "window_s": WINDOW_S,
             "requests": everything.get("requests", 0),
             "share": everything.get("share"),
-            "classes": _shares(met, lambda group: group[0]),
-            "tenants": _shares(met, lambda group: group[1]),
+            "classes": _shares(met, lambda group: group.slo_class),
+            "tenants": _shares(met, lambda group: group.tenant),
         }
 
 
-def _shares(met: Counter[Group], name: Callable[[Group], str]) -> dict[str, dict]:
-    """Of each name: requests, and the shares of them that met both targets, and each of them."""
+def _shares(
+    met: Counter[GoodputGroup], name_of: Callable[[GoodputGroup], str]
+) -> dict[str, dict[str, float]]:
+    """Return each name's requests, and the shares that met both targets, and each of them."""
     counts = Counter[tuple[str, str]]()
     for group, count in met.items():
-        counts[name(group), group[2]] += count
-    told = {}
-    for one in sorted({one for one, _ in counts}):
-        every, both = sum(counts[one, which] for which in MET), counts[one, "both"]
-        told[one] = {
-            "requests": every,
-            "share": round(both / every, 4),
-            "ttft": round((both + counts[one, "ttft"]) / every, 4),
-            "itl": round((both + counts[one, "itl"]) / every, 4),
+        counts[name_of(group), group.met] += count
+    shares = {}
+    for name in sorted({name for name, _ in counts}):
+        requests = sum(counts[name, targets] for targets in MET)
+        both = counts[name, "both"]
+        shares[name] = {
+            "requests": requests,
+            "share": round(both / requests, 4),
+            "ttft": round((both + counts[name, "ttft"]) / requests, 4),
+            "itl": round((both + counts[name, "itl"]) / requests, 4),
         }
-    return told
+    return shares

@@ -4,9 +4,10 @@ A hash names the whole prefix up to its block, so one probe answers for all bloc
 some positions of a prompt are looked up: each 64-token block of the first 1,024 tokens, where
 system prompts differ, and every eighth (512 tokens) behind; the worker itself matches the tail.
 
-Entries come from reports, and from placements before any report says so (*predicted*; they end
-after a while if none confirms them). Each worker's entries are bounded; the least recently used go
-first, and of one prefix the tail before the head.
+Life of an entry:
+    reported or predicted -> stored; a predicted one ends after a while if no report confirms it
+    evicted, or surplus   -> removed; each worker's entries are bounded, the least recently used go
+                             first, and of one prefix the tail before the head
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from itertools import islice
 from math import inf
 from operator import itemgetter
 
-import numpy as np
-
-FRONT_BLOCKS, STRIDE = 16, 8  #: as `kv_transfer.identity.looked_up`, by which workers report
-GROUPS_MAX = 1 << 16  #: shared bitmasks; more are not shared
-FEW = 8  #: workers that are known one by one
+BLOCK_TOKENS = 64  #: of a hashed block
+#: as `kv_transfer.identity.looked_up`, by which workers report
+FRONT_BLOCKS = 16
+STRIDE = 8
+SHARED_MASKS_MAX = 1 << 16  #: masks that entries share; more are not shared
+LISTED_HOLDERS_MAX = 8  #: so many workers are noted one by one
 
 
 @lru_cache(maxsize=4096)
 def positions(count: int) -> tuple[int, ...]:
-    """Which of a prompt's `count` block hashes are looked up."""
+    """Return which of a prompt's `count` block hashes are looked up."""
     front = range(min(count, FRONT_BLOCKS))
     return (*front, *range(FRONT_BLOCKS + STRIDE - 1, count, STRIDE))
 
@@ -38,46 +40,58 @@ def _sampler(count: int) -> itemgetter:
 
 
 def sample(hashes: Sequence[bytes]) -> Sequence[bytes]:
-    """The hashes at `positions`, root first."""
+    """Return the hashes at `positions`, root first."""
     return hashes if len(hashes) < 2 else _sampler(len(hashes))(hashes)
 
 
 def blocks_at(depth: int) -> int:
-    """64-token blocks that a match of `depth` sampled hashes covers."""
-    return depth if depth <= FRONT_BLOCKS else FRONT_BLOCKS + (depth - FRONT_BLOCKS) * STRIDE
+    """Return the 64-token blocks that a match of `depth` sampled hashes covers."""
+    if depth <= FRONT_BLOCKS:
+        return depth
+    return FRONT_BLOCKS + (depth - FRONT_BLOCKS) * STRIDE
 
 
 def tokens_at(depth: int) -> int:
-    """The same in tokens."""
-    return depth * 64 if depth <= FRONT_BLOCKS else 512 * depth - 7168
+    """Return the tokens that a match of `depth` sampled hashes covers."""
+    return BLOCK_TOKENS * blocks_at(depth)
 
 
 def bits(mask: int) -> Iterator[int]:
-    """The numbers of the bits that are set."""
+    """Yield the numbers of the bits that are set, lowest first."""
     while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
 
 
 class Hits:
     """Who holds how much of one prompt, as of one lookup. Depths count sampled hashes."""
 
-    __slots__ = ("deepest", "holders", "known", "wide")
+    __slots__ = ("deepest", "depth_by_slot", "holders", "wide_depths")
 
     def __init__(self) -> None:
-        self.deepest, self.holders = 0, 0  #: the longest match, and a mask of those that have it
-        self.known: dict[int, int] = {}  #: slot -> depth, where few workers hold as much
-        self.wide: list[tuple[int, int]] = []  #: (depth, mask) where many do, deepest first
+        self.deepest = 0  #: the longest match
+        self.holders = 0  #: a mask of the workers that have it
+        self.depth_by_slot: dict[int, int] = {}  #: where few workers hold as much
+        self.wide_depths: list[tuple[int, int]] = []  #: (depth, mask) where many do, deepest first
 
     def depth(self, slot: int) -> int:
-        found = self.known.get(slot)
-        if found is None:
-            for depth, mask in self.wide:
-                if mask >> slot & 1:
-                    return depth
-            return 0
-        return found
+        """Return how many of the sampled hashes the worker holds."""
+        depth = self.depth_by_slot.get(slot)
+        if depth is not None:
+            return depth
+        for wide_depth, mask in self.wide_depths:
+            if mask >> slot & 1:
+                return wide_depth
+        return 0
+
+    def add(self, depth: int, workers: int) -> None:
+        """Note that the workers in this mask hold `depth` hashes; deeper ones come first."""
+        if workers.bit_count() > LISTED_HOLDERS_MAX:
+            self.wide_depths.append((depth, workers))
+            return
+        for slot in bits(workers):
+            self.depth_by_slot[slot] = depth
 
 
 NOBODY = Hits()
@@ -89,195 +103,185 @@ class PrefixIndex:
     positions = staticmethod(positions)
 
     def __init__(self, per_worker: int = 65536, predicted_ttl_s: float = 120.0) -> None:
-        self._per_worker, self._ttl_s = per_worker, predicted_ttl_s
-        self._holders: dict[bytes, int] = {}
-        self._held: dict[int, dict[bytes, float]] = {}  #: hash -> until when, LRU first
-        self._groups: dict[int, int] = {}
+        self._per_worker = per_worker
+        self._ttl_s = predicted_ttl_s
+        self._holders: dict[bytes, int] = {}  #: hash -> mask of the workers that hold it
+        #: slot -> hash -> until when it counts; the least recently used first
+        self._held: dict[int, dict[bytes, float]] = {}
+        self._shared_masks: dict[int, int] = {}
         self._predicted: deque[tuple[float, int, Sequence[bytes]]] = deque()
 
     # ---- what workers hold -----------------------------------------------------------------------
 
     def store(self, slot: int, hashes: Sequence[bytes]) -> None:
-        """The worker says that it holds these."""
+        """Note that the worker says that it holds these prefixes."""
         self._insert(slot, hashes, inf)
 
     def predict(self, slot: int, sampled: Sequence[bytes], now: float) -> None:
-        """The worker is about to compute the prefixes `sampled`, root first."""
-        content, until = sampled[::-1], now + self._ttl_s
-        self._insert(slot, content, until)
-        self._predicted.append((until, slot, content))
+        """Note that the worker is about to compute the prefixes `sampled`, root first."""
+        tail_first = sampled[::-1]
+        until = now + self._ttl_s
+        self._insert(slot, tail_first, until)
+        self._predicted.append((until, slot, tail_first))
 
     def _insert(self, slot: int, hashes: Sequence[bytes], until: float) -> None:
-        held = self._held.get(slot)
-        if held is None:
-            held = self._held[slot] = {}
-        holders, groups = self._holders, self._groups
-        bit = groups.setdefault(1 << slot, 1 << slot)
-        known, get = held.pop, holders.get
+        held = self._held.setdefault(slot, {})
+        holders = self._holders
+        shared_masks = self._shared_masks
+        own_mask = shared_masks.setdefault(1 << slot, 1 << slot)
         for content in hashes:
-            before = known(content, None)
-            if before is None:
-                others = get(content)
-                if others is None:
-                    holders[content] = bit
-                else:
-                    mask = others | bit
-                    holders[content] = groups.setdefault(mask, mask)
-                held[content] = until
+            previous_until = held.pop(content, None)
+            if previous_until is not None:
+                held[content] = max(until, previous_until)  # behind all others: used last
+                continue
+            other_holders = holders.get(content)
+            if other_holders is None:
+                holders[content] = own_mask
             else:
-                held[content] = until if until > before else before
-        if len(groups) > GROUPS_MAX:
-            groups.clear()
+                mask = other_holders | own_mask
+                holders[content] = shared_masks.setdefault(mask, mask)
+            held[content] = until
+        if len(shared_masks) > SHARED_MASKS_MAX:
+            shared_masks.clear()
         if len(held) > self._per_worker:
             surplus = list(islice(held, len(held) - self._per_worker))
             self.evict(slot, surplus)
 
     def evict(self, slot: int, hashes: Sequence[bytes]) -> None:
+        """Note that the worker holds these prefixes no more."""
         held = self._held.get(slot)
         if not held:
             return
-        holders, groups, bit = self._holders, self._groups, 1 << slot
-        known = held.pop
+        holders = self._holders
+        shared_masks = self._shared_masks
+        own_mask = 1 << slot
         for content in hashes:
-            if known(content, None) is not None:
-                mask = holders[content]
-                if mask == bit:
-                    del holders[content]
-                else:
-                    mask &= ~bit
-                    holders[content] = groups.setdefault(mask, mask)
+            if held.pop(content, None) is None:
+                continue
+            mask = holders[content] & ~own_mask
+            if mask:
+                holders[content] = shared_masks.setdefault(mask, mask)
+            else:
+                del holders[content]
 
     def expire(self, now: float) -> None:
-        """Ends predicted entries that no report confirmed."""
+        """End the predicted entries that no report has confirmed."""
         while self._predicted and self._predicted[0][0] <= now:
             _, slot, hashes = self._predicted.popleft()
             held = self._held.get(slot, {})
-            self.evict(slot, [h for h in hashes if held.get(h, inf) <= now])
+            self.evict(slot, [content for content in hashes if held.get(content, inf) <= now])
 
     def drop(self, slot: int) -> None:
+        """Remove everything that the worker holds."""
         self.evict(slot, list(self._held.get(slot, ())))
         self._held.pop(slot, None)
 
     # ---- lookups ---------------------------------------------------------------------------------
 
-    def depth(self, slot: int, sampled: Sequence[bytes]) -> int:
-        """Leading hashes of `sampled` that the worker holds. Bisects: who holds a prefix holds
-        its front, but for races between reports that only cost precision."""
-        held = self._held.get(slot)
-        if not held or not sampled or sampled[0] not in held:
-            return 0
-        low, high = 1, len(sampled)
-        while low < high:
-            middle = (low + high + 1) >> 1
-            if sampled[middle - 1] in held:
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
-    def find(self, sampled: Sequence[bytes]) -> Hits:
-        """Everybody's depth, by bisection for the depths at which holders change: like `depth`
-        it trusts that who holds a prefix holds its front."""
-        get = self._holders.get
-        all_of = get(sampled[0]) if sampled else None
-        if not all_of:
+    def match(self, sampled: Sequence[bytes]) -> Hits:
+        """Return everybody's depth, exactly: each hash is looked up until nobody is left."""
+        steps: list[tuple[int, int]] = []  #: (depth, mask of the workers that hold as many)
+        holding = -1
+        for depth, content in enumerate(sampled):
+            mask = self._holders.get(content, 0) & holding
+            if depth and mask != holding:
+                steps.append((depth, holding))
+            holding = mask
+            if not holding:
+                break
+        if sampled and holding:
+            steps.append((len(sampled), holding))
+        if not steps:
             return NOBODY
         hits = Hits()
-        low, high, probes = 0, len(sampled) - 1, [(0, all_of)]
-        while low < high:  # the last hash that anybody holds
-            middle = (low + high + 1) >> 1
-            found = get(sampled[middle])
-            if found:
-                low = middle
-                probes.append((low, found))
-            else:
-                high = middle - 1
-        high, mask = probes.pop()
-        hits.deepest, hits.holders, covered, known = high + 1, mask, 0, hits.known
+        hits.deepest, hits.holders = steps[-1]
+        deeper_holders = 0
+        for depth, mask in reversed(steps):
+            hits.add(depth, mask & ~deeper_holders)
+            deeper_holders |= mask
+        return hits
+
+    def depth(self, slot: int, sampled: Sequence[bytes]) -> int:
+        """Return how many leading hashes of `sampled` one worker holds, exactly."""
+        return self.match(sampled).depth(slot)
+
+    def find(self, sampled: Sequence[bytes]) -> Hits:
+        """Return everybody's depth, by bisection for the depths at which the holders change.
+
+        This trusts that a worker that holds a prefix holds its front too, but for races between
+        reports, which only cost precision.
+        """
+        get = self._holders.get
+        root_holders = get(sampled[0]) if sampled else None
+        if not root_holders:
+            return NOBODY
+        hits = Hits()
+        probes = [(0, root_holders)]  #: (position, holders): strictly deeper, with other holders
+        self._bisect_last_held(sampled, probes)
+        position, mask = probes.pop()
+        hits.deepest = position + 1
+        hits.holders = mask
+        covered = 0
         while True:
-            fresh = mask & ~covered
-            if fresh.bit_count() > FEW:
-                hits.wide.append((high + 1, fresh))
-            else:
-                while fresh:
-                    bit = fresh & -fresh
-                    known[bit.bit_length() - 1] = high + 1
-                    fresh ^= bit
-            if mask == all_of:
+            hits.add(position + 1, mask & ~covered)
+            if mask == root_holders:
                 return hits
             covered |= mask
-            while probes[-1][1] == mask:
-                probes.pop()
-            low, below = probes.pop()
-            probes.append((low, below))
-            high -= 1
-            while low < high:  # the last hash that others hold too
-                middle = (low + high + 1) >> 1
-                found = get(sampled[middle], 0)
-                if found == mask:
-                    high = middle - 1
-                else:
-                    low, below = middle, found
-            if low != probes[-1][0]:
-                probes.append((low, below))
-            high, mask = probes.pop()
+            position, mask = self._next_shallower(sampled, probes, position, mask)
+
+    def _bisect_last_held(self, sampled: Sequence[bytes], probes: list[tuple[int, int]]) -> None:
+        """Look for the last hash that anybody holds; the last of `probes` is found there."""
+        low = 0
+        high = len(sampled) - 1
+        while low < high:
+            middle = (low + high + 1) >> 1
+            mask = self._holders.get(sampled[middle])
+            if mask:
+                low = middle
+                probes.append((middle, mask))
+            else:
+                high = middle - 1
+
+    def _next_shallower(
+        self,
+        sampled: Sequence[bytes],
+        probes: list[tuple[int, int]],
+        position: int,
+        mask: int,
+    ) -> tuple[int, int]:
+        """Return the last position that has other holders than `mask`, and those holders.
+
+        `probes` are earlier look-ups before `position`, from which the bisection starts.
+        """
+        while probes[-1][1] == mask:
+            probes.pop()
+        low, low_mask = probes[-1]
+        high = position - 1
+        while low < high:
+            middle = (low + high + 1) >> 1
+            middle_mask = self._holders.get(sampled[middle], 0)
+            if middle_mask == mask:
+                high = middle - 1
+            else:
+                low = middle
+                low_mask = middle_mask
+        if low == probes[-1][0]:
+            probes.pop()
+        return low, low_mask
 
     def stands(self, hits: Hits, sampled: Sequence[bytes]) -> bool:
         """Whether the longest match is still the one in `hits`."""
-        get, depth = self._holders.get, hits.deepest
-        if depth and get(sampled[depth - 1]) != hits.holders:
+        depth = hits.deepest
+        if depth and self._holders.get(sampled[depth - 1]) != hits.holders:
             return False
-        return depth == len(sampled) or not get(sampled[depth])
+        return depth == len(sampled) or not self._holders.get(sampled[depth])
 
-    def deepest(self, sampled: Sequence[bytes], within: int) -> tuple[int, int]:
-        """(depth, mask) of those in the mask `within` that hold most; bisects like `depth`."""
-        holders, low, mask, high = self._holders, 0, 0, len(sampled)
-        while low < high:
-            middle = (low + high + 1) >> 1
-            found = holders.get(sampled[middle - 1], 0) & within
-            if found:
-                low, mask = middle, found
-            else:
-                high = middle - 1
-        return low, mask
-
-    def match(self, sampled: Sequence[bytes]) -> list[tuple[int, int]]:
-        """[(depth, mask of the workers that hold as many leading hashes or more)], both strictly
-        monotone; workers without any are left out."""
-        steps: list[tuple[int, int]] = []
-        holders, alive, depth = self._holders, -1, 0
-        for content in sampled:
-            mask = holders.get(content, 0) & alive
-            if mask != alive:
-                if depth:
-                    steps.append((depth, alive))
-                if not mask:
-                    return steps
-                alive = mask
-            depth += 1
-        if depth:
-            steps.append((depth, alive))
-        return steps
-
-    def tokens(self, steps: list[tuple[int, int]], size: int, block_tokens: int) -> np.ndarray:
-        """float64 [size]: tokens of a match on each slot."""
-        out = np.zeros(size)
-        for depth, mask in steps:
-            covered = blocks_at(depth) * block_tokens
-            if mask.bit_count() <= 8:
-                for slot in bits(mask):
-                    out[slot] = covered
-            else:
-                raw = np.frombuffer(mask.to_bytes((size + 7) >> 3, "little"), np.uint8)
-                out[np.unpackbits(raw, count=size, bitorder="little").view(bool)] = covered
-        return out
-
-    def hashes(self, slot: int) -> list[bytes]:
-        """What the worker has said that it holds."""
+    def reported_hashes(self, slot: int) -> list[bytes]:
+        """Return the prefixes that the worker has said that it holds."""
         return [content for content, until in self._held.get(slot, {}).items() if until == inf]
 
-    def held(self, slot: int) -> int:
-        """Prefixes that the worker holds."""
+    def held_count(self, slot: int) -> int:
+        """Return how many prefixes the worker holds."""
         return len(self._held.get(slot, ()))
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
 """The router and the simulator as machine code, where `diptych.router.compile` has made it.
 
-The same sources, compiled by mypyc and kept in the user's cache under the digest of all of them: a
-source that was changed since has another digest, and runs as Python. So does everything where
+mypyc compiles the same sources, which are kept in the user's cache under the digest of all of them.
+A source that was changed since has another digest, and runs as Python. So does everything where
 nothing was compiled, or with `DIPTYCH_COMPILED=0`; answers are the same.
 """
 
@@ -18,58 +18,76 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).parents[1]
+#: package -> modules that are compiled; policies that others may derive from stay Python
 MODULES = {
     "router": (
-        *("binding", "core", "decisions", "demand", "few", "fleet", "goodput", "index", "line"),
-        *("pairing", "placement", "policies", "predictor", "tally"),
+        "core",
+        "costs",
+        "decisions",
+        "demand",
+        "fleet",
+        "goodput",
+        "index",
+        "placement_counts",
+        "placer",
+        "predictor",
+        "recorder",
+        "request_queue",
+        "shortlist",
+        "worker_state",
     ),
+    "router/policies": ("deadline",),
     "simulator": ("exact", "sim", "worker"),
 }
 GROUP = "diptych_native"
 LIBRARY = f"{GROUP}__mypyc{EXTENSION_SUFFIXES[0]}"  #: the code; each module is a stub that calls it
 
 
-def folder() -> Path:
-    """Where these sources' machine code is, or would be."""
-    names = (ROOT / package / f"{module}.py" for package in MODULES for module in MODULES[package])
+def source_paths() -> list[str]:
+    """Return the paths of all compiled sources, relative to the package's root."""
+    return [f"{package}/{module}.py" for package in MODULES for module in MODULES[package]]
+
+
+def build_folder() -> Path:
+    """Return where these sources' machine code is, or would be."""
     digest = hashlib.blake2b(LIBRARY.encode(), digest_size=12)
-    for name in names:
-        digest.update(name.read_bytes())
+    for path in source_paths():
+        digest.update((ROOT / path).read_bytes())
     return Path.home() / ".cache" / "diptych" / f"native-{digest.hexdigest()}"
 
 
-def size(place: Path) -> int:
-    """Bytes of all machine code there; `compile` notes them in the file `size` at the end."""
-    return sum(path.stat().st_size for path in place.rglob("*.so"))
+def machine_code_bytes(folder: Path) -> int:
+    """Return the bytes of all machine code there; `compile` notes them in the file `size`."""
+    return sum(path.stat().st_size for path in folder.rglob("*.so"))
 
 
-def whole(place: Path) -> bool:
+def is_complete(folder: Path) -> bool:
     """Whether all that was compiled is there. Raises OSError."""
-    note = place / "size"
-    return note.exists() and note.read_text() == str(size(place))
+    noted = folder / "size"
+    return noted.exists() and noted.read_text() == str(machine_code_bytes(folder))
 
 
-def use(package: str, path: list[str]) -> None:
-    """Puts the compiled modules of a package before its sources in the package's `__path__`."""
+def prefer_compiled(package: str, path: list[str]) -> None:
+    """Put a package's compiled modules before its sources in the package's `__path__`."""
     if os.environ.get("DIPTYCH_COMPILED") == "0":
         return
     try:
-        place = folder()
-        if not place.exists():
+        folder = build_folder()
+        if not folder.exists():
             return
-        if not whole(place):
+        if not is_complete(folder):
             raise ImportError("something is missing or cut off")
-        _load(place / LIBRARY)
+        _load(folder / LIBRARY)
     except ImportError as error:
-        log.warning("%s is damaged (%s); make it anew: diptych.router.compile", place, error)
+        log.warning("%s is damaged (%s); make it anew: diptych.router.compile", folder, error)
         return
-    except (OSError, RuntimeError):  # no home, or not to be read
+    except (OSError, RuntimeError):  # there is no home, or it cannot be read
         return
-    path.insert(0, str(place / package))
+    path.insert(0, str(folder / package))
 
 
 def _load(library: Path) -> None:
-    """The stubs import it by its name, from nowhere on `sys.path`. Raises ImportError."""
+    """Load the library under the name by which the stubs import it. Raises ImportError."""
     name = f"{GROUP}__mypyc"
     if name in sys.modules:
         return

@@ -1,12 +1,10 @@
-"""How long things take: a closed form per worker, corrected by what was seen.
+"""How far the closed forms are from what was observed, and how long answers are.
 
-    prefill(u, n) = (base + u*(token + pair*(n - u/2))) * correction    u uncached of n tokens
-    step(B, K)    = (base + max(row*B, weights) + kv*K) * correction    B rows, K KV tokens
-
-The pair term is `protos.frames.Coefficients`' with n^2 - (n-u)^2 = 2*u*(n - u/2). A correction is a
-log-EWMA of observed over predicted, in two layers: slow for all workers of a type (GPU, TP), fast
-for each worker, relative to its type. What a request does not say, its output length, is a moving
-average per tenant and class: it ranks choices, and correctness never depends on it.
+`protos.frames.Coefficients` says how long a prefill, a step and a transfer take. Here is what
+corrects it: a log-EWMA of observed over predicted, in two layers. The slow layer is shared by all
+workers of a type (GPU, tensor parallelism); the fast one is a worker's own, relative to its type.
+What a request does not say, its output length, is a moving average per tenant and class: it ranks
+choices, and correctness never depends on it.
 """
 
 from __future__ import annotations
@@ -18,56 +16,68 @@ from msgspec import structs
 
 from ..protos.frames import Coefficients
 
-FAST, SLOW = 1 / 20, 1 / 1000  #: weight of a new sample
-LEARN = 1 / 10  #: the same, of a closed form that is learned
-RATIO_MAX = 8.0  #: a sample beyond counts as this
-CORRECTION_MAX = 8.0  #: of a worker against its type
-RING, RECOMPUTE = 256, 32
+FAST = 1 / 20  #: weight of a new sample in a worker's own layer
+SLOW = 1 / 1000  #: the same, in the layer of its type
+LEARNING_WEIGHT = 1 / 10  #: the same, of a closed form that is learned
+FIRST_SAMPLES_KEPT = 3  #: after half of a correction is forgotten, new samples count as much again
+RATIO_LIMIT = 8.0  #: a sample beyond counts as this
+CORRECTION_LIMIT = 8.0  #: of a worker against its type
+RESIDUALS_KEPT = 256
+RECOMPUTE_EVERY = 32  #: errors between two looks at their quantile
+UPPER_LIMIT = 2.0  #: of the error quantile
 TENANTS_MAX = 10_000
-PRIOR_STEP_S, PRIOR_ROW_S = 0.02, 0.001
+PRIOR_STEP_S = 0.02
+PRIOR_ROW_S = 0.001
+
+
+def clamp(value: float, lower: float, upper: float) -> float:
+    """Return `value`, or the bound that it exceeds."""
+    return min(max(value, lower), upper)
 
 
 def prior(tokens_per_s: float) -> Coefficients:
-    """Of a worker that says nothing of its speed."""
-    return Coefficients(0.0, 1.0 / tokens_per_s, 0.0, PRIOR_STEP_S, PRIOR_ROW_S, 0.0, 0.0)
-
-
-def prefill_s(c: Coefficients, uncached: float, prompt: float) -> float:
-    """Seconds, uncorrected."""
-    each = c.prefill_token + c.prefill_pair * (prompt - uncached / 2)
-    return c.prefill_base + uncached * each
-
-
-def step_s(c: Coefficients, rows: float, kv_tokens: float) -> float:
-    """Seconds, uncorrected."""
-    return c.step_base + max(c.step_row * rows, c.step_weights) + c.step_token * kv_tokens
+    """Return the speed that is assumed of a worker whose card says nothing of it."""
+    return Coefficients(
+        prefill_base=0.0,
+        prefill_token=1.0 / tokens_per_s,
+        prefill_pair=0.0,
+        step_base=PRIOR_STEP_S,
+        step_row=PRIOR_ROW_S,
+        step_weights=0.0,
+        step_token=0.0,
+    )
 
 
 class Drift:
-    """Log-EWMA of observed/predicted; the first samples count more."""
+    """Log-EWMA of observed over predicted; the first samples count more."""
 
     __slots__ = ("samples", "value", "weight")
 
     def __init__(self, weight: float) -> None:
-        self.weight, self.value, self.samples = weight, 0.0, 0
+        self.weight = weight
+        self.value = 0.0  #: the logarithm of the factor
+        self.samples = 0
 
     def observe(self, ratio: float) -> None:
+        """Add one sample of observed over predicted."""
         self.samples += 1
-        alpha = max(self.weight, 1.0 / (self.samples + 1))
-        self.value += alpha * (log(min(max(ratio, 1 / RATIO_MAX), RATIO_MAX)) - self.value)
+        weight = max(self.weight, 1.0 / (self.samples + 1))
+        sample = log(clamp(ratio, 1 / RATIO_LIMIT, RATIO_LIMIT))
+        self.value += weight * (sample - self.value)
 
 
 class Correction:
-    """One worker's factor on a closed form; `shared` is its type's slow layer."""
+    """One worker's factor on a closed form; `shared` is the slow layer of its type."""
 
     __slots__ = ("factor", "own", "shared")
 
     def __init__(self, shared: Drift) -> None:
-        self.shared, self.own = shared, Drift(FAST)
+        self.shared = shared
+        self.own = Drift(FAST)
         self.factor = exp(shared.value)
 
     def observe(self, ratio: float) -> None:
-        """`ratio`: observed over the uncorrected prediction."""
+        """Add one sample: the observed time over the uncorrected prediction."""
         if ratio <= 0:
             return
         self.shared.observe(ratio)
@@ -75,72 +85,81 @@ class Correction:
         self._apply()
 
     def fade(self) -> None:
-        """Half of what is the worker's own is forgotten: it was idle, so nothing can mend it."""
+        """Forget half of what is the worker's own: while it is idle, no sample can correct it."""
         self.own.value /= 2
-        self.own.samples = min(self.own.samples, 3)
+        self.own.samples = min(self.own.samples, FIRST_SAMPLES_KEPT)
         self._apply()
 
     def _apply(self) -> None:
-        limit = log(CORRECTION_MAX)
-        self.factor = exp(self.shared.value + min(max(self.own.value, -limit), limit))
+        limit = log(CORRECTION_LIMIT)
+        self.factor = exp(self.shared.value + clamp(self.own.value, -limit, limit))
 
 
-class Learned:
-    """The closed form of a type of worker that says none, from its workers' reports."""
+class LearnedCost:
+    """The closed form of a type of worker whose cards have none, from the workers' reports."""
 
-    __slots__ = ("_prefills", "_steps", "cost")
+    __slots__ = ("_prefill_samples", "_step_samples", "cost")
 
     def __init__(self, first: Coefficients) -> None:
-        self.cost, self._prefills, self._steps = first, 0, 0
+        self.cost = first
+        self._prefill_samples = 0
+        self._step_samples = 0
 
-    def prefill(self, token_s: float) -> None:
-        """Seconds for each token of the prompts of a report."""
-        self._prefills += 1
-        known = self.cost.prefill_token
-        known += max(LEARN, 1 / (self._prefills + 1)) * (token_s - known)
-        self.cost = structs.replace(self.cost, prefill_token=known)
+    def observe_prefill(self, token_s: float) -> None:
+        """Add one report's mean seconds for each prompt token."""
+        self._prefill_samples += 1
+        weight = max(LEARNING_WEIGHT, 1 / (self._prefill_samples + 1))
+        previous = self.cost.prefill_token
+        mean = previous + weight * (token_s - previous)
+        self.cost = structs.replace(self.cost, prefill_token=mean)
 
-    def step(self, seconds: float, rows: int) -> None:
-        """The mean step of a report."""
-        self._steps += 1
-        known = self.cost.step_base
-        seen = max(seconds - self.cost.step_row * rows, 0.0)
-        known += max(LEARN, 1 / (self._steps + 1)) * (seen - known)
-        self.cost = structs.replace(self.cost, step_base=known)
+    def observe_step(self, step_s: float, rows: int) -> None:
+        """Add one report's mean step of `rows` rows."""
+        self._step_samples += 1
+        weight = max(LEARNING_WEIGHT, 1 / (self._step_samples + 1))
+        sample = max(step_s - self.cost.step_row * rows, 0.0)
+        previous = self.cost.step_base
+        mean = previous + weight * (sample - previous)
+        self.cost = structs.replace(self.cost, step_base=mean)
 
 
 class Residuals:
-    """The last 256 errors of the corrected prediction, as factors; `upper` is their quantile."""
+    """The last 256 errors of the corrected prefill times, as factors of the prediction."""
 
-    def __init__(self, quantile: float = 0.9, unknown: float = 1.1) -> None:
-        self._ring = [1.0] * RING
-        self._quantile, self._count = quantile, 0
-        self.upper = unknown
+    def __init__(self, quantile: float = 0.9, first_upper: float = 1.1) -> None:
+        self._ring = [1.0] * RESIDUALS_KEPT
+        self._quantile = quantile
+        self._count = 0
+        self.upper = first_upper  #: the quantile of the errors, between 1 and `UPPER_LIMIT`
 
     def observe(self, ratio: float) -> None:
-        self._ring[self._count % RING] = ratio
+        """Add one error: the observed over the corrected time."""
+        self._ring[self._count % RESIDUALS_KEPT] = ratio
         self._count += 1
-        if self._count % RECOMPUTE == 0:
-            known = sorted(self._ring[: min(self._count, RING)])
-            self.upper = min(max(known[int(self._quantile * len(known))], 1.0), 2.0)
+        if self._count % RECOMPUTE_EVERY == 0:
+            errors = sorted(self._ring[: min(self._count, RESIDUALS_KEPT)])
+            self.upper = clamp(errors[int(self._quantile * len(errors))], 1.0, UPPER_LIMIT)
 
 
 class OutputLengths:
-    """Expected answer length of a tenant and class; an unknown tenant's is its class's."""
+    """Expected answer length of each tenant and class; an unknown tenant's is its class's."""
 
     def __init__(self, first: float = 256.0, weight: float = 0.05) -> None:
-        self._first, self._weight = first, weight
-        self._known: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._first = first
+        self._weight = weight
+        self._means: OrderedDict[tuple[str, str], float] = OrderedDict()
 
-    def expect(self, tenant: str, slo_class: str, most: int) -> float:
-        known = self._known.get((tenant, slo_class))
-        if known is None:
-            known = self._known.get(("", slo_class), self._first)
-        return min(known, most)
+    def expect(self, tenant: str, slo_class: str, max_tokens: int) -> float:
+        """Return the expected tokens of one answer, at most `max_tokens`."""
+        mean = self._means.get((tenant, slo_class))
+        if mean is None:
+            mean = self._means.get(("", slo_class), self._first)
+        return min(mean, max_tokens)
 
     def observe(self, tenant: str, slo_class: str, tokens: float) -> None:
+        """Add one answer's length to the tenant's mean and to the class's."""
         for key in {("", slo_class), (tenant, slo_class)}:
-            before = self._known.pop(key, self._first)
-            self._known[key] = before + self._weight * (tokens - before)
-        while len(self._known) > TENANTS_MAX:
-            self._known.popitem(last=False)
+            previous = self._means.pop(key, self._first)
+            self._means[key] = previous + self._weight * (tokens - previous)
+        while len(self._means) > TENANTS_MAX:
+            self._means.popitem(last=False)

@@ -1,8 +1,9 @@
 """The router's events on disk, and a day of them through another policy.
 
-A log is JSON lines: a head with configuration and term, then what the router was told, with the
-time by its clock. `Tick`s are not in it: a replay wakes the router when it wants. A file that
-begins in the middle of a life begins with a snapshot: who is there, and what it holds.
+A log is JSON lines: a head with configuration and term, then what happened to the router, with the
+time by its clock. Ticks are not in it: a replay wakes the router when it wants. A file that begins
+in the middle of a router's life begins with a snapshot: which workers there are, and what they
+hold.
 
 A replay cannot know when a prompt would have been computed elsewhere: first tokens and ends come
 when they came. What it compares is what the two policies choose, and what they predict.
@@ -12,38 +13,52 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 
-from ..protos.frames import AttemptKey, AttemptPlaced, AttemptRefused
-from . import events as e
+from ..protos.frames import AttemptKey, AttemptPlaced, AttemptRefused, DeliverFrame
 from .config import RouterConfig
 from .core import Router
+from .events import (
+    AttemptEnded,
+    FirstTokenSent,
+    GatewayJoined,
+    GatewayLost,
+    PlacementRequested,
+    RouterAction,
+    RouterEvent,
+    RouterTick,
+    WorkerJoined,
+    WorkerLost,
+    WorkerReported,
+)
 
 #: events by their names in a log, which stay as they were in the first logs
-KINDS: dict[str, type] = {
-    "Joined": e.WorkerJoined,
-    "Lost": e.WorkerLost,
-    "Reported": e.WorkerReported,
-    "Asked": e.PlacementRequested,
-    "FirstToken": e.FirstTokenSent,
-    "Ended": e.AttemptEnded,
-    "GatewayJoined": e.GatewayJoined,
-    "GatewayLost": e.GatewayLost,
+EVENT_TYPES: dict[str, type] = {
+    "Joined": WorkerJoined,
+    "Lost": WorkerLost,
+    "Reported": WorkerReported,
+    "Asked": PlacementRequested,
+    "FirstToken": FirstTokenSent,
+    "Ended": AttemptEnded,
+    "GatewayJoined": GatewayJoined,
+    "GatewayLost": GatewayLost,
 }
-NAMES = {kind: name for name, kind in KINDS.items()}
+EVENT_NAMES = {event_type: name for name, event_type in EVENT_TYPES.items()}
+HEAD = "Head"
 
 
-class Line(msgspec.Struct):
-    """One line: `kind` is an event's name, or `Head`."""
+class LogLine(msgspec.Struct):
+    """One line: `kind` is an event's name, or `HEAD`."""
 
     at: float
     kind: str
     event: msgspec.Raw
 
 
-class Head(msgspec.Struct):
+class LogHead(msgspec.Struct):
+    """The router whose events follow."""
+
     config: RouterConfig
     term: int
 
@@ -52,42 +67,53 @@ class LogError(Exception):
     """A file is not a log of a router; the message says where."""
 
 
+# ---- writing and reading -------------------------------------------------------------------------
+
+
 def encode_head(router: Router, now: float) -> bytes:
-    return _encode(now, "Head", Head(router.config, router.term))
+    """Return the first line of a log."""
+    return _encode_line(now, HEAD, LogHead(router.config, router.term))
 
 
-def encode(event: e.RouterEvent, now: float) -> bytes | None:
-    """The event as a line; None if it is not logged."""
-    name = NAMES.get(type(event))
-    return _encode(now, name, event) if name else None
+def encode_event(event: RouterEvent, now: float) -> bytes | None:
+    """Return the event as a line; None if events of its type are not logged."""
+    name = EVENT_NAMES.get(type(event))
+    return _encode_line(now, name, event) if name else None
 
 
-def _encode(now: float, kind: str, value: Any) -> bytes:
-    line = Line(now, kind, msgspec.Raw(msgspec.json.encode(value)))
+def _encode_line(now: float, kind: str, value: RouterEvent | LogHead) -> bytes:
+    line = LogLine(now, kind, msgspec.Raw(msgspec.json.encode(value)))
     return msgspec.json.encode(line) + b"\n"
 
 
-def snapshot(router: Router) -> list[e.RouterEvent]:
-    """Events that make a new router know what this one knows of its workers and gateways."""
-    known: list[e.RouterEvent] = [e.GatewayJoined(name) for name in router.gateways]
+def snapshot(router: Router) -> list[RouterEvent]:
+    """Return events that tell a new router what this one knows of its workers and gateways."""
+    events: list[RouterEvent] = [GatewayJoined(name) for name in router.gateways]
     for worker in router.workers.values():
-        held = [(*key, stream.blocks) for key, stream in worker.streams.items()]
-        known.append(e.WorkerJoined(worker.card, 0, router.index.hashes(worker.slot), held))
-    return known
+        held = [
+            (request_id, attempt, reservation.blocks)
+            for (request_id, attempt), reservation in worker.reservations.items()
+        ]
+        hashes = router.index.reported_hashes(worker.slot)
+        events.append(WorkerJoined(worker.card, 0, hashes, held))
+    return events
 
 
-def read(lines: Iterable[bytes]) -> Iterator[tuple[float, Head | e.RouterEvent]]:
-    """Raises LogError."""
-    for number, line in enumerate(lines, start=1):
+def read(lines: Iterable[bytes]) -> Iterator[tuple[float, LogHead | RouterEvent]]:
+    """Yield each line's moment, and its event or head. Raises LogError."""
+    for number, text in enumerate(lines, start=1):
         try:
-            told = msgspec.json.decode(line, type=Line)
-            kind = Head if told.kind == "Head" else KINDS[told.kind]
-            yield told.at, msgspec.json.decode(told.event, type=kind)
+            line = msgspec.json.decode(text, type=LogLine)
+            event_type = LogHead if line.kind == HEAD else EVENT_TYPES[line.kind]
+            yield line.at, msgspec.json.decode(line.event, type=event_type)
         except (msgspec.DecodeError, KeyError) as error:
             raise LogError(f"line {number}: {error}") from None
 
 
-class Choice(msgspec.Struct):
+# ---- replaying -----------------------------------------------------------------------------------
+
+
+class ReplayedChoice(msgspec.Struct):
     """What became of one request under one policy. Milliseconds."""
 
     prefill: str | None
@@ -95,6 +121,14 @@ class Choice(msgspec.Struct):
     ttft_ms: float = 0.0
     itl_ms: float = 0.0
     met: bool = False  #: both predictions are within its targets
+
+    @property
+    def pair(self) -> tuple[str | None, str | None]:
+        """The two workers."""
+        return self.prefill, self.decode
+
+
+Choices = dict[AttemptKey, ReplayedChoice]
 
 
 class Comparison(msgspec.Struct):
@@ -106,78 +140,89 @@ class Comparison(msgspec.Struct):
     policies: dict[str, dict[str, float]]
 
 
-def replay(told: Iterable[tuple[float, Head | e.RouterEvent]], policy: str) -> Comparison:
-    """The log through its own policy and through `policy`. Raises LogError."""
-    stream = iter(told)
-    first = next(stream, None)
-    if first is None or not isinstance(first[1], Head):
+def replay(events: Iterable[tuple[float, LogHead | RouterEvent]], policy: str) -> Comparison:
+    """Run a log through its own policy and through `policy`. Raises LogError."""
+    rest = iter(events)
+    first = next(rest, None)
+    if first is None or not isinstance(first[1], LogHead):
         raise LogError("line 1: expected the head of a router's log")
     head = first[1]
     names = [head.config.policy, policy]
-    routers = [Router(replace(head.config, policy=name), head.term) for name in names]
-    choices: list[dict[AttemptKey, Choice]] = [{}, {}]
-    asked: set[AttemptKey] = set()
-    for at, event in stream:
-        if isinstance(event, Head):  # another life: nobody remembers anything
-            config = event.config
-            routers = [Router(replace(config, policy=name), event.term) for name in names]
+    routers = [_router(head, name) for name in names]
+    recorded: Choices = {}
+    other: Choices = {}
+    requested: set[AttemptKey] = set()
+    for at, event in rest:
+        if isinstance(event, LogHead):  # another router's life: it knows nothing of the one before
+            routers = [_router(event, name) for name in names]
             continue
-        if isinstance(event, e.PlacementRequested):
-            asked.add(event.place.attempt_key)
-        for router, chosen in zip(routers, choices, strict=True):
-            _tell(router, event, at, chosen)
-    both = choices[0].keys() & choices[1].keys()
-    equal = sum(_pair(choices[0][k]) == _pair(choices[1][k]) for k in both)
-    share = equal / len(both) if both else 1.0
-    tables = [_summary([chosen[key] for key in sorted(both)]) for chosen in choices]
-    labels = [f"{names[0]} (recorded)", policy]
-    return Comparison(len(asked), len(both), share, dict(zip(labels, tables, strict=True)))
+        if isinstance(event, PlacementRequested):
+            requested.add(event.place.attempt_key)
+        for router, choices in zip(routers, (recorded, other), strict=True):
+            _replay_event(router, event, at, choices)
+    both = sorted(recorded.keys() & other.keys())
+    equal = sum(recorded[key].pair == other[key].pair for key in both)
+    return Comparison(
+        requests=len(requested),
+        decided=len(both),
+        equal=equal / len(both) if both else 1.0,
+        policies={
+            f"{names[0]} (recorded)": _summary([recorded[key] for key in both]),
+            policy: _summary([other[key] for key in both]),
+        },
+    )
 
 
-def _tell(
-    router: Router, event: e.RouterEvent, at: float, chosen: dict[AttemptKey, Choice]
-) -> None:
-    """An event, and before it every moment at which the router wanted to be woken."""
+def _router(head: LogHead, policy: str) -> Router:
+    return Router(replace(head.config, policy=policy), head.term)
+
+
+def _replay_event(router: Router, event: RouterEvent, at: float, choices: Choices) -> None:
+    """Replay an event, and before it every moment at which the router wanted to be woken."""
     wake = router.next_wake
     while wake is not None and wake < at:
-        _take(router, router.handle(e.RouterTick(), wake), chosen)
-        later = router.next_wake
-        wake = later if later is None or later > wake else None
-    if isinstance(event, e.WorkerReported) and event.worker in router.workers:
-        router.workers[event.worker].seq = event.report.seq - 1  # the log may begin anywhere
-    _take(router, router.handle(event, at), chosen)
+        _note_choices(router, router.handle(RouterTick(), wake), choices)
+        next_wake = router.next_wake
+        wake = next_wake if next_wake is None or next_wake > wake else None
+    if isinstance(event, WorkerReported) and event.worker in router.workers:
+        # the log may begin anywhere
+        router.workers[event.worker].last_report = event.report.seq - 1
+    _note_choices(router, router.handle(event, at), choices)
 
 
-def _take(router: Router, actions: list, chosen: dict[AttemptKey, Choice]) -> None:
+def _note_choices(router: Router, actions: list[RouterAction], choices: Choices) -> None:
     for action in actions:
-        frame = getattr(action, "frame", None)
+        if not isinstance(action, DeliverFrame):
+            continue
+        frame = action.frame
         if isinstance(frame, AttemptRefused):
-            chosen[frame.attempt_key] = Choice(None, None)
+            choices[frame.attempt_key] = ReplayedChoice(None, None)
         elif isinstance(frame, AttemptPlaced):
-            waiting = router.bound[frame.attempt_key].waiting
-            ttft_s, itl_s = frame.predicted_ttft_ms / 1e3, frame.predicted_itl_ms / 1e3
-            in_time = ttft_s <= waiting.deadline - waiting.arrived and itl_s <= waiting.itl_s
-            chosen[frame.attempt_key] = Choice(
-                frame.prefill_worker, frame.decode_worker, 1e3 * ttft_s, 1e3 * itl_s, in_time
+            request = router.placed_attempts[frame.attempt_key].request
+            ttft_target_ms = 1e3 * (request.deadline - request.arrived_at)
+            ttft_met = frame.predicted_ttft_ms <= ttft_target_ms
+            itl_met = frame.predicted_itl_ms <= 1e3 * request.itl_s
+            choices[frame.attempt_key] = ReplayedChoice(
+                prefill=frame.prefill_worker,
+                decode=frame.decode_worker,
+                ttft_ms=frame.predicted_ttft_ms,
+                itl_ms=frame.predicted_itl_ms,
+                met=ttft_met and itl_met,
             )
 
 
-def _pair(choice: Choice) -> tuple[str | None, str | None]:
-    return choice.prefill, choice.decode
-
-
-def _summary(choices: list[Choice]) -> dict[str, float]:
-    placed = sorted(choice.ttft_ms for choice in choices if choice.decode)
+def _summary(choices: list[ReplayedChoice]) -> dict[str, float]:
     if not choices:
         return {}
-    of = len(placed)
+    placed = [choice for choice in choices if choice.decode is not None]
+    ttfts_ms = sorted(choice.ttft_ms for choice in placed)
+    count = len(placed)
+    local = sum(choice.prefill is None for choice in placed)
     return {
-        "refused": round(1 - of / len(choices), 4),
+        "refused": round(1 - count / len(choices), 4),
         "met": round(sum(choice.met for choice in choices) / len(choices), 4),
-        "ttft_ms_p50": round(placed[of // 2], 3) if of else 0.0,
-        "ttft_ms_p99": round(placed[int(0.99 * (of - 1))], 3) if of else 0.0,
-        "itl_ms_mean": round(sum(c.itl_ms for c in choices if c.decode) / max(of, 1), 3),
-        "local": round(
-            sum(c.decode is not None and not c.prefill for c in choices) / len(choices), 4
-        ),
+        "ttft_ms_p50": round(ttfts_ms[count // 2], 3) if count else 0.0,
+        "ttft_ms_p99": round(ttfts_ms[int(0.99 * (count - 1))], 3) if count else 0.0,
+        "itl_ms_mean": round(sum(choice.itl_ms for choice in placed) / max(count, 1), 3),
+        "local": round(local / len(choices), 4),
     }

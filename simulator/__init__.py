@@ -2,7 +2,7 @@
 
 from ..router import native
 
-native.use("simulator", __path__)
+native.prefer_compiled("simulator", __path__)
 
 from .errors import SimulationError  # noqa: E402
 from .fleet import Faults, Fleet, Split  # noqa: E402

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from ..router.goodput import FEW
+from ..router.goodput import GAPS_FOR_P99
 from .errors import SimulationError
 from .hardware import Hardware, prefill_s
 
@@ -63,7 +63,7 @@ class Slo:
             return True
         if (job.ended - job.first) / gaps > self.itl_s * SLACK:
             return False
-        return gaps < FEW or job.late <= gaps // 100
+        return gaps < GAPS_FOR_P99 or job.late <= gaps // 100
 
     def __str__(self) -> str:
         flat = f"{self.ttft_s:g}s"

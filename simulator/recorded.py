@@ -28,8 +28,8 @@ from ..protos.frames import (
     WorkerReport,
 )
 from ..router import events as e
-from ..router.goodput import FEW
-from ..router.replay import Head, LogError, read
+from ..router.goodput import GAPS_FOR_P99
+from ..router.replay import LogError, LogHead, read
 from .calibrate import Calibration, Kind, Run, Seen
 from .errors import SimulationError
 from .trace import HASH_TOKENS
@@ -58,7 +58,7 @@ class Life:
 class Log:
     """What the log says, by worker and by request; of the last life of the router only."""
 
-    head: Head
+    head: LogHead
     cards: dict[str, WorkerCard] = field(default_factory=dict)
     lives: dict[str, Life] = field(default_factory=dict)
     reports: dict[str, list[WorkerReport]] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Log:
     def of(lines: Iterable[bytes]) -> Log:
         found: Log | None = None
         for at, event in read(lines):
-            if isinstance(event, Head):
+            if isinstance(event, LogHead):
                 if found is None or event.term != found.head.term:
                     found = Log(event)  # else only the next file of the same life
             elif found is None:
@@ -269,7 +269,7 @@ def _seen(life: Life, ttft_s: float, itl_s: float, ids: dict[bytes, int]) -> See
     ttft = (over.ttft_ms or 0.0) / 1e3 if over is not None else 0.0
     tpot = (life.ended - life.first) / (output - 1) if life.served and output > 1 else 0.0
     tail = (over.itl_p99_ms or 0.0) / 1e3 if over is not None else 0.0
-    late = output - 1 >= FEW and tail > itl_s
+    late = output - 1 >= GAPS_FOR_P99 and tail > itl_s
     return Seen(
         at=life.asked,
         prompt=place.prompt_tokens,

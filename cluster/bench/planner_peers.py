@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from math import ceil, floor, inf
 
-from ...router.demand import Need
+from ...router.demand import OfferedLoad
 from ..planner.core import Action, Bounds, Observation, Replica, Scale, decode_rate, prefill_seconds
 
 POOLS = ("prefill", "decode")
@@ -56,7 +56,7 @@ class Dynamo:
         prefill, decode = (_first(seen, pool) for pool in POOLS)
         rate = recent.completed / recent.window_s
         context = recent.output * (recent.prompt + recent.output / 2)
-        need = Need(rate, recent.prompt, recent.prompt**2 / 2, recent.output, context)
+        need = OfferedLoad(rate, recent.prompt, recent.prompt**2 / 2, recent.output, context)
         alone = prefill_seconds(prefill, need)
         lower = min(1.0, recent.ttft_s / alone) if alone else 1.0
         batch = max(1.0, recent.decoding / max(1, _homes(seen)["decode"]))

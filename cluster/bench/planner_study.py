@@ -92,7 +92,7 @@ def observe(simulation: Simulation, now: float, recent: Recent) -> Observation:
     starting: dict[str, int] = {}
     for pool in simulation.starting.values():
         starting[pool] = starting.get(pool, 0) + 1
-    need = simulation.router.demand.need(now)
+    need = simulation.router.demand.offered_load(now)
     share = used / room if room else 0.0
     return Observation(tuple(replicas), starting, need, backlog, share, recent)
 

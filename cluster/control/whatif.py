@@ -21,7 +21,7 @@ from scipy.optimize import nnls
 
 from ...protos.frames import Coefficients, WorkerCard
 from ...router import RouterConfig
-from ...router.goodput import FEW
+from ...router.goodput import GAPS_FOR_P99
 from ...router.policies import POLICIES
 from ...simulator.fleet import Fleet, Split
 from ...simulator.hardware import Hardware
@@ -174,7 +174,7 @@ def _life(served: list[dict[str, Any]]) -> dict[str, Any]:
 
     def met(one: dict[str, Any]) -> bool:
         seen = one["observed"]
-        gaps = seen["tokens"] - 1 >= FEW and seen.get("itl_p99_ms", 0.0) / 1e3
+        gaps = seen["tokens"] - 1 >= GAPS_FOR_P99 and seen.get("itl_p99_ms", 0.0) / 1e3
         return seen["ttft_ms"] / 1e3 <= one["ttft_target_s"] and gaps <= one["itl_target_s"]
 
     return {

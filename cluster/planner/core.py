@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from ...protos.frames import Coefficients
-from ...router.demand import Need
+from ...router.demand import OfferedLoad
 
 PREFILL_SHARE, DECODE_SHARE = 0.7, 0.95
 STEPS = (0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)  #: step times considered, of the ITL target
@@ -62,7 +62,7 @@ class Recent:
 class Observation:
     replicas: tuple[Replica, ...]
     starting: dict[str, int]  #: by pool: replicas that were asked for and are not up
-    need: Need
+    need: OfferedLoad
     backlog_s: float  #: predicted seconds of prefill that wait, in the line and at workers
     kv_share: float  #: of the decode replicas' KV room, what running streams take
     recent: Recent = Recent()
@@ -112,14 +112,14 @@ class Scale:
 Action = Flip | Scale
 
 
-def prefill_seconds(replica: Replica, need: Need) -> float:
+def prefill_seconds(replica: Replica, need: OfferedLoad) -> float:
     """Seconds of one replica for the mean prompt; never 0, whatever a fit says."""
     cost = replica.cost
     linear = cost.prefill_base + cost.prefill_token * need.uncached
     return max(linear + cost.prefill_pair * need.pairs, 1e-6)
 
 
-def decode_rate(replica: Replica, need: Need, itl_s: float) -> float:
+def decode_rate(replica: Replica, need: OfferedLoad, itl_s: float) -> float:
     """Mean answers per second that one replica can decode within the ITL target."""
     cost, best = replica.cost, 0.0
     if not need.output:
@@ -173,7 +173,7 @@ class Planner:
         return found if seen.need.rate and found < inf else None
 
     def pressure(
-        self, seen: Observation, need: Need, prefill: list[Replica], decode: list[Replica]
+        self, seen: Observation, need: OfferedLoad, prefill: list[Replica], decode: list[Replica]
     ) -> float:
         """Of a fleet with these workers in these roles; above 1 targets are missed."""
         if not prefill or not decode:
@@ -188,7 +188,7 @@ class Planner:
     # ---- roles -----------------------------------------------------------------------------------
 
     def _flip(
-        self, seen: Observation, need: Need, roles: dict[str, list[Replica]], now: float
+        self, seen: Observation, need: OfferedLoad, roles: dict[str, list[Replica]], now: float
     ) -> list[Action]:
         """The one change of a role that lowers the pressure most, if that is worth it."""
         if now - self.flipped < self.config.dwell_s:
@@ -212,7 +212,7 @@ class Planner:
     # ---- replicas --------------------------------------------------------------------------------
 
     def _scale(
-        self, seen: Observation, need: Need, roles: dict[str, list[Replica]], now: float
+        self, seen: Observation, need: OfferedLoad, roles: dict[str, list[Replica]], now: float
     ) -> list[Action]:
         homes = {
             pool: sum(one.home == pool for one in seen.replicas)
@@ -229,7 +229,7 @@ class Planner:
     def _grow(
         self,
         seen: Observation,
-        need: Need,
+        need: OfferedLoad,
         roles: dict[str, list[Replica]],
         homes: dict[str, int],
         pressure: float,
@@ -259,7 +259,7 @@ class Planner:
     def _shrink(
         self,
         seen: Observation,
-        need: Need,
+        need: OfferedLoad,
         roles: dict[str, list[Replica]],
         homes: dict[str, int],
         now: float,
@@ -296,7 +296,7 @@ def _kinds(replicas: list[Replica], to: str) -> list[Replica]:
     return list(kinds.values()) if len(replicas) > 1 else []
 
 
-def _told(need: Need) -> str:
+def _told(need: OfferedLoad) -> str:
     return (
         f"{need.rate:.2f} requests/s of {need.uncached:.0f} uncached tokens, "
         f"answers of {need.output:.0f}"

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from ...protos.frames import Coefficients, WorkerCard
-from ...router.demand import Need
+from ...router.demand import OfferedLoad
 from .core import Observation, Replica
 
 
@@ -36,7 +36,7 @@ def observation(
     decoding = [one["engine"]["kv_blocks"] for one in workers if one["role"] == "decode"]
     total = sum(blocks["total"] for blocks in decoding)
     share = sum(blocks["active"] for blocks in decoding) / total if total else 0.0
-    need = Need(**outlook["need"])
+    need = OfferedLoad(**outlook["need"])
     leaving = {one["id"] for one in workers if one["state"] == "leaving"}
     resting = Counter(card.pool for card in cards if not card.role and card.id not in leaving)
     return Observation(

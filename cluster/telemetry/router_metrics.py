@@ -21,7 +21,7 @@ class RouterTally:
         self.decided = Histogram(DECIDE_S)
 
     def rows(self) -> Iterator[Row]:
-        router, tally = self._router, self._router.tally
+        router, tally = self._router, self._router.counts
         total = router.goodput.total
         for slo_class, tenant in sorted({group[:2] for group in total}):
             for met in MET:  # zeros too: a share needs both of its terms
@@ -33,7 +33,7 @@ class RouterTally:
             yield Row("routing_decisions_total", count, {"decision": "reject", "reason": reason})
             yield Row("rejected_total", count, {"reason": reason})
         yield Row("routing_duration_seconds", self.decided.values())
-        for side, errors in tally.errors.items():
+        for side, errors in tally.prediction_errors.items():
             yield Row("ttft_prediction_error_seconds", errors.values(), {"side": side})
         for ours, theirs, count in (
             ("prefix_hit_tokens_total", "vllm:prefix_cache_hits_total", router.hit_tokens),
@@ -41,10 +41,10 @@ class RouterTally:
         ):
             yield Row(ours, count)
             yield Row(theirs, count)
-        yield Row("queue_depth", len(router.line))
-        yield Row("queue_late", len(router.line.late))
-        yield Row("queue_wait_seconds", tally.waited.values())
-        yield Row("vllm:request_queue_time_seconds", tally.waited.values())
+        yield Row("queue_depth", len(router.queue))
+        yield Row("queue_late", len(router.queue.overdue))
+        yield Row("queue_wait_seconds", tally.queue_wait.values())
+        yield Row("vllm:request_queue_time_seconds", tally.queue_wait.values())
         cards = [worker.card for worker in router.workers.values()]
         counts = Counter((card.pool, card.role or "none") for card in cards)
         for (pool, role), number in sorted(counts.items()):

@@ -87,9 +87,9 @@ def pages(settings: ObservabilitySettings = BOTH) -> list[Exporter]:
     tally, router, control = gateway(), Router(RouterConfig(), 1), ControlTally()
     ended = request([100.5, 100.6])
     tally.over(ended, outcome_of(ended, "stop"), DONE)
-    router.tally.bound(True, "push", 0.1)
-    router.tally.predicted(0.2, 0.3)
-    router.tally.refused["queue_full"] += 1
+    router.counts.count_placement(True, "push", 0.1)
+    router.counts.count_first_token(0.2, 0.3)
+    router.counts.refused["queue_full"] += 1
     router.goodput.observe(outcome_of(ended, "stop"), 1.0)
     card = f.WorkerCard("prefill/a", "prefill", "prefill", "h:1", "a", 1)
     router.fleet.join(card)

@@ -1,7 +1,7 @@
 """The router: event in, actions out. Times are made up; workers compute 2000 tokens/s at first.
 
 `Rig` binds early (min_ttft): what is tested here is the same for every policy. Late binding has
-its own page, `test_binding.py`.
+its own page, `test_deadline_policy.py`.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def test_without_any_prefill_worker_decode_workers_compute_if_they_may() -> None
         ]
         told = [action for event in events for action in rig.send(event)]
         placed = [a.frame for a in told if isinstance(a.frame, AttemptPlaced)]
-    assert not rig.router.line
+    assert not rig.router.queue
     rig.send(e.WorkerJoined(card("prefill/b"), 0, []))
     assert rig.ask("last", prompt=2000).prefill_worker == "prefill/b"
 
@@ -138,16 +138,16 @@ def test_further_answers_take_blocks_and_rows() -> None:
     rig = Rig("prefill/a", "decode/x", blocks=30)
     rig.ask("r1", answer_count=4)
     worker = rig.router.workers["decode/x"]
-    assert (worker.reserved, worker.rows) == (14, 4)
+    assert (worker.reserved_blocks, worker.rows) == (14, 4)
     assert not isinstance(rig.ask("r2", answer_count=9), AttemptPlaced)  # 19 blocks, 16 are free
     assert isinstance(rig.over("r1")[0], AttemptPlaced)
-    assert (worker.reserved, worker.rows) == (19, 9)
+    assert (worker.reserved_blocks, worker.rows) == (19, 9)
 
 
 def test_more_answers_than_a_pool_holds_have_all_of_it() -> None:
     rig = Rig("prefill/a", "decode/x", blocks=30)
     assert isinstance(rig.ask("r", answer_count=64), AttemptPlaced)
-    assert rig.router.workers["decode/x"].reserved == 30
+    assert rig.router.workers["decode/x"].reserved_blocks == 30
 
 
 def test_a_first_token_takes_its_prompt_off_the_wait() -> None:
@@ -160,9 +160,9 @@ def test_a_first_token_takes_its_prompt_off_the_wait() -> None:
 def test_a_first_token_takes_a_local_prompt_off_the_wait_too() -> None:
     rig = Rig("decode/x", disaggregate="never")
     rig.ask("r1")
-    assert len(rig.router.workers["decode/x"].prefills) == 1
+    assert len(rig.router.workers["decode/x"].pending_prefills) == 1
     rig.send(e.FirstTokenSent(("r1", 0)))
-    assert not rig.router.workers["decode/x"].prefills
+    assert not rig.router.workers["decode/x"].pending_prefills
 
 
 def test_reports_change_the_predicted_rate() -> None:
@@ -293,7 +293,7 @@ def test_a_duplicate_place_gets_the_same_answer_again(rig: Rig) -> None:
 def test_a_duplicate_of_a_waiting_request_is_ignored() -> None:
     rig = Rig()
     assert rig.ask("r") == [] and rig.ask("r") == []
-    assert len(rig.router.line) == 1
+    assert len(rig.router.queue) == 1
 
 
 def test_a_waiting_request_may_lift_its_ban_from_a_worker_that_came_back() -> None:
@@ -470,13 +470,13 @@ def test_streams_whose_gateways_connection_broke_keep_their_blocks_until_they_en
         assert rig.ask(name)
     for name in ("r1", "r2"):  # they decode
         rig.send(e.FirstTokenSent((name, 0)))
-    reserved = rig.router.workers["decode/x"].reserved
+    reserved = rig.router.workers["decode/x"].reserved_blocks
     rig.report("decode/x", 1, ended=[("r2", 0)])
     rig.send(e.GatewayLost("g"))
-    assert rig.router.workers["decode/x"].reserved == reserved // 3
+    assert rig.router.workers["decode/x"].reserved_blocks == reserved // 3
     rig.send(e.GatewayJoined("g"))
     rig.send(e.AttemptEnded(("r1", 0), AttemptOutcome(("r1", 0), 20, 10.0, 5.0, "stop")))
-    assert rig.router.workers["decode/x"].reserved == 0
+    assert rig.router.workers["decode/x"].reserved_blocks == 0
     decision = rig.router.decisions.get(("r1", 0))
     assert decision.observed["reason"] == "stop"
 
@@ -486,9 +486,9 @@ def test_streams_of_a_gateway_that_died_end_when_their_worker_says_so() -> None:
     rig.ask("r1")
     rig.send(e.FirstTokenSent(("r1", 0)))
     rig.send(e.GatewayLost("g"))
-    assert rig.router.workers["decode/x"].reserved
+    assert rig.router.workers["decode/x"].reserved_blocks
     rig.report("decode/x", 1, running=1, ended=[("r1", 0)])
-    assert rig.router.workers["decode/x"].reserved == 0
+    assert rig.router.workers["decode/x"].reserved_blocks == 0
 
 
 def test_a_worker_that_joins_again_says_by_what_it_holds_what_has_ended() -> None:
@@ -497,7 +497,7 @@ def test_a_worker_that_joins_again_says_by_what_it_holds_what_has_ended() -> Non
     rig.send(e.FirstTokenSent(("r1", 0)))
     rig.send(e.WorkerJoined(card("decode/x"), 0, [], []))
     rig.send(e.GatewayLost("g"))
-    assert rig.router.workers["decode/x"].reserved == 0
+    assert rig.router.workers["decode/x"].reserved_blocks == 0
 
 
 def test_a_lost_gateway_frees_its_placements_and_waits_for_nothing() -> None:
@@ -527,9 +527,9 @@ def test_a_worker_that_joins_again_starts_with_its_whole_snapshot(rig: Rig) -> N
     rig.report("prefill/a", 1, stored=HASHES[:4])
     placed = rig.ask("r")
     rig.send(e.WorkerJoined(card("prefill/a"), 0, HASHES[6:7]))
-    assert rig.router.index.match(HASHES) == []
+    assert rig.router.index.match(HASHES).deepest == 0
     assert rig.report("prefill/a", 1) == [], "its reports count from 1 again"
-    queued = sum(len(worker.prefills) for worker in rig.router.workers.values())
+    queued = sum(len(worker.pending_prefills) for worker in rig.router.workers.values())
     assert queued == 1 and placed.prefill_worker, "what is placed on it stays"
 
 

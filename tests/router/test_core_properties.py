@@ -21,7 +21,7 @@ from diptych.protos.frames import (
 from diptych.router import Router, RouterConfig
 from diptych.router import events as e
 from diptych.router.fleet import BATCH_TOKENS, HALTED_MAX, PREFETCH
-from diptych.router.policies import POLICIES
+from diptych.router.policies import POLICIES, DeadlinePolicy
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -168,7 +168,7 @@ class World(RuleBasedStateMachine):
                 e.PlacementRequested(self.owner[key], self.places[key]), self.now
             )
             if self.fate[key] == "placed":
-                assert [a.frame for a in again] == [self.router.bound[key].placed]
+                assert [a.frame for a in again] == [self.router.placed_attempts[key].placed]
             else:
                 self.take(again)
 
@@ -284,7 +284,7 @@ class World(RuleBasedStateMachine):
         self.now += after
         self.send(e.RouterTick())
         if after > TTL_S:
-            assert not self.router.line, "nobody waits longer than its time to live"
+            assert not self.router.queue, "nobody waits longer than its time to live"
 
     @rule()
     def wake(self) -> None:
@@ -296,7 +296,7 @@ class World(RuleBasedStateMachine):
             again = self.router.next_wake
             assert again is None or again > self.now, "no busy loop"
         else:
-            assert not self.router.line
+            assert not self.router.queue
 
     @rule()
     def everybody_is_free(self) -> None:
@@ -304,28 +304,30 @@ class World(RuleBasedStateMachine):
         for worker in WORKERS:
             self.join(worker, [], [], True)
         until = self.now + TTL_S / 2
-        while "placed" in self.fate.values() or (self.router.line and self.now < until):
+        while "placed" in self.fate.values() or (self.router.queue and self.now < until):
             for key in [key for key, fate in self.fate.items() if fate == "placed"]:
                 self.over(key)
                 self.send(e.AttemptEnded(key))
-            if self.router.line:
+            if self.router.queue:
                 self.wake()
-        assert not self.router.line
+        assert not self.router.queue
 
     @invariant()
     def who_has_nothing_to_do_can_be_given_something(self) -> None:
-        fleet, binder = self.router.fleet, self.router.binder
+        router = self.router
+        if not isinstance(router.policy, DeadlinePolicy):
+            return
         for worker in self.router.workers.values():
-            if binder.policy.late and binder.pool[worker.slot] and not worker.prefills:
-                assert worker.slot in fleet.ready | binder.idle
-                assert fleet.queue_until[worker.slot] < inf or not worker.prefills_ok
+            if router.placer.takes_prompts(worker) and not worker.pending_prefills:
+                assert worker.slot in router.fleet.credited_slots | router.policy.idle_slots
+                assert worker.busy_until < inf
 
     @invariant()
     def no_request_is_lost(self) -> None:
         waiting = {key for key, fate in self.fate.items() if fate == "waiting"}
         placed = {key for key, fate in self.fate.items() if fate == "placed"}
-        assert set(self.router.line.by_key) == waiting
-        assert set(self.router.bound) == placed
+        assert set(self.router.queue.by_key) == waiting
+        assert set(self.router.placed_attempts) == placed
 
     @invariant()
     def no_block_is_promised_twice(self) -> None:
@@ -333,44 +335,46 @@ class World(RuleBasedStateMachine):
             life = self.life(name)
             mine = {k: need for k, (at, need) in self.blocks.items() if at == life}
             mine |= {k: need for k, (at, need) in self.foreign.items() if at == life}
-            assert {k: s.blocks for k, s in worker.streams.items()} == mine
-            assert worker.reserved == sum(mine.values()) <= BLOCKS
-            assert len([k for k in worker.streams if k not in self.foreign]) <= ROWS or not mine
+            assert {k: one.blocks for k, one in worker.reservations.items()} == mine
+            assert worker.reserved_blocks == sum(mine.values()) <= BLOCKS
+            assert (
+                len([k for k in worker.reservations if k not in self.foreign]) <= ROWS or not mine
+            )
 
     @invariant()
     def no_worker_has_more_than_its_credit(self) -> None:
-        fleet = self.router.fleet
         for name, worker in self.router.workers.items():
             mine = {k for k, at in self.computing.items() if at == self.life(name)}
-            assert set(worker.prefills) == mine
-            works = list(worker.prefills.values())
-            assert [w.due for w in works] == sorted(w.due for w in works)
-            if self.router.binder.policy.late:
-                long = [w for w in works if w.uncached >= BATCH_TOKENS]
+            assert set(worker.pending_prefills) == mine
+            works = list(worker.pending_prefills.values())
+            assert [w.deadline for w in works] == sorted(w.deadline for w in works)
+            if isinstance(self.router.policy, DeadlinePolicy):
+                long = [w for w in works if w.uncached_tokens >= BATCH_TOKENS]
                 assert len(long) <= PREFETCH + HALTED_MAX
 
-            fleet.sync()
-            slot = worker.slot
-            assert fleet.prompts[slot] == len(works)
-            assert fleet.queued_tokens[slot] == sum(w.uncached for w in works)
-            assert fleet.rows[slot] == sum(one.rows for one in worker.streams.values())
-            takes = fleet.decode_ok[slot] and worker.rows < ROWS
-            assert fleet.fit[slot] == worker.fit == (worker.room if takes else -1)
+            assert worker.pending_tokens == sum(w.uncached_tokens for w in works)
+            assert worker.rows == sum(one.rows for one in worker.reservations.values())
+            takes = worker.can_decode and worker.rows < ROWS
+            assert worker.reservable_blocks == (worker.room if takes else -1)
 
     @invariant()
-    def the_line_is_one_line(self) -> None:
-        line = self.router.line
-        urgent = [entry[3] for entry in line.urgent]
-        assert sorted(line.urgent) == line.urgent
-        assert {w.key for w in urgent} | set(line.late) == set(line.by_key)
-        assert len(urgent) + len(line.late) == len(line.by_key)
-        at_home = [w for queue in line.homes.values() for *_, w in queue]
-        assert {w.key for w in at_home} == {w.key for w in urgent if w.home}
+    def the_queue_is_one_queue(self) -> None:
+        queue = self.router.queue
+        urgent = [request for _, request in queue.urgent]
+        ranks = [rank for rank, _ in queue.urgent]
+        assert sorted(ranks) == ranks
+        assert {r.attempt_key for r in urgent} | set(queue.overdue) == set(queue.by_key)
+        assert len(urgent) + len(queue.overdue) == len(queue.by_key)
+        preferring = [request for own in queue.preferring.values() for _, request in own]
+        expected = {r.attempt_key for r in urgent if r.preferred_worker}
+        assert {r.attempt_key for r in preferring} == expected
         for worker in self.router.workers.values():
-            waits = sum(w.home_s for w in at_home if w.home is worker)
-            assert worker.home_s == pytest.approx(waits, abs=1e-6)
-        assert line.home_s == pytest.approx(sum(w.home_s for w in at_home), abs=1e-6)
-        assert line.work_s == pytest.approx(sum(w.least_s for w in urgent), abs=1e-6)
+            own_s = [r.preferred_prefill_s for r in preferring if r.preferred_worker is worker]
+            assert worker.preferring_s == pytest.approx(sum(own_s), abs=1e-6)
+        all_s = sum(r.preferred_prefill_s for r in preferring)
+        assert queue.preferring_s == pytest.approx(all_s, abs=1e-6)
+        fastest_s = sum(r.fastest_prefill_s for r in urgent)
+        assert queue.prefill_s == pytest.approx(fastest_s, abs=1e-6)
 
     @invariant()
     def statistics_add_up(self) -> None:

@@ -22,7 +22,7 @@ class Node:
 @pytest.fixture
 def _off():
     gc.collect()
-    garbage.off()
+    garbage.disable()
     yield
     gc.enable()
 
@@ -42,7 +42,7 @@ FAULTS = """
 import resource, sys
 from diptych.router import garbage
 if sys.argv[1] == "off":
-    garbage.off()
+    garbage.disable()
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 before = faults()
 little = [bytes(60) for _ in range(100_000)]

@@ -6,7 +6,7 @@ import pytest
 from diptych.protos.frames import PlaceAttempt, RequestOutcome
 from diptych.router import Router, RouterConfig
 from diptych.router import events as e
-from diptych.router.goodput import FEW, NAMED, OTHER, WINDOW_S, Goodput, judge
+from diptych.router.goodput import GAPS_FOR_P99, NAMED, OTHER, WINDOW_S, Goodput, judge
 
 TTFT_S, ITL_S = 1.0, 0.05
 
@@ -35,8 +35,8 @@ def outcome(**changes) -> RequestOutcome:
         ({"waited_s": 1.001}, "itl"),
         ({"itl_mean_s": 0.051}, "ttft"),
         ({"itl_p99_s": 0.051}, "ttft"),
-        ({"itl_p99_s": 9.0, "gaps": FEW - 1}, "both"),  # too few for a p99
-        ({"itl_p99_s": 9.0, "gaps": FEW}, "ttft"),
+        ({"itl_p99_s": 9.0, "gaps": GAPS_FOR_P99 - 1}, "both"),  # too few for a p99
+        ({"itl_p99_s": 9.0, "gaps": GAPS_FOR_P99}, "ttft"),
         ({"waited_s": 2.0, "itl_mean_s": 1.0}, "none"),
         ({"tokens": 1, "gaps": 0, "itl_mean_s": 0.0, "itl_p99_s": 0.0}, "both"),
         ({"reason": "queue_full", "tokens": 0, "gaps": 0, "waited_s": 0.01}, "none"),
@@ -86,5 +86,5 @@ def test_the_router_tells_goodput_and_counts_refusals() -> None:
     router.handle(e.PlacementRequested("g", PlaceAttempt(("a", 0), 10, 10, [])), 0.0)
     router.handle(e.RequestEnded(outcome()), 0.0)
     assert router.statistics(1.0)["goodput"]["share"] == 1.0
-    assert dict(router.tally.refused) == {"queue_full": 1}
+    assert dict(router.counts.refused) == {"queue_full": 1}
     assert router.statistics(1.0 + 2 * WINDOW_S)["goodput"]["requests"] == 0

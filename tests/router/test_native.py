@@ -25,7 +25,7 @@ def modules(compiled: str) -> list[str]:
 
 
 def test_compiled_modules_are_used_unless_switched_off():
-    if not (native.folder() / native.LIBRARY).exists():
+    if not (native.build_folder() / native.LIBRARY).exists():
         pytest.skip("nothing was compiled here: python -m diptych.router.compile")
     assert all(name.endswith(".so") for name in modules("1"))
     assert all(name.endswith(".py") for name in modules("0"))
@@ -34,7 +34,7 @@ def test_compiled_modules_are_used_unless_switched_off():
 @pytest.mark.parametrize("damaged", ["", "router"])
 def test_a_damaged_file_costs_speed_and_nothing_else(tmp_path, damaged):
     """Cut off, as by a full disk: what is left runs as Python, and the user is told what to do."""
-    place = native.folder()
+    place = native.build_folder()
     if not place.exists():
         pytest.skip("nothing was compiled here: python -m diptych.router.compile")
     copy = tmp_path / ".cache" / "diptych" / place.name
@@ -55,16 +55,16 @@ def test_without_a_compiler_it_says_so_and_all_runs_as_python(tmp_path):
     assert "Python (there is no gcc)" in done.stdout
 
 
-@pytest.mark.parametrize("changed", ["router/line.py", "simulator/worker.py"])
+@pytest.mark.parametrize("changed", ["router/request_queue.py", "simulator/worker.py"])
 def test_a_changed_source_is_another_one(tmp_path, monkeypatch, changed):
-    for package in native.MODULES:
+    for package in ("router", "simulator"):
         shutil.copytree(native.ROOT / package, tmp_path / package)
-    before = native.folder()
+    before = native.build_folder()
     monkeypatch.setattr(native, "ROOT", tmp_path)
-    assert native.folder() == before
+    assert native.build_folder() == before
     with (tmp_path / changed).open("a") as source:
         source.write("# another one\n")
-    assert native.folder() != before
+    assert native.build_folder() != before
     path: list[str] = []
-    native.use("router", path)
+    native.prefer_compiled("router", path)
     assert path == []

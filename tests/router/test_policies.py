@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from math import inf
 
 import pytest
-from diptych.router.policies import POLICIES
+from diptych.protos.frames import AttemptPlaced
+from diptych.router import events as e
+from diptych.router.costs import PrefillSpan
+from diptych.router.decisions import PlacementKind
+from diptych.router.placer import Placement, Placer, Rejection
+from diptych.router.policies import POLICIES, EarlyPolicy, Policy
+from diptych.router.request_queue import QueuedRequest
+from diptych.router.worker_state import WorkerState
 
-from .test_binding import Rig, prefix
+from .test_deadline_policy import Rig, prefix
 
 HOT = prefix(1, 12)  # 768 tokens
 
@@ -130,3 +139,78 @@ def test_the_same_seed_and_events_make_the_same_choices() -> None:
                 made.first(f"r{index // 2}", after=0.05)
             runs.append(made.frames)
         assert runs[0] == runs[1], policy
+
+
+# ---- policies that somebody adds -----------------------------------------------------------------
+
+
+class FewestBlocks(EarlyPolicy):
+    """An early policy: the decode worker with the fewest reserved blocks."""
+
+    def decode_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], span: PrefillSpan
+    ) -> list[float]:
+        return [worker.reserved_blocks for worker in workers]
+
+
+class OneAtATime:
+    """A late policy: the oldest request goes to the first prefill worker that has nothing to do."""
+
+    def __init__(self, placer: Placer) -> None:
+        self.placer = placer
+
+    def arrive(self, request: QueuedRequest, now: float) -> Placement | None:
+        self.placer.look(request)
+        self.placer.queue.enter(request, now, self.placer.capacity)
+        return None
+
+    def place_queued(self, now: float) -> list[Placement | Rejection]:
+        placer = self.placer
+        decided: list[Placement | Rejection] = []
+        for request in list(placer.queue.by_key.values()):
+            idle = [w for w in placer.fleet.prefill_workers if not w.pending_prefills]
+            if not idle:
+                break
+            planned = placer.plan_prefill(request, idle[0], request.deadline, now)
+            candidates = placer.decode_candidates(request, planned.span, gentle=False)
+            if not candidates:
+                break
+            placement = placer.pair(
+                request, PlacementKind.PULL, planned, chosen=candidates[0], compared=candidates
+            )
+            placer.commit(placement, now)
+            decided.append(placement)
+        return decided
+
+    def next_wake(self, now: float) -> float:
+        return inf
+
+    def reconsider(self, request: QueuedRequest) -> None: ...
+
+    def worker_lost(self, worker: WorkerState) -> None: ...
+
+    def local_only_changed(self, now: float) -> None: ...
+
+    def local_prompt_finished(self) -> None: ...
+
+
+def test_a_new_early_policy_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, "fewest_blocks", FewestBlocks)
+    made = rig("fewest_blocks")
+    placed = [made.ask(f"r{index}", prompt=1000)[f"r{index}"][1] for index in range(4)]
+    assert Counter(placed) == {"decode/x": 2, "decode/y": 2}
+
+
+def test_a_new_late_policy_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy: type[Policy] = OneAtATime
+    monkeypatch.setitem(POLICIES, "one_at_a_time", policy)
+    made = rig("one_at_a_time")
+    assert [bool(made.ask(f"r{index}")) for index in range(3)] == [True, True, False]
+    assert made.router.statistics()["waiting"] == 1
+    done = next(name for name, frame in made.frames.items() if frame.prefill_worker == "prefill/b")
+    assert made.first(done, after=1.0) == {"r2": ("prefill/b", "decode/x")}
+    assert isinstance(made.frames["r2"], AttemptPlaced)
+    (decision,) = made.router.decisions.find("r2")
+    assert decision.policy == "one_at_a_time" and decision.kind == "pull"
+    made.send(e.WorkerLost("prefill/a"))
+    assert made.router.statistics()["placed"] == 3

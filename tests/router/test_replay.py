@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from diptych.protos.frames import AttemptOutcome
 from diptych.router import events as e
-from diptych.router.replay import LogError, encode, encode_head, read, replay, snapshot
+from diptych.router.replay import LogError, encode_event, encode_head, read, replay, snapshot
 
-from .test_binding import Rig, prefix
+from .test_deadline_policy import Rig, prefix
 
 
 class Logged(Rig):
@@ -21,7 +21,7 @@ class Logged(Rig):
         self.lines.insert(0, encode_head(self.router, 0.0))
 
     def send(self, event: Any, after: float = 0.0) -> dict:
-        line = encode(event, self.now + after)
+        line = encode_event(event, self.now + after)
         if line:
             self.lines.append(line)
         return super().send(event, after)
@@ -44,9 +44,9 @@ def day() -> Logged:
 def test_events_come_back_as_they_were() -> None:
     over = AttemptOutcome(("r", 0), 5, 1.0, None, "stop")
     told = [e.WorkerLost("w"), e.AttemptEnded(("r", 0), over), e.GatewayJoined("g")]
-    lines = [encode(event, 1.5) for event in told]
+    lines = [encode_event(event, 1.5) for event in told]
     assert [event for _, event in read(filter(None, lines))] == told
-    assert encode(e.RouterTick(), 0.0) is None
+    assert encode_event(e.RouterTick(), 0.0) is None
 
 
 def test_its_own_policy_chooses_the_same_again() -> None:
@@ -68,7 +68,7 @@ def test_a_snapshot_begins_a_log_in_the_middle_of_a_life() -> None:
     rig.stored("prefill/a", prefix(1, 12))
     rig.ask("before", prompt=64 * 300, ttft_s=60.0)
     lines = [encode_head(rig.router, rig.now)]
-    lines += [encode(event, rig.now) or b"" for event in snapshot(rig.router)]
+    lines += [encode_event(event, rig.now) or b"" for event in snapshot(rig.router)]
     rig.lines = lines
     rig.stored("prefill/a", prefix(2, 3), seq=2)
     rig.first("before", after=19.0)
@@ -81,4 +81,4 @@ def test_a_file_that_is_no_log_is_refused() -> None:
     with pytest.raises(LogError, match="line 1"):
         replay(read([b"{}\n"]), "min_ttft")
     with pytest.raises(LogError, match="head"):
-        replay(read([encode(e.WorkerLost("w"), 0.0) or b""]), "min_ttft")
+        replay(read([encode_event(e.WorkerLost("w"), 0.0) or b""]), "min_ttft")

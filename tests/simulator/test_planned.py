@@ -35,7 +35,7 @@ def simulated(planner, split="2P2D", rate=3.0, log=None, **setting):
     outcomes = one.run(requests)
     assert outcomes is not None and len(outcomes) == total(requests)
     assert not any(outcome.refused for outcome in outcomes)
-    assert not one.jobs and not one.router.bound
+    assert not one.jobs and not one.router.placed_attempts
     return one, outcomes
 
 
@@ -111,4 +111,4 @@ def test_nothing_is_placed_on_a_worker_without_a_role():
     one, _ = simulated(Orders(t30=lambda sim: sim._hand_over(sim.workers["prefill/1"])))
     assert one.cards["prefill/1"].role == ""
     one._tell(e.RouterTick())
-    assert not one.router.workers["prefill/1"].prefills
+    assert not one.router.workers["prefill/1"].pending_prefills

@@ -35,7 +35,7 @@ def log_of(split: str, rate: float, disaggregate: str = "auto", slo: Slo = SLO):
     def told(simulation, event):
         if not lines:
             lines.append(replay.encode_head(simulation.router, simulation.now))
-        line = replay.encode(event, simulation.now)
+        line = replay.encode_event(event, simulation.now)
         if line is not None:
             lines.append(line)
 

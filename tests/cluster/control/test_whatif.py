@@ -43,7 +43,7 @@ def decision(number: int, at: float, prompt: int, **fields: Any) -> dict[str, An
         itl_s=0.01,
     )
     one.observed = {"ttft_ms": float(prompt), "itl_p99_ms": 12.0, "tokens": 30, "reason": "stop"}
-    told = one.told()
+    told = one.to_plain()
     told.update(fields)
     return told
 

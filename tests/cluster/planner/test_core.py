@@ -18,12 +18,12 @@ from diptych.cluster.planner.core import (
     Replica,
     Scale,
 )
-from diptych.router.demand import Demand, Need
+from diptych.router.demand import DemandWindow, OfferedLoad
 from diptych.simulator.hardware import Hardware
 
 HARDWARE = Hardware.of("llama3.1-70b-fp8", "H200", 4)
-LONG_PROMPTS = Need(0.5, 12_000, 9e7, 100, 100 * 12_000)  #: per replica
-LONG_ANSWERS = Need(0.5, 200, 2e4, 1_500, 1_500 * 1_000)
+LONG_PROMPTS = OfferedLoad(0.5, 12_000, 9e7, 100, 100 * 12_000)  #: per replica
+LONG_ANSWERS = OfferedLoad(0.5, 200, 2e4, 1_500, 1_500 * 1_000)
 
 
 def fleet(split: str) -> tuple[Replica, ...]:
@@ -34,7 +34,7 @@ def fleet(split: str) -> tuple[Replica, ...]:
     return tuple(Replica(f"{r}/{i}", r, r, *kinds) for i, r in enumerate(roles))
 
 
-def seen(split: str, need: Need, rate: float, **more: object) -> Observation:
+def seen(split: str, need: OfferedLoad, rate: float, **more: object) -> Observation:
     values = {"starting": {}, "backlog_s": 0.0, "kv_share": 0.0, **more}
     return Observation(replicas=fleet(split), need=replace(need, rate=rate), **values)
 
@@ -75,7 +75,7 @@ def test_long_answers_make_decode_workers() -> None:
 
 @pytest.mark.parametrize("split", ["1P7D", "4P4D", "7P1D"])
 @pytest.mark.parametrize("need", [LONG_PROMPTS, LONG_ANSWERS])
-def test_constant_load_with_noise_comes_to_rest(split: str, need: Need) -> None:
+def test_constant_load_with_noise_comes_to_rest(split: str, need: OfferedLoad) -> None:
     asked = play(planner(), seen(split, need, 5.0), 3600, noise=0.3)
     assert len(asked) <= 7
     assert all(at <= 30.0 * 7 + 5 for at, _ in asked), "it flips on after it has arrived"
@@ -138,16 +138,16 @@ def test_a_smaller_fleet_only_after_it_would_have_done_for_a_while() -> None:
 
 
 def test_demand_is_counted_at_arrival_and_forgotten_after_the_window() -> None:
-    demand = Demand(window_s=60.0)
+    demand = DemandWindow(window_s=60.0)
     for at in range(120):
-        demand.asked(1000, 100.0, float(at))
-        demand.bound(1000, 250, float(at))
-    need = demand.need(119.0)
+        demand.record_arrival(1000, 100.0, float(at))
+        demand.record_placement(1000, 250, float(at))
+    need = demand.offered_load(119.0)
     assert need.rate == pytest.approx(1.0, rel=0.05)
     assert need.uncached == pytest.approx(750)
     assert need.pairs == pytest.approx(1e6 * (1 - 0.25**2) / 2)
     assert need.context == pytest.approx(100 * 1050)
-    assert demand.need(400.0) == Need()
+    assert demand.offered_load(400.0) == OfferedLoad()
 
 
 def test_the_first_half_minute_is_too_short_to_judge_by() -> None:

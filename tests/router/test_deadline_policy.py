@@ -414,15 +414,15 @@ def test_a_slow_worker_is_found_out_by_its_first_tokens() -> None:
         for name, (worker, _) in rig.ask(f"r{index}", ttft_s=1000.0).items():
             ends.append((rig.now + (slow if worker == "prefill/a" else fast), name))
             counts[worker] += 1
-        while len(ends) == 2 or (rig.router.line and ends):
+        while len(ends) == 2 or (rig.router.queue and ends):
             ends.sort()
             at, name = ends.pop(0)
             for other, (worker, _) in rig.first(name, after=max(at - rig.now, 0.0)).items():
                 ends.append((rig.now + (slow if worker == "prefill/a" else fast), other))
                 counts[worker] += 1
     workers = rig.router.workers
-    assert workers["prefill/a"].prefill.factor == pytest.approx(3.0, rel=0.3)
-    assert workers["prefill/b"].prefill.factor == pytest.approx(1.0, rel=0.2)
+    assert workers["prefill/a"].prefill_correction.factor == pytest.approx(3.0, rel=0.3)
+    assert workers["prefill/b"].prefill_correction.factor == pytest.approx(1.0, rel=0.2)
     assert counts["prefill/b"] > 2 * counts["prefill/a"]
 
 
@@ -444,7 +444,7 @@ def test_a_decision_tells_candidates_prediction_and_outcome() -> None:
     rig.ask("r~1234", prompt=1000)
     rig.first("r~1234", after=1.2)
     rig.over("r~1234", tokens=64, ttft_ms=1201.0, itl_p99_ms=12.0, reason="length")
-    (told,) = [decision.told() for decision in rig.router.decisions.find("r")]
+    (told,) = [decision.to_plain() for decision in rig.router.decisions.find("r")]
     assert told["kind"] == "push" and told["waiting"] == 0
     assert {name for name, *_ in told["prefill_options"]} == {"prefill/a", "prefill/b"}
     assert told["prefill_options"][0][2] == {"left": 0.0, "prefill": pytest.approx(1.0)}

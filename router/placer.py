@@ -1,0 +1,461 @@
+"""What every policy needs to place a request: look at workers, pair two of them, note the result.
+
+A policy decides which request goes when and to which prefill worker (`policies/`). The rest is
+here, the same for all policies: who may take a request, what of its prompt is cached or fetched,
+the decode worker and the room there, the local prefill, and noting a placement on both workers.
+
+Life of a placement:
+    plan_prefill    -> when a prompt would be computed on a worker (`PlannedPrefill`)
+    pair            -> with the decode worker: a `Placement`. Nothing has changed yet
+    commit          -> prompt, reservation and transfer count on the workers from here on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, inf
+
+from ..protos.frames import PlaceAttempt
+from .config import RouterConfig
+from .costs import (
+    PrefillSpan,
+    cheapest_position,
+    decode_candidate,
+    disturbs_nobody,
+    local_first_token_s,
+    plan_prefill,
+)
+from .decisions import Option, PassedOver, PlacementKind
+from .fleet import WorkerFleet
+from .index import LISTED_HOLDERS_MAX, PrefixIndex, bits, tokens_at
+from .predictor import Residuals
+from .request_queue import QueuedRequest, RequestQueue
+from .shortlist import (
+    Candidate,
+    DecodeCandidate,
+    LocalCandidate,
+    Shortlist,
+    candidate_order,
+    options_of,
+)
+from .worker_state import DecodeReservation, PrefillWork, WorkerState
+
+LOCAL_TOKENS = 512  #: a prompt with fewer uncached tokens is short enough for a decode worker
+#: the same, if this share of the prompt is cached
+LOCAL_CACHED_SHARE = 0.6
+LOCAL_CACHED_TOKENS = 4096
+OPTIONS = 3  #: workers of each stage that a decision record names
+NO_CHUNK_ROOM_S = 1e6  #: a worker without room for chunks comes after all others
+
+
+@dataclass(slots=True, eq=False)
+class PlannedPrefill:
+    """When and how a worker would compute a prompt. Seconds."""
+
+    worker: WorkerState
+    wait_s: float  #: until the prefill begins
+    prefill_s: float  #: of the prompt alone
+    cached_tokens: int  #: cached, or fetched
+    fetch_from: WorkerState | None
+    deadline: float  #: for the worker's order; 0: in order of arrival
+    span: PrefillSpan
+
+
+@dataclass(slots=True, eq=False)
+class Placement:
+    """What was decided for one request. Seconds."""
+
+    request: QueuedRequest
+    kind: PlacementKind
+    prefill_worker: WorkerState | None  #: None: the decode worker computes the prompt
+    decode_worker: WorkerState
+    uncached_tokens: int
+    cached_tokens: int  #: cached, or fetched
+    wait_s: float  #: until the prefill begins
+    prefill_s: float
+    itl_s: float  #: the predicted gap between tokens
+    exposed_s: float  #: transfer that the prefill does not hide
+    deadline: float  #: when the prompt should be computed, for the worker's order; 0: as they come
+    blocks: int  #: to reserve on the decode worker
+    moved_tokens: int = 0  #: of the prompt, that go to the decode worker
+    fetch_from: WorkerState | None = None
+    passed_over: Sequence[PassedOver] = ()
+    prefill_candidates: Sequence[Candidate] = ()  #: what was compared, for the decision record
+    decode_candidates: Sequence[Candidate] = ()
+
+    @property
+    def computing_worker(self) -> WorkerState:
+        """The worker that computes the prompt."""
+        return self.prefill_worker or self.decode_worker
+
+    def prefill_options(self) -> list[Option]:
+        """Return the prefill workers that a decision record names: the chosen one, the best."""
+        return options_of(self.prefill_candidates, self.prefill_worker, OPTIONS)
+
+    def decode_options(self) -> list[Option]:
+        """Return the decode workers that a decision record names: the chosen one, the best."""
+        return options_of(self.decode_candidates, self.decode_worker, OPTIONS)
+
+
+@dataclass(slots=True, eq=False)
+class Rejection:
+    """The request's first token would come too late, and its class prefers to know that early."""
+
+    request: QueuedRequest
+    lateness_s: float
+
+
+class Placer:
+    """Looks at the fleet for one request at a time, and notes what a policy decides."""
+
+    def __init__(
+        self, config: RouterConfig, fleet: WorkerFleet, index: PrefixIndex, queue: RequestQueue
+    ) -> None:
+        self.config = config
+        self.fleet = fleet
+        self.index = index
+        self.queue = queue
+        self.residuals = Residuals()
+        self.shortlist = Shortlist(fleet)
+        self.records_options = config.decisions > 0
+        self.local_only = config.disaggregate == "never"  #: decode workers compute all prompts
+
+    # ---- who may take a request ------------------------------------------------------------------
+
+    def update_local_only(self, settled: bool) -> bool:
+        """Follow the membership: `auto` without any prefill worker is `never`, for so long.
+
+        True if that has changed; the queued requests have been told by then.
+        """
+        mode = self.config.disaggregate
+        without_prefill = mode == "auto" and settled and not self.fleet.prefill_workers
+        local_only = mode == "never" or without_prefill
+        if local_only == self.local_only:
+            return False
+        self.local_only = local_only
+        for request in self.queue.by_key.values():
+            request.local = self.is_local(request.place)
+        return True
+
+    def is_local(self, place: PlaceAttempt) -> bool:
+        """Whether this prompt has to be computed on its decode worker."""
+        return place.local_prefill or self.local_only
+
+    def takes_prompts(self, worker: WorkerState) -> bool:
+        """Whether prompts are computed on this worker now."""
+        return worker.can_decode if self.local_only else worker.can_prefill
+
+    @property
+    def capacity(self) -> int:
+        """Workers that compute prompts: the seconds of service in a second."""
+        return len(self.fleet.prefill_workers) or len(self.fleet.decode_workers)
+
+    def missing_roles(self, request: QueuedRequest) -> set[str]:
+        """Return the roles that the request needs and no worker has, but for lost workers."""
+        candidates = {"decode": self.fleet.decode_workers}
+        if not request.local:
+            candidates["prefill"] = self.fleet.prefill_workers
+        lost = request.place.lost_workers
+        if not lost:
+            return {role for role, workers in candidates.items() if not workers}
+        return {
+            role
+            for role, workers in candidates.items()
+            if all(worker.card.id in lost for worker in workers)
+        }
+
+    def allowed(
+        self, request: QueuedRequest, workers: Sequence[WorkerState]
+    ) -> Sequence[WorkerState]:
+        """Return `workers` without lost ones, and without those to avoid if there are others."""
+        if not request.excludes_workers:
+            return workers
+        lost = request.place.lost_workers
+        avoided = request.place.avoided_workers
+        alive = [worker for worker in workers if worker.card.id not in lost]
+        return [worker for worker in alive if worker.card.id not in avoided] or alive
+
+    def blocks_needed(self, request: QueuedRequest) -> int:
+        """Return the blocks to reserve: prompt and growth allowance.
+
+        Each further answer takes as many but the prompt's full blocks, if a pool has them (as
+        `engine.scheduler` reserves).
+        """
+        place = request.place
+        block_tokens = self.fleet.block_tokens
+        growth_tokens = min(place.max_tokens, self.config.growth_tokens)
+        first_answer = ceil((request.prompt_tokens + growth_tokens) / block_tokens)
+        if place.answer_count == 1:
+            return first_answer
+        further_answer = first_answer - request.prompt_tokens // block_tokens
+        all_answers = first_answer + (place.answer_count - 1) * further_answer
+        return max(first_answer, min(all_answers, self.fleet.largest_pool))
+
+    # ---- what is cached --------------------------------------------------------------------------
+
+    def look(self, request: QueuedRequest, exact: bool = False) -> None:
+        """Look up who holds how much of the prompt, and whether that can be moved from there.
+
+        `exact` reads every hash; otherwise the index bisects.
+        """
+        lookup = self.index.match if exact else self.index.find
+        request.hits = lookup(request.sampled_hashes)
+        request.looked_at_version = self.fleet.membership_version
+        request.holder = self._holder(request)
+        request.held_tokens = 0
+        request.fetchable = False
+        if request.holder is not None:
+            held_tokens = tokens_at(request.hits.deepest)
+            request.held_tokens = min(held_tokens, request.prompt_tokens - 1)
+            has_transfer_cost = request.holder.cost.transfer_token > 0
+            request.fetchable = self.config.fetch and has_transfer_cost
+
+    def _holder(self, request: QueuedRequest) -> WorkerState | None:
+        """Return one of the workers with the longest match; None if none has any, or many have."""
+        holders = request.hits.holders
+        count = holders.bit_count()
+        if not 0 < count <= LISTED_HOLDERS_MAX:
+            return None
+        slots = list(bits(holders))
+        return self.fleet.by_slot[slots[request.tie_hash % count]]
+
+    def look_again(self, request: QueuedRequest) -> None:
+        """Look up the prompt again, if the longest match is another one by now."""
+        same_members = self.fleet.membership_version == request.looked_at_version
+        if same_members and self.index.stands(request.hits, request.sampled_hashes):
+            return
+        self.look(request)
+
+    # ---- prefill worker and decode worker --------------------------------------------------------
+
+    def plan_prefill(
+        self, request: QueuedRequest, worker: WorkerState, deadline: float, now: float
+    ) -> PlannedPrefill:
+        """Return when the worker would compute the prompt, behind what it has."""
+        plan = plan_prefill(request, worker)
+        wait_s = worker.wait_s(deadline, now)
+        begins_at = now + wait_s
+        return PlannedPrefill(
+            worker=worker,
+            wait_s=wait_s,
+            prefill_s=plan.seconds,
+            cached_tokens=plan.cached_tokens,
+            fetch_from=plan.fetch_from,
+            deadline=deadline,
+            span=PrefillSpan(begins_at, begins_at + plan.seconds),
+        )
+
+    def decode_candidates(
+        self, request: QueuedRequest, span: PrefillSpan, gentle: bool
+    ) -> list[DecodeCandidate]:
+        """Return the decode workers that have room, with what the request would cost there.
+
+        These are the shortlist's; all workers are compared if none of those has room. A worker
+        that cannot be the cheapest may be left out. `gentle` leaves out the workers where the
+        request would break somebody's ITL target. Empty: nobody has room.
+        """
+        listed = self.shortlist.decode_workers(request.hits)
+        if request.excludes_workers:
+            listed = [worker for worker in listed if not _is_excluded(request, worker)]
+        candidates = self._compare_decode(request, listed, span, gentle)
+        if candidates:
+            return candidates
+        if self.shortlist.compares_all_decode and not request.excludes_workers:
+            return []
+        workers = self.allowed(request, self.fleet.accepting_decode_workers())
+        return self._compare_decode(request, workers, span, gentle)
+
+    def _compare_decode(
+        self,
+        request: QueuedRequest,
+        workers: Sequence[WorkerState],
+        span: PrefillSpan,
+        gentle: bool,
+    ) -> list[DecodeCandidate]:
+        blocks = self.blocks_needed(request)
+        lowest_cost = inf
+        candidates = []
+        for worker in workers:
+            if worker.reservable_blocks < blocks:
+                continue
+            if worker.decode_cost_s > lowest_cost:
+                continue  # its step alone costs more than all of another worker
+            if gentle and not disturbs_nobody(request, worker, self.fleet.itl_s):
+                continue
+            moved_tokens = request.prompt_tokens - request.cached_tokens(worker)
+            candidate = decode_candidate(request, worker, span, moved_tokens)
+            lowest_cost = min(lowest_cost, candidate.cost)
+            candidates.append(candidate)
+        return candidates
+
+    def pair(
+        self,
+        request: QueuedRequest,
+        kind: PlacementKind,
+        planned: PlannedPrefill,
+        chosen: DecodeCandidate,
+        compared: Sequence[DecodeCandidate],
+    ) -> Placement:
+        """Return the placement on a prefill worker and the chosen decode worker."""
+        same_worker = chosen.worker is planned.worker
+        return Placement(
+            request=request,
+            kind=kind,
+            prefill_worker=None if same_worker else planned.worker,
+            decode_worker=chosen.worker,
+            uncached_tokens=request.prompt_tokens - planned.cached_tokens,
+            cached_tokens=planned.cached_tokens,
+            wait_s=planned.wait_s,
+            prefill_s=planned.prefill_s,
+            itl_s=chosen.step_s,
+            exposed_s=chosen.exposed_s,
+            deadline=planned.deadline,
+            blocks=self.blocks_needed(request),
+            moved_tokens=chosen.moved_tokens,
+            fetch_from=planned.fetch_from,
+            decode_candidates=compared if self.records_options else (),
+        )
+
+    # ---- local prefill ---------------------------------------------------------------------------
+
+    def better_local(
+        self, request: QueuedRequest, remote_s: float, deadline: float, now: float
+    ) -> Placement | None:
+        """Return a local placement, if the prompt had better not go to a prefill worker.
+
+        That is so if the first token comes as early; or if the prompt is short, or mostly cached
+        or fetched, and in time. `remote_s` is the time to the first token on a prefill worker.
+        """
+        workers: Sequence[WorkerState] = self.shortlist.decode_workers(request.hits)
+        if request.excludes_workers:
+            workers = self.allowed(request, self.fleet.decode_workers)
+        blocks = self.blocks_needed(request)
+        candidates = []
+        for worker in workers:
+            if worker.credit_at > now or worker.reservable_blocks < blocks:
+                continue
+            if worker.expected_free_tokens < request.expected_tokens:
+                continue
+            candidate = _local_candidate(request, worker, now)
+            if candidate.cost < inf:
+                candidates.append(candidate)
+        if not candidates:
+            return None
+        best = min(candidates, key=candidate_order)
+        if best.cost > remote_s:
+            in_time_s = (request.deadline - now) / self.residuals.upper
+            if best.cost > in_time_s or not _suits_decode_worker(request, best.worker):
+                return None
+        placement = self.place_local(request, best.worker, deadline, now)
+        if placement is not None and self.records_options:
+            placement.decode_candidates = candidates
+        return placement
+
+    def place_local_on_best(
+        self,
+        request: QueuedRequest,
+        workers: Sequence[WorkerState],
+        deadline: float,
+        now: float,
+    ) -> Placement | None:
+        """Place a request that has to be local where its first token comes earliest.
+
+        A worker whose sequences leave no room for chunks is better than none: its engine keeps its
+        pace. None: none of `workers` has room.
+        """
+        blocks = self.blocks_needed(request)
+        candidates = [
+            _local_candidate(request, worker, now)
+            for worker in workers
+            if worker.reservable_blocks >= blocks
+        ]
+        for candidate in candidates:
+            if candidate.cost == inf:
+                plan = plan_prefill(request, candidate.worker)
+                backlog_s = candidate.worker.backlog_s(now)
+                candidate.cost = NO_CHUNK_ROOM_S + backlog_s + plan.compared_s
+        position = cheapest_position([candidate.cost for candidate in candidates], request.tie_hash)
+        if position is None:
+            return None
+        placement = self.place_local(request, candidates[position].worker, deadline, now)
+        if placement is not None and self.records_options:
+            placement.decode_candidates = candidates
+        return placement
+
+    def place_local(
+        self, request: QueuedRequest, worker: WorkerState, deadline: float, now: float
+    ) -> Placement | None:
+        """Return a placement on this worker alone; None if there is no room on the worker."""
+        blocks = self.blocks_needed(request)
+        if worker.reservable_blocks < blocks:
+            return None
+        plan = plan_prefill(request, worker)
+        wait_s = worker.wait_s(deadline, now)
+        ready_s = local_first_token_s(request, worker, plan, now)
+        if ready_s == inf:  # as fast as the engine can
+            ready_s = wait_s + plan.seconds
+        return Placement(
+            request=request,
+            kind=PlacementKind.LOCAL,
+            prefill_worker=None,
+            decode_worker=worker,
+            uncached_tokens=request.prompt_tokens - plan.cached_tokens,
+            cached_tokens=plan.cached_tokens,
+            wait_s=wait_s,
+            prefill_s=ready_s - wait_s,
+            itl_s=worker.step_with(request.kv_tokens_read),
+            exposed_s=0.0,
+            deadline=deadline,
+            blocks=blocks,
+            fetch_from=plan.fetch_from,
+        )
+
+    # ---- noting a placement ----------------------------------------------------------------------
+
+    def commit(self, placement: Placement, now: float) -> None:
+        """Note a placement on its workers, and take the request out of the queue."""
+        request = placement.request
+        work = PrefillWork(
+            seconds=placement.prefill_s,
+            uncached_tokens=placement.uncached_tokens,
+            prompt_tokens=request.prompt_tokens,
+            assigned_at=now,
+            deadline=placement.deadline,
+            delayed=placement.fetch_from is not None,
+        )
+        self.fleet.give_prompt(placement.computing_worker, request.attempt_key, work, now)
+        reservation = DecodeReservation(
+            blocks=placement.blocks,
+            expected_blocks=ceil(int(request.expected_tokens) / self.fleet.block_tokens),
+            kv_tokens=request.kv_tokens_read,
+            rows=request.place.answer_count,
+        )
+        decode_worker = placement.decode_worker
+        self.fleet.reserve(decode_worker, request.attempt_key, reservation)
+        if placement.prefill_worker is not None:
+            begins_at = max(decode_worker.link_busy_until, now + placement.wait_s)
+            transfer_s = decode_worker.cost.transfer_s(placement.moved_tokens)
+            decode_worker.link_busy_until = begins_at + transfer_s
+        self.queue.leave(request.attempt_key)
+
+
+def _is_excluded(request: QueuedRequest, worker: WorkerState) -> bool:
+    name = worker.card.id
+    return name in request.place.lost_workers or name in request.place.avoided_workers
+
+
+def _local_candidate(request: QueuedRequest, worker: WorkerState, now: float) -> LocalCandidate:
+    plan = plan_prefill(request, worker)
+    ready_s = local_first_token_s(request, worker, plan, now)
+    return LocalCandidate(worker, ready_s, request.tie_breaker(worker.slot))
+
+
+def _suits_decode_worker(request: QueuedRequest, worker: WorkerState) -> bool:
+    """Whether a prompt is short on this worker, or mostly cached or fetched there."""
+    cached_tokens = plan_prefill(request, worker).cached_tokens
+    uncached_tokens = request.prompt_tokens - cached_tokens
+    if uncached_tokens <= LOCAL_TOKENS:
+        return True
+    mostly_cached = cached_tokens >= LOCAL_CACHED_SHARE * request.prompt_tokens
+    return mostly_cached and uncached_tokens <= LOCAL_CACHED_TOKENS

@@ -1,0 +1,237 @@
+"""The ten baselines: early policies, written from their published formulas (sources: README).
+
+They see our prefix index, which is at least as true as trees of their own, and no policy moves KV
+between prefill workers on its own. Room, ties, the hand-over of the first token and conditional
+disaggregation are the same for all policies (`placer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import xxhash
+
+from ..costs import PrefillSpan
+from ..placer import Placement, Placer
+from ..request_queue import QueuedRequest
+from ..worker_state import WorkerState
+from .policy import EarlyPolicy
+
+BLOCK_TOKENS = 64
+
+
+def decoded_tokens(workers: Sequence[WorkerState]) -> list[float]:
+    """Return the KV tokens that each worker's step reads."""
+    return [worker.kv_tokens for worker in workers]
+
+
+def two_random_choices(
+    request: QueuedRequest, workers: Sequence[WorkerState], stage: str, seed: int
+) -> list[float]:
+    """Return the load of two random workers, inf for all others: the power of two choices."""
+    costs = [inf] * len(workers)
+    if not workers:
+        return costs
+    for draw in (0, 1):
+        name = f"{request.attempt_key}|{stage}|{draw}"
+        position = xxhash.xxh3_64_intdigest(name.encode(), seed) % len(workers)
+        costs[position] = workers[position].active_requests
+    return costs
+
+
+class MinTtft(EarlyPolicy):
+    """The least sum of queue and prefill, both predicted, and the least predicted step."""
+
+
+class RoundRobin(EarlyPolicy):
+    """Workers take turns, in order of their slots."""
+
+    def __init__(self, placer: Placer) -> None:
+        super().__init__(placer)
+        self._last_prefill_slot = -1
+        self._last_decode_slot = -1
+
+    def prefill_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
+    ) -> list[float]:
+        return self._turns_until(workers, self._last_prefill_slot)
+
+    def decode_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], span: PrefillSpan
+    ) -> list[float]:
+        return self._turns_until(workers, self._last_decode_slot)
+
+    def placed(self, placement: Placement) -> None:
+        self._last_decode_slot = placement.decode_worker.slot
+        if placement.prefill_worker is not None:
+            self._last_prefill_slot = placement.prefill_worker.slot
+
+    def _turns_until(self, workers: Sequence[WorkerState], last_slot: int) -> list[float]:
+        slots = len(self.placer.fleet.by_slot)
+        return [(worker.slot - last_slot - 1) % slots for worker in workers]
+
+
+class LeastWork(EarlyPolicy):
+    """Fewest pending prompt tokens; fewest KV tokens."""
+
+    def prefill_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
+    ) -> list[float]:
+        return [worker.pending_tokens for worker in workers]
+
+    def decode_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], span: PrefillSpan
+    ) -> list[float]:
+        return decoded_tokens(workers)
+
+
+class PowerOfTwo(EarlyPolicy):
+    """The less busy of two random workers."""
+
+    def prefill_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
+    ) -> list[float]:
+        return two_random_choices(request, workers, "prefill", self.placer.config.seed)
+
+    def decode_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], span: PrefillSpan
+    ) -> list[float]:
+        return two_random_choices(request, workers, "decode", self.placer.config.seed)
+
+
+class LongestPrefix(EarlyPolicy):
+    """The longest hit; of equal ones the fewest pending tokens."""
+
+    def prefill_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
+    ) -> list[float]:
+        return [-request.cached_tokens(worker) + 1e-7 * worker.pending_tokens for worker in workers]
+
+    def decode_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], span: PrefillSpan
+    ) -> list[float]:
+        return decoded_tokens(workers)
+
+
+class Dynamo(EarlyPolicy):
+    """The cost of Dynamo's KV router, with its weights at their defaults (1, 1, 0).
+
+    Prefill: max((pending + incoming tokens) / block - overlap blocks, 0) + blocks of all prompts.
+    Decode: blocks of KV.
+    """
+
+    def prefill_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
+    ) -> list[float]:
+        prompt_blocks = request.prompt_tokens / BLOCK_TOKENS
+        costs = []
+        for worker in workers:
+            overlap_blocks = request.cached_tokens(worker) / BLOCK_TOKENS
+            pending_blocks = worker.pending_tokens / BLOCK_TOKENS
+            adjusted_blocks = max(pending_blocks + prompt_blocks - overlap_blocks, 0.0)
+            costs.append(
+                adjusted_blocks + worker.pending_prompt_tokens / BLOCK_TOKENS + prompt_blocks
+            )
+        return costs
+
+    def decode_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], span: PrefillSpan
+    ) -> list[float]:
+        return [worker.kv_tokens / BLOCK_TOKENS for worker in workers]
+
+
+class LMetric(EarlyPolicy):
+    """New prefill tokens (pending and own) x batch size; for prefill the batch is the queue."""
+
+    def prefill_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
+    ) -> list[float]:
+        costs = []
+        for worker in workers:
+            own_tokens = request.prompt_tokens - request.cached_tokens(worker)
+            batch_size = len(worker.pending_prefills) + 1
+            costs.append(float((worker.pending_tokens + own_tokens) * batch_size))
+        return costs
+
+    def decode_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], span: PrefillSpan
+    ) -> list[float]:
+        return [worker.rows + 1 for worker in workers]
+
+
+class SglangCacheAware(EarlyPolicy):
+    """The best match, if it covers enough of the prompt while the loads are balanced.
+
+    Otherwise the least load. Balanced: max - min <= 64 requests, or max <= 1.5 min. Enough: more
+    than 0.3 of the prompt. Decode: power of two choices.
+    """
+
+    match_share = 0.3
+    load_difference = 64
+    load_ratio = 1.5
+
+    def prefill_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
+    ) -> list[float]:
+        loads: list[float] = [worker.active_requests for worker in workers]
+        if not loads:
+            return loads
+        unbalanced = max(loads) - min(loads) > self.load_difference
+        skewed = unbalanced and max(loads) > self.load_ratio * min(loads)
+        cached_tokens = [request.cached_tokens(worker) for worker in workers]
+        if not skewed and max(cached_tokens) / request.prompt_tokens > self.match_share:
+            return [-tokens for tokens in cached_tokens]
+        return loads
+
+    def decode_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], span: PrefillSpan
+    ) -> list[float]:
+        return two_random_choices(request, workers, "decode", self.placer.config.seed)
+
+
+class RayPrefix(EarlyPolicy):
+    """The shortest queue among candidates that are chosen by their caches.
+
+    Candidates: the workers with the longest match if it covers 0.1 of the prompt, otherwise those
+    with the least stored. Decode: power of two choices.
+    """
+
+    match_share = 0.1
+
+    def prefill_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
+    ) -> list[float]:
+        if not workers:
+            return []
+        cached_tokens = [request.cached_tokens(worker) for worker in workers]
+        longest = max(cached_tokens)
+        if longest / request.prompt_tokens >= self.match_share:
+            is_candidate = [tokens == longest for tokens in cached_tokens]
+        else:
+            stored = [self.placer.index.held_count(worker.slot) for worker in workers]
+            is_candidate = [count == min(stored) for count in stored]
+        return [
+            worker.active_requests if candidate else inf
+            for worker, candidate in zip(workers, is_candidate, strict=True)
+        ]
+
+    def decode_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], span: PrefillSpan
+    ) -> list[float]:
+        return two_random_choices(request, workers, "decode", self.placer.config.seed)
+
+
+class Mooncake(EarlyPolicy):
+    """Algorithm 1 without its migration of hot prefixes.
+
+    Least queue and prefill; decode with the least time between tokens. It rejects early where the
+    class allows that.
+    """
+
+    rejects_late = True
+
+    def decode_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], span: PrefillSpan
+    ) -> list[float]:
+        return [worker.step_with(request.kv_tokens_read) + worker.memory_s for worker in workers]

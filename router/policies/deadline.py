@@ -1,0 +1,527 @@
+"""Our policy: requests wait in the router until a worker has credit for them.
+
+A request is urgent while it can meet its deadline; the most urgent is the one whose prefill must
+begin first. Whoever cannot be served in time any more is overdue, or is refused if its class
+prefers that. There are three ways to a worker:
+  push: a request chooses the worker that has its first token earliest, if that worker takes it now.
+        Otherwise it waits, and prefers that worker if another would have to compute much more
+  pull: a worker with credit takes the most urgent request that it can serve in time, or one that
+        prefers its cache, if the urgent one can stand that
+  offer: the most urgent requests choose again every `CHOOSE_S`, while there are idle workers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import islice
+from math import inf
+
+from ...protos.frames import AttemptKey
+from ..costs import PrefillPlan, plan_prefill
+from ..decisions import PassedOver, PlacementKind
+from ..fleet import HALTED_MAX
+from ..placer import Placement, Placer, Rejection
+from ..request_queue import QueuedRequest
+from ..shortlist import PrefillCandidate, candidate_order
+from ..worker_state import WorkerState
+
+URGENT_COMPARED = 8  #: requests that a worker chooses among
+PREFERRING_COMPARED = 4  #: and of those, at most, that prefer this worker
+#: by how much a busy worker must be earlier than a free one: this share, and these seconds
+SOONER_SHARE = 0.9
+SOONER_S = 0.01
+#: what a cache must save to go before a more urgent request: seconds, or a share of the prompt
+SAVED_S = 0.02
+SAVED_SHARE = 0.5
+PUT_OFF_FACTOR = 2.0  #: what a newcomer goes before must stand so many times its prefill
+TIME_MARGIN = 1.4  #: of its predicted wait and prefill, that a request must have left to be pulled
+OVERDUE_TURN = 8  #: every so many pulls are for the oldest overdue request, once it is old
+OVERDUE_DEADLINE_S = 30.0  #: for the worker's order, of a request that is overdue anyway
+CHOOSE_S = 0.1  #: between two choices of one request
+OFFER_S = 0.0125  #: between two choices of all requests
+
+
+class Outcome(Enum):
+    """What came of an attempt to place a request."""
+
+    PLACED = 1
+    NOTHING = 2  #: no worker takes it, or there is nothing to take, now
+    NO_ROOM = 3  #: decode workers are full: nobody is placed for now
+
+
+@dataclass(slots=True)
+class PullChoice:
+    """What a worker with credit takes, and which more urgent requests it leaves alone."""
+
+    request: QueuedRequest | None
+    passed_over: list[PassedOver]
+
+
+class DeadlinePolicy:
+    """Serves as many requests as possible in time. See `policy.Policy` for the interface."""
+
+    def __init__(self, placer: Placer) -> None:
+        self.placer = placer
+        self.config = placer.config
+        self.fleet = placer.fleet
+        self.queue = placer.queue
+        self.idle_slots: set[int] = set()  #: workers that have credit and found nothing to do
+        self.decode_full = False  #: decode workers have no room for the next request
+        self._choosing: list[QueuedRequest] = []  #: requests that choose at the next opportunity
+        #: queued requests whose prompts a decode worker has to compute, while prefill workers
+        #: compute the others
+        self._local_requests: dict[AttemptKey, QueuedRequest] = {}
+        self._pulls = 0  #: that placed a request
+        self._next_offer_at = -inf
+
+    # ---- the interface of a policy ---------------------------------------------------------------
+
+    def arrive(self, request: QueuedRequest, now: float) -> Placement | None:
+        """Let a new request choose a worker; queue it if the chosen worker does not take it."""
+        placer = self.placer
+        placer.look(request)
+        chooses_later = request.local or self.decode_full or request.excludes_workers
+        if chooses_later or placer.missing_roles(request):
+            self._queue_unchosen(request, now)
+            return None
+        workers = placer.shortlist.prefill_workers(request, now)
+        candidates = self._prefill_candidates(request, workers, now)
+        request.fastest_prefill_s = min(candidate.prefill_s for candidate in candidates)
+        request.choose_again_at = now + CHOOSE_S
+        if now + request.fastest_prefill_s <= request.deadline:
+            decided: list[Placement | Rejection] = []
+            outcome = self._choose(request, candidates, now, decided)
+            if outcome is Outcome.PLACED:
+                self.queue.charge(request, now, placer.capacity)
+                placement = decided[0]
+                assert isinstance(placement, Placement)
+                return placement
+            if outcome is Outcome.NO_ROOM:
+                self._choosing.append(request)
+        self.queue.enter(request, now, placer.capacity)
+        return None
+
+    def _queue_unchosen(self, request: QueuedRequest, now: float) -> None:
+        """Queue a new request that chooses its worker in `place_queued`."""
+        placer = self.placer
+        workers = placer.shortlist.fastest_workers(request.hits, request.local)
+        prefills_s = [plan_prefill(request, worker).compared_s for worker in workers]
+        request.fastest_prefill_s = min(prefills_s, default=0.0)
+        self.reconsider(request)
+        self.queue.enter(request, now, placer.capacity)
+
+    def place_queued(self, now: float) -> list[Placement | Rejection]:
+        """Let requests choose workers, then workers requests, as far as there is credit."""
+        decided: list[Placement | Rejection] = []
+        self._give_up_overdue(now, decided)
+        self._push_choosing(now, decided)
+        self._push_local_requests(now, decided)
+        self._pull_for_credited(now, decided)
+        may_offer = bool(self.idle_slots) or self.config.disaggregate == "auto"
+        if now >= self._next_offer_at and may_offer:
+            self._next_offer_at = now + OFFER_S
+            self._offer(now, decided)
+        return decided
+
+    def next_wake(self, now: float) -> float:
+        """Return when the next worker has credit by prediction, or a request chooses again."""
+        credit_at = self.fleet.next_credit(now, decodes=self.placer.local_only)
+        if self.decode_full or self._local_requests:
+            return min(credit_at, now + CHOOSE_S)
+        if not self.idle_slots and self.config.disaggregate != "auto":
+            return credit_at
+        moments = [credit_at]
+        if self.queue.overdue and self.idle_slots:
+            moments.append(now + CHOOSE_S)
+        for request in self.queue.most_urgent(URGENT_COMPARED):
+            moments.append(max(request.choose_again_at, self._next_offer_at))
+        return min(moments)
+
+    def reconsider(self, request: QueuedRequest) -> None:
+        """Let a request choose at the next opportunity."""
+        if request.local and not self.placer.local_only:
+            self._local_requests[request.attempt_key] = request
+        else:
+            self._choosing.append(request)
+
+    def worker_lost(self, worker: WorkerState) -> None:
+        """Let the requests that preferred a lost worker choose another."""
+        self.idle_slots.discard(worker.slot)
+        self._choosing += self.queue.forget_worker(worker.slot)
+
+    def local_only_changed(self, now: float) -> None:
+        """Let all requests choose again: other workers compute prompts from now on."""
+        self.idle_slots.clear()
+        self._local_requests.clear()
+        self.fleet.credit_again(now)
+        for request in self.queue.by_key.values():
+            self.reconsider(request)
+
+    def local_prompt_finished(self) -> None:
+        """Let the most urgent requests choose at once: a decode worker can take a prompt again."""
+        self._next_offer_at = -inf
+        for request in self.queue.most_urgent(URGENT_COMPARED):
+            request.choose_again_at = -inf
+
+    # ---- the steps of `place_queued` -------------------------------------------------------------
+
+    def _give_up_overdue(self, now: float, decided: list[Placement | Rejection]) -> None:
+        """Give up the most urgent requests that nobody could serve in time any more."""
+        while self.queue.urgent:
+            _, request = self.queue.urgent[0]
+            lateness_s = now + request.fastest_prefill_s - request.deadline
+            if lateness_s <= 0:
+                return
+            if request.slo.early_reject:
+                self.queue.leave(request.attempt_key)
+                decided.append(Rejection(request, lateness_s))
+            else:
+                self.queue.mark_overdue(request)
+
+    def _push_choosing(self, now: float, decided: list[Placement | Rejection]) -> None:
+        choosing = self._choosing
+        self._choosing = []
+        if self.decode_full:  # perhaps there is room now
+            choosing = [*self.queue.most_urgent(URGENT_COMPARED), *choosing]
+        self.decode_full = False
+        for request in choosing:
+            if self.decode_full:
+                return
+            if request.attempt_key in self.queue and not request.overdue:
+                self.decode_full = self._push(request, now, decided) is Outcome.NO_ROOM
+
+    def _push_local_requests(self, now: float, decided: list[Placement | Rejection]) -> None:
+        for request in list(islice(self._local_requests.values(), URGENT_COMPARED)):
+            outcome = Outcome.PLACED
+            if self.queue.by_key.get(request.attempt_key) is request:
+                outcome = self._push_local(request, now, decided)
+            if outcome is Outcome.NO_ROOM:
+                self.decode_full = True
+            if outcome is Outcome.PLACED:
+                del self._local_requests[request.attempt_key]
+
+    def _pull_for_credited(self, now: float, decided: list[Placement | Rejection]) -> None:
+        for worker in self.fleet.credited(now):
+            slot = worker.slot
+            if slot in self.idle_slots or not self.placer.takes_prompts(worker):
+                self.fleet.credited_slots.discard(slot)
+                continue
+            outcome = self._pull(worker, now, decided)
+            if outcome is Outcome.NO_ROOM:
+                self.decode_full = True
+                return
+            if outcome is Outcome.NOTHING:
+                self.idle_slots.add(slot)
+                self.fleet.credited_slots.discard(slot)
+
+    def _offer(self, now: float, decided: list[Placement | Rejection]) -> None:
+        """Let one urgent request choose again, and one idle worker pull for the overdue ones."""
+        for request in self.queue.most_urgent(URGENT_COMPARED):
+            if request.choose_again_at <= now:
+                if self._push(request, now, decided) is Outcome.NO_ROOM:
+                    self.decode_full = True
+                break
+        if self.queue.overdue and self.idle_slots and not self.decode_full:
+            worker = self._idle_worker_for_overdue()
+            if worker is not None:
+                self.decode_full = self._pull(worker, now, decided) is Outcome.NO_ROOM
+
+    def _idle_worker_for_overdue(self) -> WorkerState | None:
+        """Return an idle worker that may take one of the first overdue requests."""
+        for request in islice(self.queue.overdue.values(), URGENT_COMPARED):
+            if request.local != self.placer.local_only or self.placer.missing_roles(request):
+                continue
+            for worker in self.placer.allowed(request, self._prompt_workers()):
+                if worker.slot in self.idle_slots:
+                    return worker
+        return None
+
+    def _prompt_workers(self) -> list[WorkerState]:
+        """Return the workers that pull: those on which prompts are computed."""
+        fleet = self.fleet
+        workers = fleet.decode_workers if self.placer.local_only else fleet.prefill_workers
+        return [worker for worker in workers if self.placer.takes_prompts(worker)]
+
+    def _deadline(self, request: QueuedRequest, now: float) -> float:
+        """Return when the prompt should be computed, for the worker's order."""
+        return now + OVERDUE_DEADLINE_S if request.overdue else request.deadline
+
+    # ---- push: a request chooses its worker ------------------------------------------------------
+
+    def _push(
+        self, request: QueuedRequest, now: float, decided: list[Placement | Rejection]
+    ) -> Outcome:
+        placer = self.placer
+        if placer.missing_roles(request):
+            return Outcome.NOTHING
+        if request.choose_again_at:
+            placer.look_again(request)
+        request.choose_again_at = now + CHOOSE_S
+        if request.local:
+            return self._push_local(request, now, decided)
+        workers: Sequence[WorkerState] = placer.shortlist.prefill_workers(request, now)
+        if request.excludes_workers:
+            workers = placer.allowed(request, self.fleet.prefill_workers)
+        candidates = self._prefill_candidates(request, workers, now)
+        return self._choose(request, candidates, now, decided)
+
+    def _push_local(
+        self, request: QueuedRequest, now: float, decided: list[Placement | Rejection]
+    ) -> Outcome:
+        allowed = self.placer.allowed(request, self.fleet.accepting_decode_workers())
+        workers = [worker for worker in allowed if worker.credit_at <= now]
+        if not workers:
+            return Outcome.NOTHING
+        deadline = self._deadline(request, now)
+        placement = self.placer.place_local_on_best(request, workers, deadline, now)
+        return self._commit(placement, now, decided)
+
+    def _choose(
+        self,
+        request: QueuedRequest,
+        candidates: list[PrefillCandidate],
+        now: float,
+        decided: list[Placement | Rejection],
+    ) -> Outcome:
+        """Place the request on the worker that has its first token earliest, if it takes it now."""
+        if not candidates:
+            return Outcome.NOTHING
+        best = min(candidates, key=candidate_order)
+        if self.config.disaggregate == "auto":
+            others_s = 0.0 if best.has_credit else self._others_share_s(request)
+            deadline = self._deadline(request, now)
+            local = self.placer.better_local(request, best.cost + others_s, deadline, now)
+            if local is not None:
+                return self._commit(local, now, decided)
+        if not best.has_credit:
+            takers = [candidate for candidate in candidates if candidate.has_credit]
+            taker = min(takers, key=candidate_order, default=None)
+            if taker is None or self._is_worth_waiting(request, best.cost, taker.cost, now):
+                slowest_s = max(candidate.prefill_s for candidate in candidates)
+                self._wait_for(request, best, saved_s=slowest_s - best.prefill_s)
+                return Outcome.NOTHING
+            best = taker
+        placement = self._pair(request, best.worker, PlacementKind.PUSH, now)
+        if placement is not None and self.placer.records_options:
+            placement.prefill_candidates = candidates
+        return self._commit(placement, now, decided)
+
+    def _prefill_candidates(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
+    ) -> list[PrefillCandidate]:
+        """Return what the first token would cost on each of these workers.
+
+        The request may go before all prompts of a worker, if none of them becomes late by that.
+        """
+        put_off_factor = PUT_OFF_FACTOR * self.placer.residuals.upper
+        candidates = []
+        for worker in workers:
+            prefill_s = plan_prefill(request, worker).compared_s
+            wait_s = max(worker.busy_until - now, 0.0) + worker.preferring_s
+            if worker is request.preferred_worker:
+                wait_s -= request.preferred_prefill_s
+            has_credit = worker.credit_at <= now
+            goes_first = (
+                worker.first_deadline > request.deadline
+                and worker.slack_s >= put_off_factor * prefill_s
+                and len(worker.pending_prefills) < HALTED_MAX
+                and not request.overdue
+            )
+            if goes_first:
+                has_credit = True
+                wait_s = min(wait_s, worker.half_chunk_s)
+            candidate = PrefillCandidate(
+                worker=worker,
+                cost=wait_s + prefill_s,
+                tie_breaker=request.tie_breaker(worker.slot),
+                wait_s=wait_s,
+                prefill_s=prefill_s,
+                has_credit=has_credit,
+            )
+            candidates.append(candidate)
+        return candidates
+
+    def _others_share_s(self, request: QueuedRequest) -> float:
+        """Return the seconds that the urgent requests take a prefill worker, if none is idle."""
+        if self.idle_slots or not self.queue.urgent:
+            return 0.0
+        counted = request.attempt_key in self.queue and request.preferred_worker is None
+        own_s = request.fastest_prefill_s if counted else 0.0
+        others_s = max(self.queue.prefill_s - self.queue.preferring_s - own_s, 0.0)
+        return others_s / max(len(self.fleet.prefill_workers), 1)
+
+    def _is_worth_waiting(
+        self, request: QueuedRequest, there_s: float, here_s: float, now: float
+    ) -> bool:
+        """Whether the request had better wait for a busy worker than take one that is free.
+
+        `there_s` and `here_s` are the times to the first token on the two.
+        """
+        late_there = now + there_s > request.deadline
+        late_here = now + here_s > request.deadline
+        if late_there and not late_here:
+            return False
+        return there_s < SOONER_SHARE * here_s - SOONER_S
+
+    def _wait_for(self, request: QueuedRequest, best: PrefillCandidate, saved_s: float) -> None:
+        """Note that the request waits, and for which worker if its cache saves a lot."""
+        preferred = best.worker if saved_s > SAVED_S else None
+        if request.attempt_key not in self.queue:
+            request.preferred_worker = preferred
+            request.preferred_prefill_s = best.prefill_s
+        elif preferred is not request.preferred_worker or preferred is None:
+            self.queue.prefer(request, preferred, best.prefill_s)
+
+    # ---- pull: a worker chooses its request ------------------------------------------------------
+
+    def _pull(
+        self, worker: WorkerState, now: float, decided: list[Placement | Rejection]
+    ) -> Outcome:
+        choice = PullChoice(self._oldest_overdue(worker, now), [])
+        if choice.request is None:
+            choice = self._best_for(worker, now)
+        if choice.request is None:
+            choice.request = self._first_overdue(worker)
+        request = choice.request
+        if request is None:
+            return Outcome.NOTHING
+        self.placer.look_again(request)
+        if request.local:
+            deadline = self._deadline(request, now)
+            placement = self.placer.place_local(request, worker, deadline, now)
+        else:
+            placement = self._pair(request, worker, PlacementKind.PULL, now)
+        if placement is not None:
+            placement.passed_over = choice.passed_over
+            self._pulls += 1
+        return self._commit(placement, now, decided)
+
+    def _may_take(self, worker: WorkerState, request: QueuedRequest) -> bool:
+        if request.local != self.placer.local_only or self.placer.missing_roles(request):
+            return False
+        if not request.excludes_workers:
+            return True
+        return worker in self.placer.allowed(request, self._prompt_workers())
+
+    def _oldest_overdue(self, worker: WorkerState, now: float) -> QueuedRequest | None:
+        """Return the oldest overdue request, if it is its turn: nobody starves."""
+        if self._pulls % OVERDUE_TURN or not self.queue.overdue:
+            return None
+        oldest = next(iter(self.queue.overdue.values()))
+        return oldest if oldest.is_old(now) and self._may_take(worker, oldest) else None
+
+    def _first_overdue(self, worker: WorkerState) -> QueuedRequest | None:
+        """Return the first of the oldest overdue requests that the worker may take."""
+        for request in islice(self.queue.overdue.values(), URGENT_COMPARED):
+            if self._may_take(worker, request):
+                return request
+        return None
+
+    def _best_for(self, worker: WorkerState, now: float) -> PullChoice:
+        """Return the most urgent request that the worker can serve in time.
+
+        A less urgent request goes first if the worker's cache saves a lot of its prefill, and the
+        most urgent one can stand that.
+        """
+        choice = PullChoice(None, [])
+        if not self.fleet.decode_workers:
+            return choice
+        urgent_prefill_s = 0.0
+        urgent: QueuedRequest | None = None
+        cached: QueuedRequest | None = None
+        best_saved_s = 0.0
+        for request in self._compared_for(worker):
+            if urgent is not None and not self._prefers_cache_of(request, worker):
+                continue  # its cache is no reason to go before a more urgent one
+            if not self._may_take(worker, request):
+                continue
+            plan = plan_prefill(request, worker)
+            reason = self._reason_to_pass(request, worker, plan.seconds, now)
+            if reason is not None:
+                choice.passed_over.append(_passed_over(request, reason, now))
+                continue
+            if urgent is None:
+                urgent = request
+                urgent_prefill_s = plan.seconds
+                continue
+            saved_s = _saved_s(request, worker, plan)
+            behind_s = worker.backlog_s(now) + plan.seconds
+            urgent_ends_s = behind_s + urgent_prefill_s * self.placer.residuals.upper
+            if saved_s > best_saved_s and now + urgent_ends_s <= urgent.deadline:
+                cached = request
+                best_saved_s = saved_s
+        if urgent is not None and cached is not None:
+            reason = f"the cache saves {best_saved_s * 1e3:.0f} ms for another, and it can wait"
+            choice.passed_over.append(_passed_over(urgent, reason, now))
+        choice.request = cached or urgent
+        return choice
+
+    def _compared_for(self, worker: WorkerState) -> list[QueuedRequest]:
+        """Return the most urgent requests, some that prefer this worker among them."""
+        urgent = self.queue.urgent[:URGENT_COMPARED]
+        preferring = self.queue.preferring.get(worker.slot, [])[:PREFERRING_COMPARED]
+        if preferring:  # both lists are in the same order
+            urgent = urgent[: -len(preferring)]
+            last_rank = urgent[-1][0] if urgent else None
+            urgent += [entry for entry in preferring if last_rank is None or entry[0] > last_rank]
+        return [request for _, request in urgent]
+
+    def _prefers_cache_of(self, request: QueuedRequest, worker: WorkerState) -> bool:
+        return request.preferred_worker is worker or request.holder is worker
+
+    def _reason_to_pass(
+        self, request: QueuedRequest, worker: WorkerState, prefill_s: float, now: float
+    ) -> str | None:
+        """Return why the worker leaves this request alone; None: it does not."""
+        here_s = worker.backlog_s(now) + prefill_s
+        if now + TIME_MARGIN * here_s * self.placer.residuals.upper > request.deadline:
+            return "too slow here"
+        preferred = request.preferred_worker
+        if preferred is None or preferred is worker:
+            return None
+        there_s = preferred.backlog_s(now) + preferred.preferring_s
+        if self._is_worth_waiting(request, there_s, here_s, now):
+            return "its prefix is on a worker soon free"
+        return None
+
+    # ---- both ways -------------------------------------------------------------------------------
+
+    def _pair(
+        self, request: QueuedRequest, worker: WorkerState, kind: PlacementKind, now: float
+    ) -> Placement | None:
+        """Return the placement with the cheapest decode worker; None: there is no room.
+
+        A request that is not old yet goes only where it breaks nobody's ITL target.
+        """
+        deadline = self._deadline(request, now)
+        planned = self.placer.plan_prefill(request, worker, deadline, now)
+        gentle = not request.is_old(now)
+        candidates = self.placer.decode_candidates(request, planned.span, gentle)
+        if not candidates:
+            return None
+        chosen = min(candidates, key=candidate_order)
+        return self.placer.pair(request, kind, planned, chosen=chosen, compared=candidates)
+
+    def _commit(
+        self, placement: Placement | None, now: float, decided: list[Placement | Rejection]
+    ) -> Outcome:
+        if placement is None:
+            return Outcome.NO_ROOM
+        self.idle_slots.discard(placement.computing_worker.slot)
+        self.placer.commit(placement, now)
+        decided.append(placement)
+        return Outcome.PLACED
+
+
+def _saved_s(request: QueuedRequest, worker: WorkerState, plan: PrefillPlan) -> float:
+    """Return the seconds that the worker's cache saves; 0.0: too little to go before others."""
+    prompt_tokens = request.prompt_tokens
+    saved_s = worker.cost.prefill_s(prompt_tokens, prompt_tokens) - plan.seconds
+    saves_share = plan.cached_tokens > SAVED_SHARE * prompt_tokens
+    return saved_s if saved_s > SAVED_S or saves_share else 0.0
+
+
+def _passed_over(request: QueuedRequest, reason: str, now: float) -> PassedOver:
+    return PassedOver(request.attempt_key[0], request.deadline - now, reason)

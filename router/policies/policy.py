@@ -1,0 +1,222 @@
+"""What a policy is: which request goes when, and to which workers.
+
+The router asks a policy at three moments: when a request arrives, whenever an event may have made
+room (`place_queued`), and when it plans its next wake-up. Everything that is the same for all
+policies is `placer.Placer`, which a policy receives.
+
+There are two kinds. An early policy places every request at once, oldest first, as soon as a decode
+worker has room: derive it from `EarlyPolicy` and say what each worker would cost. A late policy
+leaves requests in the router's queue until it likes a worker for them: write a class with the
+methods of `Policy`. Either is one class in one file, named in `policies.POLICIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import nsmallest
+from math import inf
+from typing import Protocol
+
+from ..costs import PrefillSpan, cheapest_position, decode_candidate, plan_prefill
+from ..decisions import PlacementKind
+from ..placer import OPTIONS, Placement, Placer, Rejection
+from ..request_queue import QueuedRequest
+from ..shortlist import DecodeCandidate, PrefillCandidate
+from ..worker_state import WorkerState
+
+
+class Policy(Protocol):
+    """Decides which request goes when and where. Made once for each router, as `Policy(placer)`.
+
+    Moments are seconds of the caller's clock. A policy that decides on a placement calls
+    `placer.commit`, and returns the placement to the router, which tells the gateway.
+    """
+
+    def arrive(self, request: QueuedRequest, now: float) -> Placement | None:
+        """Place a new request at once, or put it into `placer.queue` and return None."""
+
+    def place_queued(self, now: float) -> list[Placement | Rejection]:
+        """Place every queued request that can be placed now; rejected ones leave the queue too."""
+
+    def next_wake(self, now: float) -> float:
+        """Return when `place_queued` should be called if no event comes before; inf: never."""
+
+    def reconsider(self, request: QueuedRequest) -> None:
+        """Note that a queued request may go to other workers than before."""
+
+    def worker_lost(self, worker: WorkerState) -> None:
+        """Note that a worker is gone."""
+
+    def local_only_changed(self, now: float) -> None:
+        """Note that decode workers compute all prompts from now on, or no longer do."""
+
+    def local_prompt_finished(self) -> None:
+        """Note that a decode worker has computed a prompt and may take another."""
+
+
+class EarlyPolicy:
+    """Places requests at once, oldest first, as soon as a decode worker has room.
+
+    A derived class says what each worker would cost a request, in any unit: the least wins, equal
+    ones share by the request's hash. The costs of one call are compared with each other only.
+    """
+
+    rejects_late = False  #: refuses what would be late, in a class that prefers an early no
+
+    def __init__(self, placer: Placer) -> None:
+        self.placer = placer
+
+    # ---- what a derived class says ---------------------------------------------------------------
+
+    def prefill_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
+    ) -> list[float]:
+        """Return what each worker would cost as the request's prefill worker; inf: not at all.
+
+        By default this is the predicted time to the first token.
+        """
+        return [self._first_token_s(request, worker, now) for worker in workers]
+
+    def decode_costs(
+        self,
+        request: QueuedRequest,
+        workers: Sequence[WorkerState],
+        span: PrefillSpan,
+    ) -> list[float]:
+        """Return what each worker would cost as the request's decode worker; inf: not at all.
+
+        `span` is when the prompt is computed. By default this is the predicted step, exposed
+        transfer and memory, as if all of the prompt moved.
+        """
+        costs = []
+        for worker in workers:
+            candidate = decode_candidate(request, worker, span, request.prompt_tokens)
+            costs.append(candidate.cost - candidate.handover_s)
+        return costs
+
+    def placed(self, placement: Placement) -> None:
+        """Note a placement that was made."""
+
+    # ---- the interface of a policy ---------------------------------------------------------------
+
+    def arrive(self, request: QueuedRequest, now: float) -> Placement | None:
+        """Put the request into the queue: `place_queued` follows at once."""
+        self.placer.queue.enter(request, now, self.placer.capacity)
+        return None
+
+    def place_queued(self, now: float) -> list[Placement | Rejection]:
+        """Place requests in order of arrival.
+
+        A request that finds no room holds up those behind, but not one whose role is missing.
+        """
+        decided: list[Placement | Rejection] = []
+        for request in list(self.placer.queue.by_key.values()):
+            if self.placer.missing_roles(request):
+                continue
+            self.placer.look(request, exact=True)
+            outcome = self._decide(request, now)
+            if outcome is None:
+                break
+            if isinstance(outcome, Placement):
+                self.placer.commit(outcome, now)
+                self.placed(outcome)
+            else:
+                self.placer.queue.leave(request.attempt_key)
+            decided.append(outcome)
+        return decided
+
+    def next_wake(self, now: float) -> float:
+        """Nothing changes between two events."""
+        return inf
+
+    def reconsider(self, request: QueuedRequest) -> None:
+        """All queued requests are looked at each time anyway."""
+
+    def worker_lost(self, worker: WorkerState) -> None:
+        """All workers are looked at each time anyway."""
+
+    def local_only_changed(self, now: float) -> None:
+        """All queued requests are looked at each time anyway."""
+
+    def local_prompt_finished(self) -> None:
+        """All workers are looked at each time anyway."""
+
+    # ---- one request -----------------------------------------------------------------------------
+
+    def _decide(self, request: QueuedRequest, now: float) -> Placement | Rejection | None:
+        """Return what becomes of the request now; None: there is no room."""
+        placer = self.placer
+        if request.local:
+            workers = placer.allowed(request, placer.fleet.accepting_decode_workers())
+            return placer.place_local_on_best(request, workers, deadline=0.0, now=now)
+        workers = placer.allowed(request, placer.fleet.prefill_workers)
+        costs = self.prefill_costs(request, workers, now)
+        position = cheapest_position(costs, request.tie_hash)
+        if position is None:
+            return None
+        worker = workers[position]
+        remote_s = self._first_token_s(request, worker, now)
+        if placer.config.disaggregate == "auto":
+            local = placer.better_local(request, remote_s, deadline=0.0, now=now)
+            if local is not None:
+                return local
+        lateness_s = now + remote_s - request.deadline
+        if self.rejects_late and request.slo.early_reject and lateness_s > 0:
+            return Rejection(request, lateness_s)
+        placement = self._pair(request, worker, now)
+        if placement is not None and placer.records_options:
+            placement.prefill_candidates = self._named_prefill(request, workers, costs, now)
+        return placement
+
+    def _pair(self, request: QueuedRequest, worker: WorkerState, now: float) -> Placement | None:
+        """Return the placement on this prefill worker and the cheapest decode worker."""
+        placer = self.placer
+        planned = placer.plan_prefill(request, worker, deadline=0.0, now=now)
+        blocks = placer.blocks_needed(request)
+        allowed = placer.allowed(request, placer.fleet.accepting_decode_workers())
+        workers = [other for other in allowed if other.reservable_blocks >= blocks]
+        costs = self.decode_costs(request, workers, planned.span)
+        position = cheapest_position(costs, request.tie_hash)
+        if position is None:
+            return None
+        chosen = self._decode_candidate(request, workers[position], costs[position], planned.span)
+        compared = [
+            self._decode_candidate(request, workers[other], costs[other], planned.span)
+            for other in nsmallest(OPTIONS, range(len(costs)), key=costs.__getitem__)
+            if costs[other] < inf
+        ]
+        return placer.pair(request, PlacementKind.EARLY, planned, chosen=chosen, compared=compared)
+
+    def _decode_candidate(
+        self, request: QueuedRequest, worker: WorkerState, cost: float, span: PrefillSpan
+    ) -> DecodeCandidate:
+        """Return the predicted terms of a worker, with the cost by which it was compared."""
+        moved_tokens = request.prompt_tokens - request.cached_tokens(worker)
+        candidate = decode_candidate(request, worker, span, moved_tokens)
+        candidate.cost = cost
+        return candidate
+
+    def _named_prefill(
+        self,
+        request: QueuedRequest,
+        workers: Sequence[WorkerState],
+        costs: Sequence[float],
+        now: float,
+    ) -> list[PrefillCandidate]:
+        """Return every worker that could have been chosen, for the decision record."""
+        return [
+            PrefillCandidate(
+                worker=worker,
+                cost=cost,
+                tie_breaker=worker.slot,
+                wait_s=worker.backlog_s(now),
+                prefill_s=plan_prefill(request, worker).compared_s,
+                has_credit=worker.credit_at <= now,
+            )
+            for worker, cost in zip(workers, costs, strict=True)
+            if cost < inf
+        ]
+
+    def _first_token_s(self, request: QueuedRequest, worker: WorkerState, now: float) -> float:
+        """Return the predicted time to the first token, behind all that the worker has."""
+        return worker.backlog_s(now) + plan_prefill(request, worker).compared_s

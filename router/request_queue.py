@@ -1,0 +1,256 @@
+"""The requests that are not placed yet: the urgent by when they must begin, the overdue by age.
+
+Life of a queued request:
+    enters     -> urgent, in order of (priority, `start_by_s`): when its prefill must begin at the
+                  latest, put off by its tenant's debt. By deadline alone, long prompts would begin
+                  too late
+    too late   -> overdue: served when no urgent one can be, and now and then once it is old
+    leaves     -> placed, refused, ended, or given up at `expires_at`
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from ..protos.frames import AttemptKey, PlaceAttempt
+from .config import SloClass
+from .index import NOBODY, Hits, tokens_at
+from .worker_state import WorkerState
+
+QUANTUM_S = 2.0  #: service that a tenant may have beyond its share before it waits for others
+TENANTS_MAX = 10_000
+OLD_SHARE = 0.5  #: of its time to live, after which a request is old
+TIE_SPREAD = 0x9E3779B1  #: spreads ties over equal workers (Knuth's multiplicative hash)
+
+
+@dataclass(slots=True, eq=False)
+class QueuedRequest:
+    """One attempt as the router sees it. Moments by the clock of `now`, lengths in tokens."""
+
+    gateway: str
+    attempt_key: AttemptKey
+    place: PlaceAttempt
+    slo: SloClass
+    heard_at: float  #: when this router heard of it
+    arrived_at: float  #: when the client's request began
+    deadline: float  #: of its first token
+    expires_at: float  #: when the router gives it up
+    itl_s: float  #: its target
+    sampled_hashes: Sequence[bytes]  #: the prefix hashes that are looked up, root first
+    tie_hash: int  #: seeded hash of the key, which spreads requests over equal workers
+    local: bool  #: its prompt must be computed on its decode worker
+    prompt_tokens: int
+    excludes_workers: bool  #: its gateway has named workers as lost or to avoid
+    kv_tokens_read: float  #: by a step for all its answers, on average
+    expected_tokens: float  #: in blocks at the expected end of all its answers
+
+    # ---- what the last look at the index has found ----
+    hits: Hits = NOBODY  #: who holds how much of its prompt
+    looked_at_version: int = -1  #: `WorkerFleet.membership_version` at that time
+    holder: WorkerState | None = None  #: who holds most of its prompt
+    held_tokens: int = 0  #: of the prompt, on `holder`
+    fetchable: bool = False  #: those tokens can be moved from `holder`
+
+    # ---- its place in the queue ----
+    fastest_prefill_s: float = 0.0  #: on the worker that would compute it fastest, were it idle
+    start_by_s: float = 0.0  #: moment at which its prefill must begin, put off by its tenant's debt
+    overdue: bool = False  #: nobody could serve it in time any more
+    preferred_worker: WorkerState | None = None  #: whose cache is worth a wait
+    preferred_prefill_s: float = 0.0  #: its prefill on the preferred worker
+    choose_again_at: float = 0.0  #: when it may choose a worker again; 0: it never did
+
+    def cached_tokens(self, worker: WorkerState) -> int:
+        """Return its prompt's tokens in the worker's cache; at least one is always computed."""
+        depth = self.hits.depth(worker.slot)
+        return min(tokens_at(depth), self.prompt_tokens - 1) if depth else 0
+
+    def tie_breaker(self, slot: int) -> int:
+        """Return a number that orders equal workers, differently for each request."""
+        spread = (self.tie_hash + slot * TIE_SPREAD) & 0xFFFF
+        return spread << 16 | slot
+
+    def is_old(self, now: float) -> bool:
+        """Whether half of its time to live is over."""
+        return now - self.heard_at > OLD_SHARE * (self.expires_at - self.heard_at)
+
+
+@dataclass(slots=True)
+class TenantAccount:
+    """A tenant's service beyond its share, in seconds, as of `updated_at`."""
+
+    debt_s: float
+    updated_at: float
+
+
+#: (priority, `start_by_s`, number of its entry): the order of urgent requests, without ties
+Rank = tuple[int, float, int]
+#: requests in the order of their ranks
+RankedRequests = list[tuple[Rank, QueuedRequest]]
+
+
+def _rank_of(entry: tuple[Rank, QueuedRequest]) -> Rank:
+    return entry[0]
+
+
+class RequestQueue:
+    """Every request that is not placed, in both orders. Deterministic: ties by order of entry.
+
+    An urgent request that prefers a worker's cache stands in that worker's own queue too. The
+    seconds of those requests are the worker's `preferring_s`.
+    """
+
+    def __init__(self) -> None:
+        self.by_key: OrderedDict[AttemptKey, QueuedRequest] = OrderedDict()
+        self.urgent: RankedRequests = []
+        self.overdue: OrderedDict[AttemptKey, QueuedRequest] = OrderedDict()
+        self.prefill_s = 0.0  #: fastest prefills of all urgent requests
+        self.preferring_s = 0.0  #: prefills of those that prefer a worker, on that worker
+        #: slot -> urgent requests that prefer this worker, in the same order as `urgent`
+        self.preferring: dict[int, RankedRequests] = {}
+        self._expiries: list[tuple[float, int, QueuedRequest]] = []
+        self._ranks: dict[AttemptKey, Rank] = {}
+        self._entered = 0
+        self._accounts: OrderedDict[str, TenantAccount] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self.by_key)
+
+    def __contains__(self, key: AttemptKey) -> bool:
+        return key in self.by_key
+
+    def most_urgent(self, limit: int) -> list[QueuedRequest]:
+        """Return the first urgent requests."""
+        return [request for _, request in self.urgent[:limit]]
+
+    # ---- entering --------------------------------------------------------------------------------
+
+    def enter(self, request: QueuedRequest, now: float, capacity: float) -> None:
+        """Queue a request as urgent.
+
+        `capacity` is the number of workers that prefill: the seconds of service in a second.
+        """
+        self._entered += 1
+        delay_s = self.charge(request, now, capacity)
+        request.start_by_s = request.deadline - request.fastest_prefill_s + delay_s
+        rank = (request.slo.priority, request.start_by_s, self._entered)
+        self.by_key[request.attempt_key] = request
+        self._ranks[request.attempt_key] = rank
+        insort(self.urgent, (rank, request), key=_rank_of)
+        self.prefill_s += request.fastest_prefill_s
+        self.prefer(request, request.preferred_worker, request.preferred_prefill_s)
+        heapq.heappush(self._expiries, (request.expires_at, self._entered, request))
+
+    def charge(self, request: QueuedRequest, now: float, capacity: float) -> float:
+        """Charge the request's tenant, and return by how many seconds this puts the request off.
+
+        That is the time in which the tenant's share of the fleet serves what the tenant asked
+        beyond `QUANTUM_S`; zero for the only tenant.
+        """
+        tenant = request.place.tenant
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = TenantAccount(debt_s=0.0, updated_at=now)
+            self._accounts[tenant] = account
+            if len(self._accounts) > TENANTS_MAX:
+                self._accounts.popitem(last=False)
+        self._accounts.move_to_end(tenant)
+        share = max(capacity, 1.0) / len(self._accounts)
+        paid_s = (now - account.updated_at) * share
+        account.debt_s = max(account.debt_s - paid_s, 0.0) + request.fastest_prefill_s
+        account.updated_at = now
+        if len(self._accounts) == 1:
+            return 0.0
+        self._forget_paid_account(now, share)
+        return max(account.debt_s - QUANTUM_S, 0.0) / share
+
+    def _forget_paid_account(self, now: float, share: float) -> None:
+        """Forget the tenant that asked least recently, once it owes nothing."""
+        tenant, account = next(iter(self._accounts.items()))
+        if account.debt_s <= (now - account.updated_at) * share:
+            del self._accounts[tenant]
+
+    # ---- leaving ---------------------------------------------------------------------------------
+
+    def leave(self, key: AttemptKey) -> QueuedRequest | None:
+        """Take a request out of the queue; None if it is not there."""
+        request = self.by_key.pop(key, None)
+        if request is None:
+            return None
+        if self.overdue.pop(key, None) is None:
+            self._remove_urgent(request)
+        del self._ranks[key]
+        return request
+
+    def mark_overdue(self, request: QueuedRequest) -> None:
+        """Put a request that cannot be served in time behind the urgent ones."""
+        self._remove_urgent(request)
+        request.overdue = True
+        self.overdue[request.attempt_key] = request
+
+    def _remove_urgent(self, request: QueuedRequest) -> None:
+        position = bisect_left(self.urgent, self._ranks[request.attempt_key], key=_rank_of)
+        assert self.urgent[position][1] is request
+        del self.urgent[position]
+        self._stop_preferring(request)
+        self.prefill_s -= request.fastest_prefill_s
+        if not self.urgent:
+            self.prefill_s = 0.0  # rounding errors do not pile up
+
+    def expired(self, now: float) -> Iterator[QueuedRequest]:
+        """Yield the requests whose time is over, each taken out of the queue."""
+        while self._expiries and self._expiries[0][0] <= now:
+            _, _, request = heapq.heappop(self._expiries)
+            if self.by_key.get(request.attempt_key) is request:
+                self.leave(request.attempt_key)
+                yield request
+
+    @property
+    def next_expiry(self) -> float:
+        """When the next request is given up; inf: there is none."""
+        while self._expiries:
+            expires_at, _, request = self._expiries[0]
+            if self.by_key.get(request.attempt_key) is request:
+                return expires_at
+            heapq.heappop(self._expiries)
+        return inf
+
+    # ---- preferred workers -----------------------------------------------------------------------
+
+    def prefer(self, request: QueuedRequest, worker: WorkerState | None, prefill_s: float) -> None:
+        """From now on an urgent request prefers this worker, or none."""
+        self._stop_preferring(request)
+        request.preferred_worker = worker
+        request.preferred_prefill_s = prefill_s
+        if worker is not None:
+            own_queue = self.preferring.setdefault(worker.slot, [])
+            insort(own_queue, (self._ranks[request.attempt_key], request), key=_rank_of)
+            self.preferring_s += prefill_s
+            worker.preferring_s += prefill_s
+
+    def _stop_preferring(self, request: QueuedRequest) -> None:
+        worker = request.preferred_worker
+        if worker is None:
+            return
+        own_queue = self.preferring.get(worker.slot, [])
+        position = bisect_left(own_queue, self._ranks[request.attempt_key], key=_rank_of)
+        if position == len(own_queue) or own_queue[position][1] is not request:
+            return
+        request.preferred_worker = None
+        del own_queue[position]
+        self.preferring_s -= request.preferred_prefill_s
+        worker.preferring_s -= request.preferred_prefill_s
+        if not own_queue:
+            worker.preferring_s = 0.0  # rounding errors do not pile up
+
+    def forget_worker(self, slot: int) -> list[QueuedRequest]:
+        """Return the requests that preferred a lost worker; they prefer none now."""
+        requests = [request for _, request in self.preferring.pop(slot, [])]
+        for request in requests:
+            request.preferred_worker = None
+            self.preferring_s -= request.preferred_prefill_s
+        return requests

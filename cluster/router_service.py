@@ -23,8 +23,8 @@ from ..router.decisions import Decision
 from .config import ClusterConfig
 from .event_log import EventLog
 from .telemetry import Exporter, RouterTally, logs
-from .telemetry.tracing import Routes, tracer_of
-from .wire.connection import Connection, Listener
+from .telemetry.tracing import RoutingSpans, tracer_of
+from .wire.connection import FrameConnection, FrameListener
 
 log = logging.getLogger(__name__)
 
@@ -44,18 +44,18 @@ class RouterService:
         self.config = ClusterConfig.model_validate(config)
         self.router = Router(router_config(self.config), term=time.time_ns() // 1_000_000)
         self._log = self._open_log()
-        self._peers: dict[str, Connection] = {}
+        self._peers: dict[str, FrameConnection] = {}
         self._gateways: dict[str, None] = {}  #: names of those that are connected, oldest first
         self._open_calls: dict[int, asyncio.Future[Values]] = {}
         self._last_call_id = 0
         self._inspections: set[asyncio.Task[None]] = set()
         self._loading: dict[str, tuple[str, float]] = {}  #: workers that are not ready yet
-        self._listener = Listener(self.config.secret, frames.FramesToRouter, self._serve)
+        self._listener = FrameListener(self.config.secret, frames.FramesToRouter, self._serve)
         self._address = await self._listener.start(node_host())
         observability = self.config.observability
         logs.configure(observability.log, "router")
         tracer = tracer_of(observability, "router", f"router/{self.router.term}")
-        self._routes = Routes(tracer) if tracer else None
+        self._routes = RoutingSpans(tracer) if tracer else None
         self._tally = RouterTally(self.router)
         labels = {"model": self.config.model.name or ""}
         self._metrics = Exporter(observability, labels, self._tally.rows)
@@ -98,7 +98,7 @@ class RouterService:
 
     # ---- connections -----------------------------------------------------------------------------
 
-    async def _serve(self, peer: Connection, hello: frames.Hello) -> None:
+    async def _serve(self, peer: FrameConnection, hello: frames.Hello) -> None:
         previous = self._peers.get(peer.name)
         if previous:  # the peer is back before the end of its old connection was seen
             previous.abort()
@@ -121,23 +121,23 @@ class RouterService:
         self._loading.pop(name, None)
         self._gateways.pop(name, None)
         if self._routes:
-            self._routes.gone(name)
+            self._routes.end_gateway(name)
         if kind == "worker":
             self._handle(events.WorkerLost(name))
         else:
             self._handle(events.GatewayLost(name))
 
-    def _take_frame(self, peer: Connection, frame: frames.FramesToRouter) -> None:
+    def _take_frame(self, peer: FrameConnection, frame: frames.FramesToRouter) -> None:
         match frame:
             case frames.PlaceAttempt():
                 if self._routes:
-                    self._routes.asked(peer.name, frame)
+                    self._routes.begin(peer.name, frame)
                 self._handle(events.PlacementRequested(peer.name, frame))
             case frames.PromptPrefilled():
                 self._handle(events.FirstTokenSent(frame.attempt_key))
             case frames.AttemptOutcome():
                 if self._routes:
-                    self._routes.answered(frame)
+                    self._routes.handle_reply(frame)
                 self._handle(events.AttemptEnded(frame.attempt_key, frame))
             case frames.RequestOutcome():
                 self._handle(events.RequestEnded(frame))
@@ -163,7 +163,7 @@ class RouterService:
 
     # ---- statistics ------------------------------------------------------------------------------
 
-    def _inspect(self, peer: Connection, frame: frames.InspectProcess) -> None:
+    def _inspect(self, peer: FrameConnection, frame: frames.InspectProcess) -> None:
         """Answer with decisions, if the frame asks for some, else with everything."""
         if frame.request_id:
             decisions = self.router.decisions.find(frame.request_id)
@@ -178,7 +178,7 @@ class RouterService:
         values = {"decisions": [decision.to_plain() for decision in decisions]}
         peer.send(frames.CallReply(frame.call_id, values))
 
-    async def _send_statistics(self, peer: Connection, call_id: int) -> None:
+    async def _send_statistics(self, peer: FrameConnection, call_id: int) -> None:
         """Send statistics of the router and of the gateways that answer in time."""
         gateway_replies = await self._call_gateways(frames.InspectProcess)
         values = {
@@ -221,7 +221,7 @@ class RouterService:
             match action:
                 case frames.DeliverFrame(name, frame):
                     if self._routes:
-                        self._routes.answered(frame)
+                        self._routes.handle_reply(frame)
                     if name in self._peers:
                         self._peers[name].send(frame)
                 case events.DisconnectWorker(worker):

@@ -11,7 +11,7 @@ import typer
 from .common import fail
 
 if TYPE_CHECKING:
-    from ..gateway.edge.keys import Key
+    from ..gateway.edge.keys import ApiKey
 
 app = typer.Typer(help="API keys: add, list, revoke. Gateways see a change in a second.")
 File = Annotated[
@@ -83,7 +83,7 @@ def revoke(
     typer.echo(f"revoked {gone.id} of {gone.tenant}; another: diptych keys add", err=True)
 
 
-def _row(key: Key) -> str:
+def _row(key: ApiKey) -> str:
     may = ", ".join(key.classes) or "all"
     limits = f"{key.requests_per_min or '-':<12}{key.concurrency or '-'}"
     return f"{key.id:10}{key.tenant:18}{key.slo_class or '-':14}{may:22}{limits}"

@@ -21,7 +21,7 @@ from ..gateway.attempt.plane import Plane
 from ..gateway.errors import ApiError
 from ..router_service import node_host, router_config
 from ..telemetry import ControlTally, Exporter, logs
-from ..telemetry.targets import targets
+from ..telemetry.targets import scrape_targets
 from . import http, orders, rpc
 from .autopilot import Autopilot
 from .doctor import Doctor
@@ -93,7 +93,7 @@ class Control:
         """Keeps what the metrics say of the pools fresh."""
         while True:
             try:
-                self.tally.look(await self.pools.seen())
+                self.tally.observe_pools(await self.pools.seen())
             except Exception as error:  # of Serve or KubeRay: the next look may be better
                 log.warning("the pools cannot be seen: %s", error or type(error).__name__)
             await asyncio.sleep(WATCH_S)
@@ -104,7 +104,7 @@ class Control:
     async def targets(self) -> list[dict[str, Any]]:
         """Prometheus http_sd: where the processes export their metrics."""
         router, _ = await self.plane.inspect()
-        return targets(self.metrics.address, router, self.plane.cards.values())
+        return scrape_targets(self.metrics.address, router, self.plane.cards.values())
 
     async def explain(self, request: str) -> list[dict[str, Any]]:
         """The router's decisions about a client's request. Raises ApiError."""
@@ -158,7 +158,7 @@ class Control:
                 except ScaleError as error:
                     raise ApiError("no_capacity", str(error)) from None
                 for one in changes:
-                    self.tally.scale(one.pool, one.before, one.after)
+                    self.tally.count_scaling(one.pool, one.before, one.after)
                 self.note("scale", says)
             return told
 

@@ -257,7 +257,7 @@ async def _body(http: HttpRequest, kind: type[Body]) -> Body:
 
 
 def _error(error: ApiError) -> Response:
-    return JSONResponse(error.body(""), error.kind.http, error.headers())
+    return JSONResponse(error.body(""), error.kind.http_status, error.headers())
 
 
 async def _api_error(_: HttpRequest, error: ApiError) -> Response:

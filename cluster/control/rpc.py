@@ -133,7 +133,7 @@ def _server(admin: Admin) -> grpc.aio.Server:
 
 
 async def _refuse(context: Any, error: ApiError) -> Never:
-    await context.abort(error.kind.grpc, error.message, ((DETAILS, status_of(error)),))
+    await context.abort(error.kind.grpc_status, error.message, ((DETAILS, status_of(error)),))
     raise AssertionError("abort raises")
 
 

@@ -1,51 +1,76 @@
-"""What goes wrong, as the API says it: one table for HTTP and gRPC."""
+"""The errors that clients get: one table for HTTP and gRPC.
+
+A request is refused or fails for a *reason*, a short code that clients can compare. The table says
+for each reason which status both protocols send and whether another try may help.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 
-MESSAGE_MAX = 500  #: characters: messages repeat what the client said
+MESSAGE_CHARS_MAX = 500  #: Messages are cut here, because they repeat what the client wrote.
 
 
-class Kind(NamedTuple):
-    http: int
-    grpc: grpc.StatusCode
-    type: str
-    retry: bool
+class ErrorKind(NamedTuple):
+    """What a client gets for one reason."""
+
+    http_status: int
+    grpc_status: grpc.StatusCode
+    error_type: str  #: The `type` of OpenAI's error object.
+    retryable: bool  #: The same request may succeed later, so a retry hint goes with the error.
 
 
-KINDS = {
-    "invalid_request": Kind(400, grpc.StatusCode.INVALID_ARGUMENT, "invalid_request_error", False),
-    "context_length_exceeded": Kind(
-        400, grpc.StatusCode.INVALID_ARGUMENT, "invalid_request_error", False
+_INVALID = ErrorKind(
+    400, grpc.StatusCode.INVALID_ARGUMENT, "invalid_request_error", retryable=False
+)
+_NOT_FOUND = ErrorKind(404, grpc.StatusCode.NOT_FOUND, "invalid_request_error", retryable=False)
+_RATE_LIMIT = ErrorKind(429, grpc.StatusCode.RESOURCE_EXHAUSTED, "rate_limit_error", retryable=True)
+_UNAVAILABLE = ErrorKind(
+    503, grpc.StatusCode.UNAVAILABLE, "service_unavailable_error", retryable=True
+)
+
+ERROR_KINDS = {
+    "invalid_request": _INVALID,
+    "context_length_exceeded": _INVALID,
+    "bad_key": ErrorKind(
+        401, grpc.StatusCode.UNAUTHENTICATED, "authentication_error", retryable=False
     ),
-    "bad_key": Kind(401, grpc.StatusCode.UNAUTHENTICATED, "authentication_error", False),
-    "forbidden": Kind(403, grpc.StatusCode.PERMISSION_DENIED, "permission_error", False),
-    "model_not_found": Kind(404, grpc.StatusCode.NOT_FOUND, "invalid_request_error", False),
-    "not_found": Kind(404, grpc.StatusCode.NOT_FOUND, "invalid_request_error", False),
-    "refused": Kind(409, grpc.StatusCode.FAILED_PRECONDITION, "conflict_error", False),
-    "busy": Kind(409, grpc.StatusCode.ABORTED, "conflict_error", True),
-    "too_large": Kind(413, grpc.StatusCode.INVALID_ARGUMENT, "invalid_request_error", False),
-    "queue_full": Kind(429, grpc.StatusCode.RESOURCE_EXHAUSTED, "rate_limit_error", True),
-    "slo_unattainable": Kind(429, grpc.StatusCode.RESOURCE_EXHAUSTED, "rate_limit_error", True),
-    "rate_limited": Kind(429, grpc.StatusCode.RESOURCE_EXHAUSTED, "rate_limit_error", True),
-    "headers_too_large": Kind(
-        431, grpc.StatusCode.INVALID_ARGUMENT, "invalid_request_error", False
+    "forbidden": ErrorKind(
+        403, grpc.StatusCode.PERMISSION_DENIED, "permission_error", retryable=False
     ),
-    "slow_body": Kind(408, grpc.StatusCode.DEADLINE_EXCEEDED, "timeout_error", True),
-    "deadline_exceeded": Kind(504, grpc.StatusCode.DEADLINE_EXCEEDED, "timeout_error", True),
-    "no_capacity": Kind(503, grpc.StatusCode.UNAVAILABLE, "service_unavailable_error", True),
-    "draining": Kind(503, grpc.StatusCode.UNAVAILABLE, "service_unavailable_error", True),
-    "kv_transfer_failed": Kind(502, grpc.StatusCode.UNAVAILABLE, "server_error", True),
-    "internal": Kind(500, grpc.StatusCode.INTERNAL, "server_error", False),
+    "model_not_found": _NOT_FOUND,
+    "not_found": _NOT_FOUND,
+    "refused": ErrorKind(
+        409, grpc.StatusCode.FAILED_PRECONDITION, "conflict_error", retryable=False
+    ),
+    "busy": ErrorKind(409, grpc.StatusCode.ABORTED, "conflict_error", retryable=True),
+    "too_large": _INVALID._replace(http_status=413),
+    "queue_full": _RATE_LIMIT,
+    "slo_unattainable": _RATE_LIMIT,
+    "rate_limited": _RATE_LIMIT,
+    "headers_too_large": _INVALID._replace(http_status=431),
+    "slow_body": ErrorKind(408, grpc.StatusCode.DEADLINE_EXCEEDED, "timeout_error", retryable=True),
+    "deadline_exceeded": ErrorKind(
+        504, grpc.StatusCode.DEADLINE_EXCEEDED, "timeout_error", retryable=True
+    ),
+    "no_capacity": _UNAVAILABLE,
+    "draining": _UNAVAILABLE,
+    "kv_transfer_failed": ErrorKind(
+        502, grpc.StatusCode.UNAVAILABLE, "server_error", retryable=True
+    ),
+    "internal": ErrorKind(500, grpc.StatusCode.INTERNAL, "server_error", retryable=False),
 }
 
 
 class ApiError(Exception):
-    """An error that the client is told of. `reason` is a key of `KINDS`."""
+    """An error that a client gets, with its sentence.
+
+    `reason` is a key of `ERROR_KINDS`; `param` names the field or header that is wrong.
+    `http_status` replaces the status of the table where it is not 0.
+    """
 
     def __init__(
         self,
@@ -53,22 +78,29 @@ class ApiError(Exception):
         message: str,
         param: str | None = None,
         retry_after_s: float = 1.0,
-        http: int = 0,
+        http_status: int = 0,
     ) -> None:
-        message = message if len(message) <= MESSAGE_MAX else message[:MESSAGE_MAX] + ".."
+        if len(message) > MESSAGE_CHARS_MAX:
+            message = message[:MESSAGE_CHARS_MAX] + ".."
         super().__init__(message)
-        self.reason, self.message, self.param = reason, message, param
-        self.kind = KINDS[reason]
-        self.http = http or self.kind.http  #: status
-        self.counted = False  #: in the metrics, as the end of a request that ran
-        self.retry_after_s = float(max(1, math.ceil(retry_after_s))) if self.kind.retry else None
+        self.reason = reason
+        self.message = message
+        self.param = param
+        self.kind = ERROR_KINDS[reason]
+        self.http_status = http_status or self.kind.http_status
+        #: True once the metrics count this error as the end of a request that ran.
+        self.counted_in_metrics = False
+        #: Whole seconds, at least 1; None where another try cannot help.
+        self.retry_after_s: float | None = None
+        if self.kind.retryable:
+            self.retry_after_s = float(max(1, math.ceil(retry_after_s)))
 
-    def body(self, request_id: str) -> dict:
-        """The OpenAI error object."""
+    def body(self, request_id: str) -> dict[str, Any]:
+        """Return OpenAI's error object."""
         return {
             "error": {
                 "message": self.message,
-                "type": self.kind.type,
+                "type": self.kind.error_type,
                 "param": self.param,
                 "code": self.reason,
             },
@@ -76,8 +108,12 @@ class ApiError(Exception):
         }
 
     def headers(self) -> dict[str, str]:
+        """Return the HTTP headers that go with this error."""
         if self.reason == "bad_key":
             return {"www-authenticate": "Bearer"}
-        if self.reason in ("slow_body", "too_large"):  # what is left of the body is not read
+        if self.reason in ("slow_body", "too_large"):
+            # The rest of the body is never read, so the connection cannot be used again.
             return {"connection": "close"}
-        return {} if self.retry_after_s is None else {"retry-after": f"{self.retry_after_s:.0f}"}
+        if self.retry_after_s is None:
+            return {}
+        return {"retry-after": f"{self.retry_after_s:.0f}"}

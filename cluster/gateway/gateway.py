@@ -31,22 +31,22 @@ from ...router.goodput import judge
 from ..config import ClusterConfig
 from ..router_service import node_host
 from ..telemetry import Exporter, GatewayTally, logs
-from ..telemetry.gateway_metrics import DONE, LEFT, outcome_of
-from ..telemetry.page import Row
-from ..telemetry.tracing import end_request, tracer_of
-from .apis.parameters import Limits
+from ..telemetry.gateway_metrics import CODE_CLIENT_LEFT, CODE_COMPLETE, outcome_of
+from ..telemetry.page import MetricRow
+from ..telemetry.tracing import end_request_span, tracer_of
+from .apis.parameters import ModelLimits
 from .attempt.plane import Plane
 from .attempt.resume import Seen
 from .attempt.shelf import Shelf
 from .attempt.stream import Generator, News, Request
 from .attempt.terms import Terms
 from .edge import http, rpc
-from .edge.keys import Door
-from .edge.listen import Listener
+from .edge.keys import AccessControl
+from .edge.listen import HttpListener
 from .edge.sse import RAW_SEND
 from .errors import ApiError
 from .text.answers import Output
-from .text.tokenizer import Prompt, Text
+from .text.tokenizer import ChatTokenizer, TokenizedPrompt
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +67,11 @@ class Asked(Protocol):
 
     @property
     def model(self) -> str: ...
-    def check(self, text: Text, limits: Limits) -> None: ...
-    def prompt(self, text: Text) -> Prompt: ...
-    def sampling(self, text: Text, request_id: str, prompt: int, limits: Limits) -> f.Sampling: ...
+    def check(self, text: ChatTokenizer, limits: ModelLimits) -> None: ...
+    def prompt(self, text: ChatTokenizer) -> TokenizedPrompt: ...
+    def sampling(
+        self, text: ChatTokenizer, request_id: str, prompt: int, limits: ModelLimits
+    ) -> f.Sampling: ...
     def output(self) -> Output: ...
 
 
@@ -87,8 +89,8 @@ class Gateway:
     ) -> None:
         self.config = ClusterConfig.model_validate(config)
         self.model, self._folder = name, Path(model)
-        self.text = Text(self._folder)
-        self.limits = _limits(self._folder, self.config, self.text.token_chars)
+        self.text = ChatTokenizer(self._folder)
+        self.limits = _limits(self._folder, self.config, self.text.longest_token_chars)
         self._salt = fingerprint(self._folder)
         self._started = time.time()
         self._live: set[str] = set()  #: ids on the wire
@@ -104,21 +106,21 @@ class Gateway:
         self.shelf = Shelf(self, self.config.gateway.resume_s)
         self._tokenizers = ThreadPoolExecutor(TOKENIZERS, "tokenizer")
         keys = self.config.gateway.api_keys_file
-        self.door = Door(Path(keys) if keys else None)
+        self.door = AccessControl(Path(keys) if keys else None)
         self.classes = tuple(self.config.router.classes or CLASSES)
         logs.configure(self.config.observability.log, "gateway")
         self.tracer = tracer_of(self.config.observability, "gateway", f"gateway/{replica}")
         self.tally = GatewayTally(self.config, list(self.classes))
         self.metrics = Exporter(self.config.observability, {"model": name}, self._rows)
         await self.metrics.start(node_host())
-        self._app = http.build(self)
+        self._app = http.build_app(self)
         calls = rpc.Inference(self)
         self.Chat, self.Generate = calls.Chat, calls.Generate
         self.ListModels, self.Check = calls.ListModels, calls.Check
         settings = self.config.gateway
         self._listening: list[Listening] = []
         if settings.listen == "gateway":
-            listener = Listener(self._app, settings)
+            listener = HttpListener(self._app, settings)
             self._listening = [listener, await rpc.listen(calls, settings)]
             await listener.start()
         gc.collect()
@@ -147,20 +149,22 @@ class Gateway:
         if name not in ("", self.model):
             raise ApiError("model_not_found", f"model {name!r} is not served; try {self.model!r}")
 
-    async def prepare(self, asked: Asked, request_id: str, terms: Terms) -> tuple[Request, Prompt]:
+    async def prepare(
+        self, asked: Asked, request_id: str, terms: Terms
+    ) -> tuple[Request, TokenizedPrompt]:
         """Everything that can be wrong with a request is found here. Raises ApiError."""
-        logs.about(request_id)
+        logs.set_request_id(request_id)
         self.check_model(asked.model)
         self._generator.check()
         if len(self._live) >= self.config.gateway.max_streams:
             raise ApiError("queue_full", f"{len(self._live)} requests are running already")
         asked.check(self.text, self.limits)
         prompt = await self.tokenize(lambda: asked.prompt(self.text))
-        ids = prompt.ids
+        ids = prompt.token_ids
         sampling = asked.sampling(self.text, request_id, len(ids), self.limits)
         hashes = block_hashes(ids, self._salt)
         request = Request(request_id, ids, hashes, sampling, self._salt, terms)
-        request.arrived = terms.arrived or request.arrived
+        request.arrived = terms.arrived_s or request.arrived
         return self.shelf.find(request, asked.output(), terms.resume), prompt
 
     async def tokenize(self, work: Callable[[], Result]) -> Result:
@@ -192,15 +196,15 @@ class Gateway:
         self._live.add(request.wire)
         self.started += 1
         tokens = self._generator.run(request)
-        failed = "cancelled", LEFT
-        span = self.tracer.request(request, self.model) if self.tracer else None
+        failed = "cancelled", CODE_CLIENT_LEFT
+        span = self.tracer.start_request_span(request, self.model) if self.tracer else None
         news = tokens if request.terms.deadline == math.inf else _until(tokens, request)
         try:
             async for batch in news:
                 yield batch
         except ApiError as error:
             self.refused += 1
-            failed, error.counted = (error.reason, error.http), True
+            failed, error.counted_in_metrics = (error.reason, error.http_status), True
             raise
         except Exception:
             failed = "internal", 500
@@ -210,23 +214,23 @@ class Gateway:
             await tokens.aclose()
             outcome = self._account(request, failed)
             if span:
-                end_request(span, request, outcome)
+                end_request_span(span, request, outcome)
 
     def _account(self, request: Request, failed: tuple[str, int]) -> f.RequestOutcome:
         """What it was like for its client: goodput and latencies count once for each request."""
         self.finished += request.finish is not None
-        reason, code = (request.finish, DONE) if request.finish else failed
+        reason, code = (request.finish, CODE_COMPLETE) if request.finish else failed
         outcome, slo = outcome_of(request, reason), self.config.slo
         if request.accounted:
-            self.tally.refused(code, request.terms.slo_class)
+            self.tally.count_refused(code, request.terms.slo_class)
             return outcome
         request.accounted = True
-        self.tally.over(request, outcome, code)
+        self.tally.count_ended(request, outcome, code)
         self.good += judge(outcome, slo.ttft_ms / 1e3, slo.itl_ms / 1e3) == "both"
         self.plane.link.send(outcome)
         return outcome
 
-    def _rows(self) -> Iterator[Row]:
+    def _rows(self) -> Iterator[MetricRow]:
         generator = self._generator
         running = len(self._live), generator.retries, generator.handovers
         return self.tally.rows(*running)
@@ -283,7 +287,7 @@ async def _until(
                 batch = await anext(tokens, None)
         except TimeoutError:
             message = "the answer was not complete in the time that the client set"
-            raise ApiError("deadline_exceeded", message, http=408) from None
+            raise ApiError("deadline_exceeded", message, http_status=408) from None
         if batch is None:
             return
         yield batch
@@ -301,7 +305,7 @@ class _Delegate(Response):
         await self._app(scope, receive, send)
 
 
-def _limits(folder: Path, config: ClusterConfig, token_chars: int) -> Limits:
+def _limits(folder: Path, config: ClusterConfig, token_chars: int) -> ModelLimits:
     spec = read_spec(folder)
     file = folder / "generation_config.json"
     generation = read_json(file) if file.exists() else {}
@@ -309,9 +313,9 @@ def _limits(folder: Path, config: ClusterConfig, token_chars: int) -> Limits:
     layout = kv_layout(spec, config.model.dtype, config.model.block_tokens)
     pools = (config.pools.prefill.engine, config.pools.decode.engine)
     wanted = config.model.max_model_len
-    return Limits(
+    return ModelLimits(
         max_model_len=min(context_limit(spec, layout, p.kv_mib << 20, wanted) for p in pools),
-        token_chars=token_chars,
+        longest_token_chars=token_chars,
         stop_ids=spec.eos_ids,
         temperature=sampled,
         top_p=generation.get("top_p") or 1.0 if sampled else 1.0,

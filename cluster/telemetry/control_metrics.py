@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from .page import Row
+from .page import MetricRow
 
 if TYPE_CHECKING:
     from ..control.serve import Seen
@@ -17,34 +17,41 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ControlTally:
-    """`pools`: replicas of each pool by state, as of the last look."""
-
+    #: Replicas of each pool by state, as of the last observation.
     pools: dict[str, dict[str, int]] = field(default_factory=dict)
-    scaled: Counter[tuple[str, str]] = field(default_factory=Counter)  #: pool, up | down
-    flips: Counter[tuple[str, str]] = field(default_factory=Counter)  #: role before, role after
+    #: Orders that changed a pool's size, by pool and direction (up | down).
+    scaled: Counter[tuple[str, str]] = field(default_factory=Counter)
+    #: Workers that were given another role, by the role before and the role after.
+    flips: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def look(self, seen: dict[str, Seen]) -> None:
+    def observe_pools(self, observations: dict[str, Seen]) -> None:
+        """Note the replicas of each pool."""
         self.pools = {
             pool: {
-                "running": len(one.running),
-                "starting": len(one.starting),
-                "stopping": len(one.stopping),
-                "target": one.target,
+                "running": len(observation.running),
+                "starting": len(observation.starting),
+                "stopping": len(observation.stopping),
+                "target": observation.target,
             }
-            for pool, one in seen.items()
+            for pool, observation in observations.items()
         }
 
-    def scale(self, pool: str, before: int, after: int) -> None:
-        if before != after:
-            self.scaled[pool, "up" if after > before else "down"] += 1
+    def count_scaling(self, pool: str, previous_replicas: int, replicas: int) -> None:
+        """Count an order of a size, unless the pool has that size already."""
+        if replicas != previous_replicas:
+            direction = "up" if replicas > previous_replicas else "down"
+            self.scaled[pool, direction] += 1
 
-    def rows(self) -> Iterator[Row]:
-        for pool, states in sorted(self.pools.items()):
-            for state, number in states.items():
-                yield Row("replicas", number, {"pool": pool, "state": state})
+    def rows(self) -> Iterator[MetricRow]:
+        for pool, replicas_by_state in sorted(self.pools.items()):
+            for state, count in replicas_by_state.items():
+                yield MetricRow("replicas", count, {"pool": pool, "state": state})
         for (pool, direction), count in sorted(self.scaled.items()):
-            yield Row("scale_actions_total", count, {"pool": pool, "direction": direction})
-        for (before, after), count in sorted(self.flips.items()):
-            yield Row("flips_total", count, {"from": before, "to": after})
-        about = {"version": metadata.version("diptych"), "python": platform.python_version()}
-        yield Row("build_info", 1, about)
+            yield MetricRow("scale_actions_total", count, {"pool": pool, "direction": direction})
+        for (previous_role, role), count in sorted(self.flips.items()):
+            yield MetricRow("flips_total", count, {"from": previous_role, "to": role})
+        build_labels = {
+            "version": metadata.version("diptych"),
+            "python": platform.python_version(),
+        }
+        yield MetricRow("build_info", 1, build_labels)

@@ -1,4 +1,8 @@
-"""What a gateway counts of its requests: once for each, at its end."""
+"""What a gateway counts of its requests: each request once, at its end.
+
+Nothing is counted per token. The histograms are `kv_transfer.gauges.Histogram`, which takes all
+gaps of a request in one call.
+"""
 
 from __future__ import annotations
 
@@ -7,109 +11,130 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ...kv_transfer.statistics import Histogram
-from ...protos import frames as f
+from ...protos import frames
 from ...router.goodput import p99
-from .page import Row
+from .page import MetricRow
 
 if TYPE_CHECKING:
     from ..config import ClusterConfig
     from ..gateway.attempt.stream import Request
 
+# Upper bounds of buckets. Those in seconds get one more, which is the configured target.
 TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0)
 ITL_S = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 E2E_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0)
 TOKENS = tuple(2.0**power for power in range(18))
+
 CLASSES_MAX = 16
-LEFT = 499  #: the client went away before the answer's end
-DONE = 200
+OTHER_CLASS = "other"  #: Stands for all classes that the configuration does not have.
+CODE_CLIENT_LEFT = 499  #: The client went away before the answer's end.
+CODE_COMPLETE = 200
+
+#: vLLM's histograms, and ours that they are the sum of, over all classes.
+VLLM_HISTOGRAMS = {
+    "vllm:time_to_first_token_seconds": "request_ttft_seconds",
+    "vllm:inter_token_latency_seconds": "request_itl_seconds",
+    "vllm:e2e_request_latency_seconds": "request_e2e_seconds",
+}
 
 
 class GatewayTally:
-    """Seconds, tokens. `classes` are those of the configuration: others count as `other`."""
+    """Counts of one gateway, by class. `classes` are those of the configuration."""
 
     def __init__(self, config: ClusterConfig, classes: list[str]) -> None:
-        ttft, itl = config.slo.ttft_ms / 1e3, config.slo.itl_ms / 1e3
-        bounds = {
-            "request_ttft_seconds": _with(TTFT_S, ttft),
-            "request_itl_seconds": _with(ITL_S, itl),
-            "request_first_gap_seconds": _with(ITL_S, itl),
-            "request_tpot_seconds": _with(ITL_S, itl),
+        ttft_bounds = _with_target(TTFT_S, config.slo.ttft_ms / 1e3)
+        itl_bounds = _with_target(ITL_S, config.slo.itl_ms / 1e3)
+        bounds_by_metric = {
+            "request_ttft_seconds": ttft_bounds,
+            "request_itl_seconds": itl_bounds,
+            "request_first_gap_seconds": itl_bounds,
+            "request_tpot_seconds": itl_bounds,
             "request_e2e_seconds": E2E_S,
             "request_prompt_tokens": TOKENS,
             "request_output_tokens": TOKENS,
         }
-        self._classes = {*classes[:CLASSES_MAX]}
-        self._seen = {
-            one: {name: Histogram(bound) for name, bound in bounds.items()}
-            for one in (*sorted(self._classes), "other")
+        self._classes = set(classes[:CLASSES_MAX])
+        self._histograms_by_class = {
+            slo_class: {name: Histogram(bounds) for name, bounds in bounds_by_metric.items()}
+            for slo_class in (*sorted(self._classes), OTHER_CLASS)
         }
+        #: Requests by the HTTP status that they ended with (or its equivalent), and class.
         self.codes: Counter[tuple[int, str]] = Counter()
 
-    def refused(self, code: int, slo_class: str = "") -> None:
-        """It never ran, or it counts already."""
-        self.codes[code, self._class(slo_class)] += 1
+    def count_refused(self, code: int, slo_class: str = "") -> None:
+        """Count a request that never ran, or whose latencies are counted already."""
+        self.codes[code, self._counted_class(slo_class)] += 1
 
-    def over(self, request: Request, outcome: f.RequestOutcome, code: int) -> None:
-        gaps = request.gaps_s
-        slo_class = self._class(outcome.slo_class)
+    def count_ended(self, request: Request, outcome: frames.RequestOutcome, code: int) -> None:
+        """Count a request that ran, with all its latencies."""
+        slo_class = self._counted_class(outcome.slo_class)
         self.codes[code, slo_class] += 1
-        seen = self._seen[slo_class]
-        seen["request_prompt_tokens"].observe(len(request.ids))
+        histograms = self._histograms_by_class[slo_class]
+        histograms["request_prompt_tokens"].observe(len(request.ids))
         if request.ttft_s is not None:
-            seen["request_ttft_seconds"].observe(request.ttft_s)
-            seen["request_output_tokens"].observe(request.generated)
-        if gaps:
-            seen["request_itl_seconds"].observe_all(gaps)
-            seen["request_tpot_seconds"].observe(outcome.itl_mean_s)
-            firsts = [one.times[1] - one.times[0] for one in request.answers if len(one.times) > 1]
-            seen["request_first_gap_seconds"].observe_all(firsts)
-        if code == DONE:
-            seen["request_e2e_seconds"].observe(request.age_s)
+            histograms["request_ttft_seconds"].observe(request.ttft_s)
+            histograms["request_output_tokens"].observe(request.generated)
+        gaps_s = request.gaps_s
+        if gaps_s:
+            histograms["request_itl_seconds"].observe_all(gaps_s)
+            histograms["request_tpot_seconds"].observe(outcome.itl_mean_s)
+            first_gaps_s = [
+                answer.times[1] - answer.times[0]
+                for answer in request.answers
+                if len(answer.times) > 1
+            ]
+            histograms["request_first_gap_seconds"].observe_all(first_gaps_s)
+        if code == CODE_COMPLETE:
+            histograms["request_e2e_seconds"].observe(request.age_s)
 
-    def _class(self, name: str) -> str:
-        return name if name in self._classes else "other"
+    def _counted_class(self, slo_class: str) -> str:
+        return slo_class if slo_class in self._classes else OTHER_CLASS
 
-    def rows(self, running: int, retries: int, handovers: int) -> Iterator[Row]:
-        """Requests that run; attempts that were made again, and that were handed over."""
+    def rows(self, running: int, retries: int, handovers: int) -> Iterator[MetricRow]:
+        """Yield all counts.
+
+        `running` requests run now; `retries` attempts were made again, and `handovers` were handed
+        over by their worker.
+        """
         for (code, slo_class), count in sorted(self.codes.items()):
             labels = {"code": str(code), "slo_class": slo_class}
-            yield Row("requests_total", count, labels)
-        for slo_class, seen in self._seen.items():
-            if seen["request_prompt_tokens"].count or slo_class != "other":
-                for name, histogram in seen.items():
-                    yield Row(name, histogram.values(), {"slo_class": slo_class})
-        yield Row("inflight_requests", running)
-        yield Row("request_retries_total", retries)
-        yield Row("request_handovers_total", handovers)
-        for theirs, ours in (
-            ("vllm:time_to_first_token_seconds", "request_ttft_seconds"),
-            ("vllm:inter_token_latency_seconds", "request_itl_seconds"),
-            ("vllm:e2e_request_latency_seconds", "request_e2e_seconds"),
-        ):
-            whole = Counter[str]()
-            for seen in self._seen.values():
-                whole.update(seen[ours].values())
-            yield Row(theirs, whole)
+            yield MetricRow("requests_total", count, labels)
+        for slo_class, histograms in self._histograms_by_class.items():
+            if slo_class == OTHER_CLASS and not histograms["request_prompt_tokens"].count:
+                continue
+            for name, histogram in histograms.items():
+                yield MetricRow(name, histogram.values(), {"slo_class": slo_class})
+        yield MetricRow("inflight_requests", running)
+        yield MetricRow("request_retries_total", retries)
+        yield MetricRow("request_handovers_total", handovers)
+        for vllm_name, name in VLLM_HISTOGRAMS.items():
+            values = Counter[str]()
+            for histograms in self._histograms_by_class.values():
+                values.update(histograms[name].values())
+            yield MetricRow(vllm_name, values)
 
 
-def outcome_of(request: Request, reason: str) -> f.RequestOutcome:
-    """`reason`: stop, length, cancelled or an error's."""
-    terms, ttft = request.terms, request.ttft_s
-    gaps = request.gaps_s
-    return f.RequestOutcome(
+def outcome_of(request: Request, reason: str) -> frames.RequestOutcome:
+    """Return what the router judges goodput by.
+
+    `reason` is `stop`, `length`, `cancelled` or the reason of an error.
+    """
+    terms = request.terms
+    gaps_s = request.gaps_s
+    return frames.RequestOutcome(
         tenant=terms.tenant,
         slo_class=terms.slo_class,
         reason=reason,
-        waited_s=request.age_s if ttft is None else ttft,
+        waited_s=request.age_s if request.ttft_s is None else request.ttft_s,
         tokens=request.generated,
-        gaps=len(gaps),
-        itl_mean_s=sum(gaps) / len(gaps) if gaps else 0.0,
-        itl_p99_s=p99(gaps),
-        ttft_target_s=terms.ttft_s,
-        itl_target_s=terms.itl_s,
+        gaps=len(gaps_s),
+        itl_mean_s=sum(gaps_s) / len(gaps_s) if gaps_s else 0.0,
+        itl_p99_s=p99(gaps_s),
+        ttft_target_s=terms.ttft_target_s,
+        itl_target_s=terms.itl_target_s,
     )
 
 
-def _with(bounds: tuple[float, ...], target: float) -> tuple[float, ...]:
-    """Attainment is read off the bucket that ends at the target, not interpolated."""
+def _with_target(bounds: tuple[float, ...], target: float) -> tuple[float, ...]:
+    """Add a bucket that ends at the target, so that attainment is read and not interpolated."""
     return tuple(sorted({*bounds, target}))

@@ -1,7 +1,7 @@
 """Logs of the cluster's processes: lines for people, or one JSON object a line.
 
-`about` names the request that this task works for; every line that is logged while it does carries
-that id. Lines hold ids, names and counts, never what a client wrote.
+`set_request_id` names the request that a task works for; every line that is logged meanwhile
+carries that id. Lines hold ids, names and counts, never what a client wrote.
 """
 
 from __future__ import annotations
@@ -12,25 +12,34 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
-_request: ContextVar[str] = ContextVar("request", default="")
-NAME = "diptych"  #: of the logger that all of ours are below
+LOGGER_NAME = "diptych"  #: All loggers of this package are below it.
+_request_id: ContextVar[str] = ContextVar("request", default="")
 
 
-def about(request_id: str) -> None:
-    """For what this task, and those that it starts from now on, log."""
-    _request.set(request_id)
+def set_request_id(request_id: str) -> None:
+    """Name the request that this task works for, and the tasks that it starts from now on."""
+    _request_id.set(request_id)
 
 
 def configure(kind: str, part: str) -> None:
-    """`kind`: text (warnings and worse) | json (from info on); `part` names the process."""
+    """Set how this process logs.
+
+    `kind` is `text` (warnings and worse) or `json` (information and worse); `part` names the
+    process in each line.
+    """
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter(part) if kind == "json" else TextFormatter(part))
-    logger = logging.getLogger(NAME)
-    logger.handlers, logger.propagate = [handler], False
-    logger.setLevel(logging.INFO if kind == "json" else logging.WARNING)
+    logger = logging.getLogger(LOGGER_NAME)
+    logger.handlers = [handler]
+    logger.propagate = False
+    if kind == "json":
+        handler.setFormatter(JsonFormatter(part))
+        logger.setLevel(logging.INFO)
+    else:
+        handler.setFormatter(TextFormatter(part))
+        logger.setLevel(logging.WARNING)
 
 
-def _time(record: logging.LogRecord) -> str:
+def _utc_time(record: logging.LogRecord) -> str:
     moment = datetime.fromtimestamp(record.created, UTC)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
@@ -41,18 +50,19 @@ class JsonFormatter(logging.Formatter):
         self._part = part
 
     def format(self, record: logging.LogRecord) -> str:
-        told: dict[str, Any] = {
-            "time": _time(record),
+        fields: dict[str, Any] = {
+            "time": _utc_time(record),
             "level": record.levelname.lower(),
             "part": self._part,
             "logger": record.name,
             "message": record.getMessage(),
         }
-        if _request.get():
-            told["request_id"] = _request.get()
+        request_id = _request_id.get()
+        if request_id:
+            fields["request_id"] = request_id
         if record.exc_info:
-            told["exception"] = self.formatException(record.exc_info)
-        return json.dumps(told)
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
 
 
 class TextFormatter(logging.Formatter):
@@ -61,6 +71,11 @@ class TextFormatter(logging.Formatter):
         self._part = part
 
     def format(self, record: logging.LogRecord) -> str:
-        about = f" [{_request.get()}]" if _request.get() else ""
-        text = f"{_time(record)} {record.levelname} {self._part}{about} {record.getMessage()}"
-        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+        origin = self._part
+        request_id = _request_id.get()
+        if request_id:
+            origin = f"{origin} [{request_id}]"
+        line = f"{_utc_time(record)} {record.levelname} {origin} {record.getMessage()}"
+        if record.exc_info:
+            line = f"{line}\n{self.formatException(record.exc_info)}"
+        return line

@@ -1,7 +1,7 @@
-"""What one process exports: rows of numbers, checked against the catalogue, as Prometheus wants.
+"""The page of one process for Prometheus: rows of numbers, checked against the catalogue.
 
-A part of the program (`gateway.rows`, `router.rows`, ...) yields rows from counters that exist
-anyway; nothing is counted twice, and nothing is computed until somebody scrapes.
+Each part of the program yields rows from counters that it has anyway (`GatewayTally.rows`,
+`RouterTally.rows`, ...). Nothing is counted twice, and nothing is computed until a scrape.
 """
 
 from __future__ import annotations
@@ -19,90 +19,114 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from .catalogue import METRICS, PREFIX, VLLM
+from .catalogue import METRICS, PREFIX, VLLM_METRICS, VLLM_PREFIX, MetricDefinition
 
-MANY = 64  #: values of one label that comes from outside; the rest count as `other`
-TRIES = 3  #: another thread may change what a row is made of
+LABEL_VALUES_MAX = 64  #: Values of one label that come from outside; the rest count as `other`.
+READ_ATTEMPTS = 3  #: Another thread may change the dictionaries that rows are made of.
 
 
-class Row(NamedTuple):
-    """`value`: a number, or a histogram as `kv_transfer.gauges.Histogram.values`."""
+class MetricRow(NamedTuple):
+    """One number of one metric, or one histogram as `kv_transfer.gauges.Histogram.values`."""
 
-    name: str  #: without the prefix
+    name: str  #: Without the prefix `diptych_`.
     value: float | Mapping[str, float]
     labels: Mapping[str, str] = MappingProxyType({})
 
 
+RowSource = Callable[[], Iterable[MetricRow]]
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
-FAMILIES: dict[str, type[Family]] = {
+FAMILY_TYPES: dict[str, type[Family]] = {
     "counter": CounterMetricFamily,
     "gauge": GaugeMetricFamily,
     "histogram": HistogramMetricFamily,
 }
-Rows = Callable[[], Iterable[Row]]
 
 
-class Page(Collector):
-    """`base` are the labels of all rows. `vllm`: VLLM's names too, from rows that have them."""
+class MetricsPage(Collector):
+    """Collects the rows of one process.
 
-    def __init__(self, base: dict[str, str], rows: Rows, vllm: bool = False) -> None:
-        self._base, self._rows, self._vllm = base, rows, vllm
+    `base_labels` are those of all rows. With `vllm_names` the page also has vLLM's names, from the
+    rows that have them.
+    """
+
+    def __init__(
+        self, base_labels: dict[str, str], read_rows: RowSource, vllm_names: bool = False
+    ) -> None:
+        self._base_labels = base_labels
+        self._read_rows = read_rows
+        self._vllm_names = vllm_names
 
     def collect(self) -> Iterator[Metric]:
-        yield from _families(self._base, self._taken(), self._vllm)
+        families: dict[str, Family] = {}
+        for row in self._rows():
+            if not row.name.startswith(VLLM_PREFIX):
+                name = f"{PREFIX}{row.name}"
+                self._add_row(families, row, name, METRICS[name])
+            elif self._vllm_names:
+                self._add_row(families, row, row.name, VLLM_METRICS[row.name])
+        yield from families.values()
 
-    def _taken(self) -> list[Row]:
-        for _ in range(TRIES - 1):
-            try:
-                return list(self._rows())
-            except RuntimeError:  # a dictionary changed its size meanwhile
-                continue
-        return list(self._rows())
-
-
-def registry(page: Page) -> CollectorRegistry:
-    """A registry of this process: its page, and its CPU time, memory and files."""
-    made = CollectorRegistry(auto_describe=False)
-    made.register(page)
-    ProcessCollector(registry=made)
-    return made
-
-
-def _families(base: dict[str, str], rows: list[Row], vllm: bool) -> list[Metric]:
-    found: dict[str, Family] = {}
-    for row in rows:
-        theirs = row.name.startswith("vllm:")
-        if theirs and not vllm:
-            continue
-        name = row.name if theirs else f"{PREFIX}{row.name}"
-        metric = (VLLM if theirs else METRICS)[name]
-        assert tuple(row.labels) == metric.labels, (name, row.labels)
-        mine = {"model_name": base["model"]} if theirs else base
-        if name not in found:
-            found[name] = FAMILIES[metric.kind](name, metric.help, labels=[*mine, *metric.labels])
-        family, values = found[name], [*mine.values(), *row.labels.values()]
+    def _add_row(
+        self, families: dict[str, Family], row: MetricRow, name: str, definition: MetricDefinition
+    ) -> None:
+        """Add a row to the family of its metric, which is made if this is its first row."""
+        assert tuple(row.labels) == definition.labels, (name, row.labels)
+        base_labels = self._base_labels
+        if name.startswith(VLLM_PREFIX):
+            # vLLM's boards select the model by this label.
+            base_labels = {"model_name": self._base_labels["model"]}
+        if name not in families:
+            family_type = FAMILY_TYPES[definition.kind]
+            label_names = [*base_labels, *definition.labels]
+            families[name] = family_type(name, definition.help, labels=label_names)
+        family = families[name]
+        label_values = [*base_labels.values(), *row.labels.values()]
         if isinstance(family, HistogramMetricFamily):
             assert isinstance(row.value, Mapping)
-            buckets, total = cumulative(row.value)
-            family.add_metric(values, buckets=buckets, sum_value=total)
+            buckets, values_sum = cumulative_buckets(row.value)
+            family.add_metric(label_values, buckets=buckets, sum_value=values_sum)
         else:
             assert not isinstance(row.value, Mapping)
-            family.add_metric(values, row.value)
-    return [*found.values()]
+            family.add_metric(label_values, row.value)
+
+    def _rows(self) -> list[MetricRow]:
+        for _ in range(READ_ATTEMPTS - 1):
+            try:
+                return list(self._read_rows())
+            except RuntimeError:  # a dictionary changed its size meanwhile
+                continue
+        return list(self._read_rows())
 
 
-def cumulative(values: Mapping[str, float]) -> tuple[list[tuple[str, float]], float]:
-    """Prometheus' buckets, each with the counts of those before it, and the sum."""
-    buckets, count = [], 0.0
-    for bound, name in sorted((float(name), name) for name in values if name != "sum"):
-        count += values[name]
-        buckets.append(("+Inf" if name == "inf" else str(bound), count))
+def build_registry(page: MetricsPage) -> CollectorRegistry:
+    """Return a registry of this process: its page, and its CPU time, memory and files."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(page)
+    ProcessCollector(registry=registry)
+    return registry
+
+
+def cumulative_buckets(values: Mapping[str, float]) -> tuple[list[tuple[str, float]], float]:
+    """Return a histogram's buckets as Prometheus has them, and the sum of its values.
+
+    Prometheus' bucket counts all values up to its bound, those of the buckets before it included.
+    """
+    bounds = sorted((name for name in values if name != "sum"), key=float)
+    buckets = []
+    count = 0.0
+    for bound in bounds:
+        count += values[bound]
+        buckets.append(("+Inf" if bound == "inf" else str(float(bound)), count))
     return buckets, values["sum"]
 
 
-def bounded(counts: Mapping[str, float], most: int = MANY) -> dict[str, float]:
-    """The `most` largest by name; the rest together as `other`."""
+def limit_label_values(
+    counts: Mapping[str, float], limit: int = LABEL_VALUES_MAX
+) -> dict[str, float]:
+    """Return the `limit` largest counts by name, and all others together as `other`."""
     names = sorted(counts, key=lambda name: -counts[name])
-    told = {name: counts[name] for name in names[:most]}
-    rest = sum(counts[name] for name in names[most:])
-    return {**told, "other": told.get("other", 0) + rest} if rest else told
+    limited = {name: counts[name] for name in names[:limit]}
+    other_count = sum(counts[name] for name in names[limit:])
+    if other_count:
+        limited["other"] = limited.get("other", 0) + other_count
+    return limited

@@ -1,59 +1,81 @@
-"""What the router exports: its own counts, and how long it takes to decide."""
+"""What the router exports: its own counts, and how long its decisions take."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from ...kv_transfer.statistics import Histogram
 from ...router import Router
 from ...router.events import RouterEvent
 from ...router.goodput import MET
-from .page import Row
+from .page import MetricRow
 
-DECIDE_S = tuple(1e-5 * 2**step for step in range(14))
+DECISION_S = tuple(1e-5 * 2**step for step in range(14))  #: Upper bounds of buckets.
 
 
 class RouterTally:
+    """Measures the decisions of one router and exports its counts."""
+
     def __init__(self, router: Router) -> None:
         self._router = router
-        self.decided = Histogram(DECIDE_S)
+        self.decision_times = Histogram(DECISION_S)
 
-    def rows(self) -> Iterator[Row]:
-        router, tally = self._router, self._router.counts
-        total = router.goodput.total
-        for slo_class, tenant in sorted({group[:2] for group in total}):
-            for met in MET:  # zeros too: a share needs both of its terms
-                labels = {"slo_class": slo_class, "tenant": tenant, "met": met}
-                yield Row("goodput_requests_total", total[slo_class, tenant, met], labels)
-        for (decision, reason), count in sorted(tally.placed.items()):
-            yield Row("routing_decisions_total", count, {"decision": decision, "reason": reason})
-        for reason, count in sorted(tally.refused.items()):
-            yield Row("routing_decisions_total", count, {"decision": "reject", "reason": reason})
-            yield Row("rejected_total", count, {"reason": reason})
-        yield Row("routing_duration_seconds", self.decided.values())
-        for side, errors in tally.prediction_errors.items():
-            yield Row("ttft_prediction_error_seconds", errors.values(), {"side": side})
-        for ours, theirs, count in (
-            ("prefix_hit_tokens_total", "vllm:prefix_cache_hits_total", router.hit_tokens),
-            ("prefix_query_tokens_total", "vllm:prefix_cache_queries_total", router.prompt_tokens),
-        ):
-            yield Row(ours, count)
-            yield Row(theirs, count)
-        yield Row("queue_depth", len(router.queue))
-        yield Row("queue_late", len(router.queue.overdue))
-        yield Row("queue_wait_seconds", tally.queue_wait.values())
-        yield Row("vllm:request_queue_time_seconds", tally.queue_wait.values())
-        cards = [worker.card for worker in router.workers.values()]
-        counts = Counter((card.pool, card.role or "none") for card in cards)
-        for (pool, role), number in sorted(counts.items()):
-            yield Row("workers", number, {"pool": pool, "role": role})
-
-    def handle(self, event: RouterEvent, now: float) -> list:
-        """The router's answer; how long a placement took is kept."""
-        before, began = self._router.placed, time.perf_counter()
+    def handle(self, event: RouterEvent, now: float) -> list[Any]:
+        """Let the router handle an event; measure the time if the event placed a request."""
+        placed_before = self._router.placed
+        began = time.perf_counter()
         actions = self._router.handle(event, now)
-        if self._router.placed > before:
-            self.decided.observe(time.perf_counter() - began)
+        if self._router.placed > placed_before:
+            self.decision_times.observe(time.perf_counter() - began)
         return actions
+
+    def rows(self) -> Iterator[MetricRow]:
+        yield from self._goodput_rows()
+        yield from self._decision_rows()
+        yield from self._prefix_rows()
+        yield from self._queue_rows()
+        yield from self._worker_rows()
+
+    def _goodput_rows(self) -> Iterator[MetricRow]:
+        counts = self._router.goodput.total
+        for slo_class, tenant in sorted({group[:2] for group in counts}):
+            for met in MET:  # zeros too, because a share needs both of its terms
+                labels = {"slo_class": slo_class, "tenant": tenant, "met": met}
+                yield MetricRow("goodput_requests_total", counts[slo_class, tenant, met], labels)
+
+    def _decision_rows(self) -> Iterator[MetricRow]:
+        tally = self._router.counts
+        for (decision, reason), count in sorted(tally.placed.items()):
+            labels = {"decision": decision, "reason": reason}
+            yield MetricRow("routing_decisions_total", count, labels)
+        for reason, count in sorted(tally.refused.items()):
+            labels = {"decision": "reject", "reason": reason}
+            yield MetricRow("routing_decisions_total", count, labels)
+            yield MetricRow("rejected_total", count, {"reason": reason})
+        yield MetricRow("routing_duration_seconds", self.decision_times.values())
+        for side, errors in tally.prediction_errors.items():
+            yield MetricRow("ttft_prediction_error_seconds", errors.values(), {"side": side})
+
+    def _prefix_rows(self) -> Iterator[MetricRow]:
+        hit_tokens = self._router.hit_tokens
+        prompt_tokens = self._router.prompt_tokens
+        yield MetricRow("prefix_hit_tokens_total", hit_tokens)
+        yield MetricRow("vllm:prefix_cache_hits_total", hit_tokens)
+        yield MetricRow("prefix_query_tokens_total", prompt_tokens)
+        yield MetricRow("vllm:prefix_cache_queries_total", prompt_tokens)
+
+    def _queue_rows(self) -> Iterator[MetricRow]:
+        waiting_times = self._router.counts.queue_wait.values()
+        yield MetricRow("queue_depth", len(self._router.queue))
+        yield MetricRow("queue_late", len(self._router.queue.overdue))
+        yield MetricRow("queue_wait_seconds", waiting_times)
+        yield MetricRow("vllm:request_queue_time_seconds", waiting_times)
+
+    def _worker_rows(self) -> Iterator[MetricRow]:
+        cards = [worker.card for worker in self._router.workers.values()]
+        counts = Counter((card.pool, card.role or "none") for card in cards)
+        for (pool, role), count in sorted(counts.items()):
+            yield MetricRow("workers", count, {"pool": pool, "role": role})

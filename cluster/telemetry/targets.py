@@ -8,16 +8,23 @@ from typing import Any
 from ...protos.frames import WorkerCard
 
 
-def targets(
-    own: str, router: dict[str, Any] | None, cards: Iterable[WorkerCard]
+def scrape_targets(
+    control_address: str, router_statistics: dict[str, Any] | None, cards: Iterable[WorkerCard]
 ) -> list[dict[str, Any]]:
-    """`own`: Control's address; `router`: its statistics, with its own address and gateways'."""
-    found = {"control": [own], "worker": [card.metrics for card in cards]}
-    if router is not None:
-        found["router"] = [router.get("metrics", "")]
-        found["gateway"] = [one.get("metrics", "") for one in router.get("gateways", [])]
+    """Return the addresses of all exporters, grouped by part, in the format of http_sd.
+
+    The router's statistics have its own address and the gateways'; None if there is no router.
+    """
+    addresses_by_part = {
+        "control": [control_address],
+        "worker": [card.metrics for card in cards],
+    }
+    if router_statistics is not None:
+        gateways = router_statistics.get("gateways", [])
+        addresses_by_part["router"] = [router_statistics.get("metrics", "")]
+        addresses_by_part["gateway"] = [gateway.get("metrics", "") for gateway in gateways]
     return [
         {"targets": sorted(filter(None, addresses)), "labels": {"part": part}}
-        for part, addresses in sorted(found.items())
+        for part, addresses in sorted(addresses_by_part.items())
         if any(addresses)
     ]

@@ -7,8 +7,9 @@
       decode        decode worker: until the last token
 
 The gateway's span travels in the frames as `trace` (W3C traceparent); all others are its children.
-Without `observability.otlp_endpoint` nothing of OpenTelemetry is imported, and frames are empty
-there; the same for a request that is not sampled. A client that asks for sampling gets it.
+The `trace` is empty for a request that is not sampled, and then no process makes a span for it. A
+client that asks for sampling gets it. Without `observability.otlp_endpoint` there are no spans, and
+nothing of OpenTelemetry is imported.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ...protos import frames as f
+from ...protos import frames
 from ..config import ObservabilitySettings
 
 if TYPE_CHECKING:
@@ -25,11 +26,16 @@ if TYPE_CHECKING:
 
     from ..gateway.attempt.stream import Request
 
-CLOSE_MS = 2000  #: for spans that were not sent yet when the process ends
+FLUSH_TIMEOUT_MS = 2000  #: For spans that were not sent yet when the process ends.
+#: How answers end that have not failed.
+SUCCESSFUL_REASONS = ("stop", "length", "cancelled")
 
 
 def tracer_of(settings: ObservabilitySettings, part: str, name: str) -> Tracer | None:
-    """None: nothing is traced. `part`: gateway | router | worker; `name`: of this process."""
+    """Return the tracer of this process, or None if nothing is traced.
+
+    `part` is gateway, router or worker; `name` is the process's own.
+    """
     return Tracer(settings, part, name) if settings.otlp_endpoint else None
 
 
@@ -44,38 +50,56 @@ class Tracer:
         from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        about = {"service.name": "diptych", "service.instance.id": name, "diptych.part": part}
-        sampler = ParentBasedTraceIdRatio(settings.trace_sample)
-        self._provider = TracerProvider(sampler=sampler, resource=Resource(about))
         assert settings.otlp_endpoint
+        attributes = {
+            "service.name": "diptych",
+            "service.instance.id": name,
+            "diptych.part": part,
+        }
+        self._provider = TracerProvider(
+            sampler=ParentBasedTraceIdRatio(settings.trace_sample),
+            resource=Resource(attributes),
+        )
         exporter = OTLPSpanExporter(f"{settings.otlp_endpoint.rstrip('/')}/v1/traces")
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("diptych")
-        self._context = TraceContextTextMapPropagator()
+        self._propagator = TraceContextTextMapPropagator()
 
-    def begin(self, name: str, trace: str, ago_s: float = 0.0, server: bool = False) -> Span:
-        """A span under `trace`, that began `ago_s` ago; a root if that is no traceparent."""
+    def start_span(
+        self, name: str, traceparent: str, ago_s: float = 0.0, server: bool = False
+    ) -> Span:
+        """Return a new span that began `ago_s` seconds ago.
+
+        It is a child of `traceparent`, or a root if that is none. `server`: its parent is in
+        another process that called this one.
+        """
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind
 
-        above = self._context.extract({"traceparent": trace}, Context())
+        parent = self._propagator.extract({"traceparent": traceparent}, Context())
         kind = SpanKind.SERVER if server else SpanKind.INTERNAL
-        start = time.time_ns() - int(ago_s * 1e9)
-        return self._tracer.start_span(name, above, kind, start_time=start)
+        start_time_ns = time.time_ns() - int(ago_s * 1e9)
+        return self._tracer.start_span(name, parent, kind, start_time=start_time_ns)
 
     def traceparent(self, span: Span) -> str:
-        """For frames; empty if the span is not sampled."""
+        """Return the trace context that frames carry; empty if the span is not sampled."""
         from opentelemetry.trace import set_span_in_context
 
         if not span.is_recording():
             return ""
         carrier: dict[str, str] = {}
-        self._context.inject(carrier, set_span_in_context(span))
+        self._propagator.inject(carrier, set_span_in_context(span))
         return carrier["traceparent"]
 
-    def request(self, request: Request, model: str) -> Span:
-        """The span of a client's request; what is sent for it goes under that."""
-        span = self.begin(f"chat {model}", request.terms.trace, request.age_s, server=True)
+    def start_request_span(self, request: Request, model: str) -> Span:
+        """Return the span of a client's request.
+
+        The request's frames carry it from now on, so that the spans of other processes become its
+        children.
+        """
+        span = self.start_span(
+            f"chat {model}", request.terms.traceparent, ago_s=request.age_s, server=True
+        )
         request.trace = self.traceparent(span)
         span.set_attributes(
             {
@@ -90,13 +114,17 @@ class Tracer:
         return span
 
     def close(self) -> None:
-        self._provider.force_flush(CLOSE_MS)
+        """Send the spans that were not sent yet, and stop. Blocks for some seconds at most."""
+        self._provider.force_flush(FLUSH_TIMEOUT_MS)
         self._provider.shutdown()
 
 
-def end_request(span: Span, request: Request, outcome: f.RequestOutcome) -> None:
-    """`gen_ai.*` as in OpenTelemetry's semantic conventions for generative AI."""
-    told: dict[str, Any] = {
+def end_request_span(span: Span, request: Request, outcome: frames.RequestOutcome) -> None:
+    """End the span of a client's request.
+
+    `gen_ai.*` are as in OpenTelemetry's semantic conventions for generative AI.
+    """
+    attributes: dict[str, Any] = {
         "gen_ai.usage.output_tokens": outcome.tokens,
         "gen_ai.response.finish_reasons": [outcome.reason],
         "diptych.route": request.route,
@@ -104,118 +132,152 @@ def end_request(span: Span, request: Request, outcome: f.RequestOutcome) -> None
         "diptych.attempts": request.attempts,
     }
     if request.ttft_s is not None:
-        told["gen_ai.response.time_to_first_chunk"] = request.ttft_s
-    span.set_attributes(told)
-    end(span, "" if outcome.reason in ("stop", "length", "cancelled") else outcome.reason)
+        attributes["gen_ai.response.time_to_first_chunk"] = request.ttft_s
+    span.set_attributes(attributes)
+    end_span(span, error_type="" if outcome.reason in SUCCESSFUL_REASONS else outcome.reason)
 
 
-def end(span: Span, failed: str = "") -> None:
+def end_span(span: Span, error_type: str = "") -> None:
+    """End a span; with an `error_type` it is marked as failed."""
     from opentelemetry.trace import Status, StatusCode
 
-    if failed:
-        span.set_attribute("error.type", failed)
-        span.set_status(Status(StatusCode.ERROR, failed))
+    if error_type:
+        span.set_attribute("error.type", error_type)
+        span.set_status(Status(StatusCode.ERROR, error_type))
     span.end()
 
 
-class Routes:
-    """Spans of requests that wait for the router."""
+@dataclass(frozen=True, slots=True)
+class PlacementSpan:
+    """The span of an attempt that waits for the router's decision."""
+
+    gateway: str  #: Which asked for it.
+    span: Span
+
+
+class RoutingSpans:
+    """Spans of the attempts that wait for the router, by the frames that it gets and sends."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
-        self._spans: dict[f.AttemptKey, tuple[str, Span]] = {}  #: with the gateway that asked
+        self._attempts: dict[frames.AttemptKey, PlacementSpan] = {}
 
-    def asked(self, gateway: str, place: f.PlaceAttempt) -> None:
-        if place.trace and place.attempt_key not in self._spans:
-            span = self._tracer.begin("route", place.trace)
+    def begin(self, gateway: str, place: frames.PlaceAttempt) -> None:
+        """A gateway asks for the placement of an attempt."""
+        if place.trace and place.attempt_key not in self._attempts:
+            span = self._tracer.start_span("route", place.trace)
             span.set_attribute("diptych.attempt", place.attempt_key[1])
-            self._spans[place.attempt_key] = gateway, span
+            self._attempts[place.attempt_key] = PlacementSpan(gateway, span)
 
-    def answered(self, frame: object) -> None:
+    def handle_reply(self, frame: object) -> None:
+        """The router sends a frame. Frames that decide nothing are ignored."""
         match frame:
-            case f.AttemptPlaced(key) if key in self._spans:
-                span = self._spans.pop(key)[1]
+            case frames.AttemptPlaced(key) if key in self._attempts:
+                span = self._attempts.pop(key).span
                 span.set_attribute("diptych.prefill", frame.prefill_worker or frame.decode_worker)
                 span.set_attribute("diptych.decode", frame.decode_worker)
                 span.set_attribute("diptych.prefix_hit_tokens", frame.hit_tokens)
-                end(span)
-            case f.AttemptRefused(key) | f.AttemptOutcome(key) if key in self._spans:
-                end(self._spans.pop(key)[1], frame.reason)
+                end_span(span)
+            case frames.AttemptRefused(key) | frames.AttemptOutcome(key) if key in self._attempts:
+                end_span(self._attempts.pop(key).span, error_type=frame.reason)
 
-    def gone(self, gateway: str) -> None:
-        for key in [key for key, (name, _) in self._spans.items() if name == gateway]:
-            end(self._spans.pop(key)[1], "gateway_gone")
+    def end_gateway(self, gateway: str) -> None:
+        """A gateway is gone, and all its attempts with it."""
+        for key, attempt in list(self._attempts.items()):
+            if attempt.gateway == gateway:
+                del self._attempts[key]
+                end_span(attempt.span, error_type="gateway_gone")
 
 
 @dataclass(slots=True)
-class Work:
-    """One attempt on a worker. `open`: answers without an end."""
+class AttemptSpan:
+    """The span of what an attempt does now on a worker."""
 
     gateway: str
+    phase: str  #: The span's name: prefill, kv_transfer or decode.
     span: Span
-    trace: str
-    open: set[int] = field(default_factory=set)
+    traceparent: str  #: Of the gateway's span, which the span of the next phase goes under.
+    #: Answers that have no end yet. Empty on a prefill worker, which makes first tokens only.
+    open_answers: set[int] = field(default_factory=set)
 
 
-class Works:
-    """Spans of the attempts on a worker, by what it hears and says."""
+class WorkerSpans:
+    """Spans of the attempts on a worker, by the frames that it gets and sends."""
 
     def __init__(self, tracer: Tracer, worker: str) -> None:
-        self._tracer, self._worker = tracer, worker
-        self._works: dict[f.AttemptKey, Work] = {}
+        self._tracer = tracer
+        self._worker = worker
+        self._attempts: dict[frames.AttemptKey, AttemptSpan] = {}
 
-    def begin(self, gateway: str, frame: f.StartPrefill | f.StartDecode) -> None:
-        if not frame.trace or frame.attempt_key in self._works:
+    def begin(self, gateway: str, frame: frames.StartPrefill | frames.StartDecode) -> None:
+        """A gateway starts an attempt on this worker."""
+        if not frame.trace or frame.attempt_key in self._attempts:
             return
-        moves = isinstance(frame, f.StartDecode) and frame.prefill_worker is not None
-        span = self._span("kv_transfer" if moves else "prefill", frame.attempt_key, frame.trace)
-        answers = set(range(frame.sampling.n)) if isinstance(frame, f.StartDecode) else set()
-        self._works[frame.attempt_key] = Work(gateway, span, frame.trace, answers)
+        phase = "prefill"
+        open_answers: set[int] = set()
+        if isinstance(frame, frames.StartDecode):
+            open_answers = set(range(frame.sampling.n))
+            if frame.prefill_worker is not None:
+                phase = "kv_transfer"
+        self._attempts[frame.attempt_key] = AttemptSpan(
+            gateway=gateway,
+            phase=phase,
+            span=self._start_span(phase, frame.attempt_key, frame.trace),
+            traceparent=frame.trace,
+            open_answers=open_answers,
+        )
 
-    def _span(self, name: str, key: f.AttemptKey, trace: str) -> Span:
-        span = self._tracer.begin(name, trace)
+    def _start_span(self, phase: str, key: frames.AttemptKey, traceparent: str) -> Span:
+        span = self._tracer.start_span(phase, traceparent)
         span.set_attributes({"diptych.worker": self._worker, "diptych.attempt": key[1]})
         return span
 
-    def sent(self, frame: object) -> None:
-        """What the worker tells a gateway."""
+    def _begin_decode(self, key: frames.AttemptKey, attempt: AttemptSpan) -> None:
+        end_span(attempt.span)
+        attempt.phase = "decode"
+        attempt.span = self._start_span(attempt.phase, key, attempt.traceparent)
+
+    def handle_reply(self, frame: object) -> None:
+        """The worker sends a gateway a frame. Frames that change no phase are ignored."""
         match frame:
-            case f.EngineStepTokens(streams):
-                for tokens in streams:
-                    work = self._works.get(tokens.attempt_key)
-                    if work and tokens.tokens:
-                        self._tokens(work, tokens)
-            case f.PromptArrived(key, tokens, busy_ms, exposed_ms) if key in self._works:
-                work = self._works[key]
-                work.span.set_attributes(
+            case frames.EngineStepTokens(streams):
+                for answer_tokens in streams:
+                    attempt = self._attempts.get(answer_tokens.attempt_key)
+                    if attempt and answer_tokens.tokens:
+                        self._handle_tokens(attempt, answer_tokens)
+            case frames.PromptArrived(key, tokens, busy_ms, exposed_ms) if key in self._attempts:
+                attempt = self._attempts[key]
+                attempt.span.set_attributes(
                     {
                         "diptych.kv_tokens": tokens,
                         "diptych.kv_busy_s": busy_ms / 1e3,
                         "diptych.kv_exposed_s": exposed_ms / 1e3,
                     }
                 )
-                end(work.span)
-                work.span = self._span("decode", key, work.trace)
-            case f.AttemptFailed(key, reason=reason):
-                self.over(key, reason)
+                self._begin_decode(key, attempt)
+            case frames.AttemptFailed(key, reason=reason):
+                self.end_attempt(key, reason)
 
-    def _tokens(self, work: Work, tokens: f.AnswerTokens) -> None:
-        if not work.open:  # a prefill worker is done with its first token
-            self.over(tokens.attempt_key)
+    def _handle_tokens(self, attempt: AttemptSpan, answer_tokens: frames.AnswerTokens) -> None:
+        key = answer_tokens.attempt_key
+        if not attempt.open_answers:
+            self.end_attempt(key)  # a prefill worker is done with its first token
             return
-        if getattr(work.span, "name", "") == "prefill":
-            end(work.span)
-            work.span = self._span("decode", tokens.attempt_key, work.trace)
-        if tokens.finish_reason:
-            work.open.discard(tokens.answer_index)
-            if not work.open:
-                self.over(tokens.attempt_key)
+        if attempt.phase == "prefill":
+            self._begin_decode(key, attempt)
+        if answer_tokens.finish_reason:
+            attempt.open_answers.discard(answer_tokens.answer_index)
+            if not attempt.open_answers:
+                self.end_attempt(key)
 
-    def over(self, key: f.AttemptKey, failed: str = "") -> None:
-        work = self._works.pop(key, None)
-        if work:
-            end(work.span, failed)
+    def end_attempt(self, key: frames.AttemptKey, error_type: str = "") -> None:
+        """An attempt has ended on this worker."""
+        attempt = self._attempts.pop(key, None)
+        if attempt:
+            end_span(attempt.span, error_type)
 
-    def gone(self, gateway: str) -> None:
-        for key in [key for key, work in self._works.items() if work.gateway == gateway]:
-            self.over(key, "gateway_gone")
+    def end_gateway(self, gateway: str) -> None:
+        """A gateway is gone, and all its attempts with it."""
+        for key, attempt in list(self._attempts.items()):
+            if attempt.gateway == gateway:
+                self.end_attempt(key, "gateway_gone")

@@ -1,10 +1,10 @@
-"""What a worker exports: its engine and its transfers, from their statistics; and which transport
-really ran.
+"""What a worker exports: its engine and its transfers, and which transport really ran.
 
-NIXL does not tell what UCX chose (`kv_transfer/README.md`). As in `diptych doctor` the kernel's
-count of the bytes of this process's TCP connections tells: when a tenth of the KV that arrived
-since the last look came over TCP, every peer that sent some of it is said to use `nixl (tcp)`.
-Which one it is, `diptych doctor` measures pair by pair. Only rank 0's connections are seen.
+NIXL does not say which transport UCX chose (`kv_transfer/README.md`). The kernel's count of the
+bytes of this process's TCP connections shows it, as in `diptych doctor`. When a tenth of the KV
+that arrived since the last look came over TCP, every peer that sent some of it is said to use
+`nixl (tcp)`. Which peer it is, `diptych doctor` measures pair by pair. Only rank 0's connections
+are counted.
 """
 
 from __future__ import annotations
@@ -14,83 +14,124 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .page import Row, bounded
+from .page import MetricRow, limit_label_values
 
-ENOUGH_BYTES = 1 << 20  #: of KV since the last look: fewer say nothing
-TCP_SHARE = 0.1  #: of them; notes beside the KV are 0.0001
-BLOCKS = ("free", "active", "cached", "reserved", "staged", "demoting", "quarantined", "orphaned")
-STEPS = ("prefill", "decode")
+MINIMUM_KV_BYTES = 1 << 20  #: Of KV since the last look: less says nothing.
+TCP_SHARE_MINIMUM = 0.1  #: Of that KV; the messages beside KV are a share of 0.0001.
+BLOCK_STATES = (
+    "free",
+    "active",
+    "cached",
+    "reserved",
+    "staged",
+    "demoting",
+    "quarantined",
+    "orphaned",
+)
+STEP_PHASES = ("prefill", "decode")
 
 
 @dataclass(slots=True)
-class Ways:
-    """Which transport ran between this worker and each peer, by what arrived."""
+class TransportDetector:
+    """Finds out whether KV came over TCP, by what arrived between two looks."""
 
-    tcp_received: Callable[[], int | None]  #: bytes so far; None: unknown
-    _tcp: int = 0
-    _kv: Counter[str] = field(default_factory=Counter)
-    _fell: dict[str, bool] = field(default_factory=dict)  #: by worker
+    #: Returns the bytes that this process has received by TCP so far; None if that is unknown.
+    tcp_received: Callable[[], int | None]
+    _previous_tcp_bytes: int = 0
+    _previous_kv_bytes: Counter[str] = field(default_factory=Counter)  #: By worker.
+    _uses_tcp: dict[str, bool] = field(default_factory=dict)  #: The findings, by worker.
 
-    def look(self, received: dict[str, int], ranks: int) -> dict[str, bool]:
-        """Whether KV from each worker came over TCP lately; no entry: not enough came yet."""
-        came = {worker: size - self._kv[worker] for worker, size in received.items()}
-        total = sum(came.values()) // ranks
-        if total < ENOUGH_BYTES:
-            return self._fell
-        tcp = self.tcp_received()
-        if tcp is not None:
-            fell = tcp - self._tcp >= TCP_SHARE * total
-            self._fell |= {worker: fell for worker, size in came.items() if size}
-            self._tcp = tcp
-        self._kv = Counter(received)
-        return self._fell
+    def workers_using_tcp(self, received: dict[str, int], ranks: int) -> dict[str, bool]:
+        """Return for each worker whether its KV came over TCP lately.
+
+        `received` are the bytes of KV from each worker so far, `ranks` are this worker's own. A
+        worker that sent too little until now has no entry.
+        """
+        new_kv_bytes = {
+            worker: kv_bytes - self._previous_kv_bytes[worker]
+            for worker, kv_bytes in received.items()
+        }
+        rank_kv_bytes = sum(new_kv_bytes.values()) // ranks
+        if rank_kv_bytes < MINIMUM_KV_BYTES:
+            return self._uses_tcp
+        tcp_bytes = self.tcp_received()
+        if tcp_bytes is not None:
+            new_tcp_bytes = tcp_bytes - self._previous_tcp_bytes
+            uses_tcp = new_tcp_bytes >= TCP_SHARE_MINIMUM * rank_kv_bytes
+            for worker, kv_bytes in new_kv_bytes.items():
+                if kv_bytes:
+                    self._uses_tcp[worker] = uses_tcp
+            self._previous_tcp_bytes = tcp_bytes
+        self._previous_kv_bytes = Counter(received)
+        return self._uses_tcp
 
 
-def rows(seen: dict[str, Any], ways: Ways, ranks: int) -> Iterator[Row]:
-    """`seen` is `Worker.statistics`."""
-    engine, blocks = seen["engine"], seen["engine"]["kv_blocks"]
-    yield Row("worker_info", 1, {"role": seen["role"] or "none", "state": seen["state"]})
-    for state in BLOCKS:
-        yield Row("kv_blocks", blocks[state], {"state": state})
+def worker_rows(
+    statistics: dict[str, Any], detector: TransportDetector, ranks: int
+) -> Iterator[MetricRow]:
+    """Yield all rows of a worker from what its `statistics` method returns."""
+    worker_labels = {"role": statistics["role"] or "none", "state": statistics["state"]}
+    yield MetricRow("worker_info", 1, worker_labels)
+    yield from _engine_rows(statistics["engine"])
+    yield from _transfer_rows(statistics["transfer"], detector, ranks)
+
+
+def _engine_rows(engine: dict[str, Any]) -> Iterator[MetricRow]:
+    blocks = engine["kv_blocks"]
+    for state in BLOCK_STATES:
+        yield MetricRow("kv_blocks", blocks[state], {"state": state})
     running = engine["running"] + engine["prefilling"]
     waiting = engine["waiting"] + engine["ready"]
-    yield Row("running_requests", running)
-    yield Row("waiting_requests", waiting)
-    yield Row("batch_tokens", engine["step_tokens"])
-    for phase in STEPS:
-        yield Row("step_duration_seconds", engine["step_s"][phase], {"phase": phase})
-    yield Row("prefill_tokens_total", engine["prefill_tokens"])
-    yield Row("preemptions_total", engine["preemptions"])
-    yield Row("draft_tokens_total", engine["accepted"], {"result": "accepted"})
+    yield MetricRow("running_requests", running)
+    yield MetricRow("waiting_requests", waiting)
+    yield MetricRow("batch_tokens", engine["step_tokens"])
+    for phase in STEP_PHASES:
+        yield MetricRow("step_duration_seconds", engine["step_s"][phase], {"phase": phase})
+    yield MetricRow("prefill_tokens_total", engine["prefill_tokens"])
+    yield MetricRow("preemptions_total", engine["preemptions"])
     rejected = engine["drafted"] - engine["accepted"]
-    yield Row("draft_tokens_total", rejected, {"result": "rejected"})
-    yield Row("vllm:num_requests_running", running)
-    yield Row("vllm:num_requests_waiting", waiting)
-    used = blocks["total"] - blocks["free"] - blocks["cached"]
-    yield Row("vllm:kv_cache_usage_perc", used / blocks["total"] if blocks["total"] else 0.0)
-    yield from _transfers(seen["transfer"], ways, ranks)
+    yield MetricRow("draft_tokens_total", engine["accepted"], {"result": "accepted"})
+    yield MetricRow("draft_tokens_total", rejected, {"result": "rejected"})
+    yield MetricRow("vllm:num_requests_running", running)
+    yield MetricRow("vllm:num_requests_waiting", waiting)
+    used_blocks = blocks["total"] - blocks["free"] - blocks["cached"]
+    used_share = used_blocks / blocks["total"] if blocks["total"] else 0.0
+    yield MetricRow("vllm:kv_cache_usage_perc", used_share)
 
 
-def _transfers(seen: dict[str, Any], ways: Ways, ranks: int) -> Iterator[Row]:
+def _transfer_rows(
+    transfer: dict[str, Any], detector: TransportDetector, ranks: int
+) -> Iterator[MetricRow]:
     for direction in ("sent", "received"):
-        yield Row("kv_transfer_bytes_total", seen[f"bytes_{direction}"], {"direction": direction})
-    yield Row("kv_transfer_duration_seconds", seen["busy"])
-    yield Row("kv_transfer_exposed_seconds", seen["exposed"])
-    yield Row("kv_transfer_checksum_seconds_total", seen["checksum_s"])
+        transferred_bytes = transfer[f"bytes_{direction}"]
+        yield MetricRow("kv_transfer_bytes_total", transferred_bytes, {"direction": direction})
+    yield MetricRow("kv_transfer_duration_seconds", transfer["busy"])
+    yield MetricRow("kv_transfer_exposed_seconds", transfer["exposed"])
+    yield MetricRow("kv_transfer_checksum_seconds_total", transfer["checksum_s"])
     failures = Counter[str]()
-    for reason, count in seen["failures"].items():
-        failures[reason.partition(":")[0]] += count  # what follows may be anything
-    for reason, number in bounded(failures).items():
-        yield Row("kv_transfer_failures_total", number, {"reason": reason})
-    for state, number in seen["tickets"].items():
-        yield Row("kv_sessions", number, {"state": state})
-    yield Row("kv_peers", seen["sessions"])
-    received = seen["received_from"]
-    for peer, size in bounded(received).items():
-        yield Row("kv_peer_bytes_total", size, {"peer": peer})
-    name, fell = seen["transport"], {}
-    if name == "nixl":
-        fell = ways.look(received, ranks)
-    for peer in bounded(received):
-        ran = f"{name} (tcp)" if fell.get(peer) else name
-        yield Row("kv_peer_transport", 1, {"peer": peer, "transport": ran})
+    for reason, count in transfer["failures"].items():
+        reason_code = reason.partition(":")[0]  # the text behind the colon may be anything
+        failures[reason_code] += count
+    for reason_code, failure_count in limit_label_values(failures).items():
+        yield MetricRow("kv_transfer_failures_total", failure_count, {"reason": reason_code})
+    for state, ticket_count in transfer["tickets"].items():
+        yield MetricRow("kv_sessions", ticket_count, {"state": state})
+    yield MetricRow("kv_peers", transfer["sessions"])
+    yield from _peer_rows(transfer, detector, ranks)
+
+
+def _peer_rows(
+    transfer: dict[str, Any], detector: TransportDetector, ranks: int
+) -> Iterator[MetricRow]:
+    """Yield how much KV came from each worker, and by which transport."""
+    transport = transfer["transport"]
+    received = transfer["received_from"]
+    bytes_by_peer = limit_label_values(received)
+    for peer, received_bytes in bytes_by_peer.items():
+        yield MetricRow("kv_peer_bytes_total", received_bytes, {"peer": peer})
+    uses_tcp: dict[str, bool] = {}
+    if transport == "nixl":
+        uses_tcp = detector.workers_using_tcp(received, ranks)
+    for peer in bytes_by_peer:
+        peer_transport = f"{transport} (tcp)" if uses_tcp.get(peer) else transport
+        yield MetricRow("kv_peer_transport", 1, {"peer": peer, "transport": peer_transport})

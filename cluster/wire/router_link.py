@@ -1,4 +1,9 @@
-"""A worker's or gateway's connection to the active router, for as long as the process lives."""
+"""A worker's or gateway's connection to the active router, for as long as the process lives.
+
+The link finds the router, connects, and hands its frames on. When the connection ends the link
+begins again. Routers have terms: a router with a lower term than one seen before has been replaced,
+so the link tells it so and leaves it.
+"""
 
 from __future__ import annotations
 
@@ -8,65 +13,77 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
-from ...protos import frames as f
-from .connection import Connection, dial
-from .handshake import Caller
+import msgspec
+
+from ...protos import frames
+from .connection import FrameConnection, dial
+from .handshake import PeerIdentity
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
+FIND_TIMEOUT_S = 10.0
 
 
 class RouterLink:
-    """Finds the router, says hello, passes its frames on; again and again when it goes away.
+    """Keeps a connection to the router.
 
-    A router with a lower term than one seen before is told so and left.
+    `find_router` returns the router's address. `on_connected` is called for each new connection,
+    before its first frame, and `on_frame` for each frame.
     """
 
     def __init__(
         self,
-        find: Callable[[], Awaitable[str]],
-        caller: Caller,
+        find_router: Callable[[], Awaitable[str]],
+        identity: PeerIdentity,
         silence_s: float,
-        joined: Callable[[], None],
-        received: Callable[[Any], None],
+        on_connected: Callable[[], None],
+        on_frame: Callable[[Any], None],
     ) -> None:
-        self._find, self._caller, self._silence_s = find, caller, silence_s
-        self._joined, self._received = joined, received
-        self._connection: Connection | None = None
-        self.term = 0
+        self._find_router = find_router
+        self._identity = identity
+        self._silence_s = silence_s  #: A router that is silent for so long is given up.
+        self._on_connected = on_connected
+        self._on_frame = on_frame
+        self._connection: FrameConnection | None = None
+        self.term = 0  #: The highest term of a router so far.
 
     @property
     def connected(self) -> bool:
         return self._connection is not None and not self._connection.closed
 
-    def send(self, frame: Any) -> None:
-        """Sends to the router, or drops: everything is said again when a router is there."""
+    def send(self, frame: msgspec.Struct) -> None:
+        """Send to the router, or drop the frame if there is none.
+
+        Nothing is lost by that, because a process tells a new router everything again.
+        """
         if self._connection:
             self._connection.send(frame)
 
     async def run(self) -> None:
+        """Keep the link up until the task is cancelled."""
         while True:
             try:
-                await self._once()
+                await self._run_connection()
             except (OSError, TimeoutError) as error:
                 log.info("no router yet: %s", error or type(error).__name__)
-            except Exception:  # Serve's own errors: this must go on for as long as the process
+            except Exception:  # Serve's own errors; the link must outlive them
                 log.exception("no router yet")
             self._connection = None
             await asyncio.sleep(RETRY_S)
 
-    async def _once(self) -> None:
-        async with asyncio.timeout(10.0):
-            address = await self._find()
-        connection = await dial(address, self._caller, f.FramesFromRouter, "router")
+    async def _run_connection(self) -> None:
+        """Connect to the router and hand its frames on, until the connection ends."""
+        async with asyncio.timeout(FIND_TIMEOUT_S):
+            address = await self._find_router()
+        connection = await dial(address, self._identity, frames.FramesFromRouter, "router")
         self._connection = connection
-        self._joined()
-        async with aclosing(connection.frames(self._silence_s)) as frames:
-            async for frame in frames:
-                if isinstance(frame, f.WorkerDirectory):
+        self._on_connected()
+        async with aclosing(connection.frames(self._silence_s)) as received:
+            async for frame in received:
+                if isinstance(frame, frames.WorkerDirectory):
                     if frame.term < self.term:
-                        connection.send(f.NewerRouterSeen(self.term))
+                        connection.send(frames.NewerRouterSeen(self.term))
                         return
                     self.term = frame.term
-                self._received(frame)
+                self._on_frame(frame)

@@ -28,11 +28,11 @@ from ...protos import frames
 from ..config import ClusterConfig, EngineSettings, PoolConfig
 from ..router_service import node_host
 from ..telemetry import Exporter, logs
-from ..telemetry.tracing import Works, tracer_of
-from ..telemetry.worker_metrics import Ways
-from ..telemetry.worker_metrics import rows as worker_rows
-from ..wire.connection import Connection, Listener
-from ..wire.handshake import Caller
+from ..telemetry.tracing import WorkerSpans, tracer_of
+from ..telemetry.worker_metrics import TransportDetector
+from ..telemetry.worker_metrics import worker_rows as worker_rows
+from ..wire.connection import FrameConnection, FrameListener
+from ..wire.handshake import PeerIdentity
 from ..wire.router_link import RouterLink
 from .lifecycle import (
     ChangeTick,
@@ -70,19 +70,19 @@ class WorkerProcess:
         self.name = f"{home}/{self.replica}"
         self.lifecycle = WorkerLifecycle(home)
         self._model = Path(model)
-        self._gateways: dict[str, Connection] = {}
+        self._gateways: dict[str, FrameConnection] = {}
         self._probes: set[asyncio.Task[None]] = set()
         self._known_workers: dict[str, frames.WorkerCard] = {}
         self._reporter = WorkerReporter()
         self._card: frames.WorkerCard | None = None
         self._change_task: asyncio.Task[None] | None = None
-        caller = Caller(self.name, "worker", self.config.secret)
+        caller = PeerIdentity(self.name, "worker", self.config.secret)
         self.link = RouterLink(
             _find_router,
             caller,
             self.config.silence_s,
-            joined=self._reporter.introduce_again,
-            received=self._take_router_frame,
+            on_connected=self._reporter.introduce_again,
+            on_frame=self._take_router_frame,
         )
         self._tasks = [self.loop.create_task(self.link.run())]
         await self._start()
@@ -93,7 +93,7 @@ class WorkerProcess:
         observability = self.config.observability
         logs.configure(observability.log, self.name)
         self.tracer = tracer_of(observability, "worker", self.name)
-        self._works = Works(self.tracer, self.name) if self.tracer else None
+        self._works = WorkerSpans(self.tracer, self.name) if self.tracer else None
         from .core import WorkerCore  # torch: the process that builds the application has none
 
         self.core = WorkerCore(
@@ -105,7 +105,9 @@ class WorkerProcess:
             on_observation=self._report,
         )
         kv_cards = await self.core.start(host, self._report_loading)
-        self.listener = Listener(self.config.secret, frames.FramesToWorker, self._serve_gateway)
+        self.listener = FrameListener(
+            self.config.secret, frames.FramesToWorker, self._serve_gateway
+        )
         address = await self.listener.start(host)
         metrics_address = await self._export_metrics(host)
         self._card = self._describe(address, metrics_address, kv_cards)
@@ -144,7 +146,7 @@ class WorkerProcess:
     async def _export_metrics(self, host: str) -> str:
         """Start the exporter; return the address where Prometheus finds this worker."""
         labels = {"model": self.config.model.name or "", "pool": self.pool, "replica": self.replica}
-        ways = Ways(diagnosis.tcp_received)
+        ways = TransportDetector(diagnosis.tcp_received)
         ranks = self._pool_config.tensor_parallel
         self.metrics = Exporter(
             self.config.observability,
@@ -213,7 +215,7 @@ class WorkerProcess:
 
     # ---- gateways --------------------------------------------------------------------------------
 
-    async def _serve_gateway(self, peer: Connection, hello: frames.Hello) -> None:
+    async def _serve_gateway(self, peer: FrameConnection, hello: frames.Hello) -> None:
         previous = self._gateways.get(peer.name)
         if previous:  # the gateway is back before the end of its old connection was seen
             previous.abort()
@@ -228,13 +230,13 @@ class WorkerProcess:
                 del self._gateways[peer.name]
                 self._forget_gateway(peer.name)
 
-    def _take_gateway_frame(self, peer: Connection, frame: frames.FramesToWorker) -> None:
+    def _take_gateway_frame(self, peer: FrameConnection, frame: frames.FramesToWorker) -> None:
         match frame:
             case frames.StartPrefill() | frames.StartDecode():
                 self._start_attempt(peer, frame)
             case frames.CancelAttempt():
                 if self._works:
-                    self._works.over(frame.attempt_key, "aborted")
+                    self._works.end_attempt(frame.attempt_key, "aborted")
                 self.core.cancel(frame)
             case frames.InspectProcess():
                 peer.send(frames.CallReply(frame.call_id, self.statistics()))
@@ -253,7 +255,7 @@ class WorkerProcess:
                 assert_never(frame)
 
     def _start_attempt(
-        self, peer: Connection, frame: frames.StartPrefill | frames.StartDecode
+        self, peer: FrameConnection, frame: frames.StartPrefill | frames.StartDecode
     ) -> None:
         reason = self._refusal(frame)
         if reason:
@@ -285,7 +287,7 @@ class WorkerProcess:
             return "context_length_exceeded"
         return None
 
-    async def _probe_transfer(self, peer: Connection, frame: frames.ProbeTransfer) -> None:
+    async def _probe_transfer(self, peer: FrameConnection, frame: frames.ProbeTransfer) -> None:
         if frame.peer is None:
             environment = await asyncio.to_thread(self.core.environment, frame.pids)
             values = msgspec.to_builtins(environment)
@@ -296,11 +298,11 @@ class WorkerProcess:
     def _forget_gateway(self, gateway: str) -> None:
         self.core.gateway_gone(gateway)
         if self._works:
-            self._works.gone(gateway)
+            self._works.end_gateway(gateway)
 
     def _send(self, gateway: str, frame: frames.FramesFromWorker) -> None:
         if self._works:
-            self._works.sent(frame)
+            self._works.handle_reply(frame)
         if gateway in self._gateways:
             self._gateways[gateway].send(frame)
 

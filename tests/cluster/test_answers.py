@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from diptych.cluster.gateway.attempt.stream import News, Request
 from diptych.cluster.gateway.text.answers import Answers, Delta, Output
-from diptych.cluster.gateway.text.tokenizer import Text
+from diptych.cluster.gateway.text.tokenizer import ChatTokenizer
 from diptych.engine.demo import CHECKPOINT
 from diptych.protos import frames as f
 from hypothesis import example, given, settings
@@ -20,13 +20,13 @@ TEXTS = st.text(st.sampled_from("ab 日本👩‍👩‍👧‍👦🇩🇪é\n<
 
 
 @functools.cache
-def text() -> Text:
-    return Text(CHECKPOINT)
+def text() -> ChatTokenizer:
+    return ChatTokenizer(CHECKPOINT)
 
 
 @pytest.fixture(scope="module")
-def byte_text(tmp_path_factory: pytest.TempPathFactory) -> Text:
-    return Text(byte_tokenizer(tmp_path_factory.mktemp("bytes")))
+def byte_text(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    return ChatTokenizer(byte_tokenizer(tmp_path_factory.mktemp("bytes")))
 
 
 def run(
@@ -56,7 +56,7 @@ def said(deltas: list[Delta]) -> str:
 def test_answers_that_come_interleaved_come_out_whole(
     texts: list[str], order: random.Random
 ) -> None:
-    ids = [text().encode(one + ".", specials=False) for one in texts]
+    ids = [text().encode(one + ".", add_special_tokens=False) for one in texts]
     got, made, request = run(ids, Output(), order)
     for index, whole in enumerate(texts):
         assert said(got[index]) == whole + "."
@@ -91,7 +91,7 @@ def test_a_stop_string_ends_one_answer_and_leaks_in_no_way(
 ) -> None:
     whole = head + stop + tail + "."
     before = whole[: whole.index(stop)]
-    ids = [text().encode(one, specials=False) for one in (whole, "other")]
+    ids = [text().encode(one, add_special_tokens=False) for one in (whole, "other")]
     got, made, request = run(ids, Output(stops=(stop,)), order)
     assert said(got[0]) == before and said(got[1]) == "other"
     assert (got[0][-1].finish, got[0][-1].stop) == ("stop", stop)
@@ -105,7 +105,7 @@ def test_a_stop_string_ends_one_answer_and_leaks_in_no_way(
 @pytest.mark.parametrize("stops", [(), ("zebra",)])
 @pytest.mark.parametrize("keep", [False, True])
 def test_the_stop_token_counts_and_has_no_text(stops: tuple[str, ...], keep: bool) -> None:
-    *words, end = text().encode("one two.", specials=False)
+    *words, end = text().encode("one two.", add_special_tokens=False)
     request = Request("r", [1], [], f.Sampling(99, stop_ids=(end,)))
     made = Answers(request, text(), Output(stops, keep))
     deltas = made.feed([News(0, [f.Token(word) for word in words], None)])
@@ -116,7 +116,7 @@ def test_the_stop_token_counts_and_has_no_text(stops: tuple[str, ...], keep: boo
 
 
 def test_stop_strings_count_behind_the_least_tokens() -> None:
-    ids = text().encode("a stop, a stop.", specials=False)
+    ids = text().encode("a stop, a stop.", add_special_tokens=False)
     place = next(i for i in range(len(ids)) if "stop" in text().decode(ids[:i]))
     got, _, _ = run([ids], Output(("stop",), least=place), random.Random(0))
     assert said(got[0]) == "a stop, a "
@@ -146,8 +146,8 @@ def byte_tokenizer(folder: Path) -> Path:
 @example([5 + 0xE6] * 24)
 @example([2, *[1] * 5, *[5 + byte for byte in "👩".encode()], 2, 2])  # hidden ids count for nothing
 @example([2, 5 + 0xE4, *[5 + byte for byte in ("你好" * 5).encode()], 2, 3])  # a stray byte
-def test_any_bytes_come_out_as_text_and_in_time(byte_text: Text, ids: list[int]) -> None:
-    stream = byte_text.stream()
+def test_any_bytes_come_out_as_text_and_in_time(byte_text: ChatTokenizer, ids: list[int]) -> None:
+    stream = byte_text.detokenizer()
     deltas = [stream.feed([one]) for one in ids]
     whole = "".join(deltas) + stream.flush()
     expected = byte_text.tokenizer.decode(ids, skip_special_tokens=True)
@@ -156,5 +156,5 @@ def test_any_bytes_come_out_as_text_and_in_time(byte_text: Text, ids: list[int])
     assert whole.replace("\ufffd", "").count("one") == ids.count(2)
     silent = "".join("x" if delta else "." for delta in deltas)
     assert "." * 12 not in silent or 1 in ids
-    marked = byte_text.stream(specials=True)
+    marked = byte_text.detokenizer(specials=True)
     assert "".join(map(marked.feed, [[2], [1], [2]])) == "one</s> one"

@@ -14,9 +14,9 @@ from diptych.cluster.bench.gateway.measure import Load, Result, build, request, 
 from diptych.cluster.bench.gateway.source import Source
 from diptych.cluster.cli import app
 from diptych.cluster.cli.bench_gateway import table
-from diptych.cluster.gateway.text.tokenizer import Text
-from diptych.cluster.wire.connection import Connection, Listener, dial
-from diptych.cluster.wire.handshake import Caller
+from diptych.cluster.gateway.text.tokenizer import ChatTokenizer
+from diptych.cluster.wire.connection import FrameConnection, FrameListener, dial
+from diptych.cluster.wire.handshake import PeerIdentity
 from diptych.engine.demo import CHECKPOINT
 from diptych.protos import frames as f
 from typer.testing import CliRunner
@@ -28,13 +28,13 @@ async def joined(home: str) -> tuple[Source, f.WorkerCard]:
     """A source, and the card by which it has joined a router."""
     cards: asyncio.Queue[f.WorkerCard] = asyncio.Queue()
 
-    async def serve(peer: Connection, _: f.Hello) -> None:
+    async def serve(peer: FrameConnection, _: f.Hello) -> None:
         peer.send(f.WorkerDirectory(1, []))
         async for frame in peer.frames(5.0):
             if isinstance(frame, f.JoinRouter):
                 cards.put_nowait(frame.card)
 
-    listener = Listener("s", f.FramesToRouter, serve)
+    listener = FrameListener("s", f.FramesToRouter, serve)
     address = await listener.start("127.0.0.1")
 
     async def find() -> str:
@@ -49,7 +49,7 @@ async def joined(home: str) -> tuple[Source, f.WorkerCard]:
 def test_a_source_steps_all_streams_of_a_pace_together_and_ends_each() -> None:
     async def run() -> None:
         _, card = await joined("decode")
-        hello = Caller("g", "gateway", "s")
+        hello = PeerIdentity("g", "gateway", "s")
         peer = await dial(card.address, hello, f.FramesFromWorker, "w")
         for name, most in (("a", 3), ("b", 5)):
             sampling = f.Sampling(most, seed=200)
@@ -123,4 +123,4 @@ def test_prompts_have_about_the_tokens_that_they_claim() -> None:
     rows = prompts.measure(CHECKPOINT)
     assert [one["kind"] for one in rows] == ["fresh", "history"]
     assert all(abs(one["mean_tokens"] - prompts.TOKENS) < 200 for one in rows)
-    assert Text(CHECKPOINT).encode("a", specials=False)
+    assert ChatTokenizer(CHECKPOINT).encode("a", add_special_tokens=False)

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 from diptych.cluster.gateway.apis.chat import ChatRequest, ChatShape
 from diptych.cluster.gateway.apis.messages import MessageShape, MessagesRequest
-from diptych.cluster.gateway.apis.parameters import Limits
-from diptych.cluster.gateway.apis.schema import parse
+from diptych.cluster.gateway.apis.parameters import ModelLimits
+from diptych.cluster.gateway.apis.schema import parse_body
 from diptych.cluster.gateway.attempt.stream import Request
 from diptych.cluster.gateway.errors import ApiError
 from diptych.cluster.gateway.text.answers import Delta
-from diptych.cluster.gateway.text.tokenizer import Prompt, Text
+from diptych.cluster.gateway.text.tokenizer import ChatTokenizer, TokenizedPrompt
 from diptych.cluster.gateway.text.tools import read_call, read_calls
 from diptych.engine.demo import CHECKPOINT
 from diptych.protos import frames as f
 from tokenizers import Tokenizer
 
-LIMITS = Limits(max_model_len=4096, stop_ids=(5, 1), temperature=0.0)
+LIMITS = ModelLimits(max_model_len=4096, stop_ids=(5, 1), temperature=0.0)
 #: the parts of Qwen 3's that matter, in short
 TEMPLATE = """{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}
 <tool_call>{"name": .., "arguments": ..}</tool_call>{% endif %}
@@ -43,29 +43,29 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+def text(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
     folder: Path = tmp_path_factory.mktemp("model")
     (folder / "tokenizer.json").write_bytes((CHECKPOINT / "tokenizer.json").read_bytes())
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return Text(folder)
+    return ChatTokenizer(folder)
 
 
 def chat(*messages: dict, **fields: Any) -> ChatRequest:
     given = list(messages) or [{"role": "user", "content": "hi"}]
-    return parse(ChatRequest, json.dumps({"messages": given, **fields}).encode())
+    return parse_body(ChatRequest, json.dumps({"messages": given, **fields}).encode())
 
 
-def rendered(text: Text, asked: ChatRequest) -> str:
+def rendered(text: ChatTokenizer, asked: ChatRequest) -> str:
     asked.check(text, LIMITS)
-    return text.tokenizer.decode(asked.prompt(text).ids, skip_special_tokens=False)
+    return text.tokenizer.decode(asked.prompt(text).token_ids, skip_special_tokens=False)
 
 
-def shape(text: Text, asked: ChatRequest, end: str = "", n: int = 1) -> ChatShape:
+def shape(text: ChatTokenizer, asked: ChatRequest, end: str = "", n: int = 1) -> ChatShape:
     request = Request("r", [1, 2], [], f.Sampling(9, n=n))
-    return ChatShape(asked, request, text, "m", Prompt([1, 2], end))
+    return ChatShape(asked, request, text, "m", TokenizedPrompt([1, 2], end))
 
 
-def test_templates_get_tools_calls_and_results(text: Text) -> None:
+def test_templates_get_tools_calls_and_results(text: ChatTokenizer) -> None:
     call = {"name": "weather", "arguments": '{"city": "Rome"}'}
     turns = [
         {"role": "user", "content": "Rome?"},
@@ -78,7 +78,9 @@ def test_templates_get_tools_calls_and_results(text: Text) -> None:
     assert '"weather"' not in rendered(text, chat(tools=TOOLS, tool_choice="none"))
 
 
-def test_the_thinking_switch_reaches_the_template_and_unknown_ones_are_refused(text: Text) -> None:
+def test_the_thinking_switch_reaches_the_template_and_unknown_ones_are_refused(
+    text: ChatTokenizer,
+) -> None:
     off = chat(chat_template_kwargs={"enable_thinking": False})
     assert rendered(text, off).endswith("<assistant><think></think>")
     assert rendered(text, chat()).endswith("<assistant>")
@@ -100,13 +102,13 @@ def test_the_thinking_switch_reaches_the_template_and_unknown_ones_are_refused(t
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'text'"),
     ],
 )
-def test_what_tools_cannot_do_is_said(text: Text, fields: dict, says: str) -> None:
+def test_what_tools_cannot_do_is_said(text: ChatTokenizer, fields: dict, says: str) -> None:
     with pytest.raises(ApiError) as error:
         chat(**fields).check(text, LIMITS)
-    assert says in error.value.message and error.value.kind.http == 400
+    assert says in error.value.message and error.value.kind.http_status == 400
 
 
-def test_tool_choice_is_a_grammar(text: Text) -> None:
+def test_tool_choice_is_a_grammar(text: ChatTokenizer) -> None:
     def grammar(**fields: Any) -> f.Grammar | None:
         return chat(tools=TOOLS, **fields).sampling(text, "r", 1, LIMITS).grammar
 
@@ -121,7 +123,7 @@ def test_tool_choice_is_a_grammar(text: Text) -> None:
         grammar(tool_choice="required", guided_regex="a")
 
 
-def test_a_call_is_told_whole_and_streamed_alike(text: Text) -> None:
+def test_a_call_is_told_whole_and_streamed_alike(text: ChatTokenizer) -> None:
     answer = f"<think>\nWell.\n</think>\n\nI look.\n{CALL}\n{CALL}"
     whole = shape(text, chat(tools=TOOLS)).whole([Delta(0, answer, [], "stop")], 9)
     choice = whole["choices"][0]
@@ -145,7 +147,7 @@ def test_a_call_is_told_whole_and_streamed_alike(text: Text) -> None:
     ] == ["tool_calls"]
 
 
-def test_a_forced_call_is_no_reason_to_end(text: Text) -> None:
+def test_a_forced_call_is_no_reason_to_end(text: ChatTokenizer) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     forced = shape(text, chat(tools=TOOLS, tool_choice=named))
     choice = forced.whole([Delta(0, CALL, [], "stop")], 9)["choices"][0]
@@ -154,10 +156,10 @@ def test_a_forced_call_is_no_reason_to_end(text: Text) -> None:
 
 def ask(**fields: Any) -> MessagesRequest:
     body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
-    return parse(MessagesRequest, json.dumps({**body, **fields}).encode())
+    return parse_body(MessagesRequest, json.dumps({**body, **fields}).encode())
 
 
-def test_anthropic_s_messages_are_a_chat(text: Text) -> None:
+def test_anthropic_s_messages_are_a_chat(text: ChatTokenizer) -> None:
     turns = [
         {"role": "user", "content": [{"type": "text", "text": "Rome?"}]},
         {
@@ -178,14 +180,14 @@ def test_anthropic_s_messages_are_a_chat(text: Text) -> None:
         ask(thinking={"type": "enabled", "budget_tokens": 1024}).as_chat(text)
 
 
-def test_anthropic_s_blocks_whole_and_streamed(text: Text) -> None:
+def test_anthropic_s_blocks_whole_and_streamed(text: ChatTokenizer) -> None:
     answer = f"<think>\nWell.\n</think>\n\nI look.\n{CALL}"
     tools = [{"name": "weather", "input_schema": {"type": "object"}}]
     asked = ask(tools=tools, thinking={"type": "adaptive"}).as_chat(text)
 
     def made() -> MessageShape:
         request = Request("r", [1, 2], [], f.Sampling(9))
-        return MessageShape(asked, request, text, "m", Prompt([1, 2], ""))
+        return MessageShape(asked, request, text, "m", TokenizedPrompt([1, 2], ""))
 
     whole = made().whole([Delta(0, answer, [], "stop")], 7)
     assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use"]
@@ -206,10 +208,10 @@ def test_anthropic_s_blocks_whole_and_streamed(text: Text) -> None:
 # ---- what checkpoints bring ----------------------------------------------------------------------
 
 
-def model(folder: Path, template: str | list) -> Text:
+def model(folder: Path, template: str | list) -> ChatTokenizer:
     (folder / "tokenizer.json").write_bytes((CHECKPOINT / "tokenizer.json").read_bytes())
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    return Text(folder)
+    return ChatTokenizer(folder)
 
 
 def test_templates_find_what_transformers_gives_them(tmp_path: Path) -> None:
@@ -237,7 +239,7 @@ def test_a_model_with_several_templates_uses_the_one_for_tools(tmp_path: Path) -
 
 
 def test_with_a_grammar_nothing_is_thought_even_where_the_prompt_begins_a_thought(
-    text: Text,
+    text: ChatTokenizer,
 ) -> None:
     answer = [Delta(0, '{"city": "Rome"}', [], "stop")]
     for fields in ({"response_format": {"type": "json_object"}}, {"guided_regex": ".*"}):
@@ -258,6 +260,6 @@ def test_marks_are_text_though_a_checkpoint_calls_them_special(tmp_path: Path) -
     tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
     tokenizer.add_special_tokens(["<tool_call>", "</tool_call>", "<other>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    made = Text(tmp_path)
-    ids = made.encode("<tool_call>{}</tool_call><other>", specials=False)
-    assert made.stream().feed(ids) == "<tool_call>{}</tool_call>"
+    made = ChatTokenizer(tmp_path)
+    ids = made.encode("<tool_call>{}</tool_call><other>", add_special_tokens=False)
+    assert made.detokenizer().feed(ids) == "<tool_call>{}</tool_call>"

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 
 import pytest
-from diptych.cluster.gateway.text.content import Content, Grasp, where_it_begins
-from diptych.cluster.gateway.text.tools import HERMES, LLAMA3, Call, format_of
+from diptych.cluster.gateway.text.content import ContentParser, ContentRules, initial_state_of
+from diptych.cluster.gateway.text.tools import HERMES, LLAMA3, ToolCall, tool_format_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 WEATHER = '{"name": "weather", "arguments": {"city": "Köln"}}'
 CALL = f"<tool_call>\n{WEATHER}\n</tool_call>"
-MADE = Call("weather", '{"city": "Köln"}')
+MADE = ToolCall("weather", '{"city": "Köln"}')
 LLAMA = '{"name": "weather", "parameters": {"city": "Köln"}}'
 
 
-def parts(grasp: Grasp, text: str, sizes: list[int]) -> dict[str, object]:
+def parts(grasp: ContentRules, text: str, sizes: list[int]) -> dict[str, object]:
     """What an answer consists of in the end."""
-    content, got, at = Content(grasp), [], 0
+    content, got, at = ContentParser(grasp), [], 0
     for size in [*sizes, len(text)]:
         got += content.feed(text[at : at + size])
         at += size
@@ -33,34 +33,51 @@ def parts(grasp: Grasp, text: str, sizes: list[int]) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("grasp", "text", "reasoning", "content", "calls"),
     [
-        (Grasp(), " plain <think> text \n", "", " plain <think> text \n", []),
-        (Grasp("start"), "<think>\nhm.\n</think>\n\nYes. \n", "hm.", "Yes. \n", []),
-        (Grasp("start"), "\n<think>hm", "hm", "", []),
-        (Grasp("start"), "No thought <think>", "", "No thought <think>", []),
-        (Grasp("thinking"), "so\n\nand so</think>\nYes", "so\n\nand so", "Yes", []),
-        (Grasp("text", HERMES), f"Let me see.\n{CALL}", "", "Let me see.", [MADE]),
-        (Grasp("text", HERMES), f"{CALL}\n{CALL}\n", "", "", [MADE, MADE]),
-        (Grasp("text", HERMES), "a <tool_ca b\n", "", "a <tool_ca b\n", []),
-        (Grasp("text", HERMES), CALL.removesuffix("</tool_call>"), "", "", [MADE]),
-        (Grasp("text", HERMES), "<tool_call>[1]</tool_call>", "", "<tool_call>[1]</tool_call>", []),
-        (Grasp("start", HERMES), f"<think>x</think>\n\n{CALL}", "x", "", [MADE]),
-        (Grasp("text", LLAMA3, ["weather"]), LLAMA, "", "", [MADE]),
-        (Grasp("text", LLAMA3, ["weather"]), f"<|python_tag|>{LLAMA}; {LLAMA}", "", "", [MADE] * 2),
-        (Grasp("text", LLAMA3, ["other"]), LLAMA, "", LLAMA, []),
-        (Grasp("text", LLAMA3, ["weather"]), '{"a": 1', "", '{"a": 1', []),
-        (Grasp("text", LLAMA3, ["weather"]), "It is 5.", "", "It is 5.", []),
+        (ContentRules(), " plain <think> text \n", "", " plain <think> text \n", []),
+        (ContentRules("start"), "<think>\nhm.\n</think>\n\nYes. \n", "hm.", "Yes. \n", []),
+        (ContentRules("start"), "\n<think>hm", "hm", "", []),
+        (ContentRules("start"), "No thought <think>", "", "No thought <think>", []),
+        (ContentRules("thinking"), "so\n\nand so</think>\nYes", "so\n\nand so", "Yes", []),
+        (ContentRules("text", HERMES), f"Let me see.\n{CALL}", "", "Let me see.", [MADE]),
+        (ContentRules("text", HERMES), f"{CALL}\n{CALL}\n", "", "", [MADE, MADE]),
+        (ContentRules("text", HERMES), "a <tool_ca b\n", "", "a <tool_ca b\n", []),
+        (ContentRules("text", HERMES), CALL.removesuffix("</tool_call>"), "", "", [MADE]),
+        (
+            ContentRules("text", HERMES),
+            "<tool_call>[1]</tool_call>",
+            "",
+            "<tool_call>[1]</tool_call>",
+            [],
+        ),
+        (ContentRules("start", HERMES), f"<think>x</think>\n\n{CALL}", "x", "", [MADE]),
+        (ContentRules("text", LLAMA3, ["weather"]), LLAMA, "", "", [MADE]),
+        (
+            ContentRules("text", LLAMA3, ["weather"]),
+            f"<|python_tag|>{LLAMA}; {LLAMA}",
+            "",
+            "",
+            [MADE] * 2,
+        ),
+        (ContentRules("text", LLAMA3, ["other"]), LLAMA, "", LLAMA, []),
+        (ContentRules("text", LLAMA3, ["weather"]), '{"a": 1', "", '{"a": 1', []),
+        (ContentRules("text", LLAMA3, ["weather"]), "It is 5.", "", "It is 5.", []),
     ],
 )
 @given(sizes=st.lists(st.integers(1, 5), max_size=40))
 def test_an_answer_is_understood_in_any_pieces(
-    grasp: Grasp, text: str, reasoning: str, content: str, calls: list[Call], sizes: list[int]
+    grasp: ContentRules,
+    text: str,
+    reasoning: str,
+    content: str,
+    calls: list[ToolCall],
+    sizes: list[int],
 ) -> None:
     wanted = {"reasoning": reasoning, "content": content, "calls": calls}
     assert parts(grasp, text, sizes) == wanted
 
 
 def test_content_comes_as_soon_as_it_is_known_to_be_content() -> None:
-    content = Content(Grasp("text", HERMES))
+    content = ContentParser(ContentRules("text", HERMES))
     assert content.feed("one two") == [("content", "one two")]
     assert content.feed(" <tool") == []
     assert content.feed("s>") == [("content", " <tools>")]
@@ -68,16 +85,16 @@ def test_content_comes_as_soon_as_it_is_known_to_be_content() -> None:
 
 def test_where_an_answer_begins_is_seen_in_the_prompt() -> None:
     thinks = "{% if enable_thinking %}<think>{% endif %}"
-    assert where_it_begins("{{ messages }}", "<think>") == "text"
-    assert where_it_begins(thinks, "assistant\n") == "start"
-    assert where_it_begins(thinks, "assistant\n<think>\n") == "thinking"
-    assert where_it_begins(thinks, "<think>\n\n</think>\n\n") == "text"
+    assert initial_state_of("{{ messages }}", "<think>") == "text"
+    assert initial_state_of(thinks, "assistant\n") == "start"
+    assert initial_state_of(thinks, "assistant\n<think>\n") == "thinking"
+    assert initial_state_of(thinks, "<think>\n\n</think>\n\n") == "text"
 
 
 def test_the_format_of_tool_calls_is_seen_in_the_template() -> None:
-    assert format_of('.. <tool_call>\n{"name": <n>, "arguments": <a>}') is HERMES
-    assert format_of('Environment: ipython .. {"name": .., "parameters": ..}') is LLAMA3
-    assert format_of("{{ messages }}") is None
+    assert tool_format_of('.. <tool_call>\n{"name": <n>, "arguments": <a>}') is HERMES
+    assert tool_format_of('Environment: ipython .. {"name": .., "parameters": ..}') is LLAMA3
+    assert tool_format_of("{{ messages }}") is None
 
 
 def test_a_grammar_of_calls_admits_what_the_parser_reads() -> None:

@@ -428,7 +428,7 @@ def test_one_examination_at_a_time(folder: Path) -> None:
         await anext(first)
         with pytest.raises(ApiError) as refused:
             await anext(doctor.run(1 << 20))
-        assert refused.value.kind.http == 409
+        assert refused.value.kind.http_status == 409
         await first.aclose()  # its client left
         assert "progress" in await anext(doctor.run(1 << 20))
 

@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 import pytest
 from diptych.cluster.gateway.attempt.terms import Terms, read_terms
-from diptych.cluster.gateway.edge.guard import HEADERS_MAX, Guard
-from diptych.cluster.gateway.edge.http import _api_error
-from diptych.cluster.gateway.edge.keys import Door, Key, add_key
+from diptych.cluster.gateway.edge.guard import HEADERS_MAX, RequestGuard
+from diptych.cluster.gateway.edge.http import error_response
+from diptych.cluster.gateway.edge.keys import AccessControl, ApiKey, add_key
 from diptych.cluster.gateway.edge.sse import BODY_MAX
-from diptych.cluster.gateway.errors import KINDS, ApiError
+from diptych.cluster.gateway.errors import ERROR_KINDS, ApiError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -37,9 +37,15 @@ class Site:
             Route("/v1/messages", self._take, methods=["POST"]),
             Route("/health", self._health),
         ]
-        handlers: Any = {ApiError: _api_error}
+        handlers: Any = {ApiError: error_response}
         app = Starlette(routes=routes, exception_handlers=handlers)
-        guard = Guard(app, Door(file), CLASSES, body_s, _api_error)
+        guard = RequestGuard(
+            app,
+            access_control=AccessControl(file),
+            classes=CLASSES,
+            body_timeout_s=body_s,
+            make_error_response=error_response,
+        )
         transport = httpx.ASGITransport(guard)  # type: ignore[arg-type]
         self.http = httpx.AsyncClient(transport=transport, base_url="http://gateway")
 
@@ -142,12 +148,12 @@ def test_the_time_of_a_body_does_not_bound_its_answer() -> None:
     run(test)
 
 
-def read(given: dict[str, str], key: Key | None = None, now: float = 0.0) -> Terms:
+def read(given: dict[str, str], key: ApiKey | None = None, now: float = 0.0) -> Terms:
     return read_terms(given.get, key, CLASSES, now)
 
 
-def a_key(**given: Any) -> Key:
-    return Key(id="0a0b0c0d", sha256="0" * 64, tenant="acme", **given)
+def a_key(**given: Any) -> ApiKey:
+    return ApiKey(id="0a0b0c0d", sha256="0" * 64, tenant="acme", **given)
 
 
 def test_terms_are_those_of_headers_then_of_the_key_then_the_default() -> None:
@@ -177,21 +183,21 @@ def test_terms_are_those_of_headers_then_of_the_key_then_the_default() -> None:
 def test_a_header_that_says_nothing_is_refused_by_name(headers: dict, says: str) -> None:
     with pytest.raises(ApiError) as error:
         read(headers)
-    assert error.value.http == 400 and says in error.value.message
+    assert error.value.http_status == 400 and says in error.value.message
     assert error.value.param == next(iter(headers))
 
 
 def test_a_class_that_the_key_may_not_name_is_forbidden() -> None:
     with pytest.raises(ApiError) as error:
         read({"x-slo-class": "interactive"}, a_key(classes=["batch"], slo_class="batch"))
-    assert (error.value.reason, error.value.http) == ("forbidden", 403)
+    assert (error.value.reason, error.value.http_status) == ("forbidden", 403)
 
 
 def test_every_error_says_whether_to_try_again() -> None:
-    for reason, kind in KINDS.items():
+    for reason, kind in ERROR_KINDS.items():
         error = ApiError(reason, "no", retry_after_s=0.2)
-        assert (error.retry_after_s is not None) == kind.retry
-        if error.http in (429, 503):
+        assert (error.retry_after_s is not None) == kind.retryable
+        if error.http_status in (429, 503):
             assert error.headers() == {"retry-after": "1"}, reason
         assert json.dumps(error.body("r"))
     assert math.isclose(ApiError("no_capacity", "x", retry_after_s=2.1).retry_after_s or 0, 3.0)

@@ -12,8 +12,8 @@ from click.testing import Result
 from diptych.cluster.cli import app
 from diptych.cluster.gateway.edge import keys
 from diptych.cluster.gateway.edge.keys import (
-    Door,
-    Key,
+    AccessControl,
+    ApiKey,
     KeyFileError,
     add_key,
     read_keys,
@@ -28,18 +28,18 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "keys.yaml"
 
 
-def refused(door: Door, given: str, now: float = 0.0) -> str:
+def refused(door: AccessControl, given: str, now: float = 0.0) -> str:
     with pytest.raises(ApiError) as error:
-        door.check(f"Bearer {given}" if given else None, None, now)
+        door.authenticate(f"Bearer {given}" if given else None, None, now)
     return error.value.reason
 
 
 def test_a_key_opens_the_door_by_either_header_and_only_its_hash_is_kept(file: Path) -> None:
     key, text = add_key(file, "acme")
-    door = Door(file)
-    assert door.check(f"Bearer {text}", None, 0.0) == key
-    assert door.check(f"bearer {text}", None, 0.0) == key
-    assert door.check(None, text, 0.0) == key
+    door = AccessControl(file)
+    assert door.authenticate(f"Bearer {text}", None, 0.0) == key
+    assert door.authenticate(f"bearer {text}", None, 0.0) == key
+    assert door.authenticate(None, text, 0.0) == key
     assert text.split("_")[2] not in file.read_text()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
@@ -47,7 +47,7 @@ def test_a_key_opens_the_door_by_either_header_and_only_its_hash_is_kept(file: P
 def test_every_other_text_is_refused(file: Path) -> None:
     _, text = add_key(file, "acme")
     _, other = add_key(file, "other")
-    door = Door(file)
+    door = AccessControl(file)
     spliced = f"dk_{text.split('_')[1]}_{other.split('_')[2]}"
     wrong = [
         "",
@@ -65,25 +65,25 @@ def test_every_other_text_is_refused(file: Path) -> None:
 
 
 def test_without_a_file_nobody_needs_a_key() -> None:
-    assert Door(None).check(None, None, 0.0) is None
+    assert AccessControl(None).authenticate(None, None, 0.0) is None
 
 
 def test_a_changed_file_is_read_again_within_a_second(file: Path) -> None:
     first, text = add_key(file, "acme")
-    door = Door(file)
-    door.check(f"Bearer {text}", None, 10.0)
+    door = AccessControl(file)
+    door.authenticate(f"Bearer {text}", None, 10.0)
     _, late = add_key(file, "late")
     revoke_key(file, first.id)
-    assert door.check(f"Bearer {text}", None, 10.5) == first  # not looked yet
+    assert door.authenticate(f"Bearer {text}", None, 10.5) == first  # not looked yet
     assert refused(door, text, 11.0) == "bad_key"
-    assert door.check(f"Bearer {late}", None, 11.0).tenant == "late"
+    assert door.authenticate(f"Bearer {late}", None, 11.0).tenant == "late"
 
 
 def test_a_file_that_cannot_be_read_for_a_moment_is_read_later(
     file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, text = add_key(file, "acme")
-    door = Door(file)
+    door = AccessControl(file)
     revoke_key(file, first.id)
 
     def denied(path: Path) -> None:
@@ -92,18 +92,18 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_read_later(
     with monkeypatch.context() as patch:
         patch.setattr(keys, "read_keys", denied)
         for now in (10.0, 20.0, 30.0):
-            assert door.check(f"Bearer {text}", None, now) == first
+            assert door.authenticate(f"Bearer {text}", None, now) == first
     assert caplog.text.count("permission denied") == 1
     assert refused(door, text, 40.0) == "bad_key"
 
 
 def test_a_file_that_broke_or_vanished_changes_nothing(file: Path) -> None:
     key, text = add_key(file, "acme")
-    door = Door(file)
+    door = AccessControl(file)
     file.write_text("keys: [{id: 12}]")
-    assert door.check(f"Bearer {text}", None, 10.0) == key
+    assert door.authenticate(f"Bearer {text}", None, 10.0) == key
     file.unlink()
-    assert door.check(f"Bearer {text}", None, 20.0) == key
+    assert door.authenticate(f"Bearer {text}", None, 20.0) == key
     file.write_text("keys: []")
     assert refused(door, text, 30.0) == "bad_key"
 
@@ -125,39 +125,39 @@ def test_a_file_that_is_wrong_at_start_is_refused_in_one_line(
     if text is not None:
         file.write_text(text)
     with pytest.raises(KeyFileError) as error:
-        Door(file)
+        AccessControl(file)
     assert says in str(error.value) and "\n" not in str(error.value)
 
 
-def a_key(**limits: int) -> Key:
-    return Key(id="0a0b0c0d", sha256="0" * 64, tenant="acme", **limits)
+def a_key(**limits: int) -> ApiKey:
+    return ApiKey(id="0a0b0c0d", sha256="0" * 64, tenant="acme", **limits)
 
 
 def test_as_many_requests_a_minute_as_the_key_may_make() -> None:
-    door, key = Door(None), a_key(requests_per_min=3)
+    door, key = AccessControl(None), a_key(requests_per_min=3)
     for _ in range(3):
-        with door.inside(key, 100.0):
+        with door.admit(key, 100.0):
             pass
-    with pytest.raises(ApiError) as error, door.inside(key, 100.0):
+    with pytest.raises(ApiError) as error, door.admit(key, 100.0):
         pass
     # a request is worth 60 / 3 = 20 s
     assert (error.value.reason, error.value.headers()) == ("rate_limited", {"retry-after": "20"})
-    with pytest.raises(ApiError), door.inside(key, 119.0):
+    with pytest.raises(ApiError), door.admit(key, 119.0):
         pass
-    with door.inside(key, 121.0):
+    with door.admit(key, 121.0):
         pass
-    with pytest.raises(ApiError), door.inside(key, 121.5):
+    with pytest.raises(ApiError), door.admit(key, 121.5):
         pass
 
 
 def test_as_many_requests_at_a_time_as_the_key_may_run_however_they_end() -> None:
-    door, key = Door(None), a_key(concurrency=1)
-    with contextlib.suppress(ZeroDivisionError), door.inside(key, 0.0):
-        with pytest.raises(ApiError) as error, door.inside(key, 0.0):
+    door, key = AccessControl(None), a_key(concurrency=1)
+    with contextlib.suppress(ZeroDivisionError), door.admit(key, 0.0):
+        with pytest.raises(ApiError) as error, door.admit(key, 0.0):
             pass
         assert error.value.reason == "rate_limited"
         raise ZeroDivisionError
-    with door.inside(key, 0.0):
+    with door.admit(key, 0.0):
         pass
 
 
@@ -173,7 +173,7 @@ def test_an_unknown_id_is_compared_as_long_as_a_known_one(
         return real(a, b)
 
     monkeypatch.setattr(keys.hmac, "compare_digest", compare)
-    door = Door(file)
+    door = AccessControl(file)
     for one in (text[:-1] + "x", "dk_ffffffff_00", "nonsense"):
         assert refused(door, one) == "bad_key"
     assert compared == [(64, 64)] * 3
@@ -203,7 +203,7 @@ def test_the_command_prints_a_key_once_lists_it_and_revokes_it(file: Path) -> No
     added = cli("add", "--tenant", "acme", "--class", "batch", "--rate", "60")
     text = added.stdout.strip()
     assert added.exit_code == 0, added.stderr
-    key = Door(file).check(f"Bearer {text}", None, 0.0)
+    key = AccessControl(file).authenticate(f"Bearer {text}", None, 0.0)
     assert key and (key.tenant, key.slo_class, key.requests_per_min) == ("acme", "batch", 60)
     listed = cli("list").stdout
     assert key.id in listed and "acme" in listed and text not in listed and key.sha256 not in listed

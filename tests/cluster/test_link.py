@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from diptych.cluster.wire.connection import Connection, Listener
-from diptych.cluster.wire.handshake import Caller
+from diptych.cluster.wire.connection import FrameConnection, FrameListener
+from diptych.cluster.wire.handshake import PeerIdentity
 from diptych.cluster.wire.router_link import RouterLink
 from diptych.protos import frames as f
 
@@ -16,11 +16,11 @@ class FakeRouter:
 
     def __init__(self, term: int) -> None:
         self.term, self.heard = term, []
-        self.peers: list[Connection] = []
+        self.peers: list[FrameConnection] = []
         self.left = asyncio.Event()
-        self.listener = Listener("s", f.FramesToRouter, self._serve)
+        self.listener = FrameListener("s", f.FramesToRouter, self._serve)
 
-    async def _serve(self, peer: Connection, _: f.Hello) -> None:
+    async def _serve(self, peer: FrameConnection, _: f.Hello) -> None:
         self.peers.append(peer)
         peer.send(f.WorkerDirectory(self.term, []))
         async for frame in peer.frames(2.0):
@@ -42,7 +42,7 @@ def test_an_older_router_is_told_that_it_is_obsolete_and_is_left() -> None:
         def received(frame: Any) -> None:
             directories.put_nowait(frame.term)
 
-        hello = Caller("w", "worker", "s")
+        hello = PeerIdentity("w", "worker", "s")
         link = RouterLink(find, hello, 2.0, lambda: None, received)
         running = asyncio.ensure_future(link.run())
         assert await directories.get() == 5

@@ -13,7 +13,7 @@ import pytest
 from diptych.cluster.cli.serve import welcome
 from diptych.cluster.config import ClusterConfig, ConfigError, GatewaySettings, load_config
 from diptych.cluster.gateway.edge import listen
-from diptych.cluster.gateway.edge.guard import ARRIVED
+from diptych.cluster.gateway.edge.guard import ARRIVED_SCOPE_KEY
 from diptych.cluster.launch.local_cluster import Cluster
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -27,7 +27,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     request = Request(scope, receive)
     told = {
         "id": request.headers["x-request-id"],
-        "in": 0 <= time.monotonic() - scope[ARRIVED] < 30,
+        "in": 0 <= time.monotonic() - scope[ARRIVED_SCOPE_KEY] < 30,
     }
     told["size"] = len(await request.body())
     await JSONResponse(told)(scope, receive, send)
@@ -36,7 +36,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 def run(test: Callable[[int], Awaitable[None]]) -> None:
     async def bounded() -> None:
         settings = GatewaySettings(http_port=free_port())
-        listener = listen.Listener(app, settings)
+        listener = listen.HttpListener(app, settings)
         async with asyncio.timeout(30):
             await listener.start()
             await test(settings.http_port)
@@ -89,7 +89,7 @@ def test_a_request_has_an_id_and_its_answer_says_it() -> None:
 def test_who_does_not_end_its_headers_is_cut_off(
     parts: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listen, "HEAD_S", 0.2)
+    monkeypatch.setattr(listen, "HEADERS_TIMEOUT_S", 0.2)
 
     async def test(port: int) -> None:
         said = await until_closed(port, parts)
@@ -99,7 +99,7 @@ def test_who_does_not_end_its_headers_is_cut_off(
 
 
 def test_headers_without_end_are_cut_off_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listen, "HEAD_S", 3600.0)
+    monkeypatch.setattr(listen, "HEADERS_TIMEOUT_S", 3600.0)
 
     async def test(port: int) -> None:
         endless = [b"GET / HTTP/1.1\r\nhost: g\r\nx-a: "] + [b"a" * 65536] * 100
@@ -111,7 +111,7 @@ def test_headers_without_end_are_cut_off_by_their_size(monkeypatch: pytest.Monke
 def test_the_time_of_headers_bounds_neither_a_body_nor_an_idle_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(listen, "HEAD_S", 0.1)
+    monkeypatch.setattr(listen, "HEADERS_TIMEOUT_S", 0.1)
 
     async def test(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -128,7 +128,7 @@ def test_the_time_of_headers_bounds_neither_a_body_nor_an_idle_connection(
 
 def test_gateways_of_one_machine_share_the_port() -> None:
     async def test(port: int) -> None:
-        second = listen.Listener(app, GatewaySettings(http_port=port))
+        second = listen.HttpListener(app, GatewaySettings(http_port=port))
         await second.start()
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
             assert (await client.get("/")).status_code == 200

@@ -14,7 +14,7 @@ from diptych.cluster.telemetry import logs
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    logger = logging.getLogger(logs.NAME)
+    logger = logging.getLogger(logs.LOGGER_NAME)
     before = logger.handlers, logger.propagate, logger.level
     yield
     logger.handlers, logger.propagate = before[:2]
@@ -30,7 +30,7 @@ def test_json_lines_name_the_request_of_their_task(capsys: pytest.CaptureFixture
     log = logging.getLogger("diptych.cluster.gateway.attempt.stream")
 
     async def work(name: str) -> None:
-        logs.about(name)
+        logs.set_request_id(name)
         await asyncio.sleep(0)
         log.warning("attempt %d failed", 1)
 
@@ -60,7 +60,7 @@ def test_text_lines_are_warnings_with_time_and_request(capsys: pytest.CaptureFix
     log = logging.getLogger("diptych.cluster.wire.router_link")
 
     def work() -> None:
-        logs.about("req-1")
+        logs.set_request_id("req-1")
         log.info("not said")
         log.warning("said")
 

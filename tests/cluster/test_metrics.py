@@ -13,12 +13,16 @@ from diptych.cluster.config import ClusterConfig, ObservabilitySettings
 from diptych.cluster.gateway.attempt.stream import Answer, Request
 from diptych.cluster.gateway.attempt.terms import Terms
 from diptych.cluster.telemetry import ControlTally, Exporter, GatewayTally, RouterTally
-from diptych.cluster.telemetry.catalogue import METRICS, VLLM
-from diptych.cluster.telemetry.exporter import PORTS
-from diptych.cluster.telemetry.gateway_metrics import DONE, outcome_of
-from diptych.cluster.telemetry.page import Row, bounded, cumulative
-from diptych.cluster.telemetry.targets import targets
-from diptych.cluster.telemetry.worker_metrics import ENOUGH_BYTES, Ways, rows
+from diptych.cluster.telemetry.catalogue import METRICS, VLLM_METRICS
+from diptych.cluster.telemetry.exporter import PORTS_TRIED
+from diptych.cluster.telemetry.gateway_metrics import CODE_COMPLETE, outcome_of
+from diptych.cluster.telemetry.page import MetricRow, cumulative_buckets, limit_label_values
+from diptych.cluster.telemetry.targets import scrape_targets
+from diptych.cluster.telemetry.worker_metrics import (
+    MINIMUM_KV_BYTES,
+    TransportDetector,
+    worker_rows,
+)
 from diptych.engine.engine import STEP_ROWS_BOUNDS, STEP_SECONDS_BOUNDS
 from diptych.kv_transfer.statistics import Histogram, TransferStatistics
 from diptych.protos import frames as f
@@ -33,7 +37,7 @@ BOTH = ObservabilitySettings(metrics_compat=("vllm",))
 
 def parsed(exporter: Exporter) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     """(sample's name, its labels but the base ones) -> value."""
-    text = exporter.page()[1].decode()
+    text = exporter.render()[1].decode()
     samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
     drop = ("model", "model_name")
     return {
@@ -66,7 +70,7 @@ def worker_statistics() -> dict[str, Any]:
         Histogram(STEP_SECONDS_BOUNDS),
         Histogram(STEP_ROWS_BOUNDS),
     )
-    gauges.record_received_bytes("prefill/a:0", 3 * ENOUGH_BYTES)
+    gauges.record_received_bytes("prefill/a:0", 3 * MINIMUM_KV_BYTES)
     gauges.record_arrival(0.004, 0.001)
     gauges.failures["peer_lost: it said so"] += 2
     gauges.failures["peer_lost"] += 1
@@ -86,7 +90,7 @@ def pages(settings: ObservabilitySettings = BOTH) -> list[Exporter]:
     """One of each part, with something in it."""
     tally, router, control = gateway(), Router(RouterConfig(), 1), ControlTally()
     ended = request([100.5, 100.6])
-    tally.over(ended, outcome_of(ended, "stop"), DONE)
+    tally.count_ended(ended, outcome_of(ended, "stop"), CODE_COMPLETE)
     router.counts.count_placement(True, "push", 0.1)
     router.counts.count_first_token(0.2, 0.3)
     router.counts.refused["queue_full"] += 1
@@ -94,29 +98,29 @@ def pages(settings: ObservabilitySettings = BOTH) -> list[Exporter]:
     card = f.WorkerCard("prefill/a", "prefill", "prefill", "h:1", "a", 1)
     router.fleet.join(card)
     control.pools = {"prefill": {"running": 1, "target": 2}}
-    control.scale("prefill", 1, 2)
+    control.count_scaling("prefill", 1, 2)
     control.flips["prefill", "decode"] += 1
-    ways, seen = Ways(lambda: 0), worker_statistics()
+    detector, seen = TransportDetector(lambda: 0), worker_statistics()
     worker = {**BASE, "pool": "decode", "replica": "a"}
     return [
         Exporter(settings, BASE, lambda: tally.rows(1, 2, 3)),
         Exporter(settings, BASE, RouterTally(router).rows),
-        Exporter(settings, worker, lambda: rows(seen, ways, 1)),
+        Exporter(settings, worker, lambda: worker_rows(seen, detector, 1)),
         Exporter(settings, BASE, control.rows),
     ]
 
 
 def test_every_metric_of_the_catalogue_is_exported_and_no_other() -> None:
-    text = b"".join(exporter.page()[1] for exporter in pages()).decode()
+    text = b"".join(exporter.render()[1] for exporter in pages()).decode()
     lines = [line.split()[2:4] for line in text.splitlines() if line.startswith("# TYPE")]
     found = {name: kind for name, kind in lines if not name.startswith("process_")}
-    assert found == {name: metric.kind for name, metric in {**METRICS, **VLLM}.items()}
+    assert found == {name: metric.kind for name, metric in {**METRICS, **VLLM_METRICS}.items()}
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
 def test_promtool_finds_nothing_wrong_with_the_pages() -> None:
     for exporter in pages(ObservabilitySettings()):
-        command, page = ["promtool", "check", "metrics"], exporter.page()[1]
+        command, page = ["promtool", "check", "metrics"], exporter.render()[1]
         done = subprocess.run(command, input=page, capture_output=True, check=False)
         assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 
@@ -124,9 +128,9 @@ def test_promtool_finds_nothing_wrong_with_the_pages() -> None:
 def test_a_request_counts_once_with_every_gap_the_first_one_too() -> None:
     tally = gateway()
     ended = request([100.5, 101.5, 101.52, 101.54])
-    tally.over(ended, outcome_of(ended, "stop"), DONE)
-    tally.refused(429, "batch")
-    tally.refused(401)
+    tally.count_ended(ended, outcome_of(ended, "stop"), CODE_COMPLETE)
+    tally.count_refused(429, "batch")
+    tally.count_refused(401)
     seen = parsed(Exporter(ObservabilitySettings(), BASE, lambda: tally.rows(0, 0, 0)))
     mine = (("slo_class", "interactive"),)
     assert seen["diptych_requests_total", (("code", "200"), *mine)] == 1
@@ -149,7 +153,7 @@ def test_a_request_counts_once_with_every_gap_the_first_one_too() -> None:
 def test_a_class_that_nobody_configured_counts_as_other() -> None:
     tally = gateway()
     for number in range(100):
-        tally.refused(400, f"made-up-{number}")
+        tally.count_refused(400, f"made-up-{number}")
     assert tally.codes == {(400, "other"): 100}
 
 
@@ -164,14 +168,14 @@ def test_buckets_hold_those_before_them() -> None:
     histogram = Histogram((0.5, 1.0, 10))
     histogram.observe_all([0.2, 0.5, 0.7, 3.0, 99.0])
     assert histogram.count == 5
-    buckets, total = cumulative(histogram.values())
+    buckets, total = cumulative_buckets(histogram.values())
     assert buckets == [("0.5", 2), ("1.0", 3), ("10.0", 4), ("+Inf", 5)]
     assert total == pytest.approx(103.4)
 
 
 def test_labels_from_outside_are_bounded() -> None:
     counts = {f"peer-{number:03}": float(number) for number in range(100)}
-    kept = bounded(counts, 10)
+    kept = limit_label_values(counts, 10)
     assert len(kept) == 11 and sum(kept.values()) == sum(counts.values())
     assert "peer-099" in kept and "peer-000" not in kept
 
@@ -182,29 +186,31 @@ def test_reasons_lose_what_follows_the_colon() -> None:
     assert [row.value for row in _of("kv_transfer_failures_total")] == [3]
 
 
-def _of(name: str, ways: Ways | None = None) -> list[Row]:
-    made = rows(worker_statistics(), ways or Ways(lambda: 0), 1)
+def _of(name: str, detector: TransportDetector | None = None) -> list[MetricRow]:
+    made = worker_rows(worker_statistics(), detector or TransportDetector(lambda: 0), 1)
     return [row for row in made if row.name == name]
 
 
 @pytest.mark.parametrize(
     ("tcp", "transport"),
-    [(3 * ENOUGH_BYTES, "nixl (tcp)"), (ENOUGH_BYTES // 4, "nixl"), (None, "nixl")],
+    [(3 * MINIMUM_KV_BYTES, "nixl (tcp)"), (MINIMUM_KV_BYTES // 4, "nixl"), (None, "nixl")],
 )
 def test_kv_that_came_over_tcp_is_called_so(tcp: int | None, transport: str) -> None:
-    (row,) = _of("kv_peer_transport", Ways(lambda: tcp))
+    (row,) = _of("kv_peer_transport", TransportDetector(lambda: tcp))
     assert row.labels == {"peer": "prefill/a", "transport": transport}
 
 
 def test_a_fallback_is_seen_from_the_look_on_in_which_it_happens() -> None:
     tcp = {"bytes": 0}
-    ways = Ways(lambda: tcp["bytes"])
-    mib = ENOUGH_BYTES
-    assert ways.look({"a": 10 * mib}, 1) == {"a": False}
+    detector = TransportDetector(lambda: tcp["bytes"])
+    mib = MINIMUM_KV_BYTES
+    assert detector.workers_using_tcp({"a": 10 * mib}, 1) == {"a": False}
     tcp["bytes"] = 2 * mib
-    assert ways.look({"a": 10 * mib + 5}, 1) == {"a": False}  # too little KV came to say
-    assert ways.look({"a": 12 * mib, "b": mib}, 1) == {"a": True, "b": True}
-    assert ways.look({"a": 20 * mib, "b": mib}, 1) == {"a": False, "b": True}
+    assert detector.workers_using_tcp({"a": 10 * mib + 5}, 1) == {
+        "a": False
+    }  # too little KV came to say
+    assert detector.workers_using_tcp({"a": 12 * mib, "b": mib}, 1) == {"a": True, "b": True}
+    assert detector.workers_using_tcp({"a": 20 * mib, "b": mib}, 1) == {"a": False, "b": True}
 
 
 def test_a_dictionary_that_changes_meanwhile_is_read_again() -> None:
@@ -212,7 +218,7 @@ def test_a_dictionary_that_changes_meanwhile_is_read_again() -> None:
 
     def shaky():
         tries.append(1)
-        yield Row("queue_depth", 1)
+        yield MetricRow("queue_depth", 1)
         if len(tries) < 3:
             raise RuntimeError("dictionary changed size during iteration")
 
@@ -223,14 +229,16 @@ def test_a_dictionary_that_changes_meanwhile_is_read_again() -> None:
 def test_targets_are_grouped_by_part_and_without_those_that_have_none() -> None:
     card = f.WorkerCard("prefill/a", "prefill", "prefill", "h:1", "a", 1, metrics="h:2")
     silent = f.WorkerCard("decode/b", "decode", "decode", "h:3", "b", 1)
-    told = targets("h:9", {"metrics": "h:5", "gateways": [{"metrics": "h:6"}, {}]}, [card, silent])
+    told = scrape_targets(
+        "h:9", {"metrics": "h:5", "gateways": [{"metrics": "h:6"}, {}]}, [card, silent]
+    )
     assert told == [
         {"targets": ["h:9"], "labels": {"part": "control"}},
         {"targets": ["h:6"], "labels": {"part": "gateway"}},
         {"targets": ["h:5"], "labels": {"part": "router"}},
         {"targets": ["h:2"], "labels": {"part": "worker"}},
     ]
-    assert targets("h:9", None, []) == [{"targets": ["h:9"], "labels": {"part": "control"}}]
+    assert scrape_targets("h:9", None, []) == [{"targets": ["h:9"], "labels": {"part": "control"}}]
 
 
 def test_the_exporter_listens_where_the_configuration_says() -> None:
@@ -253,7 +261,7 @@ def test_the_exporter_listens_where_the_configuration_says() -> None:
 
 def test_the_exporter_serves_one_page_and_nothing_else() -> None:
     async def play() -> None:
-        rows = [Row("queue_depth", 7)]
+        rows = [MetricRow("queue_depth", 7)]
         base = free_port()
         settings = ObservabilitySettings(metrics_port=base)
         first = Exporter(settings, BASE, lambda: rows)
@@ -261,7 +269,7 @@ def test_the_exporter_serves_one_page_and_nothing_else() -> None:
         await first.start("127.0.0.1")
         await second.start("127.0.0.1")  # its port is taken: the next one
         ports = [int(one.address.rpartition(":")[2]) for one in (first, second)]
-        assert base <= ports[0] < ports[1] < base + PORTS
+        assert base <= ports[0] < ports[1] < base + PORTS_TRIED
         async with httpx.AsyncClient(base_url=f"http://{second.address}") as client:
             page = await client.get("/metrics")
             assert page.status_code == 200 and "diptych_queue_depth" in page.text
@@ -271,7 +279,7 @@ def test_the_exporter_serves_one_page_and_nothing_else() -> None:
             assert page.text.endswith("# EOF\n")
             assert (await client.get("/")).status_code == 404
             assert (await client.post("/metrics")).status_code == 404
-            rows[0] = Row("no_such_metric", 1)
+            rows[0] = MetricRow("no_such_metric", 1)
             assert (await client.get("/metrics")).status_code == 500
         first.close()
         second.close()

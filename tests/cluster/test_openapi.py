@@ -12,9 +12,9 @@ import httpx
 import hypothesis
 import pytest
 import schemathesis
-from diptych.cluster.gateway.apis.openapi import POSTS, document
+from diptych.cluster.gateway.apis.openapi import POST_OPERATIONS, openapi_document
 from diptych.cluster.gateway.edge import http
-from diptych.cluster.gateway.errors import KINDS
+from diptych.cluster.gateway.errors import ERROR_KINDS
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
@@ -45,15 +45,17 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIn]:
 def test_every_route_and_every_error_is_in_the_document(monkeypatch: pytest.MonkeyPatch) -> None:
     routes: list[Route] = []
     monkeypatch.setattr(http, "Starlette", lambda routes, **_: routes)
-    monkeypatch.setattr(http, "Guard", lambda app, *_: routes.extend(app))
-    http.build(_Nothing())
-    paths = document()["paths"]
+    monkeypatch.setattr(http, "RequestGuard", lambda app, **_: routes.extend(app))
+    http.build_app(_Nothing())
+    paths = openapi_document()["paths"]
     assert {route.path.replace(":path", "") for route in routes} == set(paths)
     for path, methods in paths.items():
         for method, operation in methods.items():
             [route] = [one for one in routes if one.path.replace(":path", "") == path]
             assert method.upper() in (route.methods or ())
-            assert {str(kind.http) for kind in KINDS.values()} <= set(operation["responses"])
+            assert {str(kind.http_status) for kind in ERROR_KINDS.values()} <= set(
+                operation["responses"]
+            )
 
 
 class _Nothing:
@@ -64,7 +66,7 @@ class _Nothing:
 def test_bodies_that_are_taken_are_bodies_of_the_document(gateway: StandIn) -> None:
     told = httpx.get(f"{gateway.url}/openapi.json").json()
     for path, body in VALID.items():
-        schema = {"$ref": f"#/components/schemas/{POSTS[path].body.__name__}"}
+        schema = {"$ref": f"#/components/schemas/{POST_OPERATIONS[path].body.__name__}"}
         whole = Draft202012Validator({**schema, "components": told["components"]})
         whole.validate(body)
         assert httpx.post(gateway.url + path, json=body).status_code == 200

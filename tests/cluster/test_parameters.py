@@ -6,13 +6,13 @@ import json
 from typing import Any
 
 import pytest
-from diptych.cluster.gateway.apis.chat import ChatRequest, check_size
-from diptych.cluster.gateway.apis.parameters import Limits, sampling_of
-from diptych.cluster.gateway.apis.schema import parse
+from diptych.cluster.gateway.apis.chat import ChatRequest, check_conversation_length
+from diptych.cluster.gateway.apis.parameters import ModelLimits, sampling_of
+from diptych.cluster.gateway.apis.schema import parse_body
 from diptych.cluster.gateway.errors import ApiError
 from diptych.protos.frames import Grammar, Sampling
 
-LIMITS = Limits(max_model_len=100, stop_ids=(5, 1), temperature=0.0)
+LIMITS = ModelLimits(max_model_len=100, stop_ids=(5, 1), temperature=0.0)
 
 
 def body(**fields: Any) -> bytes:
@@ -20,7 +20,7 @@ def body(**fields: Any) -> bytes:
 
 
 def sampled(request_id: str = "r", prompt: int = 1, **fields: Any) -> Sampling:
-    chat = parse(ChatRequest, body(**fields))
+    chat = parse_body(ChatRequest, body(**fields))
     return sampling_of(chat, request_id, prompt, LIMITS, max_tokens=chat.max_completion_tokens)
 
 
@@ -67,9 +67,11 @@ def test_every_parameter_reaches_the_engine() -> None:
 
 def test_the_publisher_s_defaults_hold_where_a_request_says_nothing() -> None:
     limits = LIMITS.model_copy(update={"temperature": 0.6, "top_p": 0.95, "top_k": 20})
-    got = sampling_of(parse(ChatRequest, body()), "r", 1, limits)
+    got = sampling_of(parse_body(ChatRequest, body()), "r", 1, limits)
     assert (got.temperature, got.top_p, got.top_k) == (0.6, 0.95, 20)
-    got = sampling_of(parse(ChatRequest, body(temperature=0, top_p=1, top_k=0)), "r", 1, limits)
+    got = sampling_of(
+        parse_body(ChatRequest, body(temperature=0, top_p=1, top_k=0)), "r", 1, limits
+    )
     assert (got.temperature, got.top_p, got.top_k) == (0.0, 1.0, 0)
 
 
@@ -104,10 +106,10 @@ def test_every_way_to_ask_for_a_structured_answer_is_a_grammar(
 
 
 def test_what_cannot_fit_is_refused_before_it_is_tokenized() -> None:
-    limits = LIMITS.model_copy(update={"token_chars": 10})
-    check_size([{"role": "user", "content": "x" * 1000}], limits)
+    limits = LIMITS.model_copy(update={"longest_token_chars": 10})
+    check_conversation_length([{"role": "user", "content": "x" * 1000}], limits)
     with pytest.raises(ApiError, match="1001 characters"):
-        check_size([{"role": "user", "content": "x" * 1001}], limits)
+        check_conversation_length([{"role": "user", "content": "x" * 1001}], limits)
 
 
 @pytest.mark.parametrize(
@@ -136,17 +138,17 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenized() -> None:
 def test_what_we_cannot_do_is_refused_by_name_never_dropped(fields: dict, says: str) -> None:
     with pytest.raises(ApiError) as error:
         sampled(**fields)
-    assert says in error.value.message and error.value.kind.http == 400
+    assert says in error.value.message and error.value.kind.http_status == 400
     assert "\n" not in error.value.message
 
 
 def test_what_changes_nothing_is_accepted() -> None:
-    parse(ChatRequest, body(n=1, top_p=1, presence_penalty=0, stop=[], user="u", store=False))
-    parse(ChatRequest, body(service_tier="auto", metadata={"a": "b"}, stop=None, tools=None))
+    parse_body(ChatRequest, body(n=1, top_p=1, presence_penalty=0, stop=[], user="u", store=False))
+    parse_body(ChatRequest, body(service_tier="auto", metadata={"a": "b"}, stop=None, tools=None))
 
 
 def test_numbers_that_no_json_has_are_refused() -> None:
     for text in (b"NaN", b"Infinity", b"-Infinity", b"1e999"):
         whole = body(temperature=1234567).replace(b"1234567", text)
         with pytest.raises(ApiError, match=r"temperature|JSON"):
-            parse(ChatRequest, whole)
+            parse_body(ChatRequest, whole)

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 from diptych.cluster.gateway.edge import rpc
-from diptych.cluster.gateway.edge.keys import Door
-from diptych.cluster.gateway.errors import KINDS, ApiError
+from diptych.cluster.gateway.edge.keys import AccessControl
+from diptych.cluster.gateway.errors import ERROR_KINDS, ApiError
 from diptych.protos import inference_pb2 as pb
 from google.rpc import error_details_pb2, status_pb2
 
@@ -41,9 +41,9 @@ class Broken:
     """A gateway that fails in a way of `error`."""
 
     def __init__(self, error: Exception) -> None:
-        self.error, self.door = error, Door(None)
+        self.error, self.door = error, AccessControl(None)
         self.classes, self.model = ("interactive",), "demo"
-        self.tally = SimpleNamespace(refused=lambda code: None)
+        self.tally = SimpleNamespace(count_refused=lambda code: None)
 
     async def prepare(self, *_: object) -> None:
         raise self.error
@@ -58,21 +58,21 @@ def chat(error: Exception, context: Context) -> list[pb.ChatResponse]:
     return asyncio.run(call())
 
 
-@pytest.mark.parametrize("reason", KINDS)
+@pytest.mark.parametrize("reason", ERROR_KINDS)
 def test_an_error_is_a_status_with_details_and_a_last_message_and_never_raised(reason: str) -> None:
     context = Context()
     [reply] = chat(ApiError(reason, "no", "field", retry_after_s=2.5), context)
-    assert context.code == KINDS[reason].grpc and context.details == "no"
+    assert context.code == ERROR_KINDS[reason].grpc_status and context.details == "no"
     status = status_pb2.Status.FromString(context.trailing["grpc-status-details-bin"])
     assert (status.code, status.message) == (context.code.value[0], "no")
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     assert status.details[0].Unpack(info)
     assert (info.reason, info.domain, info.metadata["param"]) == (reason, "diptych", "field")
-    assert len(status.details) == 1 + KINDS[reason].retry
-    if KINDS[reason].retry:
+    assert len(status.details) == 1 + ERROR_KINDS[reason].retryable
+    if ERROR_KINDS[reason].retryable:
         assert status.details[1].Unpack(retry) and retry.retry_delay.ToSeconds() == 3
     assert reply.error.reason == reason and reply.request_id == "r" and not reply.HasField("usage")
-    assert bool(reply.error.retry_after_s) == KINDS[reason].retry
+    assert bool(reply.error.retry_after_s) == ERROR_KINDS[reason].retryable
 
 
 def test_nothing_of_an_unforeseen_error_reaches_the_client() -> None:

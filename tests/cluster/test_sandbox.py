@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from diptych.cluster.gateway.errors import ApiError
 from diptych.cluster.gateway.text import sandbox
-from diptych.cluster.gateway.text.tokenizer import Text
+from diptych.cluster.gateway.text.tokenizer import ChatTokenizer
 from diptych.engine.demo import CHECKPOINT
 
 ASK = [{"role": "user", "content": "hi"}] * 3
 
 
-def text_with(folder: Path, template: str) -> Text:
+def text_with(folder: Path, template: str) -> ChatTokenizer:
     copy = folder / "model"
     shutil.copytree(CHECKPOINT, copy)
     (copy / "chat_template.jinja").write_text(template)
-    return Text(copy)
+    return ChatTokenizer(copy)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def text_with(folder: Path, template: str) -> Text:
 )
 def test_a_hostile_template_is_refused_in_one_sentence(tmp_path: Path, template: str) -> None:
     with pytest.raises(ApiError) as error:
-        text_with(tmp_path, template).chat(ASK)
+        text_with(tmp_path, template).tokenize_chat(ASK)
     assert error.value.reason == "invalid_request" and "\n" not in error.value.message
 
 
@@ -49,11 +49,14 @@ def test_a_template_that_outputs_nothing_is_stopped_too(
     monkeypatch.setattr(sandbox, "LIMIT_S", 0.05)
     loops = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
     with pytest.raises(ApiError, match=r"more than 0\.05 s"):
-        text_with(tmp_path, loops).chat(ASK)
+        text_with(tmp_path, loops).tokenize_chat(ASK)
 
 
 def test_an_honest_template_renders_as_before(tmp_path: Path) -> None:
     settings = json.loads((CHECKPOINT / "tokenizer_config.json").read_text())
-    same = text_with(tmp_path, settings["chat_template"]).chat(ASK)
-    assert same.ids == Text(CHECKPOINT).chat(ASK).ids
-    assert text_with(tmp_path / "b", "{{ 'ab' * 3 }}{{ 2 ** 3 }}").chat(ASK).end == "ababab8"
+    same = text_with(tmp_path, settings["chat_template"]).tokenize_chat(ASK)
+    assert same.token_ids == ChatTokenizer(CHECKPOINT).tokenize_chat(ASK).token_ids
+    assert (
+        text_with(tmp_path / "b", "{{ 'ab' * 3 }}{{ 2 ** 3 }}").tokenize_chat(ASK).text_end
+        == "ababab8"
+    )

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from diptych.cluster.gateway.apis import api
 from diptych.cluster.gateway.apis.chat import ChatRequest, ChatShape
-from diptych.cluster.gateway.apis.schema import parse
+from diptych.cluster.gateway.apis.schema import parse_body
 from diptych.cluster.gateway.attempt.plane import Inbox
 from diptych.cluster.gateway.attempt.stream import Generator, Request
 from diptych.cluster.gateway.edge import sse
-from diptych.cluster.gateway.text.tokenizer import Prompt, Text
+from diptych.cluster.gateway.text.tokenizer import ChatTokenizer, TokenizedPrompt
 from diptych.engine.demo import CHECKPOINT
 from diptych.protos import frames as f
 from hypothesis import given, settings
@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from starlette.requests import Request as HttpRequest
 from tokenizers import Tokenizer, decoders, models
 
-TEXT = Text(CHECKPOINT)
+TEXT = ChatTokenizer(CHECKPOINT)
 SAID = "Grüße 👩‍💻🇩🇪, 你好，世界! STOP here — café."
 
 
@@ -100,9 +100,9 @@ class Stream:
 
     def __init__(self, gateway: Gateway, name: str, **fields: Any) -> None:
         body = {"messages": [{"role": "user", "content": "x"}], "stream": True, **fields}
-        asked = parse(ChatRequest, json.dumps(body).encode())
+        asked = parse_body(ChatRequest, json.dumps(body).encode())
         self.request = Request(name, [1, 2], [], f.Sampling(4000), wire=name)
-        self.shape = ChatShape(asked, self.request, TEXT, "m", Prompt([1, 2], ""))
+        self.shape = ChatShape(asked, self.request, TEXT, "m", TokenizedPrompt([1, 2], ""))
         self.gateway, self.client, self._told = gateway, Client(), 0
         self.call = api.Call([self.request], self.shape, True)
 
@@ -150,7 +150,7 @@ def test_both_ways_tell_the_same_text_usage_and_end(
 ) -> None:
     if not short:
         monkeypatch.setattr(api.Run, "attach", lambda run, tap: None)
-    ids = TEXT.encode(SAID, specials=False)
+    ids = TEXT.encode(SAID, add_special_tokens=False)
     for seed in range(20):
         fields = {"stop": stop} if stop else {}
         client = answered(ids, seed, stream_options={"include_usage": True}, **fields)
@@ -168,10 +168,10 @@ def test_tokens_that_come_while_nothing_waits_wake_no_task() -> None:
         stream = Stream(Gateway(), "r")
         task = asyncio.ensure_future(stream.run())
         await settle()
-        stream.put(*TEXT.encode("a b", specials=False))
+        stream.put(*TEXT.encode("a b", add_special_tokens=False))
         await settle()
         before = stream.client.messages
-        stream.put(*TEXT.encode(" c", specials=False))  # no await: nobody else ran
+        stream.put(*TEXT.encode(" c", add_special_tokens=False))  # no await: nobody else ran
         assert stream.client.messages == before + 1 and stream.client.text == "a b c"
         stream.put(finish="length")
         await asyncio.wait_for(task, 5)
@@ -184,9 +184,9 @@ def test_a_stop_string_ends_the_stream_with_the_token_that_completes_it() -> Non
         stream = Stream(Gateway(), "r", stop="STOP")
         task = asyncio.ensure_future(stream.run())
         await settle()
-        stream.put(*TEXT.encode("a ST", specials=False))
+        stream.put(*TEXT.encode("a ST", add_special_tokens=False))
         await settle()
-        stream.put(*TEXT.encode("OP", specials=False))
+        stream.put(*TEXT.encode("OP", add_special_tokens=False))
         await asyncio.wait_for(task, 5)
         assert stream.client.text == "a " and stream.gateway.plane.aborted == [True]
 
@@ -199,7 +199,9 @@ def test_a_client_that_does_not_read_delays_nobody_and_loses_nothing() -> None:
         slow, quick = Stream(gateway, "slow"), Stream(gateway, "quick")
         tasks = [asyncio.ensure_future(one.run()) for one in (slow, quick)]
         await settle()
-        words = [TEXT.encode(f" {word}", specials=False) for word in ("one", "two", "three")]
+        words = [
+            TEXT.encode(f" {word}", add_special_tokens=False) for word in ("one", "two", "three")
+        ]
         for at, ids in enumerate(words):
             for one in (slow, quick):
                 one.put(*ids)
@@ -242,12 +244,12 @@ def test_an_error_on_the_short_way_ends_its_own_stream_only() -> None:
         tasks = [asyncio.ensure_future(one.run()) for one in (broken, whole)]
         await settle()
         for one in (broken, whole):
-            one.put(*TEXT.encode(" a", specials=False))
+            one.put(*TEXT.encode(" a", add_special_tokens=False))
         await settle()
         broken.shape.plain = broken.shape.delta = None  # type: ignore
         broken.request.tap._told._around.clear()  # type: ignore
         for one in (broken, whole):
-            one.put(*TEXT.encode(" b", specials=False))
+            one.put(*TEXT.encode(" b", add_special_tokens=False))
         whole.put(finish="stop")
         await asyncio.wait_for(asyncio.gather(*tasks), 5)
         assert b"event: error" in broken.client.data and whole.client.text == " a b"
@@ -263,22 +265,24 @@ def test_an_error_on_the_short_way_ends_its_own_stream_only() -> None:
 @settings(max_examples=100, deadline=None)
 def test_text_by_pieces_is_the_tokenizer_s_whatever_the_ids_and_their_splits(data: Any) -> None:
     special = st.integers(0, 8)
-    ids = data.draw(st.lists(st.one_of(special, st.integers(0, TEXT.vocab + 2)), max_size=40))
+    ids = data.draw(
+        st.lists(st.one_of(special, st.integers(0, TEXT.vocabulary_size + 2)), max_size=40)
+    )
     specials = data.draw(st.booleans())
-    stream, said, at = TEXT.stream(specials), "", 0
+    stream, said, at = TEXT.detokenizer(specials), "", 0
     while at < len(ids):
         size = data.draw(st.integers(1, 5))
         said += stream.feed(ids[at : at + size])
         at += size
-    known = [i for i in ids if i < TEXT.vocab]
+    known = [i for i in ids if i < TEXT.vocabulary_size]
     assert said + stream.flush() == TEXT.tokenizer.decode(known, skip_special_tokens=not specials)
 
 
 @given(st.text(st.characters(codec="utf-8"), max_size=60))
 @settings(max_examples=100, deadline=None)
 def test_characters_of_several_tokens_come_whole(text: str) -> None:
-    stream = TEXT.stream()
-    parts = [stream.feed([token]) for token in TEXT.encode(text, specials=False)]
+    stream = TEXT.detokenizer()
+    parts = [stream.feed([token]) for token in TEXT.encode(text, add_special_tokens=False)]
     assert "".join(parts) == text and stream.flush() == ""
     assert all("\ufffd" not in part for part in parts) or "\ufffd" in text
 
@@ -291,12 +295,12 @@ def test_a_tokenizer_with_another_decoder_is_asked_itself(tmp_path: Path) -> Non
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    text, turn = Text(tmp_path), random.Random(1)
-    stream = text.stream()
+    text, turn = ChatTokenizer(tmp_path), random.Random(1)
+    stream = text.detokenizer()
     assert stream.feed([1]) + stream.feed([5]) + stream.feed([6, 7, 2]) == " a你b"
     for _ in range(50):
         units = turn.choices([[1], [2], [3], [4], [5, 6, 7]], k=12)  # whole characters
-        ids, stream = [one for unit in units for one in unit], text.stream()
+        ids, stream = [one for unit in units for one in unit], text.detokenizer()
         said = "".join(stream.feed([one]) for one in ids) + stream.flush()
         assert said == tokenizer.decode(ids)
 
@@ -310,7 +314,7 @@ WORDS = st.one_of(
 
 def same(text: str) -> bool:
     wanted = TEXT.tokenizer.encode(text, add_special_tokens=False).ids
-    return TEXT.encode(text, specials=False) == wanted
+    return TEXT.encode(text, add_special_tokens=False) == wanted
 
 
 @given(st.lists(WORDS, max_size=30))
@@ -327,9 +331,9 @@ def test_ids_of_a_known_conversation_are_those_of_its_whole_text() -> None:
         for number in range(6):
             content = "".join(turn.choices(words, k=30))
             messages.append({"role": ("user", "assistant")[number % 2], "content": content})
-            prompt = TEXT.chat(messages)
-            whole = TEXT._sandbox.text(
-                TEXT._template,
+            prompt = TEXT.tokenize_chat(messages)
+            whole = TEXT._sandbox.render(
+                TEXT._chat_template,
                 {"messages": messages, "add_generation_prompt": True, "bos_token": "<|bos|>"},
             )
-            assert prompt.ids == TEXT.tokenizer.encode(whole, add_special_tokens=False).ids
+            assert prompt.token_ids == TEXT.tokenizer.encode(whole, add_special_tokens=False).ids

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diptych.cluster.gateway.text.stops import Stops
+from diptych.cluster.gateway.text.stops import StopStringFilter
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,28 +35,28 @@ def naive(text: str, stops: list[str]) -> tuple[str, str | None]:
 def test_pieces_change_nothing_and_no_character_of_a_stop_comes_out(
     text: str, stops: list[str], sizes: list[int]
 ) -> None:
-    watch, out = Stops(tuple(stops)), ""
+    watch, out = StopStringFilter(tuple(stops)), ""
     before, found = naive(text, stops)
     for piece in cuts(text, sizes):
         out += watch.feed(piece)
         assert before.startswith(out), "told what may not be told"
     out += watch.flush()
-    assert (out, watch.found) == (before, found)
+    assert (out, watch.found_stop) == (before, found)
 
 
 @given(LETTERS, st.text("ab", min_size=1, max_size=3), st.lists(st.integers(0, 4)))
 def test_a_stop_may_be_kept(text: str, stop: str, sizes: list[int]) -> None:
-    watch = Stops((stop,), keep=True)
+    watch = StopStringFilter((stop,), keep_stop=True)
     out = "".join(watch.feed(piece) for piece in cuts(text, sizes)) + watch.flush()
     before, found = naive(text, [stop])
     assert out == before + (found or "")
 
 
 def test_only_what_may_become_a_stop_is_held_back() -> None:
-    watch = Stops(("STOP", "\n\n"))
+    watch = StopStringFilter(("STOP", "\n\n"))
     assert watch.feed("go S") == "go "
     assert watch.feed("T") == ""
     assert watch.feed("ART\n") == "START"
     assert watch.feed("x") == "\nx"
-    assert watch.feed("\n\nmore") == "" and watch.found == "\n\n"
+    assert watch.feed("\n\nmore") == "" and watch.found_stop == "\n\n"
     assert watch.feed("anything") == "" and watch.flush() == ""

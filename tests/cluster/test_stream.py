@@ -240,7 +240,7 @@ def test_a_refusal_reaches_the_client_with_its_retry_time() -> None:
 
     with pytest.raises(ApiError) as error:
         run(script)
-    assert error.value.kind.http == 429 and error.value.headers() == {"retry-after": "2"}
+    assert error.value.kind.http_status == 429 and error.value.headers() == {"retry-after": "2"}
 
 
 def test_a_frame_of_an_older_stream_does_not_end_the_wait_for_a_place() -> None:

@@ -24,29 +24,29 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(bounded())
 
 
-async def _pair() -> tuple[wire.Connection, wire.Connection]:
+async def _pair() -> tuple[wire.FrameConnection, wire.FrameConnection]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         ends = socket.create_connection(server.getsockname()), server.accept()[0]
     streams = [await asyncio.open_connection(sock=end) for end in ends]
-    return tuple(wire.Connection(*one, f.FramesFromWorker, "peer") for one in streams)  # type: ignore
+    return tuple(wire.FrameConnection(*one, f.FramesFromWorker, "peer") for one in streams)  # type: ignore
 
 
 def test_a_busy_peer_that_falls_silent_is_suspected_long_before_it_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(wire, "BEAT_S", 0.02)
-    monkeypatch.setattr(wire, "SUSPECT_S", 0.1)
+    monkeypatch.setattr(wire, "BUSY_HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(wire, "SUSPECT_AFTER_S", 0.1)
 
     async def test() -> None:
         (mine, theirs), suspected = await _pair(), asyncio.Event()
-        mine.suspect = suspected.set
+        mine.on_suspected = suspected.set
         reading = asyncio.create_task(anext(mine.frames(60.0)))
         mine.send(f.AttemptFailed(("r", 0), "w", "whatever"))  # so much for busy; and then, nothing
         await suspected.wait()
-        assert mine.silent and not mine.closed
+        assert mine.suspected and not mine.closed
         theirs.send(f.AttemptFailed(("r", 0), "w", "still here"))
         assert (await reading).reason == "still here"
-        await until(lambda: not mine.silent, 5.0, lambda: "it speaks")
+        await until(lambda: not mine.suspected, 5.0, lambda: "it speaks")
         assert mine._patience == 0.2, "it was a false alarm: twice the time, from now on"
         mine.abort()
         theirs.abort()
@@ -55,16 +55,16 @@ def test_a_busy_peer_that_falls_silent_is_suspected_long_before_it_is_given_up(
 
 
 def test_an_idle_peer_is_not_suspected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "BUSY_S", 0.0)
-    monkeypatch.setattr(wire, "IDLE_BEAT_S", 0.02)
-    monkeypatch.setattr(wire, "SUSPECT_S", 0.05)
+    monkeypatch.setattr(wire, "BUSY_FOR_S", 0.0)
+    monkeypatch.setattr(wire, "IDLE_HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(wire, "SUSPECT_AFTER_S", 0.05)
 
     async def test() -> None:
         mine, theirs = await _pair()
-        mine.suspect = lambda: pytest.fail("suspected")
+        mine.on_suspected = lambda: pytest.fail("suspected")
         async for _ in mine.frames(0.5):
             pass
-        assert mine.closed and not mine.silent, "it was given up all the same"
+        assert mine.closed and not mine.suspected, "it was given up all the same"
         theirs.abort()
 
     run(test)
@@ -83,7 +83,7 @@ def test_streams_leave_a_silent_worker_only_if_another_speaks(another: str) -> N
         for name, role in roles.items():
             silent = name == "a" or another == "silent too"
             closed = name == "b" and another == "closed"
-            peer = SimpleNamespace(silent=silent, closed=closed, send=said.append)
+            peer = SimpleNamespace(suspected=silent, closed=closed, send=said.append)
             plane.cards[name] = f.WorkerCard(name, role, role, "", "", 0)
             plane._workers[name] = peer  # type: ignore[assignment]
         inbox = plane.watch(("r", 0))

@@ -9,7 +9,13 @@ from diptych.cluster.config import ObservabilitySettings
 from diptych.cluster.gateway.attempt.stream import Request
 from diptych.cluster.gateway.attempt.terms import Terms
 from diptych.cluster.telemetry.gateway_metrics import outcome_of
-from diptych.cluster.telemetry.tracing import Routes, Tracer, Works, end_request, tracer_of
+from diptych.cluster.telemetry.tracing import (
+    RoutingSpans,
+    Tracer,
+    WorkerSpans,
+    end_request_span,
+    tracer_of,
+)
 from diptych.protos import frames as f
 
 from tests.support.collector import Collector, collecting
@@ -27,7 +33,7 @@ def tracer(collector: Collector, part: str, sample: float = 1.0) -> Tracer:
 
 
 def request(trace: str = "") -> Request:
-    return Request("r", [1, 2, 3], [], f.Sampling(8), terms=Terms(trace=trace))
+    return Request("r", [1, 2, 3], [], f.Sampling(8), terms=Terms(traceparent=trace))
 
 
 def test_a_request_is_one_trace_below_the_clients_span() -> None:
@@ -35,19 +41,19 @@ def test_a_request_is_one_trace_below_the_clients_span() -> None:
         gateway, router = tracer(collector, "gateway"), tracer(collector, "router")
         prefill, decode = tracer(collector, "worker"), tracer(collector, "worker")
         asked = request(SAMPLED)
-        root = gateway.request(asked, "m")
-        routes = Routes(router)
-        routes.asked("g", f.PlaceAttempt(KEY, 3, 8, [], trace=asked.trace))
-        routes.answered(f.AttemptPlaced(KEY, 1, "prefill/1", "decode/1", 0, 0.0))
-        source, sink = Works(prefill, "prefill/1"), Works(decode, "decode/1")
+        root = gateway.start_request_span(asked, "m")
+        routing_spans = RoutingSpans(router)
+        routing_spans.begin("g", f.PlaceAttempt(KEY, 3, 8, [], trace=asked.trace))
+        routing_spans.handle_reply(f.AttemptPlaced(KEY, 1, "prefill/1", "decode/1", 0, 0.0))
+        source, sink = WorkerSpans(prefill, "prefill/1"), WorkerSpans(decode, "decode/1")
         common = KEY, 1, [1, 2, 3], f.Sampling(8)
         sink.begin("g", f.StartDecode(*common, "prefill/1", trace=asked.trace))
         source.begin("g", f.StartPrefill(*common, "decode/1", trace=asked.trace))
-        source.sent(f.EngineStepTokens([f.AnswerTokens(KEY, 0, [f.Token(5)])]))
-        sink.sent(f.PromptArrived(KEY, 3, 2.0, 1.0))
-        sink.sent(f.EngineStepTokens([f.AnswerTokens(KEY, 1, [f.Token(6)])]))
-        sink.sent(f.EngineStepTokens([f.AnswerTokens(KEY, 2, [f.Token(7)], "stop")]))
-        end_request(root, asked, outcome_of(asked, "stop"))
+        source.handle_reply(f.EngineStepTokens([f.AnswerTokens(KEY, 0, [f.Token(5)])]))
+        sink.handle_reply(f.PromptArrived(KEY, 3, 2.0, 1.0))
+        sink.handle_reply(f.EngineStepTokens([f.AnswerTokens(KEY, 1, [f.Token(6)])]))
+        sink.handle_reply(f.EngineStepTokens([f.AnswerTokens(KEY, 2, [f.Token(7)], "stop")]))
+        end_request_span(root, asked, outcome_of(asked, "stop"))
         for one in (gateway, router, prefill, decode):
             one.close()
         spans = collector.of(TRACE)
@@ -69,18 +75,18 @@ def test_a_request_is_one_trace_below_the_clients_span() -> None:
 def test_failures_are_said_and_nothing_is_left_open() -> None:
     with collecting() as collector:
         worker, router = tracer(collector, "worker"), tracer(collector, "router")
-        works, routes = Works(worker, "decode/1"), Routes(router)
+        worker_spans, routing_spans = WorkerSpans(worker, "decode/1"), RoutingSpans(router)
         for number, gateway in enumerate(("g", "g", "h")):
             frame = f.StartDecode((f"r{number}", 0), 1, [1], f.Sampling(8), "p", trace=SAMPLED)
-            works.begin(gateway, frame)
-            routes.asked(gateway, f.PlaceAttempt((f"r{number}", 0), 1, 1, [], trace=SAMPLED))
-        works.sent(f.AttemptFailed(("r0", 0), "decode/1", "kv_checksum"))
-        routes.answered(f.AttemptRefused(("r0", 0), "queue_full", "", 1.0))
-        works.gone("g")
-        routes.gone("g")
-        works.over(("r2", 0), "aborted")
-        routes.answered(f.AttemptOutcome(("r2", 0), reason="cancelled"))
-        assert works._works == {} and routes._spans == {}
+            worker_spans.begin(gateway, frame)
+            routing_spans.begin(gateway, f.PlaceAttempt((f"r{number}", 0), 1, 1, [], trace=SAMPLED))
+        worker_spans.handle_reply(f.AttemptFailed(("r0", 0), "decode/1", "kv_checksum"))
+        routing_spans.handle_reply(f.AttemptRefused(("r0", 0), "queue_full", "", 1.0))
+        worker_spans.end_gateway("g")
+        routing_spans.end_gateway("g")
+        worker_spans.end_attempt(("r2", 0), "aborted")
+        routing_spans.handle_reply(f.AttemptOutcome(("r2", 0), reason="cancelled"))
+        assert worker_spans._attempts == {} and routing_spans._attempts == {}
         worker.close()
         router.close()
         failed = sorted(span.failed for span in collector.spans)
@@ -91,21 +97,21 @@ def test_failures_are_said_and_nothing_is_left_open() -> None:
 def test_a_local_prefill_turns_into_decode_and_ends_with_its_last_answer() -> None:
     with collecting() as collector:
         worker = tracer(collector, "worker")
-        works = Works(worker, "decode/1")
-        works.begin("g", f.StartDecode(KEY, 1, [1], f.Sampling(8, n=2), None, trace=SAMPLED))
-        works.sent(
+        worker_spans = WorkerSpans(worker, "decode/1")
+        worker_spans.begin("g", f.StartDecode(KEY, 1, [1], f.Sampling(8, n=2), None, trace=SAMPLED))
+        worker_spans.handle_reply(
             f.EngineStepTokens(
                 [f.AnswerTokens(KEY, 0, [f.Token(1)], answer_index=i) for i in range(2)]
             )
         )
-        works.sent(
+        worker_spans.handle_reply(
             f.EngineStepTokens([f.AnswerTokens(KEY, 1, [f.Token(1)], "stop", answer_index=0)])
         )
-        assert KEY in works._works
-        works.sent(
+        assert KEY in worker_spans._attempts
+        worker_spans.handle_reply(
             f.EngineStepTokens([f.AnswerTokens(KEY, 1, [f.Token(1)], "length", answer_index=1)])
         )
-        assert works._works == {}
+        assert worker_spans._attempts == {}
         worker.close()
         assert [span.name for span in collector.spans] == ["prefill", "decode"]
 
@@ -115,13 +121,15 @@ def test_what_is_not_sampled_leaves_frames_empty() -> None:
         gateway = tracer(collector, "gateway", sample=0.0)
         for trace in ("", NOT, "nonsense"):
             asked = request(trace)
-            end_request(gateway.request(asked, "m"), asked, outcome_of(asked, "stop"))
+            end_request_span(
+                gateway.start_request_span(asked, "m"), asked, outcome_of(asked, "stop")
+            )
             assert asked.trace == ""
-        works = Works(gateway, "w")
-        works.begin("g", f.StartDecode(KEY, 1, [1], f.Sampling(8), None))
-        assert works._works == {}
+        worker_spans = WorkerSpans(gateway, "w")
+        worker_spans.begin("g", f.StartDecode(KEY, 1, [1], f.Sampling(8), None))
+        assert worker_spans._attempts == {}
         wanted = request(SAMPLED)
-        gateway.request(wanted, "m")
+        gateway.start_request_span(wanted, "m")
         assert TRACE in wanted.trace
         gateway.close()
         assert collector.spans == []
@@ -130,7 +138,7 @@ def test_what_is_not_sampled_leaves_frames_empty() -> None:
 def test_without_an_endpoint_nothing_of_opentelemetry_is_loaded() -> None:
     code = (
         "import sys\n"
-        "from diptych.cluster import tracing\n"
+        "from diptych.cluster.telemetry import tracing\n"
         "from diptych.cluster.config import ObservabilitySettings\n"
         "assert tracing.tracer_of(ObservabilitySettings(), 'gateway', 'g') is None\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from diptych.cluster.wire import connection as wire
 from diptych.cluster.wire import handshake
-from diptych.cluster.wire.handshake import Caller
+from diptych.cluster.wire.handshake import PeerIdentity
 from diptych.protos import frames as f
 
 
@@ -34,9 +34,9 @@ class Server:
         self.frames: list = []
         self.names: list[str] = []
         self.ended = asyncio.Event()
-        self.listener = wire.Listener("secret", f.FramesToWorker, self._serve)
+        self.listener = wire.FrameListener("secret", f.FramesToWorker, self._serve)
 
-    async def _serve(self, peer: wire.Connection, hello: f.Hello) -> None:
+    async def _serve(self, peer: wire.FrameConnection, hello: f.Hello) -> None:
         self.names.append(hello.name)
         async for frame in peer.frames(1.0):
             self.frames.append(frame)
@@ -44,8 +44,8 @@ class Server:
         self.ended.set()
 
 
-async def dialled(address: str, **changes: Any) -> wire.Connection:
-    caller = Caller(**{"name": "g", "kind": "gateway", "secret": "secret", **changes})
+async def dialled(address: str, **changes: Any) -> wire.FrameConnection:
+    caller = PeerIdentity(**{"name": "g", "kind": "gateway", "secret": "secret", **changes})
     return await wire.dial(address, caller, f.FramesFromWorker, "w")
 
 
@@ -65,12 +65,12 @@ def test_a_peer_that_never_ceases_to_speak_leaves_the_loop_to_others() -> None:
             if len(seen) == 60:
                 done.set()
 
-        async def serve(peer: wire.Connection, _: f.Hello) -> None:
+        async def serve(peer: wire.FrameConnection, _: f.Hello) -> None:
             await asyncio.sleep(0.1)  # all of them are there
             async for _frame in peer.frames(5.0):
                 handle()
 
-        listener = wire.Listener("secret", f.FramesToWorker, serve)
+        listener = wire.FrameListener("secret", f.FramesToWorker, serve)
         peer = await dialled(await listener.start("127.0.0.1"))
         for attempt in range(60):
             peer.send(f.CancelAttempt(("r", attempt)))
@@ -116,7 +116,8 @@ def test_a_peer_of_another_version_is_refused() -> None:
         address = await server.listener.start("127.0.0.1")
         reader, writer = await asyncio.open_connection(*address.split(":"))
         nonce = (await handshake._receive(reader, f.Challenge)).nonce
-        proof = handshake._dialled("secret", nonce, b"n", "g", "gateway", 99)
+        unproved = f.Hello("g", "gateway", b"n", b"", 99)
+        proof = handshake._dialler_proof("secret", nonce, unproved)
         handshake._send(writer, f.Hello("g", "gateway", b"n", proof, 99))
         with pytest.raises(ConnectionError):
             await handshake._receive(reader, f.Welcome)
@@ -159,7 +160,7 @@ def test_a_proof_that_was_overheard_opens_no_other_connection() -> None:
 
         reader, writer = await asyncio.open_connection(*address.split(":"))
         recorder: Any = Recorder(writer)
-        await handshake.greet(reader, recorder, Caller("g", "gateway", "secret"))
+        await handshake.greet(reader, recorder, PeerIdentity("g", "gateway", "secret"))
         reader, writer = await asyncio.open_connection(*address.split(":"))
         writer.write(bytes(said))
         await handshake._receive(reader, f.Challenge)
@@ -198,20 +199,23 @@ def spoiled(number: int) -> bytes:
     shapes = [bytes(data), random.randbytes(random.randrange(400)), alien, deep]
     body = shapes[number % len(shapes)]
     if number % 7 == 6:
-        return (wire.FRAME_MAX + 1 + number).to_bytes(4, "big") + body
+        return (wire.FRAME_BYTES_MAX + 1 + number).to_bytes(4, "big") + body
     return len(body).to_bytes(4, "big") + body
 
 
 def test_a_frame_that_is_too_long_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "HELLO_S", 3600.0)
+    monkeypatch.setattr(wire, "HANDSHAKE_TIMEOUT_S", 3600.0)
 
     async def test() -> None:
         server = Server()
         address = await server.listener.start("127.0.0.1")
-        for known, size in ((False, handshake.HELLO_MAX + 1), (True, wire.FRAME_MAX + 1)):
+        for known, size in (
+            (False, handshake.HANDSHAKE_BYTES_MAX + 1),
+            (True, wire.FRAME_BYTES_MAX + 1),
+        ):
             reader, writer = await asyncio.open_connection(*address.split(":"))
             if known:
-                await handshake.greet(reader, writer, Caller("g", "gateway", "secret"))
+                await handshake.greet(reader, writer, PeerIdentity("g", "gateway", "secret"))
             writer.write(size.to_bytes(4, "big"))
             with contextlib.suppress(ConnectionError):
                 while await reader.read(4096):
@@ -233,7 +237,7 @@ async def fuzz(count: int, caplog: pytest.LogCaptureFixture) -> None:
             tracemalloc.start()
         reader, writer = await asyncio.open_connection(*address.split(":"))
         if number % 2:
-            await handshake.greet(reader, writer, Caller("g", "gateway", "secret"))
+            await handshake.greet(reader, writer, PeerIdentity("g", "gateway", "secret"))
             writer.write(spoiled(number // 2))
         else:
             writer.write(rubbish(number // 2))
@@ -284,7 +288,7 @@ def test_a_peer_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -
     async def test() -> None:
         server = Server()
         peer = await dialled(await server.listener.start("127.0.0.1"))
-        monkeypatch.setattr(wire, "BUFFER_MAX", 1 << 20)
+        monkeypatch.setattr(wire, "BUFFER_BYTES_MAX", 1 << 20)
         step = f.StartPrefill(("r", 0), 1, list(range(100_000)), f.Sampling(1), "d")
         sent = 0
         while not peer.closed:

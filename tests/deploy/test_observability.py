@@ -15,7 +15,7 @@ import promql_parser as promql
 import pytest
 import yaml
 from diptych.cluster.cli import app
-from diptych.cluster.telemetry.catalogue import METRICS, WORKER, series
+from diptych.cluster.telemetry.catalogue import METRICS, WORKER_LABELS, series_names
 from typer.testing import CliRunner
 
 from deploy.observability import dashboards
@@ -58,7 +58,7 @@ def labels_of(name: str) -> set[str]:
     metric = next(
         m for n, m in METRICS.items() if name in (n, f"{n}_bucket", f"{n}_sum", f"{n}_count")
     )
-    base = WORKER if metric.part == "worker" else ("model",)
+    base = WORKER_LABELS if metric.part == "worker" else ("model",)
     return {*base, *metric.labels, *(("le",) if name.endswith("_bucket") else ())}
 
 
@@ -68,7 +68,7 @@ def test_queries_parse_and_ask_for_series_that_exist(where: str, query: str) -> 
     found = list(selectors(promql.parse(text)))
     assert found, where
     for one in found:
-        assert one.name in series() | RECORDED, f"{where}: no metric {one.name}"
+        assert one.name in series_names() | RECORDED, f"{where}: no metric {one.name}"
         if one.name in RECORDED:
             continue
         used = {matcher.name for matcher in one.matchers.matchers}

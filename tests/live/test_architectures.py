@@ -16,7 +16,7 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from diptych.cluster.gateway.text.tokenizer import Text
+from diptych.cluster.gateway.text.tokenizer import ChatTokenizer
 from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.sequence import Sequence
 from diptych.protos import inference_pb2 as pb
@@ -47,10 +47,10 @@ def monolithic(folder: Path, texts: list[str]) -> list[list[tuple]]:
     """(logprob, top) of every token, from one engine in this process, one prompt at a time."""
     engine = Engine(EngineOptions(folder, "bfloat16", 64 << 20))
     assert engine.exact
-    tokenizer = Text(folder)
+    tokenizer = ChatTokenizer(folder)
     answers = []
     for index, text in enumerate(texts):
-        ids = tokenizer.chat([{"role": "user", "content": text}]).ids
+        ids = tokenizer.tokenize_chat([{"role": "user", "content": text}]).token_ids
         fields = sampling(index)
         params = Sampling(40, fields["temperature"], fields.get("seed", 0), (1,), 3)
         engine.add(Sequence((str(index), 0), ids, len(ids), params))

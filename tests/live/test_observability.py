@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from diptych.cluster.telemetry.catalogue import METRICS, VLLM
+from diptych.cluster.telemetry.catalogue import METRICS, VLLM_METRICS
 from diptych.protos import inference_pb2 as pb
 from diptych.protos import inference_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
@@ -123,7 +123,7 @@ def check_metrics(live: Live, texts: dict[str, str]) -> None:
     assert seen["diptych_workers"] == 2 and seen["diptych_build_info"] == 1
     goodput = live.status()["router"]["goodput"]
     assert goodput["requests"] == REQUESTS == goodput["classes"]["interactive"]["requests"]
-    known = set(METRICS | VLLM)
+    known = set(METRICS | VLLM_METRICS)
     lines = [
         line.split()[2] for text in texts.values() for line in text.splitlines() if "TYPE" in line
     ]

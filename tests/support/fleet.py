@@ -20,7 +20,7 @@ from typing import Any
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.gateway.attempt.plane import Plane
 from diptych.cluster.gateway.attempt.stream import Generator, Request
-from diptych.cluster.wire.connection import Connection, Listener
+from diptych.cluster.wire.connection import FrameConnection, FrameListener
 from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.scheduler import SchedulerLimits
 from diptych.engine.sequence import Sequence
@@ -39,11 +39,11 @@ class Router:
         self, config: ClusterConfig, choose: Callable[[f.PlaceAttempt], Pair | None]
     ) -> None:
         self.choose, self.cards = choose, dict[str, f.WorkerCard]()
-        self._silence_s, self.peers = config.silence_s, dict[str, Connection]()
+        self._silence_s, self.peers = config.silence_s, dict[str, FrameConnection]()
         self._waiting: list[tuple[str, f.PlaceAttempt]] = []
-        self.listener = Listener(config.secret, f.FramesToRouter, self._serve)
+        self.listener = FrameListener(config.secret, f.FramesToRouter, self._serve)
 
-    async def _serve(self, peer: Connection, _: f.Hello) -> None:
+    async def _serve(self, peer: FrameConnection, _: f.Hello) -> None:
         if peer.name in self.peers:
             self.peers[peer.name].abort()
         self.peers[peer.name] = peer

@@ -24,7 +24,7 @@ from diptych.cluster.config import ClusterConfig
 from diptych.cluster.gateway import gateway as gateways
 from diptych.cluster.gateway.attempt.plane import Inbox
 from diptych.cluster.gateway.gateway import Gateway
-from diptych.cluster.gateway.text.tokenizer import Text
+from diptych.cluster.gateway.text.tokenizer import ChatTokenizer
 from diptych.engine.demo import CHECKPOINT
 from diptych.engine.errors import InvalidRequest
 from diptych.engine.grammar import GrammarCompiler
@@ -56,9 +56,9 @@ class Workers:
     """`Plane`, and all that is behind it: each request is placed, and answered step by step."""
 
     def __init__(self, folder: Path) -> None:
-        self.text = Text(folder)
+        self.text = ChatTokenizer(folder)
         self._ends = tuple(json.loads((folder / "config.json").read_text())["eos_token_id"])
-        self._grammars = GrammarCompiler(folder, self.text.vocab, self._ends)
+        self._grammars = GrammarCompiler(folder, self.text.vocabulary_size, self._ends)
         self._inboxes: dict[f.AttemptKey, Inbox] = {}
         self.tasks: dict[
             f.AttemptKey, asyncio.Task
@@ -131,8 +131,8 @@ class Workers:
             return self._admitted(matcher, asked.sampling.stop_ids)
         prompt = self.text.tokenizer.decode(asked.token_ids)
         said = next((a for q, a in PAIRS.items() if q in prompt), ELSE)
-        end = asked.sampling.stop_ids or (self.text.encode(ELSE, specials=False)[0],)
-        return self._forever(self.text.encode(said, specials=False), end)
+        end = asked.sampling.stop_ids or (self.text.encode(ELSE, add_special_tokens=False)[0],)
+        return self._forever(self.text.encode(said, add_special_tokens=False), end)
 
     def _forever(self, ids: list[int], end: tuple[int, ...]) -> Iterator[int]:
         yield from ids
@@ -141,7 +141,9 @@ class Workers:
 
     def _admitted(self, matcher: Any, ends: tuple[int, ...]) -> Iterator[int]:
         """The end as soon as it is admitted, else what closes something, else the lowest id."""
-        closing = [self.text.encode(one, specials=False)[0] for one in ('"', "}", "]", "1")]
+        closing = [
+            self.text.encode(one, add_special_tokens=False)[0] for one in ('"', "}", "]", "1")
+        ]
         while not matcher.complete or matcher.consumed_tokens == 0:
             if not matcher.allowed.any():
                 raise InvalidRequest("no token is possible")

@@ -93,7 +93,7 @@ def _application(model: Path, port: int, listen: str) -> Any:
 
     from ...config import ClusterConfig
     from ...gateway.gateway import Gateway
-    from ...gateway.text.tokenizer import Text
+    from ...gateway.text.tokenizer import ChatTokenizer
     from ...router_service import RouterService
     from .workers import Worker
 
@@ -112,7 +112,7 @@ def _application(model: Path, port: int, listen: str) -> Any:
         }
     )
     tree = config.model_dump()
-    ids = words(Text(model))
+    ids = words(ChatTokenizer(model))
 
     def deployment(cls: type, name: str, *arguments: Any) -> Any:
         made: Any = serve.deployment(cls)

@@ -21,15 +21,15 @@ import msgspec
 from ....kv_transfer.identity import block_hashes
 from ....protos import frames as f
 from ...gateway.apis.chat import ChatRequest
-from ...gateway.apis.parameters import Limits
-from ...gateway.apis.schema import parse
-from ...gateway.text.tokenizer import Text
+from ...gateway.apis.parameters import ModelLimits
+from ...gateway.apis.schema import parse_body
+from ...gateway.text.tokenizer import ChatTokenizer
 
 TOKENS = 2048
 PROMPTS = 300  #: measured, of each kind
 AT_A_TIME = 8  #: as under load; alone, each one pays for waking a thread and being woken
 TURN = 64  #: tokens of a conversation's next turn and of the answer before it, about
-LIMITS = Limits(max_model_len=1 << 20, stop_ids=(), temperature=1.0, token_chars=64)
+LIMITS = ModelLimits(max_model_len=1 << 20, stop_ids=(), temperature=1.0, longest_token_chars=64)
 SALT = bytes(16)
 
 
@@ -38,9 +38,9 @@ def measure(model: Path, seed: int = 0) -> list[dict[str, Any]]:
 
     `requests_s` at `AT_A_TIME`, `alone_requests_s` one after the other.
     """
-    text = Text(model)
+    text = ChatTokenizer(model)
     turn = random.Random(seed)
-    kinds: list[tuple[str, Callable[[Text, random.Random], Iterator[bytes]]]] = [
+    kinds: list[tuple[str, Callable[[ChatTokenizer, random.Random], Iterator[bytes]]]] = [
         ("fresh", _fresh),
         ("history", _history),
     ]
@@ -55,15 +55,15 @@ def measure(model: Path, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
-async def _prepare(text: Text, bodies: list[bytes], lanes: int) -> tuple[int, float]:
+async def _prepare(text: ChatTokenizer, bodies: list[bytes], lanes: int) -> tuple[int, float]:
     """Tokens of all prompts, and CPU seconds of all threads."""
     encode, loop = msgspec.msgpack.Encoder().encode, asyncio.get_running_loop()
     threads = ThreadPoolExecutor(1, "tokenizer")
 
     async def prepare(number: int) -> int:
-        asked = parse(ChatRequest, bodies[number])
+        asked = parse_body(ChatRequest, bodies[number])
         asked.check(text, LIMITS)
-        ids = (await loop.run_in_executor(threads, asked.prompt, text)).ids
+        ids = (await loop.run_in_executor(threads, asked.prompt, text)).token_ids
         sampling = asked.sampling(text, str(number), len(ids), LIMITS)
         key, hashes = (str(number), 0), block_hashes(ids, SALT)
         encode(f.PlaceAttempt(key, len(ids), sampling.max_tokens, hashes))
@@ -79,13 +79,13 @@ async def _prepare(text: Text, bodies: list[bytes], lanes: int) -> tuple[int, fl
     return tokens, time.process_time() - began
 
 
-def _fresh(text: Text, turn: random.Random) -> Iterator[bytes]:
+def _fresh(text: ChatTokenizer, turn: random.Random) -> Iterator[bytes]:
     words = _words(text)
     while True:
         yield _body([{"role": "user", "content": prose(words, turn, TOKENS)}])
 
 
-def _history(text: Text, turn: random.Random) -> Iterator[bytes]:
+def _history(text: ChatTokenizer, turn: random.Random) -> Iterator[bytes]:
     """Conversations that grow to `TOKENS`; all turns but the last are prepared before."""
     parts, words = TOKENS // TURN, _words(text)
     while True:
@@ -93,7 +93,7 @@ def _history(text: Text, turn: random.Random) -> Iterator[bytes]:
             {"role": ("user", "assistant")[at % 2], "content": prose(words, turn, TURN - 4)}
             for at in range(parts - 1)
         ]
-        parse(ChatRequest, _body(messages[:-2])).prompt(text)
+        parse_body(ChatRequest, _body(messages[:-2])).prompt(text)
         yield _body(messages)
 
 
@@ -107,8 +107,8 @@ def prose(words: list[str], turn: random.Random, tokens: int) -> str:
     return "".join(said)
 
 
-def _words(text: Text) -> list[str]:
-    pieces = [text.piece(token) for token in range(min(text.vocab, 4096))]
+def _words(text: ChatTokenizer) -> list[str]:
+    pieces = [text.token_text(token) for token in range(min(text.vocabulary_size, 4096))]
     return [piece for piece in pieces if piece.startswith(" ") and piece[1:].isalpha()]
 
 

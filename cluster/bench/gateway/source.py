@@ -14,8 +14,8 @@ from contextlib import aclosing, suppress
 from typing import Any
 
 from ....protos import frames as f
-from ...wire.connection import Connection, Listener
-from ...wire.handshake import Caller
+from ...wire.connection import FrameConnection, FrameListener
+from ...wire.handshake import PeerIdentity
 from ...wire.router_link import RouterLink
 
 SILENCE_S = 10.0
@@ -30,13 +30,13 @@ class Source:
     ) -> None:
         self.home, self.name, self._ids = home, name, ids
         self._live: dict[
-            f.AttemptKey, tuple[Connection, int, int]
+            f.AttemptKey, tuple[FrameConnection, int, int]
         ] = {}  #: peer, pace, tokens in all
         self._told: dict[f.AttemptKey, int] = {}
         self._steps: dict[int, asyncio.Task] = {}  #: by pace
         self._came = 0.0  #: the last stream, by the loop's clock
-        self._listener = Listener(secret, f.FramesToWorker, self._serve)
-        hello = Caller(name, "worker", secret)
+        self._listener = FrameListener(secret, f.FramesToWorker, self._serve)
+        hello = PeerIdentity(name, "worker", secret)
         self._link = RouterLink(find, hello, SILENCE_S, self._joined, lambda _: None)
 
     async def start(self, host: str) -> None:
@@ -57,14 +57,14 @@ class Source:
         )
         self._link.send(f.JoinRouter(card, self._link.term, []))
 
-    async def _serve(self, peer: Connection, _: f.Hello) -> None:
+    async def _serve(self, peer: FrameConnection, _: f.Hello) -> None:
         async with aclosing(peer.frames(SILENCE_S)) as frames:
             async for frame in frames:
                 self._frame(peer, frame)
         for key in [key for key, (to, _, _) in self._live.items() if to is peer]:
             self._end(key)
 
-    def _frame(self, peer: Connection, frame: Any) -> None:
+    def _frame(self, peer: FrameConnection, frame: Any) -> None:
         match frame:
             case f.StartPrefill(key, resumed_tokens=given):
                 peer.send(f.EngineStepTokens([f.AnswerTokens(key, given, [f.Token(self._ids[0])])]))
@@ -104,9 +104,9 @@ class Source:
                     await peer.drain()
         del self._steps[pace]
 
-    def _tokens(self, pace: int) -> dict[Connection, list[f.AnswerTokens]]:
+    def _tokens(self, pace: int) -> dict[FrameConnection, list[f.AnswerTokens]]:
         """The next token of every stream of this pace."""
-        peers: dict[Connection, list[f.AnswerTokens]] = {}
+        peers: dict[FrameConnection, list[f.AnswerTokens]] = {}
         ids, told = self._ids, self._told
         for key, (peer, its, most) in list(self._live.items()):
             if its != pace:

@@ -22,9 +22,9 @@ from ..errors import ApiError
 from ..text.answers import Answers, Delta, Output
 from .chat import ChatRequest, ChatShape
 from .completions import CompletionRequest, CompletionShape, DetokenizeRequest, TokenizeRequest
-from .messages import CountRequest, MessageShape, MessagesRequest, error_body
+from .messages import CountTokensRequest, MessageShape, MessagesRequest, anthropic_error_body
 from .responses import ResponseShape, ResponsesRequest
-from .schema import REQUEST_ID, parse
+from .schema import REQUEST_ID_PATTERN, parse_body
 
 if TYPE_CHECKING:
     from ..gateway import Gateway
@@ -71,7 +71,7 @@ class Api:
 
     async def chat(self, http: HttpRequest) -> Response:
         request_id = identify(http, "chatcmpl-")
-        asked = parse(ChatRequest, await sse.read_body(http))
+        asked = parse_body(ChatRequest, await sse.read_body(http))
         request, prompt = await self.gateway.prepare(asked, request_id, http.state.terms)
         text, model = self.gateway.text, self.gateway.model
         shape = ChatShape(asked, request, text, model, prompt)
@@ -80,7 +80,7 @@ class Api:
 
     async def completions(self, http: HttpRequest) -> Response:
         request_id = identify(http, "cmpl-")
-        asked = parse(CompletionRequest, await sse.read_body(http))
+        asked = parse_body(CompletionRequest, await sse.read_body(http))
         prompts = asked.prompts()
         names = (
             [request_id]
@@ -98,7 +98,7 @@ class Api:
 
     async def responses(self, http: HttpRequest) -> Response:
         request_id = identify(http, "resp_")
-        asked = parse(ResponsesRequest, await sse.read_body(http))
+        asked = parse_body(ResponsesRequest, await sse.read_body(http))
         chat = asked.as_chat()
         request, prompt = await self.gateway.prepare(chat, request_id, http.state.terms)
         text, model = self.gateway.text, self.gateway.model
@@ -109,36 +109,36 @@ class Api:
 
     async def messages(self, http: HttpRequest) -> Response:
         request_id = identify(http, "msg_")
-        asked = parse(MessagesRequest, await sse.read_body(http))
+        asked = parse_body(MessagesRequest, await sse.read_body(http))
         text, model = self.gateway.text, self.gateway.model
         chat = asked.as_chat(text)
         request, prompt = await self.gateway.prepare(chat, request_id, http.state.terms)
         shape = MessageShape(chat, request, text, model, prompt)
         resume = http.state.terms.resume
-        call = Call([request], shape, asked.stream, b"", True, error_body, resume)
+        call = Call([request], shape, asked.stream, b"", True, anthropic_error_body, resume)
         return await self._answer(http, call)
 
     async def count_tokens(self, http: HttpRequest) -> Response:
         identify(http, "msg_")
-        asked = parse(CountRequest, await sse.read_body(http))
+        asked = parse_body(CountTokensRequest, await sse.read_body(http))
         self.gateway.check_model(asked.model)
-        chat = asked.chat(self.gateway.text)
+        chat = asked.as_chat(self.gateway.text)
         chat.check(self.gateway.text, self.gateway.limits)
         prompt = await self.gateway.tokenize(lambda: chat.prompt(self.gateway.text))
-        return _json({"input_tokens": len(prompt.ids)})
+        return _json({"input_tokens": len(prompt.token_ids)})
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        asked = parse(TokenizeRequest, await sse.read_body(http))
+        asked = parse_body(TokenizeRequest, await sse.read_body(http))
         text, limits = self.gateway.text, self.gateway.limits
         self.gateway.check_model(asked.model)
         asked.check(text, limits)
-        ids = await self.gateway.tokenize(lambda: asked.ids(text))
-        return _json(asked.answer(ids, text, limits))
+        ids = await self.gateway.tokenize(lambda: asked.token_ids(text))
+        return _json(asked.response_body(ids, text, limits))
 
     async def detokenize(self, http: HttpRequest) -> Response:
-        asked = parse(DetokenizeRequest, await sse.read_body(http))
+        asked = parse_body(DetokenizeRequest, await sse.read_body(http))
         self.gateway.check_model(asked.model)
-        return _json(await self.gateway.tokenize(lambda: asked.answer(self.gateway.text)))
+        return _json(await self.gateway.tokenize(lambda: asked.response_body(self.gateway.text)))
 
     async def _answer(self, http: HttpRequest, call: Call) -> Response:
         if call.resume.seen and (len(call.requests) > 1 or not call.stream):
@@ -357,7 +357,7 @@ def identify(http: HttpRequest, prefix: str) -> str:
     """The request's id: the client's, or a new one. Raises ApiError."""
     request_id = http.headers.get("x-request-id") or f"{prefix}{uuid.uuid4().hex}"
     http.state.request_id = request_id
-    if not REQUEST_ID.fullmatch(request_id):
+    if not REQUEST_ID_PATTERN.fullmatch(request_id):
         http.state.request_id = ""
         message = "x-request-id must be 1 to 128 of letters, digits and . _ : -"
         raise ApiError("invalid_request", message, "x-request-id")

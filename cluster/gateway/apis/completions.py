@@ -1,37 +1,53 @@
-"""`/v1/completions`, `/tokenize` and `/detokenize`: plain prompts, as text or ids (pure)."""
+"""`/v1/completions`, `/tokenize` and `/detokenize`: plain prompts, as text or token ids (pure).
+
+A call of `/v1/completions` may have several prompts. Each becomes a `CompletionPrompt`, from which
+one request is made; `CompletionShape` then makes one object, or its chunks, of all their answers.
+"""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Annotated, Any, ClassVar
 
 import msgspec
 from pydantic import Field
 
-from ....protos import frames as f
+from ....protos import frames
 from ..attempt.stream import Request
 from ..errors import ApiError
 from ..text.answers import Delta, Output
-from ..text.tokenizer import Prompt, Text
-from .chat import ChatRequest, Message, StreamOptions, Tool, check_chars, usage
-from .parameters import ID_MAX, Limits, Parameters, sampling_of
-from .schema import Body
+from ..text.tokenizer import ChatTokenizer, TokenizedPrompt
+from .chat import (
+    MESSAGES_MAX,
+    ChatMessage,
+    ChatRequest,
+    ChatTool,
+    JsonObject,
+    StreamOptions,
+    check_prompt_length,
+    usage_object,
+)
+from .parameters import ModelLimits, SamplingParameters, TokenId, sampling_of
+from .schema import ApiBody
 
 PROMPTS_MAX = 64
-DEFAULT_TOKENS = 16  #: of an answer, as OpenAI has it
+DEFAULT_ANSWER_TOKENS = 16  #: OpenAI's default for plain completions.
 
-Ids = Annotated[list[Annotated[int, Field(ge=0, le=ID_MAX)]], Field(min_length=1)]
-Prompts = Annotated[list[str] | list[Ids], Field(min_length=1, max_length=PROMPTS_MAX)]
+PromptIds = Annotated[list[TokenId], Field(min_length=1)]
+PromptList = Annotated[list[str] | list[PromptIds], Field(min_length=1, max_length=PROMPTS_MAX)]
 
 
-class CompletionRequest(Parameters):
+class CompletionRequest(SamplingParameters):
     """What `/v1/completions` takes. A field that is not here is refused by name."""
 
-    NEUTRAL: ClassVar[dict[str, list]] = {"suffix": [""], "store": [False], "priority": [0]}
+    NEUTRAL_VALUES: ClassVar[dict[str, list[Any]]] = {
+        "suffix": [""],
+        "store": [False],
+        "priority": [0],
+    }
     model: str = ""
-    prompt: str | Ids | Prompts
+    prompt: str | PromptIds | PromptList
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -43,78 +59,102 @@ class CompletionRequest(Parameters):
     store: Any = None
     priority: Any = None
 
-    def prompts(self) -> list[OnePrompt]:
-        """A request for each prompt. Raises ApiError."""
+    def prompts(self) -> list[CompletionPrompt]:
+        """Return the prompts, each of which becomes a request. Raises ApiError."""
         if self.best_of not in (None, self.n or 1):
             raise ApiError("invalid_request", "best_of is not supported, except as n", "best_of")
         if self.max_tokens == 0 and not self.echo:
             raise ApiError("invalid_request", "max_tokens 0 needs echo: true", "max_tokens")
-        given = self.prompt
-        if isinstance(given, str):
-            return [OnePrompt(self, given)]
-        if isinstance(given[0], int):
-            return [OnePrompt(self, given)]
-        return [OnePrompt(self, one) for one in given]
+        if isinstance(self.prompt, str):
+            return [CompletionPrompt(self, self.prompt)]
+        if isinstance(self.prompt[0], int):
+            return [CompletionPrompt(self, self.prompt)]
+        return [CompletionPrompt(self, prompt_input) for prompt_input in self.prompt]
 
 
 @dataclass(frozen=True, slots=True)
-class OnePrompt:
-    """One of the prompts of a request."""
+class CompletionPrompt:
+    """One of the prompts of a call."""
 
-    asked: CompletionRequest
-    given: str | list[int]
-
-    def output(self) -> Output:
-        return self.asked.output()
+    body: CompletionRequest
+    prompt_input: str | list[int]  #: Text or token ids, as the client sent it.
 
     @property
     def model(self) -> str:
-        return self.asked.model
+        return self.body.model
 
-    def check(self, text: Text, limits: Limits) -> None:
-        if isinstance(self.given, str):
-            check_chars(len(self.given), limits)
+    def output(self) -> Output:
+        return self.body.output()
+
+    def check(self, tokenizer: ChatTokenizer, limits: ModelLimits) -> None:
+        """Raise ApiError for what can be refused before the prompt is tokenized."""
+        if isinstance(self.prompt_input, str):
+            check_prompt_length(len(self.prompt_input), limits)
         else:
-            check_ids(self.given, text)
+            check_token_ids(self.prompt_input, tokenizer)
 
-    def prompt(self, text: Text) -> Prompt:
-        """Slow: not for the event loop."""
-        if isinstance(self.given, str):
-            return Prompt(text.encode(self.given, self.asked.add_special_tokens), "")
-        return Prompt(self.given, "")
+    def prompt(self, tokenizer: ChatTokenizer) -> TokenizedPrompt:
+        """Tokenize the prompt. A long one takes seconds, too long for the event loop."""
+        if isinstance(self.prompt_input, str):
+            token_ids = tokenizer.encode(self.prompt_input, self.body.add_special_tokens)
+            return TokenizedPrompt(token_ids, "")
+        return TokenizedPrompt(self.prompt_input, "")
 
-    def sampling(self, text: Text, request_id: str, prompt: int, limits: Limits) -> f.Sampling:
-        given = self.asked.max_tokens
-        most = DEFAULT_TOKENS if given is None else max(given, 1)
-        count = self.asked.logprobs
+    def sampling(
+        self, tokenizer: ChatTokenizer, request_id: str, prompt_tokens: int, limits: ModelLimits
+    ) -> frames.Sampling:
+        """Return how the answers are sampled. Raises ApiError."""
+        body = self.body
+        if body.max_tokens is None:
+            max_tokens = DEFAULT_ANSWER_TOKENS
+        else:
+            max_tokens = max(body.max_tokens, 1)  # for 0 one token is made and not sent
         sampling = sampling_of(
-            self.asked, request_id, prompt, limits, max_tokens=most, logprobs=count
+            body,
+            request_id,
+            prompt_tokens,
+            limits,
+            max_tokens=max_tokens,
+            logprobs=body.logprobs,
         )
-        if count is None or not self.asked.echo:
-            return sampling
-        return msgspec.structs.replace(sampling, prompt_logprobs=count)
+        if body.echo and body.logprobs is not None:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.logprobs)
+        return sampling
 
 
-def check_ids(ids: list[int], text: Text) -> None:
-    """Raises ApiError for an id that is no token."""
-    wrong = next((one for one in ids if one >= text.vocab), None)
-    if wrong is not None:
-        message = f"the prompt has the id {wrong}, but ids are below {text.vocab}"
-        raise ApiError("invalid_request", message, "prompt")
+def check_token_ids(token_ids: list[int], tokenizer: ChatTokenizer) -> None:
+    """Raise ApiError for an id that the vocabulary does not have."""
+    for token_id in token_ids:
+        if token_id >= tokenizer.vocabulary_size:
+            message = (
+                f"the prompt has the id {token_id}, but ids are below {tokenizer.vocabulary_size}"
+            )
+            raise ApiError("invalid_request", message, "prompt")
 
 
 class CompletionShape:
-    """What one request is answered with, whole or in chunks. Choices are prompts x answers."""
+    """Makes OpenAI's `text_completion`, whole or in chunks, of the answers to one call.
+
+    The answers of all prompts are numbered through: a choice is an answer of a prompt.
+    """
 
     def __init__(
-        self, asked: CompletionRequest, requests: list[Request], text: Text, model: str, name: str
+        self,
+        body: CompletionRequest,
+        requests: list[Request],
+        tokenizer: ChatTokenizer,
+        model: str,
+        call_id: str,
     ) -> None:
-        self._asked, self._requests, self._text = asked, requests, text
-        self._drop = asked.max_tokens == 0
-        self._begun: set[int] = set()
-        self._offsets: dict[int, int] = {}  #: characters told, by choice
-        self._base = {
-            "id": name,
+        self._body = body
+        self._requests = requests
+        self._tokenizer = tokenizer
+        #: True if only the prompt is sent back: the one token that was made is dropped.
+        self._echo_only = body.max_tokens == 0
+        self._begun_choices: set[int] = set()  #: Choices that something was sent of.
+        self._sent_chars: dict[int, int] = {}  #: Characters whose logprobs were sent, by choice.
+        self._common_fields = {
+            "id": call_id,
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,
@@ -122,118 +162,149 @@ class CompletionShape:
 
     @property
     def output(self) -> Output:
-        return self._asked.output()
+        return self._body.output()
 
-    def begin(self) -> list[dict]:
+    def begin(self) -> list[JsonObject]:
+        """Return no chunk: completions begin with their text."""
         return []
 
-    def plain(self, index: int, text: str) -> dict | None:
-        if self._drop or self._asked.echo or self._asked.logprobs is not None:
+    def plain(self, index: int, text: str) -> JsonObject | None:
+        """Return the chunk of nothing but `text`; None if chunks of this call need more."""
+        if self._body.echo or self._body.logprobs is not None:
             return None
         choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
-        return {**self._base, "choices": [choice]}
+        return {**self._common_fields, "choices": [choice]}
 
-    def delta(self, delta: Delta) -> list[dict]:
+    def delta(self, delta: Delta) -> list[JsonObject]:
+        """Return the chunk of a piece of an answer, or none if it has nothing to say."""
         choice = self._choice(delta)
-        empty = not choice["text"] and not delta.finish and choice["logprobs"] is None
-        return [] if empty else [{**self._base, "choices": [choice]}]
-
-    def end(self, used: int) -> list[dict]:
-        options = self._asked.stream_options
-        if not (options and options.include_usage):
+        if not choice["text"] and not delta.finish and choice["logprobs"] is None:
             return []
-        return [{**self._base, "choices": [], "usage": self._usage(used)}]
+        return [{**self._common_fields, "choices": [choice]}]
 
-    def whole(self, deltas: list[Delta], used: int) -> dict:
+    def end(self, used_tokens: int) -> list[JsonObject]:
+        """Return the chunks behind the answers, which have `used_tokens` tokens."""
+        options = self._body.stream_options
+        if options is None or not options.include_usage:
+            return []
+        return [{**self._common_fields, "choices": [], "usage": self._usage(used_tokens)}]
+
+    def whole(self, deltas: list[Delta], used_tokens: int) -> JsonObject:
+        """Return the object of whole answers, which have `used_tokens` tokens."""
         choices = [self._choice(delta) for delta in deltas]
-        return {**self._base, "choices": choices, "usage": self._usage(used)}
+        return {**self._common_fields, "choices": choices, "usage": self._usage(used_tokens)}
 
-    def _usage(self, used: int) -> dict:
-        prompt = sum(len(request.ids) for request in self._requests)
-        cached = sum(request.hit_tokens for request in self._requests)
-        return usage(prompt, 0 if self._drop else used, cached)
+    def _usage(self, used_tokens: int) -> JsonObject:
+        return usage_object(
+            prompt_tokens=sum(len(request.ids) for request in self._requests),
+            completion_tokens=0 if self._echo_only else used_tokens,
+            cached_tokens=sum(request.hit_tokens for request in self._requests),
+        )
 
-    def _choice(self, delta: Delta) -> dict:
-        text, tokens = ("", []) if self._drop else (delta.text, delta.tokens)
-        request = self._requests[delta.index // len(self._requests[0].answers)]
-        scored = list(tokens)
-        first = delta.index not in self._begun
-        if first and self._asked.echo:
-            text = self._text.decode(request.ids) + text
-            scored = [f.Token(request.ids[0]), *request.prompt, *scored]
-        self._begun.add(delta.index)
+    def _choice(self, delta: Delta) -> JsonObject:
+        text = delta.text
+        tokens = delta.tokens
+        finish_reason = delta.finish
+        if self._echo_only:
+            text = ""
+            tokens = []
+            if finish_reason:
+                finish_reason = "length"
+        if self._body.echo and delta.index not in self._begun_choices:
+            request = self._requests[delta.index // len(self._requests[0].answers)]
+            text = self._tokenizer.decode(request.ids) + text
+            # The prompt's first token has no logprob, as nothing stands before it.
+            tokens = [frames.Token(request.ids[0]), *request.prompt, *tokens]
+        self._begun_choices.add(delta.index)
+        logprobs = None
+        if tokens and self._body.logprobs is not None:
+            logprobs = self._logprobs(delta.index, tokens)
         return {
             "index": delta.index,
             "text": text,
-            "logprobs": self._logprobs(delta.index, scored) if self._wants(scored) else None,
-            "finish_reason": "length" if self._drop and delta.finish else delta.finish,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
         }
 
-    def _wants(self, tokens: list[f.Token]) -> bool:
-        return self._asked.logprobs is not None and bool(tokens)
-
-    def _logprobs(self, choice: int, tokens: list[f.Token]) -> dict:
-        pieces = [self._text.piece(token.id) for token in tokens]
-        start = self._offsets.get(choice, 0)
-        offsets = list(accumulate(map(len, pieces), initial=start))
-        self._offsets[choice] = offsets[-1]
-        tops = [{self._text.piece(i): value for i, value in token.top} for token in tokens]
+    def _logprobs(self, choice_index: int, tokens: list[frames.Token]) -> JsonObject:
+        """Return OpenAI's `logprobs` of a completion; offsets are in characters of the choice."""
+        texts = [self._tokenizer.token_text(token.id) for token in tokens]
+        text_offsets = []
+        offset = self._sent_chars.get(choice_index, 0)
+        for text in texts:
+            text_offsets.append(offset)
+            offset += len(text)
+        self._sent_chars[choice_index] = offset
+        top_logprobs = [
+            {self._tokenizer.token_text(token_id): logprob for token_id, logprob in token.top}
+            for token in tokens
+        ]
         return {
-            "tokens": pieces,
+            "tokens": texts,
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [top or None for top in tops],
-            "text_offset": offsets[:-1],
+            "top_logprobs": [top or None for top in top_logprobs],
+            "text_offset": text_offsets,
         }
 
 
-class TokenizeRequest(Body):
-    """vLLM's: a prompt, or the messages of a chat."""
+class TokenizeRequest(ApiBody):
+    """What `/tokenize` takes, as vLLM has it: a prompt, or the messages of a chat."""
 
-    NEUTRAL: ClassVar[dict[str, list]] = {"add_generation_prompt": [True]}
+    NEUTRAL_VALUES: ClassVar[dict[str, list[Any]]] = {"add_generation_prompt": [True]}
     model: str = ""
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=1000)] | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MESSAGES_MAX)] | None = (
+        None
+    )
+    tools: list[ChatTool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
     add_generation_prompt: Any = None
 
-    def check(self, text: Text, limits: Limits) -> None:
+    def check(self, tokenizer: ChatTokenizer, limits: ModelLimits) -> None:
+        """Raise ApiError for what can be refused before the prompt is tokenized."""
         if (self.prompt is None) == (self.messages is None):
             raise ApiError("invalid_request", "either prompt or messages must be given", "prompt")
         if self.messages is not None:
-            self._chat().check(text, limits)
+            self._as_chat().check(tokenizer, limits)
         else:
-            check_chars(len(self.prompt or ""), limits)
+            check_prompt_length(len(self.prompt or ""), limits)
 
-    def _chat(self) -> ChatRequest:
+    def _as_chat(self) -> ChatRequest:
         return ChatRequest(
             messages=self.messages or [],
             tools=self.tools,
             chat_template_kwargs=self.chat_template_kwargs,
         )
 
-    def ids(self, text: Text) -> list[int]:
-        """Slow: not for the event loop."""
+    def token_ids(self, tokenizer: ChatTokenizer) -> list[int]:
+        """Tokenize the prompt. A long one takes seconds, too long for the event loop."""
         if self.messages is not None:
-            return self._chat().prompt(text).ids
-        return text.encode(self.prompt or "", self.add_special_tokens is not False)
+            return self._as_chat().prompt(tokenizer).token_ids
+        return tokenizer.encode(self.prompt or "", self.add_special_tokens is not False)
 
-    def answer(self, ids: list[int], text: Text, limits: Limits) -> dict:
-        names = [text.tokenizer.id_to_token(one) for one in ids] if self.return_token_strs else None
+    def response_body(
+        self, token_ids: list[int], tokenizer: ChatTokenizer, limits: ModelLimits
+    ) -> JsonObject:
+        token_names = None
+        if self.return_token_strs:
+            token_names = [tokenizer.token_name(token_id) for token_id in token_ids]
         return {
-            "count": len(ids),
+            "count": len(token_ids),
             "max_model_len": limits.max_model_len,
-            "tokens": ids,
-            "token_strs": names,
+            "tokens": token_ids,
+            "token_strs": token_names,
         }
 
 
-class DetokenizeRequest(Body):
-    model: str = ""
-    tokens: list[Annotated[int, Field(ge=0, le=ID_MAX)]]
+class DetokenizeRequest(ApiBody):
+    """What `/detokenize` takes, as vLLM has it."""
 
-    def answer(self, text: Text) -> dict:
-        check_ids(self.tokens, text)
-        return {"prompt": text.decode(self.tokens)}
+    model: str = ""
+    tokens: list[TokenId]
+
+    def response_body(self, tokenizer: ChatTokenizer) -> JsonObject:
+        """Raises ApiError for an id that the vocabulary does not have."""
+        check_token_ids(self.tokens, tokenizer)
+        return {"prompt": tokenizer.decode(self.tokens)}

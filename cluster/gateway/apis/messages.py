@@ -1,4 +1,8 @@
-"""Anthropic's `/v1/messages` and its count_tokens: read as a chat, answered in blocks (pure)."""
+"""Anthropic's `/v1/messages` and its `count_tokens`: read as a chat, answered in blocks (pure).
+
+An answer is a list of content blocks: thinking, text and tool uses. A streamed block goes through
+`content_block_start`, `content_block_delta` events and `content_block_stop`.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,15 @@ from pydantic import Field
 from ..attempt.stream import Request
 from ..errors import ApiError
 from ..text.answers import Delta, Output
-from ..text.content import THINK, Content
-from ..text.tokenizer import Prompt, Text
-from ..text.tools import Call
-from .chat import TOOLS_MAX, ChatRequest, Name
-from .parameters import ID_MAX, Share, Stop, dumped
-from .schema import Body, Strict, parse
+from ..text.content import THINK_OPEN, ContentParser, ContentPart, PartKind
+from ..text.tokenizer import ChatTokenizer, TokenizedPrompt
+from ..text.tools import ToolCall
+from .chat import MESSAGES_MAX, TOOLS_MAX, ChatRequest, FunctionName, JsonObject
+from .parameters import ID_MAX, StopString, UnitFraction, to_json
+from .schema import ApiBody, StrictModel, parse_body
 
-#: names of errors, where they differ from OpenAI's
-ERRORS = {
+#: Anthropic's error types, by reason, where they differ from OpenAI's.
+ANTHROPIC_ERROR_TYPES = {
     "model_not_found": "not_found_error",
     "not_found": "not_found_error",
     "too_large": "request_too_large",
@@ -28,23 +32,23 @@ ERRORS = {
 }
 
 
-class _Block(Strict):
-    cache_control: Any = None  #: a hint: prefixes are cached anyway
+class _Block(StrictModel):
+    cache_control: Any = None  #: Accepted without effect, because all prefixes are cached.
 
 
-class _Text(_Block):
+class _TextBlock(_Block):
     type: Literal["text"]
     text: str
     citations: None = None
 
 
-class _Thinking(_Block):
+class _ThinkingBlock(_Block):
     type: Literal["thinking"]
     thinking: str
     signature: str = ""
 
 
-class _ToolUse(_Block):
+class _ToolUseBlock(_Block):
     type: Literal["tool_use"]
     id: str
     name: str
@@ -52,279 +56,347 @@ class _ToolUse(_Block):
     caller: Any = None
 
 
-class _ToolResult(_Block):
+class _ToolResultBlock(_Block):
     type: Literal["tool_result"]
     tool_use_id: Annotated[str, Field(min_length=1)]
-    content: str | list[_Text] = ""
+    content: str | list[_TextBlock] = ""
     is_error: bool = False
 
 
-class _Turn(Strict):
+_TurnBlock = Annotated[
+    _TextBlock | _ThinkingBlock | _ToolUseBlock | _ToolResultBlock, Field(discriminator="type")
+]
+
+
+class _AnthropicTurn(StrictModel):
     role: Literal["user", "assistant"]
-    content: (
-        str
-        | list[Annotated[_Text | _Thinking | _ToolUse | _ToolResult, Field(discriminator="type")]]
-    )
+    content: str | list[_TurnBlock]
 
 
-class _Tool(_Block):
+class _AnthropicTool(_Block):
     type: Literal["custom"] | None = None
-    name: Name
+    name: FunctionName
     description: str | None = None
     input_schema: dict[str, Any]
 
 
-class _ToolChoice(Strict):
+class _ToolChoice(StrictModel):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class _ThinkingMode(Strict):
+class _ThinkingMode(StrictModel):
     type: Literal["adaptive", "disabled", "enabled"]
     budget_tokens: int | None = None
     display: Literal["summarized"] | None = None
 
 
-class _Metadata(Strict):
+class _Metadata(StrictModel):
     user_id: str | None = None
 
 
-class CountRequest(Body):
+class CountTokensRequest(ApiBody):
     """What `/v1/messages/count_tokens` takes."""
 
     model: str
-    messages: Annotated[list[_Turn], Field(min_length=1, max_length=1000)]
-    system: str | list[_Text] | None = None
-    tools: Annotated[list[_Tool], Field(max_length=TOOLS_MAX)] | None = None
+    messages: Annotated[list[_AnthropicTurn], Field(min_length=1, max_length=MESSAGES_MAX)]
+    system: str | list[_TextBlock] | None = None
+    tools: Annotated[list[_AnthropicTool], Field(max_length=TOOLS_MAX)] | None = None
     tool_choice: _ToolChoice | None = None
     thinking: _ThinkingMode | None = None
 
-    def chat(self, text: Text, **fields: Any) -> ChatRequest:
-        """The same as a chat. Raises ApiError."""
-        messages = [{"role": "system", "content": _plain(self.system)}] if self.system else []
-        for turn in self.messages:
-            messages += _messages(turn)
-        chat: dict[str, Any] = {"model": self.model, "messages": messages, **fields}
-        chat["chat_template_kwargs"] = self._thinking(text)
-        chat["tools"] = [_function(tool) for tool in self.tools or []] or None
-        if self.tool_choice:
-            chat |= _choice(self.tool_choice)
-        return parse(ChatRequest, dumped(chat).encode())
+    def as_chat(self, tokenizer: ChatTokenizer) -> ChatRequest:
+        """Return the same request as a chat. Raises ApiError."""
+        return parse_body(ChatRequest, to_json(self._chat_fields(tokenizer)).encode())
 
-    def _thinking(self, text: Text) -> dict[str, bool] | None:
-        """Thinking is off unless it is asked for."""
+    def _chat_fields(self, tokenizer: ChatTokenizer) -> JsonObject:
+        """Return the fields of the chat's body."""
+        messages: list[JsonObject] = []
+        if self.system:
+            messages.append({"role": "system", "content": _join_texts(self.system)})
+        for turn in self.messages:
+            messages += _chat_messages(turn)
+        fields: JsonObject = {
+            "model": self.model,
+            "messages": messages,
+            "chat_template_kwargs": self._thinking_switch(tokenizer),
+        }
+        if self.tools:
+            fields["tools"] = [_chat_tool(tool) for tool in self.tools]
+        if self.tool_choice:
+            fields |= _tool_choice_fields(self.tool_choice)
+        return fields
+
+    def _thinking_switch(self, tokenizer: ChatTokenizer) -> dict[str, bool] | None:
+        """Return the variable that turns thinking on or off in the model's chat template.
+
+        Without `thinking` in the body it is off. None if the template has no such variable.
+        """
         mode = self.thinking.type if self.thinking else "disabled"
         if mode == "enabled":
             message = 'thinking: a budget cannot be kept to; use {"type": "adaptive"}'
             raise ApiError("invalid_request", message, "thinking")
-        if mode == "adaptive" and THINK not in text.template:
+        if mode == "adaptive" and THINK_OPEN not in tokenizer.template:
             raise ApiError("invalid_request", "thinking: this model does not think", "thinking")
-        switch = "enable_thinking" in text.template_names
-        return {"enable_thinking": mode == "adaptive"} if switch else None
+        if "enable_thinking" not in tokenizer.template_variables:
+            return None
+        return {"enable_thinking": mode == "adaptive"}
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountTokensRequest):
     """What `/v1/messages` takes."""
 
-    NEUTRAL: ClassVar[dict[str, list]] = {"service_tier": ["auto", "standard_only"]}
+    NEUTRAL_VALUES: ClassVar[dict[str, list[Any]]] = {"service_tier": ["auto", "standard_only"]}
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool = False
-    stop_sequences: list[Stop] | None = None
-    temperature: Share | None = None
-    top_p: Share | None = None
+    stop_sequences: list[StopString] | None = None
+    temperature: UnitFraction | None = None
+    top_p: UnitFraction | None = None
     top_k: Annotated[int, Field(ge=0, le=ID_MAX)] | None = None
     metadata: _Metadata | None = None
     service_tier: Any = None
 
-    def as_chat(self, text: Text) -> ChatRequest:
-        given = {
+    def _chat_fields(self, tokenizer: ChatTokenizer) -> JsonObject:
+        fields = super()._chat_fields(tokenizer)
+        sampling_fields = {
             "max_tokens": self.max_tokens,
             "stop": self.stop_sequences,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
         }
-        return self.chat(text, **{k: v for k, v in given.items() if v is not None})
+        fields |= {name: value for name, value in sampling_fields.items() if value is not None}
+        return fields
 
 
-def _plain(content: str | list[_Text]) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content)
+def _join_texts(content: str | list[_TextBlock]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(block.text for block in content)
 
 
-def _messages(turn: _Turn) -> list[dict]:
-    """A turn as messages of a chat: tool results are messages of their own, before the rest."""
+def _chat_messages(turn: _AnthropicTurn) -> list[JsonObject]:
+    """Return a turn as messages of a chat.
+
+    Each tool result becomes a message of its own, before the message of the other blocks.
+    """
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
-    results, calls, texts, thoughts = [], [], [], []
+    tool_results: list[JsonObject] = []
+    calls = []
+    texts = []
+    thoughts = []
     for block in turn.content:
         match block:
-            case _Text():
+            case _TextBlock():
                 texts.append(block.text)
-            case _Thinking():
+            case _ThinkingBlock():
                 thoughts.append(block.thinking)
-            case _ToolUse():
-                function = {"name": block.name, "arguments": dumped(block.input)}
+            case _ToolUseBlock():
+                function = {"name": block.name, "arguments": to_json(block.input)}
                 calls.append({"id": block.id, "type": "function", "function": function})
-            case _ToolResult():
-                said = _plain(block.content)
-                result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": said}
-                results.append(result)
-    message: dict[str, Any] = {"role": turn.role, "content": "".join(texts)}
+            case _ToolResultBlock():
+                tool_results.append(
+                    {
+                        "role": "tool",
+                        "tool_call_id": block.tool_use_id,
+                        "content": _join_texts(block.content),
+                    }
+                )
+    if tool_results and not texts and not calls:
+        return tool_results
+    message: JsonObject = {"role": turn.role, "content": "".join(texts)}
     if calls:
         message["tool_calls"] = calls
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
-    return [*results, *([message] if texts or calls or not results else [])]
+    return [*tool_results, message]
 
 
-def _function(tool: _Tool) -> dict:
-    function = {"name": tool.name, "parameters": tool.input_schema}
+def _chat_tool(tool: _AnthropicTool) -> JsonObject:
+    function: JsonObject = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description:
         function["description"] = tool.description
     return {"type": "function", "function": function}
 
 
-def _choice(choice: _ToolChoice) -> dict:
-    named = {"type": "function", "function": {"name": choice.name or ""}}
-    kinds = {"auto": "auto", "any": "required", "none": "none", "tool": named}
-    fields: dict[str, Any] = {"tool_choice": kinds[choice.type]}
+def _tool_choice_fields(choice: _ToolChoice) -> JsonObject:
+    """Return the fields of a chat that say the same as Anthropic's `tool_choice`."""
+    fields: JsonObject
+    match choice.type:
+        case "auto" | "none":
+            fields = {"tool_choice": choice.type}
+        case "any":
+            fields = {"tool_choice": "required"}
+        case "tool":
+            named_function = {"type": "function", "function": {"name": choice.name or ""}}
+            fields = {"tool_choice": named_function}
     if choice.disable_parallel_tool_use:
         fields["parallel_tool_calls"] = False
     return fields
 
 
 class MessageShape:
-    """What one request is answered with. A block is open until another kind begins."""
+    """Makes Anthropic's message, or its events, of the answer to one request."""
 
     def __init__(
-        self, chat: ChatRequest, request: Request, text: Text, model: str, prompt: Prompt
+        self,
+        chat: ChatRequest,
+        request: Request,
+        tokenizer: ChatTokenizer,
+        model: str,
+        prompt: TokenizedPrompt,
     ) -> None:
-        self._chat, self._request, self._model = chat, request, model
-        self._content = Content(chat.grasp(text, prompt))
-        self._open = ""  #: kind of the block that is open
-        self._blocks = 0  #: begun so far
-        self._reason: str | None = None
-        self._stop: str | None = None
+        self._chat = chat
+        self._request = request
+        self._model = model
+        self._parser = ContentParser(chat.content_rules(tokenizer, prompt))
+        self._open_block_kind: PartKind | None = None
+        self._block_count = 0  #: Blocks that have begun.
+        self._stop_reason: str | None = None
+        self._stop_sequence: str | None = None
 
     @property
     def output(self) -> Output:
         return self._chat.output()
 
-    def begin(self) -> list[dict]:
+    def begin(self) -> list[JsonObject]:
+        """Return the event that comes before any text."""
         message = {**self._message([]), "stop_reason": None, "usage": self._usage(1)}
         return [{"type": "message_start", "message": message}]
 
-    def plain(self, index: int, text: str) -> dict | None:
+    def plain(self, index: int, text: str) -> JsonObject | None:
+        """Return None: blocks open and close between deltas, so `delta` makes all events."""
         return None
 
-    def delta(self, delta: Delta) -> list[dict]:
+    def delta(self, delta: Delta) -> list[JsonObject]:
+        """Return the events of a piece of the answer."""
         events = []
-        for kind, value in self._parts(delta):
-            if isinstance(value, Call):
-                block = self._tool_use(value)
-                events += self._start("tool_use", {**block, "input": {}})
-                events.append(self._of_block({"type": "input_json_delta"}, value.arguments))
-                continue
-            text = kind == "content"
-            if self._open != kind:
-                empty = {"type": "text", "text": ""} if text else _thought("")
-                events += self._start(kind, empty)
+        for kind, value in self._parse(delta):
+            if isinstance(value, ToolCall):
+                events += self._open_block(kind, {**self._tool_use_block(value), "input": {}})
+                block_delta = {"type": "input_json_delta", "partial_json": value.arguments}
+            elif kind == PartKind.REASONING:
+                if self._open_block_kind != kind:
+                    events += self._open_block(kind, _thinking_block(""))
+                block_delta = {"type": "thinking_delta", "thinking": value}
+            else:
+                if self._open_block_kind != kind:
+                    events += self._open_block(kind, _text_block(""))
+                block_delta = {"type": "text_delta", "text": value}
             events.append(
-                self._of_block({"type": "text_delta" if text else "thinking_delta"}, value)
+                {
+                    "type": "content_block_delta",
+                    "index": self._block_count - 1,
+                    "delta": block_delta,
+                }
             )
         return events
 
-    def end(self, used: int) -> list[dict]:
-        ending = {"stop_reason": self._reason, "stop_sequence": self._stop}
+    def end(self, used_tokens: int) -> list[JsonObject]:
+        """Return the events behind the answer, which has `used_tokens` tokens."""
+        ending = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
         return [
-            *self._close(),
-            {"type": "message_delta", "delta": ending, "usage": {"output_tokens": used}},
+            *self._close_block(),
+            {"type": "message_delta", "delta": ending, "usage": {"output_tokens": used_tokens}},
             {"type": "message_stop"},
         ]
 
-    def whole(self, deltas: list[Delta], used: int) -> dict:
-        blocks: list[dict] = []
-        for kind, value in self._parts(deltas[0]):
-            field = {"reasoning": "thinking", "content": "text"}.get(kind, "")
-            if isinstance(value, Call):
-                self._blocks += 1
-                block = self._tool_use(value)
-                blocks.append({**block, "input": json.loads(value.arguments)})
-            elif blocks and blocks[-1]["type"] == field:
-                blocks[-1][field] += value
+    def whole(self, deltas: list[Delta], used_tokens: int) -> JsonObject:
+        """Return the message of the whole answer, which has `used_tokens` tokens."""
+        blocks: list[JsonObject] = []
+        for kind, value in self._parse(deltas[0]):
+            last_type = blocks[-1]["type"] if blocks else None
+            if isinstance(value, ToolCall):
+                self._block_count += 1
+                arguments = json.loads(value.arguments)
+                blocks.append({**self._tool_use_block(value), "input": arguments})
+            elif kind == PartKind.REASONING:
+                if last_type == "thinking":
+                    blocks[-1]["thinking"] += value
+                else:
+                    blocks.append(_thinking_block(value))
+            elif last_type == "text":
+                blocks[-1]["text"] += value
             else:
-                blocks.append(_thought(value) if field == "thinking" else _text(value))
-        return {**self._message(blocks), "usage": self._usage(used)}
+                blocks.append(_text_block(value))
+        return {**self._message(blocks), "usage": self._usage(used_tokens)}
 
-    def _parts(self, delta: Delta) -> list:
-        parts = self._content.feed(delta.text)
+    def _parse(self, delta: Delta) -> list[ContentPart]:
+        """Return the parts of a delta's text; notes why the answer stopped."""
+        parts = self._parser.feed(delta.text)
         if not delta.finish:
             return parts
-        parts += self._content.end()
-        self._stop = delta.stop
-        ended = "tool_use" if self._content.calls else "end_turn"
-        self._reason = "max_tokens" if delta.finish == "length" else ended
+        parts += self._parser.end()
+        self._stop_sequence = delta.stop
         if delta.stop is not None:
-            self._reason = "stop_sequence"
+            self._stop_reason = "stop_sequence"
+        elif delta.finish == "length":
+            self._stop_reason = "max_tokens"
+        elif self._parser.calls:
+            self._stop_reason = "tool_use"
+        else:
+            self._stop_reason = "end_turn"
         return parts
 
-    def _message(self, blocks: list[dict]) -> dict:
+    def _message(self, blocks: list[JsonObject]) -> JsonObject:
         return {
             "id": self._request.id,
             "type": "message",
             "role": "assistant",
             "model": self._model,
             "content": blocks,
-            "stop_reason": self._reason,
-            "stop_sequence": self._stop,
+            "stop_reason": self._stop_reason,
+            "stop_sequence": self._stop_sequence,
         }
 
-    def _usage(self, used: int) -> dict:
-        hit = self._request.hit_tokens
+    def _usage(self, used_tokens: int) -> JsonObject:
+        cached_tokens = self._request.hit_tokens
         return {
-            "input_tokens": len(self._request.ids) - hit,
+            "input_tokens": len(self._request.ids) - cached_tokens,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": hit,
-            "output_tokens": used,
+            "cache_read_input_tokens": cached_tokens,
+            "output_tokens": used_tokens,
         }
 
-    def _tool_use(self, call: Call) -> dict:
-        wire = self._request.wire.rpartition("~")[2]
-        return {"type": "tool_use", "id": f"toolu_{wire}{self._blocks:04d}", "name": call.name}
+    def _tool_use_block(self, call: ToolCall) -> JsonObject:
+        """Return the block of a call without its input; the id is unique among all requests."""
+        request_suffix = self._request.wire.rpartition("~")[2]
+        tool_use_id = f"toolu_{request_suffix}{self._block_count:04d}"
+        return {"type": "tool_use", "id": tool_use_id, "name": call.name}
 
-    def _start(self, kind: str, block: dict) -> list[dict]:
-        begun = {"type": "content_block_start", "index": self._blocks, "content_block": block}
-        closed = self._close()
-        self._open, self._blocks = kind, self._blocks + 1
-        return [*closed, begun]
+    def _open_block(self, kind: PartKind, block: JsonObject) -> list[JsonObject]:
+        """Begin a block; return the events that end the last one and start this one."""
+        events = self._close_block()
+        events.append(
+            {"type": "content_block_start", "index": self._block_count, "content_block": block}
+        )
+        self._open_block_kind = kind
+        self._block_count += 1
+        return events
 
-    def _close(self) -> list[dict]:
-        if not self._open:
+    def _close_block(self) -> list[JsonObject]:
+        """Return the event that ends the open block, or none if no block is open."""
+        if self._open_block_kind is None:
             return []
-        self._open = ""
-        return [{"type": "content_block_stop", "index": self._blocks - 1}]
-
-    def _of_block(self, delta: dict, value: str) -> dict:
-        field = {
-            "text_delta": "text",
-            "thinking_delta": "thinking",
-            "input_json_delta": "partial_json",
-        }[delta["type"]]
-        whole = {**delta, field: value}
-        return {"type": "content_block_delta", "index": self._blocks - 1, "delta": whole}
+        self._open_block_kind = None
+        return [{"type": "content_block_stop", "index": self._block_count - 1}]
 
 
-def _text(text: str) -> dict:
+def _text_block(text: str) -> JsonObject:
     return {"type": "text", "text": text}
 
 
-def _thought(thinking: str) -> dict:
+def _thinking_block(thinking: str) -> JsonObject:
     return {"type": "thinking", "thinking": thinking, "signature": ""}
 
 
-def error_body(error: ApiError, request_id: str) -> dict:
-    """Anthropic's error object."""
-    kind = ERRORS.get(error.reason, error.kind.type)
-    said = {"type": kind, "message": error.message}
-    return {"type": "error", "error": said, "request_id": request_id}
+def anthropic_error_body(error: ApiError, request_id: str) -> JsonObject:
+    """Return Anthropic's error object."""
+    error_type = ANTHROPIC_ERROR_TYPES.get(error.reason, error.kind.error_type)
+    return {
+        "type": "error",
+        "error": {"type": error_type, "message": error.message},
+        "request_id": request_id,
+    }

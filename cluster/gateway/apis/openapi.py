@@ -1,7 +1,8 @@
 """`GET /openapi.json`: the HTTP API as an OpenAPI 3.1 document (pure).
 
-Bodies of requests are the schemas of the very models that read them. Responses are described as far
-as the published APIs name their fields; errors are the table of `errors`.
+The schemas of request bodies are made from the models that read them. The schemas of responses are
+written here, as far as the published APIs name their fields. Errors come from the table of
+`errors`.
 """
 
 from __future__ import annotations
@@ -12,24 +13,24 @@ from typing import Any, NamedTuple
 
 from pydantic.json_schema import models_json_schema
 
-from ..errors import KINDS
+from ..errors import ERROR_KINDS
 from .chat import ChatRequest
 from .completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
-from .messages import ERRORS, CountRequest, MessagesRequest
+from .messages import ANTHROPIC_ERROR_TYPES, CountTokensRequest, MessagesRequest
 from .responses import ResponsesRequest
-from .schema import Body
+from .schema import ApiBody
 
 Schema = dict[str, Any]
 
 TEXT: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 NUMBER: Schema = {"type": "number"}
-FLAG: Schema = {"type": "boolean"}
-FREE: Schema = {"type": "object"}
-FINISH: Schema = {"enum": ["stop", "length", "tool_calls", None]}
+ANY_OBJECT: Schema = {"type": "object"}
+FINISH_REASON: Schema = {"enum": ["stop", "length", "tool_calls", None]}
 
 
 def ref(name: str) -> Schema:
+    """Refer to a schema of the document by its name."""
     return {"$ref": f"#/components/schemas/{name}"}
 
 
@@ -37,21 +38,21 @@ def const(value: str) -> Schema:
     return {"const": value}
 
 
-def array(of: Schema) -> Schema:
-    return {"type": "array", "items": of}
+def array(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
 
 
-def maybe(one: Schema) -> Schema:
-    return {"anyOf": [one, {"type": "null"}]}
+def nullable(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
 
 
 def record(optional: Iterable[str] = (), **fields: Schema) -> Schema:
-    """An object of these fields and no others."""
-    left_out = set(optional)
+    """Describe an object with these fields and no others; those in `optional` may be missing."""
+    optional_names = set(optional)
     return {
         "type": "object",
         "properties": fields,
-        "required": [name for name in fields if name not in left_out],
+        "required": [name for name in fields if name not in optional_names],
         "additionalProperties": False,
     }
 
@@ -62,14 +63,16 @@ USAGE = record(
     total_tokens=COUNT,
     prompt_tokens_details=record(cached_tokens=COUNT),
 )
-TOP = {"token": TEXT, "logprob": NUMBER, "bytes": array(COUNT)}
-LOGPROBS = maybe(
+TOP_LOGPROB_FIELDS = {"token": TEXT, "logprob": NUMBER, "bytes": array(COUNT)}
+LOGPROBS = nullable(
     record(
-        content=array(record(**TOP, top_logprobs=array(record(**TOP)))),
+        content=array(
+            record(**TOP_LOGPROB_FIELDS, top_logprobs=array(record(**TOP_LOGPROB_FIELDS)))
+        ),
         refusal={"type": "null"},
     )
 )
-CALL = {
+TOOL_CALL_FIELDS = {
     "id": TEXT,
     "type": const("function"),
     "function": record(name=TEXT, arguments=TEXT),
@@ -77,54 +80,56 @@ CALL = {
 MESSAGE = record(
     ("reasoning_content", "tool_calls"),
     role=const("assistant"),
-    content=maybe(TEXT),
+    content=nullable(TEXT),
     refusal={"type": "null"},
-    reasoning_content=maybe(TEXT),
-    tool_calls=array(record(**CALL)),
+    reasoning_content=nullable(TEXT),
+    tool_calls=array(record(**TOOL_CALL_FIELDS)),
 )
-DELTA = record(
+MESSAGE_DELTA = record(
     ("role", "content", "reasoning_content", "tool_calls"),
     role=const("assistant"),
     content=TEXT,
     reasoning_content=TEXT,
-    tool_calls=array(record(index=COUNT, **CALL)),
+    tool_calls=array(record(index=COUNT, **TOOL_CALL_FIELDS)),
 )
-HEAD = {"id": TEXT, "created": COUNT, "model": TEXT}
+COMMON_FIELDS = {"id": TEXT, "created": COUNT, "model": TEXT}
 
-ANSWERS: dict[str, Schema] = {
+RESPONSE_SCHEMAS: dict[str, Schema] = {
     "Usage": USAGE,
     "ChatCompletion": record(
-        **HEAD,
+        **COMMON_FIELDS,
         object=const("chat.completion"),
         choices=array(
-            record(index=COUNT, message=MESSAGE, logprobs=LOGPROBS, finish_reason=FINISH)
+            record(index=COUNT, message=MESSAGE, logprobs=LOGPROBS, finish_reason=FINISH_REASON)
         ),
         usage=ref("Usage"),
     ),
     "ChatCompletionChunk": record(
         ("usage",),
-        **HEAD,
+        **COMMON_FIELDS,
         object=const("chat.completion.chunk"),
-        choices=array(record(index=COUNT, delta=DELTA, logprobs=LOGPROBS, finish_reason=FINISH)),
+        choices=array(
+            record(index=COUNT, delta=MESSAGE_DELTA, logprobs=LOGPROBS, finish_reason=FINISH_REASON)
+        ),
         usage=ref("Usage"),
     ),
     "Completion": record(
         ("usage",),
-        **HEAD,
+        **COMMON_FIELDS,
         object=const("text_completion"),
         choices=array(
             record(
                 index=COUNT,
                 text=TEXT,
-                logprobs=maybe(
+                logprobs=nullable(
                     record(
                         tokens=array(TEXT),
-                        token_logprobs=array(maybe(NUMBER)),
-                        top_logprobs=maybe(array(maybe(FREE))),
+                        token_logprobs=array(nullable(NUMBER)),
+                        top_logprobs=nullable(array(nullable(ANY_OBJECT))),
                         text_offset=array(COUNT),
                     )
                 ),
-                finish_reason=FINISH,
+                finish_reason=FINISH_REASON,
             )
         ),
         usage=ref("Usage"),
@@ -135,8 +140,8 @@ ANSWERS: dict[str, Schema] = {
             "id": TEXT,
             "object": const("response"),
             "status": {"enum": ["completed", "incomplete", "in_progress"]},
-            "output": array(FREE),
-            "usage": maybe(FREE),
+            "output": array(ANY_OBJECT),
+            "usage": nullable(ANY_OBJECT),
         },
         "required": ["id", "object", "status", "output", "usage"],
     },
@@ -145,9 +150,9 @@ ANSWERS: dict[str, Schema] = {
         type=const("message"),
         role=const("assistant"),
         model=TEXT,
-        content=array(FREE),
+        content=array(ANY_OBJECT),
         stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use", None]},
-        stop_sequence=maybe(TEXT),
+        stop_sequence=nullable(TEXT),
         usage={"type": "object", "required": ["input_tokens", "output_tokens"]},
     ),
     "TokenCount": record(input_tokens=COUNT),
@@ -157,7 +162,7 @@ ANSWERS: dict[str, Schema] = {
             "count": COUNT,
             "max_model_len": COUNT,
             "tokens": array(COUNT),
-            "token_strs": maybe(array(TEXT)),
+            "token_strs": nullable(array(TEXT)),
         },
         "required": ["count", "max_model_len", "tokens"],
     },
@@ -174,16 +179,23 @@ ANSWERS: dict[str, Schema] = {
     "Error": record(
         error=record(
             message={"type": "string", "minLength": 1, "maxLength": 502},
-            type={"enum": sorted({kind.type for kind in KINDS.values()})},
-            param=maybe(TEXT),
-            code={"enum": list(KINDS)},
+            type={"enum": sorted({kind.error_type for kind in ERROR_KINDS.values()})},
+            param=nullable(TEXT),
+            code={"enum": list(ERROR_KINDS)},
         ),
         request_id=TEXT,
     ),
     "AnthropicError": record(
         type=const("error"),
         error=record(
-            type={"enum": sorted({ERRORS.get(name, kind.type) for name, kind in KINDS.items()})},
+            type={
+                "enum": sorted(
+                    {
+                        ANTHROPIC_ERROR_TYPES.get(name, kind.error_type)
+                        for name, kind in ERROR_KINDS.items()
+                    }
+                )
+            },
             message={"type": "string", "minLength": 1, "maxLength": 502},
         ),
         request_id=TEXT,
@@ -191,41 +203,71 @@ ANSWERS: dict[str, Schema] = {
 }
 
 
-class Operation(NamedTuple):
-    """A route that takes a body. `event`: the schema of the data of its events, if it streams."""
+class PostRoute(NamedTuple):
+    """A route that takes a body."""
 
-    name: str
+    operation_id: str
     summary: str
-    body: type[Body]
-    answer: str
-    event: str = ""
+    body: type[ApiBody]
+    response_schema: str
+    #: What `data:` of its events is; empty if the route does not stream.
+    event_data: str = ""
 
 
-POSTS = {
-    "/v1/chat/completions": Operation(
-        "chat", "A chat's next turn", ChatRequest, "ChatCompletion", "ChatCompletionChunk"
+class GetRoute(NamedTuple):
+    """A route without a body."""
+
+    operation_id: str
+    summary: str
+    response_schema: str  #: Empty: any object.
+
+
+POST_OPERATIONS = {
+    "/v1/chat/completions": PostRoute(
+        operation_id="chat",
+        summary="A chat's next turn",
+        body=ChatRequest,
+        response_schema="ChatCompletion",
+        event_data="ChatCompletionChunk",
     ),
-    "/v1/completions": Operation(
-        "complete", "Plain text goes on", CompletionRequest, "Completion", "Completion"
+    "/v1/completions": PostRoute(
+        operation_id="complete",
+        summary="Plain text goes on",
+        body=CompletionRequest,
+        response_schema="Completion",
+        event_data="Completion",
     ),
-    "/v1/responses": Operation(
-        "respond", "OpenAI's Responses", ResponsesRequest, "Response", "one of its events"
+    "/v1/responses": PostRoute(
+        operation_id="respond",
+        summary="OpenAI's Responses",
+        body=ResponsesRequest,
+        response_schema="Response",
+        event_data="one of its events",
     ),
-    "/v1/messages": Operation(
-        "message", "Anthropic's Messages", MessagesRequest, "AnthropicMessage", "one of its events"
+    "/v1/messages": PostRoute(
+        operation_id="message",
+        summary="Anthropic's Messages",
+        body=MessagesRequest,
+        response_schema="AnthropicMessage",
+        event_data="one of its events",
     ),
-    "/v1/messages/count_tokens": Operation(
-        "count_tokens", "How long a prompt is", CountRequest, "TokenCount"
+    "/v1/messages/count_tokens": PostRoute(
+        operation_id="count_tokens",
+        summary="How long a prompt is",
+        body=CountTokensRequest,
+        response_schema="TokenCount",
     ),
-    "/tokenize": Operation("tokenize", "Text to ids", TokenizeRequest, "Tokens"),
-    "/detokenize": Operation("detokenize", "Ids to text", DetokenizeRequest, "Text"),
+    "/tokenize": PostRoute("tokenize", "Text to ids", TokenizeRequest, "Tokens"),
+    "/detokenize": PostRoute("detokenize", "Ids to text", DetokenizeRequest, "Text"),
 }
-GETS = {
-    "/v1/models": ("models", "What is served", "ModelList"),
-    "/v1/models/{model}": ("model", "One of these", "Model"),
-    "/health": ("health", "The process lives", "Status"),
-    "/ready": ("ready", "Requests would be served", "Status"),
+GET_OPERATIONS = {
+    "/v1/models": GetRoute("models", "What is served", "ModelList"),
+    "/v1/models/{model}": GetRoute("model", "One of these", "Model"),
+    "/health": GetRoute("health", "The process lives", "Status"),
+    "/ready": GetRoute("ready", "Requests would be served", "Status"),
+    "/openapi.json": GetRoute("openapi", "This document", ""),
 }
+#: What each header of a request means, and its schema.
 HEADERS = {
     "x-request-id": ("names the request; else one is made", TEXT),
     "x-slo-class": ("a class of service", TEXT),
@@ -238,21 +280,15 @@ HEADERS = {
 }
 
 
-def document() -> Schema:
-    """The whole of it."""
-    bodies = sorted({post.body for post in POSTS.values()}, key=lambda body: body.__name__)
-    _, made = models_json_schema(
-        [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
-    )
-    schemas = made["$defs"]
-    for body in bodies:
-        for name, values in body.NEUTRAL.items():
-            schemas[body.__name__]["properties"][name] = {"enum": [None, *_others(values)]}
-    paths: dict[str, Schema] = {path: {"post": _post(path, one)} for path, one in POSTS.items()}
-    paths |= {path: {"get": _get(path, *one)} for path, one in GETS.items()}
-    paths["/metrics"] = {"get": _metrics()}
-    paths["/openapi.json"] = {"get": _get("/openapi.json", "openapi", "This document", "")}
-    keys: Schema = {
+def openapi_document() -> Schema:
+    """Return the whole document."""
+    paths: dict[str, Schema] = {}
+    for path, post_route in POST_OPERATIONS.items():
+        paths[path] = {"post": _post_operation(path, post_route)}
+    for path, get_route in GET_OPERATIONS.items():
+        paths[path] = {"get": _get_operation(path, get_route)}
+    paths["/metrics"] = {"get": _metrics_operation()}
+    security_schemes: Schema = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     }
@@ -264,66 +300,105 @@ def document() -> Schema:
             "license": {"name": "Apache-2.0"},
         },
         "paths": paths,
-        "components": {"schemas": schemas | ANSWERS, "securitySchemes": keys},
+        "components": {
+            "schemas": _body_schemas() | RESPONSE_SCHEMAS,
+            "securitySchemes": security_schemes,
+        },
         "security": [{}, {"bearer": []}, {"key": []}],
     }
 
 
-def _others(values: list) -> list:
-    return [value for value in values if value is not None]
+def _body_schemas() -> dict[str, Schema]:
+    """Return the schemas of all bodies and of their parts, by the names of their models."""
+    bodies = {route.body for route in POST_OPERATIONS.values()}
+    sorted_bodies = sorted(bodies, key=lambda body: body.__name__)
+    _, made = models_json_schema(
+        [(body, "validation") for body in sorted_bodies],
+        ref_template="#/components/schemas/{model}",
+    )
+    schemas: dict[str, Schema] = made["$defs"]
+    for body in sorted_bodies:
+        properties = schemas[body.__name__]["properties"]
+        for name, neutral_values in body.NEUTRAL_VALUES.items():
+            accepted_values = [value for value in neutral_values if value is not None]
+            properties[name] = {"enum": [None, *accepted_values]}
+    return schemas
 
 
-def _errors(path: str) -> Schema:
-    """Every status of the table, with what leads to it; and what routes themselves refuse."""
-    name = "AnthropicError" if path.startswith("/v1/messages") else "Error"
-    reasons: dict[int, list[str]] = {405: ["another method"]}
-    for reason, kind in KINDS.items():
-        reasons.setdefault(kind.http, []).append(reason)
+def _error_responses(path: str) -> Schema:
+    """Return all statuses of the table of errors, each with the reasons that lead to it.
+
+    405 is not in the table: the routes themselves send it.
+    """
+    schema_name = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+    reasons_by_status: dict[int, list[str]] = {405: ["another method"]}
+    for reason, kind in ERROR_KINDS.items():
+        reasons_by_status.setdefault(kind.http_status, []).append(reason)
     return {
         str(status): {
-            "description": ", ".join(why),
-            "content": {"application/json": {"schema": ref(name)}},
+            "description": ", ".join(reasons),
+            "content": {"application/json": {"schema": ref(schema_name)}},
         }
-        for status, why in sorted(reasons.items())
+        for status, reasons in sorted(reasons_by_status.items())
     }
 
 
-def _post(path: str, post: Operation) -> Schema:
-    content: Schema = {"application/json": {"schema": ref(post.answer)}}
-    if post.event:
-        about = (
-            f"`data:` of each event is {post.event}; an error of an open stream is event `error`"
-        )
-        fields = {name: {"type": "string"} for name in ("event", "data", "id")}
-        event = {"type": "object", "properties": fields, "required": ["data"]}
-        content["text/event-stream"] = {"schema": {**event, "description": about}}
-    body = {"application/json": {"schema": ref(post.body.__name__)}}
+def _post_operation(path: str, route: PostRoute) -> Schema:
+    content: Schema = {"application/json": {"schema": ref(route.response_schema)}}
+    if route.event_data:
+        content["text/event-stream"] = {"schema": _event_schema(route.event_data)}
+    body_content = {"application/json": {"schema": ref(route.body.__name__)}}
     return {
-        "operationId": post.name,
-        "summary": post.summary,
+        "operationId": route.operation_id,
+        "summary": route.summary,
         "parameters": [
-            {"name": name, "in": "header", "description": about, "schema": schema}
-            for name, (about, schema) in HEADERS.items()
+            {"name": name, "in": "header", "description": description, "schema": schema}
+            for name, (description, schema) in HEADERS.items()
         ],
-        "requestBody": {"required": True, "content": body},
-        "responses": {"200": {"description": "answered", "content": content}, **_errors(path)},
+        "requestBody": {"required": True, "content": body_content},
+        "responses": {
+            "200": {"description": "answered", "content": content},
+            **_error_responses(path),
+        },
     }
 
 
-def _get(path: str, name: str, summary: str, answer: str) -> Schema:
-    schema = ref(answer) if answer else FREE
-    told = {"application/json": {"schema": schema}}
-    responses = {"200": {"description": "told", "content": told}, **_errors(path)}
+def _event_schema(event_data: str) -> Schema:
+    return {
+        "type": "object",
+        "properties": {name: {"type": "string"} for name in ("event", "data", "id")},
+        "required": ["data"],
+        "description": (
+            f"`data:` of each event is {event_data}; an error of an open stream is event `error`"
+        ),
+    }
+
+
+def _get_operation(path: str, route: GetRoute) -> Schema:
+    schema = ref(route.response_schema) if route.response_schema else ANY_OBJECT
+    content = {"application/json": {"schema": schema}}
+    responses = {"200": {"description": "told", "content": content}, **_error_responses(path)}
     if path == "/ready":
-        responses["503"] = {"description": "what is missing", "content": told}
-    operation: Schema = {"operationId": name, "summary": summary, "responses": responses}
+        responses["503"] = {"description": "what is missing", "content": content}
+    operation: Schema = {
+        "operationId": route.operation_id,
+        "summary": route.summary,
+        "responses": responses,
+    }
     if "{model}" in path:
-        given = {"name": "model", "in": "path", "required": True, "schema": TEXT}
-        operation["parameters"] = [given]
+        operation["parameters"] = [
+            {"name": "model", "in": "path", "required": True, "schema": TEXT}
+        ]
     return operation
 
 
-def _metrics() -> Schema:
-    page = {"text/plain": {"schema": TEXT}, "application/openmetrics-text": {"schema": TEXT}}
-    told = {"200": {"description": "Prometheus", "content": page}, **_errors("/metrics")}
-    return {"operationId": "metrics", "summary": "Metrics of this gateway", "responses": told}
+def _metrics_operation() -> Schema:
+    content = {"text/plain": {"schema": TEXT}, "application/openmetrics-text": {"schema": TEXT}}
+    return {
+        "operationId": "metrics",
+        "summary": "Metrics of this gateway",
+        "responses": {
+            "200": {"description": "Prometheus", "content": content},
+            **_error_responses("/metrics"),
+        },
+    }

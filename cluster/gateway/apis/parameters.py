@@ -1,6 +1,8 @@
-"""How an answer is sampled: the parameters that all APIs share, as `protos.frames.Sampling`.
+"""How an answer is sampled: fields of a body become `protos.frames.Sampling` (pure).
 
-Beside OpenAI's own there are those that clients of vLLM and SGLang send, under their names there.
+Chats and plain completions share these fields; the other APIs are read as chats. Beside OpenAI's
+own fields there are those that clients of vLLM and SGLang send, under the names that they have
+there.
 """
 
 from __future__ import annotations
@@ -11,28 +13,40 @@ from typing import Annotated, Any, Literal
 import xxhash
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from ....protos import frames as f
+from ....protos import frames
 from ..errors import ApiError
 from ..text.answers import Output
-from .schema import Body, Strict
+from .schema import ApiBody, StrictModel
 
-COLD = 1e-5  #: temperatures below are greedy: the division would overflow
-STOPS_MAX, STOP_CHARS = 16, 1000
+#: Lower temperatures sample greedily, because dividing the logits by them would overflow.
+GREEDY_TEMPERATURE_LIMIT = 1e-5
+STOP_STRINGS_MAX = 16
+STOP_STRING_CHARS_MAX = 1000
+CHOICES_MAX = 1000
 ID_MAX = 2**31 - 1
 
-Share = Annotated[float, Field(ge=0, le=1)]
+UnitFraction = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Id = Annotated[int, Field(ge=0, le=ID_MAX)]
-Stop = Annotated[str, Field(min_length=1, max_length=STOP_CHARS)]
-Stops = Annotated[list[Stop], Field(max_length=STOPS_MAX)]
+LogitBias = Annotated[float, Field(ge=-100, le=100)]
+TokenId = Annotated[int, Field(ge=0, le=ID_MAX)]
+Choices = Annotated[list[str], Field(min_length=1, max_length=CHOICES_MAX)]
+StopString = Annotated[str, Field(min_length=1, max_length=STOP_STRING_CHARS_MAX)]
+StopStrings = Annotated[list[StopString], Field(max_length=STOP_STRINGS_MAX)]
 
 
-def _listed(value: Any) -> Any:
+def _string_to_list(value: Any) -> Any:
+    """Let a client send one stop string without a list around it."""
     return [value] if isinstance(value, str) else value
 
 
+StringOrStrings = Annotated[
+    StopStrings,
+    BeforeValidator(_string_to_list, json_schema_input_type=StopString | StopStrings),
+]
+
+
 class JsonSchema(BaseModel):
-    """OpenAI's wrapping of a schema. What else is in it describes, and changes nothing."""
+    """OpenAI's wrapping of a JSON schema. Only `schema` has an effect."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
     name: str | None = None
@@ -41,23 +55,23 @@ class JsonSchema(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's."""
+    """vLLM's way to ask for a structured answer."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
     schema_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1, max_length=1000)] | None = None
+    choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
 
-class Parameters(Body):
+class SamplingParameters(ApiBody):
     """Fields of `/v1/chat/completions` and `/v1/completions` that say how to sample."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -65,22 +79,18 @@ class Parameters(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: (
-        Annotated[dict[Id, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None
-    ) = None
+    logit_bias: Annotated[dict[TokenId, LogitBias], Field(max_length=1024)] | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: Annotated[Stops, BeforeValidator(_listed, json_schema_input_type=Stop | Stops)] | None = (
-        None
-    )
+    stop: StringOrStrings | None = None
     user: str | None = None
-    # of vLLM and SGLang
+    # The fields below are those of vLLM and SGLang.
     top_k: Annotated[int, Field(ge=-1, le=ID_MAX)] | None = None
-    min_p: Share | None = None
+    min_p: UnitFraction | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=ID_MAX)] | None = None
     ignore_eos: bool = False
-    stop_token_ids: Annotated[list[Id], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     include_stop_str_in_output: bool = False
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
@@ -88,22 +98,26 @@ class Parameters(Body):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(min_length=1, max_length=1000)] | None = None
+    guided_choice: Choices | None = None
     guided_grammar: str | None = None
     regex: str | None = None
     json_schema: str | None = None
 
     def output(self) -> Output:
-        keep = self.include_stop_str_in_output or self.no_stop_trim
-        specials, least = not self.skip_special_tokens, self.min_tokens or 0
-        return Output(tuple(self.stop or ()), keep, least, specials)
+        """Return how the text of the answers is made."""
+        return Output(
+            stops=tuple(self.stop or ()),
+            keep_stop=self.include_stop_str_in_output or self.no_stop_trim,
+            least=self.min_tokens or 0,
+            specials=not self.skip_special_tokens,
+        )
 
 
-class Limits(BaseModel):
-    """What the served model sets: context, longest token, end ids, defaults of its publisher."""
+class ModelLimits(BaseModel):
+    """What the served model sets: its bounds, its end ids, and its publisher's defaults."""
 
-    max_model_len: int
-    token_chars: int = 1 << 20  #: characters of the vocabulary's longest token
+    max_model_len: int  #: Tokens of prompt and answer together.
+    longest_token_chars: int = 1 << 20  #: Characters of the vocabulary's longest token.
     stop_ids: tuple[int, ...]
     temperature: float
     top_p: float = 1.0
@@ -111,116 +125,149 @@ class Limits(BaseModel):
 
 
 def sampling_of(
-    asked: Parameters,
+    body: SamplingParameters,
     request_id: str,
-    prompt: int,
-    limits: Limits,
+    prompt_tokens: int,
+    limits: ModelLimits,
     *,
     max_tokens: int | None = None,
     logprobs: int | None = None,
-    grammar: f.Grammar | None = None,
-) -> f.Sampling:
-    """Parameters for a prompt of `prompt` ids; the default seed derives from the request id.
+    grammar: frames.Grammar | None = None,
+) -> frames.Sampling:
+    """Return how the answers to a prompt of `prompt_tokens` tokens are sampled.
 
-    `grammar` overrides none of the request's own: both is an error. Raises ApiError.
+    What the body leaves out comes from `limits`; a missing seed derives from the request id, so
+    that the same request has the same answer. `max_tokens` replaces the body's own. `grammar` is
+    that of required tool calls.
+
+    Raises ApiError if the answer has no room, or if two grammars would bind it.
     """
-    room = room_for(prompt, limits)
-    most = min(max_tokens or asked.max_tokens or room, room)
-    least = asked.min_tokens or 0
-    if least > most:
-        message = f"min_tokens is {least}, but the answer has {most} tokens at most"
+    room = output_limit(prompt_tokens, limits)
+    answer_tokens_limit = min(max_tokens or body.max_tokens or room, room)
+    min_tokens = body.min_tokens or 0
+    if min_tokens > answer_tokens_limit:
+        message = (
+            f"min_tokens is {min_tokens}, but the answer has {answer_tokens_limit} tokens at most"
+        )
         raise ApiError("invalid_request", message, "min_tokens")
-    own = grammar_of(asked)
-    if own and grammar:
+
+    body_grammar = grammar_of(body)
+    if body_grammar and grammar:
         message = "a structured answer and a tool call cannot both be required"
         raise ApiError("invalid_request", message, "tool_choice")
-    seed = xxhash.xxh3_64_intdigest(request_id.encode()) if asked.seed is None else asked.seed
-    given = limits.temperature if asked.temperature is None else asked.temperature
-    ends = () if asked.ignore_eos else limits.stop_ids
-    top_k = limits.top_k if asked.top_k is None else asked.top_k
-    return f.Sampling(
-        max_tokens=most,
-        temperature=given if given >= COLD else 0.0,
+
+    seed = body.seed
+    if seed is None:
+        seed = xxhash.xxh3_64_intdigest(request_id.encode())
+    temperature = limits.temperature if body.temperature is None else body.temperature
+    if temperature < GREEDY_TEMPERATURE_LIMIT:
+        temperature = 0.0
+    top_k = limits.top_k if body.top_k is None else body.top_k
+    model_stop_ids = () if body.ignore_eos else limits.stop_ids
+
+    return frames.Sampling(
+        max_tokens=answer_tokens_limit,
+        temperature=temperature,
         seed=seed & 0xFFFFFFFFFFFFFFFF,
-        stop_ids=(*ends, *(asked.stop_token_ids or ())),
+        stop_ids=(*model_stop_ids, *(body.stop_token_ids or ())),
         logprobs=logprobs,
         top_k=max(0, top_k),
-        top_p=limits.top_p if asked.top_p is None else asked.top_p,
-        min_p=asked.min_p or 0.0,
-        presence_penalty=asked.presence_penalty or 0.0,
-        frequency_penalty=asked.frequency_penalty or 0.0,
-        repetition_penalty=asked.repetition_penalty or 1.0,
-        logit_bias=tuple((asked.logit_bias or {}).items()),
-        min_tokens=least,
-        grammar=own or grammar,
-        n=asked.n or 1,
+        top_p=limits.top_p if body.top_p is None else body.top_p,
+        min_p=body.min_p or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        logit_bias=tuple((body.logit_bias or {}).items()),
+        min_tokens=min_tokens,
+        grammar=body_grammar or grammar,
+        n=body.n or 1,
     )
 
 
-def room_for(prompt: int, limits: Limits) -> int:
-    """Tokens that an answer may have. Raises ApiError if there is room for none."""
-    if prompt == 0:
+def output_limit(prompt_tokens: int, limits: ModelLimits) -> int:
+    """Return how many tokens an answer may have.
+
+    Raises ApiError if the prompt is empty or leaves no room for an answer.
+    """
+    if prompt_tokens == 0:
         raise ApiError("invalid_request", "the prompt has no tokens", "prompt")
-    room = limits.max_model_len - prompt
+    room = limits.max_model_len - prompt_tokens
     if room < 1:
         message = (
-            f"the prompt has {prompt} tokens, the model's context is "
+            f"the prompt has {prompt_tokens} tokens, the model's context is "
             f"{limits.max_model_len}: shorten the conversation"
         )
         raise ApiError("context_length_exceeded", message, "messages")
     return room
 
 
-def grammar_of(asked: Parameters) -> f.Grammar | None:
-    """The one grammar of a request. Raises ApiError if it has several."""
-    structured = asked.structured_outputs or StructuredOutputs()
-    whole = asked.response_format.type if asked.response_format else "text"
-    wrapped = asked.response_format and asked.response_format.json_schema
-    if whole == "json_schema" and not wrapped:
+def grammar_of(body: SamplingParameters) -> frames.Grammar | None:
+    """Return the grammar that the body asks for under any of its names.
+
+    Raises ApiError if the body asks for several grammars.
+    """
+    structured = body.structured_outputs or StructuredOutputs()
+    grammar_by_field = {
+        **_response_format_grammar(body.response_format),
+        "structured_outputs.json": _json_schema_grammar(structured.schema_),
+        "structured_outputs.regex": _text_grammar("regex", structured.regex),
+        "structured_outputs.choice": _choice_grammar(structured.choice),
+        "structured_outputs.grammar": _text_grammar("lark", structured.grammar),
+        "structured_outputs.json_object": (
+            frames.Grammar("json_object") if structured.json_object else None
+        ),
+        "guided_json": _json_schema_grammar(body.guided_json),
+        "guided_regex": _text_grammar("regex", body.guided_regex),
+        "guided_choice": _choice_grammar(body.guided_choice),
+        "guided_grammar": _text_grammar("lark", body.guided_grammar),
+        "regex": _text_grammar("regex", body.regex),
+        "json_schema": _json_schema_grammar(body.json_schema),
+    }
+    used_fields = [name for name, grammar in grammar_by_field.items() if grammar]
+    if not used_fields:
+        return None
+    if len(used_fields) > 1:
+        message = f"only one of {' and '.join(used_fields)} can be asked for"
+        raise ApiError("invalid_request", message, used_fields[0])
+    return grammar_by_field[used_fields[0]]
+
+
+def _response_format_grammar(
+    response_format: ResponseFormat | None,
+) -> dict[str, frames.Grammar | None]:
+    """Return the grammar of OpenAI's `response_format` by the field that sets it."""
+    if response_format is None or response_format.type == "text":
+        return {}
+    if response_format.type == "json_object":
+        return {"response_format.type": frames.Grammar("json_object")}
+    if response_format.json_schema is None:
         message = "response_format.json_schema is missing"
         raise ApiError("invalid_request", message, "response_format")
-    named = {
-        "response_format": _schema(wrapped.content) if whole == "json_schema" and wrapped else None,
-        "response_format.type": f.Grammar("json_object") if whole == "json_object" else None,
-        "structured_outputs.json": _schema(structured.schema_),
-        "structured_outputs.regex": _plain("regex", structured.regex),
-        "structured_outputs.choice": _choice(structured.choice),
-        "structured_outputs.grammar": _plain("lark", structured.grammar),
-        "structured_outputs.json_object": (
-            f.Grammar("json_object") if structured.json_object else None
-        ),
-        "guided_json": _schema(asked.guided_json),
-        "guided_regex": _plain("regex", asked.guided_regex),
-        "guided_choice": _choice(asked.guided_choice),
-        "guided_grammar": _plain("lark", asked.guided_grammar),
-        "regex": _plain("regex", asked.regex),
-        "json_schema": _schema(asked.json_schema),
-    }
-    found = {name: grammar for name, grammar in named.items() if grammar}
-    if len(found) > 1:
-        message = f"only one of {' and '.join(found)} can be asked for"
-        raise ApiError("invalid_request", message, next(iter(found)))
-    return next(iter(found.values()), None)
+    return {"response_format": _json_schema_grammar(response_format.json_schema.content)}
 
 
-def _plain(kind: str, text: str | None) -> f.Grammar | None:
-    return f.Grammar(kind, text) if text is not None else None
+def _text_grammar(kind: str, text: str | None) -> frames.Grammar | None:
+    return None if text is None else frames.Grammar(kind, text)
 
 
-def _schema(schema: dict | bool | str | None) -> f.Grammar | None:
+def _json_schema_grammar(schema: dict[str, Any] | bool | str | None) -> frames.Grammar | None:
+    """`schema` is parsed JSON or its text."""
     if schema is None:
         return None
-    return f.Grammar("json_schema", schema if isinstance(schema, str) else dumped(schema))
+    return frames.Grammar("json_schema", schema if isinstance(schema, str) else to_json(schema))
 
 
-def _choice(choice: list[str] | None) -> f.Grammar | None:
-    if choice is None:
+def _choice_grammar(choices: list[str] | None) -> frames.Grammar | None:
+    if choices is None:
         return None
-    return f.Grammar("lark", "start: " + " | ".join(json.dumps(one) for one in choice))
+    return frames.Grammar("lark", "start: " + " | ".join(json.dumps(text) for text in choices))
 
 
-def dumped(value: Any) -> str:
-    """JSON text of what was parsed from JSON. Raises ApiError for numbers too long to print."""
+def to_json(value: Any) -> str:
+    """Return the JSON text of what was parsed from JSON.
+
+    Raises ApiError for numbers that Python refuses to print because of their length.
+    """
     try:
         return json.dumps(value, ensure_ascii=False)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,11 @@
-"""OpenAI's `/v1/responses`, the part without tools and stored state: read as a chat (pure)."""
+"""OpenAI's `/v1/responses`, the part without tools and stored state: read as a chat (pure).
+
+A response is a list of output items: reasoning, if the model thinks, then a message. A streamed
+item goes through these events, whose names begin with `response.`:
+
+    output_item.added -> content_part.added -> <text>.delta ... -> <text>.done
+        -> content_part.done -> output_item.done
+"""
 
 from __future__ import annotations
 
@@ -9,56 +16,60 @@ from pydantic import Field
 
 from ..attempt.stream import Request
 from ..text.answers import Delta, Output
-from ..text.content import Content
-from ..text.tokenizer import Prompt, Text
-from .chat import ChatRequest
-from .parameters import dumped
-from .schema import Body, Strict, parse
+from ..text.content import ContentParser, ContentPart, PartKind
+from ..text.tokenizer import ChatTokenizer, TokenizedPrompt
+from .chat import MESSAGES_MAX, ChatRequest, JsonObject
+from .parameters import to_json
+from .schema import ApiBody, StrictModel, parse_body
 
 
-class _Part(Strict):
+class _InputPart(StrictModel):
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: Annotated[list, Field(max_length=0)] | None = None
-    logprobs: Annotated[list, Field(max_length=0)] | None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    logprobs: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
-class _Item(Strict):
+class _InputItem(StrictModel):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[_Part]
+    content: str | list[_InputPart]
     id: str | None = None
     status: str | None = None
     phase: str | None = None
 
-    def message(self) -> dict:
-        given = self.content
-        text = given if isinstance(given, str) else "".join(part.text for part in given)
+    def chat_message(self) -> JsonObject:
+        """Return the item as a chat's message."""
+        if isinstance(self.content, str):
+            text = self.content
+        else:
+            text = "".join(part.text for part in self.content)
         return {"role": self.role, "content": text}
 
 
-class _Format(Strict):
+class _TextFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     description: str | None = None
     content: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
-    def response_format(self) -> dict:
+    def response_format(self) -> JsonObject:
+        """Return the same as a chat's `response_format`."""
         if self.type != "json_schema":
             return {"type": self.type}
         schema = {"name": self.name, "schema": self.content}
         return {"type": self.type, "json_schema": schema}
 
 
-class _TextOptions(Strict):
-    format: _Format | None = None
+class _TextOptions(StrictModel):
+    format: _TextFormat | None = None
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(ApiBody):
     """What `/v1/responses` takes. A field that is not here is refused by name."""
 
-    NEUTRAL: ClassVar[dict[str, list]] = {
+    NEUTRAL_VALUES: ClassVar[dict[str, list[Any]]] = {
         "store": [False],
         "background": [False],
         "truncation": ["disabled"],
@@ -70,7 +81,7 @@ class ResponsesRequest(Body):
         "reasoning": [{}],
     }
     model: str = ""
-    input: str | Annotated[list[_Item], Field(min_length=1, max_length=1000)]
+    input: str | Annotated[list[_InputItem], Field(min_length=1, max_length=MESSAGES_MAX)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -93,143 +104,184 @@ class ResponsesRequest(Body):
     reasoning: Any = None
 
     def as_chat(self) -> ChatRequest:
-        """The same as a chat. Raises ApiError."""
-        first = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        turns = self.input
-        said = (
-            [{"role": "user", "content": turns}]
-            if isinstance(turns, str)
-            else [item.message() for item in turns]
-        )
-        chat: dict[str, Any] = {"model": self.model, "messages": [*first, *said]}
-        given = {
-            "max_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-        }
-        chat |= {name: value for name, value in given.items() if value is not None}
+        """Return the same request as a chat. Raises ApiError."""
+        messages: list[JsonObject] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            messages.append({"role": "user", "content": self.input})
+        else:
+            messages += [item.chat_message() for item in self.input]
+
+        chat: JsonObject = {"model": self.model, "messages": messages}
+        if self.max_output_tokens is not None:
+            chat["max_tokens"] = self.max_output_tokens
+        if self.temperature is not None:
+            chat["temperature"] = self.temperature
+        if self.top_p is not None:
+            chat["top_p"] = self.top_p
         if self.text and self.text.format:
             chat["response_format"] = self.text.format.response_format()
-        return parse(ChatRequest, dumped(chat).encode())
+        return parse_body(ChatRequest, to_json(chat).encode())
+
+
+#: The empty content part of an item of each kind.
+_EMPTY_PARTS: dict[PartKind, JsonObject] = {
+    PartKind.REASONING: {"type": "reasoning_text"},
+    PartKind.CONTENT: {"type": "output_text", "annotations": [], "logprobs": []},
+}
+#: What the events of an item's text are called.
+_TEXT_EVENT_NAMES = {
+    PartKind.REASONING: "response.reasoning_text",
+    PartKind.CONTENT: "response.output_text",
+}
+_ITEM_ID_PREFIXES = {PartKind.REASONING: "rs", PartKind.CONTENT: "msg"}
 
 
 class ResponseShape:
-    """What one request is answered with: a reasoning item, if there is one, then a message."""
+    """Makes the `response` object, or its events, of the answer to one request."""
 
     def __init__(
         self,
-        asked: ResponsesRequest,
+        body: ResponsesRequest,
         chat: ChatRequest,
         request: Request,
-        text: Text,
+        tokenizer: ChatTokenizer,
         model: str,
-        prompt: Prompt,
+        prompt: TokenizedPrompt,
     ) -> None:
-        self._asked, self._chat, self._request, self._model = asked, chat, request, model
-        self._content = Content(chat.grasp(text, prompt))
-        self._created = time.time()
-        self._number = 0  #: of the next event
-        self._texts: dict[str, str] = {}  #: of the items begun, by kind
-        self._finish: str | None = None
+        self._body = body
+        self._chat = chat
+        self._request = request
+        self._model = model
+        self._parser = ContentParser(chat.content_rules(tokenizer, prompt))
+        self._created_at_s = int(time.time())
+        self._next_event_number = 0
+        #: The text of each item that has begun, by the item's kind and in the order of the items.
+        self._item_texts: dict[PartKind, str] = {}
+        self._finish_reason: str | None = None
 
     @property
     def output(self) -> Output:
         return self._chat.output()
 
-    def begin(self) -> list[dict]:
-        told = self._response("in_progress", [], None)
+    def begin(self) -> list[JsonObject]:
+        """Return the events that come before any text."""
+        response = self._response("in_progress", items=[], usage=None)
         return [
-            self._event("response.created", response=told),
-            self._event("response.in_progress", response=told),
+            self._event("response.created", response=response),
+            self._event("response.in_progress", response=response),
         ]
 
-    def plain(self, index: int, text: str) -> dict | None:
+    def plain(self, index: int, text: str) -> JsonObject | None:
+        """Return None: every event has a number of its own, so `delta` makes them all."""
         return None
 
-    def delta(self, delta: Delta) -> list[dict]:
+    def delta(self, delta: Delta) -> list[JsonObject]:
+        """Return the events of a piece of the answer."""
         events = []
-        for kind, value in self._parts(delta):
-            if kind not in self._texts:
-                events += self._close()
-                self._texts[kind] = ""
-                item = self._item(kind, "", "in_progress")
-                at = len(self._texts) - 1
-                events.append(self._event("response.output_item.added", output_index=at, item=item))
-                part = {**_PARTS[kind], "text": ""}
-                events.append(self._of_part("response.content_part.added", kind, part=part))
-            self._texts[kind] += value
-            name = f"response.{_NAMES[kind]}.delta"
-            more: dict[str, list] = {"logprobs": []} if kind == "content" else {}
-            events.append(self._of_part(name, kind, delta=value, **more))
+        for kind, text in self._parse(delta):
+            assert isinstance(text, str), "calls need tools, which this API does not take"
+            if kind not in self._item_texts:
+                events += self._close_last_item()
+                events += self._open_item(kind)
+            self._item_texts[kind] += text
+            event_name = f"{_TEXT_EVENT_NAMES[kind]}.delta"
+            events.append(self._part_event(event_name, kind, delta=text, **_empty_logprobs(kind)))
         return events
 
-    def end(self, used: int) -> list[dict]:
-        closed = self._close()
-        status = "incomplete" if self._finish == "length" else "completed"
-        whole = self._response(status, self._items(), used)
-        return [*closed, self._event(f"response.{status}", response=whole)]
+    def end(self, used_tokens: int) -> list[JsonObject]:
+        """Return the events behind the answer, which has `used_tokens` tokens."""
+        events = self._close_last_item()
+        response = self._ended_response(used_tokens)
+        return [*events, self._event(f"response.{response['status']}", response=response)]
 
-    def whole(self, deltas: list[Delta], used: int) -> dict:
-        for kind, value in self._parts(deltas[0]):
-            self._texts[kind] = self._texts.get(kind, "") + value
-        status = "incomplete" if self._finish == "length" else "completed"
-        return self._response(status, self._items(), used)
+    def whole(self, deltas: list[Delta], used_tokens: int) -> JsonObject:
+        """Return the `response` object of the whole answer, which has `used_tokens` tokens."""
+        for kind, text in self._parse(deltas[0]):
+            assert isinstance(text, str), "calls need tools, which this API does not take"
+            self._item_texts[kind] = self._item_texts.get(kind, "") + text
+        return self._ended_response(used_tokens)
 
-    def _parts(self, delta: Delta) -> list:
-        parts = self._content.feed(delta.text)
+    def _parse(self, delta: Delta) -> list[ContentPart]:
+        parts = self._parser.feed(delta.text)
         if delta.finish:
-            self._finish = delta.finish
-            parts += self._content.end()
+            self._finish_reason = delta.finish
+            parts += self._parser.end()
         return parts
 
-    def _event(self, name: str, **fields: Any) -> dict:
-        self._number += 1
-        return {"type": name, "sequence_number": self._number - 1, **fields}
+    def _event(self, name: str, **fields: Any) -> JsonObject:
+        event = {"type": name, "sequence_number": self._next_event_number, **fields}
+        self._next_event_number += 1
+        return event
 
-    def _of_part(self, name: str, kind: str, **fields: Any) -> dict:
-        at = list(self._texts).index(kind)
-        item = self._name(kind)
-        return self._event(name, item_id=item, output_index=at, content_index=0, **fields)
+    def _part_event(self, name: str, kind: PartKind, **fields: Any) -> JsonObject:
+        """Return an event about the content part of an item."""
+        return self._event(
+            name,
+            item_id=self._item_id(kind),
+            output_index=list(self._item_texts).index(kind),
+            content_index=0,
+            **fields,
+        )
 
-    def _name(self, kind: str) -> str:
-        return f"{'rs' if kind == 'reasoning' else 'msg'}_{self._request.id}"
-
-    def _close(self) -> list[dict]:
-        """The end of the last item."""
-        if not self._texts:
-            return []
-        kind, text = list(self._texts.items())[-1]
-        part = {**_PARTS[kind], "text": text}
-        more: dict[str, list] = {"logprobs": []} if kind == "content" else {}
-        item, at = self._item(kind, text, "completed"), len(self._texts) - 1
+    def _open_item(self, kind: PartKind) -> list[JsonObject]:
+        """Begin an item; return the events that say so."""
+        output_index = len(self._item_texts)
+        self._item_texts[kind] = ""
+        item = self._item(kind, text="", status="in_progress")
+        part = {**_EMPTY_PARTS[kind], "text": ""}
         return [
-            self._of_part(f"response.{_NAMES[kind]}.done", kind, text=text, **more),
-            self._of_part("response.content_part.done", kind, part=part),
-            self._event("response.output_item.done", output_index=at, item=item),
+            self._event("response.output_item.added", output_index=output_index, item=item),
+            self._part_event("response.content_part.added", kind, part=part),
         ]
 
-    def _items(self) -> list[dict]:
-        return [self._item(kind, text, "completed") for kind, text in self._texts.items()]
+    def _close_last_item(self) -> list[JsonObject]:
+        """Return the events that end the last item, or none if no item has begun."""
+        if not self._item_texts:
+            return []
+        kind, text = list(self._item_texts.items())[-1]
+        output_index = len(self._item_texts) - 1
+        part = {**_EMPTY_PARTS[kind], "text": text}
+        item = self._item(kind, text, status="completed")
+        text_event_name = f"{_TEXT_EVENT_NAMES[kind]}.done"
+        return [
+            self._part_event(text_event_name, kind, text=text, **_empty_logprobs(kind)),
+            self._part_event("response.content_part.done", kind, part=part),
+            self._event("response.output_item.done", output_index=output_index, item=item),
+        ]
 
-    def _item(self, kind: str, text: str, status: str) -> dict:
-        parts = [{**_PARTS[kind], "text": text}] if text else []
-        item = {"id": self._name(kind), "status": status, "content": parts}
-        if kind == "reasoning":
-            return {"type": "reasoning", "summary": [], **item}
-        return {"type": "message", "role": "assistant", **item}
+    def _item_id(self, kind: PartKind) -> str:
+        return f"{_ITEM_ID_PREFIXES[kind]}_{self._request.id}"
 
-    def _response(self, status: str, items: list[dict], used: int | None) -> dict:
-        short = {"reason": "max_output_tokens"} if status == "incomplete" else None
+    def _item(self, kind: PartKind, text: str, status: str) -> JsonObject:
+        parts = [{**_EMPTY_PARTS[kind], "text": text}] if text else []
+        common_fields = {"id": self._item_id(kind), "status": status, "content": parts}
+        if kind == PartKind.REASONING:
+            return {"type": "reasoning", "summary": [], **common_fields}
+        return {"type": "message", "role": "assistant", **common_fields}
+
+    def _ended_response(self, used_tokens: int) -> JsonObject:
+        status = "incomplete" if self._finish_reason == "length" else "completed"
+        items = [self._item(kind, text, "completed") for kind, text in self._item_texts.items()]
+        return self._response(status, items, self._usage(used_tokens))
+
+    def _response(
+        self, status: str, items: list[JsonObject], usage: JsonObject | None
+    ) -> JsonObject:
+        incomplete_details = None
+        if status == "incomplete":
+            incomplete_details = {"reason": "max_output_tokens"}
         return {
             "id": self._request.id,
             "object": "response",
-            "created_at": int(self._created),
+            "created_at": self._created_at_s,
             "status": status,
             "error": None,
-            "incomplete_details": short,
-            "instructions": self._asked.instructions,
-            "max_output_tokens": self._asked.max_output_tokens,
-            "metadata": self._asked.metadata or {},
+            "incomplete_details": incomplete_details,
+            "instructions": self._body.instructions,
+            "max_output_tokens": self._body.max_output_tokens,
+            "metadata": self._body.metadata or {},
             "model": self._model,
             "output": items,
             "parallel_tool_calls": True,
@@ -240,25 +292,23 @@ class ResponseShape:
             "tools": [],
             "top_p": self._request.sampling.top_p,
             "truncation": "disabled",
-            "usage": None if used is None else self._usage(used),
+            "usage": usage,
         }
 
-    def _usage(self, used: int) -> dict:
-        prompt = len(self._request.ids)
+    def _usage(self, used_tokens: int) -> JsonObject:
+        prompt_tokens = len(self._request.ids)
         return {
-            "input_tokens": prompt,
+            "input_tokens": prompt_tokens,
             "input_tokens_details": {
                 "cached_tokens": self._request.hit_tokens,
                 "cache_write_tokens": 0,
             },
-            "output_tokens": used,
+            "output_tokens": used_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": prompt + used,
+            "total_tokens": prompt_tokens + used_tokens,
         }
 
 
-_PARTS: dict[str, dict] = {
-    "reasoning": {"type": "reasoning_text"},
-    "content": {"type": "output_text", "annotations": [], "logprobs": []},
-}
-_NAMES = {"reasoning": "reasoning_text", "content": "output_text"}
+def _empty_logprobs(kind: PartKind) -> dict[str, list[Any]]:
+    """Return the field that events of a message's text have, and those of reasoning do not."""
+    return {"logprobs": []} if kind == PartKind.CONTENT else {}

@@ -1,4 +1,8 @@
-"""Bodies of requests: one reader for all APIs, which says in a sentence what is wrong."""
+"""How the body of a request is read: one function for all APIs.
+
+A body is a pydantic model. What the model does not accept is refused with one sentence that names
+the field.
+"""
 
 from __future__ import annotations
 
@@ -9,48 +13,54 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..errors import ApiError
 
-REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-BodyType = TypeVar("BodyType", bound="Body")
+REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+FIELD_PATH_CHARS_MAX = 200  #: A path is shortened to this, because it repeats the client's keys.
+BodyType = TypeVar("BodyType", bound="ApiBody")
 
 
-class Strict(BaseModel):
-    """A field that is not here is refused by name."""
+class StrictModel(BaseModel):
+    """A part of a body. A field that the model does not have is refused by name."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class Body(Strict):
-    """`NEUTRAL` fields are taken at the values that change nothing; others are refused."""
+class ApiBody(StrictModel):
+    """The whole body of a request."""
 
-    NEUTRAL: ClassVar[dict[str, list]] = {}
+    #: Fields that clients send although this server has nothing to set by them, each with the
+    #: values that change nothing. These values and null are accepted, all others are refused.
+    NEUTRAL_VALUES: ClassVar[dict[str, list[Any]]] = {}
 
 
-def parse(kind: type[BodyType], body: bytes) -> BodyType:
-    """Validates a body. Raises ApiError with one sentence about the first thing that is wrong."""
+def parse_body(model: type[BodyType], body: bytes) -> BodyType:
+    """Validate the JSON text `body`.
+
+    Raises ApiError with one sentence about the first thing that is wrong.
+    """
     try:
-        parsed = kind.model_validate_json(body)
+        parsed = model.model_validate_json(body)
     except ValidationError as error:
-        raise _refusal(error) from None
-    for name, values in kind.NEUTRAL.items():
-        if name in parsed.model_fields_set and not _one_of(getattr(parsed, name), values):
-            message = f"{name} is not supported, except as {values[0]!r}"
+        raise _invalid_body_error(error) from None
+    for name, neutral_values in model.NEUTRAL_VALUES.items():
+        value = getattr(parsed, name)
+        if value is not None and value not in neutral_values:
+            message = f"{name} is not supported, except as {neutral_values[0]!r}"
             raise ApiError("invalid_request", message, name)
     return parsed
 
 
-def _one_of(value: Any, values: list) -> bool:
-    return value is None or value in values
-
-
-def _refusal(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    where = where if len(where) <= 200 else where[:200] + ".."
-    if first["type"] == "extra_forbidden":
-        message = f"{where} is not supported"
-    elif first["type"] == "json_invalid":
-        message = f"the body is not valid JSON: {first['msg'].split(': ', 1)[-1]}"
-    else:
-        said = first["msg"].removeprefix("Value error, ")
-        message = f"{where or 'the body'}: {said[:1].lower()}{said[1:]}"
-    return ApiError("invalid_request", " ".join(message.split()), where or None)
+def _invalid_body_error(error: ValidationError) -> ApiError:
+    """Say the first of pydantic's findings in one sentence."""
+    finding = error.errors(include_url=False, include_context=False)[0]
+    field_path = ".".join(str(part) for part in finding["loc"])
+    if len(field_path) > FIELD_PATH_CHARS_MAX:
+        field_path = field_path[:FIELD_PATH_CHARS_MAX] + ".."
+    match finding["type"]:
+        case "extra_forbidden":
+            message = f"{field_path} is not supported"
+        case "json_invalid":
+            message = f"the body is not valid JSON: {finding['msg'].split(': ', 1)[-1]}"
+        case _:
+            rule = finding["msg"].removeprefix("Value error, ")
+            message = f"{field_path or 'the body'}: {rule[:1].lower()}{rule[1:]}"
+    return ApiError("invalid_request", " ".join(message.split()), field_path or None)

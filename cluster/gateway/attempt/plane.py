@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from ....protos import frames as f
-from ...wire.connection import Connection, dial
-from ...wire.handshake import Caller
+from ...wire.connection import FrameConnection, dial
+from ...wire.handshake import PeerIdentity
 from ...wire.router_link import RouterLink
 
 log = logging.getLogger(__name__)
@@ -77,10 +77,10 @@ class Plane:
         """`told`: statistics of this process, for whoever asks the router; `close`: ends it all."""
         self._close = close
         self._ending: asyncio.Task | None = None
-        self.hello, self._told = Caller(name, kind, secret), told
+        self.hello, self._told = PeerIdentity(name, kind, secret), told
         self._silence_s = silence_s
         self.cards: dict[str, f.WorkerCard] = {}
-        self._workers: dict[str, Connection] = {}
+        self._workers: dict[str, FrameConnection] = {}
         self._dialing: dict[str, asyncio.Task] = {}
         self._unsent: dict[
             str, list[f.StartPrefill | f.StartDecode]
@@ -122,7 +122,7 @@ class Plane:
     def submit(self, worker: str, frame: f.StartPrefill | f.StartDecode) -> None:
         """Sends an attempt to a worker, as soon as it is connected; `Failed` if it never is."""
         self._using[frame.attempt_key].add(worker)
-        if self.connected(worker) and self._workers[worker].silent and self._others(worker):
+        if self.connected(worker) and self._workers[worker].suspected and self._others(worker):
             self._deliver(frame.attempt_key, f.AttemptFailed(frame.attempt_key, worker, "silent"))
         elif self.connected(worker):
             self._workers[worker].send(frame)
@@ -196,7 +196,7 @@ class Plane:
         while True:
             try:
                 connection = await dial(card.address, self.hello, f.FramesFromWorker, card.id)
-                connection.suspect = lambda: self._suspect(card.id)
+                connection.on_suspected = lambda: self._suspect(card.id)
                 self._connected(card.id, connection)
                 async with aclosing(connection.frames(self._silence_s)) as frames:
                     async for frame in frames:
@@ -211,7 +211,7 @@ class Plane:
                 return
             await asyncio.sleep(REDIAL_S)
 
-    def _connected(self, worker: str, connection: Connection) -> None:
+    def _connected(self, worker: str, connection: FrameConnection) -> None:
         """Sends what waited for the worker, and lifts its ban from requests that still wait."""
         self._workers[worker] = connection
         for unsent in self._unsent.pop(worker, []):
@@ -249,7 +249,7 @@ class Plane:
         """Somebody else has its role, and speaks."""
         card = self.cards.get(worker)
         return card is not None and any(
-            self.connected(name) and not self._workers[name].silent
+            self.connected(name) and not self._workers[name].suspected
             for name, other in self.cards.items()
             if other.role == card.role and name != worker
         )
@@ -312,7 +312,7 @@ class Plane:
 
     async def _ask(
         self,
-        peer: Connection | RouterLink,
+        peer: FrameConnection | RouterLink,
         frame: Callable[[int], Any] = f.InspectProcess,
         limit_s: float = INSPECT_S,
     ) -> dict:

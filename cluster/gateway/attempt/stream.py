@@ -387,11 +387,11 @@ class Generator:
             *wishes,
             tenant=terms.tenant,
             slo_class=terms.slo_class,
-            ttft_s=terms.ttft_s,
-            itl_s=terms.itl_s,
+            ttft_s=terms.ttft_target_s,
+            itl_s=terms.itl_target_s,
             waited_s=request.waited_s,
             trace=request.trace,
-            session=terms.session,
+            session=terms.session_id,
             answer_count=sampling.n,
         )
         self.plane.place(place)

@@ -1,12 +1,12 @@
-"""On whose account a request runs, and what it is held to: read from its headers (pure).
+"""The terms of a request: its tenant, class, targets and deadline, read from its headers (pure).
 
 HTTP headers and gRPC metadata have the same names:
 
-    x-slo-class           a class of the configuration; what a key allows
-    x-slo-ttft-ms         target until the first token
-    x-slo-itl-ms          target between tokens
-    x-session-id          names a conversation
-    traceparent           W3C trace context: spans go below the client's
+    x-slo-class           a class of the configuration that the client's key allows
+    x-slo-ttft-ms         target for the time until the first token
+    x-slo-itl-ms          target for the time between two tokens
+    x-session-id          the name of the conversation that the request belongs to
+    traceparent           W3C trace context: the request's spans become children of the client's
     x-request-timeout-ms  how long the client waits: past it the answer ends, deadline_exceeded
 """
 
@@ -16,74 +16,87 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from ..apis.schema import REQUEST_ID
-from ..edge.keys import Key
+from ..apis.schema import REQUEST_ID_PATTERN
+from ..edge.keys import ApiKey
 from ..errors import ApiError
 from .resume import ANEW, Resume, read_resume
 
 DAY_MS = 86_400_000.0
 DEFAULT_CLASS = "interactive"
 
+#: Looks a header up by its lower-case name.
+GetHeader = Callable[[str], str | None]
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Times in seconds."""
+    """What a request is held to. Times are in seconds."""
 
-    tenant: str = ""
+    tenant: str = ""  #: Of the API key; empty without keys.
     slo_class: str = DEFAULT_CLASS
-    ttft_s: float = 0.0  #: target; 0: the configured one
-    itl_s: float = 0.0  #: target; 0: the configured one
-    deadline: float = math.inf  #: of the monotonic clock: the client waits no longer
-    session: str = ""
+    ttft_target_s: float = 0.0  #: 0: the configured target counts.
+    itl_target_s: float = 0.0  #: 0: the configured target counts.
+    deadline: float = math.inf  #: On the monotonic clock: the client waits no longer.
+    session_id: str = ""
     resume: Resume = ANEW
-    trace: str = ""  #: W3C traceparent
-    #: by the monotonic clock: before its body was read
-    arrived: float | None = field(default=None, compare=False)
+    traceparent: str = ""  #: W3C trace context of the client; empty: it sent none.
+    #: On the monotonic clock: when the headers were there, before the body was read.
+    arrived_s: float | None = field(default=None, compare=False)
 
 
 def read_terms(
-    get: Callable[[str], str | None], key: Key | None, classes: Collection[str], now: float
+    get_header: GetHeader, api_key: ApiKey | None, classes: Collection[str], now: float
 ) -> Terms:
-    """`get` looks a header up. Raises ApiError."""
-    timeout = _milliseconds(get, "x-request-timeout-ms")
-    session = get("x-session-id") or ""
-    if session and not REQUEST_ID.fullmatch(session):
+    """Read the terms of a request that arrived at `now`.
+
+    `classes` are those of the configuration. Raises ApiError for a header that is wrong or asks
+    for more than the key allows.
+    """
+    timeout_ms = _read_milliseconds(get_header, "x-request-timeout-ms")
+    session_id = get_header("x-session-id") or ""
+    if session_id and not REQUEST_ID_PATTERN.fullmatch(session_id):
         message = "x-session-id must be 1 to 128 of letters, digits and . _ : -"
         raise ApiError("invalid_request", message, "x-session-id")
     return Terms(
-        tenant=key.tenant if key else "",
-        slo_class=_class(get("x-slo-class"), key, classes),
-        ttft_s=_milliseconds(get, "x-slo-ttft-ms") / 1e3,
-        itl_s=_milliseconds(get, "x-slo-itl-ms") / 1e3,
-        deadline=now + timeout / 1e3 if timeout else math.inf,
-        session=session,
-        resume=read_resume(get),
-        trace=get("traceparent") or "",
-        arrived=now,
+        tenant=api_key.tenant if api_key else "",
+        slo_class=_choose_class(get_header("x-slo-class"), api_key, classes),
+        ttft_target_s=_read_milliseconds(get_header, "x-slo-ttft-ms") / 1e3,
+        itl_target_s=_read_milliseconds(get_header, "x-slo-itl-ms") / 1e3,
+        deadline=now + timeout_ms / 1e3 if timeout_ms else math.inf,
+        session_id=session_id,
+        resume=read_resume(get_header),
+        traceparent=get_header("traceparent") or "",
+        arrived_s=now,
     )
 
 
-def _class(asked: str | None, key: Key | None, classes: Collection[str]) -> str:
-    first = DEFAULT_CLASS if DEFAULT_CLASS in classes else next(iter(classes))
-    own = key.slo_class if key and key.slo_class else first
-    if asked is None:
-        return own if own in classes else first
-    if asked not in classes:
+def _choose_class(
+    requested_class: str | None, api_key: ApiKey | None, classes: Collection[str]
+) -> str:
+    """Return the class that the client names, else its key's, else the configuration's default.
+
+    Raises ApiError if the named class does not exist or the key may not name it.
+    """
+    if requested_class is None:
+        if api_key and api_key.slo_class and api_key.slo_class in classes:
+            return api_key.slo_class
+        return DEFAULT_CLASS if DEFAULT_CLASS in classes else next(iter(classes))
+    if requested_class not in classes:
         message = f"x-slo-class is one of {', '.join(classes)}"
         raise ApiError("invalid_request", message, "x-slo-class")
-    if key and key.classes and asked not in key.classes:
-        message = f"this key may ask for the classes {', '.join(key.classes)}"
+    if api_key and api_key.classes and requested_class not in api_key.classes:
+        message = f"this key may ask for the classes {', '.join(api_key.classes)}"
         raise ApiError("forbidden", message, "x-slo-class")
-    return asked
+    return requested_class
 
 
-def _milliseconds(get: Callable[[str], str | None], name: str) -> float:
-    """0 if it was not given."""
-    given = get(name)
-    if given is None:
+def _read_milliseconds(get_header: GetHeader, name: str) -> float:
+    """Return the header's number, or 0 if the request does not have it. Raises ApiError."""
+    text = get_header(name)
+    if text is None:
         return 0.0
     try:
-        value = float(given)
+        value = float(text)
     except ValueError:
         value = math.nan
     if not 0 < value <= DAY_MS:

@@ -27,7 +27,7 @@ def status_of(error: ApiError) -> bytes:
     packed = [any_pb2.Any() for _ in details]
     for one, detail in zip(packed, details, strict=True):
         one.Pack(detail)
-    code = error.kind.grpc.value[0]
+    code = error.kind.grpc_status.value[0]
     status = status_pb2.Status(code=code, message=error.message, details=packed)
     data: bytes = status.SerializeToString()
     return data

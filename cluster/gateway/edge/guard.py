@@ -1,6 +1,7 @@
-"""What stands before every HTTP route: keys, their limits, headers, and how long a body may take.
+"""What every HTTP request passes before its route: its key, its limits, its headers.
 
-A request passes with `state.terms` set. Handlers see a body that ends in time or not at all.
+A request passes with its terms in `state.terms`. Its route sees a body that ends in time, or gets
+an error when it reads.
 """
 
 from __future__ import annotations
@@ -16,70 +17,89 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..attempt.terms import read_terms
 from ..errors import ApiError
-from .keys import Door, Key
+from .keys import AccessControl, ApiKey
 from .sse import BODY_MAX
 
-OPEN = {"/health", "/ready"}  #: for probes, which have no keys
-HEADERS_MAX = 32 << 10  #: bytes of all names and values
-ARRIVED = "diptych.arrived"  #: of a scope: when its headers were in, by the monotonic clock
+UNGUARDED_PATHS = {"/health", "/ready"}  #: For probes, which have no keys.
+HEADERS_MAX = 32 << 10  #: Bytes of all names and values.
+#: Of an ASGI scope: when the request's headers were there, on the monotonic clock.
+ARRIVED_SCOPE_KEY = "diptych.arrived"
 
-Refuse = Callable[[HttpRequest, ApiError], Awaitable[Response]]
+MakeErrorResponse = Callable[[HttpRequest, ApiError], Awaitable[Response]]
 
 
-class Guard:
-    """ASGI middleware. `refuse` makes the response of an error."""
+class RequestGuard:
+    """ASGI middleware around the routes of a gateway.
+
+    `classes` are those of the configuration, `body_timeout_s` is how long a body may take.
+    """
 
     def __init__(
-        self, app: ASGIApp, door: Door, classes: Collection[str], body_s: float, refuse: Refuse
+        self,
+        app: ASGIApp,
+        access_control: AccessControl,
+        classes: Collection[str],
+        body_timeout_s: float,
+        make_error_response: MakeErrorResponse,
     ) -> None:
-        self._app, self._door, self._classes = app, door, classes
-        self._body_s, self._refuse = body_s, refuse
+        self._app = app
+        self._access_control = access_control
+        self._classes = classes
+        self._body_timeout_s = body_timeout_s
+        self._make_error_response = make_error_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN:
+        if scope["type"] != "http" or scope["path"] in UNGUARDED_PATHS:
             await self._app(scope, receive, send)
             return
-        now = scope.get(ARRIVED) or time.monotonic()
+        arrived_s = scope.get(ARRIVED_SCOPE_KEY) or time.monotonic()
         try:
-            key = self._check(scope, now)
-            with self._door.inside(key, now):
-                await self._app(scope, _timely(receive, self._body_s), send)
+            api_key = self._check(scope, arrived_s)
+            with self._access_control.admit(api_key, arrived_s):
+                receive_in_time = _with_body_timeout(receive, self._body_timeout_s)
+                await self._app(scope, receive_in_time, send)
         except ApiError as error:
-            response = await self._refuse(HttpRequest(scope), error)
+            response = await self._make_error_response(HttpRequest(scope), error)
             await response(scope, receive, send)
 
-    def _check(self, scope: Scope, now: float) -> Key | None:
+    def _check(self, scope: Scope, arrived_s: float) -> ApiKey | None:
+        """Return the request's key and set its terms. Raises ApiError."""
         headers = Headers(scope=scope)
-        size = sum(len(name) + len(value) for name, value in scope["headers"])
-        if size > HEADERS_MAX:
-            message = f"the headers have {size} bytes, the limit is {HEADERS_MAX}"
+        headers_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
+        if headers_bytes > HEADERS_MAX:
+            message = f"the headers have {headers_bytes} bytes, the limit is {HEADERS_MAX}"
             raise ApiError("headers_too_large", message)
-        key = self._door.check(headers.get("authorization"), headers.get("x-api-key"), now)
-        length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > BODY_MAX:
+        api_key = self._access_control.authenticate(
+            headers.get("authorization"), headers.get("x-api-key"), arrived_s
+        )
+        body_bytes = headers.get("content-length", "")
+        if body_bytes.isdigit() and int(body_bytes) > BODY_MAX:
             raise ApiError("too_large", f"the body is larger than {BODY_MAX >> 20} MiB")
-        terms = read_terms(headers.get, key, self._classes, now)
+        terms = read_terms(headers.get, api_key, self._classes, arrived_s)
         scope.setdefault("state", {})["terms"] = terms
-        return key
+        return api_key
 
 
-def _timely(receive: Receive, limit_s: float) -> Receive:
-    """`receive`, which raises ApiError when the body is not there after `limit_s`."""
+def _with_body_timeout(receive: Receive, timeout_s: float) -> Receive:
+    """Return `receive`, which raises ApiError when the body is not complete after `timeout_s`.
+
+    Once the body is complete, what comes (that the client left) may take any time.
+    """
     loop = asyncio.get_running_loop()
-    deadline: float | None = loop.time() + limit_s
+    body_deadline_s: float | None = loop.time() + timeout_s
 
-    async def timely() -> Message:
-        nonlocal deadline
-        if deadline is None:
+    async def receive_in_time() -> Message:
+        nonlocal body_deadline_s
+        if body_deadline_s is None:
             return await receive()
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(body_deadline_s):
                 message = await receive()
         except TimeoutError:
-            deadline = None
-            raise ApiError("slow_body", f"the body did not come in {limit_s:g} s") from None
-        if not message.get("more_body", False):
-            deadline = None
+            body_deadline_s = None
+            raise ApiError("slow_body", f"the body did not come in {timeout_s:g} s") from None
+        if not message.get("more_body"):
+            body_deadline_s = None
         return message
 
-    return timely
+    return receive_in_time

@@ -1,9 +1,13 @@
-"""API keys: a file with their hashes, who may do what, and how much of it (pure but for the file).
+"""API keys: who may use a gateway, in which classes, and how much.
 
-A key reads `dk_<id>_<secret>`. The id is public; the file has only the SHA-256 of the whole key,
-which is enough as the secret is 192 random bits and no password. The file is written whole (another
-file is renamed over it) and read again by gateways when it changes. A file that became unreadable
-changes nothing: the keys that were read last go on, and the log says so.
+A key reads `dk_<id>_<secret>`. The id is public. The file of keys has only the SHA-256 of the whole
+key, which is enough because the secret is 192 random bits and no password.
+
+Life of a key: `add_key` writes it to the file and returns its text, the only time that the text is
+seen. Gateways look at the file once a second and read it again when it has changed. `revoke_key`
+takes the key out. The file is always replaced as a whole, by renaming another file over it. A file
+that became unreadable changes nothing: the keys that were read last stay valid, and the log says
+so.
 """
 
 from __future__ import annotations
@@ -17,10 +21,10 @@ import math
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -29,26 +33,28 @@ from ..errors import ApiError
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0  #: between two looks at the file
+FILE_CHECK_INTERVAL_S = 1.0
+ID_BYTES = 4
 SECRET_BYTES = 24
-KEY_CHARS = 200  #: a longer one is none of ours
-NOBODY = "0" * 64  #: compared for an unknown id, so that it takes as long as a known one
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+KEY_CHARS_MAX = 200  #: No key is as long, so that a longer text is not even split.
+#: Compared in place of the hash of an unknown id, so that it takes as long as for a known one.
+UNKNOWN_KEY_SHA256 = "0" * 64
+KeyWord = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 
 
 class KeyFileError(Exception):
     """The key file is not what it should be; the message says where."""
 
 
-class Key(BaseModel):
-    """One key. Limits are of each gateway; None: no limit."""
+class ApiKey(BaseModel):
+    """One key of the file. Its limits count at each gateway alone; None is no limit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     id: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    tenant: Name
-    slo_class: Name | None = None  #: of requests that name none
-    classes: tuple[Name, ...] = ()  #: that a request may name; empty: all
+    tenant: KeyWord
+    slo_class: KeyWord | None = None  #: Of requests that name no class.
+    classes: tuple[KeyWord, ...] = ()  #: Classes that a request may name. Empty: all.
     requests_per_min: Annotated[int, Field(ge=1)] | None = None
     concurrency: Annotated[int, Field(ge=1)] | None = None
 
@@ -57,126 +63,158 @@ class Keyring(BaseModel):
     """All keys of a file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    keys: tuple[Key, ...] = ()
+    keys: tuple[ApiKey, ...] = ()
 
     @model_validator(mode="after")
-    def _differ(self) -> Keyring:
+    def _check_ids(self) -> Keyring:
         if len({key.id for key in self.keys}) < len(self.keys):
             raise ValueError("two keys have the same id")
         return self
 
-    def find(self, given: str) -> Key | None:
-        """The key that `given` is. The comparison takes the same time for every wrong one."""
-        parts = given.split("_") if len(given) <= KEY_CHARS else []
-        named = parts[1] if len(parts) == 3 and parts[0] == "dk" else ""
-        key = next((key for key in self.keys if key.id == named), None)
-        same = hmac.compare_digest(_digest(given), key.sha256 if key else NOBODY)
-        return key if same else None
+    def find(self, key_text: str) -> ApiKey | None:
+        """Return the key whose text this is, or None.
+
+        The comparison takes the same time for every wrong text.
+        """
+        key_id = _id_of(key_text)
+        key = next((key for key in self.keys if key.id == key_id), None)
+        expected_sha256 = key.sha256 if key else UNKNOWN_KEY_SHA256
+        if not hmac.compare_digest(_sha256(key_text), expected_sha256):
+            return None
+        return key
 
 
 @dataclass(slots=True)
-class Account:
-    """What one key has used: a bucket of `requests_per_min` that fills in a minute."""
+class KeyUsage:
+    """What one key has used of its limits: a bucket that leaks `requests_per_min` a minute."""
 
-    spent: float = 0.0  #: requests
-    at: float = 0.0
+    bucket_requests: float = 0.0  #: Requests in the bucket, as of `updated_at_s`.
+    updated_at_s: float = 0.0
     running: int = 0
 
 
-class Accounts:
-    """Limits of rate and concurrency, by key."""
+class KeyLimiter:
+    """Holds each key to its limits of rate and concurrency."""
 
     def __init__(self) -> None:
-        self._accounts: dict[str, Account] = {}
+        self._usage_by_id: dict[str, KeyUsage] = {}
 
-    def enter(self, key: Key, now: float) -> None:
-        """Counts one more request, until `leave`. Raises ApiError."""
-        account = self._accounts.setdefault(key.id, Account())
-        if key.concurrency and account.running >= key.concurrency:
-            message = f"this key has {account.running} requests running, its limit"
+    def enter(self, key: ApiKey, now: float) -> None:
+        """Count one more running request, until `leave`. Raises ApiError above a limit."""
+        usage = self._usage_by_id.setdefault(key.id, KeyUsage())
+        if key.concurrency and usage.running >= key.concurrency:
+            message = f"this key has {usage.running} requests running, its limit"
             raise ApiError("rate_limited", message)
         if key.requests_per_min:
-            per_s = key.requests_per_min / 60
-            account.spent = max(0.0, account.spent - (now - account.at) * per_s)
-            account.at = now
-            if account.spent + 1 > key.requests_per_min:
-                wait = (account.spent + 1 - key.requests_per_min) / per_s
+            requests_per_s = key.requests_per_min / 60
+            leaked_requests = (now - usage.updated_at_s) * requests_per_s
+            usage.bucket_requests = max(0.0, usage.bucket_requests - leaked_requests)
+            usage.updated_at_s = now
+            excess_requests = usage.bucket_requests + 1 - key.requests_per_min
+            if excess_requests > 0:
                 message = f"this key may make {key.requests_per_min} requests a minute"
-                raise ApiError("rate_limited", message, retry_after_s=math.ceil(wait))
-            account.spent += 1
-        account.running += 1
+                wait_s = math.ceil(excess_requests / requests_per_s)
+                raise ApiError("rate_limited", message, retry_after_s=wait_s)
+            usage.bucket_requests += 1
+        usage.running += 1
 
-    def leave(self, key: Key) -> None:
-        self._accounts[key.id].running -= 1
+    def leave(self, key: ApiKey) -> None:
+        """Count a request that `enter` counted as ended."""
+        self._usage_by_id[key.id].running -= 1
 
-    def keep(self, ids: set[str]) -> None:
-        """Forgets keys that are gone."""
-        for gone in [i for i, a in self._accounts.items() if i not in ids and not a.running]:
-            del self._accounts[gone]
+    def forget_all_but(self, key_ids: Collection[str]) -> None:
+        """Forget keys that the file no longer has, once none of their requests is running."""
+        self._usage_by_id = {
+            key_id: usage
+            for key_id, usage in self._usage_by_id.items()
+            if key_id in key_ids or usage.running
+        }
 
 
-class Door:
-    """Who comes in. `path` None: everybody, without a key."""
+class FileVersion(NamedTuple):
+    """Differs from the one before if the file has changed."""
+
+    modified_ns: int
+    size: int
+    inode: int
+
+
+class AccessControl:
+    """Says whose request comes in. Without a `path` everybody may come in, without a key.
+
+    Raises KeyFileError if the file cannot be read at the start.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._accounts = Accounts()
-        self._looked = -math.inf
-        self._mark: tuple = ()  #: of the file that was read
-        self._trouble = ""  #: why it could not be read the last time
-        self._ring = Keyring()
-        if path:  # a broken file is found at start
-            self._mark = _mark(path)
-            self._ring = read_keys(path)
+        self._limiter = KeyLimiter()
+        self._checked_at_s = -math.inf
+        self._read_error = ""  #: Why the file could not be read at the last look.
+        self._keyring = Keyring()
+        self._file_version: FileVersion | None = None  #: Of the file that was read.
+        if path:
+            self._file_version = _file_version(path)
+            self._keyring = read_keys(path)
 
-    def check(self, authorization: str | None, api_key: str | None, now: float) -> Key | None:
-        """The key of a request's headers; None: none is needed. Raises ApiError."""
+    def authenticate(
+        self, authorization: str | None, api_key: str | None, now: float
+    ) -> ApiKey | None:
+        """Return the key of a request by its headers, or None if no key is needed.
+
+        Raises ApiError without a key, or with one that is not valid.
+        """
         if self._path is None:
             return None
-        self._look(self._path, now)
-        scheme, _, bearer = (authorization or "").partition(" ")
-        given = api_key or (bearer.strip() if scheme.lower() == "bearer" else "")
-        if not given:
+        self._read_if_changed(self._path, now)
+        scheme, _, bearer_text = (authorization or "").partition(" ")
+        key_text = api_key or ""
+        if not key_text and scheme.lower() == "bearer":
+            key_text = bearer_text.strip()
+        if not key_text:
             message = "an API key is needed: authorization: Bearer dk_..., or x-api-key: dk_..."
             raise ApiError("bad_key", message)
-        key = self._ring.find(given)
+        key = self._keyring.find(key_text)
         if key is None:
             raise ApiError("bad_key", "this API key is not known")
         return key
 
     @contextlib.contextmanager
-    def inside(self, key: Key | None, now: float) -> Iterator[None]:
-        """For as long as a request runs. Raises ApiError over the key's limits."""
+    def admit(self, key: ApiKey | None, now: float) -> Iterator[None]:
+        """Count a request as running for as long as the context is open.
+
+        Raises ApiError above one of the key's limits.
+        """
         if key is None:
             yield
             return
-        self._accounts.enter(key, now)
+        self._limiter.enter(key, now)
         try:
             yield
         finally:
-            self._accounts.leave(key)
+            self._limiter.leave(key)
 
-    def _look(self, path: Path, now: float) -> None:
-        if now - self._looked < LOOK_S:
+    def _read_if_changed(self, path: Path, now: float) -> None:
+        if now - self._checked_at_s < FILE_CHECK_INTERVAL_S:
             return
-        self._looked = now
+        self._checked_at_s = now
         try:
-            mark = _mark(path)
-            if mark == self._mark:
+            file_version = _file_version(path)
+            if file_version == self._file_version:
                 return
-            self._ring = read_keys(path)
+            self._keyring = read_keys(path)
         except KeyFileError as error:
-            if str(error) != self._trouble:  # it is read again at every look: said once
+            if str(error) != self._read_error:  # logged once, though every look finds it
                 log.error("API keys: %s; those read before go on", error)
-            self._trouble = str(error)
+            self._read_error = str(error)
             return
-        self._mark, self._trouble = mark, ""
-        self._accounts.keep({key.id for key in self._ring.keys})
-        log.info("API keys: %d of %s", len(self._ring.keys), path)
+        self._file_version = file_version
+        self._read_error = ""
+        self._limiter.forget_all_but({key.id for key in self._keyring.keys})
+        log.info("API keys: %d of %s", len(self._keyring.keys), path)
 
 
 def read_keys(path: Path) -> Keyring:
-    """Raises KeyFileError."""
+    """Read the file of keys. Raises KeyFileError."""
     try:
         tree = yaml.safe_load(path.read_text()) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -184,9 +222,9 @@ def read_keys(path: Path) -> Keyring:
     try:
         return Keyring.model_validate(tree)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise KeyFileError(f"{path}: {where}: {first['msg'].lower()}") from None
+        finding = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, finding["loc"])) or "the file"
+        raise KeyFileError(f"{path}: {where}: {finding['msg'].lower()}") from None
 
 
 def add_key(
@@ -196,16 +234,21 @@ def add_key(
     classes: tuple[str, ...] = (),
     requests_per_min: int | None = None,
     concurrency: int | None = None,
-) -> tuple[Key, str]:
-    """Adds a key; returns it and its text, which is nowhere else. Raises KeyFileError."""
-    with _changing(path) as keys:
-        taken = {key.id for key in keys}
-        name = next(i for i in iter(lambda: secrets.token_hex(4), "") if i not in taken)
-        text = f"dk_{name}_{secrets.token_hex(SECRET_BYTES)}"
+) -> tuple[ApiKey, str]:
+    """Add a key to the file, which is made if it is missing.
+
+    Returns the key and its text, which is kept nowhere. Raises KeyFileError.
+    """
+    with _changing_keys(path) as keys:
+        used_ids = {key.id for key in keys}
+        key_id = secrets.token_hex(ID_BYTES)
+        while key_id in used_ids:
+            key_id = secrets.token_hex(ID_BYTES)
+        key_text = f"dk_{key_id}_{secrets.token_hex(SECRET_BYTES)}"
         try:
-            key = Key(
-                id=name,
-                sha256=_digest(text),
+            key = ApiKey(
+                id=key_id,
+                sha256=_sha256(key_text),
                 tenant=tenant,
                 slo_class=slo_class,
                 classes=classes,
@@ -213,60 +256,76 @@ def add_key(
                 concurrency=concurrency,
             )
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise KeyFileError(f"{first['loc'][0]}: {first['msg'].lower()}") from None
+            finding = error.errors(include_url=False)[0]
+            raise KeyFileError(f"{finding['loc'][0]}: {finding['msg'].lower()}") from None
         keys.append(key)
-    return key, text
+    return key, key_text
 
 
-def revoke_key(path: Path, name: str) -> Key:
-    """Takes a key out, by its id. Raises KeyFileError."""
-    with _changing(path) as keys:
-        found = next((key for key in keys if key.id == name), None)
-        if found is None:
-            raise KeyFileError(f"{path} has no key {name}")
-        keys.remove(found)
-    return found
+def revoke_key(path: Path, key_id: str) -> ApiKey:
+    """Take a key out of the file and return it. Raises KeyFileError."""
+    with _changing_keys(path) as keys:
+        for key in keys:
+            if key.id == key_id:
+                keys.remove(key)
+                return key
+        raise KeyFileError(f"{path} has no key {key_id}")
 
 
 @contextlib.contextmanager
-def _changing(path: Path) -> Iterator[list[Key]]:
-    """The keys of a file, which is written anew afterwards; one who changes it at a time."""
+def _changing_keys(path: Path) -> Iterator[list[ApiKey]]:
+    """Give the keys of a file to change, and write the file behind that.
+
+    A lock on the folder lets one process at a time do so. An error leaves the file as it was.
+    """
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         keys = list(read_keys(path).keys) if path.exists() else []
         yield keys
         entries = [key.model_dump(mode="json", exclude_defaults=True) for key in keys]
-        _replace(path, yaml.safe_dump({"keys": entries}, sort_keys=False))
+        _replace_file(path, yaml.safe_dump({"keys": entries}, sort_keys=False))
     finally:
-        os.close(folder)  # and the lock with it
+        os.close(folder)  # and with it the lock
 
 
-def _replace(path: Path, text: str) -> None:
-    """All of it or nothing, readable by the owner; a file that exists keeps its mode."""
+def _replace_file(path: Path, text: str) -> None:
+    """Write all of a file or nothing of it.
+
+    A new file is readable by its owner only; one that exists keeps its mode.
+    """
     mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
-    number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    descriptor, temporary_name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(number, "w") as out:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
-        os.chmod(name, mode)
-        os.replace(name, path)
+        with os.fdopen(descriptor, "w") as temporary_file:
+            temporary_file.write(text)
+            temporary_file.flush()
+            os.fsync(temporary_file.fileno())
+        os.chmod(temporary_name, mode)
+        os.replace(temporary_name, path)
     except BaseException:
-        os.unlink(name)
+        os.unlink(temporary_name)
         raise
 
 
-def _mark(path: Path) -> tuple:
-    """Differs when the file does; follows links, as Kubernetes swaps them. Raises KeyFileError."""
+def _file_version(path: Path) -> FileVersion:
+    """Follow links, as Kubernetes changes files by changing links. Raises KeyFileError."""
     try:
-        seen = path.stat()
+        status = path.stat()
     except OSError as error:
         raise KeyFileError(f"cannot read {path}: {error.strerror}") from None
-    return seen.st_mtime_ns, seen.st_size, seen.st_ino
+    return FileVersion(status.st_mtime_ns, status.st_size, status.st_ino)
 
 
-def _digest(text: str) -> str:
+def _id_of(key_text: str) -> str:
+    """Return the id that a key's text has; empty if the text is not that of a key."""
+    if len(key_text) > KEY_CHARS_MAX:
+        return ""
+    parts = key_text.split("_")
+    if len(parts) != 3 or parts[0] != "dk":
+        return ""
+    return parts[1]
+
+
+def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

@@ -1,7 +1,7 @@
 """HTTP on the gateway's own socket (`gateway.listen: gateway`), without Serve's proxy in between.
 
-What the proxy did and this does too: a request id for who sent none, and the id in the answer.
-What it adds: a client that dribbles its headers is cut off, as is one whose headers never end.
+As the proxy does, this server gives a request without an id one, and says the id in the response.
+Beyond that it cuts off clients that send their headers too slowly, or without end.
 """
 
 from __future__ import annotations
@@ -19,80 +19,85 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ...config import GatewaySettings
-from .guard import ARRIVED, HEADERS_MAX
+from .guard import ARRIVED_SCOPE_KEY, HEADERS_MAX
 from .sse import RAW_SEND
 
-HEAD_S = 10.0  #: for a client to send a request's headers
-HEAD_MAX = HEADERS_MAX + (8 << 10)  #: bytes until they are complete
+HEADERS_TIMEOUT_S = 10.0  #: A client has this long to send the headers of a request.
+#: A connection may send so many bytes before a request's headers are complete: what the guard
+#: takes, and room for what stands around names and values.
+HEADERS_BYTES_MAX = HEADERS_MAX + (8 << 10)
 KEEP_ALIVE_S = 75
 BACKLOG = 2048
+REQUEST_ID_HEADER = b"x-request-id"
 
 
-class Protocol(HttpToolsProtocol):
-    """Closes connections on which no request comes, or its headers do not end."""
+class HeaderLimitProtocol(HttpToolsProtocol):
+    """Closes connections on which no request comes, or whose headers do not end."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self._head: asyncio.TimerHandle | None = None
-        self._head_size = 0
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        #: Closes the connection. None while no headers are awaited.
+        self._headers_timer: asyncio.TimerHandle | None = None
+        self._headers_bytes = 0  #: Bytes since the headers are awaited.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_head()
+        self._await_headers()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._await_head()
+        self._await_headers()
 
     def on_headers_complete(self) -> None:
-        self._settle()
-        # its task begins when others have had their turn
-        self.scope[ARRIVED] = time.monotonic()  # type: ignore[literal-required]
+        self._stop_timer()
+        # Noted here, because the request's task begins only when others have had their turn.
+        self.scope[ARRIVED_SCOPE_KEY] = time.monotonic()  # type: ignore[literal-required]
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
-        begun = self._head
+        timer_before = self._headers_timer
         super().data_received(data)
-        if begun is not None and begun is self._head:
-            self._head_size += len(data)
-            if self._head_size > HEAD_MAX:
-                self._cut()
+        same_headers = timer_before is not None and timer_before is self._headers_timer
+        if same_headers:
+            self._headers_bytes += len(data)
+            if self._headers_bytes > HEADERS_BYTES_MAX:
+                self._cut_off()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._settle()
+        self._stop_timer()
         super().connection_lost(exc)
 
-    def _await_head(self) -> None:
-        self._settle()
-        self._head = self.loop.call_later(HEAD_S, self._cut)
-        self._head_size = 0
+    def _await_headers(self) -> None:
+        self._stop_timer()
+        self._headers_timer = self.loop.call_later(HEADERS_TIMEOUT_S, self._cut_off)
+        self._headers_bytes = 0
 
-    def _settle(self) -> None:
-        if self._head:
-            self._head.cancel()
-            self._head = None
+    def _stop_timer(self) -> None:
+        if self._headers_timer:
+            self._headers_timer.cancel()
+            self._headers_timer = None
 
-    def _cut(self) -> None:
-        self._settle()
+    def _cut_off(self) -> None:
+        self._stop_timer()
         if not self.transport.is_closing():
             self.transport.abort()
 
 
-class _Uvicorn(uvicorn.Server):
+class _SignalFreeServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Serve ends this process, not a signal."""
+        """Leave signals alone, because Serve ends this process, not a signal."""
         yield
 
 
-class Listener:
-    """One gateway's HTTP server; gateways of one machine share the port."""
+class HttpListener:
+    """One gateway's HTTP server. Gateways of one machine share the port."""
 
     def __init__(self, app: ASGIApp, settings: GatewaySettings) -> None:
         self._settings = settings
         config = uvicorn.Config(
-            named(app),
-            http=Protocol,
+            with_request_id(app),
+            http=HeaderLimitProtocol,
             log_config=None,
             access_log=False,
             server_header=False,
@@ -102,46 +107,48 @@ class Listener:
             ssl_certfile=settings.tls_cert,
             ssl_keyfile=settings.tls_key,
         )
-        self._server = _Uvicorn(config)
+        self._server = _SignalFreeServer(config)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Raises OSError."""
-        host, port = self._settings.host, self._settings.http_port
-        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-        self._task = asyncio.get_running_loop().create_task(self._server.serve([listener]))
+        """Listen, and serve in a task of its own. Raises OSError."""
+        host = self._settings.host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening_socket = socket.socket(family)
+        listening_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listening_socket.bind((host, self._settings.http_port))
+        listening_socket.listen(BACKLOG)
+        serving = self._server.serve([listening_socket])
+        self._task = asyncio.get_running_loop().create_task(serving)
 
-    async def stop(self, grace: float) -> None:
-        """Accepts nobody from now on; what runs has `grace` seconds."""
-        self._server.config.timeout_graceful_shutdown = round(grace)
+    async def stop(self, grace_s: float) -> None:
+        """Accept no more connections, and wait until the open requests end, at most `grace_s`."""
+        self._server.config.timeout_graceful_shutdown = round(grace_s)
         self._server.should_exit = True
         if self._task:
             await self._task
 
 
-def named(app: ASGIApp) -> ASGIApp:
-    """`app`, whose requests have an id, which its answers say."""
+def with_request_id(app: ASGIApp) -> ASGIApp:
+    """Return `app`, whose requests all have an id, which its responses repeat."""
 
-    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+    async def app_with_request_id(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         headers = scope["headers"]
-        found = next((value for name, value in headers if name == b"x-request-id"), b"")
-        if not found:
-            found = str(uuid.uuid4()).encode()
-            headers.append((b"x-request-id", found))
+        request_id = next((value for name, value in headers if name == REQUEST_ID_HEADER), b"")
+        if not request_id:
+            request_id = str(uuid.uuid4()).encode()
+            headers.append((REQUEST_ID_HEADER, request_id))
 
-        async def answer(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                told = [*message.get("headers", ()), (b"x-request-id", found)]
-                message = {**message, "headers": told}
+                response_headers = [*message.get("headers", ()), (REQUEST_ID_HEADER, request_id)]
+                message = {**message, "headers": response_headers}
             await send(message)
 
         scope[RAW_SEND] = send
-        await app(scope, receive, answer)
+        await app(scope, receive, send_with_id)
 
-    return wrapped
+    return app_with_request_id

@@ -29,15 +29,15 @@ from ...config import GatewaySettings
 from ..apis.api import headers_of
 from ..apis.chat import ChatRequest, ChatShape
 from ..apis.completions import CompletionRequest
-from ..apis.schema import REQUEST_ID, parse
+from ..apis.schema import REQUEST_ID_PATTERN, parse_body
 from ..attempt.stream import Request
 from ..attempt.terms import Terms, read_terms
 from ..errors import ApiError
 from ..text.answers import Answers, Delta, Output
-from ..text.tokenizer import Text
+from ..text.tokenizer import ChatTokenizer
 from .grpc_edge import DETAILS, bind, status_of
 from .guard import HEADERS_MAX
-from .keys import Key
+from .keys import ApiKey
 from .sse import BODY_MAX
 
 if TYPE_CHECKING:
@@ -108,28 +108,28 @@ class Inference:
         try:
             key, terms = self._admit(context, now)
             name = asked.request_id or get("x-request-id") or f"grpc-{uuid.uuid4().hex}"
-            if not REQUEST_ID.fullmatch(name):
+            if not REQUEST_ID_PATTERN.fullmatch(name):
                 message = "request_id must be 1 to 128 of letters, digits and . _ : -"
                 raise ApiError("invalid_request", message, "request_id")
             request_id = name
-            with self.gateway.door.inside(key, now):
+            with self.gateway.door.admit(key, now):
                 async with aclosing(work(asked, name, terms, sent)) as replies:
                     async for reply in replies:
                         if reply.HasField("usage"):  # the last one: metadata goes with it
                             context.set_trailing_metadata([("x-request-id", name), *sent.items()])
                         yield reply
         except ApiError as error:
-            if not error.counted:
-                self.gateway.tally.refused(error.http)
+            if not error.counted_in_metrics:
+                self.gateway.tally.count_refused(error.http_status)
             yield kind(request_id=request_id, error=_tell(context, error, request_id))
         except Exception:
             log.exception("request %s failed", request_id)
             internal = ApiError("internal", "internal error; the gateway's log has it")
             yield kind(request_id=request_id, error=_tell(context, internal, request_id))
 
-    def _admit(self, context: Any, now: float) -> tuple[Key | None, Terms]:
+    def _admit(self, context: Any, now: float) -> tuple[ApiKey | None, Terms]:
         get = _metadata(context)
-        key = self.gateway.door.check(get("authorization"), get("x-api-key"), now)
+        key = self.gateway.door.authenticate(get("authorization"), get("x-api-key"), now)
         terms = read_terms(get, key, self.gateway.classes, now)
         left = context.time_remaining() if hasattr(context, "time_remaining") else None
         if left is not None:
@@ -140,7 +140,7 @@ class Inference:
         self, asked: pb.ChatRequest, request_id: str, terms: Terms, sent: dict
     ) -> AsyncGenerator[pb.ChatResponse, None]:
         gateway = self.gateway
-        body = parse(ChatRequest, _chat_body(asked))
+        body = parse_body(ChatRequest, _chat_body(asked))
         request, prompt = await gateway.prepare(body, request_id, terms)
         shape = ChatShape(body, request, gateway.text, gateway.model, prompt)
 
@@ -159,7 +159,7 @@ class Inference:
         self, asked: pb.GenerateRequest, request_id: str, terms: Terms, sent: dict
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         gateway = self.gateway
-        body = parse(CompletionRequest, _generate_body(asked))
+        body = parse_body(CompletionRequest, _generate_body(asked))
         request, _ = await gateway.prepare(body.prompts()[0], request_id, terms)
 
         def replies(delta: Delta) -> Iterator[pb.GenerateResponse]:
@@ -241,7 +241,7 @@ def _metadata(context: Any) -> Callable[[str], str | None]:
 def _tell(context: Any, error: ApiError, request_id: str) -> pb.Error:
     """Sets the status; returns the same for a last message."""
     binary = DETAILS, status_of(error)
-    context.set_code(error.kind.grpc)
+    context.set_code(error.kind.grpc_status)
     context.set_details(error.message)
     context.set_trailing_metadata(
         [("x-request-id", request_id), binary] if request_id else [binary]
@@ -270,13 +270,13 @@ def _chat_reply(choice: dict, request: Request) -> pb.ChatResponse:
     )
 
 
-def _logprobs(tokens: list[f.Token], text: Text) -> list[pb.TokenLogprob]:
+def _logprobs(tokens: list[f.Token], text: ChatTokenizer) -> list[pb.TokenLogprob]:
     return [
         pb.TokenLogprob(
             id=token.id,
-            text=text.piece(token.id),
+            text=text.token_text(token.id),
             logprob=token.logprob or 0.0,
-            top=[pb.Alternative(id=i, text=text.piece(i), logprob=at) for i, at in token.top],
+            top=[pb.Alternative(id=i, text=text.token_text(i), logprob=at) for i, at in token.top],
         )
         for token in tokens
     ]

@@ -15,8 +15,8 @@ import msgspec
 from ....protos import frames as f
 from ..attempt.resume import Seen
 from ..attempt.stream import News, Request
-from .stops import Stops
-from .tokenizer import Text
+from .stops import StopStringFilter
+from .tokenizer import ChatTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 class Answers:
     """All answers to one request, as they come."""
 
-    def __init__(self, request: Request, text: Text, output: Output) -> None:
+    def __init__(self, request: Request, text: ChatTokenizer, output: Output) -> None:
         self._request = request
         ends = () if output.keep_stop else request.sampling.stop_ids
         count = len(request.answers)
@@ -71,10 +71,12 @@ class Answers:
 
 
 class _Answer:
-    def __init__(self, index: int, text: Text, output: Output, ends: tuple[int, ...]) -> None:
+    def __init__(
+        self, index: int, text: ChatTokenizer, output: Output, ends: tuple[int, ...]
+    ) -> None:
         self._index, self._ends, self._least = index, ends, output.least
-        self._stream = text.stream(output.specials)
-        self._stops = Stops(output.stops, output.keep_stop)
+        self._stream = text.detokenizer(output.specials)
+        self._stops = StopStringFilter(output.stops, output.keep_stop)
         self._watching = bool(output.stops)
         self._waiting: deque[tuple[int, f.Token]] = deque()  #: with the end of its text
         self._unknown: list[f.Token] = []  #: their character is not complete
@@ -84,7 +86,7 @@ class _Answer:
 
     @property
     def found(self) -> str | None:
-        return self._stops.found
+        return self._stops.found_stop
 
     def feed(self, tokens: list[f.Token], finish: str | None) -> Delta:
         self.ended |= finish is not None
@@ -124,7 +126,7 @@ class _Answer:
             self._decoded += len(text)
             self._waiting += [(self._decoded, token) for token in self._unknown]
             self._unknown.clear()
-            if self._stream.open:  # its last bytes begin the next character
+            if self._stream.inside_character:  # its last bytes begin the next character
                 self._waiting[-1] = self._decoded + 1, self._waiting[-1][1]
         told = text if self.used <= self._least else self._stops.feed(text)
         self._told += len(told)

@@ -1,150 +1,231 @@
-"""What an answer's text consists of (pure): reasoning, content, tool calls, as they come.
+"""What an answer's text consists of (pure): reasoning, content and tool calls, as they come.
 
-Life of a parser: START (may begin with `<think>`) -> THINKING -> TEXT <-> CALL. Markers never come
-out, nor the white space around them; what only looked like a marker or a call comes out as text.
+Life of a parser, in the states of `ContentState`:
+
+    start ----> thinking ----> text <----> call        Hermes' calls, or none
+      |                         ^ |
+      +-------------------------+ +------> whole       Llama 3: the answer may be nothing but calls
+                                  +------> plain       nothing to look for any more
+
+Markers (`<think>`, `<tool_call>`) never come out, nor does the white space around them. What only
+looked like a marker or a call comes out as text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple, assert_never
 
-from .tools import CLOSE, HERMES, LLAMA3, OPEN, Call, Format, read_call, read_calls
+from .tools import (
+    CALL_CLOSE,
+    CALL_OPEN,
+    HERMES,
+    LLAMA3,
+    PYTHON_TAG,
+    ToolCall,
+    ToolFormat,
+    read_call,
+    read_calls,
+)
 
-THINK, UNTHINK = "<think>", "</think>"
+THINK_OPEN = "<think>"
+THINK_CLOSE = "</think>"
+
+
+class ContentState(StrEnum):
+    """Where in an answer the parser is."""
+
+    START = "start"  #: The answer may begin with `<think>`.
+    THINKING = "thinking"  #: Reasoning, until `</think>`.
+    TEXT = "text"  #: Content, in which a call may begin.
+    CALL = "call"  #: Between `<tool_call>` and `</tool_call>`.
+    WHOLE = "whole"  #: Everything is held until the end, because only then it is known to be calls.
+    PLAIN = "plain"  #: Content, until the end.
+
+
+class PartKind(StrEnum):
+    REASONING = "reasoning"
+    CONTENT = "content"
+    CALL = "call"
+
+
+class ContentPart(NamedTuple):
+    """A piece of an answer: text of its kind, or a call."""
+
+    kind: PartKind
+    value: str | ToolCall
 
 
 @dataclass(frozen=True, slots=True)
-class Grasp:
-    """What to look for. `begin`: `start`, `thinking` or `text`."""
+class ContentRules:
+    """What a parser looks for in an answer."""
 
-    begin: str = "text"
-    format: Format | None = None
-    known: Sequence[str] = ()  #: names of the functions
-
-
-Part = tuple[str, str | Call]  #: ("reasoning" | "content", text) or ("call", Call)
+    initial_state: ContentState = ContentState.TEXT
+    tool_format: ToolFormat | None = None  #: None: calls are text.
+    function_names: Sequence[str] = ()  #: Of the functions that the model may call.
 
 
-def where_it_begins(template: str, prompt_end: str) -> str:
-    """The state that the answer begins in."""
-    if THINK not in template and UNTHINK not in template:
-        return "text"
-    if prompt_end.rstrip().endswith(THINK):
-        return "thinking"
-    return "text" if prompt_end.rstrip().endswith(UNTHINK) else "start"
+def initial_state_of(template: str, prompt_end: str) -> ContentState:
+    """Return the state that an answer begins in.
+
+    `template` is the model's chat template, `prompt_end` the last characters of the prompt.
+    """
+    if THINK_OPEN not in template and THINK_CLOSE not in template:
+        return ContentState.TEXT
+    if prompt_end.rstrip().endswith(THINK_OPEN):
+        return ContentState.THINKING
+    if prompt_end.rstrip().endswith(THINK_CLOSE):
+        return ContentState.TEXT
+    return ContentState.START
 
 
-class Content:
-    """One answer."""
+class ContentParser:
+    """Parses one answer. Feed it text as it comes, then call `end`."""
 
-    def __init__(self, grasp: Grasp) -> None:
-        self._state, self._grasp = grasp.begin, grasp
-        self._buffer = ""
-        self._fresh = True  #: nothing but white space since the last marker
-        self.calls = 0
+    def __init__(self, rules: ContentRules) -> None:
+        self._rules = rules
+        self._state = rules.initial_state
+        self._buffer = ""  #: Text that no part has yet.
+        #: True while only white space has come since the last marker, or since the start.
+        self._at_section_start = True
+        self.calls = 0  #: Calls that came out so far.
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[ContentPart]:
+        """Take the next text; return the parts that are complete with it."""
         self._buffer += text
-        parts: list[Part] = []
-        state = ""
-        while state != self._state:
-            state = self._state
+        if self._state == ContentState.PLAIN:  # most text of most answers: no other state follows
+            return self._step_plain()
+        parts: list[ContentPart] = []
+        previous_state = None
+        while previous_state != self._state:
+            previous_state = self._state
             parts += self._step()
-        return [part for part in parts if part[1]]
+        return [part for part in parts if part.value]
 
-    def end(self) -> list[Part]:
-        """What was held back."""
-        rest, self._buffer = self._buffer, ""
-        if not rest:
+    def end(self) -> list[ContentPart]:
+        """Return what was held back, once the answer has ended."""
+        text = self._take_buffer()
+        if not text:
             return []
-        if self._state == "thinking":
-            return [("reasoning", rest)]
-        if self._state == "call":
-            return self._called(rest, OPEN + rest)
-        if self._state == "whole":
-            calls = read_calls(rest, self._grasp.known)
-            self.calls += len(calls)
-            return [("call", call) for call in calls] or [("content", rest)]
-        return [("content", rest)] if not self._after_call(rest) else []
-
-    def _after_call(self, rest: str) -> bool:
-        """White space that follows a call, and nothing else."""
-        return self.calls > 0 and not rest.strip()
-
-    def _step(self) -> list[Part]:
         match self._state:
-            case "start":
-                return self._start()
-            case "thinking":
-                return self._until(UNTHINK, "reasoning", "text")
-            case "text":
-                return self._text()
-            case "call":
-                return self._call()
-            case "plain":
-                return self._pass()
-        return []  # whole: everything is held until the end
+            case ContentState.THINKING:
+                return [ContentPart(PartKind.REASONING, text)]
+            case ContentState.CALL:
+                return self._call_parts(text, raw_text=CALL_OPEN + text)
+            case ContentState.WHOLE:
+                calls = read_calls(text, self._rules.function_names)
+                self.calls += len(calls)
+                if calls:
+                    return [ContentPart(PartKind.CALL, call) for call in calls]
+            case ContentState.START | ContentState.TEXT | ContentState.PLAIN:
+                if self.calls > 0 and not text.strip():
+                    return []  # the white space behind the last call
+            case _:
+                assert_never(self._state)
+        return [ContentPart(PartKind.CONTENT, text)]
 
-    def _start(self) -> list[Part]:
-        begun = self._buffer.lstrip()
-        if begun.startswith(THINK):
-            self._buffer, self._state = begun[len(THINK) :], "thinking"
-        elif not THINK.startswith(begun):
-            self._state, self._fresh = "text", False
+    def _step(self) -> list[ContentPart]:
+        """Parse what the buffer has for the present state, which may become another."""
+        match self._state:
+            case ContentState.START:
+                return self._step_start()
+            case ContentState.THINKING:
+                return self._step_until(THINK_CLOSE, PartKind.REASONING, ContentState.TEXT)
+            case ContentState.TEXT:
+                return self._step_text()
+            case ContentState.CALL:
+                return self._step_call()
+            case ContentState.PLAIN:
+                return self._step_plain()
+            case ContentState.WHOLE:
+                return []
+            case _:
+                assert_never(self._state)
+
+    def _step_start(self) -> list[ContentPart]:
+        text = self._buffer.lstrip()
+        if text.startswith(THINK_OPEN):
+            self._buffer = text.removeprefix(THINK_OPEN)
+            self._state = ContentState.THINKING
+        elif not THINK_OPEN.startswith(text):
+            self._state = ContentState.TEXT
+            self._at_section_start = False
         return []
 
-    def _text(self) -> list[Part]:
-        if self._grasp.format is HERMES:
-            return self._until(OPEN, "content", "call")
-        if self._grasp.format is LLAMA3:
-            begun = self._buffer.lstrip()
-            if begun.startswith(("{", "<|python_tag|>")):
-                self._state = "whole"
+    def _step_text(self) -> list[ContentPart]:
+        if self._rules.tool_format is HERMES:
+            return self._step_until(CALL_OPEN, PartKind.CONTENT, ContentState.CALL)
+        if self._rules.tool_format is LLAMA3:
+            text = self._buffer.lstrip()
+            if text.startswith(("{", PYTHON_TAG)):
+                self._state = ContentState.WHOLE
                 return []
-            if "<|python_tag|>".startswith(begun):
+            if PYTHON_TAG.startswith(text):
                 return []
-        self._state = "plain"
+        self._state = ContentState.PLAIN
         return []
 
-    def _pass(self) -> list[Part]:
-        out, self._buffer = self._buffer, ""
-        if self._fresh and self._grasp.begin != "text":
-            out = out.lstrip()  # between the reasoning and the content
-            self._fresh = not out
-        return [("content", out)]
+    def _step_plain(self) -> list[ContentPart]:
+        text = self._take_buffer()
+        if self._at_section_start and self._rules.initial_state != ContentState.TEXT:
+            text = text.lstrip()  # the white space between the reasoning and the content
+            self._at_section_start = not text
+        return [ContentPart(PartKind.CONTENT, text)] if text else []
 
-    def _until(self, marker: str, kind: str, then: str) -> list[Part]:
-        """Text up to a marker; holds back what may become it, and white space before that."""
-        if self._fresh and (kind == "reasoning" or self._state_follows_marker()):
+    def _step_until(
+        self, marker: str, kind: PartKind, next_state: ContentState
+    ) -> list[ContentPart]:
+        """Release text up to `marker`.
+
+        What may become the marker is held back, and so is white space in front of that.
+        """
+        follows_marker = (
+            kind == PartKind.REASONING
+            or self.calls > 0
+            or self._rules.initial_state != ContentState.TEXT
+        )
+        if self._at_section_start and follows_marker:
             self._buffer = self._buffer.lstrip()
-            self._fresh = not self._buffer
-        before, found, after = self._buffer.partition(marker)
-        if found:
-            self._buffer, self._state, self._fresh = after, then, True
-            return [(kind, before.rstrip())]
-        size = _beginning(self._buffer, marker)
-        out = self._buffer[: len(self._buffer) - size].rstrip()
-        self._buffer = self._buffer[len(out) :]
-        return [(kind, out)]
+            self._at_section_start = not self._buffer
+        before, found_marker, after = self._buffer.partition(marker)
+        if found_marker:
+            self._buffer = after
+            self._state = next_state
+            self._at_section_start = True
+            return [ContentPart(kind, before.rstrip())]
+        possible_chars = _possible_marker_chars(self._buffer, marker)
+        released = self._buffer[: len(self._buffer) - possible_chars].rstrip()
+        self._buffer = self._buffer[len(released) :]
+        return [ContentPart(kind, released)]
 
-    def _state_follows_marker(self) -> bool:
-        return self.calls > 0 or self._grasp.begin != "text"
-
-    def _call(self) -> list[Part]:
-        body, found, after = self._buffer.partition(CLOSE)
-        if not found:
+    def _step_call(self) -> list[ContentPart]:
+        text, found_marker, after = self._buffer.partition(CALL_CLOSE)
+        if not found_marker:
             return []
-        self._buffer, self._state, self._fresh = after, "text", True
-        return self._called(body, OPEN + body + CLOSE)
+        self._buffer = after
+        self._state = ContentState.TEXT
+        self._at_section_start = True
+        return self._call_parts(text, raw_text=CALL_OPEN + text + CALL_CLOSE)
 
-    def _called(self, body: str, raw: str) -> list[Part]:
-        call = read_call(body)
-        self.calls += call is not None
-        return [("call", call)] if call else [("content", raw)]
+    def _call_parts(self, text: str, raw_text: str) -> list[ContentPart]:
+        """Return the call that `text` is; if it is none, `raw_text` as content."""
+        call = read_call(text)
+        if call is None:
+            return [ContentPart(PartKind.CONTENT, raw_text)]
+        self.calls += 1
+        return [ContentPart(PartKind.CALL, call)]
+
+    def _take_buffer(self) -> str:
+        text = self._buffer
+        self._buffer = ""
+        return text
 
 
-def _beginning(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that begins `marker`."""
-    sizes = range(min(len(marker) - 1, len(text)), 0, -1)
-    return next((size for size in sizes if marker.startswith(text[len(text) - size :])), 0)
+def _possible_marker_chars(text: str, marker: str) -> int:
+    """Return the length of the longest end of `text` that begins `marker`."""
+    for size in range(min(len(marker) - 1, len(text)), 0, -1):
+        if marker.startswith(text[len(text) - size :]):
+            return size
+    return 0

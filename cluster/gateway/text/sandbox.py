@@ -1,67 +1,129 @@
-"""Chat templates come with checkpoints, from strangers: they run in a sandbox, and not for ever.
+"""The sandbox that chat templates run in.
 
-Jinja's immutable sandbox gives no way to Python, files or the network. Here its time and size are
-bounded too. The clock is looked at when a template outputs, calls or looks something up; a loop
-that does none of these is bounded by Jinja's own limit of `range` and by the request's size.
+Templates come with checkpoints, from strangers. Jinja's immutable sandbox gives them no way to
+Python, files or the network; this one also bounds their time and their size. The clock is read
+when a template outputs, calls or looks something up. A loop that does none of these is bounded by
+Jinja's own limit of `range` and by the size of the request.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+from datetime import datetime
 from typing import Any
 
 import jinja2
+import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-LIMIT_S = 10.0  #: of one rendering
-LIMIT_CHARS = 16 << 20  #: of its text, and of anything that it multiplies
+LIMIT_S = 10.0  #: Of one rendering.
+LIMIT_CHARS = 16 << 20  #: Of a rendered text, and of anything that a template multiplies.
 POWER_MAX = 1024
 
 
-class Sandbox(ImmutableSandboxedEnvironment):
-    """Raises SecurityError, a TemplateError, when a template takes too long or grows too large."""
+class TemplateSandbox(ImmutableSandboxedEnvironment):
+    """Renders chat templates with what they expect of transformers, and no more.
+
+    Raises SecurityError, a TemplateError, when a template takes too long or grows too large.
+    """
 
     intercepted_binops = frozenset({"*", "**"})
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._running = threading.local()
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _GenerationTag],
+        )
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = _strftime_now
+        self.filters["tojson"] = _to_json
+        #: The rendering of each thread: its `deadline` on the monotonic clock.
+        self._rendering = threading.local()
 
-    def text(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
-        """The rendered template."""
-        self._running.deadline = time.monotonic() + LIMIT_S
-        parts, size = [], 0
-        for part in template.generate(variables):
-            self._check()
-            size += len(part)
+    def render(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
+        """Return the text of a template of this sandbox."""
+        self._rendering.deadline = time.monotonic() + LIMIT_S
+        pieces = []
+        size = 0
+        for piece in template.generate(variables):
+            self._check_time()
+            size += len(piece)
             if size > LIMIT_CHARS:
                 raise SecurityError(f"its text has more than {LIMIT_CHARS} characters")
-            parts.append(part)
-        return "".join(parts)
+            pieces.append(piece)
+        return "".join(pieces)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        self._check()
+        self._check_time()
         return super().getitem(obj, argument)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        self._check()
+        self._check_time()
         return super().getattr(obj, attribute)
 
-    def call(self, *given: Any, **named: Any) -> Any:
-        self._check()
-        return super().call(*given, **named)
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_time()
+        return super().call(*args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        self._check()
+        self._check_time()
         if operator == "**" and isinstance(right, int | float) and abs(right) > POWER_MAX:
             raise SecurityError(f"a power above {POWER_MAX}")
-        for one, other in ((left, right), (right, left)):
-            grows = operator == "*" and isinstance(one, int) and hasattr(other, "__len__")
-            if grows and one * len(other) > LIMIT_CHARS:
-                raise SecurityError(f"a product of more than {LIMIT_CHARS} characters")
+        if operator == "*":
+            _check_repetition(left, right)
+            _check_repetition(right, left)
         return super().call_binop(context, operator, left, right)
 
-    def _check(self) -> None:
-        if time.monotonic() > getattr(self._running, "deadline", float("inf")):
+    def _check_time(self) -> None:
+        if time.monotonic() > getattr(self._rendering, "deadline", float("inf")):
             raise SecurityError(f"it takes more than {LIMIT_S:g} s")
+
+
+def _check_repetition(count: Any, repeated: Any) -> None:
+    """Raise SecurityError if a text or a list is repeated too often."""
+    if not isinstance(count, int) or not hasattr(repeated, "__len__"):
+        return
+    if count * len(repeated) > LIMIT_CHARS:
+        raise SecurityError(f"a product of more than {LIMIT_CHARS} characters")
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's words for training: here it marks nothing."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        body: list[jinja2.nodes.Node] = parser.parse_statements(
+            ("name:endgeneration",), drop_needle=True
+        )
+        return body
+
+
+def _raise_exception(message: str) -> None:
+    """Let a template refuse its input."""
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Replace Jinja's filter `tojson`, which escapes HTML and has not these parameters."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

@@ -1,54 +1,64 @@
-"""Stop strings (pure): text goes in as it comes, and out as soon as it cannot become a stop."""
+"""Stop strings (pure): text passes through a filter as soon as it cannot be part of a stop."""
 
 from __future__ import annotations
 
 
-class Stops:
-    """Watches one answer for the first of some strings. `found`: which one it was, once it came.
+class StopStringFilter:
+    """Watches the text of one answer for the first of several stop strings.
 
-    Of several that end at the same character the longest is found. No character of a stop string
-    comes out, unless `keep`.
+    Of several that end at the same character the longest counts. No character of a stop string
+    comes out, unless `keep_stop`. Text that may still become a stop string is held back.
     """
 
-    def __init__(self, stops: tuple[str, ...], keep: bool = False) -> None:
+    def __init__(self, stops: tuple[str, ...], keep_stop: bool = False) -> None:
         self._stops = sorted(stops, key=len, reverse=True)
-        self._keep = keep
-        self._longest = max(map(len, stops), default=0)
-        self._held = ""
-        self.found: str | None = None
+        self._keep_stop = keep_stop
+        self._longest_stop_chars = max(map(len, stops), default=0)
+        self._held_text = ""
+        #: The stop string that ended the answer, once it came.
+        self.found_stop: str | None = None
 
     def feed(self, text: str) -> str:
-        """What may be told of `text` and of what was held back before."""
-        if not self._stops or self.found is not None:
-            return text if self.found is None else ""
-        whole = self._held + text
-        hit = self._first(whole)
-        if hit is not None:
-            start, self.found = hit
-            self._held = ""
-            return whole[: start + (len(self.found) if self._keep else 0)]
-        keep = self._prefix(whole)
-        self._held = whole[len(whole) - keep :]
-        return whole[: len(whole) - keep]
+        """Take the next text; return what may come out of it and of what was held back."""
+        if not self._stops:
+            return text
+        if self.found_stop is not None:
+            return ""
+        text = self._held_text + text
+        first_stop = self._find_first_stop(text)
+        if first_stop is None:
+            released_chars = len(text) - self._possible_stop_chars(text)
+            self._held_text = text[released_chars:]
+            return text[:released_chars]
+        start, stop = first_stop
+        self.found_stop = stop
+        self._held_text = ""
+        end = start + len(stop) if self._keep_stop else start
+        return text[:end]
 
     def flush(self) -> str:
-        """What was held back and became no stop."""
-        held, self._held = self._held, ""
-        return held
+        """Return what was held back and, as the answer has ended, became no stop string."""
+        held_text = self._held_text
+        self._held_text = ""
+        return held_text
 
-    def _first(self, whole: str) -> tuple[int, str] | None:
-        """The stop that ends first, and where it starts."""
-        hits = [(whole.find(stop) + len(stop), stop) for stop in self._stops if stop in whole]
-        if not hits:
+    def _find_first_stop(self, text: str) -> tuple[int, str] | None:
+        """Return where the stop string that ends first starts, and the stop string."""
+        first_end = len(text) + 1
+        first_stop: str | None = None
+        for stop in self._stops:  # the longest first, so that it wins among equal ends
+            start = text.find(stop)
+            if start >= 0 and start + len(stop) < first_end:
+                first_end = start + len(stop)
+                first_stop = stop
+        if first_stop is None:
             return None
-        end = min(end for end, _ in hits)
-        stop = next(stop for at, stop in hits if at == end)  # the longest, as they are sorted
-        return end - len(stop), stop
+        return first_end - len(first_stop), first_stop
 
-    def _prefix(self, whole: str) -> int:
-        """Length of the longest end of `whole` that begins a stop."""
-        for size in range(min(self._longest - 1, len(whole)), 0, -1):
-            end = whole[len(whole) - size :]
+    def _possible_stop_chars(self, text: str) -> int:
+        """Return the length of the longest end of `text` that begins a stop string."""
+        for size in range(min(self._longest_stop_chars - 1, len(text)), 0, -1):
+            end = text[len(text) - size :]
             if any(stop.startswith(end) for stop in self._stops):
                 return size
         return 0

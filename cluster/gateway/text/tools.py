@@ -1,9 +1,10 @@
-"""Tools (pure): the formats in which models call functions, and grammars that make them do so.
+"""How models write tool calls: the formats, a reader, and grammars that force calls (pure).
 
-Hermes (Qwen 2.5 and 3): `{"name": .., "arguments": {..}}` between `<tool_call>` and `</tool_call>`,
-each on a line of its own, once for each call, anywhere in the text. Llama 3: the whole answer is
-`{"name": .., "parameters": {..}}`; several are separated by `;`. Which one a model speaks is seen
-in its chat template.
+- Hermes (Qwen 2.5 and 3): `{"name": .., "arguments": {..}}` between `<tool_call>` and
+  `</tool_call>`, each on a line of its own. A text may have several such calls anywhere.
+- Llama 3: the whole answer is `{"name": .., "parameters": {..}}`; `;` separates several calls.
+
+A model's chat template shows which format it has learned.
 """
 
 from __future__ import annotations
@@ -13,95 +14,116 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ....protos import frames as f
+from ....protos import frames
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+CALL_OPEN = "<tool_call>"
+CALL_CLOSE = "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"  #: Llama 3 may write this before its calls.
 
 
-class Call(NamedTuple):
-    """`arguments`: JSON text of an object."""
+class ToolCall(NamedTuple):
+    """A function that the model calls."""
 
     name: str
-    arguments: str
+    arguments: str  #: The JSON text of an object.
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
-    """`key`: the field that holds the arguments."""
+class ToolFormat:
+    """How a model writes a call: prefix, a JSON object of name and arguments, suffix."""
 
     name: str
-    key: str
-    before: str = ""
-    after: str = ""
-    between: str = ""
+    arguments_key: str  #: The field of the JSON object that holds the arguments.
+    call_prefix: str = ""
+    call_suffix: str = ""
+    separator: str = ""  #: Stands between two calls.
 
-    def grammar(self, tools: Sequence[tuple[str, str]], several: bool) -> f.Grammar:
-        """Nothing but calls of `tools`: (name, JSON text of the schema of its arguments)."""
-        more = f" ({json.dumps(self.between)} call)*" if several else ""
-        lines = [
-            f"start: call{more}",
-            f"call: {_literal(self.before)} one {_literal(self.after)}",
-            "one: " + " | ".join(f"call_{number}" for number in range(len(tools))),
+    def grammar(self, tools: Sequence[tuple[str, str]], several: bool) -> frames.Grammar:
+        """Return the Lark grammar of an answer that is nothing but calls of `tools`.
+
+        Each tool is its name and the JSON text of the schema of its arguments. The answer is one
+        call, or one and more if `several`.
+        """
+        more_calls = f" ({json.dumps(self.separator)} call)*" if several else ""
+        alternatives = " | ".join(f"call_{number}" for number in range(len(tools)))
+        rules = [
+            f"start: call{more_calls}",
+            f"call: {_lark_literal(self.call_prefix)} one {_lark_literal(self.call_suffix)}",
+            f"one: {alternatives}",
         ]
         for number, (name, schema) in enumerate(tools):
-            begin = f'{{"name": {json.dumps(name)}, "{self.key}": '
-            lines.append(f'call_{number}: {json.dumps(begin)} args_{number} "}}"')
-            lines.append(f"args_{number}: %json {schema}")
-        return f.Grammar("lark", "\n".join(lines))
+            object_start = f'{{"name": {json.dumps(name)}, "{self.arguments_key}": '
+            rules.append(f'call_{number}: {json.dumps(object_start)} args_{number} "}}"')
+            rules.append(f"args_{number}: %json {schema}")
+        return frames.Grammar("lark", "\n".join(rules))
 
 
-HERMES = Format("hermes", "arguments", f"{OPEN}\n", f"\n{CLOSE}", "\n")
-LLAMA3 = Format("llama3", "parameters", between="; ")
-
-
-def _literal(text: str) -> str:
+def _lark_literal(text: str) -> str:
+    """Return a quoted string of the grammar; Lark has no empty strings, so nothing for none."""
     return json.dumps(text) if text else ""
 
 
-def format_of(template: str) -> Format | None:
-    """What a model with this chat template speaks; None: nothing that is known here."""
-    if OPEN in template and '"arguments"' in template:
+HERMES = ToolFormat(
+    name="hermes",
+    arguments_key="arguments",
+    call_prefix=f"{CALL_OPEN}\n",
+    call_suffix=f"\n{CALL_CLOSE}",
+    separator="\n",
+)
+LLAMA3 = ToolFormat(name="llama3", arguments_key="parameters", separator="; ")
+
+
+def tool_format_of(template: str) -> ToolFormat | None:
+    """Return the format that a chat template asks for, or None if it asks for neither."""
+    if CALL_OPEN in template and '"arguments"' in template:
         return HERMES
     if '"parameters"' in template and ("ipython" in template or "python_tag" in template):
         return LLAMA3
     return None
 
 
-def read_call(text: str) -> Call | None:
-    """One call in either format's JSON."""
+def read_call(text: str) -> ToolCall | None:
+    """Read one call's JSON object, in either format. Returns None if `text` is no call."""
     try:
-        return _call(json.loads(text))
+        return _call_of(json.loads(text))
     except (ValueError, RecursionError):
         return None
 
 
-def read_calls(text: str, known: Sequence[str]) -> list[Call]:
-    """All calls of a Llama 3 answer; none if it is anything but calls of `known` functions."""
-    decoder, calls, at = json.JSONDecoder(), [], 0
-    text = text.strip().removeprefix("<|python_tag|>").strip()
-    while at < len(text):
+def read_calls(text: str, function_names: Sequence[str]) -> list[ToolCall]:
+    """Read all calls of a Llama 3 answer.
+
+    Returns none if the answer has anything else, or a call of a function that is not among
+    `function_names`.
+    """
+    decoder = json.JSONDecoder()
+    calls = []
+    text = text.strip().removeprefix(PYTHON_TAG).strip()
+    position = 0
+    while position < len(text):
         try:
-            value, at = decoder.raw_decode(text, at)
+            value, position = decoder.raw_decode(text, position)
         except (ValueError, RecursionError):
             return []
-        call = _call(value)
-        if call is None or call.name not in known:
+        call = _call_of(value)
+        if call is None or call.name not in function_names:
             return []
         calls.append(call)
-        while at < len(text) and (text[at].isspace() or text[at] == ";"):
-            at += 1
+        while position < len(text) and (text[position].isspace() or text[position] == ";"):
+            position += 1
     return calls
 
 
-def _call(value: object) -> Call | None:
+def _call_of(value: object) -> ToolCall | None:
+    """Return the call that a parsed JSON value describes, or None if it describes none."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(arguments, dict):
         return None
     try:
-        told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        told.encode()  # half a surrogate pair is no text
+        arguments_text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        arguments_text.encode()  # fails for half a surrogate pair, which no client could be sent
     except ValueError:
         return None
-    return Call(value["name"], told)
+    return ToolCall(value["name"], arguments_text)

@@ -1,0 +1,98 @@
+"""From token ids to text, incrementally: characters that span tokens come out whole.
+
+There are two ways, with the same text. Byte-level tokenizers have a table of what each id adds, so
+a token costs one look-up. All others decode a few tokens again for each new one.
+"""
+
+from __future__ import annotations
+
+import codecs
+
+from tokenizers import Tokenizer
+
+#: As many ids at most wait for the rest of a character.
+INCOMPLETE_IDS_MAX = 8
+REPLACEMENT_CHARACTER = "\ufffd"
+
+
+class PieceDetokenizer:
+    """Turns the ids of one answer into text by a table: `pieces[token_id]`.
+
+    A piece is text, or bytes where a token is no whole characters.
+    """
+
+    __slots__ = ("_decoder", "_pieces", "inside_character")
+
+    def __init__(self, pieces: list[str | bytes]) -> None:
+        self._pieces = pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        #: True while the last token's bytes begin a character that is not complete.
+        self.inside_character = False
+
+    def feed(self, token_ids: list[int]) -> str:
+        """Return the text that is complete with these tokens. Unknown ids add nothing."""
+        if len(token_ids) == 1:
+            return self._feed_token(token_ids[0])
+        return "".join([self._feed_token(token_id) for token_id in token_ids])
+
+    def _feed_token(self, token_id: int) -> str:
+        try:
+            piece = self._pieces[token_id]
+        except IndexError:
+            return ""
+        if isinstance(piece, str):
+            if not self.inside_character or not piece:
+                return piece
+            piece = piece.encode()
+        text = self._decoder.decode(piece)
+        self.inside_character = bool(self._decoder.getstate()[0])
+        return text
+
+    def flush(self) -> str:
+        """Return what is left at the end: an incomplete character comes out as U+FFFD."""
+        self.inside_character = False
+        return self._decoder.decode(b"", final=True)
+
+
+class LibraryDetokenizer:
+    """Turns the ids of one answer into text by the tokenizer's own `decode`, token by token."""
+
+    inside_character = False  #: Text comes out with the token that completes it, never before.
+
+    def __init__(self, tokenizer: Tokenizer, hidden_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._hidden_ids = hidden_ids
+        #: The ids of the last text that came out, as context, then those that are held back.
+        self._token_ids: list[int] = []
+        self._context_ids = 0  #: How many of `_token_ids` are context.
+        self._context_text = ""
+
+    def feed(self, token_ids: list[int]) -> str:
+        """Return the text that is complete with these tokens. Hidden ids add nothing."""
+        return "".join([self._feed_token(token_id) for token_id in token_ids])
+
+    def _feed_token(self, token_id: int) -> str:
+        if token_id in self._hidden_ids:
+            return ""
+        self._token_ids.append(token_id)
+        text = self._decode()
+        if len(text) < len(self._context_text):
+            # Stray bytes, each of which was a replacement character, became one character.
+            self._context_text = text
+        held_ids = len(self._token_ids) - self._context_ids
+        incomplete = text.endswith(REPLACEMENT_CHARACTER) and held_ids < INCOMPLETE_IDS_MAX
+        if incomplete or len(text) <= len(self._context_text):
+            return ""
+        new_text = text[len(self._context_text) :]
+        self._token_ids = self._token_ids[self._context_ids :]
+        self._context_ids = held_ids
+        self._context_text = self._decode()
+        return new_text
+
+    def _decode(self) -> str:
+        text: str = self._tokenizer.decode(self._token_ids, skip_special_tokens=False)
+        return text
+
+    def flush(self) -> str:
+        """Return what is left at the end: an incomplete character comes out as U+FFFD."""
+        return self._decode()[len(self._context_text) :]

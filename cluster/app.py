@@ -14,9 +14,9 @@ from ray import serve
 
 from .config import SECRET, ClusterConfig, ConfigError, PoolConfig, load_config
 from .control.control import Control
-from .control.serve import HOMES
+from .control.serve import POOL_DEPLOYMENTS
 from .gateway.gateway import Gateway
-from .launch.checkpoint import find
+from .launch.checkpoint import find_checkpoint
 from .launch.ray_cluster import AUTH_MODE
 from .router_service import RouterService
 from .worker.process import WorkerProcess
@@ -40,7 +40,7 @@ def build(config: ClusterConfig, model: Path, name: str) -> serve.Application:
     router = _deployment(RouterService, "Router", 1, HEAD_NODE).bind(tree)
     control = _deployment(Control, "Control", 1, HEAD_NODE).bind(tree)
     workers = []
-    for pool_name, deployment in HOMES.items():
+    for pool_name, deployment in POOL_DEPLOYMENTS.items():
         pool = getattr(config.pools, pool_name)
         if pool.replicas:  # Serve knows no deployment without a replica
             workers.append(_worker_deployment(deployment, pool).bind(pool_name, tree, str(model)))
@@ -66,7 +66,7 @@ def application(args: dict[str, Any]) -> serve.Application:
             f"Ray runs without {AUTH_MODE}=token: whoever reaches it can run code here; start its "
             "nodes with a token (KubeRay: authOptions), or accept that with ray.auth: disabled"
         )
-    model = find(config)
+    model = find_checkpoint(config)
     return build(config, model.folder, model.name)
 
 

@@ -1,6 +1,8 @@
 """The configuration of a cluster: one typed tree, loaded from one YAML file.
 
-Lower folders get their own small dataclass made from it, never the tree.
+The tree is checked as a whole when it is loaded, so a process that starts has a configuration that
+works together. Each part of the code gets a small dataclass of its own that is made from the tree,
+never the tree itself.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
-STEP_SHARE = 0.9  #: of the ITL target for a step; the rest is the way to the client
-SECRET = "DIPTYCH_SECRET"  #: environment: the cluster's secret, where no file may hold it
+#: Of the ITL target, what a step may take; the rest is for the token's way to the client.
+STEP_SHARE = 0.9
+#: Environment variable with the cluster's secret, for where no file may hold the secret.
+SECRET = "DIPTYCH_SECRET"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -32,49 +36,70 @@ class ConfigError(Exception):
 Attention = Literal["auto", "fa3", "fa2", "fa4", "flashinfer", "triton", "cpp", "torch"]
 
 
-class Section(BaseModel):
+class ConfigSection(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class ModelConfig(Section):
-    path: str | None = None  #: folder or Hugging Face id; None: the bundled model
-    name: str | None = None  #: API name; None: the folder's name, `demo` for the bundled model
+class ModelSettings(ConfigSection):
+    #: A folder or a Hugging Face id; None: the bundled model.
+    path: str | None = None
+    #: The name in the API; None: the folder's name, and `demo` for the bundled model.
+    name: str | None = None
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    max_model_len: Count | None = None  #: tokens; None: the model's, or what the pools hold
-    block_tokens: Literal[64, 128, 256] = 64  #: of a KV block; flash-attn 2 knows 256 only
+    #: Tokens of a prompt and its answer; None: what the model allows, or what the pools hold.
+    max_model_len: Count | None = None
+    #: Tokens of a KV block; flash-attn 2 supports 256 only.
+    block_tokens: Literal[64, 128, 256] = 64
 
 
-class EngineSettings(Section):
+class EngineSettings(ConfigSection):
     threads: Count = 1
     kv_mib: Count = 256
     max_step_tokens: Annotated[int, Field(ge=64)] = 512
     max_running: Count = 64
     growth_tokens: Count = 256
-    #: longest step with decodes in it: bounds its prefill, but for a block in every eighth step.
-    #: None: `STEP_SHARE` of slo.itl_ms
+    #: The longest step that decodes answers: it bounds the prefill in such a step, except for one
+    #: block in every eighth step. None: `STEP_SHARE` of slo.itl_ms.
     itl_budget_ms: Positive | None = None
-    draft_tokens: Annotated[int, Field(ge=0, le=16)] = 0  #: n-gram guesses verified by a step
+    #: Tokens that n-grams guess and one step verifies.
+    draft_tokens: Annotated[int, Field(ge=0, le=16)] = 0
     device: Literal["cpu", "cuda"] = "cpu"
-    attention: Attention = "auto"  #: the library that computes it; `cpp` and `torch` on a CPU
-    exact: bool = False  #: on a GPU: bits do not depend on the batch, as they never do on a CPU
-    kv_dtype: Literal["float8_e4m3fn"] | None = None  #: on a GPU; None: model.dtype
-    weights: Literal["model", "fp8"] = "model"  #: on a GPU: quantized at load
+    #: The library that computes attention; `cpp` and `torch` are for a CPU.
+    attention: Attention = "auto"
+    #: On a GPU: results do not depend on the batch in any bit, as on a CPU they never do.
+    exact: bool = False
+    #: On a GPU: the number format of the KV pool; None: model.dtype.
+    kv_dtype: Literal["float8_e4m3fn"] | None = None
+    #: On a GPU: `fp8` quantizes the weights when they are loaded.
+    weights: Literal["model", "fp8"] = "model"
 
 
-class PoolConfig(Section):
-    replicas: Annotated[int, Field(ge=0)] = 1  #: at start; `diptych scale` changes it
-    min_replicas: Count = 1  #: what `diptych scale` goes down to
-    max_replicas: Count = 64  #: and up to
-    tensor_parallel: Count = 1  #: processes of a replica that share the model
+class PoolConfig(ConfigSection):
+    #: Replicas at the start; `diptych scale` changes their number.
+    replicas: Annotated[int, Field(ge=0)] = 1
+    #: The bounds of `diptych scale`.
+    min_replicas: Count = 1
+    max_replicas: Count = 64
+    #: Processes of a replica that share the model.
+    tensor_parallel: Count = 1
     engine: EngineSettings = EngineSettings()
 
+    @property
+    def replicas_minimum(self) -> int:
+        """Return how far the pool may shrink; what it was started with cannot be wrong."""
+        return min(self.min_replicas, self.replicas)
 
-class Pools(Section):
+
+class PoolsConfig(ConfigSection):
     prefill: PoolConfig = PoolConfig()
     decode: PoolConfig = PoolConfig()
 
+    def of(self, pool: str) -> PoolConfig:
+        """Return the settings of the pool of that name, `prefill` or `decode`."""
+        return {"prefill": self.prefill, "decode": self.decode}[pool]
 
-class ClassSettings(Section):
+
+class ClassSettings(ConfigSection):
     """A class of requests; see diptych.router.SloClass."""
 
     priority: Annotated[int, Field(ge=0)] = 0
@@ -82,37 +107,44 @@ class ClassSettings(Section):
     early_reject: bool = False
 
 
-class RouterSettings(Section):
+class RouterSettings(ConfigSection):
     disaggregate: Literal["always", "auto", "never"] = "always"
     queue_max: Count = 1024
     queue_ttl_s: Positive = 30.0
-    policy: str = "diptych"  #: one of diptych.router.policies
-    classes: dict[str, ClassSettings] = {}  #: empty: those of diptych.router.config
-    log_folder: str | None = None  #: on the router's machine: its events, for `diptych replay`
-    log_mib: Count = 32  #: of them, at most
+    #: One of diptych.router.policies.
+    policy: str = "diptych"
+    #: Classes of requests by name; empty: those of diptych.router.config.
+    classes: dict[str, ClassSettings] = {}
+    #: On the router's machine: where its events are written for `diptych replay`.
+    log_folder: str | None = None
+    #: MiB of events that are kept.
+    log_mib: Count = 32
 
     @field_validator("policy")
     @classmethod
-    def _known(cls, name: str) -> str:
-        from ..router.policies import POLICIES  # numpy: not for every command
+    def _check_policy(cls, name: str) -> str:
+        from ..router.policies import POLICIES  # loads numpy, which not every command needs
 
         if name not in POLICIES:
             raise ValueError(f"expected one of {', '.join(POLICIES)}")
         return name
 
 
-class FaultSettings(Section):
+class FaultSettings(ConfigSection):
     """Damage on purpose, for tests of a live cluster."""
 
-    corrupt_writes: Annotated[int, Field(ge=0)] = 0  #: first writes of each prefill worker
+    #: How many of the first writes of each prefill worker are damaged.
+    corrupt_writes: Annotated[int, Field(ge=0)] = 0
 
 
-class TierSettings(Section):
+class TierSettings(ConfigSection):
     """Where a worker keeps KV blocks that its pool evicts. Sizes are of each worker; 0: none."""
 
     memory_mib: Annotated[int, Field(ge=0)] = 0
-    disk_mib: Annotated[int, Field(ge=0)] = 0  #: several times `memory_mib`, or it helps little
-    folder: str | None = None  #: on each machine; each worker takes a folder of its own in it
+    #: Several times `memory_mib`, or the disk helps little.
+    disk_mib: Annotated[int, Field(ge=0)] = 0
+    #: On each machine; each worker makes a folder of its own in it.
+    folder: str | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -121,94 +153,113 @@ class TierSettings(Section):
         return self
 
 
-class TransferSettings(Section):
+class TransferSettings(ConfigSection):
     transport: Literal["auto", "nixl", "shm", "tcp"] = "auto"
     timeout_s: Positive = 30.0
     faults: FaultSettings = FaultSettings()
 
 
-class SloConfig(Section):
+class SloConfig(ConfigSection):
     """Targets that a request must meet to count as goodput. The defaults fit a laptop."""
 
     ttft_ms: Positive = 2000.0
     itl_ms: Positive = 200.0
 
 
-class GatewaySettings(Section):
+class GatewaySettings(ConfigSection):
     host: str = "127.0.0.1"
     http_port: Port = 8000
     grpc_port: Port = 9000
-    max_attempts: Count = 4  #: placements of one request; the last one does without a transfer
+    #: Placements of one request; the last one does without a transfer.
+    max_attempts: Count = 4
     max_streams: Count = 1024
-    api_keys_file: str | None = None  #: on each gateway's machine; `diptych keys` writes it
-    body_timeout_s: Positive = 30.0  #: for a client to send its request's body
-    resume_s: Annotated[float, Field(ge=0)] = 60.0  #: that a client may come back for its answer
-    tls_cert: str | None = None  #: PEM files on each gateway's machine: HTTPS, and TLS for gRPC
+    #: On each gateway's machine; `diptych keys` writes the file.
+    api_keys_file: str | None = None
+    #: For a client to send its request's body.
+    body_timeout_s: Positive = 30.0
+    #: For this long a client may come back for its answer.
+    resume_s: Annotated[float, Field(ge=0)] = 60.0
+    #: PEM files on each gateway's machine: HTTPS, and TLS for gRPC.
+    tls_cert: str | None = None
     tls_key: str | None = None
-    #: who: each gateway on sockets of its own, or Serve's proxies on every node with a replica
+    #: Who listens: each gateway on sockets of its own, or Serve's proxies on every node that has a
+    #: replica.
     listen: Literal["gateway", "serve"] = "gateway"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key go together")
+        _check_tls_files(self.tls_cert, self.tls_key)
         if self.tls_cert and self.listen == "serve":
             raise ValueError("Serve's gRPC proxies know no TLS: no tls_cert, or listen: gateway")
         return self
 
     @property
     def exposed(self) -> bool:
-        """Anybody who reaches the machine can use the models."""
+        """Return whether anybody who reaches the machine can use the models."""
         return self.api_keys_file is None and self.host not in LOOPBACK
 
 
-class ScalingSettings(Section):
+class ScalingSettings(ConfigSection):
     """The planner (cluster/planner): who changes roles and sizes while load changes."""
 
     mode: Literal["off", "propose", "act"] = "off"
     interval_s: Positive = 5.0
-    replicas: bool = True  #: False: roles only
-    gpus: Count | None = None  #: of all replicas together, at most
-    flip_dwell_s: Positive = 60.0  #: between two flips
-    down_dwell_s: Positive = 180.0  #: for as long as this a smaller pool would have been enough
+    #: False: the planner changes roles only.
+    replicas: bool = True
+    #: GPUs of all replicas together; None: no limit.
+    gpus: Count | None = None
+    #: Between two flips.
+    flip_dwell_s: Positive = 60.0
+    #: For this long a smaller pool must have been enough before the pool shrinks.
+    down_dwell_s: Positive = 180.0
 
 
-class RaySettings(Section):
+class RaySettings(ConfigSection):
     """Who may talk to Ray's own processes, which run whatever code they are sent."""
 
-    #: disabled: anybody who reaches one of Ray's ports runs code as this user
+    #: `disabled`: anybody who reaches one of Ray's ports runs code as this user.
     auth: Literal["token", "disabled"] = "token"
 
 
-class ControlSettings(Section):
+class ControlSettings(ConfigSection):
     """Where operators talk to the cluster. Its APIs change roles and sizes of pools."""
 
     host: str = "127.0.0.1"
     port: Port = 8001
     grpc_port: Port = 9001
-    key_file: str | None = None  #: on the head's machine; its content is the bearer token
-    tls_cert: str | None = None  #: PEM files on the head's machine: HTTPS, and TLS for gRPC
+    #: On the head's machine; the file's content is the bearer token.
+    key_file: str | None = None
+    #: PEM files on the head's machine: HTTPS, and TLS for gRPC.
+    tls_cert: str | None = None
     tls_key: str | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key go together")
+        _check_tls_files(self.tls_cert, self.tls_key)
         if self.key_file is None and self.host not in LOOPBACK:
             raise ValueError(f"{self.host} is no loopback address: set control.key_file")
         return self
 
 
-class ObservabilitySettings(Section):
+def _check_tls_files(certificate: str | None, key: str | None) -> None:
+    if (certificate is None) != (key is None):
+        raise ValueError("tls_cert and tls_key go together")
+
+
+class ObservabilitySettings(ConfigSection):
     """What the processes tell of themselves."""
 
-    metrics_port: Annotated[int, Field(ge=0, le=65000)] = 0  #: the first free one from here; 0: any
-    #: each process's exporter listens there; None: the address that Ray knows of its node, which is
-    #: 127.0.0.1 with `diptych serve` and no `--ray-address`
+    #: Each process's exporter takes the first free port from here on; 0: any port.
+    metrics_port: Annotated[int, Field(ge=0, le=65000)] = 0
+    #: Where each process's exporter listens. None: the address that Ray knows of its node, which is
+    #: 127.0.0.1 with `diptych serve` and no `--ray-address`.
     metrics_host: str | None = None
-    metrics_compat: tuple[Literal["vllm"], ...] = ()  #: others' names for the same, too
-    otlp_endpoint: str | None = None  #: OTLP/HTTP: http://collector:4318; None: nothing is traced
-    trace_sample: Annotated[float, Field(ge=0, le=1)] = 0.01  #: of requests without a traceparent
+    #: Other systems' names under which the same metrics are exported too.
+    metrics_compat: tuple[Literal["vllm"], ...] = ()
+    #: OTLP over HTTP, as in http://collector:4318; None: nothing is traced.
+    otlp_endpoint: str | None = None
+    #: Of requests without a traceparent, the share that is traced.
+    trace_sample: Annotated[float, Field(ge=0, le=1)] = 0.01
     log: Literal["text", "json"] = "text"
 
     @field_validator("metrics_host")
@@ -219,9 +270,9 @@ class ObservabilitySettings(Section):
         return host
 
 
-class ClusterConfig(Section):
-    model: ModelConfig = ModelConfig()
-    pools: Pools = Pools()
+class ClusterConfig(ConfigSection):
+    model: ModelSettings = ModelSettings()
+    pools: PoolsConfig = PoolsConfig()
     router: RouterSettings = RouterSettings()
     kv_transfer: TransferSettings = TransferSettings()
     kv_tiers: TierSettings = TierSettings()
@@ -231,25 +282,16 @@ class ClusterConfig(Section):
     ray: RaySettings = RaySettings()
     scaling: ScalingSettings = ScalingSettings()
     observability: ObservabilitySettings = ObservabilitySettings()
-    silence_s: Annotated[float, Field(ge=1)] = 3.0  #: a peer as silent as this is dead
+    #: A peer that sent nothing for this long counts as dead.
+    silence_s: Annotated[float, Field(ge=1)] = 3.0
+    #: What the cluster's processes prove to each other that they know.
     secret: str = Field(default_factory=lambda: secrets.token_hex(16), min_length=1, repr=False)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.pools.decode.replicas == 0:
-            raise ValueError("pools.decode.replicas is 0: nobody would answer")
-        if self.pools.prefill.replicas == 0 and self.router.disaggregate == "always":
-            raise ValueError(
-                "pools.prefill.replicas is 0: set router.disaggregate to never, or auto"
-            )
-        for name, pool in (("prefill", self.pools.prefill), ("decode", self.pools.decode)):
-            if pool.engine.max_step_tokens < self.model.block_tokens:
-                raise ValueError(
-                    f"pools.{name}.engine.max_step_tokens {pool.engine.max_step_tokens} is below "
-                    f"model.block_tokens {self.model.block_tokens}: a step computes a block or more"
-                )
-            if pool.max_replicas < pool.min_replicas:
-                raise ValueError(f"pools.{name}.max_replicas is below its min_replicas")
+        self._check_replicas()
+        for name in ("prefill", "decode"):
+            self._check_pool(name, self.pools.of(name))
         ranks = max(self.pools.prefill.tensor_parallel, self.pools.decode.tensor_parallel)
         if self.kv_tiers.memory_mib and ranks > 1:
             raise ValueError("kv_tiers work for pools with tensor_parallel 1 only")
@@ -257,48 +299,82 @@ class ClusterConfig(Section):
             self._check_gpu()
         return self
 
+    def _check_replicas(self) -> None:
+        if self.pools.decode.replicas == 0:
+            raise ValueError("pools.decode.replicas is 0: nobody would answer")
+        if self.pools.prefill.replicas == 0 and self.router.disaggregate == "always":
+            raise ValueError(
+                "pools.prefill.replicas is 0: set router.disaggregate to never, or auto"
+            )
+
+    def _check_pool(self, name: str, pool: PoolConfig) -> None:
+        if pool.engine.max_step_tokens < self.model.block_tokens:
+            raise ValueError(
+                f"pools.{name}.engine.max_step_tokens {pool.engine.max_step_tokens} is below "
+                f"model.block_tokens {self.model.block_tokens}: a step computes a block or more"
+            )
+        if pool.max_replicas < pool.min_replicas:
+            raise ValueError(f"pools.{name}.max_replicas is below its min_replicas")
+
     def _check_gpu(self) -> None:
-        """What reads KV through host memory cannot read a GPU's."""
+        """Raise ValueError for settings that read KV in host memory, where a GPU's KV is not."""
         if self.kv_transfer.transport != "nixl":
             raise ValueError("engine.device cuda needs kv_transfer.transport nixl")
         if self.kv_tiers.memory_mib:
             raise ValueError("engine.device cuda does not know kv_tiers yet")
 
 
+# ---- loading -------------------------------------------------------------------------------------
+
+
 def load_config(path: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
-    """YAML file plus overrides ("a.b.c" -> value). Raises ConfigError."""
-    tree: dict[str, Any] = {}
-    if path:
-        try:
-            tree = yaml.safe_load(path.read_text()) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"cannot read {path}: {error}") from None
-        if not isinstance(tree, dict):
-            raise ConfigError(f"{path} is not a mapping of sections")
+    """Return the configuration of a YAML file (None: the defaults) with some values replaced.
+
+    `overrides` maps dotted keys ("a.b.c") to values. Raises ConfigError.
+    """
+    tree = _read_tree(path) if path else {}
     for key, value in overrides.items():
-        *sections, last = key.split(".")
-        node = tree
-        for section in sections:
-            node = node.setdefault(section, {})
-            if not isinstance(node, dict):
-                raise ConfigError(f"{section} in {key} is not a section")
-        node[last] = value
+        _override(tree, key, value)
     try:
         return ClusterConfig.model_validate(tree)
     except ValidationError as error:
-        lines = [_told(e["loc"], e["msg"].lower(), e["input"]) for e in error.errors()]
+        lines = [
+            _describe_mistake(mistake["loc"], mistake["msg"].lower(), mistake["input"])
+            for mistake in error.errors()
+        ]
         raise ConfigError("the configuration is wrong:\n  " + "\n  ".join(lines)) from None
 
 
-def _told(place: tuple[int | str, ...], message: str, given: Any) -> str:
-    """The tree as a whole, and its secret, are not said again."""
+def _read_tree(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} is not a mapping of sections")
+    return tree
+
+
+def _override(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set the value of a dotted key in the tree, which may lack the key's sections."""
+    *section_names, name = key.split(".")
+    section = tree
+    for section_name in section_names:
+        section = section.setdefault(section_name, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"{section_name} in {key} is not a section")
+    section[name] = value
+
+
+def _describe_mistake(place: tuple[int | str, ...], message: str, value: Any) -> str:
+    """Return one line about a mistake; the whole tree and the secret are never repeated."""
     if not place or place[0] == "secret":
         return ": ".join([*map(str, place), message])
-    return f"{'.'.join(map(str, place))}: {message} (got {given!r})"
+    return f"{'.'.join(map(str, place))}: {message} (got {value!r})"
 
 
 def parse_overrides(pairs: list[str]) -> dict[str, Any]:
-    """`a.b=c` pairs of the command line; values are read as YAML."""
+    """Return the values of `a.b=c` pairs by key; values are read as YAML. Raises ConfigError."""
     values = {}
     for pair in pairs:
         key, sign, value = pair.partition("=")

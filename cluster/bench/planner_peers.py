@@ -1,8 +1,9 @@
-"""How others size their pools, from their formulas: what ours is measured against.
+"""How other systems size their pools, from their formulas: what our planner is measured against.
 
-They see what has ended, not what arrives, and change replicas, never roles. Sources: NVIDIA
-Dynamo's planner up to 0.9 (docs: SLA-based planner), Ray Serve's autoscaling (docs:
-target_ongoing_requests), llm-d's SLO autoscaling with KEDA. None of their code is used.
+These planners decide by requests that have ended, not by those that arrive, and change replica
+counts, never roles. Sources: NVIDIA Dynamo's planner up to 0.9 (docs: SLA-based planner), Ray
+Serve's autoscaling (docs: target_ongoing_requests), llm-d's SLO autoscaling with KEDA. None of
+their code is used.
 """
 
 from __future__ import annotations
@@ -10,131 +11,227 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from math import ceil, floor, inf
+from typing import NamedTuple
 
+from ...protos.frames import Coefficients
 from ...router.demand import OfferedLoad
-from ..planner.core import Action, Bounds, Observation, Replica, Scale, decode_rate, prefill_seconds
+from ..planner.core import (
+    FleetObservation,
+    PlannerAction,
+    Replica,
+    ReplicaBounds,
+    ScalePool,
+    decode_rate,
+    prefill_seconds,
+)
 
 POOLS = ("prefill", "decode")
 
 
-def _homes(seen: Observation) -> dict[str, int]:
+@dataclass(frozen=True, slots=True)
+class ReplicaBudget:
+    """How many replicas the pools may have."""
+
+    #: By pool.
+    bounds: dict[str, ReplicaBounds]
+    #: Of both pools together.
+    total: int
+
+
+def _pool_counts(observation: FleetObservation) -> dict[str, int]:
+    """Return each pool's replicas, those that start included."""
     return {
-        pool: sum(one.home == pool for one in seen.replicas) + seen.starting.get(pool, 0)
+        pool: sum(replica.pool == pool for replica in observation.replicas)
+        + observation.starting_replicas.get(pool, 0)
         for pool in POOLS
     }
 
 
-def _ask(
-    seen: Observation, wanted: dict[str, int], bounds: dict[str, Bounds], total: int, why: str
-) -> list[Action]:
-    """Within each pool's bounds; what shrinks makes room for what grows, up to `total`."""
-    have = _homes(seen)
-    asked = {p: min(max(wanted[p], bounds[p].least), bounds[p].most) for p in POOLS}
-    for pool in sorted(POOLS, key=lambda pool: asked[pool] - have[pool]):
-        others = sum(min(asked[p], have[p]) if p != pool else 0 for p in POOLS)
-        asked[pool] = min(asked[pool], total - others)
-    return [Scale(pool, asked[pool], why) for pool in POOLS if asked[pool] != have[pool]]
+def _scale_within(
+    budget: ReplicaBudget,
+    observation: FleetObservation,
+    desired_counts: dict[str, int],
+    reason: str,
+) -> list[PlannerAction]:
+    """Return orders for the desired counts, as far as the budget allows them.
+
+    A pool that shrinks makes room for one that grows.
+    """
+    present_counts = _pool_counts(observation)
+    counts = {
+        pool: min(max(desired_counts[pool], budget.bounds[pool].minimum), budget.bounds[pool].limit)
+        for pool in POOLS
+    }
+    for pool in sorted(POOLS, key=lambda pool: counts[pool] - present_counts[pool]):
+        others = sum(min(counts[other], present_counts[other]) for other in POOLS if other != pool)
+        counts[pool] = min(counts[pool], budget.total - others)
+    return [
+        ScalePool(pool, counts[pool], reason)
+        for pool in POOLS
+        if counts[pool] != present_counts[pool]
+    ]
 
 
 @dataclass(slots=True)
-class Dynamo:
-    """Every 180 s: throughput that the last interval's completions need, at profiled rates."""
+class DynamoPlanner:
+    """Every 180 s: as many replicas as the last interval's completions need at profiled rates."""
 
     itl_s: float
-    bounds: dict[str, Bounds]
-    total: int
+    budget: ReplicaBudget
     interval_s: float = 180.0
-    at: float | None = None
+    #: When the present interval began; None before the first call.
+    interval_began_at: float | None = None
 
-    def handle(self, seen: Observation, now: float) -> list[Action]:
-        if self.at is None:
-            self.at = now
-        recent = seen.recent
-        if now - self.at < self.interval_s or not recent.completed:
+    def handle(self, observation: FleetObservation, now: float) -> list[PlannerAction]:
+        if self.interval_began_at is None:
+            self.interval_began_at = now
+        recent = observation.recent
+        if now - self.interval_began_at < self.interval_s or not recent.completed:
             return []
-        self.at = now
-        prefill, decode = (_first(seen, pool) for pool in POOLS)
+        self.interval_began_at = now
+
         rate = recent.completed / recent.window_s
-        context = recent.output * (recent.prompt + recent.output / 2)
-        need = OfferedLoad(rate, recent.prompt, recent.prompt**2 / 2, recent.output, context)
-        alone = prefill_seconds(prefill, need)
-        lower = min(1.0, recent.ttft_s / alone) if alone else 1.0
-        batch = max(1.0, recent.decoding / max(1, _homes(seen)["decode"]))
-        cost = decode.cost
-        row = max(cost.step_row * batch, cost.step_weights)
-        expected = cost.step_base + row + cost.step_token * batch * (context / recent.output)
-        slower = recent.itl_s / expected if recent.itl_s else 1.0
-        answers = decode_rate(decode, need, self.itl_s / max(slower, 0.1))
-        wanted = {
-            "prefill": max(1, ceil(rate * alone * lower)),
-            "decode": max(1, ceil(rate / answers)) if answers else self.total,
+        context = recent.mean_output_tokens * (
+            recent.mean_prompt_tokens + recent.mean_output_tokens / 2
+        )
+        demand = OfferedLoad(
+            rate=rate,
+            uncached=recent.mean_prompt_tokens,
+            pairs=recent.mean_prompt_tokens**2 / 2,
+            output=recent.mean_output_tokens,
+            context=context,
+        )
+        desired_counts = {
+            "prefill": self._prefill_count(observation, demand),
+            "decode": self._decode_count(observation, demand),
         }
-        asked = sum(wanted.values())
-        if asked > self.total:
-            share = self.total / asked
-            wanted["prefill"] = max(1, round(wanted["prefill"] * share))
-            wanted["decode"] = self.total - wanted["prefill"]
-        return _ask(seen, wanted, self.bounds, self.total, f"{rate:.2f} completions/s")
+        total = sum(desired_counts.values())
+        if total > self.budget.total:
+            share = self.budget.total / total
+            prefill_count = max(1, round(desired_counts["prefill"] * share))
+            desired_counts = {
+                "prefill": prefill_count,
+                "decode": self.budget.total - prefill_count,
+            }
+        return _scale_within(self.budget, observation, desired_counts, f"{rate:.2f} completions/s")
+
+    def _prefill_count(self, observation: FleetObservation, demand: OfferedLoad) -> int:
+        """Return replicas for the prompts, fewer if TTFTs were better than profiled."""
+        profiled_ttft_s = prefill_seconds(_first_of_role(observation, "prefill"), demand)
+        correction = min(1.0, observation.recent.mean_ttft_s / profiled_ttft_s)
+        return max(1, ceil(demand.rate * profiled_ttft_s * correction))
+
+    def _decode_count(self, observation: FleetObservation, demand: OfferedLoad) -> int:
+        """Return replicas for the answers, more if gaps were longer than profiled."""
+        recent = observation.recent
+        replica = _first_of_role(observation, "decode")
+        batch = max(1.0, recent.decoding / max(1, _pool_counts(observation)["decode"]))
+        profiled_itl_s = step_seconds(
+            replica.cost, batch, batch * (demand.context / recent.mean_output_tokens)
+        )
+        correction = recent.mean_itl_s / profiled_itl_s if recent.mean_itl_s else 1.0
+        answers_per_s = decode_rate(replica, demand, self.itl_s / max(correction, 0.1))
+        return max(1, ceil(demand.rate / answers_per_s)) if answers_per_s else self.budget.total
+
+
+def step_seconds(cost: Coefficients, rows: float, kv_tokens: float) -> float:
+    """Return the time of a step that decodes `rows` answers and reads `kv_tokens` tokens of KV."""
+    return (
+        cost.step_base + max(cost.step_row * rows, cost.step_weights) + cost.step_token * kv_tokens
+    )
+
+
+class PendingChange(NamedTuple):
+    """In which direction (-1, 0, 1) a pool's count should change, and since when."""
+
+    direction: int
+    since: float
 
 
 @dataclass(slots=True)
-class ServeLoop:
-    """Each pool by its ongoing requests; up after 30 s, down after 600 s of wanting it."""
+class ServeLoopPlanner:
+    """Ray Serve's loop: each pool by its ongoing requests, after a delay in which it is sure."""
 
-    bounds: dict[str, Bounds]
-    total: int
-    target: dict[str, float] = field(default_factory=lambda: {"prefill": 2.0, "decode": 32.0})
-    delays: tuple[float, float] = (30.0, 600.0)
-    since: dict[str, tuple[int, float]] = field(default_factory=dict)
+    budget: ReplicaBudget
+    #: Ongoing requests per replica.
+    targets: dict[str, float] = field(default_factory=lambda: {"prefill": 2.0, "decode": 32.0})
+    up_delay_s: float = 30.0
+    down_delay_s: float = 600.0
+    pending_changes: dict[str, PendingChange] = field(default_factory=dict)
 
-    def handle(self, seen: Observation, now: float) -> list[Action]:
-        have, wanted = _homes(seen), {}
-        ongoing = {"prefill": seen.recent.prefilling, "decode": seen.recent.decoding}
-        for pool in POOLS:
-            desired = ceil(ongoing[pool] / self.target[pool])
-            sign = (desired > have[pool]) - (desired < have[pool])
-            before = self.since.get(pool)
-            if before is None or before[0] != sign:
-                self.since[pool] = before = (sign, now)
-            delay = self.delays[0 if sign > 0 else 1]
-            ready = sign != 0 and now - before[1] >= delay
-            wanted[pool] = desired if ready else have[pool]
-        told = f"{ongoing['prefill']} and {ongoing['decode']} ongoing requests"
-        return _ask(seen, wanted, self.bounds, self.total, told)
+    def handle(self, observation: FleetObservation, now: float) -> list[PlannerAction]:
+        desired_counts = _pool_counts(observation)
+        ongoing = {
+            "prefill": observation.recent.prefilling,
+            "decode": observation.recent.decoding,
+        }
+        for pool, present_count in list(desired_counts.items()):
+            ideal_count = ceil(ongoing[pool] / self.targets[pool])
+            direction = (ideal_count > present_count) - (ideal_count < present_count)
+            change = self.pending_changes.get(pool)
+            if change is None or change.direction != direction:
+                change = PendingChange(direction, now)
+                self.pending_changes[pool] = change
+            delay_s = self.up_delay_s if direction > 0 else self.down_delay_s
+            if direction != 0 and now - change.since >= delay_s:
+                desired_counts[pool] = ideal_count
+        reason = f"{ongoing['prefill']} and {ongoing['decode']} ongoing requests"
+        return _scale_within(self.budget, observation, desired_counts, reason)
 
 
 @dataclass(slots=True)
-class Keda:
-    """Worst of the P90s over its target, averaged over 45 s; both pools alike."""
+class KedaPlanner:
+    """llm-d's loop with KEDA: the worse of the P90s over its target, averaged; both pools alike."""
 
     ttft_s: float
     itl_s: float
-    bounds: dict[str, Bounds]
-    total: int
+    budget: ReplicaBudget
+    window_s: float = 45.0
+    score_limit: float = 2.0
+    #: Above this score the pools grow.
+    up_score: float = 0.55
+    #: Below this score the pools shrink by one replica each.
+    down_score: float = 0.40
+    up_delay_s: float = 60.0
+    down_delay_s: float = 120.0
+    #: After the pools grew they do not shrink for this long.
+    down_after_up_s: float = 180.0
+    #: (time, score), oldest first.
     scores: deque[tuple[float, float]] = field(default_factory=deque)
-    up_at: float = -inf
-    down_at: float = -inf
+    last_up_at: float = -inf
+    last_down_at: float = -inf
 
-    def handle(self, seen: Observation, now: float) -> list[Action]:
-        recent = seen.recent
+    def handle(self, observation: FleetObservation, now: float) -> list[PlannerAction]:
+        score = self._mean_score(observation, now)
+        present_counts = _pool_counts(observation)
+        desired_counts = dict(present_counts)
+        may_shrink_at = max(
+            self.last_down_at + self.down_delay_s, self.last_up_at + self.down_after_up_s
+        )
+        if score > self.up_score and now - self.last_up_at >= self.up_delay_s:
+            for pool, count in present_counts.items():
+                proportional = max(ceil(count * (score / self.up_score - 1)), 1)
+                desired_counts[pool] = count + min(proportional, max(count, 4))
+            self.last_up_at = now
+        elif score < self.down_score and now >= may_shrink_at:
+            for pool, count in present_counts.items():
+                proportional = floor(count * (1 - score / self.down_score))
+                desired_counts[pool] = count - min(proportional, 1)
+            self.last_down_at = now
+        return _scale_within(self.budget, observation, desired_counts, f"score {score:.2f}")
+
+    def _mean_score(self, observation: FleetObservation, now: float) -> float:
+        recent = observation.recent
         score = max(recent.ttft_p90_s / self.ttft_s, recent.itl_p90_s / self.itl_s)
-        self.scores.append((now, min(score, 2.0)))
-        while self.scores[0][0] < now - 45.0:
+        self.scores.append((now, min(score, self.score_limit)))
+        while self.scores[0][0] < now - self.window_s:
             self.scores.popleft()
-        mean = sum(score for _, score in self.scores) / len(self.scores)
-        have = _homes(seen)
-        wanted = dict(have)
-        if mean > 0.55 and now - self.up_at >= 60.0:
-            for pool, count in have.items():
-                wanted[pool] = count + min(max(ceil(count * (mean / 0.55 - 1)), 1), max(count, 4))
-            self.up_at = now
-        elif mean < 0.40 and now - max(self.down_at + 120.0, self.up_at + 180.0) >= 0:
-            for pool, count in have.items():
-                less = floor(count * (1 - mean / 0.40))
-                wanted[pool] = count - min(less, 1)
-            self.down_at = now
-        return _ask(seen, wanted, self.bounds, self.total, f"score {mean:.2f}")
+        return sum(score for _, score in self.scores) / len(self.scores)
 
 
-def _first(seen: Observation, role: str) -> Replica:
-    return next((one for one in seen.replicas if one.role == role), seen.replicas[0])
+def _first_of_role(observation: FleetObservation, role: str) -> Replica:
+    """Return a replica with that role, or any if there is none."""
+    for replica in observation.replicas:
+        if replica.role == role:
+            return replica
+    return observation.replicas[0]

@@ -1,158 +1,204 @@
 """The planner in virtual time, beside fixed splits and other planners: `diptych bench planner`.
 
-All have the same GPUs and our router. Others change replicas, which takes `start_s`; ours flips
-roles. Goodput is the number of requests met.
+All of them have the same GPUs and our router. The other planners change replica counts, and a new
+replica takes `Setting.start_s` to come up. Ours changes roles. Goodput is the share of requests
+that met their targets.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from ...simulator.case import Case, Cores, count_of
 from ...simulator.fleet import Split, splits
 from ...simulator.metrics import summarize
 from ...simulator.sim import Simulation
-from ..planner.core import Bounds, Flip, Observation, Planner, PlannerConfig, Recent, Replica
-from .planner_peers import Dynamo, Keda, ServeLoop
+from ..planner.core import (
+    FleetObservation,
+    FlipWorker,
+    Planner,
+    PlannerConfig,
+    RecentTraffic,
+    Replica,
+    ReplicaBounds,
+)
+from .planner_peers import DynamoPlanner, KedaPlanner, ReplicaBudget, ServeLoopPlanner
 
-RECENT_S = 60.0
-FIXED = "fixed"
+RECENT_WINDOW_S = 60.0
+FIXED = "fixed"  #: The planner's name in a run where nobody plans.
+
+AnyPlanner = Planner | DynamoPlanner | ServeLoopPlanner | KedaPlanner
 
 
 @dataclass(slots=True)
-class Driver:
-    """A simulation's planner: shows it what there is, does what it orders."""
+class PlannerDriver:
+    """Connects a planner to a simulation: observes the fleet, and carries out the orders."""
 
-    planner: Planner | Dynamo | ServeLoop | Keda
+    planner: AnyPlanner
+    #: (seconds, order), as they were given.
     orders: list[tuple[float, str]] = field(default_factory=list)
-    flips: int = 0
-    _ended: deque = field(default_factory=deque)
-    _seen: int = 0
+    flip_count: int = 0
 
     def __call__(self, simulation: Simulation, now: float) -> None:
-        seen = observe(simulation, now, self._recent(simulation, now))
-        for action in self.planner.handle(seen, now):
-            self.orders.append((now, str(action)))
-            if isinstance(action, Flip):
-                self.flips += 1
-                simulation.flip(action.worker, action.to)
+        observation = observe_simulation(simulation, now)
+        for action in self.planner.handle(observation, now):
+            self.orders.append((now, f"{action}: {action.reason}"))
+            if isinstance(action, FlipWorker):
+                self.flip_count += 1
+                simulation.flip(action.worker, action.role)
                 continue
-            homes = [one for one in seen.replicas if one.home == action.pool]
-            change = action.replicas - len(homes) - seen.starting.get(action.pool, 0)
-            for _ in range(change):
+            present_count = sum(replica.pool == action.pool for replica in observation.replicas)
+            present_count += observation.starting_replicas.get(action.pool, 0)
+            for _ in range(action.replicas - present_count):
                 simulation.add(action.pool)
-            for _ in range(-change):
+            for _ in range(present_count - action.replicas):
                 simulation.remove(action.pool)
 
-    def _recent(self, simulation: Simulation, now: float) -> Recent:
-        """Of what ended in the last minute; the simulation's `done` is by arrival."""
-        waiting = sum(1 for job in simulation.jobs.values() if not job.first)
-        ended = [
-            job
-            for job in simulation.done
-            if job is not None and not job.outcome and now - RECENT_S <= job.ended <= now
-        ]
-        base = {"prefilling": waiting, "decoding": len(simulation.jobs) - waiting}
-        if not ended:
-            return Recent(RECENT_S, **base)
-        ttft = sorted(job.first - job.arrived for job in ended)
-        gaps = sorted((j.ended - j.first) / max(1, j.request.output - 1) for j in ended)
-        last = int(0.9 * (len(ended) - 1))
-        return Recent(
-            RECENT_S,
-            len(ended),
-            sum(job.request.prompt for job in ended) / len(ended),
-            sum(job.request.output for job in ended) / len(ended),
-            sum(ttft) / len(ttft),
-            sum(gaps) / len(gaps),
-            ttft[last],
-            gaps[last],
-            **base,
-        )
 
-
-def observe(simulation: Simulation, now: float, recent: Recent) -> Observation:
-    """What a live Control would see: the router's demand and the workers' reports."""
-    replicas, room, used = [], 0, 0.0
-    backlog = 0.0
+def observe_simulation(simulation: Simulation, now: float) -> FleetObservation:
+    """Return what a live Control would see: the router's demand and the workers' statistics."""
+    replicas: list[Replica] = []
+    backlog_s = 0.0
+    decode_room_tokens = 0
+    decode_used_tokens = 0.0
     for name, worker in simulation.workers.items():
-        card = simulation.cards[name]
         if not worker.alive or not worker.role:
             continue
+        card = simulation.cards[name]
         assert card.cost is not None
-        kind = card.cost, worker.capacity, card.tensor_parallel
-        replicas.append(Replica(name, worker.role, card.pool, *kind))
+        replicas.append(
+            Replica(
+                name=name,
+                role=worker.role,
+                pool=card.pool,
+                cost=card.cost,
+                kv_tokens=worker.capacity,
+                gpus=card.tensor_parallel,
+            )
+        )
         if worker.role == "decode":
-            room, used = room + worker.capacity, used + worker.tokens
-        known = simulation.router.workers.get(name)
-        if known is not None and worker.role == "prefill":
-            backlog += max(0.0, known.busy_until - now)
-    starting: dict[str, int] = {}
-    for pool in simulation.starting.values():
-        starting[pool] = starting.get(pool, 0) + 1
-    need = simulation.router.demand.offered_load(now)
-    share = used / room if room else 0.0
-    return Observation(tuple(replicas), starting, need, backlog, share, recent)
+            decode_room_tokens += worker.capacity
+            decode_used_tokens += worker.tokens
+        router_worker = simulation.router.workers.get(name)
+        if router_worker is not None and worker.role == "prefill":
+            backlog_s += max(0.0, router_worker.busy_until - now)
+    return FleetObservation(
+        replicas=tuple(replicas),
+        starting_replicas=dict(Counter(simulation.starting.values())),
+        demand=simulation.router.demand.offered_load(now),
+        backlog_s=backlog_s,
+        kv_used_share=decode_used_tokens / decode_room_tokens if decode_room_tokens else 0.0,
+        recent=_recent_traffic(simulation, now),
+    )
 
 
-def peers(case: Case, most: int) -> dict[str, Callable[[], Planner | Dynamo | ServeLoop | Keda]]:
-    """Each planner by name, with `most` replicas in all."""
-    bounds = {"prefill": Bounds(1, most - 1), "decode": Bounds(1, most - 1)}
-    itl, ttft = case.slo.itl_s, case.slo.ttft_s
-    config = PlannerConfig(itl_s=itl, pools=bounds, scale=False)
+def _recent_traffic(simulation: Simulation, now: float) -> RecentTraffic:
+    """Return the means and P90s of what ended in the last minute, and what runs."""
+    prefilling = sum(not job.first for job in simulation.jobs.values())
+    decoding = len(simulation.jobs) - prefilling
+    # `done` is ordered by arrival, so all of it is searched.
+    ended = [
+        job
+        for job in simulation.done
+        if job is not None and not job.outcome and now - RECENT_WINDOW_S <= job.ended <= now
+    ]
+    if not ended:
+        return RecentTraffic(RECENT_WINDOW_S, prefilling=prefilling, decoding=decoding)
+    ttfts_s = np.array([job.first - job.arrived for job in ended])
+    gaps_s = np.array([(job.ended - job.first) / max(1, job.request.output - 1) for job in ended])
+    return RecentTraffic(
+        window_s=RECENT_WINDOW_S,
+        completed=len(ended),
+        mean_prompt_tokens=sum(job.request.prompt for job in ended) / len(ended),
+        mean_output_tokens=sum(job.request.output for job in ended) / len(ended),
+        mean_ttft_s=float(ttfts_s.mean()),
+        mean_itl_s=float(gaps_s.mean()),
+        ttft_p90_s=float(np.percentile(ttfts_s, 90, method="lower")),
+        itl_p90_s=float(np.percentile(gaps_s, 90, method="lower")),
+        prefilling=prefilling,
+        decoding=decoding,
+    )
+
+
+def planner_makers(case: Case, replica_limit: int) -> dict[str, Callable[[], AnyPlanner]]:
+    """Return what makes each planner, by name, with `replica_limit` replicas in all."""
+    ttft_s = case.slo.ttft_s
+    itl_s = case.slo.itl_s
+    pool_bounds = ReplicaBounds(minimum=1, limit=replica_limit - 1)
+    bounds = {"prefill": pool_bounds, "decode": pool_bounds}
+    budget = ReplicaBudget(bounds, total=replica_limit)
+    config = PlannerConfig(itl_s=itl_s, pools=bounds, scaling_enabled=False)
     return {
         "diptych": lambda: Planner(config),
-        "dynamo": lambda: Dynamo(itl, bounds, most),
-        "serve": lambda: ServeLoop(bounds, most),
-        "keda": lambda: Keda(ttft, itl, bounds, most),
+        "dynamo": lambda: DynamoPlanner(itl_s, budget),
+        "serve": lambda: ServeLoopPlanner(budget),
+        "keda": lambda: KedaPlanner(ttft_s, itl_s, budget),
     }
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """One run. `orders` are a planner's, `(seconds, what)`; `fixed`: nobody planned."""
+class PlannerRun:
+    """One run, as `diptych bench planner -o json` has it."""
 
+    #: The planner's name, or `fixed`.
     planner: str
+    #: Replicas by role at the beginning.
     split: str
+    #: Share of the requests that met their targets.
     attainment: float
     ttft_p90_s: float
     gpu_s: int
     flips_per_min: float = 0.0
+    #: The planner's orders: (seconds, order).
     orders: tuple[tuple[float, str], ...] = ()
 
 
-def run(case: Case, split: Split, rate: float, name: str = FIXED, seed: int = 0) -> Ran:
-    """From `split` on, at `rate` requests/s in all, under the planner of that name."""
-    driver = None if name == FIXED else Driver(peers(case, split.total)[name]())
+def run(case: Case, split: Split, rate: float, name: str = FIXED, *, seed: int = 0) -> PlannerRun:
+    """Simulate the case from `split` on, at `rate` requests/s, under the planner of that name."""
+    driver = None
+    if name != FIXED:
+        driver = PlannerDriver(planner_makers(case, split.total)[name]())
     requests = case.trace.workload(rate, seed, case.closed)
     minutes = count_of(requests) / rate / 60
     simulation = Simulation(case.setting(split), case.trace, seed, planner=driver)
     outcomes = simulation.run(requests)
     assert outcomes is not None
     summary = summarize(outcomes)
-    return Ran(
-        name,
-        str(split),
-        round(summary.attainment, 4),
-        round(summary.ttft.get("p90", 0.0), 3),
-        round(simulation.gpu_seconds),
-        round(driver.flips / minutes, 3) if driver else 0.0,
-        tuple(driver.orders) if driver else (),
+    return PlannerRun(
+        planner=name,
+        split=str(split),
+        attainment=round(summary.attainment, 4),
+        ttft_p90_s=round(summary.ttft.get("p90", 0.0), 3),
+        gpu_s=round(simulation.gpu_seconds),
+        flips_per_min=round(driver.flip_count / minutes, 3) if driver else 0.0,
+        orders=tuple(driver.orders) if driver else (),
     )
 
 
 def compare(
-    case: Case, begin: Split, rate: float, jobs: int, tell: Callable[[str], None]
-) -> list[Ran]:
-    """Every fixed split, then every planner from `begin`, best of each kind first."""
-    tasks = [(split, FIXED) for split in splits(begin.total)]
-    tasks += [(begin, name) for name in peers(case, begin.total)]
+    case: Case,
+    first_split: Split,
+    rate: float,
+    jobs: int,
+    report_progress: Callable[[str], None],
+) -> list[PlannerRun]:
+    """Run every fixed split, and every planner from `first_split`, on `jobs` cores.
+
+    The fixed splits come first in the result, then the planners, the best of each kind first.
+    """
+    tasks = [(split, FIXED) for split in splits(first_split.total)]
+    tasks += [(first_split, name) for name in planner_makers(case, first_split.total)]
+    runs: list[PlannerRun] = []
     with Cores([case], jobs) as cores:
-        asked = [cores.submit(run, 0, split, rate, name) for split, name in tasks]
-        found = []
-        for one in asked:
-            found.append(one.result())
-            tell(f"{found[-1].planner} {found[-1].split}: {found[-1].attainment:.1%} met")
-    return sorted(found, key=lambda ran: (ran.planner != FIXED, -ran.attainment))
+        futures = [cores.submit(run, 0, split, rate, name) for split, name in tasks]
+        for future in futures:
+            planner_run: PlannerRun = future.result()
+            runs.append(planner_run)
+            report_progress(
+                f"{planner_run.planner} {planner_run.split}: {planner_run.attainment:.1%} met"
+            )
+    return sorted(runs, key=lambda run: (run.planner != FIXED, -run.attainment))

@@ -14,12 +14,13 @@ from typing import Annotated, Any
 
 import typer
 
-from .common import fail
+from .common import check_output, fail, interrupt_on, table_lines
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
-COLUMNS = ["PHASE", "BATCH", "CONTEXT", "MS", "TOKENS/S", "BANDWIDTH", "FLOPS", "WAITED"]
-PEER_COLUMNS = ["VLLM MS", "RATIO", "SPREAD"]
-CALM = 0.02  #: `waited` of an undisturbed cell is below
+TIME_COLUMNS = ("PHASE", "BATCH", "CONTEXT", "MS")
+PEER_COLUMNS = ("VLLM MS", "RATIO", "SPREAD")
+RATE_COLUMNS = ("TOKENS/S", "BANDWIDTH", "FLOPS", "WAITED")
+CALM_SHARE = 0.02  #: Threads of an undisturbed cell wait for a CPU for less of the time.
 INSTALL = "how to install it: engine/bench/README.md"
 
 
@@ -51,24 +52,24 @@ def engine(
     output: Annotated[str, typer.Option("-o", "--output", help="table or json")] = "table",
 ) -> None:
     """Measure decode and prefill of the engine. An empty list leaves a phase out: --prompt ""."""
-    if output not in ("table", "json"):
-        fail(f"-o {output}: expected table or json", 2)
+    check_output(output)
     cores = len(os.sched_getaffinity(0))
     if threads is not None and threads > cores:
         fail(f"--threads {threads}: this process has {cores} cores", 2)
-    values: dict[str, Any] = {
+    options: dict[str, Any] = {
         "threads": threads or cores,
         "rounds": rounds,
         "batches": numbers("--batch", batch),
         "contexts": numbers("--context", context),
         "prompts": numbers("--prompt", prompt),
         "step_tokens": step_tokens,
-        "vllm_python": _peer(against, vllm_python),
+        "vllm_python": _find_vllm_python(against, vllm_python),
     }
-    if not (values["batches"] and values["contexts"]) and not values["prompts"]:
+    measures_decode = options["batches"] and options["contexts"]
+    if not measures_decode and not options["prompts"]:
         fail("nothing to measure: give --batch and --context, or --prompt", 2)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by jobs of a script
-    result = _run(model, values)
+    interrupt_on(signal.SIGINT)
+    result = _measure_engine(model, options)
     typer.echo(json.dumps(result, indent=2) if output == "json" else _table(result))
 
 
@@ -84,8 +85,7 @@ def router(
 
     from ...router.bench import run
 
-    if output not in ("table", "json"):
-        fail(f"-o {output}: expected table or json", 2)
+    check_output(output)
     result = run(thread_time, workers, entries, queued)
     if output == "json":
         typer.echo(json.dumps(result))
@@ -94,27 +94,27 @@ def router(
         typer.echo(f"{name:28}{value:>14,}")
 
 
-def _run(model: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Torch is imported here, not before the options have been found right."""
+def _measure_engine(model: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the result, or fail. Torch is imported only now, when the options are right."""
     from ...engine.bench.child import EngineBenchError
     from ...engine.bench.compare import EngineBenchOptions, run
     from ...engine.errors import EngineError
 
     try:
         with checkpoint(model) as folder:
-            result = run(
-                EngineBenchOptions(model=folder, **values), lambda line: typer.echo(line, err=True)
-            )
+            bench_options = EngineBenchOptions(model=folder, **options)
+            result = run(bench_options, lambda line: typer.echo(line, err=True))
     except (EngineBenchError, EngineError) as error:
         fail(str(error))
     except KeyboardInterrupt:
         fail("interrupted", 130)
-    return result | {"model": result["model"] | {"name": model}}
+    result["model"] |= {"name": model}
+    return result
 
 
 @contextmanager
 def checkpoint(model: str) -> Iterator[Path]:
-    """The folder of `model`; a random checkpoint is written to a temporary one."""
+    """Yield the folder of `model`; a random model is written to a temporary one meanwhile."""
     from ...engine.bench.models import SHAPES, write_checkpoint
 
     if model not in SHAPES:
@@ -128,49 +128,51 @@ def checkpoint(model: str) -> Iterator[Path]:
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:
+    """Return the numbers of an option's comma-separated list, or fail."""
     try:
-        numbers = tuple(int(part) for part in text.split(",") if part.strip())
+        values = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        numbers = (0,)
-    if any(number < 1 for number in numbers):
+        values = (0,)
+    if any(value < 1 for value in values):
         fail(f"{option} {text}: expected numbers above 0, separated by commas", 2)
-    return numbers
+    return values
 
 
-def _peer(against: str | None, python: Path | None) -> Path | None:
-    """Where vLLM's Python is, if it is asked for."""
+def _find_vllm_python(against: str | None, python: Path | None) -> Path | None:
+    """Return the Python that has vLLM, or None if no other engine is compared."""
     if against is None:
         return None
     if against != "vllm":
         fail(f"--against {against}: expected vllm", 2)
     if python is None:
         fail(f"--against vllm needs --vllm-python, the Python that has vLLM; {INSTALL}", 2)
-    found = shutil.which(python)
-    if found is None:
+    program = shutil.which(python)
+    if program is None:
         fail(f"--vllm-python {python}: no such program; {INSTALL}", 2)
-    return Path(found).absolute()
+    return Path(program).absolute()
 
 
 def _table(result: dict[str, Any]) -> str:
-    machine, peer = result["machine"], result["peer_setup"]
+    model = result["model"]
+    machine = result["machine"]
+    peer = result["peer_setup"]
+    cells = result["cells"]
     lines = [
-        f"model {result['model']['name']}, {result['model']['parameters'] / 1e6:.0f} M parameters,"
+        f"model {model['name']}, {model['parameters'] / 1e6:.0f} M parameters,"
         f" bf16, greedy; {machine['threads']} threads: {machine['gb_per_s']} GB/s, "
         f"{machine['tflops']} TFLOP/s"
     ]
+    columns: tuple[str, ...] = TIME_COLUMNS + RATE_COLUMNS
     if peer:
         missing = f", without {' and '.join(peer['missing'])}" if peer.get("missing") else ""
         lines.append(f"against {peer['name']}{missing}, {result['options']['rounds']} rounds")
-    columns = COLUMNS[:4] + (PEER_COLUMNS if peer else []) + COLUMNS[4:]
-    rows = [columns, *(_row(cell, bool(peer)) for cell in result["cells"])]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]))
-    disturbed = sum(cell["waited"] >= CALM for cell in result["cells"])
+        columns = TIME_COLUMNS + PEER_COLUMNS + RATE_COLUMNS
+    rows = [_row(cell, with_peer=bool(peer)) for cell in cells]
+    lines += table_lines([columns, *rows], right_aligned_from=1)
+    disturbed = sum(cell["waited"] >= CALM_SHARE for cell in cells)
     if disturbed:
         lines.append(
-            f"{disturbed} of {len(result['cells'])} cells were disturbed: threads WAITED for a CPU "
+            f"{disturbed} of {len(cells)} cells were disturbed: threads WAITED for a CPU "
             "that another process had"
         )
     if peer:
@@ -178,14 +180,17 @@ def _table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _row(cell: dict[str, Any], peer: bool) -> list[str]:
-    against = [f"{cell[key]:.2f}" for key in ("peer_ms", "ratio", "iqr")] if peer else []
-    return [
+def _row(cell: dict[str, Any], *, with_peer: bool) -> tuple[str, ...]:
+    """Return a cell's row; prefill has no batch, and its prompt stands for the context."""
+    peer_texts = []
+    if with_peer:
+        peer_texts = [f"{cell[key]:.2f}" for key in ("peer_ms", "ratio", "iqr")]
+    return (
         cell["phase"],
         str(cell.get("batch", "-")),
         str(cell.get("context", cell.get("prompt"))),
         f"{cell['ms']:.2f}",
-        *against,
+        *peer_texts,
         f"{cell['tokens_per_s']:,.0f}",
         *(f"{cell[key]:.0%}" for key in ("bandwidth_share", "flops_share", "waited")),
-    ]
+    )

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from .bench import checkpoint, numbers
-from .common import fail
+from .common import check_output, fail, interrupt_on, table_lines
 
 PROXIES = ("none", "haproxy", "python")
-COLUMNS = ["PROXY", "STREAMS", "MODE", "TOKENS/S", "GATEWAY", "WORKER", "PROXY", "SUM", "ITL P99"]
+COLUMNS = ("PROXY", "STREAMS", "MODE", "TOKENS/S", "GATEWAY", "WORKER", "PROXY", "SUM", "ITL P99")
 
 
 def gateway(
@@ -28,19 +28,20 @@ def gateway(
     output: Annotated[str, typer.Option("-o", "--output", help="table or json")] = "table",
 ) -> None:
     """Measure the gateway under Ray Serve, its workers replaced by a source of tokens."""
-    if output not in ("table", "json"):
-        fail(f"-o {output}: expected table or json", 2)
+    check_output(output)
     proxies = tuple(name.strip() for name in proxy.split(","))
     for name in proxies:
         if name not in PROXIES:
             fail(f"--proxy {name}: expected some of {', '.join(PROXIES)}", 2)
-    counts = numbers("--streams", streams)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by jobs of a script
+    stream_counts = numbers("--streams", streams)
+    interrupt_on(signal.SIGINT)
     from ...engine.demo import CHECKPOINT
-    from ..bench.gateway.run import Options, run
+    from ..bench.gateway.run import GatewayBenchOptions, run
 
     with checkpoint(model or str(CHECKPOINT)) as folder:
-        options = Options(folder, proxies, counts, seconds, slow)
+        options = GatewayBenchOptions(
+            model=folder, proxies=proxies, streams=stream_counts, seconds=seconds, slow=slow
+        )
         try:
             result = run(options, lambda line: typer.echo(line, err=True))
         except KeyboardInterrupt:
@@ -51,31 +52,33 @@ def gateway(
 
 
 def table(result: dict[str, Any]) -> str:
-    """CPU in microseconds per token, by process."""
-    rows = [COLUMNS]
-    for row in result["rows"]:
-        cpu = row["cpu_us_per_token"]
-        parts = [cpu[name] for name in ("gateway", "worker", "proxy")]
-        added = row["added_itl_ms_p99"]
-        rows.append(
-            [
-                row["proxy"],
-                str(row["streams"]),
-                row["mode"],
-                f"{row['tokens_s']:,}",
-                *(f"{us:.1f} us" for us in (*parts, sum(parts))),
-                "-" if added is None else f"+{added:.1f} ms",
-            ]
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(t.rjust(w) for t, w in zip(r, widths, strict=True)) for r in rows]
-    lines += [f"{name}: not measured ({why})" for name, why in result["missing"].items()]
-    for one in result["prompts"]:
-        lines.append(f"{one['requests_s']:,} prompts/s of {one['tokens']} tokens, {one['kind']}")
-    for name, told in result.get("slow", {}).items():
-        alone, crowd = told["alone"], told["crowd"]
+    """Return the result as text; CPU is in microseconds per token, by process."""
+    lines = table_lines([COLUMNS, *map(_row, result["rows"])], right_aligned_from=0)
+    for proxy, reason in result["missing"].items():
+        lines.append(f"{proxy}: not measured ({reason})")
+    for prompts in result["prompts"]:
         lines.append(
-            f"{name}: ITL p99 of {told['healthy']} streams {alone['itl_ms_p99']:.1f} ms alone, "
-            f"{crowd['itl_ms_p99']:.1f} ms among {told['slow']} slow and {told['leavers']} leaving"
+            f"{prompts['requests_s']:,} prompts/s of {prompts['tokens']} tokens, {prompts['kind']}"
+        )
+    for proxy, slow in result.get("slow", {}).items():
+        lines.append(
+            f"{proxy}: ITL p99 of {slow['healthy']} streams {slow['alone']['itl_ms_p99']:.1f} ms "
+            f"alone, {slow['crowd']['itl_ms_p99']:.1f} ms among {slow['slow']} slow and "
+            f"{slow['leavers']} leaving"
         )
     return "\n".join(lines)
+
+
+def _row(row: dict[str, Any]) -> tuple[str, ...]:
+    cpu_us = row["cpu_us_per_token"]
+    parts = [cpu_us["gateway"], cpu_us["worker"], cpu_us["proxy"]]
+    added_itl_ms = row["added_itl_ms_p99"]
+    return (
+        row["proxy"],
+        str(row["streams"]),
+        row["mode"],
+        f"{row['tokens_s']:,}",
+        *(f"{us:.1f} us" for us in parts),
+        f"{sum(parts):.1f} us",
+        "-" if added_itl_ms is None else f"+{added_itl_ms:.1f} ms",
+    )

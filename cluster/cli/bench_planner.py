@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import fail
-from .simulate import Jobs, Model, Output, Slo, _tell
+from .common import check_output, fail
+from .simulate import Jobs, Model, Output, Slo, available_cores, report_progress
 
 if TYPE_CHECKING:
     from ...simulator.trace import Trace
-    from ..bench.planner_study import Ran
+    from ..bench.planner_study import PlannerRun
 
 
 def planner(
@@ -32,8 +31,7 @@ def planner(
     output: Output = "table",
 ) -> None:
     """Our planner, Dynamo's formulas, Serve's and KEDA's loops, beside every fixed split."""
-    if output not in ("table", "json"):
-        fail(f"-o {output}: expected table or json", 2)
+    check_output(output)
     from ...simulator import SimulationError
     from ...simulator.case import Case
     from ...simulator.fleet import Fleet, Split
@@ -41,20 +39,27 @@ def planner(
     from ..bench.planner_study import compare
 
     try:
-        loads, gpus, begin = _load(trace, rate), Fleet.of(fleet, model, tp), Split.of(split)
-        if begin.total != gpus.replicas or len(gpus.pools) > 1:
+        loaded_trace = _load_trace(trace, rate)
+        gpus = Fleet.of(fleet, model, tp)
+        first_split = Split.of(split)
+        if first_split.total != gpus.replicas or len(gpus.pools) > 1:
             fail(f"--split {split}: {fleet} is {gpus.replicas} replicas of one type", 2)
-        case = Case(loads, gpus, Slo.of(slo, gpus.reference))
-        cores = jobs or len(os.sched_getaffinity(0))
-        found = compare(case, begin, rate or loads.rate, cores, _tell)
+        runs = compare(
+            Case(loaded_trace, gpus, Slo.of(slo, gpus.reference)),
+            first_split,
+            rate or loaded_trace.rate,
+            jobs=jobs or available_cores(),
+            report_progress=report_progress,
+        )
     except SimulationError as error:
         fail(str(error), 2)
     except KeyboardInterrupt:
         fail("interrupted", 130)
-    typer.echo(json.dumps([asdict(one) for one in found]) if output == "json" else _table(found))
+    typer.echo(json.dumps([asdict(run) for run in runs]) if output == "json" else _table(runs))
 
 
-def _load(source: str, rate: float | None) -> Trace:
+def _load_trace(source: str, rate: float | None) -> Trace:
+    """Return a trace; of a ServeGen file it is the first day. Raises SimulationError."""
     from ...simulator import servegen
     from ...simulator.trace import load
 
@@ -64,15 +69,18 @@ def _load(source: str, rate: float | None) -> Trace:
     return servegen.day(path, f"{path.stem} day", 0, rate or servegen.read(path, "", 0).rate)
 
 
-def _table(found: list[Ran]) -> str:
-    best = found[0].attainment
-    head = f"{'planner':<10}{'from':>7}{'met':>9}{'of best fixed':>15}{'flips/min':>11}"
-    lines = [head + f"{'orders':>8}{'TTFT p90':>10}{'GPU hours':>11}"]
-    for one in found:
-        share = one.attainment / best if best else 0.0
+def _table(runs: list[PlannerRun]) -> str:
+    """Return the runs as a table; the first one is the best fixed split."""
+    best_attainment = runs[0].attainment
+    lines = [
+        f"{'planner':<10}{'from':>7}{'met':>9}{'of best fixed':>15}{'flips/min':>11}"
+        f"{'orders':>8}{'TTFT p90':>10}{'GPU hours':>11}"
+    ]
+    for run in runs:
+        share = run.attainment / best_attainment if best_attainment else 0.0
         lines.append(
-            f"{one.planner:<10}{one.split:>7}{one.attainment:>9.1%}{share:>15.1%}"
-            f"{one.flips_per_min:>11.2f}{len(one.orders):>8}{one.ttft_p90_s:>9.2f}s"
-            f"{one.gpu_s / 3600:>11.1f}"
+            f"{run.planner:<10}{run.split:>7}{run.attainment:>9.1%}{share:>15.1%}"
+            f"{run.flips_per_min:>11.2f}{len(run.orders):>8}{run.ttft_p90_s:>9.2f}s"
+            f"{run.gpu_s / 3600:>11.1f}"
         )
     return "\n".join(lines)

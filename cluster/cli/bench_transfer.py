@@ -11,11 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from .bench import checkpoint
-from .common import fail
+from .common import check_output, fail, interrupt_on, table_lines
 
 TRANSPORTS = ("nixl", "shm", "tcp")
 RUN_BYTES = (64 << 10, 256 << 10, 1 << 20)
-COLUMNS = ["TRANSPORT", "OP", "RUN", "GIB/S", "OF MEMCPY", "CHECKSUMS"]
+COLUMNS = ("TRANSPORT", "OP", "RUN", "GIB/S", "OF MEMCPY", "CHECKSUMS")
 
 
 def transfer(
@@ -27,49 +27,54 @@ def transfer(
     output: Annotated[str, typer.Option("-o", "--output", help="table or json")] = "table",
 ) -> None:
     """Measure the transports between two processes here, and their overlap with prefill."""
-    if output not in ("table", "json"):
-        fail(f"-o {output}: expected table or json", 2)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by jobs of a script
+    check_output(output)
+    interrupt_on(signal.SIGINT)
     try:
-        with checkpoint(model) if model else nullcontext() as folder:  # wrong names are told first
-            result = _measure(mib << 20)
+        # A wrong name is found before anything is measured.
+        with checkpoint(model) if model else nullcontext() as folder:
+            result = _measure_transports(mib << 20)
             if folder:
-                result |= _overlap(folder, tokens)
+                result |= _measure_overlap(folder, tokens)
     except KeyboardInterrupt:
         fail("interrupted", 130)
     typer.echo(json.dumps(result, indent=2) if output == "json" else _table(result))
 
 
-def _measure(size: int) -> dict[str, Any]:
-    """Torch is imported here, not before the options have been found right."""
+def _measure_transports(size_bytes: int) -> dict[str, Any]:
+    """Measure each transport that is here. Torch is imported only now: the options are right."""
     import msgspec
 
     from ...kv_transfer import speed
     from ...kv_transfer.errors import TransportUnavailable
 
+    checksum_gib_s = round(speed.checksum(size_bytes), 2)
     result: dict[str, Any] = {
-        "memcpy_gib_s": round(speed.memcpy(size), 2),
-        "checksum_gib_s": round(speed.checksum(size), 2),
+        "memcpy_gib_s": round(speed.memcpy(size_bytes), 2),
+        "checksum_gib_s": checksum_gib_s,
         "rows": [],
         "missing": {},
     }
-    for name in TRANSPORTS:
-        typer.echo(f"moving {size >> 20} MiB over {name}", err=True)
+    for transport in TRANSPORTS:
+        typer.echo(f"moving {size_bytes >> 20} MiB over {transport}", err=True)
         try:
-            rows = speed.measure(name, size, RUN_BYTES)
+            measurements = speed.measure(transport, size_bytes, RUN_BYTES)
         except (TransportUnavailable, TimeoutError) as error:
-            result["missing"][name] = str(error)
+            result["missing"][transport] = str(error)
             continue
-        for row in rows:
-            share = row.gib_s / (row.gib_s + result["checksum_gib_s"])
-            fields = {"gib_s": round(row.gib_s, 2), "of_memcpy": round(row.of_memcpy, 2)}
-            result["rows"].append(
-                msgspec.structs.asdict(row) | fields | {"checksum_share": round(share, 2)}
+        for measurement in measurements:
+            row = msgspec.structs.asdict(measurement)
+            row["gib_s"] = round(measurement.gib_s, 2)
+            row["of_memcpy"] = round(measurement.of_memcpy, 2)
+            # Of the time to checksum and move a block, the checksum's share.
+            row["checksum_share"] = round(
+                measurement.gib_s / (measurement.gib_s + checksum_gib_s), 2
             )
+            result["rows"].append(row)
     return result
 
 
-def _overlap(folder: Path, tokens: int) -> dict[str, Any]:
+def _measure_overlap(folder: Path, tokens: int) -> dict[str, Any]:
+    """Prefill a prompt while its KV moves over slow links, and see how much the prefill hides."""
     import msgspec
 
     from ...engine.bench.overlap import measure_overlap
@@ -77,31 +82,35 @@ def _overlap(folder: Path, tokens: int) -> dict[str, Any]:
 
     try:
         typer.echo(f"prefilling {tokens} tokens over a throttled link", err=True)
-        rows = measure_overlap(folder, tokens)
+        measurements = measure_overlap(folder, tokens)
     except EngineError as error:
         fail(str(error))
-    worst = max(row.exposed_of_transfer for row in rows)
-    return {
-        "exposed_of_transfer": round(worst, 4),
-        "overlap": [
-            {k: round(v, 4) for k, v in msgspec.structs.asdict(row).items()} for row in rows
-        ],
-    }
+    worst_share = max(measurement.exposed_of_transfer for measurement in measurements)
+    rows = [
+        {name: round(value, 4) for name, value in msgspec.structs.asdict(measurement).items()}
+        for measurement in measurements
+    ]
+    return {"exposed_of_transfer": round(worst_share, 4), "overlap": rows}
 
 
 def _table(result: dict[str, Any]) -> str:
-    lines = [
-        f"memcpy {result['memcpy_gib_s']} GiB/s, checksum {result['checksum_gib_s']} GiB/s a core"
+    rows = [
+        (
+            row["transport"],
+            row["op"],
+            f"{row['run_bytes'] >> 10} KiB",
+            f"{row['gib_s']:.2f}",
+            f"{row['of_memcpy']:.2f}",
+            f"{row['checksum_share']:.0%}",
+        )
+        for row in result["rows"]
     ]
-    rows = [COLUMNS]
-    for row in result["rows"]:
-        share, of = f"{row['checksum_share']:.0%}", f"{row['of_memcpy']:.2f}"
-        run = f"{row['run_bytes'] >> 10} KiB"
-        rows.append([row["transport"], row["op"], run, f"{row['gib_s']:.2f}", of, share])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for cells in rows:
-        lines.append("  ".join(t.ljust(w) for t, w in zip(cells, widths, strict=True)).rstrip())
-    lines += [f"{name}: not here ({why})" for name, why in result["missing"].items()]
+    lines = [
+        f"memcpy {result['memcpy_gib_s']} GiB/s, checksum {result['checksum_gib_s']} GiB/s a core",
+        *table_lines([COLUMNS, *rows]),
+    ]
+    for transport, reason in result["missing"].items():
+        lines.append(f"{transport}: not here ({reason})")
     for row in result.get("overlap", ()):
         lines.append(
             f"transfer of {row['of_prefill']:.0%} of the prefill's time: "

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
+from .common import table_lines
 from .status import headline, pool_row
 
 SPARKS = " ▁▂▃▄▅▆▇█"
@@ -15,25 +15,35 @@ LEGEND = (
 )
 GLYPHS = {"ready": "●", "draining": "◐", "flipping": "↻", "leaving": "○", "starting": "…"}
 COLUMNS = ("POOL", "READY", "ROLES", "QUEUE", "", "RUNNING", "KV", "P95 TTFT", "P95 ITL", "NOTE")
-HISTORY = 30
+TRANSFER_COLUMNS = ("TRANSFERS", "TRANSPORT", "SENT MiB", "RECEIVED MiB", "FAILED")
+QUEUE_HISTORY = 30  #: Statuses whose queues the sparkline shows.
+GOODPUT_BAR_WIDTH = 40
+KV_BAR_WIDTH = 8
+CELLS_ACROSS = 3
+REQUEST_ID_WIDTH = 36
+ROUTE_WIDTH = 36
 
 
 class Board:
-    """Keeps the last queues of each pool; `lines` is the whole screen but its keys."""
+    """The whole screen but its keys; it remembers each pool's last queues."""
 
     def __init__(self) -> None:
         self._queues: dict[str, deque[int]] = {}
 
     def add(self, cluster: dict[str, Any]) -> None:
+        """Remember the queues of a status."""
         for name, pool in cluster["pools"].items():
-            self._queues.setdefault(name, deque(maxlen=HISTORY)).append(pool["queue"])
+            history = self._queues.setdefault(name, deque(maxlen=QUEUE_HISTORY))
+            history.append(pool["queue"])
 
     def lines(self, cluster: dict[str, Any], decisions: list[dict[str, Any]]) -> list[str]:
+        """Return the screen for a status and the router's last decisions."""
+        pool_rows = [self._pool_row(name, pool) for name, pool in cluster["pools"].items()]
         return [
             headline(cluster),
             goodput(cluster),
             "",
-            *columns([COLUMNS, *(self._pool(n, pool) for n, pool in cluster["pools"].items())]),
+            *table_lines([COLUMNS, *pool_rows]),
             "",
             *grid(cluster["workers"]),
             LEGEND,
@@ -41,80 +51,93 @@ class Board:
             *transfers(cluster["workers"]),
             "",
             "LAST DECISIONS",
-            *(decision_line(one) for one in decisions),
+            *(decision_line(decision) for decision in decisions),
         ]
 
-    def _pool(self, name: str, pool: dict[str, Any]) -> tuple[str, ...]:
+    def _pool_row(self, name: str, pool: dict[str, Any]) -> tuple[str, ...]:
         row = pool_row(name, pool)
-        spark = sparkline(list(self._queues.get(name, [])))
-        return (row[0], row[1], row[3], row[5], spark, row[6], row[7], *row[9:])
+        return (
+            row.pool,
+            row.ready,
+            row.roles,
+            row.queue,
+            sparkline(list(self._queues.get(name, []))),
+            row.running,
+            row.kv_used,
+            row.ttft_p95,
+            row.itl_p95,
+            row.note,
+        )
 
 
 def goodput(cluster: dict[str, Any]) -> str:
-    """Share of the last minutes' requests that met every target, as a bar."""
+    """Return the share of the last minutes' requests that met every target, as a bar."""
     window = (cluster["router"] or {}).get("goodput", {"requests": 0})
     if not window["requests"]:
         return "goodput  no request yet"
-    return f"goodput  {bar(window['share'], 40)}  {window['share']:.1%}"
+    return f"goodput  {bar(window['share'], GOODPUT_BAR_WIDTH)}  {window['share']:.1%}"
 
 
 def sparkline(values: list[int]) -> str:
-    top = max([*values, 1])
-    return "".join(SPARKS[round(value / top * (len(SPARKS) - 1))] for value in values)
+    """Draw the values against the largest of them."""
+    largest = max([*values, 1])
+    return "".join(SPARKS[round(value / largest * (len(SPARKS) - 1))] for value in values)
 
 
 def bar(share: float, width: int) -> str:
-    full = round(min(max(share, 0.0), 1.0) * width)
-    return "█" * full + "░" * (width - full)
+    """Draw a share, between 0 and 1, as a bar of `width` characters."""
+    filled = round(min(max(share, 0.0), 1.0) * width)
+    return "█" * filled + "░" * (width - filled)
 
 
-def grid(workers: list[dict[str, Any]], across: int = 3) -> list[str]:
-    """One cell for each replica."""
+def grid(workers: list[dict[str, Any]]) -> list[str]:
+    """Return lines with one cell for each worker."""
+    if not workers:
+        return ["no worker has joined yet"]
     cells = [cell(worker) for worker in workers]
-    rows = [cells[first : first + across] for first in range(0, len(cells), across)]
-    return ["   ".join(row) for row in rows] or ["no worker has joined yet"]
+    return [
+        "   ".join(cells[first : first + CELLS_ACROSS])
+        for first in range(0, len(cells), CELLS_ACROSS)
+    ]
 
 
 def cell(worker: dict[str, Any]) -> str:
+    """Return a worker's role (small if flipped), state, name, KV in use, and attempts."""
     blocks = worker["engine"]["kv_blocks"]
     share = (blocks["active"] + blocks["reserved"]) / blocks["total"]
     letter = worker["role"][:1].upper() or "-"
-    letter = letter if worker["role"] == worker["home"] else letter.lower()
+    if worker["role"] != worker["home"]:
+        letter = letter.lower()
     glyph = GLYPHS.get(worker["state"], "?")
-    return f"{letter}{glyph} {worker['id']:<18} {bar(share, 8)} {worker['jobs']:>3}"
+    return f"{letter}{glyph} {worker['id']:<18} {bar(share, KV_BAR_WIDTH)} {worker['jobs']:>3}"
 
 
 def transfers(workers: list[dict[str, Any]]) -> list[str]:
-    """KV that workers sent and received, by transport."""
-    rows = [("TRANSFERS", "TRANSPORT", "SENT MiB", "RECEIVED MiB", "FAILED")]
+    """Return a table of the KV that workers sent and received."""
+    rows = [TRANSFER_COLUMNS]
     for worker in workers:
-        moved = worker["transfer"]
+        transfer = worker["transfer"]
         rows.append(
             (
                 worker["id"],
-                moved["transport"],
-                f"{moved['bytes_sent'] / 2**20:.1f}",
-                f"{moved['bytes_received'] / 2**20:.1f}",
-                str(sum(moved["failures"].values())),
+                transfer["transport"],
+                f"{transfer['bytes_sent'] / 2**20:.1f}",
+                f"{transfer['bytes_received'] / 2**20:.1f}",
+                str(sum(transfer["failures"].values())),
             )
         )
-    return columns(rows)
+    return table_lines(rows)
 
 
-def decision_line(one: dict[str, Any]) -> str:
-    to = " -> ".join(name for name in (one["prefill"], one["decode"]) if name) or one["note"]
-    name = one["key"][0].partition("~")[0]
-    seen = one["observed"].get("ttft_ms")
-    observed = "" if seen is None else f", was {seen:.0f}"
+def decision_line(decision: dict[str, Any]) -> str:
+    """Return where a request went, its prompt, and its predicted and observed TTFT."""
+    workers = [name for name in (decision["prefill"], decision["decode"]) if name]
+    route = " -> ".join(workers) or decision["note"]
+    request_id = decision["key"][0].partition("~")[0][:REQUEST_ID_WIDTH]
+    cached = f"{decision['prompt_tokens']:>6} tokens, {decision['hit_tokens']} cached"
+    observed_ms = decision["observed"].get("ttft_ms")
+    observed = "" if observed_ms is None else f", was {observed_ms:.0f}"
     return (
-        f"{name[:36]:<36}  {to:<36}  {one['prompt_tokens']:>6} tokens, {one['hit_tokens']} cached"
-        f"  TTFT {1e3 * one['ttft_s']:.0f} ms{observed}"
+        f"{request_id:<{REQUEST_ID_WIDTH}}  {route:<{ROUTE_WIDTH}}  {cached}  "
+        f"TTFT {1e3 * decision['ttft_s']:.0f} ms{observed}"
     )
-
-
-def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

@@ -17,33 +17,57 @@ from .common import (
     NO_ANSWER,
     ApiKey,
     Endpoint,
+    check_output,
     error_message,
     fail,
     unreachable,
 )
 
+READ_TIMEOUT_S = 120.0  #: Between two pieces of an answer.
+CONNECT_TIMEOUT_S = 10.0
+EVENT_PREFIX = "data: "
+LAST_EVENT = "data: [DONE]"
+
 
 @dataclass(slots=True)
-class Turn:
-    """One answer as it came in. Times in seconds, of the monotonic clock."""
+class ChatTurn:
+    """One answer as it arrived."""
 
+    #: When the question was sent, by the monotonic clock.
+    sent_at: float
     text: str = ""
+    #: The workers that served the request.
     route: str = ""
+    #: Of the prompt, the tokens that were cached.
     hit_tokens: int = 0
     usage: dict[str, Any] = field(default_factory=dict)
-    finish: str = ""
-    asked: float = 0.0
+    #: Empty while the answer is incomplete.
+    finish_reason: str = ""
+    #: When each piece of text arrived, by the monotonic clock.
     arrivals: list[float] = field(default_factory=list)
 
+    @property
+    def ttft_ms(self) -> float | None:
+        if not self.arrivals:
+            return None
+        return round((self.arrivals[0] - self.sent_at) * 1e3, 1)
+
+    @property
+    def itl_ms(self) -> float | None:
+        """The mean gap between two pieces."""
+        gap_count = len(self.arrivals) - 1
+        if gap_count < 1:
+            return None
+        return round((self.arrivals[-1] - self.arrivals[0]) / gap_count * 1e3, 2)
+
     def summary(self) -> dict[str, Any]:
-        gaps = [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
-        mean = sum(gaps) / len(gaps) * 1e3 if gaps else None
+        """Return what `-o json` prints."""
         return {
             "text": self.text,
-            "finish_reason": self.finish,
+            "finish_reason": self.finish_reason,
             "route": self.route,
-            "ttft_ms": round((self.arrivals[0] - self.asked) * 1e3, 1) if self.arrivals else None,
-            "itl_ms": None if mean is None else round(mean, 2),
+            "ttft_ms": self.ttft_ms,
+            "itl_ms": self.itl_ms,
             "prefix_hit_tokens": self.hit_tokens,
             "usage": self.usage,
         }
@@ -62,18 +86,10 @@ def chat(
     token: ApiKey = "",
 ) -> None:
     """Chat with the served model; shows route, TTFT and ITL after each answer."""
-    if output not in ("text", "json"):
-        fail(f"-o {output}: expected text or json", 2)
+    check_output(output, "text", "json")
     messages = [{"role": "system", "content": system}] if system else []
-    headers = {"authorization": f"Bearer {token}"} if token else {}
-    try:
-        client = httpx.Client(
-            base_url=endpoint, headers=headers, timeout=httpx.Timeout(10, read=120)
-        )
-        client.get("/health")  # connects, so that TTFT is the server's
-    except NO_ANSWER as error:
-        unreachable(endpoint, error)
-    for text in [question] if question else _lines():
+    client = _connect(endpoint, token)
+    for text in [question] if question else _typed_lines():
         messages.append({"role": "user", "content": text})
         body: dict[str, Any] = {"model": model, "messages": messages}
         if max_tokens is not None:
@@ -82,10 +98,23 @@ def chat(
             body["temperature"] = temperature
         turn = _ask(client, body, echo=output == "text")
         messages.append({"role": "assistant", "content": turn.text})
-        typer.echo(json.dumps(turn.summary()) if output == "json" else _stats(turn))
+        typer.echo(json.dumps(turn.summary()) if output == "json" else _describe(turn))
 
 
-def _lines() -> Iterator[str]:
+def _connect(endpoint: str, token: str) -> httpx.Client:
+    """Return a connected client, so that the first TTFT is the server's alone."""
+    timeout = httpx.Timeout(CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S)
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    try:
+        client = httpx.Client(base_url=endpoint, headers=headers, timeout=timeout)
+        client.get("/health")
+    except NO_ANSWER as error:
+        unreachable(endpoint, error)
+    return client
+
+
+def _typed_lines() -> Iterator[str]:
+    """Yield what the user types, until ^C or ^D."""
     while True:
         try:
             line = input("> ").strip()
@@ -96,48 +125,49 @@ def _lines() -> Iterator[str]:
             yield line
 
 
-def _ask(client: httpx.Client, body: dict[str, Any], echo: bool) -> Turn:
-    turn = Turn(asked=time.monotonic())
-    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+def _ask(client: httpx.Client, body: dict[str, Any], *, echo: bool) -> ChatTurn:
+    """Return the whole answer; with `echo` its text is printed as it arrives."""
+    turn = ChatTurn(sent_at=time.monotonic())
+    streamed_body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     try:
-        with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        with client.stream("POST", "/v1/chat/completions", json=streamed_body) as response:
             if response.is_error:
                 content = response.read()
                 fail(error_message(content) or f"HTTP {response.status_code}")
             turn.route = response.headers.get("x-route", "")
             turn.hit_tokens = int(response.headers.get("x-prefix-hit-tokens", 0))
             for line in response.iter_lines():
-                if line.startswith("data: ") and line != "data: [DONE]":
-                    _take(turn, json.loads(line[6:]), echo)
+                if line.startswith(EVENT_PREFIX) and line != LAST_EVENT:
+                    _add_event(turn, json.loads(line.removeprefix(EVENT_PREFIX)), echo=echo)
     except NO_ANSWER as error:
         unreachable(str(client.base_url), error)
     if echo:
         sys.stdout.write("\n")
-    if not turn.finish:
+    if not turn.finish_reason:
         fail("the answer broke off before its end")
     return turn
 
 
-def _take(turn: Turn, event: dict[str, Any], echo: bool) -> None:
+def _add_event(turn: ChatTurn, event: dict[str, Any], *, echo: bool) -> None:
     if "error" in event:
         fail(event["error"]["message"])
     turn.usage = event.get("usage") or turn.usage
     for choice in event["choices"]:
-        delta = choice["delta"].get("content") or ""
-        if delta:
+        text = choice["delta"].get("content") or ""
+        if text:
             turn.arrivals.append(time.monotonic())
-            turn.text += delta
+            turn.text += text
             if echo:
-                sys.stdout.write(delta)
+                sys.stdout.write(text)
                 sys.stdout.flush()
-        turn.finish = choice["finish_reason"] or turn.finish
+        turn.finish_reason = choice["finish_reason"] or turn.finish_reason
 
 
-def _stats(turn: Turn) -> str:
-    facts = turn.summary()
-    itl = "-" if facts["itl_ms"] is None else f"{facts['itl_ms']:.1f} ms"
+def _describe(turn: ChatTurn) -> str:
+    route = turn.route.replace(",", " -> ")
+    itl = "-" if turn.itl_ms is None else f"{turn.itl_ms:.1f} ms"
     tokens = turn.usage.get("completion_tokens", len(turn.arrivals))
     return (
-        f"\n{turn.route.replace(',', ' -> ')}   TTFT {facts['ttft_ms']} ms   ITL {itl}   "
+        f"\n{route}   TTFT {turn.ttft_ms} ms   ITL {itl}   "
         f"{tokens} tokens   prefix hit {turn.hit_tokens}"
     )

@@ -1,10 +1,12 @@
-"""What every command shares: where the cluster is, how to fail."""
+"""What the commands share: options, failing with one sentence, Control's API, and tables."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 from urllib.parse import quote
@@ -28,26 +30,42 @@ AdminUrl = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what it would do, and do nothing.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Return when it is done, or after 15 minutes.")]
-WAIT_S, POLL_S = 900.0, 0.2
-PATH = "/:?=&"  #: what our own paths are made of
-#: what a request raises that gets no answer, addresses and keys that cannot be sent among them
+WAIT_LIMIT_S = 900.0
+POLL_INTERVAL_S = 0.2
+REQUEST_TIMEOUT_S = 15.0
+PATH_CHARACTERS = "/:?=&"  #: What our own paths are made of, so that these are not quoted.
+#: What a request raises that gets no answer, also for addresses and keys that cannot be sent.
 NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL, UnicodeError)
 
 
+# ---- failing -------------------------------------------------------------------------------------
+
+
 def fail(message: str, code: int = 1) -> NoReturn:
-    """One sentence on stderr, and the exit code."""
+    """Print one sentence on stderr and end with the exit code."""
     typer.echo(f"diptych: {message}", err=True)
     raise typer.Exit(code)
 
 
+def check_output(output: str, *allowed: str) -> None:
+    """End with exit code 2 unless `-o` is one of the allowed words (without any: table, json)."""
+    words = allowed or ("table", "json")
+    if output not in words:
+        listed = " or ".join(words) if len(words) == 2 else ", ".join(words)
+        fail(f"-o {output}: expected {listed}", 2)
+
+
 def check_writable(file: Path | None) -> None:
-    """Said before an hour of work, not behind it."""
-    if file and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+    """End with exit code 2 if the file cannot be written: before an hour of work, not after it."""
+    if file is None:
+        return
+    target = file if file.exists() else file.parent
+    if file.is_dir() or not os.access(target, os.W_OK):
         fail(f"cannot write {file}: is its folder there, and yours?", 2)
 
 
 def save(file: Path, text: str) -> None:
-    """What is printed should be out already: a disk may be full."""
+    """Write the file, or fail. Whoever calls this has printed the text: a disk may be full."""
     try:
         file.write_text(text)
     except OSError as error:
@@ -55,12 +73,31 @@ def save(file: Path, text: str) -> None:
 
 
 def unreachable(endpoint: str, error: Exception) -> NoReturn:
+    """Fail because no gateway answers."""
     reason = str(error) or type(error).__name__
     fail(f"no gateway at {endpoint} ({reason}); start one with: diptych serve")
 
 
-class Admin:
-    """The admin API. Every failure ends the command with one sentence."""
+def interrupt_on(*signals: signal.Signals) -> None:
+    """Raise KeyboardInterrupt on these signals; jobs of a script ignore SIGINT by default."""
+    for number in signals:
+        signal.signal(number, signal.default_int_handler)
+
+
+def error_message(body: bytes) -> str:
+    """Return the sentence of an error body, or an empty string if the body is not one of ours."""
+    try:
+        message: str = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return ""
+    return message
+
+
+# ---- Control -------------------------------------------------------------------------------------
+
+
+class AdminClient:
+    """Control's admin API over HTTP. Every failure ends the command with one sentence."""
 
     def __init__(self, url: str, token: str) -> None:
         self.url = url.rstrip("/")
@@ -72,14 +109,14 @@ class Admin:
     def post(self, path: str, body: dict[str, Any]) -> Any:
         return self._ask("POST", path, json=body)
 
-    def _ask(self, method: str, path: str, **given: Any) -> Any:
+    def _ask(self, method: str, path: str, **options: Any) -> Any:
         try:
             response = httpx.request(
                 method,
-                f"{self.url}{quote(path, safe=PATH)}",
+                f"{self.url}{quote(path, safe=PATH_CHARACTERS)}",
                 headers=self.headers,
-                timeout=15.0,
-                **given,
+                timeout=REQUEST_TIMEOUT_S,
+                **options,
             )
         except NO_ANSWER as error:
             self.unreachable(error)
@@ -91,44 +128,57 @@ class Admin:
             fail(f"{self.url}{path} does not answer in JSON: is this Diptych's admin URL?")
 
     def unreachable(self, error: Exception) -> NoReturn:
+        """Fail because no Control answers."""
         reason = str(error) or type(error).__name__
         fail(f"no Control at {self.url} ({reason}); start a cluster with: diptych serve")
 
-    def wait(self, done: Callable[[dict[str, Any]], str | None]) -> float:
-        """Until `done(status)` says nothing is left to wait for; the seconds that took."""
-        began, said = time.monotonic(), None
-        while left := self._left(done):
-            if left != said:
-                typer.echo(f"  {left}", err=True)
-                said = left
-            if time.monotonic() - began > WAIT_S:
-                fail(f"not done after {WAIT_S:.0f} s: {left}")
-            time.sleep(POLL_S)
+    def wait(self, describe_remaining: Callable[[dict[str, Any]], str | None]) -> float:
+        """Wait until `describe_remaining(status)` returns None; return the seconds that took.
+
+        What remains is printed whenever it changes. Fails after `WAIT_LIMIT_S`.
+        """
+        began = time.monotonic()
+        last_printed = None
+        while remaining := self._remaining(describe_remaining):
+            if remaining != last_printed:
+                typer.echo(f"  {remaining}", err=True)
+                last_printed = remaining
+            if time.monotonic() - began > WAIT_LIMIT_S:
+                fail(f"not done after {WAIT_LIMIT_S:.0f} s: {remaining}")
+            time.sleep(POLL_INTERVAL_S)
         return time.monotonic() - began
 
-    def _left(self, done: Callable[[dict[str, Any]], str | None]) -> str | None:
-        """What is left, also while Control itself is replaced."""
+    def _remaining(self, describe_remaining: Callable[[dict[str, Any]], str | None]) -> str | None:
+        """Return what remains, which includes that Control itself is away for a while."""
+        url = f"{self.url}/admin/v1/cluster"
         try:
-            path = f"{self.url}/admin/v1/cluster"
-            response = httpx.get(path, headers=self.headers, timeout=15.0).raise_for_status()
+            response = httpx.get(url, headers=self.headers, timeout=REQUEST_TIMEOUT_S)
+            response.raise_for_status()
         except NO_ANSWER as error:
             return f"no answer: {error or type(error).__name__}"
-        return done(response.json())
+        return describe_remaining(response.json())
 
 
-def table(rows: list[tuple[str, ...]]) -> None:
-    """Columns as wide as they must be."""
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def table_lines(rows: Sequence[Sequence[str]], right_aligned_from: int | None = None) -> list[str]:
+    """Return the rows as lines whose columns are as wide as they must be.
+
+    Columns are aligned to the left, and from `right_aligned_from` on to the right.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    first_right_aligned = len(widths) if right_aligned_from is None else right_aligned_from
+    lines = []
     for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        typer.echo("  ".join(cells).rstrip())
+        cells = [
+            cell.ljust(width) if index < first_right_aligned else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
-def error_message(body: bytes) -> str:
-    """The sentence of an error body, if it is one of ours."""
-    import json
-
-    try:
-        return json.loads(body)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return ""
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    for line in table_lines(rows):
+        typer.echo(line)

@@ -1,14 +1,15 @@
-"""`diptych config`: the configuration of a file, of a cluster that runs, and of all that may be."""
+"""`diptych config`: shows, checks and compares the configurations of files and of a cluster."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import DEFAULT_ADMIN, Admin, AdminUrl, Token, fail
+from .common import DEFAULT_ADMIN, AdminClient, AdminUrl, Token, fail
 
 if TYPE_CHECKING:
     from ..config import ClusterConfig
@@ -32,24 +33,29 @@ def show(
     if file is None and not override:
         import yaml
 
-        typer.echo(yaml.safe_dump(Admin(admin, token).get("/admin/v1/config"), sort_keys=False))
+        running_config = AdminClient(admin, token).get("/admin/v1/config")
+        typer.echo(yaml.safe_dump(running_config, sort_keys=False))
         return
-    given, overrides = _tree(file), _overrides(override)
-    values = _flat(_load(file, overrides).model_dump(mode="json", exclude={"secret"}))
-    from_file = _flat(given)
-    for key, value in values.items():
+    overrides = _parse_overrides(override)
+    file_keys = _flatten(_read_tree(file))
+    for key, value in _flat_config(file, overrides).items():
         origin = "default"
-        if any(key == one or key.startswith(f"{one}.") for one in overrides):
+        if _covers(overrides, key):
             origin = "--set"
-        elif any(key == one or key.startswith(f"{one}.") for one in from_file):
+        elif _covers(file_keys, key):
             origin = str(file)
         typer.echo(f"{key + ': ' + json.dumps(value):<60}  # {origin}")
+
+
+def _covers(set_keys: Iterable[str], key: str) -> bool:
+    """Return whether one of the keys that were set is `key`, or a section that contains it."""
+    return any(key == set_key or key.startswith(f"{set_key}.") for set_key in set_keys)
 
 
 @app.command()
 def validate(file: File, override: Override = None) -> None:
     """Exit code 1, and what is wrong, if something is."""
-    _load(file, _overrides(override))
+    _load(file, _parse_overrides(override))
     typer.echo(f"{file} is right")
 
 
@@ -64,14 +70,22 @@ def schema() -> None:
 @app.command()
 def diff(old: File, new: File) -> None:
     """What differs between two files, defaults included. Exit code 1 if something does."""
-    before, after = (
-        _flat(_load(one, {}).model_dump(mode="json", exclude={"secret"})) for one in (old, new)
-    )
-    changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-    for key in changed:
-        typer.echo(f"{key}: {json.dumps(before.get(key))} -> {json.dumps(after.get(key))}")
-    if changed:
+    old_values = _flat_config(old, {})
+    new_values = _flat_config(new, {})
+    changed_keys = [
+        key for key in old_values | new_values if old_values.get(key) != new_values.get(key)
+    ]
+    for key in changed_keys:
+        old_value = json.dumps(old_values.get(key))
+        new_value = json.dumps(new_values.get(key))
+        typer.echo(f"{key}: {old_value} -> {new_value}")
+    if changed_keys:
         raise typer.Exit(1)
+
+
+def _flat_config(file: Path | None, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return all values of a configuration by dotted key, without the secret."""
+    return _flatten(_load(file, overrides).model_dump(mode="json", exclude={"secret"}))
 
 
 def _load(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
@@ -83,7 +97,7 @@ def _load(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
         fail(str(error))
 
 
-def _overrides(pairs: list[str] | None) -> dict[str, Any]:
+def _parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
     from ..config import ConfigError, parse_overrides
 
     try:
@@ -92,7 +106,8 @@ def _overrides(pairs: list[str] | None) -> dict[str, Any]:
         fail(str(error))
 
 
-def _tree(file: Path | None) -> dict[str, Any]:
+def _read_tree(file: Path | None) -> dict[str, Any]:
+    """Return what the file itself says; the file has been found right before."""
     import yaml
 
     try:
@@ -102,12 +117,11 @@ def _tree(file: Path | None) -> dict[str, Any]:
     return tree if isinstance(tree, dict) else {}
 
 
-def _flat(tree: Any, where: str = "") -> dict[str, Any]:
-    """`a.b.c` -> value; an empty section is a value."""
+def _flatten(tree: Any, place: str = "") -> dict[str, Any]:
+    """Return the tree's values by dotted key; an empty section is a value."""
     if not isinstance(tree, dict) or not tree:
-        return {where: tree} if where else {}
-    return {
-        key: value
-        for name, child in tree.items()
-        for key, value in _flat(child, f"{where}.{name}" if where else str(name)).items()
-    }
+        return {place: tree} if place else {}
+    values: dict[str, Any] = {}
+    for name, child in tree.items():
+        values |= _flatten(child, f"{place}.{name}" if place else str(name))
+    return values

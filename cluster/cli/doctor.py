@@ -1,4 +1,4 @@
-"""`diptych doctor`: moves real bytes between workers and says what is wrong with their ways."""
+"""`diptych doctor`: moves real bytes between workers and says what is wrong with their paths."""
 
 from __future__ import annotations
 
@@ -10,10 +10,22 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from .common import DEFAULT_ADMIN, NO_ANSWER, Admin, AdminUrl, Token, error_message, fail, table
+from .common import (
+    DEFAULT_ADMIN,
+    NO_ANSWER,
+    AdminClient,
+    AdminUrl,
+    Token,
+    check_output,
+    error_message,
+    fail,
+    print_table,
+)
 
-WAYS = ("FROM", "TO", "TRANSPORT", "GiB/s", "EXPECTED", "SHARE")
-HOSTS = ("WORKER", "HOST", "PID", "RDMA", "NIC", "MEMLOCK", "MEMCPY", "CLOCK")
+PAIR_COLUMNS = ("FROM", "TO", "TRANSPORT", "GiB/s", "EXPECTED", "SHARE")
+HOST_COLUMNS = ("WORKER", "HOST", "PID", "RDMA", "NIC", "MEMLOCK", "MEMCPY", "CLOCK")
+EVENT_TIMEOUT_S = 30.0  #: Between two events of an examination.
+EVENT_PREFIX = "data: "
 
 
 def doctor(
@@ -30,46 +42,54 @@ def doctor(
     Blocks come from the workers' pools: the oldest cached prefixes may go. Without a cluster it
     looks at this host only, and fails. Exit code 3 when something is not as it should be.
     """
-    if output not in ("table", "json"):
-        fail(f"-o {output}: expected table or json", 2)
+    check_output(output)
+    admin_client = AdminClient(admin, token)
     try:
-        report = _ask(Admin(admin, token), mib)
+        report = _examine_cluster(admin_client, mib)
     except NO_ANSWER as error:
         typer.echo("nobody answers: looking at this host only", err=True)
-        _show(_local(), output)
-        Admin(admin, token).unreachable(error)
+        _show(_examine_this_host(), output)
+        admin_client.unreachable(error)
     _show(report, output)
     if report["state"] != "healthy":
         raise typer.Exit(3)
 
 
-def _ask(admin: Admin, mib: int) -> dict[str, Any]:
-    """Control's report; its progress goes to stderr. Raises httpx.HTTPError."""
-    url, given = f"{admin.url}/admin/v1/doctor", {"mib": mib}
-    with httpx.stream("POST", url, json=given, headers=admin.headers, timeout=30.0) as response:
+def _examine_cluster(admin_client: AdminClient, mib: int) -> dict[str, Any]:
+    """Return Control's report; its progress goes to stderr. Raises httpx.HTTPError."""
+    url = f"{admin_client.url}/admin/v1/doctor"
+    with httpx.stream(
+        "POST", url, json={"mib": mib}, headers=admin_client.headers, timeout=EVENT_TIMEOUT_S
+    ) as response:
         if response.is_error:
             fail(error_message(response.read()) or f"{url}: {response.status_code}")
         for event in _events(response):
             if "report" in event:
-                return event["report"]
+                report: dict[str, Any] = event["report"]
+                return report
             typer.echo(event["progress"], err=True)
     fail(f"{url}: the answer ends without a report; see Control's log")
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
     for line in response.iter_lines():
-        if line.startswith("data: "):
-            yield json.loads(line[6:])
+        if line.startswith(EVENT_PREFIX):
+            yield json.loads(line.removeprefix(EVENT_PREFIX))
 
 
-def _local() -> dict[str, Any]:
-    """What workers on this host would meet; CMA is tried on the process that called this one."""
+def _examine_this_host() -> dict[str, Any]:
+    """Return a report of what workers on this host would meet.
+
+    CMA needs a second process; it is tried on the one that called this command.
+    """
     import msgspec
 
     from ...kv_transfer.diagnosis import observe_host
-    from ..control.diagnosis import local_report
+    from ..control.diagnosis import diagnose_local_host
 
-    return msgspec.to_builtins(local_report(observe_host("this host", pids=[os.getppid()])))
+    this_host = observe_host("this host", pids=[os.getppid()])
+    report: dict[str, Any] = msgspec.to_builtins(diagnose_local_host(this_host))
+    return report
 
 
 def _show(report: dict[str, Any], output: str) -> None:
@@ -78,49 +98,49 @@ def _show(report: dict[str, Any], output: str) -> None:
         return
     typer.echo(f"{report['state'].upper()}   {report['scope']}")
     if report["pairs"]:
-        table([WAYS, *(_way(pair) for pair in report["pairs"])])
-    table([HOSTS, *(_host(seen) for seen in report["workers"])])
+        print_table([PAIR_COLUMNS, *(_pair_row(pair) for pair in report["pairs"])])
+    print_table([HOST_COLUMNS, *(_host_row(host) for host in report["workers"])])
     for finding in report["findings"]:
         typer.echo(f"\n{finding['severity']}: {finding['what']}")
         typer.echo(f"  where  {', '.join(finding['where'])}")
         typer.echo(f"  next   {finding['next']}")
 
 
-def _host(seen: dict[str, Any]) -> tuple[str, ...]:
-    one = seen["environment"]
-    limit = one["memlock_bytes"]
+def _host_row(host: dict[str, Any]) -> tuple[str, ...]:
+    environment = host["environment"]
+    memlock_bytes = environment["memlock_bytes"]
     return (
-        one["worker"],
-        one["host"],
-        str(one["pid"]),
-        _fastest(one["rdma"]),
-        _fastest(one["nics"]),
-        "unlimited" if limit is None else f"{limit >> 20} MiB",
-        f"{one['memcpy_gib_s']:.1f} GiB/s",
-        f"{seen['offset_s'] * 1e3:+.0f} ms",
+        environment["worker"],
+        environment["host"],
+        str(environment["pid"]),
+        _fastest_port(environment["rdma"]),
+        _fastest_port(environment["nics"]),
+        "unlimited" if memlock_bytes is None else f"{memlock_bytes >> 20} MiB",
+        f"{environment['memcpy_gib_s']:.1f} GiB/s",
+        f"{host['offset_s'] * 1e3:+.0f} ms",
     )
 
 
-def _fastest(ports: list[dict[str, Any]]) -> str:
-    active = [port for port in ports if port["active"]]
-    best = max(active, key=lambda port: port["gbit_s"] or 0.0, default=None)
-    if best is None:
+def _fastest_port(ports: list[dict[str, Any]]) -> str:
+    """Return how many ports are active, and the rate of the fastest."""
+    active_ports = [port for port in ports if port["active"]]
+    if not active_ports:
         return "none"
-    rate = "?" if best["gbit_s"] is None else f"{best['gbit_s']:g}"
-    return f"{len(active)} x {rate} Gbit/s"
+    fastest = max(active_ports, key=lambda port: port["gbit_s"] or 0.0)
+    rate = "?" if fastest["gbit_s"] is None else f"{fastest['gbit_s']:g}"
+    return f"{len(active_ports)} x {rate} Gbit/s"
 
 
-def _way(pair: dict[str, Any]) -> tuple[str, ...]:
-    share = pair["of_expected"]
+def _pair_row(pair: dict[str, Any]) -> tuple[str, ...]:
     return (
         pair["source"],
         pair["sink"],
         pair["transport"] or pair["reason"],
-        _number(pair["gib_s"]),
-        _number(pair["expected_gib_s"]),
-        "-" if share is None else f"{share:.0%}",
+        _or_dash(pair["gib_s"], "{:.2f}"),
+        _or_dash(pair["expected_gib_s"], "{:.2f}"),
+        _or_dash(pair["of_expected"], "{:.0%}"),
     )
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+def _or_dash(value: float | None, shape: str) -> str:
+    return "-" if value is None else shape.format(value)

@@ -1,15 +1,18 @@
-"""`diptych explain`: why a request went where it went; `replay`: what another policy does."""
+"""`diptych explain` says why a request went where it went; `replay`, what another policy does."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from .common import DEFAULT_ADMIN, Admin, AdminUrl, Token, fail
+from .common import DEFAULT_ADMIN, AdminClient, AdminUrl, Token, check_output, fail
 
+#: How a decision came about, by its kind; the other kinds say it by their name.
+KIND_MEANINGS = {"push": "it chose its worker", "pull": "a worker with credit chose it"}
 Output = Annotated[str, typer.Option("-o", "--output", help="text or json")]
 
 
@@ -20,49 +23,74 @@ def explain(
     token: Token = "",
 ) -> None:
     """Why a request went where it went: who waited, the candidates, prediction and outcome."""
-    if output not in ("text", "json"):
-        fail(f"-o {output}: expected text or json", 2)
-    decisions = Admin(admin, token).get(f"/admin/v1/requests/{request_id}/explain")["decisions"]
+    check_output(output, "text", "json")
+    answer = AdminClient(admin, token).get(f"/admin/v1/requests/{request_id}/explain")
+    decisions = answer["decisions"]
     if output == "json":
         typer.echo(json.dumps({"request": request_id, "decisions": decisions}, indent=2))
         return
-    typer.echo("\n\n".join(_text(decision) for decision in decisions))
+    typer.echo("\n\n".join(_describe(decision) for decision in decisions))
 
 
-def _text(one: dict[str, Any]) -> str:
-    request, attempt = one["key"]
-    to = " -> ".join(name for name in (one["prefill"], one["decode"]) if name) or one["note"]
-    kind = {"push": "it chose its worker", "pull": "a worker with credit chose it"}
+def _describe(decision: dict[str, Any]) -> str:
+    """Return a decision as text: what was decided, by what, and what was observed."""
     lines = [
-        f"{request}, attempt {attempt}: {to}",
-        f"  decision {one['number']} of policy {one['policy']}, {one['kind']}"
-        + (f": {kind[one['kind']]}" if one["kind"] in kind else ""),
-        f"  {one['prompt_tokens']} prompt tokens, {one['hit_tokens']} cached there; class "
-        f"{one['slo_class']}, targets {_ms(one['ttft_target_s'])} and {_ms(one['itl_target_s'])}",
-        f"  {_ms(one['waited_s'])} old when decided; {one['waiting']} others waited",
+        *_summary_lines(decision),
+        *_option_lines(decision),
+        *_outcome_lines(decision),
     ]
-    if one["session"]:
-        lines.append(f"  session {one['session']}")
-    if one["fetch"]:
-        lines.append(f"  most of the prefix comes from {one['fetch']}")
-    for name, due_s, why in one["passed_over"]:
-        lines.append(f"    passed over {name}, due in {_ms(due_s)}: {why}")
-    for stage in ("prefill", "decode"):
-        for rank, (worker, score, terms) in enumerate(one[f"{stage}_options"]):
-            named = ", ".join(f"{name} {_ms(value)}" for name, value in terms.items())
-            mark = "*" if rank == 0 else " "
-            lines.append(f"  {mark} {stage:8}{worker}  score {score:.6g}  ({named})")
-    if one["others"] > 0:
-        lines.append(f"    and {one['others']} other decode workers")
-    lines.append(f"  {'':12}{'PREDICTED':>12}{'OBSERVED':>12}")
-    seen = one["observed"]
-    for label, name in (("TTFT", "ttft"), ("ITL", "itl"), ("exposed", "exposed")):
-        observed = seen.get({"itl": "itl_p99_ms"}.get(name, f"{name}_ms"))
-        shown = "-" if observed is None else f"{observed:.1f} ms"
-        lines.append(f"  {label:12}{_ms(one[f'{name}_s']):>12}{shown:>12}")
-    if "reason" in seen:
-        lines.append(f"  ended: {seen['reason']} after {seen['tokens']} tokens")
     return "\n".join(lines)
+
+
+def _summary_lines(decision: dict[str, Any]) -> Iterator[str]:
+    request_id, attempt = decision["key"]
+    workers = [name for name in (decision["prefill"], decision["decode"]) if name]
+    yield f"{request_id}, attempt {attempt}: {' -> '.join(workers) or decision['note']}"
+
+    meaning = KIND_MEANINGS.get(decision["kind"])
+    suffix = f": {meaning}" if meaning else ""
+    yield (
+        f"  decision {decision['number']} of policy {decision['policy']}, "
+        f"{decision['kind']}{suffix}"
+    )
+    yield (
+        f"  {decision['prompt_tokens']} prompt tokens, {decision['hit_tokens']} cached there; "
+        f"class {decision['slo_class']}, targets {_ms(decision['ttft_target_s'])} and "
+        f"{_ms(decision['itl_target_s'])}"
+    )
+    yield (f"  {_ms(decision['waited_s'])} old when decided; {decision['waiting']} others waited")
+    if decision["session"]:
+        yield f"  session {decision['session']}"
+    if decision["fetch"]:
+        yield f"  most of the prefix comes from {decision['fetch']}"
+    for name, deadline_s, reason in decision["passed_over"]:
+        yield f"    passed over {name}, due in {_ms(deadline_s)}: {reason}"
+
+
+def _option_lines(decision: dict[str, Any]) -> Iterator[str]:
+    """Yield the workers that were compared; a star marks the one that was chosen."""
+    for stage in ("prefill", "decode"):
+        for rank, (worker, score, terms) in enumerate(decision[f"{stage}_options"]):
+            described_terms = ", ".join(f"{name} {_ms(value)}" for name, value in terms.items())
+            mark = "*" if rank == 0 else " "
+            yield f"  {mark} {stage:8}{worker}  score {score:.6g}  ({described_terms})"
+    if decision["others"] > 0:
+        yield f"    and {decision['others']} other decode workers"
+
+
+def _outcome_lines(decision: dict[str, Any]) -> Iterator[str]:
+    observed = decision["observed"]
+    yield f"  {'':12}{'PREDICTED':>12}{'OBSERVED':>12}"
+    for label, predicted_key, observed_key in (
+        ("TTFT", "ttft_s", "ttft_ms"),
+        ("ITL", "itl_s", "itl_p99_ms"),
+        ("exposed", "exposed_s", "exposed_ms"),
+    ):
+        observed_ms = observed.get(observed_key)
+        shown = "-" if observed_ms is None else f"{observed_ms:.1f} ms"
+        yield f"  {label:12}{_ms(decision[predicted_key]):>12}{shown:>12}"
+    if "reason" in observed:
+        yield f"  ended: {observed['reason']} after {observed['tokens']} tokens"
 
 
 def _ms(seconds: float) -> str:
@@ -79,33 +107,29 @@ def replay(
     from ...router.replay import LogError, read
     from ...router.replay import replay as run
 
-    if output not in ("text", "json"):
-        fail(f"-o {output}: expected text or json", 2)
+    check_output(output, "text", "json")
     if policy not in POLICIES:
         fail(f"--policy {policy}: expected one of {', '.join(POLICIES)}", 2)
     try:
         with log.open("rb") as lines:
-            found = run(read(lines), policy)
+            comparison = run(read(lines), policy)
     except (OSError, LogError) as error:
         fail(f"cannot replay {log}: {error}")
     if output == "json":
-        typer.echo(
-            json.dumps(
-                {
-                    "requests": found.requests,
-                    "decided": found.decided,
-                    "equal": found.equal,
-                    "policies": found.policies,
-                },
-                indent=2,
-            )
-        )
+        result = {
+            "requests": comparison.requests,
+            "decided": comparison.decided,
+            "equal": comparison.equal,
+            "policies": comparison.policies,
+        }
+        typer.echo(json.dumps(result, indent=2))
         return
     typer.echo(
-        f"{found.requests} requests, {found.decided} decided by both, {found.equal:.1%} to the same"
-        " workers; predictions:"
+        f"{comparison.requests} requests, {comparison.decided} decided by both, "
+        f"{comparison.equal:.1%} to the same workers; predictions:"
     )
-    columns = sorted({name for table in found.policies.values() for name in table})
+    columns = sorted({name for values in comparison.policies.values() for name in values})
     typer.echo(f"{'POLICY':28}" + "".join(f"{name.upper():>14}" for name in columns))
-    for name, table in found.policies.items():
-        typer.echo(f"{name:28}" + "".join(f"{table.get(c, 0):>14g}" for c in columns))
+    for policy_name, values in comparison.policies.items():
+        cells = "".join(f"{values.get(column, 0):>14g}" for column in columns)
+        typer.echo(f"{policy_name:28}{cells}")

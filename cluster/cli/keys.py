@@ -40,7 +40,14 @@ def add(
     from ..gateway.edge.keys import KeyFileError, add_key
 
     try:
-        key, text = add_key(file, tenant, slo_class, tuple(allow or ()), rate, concurrency)
+        key, text = add_key(
+            file,
+            tenant,
+            slo_class=slo_class,
+            classes=tuple(allow or ()),
+            requests_per_min=rate,
+            concurrency=concurrency,
+        )
     except (KeyFileError, OSError) as error:
         fail(str(error))
     typer.echo(text)
@@ -77,13 +84,15 @@ def revoke(
     from ..gateway.edge.keys import KeyFileError, revoke_key
 
     try:
-        gone = revoke_key(file, key)
+        revoked_key = revoke_key(file, key)
     except (KeyFileError, OSError) as error:
         fail(str(error))
-    typer.echo(f"revoked {gone.id} of {gone.tenant}; another: diptych keys add", err=True)
+    typer.echo(
+        f"revoked {revoked_key.id} of {revoked_key.tenant}; another: diptych keys add", err=True
+    )
 
 
 def _row(key: ApiKey) -> str:
-    may = ", ".join(key.classes) or "all"
+    allowed_classes = ", ".join(key.classes) or "all"
     limits = f"{key.requests_per_min or '-':<12}{key.concurrency or '-'}"
-    return f"{key.id:10}{key.tenant:18}{key.slo_class or '-':14}{may:22}{limits}"
+    return f"{key.id:10}{key.tenant:18}{key.slo_class or '-':14}{allowed_classes:22}{limits}"

@@ -11,24 +11,38 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import DEFAULT_ENDPOINT, Endpoint, check_writable, fail, save
+from .common import (
+    DEFAULT_ENDPOINT,
+    Endpoint,
+    check_output,
+    check_writable,
+    fail,
+    interrupt_on,
+    save,
+)
+
+if TYPE_CHECKING:
+    from ...loadtests.plan import LoadPlan
 
 app = typer.Typer(help="Offer load to an OpenAI-compatible endpoint, and report goodput.")
 INSTALL = "the load test needs Locust: pip install 'diptych[loadtest]'"
-OPTIONS = {  # of Plan: names that differ here
+#: Fields of the load test's plan whose options have other names here.
+OPTION_OF_FIELD = {
     "load": "profile",
     "prompt": "prompt_tokens",
     "output": "output_tokens",
     "shared": "shared_tokens",
 }
-
+DEFAULT_RATES = {"ramp": "1-16", "trace": ""}  #: By profile; the others have `DEFAULT_RATE`.
+DEFAULT_RATE = "2"
+SECONDS_OF_UNIT = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 Profile = Annotated[str, typer.Option(help="constant, poisson, burst, ramp, trace or chat.")]
 Rate = Annotated[
@@ -114,100 +128,124 @@ def loadtest(
     """
     if context.invoked_subcommand:
         return
-    given = dict(locals())
-    if output not in ("table", "json"):
-        fail(f"-o {output}: expected table or json", 2)
+    options = dict(locals())  # by name, as the plan takes its fields from them
+    check_output(output)
     check_writable(out)
     check_writable(html)
     if find_spec("locust") is None:
         fail(INSTALL)
     with tempfile.TemporaryDirectory(prefix="diptych-loadtest-") as folder:
-        given["out"] = str(Path(folder) / "run.json")  # an older run may be where `out` is
-        plan = _plan(given)
-        with _target(given) as (url, extra):
-            code = _locust(_command(plan, url, extra, given), verbose)
-        if not Path(given["out"]).exists():
+        run_file = Path(folder) / "run.json"  # an older run may be where `out` is
+        options["out"] = str(run_file)
+        plan = _make_plan(options)
+        with _target(options) as target:
+            code = _run_locust(_locust_command(plan, target, options), verbose=verbose)
+        if not run_file.exists():
             raise typer.Exit(code or 1)
-        told = Path(given["out"]).read_text()
-    _show(json.loads(told), html, output)
+        run_text = run_file.read_text()
+    _show(json.loads(run_text), html, output)
     if out:
-        save(out, told)
+        save(out, run_text)
     raise typer.Exit(code)
 
 
-def _plan(given: dict[str, Any]) -> Any:
+def _make_plan(options: dict[str, Any]) -> LoadPlan:
+    """Return the load test's plan from the options of the command line, or fail."""
     from ...loadtests.errors import LoadError
     from ...loadtests.plan import LoadPlan
 
-    values = {f.name: given[OPTIONS.get(f.name, f.name)] for f in fields(LoadPlan)}
-    default = {"ramp": "1-16", "trace": ""}.get(given["profile"], "2")
-    values["rate"] = default if given["rate"] is None else given["rate"]
-    values["gate"] = ",".join(given["gate"] or [])
+    values = {
+        field.name: options[OPTION_OF_FIELD.get(field.name, field.name)]
+        for field in fields(LoadPlan)
+    }
+    if options["rate"] is None:
+        values["rate"] = DEFAULT_RATES.get(options["profile"], DEFAULT_RATE)
+    values["gate"] = ",".join(options["gate"] or [])
+    values["duration"] = _parse_duration(options["duration"])
     try:
-        values["duration"] = _seconds(given["duration"])
         plan = LoadPlan(**values)
         plan.check()
-        return plan
     except LoadError as error:
         fail(str(error), 2)
+    return plan
 
 
-def _seconds(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h)?", text)
-    if not found:
+def _parse_duration(text: str) -> float:
+    """Return the seconds of `90s`, `3m` or `1h`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h)?", text)
+    if not match:
         fail(f"--duration {text}: expected a time, as 90s or 3m", 2)
-    return float(found[1]) * {"m": 60.0, "h": 3600.0}.get(found[2] or "s", 1.0)
+    return float(match[1]) * SECONDS_OF_UNIT[match[2] or "s"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTarget:
+    """What is loaded."""
+
+    url: str
+    #: Fields of the plan that follow from the target.
+    plan_fields: dict[str, str] = field(default_factory=dict)
 
 
 @contextmanager
-def _target(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
-    """URL to load, and options of the plan that follow from it."""
-    if not given["laptop"]:
-        yield given["endpoint"], {}
+def _target(options: dict[str, Any]) -> Iterator[LoadTarget]:
+    """Yield the endpoint, or with `--laptop` a cluster that runs meanwhile."""
+    if not options["laptop"]:
+        yield LoadTarget(options["endpoint"])
         return
     from ...loadtests.errors import LoadError
     from ...loadtests.laptop import cluster
 
     typer.echo("starting a cluster", err=True)
     try:
-        with cluster(str(Path(sys.argv[0]).absolute()), []) as found:
-            typer.echo(f"serving at {found.url}", err=True)
-            extra = {"admin": found.admin}
-            yield found.url, extra | ({"grpc": found.grpc} if given["grpc"] else {})
+        with cluster(str(Path(sys.argv[0]).absolute()), []) as laptop_cluster:
+            typer.echo(f"serving at {laptop_cluster.url}", err=True)
+            plan_fields = {"admin": laptop_cluster.admin}
+            if options["grpc"]:
+                plan_fields["grpc"] = laptop_cluster.grpc
+            yield LoadTarget(laptop_cluster.url, plan_fields)
             typer.echo("stopping the cluster", err=True)
     except LoadError as error:
         fail(str(error))
 
 
-def _command(plan: Any, url: str, extra: dict[str, str], given: dict[str, Any]) -> list[str]:
-    from ...loadtests import plan as module
-
-    file = Path(module.__file__).parent / "locustfile.py"
-    command = [sys.executable, "-m", "locust", "-f", str(file), "--host", url]
-    processes = given["processes"]
-    users = plan.users if plan.load == "chat" else max(processes, given["workers"])
+def _locust_command(plan: LoadPlan, target: LoadTarget, options: dict[str, Any]) -> list[str]:
+    """Return Locust's command line; the plan travels as options of our locustfile."""
+    processes = options["processes"]
+    users = plan.users if plan.load == "chat" else max(processes, options["workers"])
+    command = [*_locustfile_command(), "--host", target.url]
     command += ["-u", str(users), "-r", str(max(users, 1))]
-    if given["ui"] is None:
+    if options["ui"] is None:
         command += ["--headless", "--only-summary"]
     else:
-        command += ["--web-port", str(given["ui"]), "--autostart"]
-    if given["workers"]:
-        command += ["--master", "--expect-workers", str(given["workers"])]
+        command += ["--web-port", str(options["ui"]), "--autostart"]
+    if options["workers"]:
+        command += ["--master", "--expect-workers", str(options["workers"])]
     elif processes > 1:
         command += ["--processes", str(processes)]
-    for field in fields(plan):
-        value = extra.get(field.name, getattr(plan, field.name))
-        if field.name != "users" and value != field.default:
-            command.append(f"--{field.name}={value}")
+    for plan_field in fields(plan):
+        value = target.plan_fields.get(plan_field.name, getattr(plan, plan_field.name))
+        if plan_field.name != "users" and value != plan_field.default:
+            command.append(f"--{plan_field.name}={value}")
     return command
 
 
-def _locust(command: list[str], verbose: bool) -> int:
-    """Runs it; its own output only when asked for, or when it failed. Our lines are on stderr."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT is ignored by jobs of a script
-        signal.signal(number, signal.default_int_handler)
-    quiet = [] if verbose else ["--skip-log-setup"]  # then warnings only
-    process = subprocess.Popen([*command, *quiet], stdout=sys.stderr)
+def _locustfile_command() -> list[str]:
+    from ...loadtests import plan as plan_module
+
+    locustfile = Path(plan_module.__file__).parent / "locustfile.py"
+    return [sys.executable, "-m", "locust", "-f", str(locustfile)]
+
+
+def _run_locust(command: list[str], *, verbose: bool) -> int:
+    """Run Locust and return its exit code; ^C lets Locust end the run and report it.
+
+    All output goes to stderr. Without `verbose` Locust logs warnings only.
+    """
+    interrupt_on(signal.SIGINT, signal.SIGTERM)
+    if not verbose:
+        command = [*command, "--skip-log-setup"]
+    process = subprocess.Popen(command, stdout=sys.stderr)
     try:
         return process.wait()
     except KeyboardInterrupt:
@@ -234,19 +272,25 @@ def compare(
     """Two runs side by side: figures, ratios, and what else differed."""
     from ...loadtests.report import compared_text, comparison
 
-    runs = []
-    for path in (first, second):
-        try:
-            run = json.loads(path.read_text())
-            run["distributions"], run["summary"]
-        except (ValueError, KeyError, TypeError):
-            fail(f"{path} is no JSON of a load test", 2)
-        runs.append(run)
-    names = (first.stem, second.stem if second.stem != first.stem else f"{second.stem} (2)")
-    typer.echo(compared_text(runs[0], runs[1], names))
+    first_run = _read_run(first)
+    second_run = _read_run(second)
+    second_name = second.stem if second.stem != first.stem else f"{second.stem} (2)"
+    names = (first.stem, second_name)
+    typer.echo(compared_text(first_run, second_run, names))
     if html:
-        html.write_text(comparison(runs[0], runs[1], names))
+        html.write_text(comparison(first_run, second_run, names))
         typer.echo(f"wrote {html}")
+
+
+def _read_run(file: Path) -> dict[str, Any]:
+    """Return the run in a JSON file, or fail if there is none."""
+    try:
+        run: dict[str, Any] = json.loads(file.read_text())
+    except ValueError:
+        run = {}
+    if not isinstance(run, dict) or not {"distributions", "summary"} <= run.keys():
+        fail(f"{file} is no JSON of a load test", 2)
+    return run
 
 
 @app.command()
@@ -258,9 +302,6 @@ def worker(
     """Lend this machine to a load test that runs elsewhere; ends with it."""
     if find_spec("locust") is None:
         fail(INSTALL)
-    from ...loadtests import plan as module
-
-    file = Path(module.__file__).parent / "locustfile.py"
-    command = [sys.executable, "-m", "locust", "-f", str(file), "--worker", "--master-host", master]
+    command = [*_locustfile_command(), "--worker", "--master-host", master]
     command += ["--master-port", str(port), "--processes", str(processes)]
     os.execv(command[0], command)

@@ -9,8 +9,10 @@ import typer
 
 from .common import fail
 
-DEPLOY = Path(__file__).parents[2] / "deploy"  #: beside this package, in a wheel too
-CHART, FLEETS = DEPLOY / "helm/diptych", DEPLOY / "fleets"
+#: The folder lies beside this package, in a wheel too.
+DEPLOY = Path(__file__).parents[2] / "deploy"
+CHART = DEPLOY / "helm/diptych"
+FLEETS = DEPLOY / "fleets"
 RELEASE = "diptych"
 INSTALL = "rendering needs Helm's code: pip install 'diptych[deploy]'; or use helm template"
 
@@ -31,64 +33,73 @@ def render(
 
     Applies nothing. Counts of the pools go where a change restarts no other replica.
     """
-    values = fleet_values(_file(fleet))
+    fleet_file = _find_fleet(fleet)
+    values = read_mapping(fleet_file)
     if config is not None:
-        values = with_config(values, _tree(config))
-    text = _rendered(values, namespace)
+        values = with_config(values, _read_config(config))
+    text = _render(values, namespace)
     if output is None:
         typer.echo(text, nl=False)
         return
+    file = output / f"{fleet_file.stem}.yaml"
     try:
         output.mkdir(parents=True, exist_ok=True)
-        file = output / f"{_file(fleet).stem}.yaml"
         file.write_text(text)
     except OSError as error:
         fail(f"cannot write {output}: {error}")
     typer.echo(f"wrote {file}; apply it: kubectl --namespace {namespace} apply -f {file}")
 
 
-def fleet_values(file: Path) -> dict[str, Any]:
+def read_mapping(file: Path) -> dict[str, Any]:
+    """Return the values of a YAML file, or fail."""
     import yaml
 
     try:
-        tree = yaml.safe_load(file.read_text()) or {}
+        values = yaml.safe_load(file.read_text()) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         fail(f"cannot read {file}: {error}")
-    return tree if isinstance(tree, dict) else fail(f"{file} holds no values")
+    if not isinstance(values, dict):
+        fail(f"{file} holds no values")
+    return values
 
 
-def with_config(values: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
-    """The chart's values with a cluster.yaml in them.
+def with_config(values: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Return the chart's values with a cluster.yaml in them.
 
-    Its `replicas` go to the chart's `pools`, and its `ray` beside `config`.
+    The chart has the pools' `replicas` in its own `pools`, and `ray` beside `config`.
     """
-    pools = {name: dict(pool) for name, pool in tree.get("pools", {}).items()}
+    pools = {name: dict(pool) for name, pool in config.get("pools", {}).items()}
     counts = {
         name: {"replicas": pool.pop("replicas")}
         for name, pool in pools.items()
         if "replicas" in pool
     }
-    chosen = {name: section for name, section in tree.items() if name != "ray"}
+    chart_config = {name: section for name, section in config.items() if name != "ray"}
     if pools:
-        chosen["pools"] = pools
-    return _merged(values, {"config": chosen, "pools": counts, "ray": tree.get("ray", {})})
+        chart_config["pools"] = pools
+    overrides = {"config": chart_config, "pools": counts, "ray": config.get("ray", {})}
+    return _merge(values, overrides)
 
 
 def manifests(chart: Path, values: dict[str, Any], namespace: str) -> str:
-    """What the chart makes of these values, as one YAML text. Raises helm_python.HelmError."""
+    """Return what the chart makes of the values, as one YAML text.
+
+    Raises helm_python.HelmError.
+    """
     import helm_python
 
-    with helm_python.Chart.load(str(chart)) as loaded:
-        made = loaded.render(values, name=RELEASE, namespace=namespace)
-    parts = []
-    for path in sorted(made):
-        text = made[path].strip()
-        if path.endswith(".yaml") and text:
-            parts.append(f"---\n# Source: {path}\n{text.removeprefix('---').strip()}\n")
-    return "".join(parts)
+    with helm_python.Chart.load(str(chart)) as loaded_chart:
+        text_by_path = loaded_chart.render(values, name=RELEASE, namespace=namespace)
+    documents = []
+    for path, text in sorted(text_by_path.items()):
+        document = text.strip()
+        if path.endswith(".yaml") and document:
+            document = document.removeprefix("---").strip()
+            documents.append(f"---\n# Source: {path}\n{document}\n")
+    return "".join(documents)
 
 
-def _rendered(values: dict[str, Any], namespace: str) -> str:
+def _render(values: dict[str, Any], namespace: str) -> str:
     try:
         from helm_python import HelmError
     except ImportError:
@@ -99,32 +110,34 @@ def _rendered(values: dict[str, Any], namespace: str) -> str:
         fail(f"the chart refuses these values: {error}")
 
 
-def _file(fleet: str) -> Path:
-    """Of a fleet by name, or the file itself."""
-    known = {path.stem: path for path in sorted(FLEETS.glob("*.yaml"))}
-    if fleet in known:
-        return known[fleet]
+def _find_fleet(fleet: str) -> Path:
+    """Return the file of a fleet that comes with Diptych, or of the user's own."""
+    fleet_files = {path.stem: path for path in sorted(FLEETS.glob("*.yaml"))}
+    if fleet in fleet_files:
+        return fleet_files[fleet]
     if not Path(fleet).is_file():
-        fail(f"no fleet and no file {fleet}; fleets are {', '.join(known)}", 2)
+        fail(f"no fleet and no file {fleet}; fleets are {', '.join(fleet_files)}", 2)
     return Path(fleet)
 
 
-def _tree(file: Path) -> dict[str, Any]:
-    """A cluster.yaml that `serve` would take."""
+def _read_config(file: Path) -> dict[str, Any]:
+    """Return what a cluster.yaml says, if `serve` would take it, or fail."""
     from ..config import ConfigError, load_config
 
     try:
         load_config(file, {})
     except ConfigError as error:
         fail(str(error))
-    return fleet_values(file)
+    return read_mapping(file)
 
 
-def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    both = {
-        key: _merged(below[key], value)
-        if isinstance(value, dict) and isinstance(below.get(key), dict)
-        else value
-        for key, value in above.items()
-    }
-    return {**below, **both}
+def _merge(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with the overrides in them, section by section."""
+    merged = dict(values)
+    for key, override in overrides.items():
+        value = merged.get(key)
+        if isinstance(value, dict) and isinstance(override, dict):
+            merged[key] = _merge(value, override)
+        else:
+            merged[key] = override
+    return merged

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .common import DEFAULT_ADMIN, Admin, AdminUrl, DryRun, Token, Wait, fail
+from .common import DEFAULT_ADMIN, AdminClient, AdminUrl, DryRun, Token, Wait, fail
 
 Replica = Annotated[
     str | None,
@@ -21,7 +21,7 @@ def drain(
     hand_over: Annotated[
         bool, typer.Option("--hand-over", help="Streams go on elsewhere, now.")
     ] = False,
-    this: Annotated[
+    on_this_machine: Annotated[
         bool, typer.Option("--self", help="All workers on this machine; hands over.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Even if nobody else can serve.")] = False,
@@ -31,29 +31,37 @@ def drain(
     token: Token = "",
 ) -> None:
     """Give a worker no new requests; those that it has end there, or with --hand-over elsewhere."""
-    if (replica is None) != this:
+    if (replica is None) != on_this_machine:
         fail("give a REPLICA, a pool, or --self", 2)
-    api = Admin(admin, token)
-    names = _here(api) if this else [replica or ""]
-    options = {"force": force or this, "hand_over": hand_over or this, "dry_run": dry_run}
-    drained, failed = [], False
-    for name in names:
-        path = f"/admin/v1/replicas/{name}:{'undrain' if undo else 'drain'}"
-        try:
-            drained += api.post(path, {"dry_run": dry_run} if undo else options)["replicas"]
-        except typer.Exit:  # it is said why
-            if not this:
-                raise
-            failed = True  # the others of this machine are drained all the same
+    admin_client = AdminClient(admin, token)
+    names = _workers_on_this_machine(admin_client) if on_this_machine else [replica or ""]
+    body = {"dry_run": dry_run}
+    if not undo:
+        body["force"] = force or on_this_machine
+        body["hand_over"] = hand_over or on_this_machine
+
     verb = "undrain" if undo else "drain"
-    typer.echo(f"{verb} {', '.join(drained) or 'nobody'}" + (" (dry run)" if dry_run else ""))
+    drained: list[str] = []
+    any_failed = False
+    for name in names:
+        try:
+            result = admin_client.post(f"/admin/v1/replicas/{name}:{verb}", body)
+        except typer.Exit:  # the reason is printed already
+            if not on_this_machine:
+                raise
+            any_failed = True  # the others of this machine are drained all the same
+            continue
+        drained += result["replicas"]
+
+    suffix = " (dry run)" if dry_run else ""
+    typer.echo(f"{verb} {', '.join(drained) or 'nobody'}{suffix}")
     if not dry_run and not undo:
         for name in drained:
             typer.echo(f"undo: diptych drain {name} --undo")
-    if wait and not dry_run and not undo:
-        seconds = api.wait(lambda cluster: _busy(cluster, drained))
-        typer.echo(f"idle after {seconds:.1f} s")
-    if failed:
+        if wait:
+            seconds = admin_client.wait(lambda cluster: _describe_busy(cluster, drained))
+            typer.echo(f"idle after {seconds:.1f} s")
+    if any_failed:
         raise typer.Exit(1)
 
 
@@ -68,31 +76,41 @@ def flip(
     """Give a worker another role; weights, KV pool and registrations stay. Its streams move."""
     if to not in ("prefill", "decode"):
         fail(f"--to {to}: expected prefill or decode", 2)
-    api = Admin(admin, token)
-    told = api.post(f"/admin/v1/replicas/{replica}:flip", {"to": to, "dry_run": dry_run})
-    ((name, before),) = told["before"].items()
-    if before == to:
+    admin_client = AdminClient(admin, token)
+    result = admin_client.post(f"/admin/v1/replicas/{replica}:flip", {"to": to, "dry_run": dry_run})
+    ((name, old_role),) = result["before"].items()
+    if old_role == to:
         typer.echo(f"{name} works as {to} already")
         return
-    typer.echo(f"{name}: {before} -> {to}" + (" (dry run)" if dry_run else ""))
-    if not dry_run:
-        typer.echo(f"undo: diptych flip {name} --to {before}")
-    if wait and not dry_run:
-        seconds = api.wait(lambda cluster: _flipping(cluster, name))
-        found = _find(api.get("/admin/v1/cluster"), name)
-        if found is None or found["role"] != to:
-            fail((found or {}).get("note") or f"{name} did not become {to}")
-        typer.echo(f"done after {seconds:.2f} s")
+    if dry_run:
+        typer.echo(f"{name}: {old_role} -> {to} (dry run)")
+        return
+    typer.echo(f"{name}: {old_role} -> {to}")
+    typer.echo(f"undo: diptych flip {name} --to {old_role}")
+    if wait:
+        _wait_for_role(admin_client, name, to)
 
 
-def _here(api: Admin) -> list[str]:
-    """Workers whose address is one of this machine's."""
-    workers = api.get("/admin/v1/replicas")["replicas"]
+def _wait_for_role(admin_client: AdminClient, name: str, role: str) -> None:
+    """Wait until the worker has ended its flip. Fails if the worker did not get the role."""
+    seconds = admin_client.wait(lambda cluster: _describe_flipping(cluster, name))
+    worker = _find_worker(admin_client.get("/admin/v1/cluster"), name)
+    if worker is None or worker["role"] != role:
+        note = worker.get("note") if worker else ""
+        fail(note or f"{name} did not become {role}")
+    typer.echo(f"done after {seconds:.2f} s")
+
+
+def _workers_on_this_machine(admin_client: AdminClient) -> list[str]:
+    """Return the workers whose address is one of this machine's."""
+    workers = admin_client.get("/admin/v1/replicas")["replicas"]
     return [worker["id"] for worker in workers if _is_local(worker["address"].rpartition(":")[0])]
 
 
 def _is_local(host: str) -> bool:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+    """Return whether a socket of this machine can have the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
         try:
             probe.bind((host.strip("[]"), 0))
         except OSError:
@@ -100,17 +118,23 @@ def _is_local(host: str) -> bool:
     return True
 
 
-def _find(cluster: dict[str, Any], name: str) -> dict[str, Any] | None:
+def _find_worker(cluster: dict[str, Any], name: str) -> dict[str, Any] | None:
     return next((worker for worker in cluster["workers"] if worker["id"] == name), None)
 
 
-def _busy(cluster: dict[str, Any], names: list[str]) -> str | None:
-    found = [worker for worker in cluster["workers"] if worker["id"] in names and worker["jobs"]]
-    return "; ".join(f"{worker['id']}: {worker['jobs']} left" for worker in found) or None
+def _describe_busy(cluster: dict[str, Any], names: list[str]) -> str | None:
+    """Return which of the workers still have attempts, or None if none has."""
+    phrases = [
+        f"{worker['id']}: {worker['jobs']} left"
+        for worker in cluster["workers"]
+        if worker["id"] in names and worker["jobs"]
+    ]
+    return "; ".join(phrases) or None
 
 
-def _flipping(cluster: dict[str, Any], name: str) -> str | None:
-    found = _find(cluster, name)
-    if found is None or found["state"] != "flipping":
+def _describe_flipping(cluster: dict[str, Any], name: str) -> str | None:
+    """Return what keeps the worker in its flip, or None if the flip has ended."""
+    worker = _find_worker(cluster, name)
+    if worker is None or worker["state"] != "flipping":
         return None
-    return f"{name}: {found['jobs']} jobs left"
+    return f"{name}: {worker['jobs']} jobs left"

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .common import DEFAULT_ADMIN, Admin, AdminUrl, DryRun, Token, Wait, fail
+from .common import DEFAULT_ADMIN, AdminClient, AdminUrl, DryRun, Token, Wait, fail
 
 
 def scale(
@@ -20,35 +20,38 @@ def scale(
 
     Serve chooses which replica stops; its streams go on with others.
     """
-    wanted = _parse(counts)
-    api = Admin(admin, token)
-    told = api.post("/admin/v1/pools:scale", {**wanted, "dry_run": dry_run})
-    typer.echo(told["says"] + (" (dry run)" if dry_run else ""))
-    if told["undo"] and not dry_run:
-        typer.echo(f"undo: {told['undo']}")
-    if wait and not dry_run:
-        seconds = api.wait(lambda cluster: _left(cluster, wanted))
+    ordered_counts = _parse(counts)
+    admin_client = AdminClient(admin, token)
+    result = admin_client.post("/admin/v1/pools:scale", {**ordered_counts, "dry_run": dry_run})
+    if dry_run:
+        typer.echo(f"{result['says']} (dry run)")
+        return
+    typer.echo(result["says"])
+    if result["undo"]:
+        typer.echo(f"undo: {result['undo']}")
+    if wait:
+        seconds = admin_client.wait(lambda cluster: _remaining(cluster, ordered_counts))
         typer.echo(f"done after {seconds:.1f} s")
 
 
-def _parse(counts: list[str]) -> dict[str, int]:
-    wanted: dict[str, int] = {}
-    for text in counts:
+def _parse(texts: list[str]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for text in texts:
         pool, _, count = text.partition("=")
         if pool not in ("prefill", "decode") or not count.isdecimal():
             fail(f"{text}: expected prefill=N or decode=N", 2)
-        wanted[pool] = int(count)
-    return wanted
+        counts[pool] = int(count)
+    return counts
 
 
-def _left(cluster: dict[str, Any], wanted: dict[str, int]) -> str | None:
-    """What is still to be waited for."""
-    left = []
-    for name, count in wanted.items():
+def _remaining(cluster: dict[str, Any], ordered_counts: dict[str, int]) -> str | None:
+    """Return which pools do not have their replicas yet, or None if all have."""
+    phrases = []
+    for name, count in ordered_counts.items():
         pool = cluster["pools"][name]
-        if (pool["ready"], pool["starting"], pool["stopping"]) != (count, 0, 0):
-            left.append(
+        if pool["ready"] != count or pool["starting"] or pool["stopping"]:
+            phrases.append(
                 f"{name}: {pool['ready']} of {count} ready, {pool['starting']} starting, "
                 f"{pool['stopping']} stopping"
             )
-    return "; ".join(left) or None
+    return "; ".join(phrases) or None

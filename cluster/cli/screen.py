@@ -1,4 +1,4 @@
-"""The screen of `diptych top`. Textual takes a second to import: only that command does."""
+"""The screen of `diptych top`. Only that command imports Textual, which takes a second."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from textual.containers import VerticalScroll
 from textual.widgets import Footer, Input, Static
 
 from .board import Board
-from .common import NO_ANSWER, Admin
+from .common import NO_ANSWER, AdminClient
 
 HELP = """\
 scale prefill=2 decode=4     how many replicas have their home in a pool
@@ -25,14 +25,20 @@ drain REPLICA [--undo]       nothing new for a worker; what runs ends there
 explain REQUEST              why a request went where it went
 
 Enter carries it out, Escape forgets it."""
-DECISIONS = 10
+DECISIONS_LIMIT = 10
+REQUEST_TIMEOUT_S = 10.0
+RUN_DIPTYCH = (sys.executable, "-c", "from diptych.cluster.cli import main; main()")
 
 
 class Top(App[str]):
-    """Asks again and again; a line at the bottom takes orders."""
+    """Shows the status, again and again; a line at the bottom takes orders.
+
+    An order runs as the command of the same name in a process of its own. Its output, help and
+    failures are in the field above the line.
+    """
 
     ENABLE_COMMAND_PALETTE = False
-    CSS = "#told { height: auto; max-height: 12; } #line { display: none; }"
+    CSS = "#message { height: auto; max-height: 12; } #order { display: none; }"
     BINDINGS: ClassVar = [
         Binding("s", "order('scale ')", "scale"),
         Binding("f", "order('flip ')", "flip"),
@@ -43,79 +49,95 @@ class Top(App[str]):
         Binding("escape", "forget", show=False),
     ]
 
-    def __init__(self, api: Admin, refresh: float) -> None:
+    def __init__(self, admin_client: AdminClient, refresh_s: float) -> None:
         super().__init__()
-        self._api, self._every, self._board = api, refresh, Board()
+        self._admin_client = admin_client
+        self._refresh_s = refresh_s
+        self._board = Board()
 
     def compose(self) -> ComposeResult:
         with VerticalScroll():
             yield Static(id="board", markup=False)
-        yield Static(id="told", markup=False)
-        yield Input(id="line", select_on_focus=False)
+        yield Static(id="message", markup=False)
+        yield Input(id="order", select_on_focus=False)
         yield Footer()
 
     def on_mount(self) -> None:
-        self.look()
-        self.set_interval(self._every, self.look)
+        self.update_board()
+        self.set_interval(self._refresh_s, self.update_board)
 
-    @work(exclusive=True, group="look")
-    async def look(self) -> None:
+    @work(exclusive=True, group="update")
+    async def update_board(self) -> None:
         try:
-            async with self._client() as client:
-                cluster = (await client.get("/admin/v1/cluster")).raise_for_status().json()
-                found = await client.get("/admin/v1/decisions", params={"limit": DECISIONS})
+            async with self._http_client() as client:
+                cluster_response = await client.get("/admin/v1/cluster")
+                cluster = cluster_response.raise_for_status().json()
+                decisions_response = await client.get(
+                    "/admin/v1/decisions", params={"limit": DECISIONS_LIMIT}
+                )
         except NO_ANSWER as error:
-            self.query_one("#told", Static).update(f"no answer: {error or type(error).__name__}")
+            self._show_message(f"no answer: {error or type(error).__name__}")
             return
-        decisions = found.json()["decisions"] if found.is_success else []
+        decisions = []
+        if decisions_response.is_success:
+            decisions = decisions_response.json()["decisions"]
         self._board.add(cluster)
-        for board in self.query("#board").results(Static):  # none: the screen is closing
+        for board in self.query("#board").results(Static):  # none while the screen closes
             board.update("\n".join(self._board.lines(cluster, decisions)))
 
-    def _client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self._api.url, headers=self._api.headers, timeout=10.0)
+    def _http_client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            base_url=self._admin_client.url,
+            headers=self._admin_client.headers,
+            timeout=REQUEST_TIMEOUT_S,
+        )
+
+    def _show_message(self, text: str) -> None:
+        self.query_one("#message", Static).update(text)
 
     # ---- orders ----------------------------------------------------------------------------------
 
     def action_order(self, verb: str) -> None:
-        line = self.query_one("#line", Input)
+        line = self.query_one("#order", Input)
         line.display = True
         line.value = verb
         line.focus()
         line.cursor_position = len(verb)
 
     def action_forget(self) -> None:
-        self.query_one("#line", Input).display = False
-        self.query_one("#told", Static).update("")
+        self.query_one("#order", Input).display = False
+        self._show_message("")
         self.set_focus(None)
 
     def action_help(self) -> None:
-        self.query_one("#told", Static).update(HELP)
+        self._show_message(HELP)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         self.action_forget()
         self.carry_out(event.value)
 
     @work(group="order")
-    async def carry_out(self, text: str) -> None:
-        """Runs the command of that name, as from the shell."""
+    async def carry_out(self, order: str) -> None:
+        """Run the command that the line names, as from a shell, and show its output."""
         try:
-            words = shlex.split(text)
+            words = shlex.split(order)
         except ValueError as error:
-            self.query_one("#told", Static).update(str(error))
+            self._show_message(str(error))
             return
         if not words:
             return
-        where = ["--admin", self._api.url]
-        token = self._api.headers.get("authorization", "").removeprefix("Bearer ")
-        given = {"DIPTYCH_ADMIN_TOKEN": token} if token else {}
+        environment = dict(os.environ)
+        token = self._admin_client.headers.get("authorization", "").removeprefix("Bearer ")
+        if token:
+            environment["DIPTYCH_ADMIN_TOKEN"] = token
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", "from diptych.cluster.cli import main; main()"),
+            *RUN_DIPTYCH,
             *words,
-            *where,
-            env={**os.environ, **given},
+            "--admin",
+            self._admin_client.url,
+            env=environment,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
-        out, _ = await process.communicate()
-        self.query_one("#told", Static).update(out.decode().rstrip())
+        output, _ = await process.communicate()
+        self._show_message(output.decode().rstrip())

@@ -1,20 +1,20 @@
-"""`diptych serve`: a whole cluster on this machine, until ^C."""
+"""`diptych serve`: a whole cluster, on this machine or on a Ray cluster, until ^C."""
 
 from __future__ import annotations
 
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import fail
+from .common import fail, interrupt_on
 
 if TYPE_CHECKING:
-    from ..launch.local_cluster import Cluster
-
+    from ..launch.local_cluster import LocalCluster
 
 WELCOME = """
   HTTP   {url}/v1   (OpenAI-compatible; model {model!r})
@@ -32,13 +32,11 @@ WELCOME = """
 RAY_JOINED = "as before: `ray` and `serve` with the token of the cluster that was joined"
 RAY_STARTED = """ray status, serve status, after
          {export}"""
-
-
-EXPOSED = """
+EXPOSED_WARNING = """
   WARNING  The gateway listens on {host} and asks nobody for a key: whoever reaches it can use it.
            diptych keys add --file keys.yaml --tenant NAME, then --set gateway.api_keys_file=...
 """
-OPEN_RAY = """
+OPEN_RAY_WARNING = """
   WARNING  Ray asks nobody for a token (ray.auth: disabled): whoever reaches one of its ports can
            run code as this user.
 """
@@ -67,28 +65,45 @@ def serve(
     began = time.monotonic()
     flags = {
         "model.path": model,
-        **{"pools.prefill.replicas": prefill, "pools.decode.replicas": decode},
-        **{"gateway.http_port": port, "gateway.grpc_port": grpc_port},
+        "pools.prefill.replicas": prefill,
+        "pools.decode.replicas": decode,
+        "gateway.http_port": port,
+        "gateway.grpc_port": grpc_port,
     }
-    given = {key: value for key, value in flags.items() if value is not None}
+    overrides = {key: value for key, value in flags.items() if value is not None}
     try:
-        settings = load_config(config, {**given, **parse_overrides(override or [])})
-        from ..launch.local_cluster import StartError, prepare
+        settings = load_config(config, overrides | parse_overrides(override or []))
+        from ..launch.local_cluster import prepare  # loads the engine
 
         cluster = prepare(settings, ray_address)
     except ConfigError as error:
         fail(str(error))
 
-    def say(line: str) -> None:
+    def report_progress(line: str) -> None:
         typer.echo(f"[{time.monotonic() - began:5.1f} s] {line}")
 
-    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT is ignored by jobs of a script
-        signal.signal(number, signal.default_int_handler)
-    say(f"model {cluster.checkpoint.name}: {cluster.checkpoint.folder}")
-    failure = ""
+    report_progress(f"model {cluster.checkpoint.name}: {cluster.checkpoint.folder}")
+    failure = _run_until_interrupted(cluster, report_progress)
+    if failure:
+        fail(failure)
+    report_progress("stopped")
+
+
+def _run_until_interrupted(
+    cluster: LocalCluster, report_progress: Callable[[str], None]
+) -> str | None:
+    """Run the cluster until ^C or SIGTERM; return why it could not start, or None.
+
+    Further signals are ignored while the cluster stops.
+    """
+    from ..config import ConfigError
+    from ..launch.ray_cluster import StartError
+
+    interrupt_on(signal.SIGINT, signal.SIGTERM)
+    failure = None
     try:
-        cluster.start(say)
-        say("ready")
+        cluster.start(report_progress)
+        report_progress("ready")
         typer.echo(welcome(cluster))
         threading.Event().wait()
     except KeyboardInterrupt:
@@ -98,32 +113,31 @@ def serve(
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        say("stopping")
+        report_progress("stopping")
         cluster.stop()
-    if failure:
-        fail(failure)
-    say("stopped")
+    return failure
 
 
-def welcome(cluster: Cluster) -> str:
+def welcome(cluster: LocalCluster) -> str:
     """Return where the cluster is, how to use it, and what is open to anybody."""
     from ..config import host_and_port
 
-    gateway, control = cluster.config.gateway, cluster.config.control
+    gateway = cluster.config.gateway
+    control = cluster.config.control
     scheme = "https" if control.tls_cert else "http"
-    admin = f"{scheme}://{host_and_port(control.host, control.port)}"
+    admin_url = f"{scheme}://{host_and_port(control.host, control.port)}"
     ray = RAY_JOINED
     if cluster.ray_access:
-        ray = RAY_STARTED.format(export=cluster.ray_access.export_line(admin))
+        ray = RAY_STARTED.format(export=cluster.ray_access.export_line(admin_url))
     text = WELCOME.format(
         url=cluster.url,
         grpc=host_and_port(gateway.host, gateway.grpc_port),
-        admin=admin,
+        admin=admin_url,
         model=cluster.checkpoint.name,
         ray=ray,
     )
     if gateway.exposed:
-        text += EXPOSED.format(host=gateway.host)
+        text += EXPOSED_WARNING.format(host=gateway.host)
     if cluster.config.ray.auth == "disabled":
-        text += OPEN_RAY
+        text += OPEN_RAY_WARNING
     return text

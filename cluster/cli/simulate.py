@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import check_writable, fail, save
+from .common import check_output, check_writable, fail, save
 
 if TYPE_CHECKING:
     from ...simulator.calibrate import Calibration
+    from ...simulator.plan import Option
+    from ...simulator.study import Study
     from ...simulator.trace import Trace
 
 TRACE_HELP = "File (.jsonl, .jsonl.gz, ServeGen .npz), synthetic[:N], poisson:256-1024:64-128[:N]."
@@ -70,22 +72,20 @@ def simulate(
     html: Annotated[Path | None, typer.Option(help="Write a report with plots.")] = None,
 ) -> None:
     """Replay TRACE against the real router on simulated workers."""
-    _check(rate, html, output)
+    _check_options(rate, html, output)
     if variant not in ("policy-only", "full", "both"):
         fail(f"--variant {variant}: expected policy-only, full or both", 2)
+    options = dict(locals())  # by name: most of them are fields of the study
+    # The simulator is imported here: no other command pays for it.
     from ...simulator import SimulationError
     from ...simulator.report import document, text
+    from ...simulator.study import run
 
     try:
-        study = _study(locals())
-        from ...simulator.study import run
-
-        result = run(study, _tell)
-        recorded = _calibration(calibrate_from_live) if trace == "recorded" else None
-        if recorded:
-            live = recorded.run.attainment
-            apart = live - result["policies"][0]["at_rate"]["attainment"]
-            result["live"] = {"attainment": live, "points_apart": round(abs(apart) * 100, 2)}
+        calibration = _read_calibration(calibrate_from_live)
+        result = run(_make_study(options, calibration), report_progress)
+        if trace == "recorded" and calibration:
+            result["live"] = _compare_with_live(calibration, result)
     except SimulationError as error:
         fail(str(error), 2)
     except KeyboardInterrupt:
@@ -95,54 +95,71 @@ def simulate(
         save(html, document(result))
 
 
-def _check(rate: float | None, file: Path | None, output: str) -> None:
-    if output not in ("table", "json"):
-        fail(f"-o {output}: expected table or json", 2)
+def _check_options(rate: float | None, file: Path | None, output: str) -> None:
+    check_output(output)
     if rate is not None and not 0 < rate < inf:
         fail(f"--rate {rate:g}: expected requests/s, more than 0", 2)
     check_writable(file)
 
 
-def _study(given: dict[str, Any]):
-    """The simulator is imported here: no other command pays for it."""
+def _compare_with_live(calibration: Calibration, result: dict[str, Any]) -> dict[str, float]:
+    """Return the recorded run's attainment, and how far from it the simulated one is."""
+    assert calibration.run is not None, "a recorded trace has a run"
+    live_attainment = calibration.run.attainment
+    simulated_attainment = result["policies"][0]["at_rate"]["attainment"]
+    points_apart = abs(live_attainment - simulated_attainment) * 100
+    return {"attainment": live_attainment, "points_apart": round(points_apart, 2)}
+
+
+def _make_study(options: dict[str, Any], calibration: Calibration | None) -> Study:
+    """Return what to simulate. With a calibration, the workers are those that were measured.
+
+    A recorded trace also takes split, targets and router from its run.
+    """
     from ...simulator.fleet import Faults, Fleet, Split
     from ...simulator.metrics import Slo
     from ...simulator.study import Study, policies_named
 
-    live = _calibration(given["calibrate_from_live"])
-    trace = _trace(given["trace"], live, given["head"])
-    split, slo = given["split"], given["slo"]
-    if live:
-        run = live.run
-        fleet = live.fleet(run.threads if run else live.workers[0].threads)
-        name, model = fleet.pools[0][0].gpu, ""
-        if run and given["trace"] == "recorded":
-            split, slo = run.split, run.slo
+    split = options["split"]
+    slo = options["slo"]
+    router = None
+    if calibration:
+        run = calibration.run
+        fleet = calibration.fleet(run.threads if run else calibration.workers[0].threads)
+        fleet_name = fleet.pools[0][0].gpu
+        model = ""
+        if run and options["trace"] == "recorded":
+            split = run.split
+            slo = run.slo
+            router = run.router
     else:
-        model, name = given["model"], given["fleet"]
-        fleet = Fleet.of(name, model, given["tp"])
-    faults = Faults.of(given["faults"])
+        model = options["model"]
+        fleet_name = options["fleet"]
+        fleet = Fleet.of(fleet_name, model, options["tp"])
+
+    faults = Faults.of(options["faults"])
     for worker, _ in (*faults.slow, *faults.kill):
         if worker >= fleet.replicas:
             fail(f"--faults: there is no worker {worker}, the fleet has {fleet.replicas}", 2)
-    both = given["variant"] == "both"
+
+    variant = options["variant"]
     return Study(
-        trace,
-        model,
-        fleet,
-        name,
-        Slo.of(slo, fleet.reference),
-        policies_named(given["policy"] or ["diptych"]),
-        ("policy-only", "full") if both else (given["variant"],),
-        None if split == "best" else Split.of(split),
-        given["seeds"],
-        given["find_max"],
-        given["rate"],
-        _closed(given["dispatch"]),
-        faults,
-        given["jobs"] or len(os.sched_getaffinity(0)),
-        given["agreement"],
-        live.run.router if live and live.run and given["trace"] == "recorded" else None,
+        trace=_load_trace(options["trace"], calibration, options["head"]),
+        model=model,
+        fleet=fleet,
+        fleet_name=fleet_name,
+        slo=Slo.of(slo, fleet.reference),
+        policies=policies_named(options["policy"] or ["diptych"]),
+        variants=("policy-only", "full") if variant == "both" else (variant,),
+        split=None if split == "best" else Split.of(split),
+        seeds=options["seeds"],
+        find_max=options["find_max"],
+        rate=options["rate"],
+        closed=_is_closed_loop(options["dispatch"]),
+        faults=faults,
+        jobs=options["jobs"] or available_cores(),
+        agreement=options["agreement"],
+        router=router,
     )
 
 
@@ -171,20 +188,24 @@ def plan(
     output: Output = "table",
 ) -> None:
     """Find the layout that serves TRACE best; say whether disaggregation pays; write it down."""
-    _check(rate, write, output)
+    _check_options(rate, write, output)
     if write.exists() and not force:
         fail(f"{write} exists: give another --write, or --force", 2)
     from ...simulator import SimulationError
     from ...simulator import plan as planner
 
     try:
-        live = _merged(calibrate_from_live or [])
-        options = _options(fleet or ["H200:32"], model, tp, live)
+        calibration = _read_calibrations(calibrate_from_live or [])
+        fleet_options = _fleet_options(fleet or ["H200:32"], model, tp, calibration)
         demand = planner.Demand(
-            _trace(trace, live, head), slo, share, rate, seeds, _closed(dispatch)
+            _load_trace(trace, calibration, head),
+            slo,
+            share,
+            rate,
+            seeds=seeds,
+            closed=_is_closed_loop(dispatch),
         )
-        cores = jobs or len(os.sched_getaffinity(0))
-        result = planner.plan(options, demand, cores, _tell)
+        result = planner.plan(fleet_options, demand, jobs or available_cores(), report_progress)
     except SimulationError as error:
         fail(str(error), 2)
     except KeyboardInterrupt:
@@ -195,41 +216,46 @@ def plan(
         typer.echo(f"wrote {write}")
 
 
-def _options(fleets: list[str], model: str, tps: str, live: Calibration | None) -> list:
+def _fleet_options(
+    fleets: list[str], model: str, tp_sizes: str, calibration: Calibration | None
+) -> list[Option]:
+    """Return the fleets to compare: the measured workers, or each fleet with each replica size."""
     from ...simulator.fleet import Fleet
     from ...simulator.plan import Option
 
-    if live:
-        threads = sorted({kind.threads for kind in live.workers})
-        made = [live.fleet(count) for count in threads]
-        return [Option(f"{one.pools[0][0].gpu}:{one.replicas}", one) for one in made]
+    if calibration:
+        thread_counts = sorted({worker.threads for worker in calibration.workers})
+        measured_fleets = [calibration.fleet(threads) for threads in thread_counts]
+        return [
+            Option(f"{fleet.pools[0][0].gpu}:{fleet.replicas}", fleet) for fleet in measured_fleets
+        ]
     try:
-        sizes = [int(part) for part in tps.split(",")]
+        sizes = [int(part) for part in tp_sizes.split(",")]
     except ValueError:
-        fail(f"--tp {tps}: expected numbers, like 4 or 2,4", 2)
+        fail(f"--tp {tp_sizes}: expected numbers, like 4 or 2,4", 2)
     if min(sizes) < 1:
-        fail(f"--tp {tps}: a replica has at least one GPU", 2)
-    several = len(sizes) > 1
+        fail(f"--tp {tp_sizes}: a replica has at least one GPU", 2)
     return [
-        Option(f"{name} tp{size}" if several else name, Fleet.of(name, model, size))
+        Option(name if len(sizes) == 1 else f"{name} tp{size}", Fleet.of(name, model, size))
         for name in fleets
         for size in sizes
     ]
 
 
-def _trace(source: str, live: Calibration | None, head: float) -> Trace:
+def _load_trace(source: str, calibration: Calibration | None, head: float) -> Trace:
+    """Return the trace, or the share `head` of it. Raises SimulationError."""
     from ...simulator.errors import SimulationError
     from ...simulator.trace import load
 
     if source == "recorded":
-        if live is None:
+        if calibration is None:
             raise SimulationError("trace recorded: needs --calibrate-from-live")
-        return live.trace()
+        return calibration.trace()
     trace = load(source)
     return trace.head(head) if head < 1 else trace
 
 
-def _calibration(path: Path | None) -> Calibration | None:
+def _read_calibration(path: Path | None) -> Calibration | None:
     if path is None:
         return None
     from ...simulator.calibrate import read
@@ -237,18 +263,27 @@ def _calibration(path: Path | None) -> Calibration | None:
     return read(path)
 
 
-def _merged(paths: list[Path]) -> Calibration | None:
+def _read_calibrations(paths: list[Path]) -> Calibration | None:
+    """Return the measured workers of all files together, or None without files."""
+    if not paths:
+        return None
     from ...simulator.calibrate import merged, read
 
-    return merged([read(path) for path in paths]) if paths else None
+    return merged([read(path) for path in paths])
 
 
-def _closed(dispatch: str) -> bool:
+def _is_closed_loop(dispatch: str) -> bool:
+    """Return whether turns wait for the end of the one before."""
     if dispatch not in ("timestamp", "thinktime"):
         fail(f"--dispatch {dispatch}: expected timestamp or thinktime", 2)
     return dispatch == "thinktime"
 
 
-def _tell(line: str) -> None:
-    """Progress, on stderr."""
+def available_cores() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def report_progress(line: str) -> None:
+    """Print progress on stderr, at once."""
     print(line, file=sys.stderr, flush=True)

@@ -1,27 +1,53 @@
-"""`diptych status`: pools, workers, transfers, at a glance or as JSON."""
+"""`diptych status`: pools, workers and transfers, at a glance or as JSON."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from .common import DEFAULT_ADMIN, Admin, AdminUrl, Token, fail, table
+from .common import DEFAULT_ADMIN, AdminClient, AdminUrl, Token, check_output, print_table
 
-POOLS = (
-    *("POOL", "READY", "TARGET", "ROLES", "GPU", "QUEUE", "RUNNING", "KV USED", "PREFIX HIT"),
-    *("P95 TTFT", "P95 ITL", "NOTE"),
-)
-GOODPUT = ("GOODPUT", "NAME", "REQUESTS", "MET", "TTFT MET", "ITL MET")
-WORKERS = (
-    *("WORKER", "ROLE", "STATE", "PID", "RSS", "RUNNING", "KV"),
-    *("TRANSPORT", "SENT", "RECEIVED", "FAILED"),
-)
+GOODPUT_COLUMNS = ("GOODPUT", "NAME", "REQUESTS", "MET", "TTFT MET", "ITL MET")
 OUTPUTS = ("table", "wide", "json", "yaml")
-WATCH_S = 2.0
+WATCH_INTERVAL_S = 2.0
+CLEAR_SCREEN = "\x1b[2J\x1b[H"
+
+
+class PoolRow(NamedTuple):
+    """One pool's cells."""
+
+    pool: str = "POOL"
+    ready: str = "READY"
+    target: str = "TARGET"
+    roles: str = "ROLES"
+    gpu: str = "GPU"
+    queue: str = "QUEUE"
+    running: str = "RUNNING"
+    kv_used: str = "KV USED"
+    prefix_hit: str = "PREFIX HIT"
+    ttft_p95: str = "P95 TTFT"
+    itl_p95: str = "P95 ITL"
+    note: str = "NOTE"
+
+
+class WorkerRow(NamedTuple):
+    """One worker's cells."""
+
+    worker: str = "WORKER"
+    role: str = "ROLE"
+    state: str = "STATE"
+    pid: str = "PID"
+    rss: str = "RSS"
+    running: str = "RUNNING"
+    kv: str = "KV"
+    transport: str = "TRANSPORT"
+    sent: str = "SENT"
+    received: str = "RECEIVED"
+    failed: str = "FAILED"
 
 
 def status(
@@ -31,89 +57,97 @@ def status(
     token: Token = "",
 ) -> None:
     """Show the cluster and its pools; `-o wide` each worker too. Exit code 3 when degraded."""
-    if output not in OUTPUTS:
-        fail(f"-o {output}: expected {', '.join(OUTPUTS)}", 2)
+    check_output(output, *OUTPUTS)
     while True:
-        cluster = Admin(admin, token).get("/admin/v1/cluster")
+        cluster = AdminClient(admin, token).get("/admin/v1/cluster")
         show(cluster, output)
         if not watch:
             break
-        time.sleep(WATCH_S)
-        typer.echo("\x1b[2J\x1b[H", nl=False)  # an empty screen
+        time.sleep(WATCH_INTERVAL_S)
+        typer.echo(CLEAR_SCREEN, nl=False)
     if cluster["state"] != "healthy":
         raise typer.Exit(3)
 
 
 def show(cluster: dict[str, Any], output: str) -> None:
+    """Print a status, as `GET /admin/v1/cluster` has it, in one of `OUTPUTS`."""
     if output == "json":
         typer.echo(json.dumps(cluster, indent=2))
-    elif output == "yaml":
+        return
+    if output == "yaml":
         import yaml
 
         typer.echo(yaml.safe_dump(cluster, sort_keys=False))
-    else:
-        typer.echo(headline(cluster))
-        table([POOLS, *(pool_row(name, pool) for name, pool in cluster["pools"].items())])
-        if output == "wide" and cluster["router"]:
-            table([GOODPUT, *goodput_rows(cluster["router"]["goodput"])])
-        if output == "wide":
-            table([WORKERS, *(worker_row(worker) for worker in cluster["workers"])])
+        return
+    typer.echo(headline(cluster))
+    pool_rows = [pool_row(name, pool) for name, pool in cluster["pools"].items()]
+    print_table([PoolRow(), *pool_rows])
+    if output == "wide":
+        if cluster["router"]:
+            print_table([GOODPUT_COLUMNS, *goodput_rows(cluster["router"]["goodput"])])
+        worker_rows = [worker_row(worker) for worker in cluster["workers"]]
+        print_table([WorkerRow(), *worker_rows])
 
 
 def headline(cluster: dict[str, Any]) -> str:
-    slo, requests = cluster["slo"], cluster["requests"]
-    window = (cluster["router"] or {}).get("goodput", {"requests": 0})
-    good, done = "-", window["requests"]
-    if done:
-        good = f"{window['share']:.1%} of {done} ({window['window_s'] / 60:g} min)"
+    """Return the cluster's state, model, age, load and goodput in one line."""
+    slo = cluster["slo"]
     missing = f" (missing: {', '.join(cluster['missing'])})" if cluster["missing"] else ""
+    window = (cluster["router"] or {}).get("goodput", {"requests": 0})
+    goodput = "-"
+    if window["requests"]:
+        minutes = window["window_s"] / 60
+        goodput = f"{window['share']:.1%} of {window['requests']} ({minutes:g} min)"
     return (
         f"{cluster['state'].upper()}{missing}   model {cluster['model']}   "
-        f"up {_span(cluster['uptime_s'])}   running {requests['running']}   "
-        f"goodput {good}   slo ttft<={slo['ttft_ms']:g}ms itl<={slo['itl_ms']:g}ms"
+        f"up {_duration(cluster['uptime_s'])}   running {cluster['requests']['running']}   "
+        f"goodput {goodput}   slo ttft<={slo['ttft_ms']:g}ms itl<={slo['itl_ms']:g}ms"
     )
 
 
-def pool_row(name: str, pool: dict[str, Any]) -> tuple[str, ...]:
-    return (
-        name,
-        f"{pool['ready']}/{pool['target']}",
-        str(pool["target"]),
-        " ".join(f"{count} {role}" for role, count in pool["roles"].items()) or "-",
-        pool["gpu"],
-        str(pool["queue"]),
-        str(pool["running"]),
-        f"{pool['kv_used']:.0%}",
-        _or_dash(pool["prefix_hit"], "{:.0%}"),
-        _or_dash(pool["ttft_p95_ms"], "{:.0f} ms"),
-        _or_dash(pool["itl_p95_ms"], "{:.1f} ms"),
-        "; ".join(pool["notes"]),
+def pool_row(name: str, pool: dict[str, Any]) -> PoolRow:
+    roles = " ".join(f"{count} {role}" for role, count in pool["roles"].items())
+    return PoolRow(
+        pool=name,
+        ready=f"{pool['ready']}/{pool['target']}",
+        target=str(pool["target"]),
+        roles=roles or "-",
+        gpu=pool["gpu"],
+        queue=str(pool["queue"]),
+        running=str(pool["running"]),
+        kv_used=f"{pool['kv_used']:.0%}",
+        prefix_hit=_or_dash(pool["prefix_hit"], "{:.0%}"),
+        ttft_p95=_or_dash(pool["ttft_p95_ms"], "{:.0f} ms"),
+        itl_p95=_or_dash(pool["itl_p95_ms"], "{:.1f} ms"),
+        note="; ".join(pool["notes"]),
     )
 
 
 def goodput_rows(window: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Each class and each tenant of the last minutes."""
+    """Yield a row for each class and each tenant of the last minutes."""
     for kind in ("classes", "tenants"):
-        for name, one in window[kind].items():
-            shares = [f"{one[share]:.1%}" for share in ("share", "ttft", "itl")]
-            yield kind, name or "-", str(one["requests"]), *shares
+        for name, group in window[kind].items():
+            shares = [f"{group[share]:.1%}" for share in ("share", "ttft", "itl")]
+            yield kind, name or "-", str(group["requests"]), *shares
 
 
-def worker_row(worker: dict[str, Any]) -> tuple[str, ...]:
-    engine, transfer = worker["engine"], worker["transfer"]
+def worker_row(worker: dict[str, Any]) -> WorkerRow:
+    engine = worker["engine"]
+    transfer = worker["transfer"]
     blocks = engine["kv_blocks"]
-    return (
-        worker["id"],
-        worker["role"],
-        worker["state"],
-        str(worker["pid"]),
-        f"{worker['rss_mib']} MiB",
-        str(engine["running"] + engine["ready"] + engine["prefilling"] + engine["waiting"]),
-        f"{blocks['active'] + blocks['reserved']}/{blocks['total']}",
-        f"{transfer['transport']} x{transfer['sessions']}",
-        _size(transfer["bytes_sent"]),
-        _size(transfer["bytes_received"]),
-        str(sum(transfer["failures"].values())),
+    running = engine["running"] + engine["ready"] + engine["prefilling"] + engine["waiting"]
+    return WorkerRow(
+        worker=worker["id"],
+        role=worker["role"],
+        state=worker["state"],
+        pid=str(worker["pid"]),
+        rss=f"{worker['rss_mib']} MiB",
+        running=str(running),
+        kv=f"{blocks['active'] + blocks['reserved']}/{blocks['total']}",
+        transport=f"{transfer['transport']} x{transfer['sessions']}",
+        sent=_size(transfer["bytes_sent"]),
+        received=_size(transfer["bytes_received"]),
+        failed=str(sum(transfer["failures"].values())),
     )
 
 
@@ -121,15 +155,19 @@ def _or_dash(value: float | None, shape: str) -> str:
     return "-" if value is None else shape.format(value)
 
 
-def _span(seconds: float) -> str:
-    days, hours, minutes = seconds // 86400, seconds // 3600 % 24, seconds // 60 % 60
+def _duration(seconds: float) -> str:
+    days = seconds // 86400
+    hours = seconds // 3600 % 24
+    minutes = seconds // 60 % 60
     if days:
         return f"{days:.0f}d{hours:.0f}h"
-    return f"{hours:.0f}h{minutes:.0f}m" if hours else f"{seconds:.0f} s"
+    if hours:
+        return f"{hours:.0f}h{minutes:.0f}m"
+    return f"{seconds:.0f} s"
 
 
-def _size(count: int) -> str:
-    value = float(count)
+def _size(size_bytes: int) -> str:
+    value = float(size_bytes)
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:
             return f"{value:.0f} {unit}"

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .common import DEFAULT_ADMIN, Admin, AdminUrl, Token, fail
+from .common import DEFAULT_ADMIN, AdminClient, AdminUrl, Token, fail
 
 
 def top(
@@ -15,10 +15,10 @@ def top(
     token: Token = "",
 ) -> None:
     """Show pools, replicas, transfers and decisions live. Keys: s f d e ? q."""
-    api = Admin(admin, token)
-    api.get("/admin/v1/cluster")  # nothing there is said before the screen opens
+    admin_client = AdminClient(admin, token)
+    admin_client.get("/admin/v1/cluster")  # fails before the screen opens if there is no Control
     from .screen import Top
 
-    failure = Top(api, refresh).run()
+    failure = Top(admin_client, refresh).run()
     if failure:
         fail(failure)

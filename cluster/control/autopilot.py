@@ -1,7 +1,8 @@
-"""The planner at work: looks every few seconds, and says or does what it asks for.
+"""The planner at work: every few seconds it observes the fleet, and proposes or gives orders.
 
-`scaling.mode`: `off`; `propose` writes every order down and carries out none; `act` does. What it
-does is done by `Control`, whose refusals stand: it never kills work in flight.
+`scaling.mode` decides what happens to an order: `off` plans nothing, `propose` records every order
+and carries out none, `act` carries them out. Orders go through `Operations`, whose refusals stand,
+so the planner never ends work that is under way.
 """
 
 from __future__ import annotations
@@ -10,84 +11,106 @@ import asyncio
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any, assert_never
 
+from ..config import ClusterConfig
 from ..gateway.errors import ApiError
-from ..planner.core import Action, Bounds, Flip, Planner, PlannerConfig
-from ..planner.view import observation
-
-if TYPE_CHECKING:
-    from ..config import ClusterConfig
-    from .control import Control
+from ..planner.core import (
+    FlipWorker,
+    Planner,
+    PlannerAction,
+    PlannerConfig,
+    ReplicaBounds,
+    ScalePool,
+)
+from ..planner.view import observe_fleet
+from .operations import Operations
 
 log = logging.getLogger(__name__)
 
-KEPT = 100  #: orders that are remembered
+ORDERS_LIMIT = 100  #: Orders that `GET /admin/v1/planner` can show.
 
 
 class Autopilot:
-    def __init__(self, control: Control) -> None:
-        self.control = control
-        self.settings = control.config.scaling
-        self.planner = Planner(planner_config(control.config))
-        self.orders: deque[dict[str, Any]] = deque(maxlen=KEPT)
-        self.pressure: float | None = None
+    """Runs one planner for the cluster and keeps a record of its orders."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+        self._settings = operations.config.scaling
+        self._planner = Planner(planner_config(operations.config))
+        self._orders: deque[dict[str, Any]] = deque(maxlen=ORDERS_LIMIT)
+        #: The planner's pressure at the last observation; None before the first one, and while
+        #: there is no demand.
+        self._pressure: float | None = None
 
     async def run(self) -> None:
-        while self.settings.mode != "off":
-            await asyncio.sleep(self.settings.interval_s)
+        """Plan every `scaling.interval_s` until cancelled; return at once if the mode is off."""
+        while self._settings.mode != "off":
+            await asyncio.sleep(self._settings.interval_s)
             try:
-                await self._look(time.monotonic())
-            except Exception as error:  # of a peer that is away: the next look may be better
+                await self._plan(time.monotonic())
+            except Exception as error:  # of a peer that is away: the next try may work
                 log.warning("the planner cannot see: %s", error or type(error).__name__)
 
     def statistics(self) -> dict[str, Any]:
-        """For `GET /admin/v1/planner`."""
-        pressure = None if self.pressure is None else round(self.pressure, 4)
-        return {"mode": self.settings.mode, "pressure": pressure, "orders": list(self.orders)}
+        """Return what `GET /admin/v1/planner` shows."""
+        return {
+            "mode": self._settings.mode,
+            "pressure": None if self._pressure is None else round(self._pressure, 4),
+            "orders": list(self._orders),
+        }
 
-    async def _look(self, now: float) -> None:
+    async def _plan(self, now: float) -> None:
         (router, workers), pools = await asyncio.gather(
-            self.control.plane.inspect(), self.control.pools.seen()
+            self._operations.plane.inspect(), self._operations.pool_scaler.observe()
         )
-        starting = {name: len(pool.starting) for name, pool in pools.items()}
-        seen = observation(router or {}, self.control.plane.cards.values(), workers, starting)
-        if seen is None:
+        observation = observe_fleet(
+            router or {},
+            self._operations.plane.cards.values(),
+            workers,
+            {name: len(pool.starting) for name, pool in pools.items()},
+        )
+        if observation is None:
             return
-        self.pressure = self.planner.pressure_of(seen)
-        for action in self.planner.handle(seen, now):
+        self._pressure = self._planner.present_pressure(observation)
+        for action in self._planner.handle(observation, now):
             await self._order(action)
 
-    async def _order(self, action: Action) -> None:
-        act = self.settings.mode == "act"
-        if isinstance(action, Flip):
-            said = f"flip {action.worker} to {action.to}"
-        else:
-            said = f"scale {action.pool} to {action.replicas}"
-        outcome = "ordered" if act else "proposed"
+    async def _order(self, action: PlannerAction) -> None:
+        acting = self._settings.mode == "act"
+        outcome = "ordered" if acting else "proposed"
         try:
-            if isinstance(action, Flip):
-                await self.control.flip(action.worker, action.to, not act)
-            else:
-                await self.control.scale({action.pool: action.replicas}, not act)
+            await self._carry_out(action, dry_run=not acting)
         except ApiError as error:
             outcome = f"refused: {error}"
-        log.info("planner: %s (%s): %s", said, action.why, outcome)
-        self.control.note(f"planner: {outcome}", said, action.why)
-        self.orders.append({"at": time.time(), "order": said, "why": action.why, "is": outcome})
+        order = str(action)
+        log.info("planner: %s (%s): %s", order, action.reason, outcome)
+        self._operations.record_action(f"planner: {outcome}", order, action.reason)
+        self._orders.append(
+            {"at": time.time(), "order": order, "why": action.reason, "is": outcome}
+        )
+
+    async def _carry_out(self, action: PlannerAction, *, dry_run: bool) -> None:
+        match action:
+            case FlipWorker(worker, role):
+                await self._operations.flip(worker, role, dry_run=dry_run)
+            case ScalePool(pool, replicas):
+                await self._operations.scale({pool: replicas}, dry_run=dry_run)
+            case _:
+                assert_never(action)
 
 
 def planner_config(config: ClusterConfig) -> PlannerConfig:
-    scaling, pools = config.scaling, config.pools
-    bounds = {
-        name: Bounds(min(pool.min_replicas, pool.replicas), pool.max_replicas)
-        for name, pool in (("prefill", pools.prefill), ("decode", pools.decode))
-    }
+    """Return the planner's own settings from the configuration tree."""
+    bounds = {}
+    for pool in ("prefill", "decode"):
+        settings = config.pools.of(pool)
+        bounds[pool] = ReplicaBounds(minimum=settings.replicas_minimum, limit=settings.max_replicas)
     return PlannerConfig(
         itl_s=config.slo.itl_ms / 1e3,
         pools=bounds,
-        scale=scaling.replicas,
-        gpus=scaling.gpus,
-        dwell_s=scaling.flip_dwell_s,
-        down_dwell_s=scaling.down_dwell_s,
+        scaling_enabled=config.scaling.replicas,
+        gpu_limit=config.scaling.gpus,
+        flip_dwell_s=config.scaling.flip_dwell_s,
+        scale_down_dwell_s=config.scaling.down_dwell_s,
     )

@@ -1,371 +1,545 @@
-"""What is wrong with the ways between workers (pure): measurements in, findings out.
+"""What is wrong with the paths that KV takes between workers (pure): measurements in, findings out.
 
-Which transport ran is not asked of anybody, it is seen. NIXL does not tell what UCX chose; but the
-kernel counts what each TCP connection of a process received. Half of the bytes or more over TCP is
-`nixl (tcp)`. Else, on one host: `nixl (cma)` where the kernel and UCX_TLS permit it. Else `nixl
-(rdma)` where both ends have an active port, else `nixl (other)`. Unknown counts: `nixl (unknown)`.
+A path is an ordered pair of workers, a source that sends and a sink that receives. Which transport
+a path used is concluded, not asked: NIXL does not tell what UCX chose, but the kernel counts what
+each TCP connection of a process received. A transfer by NIXL is named by the first rule that fits:
+
+- `nixl (unknown)`: the kernel's counts are not known.
+- `nixl (tcp)`: half of the bytes or more came over TCP.
+- `nixl (cma)`: both ends are on one host, and the kernel and UCX_TLS permit CMA.
+- `nixl (rdma)`: both ends have an active RDMA port.
+- `nixl (other)`: anything else.
+
+`diagnose` concludes from a whole cluster's measurements. `diagnose_local_host` looks at one host
+where no cluster runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from enum import StrEnum
 from itertools import permutations
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from ...kv_transfer.diagnosis import HostEnvironment, NetworkPort
 
-PAIRS_MAX = 64
-SLOW = 0.3  #: of what is expected; below it a way is called slow
-SKEW_S = 0.5  #: that clocks may differ by, beyond what the measurement leaves open
-GBIT = 1e9 / 8 / (1 << 30)  #: GiB/s
-LINK_SHARE = 0.9  #: of a NIC's rate, for payload
-#: of memcpy's speed, on one host: `kv_transfer/README.md`, runs of 256 KiB, rounded down
+PAIRS_LIMIT = 64  #: Pairs that one diagnosis measures.
+SLOW_SHARE = 0.3  #: Of the expected bandwidth; a path below it is called slow.
+TCP_SHARE = 0.5  #: Of the bytes; a transfer with more over TCP than this ran over TCP.
+CLOCK_SKEW_LIMIT_S = 0.5  #: Clocks may differ by this, beyond what the round trips leave open.
+GIB = 1 << 30
+GIB_S_PER_GBIT_S = 1e9 / 8 / GIB
+LINK_SHARE = 0.9  #: Of a NIC's rate, what is left for payload.
+#: Of memcpy's speed, what a transport reaches on one host: `kv_transfer/README.md`, runs of
+#: 256 KiB, rounded down.
 COPY_SHARES = {"nixl": 0.8, "shm": 0.8, "tcp": 0.4}
-#: UCX_TLS: names of a family of transports, and of groups that hold it (UCX's FAQ, "Which
-#: transports does UCX use?")
-CMA = {"cma"}, {"all", "sm", "shm"}
-RDMA = {"rc", "dc", "ud"}, {"all", "ib"}
+DEFAULT_COPY_SHARE = 0.4
 
 
-class Seen(msgspec.Struct, frozen=True):
-    """A worker's environment, and its clock minus the gateway's, known to within `rtt_s` / 2."""
+class UcxFamily(NamedTuple):
+    """Transports of UCX with one purpose, as UCX_TLS names them.
+
+    Source: UCX's FAQ, "Which transports does UCX use?".
+    """
+
+    names: frozenset[str]
+    #: Names of groups that contain these transports, and others.
+    groups: frozenset[str]
+
+
+CMA_TRANSPORTS = UcxFamily(frozenset({"cma"}), frozenset({"all", "sm", "shm"}))
+RDMA_TRANSPORTS = UcxFamily(frozenset({"rc", "dc", "ud"}), frozenset({"all", "ib"}))
+
+
+class HostObservation(msgspec.Struct, frozen=True):
+    """What a worker says of its host, and how its clock compares with Control's."""
 
     environment: HostEnvironment
+    #: The worker's clock minus Control's; the error is at most `rtt_s` / 2.
     offset_s: float = 0.0
     rtt_s: float = 0.0
 
+    @property
+    def earliest_offset_s(self) -> float:
+        return self.offset_s - self.rtt_s / 2
 
-class Measured(msgspec.Struct, frozen=True):
+    @property
+    def latest_offset_s(self) -> float:
+        return self.offset_s + self.rtt_s / 2
+
+
+class PairMeasurement(msgspec.Struct, frozen=True):
     """The best of a pair's probes: bytes from `source` to `sink`, or a `reason` why none came."""
 
     source: str
     sink: str
     bytes: int = 0
+    #: While the write was under way, the sender's checksum included.
     busy_s: float = 0.0
     wall_s: float = 0.0
+    #: Of the bytes, the share that the kernel saw on TCP connections; None if it is not known.
     over_tcp: float | None = None
     reason: str = ""
 
     @property
     def gib_s(self) -> float:
-        """While the write was under way, the sender's checksum included."""
-        return self.bytes / self.busy_s / (1 << 30) if self.busy_s else 0.0
+        return self.bytes / self.busy_s / GIB if self.busy_s else 0.0
 
 
-class Pair(msgspec.Struct, frozen=True):
-    """One row of the table."""
+class PairDiagnosis(msgspec.Struct, frozen=True):
+    """One row of the doctor's table."""
 
     source: str
     sink: str
-    transport: str  #: empty: nothing was moved
-    gib_s: float | None
-    expected_gib_s: float | None  #: None: nobody knows how fast the link is
-    of_expected: float | None
+    #: Empty if nothing was moved.
+    transport: str = ""
+    gib_s: float | None = None
+    #: None if the speed of the link is not known.
+    expected_gib_s: float | None = None
+    of_expected: float | None = None
     reason: str = ""
 
 
+class Severity(StrEnum):
+    """How bad a finding is; the order is that of the report, the worst first."""
+
+    ERROR = "error"  #: It does not work.
+    WARNING = "warning"  #: It does not work as it should.
+    NOTE = "note"  #: It is worth knowing.
+
+
 class Finding(msgspec.Struct, frozen=True):
-    """`severity`: error (it does not work), warning (not as it should), note (worth knowing)."""
+    """What is wrong, what to do about it, and where."""
 
-    severity: str
+    severity: Severity
     what: str
-    next: str  #: what to do
-    where: list[str]  #: workers, or pairs "a -> b"
+    #: What to do.
+    next: str
+    #: Workers, or pairs `source -> sink`.
+    where: list[str]
 
 
-class Report(msgspec.Struct, frozen=True):
-    state: str  #: healthy | degraded: some finding is an error or a warning
-    scope: str  #: what was looked at, in a sentence
-    pairs: list[Pair]
+class Diagnosis(msgspec.Struct, frozen=True):
+    """The doctor's whole report."""
+
+    #: Degraded if any finding is an error or a warning.
+    state: Literal["healthy", "degraded"]
+    #: What was looked at, in a sentence.
+    scope: str
+    pairs: list[PairDiagnosis]
     findings: list[Finding]
-    workers: list[Seen]
+    workers: list[HostObservation]
 
 
-_TOLD = {
-    "pool_full": ("note", "not measured: the receiving pool is too full", "try again when idle"),
-    "peer_pool_full": ("note", "not measured: the sending pool is too full", "try again when idle"),
-    "pool_too_small": ("note", "not measured: a quarter of a pool is less than a block", "-"),
-    "busy": ("note", "not measured: another probe was under way", "run one doctor at a time"),
-    "peer_lost": (
-        "error",
+class Cause(NamedTuple):
+    """Why a path does not use the transport that it could, and what to do about it."""
+
+    why: str
+    remedy: str
+
+
+class FailureText(NamedTuple):
+    """How a finding tells of a probe that moved nothing."""
+
+    severity: Severity
+    what: str
+    next: str
+
+
+#: By the reason that a probe gives.
+_FAILURE_TEXTS = {
+    "pool_full": FailureText(
+        Severity.NOTE, "not measured: the receiving pool is too full", "try again when idle"
+    ),
+    "peer_pool_full": FailureText(
+        Severity.NOTE, "not measured: the sending pool is too full", "try again when idle"
+    ),
+    "pool_too_small": FailureText(
+        Severity.NOTE, "not measured: a quarter of a pool is less than a block", "-"
+    ),
+    "busy": FailureText(
+        Severity.NOTE, "not measured: another probe was under way", "run one doctor at a time"
+    ),
+    "peer_lost": FailureText(
+        Severity.ERROR,
         "the receiver's transfer service refuses or cannot reach the sender",
         "look for 'refused' and 'cannot be reached' in the receiver's log; model, number format "
         "and transport must agree, and the hosts' ports be open to each other",
     ),
-    "timeout": (
-        "error",
+    "timeout": FailureText(
+        Severity.ERROR,
         "blocks were asked for and did not come in time",
         "see whether the sender is frozen or overloaded (diptych status), and whether its host "
         "can open connections to the receiver's",
     ),
-    "checksum": ("error", "blocks arrived damaged", "check the receiver's and sender's memory/NIC"),
-    "no_answer": (
-        "error",
+    "checksum": FailureText(
+        Severity.ERROR,
+        "blocks arrived damaged",
+        "check the receiver's and sender's memory/NIC",
+    ),
+    "no_answer": FailureText(
+        Severity.ERROR,
         "the worker does not answer the gateway",
         "see whether it is frozen or overloaded, and its log; it is replaced if it stays silent",
     ),
 }
 
 
-def choose(workers: Sequence[tuple[str, str]]) -> tuple[list[tuple[str, str]], str]:
-    """(source, sink) pairs to measure of (worker, role)s, and a sentence that says which.
+# ---- the diagnosis -------------------------------------------------------------------------------
 
-    All ordered pairs if there are at most `PAIRS_MAX`, else from prefill to decode workers, as many
-    and so that each worker has its turn.
+
+def choose_pairs(workers: Sequence[tuple[str, str]]) -> tuple[list[tuple[str, str]], str]:
+    """Return the (source, sink) pairs to measure, and a sentence that says which they are.
+
+    `workers` are pairs of name and role. All ordered pairs are measured if there are at most
+    `PAIRS_LIMIT`. Otherwise that many pairs from prefill to decode workers are, chosen so that each
+    worker takes part.
     """
-    pairs = list(permutations((name for name, _ in workers), 2))
-    if len(pairs) <= PAIRS_MAX:
-        return pairs, f"all {len(pairs)} ordered pairs of {len(workers)} workers"
+    all_pairs = list(permutations((name for name, _ in workers), 2))
+    if len(all_pairs) <= PAIRS_LIMIT:
+        return all_pairs, f"all {len(all_pairs)} ordered pairs of {len(workers)} workers"
+
     sources = [name for name, role in workers if role == "prefill"]
     sinks = [name for name, role in workers if role == "decode"]
-    longer = max(len(sources), len(sinks)) if sources and sinks else 0
-    shifted = (
-        (sources[i % len(sources)], sinks[(i + shift) % len(sinks)])
-        for shift in range(longer)
-        for i in range(longer)
+    # Each turn pairs every worker of the longer list once, with a partner one further on.
+    turns = max(len(sources), len(sinks)) if sources and sinks else 0
+    rotated_pairs = (
+        (sources[index % len(sources)], sinks[(index + shift) % len(sinks)])
+        for shift in range(turns)
+        for index in range(turns)
     )
-    chosen = list(dict.fromkeys(shifted))[:PAIRS_MAX]
-    whole = len(sources) * len(sinks)
-    return chosen, f"{len(chosen)} of {whole} pairs from prefill to decode; no others"
+    chosen_pairs = list(dict.fromkeys(rotated_pairs))[:PAIRS_LIMIT]
+    pair_count = len(sources) * len(sinks)
+    return (
+        chosen_pairs,
+        f"{len(chosen_pairs)} of {pair_count} pairs from prefill to decode; no others",
+    )
 
 
-def judge(
-    seen: Sequence[Seen], measured: Sequence[Measured], configured: str, scope: str
-) -> Report:
-    """`configured`: `kv_transfer.transport`, for a TCP that is meant is no fallback."""
-    known = {one.environment.worker: one.environment for one in seen}
-    pairs = [pair_of(one, known) for one in measured]
-    findings = [
-        *(_told(pair) for pair in pairs if pair.reason),
-        *(found for pair in pairs for found in _pair(pair, known, configured)),
-        *(found for one in known.values() for found in host_findings(one)),
-        *_versions(list(known.values())),
-        *_clocks(seen),
+def diagnose(
+    hosts: Sequence[HostObservation],
+    measurements: Sequence[PairMeasurement],
+    configured_transport: str,
+    scope: str,
+) -> Diagnosis:
+    """Conclude from what the workers see of their hosts and what probes between them measured.
+
+    `configured_transport` is `kv_transfer.transport`: TCP is no fallback where it is configured.
+    """
+    environments = {host.environment.worker: host.environment for host in hosts}
+    pairs = [diagnose_pair(measurement, environments) for measurement in measurements]
+    findings: list[Finding] = []
+    for pair in pairs:
+        if pair.reason:
+            findings.append(_failed_probe_finding(pair))
+    for pair in pairs:
+        if not pair.reason:
+            findings += _path_findings(pair, environments, configured_transport)
+    for environment in environments.values():
+        findings += host_findings(environment)
+    findings += _version_findings(list(environments.values()))
+    findings += _clock_findings(hosts)
+    return _merge_findings(pairs, findings, hosts, scope)
+
+
+def diagnose_local_host(environment: HostEnvironment) -> Diagnosis:
+    """Conclude what workers would meet on a host where no cluster runs."""
+    where = [environment.worker]
+    findings = list(host_findings(environment))
+    if not all(environment.cma.values()):
+        cause = _cma_denial(environment)
+        what = f"NIXL would fall back to TCP: {cause.why}"
+        findings.append(Finding(Severity.WARNING, what, cause.remedy, where))
+    if not ucx_permits(environment.ucx_tls, CMA_TRANSPORTS):
+        what = f"NIXL would fall back to TCP: UCX_TLS={environment.ucx_tls} leaves out cma"
+        remedy = "unset UCX_TLS, or add cma to it"
+        findings.append(Finding(Severity.WARNING, what, remedy, where))
+    if environment.versions.get("nixl") == "-":
+        what = "NIXL is not installed: KV would travel over plain TCP"
+        findings.append(Finding(Severity.WARNING, what, "pip install nixl", where))
+    hosts = [HostObservation(environment)]
+    return _merge_findings([], findings, hosts, "this host only, no worker")
+
+
+def _merge_findings(
+    pairs: list[PairDiagnosis],
+    findings: Iterable[Finding],
+    hosts: Sequence[HostObservation],
+    scope: str,
+) -> Diagnosis:
+    """Make one finding of those that differ only in where they are; the worst come first."""
+    places_by_finding: dict[tuple[Severity, str, str], list[str]] = {}
+    for finding in findings:
+        key = (finding.severity, finding.what, finding.next)
+        places = places_by_finding.setdefault(key, [])
+        places += [place for place in finding.where if place not in places]
+    merged = [
+        Finding(severity, what, remedy, places)
+        for (severity, what, remedy), places in places_by_finding.items()
     ]
-    return report(pairs, findings, seen, scope)
+    severity_order = list(Severity)
+    merged.sort(key=lambda finding: severity_order.index(finding.severity))
+    only_notes = all(finding.severity is Severity.NOTE for finding in merged)
+    return Diagnosis(
+        state="healthy" if only_notes else "degraded",
+        scope=scope,
+        pairs=pairs,
+        findings=merged,
+        workers=list(hosts),
+    )
 
 
-def report(
-    pairs: list[Pair], findings: Iterable[Finding], seen: Sequence[Seen], scope: str
-) -> Report:
-    """Equal findings of several workers or pairs are one; the worst come first."""
-    merged: dict[tuple[str, str, str], list[str]] = {}
-    for one in findings:
-        where = merged.setdefault((one.severity, one.what, one.next), [])
-        where += [place for place in one.where if place not in where]
-    severities = ["error", "warning", "note"]
-    ordered = sorted(merged.items(), key=lambda item: severities.index(item[0][0]))
-    rows = [Finding(*key, where) for key, where in ordered]
-    state = "degraded" if any(row.severity != "note" for row in rows) else "healthy"
-    return Report(state, scope, pairs, rows, list(seen))
+# ---- one path ------------------------------------------------------------------------------------
 
 
-def pair_of(one: Measured, known: dict[str, HostEnvironment]) -> Pair:
-    source, sink = known.get(one.source), known.get(one.sink)
-    if one.reason or source is None or sink is None:
-        return Pair(one.source, one.sink, "", None, None, None, one.reason or "no_answer")
+def diagnose_pair(
+    measurement: PairMeasurement, environments: dict[str, HostEnvironment]
+) -> PairDiagnosis:
+    """Name the transport of a measured pair and compare its speed with what it should be."""
+    source = environments.get(measurement.source)
+    sink = environments.get(measurement.sink)
+    if measurement.reason or source is None or sink is None:
+        return PairDiagnosis(
+            measurement.source, measurement.sink, reason=measurement.reason or "no_answer"
+        )
     expected = expected_gib_s(source, sink)
-    share = round(one.gib_s / expected, 3) if expected else None
-    name = transport_of(source, sink, one.over_tcp)
-    return Pair(one.source, one.sink, name, round(one.gib_s, 3), expected, share)
+    return PairDiagnosis(
+        source=measurement.source,
+        sink=measurement.sink,
+        transport=transport_of(source, sink, measurement.over_tcp),
+        gib_s=round(measurement.gib_s, 3),
+        expected_gib_s=expected,
+        of_expected=round(measurement.gib_s / expected, 3) if expected else None,
+    )
 
 
 def transport_of(source: HostEnvironment, sink: HostEnvironment, over_tcp: float | None) -> str:
+    """Name the transport that moved the blocks, by the rules in the module's head."""
     if sink.transport != "nixl":
         return sink.transport
     if over_tcp is None:
         return "nixl (unknown)"
-    if over_tcp >= 0.5:
+    if over_tcp >= TCP_SHARE:
         return "nixl (tcp)"
-    if one_host(source, sink) and not _cma_obstacle(source, sink):
+    if are_on_same_host(source, sink) and _cma_obstacle(source, sink) is None:
         return "nixl (cma)"
-    both = _active(source.rdma) and _active(sink.rdma)
-    return "nixl (rdma)" if both else "nixl (other)"
+    if _active_ports(source.rdma) and _active_ports(sink.rdma):
+        return "nixl (rdma)"
+    return "nixl (other)"
 
 
 def expected_gib_s(source: HostEnvironment, sink: HostEnvironment) -> float | None:
-    """1 / (1/way + 1/checksum): blocks are summed, then written. None: the way's speed is unknown.
+    """Return the bandwidth that the path should have, or None if the link's speed is not known.
 
-    The way is a copy on one host, else the slower of the two ends' best active ports.
+    A block is checksummed and then written, so this is 1 / (1/link + 1/checksum). The link is a
+    copy if both ends are on one host, else the slower of the two ends' best active ports.
     """
-    if one_host(source, sink):
-        way = min(source.memcpy_gib_s, sink.memcpy_gib_s) * COPY_SHARES.get(sink.transport, 0.4)
+    if are_on_same_host(source, sink):
+        copy_share = COPY_SHARES.get(sink.transport, DEFAULT_COPY_SHARE)
+        link_gib_s = min(source.memcpy_gib_s, sink.memcpy_gib_s) * copy_share
+    elif sink.transport == "nixl" and _active_ports(source.rdma) and _active_ports(sink.rdma):
+        link_gib_s = _link_gib_s(source.rdma, sink.rdma)
     else:
-        rdma = sink.transport == "nixl" and _active(source.rdma) and _active(sink.rdma)
-        ends = [one.rdma if rdma else one.nics for one in (source, sink)]
-        rates = [[port.gbit_s or 0.0 for port in _active(ports)] for ports in ends]
-        way = min(max(found, default=0.0) for found in rates) * GBIT * LINK_SHARE
-    if not way or not source.checksum_gib_s:
+        link_gib_s = _link_gib_s(source.nics, sink.nics)
+    if not link_gib_s or not source.checksum_gib_s:
         return None
-    return round(1 / (1 / way + 1 / source.checksum_gib_s), 3)
+    return round(1 / (1 / link_gib_s + 1 / source.checksum_gib_s), 3)
 
 
-def one_host(one: HostEnvironment, other: HostEnvironment) -> bool:
-    return bool(one.boot) and one.boot == other.boot
+def _link_gib_s(source_ports: list[NetworkPort], sink_ports: list[NetworkPort]) -> float:
+    """Return what the slower end's fastest active port carries; 0 if a rate is not known."""
+    slower_gbit_s = min(_best_gbit_s(source_ports), _best_gbit_s(sink_ports))
+    return slower_gbit_s * GIB_S_PER_GBIT_S * LINK_SHARE
 
 
-def _active(ports: list[NetworkPort]) -> list[NetworkPort]:
+def _best_gbit_s(ports: list[NetworkPort]) -> float:
+    return max((port.gbit_s or 0.0 for port in _active_ports(ports)), default=0.0)
+
+
+def _active_ports(ports: list[NetworkPort]) -> list[NetworkPort]:
     return [port for port in ports if port.active]
 
 
-def ucx_permits(ucx_tls: str, family: tuple[set[str], set[str]]) -> bool:
-    """Whether UCX_TLS, a list or `^` and what is left out, has a transport of the family.
+def are_on_same_host(first: HostEnvironment, second: HostEnvironment) -> bool:
+    """Return whether both see the same boot of a kernel, whatever containers they are in."""
+    return bool(first.boot) and first.boot == second.boot
 
-    `rc_mlx5` counts as `rc`, `ud:aux` as `ud`.
+
+def ucx_permits(ucx_tls: str, family: UcxFamily) -> bool:
+    """Return whether UCX_TLS leaves UCX a transport of the family.
+
+    UCX_TLS is a list of names, or `^` and the names that are left out; empty permits everything.
+    `rc_mlx5` counts as `rc`, and `ud:aux` as `ud`.
     """
-    words = {word.partition(":")[0].partition("_")[0] for word in ucx_tls.lstrip("^").split(",")}
-    names, groups = family
+    if not ucx_tls:
+        return True
+    listed = {word.partition(":")[0].partition("_")[0] for word in ucx_tls.lstrip("^").split(",")}
     if ucx_tls.startswith("^"):
-        return not (words & groups or names <= words)
-    return not ucx_tls or bool(words & (names | groups))
+        return not (listed & family.groups) and not family.names <= listed
+    return bool(listed & (family.names | family.groups))
 
 
-def _cma_obstacle(source: HostEnvironment, sink: HostEnvironment) -> tuple[str, str] | None:
-    """Why two processes of one host cannot use CMA, and what to do."""
-    spaces = [one.process.rsplit(" ", 2)[0] for one in (source, sink)]
-    for one in (source, sink):
-        if not ucx_permits(one.ucx_tls, CMA):
-            what = f"UCX_TLS={one.ucx_tls} leaves out cma"
-            return what, "unset UCX_TLS, or add cma to it, and serve again"
-    if spaces[0] != spaces[1]:
-        return (
+def _cma_obstacle(source: HostEnvironment, sink: HostEnvironment) -> Cause | None:
+    """Return why two processes of one host cannot use CMA, or None if they can."""
+    for environment in (source, sink):
+        if not ucx_permits(environment.ucx_tls, CMA_TRANSPORTS):
+            return Cause(
+                f"UCX_TLS={environment.ucx_tls} leaves out cma",
+                "unset UCX_TLS, or add cma to it, and serve again",
+            )
+    if _pid_namespace(source) != _pid_namespace(sink):
+        return Cause(
             "the two live in different pid namespaces, so neither can reach the other's memory",
             "let them share one: hostPID, or shareProcessNamespace in one pod",
         )
-    if not (source.cma.get(str(sink.pid), True) and sink.cma.get(str(source.pid), True)):
-        return _denied(source)
+    source_reaches_sink = source.cma.get(str(sink.pid), True)
+    sink_reaches_source = sink.cma.get(str(source.pid), True)
+    if not (source_reaches_sink and sink_reaches_source):
+        return _cma_denial(source)
     return None
 
 
-def _denied(one: HostEnvironment) -> tuple[str, str]:
-    if one.ptrace_scope:
-        return (
-            f"kernel.yama.ptrace_scope is {one.ptrace_scope}: no process may write to another's",
+def _pid_namespace(environment: HostEnvironment) -> str:
+    """Return the part of the process identity that names the boot and the pid namespace."""
+    return environment.process.rsplit(" ", 2)[0]
+
+
+def _cma_denial(environment: HostEnvironment) -> Cause:
+    """Return what on this host keeps one process from another's memory."""
+    if environment.ptrace_scope:
+        return Cause(
+            f"kernel.yama.ptrace_scope is {environment.ptrace_scope}: "
+            "no process may write to another's",
             "sysctl kernel.yama.ptrace_scope=0, or the capability SYS_PTRACE for the workers",
         )
-    return (
+    return Cause(
         "process_vm_writev is not permitted (another user, or a seccomp profile)",
         "run all workers as one user, and allow SYS_PTRACE or process_vm_readv/process_vm_writev",
     )
 
 
-def _told(pair: Pair) -> Finding:
-    unknown = ("error", f"no block arrives: {pair.reason}", "see both workers' logs")
-    severity, what, then = _TOLD.get(pair.reason, unknown)
-    alone = pair.source == pair.sink  # a worker that said nothing of itself
-    return Finding(severity, what, then, [pair.sink if alone else f"{pair.source} -> {pair.sink}"])
+def _failed_probe_finding(pair: PairDiagnosis) -> Finding:
+    """Say why nothing was moved between the two."""
+    text = _FAILURE_TEXTS.get(pair.reason) or FailureText(
+        Severity.ERROR, f"no block arrives: {pair.reason}", "see both workers' logs"
+    )
+    # A worker that said nothing of its host is recorded as a pair with itself.
+    place = pair.sink if pair.source == pair.sink else f"{pair.source} -> {pair.sink}"
+    return Finding(text.severity, text.what, text.next, [place])
 
 
-def _pair(pair: Pair, known: dict[str, HostEnvironment], configured: str) -> Iterator[Finding]:
-    """A TCP fallback and why; or, where it is none, a way that is slow."""
-    if pair.reason:
-        return
-    source, sink = known[pair.source], known[pair.sink]
+def _path_findings(
+    pair: PairDiagnosis, environments: dict[str, HostEnvironment], configured_transport: str
+) -> Iterator[Finding]:
+    """Yield a warning if the path fell back to TCP, or else if it is slow."""
     where = [f"{pair.source} -> {pair.sink}"]
-    if pair.transport in ("nixl (tcp)", "tcp") and configured != "tcp":
-        fell = "NIXL fell back to TCP" if pair.transport == "nixl (tcp)" else "TCP, not NIXL, ran"
-        why, then = _fallback(source, sink, pair.transport)
-        yield Finding("warning", f"{fell}: {why}", then, where)
-    elif pair.of_expected is not None and pair.of_expected < SLOW:
+    if pair.transport in ("nixl (tcp)", "tcp") and configured_transport != "tcp":
+        cause = _fallback_cause(environments[pair.source], environments[pair.sink], pair.transport)
+        if pair.transport == "nixl (tcp)":
+            what = f"NIXL fell back to TCP: {cause.why}"
+        else:
+            what = f"TCP, not NIXL, ran: {cause.why}"
+        yield Finding(Severity.WARNING, what, cause.remedy, where)
+    elif pair.of_expected is not None and pair.of_expected < SLOW_SHARE:
         yield Finding(
-            "warning",
-            f"less than {SLOW:.0%} of the bandwidth that this host or link should give",
+            Severity.WARNING,
+            f"less than {SLOW_SHARE:.0%} of the bandwidth that this host or link should give",
             "measure again on an idle cluster; then look for other traffic, cgroup CPU limits, "
             "NIC errors, and a memory node far from the NIC",
             where,
         )
 
 
-def _fallback(source: HostEnvironment, sink: HostEnvironment, ran: str) -> tuple[str, str]:
-    ends = (source, sink)
-    if ran == "tcp":
-        return (
+def _fallback_cause(source: HostEnvironment, sink: HostEnvironment, transport: str) -> Cause:
+    """Return why the path used TCP, as far as both ends' hosts show it."""
+    if transport == "tcp":
+        return Cause(
             "NIXL is not installed on one of the two",
             "pip install nixl, or say that TCP is meant: --set kv_transfer.transport=tcp",
         )
-    if one_host(source, sink):
-        unknown = ("the reason is not known", "UCX_LOG_LEVEL=info in the workers' environment")
-        return _cma_obstacle(source, sink) or unknown
-    if not all(_active(one.rdma) for one in ends):
-        return (
+    if are_on_same_host(source, sink):
+        return _cma_obstacle(source, sink) or Cause(
+            "the reason is not known", "UCX_LOG_LEVEL=info in the workers' environment"
+        )
+    ends = (source, sink)
+    if not all(_active_ports(end.rdma) for end in ends):
+        return Cause(
             "not both hosts have an active RDMA port",
             "bring the ports up (ibstat), or say that TCP is meant: "
             "--set kv_transfer.transport=tcp, which is faster than UCX's",
         )
-    if not all(ucx_permits(one.ucx_tls, RDMA) for one in ends):
-        return "UCX_TLS leaves out RDMA", "unset UCX_TLS, or add rc to it, and serve again"
-    return (
+    if not all(ucx_permits(end.ucx_tls, RDMA_TRANSPORTS) for end in ends):
+        return Cause("UCX_TLS leaves out RDMA", "unset UCX_TLS, or add rc to it, and serve again")
+    return Cause(
         "both hosts have active RDMA ports and UCX did not use them",
         "see the findings on /dev/infiniband and memlock; UCX_LOG_LEVEL=info says more",
     )
 
 
-def host_findings(one: HostEnvironment) -> Iterator[Finding]:
-    """What is wrong with a host, whoever its worker talks to."""
-    where = [one.worker]
-    if _active(one.rdma) and not one.rdma_files:
+# ---- hosts ---------------------------------------------------------------------------------------
+
+
+def host_findings(environment: HostEnvironment) -> Iterator[Finding]:
+    """Yield what is wrong with a host, whichever peer its worker exchanges KV with."""
+    where = [environment.worker]
+    if _active_ports(environment.rdma) and not environment.rdma_files:
         yield Finding(
-            "warning",
+            Severity.WARNING,
             "there are active RDMA ports, and no device files in /dev/infiniband",
             "give the container the devices: an RDMA device plugin, or --device /dev/infiniband",
             where,
         )
-    if one.rdma and one.memlock_bytes is not None and one.memlock_bytes < one.pool_bytes:
+    memlock_bytes = environment.memlock_bytes
+    if environment.rdma and memlock_bytes is not None and memlock_bytes < environment.pool_bytes:
         yield Finding(
-            "warning",
-            f"the memlock limit is {one.memlock_bytes >> 10} KiB, and RDMA pins the whole KV pool",
+            Severity.WARNING,
+            f"the memlock limit is {memlock_bytes >> 10} KiB, and RDMA pins the whole KV pool",
             "ulimit -l unlimited (LimitMEMLOCK=infinity, or the capability IPC_LOCK)",
             where,
         )
-    if one.huge_pages == "never":
+    if environment.huge_pages == "never":
         yield Finding(
-            "note",
+            Severity.NOTE,
             "transparent huge pages are off: copies between processes pin 4 KiB pages one by one",
             "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
             where,
         )
 
 
-def local_report(one: HostEnvironment) -> Report:
-    """Of a host without a cluster: what its workers would meet."""
-    findings = list(host_findings(one))
-    if not all(one.cma.values()):
-        why, then = _denied(one)
-        what = f"NIXL would fall back to TCP: {why}"
-        findings.append(Finding("warning", what, then, [one.worker]))
-    if not ucx_permits(one.ucx_tls, CMA):
-        what = f"NIXL would fall back to TCP: UCX_TLS={one.ucx_tls} leaves out cma"
-        findings.append(Finding("warning", what, "unset UCX_TLS, or add cma to it", [one.worker]))
-    if one.versions.get("nixl") == "-":
-        what = "NIXL is not installed: KV would travel over plain TCP"
-        findings.append(Finding("warning", what, "pip install nixl", [one.worker]))
-    return report([], findings, [Seen(one)], "this host only, no worker")
+def _version_findings(environments: list[HostEnvironment]) -> Iterator[Finding]:
+    """Yield a warning for each package that has several versions, at the workers of the rarest."""
+    packages = {name for environment in environments for name in environment.versions}
+    for package in sorted(packages):
+        workers_by_version: dict[str, list[str]] = {}
+        for environment in environments:
+            version = environment.versions.get(package, "-")
+            workers_by_version.setdefault(version, []).append(environment.worker)
+        if len(workers_by_version) > 1:
+            counts = ", ".join(
+                f"{version} on {len(workers)}"
+                for version, workers in sorted(workers_by_version.items())
+            )
+            yield Finding(
+                Severity.WARNING,
+                f"{package} has several versions: {counts}",
+                "give all workers one image, or one installed environment",
+                min(workers_by_version.values(), key=len),
+            )
 
 
-def _versions(known: list[HostEnvironment]) -> Iterator[Finding]:
-    for name in sorted({name for one in known for name in one.versions}):
-        found: dict[str, list[str]] = {}
-        for one in known:
-            found.setdefault(one.versions.get(name, "-"), []).append(one.worker)
-        if len(found) > 1:
-            told = ", ".join(f"{version} on {len(on)}" for version, on in sorted(found.items()))
-            fewest = min(found.values(), key=len)
-            then = "give all workers one image, or one installed environment"
-            yield Finding("warning", f"{name} has several versions: {told}", then, fewest)
-
-
-def _clocks(seen: Sequence[Seen]) -> Iterator[Finding]:
-    """The two clocks that are surely furthest apart, if that is more than `SKEW_S`."""
-    if not seen:
+def _clock_findings(hosts: Sequence[HostObservation]) -> Iterator[Finding]:
+    """Yield a warning if two clocks surely differ by more than `CLOCK_SKEW_LIMIT_S`."""
+    if not hosts:
         return
-    late = max(seen, key=lambda one: one.offset_s - one.rtt_s / 2)
-    early = min(seen, key=lambda one: one.offset_s + one.rtt_s / 2)
-    apart = late.offset_s - early.offset_s - (late.rtt_s + early.rtt_s) / 2
-    if apart > SKEW_S:
+    fast_host = max(hosts, key=lambda host: host.earliest_offset_s)
+    slow_host = min(hosts, key=lambda host: host.latest_offset_s)
+    sure_difference_s = fast_host.earliest_offset_s - slow_host.latest_offset_s
+    if sure_difference_s > CLOCK_SKEW_LIMIT_S:
         yield Finding(
-            "warning",
-            f"clocks differ by {apart:.1f} s or more: logs and traces do not line up",
+            Severity.WARNING,
+            f"clocks differ by {sure_difference_s:.1f} s or more: logs and traces do not line up",
             "let chrony or systemd-timesyncd set the clocks of all hosts",
-            [early.environment.worker, late.environment.worker],
+            [slow_host.environment.worker, fast_host.environment.worker],
         )

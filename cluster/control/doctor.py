@@ -1,4 +1,8 @@
-"""Drives `diptych doctor`: asks every worker what it sees, has pairs move bytes, one at a time."""
+"""Runs an examination for `diptych doctor`: first every worker's host, then pairs that move bytes.
+
+Pairs are measured one after the other, so that none disturbs another. What the measurements mean is
+decided in `diagnosis.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,102 +15,123 @@ import msgspec
 from ...kv_transfer.diagnosis import HostEnvironment
 from ..gateway.attempt.plane import Plane
 from ..gateway.errors import ApiError
-from .diagnosis import Measured, Report, Seen, choose, judge, pair_of
+from .diagnosis import HostObservation, PairMeasurement, choose_pairs, diagnose, diagnose_pair
 
-LIMIT_S = 120.0  #: what was not measured until then is not
-ANSWER_S = 15.0  #: one worker's answer
-ROUNDS, PAIR_S = 8, 5.0  #: probes of a pair, and seconds after which no other begins
-ENOUGH = 0.6  #: of the expected bandwidth: no more probes of this pair
-SIZE_MIB = 64
-
-
-class Size(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The request's body. `mib`: of one probe, at most."""
-
-    mib: int = SIZE_MIB
+EXAMINATION_LIMIT_S = 120.0  #: Pairs whose turn has not come by then are not measured.
+ANSWER_LIMIT_S = 15.0  #: For one answer of a worker.
+PAIR_PROBES_LIMIT = 8
+PAIR_LIMIT_S = 5.0  #: After this no further probe of a pair begins.
+GOOD_SHARE = 0.6  #: Of the expected bandwidth; a pair that reaches it needs no further probe.
+DEFAULT_PROBE_MIB = 64
+PROBE_MIB_LIMIT = 1024
 
 
-def parse_size(body: bytes) -> int:
-    """Bytes of one probe, at most. Raises ApiError."""
+class DoctorBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /admin/v1/doctor`: MiB that one probe moves at most."""
+
+    mib: int = DEFAULT_PROBE_MIB
+
+
+def parse_probe_size(body: bytes) -> int:
+    """Return how many bytes one probe may move. Raises ApiError."""
     try:
-        mib = msgspec.json.decode(body or b"{}", type=Size).mib
+        mib = msgspec.json.decode(body or b"{}", type=DoctorBody).mib
     except msgspec.DecodeError as error:
         raise ApiError("invalid_request", f"the body: {error}") from None
-    if not 1 <= mib <= 1024:
-        raise ApiError("invalid_request", "mib must be between 1 and 1024", "mib")
+    if not 1 <= mib <= PROBE_MIB_LIMIT:
+        raise ApiError("invalid_request", f"mib must be between 1 and {PROBE_MIB_LIMIT}", "mib")
     return mib << 20
 
 
 class Doctor:
-    """One examination at a time."""
+    """Runs one examination at a time."""
 
-    def __init__(self, plane: Plane, configured: str) -> None:
-        self.plane, self._configured = plane, configured
-        self._busy = False
+    def __init__(self, plane: Plane, configured_transport: str) -> None:
+        self._plane = plane
+        self._configured_transport = configured_transport
+        self._examination_running = False
 
-    async def run(self, probe_bytes: int) -> AsyncGenerator[dict, None]:
-        """`{"progress": sentence}` again and again, then `{"report": ..}`. ApiError: it is busy."""
-        if self._busy:
+    async def run(self, probe_bytes: int) -> AsyncGenerator[dict[str, Any], None]:
+        """Examine the cluster: yield `{"progress": sentence}` often, then `{"report": ..}`.
+
+        Raises ApiError when another examination is under way. Closing the generator ends this one.
+        """
+        if self._examination_running:
             raise ApiError("busy", "a doctor is at work already; it takes two minutes at most")
-        self._busy = True
+        self._examination_running = True
         try:
-            deadline = time.monotonic() + LIMIT_S
-            seen: dict[str, Seen] = {}
-            measured: list[Measured] = []
-            cards = dict(self.plane.cards)
-            for name in sorted(cards):
-                yield {"progress": f"{name}: looking at its host"}
-                found = await self._look(name)
-                if found is None:
-                    measured.append(Measured(name, name, reason="no_answer"))
+            deadline = time.monotonic() + EXAMINATION_LIMIT_S
+            hosts: dict[str, HostObservation] = {}
+            measurements: list[PairMeasurement] = []
+
+            cards = dict(self._plane.cards)
+            for worker in sorted(cards):
+                yield {"progress": f"{worker}: looking at its host"}
+                host = await self._observe_host(worker)
+                if host is None:
+                    measurements.append(PairMeasurement(worker, worker, reason="no_answer"))
                 else:
-                    seen[name] = found
-            pairs, scope = choose([(name, cards[name].role) for name in seen])
+                    hosts[worker] = host
+
+            pairs, scope = choose_pairs([(worker, cards[worker].role) for worker in hosts])
             for number, (source, sink) in enumerate(pairs, 1):
                 if time.monotonic() > deadline:
-                    scope += f"; only {number - 1} of these in {LIMIT_S:.0f} s"
+                    scope += f"; only {number - 1} of these in {EXAMINATION_LIMIT_S:.0f} s"
                     break
                 yield {"progress": f"{source} -> {sink}: moving blocks ({number} of {len(pairs)})"}
-                measured.append(await self._measure(source, sink, probe_bytes, seen))
-            report: Report = judge(list(seen.values()), measured, self._configured, scope)
-            yield {"report": msgspec.to_builtins(report)}
-        finally:
-            self._busy = False
+                environments = {worker: host.environment for worker, host in hosts.items()}
+                measurements.append(
+                    await self._measure_pair(source, sink, probe_bytes, environments)
+                )
 
-    async def _look(self, worker: str) -> Seen | None:
-        """Its environment, and its clock by the middle of the round trip."""
-        card = self.plane.cards.get(worker)
+            diagnosis = diagnose(
+                list(hosts.values()), measurements, self._configured_transport, scope
+            )
+            yield {"report": msgspec.to_builtins(diagnosis)}
+        finally:
+            self._examination_running = False
+
+    async def _observe_host(self, worker: str) -> HostObservation | None:
+        """Return a worker's host and clock, or None if the worker does not answer."""
+        card = self._plane.cards.get(worker)
         if card is None:
             return None
-        host = card.address.rpartition(":")[0]
-        pids = [
-            other.pid
-            for other in self.plane.cards.values()
-            if other.address.rpartition(":")[0] == host and other.id != worker
-        ]
-        clock, began = time.time(), time.monotonic()
-        values = await self.plane.probe(worker, ANSWER_S, pids=pids)
-        if values is None:
-            return None
-        seen = msgspec.convert(values, HostEnvironment)
-        rtt = max(0.0, time.monotonic() - began - seen.took_s)
-        return Seen(seen, round(seen.clock_s - clock - rtt / 2, 6), round(rtt, 6))
-
-    async def _measure(
-        self, source: str, sink: str, probe_bytes: int, seen: dict[str, Seen]
-    ) -> Measured:
-        """The best of some probes: the first one also wires the two up."""
-        known = {name: one.environment for name, one in seen.items()}
-        best = Measured(source, sink, reason="no_answer")
+        sent_at = time.time()
         began = time.monotonic()
-        for _ in range(ROUNDS):
-            values: dict[str, Any] | None
-            values = await self.plane.probe(sink, ANSWER_S, source, bytes=probe_bytes)
-            one = Measured(source, sink, **(values or {"reason": "no_answer"}))
-            if one.reason:
-                return one if best.reason else best
-            best = max(best, one, key=lambda each: each.gib_s)
-            share = pair_of(best, known).of_expected
-            if share is None or share > ENOUGH or time.monotonic() - began > PAIR_S:
+        answer = await self._plane.probe(
+            worker, ANSWER_LIMIT_S, pids=self._neighbour_pids(worker, card.address)
+        )
+        if answer is None:
+            return None
+        environment = msgspec.convert(answer, HostEnvironment)
+        rtt_s = max(0.0, time.monotonic() - began - environment.took_s)
+        # The worker read its clock when the question arrived, half a round trip after it was sent.
+        offset_s = environment.clock_s - sent_at - rtt_s / 2
+        return HostObservation(environment, offset_s=round(offset_s, 6), rtt_s=round(rtt_s, 6))
+
+    def _neighbour_pids(self, worker: str, address: str) -> list[int]:
+        """Return the process ids of the other workers on the host with this `host:port`."""
+        host_name = address.rpartition(":")[0]
+        return [
+            card.pid
+            for card in self._plane.cards.values()
+            if card.id != worker and card.address.rpartition(":")[0] == host_name
+        ]
+
+    async def _measure_pair(
+        self, source: str, sink: str, probe_bytes: int, environments: dict[str, HostEnvironment]
+    ) -> PairMeasurement:
+        """Return the fastest of several probes; the first probe also connects the two workers."""
+        best = PairMeasurement(source, sink, reason="no_answer")
+        began = time.monotonic()
+        for _ in range(PAIR_PROBES_LIMIT):
+            answer = await self._plane.probe(sink, ANSWER_LIMIT_S, source, size_bytes=probe_bytes)
+            values: dict[str, Any] = answer or {"reason": "no_answer"}
+            measurement = PairMeasurement(source, sink, **values)
+            if measurement.reason:
+                return measurement if best.reason else best
+            best = max(best, measurement, key=lambda candidate: candidate.gib_s)
+            share = diagnose_pair(best, environments).of_expected
+            if share is None or share > GOOD_SHARE or time.monotonic() - began > PAIR_LIMIT_S:
                 break
         return best

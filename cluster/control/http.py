@@ -1,4 +1,8 @@
-"""The admin API: routes over a `Control`, who may use them, and the server."""
+"""The admin API over HTTP: the routes, who may use them, and the server.
+
+A request passes `AdminGuard`, which checks the key. Its route in `AdminRoutes` reads the body,
+calls `Operations`, and answers in JSON. Any `ApiError` becomes the error object of the OpenAI API.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,9 @@ import contextlib
 import hmac
 import logging
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import uvicorn
@@ -26,41 +30,56 @@ from ...router.policies import POLICIES
 from ..config import LOOPBACK, ControlSettings
 from ..gateway.edge import sse
 from ..gateway.errors import ApiError
+from ..telemetry.targets import scrape_targets
 from . import ray_dashboard
-from .doctor import parse_size
+from .autopilot import Autopilot
+from .doctor import Doctor, parse_probe_size
 from .events import events
-
-if TYPE_CHECKING:
-    from .control import Control
+from .operations import Operations
 
 log = logging.getLogger(__name__)
 
-WEB = Path(__file__).parent / "web"  #: the live page: files that say nothing of this cluster
-BIND_S = 10.0  #: a replica before this one may still have the port
+WEB_FOLDER = Path(__file__).parent / "web"  #: The live page: files that say nothing of a cluster.
+BIND_TIMEOUT_S = 10.0  #: The replica before this one may still hold the port.
+BIND_RETRY_S = 0.2
+DECISIONS_LIMIT = 1000  #: Decisions that one request may ask for.
 
 
-class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+# ---- request bodies ------------------------------------------------------------------------------
+
+
+class ScaleBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /admin/v1/pools:scale`: replicas by pool; a pool that is left out keeps its own."""
+
     prefill: int | None = None
     decode: int | None = None
     dry_run: bool = False
 
 
-class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DrainBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /admin/v1/replicas/{id}:drain`."""
+
     force: bool = False
     hand_over: bool = False
     dry_run: bool = False
 
 
-class Undrain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class UndrainBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /admin/v1/replicas/{id}:undrain`."""
+
     dry_run: bool = False
 
 
-class Flip(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FlipBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /admin/v1/replicas/{id}:flip`: the new role."""
+
     to: str
     dry_run: bool = False
 
 
-class WhatIf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class WhatIfBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /admin/v1/whatif`: a policy, workers of each role, and times the requests."""
+
     policy: str
     prefill: int
     decode: int
@@ -70,246 +89,306 @@ class WhatIf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
-def build(control: Control) -> Starlette:
-    face = _Face(control)
+async def _read_body(request: HttpRequest, body_type: type[Body]) -> Body:
+    """Decode the body, for which an empty one counts as `{}`. Raises ApiError."""
+    try:
+        return msgspec.json.decode(await sse.read_body(request) or b"{}", type=body_type)
+    except msgspec.DecodeError as error:
+        raise ApiError("invalid_request", f"the body: {error}") from None
+
+
+# ---- the application -----------------------------------------------------------------------------
+
+
+def build(
+    operations: Operations, *, doctor: Doctor, autopilot: Autopilot, metrics_address: str
+) -> Starlette:
+    """Return the ASGI application. `metrics_address` is where Control's own metrics are."""
+    admin = AdminRoutes(operations, doctor, autopilot, metrics_address)
     replica = "/admin/v1/replicas/{replica:path}"
     routes = [
-        Route("/health", face.health),
-        Route("/dashboard", _page),
-        Mount("/dashboard", StaticFiles(directory=WEB)),
-        Route("/metrics/targets", face.targets),
-        Route("/admin/v1/cluster", face.cluster),
-        Route("/admin/v1/pools", face.pools),
-        Route("/admin/v1/pools:scale", face.scale, methods=["POST"]),
-        Route("/admin/v1/replicas", face.replicas),
-        Route(f"{replica}:drain", face.drain, methods=["POST"]),
-        Route(f"{replica}:undrain", face.undrain, methods=["POST"]),
-        Route(f"{replica}:flip", face.flip, methods=["POST"]),
-        Route("/admin/v1/decisions", face.decisions),
-        Route("/admin/v1/requests/{request}/explain", face.explain),
-        Route("/admin/v1/planner", face.planner),
-        Route("/admin/v1/whatif", face.policies),
-        Route("/admin/v1/whatif", face.whatif, methods=["POST"]),
-        Route("/admin/v1/config", face.config),
-        Route("/admin/v1/doctor", face.doctor, methods=["POST"]),
-        Route("/admin/v1/events", face.events),
+        Route("/health", admin.health),
+        Route("/dashboard", _dashboard_page),
+        Mount("/dashboard", StaticFiles(directory=WEB_FOLDER)),
+        Route("/metrics/targets", admin.metrics_targets),
+        Route("/admin/v1/cluster", admin.cluster),
+        Route("/admin/v1/pools", admin.pools),
+        Route("/admin/v1/pools:scale", admin.scale, methods=["POST"]),
+        Route("/admin/v1/replicas", admin.replicas),
+        Route(f"{replica}:drain", admin.drain, methods=["POST"]),
+        Route(f"{replica}:undrain", admin.undrain, methods=["POST"]),
+        Route(f"{replica}:flip", admin.flip, methods=["POST"]),
+        Route("/admin/v1/decisions", admin.decisions),
+        Route("/admin/v1/requests/{request}/explain", admin.explain),
+        Route("/admin/v1/planner", admin.planner),
+        Route("/admin/v1/whatif", admin.whatif_policies),
+        Route("/admin/v1/whatif", admin.whatif, methods=["POST"]),
+        Route("/admin/v1/config", admin.config),
+        Route("/admin/v1/doctor", admin.doctor, methods=["POST"]),
+        Route("/admin/v1/events", admin.events),
         *ray_dashboard.routes(),
     ]
-    handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _internal}
-    guard = Middleware(BaseHTTPMiddleware, dispatch=Guard(control.config.control))
+    # Starlette's type of a handler takes any Exception; these take their own.
+    handlers: dict[Any, Any] = {
+        ApiError: _answer_api_error,
+        HTTPException: _answer_http_error,
+        Exception: _answer_unexpected_error,
+    }
+    guard = AdminGuard(operations.config.control)
     return Starlette(
         routes=routes,
-        middleware=[guard],
-        exception_handlers=handlers,  # type: ignore[arg-type]
+        middleware=[Middleware(BaseHTTPMiddleware, dispatch=guard)],
+        exception_handlers=handlers,
     )
 
 
-class Guard:
-    """Who may ask: whoever has the key. Without one, programs of this machine, but no web page.
+async def _dashboard_page(_: HttpRequest) -> Response:
+    return FileResponse(
+        WEB_FOLDER / "index.html",
+        headers={"content-security-policy": "default-src 'self'"},
+    )
 
-    The key file is read at each request: a new key needs no restart.
+
+class AdminGuard:
+    """Decides who may use the admin API.
+
+    With a key file, whoever sends the key may. Without one, programs on this machine may, but no
+    web page that a browser shows. The file is read at each request, so a new key needs no restart.
     """
 
     def __init__(self, settings: ControlSettings) -> None:
-        self._file = Path(settings.key_file) if settings.key_file else None
+        self._key_file = Path(settings.key_file) if settings.key_file else None
 
-    async def __call__(self, http: HttpRequest, go_on: RequestResponseEndpoint) -> Response:
-        path = http.url.path
+    async def __call__(self, request: HttpRequest, call_next: RequestResponseEndpoint) -> Response:
+        path = request.url.path
         if path == "/health" or path.startswith("/dashboard"):
-            return await go_on(http)
+            return await call_next(request)
         if path in ray_dashboard.PATHS and ray_dashboard.ray_asks_for_token():
-            refusal = ray_dashboard.token_refusal(http.headers)
+            refusal = ray_dashboard.token_refusal(request.headers)
         else:
-            refusal = self.refusal(http.headers)
-        return _error(refusal) if refusal else await go_on(http)
+            refusal = self.refusal(request.headers)
+        if refusal:
+            return _error_response(refusal)
+        return await call_next(request)
 
-    def refusal(self, headers: Any) -> ApiError | None:
-        if self._file is None:
-            return self._stranger(headers)
-        return self.wrong_key(headers.get("authorization", ""))
+    def refusal(self, headers: Mapping[str, str]) -> ApiError | None:
+        """Return why a request with these headers is refused, or None if it is not."""
+        if self._key_file is None:
+            return self._remote_refusal(headers)
+        return self.key_refusal(headers.get("authorization", ""))
 
-    def wrong_key(self, authorization: str) -> ApiError | None:
-        if self._file is None:
+    def key_refusal(self, authorization: str) -> ApiError | None:
+        """Return why this `Authorization` header is refused; None if it is right or none needed."""
+        if self._key_file is None:
             return None
         try:
-            key = self._file.read_text().strip()
+            key = self._key_file.read_text().strip()
         except OSError as error:
             return ApiError("internal", f"the key file cannot be read: {error.strerror}")
-        kind, _, given = authorization.partition(" ")
-        right = kind.lower() == "bearer" and hmac.compare_digest(given.encode(), key.encode())
-        if key and right:
+        scheme, _, sent_key = authorization.partition(" ")
+        keys_match = hmac.compare_digest(sent_key.encode(), key.encode())
+        if key and scheme.lower() == "bearer" and keys_match:
             return None
         return ApiError("bad_key", "the admin key is missing or wrong; give it with --token")
 
-    def _stranger(self, headers: Any) -> ApiError | None:
-        """A page that a browser shows may send requests here; its origin, or the name by which it
-        found this machine, tells."""
+    def _remote_refusal(self, headers: Mapping[str, str]) -> ApiError | None:
+        """Return why a request comes from elsewhere than a program of this machine, if it does.
+
+        A browser can be made to send requests here by a web page. The page's `Origin`, or the name
+        in `Host` by which the page found this machine, gives it away.
+        """
         host = headers.get("host", "")
-        name = host.rpartition(":")[0] or host
-        own = headers.get("origin") in (None, f"http://{host}")  #: the live page's requests
-        if name.strip("[]") in LOOPBACK and own:
+        host_name = host.rpartition(":")[0] or host
+        # The live page at /dashboard sends this server's own origin.
+        has_own_origin = headers.get("origin") in (None, f"http://{host}")
+        if host_name.strip("[]") in LOOPBACK and has_own_origin:
             return None
         return ApiError(
             "forbidden", "without control.key_file only this machine's programs may ask"
         )
 
 
-async def _page(_: HttpRequest) -> Response:
-    policy = {"content-security-policy": "default-src 'self'"}
-    return FileResponse(WEB / "index.html", headers=policy)
+class AdminRoutes:
+    """One method for each route; all of them raise ApiError."""
 
+    def __init__(
+        self, operations: Operations, doctor: Doctor, autopilot: Autopilot, metrics_address: str
+    ) -> None:
+        self._operations = operations
+        self._doctor = doctor
+        self._autopilot = autopilot
+        self._metrics_address = metrics_address
 
-class _Face:
-    def __init__(self, control: Control) -> None:
-        self.control = control
+    # ---- questions -------------------------------------------------------------------------------
 
     async def health(self, _: HttpRequest) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def targets(self, _: HttpRequest) -> Response:
-        return JSONResponse(await self.control.targets())
+    async def metrics_targets(self, _: HttpRequest) -> Response:
+        """Answer Prometheus's http_sd: where each process exports its metrics."""
+        plane = self._operations.plane
+        router, _workers = await plane.inspect()
+        return JSONResponse(scrape_targets(self._metrics_address, router, plane.cards.values()))
 
     async def cluster(self, _: HttpRequest) -> Response:
-        return JSONResponse(await self.control.status())
+        return JSONResponse(await self._operations.status())
 
     async def pools(self, _: HttpRequest) -> Response:
-        return JSONResponse((await self.control.status())["pools"])
+        status = await self._operations.status()
+        return JSONResponse(status["pools"])
 
     async def replicas(self, _: HttpRequest) -> Response:
-        return JSONResponse({"replicas": await self.control.workers()})
+        return JSONResponse({"replicas": await self._operations.workers()})
 
-    async def planner(self, http: HttpRequest) -> Response:
-        return JSONResponse(self.control.autopilot.statistics())
+    async def planner(self, _: HttpRequest) -> Response:
+        return JSONResponse(self._autopilot.statistics())
 
     async def config(self, _: HttpRequest) -> Response:
-        return JSONResponse(self.control.config.model_dump(exclude={"secret"}))
+        return JSONResponse(self._operations.config.model_dump(exclude={"secret"}))
 
-    async def decisions(self, http: HttpRequest) -> Response:
-        text = http.query_params.get("limit", "20")
-        if not text.isdecimal() or not 1 <= int(text) <= 1000:
-            raise ApiError("invalid_request", "limit must be between 1 and 1000", "limit")
-        decisions = await self.control.plane.latest(int(text))
-        if decisions is None:
-            raise ApiError("no_capacity", "no router answers")
+    async def decisions(self, request: HttpRequest) -> Response:
+        text = request.query_params.get("limit", "20")
+        if not text.isdecimal() or not 1 <= int(text) <= DECISIONS_LIMIT:
+            message = f"limit must be between 1 and {DECISIONS_LIMIT}"
+            raise ApiError("invalid_request", message, "limit")
+        decisions = await self._operations.latest_decisions(int(text))
         return JSONResponse({"decisions": decisions})
 
-    async def explain(self, http: HttpRequest) -> Response:
-        request = http.path_params["request"]
-        decisions = await self.control.explain(request)
-        return JSONResponse({"request": request, "decisions": decisions})
+    async def explain(self, request: HttpRequest) -> Response:
+        request_id = request.path_params["request"]
+        decisions = await self._operations.explain(request_id)
+        return JSONResponse({"request": request_id, "decisions": decisions})
 
-    async def policies(self, _: HttpRequest) -> Response:
-        """What a what-if can be asked of."""
-        return JSONResponse(
-            {"policies": list(POLICIES), "policy": self.control.config.router.policy}
+    async def whatif_policies(self, _: HttpRequest) -> Response:
+        """Answer which policies a what-if can simulate, and which one the cluster runs."""
+        policy = self._operations.config.router.policy
+        return JSONResponse({"policies": list(POLICIES), "policy": policy})
+
+    async def whatif(self, request: HttpRequest) -> Response:
+        body = await _read_body(request, WhatIfBody)
+        result = await self._operations.whatif(
+            policy=body.policy, prefill=body.prefill, decode=body.decode, load=body.load
         )
+        return JSONResponse(result)
 
-    async def whatif(self, http: HttpRequest) -> Response:
-        asked = await _body(http, WhatIf)
-        return JSONResponse(await self.control.whatif(**msgspec.structs.asdict(asked)))
+    async def doctor(self, request: HttpRequest) -> Response:
+        """Answer in server-sent events: `{"progress": ..}` while it measures, then `{"report":..}`.
 
-    async def scale(self, http: HttpRequest) -> Response:
-        body = await _body(http, Scale)
-        asked = {"prefill": body.prefill, "decode": body.decode}
-        counts = {pool: count for pool, count in asked.items() if count is not None}
-        return JSONResponse(await self.control.scale(counts, body.dry_run))
-
-    async def drain(self, http: HttpRequest) -> Response:
-        body, name = await _body(http, Drain), http.path_params["replica"]
-        order = self.control.drain(name, body.force, body.hand_over, body.dry_run)
-        return JSONResponse(await order)
-
-    async def undrain(self, http: HttpRequest) -> Response:
-        body = await _body(http, Undrain)
-        order = self.control.undrain(http.path_params["replica"], body.dry_run)
-        return JSONResponse(await order)
-
-    async def flip(self, http: HttpRequest) -> Response:
-        body = await _body(http, Flip)
-        order = self.control.flip(http.path_params["replica"], body.to, body.dry_run)
-        return JSONResponse(await order)
-
-    async def doctor(self, http: HttpRequest) -> Response:
-        """Server-sent events: `{"progress": ..}` while it measures, at last `{"report": ..}`."""
-        found = self.control.doctor.run(parse_size(await sse.read_body(http)))
-        first = await anext(found)  # refusals get their own status
-        return sse.EventStream(sse.each(_told(first, found)), {})
+        A refusal comes with the first item, and so gets a status of its own.
+        """
+        examination = self._doctor.run(parse_probe_size(await sse.read_body(request)))
+        first_item = await anext(examination)
+        return sse.EventStream(sse.each(_doctor_events(first_item, examination)), {})
 
     async def events(self, _: HttpRequest) -> Response:
-        """Server-sent events `cluster`, `decision` and `action`, until the client leaves."""
-        return sse.EventStream(sse.each(events(self.control)), {})
+        """Answer in server-sent events (`events.py`) until the client leaves."""
+        return sse.EventStream(sse.each(events(self._operations)), {})
+
+    # ---- orders ----------------------------------------------------------------------------------
+
+    async def scale(self, request: HttpRequest) -> Response:
+        body = await _read_body(request, ScaleBody)
+        counts: dict[str, int] = {}
+        if body.prefill is not None:
+            counts["prefill"] = body.prefill
+        if body.decode is not None:
+            counts["decode"] = body.decode
+        return JSONResponse(await self._operations.scale(counts, dry_run=body.dry_run))
+
+    async def drain(self, request: HttpRequest) -> Response:
+        body = await _read_body(request, DrainBody)
+        result = await self._operations.drain(
+            request.path_params["replica"],
+            force=body.force,
+            hand_over=body.hand_over,
+            dry_run=body.dry_run,
+        )
+        return JSONResponse(result)
+
+    async def undrain(self, request: HttpRequest) -> Response:
+        body = await _read_body(request, UndrainBody)
+        name = request.path_params["replica"]
+        return JSONResponse(await self._operations.undrain(name, dry_run=body.dry_run))
+
+    async def flip(self, request: HttpRequest) -> Response:
+        body = await _read_body(request, FlipBody)
+        name = request.path_params["replica"]
+        return JSONResponse(await self._operations.flip(name, body.to, dry_run=body.dry_run))
 
 
-async def _told(first: dict, found: AsyncGenerator[dict, None]) -> AsyncGenerator[bytes, None]:
-    try:
-        yield sse.event(first)
-        async for event in found:
-            yield sse.event(event)
-    finally:
-        await found.aclose()
+async def _doctor_events(
+    first_item: dict[str, Any], examination: AsyncGenerator[dict[str, Any], None]
+) -> AsyncGenerator[bytes, None]:
+    """Yield the doctor's items as events; closing this generator ends the examination."""
+    async with contextlib.aclosing(examination):
+        yield sse.event(first_item)
+        async for item in examination:
+            yield sse.event(item)
 
 
-async def _body(http: HttpRequest, kind: type[Body]) -> Body:
-    try:
-        return msgspec.json.decode(await sse.read_body(http) or b"{}", type=kind)
-    except msgspec.DecodeError as error:
-        raise ApiError("invalid_request", f"the body: {error}") from None
+# ---- errors --------------------------------------------------------------------------------------
 
 
-def _error(error: ApiError) -> Response:
+def _error_response(error: ApiError) -> Response:
     return JSONResponse(error.body(""), error.kind.http_status, error.headers())
 
 
-async def _api_error(_: HttpRequest, error: ApiError) -> Response:
-    return _error(error)
+async def _answer_api_error(_: HttpRequest, error: ApiError) -> Response:
+    return _error_response(error)
 
 
-async def _http_error(http: HttpRequest, error: HTTPException) -> Response:
-    message = f"{http.method} {http.url.path}: {error.detail.lower()}"
+async def _answer_http_error(request: HttpRequest, error: HTTPException) -> Response:
+    message = f"{request.method} {request.url.path}: {error.detail.lower()}"
     reason = "not_found" if error.status_code == 404 else "invalid_request"
     return JSONResponse(ApiError(reason, message).body(""), error.status_code, error.headers)
 
 
-async def _internal(http: HttpRequest, error: Exception) -> Response:
-    log.exception("%s %s failed", http.method, http.url.path, exc_info=error)
-    return _error(ApiError("internal", "internal error; Control's log has it"))
+async def _answer_unexpected_error(request: HttpRequest, error: Exception) -> Response:
+    log.exception("%s %s failed", request.method, request.url.path, exc_info=error)
+    return _error_response(ApiError("internal", "internal error; Control's log has it"))
 
 
 # ---- the server ----------------------------------------------------------------------------------
 
 
-class _Uvicorn(uvicorn.Server):
+class UvicornWithoutSignals(uvicorn.Server):
+    """A uvicorn server that leaves the process's signal handlers alone: Serve ends the process."""
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Serve ends this process, not a signal."""
         yield
 
 
-class Server:
+class AdminHttpServer:
     """Serves an ASGI application on this event loop."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]], settings: ControlSettings) -> None:
-        self._host, self._port = settings.host, settings.port
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=1,
-            ssl_certfile=settings.tls_cert,
-            ssl_keyfile=settings.tls_key,
+    def __init__(
+        self, application: Callable[..., Awaitable[None]], settings: ControlSettings
+    ) -> None:
+        self._host = settings.host
+        self._port = settings.port
+        self._uvicorn = UvicornWithoutSignals(
+            uvicorn.Config(
+                application,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=1,
+                ssl_certfile=settings.tls_cert,
+                ssl_keyfile=settings.tls_key,
+            )
         )
-        self._uvicorn = _Uvicorn(config)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Raises OSError when the port does not become free."""
+        """Start to serve. Raises OSError when the port is not free after `BIND_TIMEOUT_S`."""
         listener = await self._bind()
         self._task = asyncio.create_task(self._uvicorn.serve(sockets=[listener]))
 
     async def _bind(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        limit = asyncio.get_running_loop().time() + BIND_S
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + BIND_TIMEOUT_S
         while True:
             listener = socket.socket(family, socket.SOCK_STREAM)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -318,16 +397,17 @@ class Server:
                 return listener
             except OSError:
                 listener.close()
-                if asyncio.get_running_loop().time() > limit:
+                if loop.time() > deadline:
                     raise
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(BIND_RETRY_S)
 
     def check(self) -> None:
-        """Raises RuntimeError when it serves no more."""
+        """Raises RuntimeError when the server has ended."""
         if self._task is None or self._task.done():
             raise RuntimeError("the admin server ended: see this process's log")
 
     async def stop(self) -> None:
+        """Stop to serve; open requests get one second to end."""
         self._uvicorn.should_exit = True
         if self._task:
             with contextlib.suppress(Exception):

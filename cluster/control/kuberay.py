@@ -1,6 +1,7 @@
-"""Counts on KubeRay: its operator owns the Serve config, so they are set in the RayService.
+"""Replica counts on KubeRay, whose operator owns the Serve config: they go into the RayService.
 
-A count that was set in Serve itself would be taken back at the operator's next look.
+A count that was set in Serve itself would be reverted when the operator next compares Serve with
+the RayService.
 """
 
 from __future__ import annotations
@@ -12,28 +13,31 @@ from typing import Any
 import httpx
 import yaml
 
-from .serve import ScaleError, Seen, ServePools, resized
+from .serve import PoolObservation, PoolScaler, ScaleError, ServePools, with_replica_counts
 
-#: set by the chart on the head's pod
-RAYSERVICE = "DIPTYCH_RAYSERVICE"
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-TRIES = 3  #: somebody else may write at the same time
+#: Environment variable with the RayService's name; the chart sets it on the head's pod.
+RAYSERVICE_VARIABLE = "DIPTYCH_RAYSERVICE"
+ACCOUNT_FOLDER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+PATCH_ATTEMPTS = 3  #: Somebody else may change the RayService at the same time.
+REQUEST_TIMEOUT_S = 10.0
 
 
 class KubeRayPools:
-    """Serve is asked what is; the RayService is told what should be."""
+    """The `PoolScaler` that observes the pools in Serve and sets their counts in the RayService."""
 
-    def __init__(self, name: str, account: Path = ACCOUNT, server: str | None = None) -> None:
-        self._name, self._account = name, account
-        host, port = (os.environ.get(f"KUBERNETES_SERVICE_{part}", "") for part in ("HOST", "PORT"))
-        self._server = server or f"https://{host}:{port}"
-        self._serve = ServePools()
+    def __init__(
+        self, name: str, account_folder: Path = ACCOUNT_FOLDER, server_url: str | None = None
+    ) -> None:
+        self._name = name
+        self._account_folder = account_folder
+        self._server_url = server_url or _server_url_of_this_pod()
+        self._serve_pools = ServePools()
 
-    async def seen(self) -> dict[str, Seen]:
-        return await self._serve.seen()
+    async def observe(self) -> dict[str, PoolObservation]:
+        return await self._serve_pools.observe()
 
     async def resize(self, counts: dict[str, int]) -> None:
-        for _ in range(TRIES):
+        for _ in range(PATCH_ATTEMPTS):
             if await self._patch(counts):
                 return
         raise ScaleError(
@@ -41,44 +45,68 @@ class KubeRayPools:
         )
 
     async def _patch(self, counts: dict[str, int]) -> bool:
-        """Replaces the Serve config of the version that was read; False: there is a newer one."""
-        namespace = (self._account / "namespace").read_text().strip()
+        """Set the counts in the version of the RayService that is current now.
+
+        Return False if somebody else changed the RayService in between.
+        """
+        namespace = (self._account_folder / "namespace").read_text().strip()
         path = f"/apis/ray.io/v1/namespaces/{namespace}/rayservices/{self._name}"
         async with self._client() as client:
-            service = self._checked(await client.get(path)).json()
-            config = yaml.safe_load(service["spec"]["serveConfigV2"])
-            config["applications"] = resized(config["applications"], counts)
-            patch = {
-                "metadata": {"resourceVersion": service["metadata"]["resourceVersion"]},
-                "spec": {"serveConfigV2": yaml.safe_dump(config, sort_keys=False)},
-            }
-            kind = {"content-type": "application/merge-patch+json"}
-            answer = await client.patch(path, json=patch, headers=kind)
-            if answer.status_code == 409:
+            response = await client.get(path)
+            _raise_if_refused(response)
+            rayservice = response.json()
+            response = await client.patch(
+                path,
+                json=_patch_of(rayservice, counts),
+                headers={"content-type": "application/merge-patch+json"},
+            )
+            if response.status_code == httpx.codes.CONFLICT:
                 return False
-            self._checked(answer)
+            _raise_if_refused(response)
             return True
 
     def _client(self) -> httpx.AsyncClient:
-        """The token is read each time: Kubernetes renews it."""
-        token = (self._account / "token").read_text().strip()
-        authority = self._account / "ca.crt"
+        # The token is read for each client, as Kubernetes renews it.
+        token = (self._account_folder / "token").read_text().strip()
+        authority = self._account_folder / "ca.crt"
         verify: Any = str(authority) if authority.exists() else True
-        headers = {"authorization": f"Bearer {token}"}
         return httpx.AsyncClient(
-            base_url=self._server, headers=headers, verify=verify, timeout=10.0
+            base_url=self._server_url,
+            headers={"authorization": f"Bearer {token}"},
+            verify=verify,
+            timeout=REQUEST_TIMEOUT_S,
         )
 
-    def _checked(self, answer: httpx.Response) -> httpx.Response:
-        if answer.is_error:
-            try:
-                said = answer.json()["message"]
-            except (ValueError, KeyError, TypeError):
-                said = answer.text[:200]
-            raise ScaleError(f"Kubernetes refuses ({answer.status_code}): {said}")
-        return answer
+
+def _patch_of(rayservice: dict[str, Any], counts: dict[str, int]) -> dict[str, Any]:
+    """Return a merge patch that Kubernetes refuses if `rayservice` is no longer the newest."""
+    config = yaml.safe_load(rayservice["spec"]["serveConfigV2"])
+    config["applications"] = with_replica_counts(config["applications"], counts)
+    return {
+        "metadata": {"resourceVersion": rayservice["metadata"]["resourceVersion"]},
+        "spec": {"serveConfigV2": yaml.safe_dump(config, sort_keys=False)},
+    }
 
 
-def pools_here() -> ServePools | KubeRayPools:
-    name = os.environ.get(RAYSERVICE)
-    return KubeRayPools(name) if name and (ACCOUNT / "token").exists() else ServePools()
+def _raise_if_refused(response: httpx.Response) -> None:
+    if not response.is_error:
+        return
+    try:
+        message = response.json()["message"]
+    except (ValueError, KeyError, TypeError):
+        message = response.text[:200]
+    raise ScaleError(f"Kubernetes refuses ({response.status_code}): {message}")
+
+
+def _server_url_of_this_pod() -> str:
+    host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
+    port = os.environ.get("KUBERNETES_SERVICE_PORT", "")
+    return f"https://{host}:{port}"
+
+
+def find_pool_scaler() -> PoolScaler:
+    """Return what sets the counts here: the RayService in a KubeRay pod, Serve anywhere else."""
+    name = os.environ.get(RAYSERVICE_VARIABLE)
+    if name and (ACCOUNT_FOLDER / "token").exists():
+        return KubeRayPools(name)
+    return ServePools()

@@ -1,6 +1,7 @@
-"""What operators may order (pure): counts and roles, and why not.
+"""What operators may order (pure): replica counts and roles, and the sentence that says why not.
 
-`scale` counts homes; a flip changes what a worker does, not where it belongs.
+`scale` counts the replicas that belong to a pool. A flip changes the role in which a worker works,
+and leaves the worker in its pool.
 """
 
 from __future__ import annotations
@@ -11,90 +12,113 @@ from ..config import ClusterConfig
 
 ROLES = ("prefill", "decode")
 
+#: What a worker says of itself; `home` is its pool, `role` what it works as now.
+WorkerStatistics = dict[str, Any]
 
-class Change(NamedTuple):
-    """Replicas of a pool, before and after."""
+
+class PoolChange(NamedTuple):
+    """The replicas of a pool before and after an order."""
 
     pool: str
     before: int
     after: int
 
     def __str__(self) -> str:
-        same = self.before == self.after
-        return f"{self.pool} is {self.after} already" if same else "{} {} -> {}".format(*self)
+        if self.before == self.after:
+            return f"{self.pool} is {self.after} already"
+        return f"{self.pool} {self.before} -> {self.after}"
 
 
-def scaling(targets: dict[str, int], counts: dict[str, int]) -> list[Change]:
-    return [Change(pool, targets[pool], count) for pool, count in counts.items()]
+def planned_changes(targets: dict[str, int], counts: dict[str, int]) -> list[PoolChange]:
+    """Return what ordering `counts` changes in the pools' present `targets`."""
+    return [
+        PoolChange(pool=pool, before=targets[pool], after=count) for pool, count in counts.items()
+    ]
 
 
 def scale_refusal(config: ClusterConfig, counts: dict[str, int]) -> str | None:
-    """Why these counts may not be, if so."""
+    """Return why the pools may not have these replica counts, or None if they may."""
     for pool, count in counts.items():
-        settings = getattr(config.pools, pool)
+        settings = config.pools.of(pool)
         if not settings.replicas:
             return f"the cluster was started without a {pool} pool (pools.{pool}.replicas 0)"
-        least = min(settings.min_replicas, settings.replicas)
-        if not least <= count <= settings.max_replicas:
+        if not settings.replicas_minimum <= count <= settings.max_replicas:
             return (
-                f"{pool}={count}: the configuration allows {least} to {settings.max_replicas} "
+                f"{pool}={count}: the configuration allows {settings.replicas_minimum} to "
+                f"{settings.max_replicas} "
                 f"(pools.{pool}.min_replicas, pools.{pool}.max_replicas)"
             )
     return None
 
 
-def undo(changes: list[Change]) -> str | None:
-    """The command that takes it back; None: nothing changes."""
-    moved = [change for change in changes if change.before != change.after]
-    words = " ".join(f"{change.pool}={change.before}" for change in moved)
-    return f"diptych scale {words}" if moved else None
+def undo_command(changes: list[PoolChange]) -> str | None:
+    """Return the command that takes the changes back, or None if nothing changes."""
+    counts_before = [
+        f"{change.pool}={change.before}" for change in changes if change.before != change.after
+    ]
+    return f"diptych scale {' '.join(counts_before)}" if counts_before else None
 
 
-def find(workers: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """Workers by id, by the id's beginning or the replica's, or all of a pool."""
+def find_workers(workers: list[WorkerStatistics], name: str) -> list[WorkerStatistics]:
+    """Return the workers that `name` means.
+
+    A pool's name means all its workers. Else `name` is a worker's id, or the beginning of the id or
+    of its replica part. A beginning that several workers share means none of them.
+    """
     if name in ROLES:
         return [worker for worker in workers if worker["home"] == name]
-    exact = [worker for worker in workers if worker["id"] == name]
-    partial = [
+    exact_matches = [worker for worker in workers if worker["id"] == name]
+    if exact_matches:
+        return exact_matches
+    prefix_matches = [
         worker
         for worker in workers
         if worker["id"].startswith(name) or worker["id"].partition("/")[2].startswith(name)
     ]
-    return exact or (partial if len(partial) == 1 else [])
+    return prefix_matches if len(prefix_matches) == 1 else []
 
 
-def drain_refusal(workers: list[dict[str, Any]], victims: list[dict[str, Any]]) -> str | None:
-    """Why these may not be drained without force: somebody must be left to serve each role."""
-    gone = {worker["id"] for worker in victims}
-    for role in sorted({worker["role"] for worker in victims if worker["state"] == "ready"}):
-        if not _others(workers, role, gone):
+def drain_refusal(
+    workers: list[WorkerStatistics], drained_workers: list[WorkerStatistics]
+) -> str | None:
+    """Return why these workers may not be drained without force, or None if they may.
+
+    Each role needs a ready worker that is left to serve it.
+    """
+    drained_ids = {worker["id"] for worker in drained_workers}
+    affected_roles = {worker["role"] for worker in drained_workers if worker["state"] == "ready"}
+    for role in sorted(affected_roles):
+        if not _has_other_ready_worker(workers, role, drained_ids):
             return f"nobody else works as {role}: requests would wait in vain; scale up first"
     return None
 
 
 def flip_refusal(
-    config: ClusterConfig, workers: list[dict[str, Any]], one: dict[str, Any], role: str
+    config: ClusterConfig, workers: list[WorkerStatistics], worker: WorkerStatistics, role: str
 ) -> str | None:
-    """Why this worker may not take that role now, if so."""
-    if one["state"] != "ready":
-        return f"{one['id']} is {one['state']}; wait until it is ready"
-    pools = config.pools
-    if pools.prefill.tensor_parallel != pools.decode.tensor_parallel:
-        sizes = f"{pools.prefill.tensor_parallel} and {pools.decode.tensor_parallel}"
+    """Return why `worker` may not take that role now, or None if it may."""
+    if worker["state"] != "ready":
+        return f"{worker['id']} is {worker['state']}; wait until it is ready"
+    prefill_ranks = config.pools.prefill.tensor_parallel
+    decode_ranks = config.pools.decode.tensor_parallel
+    if prefill_ranks != decode_ranks:
         return (
-            f"the pools differ in tensor_parallel ({sizes}): what fits one role is not the other's"
+            f"the pools differ in tensor_parallel ({prefill_ranks} and {decode_ranks}): "
+            "what fits one role is not the other's"
         )
-    if one["role"] != role and not _others(workers, one["role"], {one["id"]}):
+    present_role = worker["role"]
+    if present_role != role and not _has_other_ready_worker(workers, present_role, {worker["id"]}):
         return (
-            f"{one['id']} is the last one that works as {one['role']}; "
-            f"scale up first: diptych scale {one['role']}=2"
+            f"{worker['id']} is the last one that works as {present_role}; "
+            f"scale up first: diptych scale {present_role}=2"
         )
     return None
 
 
-def _others(workers: list[dict[str, Any]], role: str, gone: set[str]) -> list[dict[str, Any]]:
-    return [
-        worker
+def _has_other_ready_worker(
+    workers: list[WorkerStatistics], role: str, excluded_ids: set[str]
+) -> bool:
+    return any(
+        worker["role"] == role and worker["state"] == "ready" and worker["id"] not in excluded_ids
         for worker in workers
-        if worker["role"] == role and worker["state"] == "ready" and worker["id"] not in gone
-    ]
+    )

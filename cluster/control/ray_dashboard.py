@@ -8,25 +8,27 @@ of the admin API (http.py) asks `token_refusal` before a request comes here.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Mapping
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..gateway.errors import ApiError
+from .serve import serve_details
 
 VERSION_PATH = "/api/ray/version"
 APPLICATIONS_PATH = "/api/serve/applications/"
 PATHS = (VERSION_PATH, APPLICATIONS_PATH)
-TIMEOUT_S = 10.0  #: for Serve's controller to answer
+SERVE_TIMEOUT_S = 10.0  #: For Serve's controller to answer.
 
 
 def routes() -> list[Route]:
+    """Return the two routes, for the admin API's application."""
     return [Route(VERSION_PATH, _version), Route(APPLICATIONS_PATH, _applications)]
 
 
-def token_refusal(headers: Any) -> ApiError | None:
+def token_refusal(headers: Mapping[str, str]) -> ApiError | None:
     """Return why these headers do not prove that the caller has Ray's token, or None if they do."""
     from ray._private.authentication.authentication_utils import validate_request_token
 
@@ -44,6 +46,7 @@ def ray_asks_for_token() -> bool:
 
 
 async def _version(_: Request) -> Response:
+    """Return what Ray's clients compare with their own version before they ask for more."""
     import ray
     from ray.dashboard.modules.version import CURRENT_VERSION
 
@@ -60,10 +63,8 @@ async def _version(_: Request) -> Response:
 
 async def _applications(_: Request) -> Response:
     """Return the details of the Serve instance, as its controller gives them."""
-    from .serve import serve_details
-
     try:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(SERVE_TIMEOUT_S):
             return JSONResponse(await serve_details())
     except TimeoutError:
         raise ApiError("no_capacity", "Serve's controller does not answer") from None

@@ -1,4 +1,8 @@
-"""The admin API over gRPC: `diptych.v1.Admin` on a port of its own, with the admin key."""
+"""The admin API over gRPC: `diptych.v1.Admin` on a port of its own, with the admin key.
+
+Each method checks the key, calls `Operations` as `http.py` does, and puts the answer into a
+message. Any `ApiError` ends the call with the status that the gateway's table of errors gives it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Never, TypeVar
+from typing import Any, Never, TypeVar
 
 import grpc
 from google.protobuf import json_format
@@ -14,82 +18,110 @@ from google.protobuf.struct_pb2 import Struct
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from ...protos import admin_pb2 as pb
-from ...protos import admin_pb2_grpc
+from ...protos import admin_pb2, admin_pb2_grpc
 from ..config import ControlSettings
 from ..gateway.edge.grpc_edge import DETAILS, bind, status_of
 from ..gateway.errors import ApiError
-from .http import BIND_S, Guard
-
-if TYPE_CHECKING:
-    from .control import Control
+from .http import BIND_RETRY_S, BIND_TIMEOUT_S, AdminGuard
+from .operations import Operations
 
 log = logging.getLogger(__name__)
 
 SERVICE = "diptych.v1.Admin"
-MESSAGE_MAX = 1 << 16  #: bytes of a request
+REQUEST_BYTES_LIMIT = 1 << 16
 
 Reply = TypeVar("Reply")
+Message = TypeVar("Message")
 
 
-class Admin:
-    """The methods of both services, over a `Control`. What is wrong ends a call with a status."""
+class AdminService:
+    """The methods of `diptych.v1.Admin`, and `Check` of gRPC's health service."""
 
-    def __init__(self, control: Control, guard: Guard) -> None:
-        self._control, self._guard = control, guard
+    def __init__(self, operations: Operations, guard: AdminGuard) -> None:
+        self._operations = operations
+        self._guard = guard
 
-    async def Status(self, asked: pb.StatusRequest, context: Any) -> pb.StatusResponse:
-        told = await self._call(context, lambda: self._control.status())
-        return pb.StatusResponse(
-            state=told["state"],
-            missing=told["missing"],
-            model=told["model"] or "",
-            pools={name: _known(pb.Pool, pool) for name, pool in told["pools"].items()},
-            replicas=[_known(pb.Replica, worker) for worker in told["workers"]],
-            cluster=_struct(told),
+    async def Status(
+        self, request: admin_pb2.StatusRequest, context: Any
+    ) -> admin_pb2.StatusResponse:
+        status = await self._call(context, self._operations.status)
+        return admin_pb2.StatusResponse(
+            state=status["state"],
+            missing=status["missing"],
+            model=status["model"] or "",
+            pools={name: _typed(admin_pb2.Pool, pool) for name, pool in status["pools"].items()},
+            replicas=[_typed(admin_pb2.Replica, worker) for worker in status["workers"]],
+            cluster=_struct(status),
         )
 
-    async def Scale(self, asked: pb.ScaleRequest, context: Any) -> pb.ScaleResponse:
-        pools = [pool for pool in ("prefill", "decode") if asked.HasField(pool)]
-        counts = {pool: getattr(asked, pool) for pool in pools}
-        told = await self._call(context, lambda: self._control.scale(counts, asked.dry_run))
-        changes = [pb.Change(**change) for change in told["changes"]]
-        return pb.ScaleResponse(
-            changes=changes, says=told["says"], undo=told["undo"] or "", dry_run=told["dry_run"]
+    async def Scale(self, request: admin_pb2.ScaleRequest, context: Any) -> admin_pb2.ScaleResponse:
+        counts = {
+            pool: getattr(request, pool) for pool in ("prefill", "decode") if request.HasField(pool)
+        }
+        result = await self._call(
+            context, lambda: self._operations.scale(counts, dry_run=request.dry_run)
+        )
+        return admin_pb2.ScaleResponse(
+            changes=[admin_pb2.Change(**change) for change in result["changes"]],
+            says=result["says"],
+            undo=result["undo"] or "",
+            dry_run=result["dry_run"],
         )
 
-    async def Drain(self, asked: pb.DrainRequest, context: Any) -> pb.SteerResponse:
-        given = asked.replica, asked.force, asked.hand_over, asked.dry_run
-        return pb.SteerResponse(**await self._call(context, lambda: self._control.drain(*given)))
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.SteerResponse:
+        result = await self._call(
+            context,
+            lambda: self._operations.drain(
+                request.replica,
+                force=request.force,
+                hand_over=request.hand_over,
+                dry_run=request.dry_run,
+            ),
+        )
+        return admin_pb2.SteerResponse(**result)
 
-    async def Undrain(self, asked: pb.UndrainRequest, context: Any) -> pb.SteerResponse:
-        given = asked.replica, asked.dry_run
-        return pb.SteerResponse(**await self._call(context, lambda: self._control.undrain(*given)))
+    async def Undrain(
+        self, request: admin_pb2.UndrainRequest, context: Any
+    ) -> admin_pb2.SteerResponse:
+        result = await self._call(
+            context,
+            lambda: self._operations.undrain(request.replica, dry_run=request.dry_run),
+        )
+        return admin_pb2.SteerResponse(**result)
 
-    async def Flip(self, asked: pb.FlipRequest, context: Any) -> pb.SteerResponse:
-        given = asked.replica, asked.to, asked.dry_run
-        return pb.SteerResponse(**await self._call(context, lambda: self._control.flip(*given)))
+    async def Flip(self, request: admin_pb2.FlipRequest, context: Any) -> admin_pb2.SteerResponse:
+        result = await self._call(
+            context,
+            lambda: self._operations.flip(request.replica, request.to, dry_run=request.dry_run),
+        )
+        return admin_pb2.SteerResponse(**result)
 
-    async def Explain(self, asked: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:
-        name = asked.request_id
-        decisions = await self._call(context, lambda: self._control.explain(name))
-        return pb.ExplainResponse(request_id=name, decisions=[_struct(one) for one in decisions])
+    async def Explain(
+        self, request: admin_pb2.ExplainRequest, context: Any
+    ) -> admin_pb2.ExplainResponse:
+        request_id = request.request_id
+        decisions = await self._call(context, lambda: self._operations.explain(request_id))
+        return admin_pb2.ExplainResponse(
+            request_id=request_id, decisions=[_struct(decision) for decision in decisions]
+        )
 
     async def Check(
-        self, asked: health_pb2.HealthCheckRequest, context: Any
+        self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> health_pb2.HealthCheckResponse:
-        """Of this server, not of the cluster; needs no key: probes have none."""
-        if asked.service not in ("", SERVICE):
-            await _refuse(context, ApiError("not_found", f"no service {asked.service!r}"))
+        """Say that this server (not the cluster) is there. Needs no key, as probes have none."""
+        if request.service not in ("", SERVICE):
+            await _refuse(context, ApiError("not_found", f"no service {request.service!r}"))
         return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 
     async def _call(self, context: Any, work: Callable[[], Awaitable[Reply]]) -> Reply:
-        """`work`'s result, for whoever has the key."""
-        given = dict(context.invocation_metadata() or ()).get("authorization", "")
+        """Return `work`'s result if the caller has the key; end the call with a status if not."""
+        authorization = dict(context.invocation_metadata() or ()).get("authorization", "")
+        if not isinstance(authorization, str):  # binary metadata comes as bytes
+            authorization = ""
         try:
-            wrong = self._guard.wrong_key(given if isinstance(given, str) else "")
-            if wrong:
-                raise wrong
+            refusal = self._guard.key_refusal(authorization)
+            if refusal:
+                raise refusal
             return await work()
         except ApiError as error:
             await _refuse(context, error)
@@ -98,37 +130,51 @@ class Admin:
             await _refuse(context, ApiError("internal", "internal error; Control's log has it"))
 
 
-class _Health(health_pb2_grpc.HealthServicer):
-    """gRPC's health service; `Watch` is not there."""
+class AdminHealth(health_pb2_grpc.HealthServicer):
+    """gRPC's health service with `Check`; `Watch` is not implemented."""
 
-    def __init__(self, admin: Admin) -> None:
-        self.Check = admin.Check
+    def __init__(self, service: AdminService) -> None:
+        self.Check = service.Check
 
 
-async def listen(admin: Admin, settings: ControlSettings) -> grpc.aio.Server:
-    """Raises RuntimeError when the port does not become free."""
-    limit = asyncio.get_running_loop().time() + BIND_S
-    tls = settings.tls_cert, settings.tls_key
+async def listen(service: AdminService, settings: ControlSettings) -> grpc.aio.Server:
+    """Return a server that listens on `control.grpc_port`.
+
+    Raises RuntimeError when the port is not free after `BIND_TIMEOUT_S`: the replica before this
+    one may hold it for a while.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + BIND_TIMEOUT_S
     while True:
-        server = _server(admin)
+        server = _make_server(service)
         try:
-            bind(server, settings.host, settings.grpc_port, *tls)
+            bind(
+                server,
+                settings.host,
+                settings.grpc_port,
+                cert=settings.tls_cert,
+                key=settings.tls_key,
+            )
             await server.start()
             return server
-        except RuntimeError:  # a replica before this one may still have it
+        except RuntimeError:
             await server.stop(None)
-            if asyncio.get_running_loop().time() > limit:
+            if loop.time() > deadline:
                 raise
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(BIND_RETRY_S)
 
 
-def _server(admin: Admin) -> grpc.aio.Server:
-    limits = [("grpc.max_receive_message_length", MESSAGE_MAX), ("grpc.so_reuseport", 0)]
-    server = grpc.aio.server(options=limits)
-    admin_pb2_grpc.add_AdminServicer_to_server(admin, server)
-    health_pb2_grpc.add_HealthServicer_to_server(_Health(admin), server)
-    health = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-    reflection.enable_server_reflection((SERVICE, health, reflection.SERVICE_NAME), server)
+def _make_server(service: AdminService) -> grpc.aio.Server:
+    server = grpc.aio.server(
+        options=[
+            ("grpc.max_receive_message_length", REQUEST_BYTES_LIMIT),
+            ("grpc.so_reuseport", 0),
+        ]
+    )
+    admin_pb2_grpc.add_AdminServicer_to_server(service, server)
+    health_pb2_grpc.add_HealthServicer_to_server(AdminHealth(service), server)
+    health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+    reflection.enable_server_reflection((SERVICE, health_name, reflection.SERVICE_NAME), server)
     return server
 
 
@@ -137,11 +183,11 @@ async def _refuse(context: Any, error: ApiError) -> Never:
     raise AssertionError("abort raises")
 
 
-def _known(kind: type[Reply], told: dict[str, Any]) -> Reply:
-    """A message of what is told and what its type has."""
-    names = [field.name for field in kind.DESCRIPTOR.fields]  # type: ignore[attr-defined]
-    return kind(**{name: told[name] for name in names})
+def _typed(message_type: type[Message], values: dict[str, Any]) -> Message:
+    """Return a message with those of the values that its type has fields for."""
+    fields = message_type.DESCRIPTOR.fields  # type: ignore[attr-defined]
+    return message_type(**{field.name: values[field.name] for field in fields})
 
 
-def _struct(told: dict[str, Any]) -> Struct:
-    return json_format.Parse(json.dumps(told), Struct())
+def _struct(values: dict[str, Any]) -> Struct:
+    return json_format.Parse(json.dumps(values), Struct())

@@ -1,7 +1,8 @@
-"""Ray Serve's view of the pools, and how to change it: by its declarative API, never a redeploy.
+"""Ray Serve's view of the pools, and how to change their sizes without a redeploy.
 
-Serve hashes an application's import path and arguments: while these stay, another `num_replicas`
-changes counts in place and restarts nobody.
+Serve hashes an application's import path and arguments. While both stay the same, applying the
+application's config again with another `num_replicas` changes the counts in place and restarts no
+replica. All counts are therefore set through Serve's declarative API.
 """
 
 from __future__ import annotations
@@ -9,71 +10,104 @@ from __future__ import annotations
 import copy
 from typing import Any, NamedTuple, Protocol
 
-HOMES = {"prefill": "PrefillWorker", "decode": "DecodeWorker"}
-APP = "diptych"
+#: The Serve deployment of each pool.
+POOL_DEPLOYMENTS = {"prefill": "PrefillWorker", "decode": "DecodeWorker"}
+APPLICATION_NAME = "diptych"
+
+#: Replica states of Serve in which a replica cannot take requests yet.
+STARTING_STATES = ("STARTING", "UPDATING", "RECOVERING")
+#: Deployment states of Serve in which its message says what went wrong.
+FAILED_STATES = ("UNHEALTHY", "DEPLOY_FAILED")
 
 
 class ScaleError(Exception):
-    """The counts could not be set; the message says why."""
+    """The replica counts could not be set. The message says why."""
 
 
-class Seen(NamedTuple):
-    """One pool as Serve sees it: replica ids by state."""
+class PoolObservation(NamedTuple):
+    """What Serve says of one pool."""
 
+    #: Replicas that the pool should have.
     target: int
+    #: Ids of replicas that take requests.
     running: list[str]
+    #: Ids of replicas that do not take requests yet.
     starting: list[str]
+    #: Ids of replicas that are shutting down.
     stopping: list[str]
-    message: str = ""  #: why it does not come up
+    #: Why the deployment failed; empty if it did not.
+    message: str = ""
 
 
-class Pools(Protocol):
-    """Where the numbers of replicas are set: Serve itself, or KubeRay's RayService."""
+class PoolScaler(Protocol):
+    """Where the pools' replica counts are set: Serve itself, or KubeRay's RayService."""
 
-    async def seen(self) -> dict[str, Seen]: ...
+    async def observe(self) -> dict[str, PoolObservation]:
+        """Return what Serve says of each pool. Raises whatever Ray raises while Serve is away."""
 
     async def resize(self, counts: dict[str, int]) -> None:
-        """Sets these pools' numbers of replicas; returns when accepted. Raises ScaleError."""
+        """Set the replica counts of these pools, and return once they are accepted.
+
+        Raises ScaleError.
+        """
 
 
-def resized(applications: list[dict[str, Any]], counts: dict[str, int]) -> list[dict[str, Any]]:
-    """Serve application configs with other counts, and nothing else changed. Raises ScaleError."""
+def with_replica_counts(
+    applications: list[dict[str, Any]], counts: dict[str, int]
+) -> list[dict[str, Any]]:
+    """Return a copy of Serve's application configs in which only the replica counts differ.
+
+    `counts` maps pools to replicas. Raises ScaleError where Diptych's application is missing.
+    """
     changed = copy.deepcopy(applications)
-    named = [one for one in changed if one.get("name") == APP]
-    if not named:
-        raise ScaleError(f"Serve runs no application {APP!r} that was deployed by a config")
-    deployments = named[0].setdefault("deployments", [])
-    for home, count in counts.items():
-        found = [one for one in deployments if one["name"] == HOMES[home]]
-        if not found:
-            deployments.append({"name": HOMES[home]})
-            found = deployments[-1:]
-        found[0]["num_replicas"] = count
+    application = _find_by_name(changed, APPLICATION_NAME)
+    if application is None:
+        raise ScaleError(
+            f"Serve runs no application {APPLICATION_NAME!r} that was deployed by a config"
+        )
+    deployments = application.setdefault("deployments", [])
+    for pool, count in counts.items():
+        name = POOL_DEPLOYMENTS[pool]
+        deployment = _find_by_name(deployments, name)
+        if deployment is None:
+            deployment = {"name": name}
+            deployments.append(deployment)
+        deployment["num_replicas"] = count
     return changed
 
 
-def view(details: dict[str, Any]) -> dict[str, Seen]:
-    """The pools in Serve's own details of the instance (its REST API's GET)."""
-    deployments = details["applications"].get(APP, {}).get("deployments", {})
-    return {home: _seen(deployments.get(name)) for home, name in HOMES.items()}
+def _find_by_name(configs: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
+    return next((config for config in configs if config.get("name") == name), None)
 
 
-def _seen(deployment: dict[str, Any] | None) -> Seen:
+def pool_observations(details: dict[str, Any]) -> dict[str, PoolObservation]:
+    """Return what `details`, the details of Serve's instance, say of each pool."""
+    deployments = details["applications"].get(APPLICATION_NAME, {}).get("deployments", {})
+    return {
+        pool: _observe_deployment(deployments.get(name)) for pool, name in POOL_DEPLOYMENTS.items()
+    }
+
+
+def _observe_deployment(deployment: dict[str, Any] | None) -> PoolObservation:
     if deployment is None:
-        return Seen(0, [], [], [])
-    states: dict[str, list[str]] = {}
+        return PoolObservation(target=0, running=[], starting=[], stopping=[])
+
+    ids_by_state: dict[str, list[str]] = {}
     for replica in deployment["replicas"]:
-        states.setdefault(replica["state"], []).append(replica["replica_id"])
-    starting = [
-        one for name in ("STARTING", "UPDATING", "RECOVERING") for one in states.get(name, [])
-    ]
-    failed = deployment["status"] in ("UNHEALTHY", "DEPLOY_FAILED")
-    return Seen(
-        deployment["target_num_replicas"],
-        states.get("RUNNING", []),
-        starting,
-        states.get("STOPPING", []),
-        _last_line(deployment["message"]) if failed else "",
+        ids_by_state.setdefault(replica["state"], []).append(replica["replica_id"])
+    starting: list[str] = []
+    for state in STARTING_STATES:
+        starting += ids_by_state.get(state, [])
+
+    message = ""
+    if deployment["status"] in FAILED_STATES:
+        message = _last_line(deployment["message"])
+    return PoolObservation(
+        target=deployment["target_num_replicas"],
+        running=ids_by_state.get("RUNNING", []),
+        starting=starting,
+        stopping=ids_by_state.get("STOPPING", []),
+        message=message,
     )
 
 
@@ -83,28 +117,28 @@ def _last_line(message: str) -> str:
 
 
 class ServePools:
-    """Asks and tells the Serve controller of this Ray cluster."""
+    """The `PoolScaler` that asks the Serve controller of this Ray cluster."""
 
-    async def seen(self) -> dict[str, Seen]:
-        return view(await serve_details())
+    async def observe(self) -> dict[str, PoolObservation]:
+        return pool_observations(await serve_details())
 
     async def resize(self, counts: dict[str, int]) -> None:
         from ray.serve.schema import ServeDeploySchema
 
         details = await serve_details()
-        configs = [
-            one["deployed_app_config"]
-            for one in details["applications"].values()
-            if one.get("deployed_app_config")
+        deployed_configs = [
+            application["deployed_app_config"]
+            for application in details["applications"].values()
+            if application.get("deployed_app_config")
         ]
-        given = {"applications": resized(configs, counts)}
+        config: dict[str, Any] = {"applications": with_replica_counts(deployed_configs, counts)}
         if details.get("target_capacity") is not None:
-            given["target_capacity"] = details["target_capacity"]
-        await _controller().apply_config.remote(ServeDeploySchema.model_validate(given))
+            config["target_capacity"] = details["target_capacity"]
+        await _controller().apply_config.remote(ServeDeploySchema.model_validate(config))
 
 
 async def serve_details() -> dict[str, Any]:
-    """Return what Serve's controller knows of its instance (its REST API's GET)."""
+    """Return the details of Serve's instance, as the GET of Serve's REST API has them."""
     details: dict[str, Any] = await _controller().get_serve_instance_details.remote()
     return details
 

@@ -1,4 +1,4 @@
-"""What `diptych status` shows (pure): the cluster at a glance, from everybody's statistics."""
+"""What `diptych status` shows (pure): the cluster at a glance, from the processes' statistics."""
 
 from __future__ import annotations
 
@@ -7,112 +7,157 @@ from collections import Counter
 from typing import Any
 
 from ..config import ClusterConfig
-from .serve import HOMES, Seen
+from .orders import WorkerStatistics
+from .serve import POOL_DEPLOYMENTS, PoolObservation
 
-REQUESTS = ("running", "finished", "good", "refused", "cancelled", "retries")
+#: Counts of requests that are added up over the gateways.
+REQUEST_COUNTS = ("running", "finished", "good", "refused", "cancelled", "retries")
+
+#: What a router, and a gateway, says of itself.
+RouterStatistics = dict[str, Any]
+GatewayStatistics = dict[str, Any]
+#: By worker that loads its model: what it does now, and which fraction of the loading is done.
+LoadingProgress = dict[str, tuple[str, float]]
 
 
 def summarize(
     config: ClusterConfig,
-    seen: dict[str, Seen],
-    router: dict[str, Any] | None,
-    workers: list[dict[str, Any]],
+    pools: dict[str, PoolObservation],
+    router: RouterStatistics | None,
+    workers: list[WorkerStatistics],
 ) -> dict[str, Any]:
-    """`seen`: Serve's view of each pool; `router`: None when none answers.
+    """Return the status of the cluster; `router` is None when no router answers.
 
-    `state` is degraded when no request can be served, or a pool has not as many ready workers as
-    it should. Draining and flipping workers are ready: somebody told them so.
+    `state` is degraded when no request can be served, or a pool has fewer ready workers than it
+    should have. Draining and flipping workers count as ready, as an operator ordered that.
     """
-    told = dict(router or {})
-    gateways = told.pop("gateways", [])
-    loading = told.pop("loading", {})
-    pools = {home: _pool(home, seen[home], told, workers, loading) for home in HOMES}
-    missing = _missing(config, router, gateways, workers)
-    short = [home for home, pool in pools.items() if pool["ready"] < pool["target"]]
-    counts = Counter[str]()
+    router_values = dict(router or {})
+    gateways: list[GatewayStatistics] = router_values.pop("gateways", [])
+    loading: LoadingProgress = router_values.pop("loading", {})
+
+    pool_summaries = {
+        pool: _summarize_pool(pool, pools[pool], router_values, workers, loading=loading)
+        for pool in POOL_DEPLOYMENTS
+    }
+    missing = _missing_parts(config, router, gateways, workers)
+    pools_are_complete = all(
+        summary["ready"] >= summary["target"] for summary in pool_summaries.values()
+    )
+    request_counts = Counter[str]()
     for gateway in gateways:
-        counts.update(gateway["requests"])
+        request_counts.update(gateway["requests"])
+
     return {
-        "state": "degraded" if missing or short else "healthy",
+        "state": "healthy" if pools_are_complete and not missing else "degraded",
         "missing": missing,
         "model": gateways[0]["model"] if gateways else config.model.name,
         "uptime_s": max((gateway["uptime_s"] for gateway in gateways), default=0.0),
         "slo": config.slo.model_dump(),
-        "requests": {name: counts[name] for name in REQUESTS},
-        "pools": pools,
+        "requests": {name: request_counts[name] for name in REQUEST_COUNTS},
+        "pools": pool_summaries,
         "gateways": gateways,
-        "router": told if router is not None else None,
+        "router": None if router is None else router_values,
         "workers": workers,
     }
 
 
-def _missing(
+def _missing_parts(
     config: ClusterConfig,
-    router: dict[str, Any] | None,
-    gateways: list[dict[str, Any]],
-    workers: list[dict[str, Any]],
+    router: RouterStatistics | None,
+    gateways: list[GatewayStatistics],
+    workers: list[WorkerStatistics],
 ) -> list[str]:
-    """What is not there for a request to be served."""
+    """Return which roles or processes must come up before a request can be served."""
     if router is None:
         return ["router"]
-    always = config.router.disaggregate == "always"
-    needed = {"prefill", "decode"} if always else {"decode"}
-    roles = {worker["role"] for worker in workers if worker["state"] == "ready"}
-    return sorted(needed - roles) + ([] if gateways else ["gateway"])
+    needed_roles = {"decode"}
+    if config.router.disaggregate == "always":
+        needed_roles.add("prefill")
+    ready_roles = {worker["role"] for worker in workers if worker["state"] == "ready"}
+    missing = sorted(needed_roles - ready_roles)
+    if not gateways:
+        missing.append("gateway")
+    return missing
 
 
-def _pool(
-    home: str,
-    seen: Seen,
-    router: dict[str, Any],
-    workers: list[dict[str, Any]],
-    loading: dict[str, list],
+def _summarize_pool(
+    pool: str,
+    observation: PoolObservation,
+    router: RouterStatistics,
+    workers: list[WorkerStatistics],
+    *,
+    loading: LoadingProgress,
 ) -> dict[str, Any]:
-    mine = [worker for worker in workers if worker["home"] == home]
-    now = [worker for worker in workers if worker["role"] == home]
-    blocks = [worker["engine"]["kv_blocks"] for worker in now]
-    total = sum(each["total"] for each in blocks)
-    used = sum(each["active"] + each["reserved"] for each in blocks)
-    engines = [worker["engine"] for worker in now]
-    queue = sum(engine["waiting"] for engine in engines)
+    """Return one row of the status.
+
+    Replicas are counted in the pool that they belong to, and work where it is done: a flipped
+    worker's queue and blocks count for the pool of its role.
+    """
+    members = [worker for worker in workers if worker["home"] == pool]
+    engines = [worker["engine"] for worker in workers if worker["role"] == pool]
     recent = router.get("recent", {})
-    prompt = router.get("prompt_tokens", 0)
-    first = home == "prefill"
+
+    queue = sum(engine["waiting"] for engine in engines)
+    prefix_hit = None
+    ttft_p95_ms = None
+    itl_p95_ms = None
+    if pool == "prefill":
+        queue += router.get("waiting", 0)  # these wait in the router for a prefill worker
+        ttft_p95_ms = recent.get("ttft_p95_ms")
+        if router.get("prompt_tokens", 0):
+            prefix_hit = round(router["hit_tokens"] / router["prompt_tokens"], 4)
+    else:
+        itl_p95_ms = recent.get("itl_p95_ms")
+
     return {
-        "ready": sum(worker["state"] != "leaving" for worker in mine),
-        "target": seen.target,
-        "starting": len(seen.starting),
-        "stopping": len(seen.stopping),
-        "roles": dict(sorted(Counter(worker["role"] for worker in mine).items())),
-        "gpu": ", ".join(sorted({worker["gpu"] for worker in mine})) or "-",
-        "queue": queue + (router.get("waiting", 0) if first else 0),
-        "running": sum(e["running"] + e["ready"] + e["prefilling"] for e in engines),
-        "kv_used": round(used / total, 4) if total else 0.0,
-        "prefix_hit": round(router["hit_tokens"] / prompt, 4) if first and prompt else None,
-        "ttft_p95_ms": recent.get("ttft_p95_ms") if first else None,
-        "itl_p95_ms": None if first else recent.get("itl_p95_ms"),
-        "notes": _notes(home, seen, mine, loading),
+        "ready": sum(worker["state"] != "leaving" for worker in members),
+        "target": observation.target,
+        "starting": len(observation.starting),
+        "stopping": len(observation.stopping),
+        "roles": dict(sorted(Counter(worker["role"] for worker in members).items())),
+        "gpu": ", ".join(sorted({worker["gpu"] for worker in members})) or "-",
+        "queue": queue,
+        "running": sum(
+            engine["running"] + engine["ready"] + engine["prefilling"] for engine in engines
+        ),
+        "kv_used": _kv_used_share(engines),
+        "prefix_hit": prefix_hit,
+        "ttft_p95_ms": ttft_p95_ms,
+        "itl_p95_ms": itl_p95_ms,
+        "notes": _pool_notes(pool, observation, members, loading),
     }
 
 
-def _notes(
-    home: str, seen: Seen, mine: list[dict[str, Any]], loading: dict[str, list]
+def _kv_used_share(engines: list[dict[str, Any]]) -> float:
+    total_blocks = sum(engine["kv_blocks"]["total"] for engine in engines)
+    used_blocks = sum(
+        engine["kv_blocks"]["active"] + engine["kv_blocks"]["reserved"] for engine in engines
+    )
+    return round(used_blocks / total_blocks, 4) if total_blocks else 0.0
+
+
+def _pool_notes(
+    pool: str,
+    observation: PoolObservation,
+    members: list[WorkerStatistics],
+    loading: LoadingProgress,
 ) -> list[str]:
-    """What is unusual about a pool."""
+    """Return what is unusual about a pool, one phrase for each thing."""
     notes = []
-    for worker in mine:
+    for worker in members:
         if worker["state"] != "ready":
             notes.append(f"{worker['id']} {worker['state']} ({worker['jobs']} left)")
-        elif worker["role"] != home:
+        elif worker["role"] != pool:
             notes.append(f"{worker['id']} works as {worker['role']}")
         if worker.get("note"):
             notes.append(f"{worker['id']}: {worker['note']}")
-    known = {worker["id"] for worker in mine}
-    for name, (note, fraction) in sorted(loading.items()):
-        if name.startswith(f"{home}/") and name not in known:
-            notes.append(f"{name} {note} ({math.floor(100 * fraction)} %)")
-    if seen.starting and not loading:
-        notes.append(f"{len(seen.starting)} starting")
-    if seen.message:
-        notes.append(seen.message)
+
+    member_ids = {worker["id"] for worker in members}
+    for worker_id, (phase, fraction) in sorted(loading.items()):
+        if worker_id.startswith(f"{pool}/") and worker_id not in member_ids:
+            notes.append(f"{worker_id} {phase} ({math.floor(100 * fraction)} %)")
+    if observation.starting and not loading:
+        notes.append(f"{len(observation.starting)} starting")
+    if observation.message:
+        notes.append(observation.message)
     return notes

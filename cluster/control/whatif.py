@@ -1,13 +1,17 @@
 """What the last requests would have met under another policy, split or load (pure; virtual time).
 
-They run through the simulator: the same router code, workers as fast as the router thinks they are.
+The requests run through the simulator: the router's own code, and workers that are as fast as the
+router predicts. `u` are a prompt's tokens that were not cached, and `B` is the number of answers
+that decoded on the same worker when the request was placed:
 
-    prefill(u) = base + token * u     from its predictions, u prompt tokens that were not cached
-    step(B)    = base + row * B       from its predictions, B answers that ran on that worker then
-    transfer   = what it expects not to hide behind the prefill, on average
+    prefill(u) = prefill_base + prefill_token * u     fitted to the predicted prefill times
+    step(B)    = step_base + step_row * B             fitted to the predicted times between tokens
+    transfer   = the mean predicted part of it that the prefill does not hide
 
-What a prefix cache spared in life is spared here too, whoever is chosen: the blocks are not known.
-The run as it was stands beside the other: how far that is from life is how far to trust both.
+Tokens that a prefix cache spared in the real run are spared in the simulated ones too, whichever
+worker is chosen, as the blocks are not recorded. The result has three columns: what was observed,
+the same setup simulated, and the other setup simulated. How far the second is from the first is how
+far to trust the third.
 """
 
 from __future__ import annotations
@@ -29,90 +33,134 @@ from ...simulator.metrics import Slo
 from ...simulator.sim import Setting, Simulation
 from ...simulator.trace import HASH_TOKENS, Item, Trace
 
-ENOUGH = 8  #: requests below which nothing is said
-MOST_WORKERS, MOST_LOAD = 64, 8.0
-CURVE = tuple(range(0, 101, 5))  #: percentiles of a curve
-FULL = ("stop", "length")
+MIN_REQUESTS = 8  #: With fewer requests nothing is said.
+WORKERS_LIMIT = 64
+LOAD_MINIMUM = 0.5
+LOAD_LIMIT = 8.0
+CURVE_PERCENTILES = tuple(range(0, 101, 5))
+MEDIAN_INDEX = CURVE_PERCENTILES.index(50)
+FINISHED_REASONS = ("stop", "length")
+#: A placed request's first attempt, as `Decision.told` in router/decisions.py describes it.
+DecisionRecord = dict[str, Any]
 
 
-class WhatIf(NamedTuple):
-    """What is asked. `load`: times as many requests in the same pattern, at least half of it."""
+class WhatIfScenario(NamedTuple):
+    """A policy, workers of each role, and a load to simulate."""
 
     policy: str
     prefill: int
     decode: int
+    #: Times as many requests as there were, in the same pattern.
     load: float = 1.0
 
     def refusal(self) -> str | None:
+        """Return why this cannot be simulated, or None if it can."""
         if self.policy not in POLICIES:
             return f"policy {self.policy!r}: expected one of {', '.join(POLICIES)}"
         if not (self.prefill >= 1 and self.decode >= 1):
             return "prefill and decode: at least one worker each"
-        if self.prefill + self.decode > MOST_WORKERS:
-            return f"prefill and decode: {MOST_WORKERS} workers at most"
-        if not 0.5 <= self.load <= MOST_LOAD:
-            return f"load: between 0.5 and {MOST_LOAD:g}"
+        if self.prefill + self.decode > WORKERS_LIMIT:
+            return f"prefill and decode: {WORKERS_LIMIT} workers at most"
+        if not LOAD_MINIMUM <= self.load <= LOAD_LIMIT:
+            return f"load: between {LOAD_MINIMUM:g} and {LOAD_LIMIT:g}"
         return None
 
 
-def whatif(
-    asked: WhatIf, decisions: list[dict[str, Any]], cards: list[WorkerCard], config: RouterConfig
+def simulate_whatif(
+    scenario: WhatIfScenario,
+    decisions: list[DecisionRecord],
+    cards: list[WorkerCard],
+    config: RouterConfig,
 ) -> dict[str, Any] | str:
-    """The runs side by side, or why there are none. `decisions` as `Decision.told` says them."""
-    served = _served(decisions)
+    """Return the observed run beside two simulated ones, or a sentence why there is no result."""
+    served = _served_first_attempts(decisions)
+    if len(served) < MIN_REQUESTS:
+        return (
+            f"{len(served)} of the last requests were served to their end; "
+            f"{MIN_REQUESTS} are needed"
+        )
     roles = [card.role or card.pool for card in cards]
-    now = WhatIf(config.policy, roles.count("prefill"), roles.count("decode"))
-    if len(served) < ENOUGH:
-        return f"{len(served)} of the last requests were served to their end; {ENOUGH} are needed"
-    if now.refusal():
+    present = WhatIfScenario(
+        policy=config.policy, prefill=roles.count("prefill"), decode=roles.count("decode")
+    )
+    if present.refusal():
         return "the cluster has no prefill or no decode worker now"
-    hardware = _hardware(served, cards[0])
-    trace = Trace("the last requests", [_item(one, served[0]) for one in served], HASH_TOKENS)
+
+    hardware = _fit_hardware(served, cards[0])
+    first_arrival = _arrival(served[0])
+    items = [_trace_item(decision, first_arrival) for decision in served]
+    trace = Trace("the last requests", items, HASH_TOKENS)
     return {
         "requests": len(served),
         "span_s": round(trace.span_s, 3),
-        "life": _life(served),
-        "same": _run(now, trace, hardware, config),
-        "other": _run(asked, trace, hardware, config),
+        "life": _observed_run(served),
+        "same": _simulated_run(present, trace, hardware, config),
+        "other": _simulated_run(scenario, trace, hardware, config),
     }
 
 
-def _served(decisions: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Whole first attempts, oldest first."""
-    found = [
-        one
-        for one in decisions
-        if one["decode"] and one["key"][1] == 0 and one["observed"].get("reason") in FULL
+# ---- the requests --------------------------------------------------------------------------------
+
+
+def _served_first_attempts(decisions: list[DecisionRecord]) -> list[DecisionRecord]:
+    """Return those whose first attempt was served to its end, by arrival."""
+    served = [
+        decision
+        for decision in decisions
+        if decision["decode"]
+        and decision["key"][1] == 0
+        and decision["observed"].get("reason") in FINISHED_REASONS
     ]
-    return sorted(found, key=lambda one: one["at"] - one["waited_s"])
+    return sorted(served, key=_arrival)
 
 
-def _item(one: dict[str, Any], first: dict[str, Any]) -> Item:
-    at = (one["at"] - one["waited_s"]) - (first["at"] - first["waited_s"])
-    return Item(at, _uncached(one), max(1, one["observed"]["tokens"]))
+def _arrival(decision: DecisionRecord) -> float:
+    """Return when the request reached the router, by the router's clock in seconds."""
+    arrival: float = decision["at"] - decision["waited_s"]
+    return arrival
 
 
-def _uncached(one: dict[str, Any]) -> int:
-    return max(1, one["prompt_tokens"] - one["hit_tokens"])
+def _trace_item(decision: DecisionRecord, first_arrival: float) -> Item:
+    return Item(
+        at=_arrival(decision) - first_arrival,
+        prompt=_uncached_tokens(decision),
+        output=max(1, decision["observed"]["tokens"]),
+    )
+
+
+def _uncached_tokens(decision: DecisionRecord) -> int:
+    return max(1, decision["prompt_tokens"] - decision["hit_tokens"])
 
 
 # ---- what a worker costs -------------------------------------------------------------------------
 
 
-def _hardware(served: list[dict[str, Any]], card: WorkerCard) -> Hardware:
-    tokens, prefill = [_uncached(one) for one in served], [one["prefill_s"] for one in served]
-    beside = _beside(served)
-    prefill_base, token = _line(tokens, prefill)
-    step_base, row = _line(beside, [one["itl_s"] for one in served])
+class FittedLine(NamedTuple):
+    """base + slope * x, with neither below 0."""
+
+    base: float
+    slope: float
+
+
+def _fit_hardware(served: list[DecisionRecord], card: WorkerCard) -> Hardware:
+    """Return workers like `card`'s that are as fast as the router predicted."""
+    prefill = _fit_line(
+        [_uncached_tokens(decision) for decision in served],
+        [decision["prefill_s"] for decision in served],
+    )
+    step = _fit_line(
+        _answers_beside(served),
+        [decision["itl_s"] for decision in served],
+    )
     cost = Coefficients(
-        prefill_base=prefill_base,
-        prefill_token=token,
+        prefill_base=prefill.base,
+        prefill_token=prefill.slope,
         prefill_pair=0.0,
-        step_base=step_base,
-        step_row=row,
+        step_base=step.base,
+        step_row=step.slope,
         step_weights=0.0,
         step_token=0.0,
-        transfer_base=sum(one["exposed_s"] for one in served) / len(served),
+        transfer_base=float(np.mean([decision["exposed_s"] for decision in served])),
         exposed_share=1.0,
     )
     return Hardware(
@@ -127,64 +175,87 @@ def _hardware(served: list[dict[str, Any]], card: WorkerCard) -> Hardware:
     )
 
 
-def _beside(served: list[dict[str, Any]]) -> list[int]:
-    """How many answers ran on each one's decode worker when it was placed, itself included."""
-    ends = [one["at"] + one["ttft_s"] + one["observed"]["tokens"] * one["itl_s"] for one in served]
+def _answers_beside(served: list[DecisionRecord]) -> list[int]:
+    """Return how many answers ran on each request's decode worker when it was placed.
+
+    The request itself counts. An answer's end is predicted from its first token and its gaps.
+    """
+    ends = [
+        decision["at"] + decision["ttft_s"] + decision["observed"]["tokens"] * decision["itl_s"]
+        for decision in served
+    ]
     return [
         sum(
-            other["decode"] == one["decode"] and other["at"] <= one["at"] <= end
+            other["decode"] == decision["decode"] and other["at"] <= decision["at"] <= end
             for other, end in zip(served, ends, strict=True)
         )
-        for one in served
+        for decision in served
     ]
 
 
-def _line(at: list[int], values: list[float]) -> tuple[float, float]:
-    """base, slope >= 0 by least squares."""
-    matrix = np.array([[1.0, one] for one in at])
+def _fit_line(xs: list[int], values: list[float]) -> FittedLine:
+    """Return the line of least squares whose base and slope are not negative."""
+    matrix = np.array([[1.0, x] for x in xs])
+    # Columns of equal size, as the solver loses accuracy where tokens stand beside ones.
     scale = matrix.max(axis=0)
-    found, _ = nnls(matrix / scale, np.array(values, dtype=float))
-    base, slope = found / scale
-    return float(base), float(slope)
+    solution, _ = nnls(matrix / scale, np.array(values, dtype=float))
+    base, slope = solution / scale
+    return FittedLine(float(base), float(slope))
 
 
 # ---- runs ----------------------------------------------------------------------------------------
 
 
-def _run(asked: WhatIf, trace: Trace, hardware: Hardware, config: RouterConfig) -> dict[str, Any]:
-    split = Split(asked.prefill, asked.decode)
-    router = replace(config, policy=asked.policy, settle_s=0.001, decisions=0)
-    slo = Slo(config.ttft_s, 0.0, config.itl_s)
-    setting = Setting(Fleet(((hardware, split.total),)), split, router, slo)
-    outcomes = Simulation(setting, trace).run(trace.workload(trace.rate * asked.load, 0))
-    assert outcomes is not None  # nothing ends it early
-    served = [one for one in outcomes if not one.refused]
-    gaps = [one.tpot for one in served if one.output > 1]
+def _simulated_run(
+    scenario: WhatIfScenario, trace: Trace, hardware: Hardware, config: RouterConfig
+) -> dict[str, Any]:
+    """Run the trace in virtual time; the result is a column of the comparison."""
+    split = Split(prefill=scenario.prefill, decode=scenario.decode)
+    setting = Setting(
+        Fleet(((hardware, split.total),)),
+        split,
+        replace(config, policy=scenario.policy, settle_s=0.001, decisions=0),
+        Slo(config.ttft_s, 0.0, config.itl_s),
+    )
+    workload = trace.workload(trace.rate * scenario.load, 0)
+    outcomes = Simulation(setting, trace).run(workload)
+    assert outcomes is not None, "nothing ends a simulation early here"
+
+    served = [outcome for outcome in outcomes if not outcome.refused]
+    mean_gaps_s = [outcome.tpot for outcome in served if outcome.output > 1]
     return {
-        **asked._asdict(),
-        "met": sum(one.met for one in outcomes) / len(outcomes),
+        **scenario._asdict(),
+        "met": sum(outcome.met for outcome in outcomes) / len(outcomes),
         "refused": len(outcomes) - len(served),
-        "itl_ms": _curve(gaps)[10] if gaps else None,
-        "ttft_ms": _curve([one.ttft for one in served]),
+        "itl_ms": _curve_ms(mean_gaps_s)[MEDIAN_INDEX] if mean_gaps_s else None,
+        "ttft_ms": _curve_ms([outcome.ttft for outcome in served]),
     }
 
 
-def _life(served: list[dict[str, Any]]) -> dict[str, Any]:
-    """What was observed of the same requests; the gaps' p99 is judged as in the simulator."""
-
-    def met(one: dict[str, Any]) -> bool:
-        seen = one["observed"]
-        gaps = seen["tokens"] - 1 >= GAPS_FOR_P99 and seen.get("itl_p99_ms", 0.0) / 1e3
-        return seen["ttft_ms"] / 1e3 <= one["ttft_target_s"] and gaps <= one["itl_target_s"]
-
+def _observed_run(served: list[DecisionRecord]) -> dict[str, Any]:
+    """Return what was observed of the requests; the result is a column of the comparison."""
     return {
-        "met": sum(map(met, served)) / len(served),
-        "ttft_ms": _curve([one["observed"]["ttft_ms"] / 1e3 for one in served]),
+        "met": sum(_met_targets(decision) for decision in served) / len(served),
+        "ttft_ms": _curve_ms([decision["observed"]["ttft_ms"] / 1e3 for decision in served]),
     }
 
 
-def _curve(seconds: list[float]) -> list[float]:
-    """Milliseconds at each percentile of `CURVE`."""
+def _met_targets(decision: DecisionRecord) -> bool:
+    """Return whether the request met its targets, judged as the simulator judges it.
+
+    The p99 of the gaps counts only where there are `FEW` gaps or more.
+    """
+    observed = decision["observed"]
+    if observed["ttft_ms"] / 1e3 > decision["ttft_target_s"]:
+        return False
+    if observed["tokens"] - 1 < GAPS_FOR_P99:
+        return True
+    p99_gap_s: float = observed.get("itl_p99_ms", 0.0) / 1e3
+    return p99_gap_s <= decision["itl_target_s"]
+
+
+def _curve_ms(seconds: list[float]) -> list[float]:
+    """Return the milliseconds at each of `CURVE_PERCENTILES`; empty if there are no values."""
     if not seconds:
         return []
-    return [round(1e3 * float(value), 2) for value in np.percentile(seconds, CURVE)]
+    return [round(1e3 * float(value), 2) for value in np.percentile(seconds, CURVE_PERCENTILES)]

@@ -36,9 +36,9 @@ from ..telemetry.page import MetricRow
 from ..telemetry.tracing import end_request_span, tracer_of
 from .apis.parameters import ModelLimits
 from .attempt.plane import Plane
-from .attempt.resume import Seen
+from .attempt.request import AnswerUpdate, Generator, Request
+from .attempt.resume import Cursor
 from .attempt.shelf import Shelf
-from .attempt.stream import Generator, News, Request
 from .attempt.terms import Terms
 from .edge import http, rpc
 from .edge.keys import AccessControl
@@ -172,8 +172,8 @@ class Gateway:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizers, work)
 
     def generate(
-        self, request: Request, seen: tuple[Seen, ...] = ()
-    ) -> AsyncGenerator[list[News], None]:
+        self, request: Request, seen: tuple[Cursor, ...] = ()
+    ) -> AsyncGenerator[list[AnswerUpdate], None]:
         """Tokens as they come; first, alone, those that the client has `seen`. Raises ApiError.
 
         Closing the iterator frees everything on every worker, unless the answer is to go on.
@@ -191,9 +191,9 @@ class Gateway:
     def dismiss(self, request: Request) -> None:
         self._generator.dismiss(request)
 
-    async def run(self, request: Request) -> AsyncGenerator[list[News], None]:
+    async def run(self, request: Request) -> AsyncGenerator[list[AnswerUpdate], None]:
         """What is new of a request, for its journal and whoever reads it."""
-        self._live.add(request.wire)
+        self._live.add(request.wire_id)
         self.started += 1
         tokens = self._generator.run(request)
         failed = "cancelled", CODE_CLIENT_LEFT
@@ -210,7 +210,7 @@ class Gateway:
             failed = "internal", 500
             raise
         finally:
-            self._live.discard(request.wire)
+            self._live.discard(request.wire_id)
             await tokens.aclose()
             outcome = self._account(request, failed)
             if span:
@@ -218,8 +218,8 @@ class Gateway:
 
     def _account(self, request: Request, failed: tuple[str, int]) -> f.RequestOutcome:
         """What it was like for its client: goodput and latencies count once for each request."""
-        self.finished += request.finish is not None
-        reason, code = (request.finish, CODE_COMPLETE) if request.finish else failed
+        self.finished += request.finish_reason is not None
+        reason, code = (request.finish_reason, CODE_COMPLETE) if request.finish_reason else failed
         outcome, slo = outcome_of(request, reason), self.config.slo
         if request.accounted:
             self.tally.count_refused(code, request.terms.slo_class)
@@ -278,8 +278,8 @@ class Gateway:
 
 
 async def _until(
-    tokens: AsyncGenerator[list[News], None], request: Request
-) -> AsyncGenerator[list[News], None]:
+    tokens: AsyncGenerator[list[AnswerUpdate], None], request: Request
+) -> AsyncGenerator[list[AnswerUpdate], None]:
     """`tokens`, until the client waits no longer. Raises ApiError."""
     while True:
         try:

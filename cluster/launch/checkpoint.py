@@ -1,4 +1,8 @@
-"""Which model to serve: a folder, a Hugging Face id, or the bundled one; checked before start."""
+"""Which model to serve: a folder, a Hugging Face id, or the bundled one; checked before the start.
+
+`find_checkpoint` resolves the model's files. `check_memory` compares what the workers need with
+what this machine has free.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +17,35 @@ from ...engine.spec import ModelSpec, read_spec
 from ..config import ClusterConfig, ConfigError
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_FILE_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+WORKER_OVERHEAD_MIB = 400  #: Of a worker process, beside weights and KV pool.
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
+    """A model whose files are on this machine."""
+
     folder: Path
+    #: The model's name in the API.
     name: str
     spec: ModelSpec
 
 
-def find(config: ClusterConfig) -> Checkpoint:
-    """Resolves the model and checks its files. Raises ConfigError with one sentence."""
+def find_checkpoint(config: ClusterConfig) -> Checkpoint:
+    """Find the configured model, downloading it if need be, and check that its files are there.
+
+    Raises ConfigError with one sentence.
+    """
     path = config.model.path
     if path is None:
-        folder, name = CHECKPOINT, "demo"
+        folder = CHECKPOINT
+        name = "demo"
+    elif (local_folder := Path(path).expanduser()).is_dir():
+        folder = local_folder
+        name = Path(path).name
     else:
-        folder = _local(path) or _download(path)
-        name = Path(path).name if _local(path) else path
+        folder = _download(path)
+        name = path
     try:
         spec = read_spec(folder)
     except EngineError as error:
@@ -40,20 +55,17 @@ def find(config: ClusterConfig) -> Checkpoint:
     return Checkpoint(folder.resolve(), config.model.name or name, spec)
 
 
-def _local(path: str) -> Path | None:
-    folder = Path(path).expanduser()
-    return folder if folder.is_dir() else None
-
-
 def _download(path: str) -> Path:
+    """Return the folder with the files of a Hugging Face id. Raises ConfigError."""
     if not _HUB_ID.fullmatch(path) or path.startswith((".", "/")):
         raise ConfigError(f"{path} is not a folder; give a checkpoint folder or a Hugging Face id")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, allow_patterns=_FILES))
+        return Path(snapshot_download(path, allow_patterns=_FILE_PATTERNS))
     except Exception as error:  # the hub raises dozens of classes, network ones included
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        message_lines = str(error).strip().splitlines()
+        reason = message_lines[0] if message_lines else type(error).__name__
         raise ConfigError(
             f"{path} is not a folder here and cannot be downloaded from the Hugging Face hub: "
             f"{reason}"
@@ -61,20 +73,23 @@ def _download(path: str) -> Path:
 
 
 def check_memory(config: ClusterConfig, spec: ModelSpec) -> None:
-    """Weights and KV pool of every worker against the memory that is free on this machine.
+    """Compare all workers' weights and KV pools with the memory that is free on this machine.
 
-    Raises ConfigError.
+    Raises ConfigError if the workers need more.
     """
-    weights = weight_bytes(spec, config.model.dtype)
-    needed = sum(
-        pool.replicas * (weights + (pool.engine.kv_mib << 20) + (400 << 20))
-        for pool in (config.pools.prefill, config.pools.decode)
+    free_bytes = available_memory()
+    if free_bytes is None:
+        return
+    model_bytes = weight_bytes(spec, config.model.dtype)
+    pools = (config.pools.prefill, config.pools.decode)
+    needed_bytes = sum(
+        pool.replicas * (model_bytes + ((pool.engine.kv_mib + WORKER_OVERHEAD_MIB) << 20))
+        for pool in pools
     )
-    free = available_memory()
-    if free is not None and needed > free:
-        workers = config.pools.prefill.replicas + config.pools.decode.replicas
+    if needed_bytes > free_bytes:
+        worker_count = sum(pool.replicas for pool in pools)
         raise ConfigError(
-            f"too little memory: {workers} workers need about {needed >> 20} MiB (weights, KV "
-            f"pools, 400 MiB each), {free >> 20} MiB are free; lower pools.*.engine.kv_mib or "
-            "pools.*.replicas, or take a smaller model"
+            f"too little memory: {worker_count} workers need about {needed_bytes >> 20} MiB "
+            f"(weights, KV pools, {WORKER_OVERHEAD_MIB} MiB each), {free_bytes >> 20} MiB are "
+            "free; lower pools.*.engine.kv_mib or pools.*.replicas, or take a smaller model"
         )

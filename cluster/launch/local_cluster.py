@@ -1,7 +1,12 @@
-"""Starts a cluster: checks, Ray (or joins a Ray that runs), Serve, progress, clean shutdown.
+"""Starts a cluster and ends it: `diptych serve`.
 
-The application is deployed as a Serve config, not by `serve.run`: the same config with other counts
-scales it in place (`control/serve.py`).
+1. `prepare` checks everything that can be checked before a process starts.
+2. `LocalCluster.start` starts Ray, or joins a Ray that runs, and then Serve.
+3. The application is deployed as a Serve config, not by `serve.run`, because the same config with
+   other replica counts scales the application in place (`control/serve.py`).
+4. `start` reports progress until every deployment is healthy and the gateway is ready.
+5. `stop` closes the gateways, so that open answers end with an error that says why, and then ends
+   Serve and Ray, or only the application on a Ray that others started.
 """
 
 from __future__ import annotations
@@ -19,51 +24,68 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import SECRET, ClusterConfig, ConfigError, GatewaySettings, host_and_port
-from ..control.serve import APP, HOMES
+from ..control.serve import APPLICATION_NAME, POOL_DEPLOYMENTS
 from ..worker import cores
-from .checkpoint import Checkpoint, check_memory, find
+from .checkpoint import Checkpoint, check_memory, find_checkpoint
 from .ray_cluster import RayAccess, StartError, check_environment, join_ray, start_ray
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
+    from ray.serve.schema import ApplicationStatusOverview
 
-START_S = 600.0
-CLOSE_S = 3.0  #: for gateways to tell their clients that the cluster ends
+START_LIMIT_S = 600.0
+POLL_INTERVAL_S = 0.1
+READY_TIMEOUT_S = 2.0
+CLOSE_LIMIT_S = 3.0  #: For gateways to tell their clients that the cluster ends.
 GRPC_SERVICES = [
     "diptych.protos.inference_pb2_grpc.add_InferenceServicer_to_server",
     "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
 ]
+FAILED_STATES = ("DEPLOY_FAILED", "UNHEALTHY")
 
-Say = Callable[[str], None]
+ReportProgress = Callable[[str], None]
 
 
-class Cluster:
-    """A running cluster; `stop` ends it, whatever state it is in."""
+class LocalCluster:
+    """A cluster from before its start to its end. `stop` ends it in whatever state it is."""
 
     def __init__(
         self, config: ClusterConfig, checkpoint: Checkpoint, ray_address: str | None = None
     ) -> None:
-        self.config, self.checkpoint, self._address = config, checkpoint, ray_address
-        self._router: DeploymentHandle | None = None
-        self._temp = ""
-        #: None: Ray was started by others, or is not up yet.
+        self.config = config
+        self.checkpoint = checkpoint
+        #: None if Ray was started by others, or is not up yet.
         self.ray_access: RayAccess | None = None
+        #: The Ray to join; None: a new one is started.
+        self._ray_address = ray_address
+        self._router: DeploymentHandle | None = None
+        #: The folder of our own Ray; empty if there is none.
+        self._ray_folder = ""
+        #: By deployment or worker: the progress that was reported last.
+        self._reported: dict[str, str] = {}
 
-    def start(self, say: Say) -> None:
-        """Starts Ray and deploys. Raises ConfigError or StartError."""
-        if self._address:
-            say(f"joining Ray at {self._address}")
-            join_ray(self._address, self.config.ray.auth)
+    def start(self, report_progress: ReportProgress) -> None:
+        """Start Ray, deploy, and return once requests can be served.
+
+        Raises ConfigError or StartError.
+        """
+        if self._ray_address:
+            report_progress(f"joining Ray at {self._ray_address}")
+            join_ray(self._ray_address, self.config.ray.auth)
         else:
             self._check_ports()
             cores.offer(self.config)
-            say("starting Ray")
+            report_progress("starting Ray")
             self._start_ray()
-        say("starting Serve")
-        self._deploy(say)
+        report_progress("starting Serve")
+        self._start_serve()
+        report_progress("starting workers")
+        self._deploy()
+        self._wait_until_ready(report_progress)
 
     def _check_ports(self) -> None:
-        gateway, control = self.config.gateway, self.config.control
+        gateway = self.config.gateway
+        control = self.config.control
         check_port(gateway.host, gateway.http_port, "gateway.http_port")
         check_port(gateway.host, gateway.grpc_port, "gateway.grpc_port")
         check_port(control.host, control.port, "control.port")
@@ -71,166 +93,188 @@ class Cluster:
 
     def _start_ray(self) -> None:
         os.environ[SECRET] = self.config.secret
-        self._temp = tempfile.mkdtemp(prefix="dip", dir="/tmp")  # unix socket paths must be short
+        # Paths of Unix sockets must be short, so the folder is not in TMPDIR.
+        self._ray_folder = tempfile.mkdtemp(prefix="dip", dir="/tmp")
         cpus = max(os.cpu_count() or 1, 2)
-        self.ray_access = start_ray(Path(self._temp), self.config.ray.auth, cpus)
+        self.ray_access = start_ray(Path(self._ray_folder), self.config.ray.auth, cpus)
 
-    def _deploy(self, say: Say) -> None:
+    def _start_serve(self) -> None:
         from ray import serve
         from ray.serve.config import gRPCOptions
-        from ray.serve.context import _get_global_client
-        from ray.serve.schema import ServeDeploySchema
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         gateway = self.config.gateway
-        proxies = gateway.listen == "serve"
-        proxied = gRPCOptions(port=gateway.grpc_port, grpc_servicer_functions=GRPC_SERVICES)
-        serve.start(
-            proxy_location="EveryNode" if proxies else "Disabled",
-            http_options={"host": gateway.host, "port": gateway.http_port},
-            grpc_options=proxied if proxies else None,
-        )
-        say("starting workers")
+        http_options = {"host": gateway.host, "port": gateway.http_port}
+        if gateway.listen == "serve":
+            serve.start(
+                proxy_location="EveryNode",
+                http_options=http_options,
+                grpc_options=gRPCOptions(
+                    port=gateway.grpc_port, grpc_servicer_functions=GRPC_SERVICES
+                ),
+            )
+        else:
+            serve.start(proxy_location="Disabled", http_options=http_options)
+
+    def _deploy(self) -> None:
+        from ray.serve.context import _get_global_client
+        from ray.serve.schema import ServeDeploySchema
+
         application = serve_config(self.config, self.checkpoint)
         client = _get_global_client()
         assert client, "Serve was started above"
         client.deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
-        self._wait(say)
 
-    def _wait(self, say: Say) -> None:
-        """Until every deployment is healthy and the gateway is ready; tells what happens."""
+    def _wait_until_ready(self, report_progress: ReportProgress) -> None:
+        """Report progress until every deployment is healthy and the gateway is ready.
+
+        Raises StartError when a deployment fails, or after `START_LIMIT_S`.
+        """
         from ray import serve
 
-        said: dict[str, str] = {}
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline:
-            application = serve.status().applications.get(APP)
+            application = serve.status().applications.get(APPLICATION_NAME)
             if application is not None:
-                for name, deployment in application.deployments.items():
-                    line = f"{name}: {deployment.status.value.lower()}"
-                    if deployment.status.value in ("DEPLOY_FAILED", "UNHEALTHY"):
-                        raise StartError(_cause(name, deployment.message))
-                    if said.get(name) != line and "healthy" in line:
-                        said[name] = line
-                        say(line)
-                self._say_loading(say, said)
+                self._report_deployments(application, report_progress)
+                self._report_loading(report_progress)
                 if application.status.value == "RUNNING" and self.ready():
                     return
                 if application.status.value == "DEPLOY_FAILED":
-                    raise StartError(_cause("the application", application.message))
-            time.sleep(0.1)
-        raise StartError(f"the cluster was not ready after {START_S:.0f} s; logs: {self.logs}")
+                    raise StartError(_describe_failure("the application", application.message))
+            time.sleep(POLL_INTERVAL_S)
+        raise StartError(
+            f"the cluster was not ready after {START_LIMIT_S:.0f} s; logs: {self.logs}"
+        )
 
-    def _say_loading(self, say: Say, said: dict[str, str]) -> None:
-        """Workers' own words, once the router is up to pass them on."""
-        if "Router" not in said:
+    def _report_deployments(
+        self, application: ApplicationStatusOverview, report_progress: ReportProgress
+    ) -> None:
+        """Report deployments that became healthy. Raises StartError if one failed."""
+        for name, deployment in application.deployments.items():
+            state = deployment.status.value
+            if state in FAILED_STATES:
+                raise StartError(_describe_failure(name, deployment.message))
+            line = f"{name}: {state.lower()}"
+            if "healthy" in line and self._reported.get(name) != line:
+                self._reported[name] = line
+                report_progress(line)
+
+    def _report_loading(self, report_progress: ReportProgress) -> None:
+        """Report what the workers load, once there is a router that knows it."""
+        if "Router" not in self._reported:
             return
         progress = self._router_handle().progress.remote().result()
-        for worker, (note, fraction) in progress.items():
-            if fraction < 1.0 and said.get(worker) != note:
-                said[worker] = note
-                say(f"{worker}: {note} ({fraction:.0%})")
+        for worker, (phase, fraction) in progress.items():
+            if fraction < 1.0 and self._reported.get(worker) != phase:
+                self._reported[worker] = phase
+                report_progress(f"{worker}: {phase} ({fraction:.0%})")
 
     def ready(self) -> bool:
+        """Return whether the gateway says that requests can be served."""
         import httpx
 
         try:
-            return httpx.get(f"{self.url}/ready", timeout=2.0, verify=False).status_code == 200
+            response = httpx.get(f"{self.url}/ready", timeout=READY_TIMEOUT_S, verify=False)
         except httpx.HTTPError:
             return False
+        return response.status_code == 200
 
     @property
     def url(self) -> str:
+        """The gateway's URL."""
         gateway = self.config.gateway
         scheme = "https" if gateway.tls_cert else "http"
         return f"{scheme}://{host_and_port(gateway.host, gateway.http_port)}"
 
     @property
     def logs(self) -> Path:
-        return Path(self._temp) / "ray" / "session_latest" / "logs"
+        """The folder of Ray's logs."""
+        return Path(self._ray_folder) / "ray" / "session_latest" / "logs"
 
     def stop(self) -> None:
+        """End the cluster. Never raises, as what is ended may not have come up."""
         import ray
         from ray import serve
 
         if ray.is_initialized():
-            with _quiet(), contextlib.suppress(Exception):  # Serve may not have come up
+            with _hidden_output(), contextlib.suppress(Exception):
                 self._close_gateways()
-                if self._address:
-                    serve.delete(APP)
+                if self._ray_address:
+                    serve.delete(APPLICATION_NAME)
                 else:
                     serve.shutdown()
                 ray.shutdown()
-        if self._temp:
-            shutil.rmtree(self._temp, ignore_errors=True)
+        if self._ray_folder:
+            shutil.rmtree(self._ray_folder, ignore_errors=True)
 
     def _close_gateways(self) -> None:
-        """Open answers end with an error that says so, before Serve ends their gateways."""
+        """End open answers with an error that says why, before Serve ends their gateways."""
         with contextlib.suppress(Exception):  # there may be no router
-            self._router_handle().close_gateways.remote().result(timeout_s=CLOSE_S)
+            closing = self._router_handle().close_gateways.remote()
+            closing.result(timeout_s=CLOSE_LIMIT_S)
 
     def _router_handle(self) -> DeploymentHandle:
         from ray import serve
 
         if self._router is None:
-            self._router = serve.get_deployment_handle("Router", APP)
+            self._router = serve.get_deployment_handle("Router", APPLICATION_NAME)
             self._router._init(_run_router_in_separate_loop=True)  # no event loop runs here
         return self._router
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hides what Ray writes about the actors that it ends itself."""
+def _hidden_output() -> Iterator[None]:
+    """Hide what Ray writes to stdout and stderr about the actors that Ray ends itself."""
     sys.stdout.flush()
-    null = os.open(os.devnull, os.O_WRONLY)
-    kept = [(number, os.dup(number)) for number in (1, 2)]
-    for number, _ in kept:
-        os.dup2(null, number)
+    null_descriptor = os.open(os.devnull, os.O_WRONLY)
+    saved_descriptors = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
+    for descriptor in saved_descriptors:
+        os.dup2(null_descriptor, descriptor)
     try:
         yield
     finally:
         sys.stdout.flush()
-        for number, copy in kept:
-            os.dup2(copy, number)
-            os.close(copy)
-        os.close(null)
+        for descriptor, saved_descriptor in saved_descriptors.items():
+            os.dup2(saved_descriptor, descriptor)
+            os.close(saved_descriptor)
+        os.close(null_descriptor)
 
 
 def serve_config(config: ClusterConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    """The application in a Serve config file. Its arguments must not change when it is scaled.
+    """Return the application as a Serve config file has it.
 
-    The secret is no argument, as Serve logs these: the builder takes it from the environment of
-    Ray's nodes, or makes one.
+    Its arguments must not change when the application is scaled. The secret is no argument, as
+    Serve logs these: the application's builder takes it from the environment of Ray's nodes.
     """
-    args = config.model_dump(mode="json", exclude={"secret"})
-    args["model"] |= {"path": str(checkpoint.folder), "name": checkpoint.name}
-    pools = [
-        {"name": deployment, "num_replicas": getattr(config.pools, home).replicas}
-        for home, deployment in HOMES.items()
-        if getattr(config.pools, home).replicas
-    ]
-    path = "diptych.cluster.app:application"
+    arguments = config.model_dump(mode="json", exclude={"secret"})
+    arguments["model"] |= {"path": str(checkpoint.folder), "name": checkpoint.name}
+    deployments = []
+    for pool, deployment_name in POOL_DEPLOYMENTS.items():
+        replicas = config.pools.of(pool).replicas
+        if replicas:  # Serve allows no deployment with 0 replicas
+            deployments.append({"name": deployment_name, "num_replicas": replicas})
     return {
-        "name": APP,
-        "import_path": path,
+        "name": APPLICATION_NAME,
+        "import_path": "diptych.cluster.app:application",
         "route_prefix": "/",
-        "args": args,
-        "deployments": pools,
+        "args": arguments,
+        "deployments": deployments,
     }
 
 
-def prepare(config: ClusterConfig, ray_address: str | None = None) -> Cluster:
-    """Checks everything that can be checked before a process starts. Raises ConfigError."""
+def prepare(config: ClusterConfig, ray_address: str | None = None) -> LocalCluster:
+    """Check everything that can be checked before a process starts. Raises ConfigError."""
     check_environment(config.ray.auth)
-    checkpoint = find(config)
+    checkpoint = find_checkpoint(config)
     if ray_address is None:
         check_memory(config, checkpoint.spec)
         check_gateway(config.gateway)
-    return Cluster(config, checkpoint, ray_address)
+    return LocalCluster(config, checkpoint, ray_address)
 
 
 def check_gateway(settings: GatewaySettings) -> None:
-    """Its files are there. Raises ConfigError."""
+    """Check that the gateway's files can be read. Raises ConfigError."""
     from ..gateway.edge.keys import KeyFileError, read_keys
 
     try:
@@ -246,7 +290,9 @@ def check_gateway(settings: GatewaySettings) -> None:
 
 
 def check_port(host: str, port: int, key: str) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+    """Check that the port is free. Raises ConfigError, which names the setting `key`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -257,8 +303,9 @@ def check_port(host: str, port: int, key: str) -> None:
             ) from None
 
 
-def _cause(name: str, message: str) -> str:
-    """The last line of a worker's traceback: our errors say in it what is wrong."""
+def _describe_failure(name: str, message: str) -> str:
+    """Return why `name` did not start: the last line of a traceback that names an error."""
     lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
-    told = [line for line in lines if "Error: " in line or line.startswith("diptych.")]
-    return f"{name} did not start: {(told or lines or ['no reason given'])[-1]}"
+    error_lines = [line for line in lines if "Error: " in line or line.startswith("diptych.")]
+    reasons = error_lines or lines or ["no reason given"]
+    return f"{name} did not start: {reasons[-1]}"

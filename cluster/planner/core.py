@@ -1,303 +1,466 @@
 """The planner (pure): `handle(observation, now) -> [action]`, every few seconds.
 
-It asks how much of the fleet the demand needs, counted at arrival, and moves roles before it asks
-for replicas. For one replica g and the mean request of the last minute (prompt, uncached prompt,
-expected answer), all of it from the closed form that the router predicts with:
+The planner computes how much of the fleet the demand needs, as counted when requests arrive, and
+changes workers' roles before it asks for replicas. The demand's mean request has a number of
+uncached prompt tokens, of query-key pairs that its prefill computes, of expected answer tokens, and
+of KV tokens that all steps of its answer read (its context). A worker's seconds follow from the
+coefficients that the router predicts with:
 
-    prefill_g  = prefill_base + prefill_token uncached + prefill_pair pairs            seconds
-    decode_g   = max over step times t <= ITL of requests/s, each bounded by
-                 compute (1 - base/t) / (row out + read context),
-                 memory bandwidth (1 - (base + weights)/t) / (read context), and
-                 KV room  memory / (t context)
-    use_P = (rate + backlog/horizon) / sum 1/prefill_g        use_D = rate / sum decode_g
-    pressure = max(use_P / PREFILL_SHARE, use_D / DECODE_SHARE)
+    prefill    = prefill_base + prefill_token * uncached + prefill_pair * pairs        seconds
+    decode(t)  = the smallest of three bounds on answers per second with steps of t seconds:
+                 compute             (1 - step_base / t) / (step_row * output + read)
+                 memory bandwidth    (1 - (step_base + step_weights) / t) / read
+                 KV room             kv_tokens / (t * context)
+                 where read = step_token * context
+    decode     = the largest decode(t) with t up to the ITL target
 
-This is the goodput bound's linear program (simulator/bound.py) for the case that every request is
-served by a pool of its own phase. Prompts queue, so prefill is planned to be busy for less of the
-time than decode.
+    prefill use  = rate / (sum of 1 / prefill over prefill workers)
+                   + backlog / (horizon * number of prefill workers)
+    decode use   = max(rate / (sum of decode over decode workers), share of KV room in use)
+    pressure     = max(prefill use / PREFILL_SHARE, decode use / DECODE_SHARE)
+
+A fleet meets the targets while its pressure is at most 1. This is the linear program of the goodput
+bound (simulator/bound.py) for the case that a pool of its own serves each phase of every request.
+Prompts queue, so prefill workers are planned to be busy for a smaller share of the time than decode
+workers.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 from ...protos.frames import Coefficients
 from ...router.demand import OfferedLoad
 
-PREFILL_SHARE, DECODE_SHARE = 0.7, 0.95
-STEPS = (0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)  #: step times considered, of the ITL target
+ROLES = ("prefill", "decode")
+#: Of the time, how much of it workers of a role are planned to be busy.
+PREFILL_SHARE = 0.7
+DECODE_SHARE = 0.95
+#: Step times that are considered, as shares of the ITL target.
+STEP_SHARES = (0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)
+#: A start-up calibration on a noisy machine may find that a prefill costs nothing.
+PREFILL_MINIMUM_S = 1e-6
+
+
+# ---- what the planner sees -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A worker that is up. `home`: its pool; `role`: what it does now."""
+    """A worker that is up."""
 
     name: str
+    #: What the worker works as now.
     role: str
-    home: str
+    #: The pool that the worker belongs to.
+    pool: str
     cost: Coefficients
+    #: Tokens that fit into the worker's KV pool.
     kv_tokens: int
     gpus: int = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Recent:
+class RecentTraffic:
     """What ended in the last `window_s` seconds, and what runs: other planners decide by it."""
 
     window_s: float = 0.0
     completed: int = 0
-    prompt: float = 0.0  #: mean tokens
-    output: float = 0.0
-    ttft_s: float = 0.0  #: mean
-    itl_s: float = 0.0
+    mean_prompt_tokens: float = 0.0
+    mean_output_tokens: float = 0.0
+    mean_ttft_s: float = 0.0
+    mean_itl_s: float = 0.0
     ttft_p90_s: float = 0.0
     itl_p90_s: float = 0.0
-    prefilling: int = 0  #: requests that wait for their first token
+    #: Requests that wait for their first token.
+    prefilling: int = 0
     decoding: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
+class FleetObservation:
+    """The fleet and its demand at one moment."""
+
     replicas: tuple[Replica, ...]
-    starting: dict[str, int]  #: by pool: replicas that were asked for and are not up
-    need: OfferedLoad
-    backlog_s: float  #: predicted seconds of prefill that wait, in the line and at workers
-    kv_share: float  #: of the decode replicas' KV room, what running streams take
-    recent: Recent = Recent()
-    resting: Counter[str] = field(default_factory=Counter)  #: by pool: up, drained or in mid-flip
+    #: By pool: replicas that were ordered and are not up yet.
+    starting_replicas: dict[str, int]
+    demand: OfferedLoad
+    #: Predicted seconds of prefill that wait, in the router's queue and at workers.
+    backlog_s: float
+    #: Of the decode replicas' KV room, the share that running answers take.
+    kv_used_share: float
+    recent: RecentTraffic = RecentTraffic()
+    #: By pool: replicas that are up and have no role, as they are drained or in mid-flip.
+    resting_replicas: Counter[str] = field(default_factory=Counter)
+
+
+# ---- settings and actions ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """Replicas of one pool."""
+class ReplicaBounds:
+    """How many replicas a pool may have."""
 
-    least: int = 1
-    most: int = 8
+    minimum: int = 1
+    limit: int = 8
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerConfig:
-    """Times in seconds. Pressure 1 is what the targets allow; see the module's head."""
+    """The planner's settings. Times are in seconds."""
 
     itl_s: float
-    pools: dict[str, Bounds]
-    scale: bool = True  #: False: flips only
-    gpus: int | None = None  #: of all replicas together
-    horizon_s: float = 10.0  #: in which a backlog should be gone
-    warm_s: float = 30.0  #: of demand that must have been seen
-    dwell_s: float = 60.0  #: between two flips
-    gain: float = 0.2  #: a flip must lower the pressure by as much
-    idle: float = 0.5  #: below this pressure no flip is worth its cost
-    up_dwell_s: float = 15.0
-    down_dwell_s: float = 180.0  #: for as long as this less would have been enough
-    down: float = 0.7  #: pressure that a smaller fleet may have
+    #: Bounds by pool.
+    pools: dict[str, ReplicaBounds]
+    #: False: roles change, replica counts do not.
+    scaling_enabled: bool = True
+    #: GPUs of all replicas together; None: no limit.
+    gpu_limit: int | None = None
+    #: Within this time a backlog should be worked off.
+    horizon_s: float = 10.0
+    #: For this long demand is observed before the first action.
+    warmup_s: float = 30.0
+    #: Between two flips.
+    flip_dwell_s: float = 60.0
+    #: A flip must lower the pressure by this share.
+    flip_gain: float = 0.2
+    #: Below this pressure no flip is worth its cost.
+    idle_pressure: float = 0.5
+    #: Between a change of replica counts and the next growth.
+    scale_up_dwell_s: float = 15.0
+    #: For this long a smaller fleet must have been enough before the fleet shrinks.
+    scale_down_dwell_s: float = 180.0
+    #: The pressure up to which a smaller fleet counts as enough.
+    scale_down_pressure: float = 0.7
 
 
 @dataclass(frozen=True, slots=True)
-class Flip:
+class FlipWorker:
+    """Give a worker another role."""
+
     worker: str
-    to: str
-    why: str
+    role: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"flip {self.worker} to {self.role}"
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class ScalePool:
+    """Set a pool's replica count."""
+
     pool: str
     replicas: int
-    why: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"scale {self.pool} to {self.replicas}"
 
 
-Action = Flip | Scale
+PlannerAction = FlipWorker | ScalePool
 
 
-def prefill_seconds(replica: Replica, need: OfferedLoad) -> float:
-    """Seconds of one replica for the mean prompt; never 0, whatever a fit says."""
+# ---- what a worker can do ------------------------------------------------------------------------
+
+
+def prefill_seconds(replica: Replica, demand: OfferedLoad) -> float:
+    """Return how long a replica computes the mean prompt, at least `PREFILL_MINIMUM_S`."""
     cost = replica.cost
-    linear = cost.prefill_base + cost.prefill_token * need.uncached
-    return max(linear + cost.prefill_pair * need.pairs, 1e-6)
+    seconds = (
+        cost.prefill_base + cost.prefill_token * demand.uncached + cost.prefill_pair * demand.pairs
+    )
+    return max(seconds, PREFILL_MINIMUM_S)
 
 
-def decode_rate(replica: Replica, need: OfferedLoad, itl_s: float) -> float:
-    """Mean answers per second that one replica can decode within the ITL target."""
-    cost, best = replica.cost, 0.0
-    if not need.output:
+def decode_rate(replica: Replica, demand: OfferedLoad, itl_s: float) -> float:
+    """Return how many mean answers a second a replica can decode within the ITL target."""
+    if not demand.output:
         return inf
-    read = cost.step_token * need.context
-    work = cost.step_row * need.output + read
-    for step in {*(share * itl_s for share in STEPS)}:
-        compute = _rate(1 - cost.step_base / step, work)
-        bandwidth = _rate(1 - (cost.step_base + cost.step_weights) / step, read)
-        room = replica.kv_tokens / (step * need.context)
-        best = max(best, min(compute, bandwidth, room))
-    return best
+    cost = replica.cost
+    read_s = cost.step_token * demand.context
+    work_s = cost.step_row * demand.output + read_s
+    best_rate = 0.0
+    for share in STEP_SHARES:
+        step_s = share * itl_s
+        compute = _rate_within(1 - cost.step_base / step_s, work_s)
+        bandwidth = _rate_within(1 - (cost.step_base + cost.step_weights) / step_s, read_s)
+        room = replica.kv_tokens / (step_s * demand.context)
+        best_rate = max(best_rate, min(compute, bandwidth, room))
+    return best_rate
 
 
-def _rate(share: float, seconds: float) -> float:
-    """Answers a second, of `seconds` each, in that share of the time; a fit may call them free."""
-    if share <= 0:
+def _rate_within(time_share: float, answer_s: float) -> float:
+    """Return how many answers of `answer_s` seconds fit into that share of each second.
+
+    Calibration may find that an answer costs nothing; then the rate has no bound.
+    """
+    if time_share <= 0:
         return 0.0
-    return share / seconds if seconds else inf
+    return time_share / answer_s if answer_s else inf
+
+
+# ---- the planner ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """The workers by role, as they are or as an action would make them."""
+
+    prefill: Sequence[Replica]
+    decode: Sequence[Replica]
+
+    @staticmethod
+    def of(replicas: Iterable[Replica]) -> Roles:
+        workers = list(replicas)
+        return Roles(
+            prefill=[worker for worker in workers if worker.role == "prefill"],
+            decode=[worker for worker in workers if worker.role == "decode"],
+        )
+
+    def workers(self, role: str) -> Sequence[Replica]:
+        return self.prefill if role == "prefill" else self.decode
+
+    def replaced(self, role: str, workers: Sequence[Replica]) -> Roles:
+        """Return the same roles with other workers in one of them."""
+        if role == "prefill":
+            return Roles(prefill=workers, decode=self.decode)
+        return Roles(prefill=self.prefill, decode=workers)
+
+
+class FlipCandidate(NamedTuple):
+    """A flip that is possible, and the pressure after it."""
+
+    pressure: float
+    replica: Replica
+    role: str
+
+
+class PoolCandidate(NamedTuple):
+    """A pool whose count may change by one, and the pressure after it; the lowest is best."""
+
+    pressure: float
+    pool: str
 
 
 @dataclass(slots=True)
 class Planner:
-    """One for a cluster. Call `handle` every few seconds; it never asks for more than one step."""
+    """Plans for one cluster.
+
+    `handle` is called every few seconds. It returns no action or one: a flip if a flip helps, else
+    a change of one pool's count. It waits for the dwell times between actions.
+    """
 
     config: PlannerConfig
-    began: float | None = None
-    flipped: float = -inf
-    scaled: float = -inf
-    lean_since: float | None = None  #: since when a smaller fleet would do
-    log: deque[tuple[float, Action]] = field(default_factory=lambda: deque(maxlen=256))
+    #: When `handle` was called first; None before.
+    started_at: float | None = None
+    last_flip_at: float = -inf
+    last_scale_at: float = -inf
+    #: Since when a smaller fleet would have been enough; None while it is not.
+    oversized_since: float | None = None
 
-    def handle(self, seen: Observation, now: float) -> list[Action]:
-        if self.began is None:
-            self.began = now
-        need = seen.need
-        roles = {role: [r for r in seen.replicas if r.role == role] for role in _ROLES}
-        young = now - self.began < self.config.warm_s
-        if young or need.rate == 0 or not all(roles.values()):
+    def handle(self, observation: FleetObservation, now: float) -> list[PlannerAction]:
+        """Return what to change now. Times are in seconds by any one clock."""
+        if self.started_at is None:
+            self.started_at = now
+        roles = Roles.of(observation.replicas)
+        if now - self.started_at < self.config.warmup_s or observation.demand.rate == 0:
             return []
-        actions = self._flip(seen, need, roles, now)
-        if not actions and self.config.scale:
-            actions = self._scale(seen, need, roles, now)
-        self.log.extend((now, action) for action in actions)
+        if not roles.prefill or not roles.decode:
+            return []
+
+        actions: list[PlannerAction] = self._flip(observation, roles, now)
+        if not actions and self.config.scaling_enabled:
+            actions = self._scale(observation, roles, now)
         return actions
 
-    def pressure_of(self, seen: Observation) -> float | None:
-        """Of the fleet as it is; None: nothing is asked of it, or a role has no worker."""
-        prefill, decode = ([one for one in seen.replicas if one.role == r] for r in _ROLES)
-        found = self.pressure(seen, seen.need, prefill, decode)
-        return found if seen.need.rate and found < inf else None
+    def present_pressure(self, observation: FleetObservation) -> float | None:
+        """Return the fleet's pressure; None if there is no demand, or a role has no worker."""
+        if not observation.demand.rate:
+            return None
+        pressure = self.pressure(observation, Roles.of(observation.replicas))
+        return pressure if pressure < inf else None
 
-    def pressure(
-        self, seen: Observation, need: OfferedLoad, prefill: list[Replica], decode: list[Replica]
-    ) -> float:
-        """Of a fleet with these workers in these roles; above 1 targets are missed."""
-        if not prefill or not decode:
+    def pressure(self, observation: FleetObservation, roles: Roles) -> float:
+        """Return the pressure of a fleet with these roles; above 1 targets are missed."""
+        if not roles.prefill or not roles.decode:
             return inf
-        able = sum(1 / prefill_seconds(one, need) for one in prefill)
-        backlog = seen.backlog_s / (self.config.horizon_s * len(prefill))
-        answers = sum(decode_rate(one, need, self.config.itl_s) for one in decode)
-        before = sum(1 for one in seen.replicas if one.role == "decode")
-        use = max(need.rate / answers if answers else inf, seen.kv_share * before / len(decode))
-        return max((need.rate / able + backlog) / PREFILL_SHARE, use / DECODE_SHARE)
+        demand = observation.demand
+
+        prompts_per_s = sum(1 / prefill_seconds(replica, demand) for replica in roles.prefill)
+        backlog_use = observation.backlog_s / (self.config.horizon_s * len(roles.prefill))
+        prefill_use = demand.rate / prompts_per_s + backlog_use
+
+        answers_per_s = sum(
+            decode_rate(replica, demand, self.config.itl_s) for replica in roles.decode
+        )
+        present_decode_count = sum(replica.role == "decode" for replica in observation.replicas)
+        # What running answers hold now, spread over the decode workers of these roles.
+        kv_use = observation.kv_used_share * present_decode_count / len(roles.decode)
+        decode_use = max(demand.rate / answers_per_s if answers_per_s else inf, kv_use)
+
+        return max(prefill_use / PREFILL_SHARE, decode_use / DECODE_SHARE)
 
     # ---- roles -----------------------------------------------------------------------------------
 
-    def _flip(
-        self, seen: Observation, need: OfferedLoad, roles: dict[str, list[Replica]], now: float
-    ) -> list[Action]:
-        """The one change of a role that lowers the pressure most, if that is worth it."""
-        if now - self.flipped < self.config.dwell_s:
+    def _flip(self, observation: FleetObservation, roles: Roles, now: float) -> list[PlannerAction]:
+        """Return the flip that lowers the pressure most, if it is worth its cost."""
+        if now - self.last_flip_at < self.config.flip_dwell_s:
             return []
-        before = self.pressure(seen, need, roles["prefill"], roles["decode"])
-        best: tuple[float, Replica, str] | None = None
-        for source, sink in (_ROLES, _ROLES[::-1]):
-            for replica in _kinds(roles[source], sink):
-                rest = [one for one in roles[source] if one is not replica]
-                changed = {source: rest, sink: [*roles[sink], replica]}
-                after = self.pressure(seen, need, changed["prefill"], changed["decode"])
-                if best is None or after < best[0]:
-                    best = after, replica, sink
-        if best is None or before < self.config.idle or best[0] > before * (1 - self.config.gain):
+        pressure = self.pressure(observation, roles)
+        if pressure < self.config.idle_pressure:
             return []
-        after, replica, role = best
-        self.flipped = now
-        why = f"pressure {before:.2f} -> {after:.2f}: {_told(need)}"
-        return [Flip(replica.name, role, why)]
+        best = self._best_flip(observation, roles)
+        if best is None or best.pressure > pressure * (1 - self.config.flip_gain):
+            return []
+        self.last_flip_at = now
+        reason = (
+            f"pressure {pressure:.2f} -> {best.pressure:.2f}: "
+            f"{_describe_demand(observation.demand)}"
+        )
+        return [FlipWorker(best.replica.name, best.role, reason)]
+
+    def _best_flip(self, observation: FleetObservation, roles: Roles) -> FlipCandidate | None:
+        best: FlipCandidate | None = None
+        for old_role, new_role in (ROLES, ROLES[::-1]):
+            for replica in _flippable_workers(roles.workers(old_role), new_role):
+                remaining = [worker for worker in roles.workers(old_role) if worker is not replica]
+                changed = roles.replaced(old_role, remaining).replaced(
+                    new_role, [*roles.workers(new_role), replica]
+                )
+                pressure = self.pressure(observation, changed)
+                if best is None or pressure < best.pressure:
+                    best = FlipCandidate(pressure, replica, new_role)
+        return best
 
     # ---- replicas --------------------------------------------------------------------------------
 
     def _scale(
-        self, seen: Observation, need: OfferedLoad, roles: dict[str, list[Replica]], now: float
-    ) -> list[Action]:
-        homes = {
-            pool: sum(one.home == pool for one in seen.replicas)
-            + seen.starting.get(pool, 0)
-            + seen.resting[pool]
+        self, observation: FleetObservation, roles: Roles, now: float
+    ) -> list[PlannerAction]:
+        counts = self._pool_counts(observation)
+        pressure = self.pressure(observation, roles)
+        if pressure > 1:
+            self.oversized_since = None
+            return self._grow(observation, roles, counts, pressure=pressure, now=now)
+        return self._shrink(observation, roles, counts, now)
+
+    def _pool_counts(self, observation: FleetObservation) -> dict[str, int]:
+        """Return each pool's replicas as Serve counts them: also starting and drained ones."""
+        return {
+            pool: sum(replica.pool == pool for replica in observation.replicas)
+            + observation.starting_replicas.get(pool, 0)
+            + observation.resting_replicas[pool]
             for pool in self.config.pools
         }
-        pressure = self.pressure(seen, need, roles["prefill"], roles["decode"])
-        if pressure > 1:
-            self.lean_since = None
-            return self._grow(seen, need, roles, homes, pressure, now)
-        return self._shrink(seen, need, roles, homes, now)
 
     def _grow(
         self,
-        seen: Observation,
-        need: OfferedLoad,
-        roles: dict[str, list[Replica]],
-        homes: dict[str, int],
+        observation: FleetObservation,
+        roles: Roles,
+        counts: dict[str, int],
+        *,
         pressure: float,
         now: float,
-    ) -> list[Action]:
-        """As many as the pressure asks for at once, of the pool that is short of them."""
-        if now - self.scaled < self.config.up_dwell_s or any(seen.starting.values()):
+    ) -> list[PlannerAction]:
+        """Return an order for as many replicas as the pressure asks for, of the scarcer pool."""
+        if now - self.last_scale_at < self.config.scale_up_dwell_s:
             return []
-        found = []
-        for pool in _ROLES:
-            one = roles[pool][0]
-            after = dict(roles, **{pool: [*roles[pool], one]})
-            found.append((self.pressure(seen, need, after["prefill"], after["decode"]), pool))
-        _, pool = min(found)
-        more = max(1, round(len(roles[pool]) * (pressure - 1)))
-        most = min(homes[pool] + more, self.config.pools[pool].most)
-        if self.config.gpus is not None:
-            used = sum(one.gpus for one in seen.replicas)
-            used += sum(count * roles[home][0].gpus for home, count in seen.resting.items())
-            free = (self.config.gpus - used) // roles[pool][0].gpus
-            most = min(most, homes[pool] + free)
-        if most <= homes[pool]:
+        if any(observation.starting_replicas.values()):
             return []
-        self.scaled = now
-        return [Scale(pool, most, f"pressure {pressure:.2f}: {_told(need)}")]
+        _, pool = min(
+            PoolCandidate(self.pressure(observation, self._with_added_worker(roles, role)), role)
+            for role in ROLES
+        )
+        added = max(1, round(len(roles.workers(pool)) * (pressure - 1)))
+        count = min(counts[pool] + added, self.config.pools[pool].limit)
+        if self.config.gpu_limit is not None:
+            free_gpus = self.config.gpu_limit - self._used_gpus(observation, roles)
+            count = min(count, counts[pool] + free_gpus // roles.workers(pool)[0].gpus)
+        if count <= counts[pool]:
+            return []
+        self.last_scale_at = now
+        reason = f"pressure {pressure:.2f}: {_describe_demand(observation.demand)}"
+        return [ScalePool(pool, count, reason)]
+
+    @staticmethod
+    def _with_added_worker(roles: Roles, role: str) -> Roles:
+        workers = roles.workers(role)
+        return roles.replaced(role, [*workers, workers[0]])
+
+    @staticmethod
+    def _used_gpus(observation: FleetObservation, roles: Roles) -> int:
+        """Return the GPUs of all replicas; resting ones count as the first worker of their role."""
+        used_gpus = sum(replica.gpus for replica in observation.replicas)
+        for pool, count in observation.resting_replicas.items():
+            used_gpus += count * roles.workers(pool)[0].gpus
+        return used_gpus
 
     def _shrink(
         self,
-        seen: Observation,
-        need: OfferedLoad,
-        roles: dict[str, list[Replica]],
-        homes: dict[str, int],
+        observation: FleetObservation,
+        roles: Roles,
+        counts: dict[str, int],
         now: float,
-    ) -> list[Action]:
-        """One less, when that would have been enough for a while."""
-        found = []
-        for pool in _ROLES:
-            rest = dict(roles, **{pool: roles[pool][1:]})
-            busy = seen.resting[pool]  # it is not the planner who chooses which one goes
-            if homes[pool] > self.config.pools[pool].least and rest[pool] and not busy:
-                after = self.pressure(seen, need, rest["prefill"], rest["decode"])
-                found.append((after, pool))
-        if not found or min(found)[0] > self.config.down:
-            self.lean_since = None
+    ) -> list[PlannerAction]:
+        """Return an order for one replica less, once that would have been enough for a while."""
+        candidates = [
+            PoolCandidate(self.pressure(observation, self._with_removed_worker(roles, pool)), pool)
+            for pool in ROLES
+            if self._can_shrink(observation, roles, counts, pool)
+        ]
+        best = min(candidates, default=None)
+        if best is None or best.pressure > self.config.scale_down_pressure:
+            self.oversized_since = None
             return []
-        if self.lean_since is None:
-            self.lean_since = now
-        if now - max(self.lean_since, self.scaled, self.flipped) < self.config.down_dwell_s:
+        if self.oversized_since is None:
+            self.oversized_since = now
+        resting_since = max(self.oversized_since, self.last_scale_at, self.last_flip_at)
+        if now - resting_since < self.config.scale_down_dwell_s:
             return []
-        after, pool = min(found)
-        self.scaled, self.lean_since = now, None
-        why = f"{homes[pool] - 1} have pressure {after:.2f}: {_told(need)}"
-        return [Scale(pool, homes[pool] - 1, why)]
+        self.last_scale_at = now
+        self.oversized_since = None
+        count = counts[best.pool] - 1
+        reason = (
+            f"{count} have pressure {best.pressure:.2f}: {_describe_demand(observation.demand)}"
+        )
+        return [ScalePool(best.pool, count, reason)]
+
+    @staticmethod
+    def _with_removed_worker(roles: Roles, role: str) -> Roles:
+        return roles.replaced(role, roles.workers(role)[1:])
+
+    def _can_shrink(
+        self, observation: FleetObservation, roles: Roles, counts: dict[str, int], pool: str
+    ) -> bool:
+        # Serve, not the planner, chooses which replica stops: it could be one that rests.
+        return (
+            counts[pool] > self.config.pools[pool].minimum
+            and len(roles.workers(pool)) > 1
+            and not observation.resting_replicas[pool]
+        )
 
 
-_ROLES = ("prefill", "decode")
+def _flippable_workers(workers: Sequence[Replica], new_role: str) -> list[Replica]:
+    """Return one worker of each kind (cost and KV room), or none if a single worker is left.
+
+    Of a kind, it is a worker that would return to its own pool if there is one, else the last by
+    name.
+    """
+    if len(workers) <= 1:
+        return []
+    worker_by_kind: dict[tuple[Coefficients, int], Replica] = {}
+    for worker in sorted(workers, key=lambda worker: (worker.pool == new_role, worker.name)):
+        worker_by_kind[worker.cost, worker.kv_tokens] = worker
+    return list(worker_by_kind.values())
 
 
-def _kinds(replicas: list[Replica], to: str) -> list[Replica]:
-    """One of each kind: those who return to their home first, else the last one."""
-    kinds: dict[tuple, Replica] = {}
-    for one in sorted(replicas, key=lambda one: (one.home == to, one.name)):
-        kinds[one.cost, one.kv_tokens] = one
-    return list(kinds.values()) if len(replicas) > 1 else []
-
-
-def _told(need: OfferedLoad) -> str:
+def _describe_demand(demand: OfferedLoad) -> str:
     return (
-        f"{need.rate:.2f} requests/s of {need.uncached:.0f} uncached tokens, "
-        f"answers of {need.output:.0f}"
+        f"{demand.rate:.2f} requests/s of {demand.uncached:.0f} uncached tokens, "
+        f"answers of {demand.output:.0f}"
     )

@@ -1,4 +1,4 @@
-"""What the planner sees of a live cluster (pure): made of everybody's statistics."""
+"""What the planner sees of a live cluster (pure): made of the processes' statistics."""
 
 from __future__ import annotations
 
@@ -8,37 +8,53 @@ from typing import Any
 
 from ...protos.frames import Coefficients, WorkerCard
 from ...router.demand import OfferedLoad
-from .core import Observation, Replica
+from .core import FleetObservation, Replica
 
 
-def observation(
+def observe_fleet(
     router: dict[str, Any],
     cards: Collection[WorkerCard],
     workers: list[dict[str, Any]],
-    starting: dict[str, int],
-) -> Observation | None:
-    """`router`, `workers`: their statistics. None: the router cannot say yet."""
+    starting_replicas: dict[str, int],
+) -> FleetObservation | None:
+    """Return the planner's view, or None while the router's statistics have no outlook yet.
+
+    `router` and `workers` are the statistics of these processes. `starting_replicas` counts by pool
+    the replicas that Serve is starting.
+    """
     outlook = router.get("outlook")
     if outlook is None:
         return None
-    replicas = [
+    replicas = tuple(
         Replica(
-            card.id,
-            card.role,
-            card.pool,
-            Coefficients(*outlook["costs"][card.id]),
-            card.blocks * card.block_tokens,
-            card.tensor_parallel,
+            name=card.id,
+            role=card.role,
+            pool=card.pool,
+            cost=Coefficients(*outlook["costs"][card.id]),
+            kv_tokens=card.blocks * card.block_tokens,
+            gpus=card.tensor_parallel,
         )
         for card in cards
         if card.role and card.id in outlook["costs"]
-    ]
-    decoding = [one["engine"]["kv_blocks"] for one in workers if one["role"] == "decode"]
-    total = sum(blocks["total"] for blocks in decoding)
-    share = sum(blocks["active"] for blocks in decoding) / total if total else 0.0
-    need = OfferedLoad(**outlook["need"])
-    leaving = {one["id"] for one in workers if one["state"] == "leaving"}
-    resting = Counter(card.pool for card in cards if not card.role and card.id not in leaving)
-    return Observation(
-        tuple(replicas), starting, need, outlook["backlog_s"], share, resting=resting
     )
+    leaving_ids = {worker["id"] for worker in workers if worker["state"] == "leaving"}
+    return FleetObservation(
+        replicas=replicas,
+        starting_replicas=starting_replicas,
+        demand=OfferedLoad(**outlook["need"]),
+        backlog_s=outlook["backlog_s"],
+        kv_used_share=_kv_used_share(workers),
+        resting_replicas=Counter(
+            card.pool for card in cards if not card.role and card.id not in leaving_ids
+        ),
+    )
+
+
+def _kv_used_share(workers: list[dict[str, Any]]) -> float:
+    """Return which share of the decode workers' KV blocks running answers hold."""
+    block_counts = [
+        worker["engine"]["kv_blocks"] for worker in workers if worker["role"] == "decode"
+    ]
+    total_blocks = sum(counts["total"] for counts in block_counts)
+    active_blocks = sum(counts["active"] for counts in block_counts)
+    return active_blocks / total_blocks if total_blocks else 0.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .page import MetricRow
 
 if TYPE_CHECKING:
-    from ..control.serve import Seen
+    from ..control.serve import PoolObservation
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class ControlTally:
     #: Workers that were given another role, by the role before and the role after.
     flips: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def observe_pools(self, observations: dict[str, Seen]) -> None:
+    def observe_pools(self, observations: dict[str, PoolObservation]) -> None:
         """Note the replicas of each pool."""
         self.pools = {
             pool: {

@@ -17,7 +17,7 @@ from .page import MetricRow
 
 if TYPE_CHECKING:
     from ..config import ClusterConfig
-    from ..gateway.attempt.stream import Request
+    from ..gateway.attempt.request import Request
 
 # Upper bounds of buckets. Those in seconds get one more, which is the configured target.
 TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0)
@@ -70,18 +70,18 @@ class GatewayTally:
         slo_class = self._counted_class(outcome.slo_class)
         self.codes[code, slo_class] += 1
         histograms = self._histograms_by_class[slo_class]
-        histograms["request_prompt_tokens"].observe(len(request.ids))
+        histograms["request_prompt_tokens"].observe(len(request.prompt_ids))
         if request.ttft_s is not None:
             histograms["request_ttft_seconds"].observe(request.ttft_s)
-            histograms["request_output_tokens"].observe(request.generated)
+            histograms["request_output_tokens"].observe(request.generated_tokens)
         gaps_s = request.gaps_s
         if gaps_s:
             histograms["request_itl_seconds"].observe_all(gaps_s)
             histograms["request_tpot_seconds"].observe(outcome.itl_mean_s)
             first_gaps_s = [
-                answer.times[1] - answer.times[0]
+                answer.token_times[1] - answer.token_times[0]
                 for answer in request.answers
-                if len(answer.times) > 1
+                if len(answer.token_times) > 1
             ]
             histograms["request_first_gap_seconds"].observe_all(first_gaps_s)
         if code == CODE_COMPLETE:
@@ -126,7 +126,7 @@ def outcome_of(request: Request, reason: str) -> frames.RequestOutcome:
         slo_class=terms.slo_class,
         reason=reason,
         waited_s=request.age_s if request.ttft_s is None else request.ttft_s,
-        tokens=request.generated,
+        tokens=request.generated_tokens,
         gaps=len(gaps_s),
         itl_mean_s=sum(gaps_s) / len(gaps_s) if gaps_s else 0.0,
         itl_p99_s=p99(gaps_s),

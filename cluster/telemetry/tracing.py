@@ -24,7 +24,7 @@ from ..config import ObservabilitySettings
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-    from ..gateway.attempt.stream import Request
+    from ..gateway.attempt.request import Request
 
 FLUSH_TIMEOUT_MS = 2000  #: For spans that were not sent yet when the process ends.
 #: How answers end that have not failed.
@@ -106,7 +106,7 @@ class Tracer:
                 "gen_ai.operation.name": "chat",
                 "gen_ai.provider.name": "diptych",
                 "gen_ai.request.model": model,
-                "gen_ai.usage.input_tokens": len(request.ids),
+                "gen_ai.usage.input_tokens": len(request.prompt_ids),
                 "diptych.request_id": request.id,
                 "diptych.slo_class": request.terms.slo_class,
             }
@@ -129,7 +129,7 @@ def end_request_span(span: Span, request: Request, outcome: frames.RequestOutcom
         "gen_ai.response.finish_reasons": [outcome.reason],
         "diptych.route": request.route,
         "diptych.prefix_hit_tokens": request.hit_tokens,
-        "diptych.attempts": request.attempts,
+        "diptych.attempts": request.attempt_count,
     }
     if request.ttft_s is not None:
         attributes["gen_ai.response.time_to_first_chunk"] = request.ttft_s

@@ -7,8 +7,8 @@ import random
 from pathlib import Path
 
 import pytest
-from diptych.cluster.gateway.attempt.stream import News, Request
-from diptych.cluster.gateway.text.answers import Answers, Delta, Output
+from diptych.cluster.gateway.attempt.request import AnswerUpdate, Request
+from diptych.cluster.gateway.text.answers import AnswerTexts, Output, TextDelta
 from diptych.cluster.gateway.text.tokenizer import ChatTokenizer
 from diptych.engine.demo import CHECKPOINT
 from diptych.protos import frames as f
@@ -31,23 +31,23 @@ def byte_text(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
 
 def run(
     answers: list[list[int]], output: Output, order: random.Random
-) -> tuple[dict[int, list[Delta]], Answers, Request]:
+) -> tuple[dict[int, list[TextDelta]], AnswerTexts, Request]:
     """Feeds all answers, in pieces of random sizes and in any order."""
     request = Request("r", [1], [], f.Sampling(99, n=len(answers), logprobs=0))
-    made, left = Answers(request, text(), output), [list(ids) for ids in answers]
-    got: dict[int, list[Delta]] = {index: [] for index in range(len(answers))}
+    made, left = AnswerTexts(request, text(), output), [list(ids) for ids in answers]
+    got: dict[int, list[TextDelta]] = {index: [] for index in range(len(answers))}
     while any(left):
         index = order.choice([index for index, ids in enumerate(left) if ids])
         size = order.randint(1, 4)
         piece, left[index] = left[index][:size], left[index][size:]
         tokens = [f.Token(one, -0.5) for one in piece]
         finish = None if left[index] else "length"
-        for delta in made.feed([News(index, tokens, finish)]):
+        for delta in made.feed([AnswerUpdate(index, tokens, finish)]):
             got[delta.index].append(delta)
     return got, made, request
 
 
-def said(deltas: list[Delta]) -> str:
+def said(deltas: list[TextDelta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
@@ -63,7 +63,7 @@ def test_answers_that_come_interleaved_come_out_whole(
         assert not any("\ufffd" in delta.text for delta in got[index])
         assert [token.id for delta in got[index] for token in delta.tokens] == ids[index]
     assert made.used == sum(map(len, ids))
-    assert not any(answer.cut for answer in request.answers)
+    assert not any(answer.stopped_early for answer in request.answers)
 
 
 @settings(max_examples=150)
@@ -71,7 +71,7 @@ def test_answers_that_come_interleaved_come_out_whole(
 def test_deltas_of_any_ids_are_the_text_of_all_of_them(
     ids: list[int], order: random.Random
 ) -> None:
-    got, _, _ = run([ids], Output(stops=("zebra",)), order)
+    got, _, _ = run([ids], Output(stop_strings=("zebra",)), order)
     whole = text().tokenizer.decode(ids, skip_special_tokens=True)
     if "zebra" not in whole:
         assert said(got[0]) == whole
@@ -92,10 +92,10 @@ def test_a_stop_string_ends_one_answer_and_leaks_in_no_way(
     whole = head + stop + tail + "."
     before = whole[: whole.index(stop)]
     ids = [text().encode(one, add_special_tokens=False) for one in (whole, "other")]
-    got, made, request = run(ids, Output(stops=(stop,)), order)
+    got, made, request = run(ids, Output(stop_strings=(stop,)), order)
     assert said(got[0]) == before and said(got[1]) == "other"
-    assert (got[0][-1].finish, got[0][-1].stop) == ("stop", stop)
-    assert [answer.cut for answer in request.answers] == [True, False]
+    assert (got[0][-1].finish_reason, got[0][-1].stop_string) == ("stop", stop)
+    assert [answer.stopped_early for answer in request.answers] == [True, False]
     told = [token.id for delta in got[0] for token in delta.tokens]
     assert before.startswith(text().decode(told)), "logprobs tell of the stop string"
     used = made.used - len(ids[1])
@@ -107,18 +107,18 @@ def test_a_stop_string_ends_one_answer_and_leaks_in_no_way(
 def test_the_stop_token_counts_and_has_no_text(stops: tuple[str, ...], keep: bool) -> None:
     *words, end = text().encode("one two.", add_special_tokens=False)
     request = Request("r", [1], [], f.Sampling(99, stop_ids=(end,)))
-    made = Answers(request, text(), Output(stops, keep))
-    deltas = made.feed([News(0, [f.Token(word) for word in words], None)])
-    deltas += made.feed([News(0, [f.Token(end)], "stop")])
+    made = AnswerTexts(request, text(), Output(stops, keep))
+    deltas = made.feed([AnswerUpdate(0, [f.Token(word) for word in words], None)])
+    deltas += made.feed([AnswerUpdate(0, [f.Token(end)], "stop")])
     assert said(deltas) == ("one two." if keep else "one two")
-    assert deltas[-1].finish == "stop" and made.used == len(words) + 1
+    assert deltas[-1].finish_reason == "stop" and made.used == len(words) + 1
     assert [token.id for delta in deltas for token in delta.tokens] == [*words, end]
 
 
 def test_stop_strings_count_behind_the_least_tokens() -> None:
     ids = text().encode("a stop, a stop.", add_special_tokens=False)
     place = next(i for i in range(len(ids)) if "stop" in text().decode(ids[:i]))
-    got, _, _ = run([ids], Output(("stop",), least=place), random.Random(0))
+    got, _, _ = run([ids], Output(("stop",), min_tokens=place), random.Random(0))
     assert said(got[0]) == "a stop, a "
 
 

@@ -10,8 +10,14 @@ from typing import Any
 
 import pytest
 from diptych.cluster.bench.gateway import prompts
-from diptych.cluster.bench.gateway.measure import Load, Result, build, request, row
-from diptych.cluster.bench.gateway.source import Source
+from diptych.cluster.bench.gateway.measure import (
+    ClientLoad,
+    GatewayMeasurement,
+    build,
+    request,
+    row,
+)
+from diptych.cluster.bench.gateway.source import TokenSource
 from diptych.cluster.cli import app
 from diptych.cluster.cli.bench_gateway import table
 from diptych.cluster.gateway.text.tokenizer import ChatTokenizer
@@ -24,7 +30,7 @@ from typer.testing import CliRunner
 IDS = [7, 8, 9]
 
 
-async def joined(home: str) -> tuple[Source, f.WorkerCard]:
+async def joined(home: str) -> tuple[TokenSource, f.WorkerCard]:
     """A source, and the card by which it has joined a router."""
     cards: asyncio.Queue[f.WorkerCard] = asyncio.Queue()
 
@@ -40,7 +46,7 @@ async def joined(home: str) -> tuple[Source, f.WorkerCard]:
     async def find() -> str:
         return address
 
-    source = Source(home, f"{home}/1", "s", IDS, find)
+    source = TokenSource(home, f"{home}/1", "s", IDS, find)
     await source.start("127.0.0.1")
     async with asyncio.timeout(10):
         return source, await cards.get()
@@ -75,7 +81,7 @@ def test_a_source_steps_all_streams_of_a_pace_together_and_ends_each() -> None:
 def test_the_client_counts_tokens_whatever_the_chunks(tmp_path: Path) -> None:
     client = build(tmp_path)
     body = tmp_path / "body"
-    body.write_bytes(request(Load(2, 4)))
+    body.write_bytes(request(ClientLoad(2, 4)))
     event = b'data: {"choices":[{"delta":{"content":" a b"}}]}\n\n'
     stream = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (event, event))
 
@@ -106,7 +112,7 @@ def test_the_table_names_what_was_not_measured() -> None:
     cpu = {"gateway": 20.0, "worker": 5.0, "proxy": 10.0, "router": 0.1, "rest": 3.0}
     client = {"gap_p99_ms": 35.0, "gap_p50_ms": 33.3, "cpu_us": 600.0, "tokens": 100}
     client |= {"events": 100, "failed": 0}
-    made = row(Load(128, 300, 30), "haproxy", Result(3840.2, cpu, client, 99.0))
+    made = row(ClientLoad(128, 300, 30), "haproxy", GatewayMeasurement(3840.2, cpu, client, 99.0))
     assert made["mode"] == "paced" and made["added_itl_ms_p99"] == 1.67
     told = [{"tokens": 2048, "kind": "fresh", "requests_s": 900}]
     said = table({"rows": [made], "missing": {"none": "no port"}, "prompts": told})
@@ -122,5 +128,5 @@ def test_wrong_options_are_refused(wrong: list[str]) -> None:
 def test_prompts_have_about_the_tokens_that_they_claim() -> None:
     rows = prompts.measure(CHECKPOINT)
     assert [one["kind"] for one in rows] == ["fresh", "history"]
-    assert all(abs(one["mean_tokens"] - prompts.TOKENS) < 200 for one in rows)
+    assert all(abs(one["mean_tokens"] - prompts.PROMPT_TOKENS) < 200 for one in rows)
     assert ChatTokenizer(CHECKPOINT).encode("a", add_special_tokens=False)

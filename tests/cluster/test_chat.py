@@ -12,9 +12,9 @@ from diptych.cluster.gateway.apis.chat import ChatRequest, ChatShape
 from diptych.cluster.gateway.apis.messages import MessageShape, MessagesRequest
 from diptych.cluster.gateway.apis.parameters import ModelLimits
 from diptych.cluster.gateway.apis.schema import parse_body
-from diptych.cluster.gateway.attempt.stream import Request
+from diptych.cluster.gateway.attempt.request import Request
 from diptych.cluster.gateway.errors import ApiError
-from diptych.cluster.gateway.text.answers import Delta
+from diptych.cluster.gateway.text.answers import TextDelta
 from diptych.cluster.gateway.text.tokenizer import ChatTokenizer, TokenizedPrompt
 from diptych.cluster.gateway.text.tools import read_call, read_calls
 from diptych.engine.demo import CHECKPOINT
@@ -125,7 +125,7 @@ def test_tool_choice_is_a_grammar(text: ChatTokenizer) -> None:
 
 def test_a_call_is_told_whole_and_streamed_alike(text: ChatTokenizer) -> None:
     answer = f"<think>\nWell.\n</think>\n\nI look.\n{CALL}\n{CALL}"
-    whole = shape(text, chat(tools=TOOLS)).whole([Delta(0, answer, [], "stop")], 9)
+    whole = shape(text, chat(tools=TOOLS)).whole([TextDelta(0, answer, [], "stop")], 9)
     choice = whole["choices"][0]
     message = choice["message"]
     assert (message["reasoning_content"], message["content"]) == ("Well.", "I look.")
@@ -136,7 +136,7 @@ def test_a_call_is_told_whole_and_streamed_alike(text: ChatTokenizer) -> None:
     streamed, chunks = shape(text, chat(tools=TOOLS)), []
     for at in range(0, len(answer), 3):
         end = "stop" if at + 3 >= len(answer) else None
-        chunks += streamed.delta(Delta(0, answer[at : at + 3], [], end))
+        chunks += streamed.delta(TextDelta(0, answer[at : at + 3], [], end))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(d.get("content", "") for d in deltas) == "I look."
     assert "".join(d.get("reasoning_content", "") for d in deltas) == "Well."
@@ -150,7 +150,7 @@ def test_a_call_is_told_whole_and_streamed_alike(text: ChatTokenizer) -> None:
 def test_a_forced_call_is_no_reason_to_end(text: ChatTokenizer) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     forced = shape(text, chat(tools=TOOLS, tool_choice=named))
-    choice = forced.whole([Delta(0, CALL, [], "stop")], 9)["choices"][0]
+    choice = forced.whole([TextDelta(0, CALL, [], "stop")], 9)["choices"][0]
     assert choice["finish_reason"] == "stop" and choice["message"]["content"] is None
 
 
@@ -189,14 +189,14 @@ def test_anthropic_s_blocks_whole_and_streamed(text: ChatTokenizer) -> None:
         request = Request("r", [1, 2], [], f.Sampling(9))
         return MessageShape(asked, request, text, "m", TokenizedPrompt([1, 2], ""))
 
-    whole = made().whole([Delta(0, answer, [], "stop")], 7)
+    whole = made().whole([TextDelta(0, answer, [], "stop")], 7)
     assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use"]
     assert whole["content"][2]["input"] == {"city": "Rome"} and whole["stop_reason"] == "tool_use"
     streamed = made()
     events = streamed.begin()
     for at in range(0, len(answer), 3):
         end = "stop" if at + 3 >= len(answer) else None
-        events += streamed.delta(Delta(0, answer[at : at + 3], [], end))
+        events += streamed.delta(TextDelta(0, answer[at : at + 3], [], end))
     events += streamed.end(7)
     starts = [e for e in events if e["type"] == "content_block_start"]
     stops = [e["index"] for e in events if e["type"] == "content_block_stop"]
@@ -234,14 +234,14 @@ def test_a_model_with_several_templates_uses_the_one_for_tools(tmp_path: Path) -
     made = model(tmp_path, templates)
     assert rendered(made, chat()) == "plain hi"
     assert "weather" in rendered(made, chat(tools=TOOLS))
-    whole = shape(made, chat(tools=TOOLS)).whole([Delta(0, CALL, [], "stop")], 9)
+    whole = shape(made, chat(tools=TOOLS)).whole([TextDelta(0, CALL, [], "stop")], 9)
     assert whole["choices"][0]["finish_reason"] == "tool_calls"
 
 
 def test_with_a_grammar_nothing_is_thought_even_where_the_prompt_begins_a_thought(
     text: ChatTokenizer,
 ) -> None:
-    answer = [Delta(0, '{"city": "Rome"}', [], "stop")]
+    answer = [TextDelta(0, '{"city": "Rome"}', [], "stop")]
     for fields in ({"response_format": {"type": "json_object"}}, {"guided_regex": ".*"}):
         message = shape(text, chat(**fields), "<think>\n").whole(answer, 9)["choices"][0]["message"]
         assert message["content"] == '{"city": "Rome"}'

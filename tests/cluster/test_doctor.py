@@ -13,19 +13,19 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from diptych.cluster.control.diagnosis import (
-    CMA,
-    RDMA,
-    Measured,
-    Report,
-    Seen,
-    choose,
+    CMA_TRANSPORTS,
+    RDMA_TRANSPORTS,
+    Diagnosis,
+    HostObservation,
+    PairMeasurement,
+    choose_pairs,
+    diagnose,
+    diagnose_local_host,
     expected_gib_s,
-    judge,
-    local_report,
     transport_of,
     ucx_permits,
 )
-from diptych.cluster.control.doctor import Doctor, parse_size
+from diptych.cluster.control.doctor import Doctor, parse_probe_size
 from diptych.cluster.gateway.errors import ApiError
 from diptych.kv_transfer import diagnosis
 from diptych.kv_transfer.diagnosis import HostEnvironment, NetworkPort
@@ -67,21 +67,23 @@ def elsewhere(worker: str, **fields: object) -> HostEnvironment:
     return host(worker, **{**far, **fields})
 
 
-def moved(gib_s: float = 5.0, over_tcp: float | None = 0.0, reason: str = "") -> Measured:
+def moved(gib_s: float = 5.0, over_tcp: float | None = 0.0, reason: str = "") -> PairMeasurement:
     size = 0 if reason else 1 << 26
-    return Measured(A, B, size, size / (1 << 30) / gib_s, 0.1, over_tcp, reason)
+    return PairMeasurement(A, B, size, size / (1 << 30) / gib_s, 0.1, over_tcp, reason)
 
 
 def verdict(
     a: HostEnvironment,
     b: HostEnvironment,
-    measured: Measured | None = None,
+    measured: PairMeasurement | None = None,
     configured: str = "auto",
-) -> Report:
-    return judge([Seen(a), Seen(b)], [measured or moved()], configured, "scope")
+) -> Diagnosis:
+    return diagnose(
+        [HostObservation(a), HostObservation(b)], [measured or moved()], configured, "scope"
+    )
 
 
-def said(report: Report) -> list[tuple[str, str]]:
+def said(report: Diagnosis) -> list[tuple[str, str]]:
     return [(one.severity, one.what) for one in report.findings]
 
 
@@ -191,13 +193,20 @@ def test_a_pair_that_moved_nothing_says_why(reason: str, severity: str) -> None:
 
 
 def test_a_worker_that_says_nothing_of_itself_is_an_error() -> None:
-    report = judge([Seen(host(A))], [Measured(B, B, reason="no_answer")], "auto", "scope")
+    report = diagnose(
+        [HostObservation(host(A))], [PairMeasurement(B, B, reason="no_answer")], "auto", "scope"
+    )
     assert report.state == "degraded" and report.findings[0].where == [B]
 
 
 def test_versions_that_differ_are_told_with_the_workers_that_are_few() -> None:
     third = host("decode/c", versions={**host(A).versions, "nixl": "1.4.0"})
-    report = judge([Seen(host(A)), Seen(host(B)), Seen(third)], [], "auto", "scope")
+    report = diagnose(
+        [HostObservation(host(A)), HostObservation(host(B)), HostObservation(third)],
+        [],
+        "auto",
+        "scope",
+    )
     (found,) = report.findings
     assert found.what == "nixl has several versions: 1.4.0 on 1, 1.5.1 on 2"
     assert found.where == ["decode/c"] and report.state == "degraded"
@@ -209,8 +218,8 @@ def test_versions_that_differ_are_told_with_the_workers_that_are_few() -> None:
 def test_clocks_differ_only_beyond_what_the_round_trips_leave_open(
     offset_s: float, rtt_s: float, told: bool
 ) -> None:
-    seen = [Seen(host(A), 0.0, 0.0), Seen(host(B), offset_s, rtt_s)]
-    report = judge(seen, [], "auto", "scope")
+    seen = [HostObservation(host(A), 0.0, 0.0), HostObservation(host(B), offset_s, rtt_s)]
+    report = diagnose(seen, [], "auto", "scope")
     assert any("clocks differ" in what for _, what in said(report)) == told
 
 
@@ -242,36 +251,36 @@ def test_huge_pages_that_are_off_are_a_note_that_several_workers_share() -> None
     ],
 )
 def test_what_ucx_tls_leaves_to_ucx(tls: str, cma: bool, rdma: bool) -> None:
-    assert (ucx_permits(tls, CMA), ucx_permits(tls, RDMA)) == (cma, rdma)
+    assert (ucx_permits(tls, CMA_TRANSPORTS), ucx_permits(tls, RDMA_TRANSPORTS)) == (cma, rdma)
 
 
 def test_few_workers_are_all_measured_and_of_many_each_has_its_turn() -> None:
     few = [("p/0", "prefill"), ("d/0", "decode"), ("d/1", "decode")]
-    pairs, scope = choose(few)
+    pairs, scope = choose_pairs(few)
     assert len(pairs) == len(set(pairs)) == 6 and "all 6" in scope
     eight = [(f"w/{i}", "decode") for i in range(8)]
-    assert len(choose(eight)[0]) == 56
+    assert len(choose_pairs(eight)[0]) == 56
     many = [*((f"p/{i}", "prefill") for i in range(5)), *((f"d/{i}", "decode") for i in range(40))]
-    pairs, scope = choose(many)
+    pairs, scope = choose_pairs(many)
     assert len(pairs) == len(set(pairs)) == 64 and "64 of 200" in scope
     assert all(source[0] == "p" and sink[0] == "d" for source, sink in pairs)
     assert {name for pair in pairs for name in pair} == {name for name, _ in many}
-    assert choose([(f"d/{i}", "decode") for i in range(9)])[0] == []
-    assert choose([])[0] == []
+    assert choose_pairs([(f"d/{i}", "decode") for i in range(9)])[0] == []
+    assert choose_pairs([])[0] == []
 
 
 def test_without_a_cluster_the_host_itself_is_judged() -> None:
-    assert local_report(host("this host", cma={"7": True})).state == "healthy"
+    assert diagnose_local_host(host("this host", cma={"7": True})).state == "healthy"
     ill = host("this host", cma={"7": False}, ucx_tls="tcp", versions={"nixl": "-"})
-    whats = [what for _, what in said(local_report(ill))]
+    whats = [what for _, what in said(diagnose_local_host(ill))]
     assert len(whats) == 3 and all("TCP" in what for what in whats)
 
 
 def test_the_size_of_a_probe_is_bounded() -> None:
-    assert parse_size(b"") == 64 << 20 and parse_size(b'{"mib": 2}') == 2 << 20
+    assert parse_probe_size(b"") == 64 << 20 and parse_probe_size(b'{"mib": 2}') == 2 << 20
     for body in (b'{"mib": 0}', b'{"mib": 4096}', b'{"size": 1}', b"[]", b"{"):
         with pytest.raises(ApiError):
-            parse_size(body)
+            parse_probe_size(body)
 
 
 # ---- what a host looks like ----------------------------------------------------------------------
@@ -324,7 +333,7 @@ class Near:
         if peer is None:
             seen = await asyncio.to_thread(self.nodes[worker].environment, fields["pids"])
             return msgspec.to_builtins(seen)
-        return await self.nodes[worker].probe(peer, fields["bytes"])
+        return await self.nodes[worker].probe(peer, fields["size_bytes"])
 
 
 @pytest.fixture(scope="module")
@@ -345,7 +354,7 @@ def with_nodes(folder: Path, body: Callable, transport: str = "tcp", **faults: i
 def test_every_pair_moves_bytes_and_the_transport_is_seen(folder: Path, transport: str) -> None:
     async def body(bench: Bench) -> None:
         events = [event async for event in Doctor(Near(bench), transport).run(1 << 20)]
-        report = msgspec.convert(events[-1]["report"], Report)
+        report = msgspec.convert(events[-1]["report"], Diagnosis)
         name = "tcp" if transport == "tcp" else "nixl (cma)"
         assert {(pair.source, pair.sink, pair.transport) for pair in report.pairs} == {
             ("prefill/x", "decode/x", name),

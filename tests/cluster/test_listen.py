@@ -14,7 +14,7 @@ from diptych.cluster.cli.serve import welcome
 from diptych.cluster.config import ClusterConfig, ConfigError, GatewaySettings, load_config
 from diptych.cluster.gateway.edge import listen
 from diptych.cluster.gateway.edge.guard import ARRIVED_SCOPE_KEY
-from diptych.cluster.launch.local_cluster import Cluster
+from diptych.cluster.launch.local_cluster import LocalCluster
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
@@ -160,7 +160,7 @@ def test_serve_warns_of_a_gateway_that_anybody_may_use() -> None:
     def told(**given: Any) -> str:
         config = ClusterConfig(gateway=GatewaySettings(**given))
         checkpoint: Any = SimpleNamespace(name="demo")
-        return welcome(Cluster(config, checkpoint))
+        return welcome(LocalCluster(config, checkpoint))
 
     assert "WARNING" in told(host="0.0.0.0") and "diptych keys add" in told(host="0.0.0.0")
     assert "WARNING" not in told() + told(host="0.0.0.0", api_keys_file="keys.yaml")

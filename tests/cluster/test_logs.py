@@ -27,7 +27,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 def test_json_lines_name_the_request_of_their_task(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("json", "gateway")
-    log = logging.getLogger("diptych.cluster.gateway.attempt.stream")
+    log = logging.getLogger("diptych.cluster.gateway.attempt.request")
 
     async def work(name: str) -> None:
         logs.set_request_id(name)

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from diptych.cluster.config import ClusterConfig, ObservabilitySettings
-from diptych.cluster.gateway.attempt.stream import Answer, Request
+from diptych.cluster.gateway.attempt.request import Answer, Request
 from diptych.cluster.gateway.attempt.terms import Terms
 from diptych.cluster.telemetry import ControlTally, Exporter, GatewayTally, RouterTally
 from diptych.cluster.telemetry.catalogue import METRICS, VLLM_METRICS
@@ -52,7 +52,7 @@ def request(times: list[float], **changes: Any) -> Request:
     made = Request("r", [1] * 10, [], f.Sampling(64), terms=Terms(slo_class="interactive"))
     made.arrived = 100.0
     tokens = [f.Token(1)] * len(times)
-    made.answers = [Answer(journal=tokens, times=times, finish="stop")]
+    made.answers = [Answer(journal=tokens, token_times=times, finish_reason="stop")]
     for name, value in changes.items():
         setattr(made, name, value)
     return made

@@ -15,7 +15,7 @@ class Control:
     def __init__(self, answers: dict[str, Any]) -> None:
         self.answers, self.posted = answers, list[tuple[str, dict]]()
 
-    def ask(self, _: common.Admin, method: str, path: str, **given: Any) -> Any:
+    def ask(self, _: common.AdminClient, method: str, path: str, **given: Any) -> Any:
         if method == "POST":
             self.posted.append((path, given["json"]))
         return self.answers[path]
@@ -24,7 +24,7 @@ class Control:
 def run(monkeypatch: pytest.MonkeyPatch, answers: dict, *words: str) -> tuple[int, str, Control]:
     control = Control(answers)
     monkeypatch.setattr(
-        common.Admin, "_ask", lambda self, *args, **given: control.ask(self, *args, **given)
+        common.AdminClient, "_ask", lambda self, *args, **given: control.ask(self, *args, **given)
     )
     done = CliRunner().invoke(app, list(words))
     return done.exit_code, done.output, control
@@ -84,13 +84,13 @@ def test_drain_self_goes_on_behind_a_worker_that_refuses(monkeypatch: pytest.Mon
     workers = [{"id": name, "address": "127.0.0.1:7"} for name in names]
     control = Control({"/admin/v1/replicas": {"replicas": workers}})
 
-    def ask(_: common.Admin, method: str, path: str, **given: Any) -> Any:
+    def ask(_: common.AdminClient, method: str, path: str, **given: Any) -> Any:
         if path == "/admin/v1/replicas/decode/a:drain":
             common.fail("decode/a: it is leaving already")
         control.answers["/admin/v1/replicas/decode/b:drain"] = {"replicas": ["decode/b"]}
         return control.ask(_, method, path, **given)
 
-    monkeypatch.setattr(common.Admin, "_ask", ask)
+    monkeypatch.setattr(common.AdminClient, "_ask", ask)
     done = CliRunner().invoke(app, ["drain", "--self"])
     assert done.exit_code == 1 and "drain decode/b" in done.output
     assert "leaving already" in done.output

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from diptych.cluster.gateway.attempt import resume as r
 from diptych.cluster.gateway.attempt import shelf as shelves
-from diptych.cluster.gateway.attempt.stream import News, Request
+from diptych.cluster.gateway.attempt.request import AnswerUpdate, Request
 from diptych.cluster.gateway.attempt.terms import Terms
 from diptych.cluster.gateway.errors import ApiError
 from diptych.cluster.gateway.text.answers import Output
@@ -19,7 +19,7 @@ from diptych.protos import frames as f
 from tests.support.fleet import until
 
 ANSWER = list(range(10, 30))
-KEEP = r.Resume(keep=True)
+KEEP = r.Resume(keep_generating=True)
 
 
 class Source:
@@ -37,7 +37,7 @@ class Source:
         self.left += tokens
         self.more.set()
 
-    async def run(self, request: Request) -> AsyncGenerator[list[News], None]:
+    async def run(self, request: Request) -> AsyncGenerator[list[AnswerUpdate], None]:
         self.runs.append(len(request.answers[0].journal))
         self.running += 1
         try:
@@ -53,8 +53,8 @@ class Source:
                     token = f.Token(ANSWER[len(answer.journal)] + 100 * index)
                     answer.journal.append(token)
                     if len(answer.journal) == len(ANSWER):
-                        answer.finish = "stop"
-                    news.append(News(index, [token], answer.finish))
+                        answer.finish_reason = "stop"
+                    news.append(AnswerUpdate(index, [token], answer.finish_reason))
                 yield news
         finally:
             self.running -= 1
@@ -82,10 +82,10 @@ def asked(name: str = "r", tenant: str = "", n: int = 1, seed: int = 0) -> Reque
 
 
 async def some(
-    shelf: shelves.Shelf, request: Request, count: int, seen: tuple[r.Seen, ...] = ()
-) -> list[list[News]]:
+    shelf: shelves.Shelf, request: Request, count: int, seen: tuple[r.Cursor, ...] = ()
+) -> list[list[AnswerUpdate]]:
     """The first batches, until there are `count` tokens; then the client leaves."""
-    told: list[list[News]] = []
+    told: list[list[AnswerUpdate]] = []
     async with aclosing(shelf.read(request, seen)) as batches:
         async for news in batches:
             told.append(news)
@@ -94,18 +94,18 @@ async def some(
     return told
 
 
-def ids(told: list[list[News]], index: int = 0) -> list[int]:
+def ids(told: list[list[AnswerUpdate]], index: int = 0) -> list[int]:
     return [
         t.id - 100 * index
         for news in told
         for one in news
         for t in one.tokens
-        if one.index == index
+        if one.answer_index == index
     ]
 
 
-def ends(told: list[list[News]]) -> list[str]:
-    return [one.finish for news in told for one in news if one.finish]
+def ends(told: list[list[AnswerUpdate]]) -> list[str]:
+    return [one.finish_reason for news in told for one in news if one.finish_reason]
 
 
 async def turns() -> None:
@@ -131,14 +131,14 @@ def test_behind_the_end_that_a_stop_string_made_nothing_is_generated() -> None:
         async with aclosing(shelf.read(first)) as batches:
             async for _ in batches:
                 if len(first.answers[0].journal) == 5:
-                    first.answers[0].cut = True  # as `Answers` does
+                    first.answers[0].stopped_early = True  # as `Answers` does
                     break
         had = len(first.answers[0].journal)
         again = shelf.find(asked(), Output(("stop",)), r.Resume())
-        async with aclosing(shelf.read(again, (r.Seen(had, True),))) as batches:
+        async with aclosing(shelf.read(again, (r.Cursor(had, True),))) as batches:
             async for news in batches:
                 assert ids([news]) == ANSWER[:had]
-                again.answers[0].cut = True
+                again.answers[0].stopped_early = True
                 break
         assert len(again.answers[0].journal) == had
 
@@ -170,7 +170,7 @@ def test_what_the_client_has_comes_alone_and_first(known: bool, has: int) -> Non
         if known:
             await some(shelf, shelf.find(asked(), Output(), r.Resume()), 7)
         request = shelf.find(asked(), Output(), r.Resume())
-        told = await some(shelf, request, 99, (r.Seen(has),))
+        told = await some(shelf, request, 99, (r.Cursor(has),))
         assert ids(told[:1]) == ANSWER[:has] and ids(told[1:]) == ANSWER[has:]
         assert ends(told) == ["stop"]
 
@@ -183,7 +183,7 @@ def test_the_end_is_told_again_unless_the_client_knows_it(end: bool, second: lis
         source.let(99)
         await some(shelf, shelf.find(asked(), Output(), r.Resume()), 99)
         request = shelf.find(asked(), Output(), r.Resume())
-        told = await some(shelf, request, 99, (r.Seen(len(ANSWER), end),))
+        told = await some(shelf, request, 99, (r.Cursor(len(ANSWER), end),))
         assert ids(told[:1]) == ANSWER and ids(told[1:]) == []
         assert ends(told[1:]) == second
 
@@ -194,7 +194,7 @@ def test_who_claims_to_have_more_than_there_is_gets_the_end() -> None:
     async def test(source: Source, shelf: shelves.Shelf) -> None:
         source.let(99)
         request = shelf.find(asked(), Output(), r.Resume())
-        told = await some(shelf, request, 999, (r.Seen(500, True),))
+        told = await some(shelf, request, 999, (r.Cursor(500, True),))
         assert len(told) == 1 and ids(told) == ANSWER
 
     play(test)
@@ -204,7 +204,7 @@ def test_several_answers_are_resumed_each_where_it_was() -> None:
     async def test(source: Source, shelf: shelves.Shelf) -> None:
         source.let(99)
         request = shelf.find(asked(n=3), Output(), r.Resume())
-        told = await some(shelf, request, 999, (r.Seen(2), r.Seen(9), r.Seen(0)))
+        told = await some(shelf, request, 999, (r.Cursor(2), r.Cursor(9), r.Cursor(0)))
         for index, has in enumerate((2, 9, 0)):
             assert ids(told[:1], index) == ANSWER[:has]
             assert ids(told, index) == ANSWER
@@ -249,7 +249,7 @@ def test_a_new_connection_takes_the_answer_from_one_that_broke_unnoticed() -> No
         one.cancel()
         source.let(99)
         assert ids(await some(shelf, new, 99)) == ANSWER and source.runs == [0, 4]
-        assert old.generated == 4
+        assert old.generated_tokens == 4
 
     play(test)
 
@@ -265,7 +265,7 @@ def test_another_request_with_the_id_of_a_running_one_is_refused() -> None:
         source.let(99)
         await reading
         fresh = asked(seed=1)
-        assert shelf.find(fresh, Output(), r.Resume()) is fresh and not fresh.generated
+        assert shelf.find(fresh, Output(), r.Resume()) is fresh and not fresh.generated_tokens
 
     play(test)
 
@@ -274,8 +274,8 @@ def test_no_tenant_sees_anothers_answer() -> None:
     async def test(source: Source, shelf: shelves.Shelf) -> None:
         source.let(7)
         await some(shelf, shelf.find(asked(tenant="a"), Output(), r.Resume()), 7)
-        assert shelf.find(asked(tenant="b"), Output(), r.Resume()).generated == 0
-        assert shelf.find(asked(tenant="a"), Output(), r.Resume()).generated == 7
+        assert shelf.find(asked(tenant="b"), Output(), r.Resume()).generated_tokens == 0
+        assert shelf.find(asked(tenant="a"), Output(), r.Resume()).generated_tokens == 7
 
     play(test)
 
@@ -302,7 +302,7 @@ def test_the_window_closes() -> None:
         await some(shelf, shelf.find(asked("kept"), Output(), KEEP), 1)
         await until(lambda: not len(shelf) and not source.running, 5.0, lambda: source.running)
         assert source.running == 0, "an answer that nobody came back for ends"
-        assert shelf.find(asked(), Output(), r.Resume()).generated == 0
+        assert shelf.find(asked(), Output(), r.Resume()).generated_tokens == 0
 
     play(test, window_s=0.02)
 
@@ -321,7 +321,10 @@ def test_the_oldest_is_forgotten_when_there_is_too_much(monkeypatch) -> None:
         source.let(999)
         for number in range(5):
             await some(shelf, shelf.find(asked(f"r{number}"), Output(), r.Resume()), 99)
-        kept = [shelf.find(asked(f"r{n}"), Output(), r.Resume()).generated for n in (4, 3, 2, 1, 0)]
+        kept = [
+            shelf.find(asked(f"r{n}"), Output(), r.Resume()).generated_tokens
+            for n in (4, 3, 2, 1, 0)
+        ]
         assert kept[:3] == [20, 20, 20] and kept[3:] == [0, 0]
 
     monkeypatch.setattr(shelves, "WEIGHT_MAX", 3 * 23)
@@ -334,18 +337,18 @@ def test_the_oldest_is_forgotten_when_there_is_too_much(monkeypatch) -> None:
         ({}, r.Resume()),
         ({"x-resume": "keep"}, r.Resume(True, True)),
         ({"x-resume": "ids"}, r.Resume(False, True)),
-        ({"last-event-id": "12"}, r.Resume(False, True, (r.Seen(12),))),
+        ({"last-event-id": "12"}, r.Resume(False, True, (r.Cursor(12),))),
         (
             {"x-resume-from": "3.0.7e"},
-            r.Resume(False, True, (r.Seen(3), r.Seen(0), r.Seen(7, True))),
+            r.Resume(False, True, (r.Cursor(3), r.Cursor(0), r.Cursor(7, True))),
         ),
-        ({"x-resume-from": "5", "last-event-id": "9"}, r.Resume(False, True, (r.Seen(5),))),
+        ({"x-resume-from": "5", "last-event-id": "9"}, r.Resume(False, True, (r.Cursor(5),))),
     ],
 )
 def test_headers(headers: dict, expected: r.Resume) -> None:
     assert r.read_resume(headers.get) == expected
-    if expected.seen:
-        assert r.seen_of(r.event_of(list(expected.seen))) == expected.seen
+    if expected.cursors:
+        assert r.cursors_of(r.event_id_of(list(expected.cursors))) == expected.cursors
 
 
 @pytest.mark.parametrize(

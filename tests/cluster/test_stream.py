@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from diptych.cluster.gateway.attempt.stream import HANDOVERS_MAX, Generator, Request, Tries
+from diptych.cluster.gateway.attempt.request import HANDOVERS_MAX, Generator, Request, Tries
 from diptych.cluster.gateway.errors import ApiError
 from diptych.engine.sequence import sampling_of_answer
 from diptych.kv_transfer.identity import block_hashes
@@ -65,7 +65,7 @@ def run(
     async def collect() -> tuple[list[int], ScriptedPlane, Request]:
         plane = ScriptedPlane(script)
         request = Request("r", [1, 2, 3], [], sampling or f.Sampling(8))
-        request.wire = "r"
+        request.wire_id = "r"
         got: list[int] = []
         async with asyncio.timeout(5):
             generator = Generator(plane, attempts, 5.0)  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ def test_tokens_that_overtake_the_first_one_wait_for_it() -> None:
             plane.put(tokens(frame.attempt_key, 0, 10))
 
     got, _, request = run(script)
-    assert got == [10, 11, 12] and request.finish == "length"
+    assert got == [10, 11, 12] and request.finish_reason == "length"
 
 
 def test_a_second_attempt_goes_on_at_the_next_token() -> None:
@@ -118,7 +118,7 @@ def test_a_second_attempt_goes_on_at_the_next_token() -> None:
             )
 
     got, plane, request = run(script)
-    assert got == [10, 11, 12, 13] and request.attempts == 2
+    assert got == [10, 11, 12, 13] and request.attempt_count == 2
     places = [frame for frame in plane.said if isinstance(frame, f.PlaceAttempt)]
     assert [place.lost_workers for place in places] == [[], ["d"]], (
         "a dead worker is not asked again"
@@ -161,7 +161,7 @@ def test_hashes_go_on_into_the_journal() -> None:
     request.begin()
     whole = list(range(140))
     assert request.known() == (whole, block_hashes(whole, b"salt"), request.sampling)
-    assert request.given == 40 and request.ids == ids
+    assert request.given == 40 and request.prompt_ids == ids
 
 
 @pytest.mark.parametrize("reason", ["handover", "draining", "wrong_role", "kv_handover"])
@@ -179,7 +179,7 @@ def test_a_stream_that_is_handed_over_does_not_count_as_failed(reason: str) -> N
             plane.put(f.AttemptFailed(frame.attempt_key, f"d{attempt}", reason))
 
     got, plane, request = run(script, 3)
-    assert got == list(range(10)) and request.attempts == 10
+    assert got == list(range(10)) and request.attempt_count == 10
     places = [frame for frame in plane.said if isinstance(frame, f.PlaceAttempt)]
     assert places[9].avoided_workers == [f"d{number}" for number in range(9)]
     assert not any(place.lost_workers or place.local_prefill for place in places)
@@ -218,7 +218,7 @@ def test_a_prefill_worker_lost_after_the_first_token_is_no_failure() -> None:
             plane.put(tokens(frame.attempt_key, 1, 11, finish="stop"))
 
     got, _, request = run(script)
-    assert got == [10, 11] and request.attempts == 1
+    assert got == [10, 11] and request.attempt_count == 1
 
 
 def test_the_last_attempt_does_without_a_transfer_then_the_client_is_told() -> None:
@@ -255,7 +255,7 @@ def test_a_frame_of_an_older_stream_does_not_end_the_wait_for_a_place() -> None:
 
 def test_two_runs_of_one_request_id_are_different_attempts_on_the_wire() -> None:
     first, second = (Request("same", [1], [], f.Sampling(1)) for _ in range(2))
-    assert first.wire != second.wire and first.id == second.id
+    assert first.wire_id != second.wire_id and first.id == second.id
 
 
 SEVERAL = f.Sampling(16, n=3, seed=7, prompt_logprobs=0)
@@ -323,8 +323,8 @@ def test_each_answer_goes_on_by_itself_after_a_failure(seed: int) -> None:
     assert sorted(got) == sorted(one for ids in answers for one in ids), "lost or told twice"
     assert [[one.id for one in answer.journal] for answer in request.answers] == answers
     assert all(got.index(a) < got.index(b) for ids in answers for a, b in itertools.pairwise(ids))
-    assert [token.id for token in request.prompt] == [2, 3]
-    assert request.finish == "stop" and request.generated == len(got)
+    assert [token.id for token in request.prompt_logprobs] == [2, 3]
+    assert request.finish_reason == "stop" and request.generated_tokens == len(got)
 
 
 def test_an_answer_that_was_cut_ends_the_attempt_and_tells_the_workers() -> None:
@@ -337,11 +337,11 @@ def test_an_answer_that_was_cut_ends_the_attempt_and_tells_the_workers() -> None
 
         plane = ScriptedPlane(script)
         request = Request("r", [1, 2, 3], [], f.Sampling(8))
-        request.wire = "r"
+        request.wire_id = "r"
         async with asyncio.timeout(5):
             async for _ in Generator(plane, 3, 5.0).run(request):  # type: ignore[arg-type]
-                request.answers[0].cut = True
-        assert request.finish == "stop"
+                request.answers[0].stopped_early = True
+        assert request.finish_reason == "stop"
         return plane
 
     assert ("aborted", ("r", 0)) in asyncio.run(collect()).said
@@ -352,18 +352,18 @@ def test_what_a_stream_waits_for_is_its_next_token() -> None:
     now = request.arrived
     request.arrived = now - 100
     assert request.waited_s >= 100
-    request.answers[0].times = [now - 50, now - 1]
+    request.answers[0].token_times = [now - 50, now - 1]
     assert 1 <= request.waited_s < 50
 
 
 def test_a_first_token_counts_from_when_it_was_written() -> None:
     request = Request("r", [1], [], f.Sampling(8))
     answer = request.answers[0]
-    answer.times = [request.arrived + 0.001]
+    answer.token_times = [request.arrived + 0.001]
     before = time.monotonic()
     request.told()
     assert request.ttft_s is not None and request.ttft_s >= before - request.arrived
-    answer.times.append(answer.times[0] + 0.01)
+    answer.token_times.append(answer.token_times[0] + 0.01)
     assert request.gaps_s == pytest.approx([0.01])
 
 
@@ -373,5 +373,5 @@ def test_an_answer_taken_apart_again_has_another_id_on_the_wire() -> None:
     names = []
     for _ in range(2):
         request.begin()
-        names += [request.part(index).wire for index in (0, 1)]
+        names += [request.part(index).wire_id for index in (0, 1)]
     assert len(set(names)) == 4

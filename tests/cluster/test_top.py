@@ -10,7 +10,7 @@ import httpx
 import pytest
 from diptych.cluster.cli import app
 from diptych.cluster.cli.board import Board, cell, sparkline
-from diptych.cluster.cli.common import Admin
+from diptych.cluster.cli.common import AdminClient
 from diptych.cluster.cli.screen import Top
 from typer.testing import CliRunner
 
@@ -58,7 +58,7 @@ class Offline(Top):
 
     up = True
 
-    def _client(self) -> httpx.AsyncClient:
+    def _http_client(self) -> httpx.AsyncClient:
         def answer(request: httpx.Request) -> httpx.Response:
             if not self.up:
                 raise httpx.ConnectError("refused")
@@ -71,19 +71,19 @@ class Offline(Top):
 
 def test_the_screen_shows_the_cluster_takes_orders_and_survives_its_absence() -> None:
     async def run() -> None:
-        screen = Offline(Admin("http://127.0.0.1:1", ""), 60.0)
+        screen = Offline(AdminClient("http://127.0.0.1:1", ""), 60.0)
         async with screen.run_test(size=(140, 40)) as pilot:
             await screen.workers.wait_for_complete()
             assert "prefill/a -> decode/b" in str(screen.query_one("#board").render())
             await pilot.press("question_mark")
-            assert "flip REPLICA" in str(screen.query_one("#told").render())
+            assert "flip REPLICA" in str(screen.query_one("#message").render())
             await pilot.press("s", *"prefill=x", "enter")
             await screen.workers.wait_for_complete()
-            assert "expected prefill=N" in str(screen.query_one("#told").render())
+            assert "expected prefill=N" in str(screen.query_one("#message").render())
             screen.up = False
-            screen.look()
+            screen.update_board()
             await screen.workers.wait_for_complete()
-            assert "no answer: refused" in str(screen.query_one("#told").render())
+            assert "no answer: refused" in str(screen.query_one("#message").render())
 
     asyncio.run(run())
 

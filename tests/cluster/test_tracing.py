@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from diptych.cluster.config import ObservabilitySettings
-from diptych.cluster.gateway.attempt.stream import Request
+from diptych.cluster.gateway.attempt.request import Request
 from diptych.cluster.gateway.attempt.terms import Terms
 from diptych.cluster.telemetry.gateway_metrics import outcome_of
 from diptych.cluster.telemetry.tracing import (

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from diptych.cluster import app
 from diptych.cluster.config import ClusterConfig
-from diptych.cluster.control.serve import APP
+from diptych.cluster.control.serve import APPLICATION_NAME
 
 from deploy import render, validate, values
 
@@ -157,6 +157,6 @@ def test_versions_and_constants_agree_with_the_code() -> None:
     assert made["spec"]["rayClusterConfig"]["rayVersion"] == ray.split("==")[1]
     text = made["spec"]["serveConfigV2"]
     assert set(re.findall(r"num_cpus: (\S+)", text)) == {str(app.CPUS)}
-    assert yaml.safe_load(text)["applications"][0]["name"] == APP
+    assert yaml.safe_load(text)["applications"][0]["name"] == APPLICATION_NAME
     env = made["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]
     assert app.SECRET in [entry["name"] for entry in env["env"]]

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from diptych.cluster.config import ClusterConfig
-from diptych.cluster.gateway.attempt.stream import Request
+from diptych.cluster.gateway.attempt.request import Request
 from diptych.protos import frames as f
 
 from tests.support.checkpoints import make
@@ -96,7 +96,7 @@ class Bench:
         return fleet_of(self.nursery, validated, self.model, folder, **count)
 
     def right(self, request: Request, index: int, most: int) -> bool:
-        return request.finish == "length" and request.answers[0].journal == self.expected(
+        return request.finish_reason == "length" and request.answers[0].journal == self.expected(
             index, most
         )
 
@@ -188,7 +188,7 @@ class Round:
         row.rounds += 1
         if told and told["state"]:
             row.hits += 1
-            row.answer_s.append(request.answers[0].times[-1] - told["at"])
+            row.answer_s.append(request.answers[0].token_times[-1] - told["at"])
             row.whole_s.append(whole - last)
 
     def _trap(self) -> str:
@@ -231,7 +231,7 @@ class Round:
         request = await self.fleet.ask(name, prompt(index), sampling(index, most))
         if not self.bench.right(request, index, most):
             self.wrong.append(
-                f"{name}: prompt {index}, {request.attempts} attempts, {request.failures}"
+                f"{name}: prompt {index}, {request.attempt_count} attempts, {request.failures}"
             )
         return request
 
@@ -368,7 +368,7 @@ async def _leave(fleet: Fleet, expected: Answers, draw: random.Random) -> str:
         async with asyncio.timeout(patience.get(stage)):
             await read()
     assert answer.journal == expected(index)[: len(answer.journal)], (request.id, request.failures)
-    if request.finish:
+    if request.finish_reason:
         return "stayed"
     return {0: "no token", 1: "first token"}.get(len(answer.journal), "more tokens")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from diptych.cluster.cli.common import Admin
+from diptych.cluster.cli.common import AdminClient
 from diptych.cluster.cli.screen import Top
 
 from ..support.browser import CHROMIUM, Page, browser
@@ -76,7 +76,7 @@ def test_a_what_if_is_refused_by_name(live: Live) -> None:
 
 async def screen_of_top(live: Live) -> str:
     """What a terminal shows, as SVG."""
-    top = Top(Admin(live.control, ""), 0.5)
+    top = Top(AdminClient(live.control, ""), 0.5)
     async with top.run_test(size=(132, 36)) as pilot:
         await pilot.pause(8.0)
         return top.export_screenshot(title="diptych top")

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from diptych.cluster.config import ClusterConfig
-from diptych.cluster.gateway.attempt.stream import Request
+from diptych.cluster.gateway.attempt.request import Request
 from diptych.protos import frames as f
 
 from tests.support.checkpoints import make

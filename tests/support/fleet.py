@@ -19,7 +19,7 @@ from typing import Any
 
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.gateway.attempt.plane import Plane
-from diptych.cluster.gateway.attempt.stream import Generator, Request
+from diptych.cluster.gateway.attempt.request import Generator, Request
 from diptych.cluster.wire.connection import FrameConnection, FrameListener
 from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.scheduler import SchedulerLimits

@@ -1,6 +1,7 @@
 """One cluster's measurements in a process of their own: `python -m ...child OPTIONS_JSON`.
 
-Prints a JSON object as its last line.
+Rows go to stderr as they are made. The last line of stdout is a JSON object with all of them, or
+with an `error`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .cluster import BenchError, Cluster, cluster
-from .measure import Load, build, flat, measure, paced, row
+from .cluster import BenchCluster, BenchError, run_cluster
+from .measure import ClientLoad, GatewayMeasurement, build, flat_load, measure, paced_load, row
 
-SLOW_PACE = 10  #: tokens a second: 1,200 streams of it do not fill two cores
-HEALTHY, CROWD = 200, 1000
-SECONDS = 40
+SLOW_PACE = 10  #: Tokens a second: 1,200 streams of it do not fill two cores.
+HEALTHY_STREAMS = 200
+CROWD_STREAMS = 1000  #: Slow clients among the healthy ones, and as many that go away.
+CROWD_S = 40  #: How long the healthy streams last.
+CROWD_SPAN_S = CROWD_S - 10  #: In which clients that go away come.
+WARM_UP = ClientLoad(streams=4, tokens=60, pace=30)
 
 
 def main() -> None:
@@ -27,12 +31,12 @@ def main() -> None:
     try:
         with (
             tempfile.TemporaryDirectory(prefix="diptych-bench-") as folder,
-            cluster(options["proxy"], Path(options["model"])) as found,
+            run_cluster(options["proxy"], Path(options["model"])) as cluster,
         ):
             client = build(Path(folder))
-            result = rows(found, client, options)
+            result = measure_loads(cluster, client, options)
             if options["slow"]:
-                result |= slow(found, client)
+                result |= measure_slow_clients(cluster, client)
     except BenchError as error:
         result = {"error": str(error)}
     except Exception as error:  # Ray's own, of many types
@@ -40,45 +44,62 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def rows(found: Cluster, client: Path, options: dict[str, Any]) -> dict[str, Any]:
-    made = []
-    _warm(found, client)
+def measure_loads(cluster: BenchCluster, client: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Return a flat and a paced row for each number of streams."""
+    rows = []
+    _warm_up(cluster, client)
     for streams in options["streams"]:
-        for load in (flat(streams), paced(streams, options["seconds"])):
-            told = row(load, options["proxy"], measure(found, load, client))
-            print(json.dumps(told), file=sys.stderr)
-            made.append(told)
-    return {"rows": made}
+        for load in (flat_load(streams), paced_load(streams, options["seconds"])):
+            measured_row = row(load, options["proxy"], measure(cluster, load, client))
+            print(json.dumps(measured_row), file=sys.stderr)
+            rows.append(measured_row)
+    return {"rows": rows}
 
 
-def _warm(found: Cluster, client: Path) -> None:
-    """The first requests import and connect; what they measure is of no use."""
+def _warm_up(cluster: BenchCluster, client: Path) -> None:
+    """Send requests whose measurement is of no use: the first ones import and connect."""
     with contextlib.suppress(BenchError):
-        measure(found, Load(4, 60, 30), client)
+        measure(cluster, WARM_UP, client)
 
 
-def slow(found: Cluster, client: Path) -> dict[str, Any]:
-    """Healthy clients alone, then among as many slow ones and others that go away."""
-    tokens = SECONDS * SLOW_PACE
-    alone = Load(HEALTHY, tokens, SLOW_PACE, ramp_s=1.0)
-    crowd = Load(HEALTHY, tokens, SLOW_PACE, CROWD, CROWD, SECONDS - 10, ramp_s=1.0)
-    _warm(found, client)
-    told: dict[str, Any] = {"healthy": HEALTHY, "slow": CROWD, "leavers": CROWD}
+def measure_slow_clients(cluster: BenchCluster, client: Path) -> dict[str, Any]:
+    """Measure healthy clients alone, then among slow ones and others that go away."""
+    tokens = CROWD_S * SLOW_PACE
+    alone = ClientLoad(HEALTHY_STREAMS, tokens, SLOW_PACE, ramp_s=1.0)
+    crowd = ClientLoad(
+        HEALTHY_STREAMS,
+        tokens,
+        SLOW_PACE,
+        slow=CROWD_STREAMS,
+        leavers=CROWD_STREAMS,
+        span_s=CROWD_SPAN_S,
+        ramp_s=1.0,
+    )
+    _warm_up(cluster, client)
+    result: dict[str, Any] = {
+        "healthy": HEALTHY_STREAMS,
+        "slow": CROWD_STREAMS,
+        "leavers": CROWD_STREAMS,
+    }
     for name, load in (("alone", alone), ("crowd", crowd)):
-        result = measure(found, load, client)
-        told[name] = {
-            "itl_ms_p50": result.client["gap_p50_ms"],
-            "itl_ms_p99": result.client["gap_p99_ms"],
-            "failed": result.client["failed"],
-            "refused": result.client["refused"],
-            "left": result.client["left"],
-            "gateway_mib": round(result.gateway_mib),
-            "gateway_us_per_token": round(result.cpu_us["gateway"], 1),
-        }
-        print(json.dumps({name: told[name]}), file=sys.stderr)
-    told["left_behind"] = found.left_behind()
-    told["itl_p99_ratio"] = round(told["crowd"]["itl_ms_p99"] / told["alone"]["itl_ms_p99"], 3)
-    return {"slow": told}
+        result[name] = _crowd_row(measure(cluster, load, client))
+        print(json.dumps({name: result[name]}), file=sys.stderr)
+    result["left_behind"] = cluster.left_behind()
+    ratio = result["crowd"]["itl_ms_p99"] / result["alone"]["itl_ms_p99"]
+    result["itl_p99_ratio"] = round(ratio, 3)
+    return {"slow": result}
+
+
+def _crowd_row(measurement: GatewayMeasurement) -> dict[str, Any]:
+    return {
+        "itl_ms_p50": measurement.client["gap_p50_ms"],
+        "itl_ms_p99": measurement.client["gap_p99_ms"],
+        "failed": measurement.client["failed"],
+        "refused": measurement.client["refused"],
+        "left": measurement.client["left"],
+        "gateway_mib": round(measurement.gateway_mib),
+        "gateway_us_per_token": round(measurement.cpu_us["gateway"], 1),
+    }
 
 
 if __name__ == "__main__":

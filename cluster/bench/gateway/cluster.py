@@ -10,63 +10,69 @@ import socket
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .usage import Processes
 
-NAME, HOST = "bench", "127.0.0.1"
-READY_S = 300.0
-STREAMS_MAX = 8192
-LATE_MS = 1e6
-#: beside those of `ray_cluster.ENVIRONMENT`
-HAPROXY = {
+MODEL_NAME = "bench"
+HOST = "127.0.0.1"
+READY_LIMIT_S = 300.0
+STREAMS_LIMIT = 8192
+TARGET_MS = 1e6  #: Of TTFT and ITL: no stream waits in the router for a better time.
+TOKEN_IDS_LIMIT = 1024
+#: Switches for Serve's HAProxy, beside those of `ray_cluster.ENVIRONMENT`.
+HAPROXY_ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
 }
+HAPROXY_PORT_VARIABLES = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
 
 
 class BenchError(Exception):
-    """It cannot be measured here; the message says why."""
+    """Something cannot be measured here; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
-    """Where clients connect."""
+class BenchCluster:
+    """A running cluster: where clients connect, and its processes."""
 
     port: int
     processes: Processes = field(default_factory=Processes)
 
     def left_behind(self, limit_s: float = 10.0) -> int:
-        """Requests that the gateway still has, when it should have none any more."""
+        """Return how many requests the gateway still has `limit_s` after all clients have left.
+
+        -1: the gateway's metrics do not say.
+        """
         deadline = time.monotonic() + limit_s
         while True:
             with urllib.request.urlopen(f"http://{HOST}:{self.port}/metrics", timeout=5) as answer:
                 text = answer.read().decode()
-            found = re.findall(r"^diptych_inflight_requests\b.* (\S+)$", text, re.MULTILINE)
-            count = sum(int(float(value)) for value in found)
+            values = re.findall(r"^diptych_inflight_requests\b.* (\S+)$", text, re.MULTILINE)
+            count = sum(int(float(value)) for value in values)
             if not count or time.monotonic() > deadline:
-                return count if found else -1
+                return count if values else -1
             time.sleep(0.2)
 
 
 @contextlib.contextmanager
-def cluster(proxy: str, model: Path) -> Iterator[Cluster]:
-    """Starts it in this process: once, as Ray reads its switches at import. Raises BenchError.
+def run_cluster(proxy: str, model: Path) -> Iterator[BenchCluster]:
+    """Run a cluster in this process, once: Ray reads its switches at import. Raises BenchError.
 
-    `proxy`: python or haproxy, which are Serve's; none: the gateway's own socket.
+    `proxy` is `python` or `haproxy`, which are Serve's, or `none`: the gateway's own socket.
     """
     from ...launch.ray_cluster import start_ray
 
     if proxy == "haproxy":
-        ports = {"RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT"}
-        os.environ.update(HAPROXY, **{name: str(free_port()) for name in ports})
+        os.environ.update(HAPROXY_ENVIRONMENT)
+        os.environ.update({name: str(free_port()) for name in HAPROXY_PORT_VARIABLES})
     port = free_port()
-    temporary = tempfile.mkdtemp(prefix="dip", dir="/tmp")
+    temporary_folder = tempfile.mkdtemp(prefix="dip", dir="/tmp")
     try:
-        start_ray(Path(temporary), "token", cpus=4)
+        start_ray(Path(temporary_folder), "token", cpus=4)
         from ray import serve
 
         if proxy == "none":
@@ -75,8 +81,8 @@ def cluster(proxy: str, model: Path) -> Iterator[Cluster]:
             serve.start(http_options={"host": HOST, "port": port})
         listen = "gateway" if proxy == "none" else "serve"
         serve.run(_application(model, port, listen), name="diptych", blocking=False)
-        _wait(port)
-        yield Cluster(port)
+        _wait_until_ready(port)
+        yield BenchCluster(port)
     finally:
         import ray
         from ray import serve
@@ -85,17 +91,18 @@ def cluster(proxy: str, model: Path) -> Iterator[Cluster]:
             with contextlib.suppress(Exception):
                 serve.shutdown()
             ray.shutdown()
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary_folder, ignore_errors=True)
 
 
 def _application(model: Path, port: int, listen: str) -> Any:
+    """Return the Serve application; `listen` is the setting gateway.listen."""
     from ray import serve
 
     from ...config import ClusterConfig
     from ...gateway.gateway import Gateway
     from ...gateway.text.tokenizer import ChatTokenizer
     from ...router_service import RouterService
-    from .workers import Worker
+    from .workers import TokenSourceWorker
 
     config = ClusterConfig.model_validate(
         {
@@ -104,46 +111,53 @@ def _application(model: Path, port: int, listen: str) -> Any:
                 "http_port": port,
                 "grpc_port": free_port(),
                 "listen": listen,
-                "max_streams": STREAMS_MAX,
+                "max_streams": STREAMS_LIMIT,
             },
-            "router": {"queue_max": STREAMS_MAX},
-            "slo": {"ttft_ms": LATE_MS, "itl_ms": LATE_MS},  # no stream waits for a better time
+            "router": {"queue_max": STREAMS_LIMIT},
+            "slo": {"ttft_ms": TARGET_MS, "itl_ms": TARGET_MS},
             "silence_s": 10.0,
         }
     )
     tree = config.model_dump()
-    ids = words(ChatTokenizer(model))
+    token_ids = countable_token_ids(ChatTokenizer(model))
 
-    def deployment(cls: type, name: str, *arguments: Any) -> Any:
-        made: Any = serve.deployment(cls)
-        options = {"max_ongoing_requests": 2 * STREAMS_MAX, "ray_actor_options": {"num_cpus": 0.01}}
-        return made.options(name=name, **options).bind(*arguments)
+    def bind(deployment_class: type, name: str, arguments: Sequence[Any]) -> Any:
+        deployment: Any = serve.deployment(deployment_class)
+        configured = deployment.options(
+            name=name,
+            max_ongoing_requests=2 * STREAMS_LIMIT,
+            ray_actor_options={"num_cpus": 0.01},
+        )
+        return configured.bind(*arguments)
 
-    parts = [
-        deployment(RouterService, "Router", tree),
-        deployment(Worker, "PrefillWorker", "prefill", config.secret, ids),
-        deployment(Worker, "DecodeWorker", "decode", config.secret, ids),
+    others = [
+        bind(RouterService, "Router", [tree]),
+        bind(TokenSourceWorker, "PrefillWorker", ["prefill", config.secret, token_ids]),
+        bind(TokenSourceWorker, "DecodeWorker", ["decode", config.secret, token_ids]),
     ]
-    return deployment(Gateway, "Gateway", tree, str(model), NAME, parts)
+    return bind(Gateway, "Gateway", [tree, str(model), MODEL_NAME, others])
 
 
-def words(text: Any) -> list[int]:
-    """Ids whose text is a space and letters: a client counts them by their spaces."""
-    pieces = ((token, text.piece(token)) for token in range(text.vocab))
-    return [token for token, piece in pieces if re.fullmatch(" [a-z]+", piece)][:1024]
+def countable_token_ids(text: Any) -> list[int]:
+    """Return ids whose text is a space and letters: a client counts such tokens by their spaces."""
+    token_ids = [
+        token_id for token_id in range(text.vocab) if re.fullmatch(" [a-z]+", text.piece(token_id))
+    ]
+    return token_ids[:TOKEN_IDS_LIMIT]
 
 
-def _wait(port: int) -> None:
-    deadline = time.monotonic() + READY_S
+def _wait_until_ready(port: int) -> None:
+    deadline = time.monotonic() + READY_LIMIT_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
             urllib.request.urlopen(f"http://{HOST}:{port}/ready", timeout=5).close()
             return
         time.sleep(0.2)
-    raise BenchError(f"the cluster was not ready after {READY_S:.0f} s")
+    raise BenchError(f"the cluster was not ready after {READY_LIMIT_S:.0f} s")
 
 
 def free_port() -> int:
+    """Return a port that nothing uses now."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""One measurement: clients read streams, /proc says what that cost."""
+"""One measurement: clients read streams, and /proc says what that cost."""
 
 from __future__ import annotations
 
@@ -10,89 +10,113 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from .cluster import BenchError, Cluster
+from .cluster import HOST, BenchCluster, BenchError
+from .usage import REST, TITLES
 
-SOURCE = Path(__file__).with_name("client.c")
-FLAT_TOKENS = 3900  #: of an answer; the demo model's context is 4,096
-FLAT_SUM = (
-    1_500_000  #: of all answers, at most: streams that began early must not end before others begin
-)
-PACE = 30  #: tokens a second
-PARTS = ("gateway", "worker", "proxy", "router")
+CLIENT_SOURCE = Path(__file__).with_name("client.c")
+FLAT_TOKENS = 3900  #: Of an answer; the demo model's context is 4,096.
+#: Of all flat answers: streams that began early must not end before others begin.
+FLAT_TOKENS_IN_ALL = 1_500_000
+PACE = 30  #: Tokens a second of each paced stream.
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What clients do. `pace` 0: flat out."""
+class ClientLoad:
+    """What the clients do."""
 
     streams: int
+    #: Of each answer.
     tokens: int
+    #: Tokens a second of each stream; 0: flat out.
     pace: int = 0
+    #: Clients that read 64 bytes a second.
     slow: int = 0
+    #: Clients that go away; they come over `span_s`.
     leavers: int = 0
-    span_s: float = 0.0  #: leavers come over this time
+    span_s: float = 0.0
+    #: Over which the streams begin.
     ramp_s: float = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """`cpu_us`: per token, by part; `client`: what the client says."""
+class GatewayMeasurement:
+    """What one load cost."""
 
     tokens_s: float
+    #: CPU microseconds per token, by part of the cluster.
     cpu_us: dict[str, float]
+    #: What the load generator prints of itself and its streams.
     client: dict[str, Any]
-    gateway_mib: float  #: the most that was seen
+    #: The largest resident memory that was seen.
+    gateway_mib: float
 
 
-def compiler() -> str:
-    found = shutil.which("gcc") or shutil.which("cc")
-    if found is None:
-        raise BenchError("the load generator needs a C compiler (gcc)")
-    return found
+class Mark(NamedTuple):
+    """The counts at a moment that the load generator names."""
+
+    at_s: float
+    tokens: int
+    cpu_s: dict[str, float]
 
 
 def build(folder: Path) -> Path:
-    """Compiles the load generator, once per source. Raises BenchError."""
-    path = folder / f"client-{hashlib.blake2b(SOURCE.read_bytes(), digest_size=8).hexdigest()}"
-    if not path.exists():
-        command = [compiler(), "-O2", "-o", str(path), str(SOURCE)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise BenchError(f"the load generator does not compile: {done.stderr[:300]}")
-    return path
+    """Compile the load generator, once per version of its source. Raises BenchError."""
+    digest = hashlib.blake2b(CLIENT_SOURCE.read_bytes(), digest_size=8).hexdigest()
+    program = folder / f"client-{digest}"
+    if program.exists():
+        return program
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise BenchError("the load generator needs a C compiler (gcc)")
+    command = [compiler, "-O2", "-o", str(program), str(CLIENT_SOURCE)]
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if completed.returncode:
+        raise BenchError(f"the load generator does not compile: {completed.stderr[:300]}")
+    return program
 
 
-def measure(cluster: Cluster, load: Load, client: Path) -> Result:
-    """Steady state: from every stream's first token to the first stream's end."""
-    marks: dict[str, tuple[float, int, dict[str, float]]] = {}
-    most = cluster.processes.rss_mib("gateway")
+def measure(cluster: BenchCluster, load: ClientLoad, client: Path) -> GatewayMeasurement:
+    """Put the load on the cluster and measure it from every stream's first token to the first end.
+
+    Raises BenchError if there was no such time.
+    """
+    marks: dict[str, Mark] = {}
+    gateway_mib = cluster.processes.rss_mib("gateway")
     with tempfile.NamedTemporaryFile("wb") as body:
         body.write(request(load))
         body.flush()
-        with subprocess.Popen(
-            _command(client, cluster.port, body.name, load), stdout=subprocess.PIPE, text=True
-        ) as process:
+        command = _command(client, cluster.port, body.name, load)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout
             line = ""
             for line in process.stdout:
-                if line.startswith("{"):
+                if line.startswith("{"):  # the last line: what the client says of itself
                     break
-                name, ns, tokens = line.split()
-                marks[name] = int(ns) / 1e9, int(tokens), cluster.processes.cpu_s()
-                most = max(most, cluster.processes.rss_mib("gateway"))
+                name, nanoseconds, tokens = line.split()
+                marks[name] = Mark(int(nanoseconds) / 1e9, int(tokens), cluster.processes.cpu_s())
+                gateway_mib = max(gateway_mib, cluster.processes.rss_mib("gateway"))
     if marks.keys() < {"begun", "ending"}:
-        said = line.strip()
-        raise BenchError(f"no steady state with {load}: the client says {said!r}")
-    (began, first, before), (ended, last, after) = marks["begun"], marks["ending"]
-    count = max(last - first, 1)
-    cpu = {part: (after[part] - before[part]) / count * 1e6 for part in (*PARTS, "rest")}
-    return Result(count / (ended - began), cpu, json.loads(line), most)
+        output = line.strip()
+        raise BenchError(f"no steady state with {load}: the client says {output!r}")
+
+    begin = marks["begun"]
+    end = marks["ending"]
+    tokens_read = max(end.tokens - begin.tokens, 1)
+    cpu_us = {
+        part: (end.cpu_s[part] - begin.cpu_s[part]) / tokens_read * 1e6 for part in (*TITLES, REST)
+    }
+    return GatewayMeasurement(
+        tokens_s=tokens_read / (end.at_s - begin.at_s),
+        cpu_us=cpu_us,
+        client=json.loads(line),
+        gateway_mib=gateway_mib,
+    )
 
 
-def request(load: Load) -> bytes:
-    """The whole HTTP request. Its seed is the source's pace."""
+def request(load: ClientLoad) -> bytes:
+    """Return the whole HTTP request of every stream. Its seed is the token source's pace."""
     content = {
         "messages": [{"role": "user", "content": "Go."}],
         "stream": True,
@@ -107,33 +131,50 @@ def request(load: Load) -> bytes:
     return head.encode() + body
 
 
-def _command(client: Path, port: int, body: str, load: Load) -> list[str]:
-    numbers = load.streams, load.slow, load.leavers, load.span_s * 1e3, load.ramp_s * 1e3
-    return [str(client), "127.0.0.1", str(port), body, *(str(int(n)) for n in numbers)]
+def _command(client: Path, port: int, request_file: str, load: ClientLoad) -> list[str]:
+    return [
+        str(client),
+        HOST,
+        str(port),
+        request_file,
+        str(load.streams),
+        str(load.slow),
+        str(load.leavers),
+        str(int(load.span_s * 1e3)),
+        str(int(load.ramp_s * 1e3)),
+    ]
 
 
-def flat(streams: int) -> Load:
-    return Load(streams, min(FLAT_TOKENS, FLAT_SUM // streams))
+def flat_load(streams: int) -> ClientLoad:
+    """Return streams that are as fast as everything goes."""
+    return ClientLoad(streams, min(FLAT_TOKENS, FLAT_TOKENS_IN_ALL // streams))
 
 
-def paced(streams: int, seconds: float) -> Load:
-    return Load(streams, int(seconds * PACE), PACE)
+def paced_load(streams: int, seconds: float) -> ClientLoad:
+    """Return streams of `PACE` tokens a second."""
+    return ClientLoad(streams, int(seconds * PACE), PACE)
 
 
-def row(load: Load, proxy: str, result: Result) -> dict[str, Any]:
-    """As `diptych bench gateway -o json` has it."""
-    client, step_ms = result.client, 1e3 / load.pace if load.pace else 0.0
+def row(load: ClientLoad, proxy: str, measurement: GatewayMeasurement) -> dict[str, Any]:
+    """Return a measurement as `diptych bench gateway -o json` has it."""
+    client = measurement.client
+    client_tokens = max(client["tokens"], 1)
+    added_itl_ms_p99 = None
+    itl_ms_p50 = None
+    if load.pace:
+        added_itl_ms_p99 = round(client["gap_p99_ms"] - 1e3 / load.pace, 2)
+        itl_ms_p50 = client["gap_p50_ms"]
     return {
         "streams": load.streams,
         "mode": "paced" if load.pace else "flat",
         "proxy": proxy,
-        "tokens_s": round(result.tokens_s),
-        "cpu_us_per_token": {name: round(us, 1) for name, us in result.cpu_us.items()},
-        "added_itl_ms_p99": round(client["gap_p99_ms"] - step_ms, 2) if load.pace else None,
-        "itl_ms_p50": client["gap_p50_ms"] if load.pace else None,
-        "client_us_per_token": round(client["cpu_us"] / max(client["tokens"], 1), 2),
-        "events_per_token": round(client["events"] / max(client["tokens"], 1), 2),
+        "tokens_s": round(measurement.tokens_s),
+        "cpu_us_per_token": {part: round(us, 1) for part, us in measurement.cpu_us.items()},
+        "added_itl_ms_p99": added_itl_ms_p99,
+        "itl_ms_p50": itl_ms_p50,
+        "client_us_per_token": round(client["cpu_us"] / client_tokens, 2),
+        "events_per_token": round(client["events"] / client_tokens, 2),
         "failed": client["failed"],
-        "gateway_mib": round(result.gateway_mib),
+        "gateway_mib": round(measurement.gateway_mib),
         "load_average": round(os.getloadavg()[0], 1),
     }

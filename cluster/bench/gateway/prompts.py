@@ -1,7 +1,8 @@
 """How many long prompts a second one core prepares: from the body to the frames for the workers.
 
-That is what `Gateway.prepare` does (read the body, check it, render and tokenize in a thread,
-sampling, block hashes) and encoding of the frames that carry it. No HTTP, no sockets, no answer.
+This is what `Gateway.prepare` does (read the body, check it, render and tokenize it in a thread,
+sampling, block hashes) and the encoding of the frames that carry the prompt. It leaves out HTTP,
+sockets and answers.
 """
 
 from __future__ import annotations
@@ -14,101 +15,134 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ....kv_transfer.identity import block_hashes
-from ....protos import frames as f
+from ....protos import frames
 from ...gateway.apis.chat import ChatRequest
 from ...gateway.apis.parameters import ModelLimits
 from ...gateway.apis.schema import parse_body
 from ...gateway.text.tokenizer import ChatTokenizer
 
-TOKENS = 2048
-PROMPTS = 300  #: measured, of each kind
-AT_A_TIME = 8  #: as under load; alone, each one pays for waking a thread and being woken
-TURN = 64  #: tokens of a conversation's next turn and of the answer before it, about
+PROMPT_TOKENS = 2048
+PROMPTS = 300  #: Measured, of each kind.
+#: Prompts at a time, as under load; alone, each one pays for waking a thread and being woken.
+CONCURRENT_PROMPTS = 8
+#: Tokens of a conversation's next turn, and of the answer before it, about.
+TURN_TOKENS = 64
+TEMPLATE_TOKENS = 4  #: Of a turn, what the chat template adds.
 LIMITS = ModelLimits(max_model_len=1 << 20, stop_ids=(), temperature=1.0, longest_token_chars=64)
 SALT = bytes(16)
+WORDS_LIMIT = 4096  #: Token ids that are searched for words.
+SUFFIXES = ("ing", "s", ",", ".", "\n", " 42")
+SUFFIX_SHARE = 0.2
+
+MakeBodies = Callable[[ChatTokenizer, random.Random], Iterator[bytes]]
+
+
+class Preparation(NamedTuple):
+    """What preparing some prompts took."""
+
+    tokens: int
+    #: Of all threads.
+    cpu_s: float
 
 
 def measure(model: Path, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows of `fresh` prompts, and of `history`: the next turns of known conversations.
+    """Return a row for `fresh` prompts, and one for `history`: next turns of known conversations.
 
-    `requests_s` at `AT_A_TIME`, `alone_requests_s` one after the other.
+    `requests_s` is with `CONCURRENT_PROMPTS` at a time, `alone_requests_s` with one.
     """
     text = ChatTokenizer(model)
-    turn = random.Random(seed)
-    kinds: list[tuple[str, Callable[[ChatTokenizer, random.Random], Iterator[bytes]]]] = [
-        ("fresh", _fresh),
-        ("history", _history),
-    ]
+    generator = random.Random(seed)
+    kinds: dict[str, MakeBodies] = {"fresh": _new_prompts, "history": _next_turns}
     rows = []
-    for kind, made in kinds:
-        row: dict[str, Any] = {"tokens": TOKENS, "kind": kind}
-        for name, lanes in (("requests_s", AT_A_TIME), ("alone_requests_s", 1)):
-            bodies = list(itertools.islice(made(text, turn), PROMPTS))
-            tokens, seconds = asyncio.run(_prepare(text, bodies, lanes))
-            row[name] = round(PROMPTS / seconds)
-        rows.append({**row, "mean_tokens": round(tokens / PROMPTS)})
+    for kind, make_bodies in kinds.items():
+        row: dict[str, Any] = {"tokens": PROMPT_TOKENS, "kind": kind}
+        for name, lanes in (("requests_s", CONCURRENT_PROMPTS), ("alone_requests_s", 1)):
+            bodies = list(itertools.islice(make_bodies(text, generator), PROMPTS))
+            preparation = asyncio.run(_prepare(text, bodies, lanes))
+            row[name] = round(PROMPTS / preparation.cpu_s)
+        row["mean_tokens"] = round(preparation.tokens / PROMPTS)
+        rows.append(row)
     return rows
 
 
-async def _prepare(text: ChatTokenizer, bodies: list[bytes], lanes: int) -> tuple[int, float]:
-    """Tokens of all prompts, and CPU seconds of all threads."""
-    encode, loop = msgspec.msgpack.Encoder().encode, asyncio.get_running_loop()
-    threads = ThreadPoolExecutor(1, "tokenizer")
+async def _prepare(text: ChatTokenizer, bodies: list[bytes], lanes: int) -> Preparation:
+    """Prepare all bodies, `lanes` of them at a time."""
+    encode = msgspec.msgpack.Encoder().encode
+    loop = asyncio.get_running_loop()
+    tokenizer_thread = ThreadPoolExecutor(1, "tokenizer")
 
     async def prepare(number: int) -> int:
-        asked = parse_body(ChatRequest, bodies[number])
-        asked.check(text, LIMITS)
-        ids = (await loop.run_in_executor(threads, asked.prompt, text)).token_ids
-        sampling = asked.sampling(text, str(number), len(ids), LIMITS)
-        key, hashes = (str(number), 0), block_hashes(ids, SALT)
-        encode(f.PlaceAttempt(key, len(ids), sampling.max_tokens, hashes))
-        encode(f.StartDecode(key, 1, ids, sampling, "prefill"))
-        encode(f.StartPrefill(key, 1, ids, sampling, "decode"))
-        return len(ids)
+        request = parse_body(ChatRequest, bodies[number])
+        request.check(text, LIMITS)
+        prompt = await loop.run_in_executor(tokenizer_thread, request.prompt, text)
+        prompt_ids = prompt.token_ids
+        sampling = request.sampling(text, str(number), len(prompt_ids), LIMITS)
+        key = (str(number), 0)
+        hashes = block_hashes(prompt_ids, SALT)
+        encode(frames.PlaceAttempt(key, len(prompt_ids), sampling.max_tokens, hashes))
+        encode(frames.StartDecode(key, 1, prompt_ids, sampling, prefill_worker="prefill"))
+        encode(frames.StartPrefill(key, 1, prompt_ids, sampling, decode_worker="decode"))
+        return len(prompt_ids)
 
-    async def lane(first: int) -> int:
-        return sum([await prepare(number) for number in range(first, len(bodies), lanes)])
+    async def run_lane(first: int) -> int:
+        tokens = 0
+        for number in range(first, len(bodies), lanes):
+            tokens += await prepare(number)
+        return tokens
 
     began = time.process_time()
-    tokens = sum(await asyncio.gather(*map(lane, range(lanes))))
-    return tokens, time.process_time() - began
+    lane_tokens = await asyncio.gather(*(run_lane(first) for first in range(lanes)))
+    return Preparation(tokens=sum(lane_tokens), cpu_s=time.process_time() - began)
 
 
-def _fresh(text: ChatTokenizer, turn: random.Random) -> Iterator[bytes]:
+def _new_prompts(text: ChatTokenizer, generator: random.Random) -> Iterator[bytes]:
+    """Yield bodies with one message whose text was never seen."""
     words = _words(text)
     while True:
-        yield _body([{"role": "user", "content": prose(words, turn, TOKENS)}])
+        content = prose(words, generator, PROMPT_TOKENS)
+        yield _body([{"role": "user", "content": content}])
 
 
-def _history(text: ChatTokenizer, turn: random.Random) -> Iterator[bytes]:
-    """Conversations that grow to `TOKENS`; all turns but the last are prepared before."""
-    parts, words = TOKENS // TURN, _words(text)
+def _next_turns(text: ChatTokenizer, generator: random.Random) -> Iterator[bytes]:
+    """Yield bodies with a conversation whose turns were all tokenized before, except the last."""
+    words = _words(text)
+    messages_count = PROMPT_TOKENS // TURN_TOKENS - 1
     while True:
         messages = [
-            {"role": ("user", "assistant")[at % 2], "content": prose(words, turn, TURN - 4)}
-            for at in range(parts - 1)
+            {
+                "role": ("user", "assistant")[index % 2],
+                "content": prose(words, generator, TURN_TOKENS - TEMPLATE_TOKENS),
+            }
+            for index in range(messages_count)
         ]
         parse_body(ChatRequest, _body(messages[:-2])).prompt(text)
         yield _body(messages)
 
 
-def prose(words: list[str], turn: random.Random, tokens: int) -> str:
-    """About so many tokens of a tokenizer's own `words`, few of them often, as in a language."""
-    said: list[str] = []
-    while len(said) < tokens:
-        said.append(words[min(int(turn.paretovariate(0.7)), len(words)) - 1])
-        if turn.random() < 0.2:
-            said.append(turn.choice(("ing", "s", ",", ".", "\n", " 42")))
-    return "".join(said)
+def prose(words: list[str], generator: random.Random, tokens: int) -> str:
+    """Return text of about so many tokens.
+
+    `words` are a tokenizer's own; a few of them come often and most rarely, as in a language.
+    """
+    pieces: list[str] = []
+    while len(pieces) < tokens:
+        rank = min(int(generator.paretovariate(0.7)), len(words))
+        pieces.append(words[rank - 1])
+        if generator.random() < SUFFIX_SHARE:
+            pieces.append(generator.choice(SUFFIXES))
+    return "".join(pieces)
 
 
 def _words(text: ChatTokenizer) -> list[str]:
-    pieces = [text.token_text(token) for token in range(min(text.vocabulary_size, 4096))]
+    """Return the tokenizer's pieces that are a space and letters."""
+    pieces = [
+        text.token_text(token_id) for token_id in range(min(text.vocabulary_size, WORDS_LIMIT))
+    ]
     return [piece for piece in pieces if piece.startswith(" ") and piece[1:].isalpha()]
 
 

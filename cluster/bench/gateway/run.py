@@ -1,4 +1,8 @@
-"""All measurements: prompts here, each cluster in a process of its own."""
+"""All measurements of `diptych bench gateway`.
+
+Each cluster is measured in a process of its own (`child.py`), as Ray reads its switches at import.
+The prompts are measured in this process.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,63 +19,80 @@ from typing import Any
 from . import prompts
 from .cluster import BenchError
 
-LIMIT_S = 900.0
+CHILD_LIMIT_S = 900.0
+LOG_LINES_LIMIT = 21  #: Lines of a child that are kept in case it fails.
+LOG_CHARACTERS_LIMIT = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class GatewayBenchOptions:
+    """What to measure."""
+
+    #: A checkpoint's folder, of which the tokenizer is used.
     model: Path
+    #: none (the gateway's own socket), haproxy or python.
     proxies: tuple[str, ...] = ("none", "haproxy", "python")
+    #: Numbers of streams at a time, in turn.
     streams: tuple[int, ...] = (128, 512)
+    #: Of a paced row.
     seconds: float = 10.0
+    #: Whether slow clients are measured too.
     slow: bool = False
 
 
-def run(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
-    """The result of `diptych bench gateway`. Raises BenchError when nothing could be measured."""
+def run(options: GatewayBenchOptions, report_progress: Callable[[str], None]) -> dict[str, Any]:
+    """Return the result of `diptych bench gateway`.
+
+    A proxy with which nothing could be measured is in `missing`, with the reason.
+    """
     result: dict[str, Any] = {"rows": [], "missing": {}, "cores": os.cpu_count()}
     for proxy in options.proxies:
-        say(f"proxy {proxy}: starting a cluster")
+        report_progress(f"proxy {proxy}: starting a cluster")
         try:
-            found = _cluster(options, proxy, say)
+            measured = _measure_in_child(options, proxy, report_progress)
         except BenchError as error:
             result["missing"][proxy] = str(error)
             continue
-        result["rows"] += found["rows"]
-        if "slow" in found:
-            result.setdefault("slow", {})[proxy] = found["slow"]
-    say("prompts")
+        result["rows"] += measured["rows"]
+        if "slow" in measured:
+            result.setdefault("slow", {})[proxy] = measured["slow"]
+    report_progress("prompts")
     result["prompts"] = prompts.measure(options.model)
     return result
 
 
-def _cluster(options: Options, proxy: str, say: Callable[[str], None]) -> dict[str, Any]:
-    asked = {
+def _measure_in_child(
+    options: GatewayBenchOptions, proxy: str, report_progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """Run `child.py` and return its last line's object; rows are progress. Raises BenchError."""
+    child_options = {
         "proxy": proxy,
         "model": str(options.model),
         "streams": options.streams,
         "seconds": options.seconds,
         "slow": options.slow,
     }
-    command = [sys.executable, "-m", f"{__package__}.child", json.dumps(asked)]
+    command = [sys.executable, "-m", f"{__package__}.child", json.dumps(child_options)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as child:
-        assert child.stderr and child.stdout
-        lines: list[str] = []
+        assert child.stderr
+        assert child.stdout
+        log_lines = deque[str](maxlen=LOG_LINES_LIMIT)
         for line in child.stderr:
             if line.startswith("{"):
-                say(line.strip())
+                report_progress(line.strip())
             else:
-                lines = [*lines[-20:], line]
+                log_lines.append(line)
         output = child.stdout.read().strip()
         try:
-            child.wait(LIMIT_S)
+            child.wait(CHILD_LIMIT_S)
         except subprocess.TimeoutExpired:
             child.kill()
     if not output:
-        raise BenchError(f"the cluster's process ended: {''.join(lines)[-500:].strip()}")
-    told: dict[str, Any] = json.loads(output.splitlines()[-1])
-    if "error" in told:
-        raise BenchError(told["error"])
-    return told
+        log_end = "".join(log_lines)[-LOG_CHARACTERS_LIMIT:].strip()
+        raise BenchError(f"the cluster's process ended: {log_end}")
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
+    if "error" in result:
+        raise BenchError(result["error"])
+    return result

@@ -1,8 +1,9 @@
-"""Workers that compute nothing: real frames at the rhythm of engine steps, as fast as is asked for.
+"""A worker that computes nothing: real frames at the rhythm of engine steps, as fast as is asked.
 
-A request's seed is its pace: tokens a second of each stream, all streams of a pace in one step; 0
-is flat out, as fast as the gateway reads, from when no further stream has come for a while. The
-first token comes from the prefill worker, as ever.
+A request's seed is its pace: tokens a second of each stream. All streams of a pace take their
+tokens in one step, as from one engine. Pace 0 is flat out, as fast as the gateway reads; such
+streams begin together, once no further stream has come for `QUIET_S`. As in a real cluster, a
+stream's first token comes from the prefill worker.
 """
 
 from __future__ import annotations
@@ -11,43 +12,68 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from typing import Any
 
-from ....protos import frames as f
+from ....protos import frames
 from ...wire.connection import FrameConnection, FrameListener
 from ...wire.handshake import PeerIdentity
 from ...wire.router_link import RouterLink
 
 SILENCE_S = 10.0
-QUIET_S = 1.0  #: before it goes flat out
+QUIET_S = 1.0
 
 
-class Source:
-    """One worker of pool `home`; tokens are `ids` in turn."""
+@dataclass(slots=True)
+class TokenStream:
+    """One request that gets tokens."""
+
+    peer: FrameConnection
+    #: Tokens a second; 0: flat out.
+    pace: int
+    max_tokens: int
+    sent_tokens: int
+
+
+class TokenSource:
+    """One worker of a pool; the tokens of every stream are `token_ids` in turn."""
 
     def __init__(
-        self, home: str, name: str, secret: str, ids: list[int], find: Callable[[], Awaitable[str]]
+        self,
+        pool: str,
+        name: str,
+        secret: str,
+        token_ids: list[int],
+        find_router: Callable[[], Awaitable[str]],
     ) -> None:
-        self.home, self.name, self._ids = home, name, ids
-        self._live: dict[
-            f.AttemptKey, tuple[FrameConnection, int, int]
-        ] = {}  #: peer, pace, tokens in all
-        self._told: dict[f.AttemptKey, int] = {}
-        self._steps: dict[int, asyncio.Task] = {}  #: by pace
-        self._came = 0.0  #: the last stream, by the loop's clock
-        self._listener = FrameListener(secret, f.FramesToWorker, self._serve)
-        hello = PeerIdentity(name, "worker", secret)
-        self._link = RouterLink(find, hello, SILENCE_S, self._joined, lambda _: None)
+        self.pool = pool
+        self.name = name
+        self._token_ids = token_ids
+        self._streams: dict[frames.AttemptKey, TokenStream] = {}
+        #: The running steps, by pace.
+        self._steps: dict[int, asyncio.Task[None]] = {}
+        #: When the last stream came, by the loop's clock.
+        self._last_stream_at = 0.0
+        self._listener = FrameListener(secret, frames.FramesToWorker, self._serve)
+        caller = PeerIdentity(name, "worker", secret)
+        self._router_link = RouterLink(
+            find_router,
+            caller,
+            SILENCE_S,
+            on_connected=self._join_router,
+            on_frame=lambda _: None,
+        )
 
     async def start(self, host: str) -> None:
+        """Listen on `host`, and join the router now and after each interruption."""
         self._address = await self._listener.start(host)
-        self._running = asyncio.get_running_loop().create_task(self._link.run())
+        self._running = asyncio.get_running_loop().create_task(self._router_link.run())
 
-    def _joined(self) -> None:
-        card = f.WorkerCard(
+    def _join_router(self) -> None:
+        card = frames.WorkerCard(
             id=self.name,
-            pool=self.home,
-            role=self.home,
+            pool=self.pool,
+            role=self.pool,
             address=self._address,
             replica=self.name,
             pid=os.getpid(),
@@ -55,68 +81,83 @@ class Source:
             max_running=1 << 14,
             chunk_tokens=1 << 14,
         )
-        self._link.send(f.JoinRouter(card, self._link.term, []))
+        self._router_link.send(frames.JoinRouter(card, self._router_link.term, []))
 
-    async def _serve(self, peer: FrameConnection, _: f.Hello) -> None:
-        async with aclosing(peer.frames(SILENCE_S)) as frames:
-            async for frame in frames:
-                self._frame(peer, frame)
-        for key in [key for key, (to, _, _) in self._live.items() if to is peer]:
-            self._end(key)
+    async def _serve(self, peer: FrameConnection, _: frames.Hello) -> None:
+        """Handle a gateway's frames until the gateway leaves; its streams end with it."""
+        async with aclosing(peer.frames(SILENCE_S)) as received:
+            async for frame in received:
+                self._handle(peer, frame)
+        for key, stream in list(self._streams.items()):
+            if stream.peer is peer:
+                del self._streams[key]
 
-    def _frame(self, peer: FrameConnection, frame: Any) -> None:
+    def _handle(self, peer: FrameConnection, frame: Any) -> None:
         match frame:
-            case f.StartPrefill(key, resumed_tokens=given):
-                peer.send(f.EngineStepTokens([f.AnswerTokens(key, given, [f.Token(self._ids[0])])]))
-            case f.StartDecode(
-                key, sampling=sampling, prefill_worker=prefill, resumed_tokens=given
-            ):
-                self._came = asyncio.get_running_loop().time()
-                self._live[key] = peer, sampling.seed, sampling.max_tokens
-                self._told[key] = given + (1 if prefill else 0)
-                if sampling.seed not in self._steps:
-                    step = self._step(sampling.seed)
-                    self._steps[sampling.seed] = asyncio.get_running_loop().create_task(step)
-            case f.CancelAttempt(key):
-                self._end(key)
-            case f.InspectProcess(call):
-                peer.send(f.CallReply(call, {"id": self.name, "home": self.home}))
+            case frames.StartPrefill(key, resumed_tokens=resumed_tokens):
+                first_token = frames.Token(self._token_ids[0])
+                tokens = frames.AnswerTokens(key, resumed_tokens, [first_token])
+                peer.send(frames.EngineStepTokens([tokens]))
+            case frames.StartDecode():
+                self._start_stream(peer, frame)
+            case frames.CancelAttempt(key):
+                self._streams.pop(key, None)
+            case frames.InspectProcess(call_id):
+                statistics = {"id": self.name, "home": self.pool}
+                peer.send(frames.CallReply(call_id, statistics))
 
-    def _end(self, key: f.AttemptKey) -> None:
-        self._live.pop(key, None)
-        self._told.pop(key, None)
-
-    async def _step(self, pace: int) -> None:
-        """Steps for as long as there are streams of this pace."""
+    def _start_stream(self, peer: FrameConnection, frame: frames.StartDecode) -> None:
         loop = asyncio.get_running_loop()
-        due = loop.time()
-        while not pace and due - self._came < QUIET_S:
-            await asyncio.sleep(self._came + QUIET_S - due)
-            due = loop.time()
-        while peers := self._tokens(pace):
-            for peer, streams in peers.items():
-                peer.send(f.EngineStepTokens(streams))
+        pace = frame.sampling.seed or 0
+        self._last_stream_at = loop.time()
+        self._streams[frame.attempt_key] = TokenStream(
+            peer=peer,
+            pace=pace,
+            max_tokens=frame.sampling.max_tokens,
+            sent_tokens=frame.resumed_tokens + (1 if frame.prefill_worker else 0),
+        )
+        if pace not in self._steps:
+            self._steps[pace] = loop.create_task(self._run_steps(pace))
+
+    async def _run_steps(self, pace: int) -> None:
+        """Send tokens for as long as there are streams of this pace."""
+        loop = asyncio.get_running_loop()
+        if not pace:
+            await self._wait_until_quiet()
+        next_step_at = loop.time()
+        while tokens_by_peer := self._next_tokens(pace):
+            for peer, tokens in tokens_by_peer.items():
+                peer.send(frames.EngineStepTokens(tokens))
             if pace:
-                due += 1 / pace
-                await asyncio.sleep(max(due - loop.time(), 0.0))
-            for peer in peers:
+                next_step_at += 1 / pace
+                await asyncio.sleep(max(next_step_at - loop.time(), 0.0))
+            for peer in tokens_by_peer:
                 with suppress(ConnectionError):
                     await peer.drain()
         del self._steps[pace]
 
-    def _tokens(self, pace: int) -> dict[FrameConnection, list[f.AnswerTokens]]:
-        """The next token of every stream of this pace."""
-        peers: dict[FrameConnection, list[f.AnswerTokens]] = {}
-        ids, told = self._ids, self._told
-        for key, (peer, its, most) in list(self._live.items()):
-            if its != pace:
+    async def _wait_until_quiet(self) -> None:
+        """Return once no stream has come for `QUIET_S`."""
+        loop = asyncio.get_running_loop()
+        while True:
+            remaining_s = self._last_stream_at + QUIET_S - loop.time()
+            if remaining_s <= 0:
+                return
+            await asyncio.sleep(remaining_s)
+
+    def _next_tokens(self, pace: int) -> dict[FrameConnection, list[frames.AnswerTokens]]:
+        """Return the next token of every stream of this pace, by gateway; full streams end."""
+        token_ids = self._token_ids
+        tokens_by_peer: dict[FrameConnection, list[frames.AnswerTokens]] = {}
+        for key, stream in list(self._streams.items()):
+            if stream.pace != pace:
                 continue
-            at = told[key]
-            told[key] = at + 1
-            last = at + 1 >= most
-            token = [f.Token(ids[at % len(ids)])]
-            tokens = f.AnswerTokens(key, at, token, "length" if last else None)
-            peers.setdefault(peer, []).append(tokens)
-            if last:
-                self._end(key)
-        return peers
+            offset = stream.sent_tokens
+            stream.sent_tokens += 1
+            finish_reason = "length" if stream.sent_tokens >= stream.max_tokens else None
+            token = frames.Token(token_ids[offset % len(token_ids)])
+            tokens = frames.AnswerTokens(key, offset, [token], finish_reason)
+            tokens_by_peer.setdefault(stream.peer, []).append(tokens)
+            if finish_reason:
+                del self._streams[key]
+        return tokens_by_peer

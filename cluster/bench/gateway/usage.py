@@ -5,60 +5,83 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-#: part of the cluster -> what the title of its processes holds
+#: By part of the cluster: what the titles of its processes contain.
 TITLES = {
     "gateway": ("diptych:Gateway",),
     "worker": ("diptych:PrefillWorker", "diptych:DecodeWorker"),
     "proxy": ("ProxyActor", "haproxy"),
     "router": ("diptych:Router",),
 }
+REST = "rest"  #: All other processes, which are Ray's own.
+
+# Fields of /proc/PID/stat, counted behind the process's name (proc_pid_stat(5)).
+PARENT_FIELD = 1
+USER_TIME_FIELD = 11
+SYSTEM_TIME_FIELD = 12
 
 
 class Processes:
-    """The processes that descend from this one, by part; `rest` is Ray's own."""
+    """The processes that descend from this one, by part of the cluster."""
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU time of each part since its start."""
-        used = dict.fromkeys((*TITLES, "rest"), 0.0)
+        """Return the CPU seconds of each part since it started, and of the rest."""
+        cpu_s = dict.fromkeys((*TITLES, REST), 0.0)
         for pid in descendants():
-            used[_part(pid)] += _cpu_s(pid)
-        return used
+            cpu_s[_part_of(pid)] += _cpu_s_of(pid)
+        return cpu_s
 
     def rss_mib(self, part: str) -> float:
-        pids = [pid for pid in descendants() if _part(pid) == part]
-        pages = sum(int(_read(pid, "statm").split()[1] or 0) for pid in pids)
+        """Return the resident memory of a part in MiB."""
+        pages = 0
+        for pid in descendants():
+            if _part_of(pid) == part:
+                fields = _read(pid, "statm").split()
+                pages += int(fields[1]) if fields else 0
         return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
 def descendants() -> list[int]:
-    """Processes that this one has started, and theirs."""
+    """Return the ids of the processes that this one has started, and of theirs."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            fields = _read(int(entry.name), "stat").rpartition(")")[2].split()
+            fields = _stat_fields(int(entry.name))
             if fields:
-                children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, open_ = [], [os.getpid()]
-    while open_:
-        pids = children.get(open_.pop(), [])
-        found += pids
-        open_ += pids
+                children.setdefault(int(fields[PARENT_FIELD]), []).append(int(entry.name))
+    found: list[int] = []
+    unvisited = [os.getpid()]
+    while unvisited:
+        child_pids = children.get(unvisited.pop(), [])
+        found += child_pids
+        unvisited += child_pids
     return found
 
 
-def _part(pid: int) -> str:
+def _part_of(pid: int) -> str:
     title = _read(pid, "cmdline")
-    return next((part for part, marks in TITLES.items() if any(m in title for m in marks)), "rest")
+    for part, marks in TITLES.items():
+        if any(mark in title for mark in marks):
+            return part
+    return REST
 
 
-def _cpu_s(pid: int) -> float:
-    """Of all threads, ended ones too; to 10 ms."""
-    fields = _read(pid, "stat").rpartition(")")[2].split()
-    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+def _cpu_s_of(pid: int) -> float:
+    """Return the CPU seconds of all threads, ended ones too, in steps of 10 ms."""
+    fields = _stat_fields(pid)
+    if not fields:
+        return 0.0
+    ticks = int(fields[USER_TIME_FIELD]) + int(fields[SYSTEM_TIME_FIELD])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat behind the name, which may contain spaces itself."""
+    return _read(pid, "stat").rpartition(")")[2].split()
 
 
 def _read(pid: int, name: str) -> str:
+    """Return a file of the process; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/{name}").read_text()
-    except OSError:  # it has ended
+    except OSError:
         return ""

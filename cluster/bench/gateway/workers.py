@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from ...router_service import node_host
-from .source import Source
+from .source import TokenSource
 
 
-class Worker:
+class TokenSourceWorker:
     """One replica of a pool that computes nothing."""
 
-    async def __init__(self, home: str, secret: str, ids: list[int]) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, pool: str, secret: str, token_ids: list[int]
+    ) -> None:
         from ray import serve
 
-        replica = serve.get_replica_context().replica_id.unique_id
-        self._source = Source(home, f"{home}/{replica}", secret, ids, _find_router)
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        self._source = TokenSource(
+            pool, f"{pool}/{replica_id}", secret, token_ids, find_router=_find_router
+        )
         await self._source.start(node_host())
 
-    async def lifetime(self, key: list, _target: str = "") -> None:
-        """Serve's view of a stream, where gateways open one."""
+    async def lifetime(self, key: list[str | int], _target: str = "") -> None:
+        """Do nothing: gateways open a call to this method for each stream, where Serve counts."""
 
 
 async def _find_router() -> str:

@@ -15,11 +15,11 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from ..attempt.resume import ANEW, Resume, event_of
-from ..attempt.stream import News, Request
+from ..attempt.request import AnswerUpdate, Request
+from ..attempt.resume import NOT_RESUMED, Resume, event_id_of
 from ..edge import sse
 from ..errors import ApiError
-from ..text.answers import Answers, Delta, Output
+from ..text.answers import AnswerTexts, Output, TextDelta
 from .chat import ChatRequest, ChatShape
 from .completions import CompletionRequest, CompletionShape, DetokenizeRequest, TokenizeRequest
 from .messages import CountTokensRequest, MessageShape, MessagesRequest, anthropic_error_body
@@ -45,9 +45,9 @@ class Shape(Protocol):
     def plain(self, index: int, text: str) -> dict | None:
         """The event of a delta with nothing but `text`, before the end; None: ask `delta`."""
 
-    def delta(self, delta: Delta) -> list[dict]: ...
+    def delta(self, delta: TextDelta) -> list[dict]: ...
     def end(self, used: int) -> list[dict]: ...
-    def whole(self, deltas: list[Delta], used: int) -> dict: ...
+    def whole(self, deltas: list[TextDelta], used: int) -> dict: ...
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class Call:
     closing: bytes = b"data: [DONE]\n\n"  #: of a stream
     named: bool = False  #: events have names
     error: Callable[[ApiError, str], dict] = ApiError.body
-    resume: Resume = ANEW
+    resume: Resume = NOT_RESUMED
 
 
 class Api:
@@ -141,7 +141,7 @@ class Api:
         return _json(await self.gateway.tokenize(lambda: asked.response_body(self.gateway.text)))
 
     async def _answer(self, http: HttpRequest, call: Call) -> Response:
-        if call.resume.seen and (len(call.requests) > 1 or not call.stream):
+        if call.resume.cursors and (len(call.requests) > 1 or not call.stream):
             message = "only a stream of one prompt's answers can be resumed half-way"
             raise ApiError("invalid_request", message, "x-resume-from")
         run = Run(self.gateway, call)
@@ -149,18 +149,18 @@ class Api:
         if not call.stream:
             told = await sse.while_there(http.receive, _all(deltas))
             body = call.shape.whole(_joined(told), run.used)
-            return _json(body, headers_of(call.requests[0]))
+            return _json(body, response_headers(call.requests[0]))
         # errors until the first tokens get their own status
         first = await sse.while_there(http.receive, _first(deltas))
         tell = partial(self._tell, call, run, first, deltas)
-        return sse.EventStream(tell, headers_of(call.requests[0]))
+        return sse.EventStream(tell, response_headers(call.requests[0]))
 
     async def _tell(
         self,
         call: Call,
         run: Run,
-        first: list[Delta],
-        deltas: AsyncGenerator[list[Delta], None],
+        first: list[TextDelta],
+        deltas: AsyncGenerator[list[TextDelta], None],
         body: sse.Body,
     ) -> None:
         """SSE events; an error after the first token becomes an `error` event."""
@@ -168,9 +168,9 @@ class Api:
         tap = Tap(body, told, run)
         try:
             begin = told.events(call.shape.begin()) + told.deltas(first)
-            await body.write(b"" if call.resume.seen else begin)  # the client has it
+            await body.write(b"" if call.resume.cursors else begin)  # the client has it
             for request in call.requests:
-                if not (call.resume.seen or request.shared):
+                if not (call.resume.cursors or request.shared):
                     request.told()
             run.attach(tap)
             async for batch in deltas:
@@ -195,24 +195,24 @@ class Told:
 
     def __init__(self, call: Call, run: Run) -> None:
         self._shape, self._named = call.shape, call.named
-        self._run = run if call.resume.events else None
+        self._run = run if call.resume.event_ids else None
         self._around: dict[int, tuple[bytes, bytes] | None] = {}  #: a plain delta's text, by index
 
     def events(self, events: list[dict]) -> bytes:
         return b"".join(sse.event(one, one["type"] if self._named else "") for one in events)
 
-    def deltas(self, deltas: list[Delta]) -> bytes:
+    def deltas(self, deltas: list[TextDelta]) -> bytes:
         if len(deltas) == 1:
             told = self._one(deltas[0])
         else:
             told = b"".join([self._one(delta) for delta in deltas])
         return sse.marked(told, self._run.place) if self._run and told else told
 
-    def _one(self, delta: Delta) -> bytes:
+    def _one(self, delta: TextDelta) -> bytes:
         around = self._around.get(delta.index, ...)
         if around is ...:
             around = self._around[delta.index] = self._find_around(delta.index)
-        if around is None or delta.finish is not None:
+        if around is None or delta.finish_reason is not None:
             return self.events(self._shape.delta(delta))
         return around[0] + sse.encode(delta.text) + around[1] if delta.text else b""
 
@@ -236,7 +236,7 @@ class Tap:
     def ready(self) -> bool:
         return self._body.ready
 
-    def take(self, news: list[News]) -> None:
+    def take(self, news: list[AnswerUpdate]) -> None:
         try:
             data = self._told.deltas(self._run.feed(news))
             if data:
@@ -252,9 +252,9 @@ class Run:
 
     def __init__(self, gateway: Gateway, call: Call) -> None:
         self._gateway, self._requests = gateway, call.requests
-        self._seen = call.resume.seen
+        self._seen = call.resume.cursors
         output, text = call.shape.output, gateway.text
-        self._answers = [Answers(request, text, output) for request in call.requests]
+        self._answers = [AnswerTexts(request, text, output) for request in call.requests]
 
     @property
     def used(self) -> int:
@@ -263,18 +263,18 @@ class Run:
     @property
     def place(self) -> str:
         """How far it is, as the id of an event."""
-        return event_of([seen for answers in self._answers for seen in answers.seen])
+        return event_id_of([seen for answers in self._answers for seen in answers.seen])
 
     def attach(self, tap: Tap) -> None:
         """For a call of one request: what it gave so far is told."""
         if len(self._requests) == 1 and not self._requests[0].shared:
             self._requests[0].tap = tap
 
-    def feed(self, news: list[News]) -> list[Delta]:
+    def feed(self, news: list[AnswerUpdate]) -> list[TextDelta]:
         """Of a call of one request."""
         return self._answers[0].feed(news)
 
-    async def deltas(self) -> AsyncGenerator[list[Delta], None]:
+    async def deltas(self) -> AsyncGenerator[list[TextDelta], None]:
         """Raises ApiError. Closing it ends every request."""
         if len(self._requests) == 1:
             async with aclosing(self._one(0)) as deltas:
@@ -309,7 +309,7 @@ class Run:
         except Exception as error:  # told to who waits for the answers
             await queue.put(error)
 
-    async def _one(self, number: int) -> AsyncGenerator[list[Delta], None]:
+    async def _one(self, number: int) -> AsyncGenerator[list[TextDelta], None]:
         request, answers = self._requests[number], self._answers[number]
         base = number * len(request.answers)
         async with aclosing(self._gateway.generate(request, self._seen)) as news:
@@ -319,12 +319,12 @@ class Run:
                 yield [shifted(one, index=base + one.index) for one in deltas] if base else deltas
 
 
-async def _all(deltas: AsyncGenerator[list[Delta], None]) -> list[Delta]:
+async def _all(deltas: AsyncGenerator[list[TextDelta], None]) -> list[TextDelta]:
     async with aclosing(deltas):
         return [delta async for batch in deltas for delta in batch]
 
 
-async def _first(deltas: AsyncGenerator[list[Delta], None]) -> list[Delta]:
+async def _first(deltas: AsyncGenerator[list[TextDelta], None]) -> list[TextDelta]:
     try:
         return await anext(deltas)
     except BaseException:
@@ -336,18 +336,18 @@ def _json(body: dict, headers: dict[str, str] | None = None) -> Response:
     return Response(sse.encode(body), 200, headers, "application/json")
 
 
-def _joined(deltas: list[Delta]) -> list[Delta]:
+def _joined(deltas: list[TextDelta]) -> list[TextDelta]:
     """One delta per answer, in the order of their indices."""
-    found: dict[int, list[Delta]] = {}
+    found: dict[int, list[TextDelta]] = {}
     for delta in deltas:
         found.setdefault(delta.index, []).append(delta)
     return [
-        Delta(
+        TextDelta(
             index,
             "".join(one.text for one in parts),
             [token for one in parts for token in one.tokens],
-            parts[-1].finish,
-            parts[-1].stop,
+            parts[-1].finish_reason,
+            parts[-1].stop_string,
         )
         for index, parts in sorted(found.items())
     ]
@@ -364,7 +364,7 @@ def identify(http: HttpRequest, prefix: str) -> str:
     return request_id
 
 
-def headers_of(request: Request) -> dict[str, str]:
+def response_headers(request: Request) -> dict[str, str]:
     """Serve adds `x-request-id` itself."""
     queue = (request.placed - request.arrived) * 1e3
     prefill = (request.ttft_s or 0.0) * 1e3 - queue

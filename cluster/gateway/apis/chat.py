@@ -16,9 +16,9 @@ import xxhash
 from pydantic import Field, field_validator, model_validator
 
 from ....protos import frames
-from ..attempt.stream import Request
+from ..attempt.request import Request
 from ..errors import ApiError
-from ..text.answers import Delta, Output
+from ..text.answers import Output, TextDelta
 from ..text.content import (
     ContentParser,
     ContentPart,
@@ -380,7 +380,7 @@ class ChatShape:
             return None
         return self._chunk(index, {"content": text})
 
-    def delta(self, delta: Delta) -> list[JsonObject]:
+    def delta(self, delta: TextDelta) -> list[JsonObject]:
         """Return the chunks of a piece of an answer.
 
         The first chunk has the logprobs, the last one the finish reason.
@@ -405,7 +405,7 @@ class ChatShape:
             return []
         return [{**self._common_fields, "choices": [], "usage": self._usage(used_tokens)}]
 
-    def whole(self, deltas: list[Delta], used_tokens: int) -> JsonObject:
+    def whole(self, deltas: list[TextDelta], used_tokens: int) -> JsonObject:
         """Return the `chat.completion` object of whole answers, which have `used_tokens` tokens."""
         choices = [
             {
@@ -424,25 +424,25 @@ class ChatShape:
         }
 
     def _usage(self, used_tokens: int) -> JsonObject:
-        return usage_object(len(self._request.ids), used_tokens, self._request.hit_tokens)
+        return usage_object(len(self._request.prompt_ids), used_tokens, self._request.hit_tokens)
 
-    def _logprobs(self, delta: Delta) -> JsonObject | None:
+    def _logprobs(self, delta: TextDelta) -> JsonObject | None:
         return logprobs_object(delta.tokens, self._tokenizer) if self._body.logprobs else None
 
     def _chunk(self, index: int, message_delta: JsonObject) -> JsonObject:
         choice = {"index": index, "delta": message_delta, "logprobs": None, "finish_reason": None}
         return {**self._common_fields, "choices": [choice]}
 
-    def _parse(self, delta: Delta) -> list[ContentPart]:
+    def _parse(self, delta: TextDelta) -> list[ContentPart]:
         if self._parsers is None:
             return [ContentPart(PartKind.CONTENT, delta.text)] if delta.text else []
         parser = self._parsers[delta.index]
         parts = parser.feed(delta.text)
-        if delta.finish:
+        if delta.finish_reason:
             parts += parser.end()
         return parts
 
-    def _message_deltas(self, delta: Delta) -> list[JsonObject]:
+    def _message_deltas(self, delta: TextDelta) -> list[JsonObject]:
         """Return the `delta` of a chunk for each part of the text."""
         message_deltas: list[JsonObject] = []
         for kind, value in self._parse(delta):
@@ -457,7 +457,7 @@ class ChatShape:
     def _tool_call(self, answer_index: int, call: ToolCall) -> JsonObject:
         call_number = self._call_counts.get(answer_index, 0)
         self._call_counts[answer_index] = call_number + 1
-        hashed_text = f"{self._request.wire}/{answer_index}/{call_number}"
+        hashed_text = f"{self._request.wire_id}/{answer_index}/{call_number}"
         digest = xxhash.xxh3_128_hexdigest(hashed_text.encode())
         return {
             "index": call_number,
@@ -466,7 +466,7 @@ class ChatShape:
             "function": {"name": call.name, "arguments": call.arguments},
         }
 
-    def _message(self, delta: Delta) -> JsonObject:
+    def _message(self, delta: TextDelta) -> JsonObject:
         """Return the `message` of a whole answer."""
         content = ""
         reasoning = ""
@@ -486,12 +486,12 @@ class ChatShape:
             message["tool_calls"] = tool_calls
         return message
 
-    def _finish_reason(self, delta: Delta) -> str | None:
+    def _finish_reason(self, delta: TextDelta) -> str | None:
         """Return OpenAI's finish reason.
 
         An answer with calls ends with `tool_calls`, unless the client named the function.
         """
         has_calls = self._parsers is not None and self._parsers[delta.index].calls > 0
-        if has_calls and delta.finish == "stop" and self._body.required_function is None:
+        if has_calls and delta.finish_reason == "stop" and self._body.required_function is None:
             return "tool_calls"
-        return delta.finish
+        return delta.finish_reason

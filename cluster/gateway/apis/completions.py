@@ -14,9 +14,9 @@ import msgspec
 from pydantic import Field
 
 from ....protos import frames
-from ..attempt.stream import Request
+from ..attempt.request import Request
 from ..errors import ApiError
-from ..text.answers import Delta, Output
+from ..text.answers import Output, TextDelta
 from ..text.tokenizer import ChatTokenizer, TokenizedPrompt
 from .chat import (
     MESSAGES_MAX,
@@ -175,10 +175,10 @@ class CompletionShape:
         choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
         return {**self._common_fields, "choices": [choice]}
 
-    def delta(self, delta: Delta) -> list[JsonObject]:
+    def delta(self, delta: TextDelta) -> list[JsonObject]:
         """Return the chunk of a piece of an answer, or none if it has nothing to say."""
         choice = self._choice(delta)
-        if not choice["text"] and not delta.finish and choice["logprobs"] is None:
+        if not choice["text"] and not delta.finish_reason and choice["logprobs"] is None:
             return []
         return [{**self._common_fields, "choices": [choice]}]
 
@@ -189,22 +189,22 @@ class CompletionShape:
             return []
         return [{**self._common_fields, "choices": [], "usage": self._usage(used_tokens)}]
 
-    def whole(self, deltas: list[Delta], used_tokens: int) -> JsonObject:
+    def whole(self, deltas: list[TextDelta], used_tokens: int) -> JsonObject:
         """Return the object of whole answers, which have `used_tokens` tokens."""
         choices = [self._choice(delta) for delta in deltas]
         return {**self._common_fields, "choices": choices, "usage": self._usage(used_tokens)}
 
     def _usage(self, used_tokens: int) -> JsonObject:
         return usage_object(
-            prompt_tokens=sum(len(request.ids) for request in self._requests),
+            prompt_tokens=sum(len(request.prompt_ids) for request in self._requests),
             completion_tokens=0 if self._echo_only else used_tokens,
             cached_tokens=sum(request.hit_tokens for request in self._requests),
         )
 
-    def _choice(self, delta: Delta) -> JsonObject:
+    def _choice(self, delta: TextDelta) -> JsonObject:
         text = delta.text
         tokens = delta.tokens
-        finish_reason = delta.finish
+        finish_reason = delta.finish_reason
         if self._echo_only:
             text = ""
             tokens = []
@@ -212,9 +212,9 @@ class CompletionShape:
                 finish_reason = "length"
         if self._body.echo and delta.index not in self._begun_choices:
             request = self._requests[delta.index // len(self._requests[0].answers)]
-            text = self._tokenizer.decode(request.ids) + text
+            text = self._tokenizer.decode(request.prompt_ids) + text
             # The prompt's first token has no logprob, as nothing stands before it.
-            tokens = [frames.Token(request.ids[0]), *request.prompt, *tokens]
+            tokens = [frames.Token(request.prompt_ids[0]), *request.prompt_logprobs, *tokens]
         self._begun_choices.add(delta.index)
         logprobs = None
         if tokens and self._body.logprobs is not None:

@@ -11,9 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ..attempt.stream import Request
+from ..attempt.request import Request
 from ..errors import ApiError
-from ..text.answers import Delta, Output
+from ..text.answers import Output, TextDelta
 from ..text.content import THINK_OPEN, ContentParser, ContentPart, PartKind
 from ..text.tokenizer import ChatTokenizer, TokenizedPrompt
 from ..text.tools import ToolCall
@@ -270,7 +270,7 @@ class MessageShape:
         """Return None: blocks open and close between deltas, so `delta` makes all events."""
         return None
 
-    def delta(self, delta: Delta) -> list[JsonObject]:
+    def delta(self, delta: TextDelta) -> list[JsonObject]:
         """Return the events of a piece of the answer."""
         events = []
         for kind, value in self._parse(delta):
@@ -303,7 +303,7 @@ class MessageShape:
             {"type": "message_stop"},
         ]
 
-    def whole(self, deltas: list[Delta], used_tokens: int) -> JsonObject:
+    def whole(self, deltas: list[TextDelta], used_tokens: int) -> JsonObject:
         """Return the message of the whole answer, which has `used_tokens` tokens."""
         blocks: list[JsonObject] = []
         for kind, value in self._parse(deltas[0]):
@@ -323,16 +323,16 @@ class MessageShape:
                 blocks.append(_text_block(value))
         return {**self._message(blocks), "usage": self._usage(used_tokens)}
 
-    def _parse(self, delta: Delta) -> list[ContentPart]:
+    def _parse(self, delta: TextDelta) -> list[ContentPart]:
         """Return the parts of a delta's text; notes why the answer stopped."""
         parts = self._parser.feed(delta.text)
-        if not delta.finish:
+        if not delta.finish_reason:
             return parts
         parts += self._parser.end()
-        self._stop_sequence = delta.stop
-        if delta.stop is not None:
+        self._stop_sequence = delta.stop_string
+        if delta.stop_string is not None:
             self._stop_reason = "stop_sequence"
-        elif delta.finish == "length":
+        elif delta.finish_reason == "length":
             self._stop_reason = "max_tokens"
         elif self._parser.calls:
             self._stop_reason = "tool_use"
@@ -354,7 +354,7 @@ class MessageShape:
     def _usage(self, used_tokens: int) -> JsonObject:
         cached_tokens = self._request.hit_tokens
         return {
-            "input_tokens": len(self._request.ids) - cached_tokens,
+            "input_tokens": len(self._request.prompt_ids) - cached_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached_tokens,
             "output_tokens": used_tokens,
@@ -362,7 +362,7 @@ class MessageShape:
 
     def _tool_use_block(self, call: ToolCall) -> JsonObject:
         """Return the block of a call without its input; the id is unique among all requests."""
-        request_suffix = self._request.wire.rpartition("~")[2]
+        request_suffix = self._request.wire_id.rpartition("~")[2]
         tool_use_id = f"toolu_{request_suffix}{self._block_count:04d}"
         return {"type": "tool_use", "id": tool_use_id, "name": call.name}
 

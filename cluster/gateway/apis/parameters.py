@@ -106,10 +106,10 @@ class SamplingParameters(ApiBody):
     def output(self) -> Output:
         """Return how the text of the answers is made."""
         return Output(
-            stops=tuple(self.stop or ()),
-            keep_stop=self.include_stop_str_in_output or self.no_stop_trim,
-            least=self.min_tokens or 0,
-            specials=not self.skip_special_tokens,
+            stop_strings=tuple(self.stop or ()),
+            keep_stop_string=self.include_stop_str_in_output or self.no_stop_trim,
+            min_tokens=self.min_tokens or 0,
+            special_tokens=not self.skip_special_tokens,
         )
 
 

@@ -14,8 +14,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ..attempt.stream import Request
-from ..text.answers import Delta, Output
+from ..attempt.request import Request
+from ..text.answers import Output, TextDelta
 from ..text.content import ContentParser, ContentPart, PartKind
 from ..text.tokenizer import ChatTokenizer, TokenizedPrompt
 from .chat import MESSAGES_MAX, ChatRequest, JsonObject
@@ -177,7 +177,7 @@ class ResponseShape:
         """Return None: every event has a number of its own, so `delta` makes them all."""
         return None
 
-    def delta(self, delta: Delta) -> list[JsonObject]:
+    def delta(self, delta: TextDelta) -> list[JsonObject]:
         """Return the events of a piece of the answer."""
         events = []
         for kind, text in self._parse(delta):
@@ -196,17 +196,17 @@ class ResponseShape:
         response = self._ended_response(used_tokens)
         return [*events, self._event(f"response.{response['status']}", response=response)]
 
-    def whole(self, deltas: list[Delta], used_tokens: int) -> JsonObject:
+    def whole(self, deltas: list[TextDelta], used_tokens: int) -> JsonObject:
         """Return the `response` object of the whole answer, which has `used_tokens` tokens."""
         for kind, text in self._parse(deltas[0]):
             assert isinstance(text, str), "calls need tools, which this API does not take"
             self._item_texts[kind] = self._item_texts.get(kind, "") + text
         return self._ended_response(used_tokens)
 
-    def _parse(self, delta: Delta) -> list[ContentPart]:
+    def _parse(self, delta: TextDelta) -> list[ContentPart]:
         parts = self._parser.feed(delta.text)
-        if delta.finish:
-            self._finish_reason = delta.finish
+        if delta.finish_reason:
+            self._finish_reason = delta.finish_reason
             parts += self._parser.end()
         return parts
 
@@ -296,7 +296,7 @@ class ResponseShape:
         }
 
     def _usage(self, used_tokens: int) -> JsonObject:
-        prompt_tokens = len(self._request.ids)
+        prompt_tokens = len(self._request.prompt_ids)
         return {
             "input_tokens": prompt_tokens,
             "input_tokens_details": {

@@ -21,23 +21,23 @@ _EVENT = re.compile(r"\d{1,9}e?(\.\d{1,9}e?){0,63}")
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Cursor:
     """What a client has of one answer: tokens, and whether it knows of its end."""
 
     tokens: int = 0
-    end: bool = False
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
     """What a client says about coming back."""
 
-    keep: bool = False  #: the answer goes on without it
-    events: bool = False  #: it wants ids of events
-    seen: tuple[Seen, ...] = ()
+    keep_generating: bool = False  #: the answer goes on without it
+    event_ids: bool = False  #: it wants ids of events
+    cursors: tuple[Cursor, ...] = ()
 
 
-ANEW = Resume()
+NOT_RESUMED = Resume()
 
 
 def read_resume(get: Callable[[str], str | None]) -> Resume:
@@ -50,14 +50,14 @@ def read_resume(get: Callable[[str], str | None]) -> Resume:
     if event and not _EVENT.fullmatch(event):
         message = f"{name} must be a count of tokens, or the id of an event of this answer"
         raise ApiError("invalid_request", message, name)
-    return Resume(asked == "keep", bool(asked or event), seen_of(event))
+    return Resume(asked == "keep", bool(asked or event), cursors_of(event))
 
 
-def seen_of(event: str) -> tuple[Seen, ...]:
+def cursors_of(event: str) -> tuple[Cursor, ...]:
     """What an event's id says: tokens of each answer, an `e` behind those that ended."""
     parts = event.split(".") if event else []
-    return tuple(Seen(int(part.rstrip("e")), part.endswith("e")) for part in parts)
+    return tuple(Cursor(int(part.rstrip("e")), part.endswith("e")) for part in parts)
 
 
-def event_of(seen: list[Seen]) -> str:
-    return ".".join(f"{one.tokens}{'e' if one.end else ''}" for one in seen)
+def event_id_of(seen: list[Cursor]) -> str:
+    return ".".join(f"{one.tokens}{'e' if one.ended else ''}" for one in seen)

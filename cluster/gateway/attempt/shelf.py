@@ -21,8 +21,8 @@ from typing import Protocol
 
 from ..errors import ApiError
 from ..text.answers import Output
-from .resume import Resume, Seen
-from .stream import News, Request
+from .request import AnswerUpdate, Request
+from .resume import Cursor, Resume
 
 WEIGHT_MAX = (
     1 << 18
@@ -32,7 +32,7 @@ WEIGHT_MAX = (
 class Source(Protocol):
     """Where tokens come from."""
 
-    def run(self, request: Request) -> AsyncGenerator[list[News], None]:
+    def run(self, request: Request) -> AsyncGenerator[list[AnswerUpdate], None]:
         """What is new of it, until it has ended. Raises ApiError."""
 
     def dismiss(self, request: Request) -> None:
@@ -57,7 +57,7 @@ class Kept:
     def ready(self) -> bool:
         return True
 
-    def take(self, news: list[News]) -> None:
+    def take(self, news: list[AnswerUpdate]) -> None:
         """There is more in the journal."""
         self.changed.set()
         self.changed = asyncio.Event()
@@ -96,13 +96,13 @@ class Shelf:
             if kept.readers:
                 self._source.dismiss(kept.request)
             self._drop(name)
-        self._kept[name] = kept = Kept(fresh, output, resume.keep)
+        self._kept[name] = kept = Kept(fresh, output, resume.keep_generating)
         self._leave(name, kept)  # until it is read
         return fresh
 
     async def read(
-        self, request: Request, seen: tuple[Seen, ...] = ()
-    ) -> AsyncGenerator[list[News], None]:
+        self, request: Request, seen: tuple[Cursor, ...] = ()
+    ) -> AsyncGenerator[list[AnswerUpdate], None]:
         """The answer from its beginning, first what the client has `seen`, alone. Raises ApiError.
 
         Closing it ends the answer, if nobody else reads it and it is not to go on.
@@ -121,7 +121,9 @@ class Shelf:
             kept.readers -= 1
             self._leave(name, kept)
 
-    async def _tell(self, kept: Kept, seen: tuple[Seen, ...]) -> AsyncGenerator[list[News], None]:
+    async def _tell(
+        self, kept: Kept, seen: tuple[Cursor, ...]
+    ) -> AsyncGenerator[list[AnswerUpdate], None]:
         """What is known, then what comes."""
         request, told, goal = kept.request, _nothing(kept.request), _goal(kept.request, seen)
         waits = True  #: for what the client has
@@ -140,7 +142,9 @@ class Shelf:
                         yield news
                     waits = False
 
-    async def _follow(self, kept: Kept, seen: tuple[Seen, ...]) -> AsyncGenerator[list[News], None]:
+    async def _follow(
+        self, kept: Kept, seen: tuple[Cursor, ...]
+    ) -> AsyncGenerator[list[AnswerUpdate], None]:
         """What its task generates, at the reader's own pace."""
         request, told, goal = kept.request, _nothing(kept.request), _goal(kept.request, seen)
         request.shared, request.tap = True, kept
@@ -188,7 +192,7 @@ class Shelf:
         if kept.readers or self._kept.get(name) is not kept:
             return
         each = 1 + 2 * (kept.request.sampling.logprobs or 0)
-        kept.weight = len(kept.request.ids) + each * kept.request.generated
+        kept.weight = len(kept.request.prompt_ids) + each * kept.request.generated_tokens
         loop = asyncio.get_running_loop()
         kept.forget = loop.call_later(self._window_s, self._drop, name)
         self._left[name] = kept
@@ -218,20 +222,20 @@ def _name(request: Request) -> tuple[str, str]:
 
 
 def _same(kept: Kept, fresh: Request, output: Output) -> bool:
-    mine = kept.request.ids, kept.request.sampling, kept.output
-    return mine == (fresh.ids, fresh.sampling, output)
+    mine = kept.request.prompt_ids, kept.request.sampling, kept.output
+    return mine == (fresh.prompt_ids, fresh.sampling, output)
 
 
-def _nothing(request: Request) -> list[Seen]:
-    return [Seen()] * len(request.answers)
+def _nothing(request: Request) -> list[Cursor]:
+    return [Cursor()] * len(request.answers)
 
 
-def _goal(request: Request, seen: tuple[Seen, ...]) -> list[Seen]:
+def _goal(request: Request, seen: tuple[Cursor, ...]) -> list[Cursor]:
     """What the client has of each answer; it may not have said so of all."""
     return [*seen, *_nothing(request)][: len(request.answers)]
 
 
-def _reached(request: Request, goal: list[Seen]) -> bool:
+def _reached(request: Request, goal: list[Cursor]) -> bool:
     """Where a stop string ended an answer, this run finds it in what is there."""
     return all(
         answer.ended or len(answer.journal) >= one.tokens
@@ -240,30 +244,32 @@ def _reached(request: Request, goal: list[Seen]) -> bool:
 
 
 def _caught_up(
-    request: Request, told: list[Seen], goal: list[Seen], seen: tuple[Seen, ...]
-) -> list[list[News]]:
+    request: Request, told: list[Cursor], goal: list[Cursor], seen: tuple[Cursor, ...]
+) -> list[list[AnswerUpdate]]:
     """Alone what the client has, if it said so, then what else there is."""
     has = [_until(request, told, goal)] if seen else []
     rest = _until(request, told)
     return [*has, rest] if rest else has
 
 
-def _behind(request: Request, told: list[Seen]) -> bool:
+def _behind(request: Request, told: list[Cursor]) -> bool:
     """There is more than was told."""
     return any(
-        len(answer.journal) > one.tokens or (answer.finish is not None and not one.end)
+        len(answer.journal) > one.tokens or (answer.finish_reason is not None and not one.ended)
         for answer, one in zip(request.answers, told, strict=True)
     )
 
 
-def _until(request: Request, told: list[Seen], goal: list[Seen] | None = None) -> list[News]:
+def _until(
+    request: Request, told: list[Cursor], goal: list[Cursor] | None = None
+) -> list[AnswerUpdate]:
     """What is behind `told`, up to the `goal`; moves `told`."""
     news = []
     for index, answer in enumerate(request.answers):
-        had, most = told[index], goal[index] if goal else Seen(len(answer.journal), True)
+        had, most = told[index], goal[index] if goal else Cursor(len(answer.journal), True)
         tokens = answer.journal[had.tokens : most.tokens]
-        finish = answer.finish if most.end and not had.end else None
+        finish = answer.finish_reason if most.ended and not had.ended else None
         if tokens or finish:
-            news.append(News(index, tokens, finish))
-            told[index] = Seen(had.tokens + len(tokens), had.end or finish is not None)
+            news.append(AnswerUpdate(index, tokens, finish))
+            told[index] = Cursor(had.tokens + len(tokens), had.ended or finish is not None)
     return news

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from ..apis.schema import REQUEST_ID_PATTERN
 from ..edge.keys import ApiKey
 from ..errors import ApiError
-from .resume import ANEW, Resume, read_resume
+from .resume import NOT_RESUMED, Resume, read_resume
 
 DAY_MS = 86_400_000.0
 DEFAULT_CLASS = "interactive"
@@ -38,7 +38,7 @@ class Terms:
     itl_target_s: float = 0.0  #: 0: the configured target counts.
     deadline: float = math.inf  #: On the monotonic clock: the client waits no longer.
     session_id: str = ""
-    resume: Resume = ANEW
+    resume: Resume = NOT_RESUMED
     traceparent: str = ""  #: W3C trace context of the client; empty: it sent none.
     #: On the monotonic clock: when the headers were there, before the body was read.
     arrived_s: float | None = field(default=None, compare=False)

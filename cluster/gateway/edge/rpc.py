@@ -26,14 +26,14 @@ from ....protos import frames as f
 from ....protos import inference_pb2 as pb
 from ....protos import inference_pb2_grpc
 from ...config import GatewaySettings
-from ..apis.api import headers_of
+from ..apis.api import response_headers
 from ..apis.chat import ChatRequest, ChatShape
 from ..apis.completions import CompletionRequest
 from ..apis.schema import REQUEST_ID_PATTERN, parse_body
-from ..attempt.stream import Request
+from ..attempt.request import Request
 from ..attempt.terms import Terms, read_terms
 from ..errors import ApiError
-from ..text.answers import Answers, Delta, Output
+from ..text.answers import AnswerTexts, Output, TextDelta
 from ..text.tokenizer import ChatTokenizer
 from .grpc_edge import DETAILS, bind, status_of
 from .guard import HEADERS_MAX
@@ -144,7 +144,7 @@ class Inference:
         request, prompt = await gateway.prepare(body, request_id, terms)
         shape = ChatShape(body, request, gateway.text, gateway.model, prompt)
 
-        def replies(delta: Delta) -> Iterator[pb.ChatResponse]:
+        def replies(delta: TextDelta) -> Iterator[pb.ChatResponse]:
             scores = _logprobs(delta.tokens, gateway.text) if body.logprobs else []
             for event in shape.delta(delta):
                 reply = _chat_reply(event["choices"][0], request)
@@ -162,14 +162,14 @@ class Inference:
         body = parse_body(CompletionRequest, _generate_body(asked))
         request, _ = await gateway.prepare(body.prompts()[0], request_id, terms)
 
-        def replies(delta: Delta) -> Iterator[pb.GenerateResponse]:
+        def replies(delta: TextDelta) -> Iterator[pb.GenerateResponse]:
             scored = delta.tokens if body.logprobs is not None else []
             yield pb.GenerateResponse(
                 request_id=request.id,
                 index=delta.index,
                 text=delta.text,
                 token_ids=[token.id for token in delta.tokens],
-                finish_reason=delta.finish or "",
+                finish_reason=delta.finish_reason or "",
                 route=request.route,
                 logprobs=_logprobs(scored, gateway.text),
             )
@@ -181,11 +181,11 @@ class Inference:
         self,
         request: Request,
         output: Output,
-        replies: Callable[[Delta], Iterator[Reply]],
+        replies: Callable[[TextDelta], Iterator[Reply]],
         sent: dict,
     ) -> AsyncGenerator[Reply, None]:
         """Usage goes with the message that ends the last answer."""
-        answers = Answers(request, self.gateway.text, output)
+        answers = AnswerTexts(request, self.gateway.text, output)
         going = len(request.answers)
         async with aclosing(self.gateway.generate(request)) as news:
             async for batch in news:
@@ -195,10 +195,10 @@ class Inference:
                         if going:
                             yield reply
                             continue
-                        reply.usage.prompt_tokens = len(request.ids)
+                        reply.usage.prompt_tokens = len(request.prompt_ids)
                         reply.usage.completion_tokens = answers.used
                         reply.usage.cached_tokens = request.hit_tokens
-                        sent.update(headers_of(request))
+                        sent.update(response_headers(request))
                         yield reply
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import msgspec
 
 from ....protos import frames as f
-from ..attempt.resume import Seen
-from ..attempt.stream import News, Request
+from ..attempt.request import AnswerUpdate, Request
+from ..attempt.resume import Cursor
 from .stops import StopStringFilter
 from .tokenizer import ChatTokenizer
 
@@ -23,46 +23,46 @@ from .tokenizer import ChatTokenizer
 class Output:
     """How the text of an answer is made."""
 
-    stops: tuple[str, ...] = ()
-    keep_stop: bool = False
-    least: int = 0  #: tokens before which no stop string counts
-    specials: bool = False  #: special tokens are part of the text
+    stop_strings: tuple[str, ...] = ()
+    keep_stop_string: bool = False
+    min_tokens: int = 0  #: tokens before which no stop string counts
+    special_tokens: bool = False  #: special tokens are part of the text
 
 
-class Delta(msgspec.Struct, frozen=True, gc=False):
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """The next piece of one answer: text, and the tokens whose text is out with it."""
 
     index: int
     text: str
     tokens: list[f.Token]
-    finish: str | None = None  #: stop | length
-    stop: str | None = None  #: the stop string that ended it
+    finish_reason: str | None = None  #: stop | length
+    stop_string: str | None = None  #: the stop string that ended it
 
 
-class Answers:
+class AnswerTexts:
     """All answers to one request, as they come."""
 
     def __init__(self, request: Request, text: ChatTokenizer, output: Output) -> None:
         self._request = request
-        ends = () if output.keep_stop else request.sampling.stop_ids
+        ends = () if output.keep_stop_string else request.sampling.stop_ids
         count = len(request.answers)
         self._texts = [_Answer(index, text, output, ends) for index in range(count)]
 
-    def feed(self, news: list[News]) -> list[Delta]:
+    def feed(self, news: list[AnswerUpdate]) -> list[TextDelta]:
         """Deltas of `news`; cuts the answers that a stop string ended."""
         deltas = []
         for item in news:
-            one = self._texts[item.index]
+            one = self._texts[item.answer_index]
             if one.found is None:
-                deltas.append(one.feed(item.tokens, item.finish))
+                deltas.append(one.feed(item.tokens, item.finish_reason))
                 if one.found is not None:
-                    self._request.answers[item.index].cut = True
+                    self._request.answers[item.answer_index].stopped_early = True
         return deltas
 
     @property
-    def seen(self) -> list[Seen]:
+    def seen(self) -> list[Cursor]:
         """Of each answer, what was fed up to its end."""
-        return [Seen(one.used, one.ended) for one in self._texts]
+        return [Cursor(one.used, one.ended) for one in self._texts]
 
     @property
     def used(self) -> int:
@@ -74,10 +74,10 @@ class _Answer:
     def __init__(
         self, index: int, text: ChatTokenizer, output: Output, ends: tuple[int, ...]
     ) -> None:
-        self._index, self._ends, self._least = index, ends, output.least
-        self._stream = text.detokenizer(output.specials)
-        self._stops = StopStringFilter(output.stops, output.keep_stop)
-        self._watching = bool(output.stops)
+        self._index, self._ends, self._least = index, ends, output.min_tokens
+        self._stream = text.detokenizer(output.special_tokens)
+        self._stops = StopStringFilter(output.stop_strings, output.keep_stop_string)
+        self._watching = bool(output.stop_strings)
         self._waiting: deque[tuple[int, f.Token]] = deque()  #: with the end of its text
         self._unknown: list[f.Token] = []  #: their character is not complete
         self._decoded = self._told = 0  #: characters
@@ -88,7 +88,7 @@ class _Answer:
     def found(self) -> str | None:
         return self._stops.found_stop
 
-    def feed(self, tokens: list[f.Token], finish: str | None) -> Delta:
+    def feed(self, tokens: list[f.Token], finish: str | None) -> TextDelta:
         self.ended |= finish is not None
         mute = finish == "stop" and bool(tokens) and tokens[-1].id in self._ends
         if not self._watching:
@@ -97,7 +97,7 @@ class _Answer:
             text = self._stream.feed(ids[:-1] if mute else ids)
             if finish:
                 text += self._stream.flush()
-            return Delta(self._index, text, tokens, finish)
+            return TextDelta(self._index, text, tokens, finish)
         texts, out = [], []
         for place, token in enumerate(tokens, 1):
             self.used += 1
@@ -108,7 +108,7 @@ class _Answer:
             out += self._out()
             if self.found is not None:
                 self.ended = True
-                return Delta(self._index, "".join(texts), out, "stop", self.found)
+                return TextDelta(self._index, "".join(texts), out, "stop", self.found)
         if finish:
             texts.append(self._take(self._stream.flush()))
             if self.found is None:
@@ -118,7 +118,7 @@ class _Answer:
             else:
                 finish = "stop"
             out += self._out()
-        return Delta(self._index, "".join(texts), out, finish, self.found)
+        return TextDelta(self._index, "".join(texts), out, finish, self.found)
 
     def _take(self, text: str) -> str:
         """What may be told now that `text` came."""

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 from diptych.cluster.config import ClusterConfig, ConfigError, ControlSettings, load_config
-from diptych.cluster.control.http import Guard
+from diptych.cluster.control.http import AdminGuard
 
 
-def reason(guard: Guard, **headers: str) -> str | None:
+def reason(guard: AdminGuard, **headers: str) -> str | None:
     refusal = guard.refusal(headers)
     return refusal.reason if refusal else None
 
 
 def test_a_key_is_asked_for_and_may_change_without_a_restart(tmp_path: Path) -> None:
     file = tmp_path / "key"
-    guard = Guard(ControlSettings(host="0.0.0.0", key_file=str(file)))
+    guard = AdminGuard(ControlSettings(host="0.0.0.0", key_file=str(file)))
     assert reason(guard, authorization="Bearer ") == "internal", "an unreadable file lets nobody in"
     file.write_text("\n")
     assert reason(guard, authorization="Bearer ") == "bad_key", "nor does an empty one"
@@ -48,7 +48,7 @@ def test_a_key_is_asked_for_and_may_change_without_a_restart(tmp_path: Path) -> 
 def test_without_a_key_a_page_in_a_browser_gets_nowhere(
     headers: dict[str, str], allowed: bool
 ) -> None:
-    assert (reason(Guard(ControlSettings()), **headers) is None) is allowed
+    assert (reason(AdminGuard(ControlSettings()), **headers) is None) is allowed
 
 
 def test_other_machines_need_a_key() -> None:

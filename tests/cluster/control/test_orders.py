@@ -19,10 +19,10 @@ TWO = [worker("prefill/aa"), worker("decode/aa"), worker("decode/bb")]
 
 
 def test_a_change_says_what_it_does_and_how_to_take_it_back() -> None:
-    changes = orders.scaling({"prefill": 1, "decode": 2}, {"prefill": 3, "decode": 2})
+    changes = orders.planned_changes({"prefill": 1, "decode": 2}, {"prefill": 3, "decode": 2})
     assert [str(change) for change in changes] == ["prefill 1 -> 3", "decode is 2 already"]
-    assert orders.undo(changes) == "diptych scale prefill=1"
-    assert orders.undo(changes[1:]) is None
+    assert orders.undo_command(changes) == "diptych scale prefill=1"
+    assert orders.undo_command(changes[1:]) is None
 
 
 @pytest.mark.parametrize(
@@ -52,17 +52,20 @@ def test_limits_of_a_pool_hold(pool: dict[str, int], count: int, refused: bool |
 
 def test_workers_are_found_by_name_by_its_beginning_and_by_pool() -> None:
     workers = [*TWO, worker("decode/bc")]
-    assert [w["id"] for w in orders.find(workers, "decode/bb")] == ["decode/bb"]
-    assert [w["id"] for w in orders.find(workers, "bb")] == ["decode/bb"]
-    assert len(orders.find(workers, "decode")) == 3
-    assert orders.find(workers, "b") == [], "two of them begin so"
-    assert orders.find(workers, "aa") == [], "one of each pool"
-    assert orders.find(workers, "nobody") == []
+    assert [w["id"] for w in orders.find_workers(workers, "decode/bb")] == ["decode/bb"]
+    assert [w["id"] for w in orders.find_workers(workers, "bb")] == ["decode/bb"]
+    assert len(orders.find_workers(workers, "decode")) == 3
+    assert orders.find_workers(workers, "b") == [], "two of them begin so"
+    assert orders.find_workers(workers, "aa") == [], "one of each pool"
+    assert orders.find_workers(workers, "nobody") == []
 
 
 def test_a_flip_counts_by_role_a_pool_by_home() -> None:
     flipped = [worker("prefill/aa", "decode"), worker("prefill/bb"), worker("decode/aa")]
-    assert [w["id"] for w in orders.find(flipped, "prefill")] == ["prefill/aa", "prefill/bb"]
+    assert [w["id"] for w in orders.find_workers(flipped, "prefill")] == [
+        "prefill/aa",
+        "prefill/bb",
+    ]
     assert orders.flip_refusal(CONFIG, flipped, flipped[2], "prefill") is None
     assert "last one that works as prefill" in str(
         orders.flip_refusal(CONFIG, flipped, flipped[1], "decode")

@@ -1,4 +1,4 @@
-"""The admin API over gRPC: a real Control, with a fleet that only says what it is."""
+"""The admin API over gRPC: real Operations, with a fleet that only says what it is."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 from diptych.cluster.config import ClusterConfig
-from diptych.cluster.control import control as controls
 from diptych.cluster.control import http, rpc
-from diptych.cluster.control.control import Control
+from diptych.cluster.control.operations import Operations
 from diptych.cluster.telemetry import ControlTally
 from diptych.protos import admin_pb2 as pb
 from diptych.protos import admin_pb2_grpc
@@ -33,13 +33,14 @@ class Fleet:
     """Plane and pools in one: workers that do as they are told."""
 
     def __init__(self) -> None:
+        self.hello = SimpleNamespace(name="control/a")
         self.steered: list[tuple[str, str, bool]] = []
         self.sizes: list[dict[str, int]] = []
 
     async def inspect(self) -> tuple[dict, list[dict]]:
         return ROUTER, WORKERS
 
-    async def seen(self) -> dict:
+    async def observe(self) -> dict:
         return seen()
 
     async def resize(self, counts: dict[str, int]) -> None:
@@ -53,23 +54,13 @@ class Fleet:
         return [DECISION] if request == "known" else []
 
 
-class _Control(Control):
-    def __init__(self, config: ClusterConfig, fleet: Any) -> None:  # type: ignore[override]
-        self.config, self.plane, self.pools = config, fleet, fleet
-        self.plane.hello = type("Hello", (), {"name": "control/a"})
-        self.tally, self._orders, self._number = ControlTally(), asyncio.Lock(), 0
-        self.actions = controls.deque(maxlen=9)
-        self._last = {}
-
-    def __del__(self) -> None:  # type: ignore[override]
-        """Nothing was started."""
-
-
 @asynccontextmanager
 async def listening(fleet: Fleet, **settings: Any) -> AsyncIterator[tuple[grpc.aio.Channel, Any]]:
     control = {"grpc_port": free_port(), **settings}
     config = ClusterConfig.model_validate({"control": control})
-    admin = rpc.Admin(_Control(config, fleet), http.Guard(config.control))
+    plane: Any = fleet
+    operations = Operations(config, plane, pool_scaler=fleet, tally=ControlTally())
+    admin = rpc.AdminService(operations, http.AdminGuard(config.control))
     server = await rpc.listen(admin, config.control)
     address, cert = f"127.0.0.1:{config.control.grpc_port}", settings.get("tls_cert")
     given = grpc.ssl_channel_credentials(Path(cert).read_bytes()) if cert else None

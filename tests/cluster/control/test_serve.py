@@ -15,14 +15,14 @@ import pytest
 import yaml
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.control.kuberay import KubeRayPools
-from diptych.cluster.control.serve import ScaleError, resized, view
-from diptych.cluster.launch.checkpoint import find
+from diptych.cluster.control.serve import ScaleError, pool_observations, with_replica_counts
+from diptych.cluster.launch.checkpoint import find_checkpoint
 from diptych.cluster.launch.local_cluster import serve_config
 from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeApplicationSchema
 
 CONFIG = ClusterConfig()
-APPS = [serve_config(CONFIG, find(CONFIG)), {"name": "other", "import_path": "a:b"}]
+APPS = [serve_config(CONFIG, find_checkpoint(CONFIG)), {"name": "other", "import_path": "a:b"}]
 
 
 def code(application: dict[str, Any]) -> str:
@@ -32,7 +32,7 @@ def code(application: dict[str, Any]) -> str:
 
 def test_other_counts_are_the_same_code_to_serve() -> None:
     before = copy.deepcopy(APPS)
-    changed = resized(APPS, {"prefill": 3, "decode": 2})
+    changed = with_replica_counts(APPS, {"prefill": 3, "decode": 2})
     assert before == APPS, "the given configs are not touched"
     assert changed[1] == APPS[1] and code(changed[0]) == code(APPS[0])
     counts = {one["name"]: one["num_replicas"] for one in changed[0]["deployments"]}
@@ -46,13 +46,13 @@ def test_the_secret_is_in_no_config() -> None:
 
 
 def test_a_pool_that_the_config_does_not_name_is_added() -> None:
-    (changed,) = resized([{"name": "diptych", "import_path": "a:b"}], {"decode": 2})
+    (changed,) = with_replica_counts([{"name": "diptych", "import_path": "a:b"}], {"decode": 2})
     assert changed["deployments"] == [{"name": "DecodeWorker", "num_replicas": 2}]
 
 
 def test_without_the_application_there_is_nothing_to_scale() -> None:
     with pytest.raises(ScaleError, match="no application 'diptych'"):
-        resized(APPS[1:], {"decode": 2})
+        with_replica_counts(APPS[1:], {"decode": 2})
 
 
 def test_replicas_are_sorted_by_what_serve_says_of_them() -> None:
@@ -61,10 +61,10 @@ def test_replicas_are_sorted_by_what_serve_says_of_them() -> None:
     worker = {"replicas": replicas, "target_num_replicas": 4, "status": "UPDATING", "message": ""}
     broken = {**worker, "replicas": [], "status": "UNHEALTHY", "message": "Trace\n  no memory\n"}
     deployments = {"PrefillWorker": worker, "DecodeWorker": broken}
-    seen = view({"applications": {"diptych": {"deployments": deployments}}})
+    seen = pool_observations({"applications": {"diptych": {"deployments": deployments}}})
     assert seen["prefill"] == (4, ["r0", "r4"], ["r1", "r2"], ["r3"], "")
     assert seen["decode"].message == "no memory"
-    assert view({"applications": {}})["decode"] == (0, [], [], [], "")
+    assert pool_observations({"applications": {}})["decode"] == (0, [], [], [], "")
 
 
 # ---- KubeRay -------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any
 
 from diptych.cluster.cli.status import goodput_rows, headline, pool_row
 from diptych.cluster.config import ClusterConfig
-from diptych.cluster.control.serve import Seen
+from diptych.cluster.control.serve import PoolObservation
 from diptych.cluster.control.status import summarize
 
 
@@ -46,8 +46,11 @@ ROUTER = {
 WORKERS = [worker("prefill/a"), worker("decode/a"), worker("decode/b")]
 
 
-def seen(prefill: int = 1, decode: int = 2, **more: Seen) -> dict[str, Seen]:
-    pools = {"prefill": Seen(prefill, [], [], []), "decode": Seen(decode, [], [], [])}
+def seen(prefill: int = 1, decode: int = 2, **more: PoolObservation) -> dict[str, PoolObservation]:
+    pools = {
+        "prefill": PoolObservation(prefill, [], [], []),
+        "decode": PoolObservation(decode, [], [], []),
+    }
     return pools | more
 
 
@@ -105,9 +108,9 @@ def test_what_is_missing_is_named() -> None:
 
 def test_a_worker_that_loads_or_does_not_come_up_is_noted() -> None:
     router = {**ROUTER, "loading": {"decode/new": ("loading weights, layer 3/4", 0.75)}}
-    starting = Seen(3, [], ["new"], [])
+    starting = PoolObservation(3, [], ["new"], [])
     notes = told(WORKERS, router, decode=starting.target)["pools"]["decode"]["notes"]
     assert notes == ["decode/new loading weights, layer 3/4 (75 %)"]
-    failed = Seen(2, [], [], [], "ConfigError: no memory")
+    failed = PoolObservation(2, [], [], [], "ConfigError: no memory")
     cluster = summarize(ClusterConfig(), {**seen(), "decode": failed}, ROUTER, WORKERS)
     assert cluster["pools"]["decode"]["notes"] == ["ConfigError: no memory"]

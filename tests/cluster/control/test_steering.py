@@ -1,15 +1,15 @@
-"""`Control.drain` and its like, with workers that answer as real ones do."""
+"""`Operations.drain` and its like, with workers that answer as real ones do."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from diptych.cluster.control.control import Control
+from diptych.cluster.config import ClusterConfig
+from diptych.cluster.control.operations import Operations
 from diptych.cluster.gateway.errors import ApiError
+from diptych.cluster.telemetry import ControlTally
 
 
 class Workers:
@@ -34,18 +34,19 @@ class Workers:
         return {"refused": None}
 
 
-class _Control(Control):
-    def __del__(self) -> None:  # type: ignore[override]
-        """Serve awaits the other one."""
-
-
 def drain(workers: Workers, name: str, undo: bool = False) -> dict[str, Any]:
-    control = object.__new__(_Control)  # its __init__ starts servers
-    control.plane, control._orders = workers, asyncio.Lock()  # type: ignore[assignment]
-    control.actions, control._number = deque(), 0
-    control.tally = SimpleNamespace(flips=Counter())  # type: ignore[assignment]
-    order = control.undrain(name, False) if undo else control.drain(name, True, True, False)
-    return asyncio.run(order)
+    async def run() -> dict[str, Any]:
+        operations = Operations(
+            ClusterConfig(),
+            plane=workers,  # type: ignore[arg-type]
+            pool_scaler=workers,  # type: ignore[arg-type]
+            tally=ControlTally(),
+        )
+        if undo:
+            return await operations.undrain(name, dry_run=False)
+        return await operations.drain(name, force=True, hand_over=True, dry_run=False)
+
+    return asyncio.run(run())
 
 
 def test_a_pool_is_drained_whole_or_not_at_all() -> None:

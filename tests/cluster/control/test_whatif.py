@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from diptych.cluster.control.whatif import ENOUGH, WhatIf, whatif
+from diptych.cluster.control.whatif import MIN_REQUESTS, WhatIfScenario, simulate_whatif
 from diptych.protos.frames import WorkerCard
 from diptych.router import RouterConfig
 from diptych.router.decisions import Decision
@@ -54,7 +54,7 @@ def every(seconds: float, count: int = 24) -> list[dict[str, Any]]:
 
 
 def test_with_room_everything_is_met_in_life_and_in_both_runs() -> None:
-    told = whatif(WhatIf("min_ttft", 1, 1), every(1.0), CARDS, CONFIG)
+    told = simulate_whatif(WhatIfScenario("min_ttft", 1, 1), every(1.0), CARDS, CONFIG)
     assert isinstance(told, dict)
     assert told["requests"] == 24 and told["span_s"] == pytest.approx(23.0)
     assert [told[run]["met"] for run in ("life", "same", "other")] == [1.0, 1.0, 1.0]
@@ -67,10 +67,10 @@ def test_with_room_everything_is_met_in_life_and_in_both_runs() -> None:
 
 def test_another_split_relieves_who_had_no_room_and_more_load_takes_it() -> None:
     crowded = every(0.12)  # prompts of 0.18 s
-    alone = whatif(WhatIf("diptych", 2, 1), crowded, CARDS, CONFIG)
+    alone = simulate_whatif(WhatIfScenario("diptych", 2, 1), crowded, CARDS, CONFIG)
     assert isinstance(alone, dict)
     assert alone["same"]["met"] < 0.7 and alone["other"]["met"] > 0.95
-    twice = whatif(WhatIf("diptych", 2, 1, load=2.0), crowded, CARDS, CONFIG)
+    twice = simulate_whatif(WhatIfScenario("diptych", 2, 1, load=2.0), crowded, CARDS, CONFIG)
     assert isinstance(twice, dict) and twice["other"]["met"] < 0.7
 
 
@@ -78,7 +78,7 @@ def test_what_the_caches_spared_is_spared() -> None:
     cached = [decision(n, float(n), 500, hit_tokens=300 + 8 * n) for n in range(24)]
     for one in cached:
         one["prefill_s"] = 0.001 * (500 - one["hit_tokens"])
-    told = whatif(WhatIf("diptych", 1, 1), cached, CARDS, CONFIG)
+    told = simulate_whatif(WhatIfScenario("diptych", 1, 1), cached, CARDS, CONFIG)
     assert isinstance(told, dict)
     assert told["same"]["ttft_ms"][0] == pytest.approx(16, abs=12)
     assert told["same"]["ttft_ms"][20] == pytest.approx(200, abs=12)
@@ -89,23 +89,25 @@ def test_only_whole_first_attempts_count() -> None:
     seen[0]["key"] = ("r0", 1)
     seen[1]["observed"] = {"ttft_ms": 5.0}
     seen[2]["decode"] = None
-    told = whatif(WhatIf("diptych", 1, 1), seen, CARDS, CONFIG)
+    told = simulate_whatif(WhatIfScenario("diptych", 1, 1), seen, CARDS, CONFIG)
     assert isinstance(told, dict) and told["requests"] == 21
     assert "7 of the last" in str(
-        whatif(WhatIf("diptych", 1, 1), every(1, ENOUGH - 1), CARDS, CONFIG)
+        simulate_whatif(WhatIfScenario("diptych", 1, 1), every(1, MIN_REQUESTS - 1), CARDS, CONFIG)
     )
-    assert "no prefill" in str(whatif(WhatIf("diptych", 1, 1), every(1.0), CARDS[1:], CONFIG))
+    assert "no prefill" in str(
+        simulate_whatif(WhatIfScenario("diptych", 1, 1), every(1.0), CARDS[1:], CONFIG)
+    )
 
 
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        (WhatIf("best", 1, 1), "policy 'best'"),
-        (WhatIf("diptych", 0, 1), "at least one"),
-        (WhatIf("diptych", 60, 5), "64 workers"),
-        (WhatIf("diptych", 1, 1, 0.1), "load"),
-        (WhatIf("diptych", 1, 1, float("nan")), "load"),
+        (WhatIfScenario("best", 1, 1), "policy 'best'"),
+        (WhatIfScenario("diptych", 0, 1), "at least one"),
+        (WhatIfScenario("diptych", 60, 5), "64 workers"),
+        (WhatIfScenario("diptych", 1, 1, 0.1), "load"),
+        (WhatIfScenario("diptych", 1, 1, float("nan")), "load"),
     ],
 )
-def test_what_cannot_be_asked(asked: WhatIf, why: str) -> None:
+def test_what_cannot_be_asked(asked: WhatIfScenario, why: str) -> None:
     assert why in (asked.refusal() or "")

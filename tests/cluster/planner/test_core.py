@@ -10,13 +10,13 @@ from dataclasses import replace
 import msgspec
 import pytest
 from diptych.cluster.planner.core import (
-    Bounds,
-    Flip,
-    Observation,
+    FleetObservation,
+    FlipWorker,
     Planner,
     PlannerConfig,
     Replica,
-    Scale,
+    ReplicaBounds,
+    ScalePool,
 )
 from diptych.router.demand import DemandWindow, OfferedLoad
 from diptych.simulator.hardware import Hardware
@@ -34,28 +34,28 @@ def fleet(split: str) -> tuple[Replica, ...]:
     return tuple(Replica(f"{r}/{i}", r, r, *kinds) for i, r in enumerate(roles))
 
 
-def seen(split: str, need: OfferedLoad, rate: float, **more: object) -> Observation:
-    values = {"starting": {}, "backlog_s": 0.0, "kv_share": 0.0, **more}
-    return Observation(replicas=fleet(split), need=replace(need, rate=rate), **values)
+def seen(split: str, need: OfferedLoad, rate: float, **more: object) -> FleetObservation:
+    values = {"starting_replicas": {}, "backlog_s": 0.0, "kv_used_share": 0.0, **more}
+    return FleetObservation(replicas=fleet(split), demand=replace(need, rate=rate), **values)
 
 
 def planner(**more: object) -> Planner:
-    pools = {"prefill": Bounds(1, 8), "decode": Bounds(1, 8)}
-    given = {"pools": pools, "scale": False, "warm_s": 0.0, **more}
+    pools = {"prefill": ReplicaBounds(1, 8), "decode": ReplicaBounds(1, 8)}
+    given = {"pools": pools, "scaling_enabled": False, "warmup_s": 0.0, **more}
     return Planner(PlannerConfig(itl_s=0.05, **given))
 
 
-def play(one: Planner, observation: Observation, seconds: float, noise: float = 0.0) -> list:
+def play(one: Planner, observation: FleetObservation, seconds: float, noise: float = 0.0) -> list:
     """Asks every 5 s; a flip is carried out at once."""
     rng, asked, now = random.Random(7), [], 0.0
     while now < seconds:
-        rate = observation.need.rate * (1 + noise * rng.uniform(-1, 1))
-        given = replace(observation, need=replace(observation.need, rate=rate))
+        rate = observation.demand.rate * (1 + noise * rng.uniform(-1, 1))
+        given = replace(observation, demand=replace(observation.demand, rate=rate))
         for action in one.handle(given, now):
             asked.append((now, action))
-            if isinstance(action, Flip):
+            if isinstance(action, FlipWorker):
                 changed = tuple(
-                    replace(r, role=action.to) if r.name == action.worker else r
+                    replace(r, role=action.role) if r.name == action.worker else r
                     for r in observation.replicas
                 )
                 observation = replace(observation, replicas=changed)
@@ -65,12 +65,12 @@ def play(one: Planner, observation: Observation, seconds: float, noise: float = 
 
 def test_long_prompts_make_prefill_workers() -> None:
     flips = [action for _, action in play(planner(), seen("4P4D", LONG_PROMPTS, 4.0), 600)]
-    assert flips and all(flip.to == "prefill" for flip in flips)
+    assert flips and all(flip.role == "prefill" for flip in flips)
 
 
 def test_long_answers_make_decode_workers() -> None:
     flips = [action for _, action in play(planner(), seen("6P2D", LONG_ANSWERS, 60.0), 600)]
-    assert flips and all(flip.to == "decode" for flip in flips)
+    assert flips and all(flip.role == "decode" for flip in flips)
 
 
 @pytest.mark.parametrize("split", ["1P7D", "4P4D", "7P1D"])
@@ -79,11 +79,11 @@ def test_constant_load_with_noise_comes_to_rest(split: str, need: OfferedLoad) -
     asked = play(planner(), seen(split, need, 5.0), 3600, noise=0.3)
     assert len(asked) <= 7
     assert all(at <= 30.0 * 7 + 5 for at, _ in asked), "it flips on after it has arrived"
-    assert len({action.to for _, action in asked}) <= 1, "there and back"
+    assert len({action.role for _, action in asked}) <= 1, "there and back"
 
 
 def test_two_flips_are_a_dwell_apart_and_a_pool_is_never_empty() -> None:
-    asked = play(planner(dwell_s=60.0), seen("2P2D", LONG_PROMPTS, 20.0), 600)
+    asked = play(planner(flip_dwell_s=60.0), seen("2P2D", LONG_PROMPTS, 20.0), 600)
     times = [at for at, _ in asked]
     assert all(later - earlier >= 60.0 for earlier, later in itertools.pairwise(times))
     assert len(asked) == 1, "one decode worker stays"
@@ -95,10 +95,10 @@ def test_an_idle_fleet_is_left_alone() -> None:
 
 def test_who_is_away_from_home_returns_first() -> None:
     replicas = list(fleet("4P4D"))
-    replicas[0] = replace(replicas[0], home="decode")  # a decode worker that prefills
+    replicas[0] = replace(replicas[0], pool="decode")  # a decode worker that prefills
     given = replace(seen("4P4D", LONG_ANSWERS, 60.0), replicas=tuple(replicas))
     (action,) = planner().handle(given, 0.0)
-    assert action == Flip(replicas[0].name, "decode", action.why)
+    assert action == FlipWorker(replicas[0].name, "decode", action.reason)
 
 
 def test_a_backlog_counts_as_demand() -> None:
@@ -109,31 +109,31 @@ def test_a_backlog_counts_as_demand() -> None:
 
 def test_too_much_for_the_fleet_asks_for_replicas_within_the_budget() -> None:
     given = seen("6P2D", LONG_PROMPTS, 40.0)
-    pools = {"prefill": Bounds(1, 20), "decode": Bounds(1, 20)}
-    one = planner(scale=True, gpus=40, gain=0.9, pools=pools)
+    pools = {"prefill": ReplicaBounds(1, 20), "decode": ReplicaBounds(1, 20)}
+    one = planner(scaling_enabled=True, gpu_limit=40, flip_gain=0.9, pools=pools)
     (action,) = one.handle(given, 0.0)
-    assert action == Scale("prefill", 8, action.why), "two more of 4 GPUs are within 40"
-    starting = replace(given, starting={"prefill": 2})
+    assert action == ScalePool("prefill", 8, action.reason), "two more of 4 GPUs are within 40"
+    starting = replace(given, starting_replicas={"prefill": 2})
     assert not one.handle(starting, 100.0), "it waits for those that start"
 
 
 def test_drained_replicas_count_as_replicas_of_their_pool() -> None:
     """What is asked for is a number for Serve, which counts them too."""
     resting = Counter({"prefill": 3})
-    short = seen("2P4D", LONG_PROMPTS, 3.0, resting=resting)
-    ((_, more),) = play(planner(scale=True, gain=9.0), short, 6)[:1]
+    short = seen("2P4D", LONG_PROMPTS, 3.0, resting_replicas=resting)
+    ((_, more),) = play(planner(scaling_enabled=True, flip_gain=9.0), short, 6)[:1]
     assert more.pool == "prefill" and more.replicas > 5
-    idle = seen("3P4D", LONG_PROMPTS, 0.01, resting=resting)
-    asked = [one for _, one in play(planner(scale=True), idle, 3600)]
-    assert not any(one.pool == "prefill" for one in asked if isinstance(one, Scale))
+    idle = seen("3P4D", LONG_PROMPTS, 0.01, resting_replicas=resting)
+    asked = [one for _, one in play(planner(scaling_enabled=True), idle, 3600)]
+    assert not any(one.pool == "prefill" for one in asked if isinstance(one, ScalePool))
 
 
 def test_a_smaller_fleet_only_after_it_would_have_done_for_a_while() -> None:
-    one = planner(scale=True, down_dwell_s=180.0)
+    one = planner(scaling_enabled=True, scale_down_dwell_s=180.0)
     given = seen("4P4D", LONG_PROMPTS, 0.05)
     asked = [(now, one.handle(given, now)) for now in range(0, 400, 5)]
     first = next((now, actions[0]) for now, actions in asked if actions)
-    assert first[0] == 180 and isinstance(first[1], Scale) and first[1].replicas == 3
+    assert first[0] == 180 and isinstance(first[1], ScalePool) and first[1].replicas == 3
     assert one.handle(seen("4P4D", LONG_PROMPTS, 0.05), 200.0) == []
 
 
@@ -151,7 +151,7 @@ def test_demand_is_counted_at_arrival_and_forgotten_after_the_window() -> None:
 
 
 def test_the_first_half_minute_is_too_short_to_judge_by() -> None:
-    one = planner(warm_s=30.0)
+    one = planner(warmup_s=30.0)
     given = seen("4P4D", LONG_PROMPTS, 4.0)
     assert not one.handle(given, 0.0) and not one.handle(given, 25.0)
     assert one.handle(given, 30.0)

@@ -13,7 +13,7 @@ from diptych.cluster.gateway.apis import api
 from diptych.cluster.gateway.apis.chat import ChatRequest, ChatShape
 from diptych.cluster.gateway.apis.schema import parse_body
 from diptych.cluster.gateway.attempt.plane import Inbox
-from diptych.cluster.gateway.attempt.stream import Generator, Request
+from diptych.cluster.gateway.attempt.request import Generator, Request
 from diptych.cluster.gateway.edge import sse
 from diptych.cluster.gateway.text.tokenizer import ChatTokenizer, TokenizedPrompt
 from diptych.engine.demo import CHECKPOINT
@@ -101,7 +101,7 @@ class Stream:
     def __init__(self, gateway: Gateway, name: str, **fields: Any) -> None:
         body = {"messages": [{"role": "user", "content": "x"}], "stream": True, **fields}
         asked = parse_body(ChatRequest, json.dumps(body).encode())
-        self.request = Request(name, [1, 2], [], f.Sampling(4000), wire=name)
+        self.request = Request(name, [1, 2], [], f.Sampling(4000), wire_id=name)
         self.shape = ChatShape(asked, self.request, TEXT, "m", TokenizedPrompt([1, 2], ""))
         self.gateway, self.client, self._told = gateway, Client(), 0
         self.call = api.Call([self.request], self.shape, True)
@@ -112,9 +112,9 @@ class Stream:
         await response({"type": "http"}, self.client.receive, self.client.send)
 
     def put(self, *ids: int, finish: str | None = None) -> None:
-        inbox = self.gateway.plane.inboxes[self.request.wire]
+        inbox = self.gateway.plane.inboxes[self.request.wire_id]
         tokens = [f.Token(i) for i in ids]
-        inbox.put_nowait(f.AnswerTokens((self.request.wire, 0), self._told, tokens, finish))
+        inbox.put_nowait(f.AnswerTokens((self.request.wire_id, 0), self._told, tokens, finish))
         self._told += len(ids)
 
 

@@ -41,12 +41,12 @@ HANDOVERS_MAX = 16  #: of one request
 BACKOFF_S = 0.02  #: after the first failed attempt; doubles with each
 
 
-class News(msgspec.Struct, frozen=True, gc=False):
+class AnswerUpdate(msgspec.Struct, frozen=True, gc=False):
     """What came of one answer; `finish` when it is at its end."""
 
-    index: int
+    answer_index: int
     tokens: list[f.Token]
-    finish: str | None
+    finish_reason: str | None
 
 
 @dataclass(slots=True)
@@ -54,24 +54,24 @@ class Answer:
     """One of the `n` answers to a request."""
 
     journal: list[f.Token] = field(default_factory=list)
-    finish: str | None = None  #: by the worker: stop | length
-    cut: bool = False  #: the gateway wants no more of it: its text is complete
+    finish_reason: str | None = None  #: by the worker: stop | length
+    stopped_early: bool = False  #: the gateway wants no more of it: its text is complete
     #: of each token; an array, as Python's garbage collector looks at every item of a list
-    times: array[float] = field(default_factory=lambda: array("d"))
+    token_times: array[float] = field(default_factory=lambda: array("d"))
     early: list[f.AnswerTokens] = field(
         default_factory=list
     )  #: decode was faster than the first token
 
     @property
     def ended(self) -> bool:
-        return self.cut or self.finish is not None
+        return self.stopped_early or self.finish_reason is not None
 
     def take(self, frame: f.AnswerTokens) -> list[f.Token]:
         """Journals and returns what is new; frames may come late, twice or out of order."""
         had = len(self.journal)
         if not self.early and frame.offset == had:
             self.journal += frame.tokens
-            self.finish = self.finish or frame.finish_reason
+            self.finish_reason = self.finish_reason or frame.finish_reason
             return frame.tokens
         self.early.append(frame)
         for tokens in sorted(self.early, key=lambda t: t.offset):
@@ -80,7 +80,7 @@ class Answer:
                 break
             self.early.remove(tokens)
             self.journal += tokens.tokens[have - tokens.offset :]
-            self.finish = self.finish or tokens.finish_reason
+            self.finish_reason = self.finish_reason or tokens.finish_reason
         return self.journal[had:]
 
 
@@ -89,7 +89,7 @@ class Tap(Protocol):
 
     @property
     def ready(self) -> bool: ...
-    def take(self, news: list[News]) -> None: ...
+    def take(self, news: list[AnswerUpdate]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -97,17 +97,17 @@ class Request:
     """What is generated. Times are of the monotonic clock, in seconds."""
 
     id: str  #: the client's
-    ids: list[int]
+    prompt_ids: list[int]
     hashes: list[bytes]
     sampling: f.Sampling
     salt: bytes = b""  #: the parent of the first of `hashes`
     terms: Terms = field(default_factory=Terms)
-    wire: str = ""  #: id on the wire: unique, as clients use theirs again
+    wire_id: str = ""  #: id on the wire: unique, as clients use theirs again
     answers: list[Answer] = field(default_factory=list)
-    prompt: list[f.Token] = field(default_factory=list)  #: with logprobs, if asked for
+    prompt_logprobs: list[f.Token] = field(default_factory=list)  #: with logprobs, if asked for
     route: str = ""
     hit_tokens: int = 0
-    attempts: int = 0
+    attempt_count: int = 0
     moved: f.PromptArrived | None = None  #: of the last attempt that had a transfer
     given: int = 0  #: tokens of the answer that this attempt begins with
     failures: list[f.AttemptFailed] = field(default_factory=list)
@@ -121,13 +121,13 @@ class Request:
     tap: Tap | None = None  #: for who iterates over `run`, and has said all that it gave
 
     def __post_init__(self) -> None:
-        self.wire = self.wire or f"{self.id}~{secrets.token_hex(4)}"
+        self.wire_id = self.wire_id or f"{self.id}~{secrets.token_hex(4)}"
         self.answers = self.answers or [Answer() for _ in range(self.sampling.n)]
 
     def begin(self) -> f.AttemptKey:
         """The next attempt: it goes on where the answer is, if there is one only."""
-        key = self.wire, self.attempts
-        self.attempts += 1
+        key = self.wire_id, self.attempt_count
+        self.attempt_count += 1
         self.begun.clear()
         self.scored = 0
         self.given = len(self.answers[0].journal) if len(self.answers) == 1 else 0
@@ -137,23 +137,23 @@ class Request:
 
     def adopt(self, other: Request) -> None:
         """Goes on where another run of the same request was."""
-        self.prompt = list(other.prompt)
+        self.prompt_logprobs = list(other.prompt_logprobs)
         self.route, self.hit_tokens = other.route, other.hit_tokens
         for mine, answer in zip(self.answers, other.answers, strict=True):
-            mine.journal, mine.finish = list(answer.journal), answer.finish
+            mine.journal, mine.finish_reason = list(answer.journal), answer.finish_reason
 
     def part(self, index: int) -> Request:
         """One of several answers as a request of its own. Journal and failures are shared."""
         return Request(
             self.id,
-            self.ids,
+            self.prompt_ids,
             self.hashes,
             _without_prompt(sampling_of_answer(self.sampling, index)),
             self.salt,
             self.terms,
-            wire=f"{self.wire}.{index}.{self.attempts}",  # it may be taken apart again
+            wire_id=f"{self.wire_id}.{index}.{self.attempt_count}",  # it may be taken apart again
             answers=[self.answers[index]],
-            prompt=self.prompt,
+            prompt_logprobs=self.prompt_logprobs,
             route=self.route,
             hit_tokens=self.hit_tokens,
             failures=self.failures,
@@ -165,8 +165,8 @@ class Request:
     def known(self) -> tuple[list[int], list[bytes], f.Sampling]:
         """Prompt and answer so far, their hashes, and what is sampled by."""
         if not self.given:
-            return self.ids, self.hashes, self.sampling
-        ids = self.ids + [token.id for token in self.answers[0].journal]
+            return self.prompt_ids, self.hashes, self.sampling
+        ids = self.prompt_ids + [token.id for token in self.answers[0].journal]
         hashes = self.hashes
         if hashes or self.salt:
             parent, begun = hashes[-1] if hashes else self.salt, len(hashes) * HASH_TOKENS
@@ -176,7 +176,7 @@ class Request:
     @property
     def waited_s(self) -> float:
         """For its next token."""
-        times = [answer.times[-1] for answer in self.answers if answer.times]
+        times = [answer.token_times[-1] for answer in self.answers if answer.token_times]
         return time.monotonic() - max(times, default=self.arrived)
 
     @property
@@ -189,37 +189,37 @@ class Request:
         return all(answer.ended for answer in self.answers)
 
     @property
-    def finish(self) -> str | None:
+    def finish_reason(self) -> str | None:
         """Why the first answer ended, once all have."""
         if not self.ended:
             return None
         first = self.answers[0]
-        return "stop" if first.cut else first.finish
+        return "stop" if first.stopped_early else first.finish_reason
 
     @property
     def age_s(self) -> float:
         return time.monotonic() - self.arrived
 
     @property
-    def generated(self) -> int:
+    def generated_tokens(self) -> int:
         """Tokens of all answers."""
         return sum(len(answer.journal) for answer in self.answers)
 
     @property
     def ttft_s(self) -> float | None:
-        times = [answer.times[0] for answer in self.answers if answer.times]
+        times = [answer.token_times[0] for answer in self.answers if answer.token_times]
         return min(times) - self.arrived if times else None
 
     def told(self) -> None:
         """What it gave so far, to its first reader, was written now: no earlier."""
         now = time.monotonic()
         for answer in self.answers:
-            answer.times = array("d", [now] * len(answer.times))
+            answer.token_times = array("d", [now] * len(answer.token_times))
 
     @property
     def gaps_s(self) -> list[float]:
         """Time between the tokens of an answer; the first one hides no hand-over."""
-        pairs = [pair for answer in self.answers for pair in itertools.pairwise(answer.times)]
+        pairs = [pair for answer in self.answers for pair in itertools.pairwise(answer.token_times)]
         return [later - earlier for earlier, later in pairs]
 
 
@@ -268,7 +268,7 @@ class Generator:
         self.retries = self.handovers = 0
         self.closed = False
 
-    async def run(self, request: Request) -> AsyncGenerator[list[News], None]:
+    async def run(self, request: Request) -> AsyncGenerator[list[AnswerUpdate], None]:
         """What is new as it comes, several tokens at once when they queued up. Raises ApiError.
 
         Between two results the caller may `cut` answers; none goes on when all have ended. A
@@ -292,11 +292,13 @@ class Generator:
     def dismiss(self, request: Request) -> None:
         """Ends a request that goes on for another connection of its client."""
         message = "the same request came again on another connection, which has the answer now"
-        self.plane.end(ApiError("busy", message), request.wire)
+        self.plane.end(ApiError("busy", message), request.wire_id)
 
-    async def _run(self, request: Request, tries: Tries) -> AsyncGenerator[list[News], None]:
+    async def _run(
+        self, request: Request, tries: Tries
+    ) -> AsyncGenerator[list[AnswerUpdate], None]:
         while not request.ended:
-            if len(request.answers) > 1 and request.generated:
+            if len(request.answers) > 1 and request.generated_tokens:
                 parts = self._apart(request, tries)
                 async with aclosing(parts):
                     async for news in parts:
@@ -328,18 +330,20 @@ class Generator:
         log.log(
             logging.INFO if moved else logging.WARNING,
             "%s: attempt %d ended after %d tokens: %s",
-            *(request.id, key[1], request.generated, failed),
+            *(request.id, key[1], request.generated_tokens, failed),
         )
         if tries.over:
             tried = "; ".join(f"{one.worker}: {one.reason}" for one in request.failures)
-            message = f"gave up after {request.attempts} attempts: {tried}"
+            message = f"gave up after {request.attempt_count} attempts: {tried}"
             raise ApiError("kv_transfer_failed", message)
         await asyncio.sleep(pause_s)
 
-    async def _apart(self, request: Request, tries: Tries) -> AsyncGenerator[list[News], None]:
+    async def _apart(
+        self, request: Request, tries: Tries
+    ) -> AsyncGenerator[list[AnswerUpdate], None]:
         """Several answers that have begun go on each by itself, as their ids differ by now."""
         parts = {i: request.part(i) for i, one in enumerate(request.answers) if not one.ended}
-        queue: asyncio.Queue[list[News] | Exception | None] = asyncio.Queue(2 * len(parts))
+        queue: asyncio.Queue[list[AnswerUpdate] | Exception | None] = asyncio.Queue(2 * len(parts))
         loop = asyncio.get_running_loop()
         tasks = [loop.create_task(self._pump(i, one, tries, queue)) for i, one in parts.items()]
         try:
@@ -362,7 +366,9 @@ class Generator:
         try:
             async with aclosing(self._run(part, own)) as batches:
                 async for batch in batches:
-                    await queue.put([News(index, one.tokens, one.finish) for one in batch])
+                    await queue.put(
+                        [AnswerUpdate(index, one.tokens, one.finish_reason) for one in batch]
+                    )
             await queue.put(None)
         except Exception as error:  # told to who waits for the answers
             await queue.put(error)
@@ -422,7 +428,7 @@ class Generator:
         key: f.AttemptKey,
         placed: f.AttemptPlaced,
         inbox: Inbox,
-    ) -> AsyncGenerator[list[News], None]:
+    ) -> AsyncGenerator[list[AnswerUpdate], None]:
         """What is new in one attempt; ends when all answers do, or with a new `failures`."""
         ids, _, sampling = request.known()
         common = key, placed.term, ids, sampling
@@ -465,7 +471,7 @@ class Generator:
 
     def _sort(
         self, request: Request, placed: f.AttemptPlaced, frames: list
-    ) -> tuple[list[News], f.AttemptFailed | None]:
+    ) -> tuple[list[AnswerUpdate], f.AttemptFailed | None]:
         """Journals what is new; workers' frames may come in any order."""
         fresh, failed = [], None
         for frame in frames:
@@ -498,26 +504,28 @@ def _short(request: Request, frame: Any) -> bool:
     if frame.offset != len(journal) or answer.early or index not in request.begun or not tap.ready:
         return False
     journal += tokens
-    if not (answer.cut or answer.finish):
-        answer.times.extend([time.monotonic()] * len(tokens))
-        tap.take([News(index, tokens, None)])
-    return not answer.cut
+    if not (answer.stopped_early or answer.finish_reason):
+        answer.token_times.extend([time.monotonic()] * len(tokens))
+        tap.take([AnswerUpdate(index, tokens, None)])
+    return not answer.stopped_early
 
 
-def _take(request: Request, frame: f.AnswerTokens) -> list[News]:
+def _take(request: Request, frame: f.AnswerTokens) -> list[AnswerUpdate]:
     """What a frame says that the client does not have."""
     if frame.prompt_logprobs:  # one worker sends these, in order
-        request.prompt += frame.prompt_logprobs[max(0, len(request.prompt) - request.scored) :]
+        request.prompt_logprobs += frame.prompt_logprobs[
+            max(0, len(request.prompt_logprobs) - request.scored) :
+        ]
         request.scored += len(frame.prompt_logprobs)
     if frame.tokens and frame.offset == request.given:
         request.begun.add(frame.answer_index)
     answer = request.answers[frame.answer_index]
     was_ended = answer.ended
     tokens = answer.take(frame)
-    if was_ended or not (tokens or answer.finish):
+    if was_ended or not (tokens or answer.finish_reason):
         return []
-    answer.times.extend([time.monotonic()] * len(tokens))
-    return [News(frame.answer_index, tokens, answer.finish)]
+    answer.token_times.extend([time.monotonic()] * len(tokens))
+    return [AnswerUpdate(frame.answer_index, tokens, answer.finish_reason)]
 
 
 def _draining() -> ApiError:
@@ -534,7 +542,7 @@ def _without_prompt(sampling: f.Sampling) -> f.Sampling:
 
 def _complete(request: Request) -> bool:
     """The workers have nothing more to do for it."""
-    return all(answer.finish for answer in request.answers)
+    return all(answer.finish_reason for answer in request.answers)
 
 
 def _outcome(request: Request, key: f.AttemptKey, failed: str) -> f.AttemptOutcome:
@@ -543,10 +551,10 @@ def _outcome(request: Request, key: f.AttemptKey, failed: str) -> f.AttemptOutco
     moved = request.moved if request.moved and request.moved.attempt_key == key else None
     return f.AttemptOutcome(
         key,
-        tokens=request.generated,
+        tokens=request.generated_tokens,
         ttft_ms=None if ttft is None else ttft * 1e3,
         itl_p99_ms=p99(gaps) * 1e3 if gaps else None,
-        reason=request.finish or failed,
+        reason=request.finish_reason or failed,
         transfer_ms=moved.busy_ms if moved else None,
         exposed_ms=moved.exposed_ms if moved else None,
     )

@@ -152,8 +152,8 @@ async def listen(service: AdminService, settings: ControlSettings) -> grpc.aio.S
                 server,
                 settings.host,
                 settings.grpc_port,
-                cert=settings.tls_cert,
-                key=settings.tls_key,
+                tls_cert=settings.tls_cert,
+                tls_key=settings.tls_key,
             )
             await server.start()
             return server

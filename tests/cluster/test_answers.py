@@ -62,7 +62,7 @@ def test_answers_that_come_interleaved_come_out_whole(
         assert said(got[index]) == whole + "."
         assert not any("\ufffd" in delta.text for delta in got[index])
         assert [token.id for delta in got[index] for token in delta.tokens] == ids[index]
-    assert made.used == sum(map(len, ids))
+    assert made.used_tokens == sum(map(len, ids))
     assert not any(answer.stopped_early for answer in request.answers)
 
 
@@ -98,7 +98,7 @@ def test_a_stop_string_ends_one_answer_and_leaks_in_no_way(
     assert [answer.stopped_early for answer in request.answers] == [True, False]
     told = [token.id for delta in got[0] for token in delta.tokens]
     assert before.startswith(text().decode(told)), "logprobs tell of the stop string"
-    used = made.used - len(ids[1])
+    used = made.used_tokens - len(ids[1])
     assert stop in text().decode(ids[0][:used]) and stop not in text().decode(ids[0][: used - 1])
 
 
@@ -111,7 +111,7 @@ def test_the_stop_token_counts_and_has_no_text(stops: tuple[str, ...], keep: boo
     deltas = made.feed([AnswerUpdate(0, [f.Token(word) for word in words], None)])
     deltas += made.feed([AnswerUpdate(0, [f.Token(end)], "stop")])
     assert said(deltas) == ("one two." if keep else "one two")
-    assert deltas[-1].finish_reason == "stop" and made.used == len(words) + 1
+    assert deltas[-1].finish_reason == "stop" and made.used_tokens == len(words) + 1
     assert [token.id for delta in deltas for token in delta.tokens] == [*words, end]
 
 

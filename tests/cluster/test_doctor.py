@@ -375,8 +375,8 @@ def test_a_probe_is_counted_by_the_kernel_and_takes_a_bounded_share(folder: Path
     async def body(bench: Bench) -> None:
         node = bench.nodes["decode/x"]
         probed = await node.probe("prefill/x", 64 << 20)
-        block = node.engine.kv.layout.block_bytes
-        assert probed["bytes"] == node.engine.kv.size // block // 4 * block
+        block = node.engine.kv_pool.layout.block_bytes
+        assert probed["bytes"] == node.engine.kv_pool.size // block // 4 * block
         assert probed["reason"] == "" and probed["over_tcp"] == 1.0
         assert 0 < probed["busy_s"] <= probed["wall_s"]
         assert (await node.probe("prefill/x", 1))["bytes"] == block, "one block is the least"
@@ -406,7 +406,7 @@ def test_two_probes_of_one_worker_at_a_time_are_one_too_many(folder: Path) -> No
 
 def test_a_probe_that_breaks_says_why_and_leaves_nothing_behind(folder: Path) -> None:
     async def body(bench: Bench) -> None:
-        node, source = bench.nodes["decode/x"], bench.nodes["prefill/x"].engine.kv
+        node, source = bench.nodes["decode/x"], bench.nodes["prefill/x"].engine.kv_pool
         source.view[: source.size // 2] = bytes(range(256)) * (source.size // 512)
         assert (await node.probe("prefill/x", 1 << 20))["reason"] == "checksum"
         assert (await node.probe("prefill/z", 1 << 20))["reason"] == "peer_lost"

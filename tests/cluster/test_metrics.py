@@ -50,7 +50,7 @@ def parsed(exporter: Exporter) -> dict[tuple[str, tuple[tuple[str, str], ...]], 
 def request(times: list[float], **changes: Any) -> Request:
     """Arrived at 100; one answer with tokens at these times."""
     made = Request("r", [1] * 10, [], f.Sampling(64), terms=Terms(slo_class="interactive"))
-    made.arrived = 100.0
+    made.times.arrived_s = 100.0
     tokens = [f.Token(1)] * len(times)
     made.answers = [Answer(journal=tokens, token_times=times, finish_reason="stop")]
     for name, value in changes.items():

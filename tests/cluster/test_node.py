@@ -157,7 +157,7 @@ def test_only_blocks_that_decode_does_not_hold_travel(folder: Path, transport: s
             first = await bench.ask(ids, "a")
             whole = received(bench, "decode/x")
             again = await bench.ask(ids, "b")
-            block = bench.nodes["decode/x"].engine.kv.layout.block_bytes
+            block = bench.nodes["decode/x"].engine.kv_pool.layout.block_bytes
             assert again == first
             assert whole == 5 * block and received(bench, "decode/x") - whole == block, "the tail"
             alone = await bench.alone(ids, "c")
@@ -213,7 +213,7 @@ def test_transfers_stay_on_their_engines_core_where_no_other_is_left(
         monkeypatch.setattr(node_module, "usable", lambda: usable)
         async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
             threads = [t for t in threading.enumerate() if t.name == "kv-transfer"]
-            assert all(len(n.engine.config.cores) == 1 for n in bench.nodes.values())
+            assert all(len(n.engine.options.cores) == 1 for n in bench.nodes.values())
             return [os.sched_getaffinity(t.native_id) for t in threads]
 
     assert sorted(asyncio.run(run(mine[:2])), key=min) == [{mine[0]}, {mine[1]}]
@@ -253,7 +253,7 @@ def test_a_prefix_is_fetched_from_the_peer_that_holds_it(folder: Path) -> None:
             expected = await bench.alone(ids, "a")  # the decode node holds it now
             before = computed(bench, "prefill/x")
             assert await bench.ask(ids, "b", prefix_holder="decode/x") == expected
-            block = bench.nodes["prefill/x"].engine.kv.layout.block_bytes
+            block = bench.nodes["prefill/x"].engine.kv_pool.layout.block_bytes
             assert received(bench, "prefill/x") == 6 * block
             assert computed(bench, "prefill/x") - before == 400 - 6 * 64
 
@@ -269,7 +269,7 @@ def test_a_prompt_that_its_decode_worker_computes_is_fetched_too(folder: Path) -
             assert (
                 await bench.alone(ids, "b", node="decode/y", prefix_holder="decode/x") == expected
             )
-            block = bench.nodes["decode/y"].engine.kv.layout.block_bytes
+            block = bench.nodes["decode/y"].engine.kv_pool.layout.block_bytes
             assert received(bench, "decode/y") == 6 * block
             assert computed(bench, "decode/y") == 400 - 6 * 64
 
@@ -329,7 +329,7 @@ def test_a_longer_part_of_the_prefix_is_fetched_behind_what_is_here(folder: Path
             expected = await bench.alone(ids, "b")
             got = received(bench, "prefill/x")
             assert await bench.ask(ids, "c", prefix_holder="decode/x") == expected
-            block = bench.nodes["prefill/x"].engine.kv.layout.block_bytes
+            block = bench.nodes["prefill/x"].engine.kv_pool.layout.block_bytes
             assert received(bench, "prefill/x") - got == 4 * block  # two of six were here
 
     asyncio.run(run())
@@ -372,7 +372,7 @@ def test_evicted_blocks_come_back_from_the_tiers_also_after_a_restart(
 
     async def run() -> None:
         async with opened(folder, kv_transfer={"transport": "tcp"}, kv_tiers=tiers) as bench:
-            total = bench.nodes["prefill/x"].engine.scheduler.pool.total
+            total = bench.nodes["prefill/x"].engine.scheduler.pool.total_blocks
             prompts = [prompt(seed, 500) for seed in range(10, 10 + total // 3)]
             answers = []
             for index, ids in enumerate(prompts):
@@ -412,7 +412,7 @@ def test_a_damaged_disk_tier_costs_a_recompute_and_nothing_else(
     async def run() -> None:
         async with opened(folder, kv_transfer={"transport": "tcp"}, kv_tiers=tiers) as bench:
             expected = await bench.ask(ids, "a")
-            total = bench.nodes["prefill/x"].engine.scheduler.pool.total
+            total = bench.nodes["prefill/x"].engine.scheduler.pool.total_blocks
             for seed in range(30, 30 + total // 4):
                 await bench.ask(prompt(seed, 500), f"other{seed}")
                 await bench.until(lambda: copied(bench.nodes["prefill/x"], ids))

@@ -1,10 +1,11 @@
-"""From a frame to the client's socket without waking a task: the same stream as the long way."""
+"""From a frame to the client's socket without waking a task; the same stream if one is woken."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,14 @@ import pytest
 from diptych.cluster.gateway.apis import api
 from diptych.cluster.gateway.apis.chat import ChatRequest, ChatShape
 from diptych.cluster.gateway.apis.schema import parse_body
+from diptych.cluster.gateway.attempt import generator as generators
+from diptych.cluster.gateway.attempt.generator import Generator
 from diptych.cluster.gateway.attempt.plane import Inbox
-from diptych.cluster.gateway.attempt.request import Generator, Request
+from diptych.cluster.gateway.attempt.request import Request
+from diptych.cluster.gateway.attempt.shelf import Shelf
+from diptych.cluster.gateway.attempt.terms import Terms
 from diptych.cluster.gateway.edge import sse
+from diptych.cluster.gateway.errors import ApiError
 from diptych.cluster.gateway.text.tokenizer import ChatTokenizer, TokenizedPrompt
 from diptych.engine.demo import CHECKPOINT
 from diptych.protos import frames as f
@@ -33,7 +39,7 @@ class Plane:
     def __init__(self) -> None:
         self.inboxes: dict[str, Inbox] = {}
         self.link, self.cards = self, {}
-        self.aborted: list[bool] = []
+        self.cancelled: list[bool] = []
 
     def watch(self, key: f.AttemptKey) -> Inbox:
         inbox = self.inboxes[key[0]] = Inbox()
@@ -46,8 +52,8 @@ class Plane:
 
     def submit(self, worker: str, frame: Any) -> None: ...
     def send(self, frame: Any) -> None: ...
-    def forget(self, over: f.AttemptOutcome, abort: bool) -> None:
-        self.aborted.append(abort)
+    def forget(self, outcome: f.AttemptOutcome, cancel: bool) -> None:
+        self.cancelled.append(cancel)
 
     def connected(self, worker: str) -> bool:
         return True
@@ -60,10 +66,8 @@ class Gateway:
 
     def __init__(self) -> None:
         self.plane = Plane()
-        self._generator = Generator(self.plane, 1, 5.0)  # type: ignore[arg-type]
-
-    def generate(self, request: Request, seen: tuple = ()) -> Any:
-        return self._generator.run(request)
+        generator = Generator(self.plane, 1, 5.0)  # type: ignore[arg-type]
+        self.shelf = Shelf(generator, 0.0)
 
 
 class Client:
@@ -104,12 +108,13 @@ class Stream:
         self.request = Request(name, [1, 2], [], f.Sampling(4000), wire_id=name)
         self.shape = ChatShape(asked, self.request, TEXT, "m", TokenizedPrompt([1, 2], ""))
         self.gateway, self.client, self._told = gateway, Client(), 0
-        self.call = api.Call([self.request], self.shape, True)
+        self.call = api.ApiCall([self.request], self.shape, True)
 
     async def run(self) -> None:
         http = HttpRequest({"type": "http"}, self.client.receive)
-        response = await api.Api(self.gateway)._answer(http, self.call)  # type: ignore[arg-type]
-        await response({"type": "http"}, self.client.receive, self.client.send)
+        handlers = api.Api(self.gateway)  # type: ignore[arg-type]
+        self.response: Any = await handlers._answer(http, self.call)
+        await self.response({"type": "http"}, self.client.receive, self.client.send)
 
     def put(self, *ids: int, finish: str | None = None) -> None:
         inbox = self.gateway.plane.inboxes[self.request.wire_id]
@@ -143,13 +148,13 @@ def answered(ids: list[int], seed: int, **fields: Any) -> Client:
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("short", [True, False])
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("stop", [None, "STOP", "界! STOP"])
 def test_both_ways_tell_the_same_text_usage_and_end(
-    short: bool, stop: str | None, monkeypatch: pytest.MonkeyPatch
+    at_once: bool, stop: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not short:
-        monkeypatch.setattr(api.Run, "attach", lambda run, tap: None)
+    if not at_once:
+        monkeypatch.setattr(generators, "push_at_once", lambda *given: False)
     ids = TEXT.encode(SAID, add_special_tokens=False)
     for seed in range(20):
         fields = {"stop": stop} if stop else {}
@@ -188,7 +193,7 @@ def test_a_stop_string_ends_the_stream_with_the_token_that_completes_it() -> Non
         await settle()
         stream.put(*TEXT.encode("OP", add_special_tokens=False))
         await asyncio.wait_for(task, 5)
-        assert stream.client.text == "a " and stream.gateway.plane.aborted == [True]
+        assert stream.client.text == "a " and stream.gateway.plane.cancelled == [True]
 
     asyncio.run(run())
 
@@ -232,12 +237,12 @@ def test_a_client_that_takes_nothing_for_long_is_dropped(monkeypatch: pytest.Mon
         stream.put(9)
         stream.put(10)
         await asyncio.wait_for(task, 5)
-        assert gateway.plane.aborted == [True]
+        assert gateway.plane.cancelled == [True]
 
     asyncio.run(run())
 
 
-def test_an_error_on_the_short_way_ends_its_own_stream_only() -> None:
+def test_an_error_in_a_push_ends_its_own_stream_only() -> None:
     async def run() -> None:
         gateway = Gateway()
         broken, whole = Stream(gateway, "broken"), Stream(gateway, "whole")
@@ -246,14 +251,94 @@ def test_an_error_on_the_short_way_ends_its_own_stream_only() -> None:
         for one in (broken, whole):
             one.put(*TEXT.encode(" a", add_special_tokens=False))
         await settle()
+        broken.response._encoder._envelopes.clear()
         broken.shape.plain = broken.shape.delta = None  # type: ignore
-        broken.request.tap._told._around.clear()  # type: ignore
         for one in (broken, whole):
             one.put(*TEXT.encode(" b", add_special_tokens=False))
         whole.put(finish="stop")
         await asyncio.wait_for(asyncio.gather(*tasks), 5)
         assert b"event: error" in broken.client.data and whole.client.text == " a b"
-        assert sorted(gateway.plane.aborted) == [False, True]
+        assert sorted(gateway.plane.cancelled) == [False, True]
+
+    asyncio.run(run())
+
+
+def test_an_error_before_the_first_token_is_raised_and_nothing_is_sent() -> None:
+    async def run() -> None:
+        stream = Stream(Gateway(), "r")
+        task = asyncio.ensure_future(stream.run())
+        await settle()
+        inbox = stream.gateway.plane.inboxes["r"]
+        inbox.put_nowait(f.AttemptFailed(("r", 0), "d", "kv_checksum"))
+        with pytest.raises(ApiError, match="gave up after 1 attempts"):
+            await asyncio.wait_for(task, 5)
+        assert stream.client.messages == 0 and stream.gateway.plane.cancelled == [True]
+
+    asyncio.run(run())
+
+
+def test_an_error_behind_the_first_token_is_the_last_event() -> None:
+    async def run() -> None:
+        stream = Stream(Gateway(), "r")
+        task = asyncio.ensure_future(stream.run())
+        await settle()
+        stream.put(*TEXT.encode(" a", add_special_tokens=False))
+        await settle()
+        inbox = stream.gateway.plane.inboxes["r"]
+        inbox.put_nowait(f.AttemptFailed(("r", 0), "d", "kv_checksum"))
+        await asyncio.wait_for(task, 5)
+        assert stream.client.text == " a" and b"gave up after 1 attempts" in stream.client.data
+
+    asyncio.run(run())
+
+
+def test_a_deadline_ends_what_waits_for_tokens_but_not_what_waits_for_the_client() -> None:
+    async def run() -> None:
+        stream = Stream(Gateway(), "r")
+        task = asyncio.ensure_future(stream.run())
+        await settle()
+        stream.put(*TEXT.encode(" a", add_special_tokens=False))
+        await settle()
+        stream.client.free.clear()
+        stream.put(*TEXT.encode(" b", add_special_tokens=False))
+        stream.request.terms = Terms(deadline=time.monotonic() + 0.02)
+        stream.put(*TEXT.encode(" c", add_special_tokens=False))
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        stream.client.free.set()
+        await asyncio.wait_for(task, 5)
+        assert stream.client.text == " a b c" and b"deadline_exceeded" in stream.client.data
+
+    asyncio.run(run())
+
+
+def test_writers_that_share_a_body_lose_nothing_when_the_client_is_slow() -> None:
+    async def run() -> None:
+        client, body = Client(), sse.ResponseBody()
+        written: list[bytes] = []
+
+        async def write(name: str) -> None:
+            for number in range(20):
+                data = f"{name}{number};".encode()
+                written.append(data)
+                await body.write(data)
+
+        async def read() -> None:
+            for _ in range(60):
+                client.free.clear()
+                await asyncio.sleep(0)
+                client.free.set()
+                await asyncio.sleep(0)
+
+        writers = asyncio.gather(write("a"), write("b"), write("c"))
+        await settle()
+        assert body.begun.done() and len(written) == 3 and not client.data, "until the head is out"
+        body.open(client.send)
+        await asyncio.wait_for(asyncio.gather(writers, read()), 5)
+        parts = client.data.split(b";")[:-1]
+        for name in "abc":
+            own = [part.decode() for part in parts if part.startswith(name.encode())]
+            assert own == [f"{name}{number}" for number in range(20)]
 
     asyncio.run(run())
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 from diptych.cluster.gateway.attempt import resume as r
 from diptych.cluster.gateway.attempt import shelf as shelves
-from diptych.cluster.gateway.attempt.request import AnswerUpdate, Request
+from diptych.cluster.gateway.attempt.request import AnswerUpdate, PushSink, Request, push_and_drain
 from diptych.cluster.gateway.attempt.terms import Terms
 from diptych.cluster.gateway.errors import ApiError
 from diptych.cluster.gateway.text.answers import Output
@@ -37,7 +36,7 @@ class Source:
         self.left += tokens
         self.more.set()
 
-    async def run(self, request: Request) -> AsyncGenerator[list[AnswerUpdate], None]:
+    async def run(self, request: Request, sink: PushSink) -> None:
         self.runs.append(len(request.answers[0].journal))
         self.running += 1
         try:
@@ -55,7 +54,7 @@ class Source:
                     if len(answer.journal) == len(ANSWER):
                         answer.finish_reason = "stop"
                     news.append(AnswerUpdate(index, [token], answer.finish_reason))
-                yield news
+                await push_and_drain(sink, news)
         finally:
             self.running -= 1
 
@@ -72,7 +71,7 @@ def play(
         async with asyncio.timeout(10):
             await test(source, shelf)
         shelf.close()
-        assert len(shelf) == 0 and shelf._weight == 0
+        assert len(shelf) == 0 and shelf._unread_weight == 0
 
     asyncio.run(bounded())
 
@@ -81,17 +80,64 @@ def asked(name: str = "r", tenant: str = "", n: int = 1, seed: int = 0) -> Reque
     return Request(name, [1, 2, 3], [], f.Sampling(99, seed=seed, n=n), terms=Terms(tenant))
 
 
+class Client:
+    """A sink that keeps what it gets; `after_push` is what the client does then."""
+
+    def __init__(self, after_push: Callable[[Client], None] = lambda client: None) -> None:
+        self.told: list[list[AnswerUpdate]] = []
+        self.replayed = 0  #: of those, how many at the beginning it had already
+        self.left = asyncio.Event()
+        self._after_push = after_push
+
+    def push(self, updates: list[AnswerUpdate]) -> bool:
+        if not self.left.is_set():
+            self.told.append(updates)
+            self._after_push(self)
+        return True
+
+    def replay(self, updates: list[AnswerUpdate]) -> None:
+        assert not self.told, "what the client has comes first"
+        self.replayed += 1
+        self.push(updates)
+
+    async def drain(self) -> None:
+        await asyncio.sleep(0)
+        if self.left.is_set():
+            await asyncio.Event().wait()
+
+
+async def read(
+    shelf: shelves.Shelf,
+    request: Request,
+    client: Client,
+    cursors: tuple[r.Cursor, ...] = (),
+) -> None:
+    """Until the end, or until the client leaves."""
+    reading = asyncio.create_task(shelf.push_answers(request, client, cursors))
+    leaving = asyncio.create_task(client.left.wait())
+    try:
+        await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if reading.done():
+            await reading
+    finally:
+        reading.cancel()
+        leaving.cancel()
+        await asyncio.gather(reading, leaving, return_exceptions=True)
+    assert client.replayed == bool(cursors)
+
+
 async def some(
-    shelf: shelves.Shelf, request: Request, count: int, seen: tuple[r.Cursor, ...] = ()
+    shelf: shelves.Shelf, request: Request, count: int, cursors: tuple[r.Cursor, ...] = ()
 ) -> list[list[AnswerUpdate]]:
     """The first batches, until there are `count` tokens; then the client leaves."""
-    told: list[list[AnswerUpdate]] = []
-    async with aclosing(shelf.read(request, seen)) as batches:
-        async for news in batches:
-            told.append(news)
-            if len(ids(told)) >= count:
-                break
-    return told
+
+    def leave(client: Client) -> None:
+        if len(ids(client.told)) >= count:
+            client.left.set()
+
+    client = Client(leave)
+    await read(shelf, request, client, cursors)
+    return client.told
 
 
 def ids(told: list[list[AnswerUpdate]], index: int = 0) -> list[int]:
@@ -128,18 +174,21 @@ def test_behind_the_end_that_a_stop_string_made_nothing_is_generated() -> None:
     async def test(source: Source, shelf: shelves.Shelf) -> None:
         source.let(99)
         first = shelf.find(asked(), Output(("stop",)), r.Resume())
-        async with aclosing(shelf.read(first)) as batches:
-            async for _ in batches:
-                if len(first.answers[0].journal) == 5:
-                    first.answers[0].stopped_early = True  # as `Answers` does
-                    break
+
+        def stop(client: Client) -> None:
+            if len(first.answers[0].journal) == 5:
+                first.answers[0].stopped_early = True  # as `AnswerTexts` does
+
+        await read(shelf, first, Client(stop))
         had = len(first.answers[0].journal)
         again = shelf.find(asked(), Output(("stop",)), r.Resume())
-        async with aclosing(shelf.read(again, (r.Cursor(had, True),))) as batches:
-            async for news in batches:
-                assert ids([news]) == ANSWER[:had]
-                again.answers[0].stopped_early = True
-                break
+
+        def stop_again(client: Client) -> None:
+            again.answers[0].stopped_early = True
+
+        client = Client(stop_again)
+        await read(shelf, again, client, (r.Cursor(had, True),))
+        assert ids(client.told) == ANSWER[:had]
         assert len(again.answers[0].journal) == had
 
     play(test)

@@ -9,9 +9,12 @@ from typing import Any
 
 import grpc
 import pytest
+from diptych.cluster.gateway.attempt.request import Request
 from diptych.cluster.gateway.edge import rpc
 from diptych.cluster.gateway.edge.keys import AccessControl
 from diptych.cluster.gateway.errors import ERROR_KINDS, ApiError
+from diptych.cluster.gateway.text.answers import Output, TextDelta
+from diptych.protos import frames as f
 from diptych.protos import inference_pb2 as pb
 from google.rpc import error_details_pb2, status_pb2
 
@@ -43,7 +46,7 @@ class Broken:
     def __init__(self, error: Exception) -> None:
         self.error, self.door = error, AccessControl(None)
         self.classes, self.model = ("interactive",), "demo"
-        self.tally = SimpleNamespace(count_refused=lambda code: None)
+        self.tally = SimpleNamespace(refused=lambda code: None)
 
     async def prepare(self, *_: object) -> None:
         raise self.error
@@ -80,6 +83,29 @@ def test_nothing_of_an_unforeseen_error_reaches_the_client() -> None:
     [reply] = chat(ZeroDivisionError("secret detail"), context)
     assert context.code == grpc.StatusCode.INTERNAL
     assert "secret" not in context.details and "secret" not in str(reply)
+
+
+def test_a_client_that_does_not_read_holds_up_its_tokens_and_loses_none() -> None:
+    async def test() -> list[str]:
+        request = Request("r", [1, 2], [], f.Sampling(999))
+        said = lambda delta: [pb.GenerateResponse(text=delta.text)]  # noqa: E731
+        call = rpc.PreparedCall(request, Output(), said)
+        texts: Any = SimpleNamespace(used_tokens=7)
+        queue = rpc.ReplyQueue(call, texts)
+        room = [queue.write_deltas([TextDelta(0, f"{n}", [])]) for n in range(rpc.REPLIES_MAX)]
+        assert room == [True] * (rpc.REPLIES_MAX - 1) + [False]
+        waiting = asyncio.ensure_future(queue.drain())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        taken = [await queue.next()]
+        await asyncio.wait_for(waiting, 5)
+        done = asyncio.ensure_future(asyncio.sleep(0))
+        done.add_done_callback(queue.end)
+        while (reply := await queue.next()) is not None:
+            taken.append(reply)
+        return [reply.text for reply in taken if reply is not None]
+
+    assert asyncio.run(test()) == [f"{n}" for n in range(rpc.REPLIES_MAX)]
 
 
 def test_terms_come_from_metadata_as_from_headers() -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from diptych.cluster.gateway.attempt.request import HANDOVERS_MAX, Generator, Request, Tries
+from diptych.cluster.gateway.attempt.generator import HANDOVERS_MAX, Generator, RetryState
+from diptych.cluster.gateway.attempt.request import AnswerUpdate, Request
 from diptych.cluster.gateway.errors import ApiError
 from diptych.engine.sequence import sampling_of_answer
 from diptych.kv_transfer.identity import block_hashes
@@ -43,12 +44,28 @@ class ScriptedPlane:
     def send(self, frame: Any) -> None:
         self.said.append(frame)
 
-    def forget(self, over: f.AttemptOutcome, abort: bool) -> None:
-        self.said += [("aborted" if abort else "over", over.attempt_key), over]
+    def forget(self, outcome: f.AttemptOutcome, cancel: bool) -> None:
+        self.said += [("cancelled" if cancel else "over", outcome.attempt_key), outcome]
 
     def put(self, *frames: Any) -> None:
         for frame in frames:
             self.inboxes[frame.attempt_key].put_nowait(frame)
+
+
+class Reader:
+    """A client that takes everything at once; `after_push` is what it does then."""
+
+    def __init__(self, after_push: Callable[[], None] = lambda: None) -> None:
+        self.token_ids: list[int] = []
+        self.after_push = after_push
+
+    def push(self, updates: list[AnswerUpdate]) -> bool:
+        self.token_ids += [token.id for update in updates for token in update.tokens]
+        self.after_push()
+        return True
+
+    def replay(self, updates: list[AnswerUpdate]) -> None: ...
+    async def drain(self) -> None: ...
 
 
 def placed(key: f.AttemptKey, local: bool = False) -> f.AttemptPlaced:
@@ -66,12 +83,11 @@ def run(
         plane = ScriptedPlane(script)
         request = Request("r", [1, 2, 3], [], sampling or f.Sampling(8))
         request.wire_id = "r"
-        got: list[int] = []
+        reader = Reader()
         async with asyncio.timeout(5):
             generator = Generator(plane, attempts, 5.0)  # type: ignore[arg-type]
-            async for batch in generator.run(request):
-                got += [token.id for news in batch for token in news.tokens]
-        return got, plane, request
+            await generator.run(request, reader)
+        return reader.token_ids, plane, request
 
     return asyncio.run(collect())
 
@@ -127,7 +143,7 @@ def test_a_second_attempt_goes_on_at_the_next_token() -> None:
     again = [frame for frame in plane.said if isinstance(frame, f.StartPrefill | f.StartDecode)][2:]
     assert [(one.token_ids, one.resumed_tokens) for one in again] == [([1, 2, 3, 10, 11], 2)] * 2
     assert all(one.sampling == f.Sampling(8) for one in again), "limits are of the whole answer"
-    assert ("aborted", ("r", 0)) in plane.said, "the other worker is told of the failed attempt"
+    assert ("cancelled", ("r", 0)) in plane.said, "the other worker is told of the failed attempt"
     first, second = (frame for frame in plane.said if isinstance(frame, f.AttemptOutcome))
     assert (first.reason, first.tokens, second.reason, second.tokens) == (
         "worker_lost",
@@ -155,13 +171,15 @@ def test_a_retry_keeps_its_deadline_until_it_has_a_token() -> None:
 def test_hashes_go_on_into_the_journal() -> None:
     ids = list(range(100))
     request = Request("r", ids, block_hashes(ids, b"salt"), f.Sampling(99), b"salt")
-    request.begin()
-    assert request.known() == (ids, request.hashes, request.sampling)
+    request.begin_attempt()
+    assert request.attempt_input() is request
     request.answers[0].journal = [f.Token(one) for one in range(100, 140)]
-    request.begin()
+    attempt = request.begin_attempt()
     whole = list(range(140))
-    assert request.known() == (whole, block_hashes(whole, b"salt"), request.sampling)
-    assert request.given == 40 and request.prompt_ids == ids
+    continued = request.attempt_input()
+    assert continued.prompt_ids == whole and continued.hashes == block_hashes(whole, b"salt")
+    assert continued.sampling == request.sampling
+    assert attempt.resumed_tokens == 40 and request.prompt_ids == ids
 
 
 @pytest.mark.parametrize("reason", ["handover", "draining", "wrong_role", "kv_handover"])
@@ -199,11 +217,11 @@ def test_handovers_are_bounded_too() -> None:
 
 
 def test_a_worker_that_hands_over_twice_is_asked_again_after_a_pause() -> None:
-    tries = Tries(3)
+    retries = RetryState(3)
     where = f.AttemptPlaced(("r", 0), 1, "p", "d", 0, 0.0)
-    pauses = [tries.take(f.AttemptFailed(("r", 0), "d", "handover"), where) for _ in range(4)]
+    pauses = [retries.record(f.AttemptFailed(("r", 0), "d", "handover"), where) for _ in range(4)]
     assert pauses == [0.0, 0.08, 0.16, 0.32]
-    assert tries.failed == 0 and not tries.over
+    assert retries.failed_attempts == 0 and not retries.exhausted
 
 
 def test_a_prefill_worker_lost_after_the_first_token_is_no_failure() -> None:
@@ -339,18 +357,18 @@ def test_an_answer_that_was_cut_ends_the_attempt_and_tells_the_workers() -> None
         request = Request("r", [1, 2, 3], [], f.Sampling(8))
         request.wire_id = "r"
         async with asyncio.timeout(5):
-            async for _ in Generator(plane, 3, 5.0).run(request):  # type: ignore[arg-type]
-                request.answers[0].stopped_early = True
+            stop = lambda: setattr(request.answers[0], "stopped_early", True)  # noqa: E731
+            await Generator(plane, 3, 5.0).run(request, Reader(stop))  # type: ignore[arg-type]
         assert request.finish_reason == "stop"
         return plane
 
-    assert ("aborted", ("r", 0)) in asyncio.run(collect()).said
+    assert ("cancelled", ("r", 0)) in asyncio.run(collect()).said
 
 
 def test_what_a_stream_waits_for_is_its_next_token() -> None:
     request = Request("r", [1], [], f.Sampling(8))
-    now = request.arrived
-    request.arrived = now - 100
+    now = request.times.arrived_s
+    request.times.arrived_s = now - 100
     assert request.waited_s >= 100
     request.answers[0].token_times = [now - 50, now - 1]
     assert 1 <= request.waited_s < 50
@@ -359,10 +377,10 @@ def test_what_a_stream_waits_for_is_its_next_token() -> None:
 def test_a_first_token_counts_from_when_it_was_written() -> None:
     request = Request("r", [1], [], f.Sampling(8))
     answer = request.answers[0]
-    answer.token_times = [request.arrived + 0.001]
+    answer.token_times = [request.times.arrived_s + 0.001]
     before = time.monotonic()
-    request.told()
-    assert request.ttft_s is not None and request.ttft_s >= before - request.arrived
+    request.mark_written()
+    assert request.ttft_s is not None and request.ttft_s >= before - request.times.arrived_s
     answer.token_times.append(answer.token_times[0] + 0.01)
     assert request.gaps_s == pytest.approx([0.01])
 
@@ -372,6 +390,6 @@ def test_an_answer_taken_apart_again_has_another_id_on_the_wire() -> None:
     request = Request("r", [1], [], f.Sampling(8, n=2))
     names = []
     for _ in range(2):
-        request.begin()
+        request.begin_attempt()
         names += [request.part(index).wire_id for index in (0, 1)]
     assert len(set(names)) == 4

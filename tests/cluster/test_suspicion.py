@@ -26,16 +26,20 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 async def _pair() -> tuple[wire.FrameConnection, wire.FrameConnection]:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        ends = socket.create_connection(server.getsockname()), server.accept()[0]
-    streams = [await asyncio.open_connection(sock=end) for end in ends]
-    return tuple(wire.FrameConnection(*one, f.FramesFromWorker, "peer") for one in streams)  # type: ignore
+        ours, theirs = socket.create_connection(server.getsockname()), server.accept()[0]
+    return await _connection(ours), await _connection(theirs)
+
+
+async def _connection(end: socket.socket) -> wire.FrameConnection:
+    reader, writer = await asyncio.open_connection(sock=end)
+    return wire.FrameConnection(reader, writer, f.FramesFromWorker, "peer")
 
 
 def test_a_busy_peer_that_falls_silent_is_suspected_long_before_it_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(wire, "BUSY_HEARTBEAT_S", 0.02)
-    monkeypatch.setattr(wire, "SUSPECT_AFTER_S", 0.1)
+    monkeypatch.setattr(wire, "BEAT_S", 0.02)
+    monkeypatch.setattr(wire, "SUSPECT_S", 0.1)
 
     async def test() -> None:
         (mine, theirs), suspected = await _pair(), asyncio.Event()
@@ -55,9 +59,9 @@ def test_a_busy_peer_that_falls_silent_is_suspected_long_before_it_is_given_up(
 
 
 def test_an_idle_peer_is_not_suspected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "BUSY_FOR_S", 0.0)
-    monkeypatch.setattr(wire, "IDLE_HEARTBEAT_S", 0.02)
-    monkeypatch.setattr(wire, "SUSPECT_AFTER_S", 0.05)
+    monkeypatch.setattr(wire, "BUSY_S", 0.0)
+    monkeypatch.setattr(wire, "IDLE_BEAT_S", 0.02)
+    monkeypatch.setattr(wire, "SUSPECT_S", 0.05)
 
     async def test() -> None:
         mine, theirs = await _pair()
@@ -83,14 +87,14 @@ def test_streams_leave_a_silent_worker_only_if_another_speaks(another: str) -> N
         for name, role in roles.items():
             silent = name == "a" or another == "silent too"
             closed = name == "b" and another == "closed"
-            peer = SimpleNamespace(suspected=silent, closed=closed, send=said.append)
+            peer = SimpleNamespace(silent=silent, closed=closed, send=said.append)
             plane.cards[name] = f.WorkerCard(name, role, role, "", "", 0)
             plane._workers[name] = peer  # type: ignore[assignment]
         inbox = plane.watch(("r", 0))
         decode = f.StartDecode(("r", 0), 1, [1], f.Sampling(1), None)
         plane.submit("a", decode)
         later = plane.watch(("r", 1))
-        plane._using["r", 1].add("a")
+        plane._attempt_workers["r", 1].add("a")
         plane._suspect("a")
         if another == "ready":
             assert inbox.get_nowait() == f.AttemptFailed(("r", 0), "a", "silent")

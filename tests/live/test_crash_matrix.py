@@ -15,7 +15,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 
 import pytest
 from diptych.cluster.config import ClusterConfig
-from diptych.cluster.gateway.attempt.request import Request
+from diptych.cluster.gateway.attempt.request import AnswerUpdate, Request
 from diptych.protos import frames as f
 
 from tests.support.checkpoints import make
-from tests.support.fleet import Fleet, Reference, fleet_of, held, until
+from tests.support.fleet import Fleet, Reader, Reference, fleet_of, held, until
 from tests.support.node_process import Nursery
 from tests.support.traps import MOMENTS, Trap, trap_of
 
@@ -358,11 +358,30 @@ async def _leave(fleet: Fleet, expected: Answers, draw: random.Random) -> str:
     patience = {"at once": draw.uniform(0, 0.004), "in mid-transfer": draw.uniform(0, 0.15)}
     tokens = {"after the first token": 1, "while it decodes": draw.randint(2, 30)}
 
+    class Leaver(Reader):
+        """Leaves when the answer has as many tokens as the stage allows."""
+
+        def __init__(self) -> None:
+            self.left = asyncio.Event()
+
+        def push(self, updates: list[AnswerUpdate]) -> bool:
+            if len(answer.journal) >= tokens.get(stage, LEAVE_MAX):
+                self.left.set()
+            return True
+
+    reader = Leaver()
+
     async def read() -> None:
-        async with aclosing(fleet.generator.run(request)) as news:
-            async for _ in news:
-                if len(answer.journal) >= tokens.get(stage, LEAVE_MAX):
-                    return
+        running = asyncio.create_task(fleet.generator.run(request, reader))
+        leaving = asyncio.create_task(reader.left.wait())
+        try:
+            await asyncio.wait({running, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                await running
+        finally:
+            running.cancel()
+            leaving.cancel()
+            await asyncio.gather(running, leaving, return_exceptions=True)
 
     with suppress(TimeoutError):
         async with asyncio.timeout(patience.get(stage)):

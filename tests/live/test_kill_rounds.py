@@ -24,7 +24,7 @@ from diptych.cluster.gateway.attempt.request import Request
 from diptych.protos import frames as f
 
 from tests.support.checkpoints import make
-from tests.support.fleet import Fleet, Reference, fleet_of, until
+from tests.support.fleet import Fleet, Reader, Reference, fleet_of, until
 from tests.support.node_process import Nursery
 
 STREAMS, TOKENS = 32, 120
@@ -107,12 +107,11 @@ async def _round(bench: Bench, fleet: Fleet, seen: Seen, number: int) -> None:
         requests.append(Request(name, prompt(index), [], sampling(index)))
 
     async def read(request: Request) -> None:
-        async for _ in fleet.generator.run(request):
-            pass
+        await fleet.generator.run(request, Reader())
 
     running = [asyncio.create_task(read(one)) for one in requests]
     some = draw.randint(STREAMS * TOKENS // 10, STREAMS * TOKENS * 6 // 10)
-    generated = lambda: sum(one.generated for one in requests)  # noqa: E731
+    generated = lambda: sum(one.generated_tokens for one in requests)  # noqa: E731
     await until(lambda: generated() >= some, 60.0, generated)
     at = time.monotonic()
     os.kill(victim.pid, FAULTS[seen.fault])
@@ -120,11 +119,11 @@ async def _round(bench: Bench, fleet: Fleet, seen: Seen, number: int) -> None:
     for request, expected in zip(requests, bench.expected, strict=True):
         answer = request.answers[0]
         assert answer.journal == expected, (request.id, request.failures)
-        gaps = list(zip(answer.times, request.gaps_s, strict=False))
+        gaps = list(zip(answer.token_times, request.gaps_s, strict=False))
         before = [gap for begun, gap in gaps if begun + gap < at]
         if before:
             seen.usual.append(max(before))
-        if request.attempts > 1:
+        if request.attempt_count > 1:
             seen.pauses.append(max(gap for begun, gap in gaps if begun + gap >= at))
             seen.streams += 1
     seen.rounds += 1

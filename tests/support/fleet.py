@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from diptych.cluster.config import ClusterConfig
+from diptych.cluster.gateway.attempt.generator import Generator
 from diptych.cluster.gateway.attempt.plane import Plane
-from diptych.cluster.gateway.attempt.request import Generator, Request
+from diptych.cluster.gateway.attempt.request import AnswerUpdate, Request
 from diptych.cluster.wire.connection import FrameConnection, FrameListener
 from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.scheduler import SchedulerLimits
@@ -83,6 +84,16 @@ class Router:
                 self._waiting.append((gateway, asked))
             elif gateway in self.peers:
                 self.peers[gateway].send(f.AttemptPlaced(asked.attempt_key, 1, *pair, 0, 0.0))
+
+
+class Reader:
+    """A client that takes everything at once, and does nothing with it."""
+
+    def push(self, updates: list[AnswerUpdate]) -> bool:
+        return True
+
+    def replay(self, updates: list[AnswerUpdate]) -> None: ...
+    async def drain(self) -> None: ...
 
 
 class Fleet:
@@ -217,8 +228,7 @@ class Fleet:
 
     async def ask(self, name: str, ids: list[int], sampling: f.Sampling) -> Request:
         request = Request(name, ids, [], sampling)
-        async for _ in self.generator.run(request):
-            pass
+        await self.generator.run(request, Reader())
         return request
 
 

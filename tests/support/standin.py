@@ -24,6 +24,7 @@ from diptych.cluster.config import ClusterConfig
 from diptych.cluster.gateway import gateway as gateways
 from diptych.cluster.gateway.attempt.plane import Inbox
 from diptych.cluster.gateway.gateway import Gateway
+from diptych.cluster.gateway.service import GatewayService
 from diptych.cluster.gateway.text.tokenizer import ChatTokenizer
 from diptych.engine.demo import CHECKPOINT
 from diptych.engine.errors import InvalidRequest
@@ -82,14 +83,14 @@ class Workers:
         loop = asyncio.get_running_loop()
         self.tasks[frame.attempt_key] = loop.create_task(self._answer(frame))
 
-    def forget(self, over: f.AttemptOutcome, abort: bool) -> None:
-        self._inboxes.pop(over.attempt_key, None)
-        task = self.tasks.pop(over.attempt_key, None)
+    def forget(self, outcome: f.AttemptOutcome, cancel: bool) -> None:
+        self._inboxes.pop(outcome.attempt_key, None)
+        task = self.tasks.pop(outcome.attempt_key, None)
         if task:
             task.cancel()
 
     def send(self, frame: Any) -> None: ...
-    def end(self, error: Exception, wire: str = "") -> None: ...
+    def end_requests(self, error: Exception, wire_id: str = "") -> None: ...
     def connected(self, worker: str = "") -> bool:
         return self.connected_to_router
 
@@ -144,7 +145,7 @@ class Workers:
         closing = [
             self.text.encode(one, add_special_tokens=False)[0] for one in ('"', "}", "]", "1")
         ]
-        while not matcher.complete or matcher.consumed_tokens == 0:
+        while not matcher.complete or matcher.fed == 0:
             if not matcher.allowed.any():
                 raise InvalidRequest("no token is possible")
             wanted = [one for one in (*ends, *closing) if matcher.allowed[one]]
@@ -163,7 +164,8 @@ class _Gateway(Gateway):
 class StandIn:
     """A running gateway, its addresses, and its workers."""
 
-    gateway: Gateway
+    gateway: GatewayService
+    deployment: Gateway
     workers: Workers
     loop: asyncio.AbstractEventLoop
     http_port: int
@@ -175,7 +177,7 @@ class StandIn:
 
     @property
     def app(self) -> Any:
-        return self.gateway._app
+        return self.deployment._app
 
     def run(self, work: Coroutine[Any, Any, Result], limit_s: float = 600) -> Result:
         """On the gateway's loop."""
@@ -209,7 +211,7 @@ def standing_in(folder: Path, **sections: dict) -> Iterator[StandIn]:
     ):
         gateway = asyncio.run_coroutine_threadsafe(start(), loop).result(120)
     try:
-        yield StandIn(gateway, workers, loop, http_port, grpc_port)
+        yield StandIn(gateway.service, gateway, workers, loop, http_port, grpc_port)
     finally:
         asyncio.run_coroutine_threadsafe(Gateway.__del__(gateway), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)

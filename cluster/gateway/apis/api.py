@@ -1,356 +1,378 @@
-"""The APIs over HTTP: a body becomes requests, their tokens become the shape that was asked for."""
+"""The APIs over HTTP: a body becomes requests, and their tokens the events or the object to send.
+
+The way of a token, in callbacks of one reading of a worker's connection:
+    journal (`Generator`) -> text (`TextSink`) -> events (`EventEncoder`) -> socket (`ResponseBody`)
+An answer that is not streamed takes the same way, and is collected before its object is made.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
-import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from ..attempt.request import AnswerUpdate, Request
+from ..attempt.generator import run_together
+from ..attempt.request import Request, SinkError
 from ..attempt.resume import NOT_RESUMED, Resume, event_id_of
 from ..edge import sse
 from ..errors import ApiError
-from ..text.answers import AnswerTexts, Output, TextDelta
+from ..service import GatewayService
+from ..text.answers import AnswerTexts, Output, TextDelta, TextSink, TextWriter
 from .chat import ChatRequest, ChatShape
 from .completions import CompletionRequest, CompletionShape, DetokenizeRequest, TokenizeRequest
 from .messages import CountTokensRequest, MessageShape, MessagesRequest, anthropic_error_body
 from .responses import ResponseShape, ResponsesRequest
 from .schema import REQUEST_ID_PATTERN, parse_body
 
-if TYPE_CHECKING:
-    from ..gateway import Gateway
-
-
 log = logging.getLogger(__name__)
 
-MARK = "\x1dtext\x1d"  #: stands for the text of an event that is encoded once
+Event = dict[str, Any]
+
+#: Stands for the text of an event that is encoded once, and split there.
+TEXT_MARK = "\x1dtext\x1d"
+OPENAI_CLOSING = b"data: [DONE]\n\n"
 
 
 class Shape(Protocol):
-    """What is told of the answers. Events are dicts; with a `type`, that names the event."""
+    """What one API says of the answers. Events are dicts; a `type` names the event."""
 
     @property
-    def output(self) -> Output: ...
-    def begin(self) -> list[dict]: ...
+    def output(self) -> Output:
+        """How the answers' text is made."""
 
-    def plain(self, index: int, text: str) -> dict | None:
+    def begin(self) -> list[Event]:
+        """The events before the first text."""
+
+    def plain(self, index: int, text: str, /) -> Event | None:
         """The event of a delta with nothing but `text`, before the end; None: ask `delta`."""
 
-    def delta(self, delta: TextDelta) -> list[dict]: ...
-    def end(self, used: int) -> list[dict]: ...
-    def whole(self, deltas: list[TextDelta], used: int) -> dict: ...
+    def delta(self, delta: TextDelta, /) -> list[Event]:
+        """The events of a delta."""
+
+    def end(self, used_tokens: int, /) -> list[Event]:
+        """The events behind the last delta."""
+
+    def whole(self, deltas: list[TextDelta], used_tokens: int, /) -> dict[str, Any]:
+        """The object of whole answers, one delta for each."""
 
 
 @dataclass(slots=True)
-class Call:
+class ApiCall:
     """A body that was understood: its answers are those of all `requests`, in this order."""
 
     requests: list[Request]
     shape: Shape
     stream: bool
-    closing: bytes = b"data: [DONE]\n\n"  #: of a stream
-    named: bool = False  #: events have names
-    error: Callable[[ApiError, str], dict] = ApiError.body
     resume: Resume = NOT_RESUMED
+    closing: bytes = OPENAI_CLOSING  #: The last bytes of a stream.
+    named_events: bool = False  #: Events have names.
+    error_body: Callable[[ApiError, str], dict[str, Any]] = ApiError.body
+
+    @property
+    def id(self) -> str:
+        return self.requests[0].id
 
 
 class Api:
     """Handlers of one gateway."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self.gateway = gateway
+    def __init__(self, service: GatewayService) -> None:
+        self.service = service
 
     async def chat(self, http: HttpRequest) -> Response:
         request_id = identify(http, "chatcmpl-")
-        asked = parse_body(ChatRequest, await sse.read_body(http))
-        request, prompt = await self.gateway.prepare(asked, request_id, http.state.terms)
-        text, model = self.gateway.text, self.gateway.model
-        shape = ChatShape(asked, request, text, model, prompt)
-        call = Call([request], shape, asked.stream, resume=http.state.terms.resume)
-        return await self._answer(http, call)
+        body = parse_body(ChatRequest, await sse.read_body(http))
+        terms = http.state.terms
+        request, prompt = await self.service.prepare(body, request_id, terms)
+        shape = ChatShape(body, request, self.service.text, model=self.service.model, prompt=prompt)
+        return await self._answer(http, ApiCall([request], shape, body.stream, terms.resume))
 
     async def completions(self, http: HttpRequest) -> Response:
         request_id = identify(http, "cmpl-")
-        asked = parse_body(CompletionRequest, await sse.read_body(http))
-        prompts = asked.prompts()
-        names = (
-            [request_id]
-            if len(prompts) == 1
-            else [f"{request_id[:120]}-{number}" for number in range(len(prompts))]
-        )
+        body = parse_body(CompletionRequest, await sse.read_body(http))
+        terms = http.state.terms
+        prompts = body.prompts()
+        request_ids = [request_id]
+        if len(prompts) > 1:
+            request_ids = [f"{request_id[:120]}-{number}" for number in range(len(prompts))]
         requests = [
-            (await self.gateway.prepare(one, name, http.state.terms))[0]
-            for one, name in zip(prompts, names, strict=True)
+            (await self.service.prepare(prompt, prompt_id, terms))[0]
+            for prompt, prompt_id in zip(prompts, request_ids, strict=True)
         ]
-        text, model = self.gateway.text, self.gateway.model
-        shape = CompletionShape(asked, requests, text, model, request_id)
-        call = Call(requests, shape, asked.stream, resume=http.state.terms.resume)
-        return await self._answer(http, call)
+        text = self.service.text
+        shape = CompletionShape(body, requests, text, self.service.model, request_id)
+        return await self._answer(http, ApiCall(requests, shape, body.stream, terms.resume))
 
     async def responses(self, http: HttpRequest) -> Response:
         request_id = identify(http, "resp_")
-        asked = parse_body(ResponsesRequest, await sse.read_body(http))
-        chat = asked.as_chat()
-        request, prompt = await self.gateway.prepare(chat, request_id, http.state.terms)
-        text, model = self.gateway.text, self.gateway.model
-        shape = ResponseShape(asked, chat, request, text, model, prompt)
-        resume = http.state.terms.resume
-        call = Call([request], shape, asked.stream, b"", True, resume=resume)
+        body = parse_body(ResponsesRequest, await sse.read_body(http))
+        terms = http.state.terms
+        chat = body.as_chat()
+        request, prompt = await self.service.prepare(chat, request_id, terms)
+        shape = ResponseShape(
+            body, chat, request, self.service.text, model=self.service.model, prompt=prompt
+        )
+        call = ApiCall([request], shape, body.stream, terms.resume, closing=b"", named_events=True)
         return await self._answer(http, call)
 
     async def messages(self, http: HttpRequest) -> Response:
         request_id = identify(http, "msg_")
-        asked = parse_body(MessagesRequest, await sse.read_body(http))
-        text, model = self.gateway.text, self.gateway.model
-        chat = asked.as_chat(text)
-        request, prompt = await self.gateway.prepare(chat, request_id, http.state.terms)
-        shape = MessageShape(chat, request, text, model, prompt)
-        resume = http.state.terms.resume
-        call = Call([request], shape, asked.stream, b"", True, anthropic_error_body, resume)
+        body = parse_body(MessagesRequest, await sse.read_body(http))
+        terms = http.state.terms
+        chat = body.as_chat(self.service.text)
+        request, prompt = await self.service.prepare(chat, request_id, terms)
+        shape = MessageShape(
+            chat, request, self.service.text, model=self.service.model, prompt=prompt
+        )
+        call = ApiCall(
+            [request],
+            shape,
+            body.stream,
+            terms.resume,
+            closing=b"",
+            named_events=True,
+            error_body=anthropic_error_body,
+        )
         return await self._answer(http, call)
 
     async def count_tokens(self, http: HttpRequest) -> Response:
         identify(http, "msg_")
-        asked = parse_body(CountTokensRequest, await sse.read_body(http))
-        self.gateway.check_model(asked.model)
-        chat = asked.as_chat(self.gateway.text)
-        chat.check(self.gateway.text, self.gateway.limits)
-        prompt = await self.gateway.tokenize(lambda: chat.prompt(self.gateway.text))
+        body = parse_body(CountTokensRequest, await sse.read_body(http))
+        text = self.service.text
+        self.service.check_model(body.model)
+        chat = body.as_chat(text)
+        chat.check(text, self.service.limits)
+        prompt = await self.service.tokenize(lambda: chat.prompt(text))
         return _json({"input_tokens": len(prompt.token_ids)})
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        asked = parse_body(TokenizeRequest, await sse.read_body(http))
-        text, limits = self.gateway.text, self.gateway.limits
-        self.gateway.check_model(asked.model)
-        asked.check(text, limits)
-        ids = await self.gateway.tokenize(lambda: asked.token_ids(text))
-        return _json(asked.response_body(ids, text, limits))
+        body = parse_body(TokenizeRequest, await sse.read_body(http))
+        text = self.service.text
+        limits = self.service.limits
+        self.service.check_model(body.model)
+        body.check(text, limits)
+        token_ids = await self.service.tokenize(lambda: body.token_ids(text))
+        return _json(body.response_body(token_ids, text, limits))
 
     async def detokenize(self, http: HttpRequest) -> Response:
-        asked = parse_body(DetokenizeRequest, await sse.read_body(http))
-        self.gateway.check_model(asked.model)
-        return _json(await self.gateway.tokenize(lambda: asked.response_body(self.gateway.text)))
+        body = parse_body(DetokenizeRequest, await sse.read_body(http))
+        text = self.service.text
+        self.service.check_model(body.model)
+        return _json(await self.service.tokenize(lambda: body.response_body(text)))
 
-    async def _answer(self, http: HttpRequest, call: Call) -> Response:
+    async def _answer(self, http: HttpRequest, call: ApiCall) -> Response:
         if call.resume.cursors and (len(call.requests) > 1 or not call.stream):
             message = "only a stream of one prompt's answers can be resumed half-way"
             raise ApiError("invalid_request", message, "x-resume-from")
-        run = Run(self.gateway, call)
-        deltas = run.deltas()
-        if not call.stream:
-            told = await sse.while_there(http.receive, _all(deltas))
-            body = call.shape.whole(_joined(told), run.used)
-            return _json(body, response_headers(call.requests[0]))
-        # errors until the first tokens get their own status
-        first = await sse.while_there(http.receive, _first(deltas))
-        tell = partial(self._tell, call, run, first, deltas)
-        return sse.EventStream(tell, response_headers(call.requests[0]))
+        answers = CallAnswers(self.service, call)
+        if call.stream:
+            return CallStream(call, answers)
 
-    async def _tell(
-        self,
-        call: Call,
-        run: Run,
-        first: list[TextDelta],
-        deltas: AsyncGenerator[list[TextDelta], None],
-        body: sse.Body,
-    ) -> None:
-        """SSE events; an error after the first token becomes an `error` event."""
-        told = Told(call, run)
-        tap = Tap(body, told, run)
+        collector = DeltaCollector()
+        await sse.while_connected(http.receive, answers.push_into(collector))
+        body = call.shape.whole(collector.joined(), answers.used_tokens)
+        return _json(body, response_headers(call.requests[0]))
+
+
+class CallAnswers:
+    """The answers to all requests of a call. An answer's index counts over all of them."""
+
+    def __init__(self, service: GatewayService, call: ApiCall) -> None:
+        self._service = service
+        self._call = call
+        self._texts = [
+            AnswerTexts(request, service.text, call.shape.output) for request in call.requests
+        ]
+
+    async def push_into(self, writer: TextWriter) -> None:
+        """Writes all answers as they come. Cancelling ends all requests.
+
+        Raises ApiError and SinkError; the first error of a request ends the others.
+        """
+        shelf = self._service.shelf
+        works = []
+        first_index = 0
+        for request, texts in zip(self._call.requests, self._texts, strict=True):
+            sink = TextSink(texts, writer, first_index)
+            works.append(shelf.push_answers(request, sink, self._call.resume.cursors))
+            first_index += len(request.answers)
+        await run_together(works)
+
+    @property
+    def used_tokens(self) -> int:
+        return sum(texts.used_tokens for texts in self._texts)
+
+    @property
+    def event_id(self) -> str:
+        """The id of an event behind all that was written."""
+        return event_id_of(cursor for texts in self._texts for cursor in texts.cursors)
+
+
+class DeltaCollector:
+    """A `TextWriter` that keeps the deltas of answers that are not streamed."""
+
+    def __init__(self) -> None:
+        self._deltas: dict[int, list[TextDelta]] = {}  #: by the index of the answer
+
+    def write_deltas(self, deltas: list[TextDelta]) -> bool:
+        for delta in deltas:
+            self._deltas.setdefault(delta.index, []).append(delta)
+        return True
+
+    def skip_deltas(self, deltas: list[TextDelta]) -> None:
+        raise AssertionError("only a stream can be resumed half-way")
+
+    async def drain(self) -> None:
+        """Does not wait: there is room for whole answers."""
+
+    def joined(self) -> list[TextDelta]:
+        """One delta for each answer, in the order of their indices."""
+        return [
+            TextDelta(
+                index,
+                text="".join(delta.text for delta in deltas),
+                tokens=[token for delta in deltas for token in delta.tokens],
+                finish_reason=deltas[-1].finish_reason,
+                stop_string=deltas[-1].stop_string,
+            )
+            for index, deltas in sorted(self._deltas.items())
+        ]
+
+
+class CallStream(sse.EventStream):
+    """The events of a streamed call. The head waits for the first tokens.
+
+    So an error before them has a status of its own; an error after them becomes an `error` event.
+    """
+
+    def __init__(self, call: ApiCall, answers: CallAnswers) -> None:
+        super().__init__(self._write_answers, {})
+        self._call = call
+        self._answers = answers
+        self._encoder = EventEncoder(call, answers)
+
+    def late_headers(self) -> dict[str, str]:
+        return response_headers(self._call.requests[0])
+
+    def on_opened(self) -> None:
+        if self._call.resume.cursors:
+            return
+        for request in self._call.requests:
+            if not request.shared:
+                request.mark_written()
+
+    async def _write_answers(self, body: sse.ResponseBody) -> None:
+        encoder = self._encoder
         try:
-            begin = told.events(call.shape.begin()) + told.deltas(first)
-            await body.write(b"" if call.resume.cursors else begin)  # the client has it
-            for request in call.requests:
-                if not (call.resume.cursors or request.shared):
-                    request.told()
-            run.attach(tap)
-            async for batch in deltas:
-                await body.write(told.deltas(batch))
-            await body.write(told.events(call.shape.end(run.used)) + call.closing)
+            await self._answers.push_into(EventWriter(encoder, body))
+            await body.write(encoder.end(self._answers.used_tokens))
         except ApiError as error:
-            await body.write(sse.event(call.error(error, call.requests[0].id), "error"))
+            if not body.begun.done():
+                raise
+            await body.write(encoder.error(error))
         except sse.Stalled:
             raise
-        except (Exception, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and tap.error is None:
+        except Exception as error:
+            if not body.begun.done():
                 raise
-            log.error("request %s failed", call.requests[0].id, exc_info=tap.error or error)
-            told_of = ApiError("internal", "internal error; the gateway's log has it")
-            await body.write(sse.event(call.error(told_of, call.requests[0].id), "error"))
-        finally:
-            await deltas.aclose()
+            cause = error.__cause__ if isinstance(error, SinkError) else error
+            log.error("request %s failed", self._call.id, exc_info=cause)
+            internal = ApiError("internal", "internal error; the gateway's log has it")
+            await body.write(encoder.error(internal))
 
 
-class Told:
-    """The bytes of a stream of events; ids say how far `run` is."""
+class EventEncoder:
+    """Makes the bytes of a call's events.
 
-    def __init__(self, call: Call, run: Run) -> None:
-        self._shape, self._named = call.shape, call.named
-        self._run = run if call.resume.event_ids else None
-        self._around: dict[int, tuple[bytes, bytes] | None] = {}  #: a plain delta's text, by index
+    What surrounds the text of a plain delta is encoded once for each answer.
+    """
 
-    def events(self, events: list[dict]) -> bytes:
-        return b"".join(sse.event(one, one["type"] if self._named else "") for one in events)
+    def __init__(self, call: ApiCall, answers: CallAnswers) -> None:
+        self._call = call
+        self._shape = call.shape
+        self._answers = answers
+        self._has_event_ids = call.resume.event_ids
+        #: Of each answer, the bytes before and behind the text of a plain delta; None: the API
+        #: makes each of its events from the delta.
+        self._envelopes: dict[int, tuple[bytes, bytes] | None] = {}
+
+    def begin(self) -> bytes:
+        return self._events(self._shape.begin())
 
     def deltas(self, deltas: list[TextDelta]) -> bytes:
+        """The events of deltas; the last one gets an id, if the client wants ids."""
         if len(deltas) == 1:
-            told = self._one(deltas[0])
+            data = self._delta(deltas[0])
         else:
-            told = b"".join([self._one(delta) for delta in deltas])
-        return sse.marked(told, self._run.place) if self._run and told else told
+            data = b"".join([self._delta(delta) for delta in deltas])
+        if self._has_event_ids and data:
+            return sse.with_event_id(data, self._answers.event_id)
+        return data
 
-    def _one(self, delta: TextDelta) -> bytes:
-        around = self._around.get(delta.index, ...)
-        if around is ...:
-            around = self._around[delta.index] = self._find_around(delta.index)
-        if around is None or delta.finish_reason is not None:
-            return self.events(self._shape.delta(delta))
-        return around[0] + sse.encode(delta.text) + around[1] if delta.text else b""
+    def end(self, used_tokens: int) -> bytes:
+        return self._events(self._shape.end(used_tokens)) + self._call.closing
 
-    def _find_around(self, index: int) -> tuple[bytes, bytes] | None:
-        event = self._shape.plain(index, MARK)
+    def error(self, error: ApiError) -> bytes:
+        return sse.event(self._call.error_body(error, self._call.id), "error")
+
+    def _events(self, events: Iterable[Event]) -> bytes:
+        named = self._call.named_events
+        return b"".join(sse.event(event, event["type"] if named else "") for event in events)
+
+    def _delta(self, delta: TextDelta) -> bytes:
+        index = delta.index
+        try:
+            envelope = self._envelopes[index]
+        except KeyError:
+            envelope = self._envelopes[index] = self._find_envelope(index)
+        if envelope is None or delta.finish_reason is not None:
+            return self._events(self._shape.delta(delta))
+        if not delta.text:
+            return b""
+        return envelope[0] + sse.encode(delta.text) + envelope[1]
+
+    def _find_envelope(self, index: int) -> tuple[bytes, bytes] | None:
+        event = self._shape.plain(index, TEXT_MARK)
         if event is None:
             return None
-        head, tail = self.events([event]).split(sse.encode(MARK))
+        head, tail = self._events([event]).split(sse.encode(TEXT_MARK))
         return head, tail
 
 
-class Tap:
-    """Tokens of a request on the short way: from their frame to the client's socket at once."""
+class EventWriter:
+    """A `TextWriter` that writes events into the body of a response."""
 
-    def __init__(self, body: sse.Body, told: Told, run: Run) -> None:
-        self._body, self._told, self._run = body, told, run
-        self._task = asyncio.current_task()
-        self.error: Exception | None = None
+    def __init__(self, encoder: EventEncoder, body: sse.ResponseBody) -> None:
+        self._encoder = encoder
+        self._body = body
+        self._begun = False
 
-    @property
-    def ready(self) -> bool:
-        return self._body.ready
+    def write_deltas(self, deltas: list[TextDelta]) -> bool:
+        if not self._begun:
+            self._begun = True
+            begin = self._encoder.begin()
+            return self._body.write_now(begin + self._encoder.deltas(deltas))
+        data = self._encoder.deltas(deltas)
+        return self._body.write_now(data) if data else True
 
-    def take(self, news: list[AnswerUpdate]) -> None:
-        try:
-            data = self._told.deltas(self._run.feed(news))
-            if data:
-                self._body.write_now(data)
-        except Exception as error:  # for the task: its neighbours' frames must go on
-            self.error = error
-            if self._task:
-                self._task.cancel()
+    def skip_deltas(self, deltas: list[TextDelta]) -> None:
+        if not self._begun:
+            self._begun = True
+            self._encoder.begin()
+        self._encoder.deltas(deltas)
+        self._body.begin()
 
-
-class Run:
-    """The requests of a call, at the same time. An answer's index counts over all of them."""
-
-    def __init__(self, gateway: Gateway, call: Call) -> None:
-        self._gateway, self._requests = gateway, call.requests
-        self._seen = call.resume.cursors
-        output, text = call.shape.output, gateway.text
-        self._answers = [AnswerTexts(request, text, output) for request in call.requests]
-
-    @property
-    def used(self) -> int:
-        return sum(answers.used for answers in self._answers)
-
-    @property
-    def place(self) -> str:
-        """How far it is, as the id of an event."""
-        return event_id_of([seen for answers in self._answers for seen in answers.seen])
-
-    def attach(self, tap: Tap) -> None:
-        """For a call of one request: what it gave so far is told."""
-        if len(self._requests) == 1 and not self._requests[0].shared:
-            self._requests[0].tap = tap
-
-    def feed(self, news: list[AnswerUpdate]) -> list[TextDelta]:
-        """Of a call of one request."""
-        return self._answers[0].feed(news)
-
-    async def deltas(self) -> AsyncGenerator[list[TextDelta], None]:
-        """Raises ApiError. Closing it ends every request."""
-        if len(self._requests) == 1:
-            async with aclosing(self._one(0)) as deltas:
-                async for batch in deltas:
-                    yield batch
-            return
-        queue: asyncio.Queue = asyncio.Queue(2 * len(self._requests))
-        loop = asyncio.get_running_loop()
-        numbers = range(len(self._requests))
-        tasks = [loop.create_task(self._pump(number, queue)) for number in numbers]
-        try:
-            running = len(tasks)
-            while running:
-                batch = await queue.get()
-                if isinstance(batch, BaseException):
-                    raise batch
-                if batch is None:
-                    running -= 1
-                else:
-                    yield batch
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _pump(self, number: int, queue: asyncio.Queue) -> None:
-        try:
-            async with aclosing(self._one(number)) as deltas:
-                async for batch in deltas:
-                    await queue.put(batch)
-            await queue.put(None)
-        except Exception as error:  # told to who waits for the answers
-            await queue.put(error)
-
-    async def _one(self, number: int) -> AsyncGenerator[list[TextDelta], None]:
-        request, answers = self._requests[number], self._answers[number]
-        base = number * len(request.answers)
-        async with aclosing(self._gateway.generate(request, self._seen)) as news:
-            async for batch in news:
-                deltas = answers.feed(batch)
-                shifted = msgspec.structs.replace
-                yield [shifted(one, index=base + one.index) for one in deltas] if base else deltas
+    async def drain(self) -> None:
+        await self._body.drain()
 
 
-async def _all(deltas: AsyncGenerator[list[TextDelta], None]) -> list[TextDelta]:
-    async with aclosing(deltas):
-        return [delta async for batch in deltas for delta in batch]
-
-
-async def _first(deltas: AsyncGenerator[list[TextDelta], None]) -> list[TextDelta]:
-    try:
-        return await anext(deltas)
-    except BaseException:
-        await deltas.aclose()
-        raise
-
-
-def _json(body: dict, headers: dict[str, str] | None = None) -> Response:
+def _json(body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
     return Response(sse.encode(body), 200, headers, "application/json")
-
-
-def _joined(deltas: list[TextDelta]) -> list[TextDelta]:
-    """One delta per answer, in the order of their indices."""
-    found: dict[int, list[TextDelta]] = {}
-    for delta in deltas:
-        found.setdefault(delta.index, []).append(delta)
-    return [
-        TextDelta(
-            index,
-            "".join(one.text for one in parts),
-            [token for one in parts for token in one.tokens],
-            parts[-1].finish_reason,
-            parts[-1].stop_string,
-        )
-        for index, parts in sorted(found.items())
-    ]
 
 
 def identify(http: HttpRequest, prefix: str) -> str:
@@ -365,15 +387,16 @@ def identify(http: HttpRequest, prefix: str) -> str:
 
 
 def response_headers(request: Request) -> dict[str, str]:
-    """Serve adds `x-request-id` itself."""
-    queue = (request.placed - request.arrived) * 1e3
-    prefill = (request.ttft_s or 0.0) * 1e3 - queue
-    timing = {"queue": queue, "prefill": prefill}
-    gaps = request.gaps_s
-    if gaps:
-        timing["second-token"] = gaps[0] * 1e3
-    if request.moved:
-        timing |= {"kv": request.moved.busy_ms, "kv-exposed": request.moved.exposed_ms}
+    """Where the request ran, and how long that took; Serve adds `x-request-id` itself."""
+    queue_ms = (request.times.placed_s - request.times.arrived_s) * 1e3
+    timing = {"queue": queue_ms, "prefill": (request.ttft_s or 0.0) * 1e3 - queue_ms}
+    gaps_s = request.gaps_s
+    if gaps_s:
+        timing["second-token"] = gaps_s[0] * 1e3
+    arrived = request.prompt_arrived
+    if arrived:
+        timing["kv"] = arrived.busy_ms
+        timing["kv-exposed"] = arrived.exposed_ms
     return {
         "x-route": request.route,
         "x-prefix-hit-tokens": str(request.hit_tokens),

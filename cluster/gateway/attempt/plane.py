@@ -1,4 +1,10 @@
-"""The gateway's connections: one to the router, one to each worker, and who gets which frame."""
+"""The gateway's connections: one to the router, one to each worker, and who gets which frame.
+
+Life of a worker's connection: the router's directory names the worker, and it is dialled, again and
+again while the directory names it. Frames for a worker that is being dialled wait for it. When the
+connection ends, every attempt on that worker gets `AttemptFailed` with the reason `worker_lost`.
+A worker that is silent may be frozen: its attempts fail with `silent` if another worker can go on.
+"""
 
 from __future__ import annotations
 
@@ -7,62 +13,72 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
-from ....protos import frames as f
+from ....protos import frames
 from ...wire.connection import FrameConnection, dial
 from ...wire.handshake import PeerIdentity
 from ...wire.router_link import RouterLink
+from ..errors import ApiError
 
 log = logging.getLogger(__name__)
 
-REDIAL_S, INSPECT_S = 0.5, 2.0
+REDIAL_S = 0.5  #: between two tries to connect to a worker
+CALL_TIMEOUT_S = 2.0  #: for a peer to answer a call, unless the caller says otherwise
+
+#: What a request's task may find in the inbox of its attempt. An ApiError ends the request.
+AttemptEvent: TypeAlias = (
+    frames.AttemptPlaced
+    | frames.AttemptRefused
+    | frames.AnswerTokens
+    | frames.AttemptFailed
+    | frames.PromptArrived
+    | ApiError
+)
 
 
-async def nothing() -> None:
-    """There is nothing to close."""
+async def close_nothing() -> None:
+    """Stands for the end of a process that has nothing to close."""
 
 
 class Inbox:
-    """Frames about one attempt, in order, for the one task that waits for them.
-
-    `short`, if set, is asked first while that task waits and nothing is queued: a frame that it
-    takes (True) wakes nobody. It must not raise.
-    """
+    """Events about one attempt, in order, for the one task that waits for them."""
 
     def __init__(self) -> None:
-        self._frames: deque[Any] = deque()
+        self._events: deque[AttemptEvent] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self.short: Callable[[Any], bool] | None = None
+        #: If set, this is asked first while the task waits and nothing is queued. An event that it
+        #: takes (True) wakes nobody. It must not raise.
+        self.take_at_once: Callable[[AttemptEvent], bool] | None = None
 
-    def put_nowait(self, frame: Any) -> None:
+    def put_nowait(self, event: AttemptEvent) -> None:
         waiter = self._waiter
         if waiter is None or waiter.done():
-            self._frames.append(frame)
-        elif self.short is None or not self.short(frame):
-            self._frames.append(frame)
+            self._events.append(event)
+        elif self.take_at_once is None or not self.take_at_once(event):
+            self._events.append(event)
             waiter.set_result(None)
 
     def empty(self) -> bool:
-        return not self._frames
+        return not self._events
 
-    def get_nowait(self) -> Any:
-        return self._frames.popleft()
+    def get_nowait(self) -> AttemptEvent:
+        return self._events.popleft()
 
-    async def get(self) -> Any:
-        while not self._frames:
+    async def get(self) -> AttemptEvent:
+        while not self._events:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        return self._frames.popleft()
+        return self._events.popleft()
 
 
 class Plane:
-    """Frames in and out. `watch(key, inbox)` receives everything about one attempt."""
+    """The connections of one process. `watch` gives an attempt the inbox of what is said of it."""
 
     def __init__(
         self,
@@ -71,34 +87,49 @@ class Plane:
         silence_s: float,
         find_router: Callable[[], Awaitable[str]],
         kind: str = "gateway",
-        told: Callable[[], dict] = dict,
-        close: Callable[[], Awaitable[None]] = nothing,
+        statistics: Callable[[], dict[str, Any]] = dict,
+        close: Callable[[], Awaitable[None]] = close_nothing,
     ) -> None:
-        """`told`: statistics of this process, for whoever asks the router; `close`: ends it all."""
-        self._close = close
-        self._ending: asyncio.Task | None = None
-        self.hello, self._told = PeerIdentity(name, kind, secret), told
+        """Connects to the router that `find_router` names, in a task of its own.
+
+        A peer is given up after `silence_s` without a sign of life. `statistics` are those of this
+        process, for whoever asks the router. `close` is called when the router wants this gateway
+        to end its requests.
+        """
+        self.hello = PeerIdentity(name, kind, secret)
         self._silence_s = silence_s
-        self.cards: dict[str, f.WorkerCard] = {}
+        self._statistics = statistics
+        self._close = close
+        self._closing: asyncio.Task[None] | None = None
+
+        self.cards: dict[str, frames.WorkerCard] = {}  #: Workers that the directory names.
         self._workers: dict[str, FrameConnection] = {}
-        self._dialing: dict[str, asyncio.Task] = {}
-        self._unsent: dict[
-            str, list[f.StartPrefill | f.StartDecode]
-        ] = {}  #: until the worker is connected
-        self._inboxes: dict[f.AttemptKey, Inbox] = {}
-        self._using: dict[f.AttemptKey, set[str]] = {}  #: workers that an attempt was sent to
-        self._asked: dict[
-            f.AttemptKey, f.PlaceAttempt
-        ] = {}  #: unanswered: said again to a new router
-        self.suspicions = 0  #: workers whose streams went on elsewhere, as they may be frozen
-        self._calls: dict[int, asyncio.Future[dict]] = {}
+        self._dialing: dict[str, asyncio.Task[None]] = {}  #: Keeps each worker connected.
+        #: Frames that wait until their worker is connected.
+        self._unsent: dict[str, list[frames.StartPrefill | frames.StartDecode]] = {}
+
+        self._inboxes: dict[frames.AttemptKey, Inbox] = {}
+        #: Workers that an attempt was sent to.
+        self._attempt_workers: dict[frames.AttemptKey, set[str]] = {}
+        #: Requests for a place without an answer: said again to a new router.
+        self._unplaced: dict[frames.AttemptKey, frames.PlaceAttempt] = {}
+        #: How often a silent worker's requests went on elsewhere, as it may be frozen.
+        self.suspicions = 0
+
+        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._next_call = 0
-        self.link = RouterLink(find_router, self.hello, silence_s, self._joined, self._routed)
+        self.link = RouterLink(
+            find_router,
+            self.hello,
+            silence_s,
+            on_connected=self._router_joined,
+            on_frame=self._router_said,
+        )
         self._task = asyncio.get_running_loop().create_task(self.link.run())
 
     @property
     def ready(self) -> bool:
-        """Every role that the directory names is connected, and there is at least one worker."""
+        """Is True if every worker of the directory is connected, and there is at least one."""
         return (
             self.link.connected and bool(self.cards) and self.cards.keys() <= self._workers.keys()
         )
@@ -109,144 +140,151 @@ class Plane:
 
     # ---- attempts --------------------------------------------------------------------------------
 
-    def watch(self, key: f.AttemptKey) -> Inbox:
-        """The frames about `key` until `forget`; at most one per generated token."""
-        inbox = self._inboxes[key] = Inbox()
-        self._using[key] = set()
+    def watch(self, key: frames.AttemptKey) -> Inbox:
+        """The inbox of an attempt, until `forget`; it gets at most one event per token."""
+        inbox = Inbox()
+        self._inboxes[key] = inbox
+        self._attempt_workers[key] = set()
         return inbox
 
-    def place(self, frame: f.PlaceAttempt) -> None:
-        self._asked[frame.attempt_key] = frame
+    def place(self, frame: frames.PlaceAttempt) -> None:
+        """Asks the router for workers; a router that comes later is asked too."""
+        self._unplaced[frame.attempt_key] = frame
         self.link.send(frame)
 
-    def submit(self, worker: str, frame: f.StartPrefill | f.StartDecode) -> None:
-        """Sends an attempt to a worker, as soon as it is connected; `Failed` if it never is."""
-        self._using[frame.attempt_key].add(worker)
-        if self.connected(worker) and self._workers[worker].suspected and self._others(worker):
-            self._deliver(frame.attempt_key, f.AttemptFailed(frame.attempt_key, worker, "silent"))
-        elif self.connected(worker):
-            self._workers[worker].send(frame)
+    def submit(self, worker: str, frame: frames.StartPrefill | frames.StartDecode) -> None:
+        """Sends an attempt to a worker, once it is connected; `AttemptFailed` if it is gone."""
+        key = frame.attempt_key
+        self._attempt_workers[key].add(worker)
+        if self.connected(worker):
+            connection = self._workers[worker]
+            if connection.suspected and self._another_can_go_on(worker):
+                self._deliver(key, frames.AttemptFailed(key, worker, "silent"))
+            else:
+                connection.send(frame)
         elif worker in self._dialing:
             self._unsent.setdefault(worker, []).append(frame)
         else:
-            self._deliver(
-                frame.attempt_key, f.AttemptFailed(frame.attempt_key, worker, "worker_lost")
-            )
+            self._deliver(key, frames.AttemptFailed(key, worker, "worker_lost"))
 
-    def forget(self, over: f.AttemptOutcome, abort: bool) -> None:
-        """The attempt is over; `abort` tells the workers so."""
-        key = over.attempt_key
+    def forget(self, outcome: frames.AttemptOutcome, cancel: bool) -> None:
+        """Ends an attempt and tells the router; with `cancel` the workers are told too."""
+        key = outcome.attempt_key
         self._inboxes.pop(key, None)
-        self._asked.pop(key, None)
-        self.link.send(over)
-        for worker in self._using.pop(key, set()):
-            if abort and worker in self._workers:
-                self._workers[worker].send(f.CancelAttempt(key))
+        self._unplaced.pop(key, None)
+        self.link.send(outcome)
+        for worker in self._attempt_workers.pop(key, set()):
+            if cancel and worker in self._workers:
+                self._workers[worker].send(frames.CancelAttempt(key))
 
-    def end(self, error: Exception, wire: str = "") -> None:
-        """Whoever waits for frames about this request, or about any, gets the error instead."""
+    def end_requests(self, error: ApiError, wire_id: str = "") -> None:
+        """Gives `error` to the request of this id and to its parts; without an id, to all."""
         for key, inbox in list(self._inboxes.items()):
-            if wire in ("", key[0]) or key[0].startswith(f"{wire}."):
+            if wire_id in ("", key[0]) or key[0].startswith(f"{wire_id}."):
                 inbox.put_nowait(error)
 
-    def _deliver(self, key: f.AttemptKey, frame: Any) -> None:
+    def _deliver(self, key: frames.AttemptKey, event: AttemptEvent) -> None:
         inbox = self._inboxes.get(key)
         if inbox is not None:
-            inbox.put_nowait(frame)
+            inbox.put_nowait(event)
 
     # ---- router ----------------------------------------------------------------------------------
 
-    def _joined(self) -> None:
-        for place in self._asked.values():
+    def _router_joined(self) -> None:
+        """A router that is new has not heard of the attempts that wait for a place."""
+        for place in self._unplaced.values():
             self.link.send(place)
 
-    def _routed(self, frame: Any) -> None:
+    def _router_said(self, frame: Any) -> None:
         match frame:
-            case f.AttemptPlaced(key) | f.AttemptRefused(key):
-                self._asked.pop(key, None)
+            case frames.AttemptPlaced(key) | frames.AttemptRefused(key):
+                self._unplaced.pop(key, None)
                 self._deliver(key, frame)
-            case f.WorkerDirectory(_, workers, settled):
+            case frames.WorkerDirectory(_, workers, settled):
                 cards = {card.id: card for card in workers}
-                self._update(cards if settled else {**self.cards, **cards})
-            case f.CallReply(call, values):
-                self._answer(call, values)
-            case f.InspectProcess(call):
-                self.link.send(f.CallReply(call, self._told()))
-            case f.CloseGateway(call):
-                self._ending = asyncio.get_running_loop().create_task(self._end_all(call))
+                self._update_directory(cards if settled else {**self.cards, **cards})
+            case frames.CallReply(call_id, values):
+                self._take_reply(call_id, values)
+            case frames.InspectProcess(call_id):
+                self.link.send(frames.CallReply(call_id, self._statistics()))
+            case frames.CloseGateway(call_id):
+                closing = self._close_and_reply(call_id)
+                self._closing = asyncio.get_running_loop().create_task(closing)
 
-    async def _end_all(self, call: int) -> None:
+    async def _close_and_reply(self, call_id: int) -> None:
         await self._close()
-        self.link.send(f.CallReply(call, {}))
+        self.link.send(frames.CallReply(call_id, {}))
 
-    def _update(self, cards: dict[str, f.WorkerCard]) -> None:
+    def _update_directory(self, cards: dict[str, frames.WorkerCard]) -> None:
         for name in self.cards.keys() - cards.keys():
-            if not self.connected(name):  # who still talks to us is not gone, whoever says so
+            if not self.connected(name):  # a worker that still talks to us is there, whoever denies
                 self._dialing.pop(name).cancel()
-                self._lost(name)
+                self._worker_lost(name)
         self.cards = cards
         for name, card in cards.items():
             if name not in self._dialing:
-                self._dialing[name] = asyncio.get_running_loop().create_task(self._serve(card))
+                dialing = self._keep_connected(card)
+                self._dialing[name] = asyncio.get_running_loop().create_task(dialing)
 
     # ---- workers ---------------------------------------------------------------------------------
 
-    async def _serve(self, card: f.WorkerCard) -> None:
+    async def _keep_connected(self, card: frames.WorkerCard) -> None:
         """Keeps one worker connected for as long as the directory names it."""
         while True:
             try:
-                connection = await dial(card.address, self.hello, f.FramesFromWorker, card.id)
+                connection = await dial(card.address, self.hello, frames.FramesFromWorker, card.id)
                 connection.on_suspected = lambda: self._suspect(card.id)
-                self._connected(card.id, connection)
-                async with aclosing(connection.frames(self._silence_s)) as frames:
-                    async for frame in frames:
-                        self._from_worker(frame)
+                self._worker_connected(card.id, connection)
+                async with aclosing(connection.frames(self._silence_s)) as received:
+                    async for frame in received:
+                        self._worker_said(frame)
             except (OSError, TimeoutError) as error:
                 log.info("%s: %s", card.id, error or type(error).__name__)
             except Exception:
                 log.exception("connection to %s failed", card.id)
-            self._lost(card.id)
+            self._worker_lost(card.id)
             if card.id not in self.cards:
                 del self._dialing[card.id]
                 return
             await asyncio.sleep(REDIAL_S)
 
-    def _connected(self, worker: str, connection: FrameConnection) -> None:
-        """Sends what waited for the worker, and lifts its ban from requests that still wait."""
+    def _worker_connected(self, worker: str, connection: FrameConnection) -> None:
+        """Sends what waited for the worker, and lets requests that wait for a place have it."""
         self._workers[worker] = connection
-        for unsent in self._unsent.pop(worker, []):
-            if unsent.attempt_key in self._using:
-                connection.send(unsent)
-        for place in [place for place in self._asked.values() if worker in place.lost_workers]:
-            lost = [name for name in place.lost_workers if name != worker]
-            self.place(msgspec.structs.replace(place, lost_workers=lost))
+        for frame in self._unsent.pop(worker, []):
+            if frame.attempt_key in self._attempt_workers:
+                connection.send(frame)
+        for place in list(self._unplaced.values()):
+            if worker in place.lost_workers:
+                lost_workers = [name for name in place.lost_workers if name != worker]
+                self.place(msgspec.structs.replace(place, lost_workers=lost_workers))
 
-    def _from_worker(self, frame: Any) -> None:
+    def _worker_said(self, frame: Any) -> None:
         match frame:
-            case f.EngineStepTokens(streams):
-                for tokens in streams:
+            case frames.EngineStepTokens(answers):
+                for tokens in answers:
                     self._deliver(tokens.attempt_key, tokens)
-            case f.AttemptFailed(key) | f.PromptArrived(key):
+            case frames.AttemptFailed(key) | frames.PromptArrived(key):
                 self._deliver(key, frame)
-            case f.CallReply(call, values):
-                self._answer(call, values)
+            case frames.CallReply(call_id, values):
+                self._take_reply(call_id, values)
 
-    def _lost(self, worker: str) -> None:
+    def _worker_lost(self, worker: str) -> None:
         connection = self._workers.pop(worker, None)
         self._unsent.pop(worker, None)
         if connection:
             connection.abort()
-        self._fail(worker, "worker_lost")
+        self._fail_attempts(worker, "worker_lost")
 
     def _suspect(self, worker: str) -> None:
-        """It may be frozen. Its streams go on elsewhere, if there is an elsewhere."""
-        if self._others(worker):
+        """The worker may be frozen. Its requests go on elsewhere, if there is an elsewhere."""
+        if self._another_can_go_on(worker):
             self.suspicions += 1
             log.warning("%s is silent: its streams go on elsewhere", worker)
-            self._fail(worker, "silent")
+            self._fail_attempts(worker, "silent")
 
-    def _others(self, worker: str) -> bool:
-        """Somebody else has its role, and speaks."""
+    def _another_can_go_on(self, worker: str) -> bool:
+        """Is True if another worker has this one's role, and speaks."""
         card = self.cards.get(worker)
         return card is not None and any(
             self.connected(name) and not self._workers[name].suspected
@@ -254,79 +292,89 @@ class Plane:
             if other.role == card.role and name != worker
         )
 
-    def _fail(self, worker: str, reason: str) -> None:
-        for key, users in self._using.items():
-            if worker in users:
-                self._deliver(key, f.AttemptFailed(key, worker, reason))
+    def _fail_attempts(self, worker: str, reason: str) -> None:
+        for key, workers in self._attempt_workers.items():
+            if worker in workers:
+                self._deliver(key, frames.AttemptFailed(key, worker, reason))
 
-    # ---- statistics ------------------------------------------------------------------------------
+    # ---- calls -----------------------------------------------------------------------------------
 
     async def inspect(self) -> tuple[dict | None, list[dict]]:
         """Statistics of the router (None: not there) and of every worker that answers in time."""
         workers = [self._workers[name] for name in sorted(self._workers)]
-        router = self._ask(self.link) if self.link.connected else None
-        answers = await asyncio.gather(*(self._ask(w) for w in workers), return_exceptions=True)
-        values = [answer for answer in answers if isinstance(answer, dict)]
+        router = self._call(self.link) if self.link.connected else None
+        replies = await asyncio.gather(
+            *(self._call(worker) for worker in workers), return_exceptions=True
+        )
+        statistics = [reply for reply in replies if isinstance(reply, dict)]
         try:
-            return (await router if router else None), values
+            return (await router if router else None), statistics
         except TimeoutError:
-            return None, values
+            return None, statistics
 
-    async def explain(self, request: str) -> list[dict] | None:
+    async def explain(self, request_id: str) -> list[dict] | None:
         """The router's decisions about a client's request; None: there is no router."""
-        return await self._decisions(lambda call: f.InspectProcess(call, request))
+        return await self._decisions(lambda call_id: frames.InspectProcess(call_id, request_id))
 
     async def latest(self, count: int) -> list[dict] | None:
         """The router's last decisions, newest first; None: there is no router."""
-        return await self._decisions(lambda call: f.InspectProcess(call, latest_decisions=count))
+        return await self._decisions(
+            lambda call_id: frames.InspectProcess(call_id, latest_decisions=count)
+        )
 
-    async def _decisions(self, frame: Callable[[int], f.InspectProcess]) -> list[dict] | None:
+    async def _decisions(
+        self, frame_of: Callable[[int], frames.InspectProcess]
+    ) -> list[dict] | None:
         if not self.link.connected:
             return None
         try:
-            return (await self._ask(self.link, frame))["decisions"]
+            return (await self._call(self.link, frame_of))["decisions"]
         except TimeoutError:
             return None
 
     async def steer(self, worker: str, role: str, hand_over: bool) -> dict | None:
-        """A worker's answer to `Steer`; None: it is gone."""
-        if not self.connected(worker):
-            return None
-        try:
-            asked = lambda call: f.ChangeRole(call, role, hand_over)  # noqa: E731
-            return await self._ask(self._workers[worker], asked)
-        except TimeoutError:
-            return None
+        """A worker's answer to `ChangeRole`; None: it is gone."""
+        return await self._call_worker(
+            worker, lambda call_id: frames.ChangeRole(call_id, role, hand_over)
+        )
 
     async def probe(
         self, worker: str, limit_s: float, peer: str | None = None, **fields: Any
     ) -> dict | None:
-        """A worker's answer to `Probe` with these fields; None: it is gone, or too slow."""
+        """A worker's answer to `ProbeTransfer` with these fields; None: it is gone, or too slow."""
+        return await self._call_worker(
+            worker, lambda call_id: frames.ProbeTransfer(call_id, peer, **fields), limit_s
+        )
+
+    async def _call_worker(
+        self, worker: str, frame_of: Callable[[int], Any], limit_s: float = CALL_TIMEOUT_S
+    ) -> dict | None:
         if not self.connected(worker):
             return None
         try:
-            asked = lambda call: f.ProbeTransfer(call, peer, **fields)  # noqa: E731
-            return await self._ask(self._workers[worker], asked, limit_s)
+            return await self._call(self._workers[worker], frame_of, limit_s)
         except TimeoutError:
             return None
 
-    async def _ask(
+    async def _call(
         self,
         peer: FrameConnection | RouterLink,
-        frame: Callable[[int], Any] = f.InspectProcess,
-        limit_s: float = INSPECT_S,
-    ) -> dict:
+        frame_of: Callable[[int], Any] = frames.InspectProcess,
+        limit_s: float = CALL_TIMEOUT_S,
+    ) -> dict[str, Any]:
+        """Sends the frame for a new call id; returns the reply. Raises TimeoutError."""
         self._next_call += 1
-        call = self._next_call
-        future = self._calls[call] = asyncio.get_running_loop().create_future()
-        peer.send(frame(call))
+        call_id = self._next_call
+        reply = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = reply
+        peer.send(frame_of(call_id))
         try:
             async with asyncio.timeout(limit_s):
-                return await future
+                return await reply
         finally:
-            del self._calls[call]
+            del self._calls[call_id]
 
-    def _answer(self, call: int, values: dict) -> None:
-        future = self._calls.get(call)
-        if future and not future.done():
-            future.set_result(values)
+    def _take_reply(self, call_id: int, values: dict[str, Any]) -> None:
+        reply = self._calls.get(call_id)
+        if reply and not reply.done():
+            reply.set_result(values)

@@ -1,188 +1,264 @@
-"""One request from placement to its last token, over as many attempts as it takes.
+"""A request: what was asked for, its answers so far, the attempt under way, and its times.
 
-Life of an attempt: Place -> Placed -> Prefill and Decode sent in parallel -> the first token comes
-from the prefill worker, the others from the decode worker. When a worker fails, dies or hands over,
-the request is placed again as a new attempt, with the prompt and what was generated so far (the
-journal): tokens are a function of (ids, parameters, seed, position), so the answer goes on at the
-next token as if nothing had happened. Of several answers each then goes on by itself.
+A request lives from its arrival until all of its `n` answers have ended, over as many attempts as
+that takes (`generator`). The journal of an answer holds all of its tokens, so another attempt, or
+another connection of the same client, can go on where the last one stopped.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import logging
 import secrets
 import time
 from array import array
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
 
 import msgspec
 
 from ....engine.sequence import sampling_of_answer
 from ....kv_transfer.identity import HASH_TOKENS, block_hashes
-from ....protos import frames as f
-from ....router.goodput import p99
-from ..errors import ApiError
-from .plane import Inbox, Plane
+from ....protos import frames
 from .terms import Terms
 
-log = logging.getLogger(__name__)
 
-#: failures of the request itself: another attempt would fail the same way
-FINAL = {"context_length_exceeded"}
-#: the worker is fine and wants it elsewhere, or only suspected to be frozen: the request goes on at
-#: once, and it is none of the attempts that may fail
-MOVED = {f.HANDOVER, "draining", "wrong_role", "silent"}
-HANDOVERS_MAX = 16  #: of one request
-BACKOFF_S = 0.02  #: after the first failed attempt; doubles with each
+class EndReason(StrEnum):
+    """How an attempt ended."""
+
+    FINISHED = "finished"  #: Its answers are complete.
+    FAILED = "failed"  #: A worker could not go on; another one may.
+    CANCELLED = "cancelled"  #: The client left, or wants no more.
+    REFUSED = "refused"  #: The request itself is at fault: any worker would refuse it.
+    HANDED_OVER = "handed_over"  #: A sound worker wants the request to go on elsewhere.
+    LOST = "lost"  #: The connection to a worker ended.
 
 
 class AnswerUpdate(msgspec.Struct, frozen=True, gc=False):
-    """What came of one answer; `finish` when it is at its end."""
+    """New tokens of one answer."""
 
     answer_index: int
-    tokens: list[f.Token]
-    finish_reason: str | None
+    tokens: list[frames.Token]
+    finish_reason: str | None  #: stop or length, with the answer's last tokens.
+
+
+class SinkError(Exception):
+    """The client can get no more: to make its bytes, or to send them, has failed."""
+
+
+class PushSink(Protocol):
+    """Takes the new tokens of a request as they come, and leads them to the client.
+
+    `push` and `replay` are called from callbacks of the event loop too, where nobody could handle
+    an exception: they do not raise. An error is kept, and the next `drain` raises a SinkError.
+    """
+
+    def push(self, updates: list[AnswerUpdate]) -> bool:
+        """Sends new tokens towards the client, without waiting for it.
+
+        False: the client has not taken all of it, or it failed. Then nothing should be pushed
+        before the next `drain`; meanwhile tokens wait in the inbox of their attempt.
+        """
+
+    def replay(self, updates: list[AnswerUpdate]) -> None:
+        """Takes note of tokens that the client has already; nothing of them is sent."""
+
+    async def drain(self) -> None:
+        """Waits until the client has taken what was pushed. Raises SinkError."""
+
+
+async def push_and_drain(sink: PushSink, updates: list[AnswerUpdate]) -> None:
+    """Pushes when the sink has room, and waits until it has room again. Raises as `drain` does."""
+    await sink.drain()
+    if updates:
+        sink.push(updates)
+        await sink.drain()
 
 
 @dataclass(slots=True)
 class Answer:
     """One of the `n` answers to a request."""
 
-    journal: list[f.Token] = field(default_factory=list)
-    finish_reason: str | None = None  #: by the worker: stop | length
-    stopped_early: bool = False  #: the gateway wants no more of it: its text is complete
-    #: of each token; an array, as Python's garbage collector looks at every item of a list
+    #: All tokens of the answer, in order.
+    journal: list[frames.Token] = field(default_factory=list)
+    #: Why the workers ended the answer: stop or length.
+    finish_reason: str | None = None
+    #: True once the gateway wants no more of the answer, as its text is complete.
+    stopped_early: bool = False
+    #: When each token came, in seconds of the monotonic clock. This is an array, as Python's
+    #: garbage collector looks at every item of a list.
     token_times: array[float] = field(default_factory=lambda: array("d"))
-    early: list[f.AnswerTokens] = field(
-        default_factory=list
-    )  #: decode was faster than the first token
+    #: Frames with tokens behind a gap: the decode worker was faster than the first token.
+    early_frames: list[frames.AnswerTokens] = field(default_factory=list)
 
     @property
     def ended(self) -> bool:
         return self.stopped_early or self.finish_reason is not None
 
-    def take(self, frame: f.AnswerTokens) -> list[f.Token]:
-        """Journals and returns what is new; frames may come late, twice or out of order."""
-        had = len(self.journal)
-        if not self.early and frame.offset == had:
+    def add(self, frame: frames.AnswerTokens) -> list[frames.Token]:
+        """Journals and returns the new tokens; frames may come late, twice or out of order."""
+        length_before = len(self.journal)
+        if not self.early_frames and frame.offset == length_before:
             self.journal += frame.tokens
             self.finish_reason = self.finish_reason or frame.finish_reason
             return frame.tokens
-        self.early.append(frame)
-        for tokens in sorted(self.early, key=lambda t: t.offset):
-            have = len(self.journal)
-            if tokens.offset > have:
+
+        self.early_frames.append(frame)
+        for early in sorted(self.early_frames, key=lambda frame: frame.offset):
+            length = len(self.journal)
+            if early.offset > length:
                 break
-            self.early.remove(tokens)
-            self.journal += tokens.tokens[have - tokens.offset :]
-            self.finish_reason = self.finish_reason or tokens.finish_reason
-        return self.journal[had:]
+            self.early_frames.remove(early)
+            self.journal += early.tokens[length - early.offset :]
+            self.finish_reason = self.finish_reason or early.finish_reason
+        return self.journal[length_before:]
 
-
-class Tap(Protocol):
-    """Who takes news of a request at once, without its task. `take` must not raise."""
-
-    @property
-    def ready(self) -> bool: ...
-    def take(self, news: list[AnswerUpdate]) -> None: ...
+    def stamp(self, count: int) -> None:
+        """Notes that `count` tokens came now."""
+        self.token_times.extend([time.monotonic()] * count)
 
 
 @dataclass(slots=True)
-class Request:
-    """What is generated. Times are of the monotonic clock, in seconds."""
+class RequestTimes:
+    """When a request arrived and was placed, in seconds of the monotonic clock."""
 
-    id: str  #: the client's
+    arrived_s: float = field(default_factory=time.monotonic)
+    placed_s: float = 0.0  #: The first placement; 0 before it.
+
+
+@dataclass(slots=True)
+class RunningAttempt:
+    """The attempt under way."""
+
+    key: frames.AttemptKey
+    #: Tokens of the answer that the attempt starts with.
+    resumed_tokens: int = 0
+    #: Answers whose first token this attempt gave.
+    begun_answers: set[int] = field(default_factory=set)
+    #: Ids of the prompt that this attempt gave logprobs of.
+    scored_prompt_tokens: int = 0
+    #: Why the attempt has to be repeated, once it has failed.
+    failure: frames.AttemptFailed | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class RequestInput:
+    """What the workers are to compute; nothing of it ever changes."""
+
+    id: str  #: The client's name of the request; another request may have it too.
     prompt_ids: list[int]
-    hashes: list[bytes]
-    sampling: f.Sampling
-    salt: bytes = b""  #: the parent of the first of `hashes`
-    terms: Terms = field(default_factory=Terms)
-    wire_id: str = ""  #: id on the wire: unique, as clients use theirs again
-    answers: list[Answer] = field(default_factory=list)
-    prompt_logprobs: list[f.Token] = field(default_factory=list)  #: with logprobs, if asked for
-    route: str = ""
-    hit_tokens: int = 0
-    attempt_count: int = 0
-    moved: f.PromptArrived | None = None  #: of the last attempt that had a transfer
-    given: int = 0  #: tokens of the answer that this attempt begins with
-    failures: list[f.AttemptFailed] = field(default_factory=list)
-    arrived: float = field(default_factory=time.monotonic)
-    placed: float = 0.0
-    begun: set[int] = field(default_factory=set)  #: answers whose first token this attempt gave
-    scored: int = 0  #: ids of the prompt that this attempt gave logprobs of
-    trace: str = ""  #: traceparent for those who work for it
-    accounted: bool = False  #: its latencies are in the metrics: a client may come back for it
-    shared: bool = False  #: by several readers: none of them may tap it
-    tap: Tap | None = None  #: for who iterates over `run`, and has said all that it gave
+    hashes: list[bytes]  #: Of the prompt's blocks, one for each `HASH_TOKENS` ids.
+    sampling: frames.Sampling
+    salt: bytes = b""  #: The parent of the first hash.
 
-    def __post_init__(self) -> None:
-        self.wire_id = self.wire_id or f"{self.id}~{secrets.token_hex(4)}"
-        self.answers = self.answers or [Answer() for _ in range(self.sampling.n)]
+    def continued(self, journal: list[frames.Token]) -> RequestInput:
+        """The input of an attempt that goes on behind `journal`: its tokens join the prompt."""
+        prompt_ids = self.prompt_ids + [token.id for token in journal]
+        hashes = self.hashes
+        if hashes or self.salt:
+            parent = hashes[-1] if hashes else self.salt
+            hashed_tokens = len(hashes) * HASH_TOKENS
+            hashes = hashes + block_hashes(prompt_ids[hashed_tokens:], parent)
+        sampling = _without_prompt_logprobs(self.sampling)
+        return RequestInput(self.id, prompt_ids, hashes, sampling, salt=self.salt)
 
-    def begin(self) -> f.AttemptKey:
-        """The next attempt: it goes on where the answer is, if there is one only."""
-        key = self.wire_id, self.attempt_count
+
+class Request(RequestInput):
+    """One prompt with its targets, until its end.
+
+    What was asked for is in the fields of `RequestInput`, and frozen. The rest changes: the terms
+    when the client comes back on another connection, all else as the answers grow.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        prompt_ids: list[int],
+        hashes: list[bytes],
+        sampling: frames.Sampling,
+        salt: bytes = b"",
+        terms: Terms | None = None,
+        wire_id: str = "",
+        answers: list[Answer] | None = None,
+    ) -> None:
+        super().__init__(id, prompt_ids, hashes, sampling, salt=salt)
+        self.terms = terms or Terms()
+        #: The request's id on the wire. It is unique, as clients use their ids again.
+        self.wire_id = wire_id or f"{id}~{secrets.token_hex(4)}"
+        self.times = RequestTimes()
+
+        self.answers: list[Answer] = answers or [Answer() for _ in range(sampling.n)]
+        #: The prompt's tokens with their logprobs, from the second on, if they were asked for.
+        self.prompt_logprobs: list[frames.Token] = []
+
+        self.attempt_count = 0  #: Attempts that were begun.
+        self.attempt: RunningAttempt | None = None
+        self.failures: list[frames.AttemptFailed] = []  #: Of all attempts.
+        self.route = ""  #: The workers of the last attempt.
+        self.hit_tokens = 0  #: Prompt tokens that were in a cache when the request was placed.
+        #: About the KV transfer of the last attempt that had one.
+        self.prompt_arrived: frames.PromptArrived | None = None
+
+        self.trace = ""  #: W3C traceparent for the processes that work for the request.
+        #: True once its latencies are in the metrics; a client may come back after that.
+        self.accounted = False
+        #: True if the answers are generated whether or not somebody reads them.
+        self.shared = False
+
+    # ---- attempts --------------------------------------------------------------------------------
+
+    def begin_attempt(self) -> RunningAttempt:
+        """Begins the next attempt. It goes on where the answer is, if there is only one."""
+        resumed_tokens = len(self.answers[0].journal) if len(self.answers) == 1 else 0
+        self.attempt = RunningAttempt((self.wire_id, self.attempt_count), resumed_tokens)
         self.attempt_count += 1
-        self.begun.clear()
-        self.scored = 0
-        self.given = len(self.answers[0].journal) if len(self.answers) == 1 else 0
         for answer in self.answers:
-            answer.early.clear()
-        return key
+            answer.early_frames.clear()
+        return self.attempt
+
+    def attempt_input(self) -> RequestInput:
+        """What the attempt under way computes: the prompt and the tokens it starts with."""
+        if self.attempt is None or not self.attempt.resumed_tokens:
+            return self
+        return self.continued(self.answers[0].journal)
 
     def adopt(self, other: Request) -> None:
         """Goes on where another run of the same request was."""
         self.prompt_logprobs = list(other.prompt_logprobs)
-        self.route, self.hit_tokens = other.route, other.hit_tokens
-        for mine, answer in zip(self.answers, other.answers, strict=True):
-            mine.journal, mine.finish_reason = list(answer.journal), answer.finish_reason
+        self.route = other.route
+        self.hit_tokens = other.hit_tokens
+        for answer, other_answer in zip(self.answers, other.answers, strict=True):
+            answer.journal = list(other_answer.journal)
+            answer.finish_reason = other_answer.finish_reason
 
-    def part(self, index: int) -> Request:
-        """One of several answers as a request of its own. Journal and failures are shared."""
-        return Request(
+    def part(self, answer_index: int) -> Request:
+        """One of several answers as a request of its own, which shares journal and failures."""
+        sampling = sampling_of_answer(self.sampling, answer_index)
+        part = Request(
             self.id,
             self.prompt_ids,
             self.hashes,
-            _without_prompt(sampling_of_answer(self.sampling, index)),
-            self.salt,
-            self.terms,
-            wire_id=f"{self.wire_id}.{index}.{self.attempt_count}",  # it may be taken apart again
-            answers=[self.answers[index]],
-            prompt_logprobs=self.prompt_logprobs,
-            route=self.route,
-            hit_tokens=self.hit_tokens,
-            failures=self.failures,
-            arrived=self.arrived,
-            placed=self.placed,
-            trace=self.trace,
+            _without_prompt_logprobs(sampling),
+            salt=self.salt,
+            terms=self.terms,
+            # The number of attempts makes the id unique: the answer may be taken apart again.
+            wire_id=f"{self.wire_id}.{answer_index}.{self.attempt_count}",
+            answers=[self.answers[answer_index]],
         )
-
-    def known(self) -> tuple[list[int], list[bytes], f.Sampling]:
-        """Prompt and answer so far, their hashes, and what is sampled by."""
-        if not self.given:
-            return self.prompt_ids, self.hashes, self.sampling
-        ids = self.prompt_ids + [token.id for token in self.answers[0].journal]
-        hashes = self.hashes
-        if hashes or self.salt:
-            parent, begun = hashes[-1] if hashes else self.salt, len(hashes) * HASH_TOKENS
-            hashes = hashes + block_hashes(ids[begun:], parent)
-        return ids, hashes, _without_prompt(self.sampling)
+        part.times = self.times
+        part.prompt_logprobs = self.prompt_logprobs
+        part.failures = self.failures
+        part.route = self.route
+        part.hit_tokens = self.hit_tokens
+        part.trace = self.trace
+        return part
 
     @property
-    def waited_s(self) -> float:
-        """For its next token."""
-        times = [answer.token_times[-1] for answer in self.answers if answer.token_times]
-        return time.monotonic() - max(times, default=self.arrived)
+    def all_answers_begun(self) -> bool:
+        """Is True once the attempt under way has given the first token of every answer."""
+        return self.attempt is not None and len(self.attempt.begun_answers) == len(self.answers)
 
-    @property
-    def first_is_out(self) -> bool:
-        """Of every answer, in this attempt."""
-        return len(self.begun) == len(self.answers)
+    # ---- answers ---------------------------------------------------------------------------------
 
     @property
     def ended(self) -> bool:
@@ -197,364 +273,49 @@ class Request:
         return "stop" if first.stopped_early else first.finish_reason
 
     @property
-    def age_s(self) -> float:
-        return time.monotonic() - self.arrived
+    def generated_tokens(self) -> int:
+        """The number of tokens of all answers."""
+        return sum(len(answer.journal) for answer in self.answers)
+
+    # ---- times -----------------------------------------------------------------------------------
 
     @property
-    def generated_tokens(self) -> int:
-        """Tokens of all answers."""
-        return sum(len(answer.journal) for answer in self.answers)
+    def age_s(self) -> float:
+        return time.monotonic() - self.times.arrived_s
+
+    @property
+    def waited_s(self) -> float:
+        """How long the client has waited for the next token."""
+        last_tokens = [answer.token_times[-1] for answer in self.answers if answer.token_times]
+        return time.monotonic() - max(last_tokens, default=self.times.arrived_s)
 
     @property
     def ttft_s(self) -> float | None:
-        times = [answer.token_times[0] for answer in self.answers if answer.token_times]
-        return min(times) - self.arrived if times else None
+        """Time to first token; None before it."""
+        first_tokens = [answer.token_times[0] for answer in self.answers if answer.token_times]
+        return min(first_tokens) - self.times.arrived_s if first_tokens else None
 
-    def told(self) -> None:
-        """What it gave so far, to its first reader, was written now: no earlier."""
+    @property
+    def gaps_s(self) -> list[float]:
+        """Times between the tokens of an answer; the first one contains the KV transfer."""
+        return [
+            later - earlier
+            for answer in self.answers
+            for earlier, later in itertools.pairwise(answer.token_times)
+        ]
+
+    def mark_written(self) -> None:
+        """Notes that the tokens so far reached their first reader now, and not earlier.
+
+        The first tokens wait until the head of the response is out.
+        """
         now = time.monotonic()
         for answer in self.answers:
             answer.token_times = array("d", [now] * len(answer.token_times))
 
-    @property
-    def gaps_s(self) -> list[float]:
-        """Time between the tokens of an answer; the first one hides no hand-over."""
-        pairs = [pair for answer in self.answers for pair in itertools.pairwise(answer.token_times)]
-        return [later - earlier for earlier, later in pairs]
 
-
-@dataclass(slots=True)
-class Tries:
-    """What the failed attempts of a request mean for its next one."""
-
-    most: int  #: attempts that may fail
-    failed: int = 0
-    moved: int = 0  #: attempts that a worker handed over
-    avoid: list[str] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-
-    @property
-    def over(self) -> bool:
-        return self.failed >= self.most or self.moved > HANDOVERS_MAX
-
-    @property
-    def local(self) -> bool:
-        """The last attempt does without a transfer."""
-        return 0 < self.failed == self.most - 1
-
-    def take(self, failed: f.AttemptFailed, placed: f.AttemptPlaced) -> float:
-        """Seconds to wait before the next attempt: none when somebody else can go on at once."""
-        again = failed.worker in self.avoid
-        if failed.reason.removeprefix("kv_") in MOVED:
-            self.moved += 1
-            self.avoid.append(failed.worker)
-            return BACKOFF_S * 2 ** min(self.moved, 6) if again else 0.0
-        self.failed += 1
-        if failed.reason == "worker_lost":
-            self.lost.append(failed.worker)
-            return 0.0 if self.failed == 1 else BACKOFF_S * 2 ** (self.failed - 1)
-        self.avoid.append(failed.worker)
-        if "peer_lost" in failed.reason:  # which end is to blame is not known
-            self.avoid += [placed.prefill_worker or "", placed.decode_worker]
-        return BACKOFF_S * 2 ** (self.failed - 1)
-
-
-class Generator:
-    """Runs requests over the plane."""
-
-    def __init__(self, plane: Plane, max_attempts: int, place_s: float) -> None:
-        self.plane, self.max_attempts = plane, max_attempts
-        self.place_s = place_s  #: longest wait for the router's answer
-        self.retries = self.handovers = 0
-        self.closed = False
-
-    async def run(self, request: Request) -> AsyncGenerator[list[AnswerUpdate], None]:
-        """What is new as it comes, several tokens at once when they queued up. Raises ApiError.
-
-        Between two results the caller may `cut` answers; none goes on when all have ended. A
-        request that was left half-way goes on where it was.
-        """
-        runs = self._run(request, Tries(self.max_attempts))
-        async with aclosing(runs):
-            async for news in runs:
-                yield news
-
-    def close(self) -> None:
-        """Every request that runs, or will, ends with the error `draining`."""
-        self.closed = True
-        self.plane.end(_draining())
-
-    def check(self) -> None:
-        """Raises ApiError when it is closed."""
-        if self.closed:
-            raise _draining()
-
-    def dismiss(self, request: Request) -> None:
-        """Ends a request that goes on for another connection of its client."""
-        message = "the same request came again on another connection, which has the answer now"
-        self.plane.end(ApiError("busy", message), request.wire_id)
-
-    async def _run(
-        self, request: Request, tries: Tries
-    ) -> AsyncGenerator[list[AnswerUpdate], None]:
-        while not request.ended:
-            if len(request.answers) > 1 and request.generated_tokens:
-                parts = self._apart(request, tries)
-                async with aclosing(parts):
-                    async for news in parts:
-                        yield news
-                return
-            self.check()
-            key = request.begin()
-            inbox = self.plane.watch(key)
-            failures = len(request.failures)
-            try:
-                placed = await self._place(request, key, inbox, tries)
-                async for news in self._attempt(request, key, placed, inbox):
-                    yield news
-            finally:
-                failed = request.failures[failures] if len(request.failures) > failures else None
-                over = _outcome(request, key, failed.reason if failed else "cancelled")
-                self.plane.forget(over, abort=not _complete(request))
-            if failed and not request.ended:
-                await self._again(request, key, tries, tries.take(failed, placed))
-
-    async def _again(
-        self, request: Request, key: f.AttemptKey, tries: Tries, pause_s: float
-    ) -> None:
-        """Before the next attempt. Raises ApiError when there is none."""
-        failed = request.failures[-1]
-        moved = failed.reason.removeprefix("kv_") in MOVED
-        self.handovers += moved
-        self.retries += not moved
-        log.log(
-            logging.INFO if moved else logging.WARNING,
-            "%s: attempt %d ended after %d tokens: %s",
-            *(request.id, key[1], request.generated_tokens, failed),
-        )
-        if tries.over:
-            tried = "; ".join(f"{one.worker}: {one.reason}" for one in request.failures)
-            message = f"gave up after {request.attempt_count} attempts: {tried}"
-            raise ApiError("kv_transfer_failed", message)
-        await asyncio.sleep(pause_s)
-
-    async def _apart(
-        self, request: Request, tries: Tries
-    ) -> AsyncGenerator[list[AnswerUpdate], None]:
-        """Several answers that have begun go on each by itself, as their ids differ by now."""
-        parts = {i: request.part(i) for i, one in enumerate(request.answers) if not one.ended}
-        queue: asyncio.Queue[list[AnswerUpdate] | Exception | None] = asyncio.Queue(2 * len(parts))
-        loop = asyncio.get_running_loop()
-        tasks = [loop.create_task(self._pump(i, one, tries, queue)) for i, one in parts.items()]
-        try:
-            running = len(tasks)
-            while running:
-                news = await queue.get()
-                if isinstance(news, Exception):
-                    raise news
-                if news is None:
-                    running -= 1
-                else:
-                    yield news
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _pump(self, index: int, part: Request, tries: Tries, queue: asyncio.Queue) -> None:
-        own = replace(tries, avoid=[*tries.avoid], lost=[*tries.lost])
-        try:
-            async with aclosing(self._run(part, own)) as batches:
-                async for batch in batches:
-                    await queue.put(
-                        [AnswerUpdate(index, one.tokens, one.finish_reason) for one in batch]
-                    )
-            await queue.put(None)
-        except Exception as error:  # told to who waits for the answers
-            await queue.put(error)
-
-    async def _place(
-        self,
-        request: Request,
-        key: f.AttemptKey,
-        inbox: Inbox,
-        tries: Tries,
-    ) -> f.AttemptPlaced:
-        ids, hashes, sampling = request.known()
-        most = sampling.max_tokens - request.given
-        lost = [worker for worker in tries.lost if not self.plane.connected(worker)]
-        wishes = [*tries.avoid], lost, tries.local
-        terms = request.terms
-        place = f.PlaceAttempt(
-            key,
-            len(ids),
-            most,
-            hashes,
-            *wishes,
-            tenant=terms.tenant,
-            slo_class=terms.slo_class,
-            ttft_s=terms.ttft_target_s,
-            itl_s=terms.itl_target_s,
-            waited_s=request.waited_s,
-            trace=request.trace,
-            session=terms.session_id,
-            answer_count=sampling.n,
-        )
-        self.plane.place(place)
-        try:
-            async with asyncio.timeout(self.place_s):
-                frame = await inbox.get()
-                while not isinstance(frame, f.AttemptPlaced | f.AttemptRefused | ApiError):
-                    frame = await inbox.get()
-        except TimeoutError:
-            raise ApiError("no_capacity", f"no router answered in {self.place_s:g} s") from None
-        if isinstance(frame, ApiError):
-            raise frame
-        if isinstance(frame, f.AttemptRefused):
-            raise ApiError(frame.reason, frame.message, retry_after_s=frame.retry_after_s)
-        if not request.placed:
-            request.placed = time.monotonic()
-            request.hit_tokens = frame.hit_tokens
-        request.route = (
-            f"{frame.prefill_worker},{frame.decode_worker}"
-            if frame.prefill_worker
-            else frame.decode_worker
-        )
-        return frame
-
-    async def _attempt(
-        self,
-        request: Request,
-        key: f.AttemptKey,
-        placed: f.AttemptPlaced,
-        inbox: Inbox,
-    ) -> AsyncGenerator[list[AnswerUpdate], None]:
-        """What is new in one attempt; ends when all answers do, or with a new `failures`."""
-        ids, _, sampling = request.known()
-        common = key, placed.term, ids, sampling
-        given = request.given
-        first = (
-            placed.prefix_holder,
-            placed.deadline_s,
-            given,
-            request.trace,
-        )  #: for whoever computes the prompt
-        if placed.prefill_worker:
-            decode = f.StartDecode(
-                *common, placed.prefill_worker, resumed_tokens=given, trace=request.trace
-            )
-            self.plane.submit(placed.decode_worker, decode)
-            self.plane.submit(
-                placed.prefill_worker, f.StartPrefill(*common, placed.decode_worker, *first)
-            )
-        else:
-            self.plane.submit(placed.decode_worker, f.StartDecode(*common, None, *first))
-        inbox.short = lambda frame: _short(request, frame)
-        told = False
-        while not request.ended:
-            frames = [await inbox.get()]
-            while not inbox.empty():
-                frames.append(inbox.get_nowait())
-            fresh, failed = self._sort(request, placed, frames)
-            if fresh:
-                yield fresh
-            if failed:
-                request.failures.append(failed)
-                if failed.final:
-                    raise ApiError("invalid_request", failed.reason)
-                if failed.reason in FINAL:
-                    raise ApiError(failed.reason, "prompt and answer exceed the model's context")
-                return
-            if request.first_is_out and not told:
-                told = True
-                self.plane.link.send(f.PromptPrefilled(key))
-
-    def _sort(
-        self, request: Request, placed: f.AttemptPlaced, frames: list
-    ) -> tuple[list[AnswerUpdate], f.AttemptFailed | None]:
-        """Journals what is new; workers' frames may come in any order."""
-        fresh, failed = [], None
-        for frame in frames:
-            if isinstance(frame, f.AnswerTokens):
-                fresh += _take(request, frame)
-            elif isinstance(frame, f.PromptArrived):
-                request.moved = frame
-            elif isinstance(frame, ApiError):
-                raise frame
-            elif isinstance(frame, f.AttemptFailed):
-                done = request.first_is_out and frame.worker == placed.prefill_worker
-                if not (done and frame.reason in ("worker_lost", "silent")):
-                    failed = failed or frame
-        return fresh, None if request.ended else failed
-
-
-def _short(request: Request, frame: Any) -> bool:
-    """Gives `tap` the next tokens of an answer under way; False: the request's task must see it."""
-    tap = request.tap
-    if (
-        tap is None
-        or type(frame) is not f.AnswerTokens
-        or frame.finish_reason
-        or frame.prompt_logprobs
-    ):
-        return False
-    index, tokens = frame.answer_index, frame.tokens
-    answer = request.answers[index]
-    journal = answer.journal
-    if frame.offset != len(journal) or answer.early or index not in request.begun or not tap.ready:
-        return False
-    journal += tokens
-    if not (answer.stopped_early or answer.finish_reason):
-        answer.token_times.extend([time.monotonic()] * len(tokens))
-        tap.take([AnswerUpdate(index, tokens, None)])
-    return not answer.stopped_early
-
-
-def _take(request: Request, frame: f.AnswerTokens) -> list[AnswerUpdate]:
-    """What a frame says that the client does not have."""
-    if frame.prompt_logprobs:  # one worker sends these, in order
-        request.prompt_logprobs += frame.prompt_logprobs[
-            max(0, len(request.prompt_logprobs) - request.scored) :
-        ]
-        request.scored += len(frame.prompt_logprobs)
-    if frame.tokens and frame.offset == request.given:
-        request.begun.add(frame.answer_index)
-    answer = request.answers[frame.answer_index]
-    was_ended = answer.ended
-    tokens = answer.take(frame)
-    if was_ended or not (tokens or answer.finish_reason):
-        return []
-    answer.token_times.extend([time.monotonic()] * len(tokens))
-    return [AnswerUpdate(frame.answer_index, tokens, answer.finish_reason)]
-
-
-def _draining() -> ApiError:
-    message = "this gateway is shutting down; the same x-request-id goes on with the answer"
-    return ApiError("draining", message)
-
-
-def _without_prompt(sampling: f.Sampling) -> f.Sampling:
+def _without_prompt_logprobs(sampling: frames.Sampling) -> frames.Sampling:
     """The prompt's logprobs came with the first token, at the latest."""
     if sampling.prompt_logprobs is None:
         return sampling
     return msgspec.structs.replace(sampling, prompt_logprobs=None)
-
-
-def _complete(request: Request) -> bool:
-    """The workers have nothing more to do for it."""
-    return all(answer.finish_reason for answer in request.answers)
-
-
-def _outcome(request: Request, key: f.AttemptKey, failed: str) -> f.AttemptOutcome:
-    """What came of an attempt, for the router's records."""
-    gaps, ttft = request.gaps_s, request.ttft_s
-    moved = request.moved if request.moved and request.moved.attempt_key == key else None
-    return f.AttemptOutcome(
-        key,
-        tokens=request.generated_tokens,
-        ttft_ms=None if ttft is None else ttft * 1e3,
-        itl_p99_ms=p99(gaps) * 1e3 if gaps else None,
-        reason=request.finish_reason or failed,
-        transfer_ms=moved.busy_ms if moved else None,
-        exposed_ms=moved.exposed_ms if moved else None,
-    )

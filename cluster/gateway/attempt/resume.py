@@ -5,59 +5,64 @@
     x-resume-from        what the client has: an event's id, or a count of tokens
     last-event-id        the same, as browsers' EventSource says it
 
-The id of an event counts the tokens of each answer up to it, with an `e` behind those that ended:
-`12`, or `12.9e` of two answers.
+The id of an event counts the tokens of each answer up to the event, with an `e` behind the answers
+that have ended: `12`, or `12.9e` of two answers.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..errors import ApiError
 
-_EVENT = re.compile(r"\d{1,9}e?(\.\d{1,9}e?){0,63}")
+_EVENT_ID = re.compile(r"\d{1,9}e?(\.\d{1,9}e?){0,63}")
 
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """What a client has of one answer: tokens, and whether it knows of its end."""
+    """How much of one answer a reader has."""
 
     tokens: int = 0
-    ended: bool = False
+    ended: bool = False  #: The reader knows that the answer has ended.
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
     """What a client says about coming back."""
 
-    keep_generating: bool = False  #: the answer goes on without it
-    event_ids: bool = False  #: it wants ids of events
-    cursors: tuple[Cursor, ...] = ()
+    keep_generating: bool = False  #: The answer goes on while the client is away.
+    event_ids: bool = False  #: The client wants ids of events.
+    cursors: tuple[Cursor, ...] = ()  #: What the client has of each answer; empty: nothing.
 
 
 NOT_RESUMED = Resume()
 
 
-def read_resume(get: Callable[[str], str | None]) -> Resume:
-    """From `x-resume`, and `x-resume-from` or `last-event-id`. Raises ApiError."""
-    asked = get("x-resume") or ""
-    if asked not in ("", "ids", "keep"):
+def read_resume(get_header: Callable[[str], str | None]) -> Resume:
+    """Reads `x-resume`, and `x-resume-from` or `last-event-id`. Raises ApiError."""
+    mode = get_header("x-resume") or ""
+    if mode not in ("", "ids", "keep"):
         raise ApiError("invalid_request", "x-resume must be ids or keep", "x-resume")
-    name = "x-resume-from" if get("x-resume-from") else "last-event-id"
-    event = get(name) or ""
-    if event and not _EVENT.fullmatch(event):
+    name = "x-resume-from" if get_header("x-resume-from") else "last-event-id"
+    event_id = get_header(name) or ""
+    if event_id and not _EVENT_ID.fullmatch(event_id):
         message = f"{name} must be a count of tokens, or the id of an event of this answer"
         raise ApiError("invalid_request", message, name)
-    return Resume(asked == "keep", bool(asked or event), cursors_of(event))
+    return Resume(
+        keep_generating=mode == "keep",
+        event_ids=bool(mode or event_id),
+        cursors=cursors_of(event_id),
+    )
 
 
-def cursors_of(event: str) -> tuple[Cursor, ...]:
-    """What an event's id says: tokens of each answer, an `e` behind those that ended."""
-    parts = event.split(".") if event else []
-    return tuple(Cursor(int(part.rstrip("e")), part.endswith("e")) for part in parts)
+def cursors_of(event_id: str) -> tuple[Cursor, ...]:
+    """What an event's id says of each answer."""
+    counts = event_id.split(".") if event_id else []
+    return tuple(Cursor(int(count.rstrip("e")), count.endswith("e")) for count in counts)
 
 
-def event_id_of(seen: list[Cursor]) -> str:
-    return ".".join(f"{one.tokens}{'e' if one.ended else ''}" for one in seen)
+def event_id_of(cursors: Iterable[Cursor]) -> str:
+    """The id of an event behind which a reader's cursors are these."""
+    return ".".join(f"{cursor.tokens}{'e' if cursor.ended else ''}" for cursor in cursors)

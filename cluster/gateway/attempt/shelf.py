@@ -1,215 +1,268 @@
 """Answers that a client may come back for: what was generated is kept for a while.
 
-The same tenant, request id and request is the same answer, so a client whose connection broke asks
-again and goes on where it was. Life of a kept answer:
-    asked for   -> it is generated for its reader; asked to `keep`, by a task of its own
-    no reader   -> it stops, and the journal stays; asked to `keep`, it goes on
-    asked again -> the journal is told from where the client says; what is missing is generated. A
-                   reader that is still there is sent away: its connection is one that broke
-    window over -> forgotten, `window_s` after the last reader left
-A gateway that does not know the answer any more generates it anew: the default seed derives from
-the request id, and what the client has is not told twice.
+The same tenant, request id and request is the same answer. So a client whose connection broke sends
+the same request again, and goes on where it was. Life of a kept answer:
+    1. Asked for: the answer is generated for its reader, or by a task of its own if the client
+       wants it kept (`x-resume: keep`).
+    2. The reader leaves: generating stops, and the journal stays. A kept answer goes on.
+    3. Asked for again: the reader gets the journal behind what it has, and what is missing is
+       generated. A reader that is still there is sent away: its connection is one that broke.
+    4. `window_s` after the last reader has left, the answer is forgotten.
+A gateway that does not know the answer generates it again, and the reader gets what it lacks: the
+default seed derives from the request id, so the tokens are the same.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..errors import ApiError
 from ..text.answers import Output
-from .request import AnswerUpdate, Request
+from .request import AnswerUpdate, PushSink, Request
 from .resume import Cursor, Resume
 
-WEIGHT_MAX = (
-    1 << 18
-)  #: of all answers that nobody reads: ids, and what is told beside them; ~100 bytes each
+#: Of all answers without a reader: ids of prompts, tokens and their logprobs; about 100 bytes each.
+WEIGHT_MAX = 1 << 18
+
+AnswerName = tuple[str, str]  #: tenant and request id
 
 
-class Source(Protocol):
-    """Where tokens come from."""
+class AnswerSource(Protocol):
+    """Generates answers."""
 
-    def run(self, request: Request) -> AsyncGenerator[list[AnswerUpdate], None]:
-        """What is new of it, until it has ended. Raises ApiError."""
+    async def run(self, request: Request, sink: PushSink) -> None:
+        """Pushes what the request lacks, until all answers have ended. Raises ApiError."""
 
     def dismiss(self, request: Request) -> None:
-        """Ends it with an error: another connection has taken it over."""
+        """Ends a request with an error: another connection has taken it over."""
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
-    """One answer whose client may come back."""
+class KeptAnswer:
+    """The answers to one request whose client may come back.
+
+    If they go on without a reader, this is the sink of their generator: it only tells the readers
+    that the journal has grown, as each of them reads the journal at its own pace.
+    """
 
     request: Request
     output: Output
-    goes_on: bool = False  #: without a reader too
+    goes_on: bool = False  #: The answers are generated without a reader too.
     readers: int = 0
-    task: asyncio.Task | None = None  #: generates, if it goes on
-    error: Exception | None = None  #: that ended the task
+    task: asyncio.Task[None] | None = None  #: Generates, if the answers go on.
+    error: Exception | None = None  #: What ended the task.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    forget: asyncio.TimerHandle | None = None
-    weight: int = 0  #: that it is counted with while nobody reads it
+    forget: asyncio.TimerHandle | None = None  #: Runs while there is no reader.
+    weight: int = 0  #: What it counts of `WEIGHT_MAX` while there is no reader.
 
-    @property
-    def ready(self) -> bool:
+    def push(self, updates: list[AnswerUpdate]) -> bool:
+        self.wake_readers()
         return True
 
-    def take(self, news: list[AnswerUpdate]) -> None:
-        """There is more in the journal."""
+    def replay(self, updates: list[AnswerUpdate]) -> None:
+        """Does nothing: the journal has these tokens."""
+
+    async def drain(self) -> None:
+        """Does not wait, as readers do not hold up the answers."""
+
+    def wake_readers(self) -> None:
         self.changed.set()
         self.changed = asyncio.Event()
+
+    async def wait_for_change(self) -> None:
+        """Waits until the journal has grown or has ended. Raises what ended the task."""
+        if self.error:
+            raise self.error
+        await self.changed.wait()
+
+
+class CatchUpSink:
+    """Holds tokens back until the journal has all that the client has, then lets them pass.
+
+    The client's share is replayed, what else there is by then is pushed. If a stop string ended the
+    client's answer, the replay finds that stop string too.
+    """
+
+    def __init__(self, request: Request, sink: PushSink, cursors: tuple[Cursor, ...]) -> None:
+        self._request = request
+        self._sink = sink
+        self._cursors = cursors
+        self.caught_up = False
+        self.try_to_catch_up()
+
+    def push(self, updates: list[AnswerUpdate]) -> bool:
+        if self.caught_up:
+            return self._sink.push(updates)
+        self.try_to_catch_up()
+        return not self.caught_up
+
+    def replay(self, updates: list[AnswerUpdate]) -> None:
+        self._sink.replay(updates)
+
+    async def drain(self) -> None:
+        await self._sink.drain()
+
+    def try_to_catch_up(self) -> None:
+        """Passes the journal on, if it has all that the client has."""
+        targets = _padded(self._cursors, self._request)
+        if not _reached(self._request, targets):
+            return
+        self.caught_up = True
+        position = _beginning(self._request)
+        if self._cursors:
+            self._sink.replay(advance(self._request, position, targets))
+        updates = advance(self._request, position)
+        if updates:
+            self._sink.push(updates)
 
 
 class Shelf:
     """Kept answers by tenant and request id. `window_s` 0: nothing is kept."""
 
-    def __init__(self, source: Source, window_s: float) -> None:
-        self._source, self._window_s = source, window_s
-        self._kept: dict[tuple[str, str], Kept] = {}
-        self._left: dict[tuple[str, str], Kept] = {}  #: without a reader, by when that left
-        self._weight = 0  #: of these
-        self.resumed = 0
+    def __init__(self, source: AnswerSource, window_s: float) -> None:
+        self._source = source
+        self._window_s = window_s
+        self._kept: dict[AnswerName, KeptAnswer] = {}
+        #: Those without a reader, by when the last one left.
+        self._unread: dict[AnswerName, KeptAnswer] = {}
+        self._unread_weight = 0
+        self.resumed = 0  #: Requests whose answer was there.
 
-    def find(self, fresh: Request, output: Output, resume: Resume) -> Request:
-        """The request to read: `fresh`, which now has what is kept under its name.
+    def find(self, request: Request, output: Output, resume: Resume) -> Request:
+        """The request to read: `request`, which now has what is kept under its name.
 
-        Raises ApiError when another request with this id is being answered.
+        An answer that goes on has a request already; that one is returned. Raises ApiError when
+        another request with this id is being answered.
         """
         if not self._window_s:
-            return fresh
-        name = _name(fresh)
+            return request
+        name = _name(request)
         kept = self._kept.get(name)
-        if kept is not None and not _same(kept, fresh, output):
+        if kept is not None and not _asks_the_same(kept, request, output):
             if kept.readers or kept.task:
-                message = f"another request with id {fresh.id} is running already"
+                message = f"another request with id {request.id} is running already"
                 raise ApiError("invalid_request", message, "x-request-id")
             self._drop(name)
         elif kept is not None:
             self.resumed += 1
             if kept.task:
-                kept.request.terms = fresh.terms
+                kept.request.terms = request.terms
                 return kept.request
-            fresh.adopt(kept.request)
+            request.adopt(kept.request)
             if kept.readers:
                 self._source.dismiss(kept.request)
             self._drop(name)
-        self._kept[name] = kept = Kept(fresh, output, resume.keep_generating)
-        self._leave(name, kept)  # until it is read
-        return fresh
 
-    async def read(
-        self, request: Request, seen: tuple[Cursor, ...] = ()
-    ) -> AsyncGenerator[list[AnswerUpdate], None]:
-        """The answer from its beginning, first what the client has `seen`, alone. Raises ApiError.
+        kept = KeptAnswer(request, output, resume.keep_generating)
+        self._kept[name] = kept
+        self._without_reader(name, kept)  # until `push_answers`
+        return request
 
-        Closing it ends the answer, if nobody else reads it and it is not to go on.
+    async def push_answers(
+        self, request: Request, sink: PushSink, cursors: tuple[Cursor, ...] = ()
+    ) -> None:
+        """Pushes all answers into `sink`; replays, first, what a client with `cursors` has.
+
+        Cancelling ends the answers, if nobody else reads them and they are not to go on. Raises
+        ApiError and SinkError.
         """
         name = _name(request)
         kept = self._kept.get(name)
         if kept is None or kept.request is not request:
-            kept = Kept(request, Output())
-        self._enter(name, kept)
+            kept = KeptAnswer(request, Output())
+        self._with_reader(name, kept)
         try:
-            news = self._follow(kept, seen) if kept.goes_on else self._tell(kept, seen)
-            async with aclosing(news):
-                async for batch in news:
-                    yield batch
+            if kept.goes_on:
+                await self._follow(kept, sink, cursors)
+            else:
+                await self._generate(kept.request, sink, cursors)
         finally:
             kept.readers -= 1
-            self._leave(name, kept)
+            self._without_reader(name, kept)
 
-    async def _tell(
-        self, kept: Kept, seen: tuple[Cursor, ...]
-    ) -> AsyncGenerator[list[AnswerUpdate], None]:
-        """What is known, then what comes."""
-        request, told, goal = kept.request, _nothing(kept.request), _goal(kept.request, seen)
-        waits = True  #: for what the client has
-        if _reached(request, goal):
-            for news in _caught_up(request, told, goal, seen):
-                yield news
-            waits = False
-        if request.ended:
-            return
-        async with aclosing(self._source.run(request)) as batches:
-            async for batch in batches:
-                if not waits:
-                    yield batch
-                elif _reached(request, goal):
-                    for news in _caught_up(request, told, goal, seen):
-                        yield news
-                    waits = False
+    async def _generate(
+        self, request: Request, sink: PushSink, cursors: tuple[Cursor, ...]
+    ) -> None:
+        """Pushes what is journaled, and then what comes."""
+        journaled = any(answer.journal or answer.ended for answer in request.answers)
+        if cursors or journaled:
+            catch_up = CatchUpSink(request, sink, cursors)
+            await catch_up.drain()
+            if not catch_up.caught_up:
+                sink = catch_up
+        if not request.ended:
+            await self._source.run(request, sink)
 
-    async def _follow(
-        self, kept: Kept, seen: tuple[Cursor, ...]
-    ) -> AsyncGenerator[list[AnswerUpdate], None]:
-        """What its task generates, at the reader's own pace."""
-        request, told, goal = kept.request, _nothing(kept.request), _goal(kept.request, seen)
-        request.shared, request.tap = True, kept
+    async def _follow(self, kept: KeptAnswer, sink: PushSink, cursors: tuple[Cursor, ...]) -> None:
+        """Pushes what the answer's own task generates, at the reader's pace."""
+        request = kept.request
+        request.shared = True
         if kept.task is None and not request.ended:
             kept.error = None
-            kept.task = asyncio.get_running_loop().create_task(self._run(kept))
-        while not _reached(request, goal):
-            await self._more(kept)
-        for news in _caught_up(request, told, goal, seen):
-            yield news
-        while not request.ended or _behind(request, told):
-            news = _until(request, told)
-            if news:
-                yield news
+            kept.task = asyncio.get_running_loop().create_task(self._keep_generating(kept))
+
+        targets = _padded(cursors, request)
+        while not _reached(request, targets):
+            await kept.wait_for_change()
+        position = _beginning(request)
+        if cursors:
+            sink.replay(advance(request, position, targets))
+            await sink.drain()
+        while True:
+            updates = advance(request, position)
+            if updates:
+                sink.push(updates)
+                await sink.drain()
+            elif request.ended:
+                return
             else:
-                await self._more(kept)
+                await kept.wait_for_change()
 
-    async def _more(self, kept: Kept) -> None:
-        if kept.error:
-            raise kept.error
-        await kept.changed.wait()
-
-    async def _run(self, kept: Kept) -> None:
+    async def _keep_generating(self, kept: KeptAnswer) -> None:
         try:
-            async with aclosing(self._source.run(kept.request)) as batches:
-                async for _ in batches:
-                    kept.take([])
-        except Exception as error:  # told to who reads
+            await self._source.run(kept.request, kept)
+        except Exception as error:  # its readers raise it
             kept.error = error
         finally:
             kept.task = None
-            kept.take([])
+            kept.wake_readers()
 
-    def _enter(self, name: tuple[str, str], kept: Kept) -> None:
+    def _with_reader(self, name: AnswerName, kept: KeptAnswer) -> None:
         kept.readers += 1
         if kept.forget:
             kept.forget.cancel()
             kept.forget = None
-        if self._left.get(name) is kept:
-            del self._left[name]
-            self._weight -= kept.weight
+        if self._unread.get(name) is kept:
+            del self._unread[name]
+            self._unread_weight -= kept.weight
 
-    def _leave(self, name: tuple[str, str], kept: Kept) -> None:
-        """Nobody reads it, for now."""
+    def _without_reader(self, name: AnswerName, kept: KeptAnswer) -> None:
+        """Starts the window of an answer that nobody reads, and keeps the bound of all of them."""
         if kept.readers or self._kept.get(name) is not kept:
             return
-        each = 1 + 2 * (kept.request.sampling.logprobs or 0)
-        kept.weight = len(kept.request.prompt_ids) + each * kept.request.generated_tokens
+        request = kept.request
+        weight_per_token = 1 + 2 * (request.sampling.logprobs or 0)
+        kept.weight = len(request.prompt_ids) + weight_per_token * request.generated_tokens
         loop = asyncio.get_running_loop()
         kept.forget = loop.call_later(self._window_s, self._drop, name)
-        self._left[name] = kept
-        self._weight += kept.weight
-        while self._weight > WEIGHT_MAX:
-            self._drop(next(iter(self._left)))
+        self._unread[name] = kept
+        self._unread_weight += kept.weight
+        while self._unread_weight > WEIGHT_MAX:
+            self._drop(next(iter(self._unread)))
 
-    def _drop(self, name: tuple[str, str]) -> None:
+    def _drop(self, name: AnswerName) -> None:
         kept = self._kept.pop(name)
-        if self._left.pop(name, None):
-            self._weight -= kept.weight
+        if self._unread.pop(name, None):
+            self._unread_weight -= kept.weight
         if kept.forget:
             kept.forget.cancel()
         if kept.task:
             kept.task.cancel()
 
     def close(self) -> None:
+        """Forgets all answers, and ends those that go on."""
         for name in list(self._kept):
             self._drop(name)
 
@@ -217,59 +270,55 @@ class Shelf:
         return len(self._kept)
 
 
-def _name(request: Request) -> tuple[str, str]:
+def _name(request: Request) -> AnswerName:
     return request.terms.tenant, request.id
 
 
-def _same(kept: Kept, fresh: Request, output: Output) -> bool:
-    mine = kept.request.prompt_ids, kept.request.sampling, kept.output
-    return mine == (fresh.prompt_ids, fresh.sampling, output)
+def _asks_the_same(kept: KeptAnswer, request: Request, output: Output) -> bool:
+    return (
+        kept.request.prompt_ids == request.prompt_ids
+        and kept.request.sampling == request.sampling
+        and kept.output == output
+    )
 
 
-def _nothing(request: Request) -> list[Cursor]:
+def _beginning(request: Request) -> list[Cursor]:
+    """The cursors of a reader that has nothing."""
     return [Cursor()] * len(request.answers)
 
 
-def _goal(request: Request, seen: tuple[Cursor, ...]) -> list[Cursor]:
+def _padded(cursors: tuple[Cursor, ...], request: Request) -> list[Cursor]:
     """What the client has of each answer; it may not have said so of all."""
-    return [*seen, *_nothing(request)][: len(request.answers)]
+    return [*cursors, *_beginning(request)][: len(request.answers)]
 
 
-def _reached(request: Request, goal: list[Cursor]) -> bool:
-    """Where a stop string ended an answer, this run finds it in what is there."""
+def _reached(request: Request, targets: list[Cursor]) -> bool:
+    """Is True if the journal has what the cursors say.
+
+    An answer that has ended has no more: where a stop string ended it, this gateway finds the stop
+    string in what is there.
+    """
     return all(
-        answer.ended or len(answer.journal) >= one.tokens
-        for answer, one in zip(request.answers, goal, strict=True)
+        answer.ended or len(answer.journal) >= target.tokens
+        for answer, target in zip(request.answers, targets, strict=True)
     )
 
 
-def _caught_up(
-    request: Request, told: list[Cursor], goal: list[Cursor], seen: tuple[Cursor, ...]
-) -> list[list[AnswerUpdate]]:
-    """Alone what the client has, if it said so, then what else there is."""
-    has = [_until(request, told, goal)] if seen else []
-    rest = _until(request, told)
-    return [*has, rest] if rest else has
-
-
-def _behind(request: Request, told: list[Cursor]) -> bool:
-    """There is more than was told."""
-    return any(
-        len(answer.journal) > one.tokens or (answer.finish_reason is not None and not one.ended)
-        for answer, one in zip(request.answers, told, strict=True)
-    )
-
-
-def _until(
-    request: Request, told: list[Cursor], goal: list[Cursor] | None = None
+def advance(
+    request: Request, position: list[Cursor], targets: list[Cursor] | None = None
 ) -> list[AnswerUpdate]:
-    """What is behind `told`, up to the `goal`; moves `told`."""
-    news = []
+    """Returns the tokens between a reader's position and `targets`, and advances the position.
+
+    Without `targets` it returns all tokens, and the ends of answers, behind the position.
+    """
+    updates = []
     for index, answer in enumerate(request.answers):
-        had, most = told[index], goal[index] if goal else Cursor(len(answer.journal), True)
-        tokens = answer.journal[had.tokens : most.tokens]
-        finish = answer.finish_reason if most.ended and not had.ended else None
-        if tokens or finish:
-            news.append(AnswerUpdate(index, tokens, finish))
-            told[index] = Cursor(had.tokens + len(tokens), had.ended or finish is not None)
-    return news
+        cursor = position[index]
+        target = targets[index] if targets else Cursor(len(answer.journal), ended=True)
+        tokens = answer.journal[cursor.tokens : target.tokens]
+        finish_reason = answer.finish_reason if target.ended and not cursor.ended else None
+        if tokens or finish_reason:
+            updates.append(AnswerUpdate(index, tokens, finish_reason))
+            ended = cursor.ended or finish_reason is not None
+            position[index] = Cursor(cursor.tokens + len(tokens), ended)
+    return updates

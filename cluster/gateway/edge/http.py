@@ -7,7 +7,7 @@ error is a response in the shape of the API that was called.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,17 +22,15 @@ from ..apis.messages import anthropic_error_body
 from ..apis.openapi import openapi_document
 from ..apis.schema import REQUEST_ID_PATTERN
 from ..errors import ApiError
+from ..service import GatewayService
 from .guard import RequestGuard
-
-if TYPE_CHECKING:
-    from ..gateway import Gateway
 
 log = logging.getLogger(__name__)
 
 CLIENT_LEFT_STATUS = 499  #: nginx's code for a client that closed its connection.
 
 
-def build_app(gateway: Gateway) -> ASGIApp:
+def build_app(gateway: GatewayService) -> ASGIApp:
     """Return the ASGI application of one gateway."""
     api = Api(gateway)
     status_routes = _StatusRoutes(gateway)
@@ -76,7 +74,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
 class _StatusRoutes:
     """Handlers of the routes that only show what the gateway knows."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: GatewayService) -> None:
         self._gateway = gateway
 
     async def health(self, _: HttpRequest) -> Response:

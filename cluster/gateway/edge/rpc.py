@@ -3,28 +3,31 @@
 The gateway listens itself (`listen`): on its own address, with TLS. Or Serve's gRPC proxies call
 the same methods (`gateway.listen: serve`). These send no trailing metadata with an exception, so
 nothing is raised here: an error sets code, details and metadata; the last message says it too.
+
+Life of a call: its request is prepared, and a task pushes the answers' tokens through text into a
+`ReplyQueue`. The method of the service yields the replies of that queue, as gRPC asks for them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import grpc
 import msgspec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from ....protos import frames as f
+from ....protos import frames, inference_pb2_grpc
 from ....protos import inference_pb2 as pb
-from ....protos import inference_pb2_grpc
 from ...config import GatewaySettings
 from ..apis.api import response_headers
 from ..apis.chat import ChatRequest, ChatShape
@@ -33,45 +36,192 @@ from ..apis.schema import REQUEST_ID_PATTERN, parse_body
 from ..attempt.request import Request
 from ..attempt.terms import Terms, read_terms
 from ..errors import ApiError
-from ..text.answers import AnswerTexts, Output, TextDelta
+from ..service import GatewayService
+from ..text.answers import AnswerTexts, Output, TextDelta, TextSink
 from ..text.tokenizer import ChatTokenizer
 from .grpc_edge import DETAILS, bind, status_of
 from .guard import HEADERS_MAX
 from .keys import ApiKey
 from .sse import BODY_MAX
 
-if TYPE_CHECKING:
-    from ..gateway import Gateway
-
 log = logging.getLogger(__name__)
 
 SERVICE = "diptych.v1.Inference"
 HANDSHAKE_MS = 10_000
 
+REPLIES_MAX = 32  #: made before gRPC has taken them; tokens wait in their inbox beyond that
+
 Reply = TypeVar("Reply", pb.ChatResponse, pb.GenerateResponse)
+
+
+@dataclass(slots=True)
+class PreparedCall(Generic[Reply]):
+    """A call whose request may run, and how its replies are made."""
+
+    request: Request
+    output: Output
+    replies_of: Callable[[TextDelta], Iterable[Reply]]
+
+
+class ReplyQueue(Generic[Reply]):
+    """A `TextWriter` that holds the replies which gRPC has not taken yet.
+
+    Usage goes with the last reply.
+    """
+
+    def __init__(self, call: PreparedCall[Reply], texts: AnswerTexts) -> None:
+        self._call = call
+        self._texts = texts
+        self._open_answers = len(call.request.answers)
+        self._replies: deque[Reply] = deque()
+        self._changed = asyncio.Event()  #: There are replies, or the end.
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._ended = False
+
+    def write_deltas(self, deltas: list[TextDelta]) -> bool:
+        for delta in deltas:
+            for reply in self._call.replies_of(delta):
+                if reply.finish_reason:
+                    self._open_answers -= 1
+                if not self._open_answers:
+                    self._add_usage(reply)
+                self._replies.append(reply)
+        self._changed.set()
+        if len(self._replies) < REPLIES_MAX:
+            return True
+        self._has_room.clear()
+        return False
+
+    def skip_deltas(self, deltas: list[TextDelta]) -> None:
+        raise AssertionError("a call of gRPC cannot be resumed half-way")
+
+    async def drain(self) -> None:
+        await self._has_room.wait()
+
+    def end(self, _: asyncio.Task[None]) -> None:
+        """No replies come any more, as the task that makes them is done."""
+        self._ended = True
+        self._changed.set()
+
+    async def next(self) -> Reply | None:
+        """The next reply; None behind the last one."""
+        while not self._replies and not self._ended:
+            self._changed.clear()
+            await self._changed.wait()
+        if not self._replies:
+            return None
+        reply = self._replies.popleft()
+        if len(self._replies) < REPLIES_MAX:
+            self._has_room.set()
+        return reply
+
+    def _add_usage(self, reply: Reply) -> None:
+        request = self._call.request
+        reply.usage.prompt_tokens = len(request.prompt_ids)
+        reply.usage.completion_tokens = self._texts.used_tokens
+        reply.usage.cached_tokens = request.hit_tokens
+
+
+async def _prepare_chat(
+    service: GatewayService, message: pb.ChatRequest, request_id: str, terms: Terms
+) -> PreparedCall[pb.ChatResponse]:
+    """A chat's replies are the chunks of the HTTP API. Raises ApiError."""
+    body = parse_body(ChatRequest, _chat_body(message))
+    request, prompt = await service.prepare(body, request_id, terms)
+    shape = ChatShape(body, request, service.text, model=service.model, prompt=prompt)
+
+    def replies_of(delta: TextDelta) -> list[pb.ChatResponse]:
+        replies = [_chat_reply(event["choices"][0], request) for event in shape.delta(delta)]
+        if replies and body.logprobs:
+            replies[0].logprobs.extend(_logprobs(delta.tokens, service.text))
+        return replies
+
+    return PreparedCall(request, shape.output, replies_of)
+
+
+async def _prepare_generate(
+    service: GatewayService, message: pb.GenerateRequest, request_id: str, terms: Terms
+) -> PreparedCall[pb.GenerateResponse]:
+    """A plain prompt has one reply for each delta. Raises ApiError."""
+    body = parse_body(CompletionRequest, _generate_body(message))
+    request, _ = await service.prepare(body.prompts()[0], request_id, terms)
+
+    def replies_of(delta: TextDelta) -> list[pb.GenerateResponse]:
+        scored_tokens = delta.tokens if body.logprobs is not None else []
+        reply = pb.GenerateResponse(
+            request_id=request.id,
+            index=delta.index,
+            text=delta.text,
+            token_ids=[token.id for token in delta.tokens],
+            finish_reason=delta.finish_reason or "",
+            route=request.route,
+            logprobs=_logprobs(scored_tokens, service.text),
+        )
+        return [reply]
+
+    return PreparedCall(request, body.output(), replies_of)
+
+
+def _streaming_method(
+    reply_type: type[Reply],
+    prepare: Callable[[GatewayService, Any, str, Terms], Awaitable[PreparedCall[Reply]]],
+) -> Callable[[Inference, Any, Any], AsyncGenerator[Reply, None]]:
+    """A method of the service: an async generator, as gRPC takes the replies when it can.
+
+    Whatever goes wrong is said in the last reply, and in the status. Closing the generator cancels
+    the task that makes the replies, and so the work on the workers.
+    """
+
+    async def method(
+        self: Inference, request: Any, grpc_context: Any
+    ) -> AsyncGenerator[Reply, None]:
+        service = self.service
+        now = time.monotonic()
+        request_id = ""
+        try:
+            key, terms = self._admit(grpc_context, now)
+            request_id = _request_id(request, grpc_context)
+            with service.door.admit(key, now):
+                call = await prepare(service, request, request_id, terms)
+                texts = AnswerTexts(call.request, service.text, call.output)
+                queue = ReplyQueue(call, texts)
+                answers = service.shelf.push_answers(call.request, TextSink(texts, queue))
+                answering = asyncio.ensure_future(answers)
+                answering.add_done_callback(queue.end)
+                try:
+                    while (reply := await queue.next()) is not None:
+                        if reply.HasField("usage"):
+                            headers: dict[str, str] = response_headers(call.request)
+                            metadata = [("x-request-id", request_id), *headers.items()]
+                            grpc_context.set_trailing_metadata(metadata)
+                        yield reply
+                    await answering  # raises what went wrong
+                finally:
+                    answering.cancel()
+                    await asyncio.gather(answering, return_exceptions=True)
+        except ApiError as error:
+            if not error.counted_in_metrics:
+                service.tally.count_refused(error.http_status)
+            failure = _set_status(grpc_context, error, request_id)
+            yield reply_type(request_id=request_id, error=failure)
+        except Exception:
+            log.exception("request %s failed", request_id)
+            internal = ApiError("internal", "internal error; the gateway's log has it")
+            failure = _set_status(grpc_context, internal, request_id)
+            yield reply_type(request_id=request_id, error=failure)
+
+    return method
 
 
 class Inference:
     """The methods of both services. A `grpc_context` is grpc.aio's or Serve's."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self.gateway = gateway
+    def __init__(self, service: GatewayService) -> None:
+        self.service = service
 
-    async def Chat(
-        self, request: pb.ChatRequest, grpc_context: Any
-    ) -> AsyncGenerator[pb.ChatResponse, None]:
-        calls = self._call(request, grpc_context, pb.ChatResponse, self._chat)
-        async with aclosing(calls) as replies:
-            async for reply in replies:
-                yield reply
-
-    async def Generate(
-        self, request: pb.GenerateRequest, grpc_context: Any
-    ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        calls = self._call(request, grpc_context, pb.GenerateResponse, self._generate)
-        async with aclosing(calls) as replies:
-            async for reply in replies:
-                yield reply
+    Chat = _streaming_method(pb.ChatResponse, _prepare_chat)
+    Generate = _streaming_method(pb.GenerateResponse, _prepare_generate)
 
     async def ListModels(
         self, request: pb.ListModelsRequest, grpc_context: Any
@@ -79,8 +229,8 @@ class Inference:
         try:
             self._admit(grpc_context, time.monotonic())
         except ApiError as error:
-            _tell(grpc_context, error, "")
-        return pb.ListModelsResponse(models=[self.gateway.model])
+            _set_status(grpc_context, error, "")
+        return pb.ListModelsResponse(models=[self.service.model])
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, grpc_context: Any
@@ -88,118 +238,21 @@ class Inference:
         """Needs no key: probes have none."""
         kinds = health_pb2.HealthCheckResponse
         if request.service not in ("", SERVICE):
-            _tell(grpc_context, ApiError("not_found", f"no service {request.service!r}"), "")
+            error = ApiError("not_found", f"no service {request.service!r}")
+            _set_status(grpc_context, error, "")
             return kinds(status=kinds.SERVICE_UNKNOWN)
-        return kinds(status=kinds.NOT_SERVING if self.gateway.missing() else kinds.SERVING)
-
-    # ---- calls -----------------------------------------------------------------------------------
-
-    async def _call(
-        self,
-        asked: Any,
-        context: Any,
-        kind: type[Reply],
-        work: Callable[[Any, str, Terms, dict], AsyncGenerator[Reply, None]],
-    ) -> AsyncGenerator[Reply, None]:
-        """`work`'s replies; whatever goes wrong is told."""
-        now, get = time.monotonic(), _metadata(context)
-        request_id = ""
-        sent: dict[str, str] = {}
-        try:
-            key, terms = self._admit(context, now)
-            name = asked.request_id or get("x-request-id") or f"grpc-{uuid.uuid4().hex}"
-            if not REQUEST_ID_PATTERN.fullmatch(name):
-                message = "request_id must be 1 to 128 of letters, digits and . _ : -"
-                raise ApiError("invalid_request", message, "request_id")
-            request_id = name
-            with self.gateway.door.admit(key, now):
-                async with aclosing(work(asked, name, terms, sent)) as replies:
-                    async for reply in replies:
-                        if reply.HasField("usage"):  # the last one: metadata goes with it
-                            context.set_trailing_metadata([("x-request-id", name), *sent.items()])
-                        yield reply
-        except ApiError as error:
-            if not error.counted_in_metrics:
-                self.gateway.tally.count_refused(error.http_status)
-            yield kind(request_id=request_id, error=_tell(context, error, request_id))
-        except Exception:
-            log.exception("request %s failed", request_id)
-            internal = ApiError("internal", "internal error; the gateway's log has it")
-            yield kind(request_id=request_id, error=_tell(context, internal, request_id))
+        return kinds(status=kinds.NOT_SERVING if self.service.missing() else kinds.SERVING)
 
     def _admit(self, context: Any, now: float) -> tuple[ApiKey | None, Terms]:
-        get = _metadata(context)
-        key = self.gateway.door.authenticate(get("authorization"), get("x-api-key"), now)
-        terms = read_terms(get, key, self.gateway.classes, now)
-        left = context.time_remaining() if hasattr(context, "time_remaining") else None
-        if left is not None:
-            terms = replace(terms, deadline=min(terms.deadline, now + left))
+        """Who calls, and on what terms; a deadline of gRPC is one of them. Raises ApiError."""
+        get_metadata = _metadata(context)
+        authorization = get_metadata("authorization")
+        key = self.service.door.authenticate(authorization, get_metadata("x-api-key"), now)
+        terms = read_terms(get_metadata, key, self.service.classes, now)
+        remaining_s = context.time_remaining() if hasattr(context, "time_remaining") else None
+        if remaining_s is not None:
+            terms = replace(terms, deadline=min(terms.deadline, now + remaining_s))
         return key, terms
-
-    async def _chat(
-        self, asked: pb.ChatRequest, request_id: str, terms: Terms, sent: dict
-    ) -> AsyncGenerator[pb.ChatResponse, None]:
-        gateway = self.gateway
-        body = parse_body(ChatRequest, _chat_body(asked))
-        request, prompt = await gateway.prepare(body, request_id, terms)
-        shape = ChatShape(body, request, gateway.text, gateway.model, prompt)
-
-        def replies(delta: TextDelta) -> Iterator[pb.ChatResponse]:
-            scores = _logprobs(delta.tokens, gateway.text) if body.logprobs else []
-            for event in shape.delta(delta):
-                reply = _chat_reply(event["choices"][0], request)
-                reply.logprobs.extend(scores)
-                scores = []
-                yield reply
-
-        async for reply in self._replies(request, shape.output, replies, sent):
-            yield reply
-
-    async def _generate(
-        self, asked: pb.GenerateRequest, request_id: str, terms: Terms, sent: dict
-    ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        gateway = self.gateway
-        body = parse_body(CompletionRequest, _generate_body(asked))
-        request, _ = await gateway.prepare(body.prompts()[0], request_id, terms)
-
-        def replies(delta: TextDelta) -> Iterator[pb.GenerateResponse]:
-            scored = delta.tokens if body.logprobs is not None else []
-            yield pb.GenerateResponse(
-                request_id=request.id,
-                index=delta.index,
-                text=delta.text,
-                token_ids=[token.id for token in delta.tokens],
-                finish_reason=delta.finish_reason or "",
-                route=request.route,
-                logprobs=_logprobs(scored, gateway.text),
-            )
-
-        async for reply in self._replies(request, body.output(), replies, sent):
-            yield reply
-
-    async def _replies(
-        self,
-        request: Request,
-        output: Output,
-        replies: Callable[[TextDelta], Iterator[Reply]],
-        sent: dict,
-    ) -> AsyncGenerator[Reply, None]:
-        """Usage goes with the message that ends the last answer."""
-        answers = AnswerTexts(request, self.gateway.text, output)
-        going = len(request.answers)
-        async with aclosing(self.gateway.generate(request)) as news:
-            async for batch in news:
-                for delta in answers.feed(batch):
-                    for reply in replies(delta):
-                        going -= bool(reply.finish_reason)
-                        if going:
-                            yield reply
-                            continue
-                        reply.usage.prompt_tokens = len(request.prompt_ids)
-                        reply.usage.completion_tokens = answers.used
-                        reply.usage.cached_tokens = request.hit_tokens
-                        sent.update(response_headers(request))
-                        yield reply
 
 
 class _Health(health_pb2_grpc.HealthServicer):
@@ -223,7 +276,13 @@ async def listen(inference: Inference, settings: GatewaySettings) -> grpc.aio.Se
     health_pb2_grpc.add_HealthServicer_to_server(_Health(inference), server)
     names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
     reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
-    bind(server, settings.host, settings.grpc_port, settings.tls_cert, settings.tls_key)
+    bind(
+        server,
+        settings.host,
+        settings.grpc_port,
+        tls_cert=settings.tls_cert,
+        tls_key=settings.tls_key,
+    )
     await server.start()
     return server
 
@@ -232,20 +291,29 @@ async def listen(inference: Inference, settings: GatewaySettings) -> grpc.aio.Se
 
 
 def _metadata(context: Any) -> Callable[[str], str | None]:
-    """Looks metadata up; binary values are none of ours."""
+    """Looks up metadata by name; no header of ours has a binary value."""
     pairs = context.invocation_metadata() or ()
-    found = {name: value for name, value in pairs if isinstance(value, str)}
-    return found.get
+    return {name: value for name, value in pairs if isinstance(value, str)}.get
 
 
-def _tell(context: Any, error: ApiError, request_id: str) -> pb.Error:
-    """Sets the status; returns the same for a last message."""
-    binary = DETAILS, status_of(error)
+def _request_id(message: pb.ChatRequest | pb.GenerateRequest, context: Any) -> str:
+    """The request's id: the client's, or a new one. Raises ApiError."""
+    client_id = message.request_id or _metadata(context)("x-request-id")
+    request_id = client_id or f"grpc-{uuid.uuid4().hex}"
+    if not REQUEST_ID_PATTERN.fullmatch(request_id):
+        error = "request_id must be 1 to 128 of letters, digits and . _ : -"
+        raise ApiError("invalid_request", error, "request_id")
+    return request_id
+
+
+def _set_status(context: Any, error: ApiError, request_id: str) -> pb.Error:
+    """Makes an error the status of the call; returns the same for a last message."""
+    metadata: list[tuple[str, str | bytes]] = [(DETAILS, status_of(error))]
+    if request_id:
+        metadata.insert(0, ("x-request-id", request_id))
     context.set_code(error.kind.grpc_status)
     context.set_details(error.message)
-    context.set_trailing_metadata(
-        [("x-request-id", request_id), binary] if request_id else [binary]
-    )
+    context.set_trailing_metadata(metadata)
     return pb.Error(
         reason=error.reason,
         message=error.message,
@@ -254,94 +322,102 @@ def _tell(context: Any, error: ApiError, request_id: str) -> pb.Error:
     )
 
 
-def _chat_reply(choice: dict, request: Request) -> pb.ChatResponse:
+def _chat_reply(choice: dict[str, Any], request: Request) -> pb.ChatResponse:
+    """A choice of a chunk of the HTTP API as a reply."""
     delta = choice["delta"]
+    tool_calls = [
+        pb.ToolCall(index=tool_call["index"], id=tool_call["id"], **tool_call["function"])
+        for tool_call in delta.get("tool_calls", ())
+    ]
     return pb.ChatResponse(
         request_id=request.id,
         index=choice["index"],
         delta=delta.get("content") or "",
         reasoning=delta.get("reasoning_content") or "",
-        tool_calls=[
-            pb.ToolCall(index=call["index"], id=call["id"], **call["function"])
-            for call in delta.get("tool_calls", ())
-        ],
+        tool_calls=tool_calls,
         finish_reason=choice["finish_reason"] or "",
         route=request.route,
     )
 
 
-def _logprobs(tokens: list[f.Token], text: ChatTokenizer) -> list[pb.TokenLogprob]:
+def _logprobs(tokens: list[frames.Token], text: ChatTokenizer) -> list[pb.TokenLogprob]:
     return [
         pb.TokenLogprob(
             id=token.id,
             text=text.token_text(token.id),
             logprob=token.logprob or 0.0,
-            top=[pb.Alternative(id=i, text=text.token_text(i), logprob=at) for i, at in token.top],
+            top=[
+                pb.Alternative(id=token_id, text=text.token_text(token_id), logprob=logprob)
+                for token_id, logprob in token.top
+            ],
         )
         for token in tokens
     ]
 
 
-def _chat_body(asked: pb.ChatRequest) -> bytes:
-    """A request as the body that the one reader of all APIs knows."""
-    body = _sampling(asked)
+def _chat_body(message: pb.ChatRequest) -> bytes:
+    """A request as the body of the HTTP API, whose reader then checks it. Raises ApiError."""
+    body = _sampling_fields(message)
     if "logprobs" in body:
         body["top_logprobs"] = body["logprobs"]
         body["logprobs"] = True
-    body["messages"] = [_message(message) for message in asked.messages]
+    body["messages"] = [_message_fields(turn) for turn in message.messages]
     for name in ("tools", "chat_template_kwargs"):
-        if getattr(asked, name):
-            body[name] = _parsed(getattr(asked, name), name)
-    if asked.tool_choice:
-        named = asked.tool_choice.startswith("{")
-        body["tool_choice"] = (
-            _parsed(asked.tool_choice, "tool_choice") if named else asked.tool_choice
-        )
+        if getattr(message, name):
+            body[name] = _parsed(getattr(message, name), name)
+    if message.tool_choice.startswith("{"):
+        body["tool_choice"] = _parsed(message.tool_choice, "tool_choice")
+    elif message.tool_choice:
+        body["tool_choice"] = message.tool_choice
     return msgspec.json.encode(body)
 
 
-def _generate_body(asked: pb.GenerateRequest) -> bytes:
-    body = _sampling(asked)
-    given = asked.WhichOneof("prompt")
-    body["prompt"] = list(asked.ids.ids) if given == "ids" else asked.text
-    body["add_special_tokens"] = not asked.without_special_tokens
+def _generate_body(message: pb.GenerateRequest) -> bytes:
+    """The same for a plain prompt. Raises ApiError."""
+    body = _sampling_fields(message)
+    has_ids = message.WhichOneof("prompt") == "ids"
+    body["prompt"] = list(message.ids.ids) if has_ids else message.text
+    body["add_special_tokens"] = not message.without_special_tokens
     return msgspec.json.encode(body)
 
 
-def _message(message: pb.Message) -> dict[str, Any]:
-    fields = {field.name: value for field, value in message.ListFields()}
-    if message.tool_calls:
-        fields["tool_calls"] = _parsed(message.tool_calls, "messages.tool_calls")
-    elif message.role != "assistant":
+def _message_fields(turn: pb.Message) -> dict[str, Any]:
+    fields = {field.name: value for field, value in turn.ListFields()}
+    if turn.tool_calls:
+        fields["tool_calls"] = _parsed(turn.tool_calls, "messages.tool_calls")
+    elif turn.role != "assistant":
         fields.setdefault("content", "")
     return fields
 
 
-def _sampling(asked: pb.ChatRequest | pb.GenerateRequest) -> dict[str, Any]:
-    """What both requests say of sampling. Raises ApiError."""
-    body: dict[str, Any] = {"model": asked.model}
+def _sampling_fields(message: pb.ChatRequest | pb.GenerateRequest) -> dict[str, Any]:
+    """The model, and what both kinds of requests say of sampling. Raises ApiError."""
+    body: dict[str, Any] = {"model": message.model}
     for name in ("max_tokens", "temperature", "seed"):
-        if asked.HasField(name):
-            body[name] = getattr(asked, name)
-    if isinstance(asked, pb.ChatRequest) and "temperature" in body:
+        if message.HasField(name):
+            body[name] = getattr(message, name)
+    if isinstance(message, pb.ChatRequest) and "temperature" in body:
         body["temperature"] = float(f"{body['temperature']:.7g}")  # 0.7, not single precision's
-    for field, value in asked.sampling.ListFields():
-        if field.name == "grammar":
-            body["guided_grammar"] = value
-        elif field.name == "json_object":
-            body["response_format"] = {"type": "json_object"}
-        elif field.name == "logit_bias":
-            body["logit_bias"] = dict(value)
-        else:
-            body[field.name] = value if isinstance(value, bool | str | int | float) else [*value]
+    for field, value in message.sampling.ListFields():
+        match field.name:
+            case "grammar":
+                body["guided_grammar"] = value
+            case "json_object":
+                body["response_format"] = {"type": "json_object"}
+            case "logit_bias":
+                body["logit_bias"] = dict(value)
+            case name:
+                is_scalar = isinstance(value, bool | str | int | float)
+                body[name] = value if is_scalar else [*value]
     for name, value in body.items():
-        values = value.values() if name == "logit_bias" else [value]
-        if any(isinstance(one, float) and not math.isfinite(one) for one in values):
+        numbers = value.values() if name == "logit_bias" else [value]
+        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
             raise ApiError("invalid_request", f"{name} is not a number", name)
     return body
 
 
 def _parsed(text: str, name: str) -> Any:
+    """The value of a field that holds JSON. Raises ApiError."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

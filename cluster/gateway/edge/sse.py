@@ -1,4 +1,12 @@
-"""Server-sent events as raw ASGI messages, and bodies as they are read."""
+"""Server-sent events as raw ASGI messages, and bodies of requests as they are read.
+
+Life of a streamed response:
+    1. Its task runs, and nothing is sent. An exception becomes the response: a status of HTTP.
+    2. The task has written its first events. The head is sent, and the body is opened.
+    3. Events go to the server at once, without a task, while it takes them. If the server has to
+       wait for the client, the rest is kept, and the writer's task waits (`ResponseBody.drain`).
+    4. The task ends, or the client leaves; then the task is cancelled.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +23,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ..attempt.request import SinkError
 from ..errors import ApiError
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
+Result = TypeVar("Result")
 
 BODY_MAX = 8 << 20
 STALL_S = 20.0  #: a client that takes nothing for so long, with its buffers full, is dropped
@@ -26,20 +35,21 @@ RAW_SEND = "diptych.send"  #: in the scope: the server's own `send`, without wha
 encode = msgspec.json.Encoder().encode
 
 
-def event(data: dict, name: str = "") -> bytes:
-    """One event; `name` is its type."""
+def event(data: dict[str, Any], name: str = "") -> bytes:
+    """The bytes of one event; `name` is its type."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + encode(data) + b"\n\n"
 
 
-def marked(events: bytes, name: str) -> bytes:
-    """The last of the events gets this id."""
-    return events[:-1] + b"id: " + name.encode() + b"\n\n"
+def with_event_id(events: bytes, event_id: str) -> bytes:
+    """Gives the last of the events this id."""
+    return events[:-1] + b"id: " + event_id.encode() + b"\n\n"
 
 
 async def read_body(http: HttpRequest) -> bytes:
     """The whole body. Raises ApiError if it is larger than `BODY_MAX`."""
-    parts, size = [], 0
+    parts = []
+    size = 0
     async for part in http.stream():
         size += len(part)
         if size > BODY_MAX:
@@ -48,134 +58,215 @@ async def read_body(http: HttpRequest) -> bytes:
     return b"".join(parts)
 
 
-class Body:
-    """What follows the head of a response. Raises Stalled when the client takes nothing."""
+class Stalled(SinkError):
+    """A client does not read."""
 
-    def __init__(self, send: Send) -> None:
+
+class ResponseBody:
+    """What follows the head of a response. It may be written before the head is sent."""
+
+    def __init__(self) -> None:
+        self._send: Send | None = None  #: The server's `send`, once the head is out.
+        self._opened = asyncio.Event()
+        #: Is done once something was written, so that the head can be sent.
+        self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        #: True while the server has taken all that was written.
+        self._ready = False
+        self._unsent = b""  #: Written while that was False.
+        self._sending: _StartedCoroutine | None = None  #: A `send` that waits for the client.
+        self._drain_lock = asyncio.Lock()
+        self._stalled = False  #: The client has taken nothing for `STALL_S`.
+
+    def open(self, send: Send) -> None:
+        """Sends what was written so far. Call it when the head of the response is out."""
         self._send = send
-        self._rest: _Rest | None = None
+        self._ready = True
+        self._flush()
+        self._opened.set()
 
-    @property
-    def ready(self) -> bool:
-        """The client has taken what was written, or the server holds it."""
-        return self._rest is None
-
-    def write_now(self, data: bytes) -> None:
-        """Without waiting; only when `ready`. What the server does not take yet is kept."""
+    def write_now(self, data: bytes) -> bool:
+        """Writes without waiting. False: the server has not taken it all, which `drain` awaits."""
+        if self._send is None or not self._ready:
+            self._unsent += data
+            self.begin()
+            return False
         message = {"type": "http.response.body", "body": data, "more_body": True}
-        sending = self._send(message)
+        coroutine = self._send(message)
         try:
-            waits_for = sending.send(None)  # type: ignore[attr-defined]
+            future = coroutine.send(None)  # type: ignore[attr-defined]
         except StopIteration:
-            return
-        self._rest = _Rest(sending, waits_for)
+            return True
+        self._sending = _StartedCoroutine(coroutine, future)
+        self._ready = False
+        return False
+
+    def begin(self) -> None:
+        """Lets the head of the response be sent."""
+        if not self.begun.done():
+            self.begun.set_result(None)
 
     async def write(self, data: bytes) -> None:
+        """Writes, and waits until the server has taken it. Raises Stalled."""
         await self.drain()
         self.write_now(data)
         await self.drain()
 
     async def drain(self) -> None:
-        if self._rest is not None:
-            try:
-                async with asyncio.timeout(STALL_S):
-                    await self._rest
-            except TimeoutError:
-                raise Stalled(f"the client took nothing for {STALL_S:g} s") from None
-            self._rest = None
+        """Waits until the server has taken all that was written.
+
+        Several tasks may wait. Raises Stalled when the client takes nothing for `STALL_S`.
+        """
+        if self._ready or not self.begun.done():
+            return
+        await self._opened.wait()
+        async with self._drain_lock:
+            while not self._ready:
+                await self._finish_sending()
+                self._flush()
+
+    async def _finish_sending(self) -> None:
+        """Waits for the `send` under way. Raises Stalled, to all who wait."""
+        message = f"the client took nothing for {STALL_S:g} s"
+        if self._stalled:
+            raise Stalled(message)
+        assert self._sending is not None
+        try:
+            async with asyncio.timeout(STALL_S):
+                await self._sending
+        except TimeoutError:
+            self._stalled = True
+            raise Stalled(message) from None
+        self._sending = None
+        self._ready = True
+
+    def _flush(self) -> None:
+        first_write = not self._opened.is_set()
+        if self._unsent or first_write:
+            data = self._unsent
+            self._unsent = b""
+            self.write_now(data)
 
     async def end(self) -> None:
+        """Ends the response, whose head is sent first if nothing was written."""
+        self.begin()
+        await self.drain()
+        assert self._send is not None
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def close(self) -> None:
-        """Gives up what was not taken."""
-        if self._rest is not None:
-            self._rest.sending.close()
-
-
-class Stalled(Exception):
-    """A client does not read."""
+        """Gives up what the server has not taken."""
+        if self._sending is not None:
+            self._sending.coroutine.close()
 
 
 @dataclass(slots=True)
-class _Rest:
-    """A coroutine that has begun outside any task, and the future that it waits for."""
+class _StartedCoroutine:
+    """A coroutine that was started outside any task, and the future that it waits for."""
 
-    sending: Any
-    waits_for: Any
+    coroutine: Any
+    future: Any
 
     def __await__(self) -> Generator[Any, Any, None]:
         try:
             while True:
                 try:
-                    said = yield self.waits_for
-                except BaseException as error:  # cancelled: that is for the coroutine to know
-                    self.waits_for = self.sending.throw(error)
+                    value = yield self.future
+                except BaseException as error:  # a cancelled task: the coroutine has to know
+                    self.future = self.coroutine.throw(error)
                 else:
-                    self.waits_for = self.sending.send(said)
+                    self.future = self.coroutine.send(value)
         except StopIteration:
             return
 
 
 class EventStream(Response):
-    """Server-sent events that `tell` writes; it is cancelled when the client leaves."""
+    """Server-sent events that `write_events` writes; it is cancelled when the client leaves.
+
+    Raises ClientDisconnect, and what `write_events` raises, while the head is not sent.
+    """
+
+    media_type = "text/event-stream"
 
     def __init__(
-        self, tell: Callable[[Body], Coroutine[Any, Any, None]], headers: dict[str, str]
+        self,
+        write_events: Callable[[ResponseBody], Coroutine[Any, Any, None]],
+        headers: dict[str, str],
     ) -> None:
-        super().__init__(None, 200, {**headers, "cache-control": "no-cache"}, "text/event-stream")
-        del self.headers["content-length"]
-        self._tell = tell
+        super().__init__()
+        self._write_events = write_events
+        self._own_headers = headers
+
+    def late_headers(self) -> dict[str, str]:
+        """The headers, as they are known once the first events are written."""
+        return self._own_headers
+
+    def on_opened(self) -> None:
+        """Is called once, when the head and the first events are sent."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        body = Body(scope.get(RAW_SEND, send))
-        telling = asyncio.ensure_future(self._write(body))
-        gone = asyncio.ensure_future(_disconnected(receive))
+        body = ResponseBody()
+        writing = asyncio.ensure_future(self._write(body))
+        leaving = asyncio.ensure_future(_disconnected(receive))
+        head_sent = False
         try:
-            await asyncio.wait({telling, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({writing, leaving, body.begun}, return_when=asyncio.FIRST_COMPLETED)
+            if not body.begun.done():
+                if writing.done():
+                    await writing  # raises: it cannot end before it has begun
+                raise ClientDisconnect
+
+            self.init_headers({**self.late_headers(), "cache-control": "no-cache"})
+            del self.headers["content-length"]
+            head_sent = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            body.open(scope.get(RAW_SEND, send))
+            self.on_opened()
+            await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            gone.cancel()
-            telling.cancel()
-            failed, _ = await asyncio.gather(telling, gone, return_exceptions=True)
-            if isinstance(failed, Stalled):
-                log.warning("a client was dropped: %s", failed)
-            elif isinstance(failed, Exception):
-                log.error("a stream broke off", exc_info=failed)
+            leaving.cancel()
+            writing.cancel()
+            failure, _ = await asyncio.gather(writing, leaving, return_exceptions=True)
+            if isinstance(failure, Stalled):
+                log.warning("a client was dropped: %s", failure)
+            elif isinstance(failure, Exception) and head_sent:
+                log.error("a stream broke off", exc_info=failure)
             body.close()
 
-    async def _write(self, body: Body) -> None:
-        await self._tell(body)
+    async def _write(self, body: ResponseBody) -> None:
+        await self._write_events(body)
         await body.end()
 
 
-def each(events: AsyncGenerator[bytes, None]) -> Callable[[Body], Coroutine[Any, Any, None]]:
-    """Writes what comes."""
+def each(
+    events: AsyncGenerator[bytes, None],
+) -> Callable[[ResponseBody], Coroutine[Any, Any, None]]:
+    """A writer of the events that a generator makes; the head is sent before the first one."""
 
-    async def tell(body: Body) -> None:
+    async def write_events(body: ResponseBody) -> None:
+        body.begin()
         async with aclosing(events):
             async for event in events:
                 await body.write(event)
 
-    return tell
+    return write_events
 
 
-async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Its result; cancelled when the client leaves. The request's body must have been read.
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled when the client leaves.
 
-    Raises ClientDisconnect, and what `work` raises.
+    The request's body must have been read. Raises ClientDisconnect, and what `work` raises.
     """
     working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(receive))
+    leaving = asyncio.ensure_future(_disconnected(receive))
     try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientDisconnect
         return await working
     finally:
-        gone.cancel()
+        leaving.cancel()
         working.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -1,7 +1,8 @@
-"""From tokens to text: the answers of one request, with their stop strings.
+"""From tokens to text: the answers to one request, with their stop strings.
 
-A token's logprob is told once its text is out: what a stop string holds back or cuts off shows in
-neither. Usage counts what was generated up to the end of the answer, the stop included: a stop
+The tokens of a request are pushed into its `TextSink`, which hands the text on to a `TextWriter`.
+A token's logprob goes out once its text is out: what a stop string holds back or cuts off shows in
+neither. Usage counts what was generated up to the end of the answer, and contains the stop: a stop
 string, or the id of a stop token, which has no text.
 """
 
@@ -9,11 +10,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
-from ....protos import frames as f
-from ..attempt.request import AnswerUpdate, Request
+from ....protos import frames
+from ..attempt.request import AnswerUpdate, Request, SinkError
 from ..attempt.resume import Cursor
 from .stops import StopStringFilter
 from .tokenizer import ChatTokenizer
@@ -24,9 +26,9 @@ class Output:
     """How the text of an answer is made."""
 
     stop_strings: tuple[str, ...] = ()
-    keep_stop_string: bool = False
-    min_tokens: int = 0  #: tokens before which no stop string counts
-    special_tokens: bool = False  #: special tokens are part of the text
+    keep_stop_string: bool = False  #: The stop string, or the stop token, is part of the text.
+    min_tokens: int = 0  #: No stop string counts before so many tokens.
+    special_tokens: bool = False  #: Special tokens are part of the text.
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
@@ -34,107 +36,200 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
 
     index: int
     text: str
-    tokens: list[f.Token]
+    tokens: list[frames.Token]
     finish_reason: str | None = None  #: stop | length
-    stop_string: str | None = None  #: the stop string that ended it
+    stop_string: str | None = None  #: The stop string that ended the answer.
+
+
+class TextWriter(Protocol):
+    """Makes what the client gets of text deltas, and holds it until the client takes it."""
+
+    def write_deltas(self, deltas: list[TextDelta]) -> bool:
+        """Sends deltas towards the client, without waiting for it; False: `drain` comes next."""
+
+    def skip_deltas(self, deltas: list[TextDelta]) -> None:
+        """Takes note of deltas that the client has already."""
+
+    async def drain(self) -> None:
+        """Waits until the client has taken what was written. Raises an error of the connection."""
 
 
 class AnswerTexts:
-    """All answers to one request, as they come."""
+    """The texts of all answers to one request, as they grow."""
 
     def __init__(self, request: Request, text: ChatTokenizer, output: Output) -> None:
         self._request = request
-        ends = () if output.keep_stop_string else request.sampling.stop_ids
-        count = len(request.answers)
-        self._texts = [_Answer(index, text, output, ends) for index in range(count)]
+        stop_ids = () if output.keep_stop_string else request.sampling.stop_ids
+        self._texts = [
+            _AnswerText(index, text, output, stop_ids) for index in range(len(request.answers))
+        ]
 
-    def feed(self, news: list[AnswerUpdate]) -> list[TextDelta]:
-        """Deltas of `news`; cuts the answers that a stop string ended."""
+    def feed(self, updates: list[AnswerUpdate]) -> list[TextDelta]:
+        """The deltas of new tokens. An answer that a stop string ends is marked as stopped."""
         deltas = []
-        for item in news:
-            one = self._texts[item.answer_index]
-            if one.found is None:
-                deltas.append(one.feed(item.tokens, item.finish_reason))
-                if one.found is not None:
-                    self._request.answers[item.answer_index].stopped_early = True
+        for update in updates:
+            text = self._texts[update.answer_index]
+            if text.stop_string is not None:
+                continue
+            deltas.append(text.feed(update.tokens, update.finish_reason))
+            if text.stop_string is not None:
+                self._request.answers[update.answer_index].stopped_early = True
         return deltas
 
     @property
-    def seen(self) -> list[Cursor]:
-        """Of each answer, what was fed up to its end."""
-        return [Cursor(one.used, one.ended) for one in self._texts]
+    def cursors(self) -> list[Cursor]:
+        """What was fed of each answer, up to its end."""
+        return [Cursor(text.used_tokens, text.ended) for text in self._texts]
 
     @property
-    def used(self) -> int:
-        """Tokens of all answers so far."""
-        return sum(one.used for one in self._texts)
+    def used_tokens(self) -> int:
+        """Tokens of all answers so far, as usage counts them."""
+        return sum(text.used_tokens for text in self._texts)
 
 
-class _Answer:
+class TextSink:
+    """The `PushSink` of one request: makes text of its tokens, and hands that to a writer.
+
+    `first_index` is the number of the request's first answer among those of the whole call.
+    """
+
+    def __init__(self, texts: AnswerTexts, writer: TextWriter, first_index: int = 0) -> None:
+        self._texts = texts
+        self._writer = writer
+        self._first_index = first_index
+        self._error: Exception | None = None
+
+    def push(self, updates: list[AnswerUpdate]) -> bool:
+        try:
+            return self._writer.write_deltas(self._deltas(updates))
+        except Exception as error:  # `drain` raises it: other requests' frames must go on
+            self._error = error
+            return False
+
+    def replay(self, updates: list[AnswerUpdate]) -> None:
+        try:
+            self._writer.skip_deltas(self._deltas(updates))
+        except Exception as error:
+            self._error = error
+
+    async def drain(self) -> None:
+        if self._error is not None:
+            raise SinkError("to make the answer's bytes failed") from self._error
+        try:
+            await self._writer.drain()
+        except SinkError:
+            raise
+        except Exception as error:
+            raise SinkError("to send the answer failed") from error
+
+    def _deltas(self, updates: list[AnswerUpdate]) -> list[TextDelta]:
+        deltas = self._texts.feed(updates)
+        if not self._first_index:
+            return deltas
+        return [
+            msgspec.structs.replace(delta, index=self._first_index + delta.index)
+            for delta in deltas
+        ]
+
+
+class _AnswerText:
+    """The text of one answer. Characters are counted from its beginning."""
+
     def __init__(
-        self, index: int, text: ChatTokenizer, output: Output, ends: tuple[int, ...]
+        self, index: int, text: ChatTokenizer, output: Output, stop_ids: tuple[int, ...]
     ) -> None:
-        self._index, self._ends, self._least = index, ends, output.min_tokens
-        self._stream = text.detokenizer(output.special_tokens)
+        self._index = index
+        self._stop_ids = stop_ids
+        self._min_tokens = output.min_tokens
+        self._detokenizer = text.detokenizer(output.special_tokens)
         self._stops = StopStringFilter(output.stop_strings, output.keep_stop_string)
-        self._watching = bool(output.stop_strings)
-        self._waiting: deque[tuple[int, f.Token]] = deque()  #: with the end of its text
-        self._unknown: list[f.Token] = []  #: their character is not complete
-        self._decoded = self._told = 0  #: characters
-        self.used = 0
+        self._has_stop_strings = bool(output.stop_strings)
+        #: Tokens whose text is not out, each with the number of characters up to its end.
+        self._held_tokens: deque[tuple[int, frames.Token]] = deque()
+        #: Tokens behind those, whose character is not complete.
+        self._incomplete_tokens: list[frames.Token] = []
+        self._decoded_chars = 0
+        self._released_chars = 0
+        self.used_tokens = 0
         self.ended = False
 
     @property
-    def found(self) -> str | None:
+    def stop_string(self) -> str | None:
+        """The stop string that ended the answer."""
         return self._stops.found_stop
 
-    def feed(self, tokens: list[f.Token], finish: str | None) -> TextDelta:
-        self.ended |= finish is not None
-        mute = finish == "stop" and bool(tokens) and tokens[-1].id in self._ends
-        if not self._watching:
-            self.used += len(tokens)
-            ids = [token.id for token in tokens]
-            text = self._stream.feed(ids[:-1] if mute else ids)
-            if finish:
-                text += self._stream.flush()
-            return TextDelta(self._index, text, tokens, finish)
-        texts, out = [], []
-        for place, token in enumerate(tokens, 1):
-            self.used += 1
-            self._unknown.append(token)
-            if mute and place == len(tokens):
-                break  # it ends the answer, and is none of its text
-            texts.append(self._take(self._stream.feed([token.id])))
-            out += self._out()
-            if self.found is not None:
+    def feed(self, tokens: list[frames.Token], finish_reason: str | None) -> TextDelta:
+        self.ended |= finish_reason is not None
+        hides_last_token = (
+            finish_reason == "stop" and bool(tokens) and tokens[-1].id in self._stop_ids
+        )
+        if self._has_stop_strings:
+            return self._feed_watching(tokens, finish_reason, hides_last_token)
+
+        self.used_tokens += len(tokens)
+        token_ids = [token.id for token in tokens]
+        if hides_last_token:
+            token_ids.pop()
+        text = self._detokenizer.feed(token_ids)
+        if finish_reason:
+            text += self._detokenizer.flush()
+        return TextDelta(self._index, text, tokens, finish_reason)
+
+    def _feed_watching(
+        self, tokens: list[frames.Token], finish_reason: str | None, hides_last_token: bool
+    ) -> TextDelta:
+        """Feeds token by token, as a stop string may end the answer at each of them."""
+        pieces: list[str] = []
+        released_tokens: list[frames.Token] = []
+        for number, token in enumerate(tokens, 1):
+            self.used_tokens += 1
+            self._incomplete_tokens.append(token)
+            if hides_last_token and number == len(tokens):
+                break
+            pieces.append(self._release_text(self._detokenizer.feed([token.id])))
+            released_tokens += self._release_tokens()
+            if self.stop_string is not None:
                 self.ended = True
-                return TextDelta(self._index, "".join(texts), out, "stop", self.found)
-        if finish:
-            texts.append(self._take(self._stream.flush()))
-            if self.found is None:
-                texts.append(self._stops.flush())
-                self._told = self._decoded
-                self._waiting += [(self._decoded, token) for token in self._unknown]
+                return self._delta(pieces, released_tokens, "stop")
+
+        if finish_reason:
+            pieces.append(self._release_text(self._detokenizer.flush()))
+            if self.stop_string is None:
+                pieces.append(self._stops.flush())
+                self._released_chars = self._decoded_chars
+                self._hold_incomplete_tokens()
             else:
-                finish = "stop"
-            out += self._out()
-        return TextDelta(self._index, "".join(texts), out, finish, self.found)
+                finish_reason = "stop"
+            released_tokens += self._release_tokens()
+        return self._delta(pieces, released_tokens, finish_reason)
 
-    def _take(self, text: str) -> str:
-        """What may be told now that `text` came."""
+    def _delta(
+        self, pieces: list[str], tokens: list[frames.Token], finish_reason: str | None
+    ) -> TextDelta:
+        text = "".join(pieces)
+        return TextDelta(self._index, text, tokens, finish_reason, stop_string=self.stop_string)
+
+    def _hold_incomplete_tokens(self) -> None:
+        self._held_tokens += [(self._decoded_chars, token) for token in self._incomplete_tokens]
+
+    def _release_text(self, text: str) -> str:
+        """Takes the next text of the answer; returns what cannot be part of a stop string."""
         if text:
-            self._decoded += len(text)
-            self._waiting += [(self._decoded, token) for token in self._unknown]
-            self._unknown.clear()
-            if self._stream.inside_character:  # its last bytes begin the next character
-                self._waiting[-1] = self._decoded + 1, self._waiting[-1][1]
-        told = text if self.used <= self._least else self._stops.feed(text)
-        self._told += len(told)
-        return told
+            self._decoded_chars += len(text)
+            self._hold_incomplete_tokens()
+            self._incomplete_tokens.clear()
+            if (
+                self._detokenizer.inside_character
+            ):  # the last token's last bytes begin the next character
+                _, last_token = self._held_tokens[-1]
+                self._held_tokens[-1] = (self._decoded_chars + 1, last_token)
+        released = text if self.used_tokens <= self._min_tokens else self._stops.feed(text)
+        self._released_chars += len(released)
+        return released
 
-    def _out(self) -> list[f.Token]:
-        """The tokens whose text is told."""
-        out = []
-        while self._waiting and self._waiting[0][0] <= self._told:
-            out.append(self._waiting.popleft()[1])
-        return out
+    def _release_tokens(self) -> list[frames.Token]:
+        """Takes the tokens whose text is out from those that are held."""
+        tokens = []
+        while self._held_tokens and self._held_tokens[0][0] <= self._released_chars:
+            tokens.append(self._held_tokens.popleft()[1])
+        return tokens

@@ -1,0 +1,480 @@
+"""Runs a request from placement to its last token, over as many attempts as it takes.
+
+Life of an attempt:
+    1. The router is asked for workers (`PlaceAttempt`), and answers with `AttemptPlaced`.
+    2. `StartPrefill` and `StartDecode` are sent at the same time.
+    3. The first token comes from the prefill worker, the others from the decode worker. Each is
+       journaled, and pushed into the sink of the request.
+    4. The attempt is over when all answers have ended, or when a worker fails, dies or hands over.
+       Then the request is placed again, with the prompt and the journal.
+
+Tokens are a function of ids, parameters, seed and position. So an answer goes on at its next token
+as if nothing had happened. If there are several answers, each then goes on by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Coroutine, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar, assert_never
+
+from ....protos import frames
+from ....router.goodput import p99
+from ..errors import ApiError
+from .plane import AttemptEvent, Inbox, Plane
+from .request import (
+    AnswerUpdate,
+    EndReason,
+    PushSink,
+    Request,
+    RunningAttempt,
+    push_and_drain,
+)
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+#: Failures of the request itself: another attempt would fail the same way.
+FAULTS_OF_REQUEST = {"context_length_exceeded"}
+#: The worker is sound and wants the request to go on elsewhere, or is only suspected to be frozen.
+#: The request goes on at once, and the attempt does not count as failed.
+HANDOVER_REASONS = {frames.HANDOVER, "draining", "wrong_role", "silent"}
+HANDOVERS_MAX = 16  #: of one request
+BACKOFF_S = 0.02  #: after the first failed attempt; doubles with each
+BACKOFF_DOUBLINGS_MAX = 6  #: after attempts that were handed over
+
+
+def end_reason_of(failure: frames.AttemptFailed) -> EndReason:
+    """How the attempt ended that a worker reported as failed."""
+    if failure.final or failure.reason in FAULTS_OF_REQUEST:
+        return EndReason.REFUSED
+    if failure.reason.removeprefix("kv_") in HANDOVER_REASONS:
+        return EndReason.HANDED_OVER
+    if failure.reason == "worker_lost":
+        return EndReason.LOST
+    return EndReason.FAILED
+
+
+@dataclass(slots=True)
+class RetryState:
+    """What the ended attempts of a request mean for its next one."""
+
+    max_failures: int  #: So many attempts may fail.
+    failed_attempts: int = 0
+    handed_over_attempts: int = 0
+    #: Workers that failed the request, or handed it over: taken only if there is no other.
+    avoided_workers: list[str] = field(default_factory=list)
+    #: Workers whose connection ended: not taken until they are connected again.
+    lost_workers: list[str] = field(default_factory=list)
+
+    @property
+    def exhausted(self) -> bool:
+        return (
+            self.failed_attempts >= self.max_failures or self.handed_over_attempts > HANDOVERS_MAX
+        )
+
+    @property
+    def needs_local_prefill(self) -> bool:
+        """The last attempt does without a transfer."""
+        return 0 < self.failed_attempts == self.max_failures - 1
+
+    def copy(self) -> RetryState:
+        return replace(
+            self, avoided_workers=[*self.avoided_workers], lost_workers=[*self.lost_workers]
+        )
+
+    def record(self, failure: frames.AttemptFailed, placed: frames.AttemptPlaced) -> float:
+        """Notes a failure; returns the seconds to wait before the next attempt.
+
+        There is no wait when another worker can go on at once.
+        """
+        avoided_before = failure.worker in self.avoided_workers
+        end_reason = end_reason_of(failure)
+        if end_reason == EndReason.HANDED_OVER:
+            self.handed_over_attempts += 1
+            self.avoided_workers.append(failure.worker)
+            doublings = min(self.handed_over_attempts, BACKOFF_DOUBLINGS_MAX)
+            return BACKOFF_S * 2**doublings if avoided_before else 0.0
+
+        self.failed_attempts += 1
+        backoff_s: float = BACKOFF_S * 2 ** (self.failed_attempts - 1)
+        if end_reason == EndReason.LOST:
+            self.lost_workers.append(failure.worker)
+            return 0.0 if self.failed_attempts == 1 else backoff_s
+
+        self.avoided_workers.append(failure.worker)
+        if "peer_lost" in failure.reason:  # which of the two ends is to blame is not known
+            self.avoided_workers += [placed.prefill_worker or "", placed.decode_worker]
+        return backoff_s
+
+
+class PartSink:
+    """Leads the tokens of an answer that runs by itself into the sink of the whole request."""
+
+    def __init__(self, sink: PushSink, answer_index: int) -> None:
+        self._sink = sink
+        self._answer_index = answer_index
+
+    def push(self, updates: list[AnswerUpdate]) -> bool:
+        return self._sink.push(self._renumbered(updates))
+
+    def replay(self, updates: list[AnswerUpdate]) -> None:
+        self._sink.replay(self._renumbered(updates))
+
+    async def drain(self) -> None:
+        await self._sink.drain()
+
+    def _renumbered(self, updates: list[AnswerUpdate]) -> list[AnswerUpdate]:
+        return [
+            AnswerUpdate(self._answer_index, update.tokens, update.finish_reason)
+            for update in updates
+        ]
+
+
+class Generator:
+    """Runs requests over the gateway's connections."""
+
+    def __init__(self, plane: Plane, max_attempts: int, place_timeout_s: float) -> None:
+        self.plane = plane
+        self.max_attempts = max_attempts
+        self.place_timeout_s = place_timeout_s  #: longest wait for the router's answer
+        self.retries = 0  #: Attempts that failed and were repeated, of all requests.
+        self.handovers = 0  #: Attempts that were handed over, of all requests.
+        self.closed = False
+
+    async def run(self, request: Request, sink: PushSink) -> None:
+        """Pushes new tokens into `sink` as they come, until all answers have ended.
+
+        A request that was left half-way goes on where it was. An answer that somebody marks as
+        `stopped_early` has ended. Cancelling ends the work on all workers. Raises ApiError, and
+        SinkError.
+        """
+        await self._run_attempts(request, RetryState(self.max_attempts), sink)
+
+    def close(self) -> None:
+        """Every request that runs, or will, ends with the error `draining`."""
+        self.closed = True
+        self.plane.end_requests(_draining())
+
+    def check_open(self) -> None:
+        """Raises ApiError when the generator is closed."""
+        if self.closed:
+            raise _draining()
+
+    def dismiss(self, request: Request) -> None:
+        """Ends a request that goes on for another connection of its client."""
+        message = "the same request came again on another connection, which has the answer now"
+        self.plane.end_requests(ApiError("busy", message), request.wire_id)
+
+    # ---- attempts --------------------------------------------------------------------------------
+
+    async def _run_attempts(self, request: Request, retries: RetryState, sink: PushSink) -> None:
+        while not request.ended:
+            if len(request.answers) > 1 and request.generated_tokens:
+                await self._run_parts(request, retries, sink)
+                return
+
+            self.check_open()
+            attempt = request.begin_attempt()
+            inbox = self.plane.watch(attempt.key)
+            try:
+                place = self._place(request, attempt, retries, inbox)
+                placed = await _within_deadline(request, place)
+                self._submit(request, attempt, placed)
+                await self._receive(request, attempt, placed, inbox=inbox, sink=sink)
+            finally:
+                outcome = _attempt_outcome(request, attempt)
+                self.plane.forget(outcome, cancel=not _workers_are_done(request))
+            if attempt.failure and not request.ended:
+                pause_s = retries.record(attempt.failure, placed)
+                self._check_retries(request, attempt.failure, retries)
+                await _within_deadline(request, asyncio.sleep(pause_s))
+
+    async def _run_parts(self, request: Request, retries: RetryState, sink: PushSink) -> None:
+        """Several answers that have begun go on each by itself, as their ids differ by now."""
+        await run_together(
+            self._run_attempts(request.part(index), retries.copy(), PartSink(sink, index))
+            for index, answer in enumerate(request.answers)
+            if not answer.ended
+        )
+
+    async def _place(
+        self, request: Request, attempt: RunningAttempt, retries: RetryState, inbox: Inbox
+    ) -> frames.AttemptPlaced:
+        """Asks the router for workers. Raises ApiError if it refuses, or does not answer."""
+        self.plane.place(self._place_frame(request, attempt, retries))
+        try:
+            async with asyncio.timeout(self.place_timeout_s):
+                event = await inbox.get()
+                while not isinstance(
+                    event, frames.AttemptPlaced | frames.AttemptRefused | ApiError
+                ):
+                    event = await inbox.get()
+        except TimeoutError:
+            message = f"no router answered in {self.place_timeout_s:g} s"
+            raise ApiError("no_capacity", message) from None
+        if isinstance(event, ApiError):
+            raise event
+        if isinstance(event, frames.AttemptRefused):
+            raise ApiError(event.reason, event.message, retry_after_s=event.retry_after_s)
+
+        if not request.times.placed_s:
+            request.times.placed_s = time.monotonic()
+            request.hit_tokens = event.hit_tokens
+        request.route = event.decode_worker
+        if event.prefill_worker:
+            request.route = f"{event.prefill_worker},{event.decode_worker}"
+        return event
+
+    def _place_frame(
+        self, request: Request, attempt: RunningAttempt, retries: RetryState
+    ) -> frames.PlaceAttempt:
+        attempt_input = request.attempt_input()
+        sampling = attempt_input.sampling
+        terms = request.terms
+        return frames.PlaceAttempt(
+            attempt_key=attempt.key,
+            prompt_tokens=len(attempt_input.prompt_ids),
+            max_tokens=sampling.max_tokens - attempt.resumed_tokens,
+            hashes=attempt_input.hashes,
+            avoided_workers=[*retries.avoided_workers],
+            lost_workers=[name for name in retries.lost_workers if not self.plane.connected(name)],
+            local_prefill=retries.needs_local_prefill,
+            tenant=terms.tenant,
+            slo_class=terms.slo_class,
+            ttft_s=terms.ttft_target_s,
+            itl_s=terms.itl_target_s,
+            waited_s=request.waited_s,
+            trace=request.trace,
+            session=terms.session_id,
+            answer_count=sampling.n,
+        )
+
+    def _submit(
+        self, request: Request, attempt: RunningAttempt, placed: frames.AttemptPlaced
+    ) -> None:
+        """Sends the attempt to its workers, the decode worker first: it has to reserve blocks."""
+        attempt_input = request.attempt_input()
+        decode = frames.StartDecode(
+            attempt_key=attempt.key,
+            term=placed.term,
+            token_ids=attempt_input.prompt_ids,
+            sampling=attempt_input.sampling,
+            prefill_worker=placed.prefill_worker,
+            prefix_holder=None if placed.prefill_worker else placed.prefix_holder,
+            deadline_s=0.0 if placed.prefill_worker else placed.deadline_s,
+            resumed_tokens=attempt.resumed_tokens,
+            trace=request.trace,
+        )
+        self.plane.submit(placed.decode_worker, decode)
+        if not placed.prefill_worker:
+            return
+
+        prefill = frames.StartPrefill(
+            attempt_key=attempt.key,
+            term=placed.term,
+            token_ids=attempt_input.prompt_ids,
+            sampling=attempt_input.sampling,
+            decode_worker=placed.decode_worker,
+            prefix_holder=placed.prefix_holder,
+            deadline_s=placed.deadline_s,
+            resumed_tokens=attempt.resumed_tokens,
+            trace=request.trace,
+        )
+        self.plane.submit(placed.prefill_worker, prefill)
+
+    async def _receive(
+        self,
+        request: Request,
+        attempt: RunningAttempt,
+        placed: frames.AttemptPlaced,
+        inbox: Inbox,
+        sink: PushSink,
+    ) -> None:
+        """Pushes what the workers say, until all answers have ended or the attempt has failed."""
+        inbox.take_at_once = partial(push_at_once, request, attempt, sink)
+        prefill_reported = False
+        while not request.ended:
+            events = [await _within_deadline(request, inbox.get())]
+            while not inbox.empty():
+                events.append(inbox.get_nowait())
+            updates, failure = _journal_events(request, attempt, placed, events)
+            await push_and_drain(sink, updates)
+
+            if failure:
+                attempt.failure = failure
+                request.failures.append(failure)
+                if failure.final:
+                    raise ApiError("invalid_request", failure.reason)
+                if failure.reason in FAULTS_OF_REQUEST:
+                    raise ApiError(failure.reason, "prompt and answer exceed the model's context")
+                return
+            if request.all_answers_begun and not prefill_reported:
+                prefill_reported = True
+                self.plane.link.send(frames.PromptPrefilled(attempt.key))
+
+    def _check_retries(
+        self, request: Request, failure: frames.AttemptFailed, retries: RetryState
+    ) -> None:
+        """Counts and logs a failed attempt. Raises ApiError when there is none after it."""
+        handed_over = end_reason_of(failure) == EndReason.HANDED_OVER
+        if handed_over:
+            self.handovers += 1
+        else:
+            self.retries += 1
+        log.log(
+            logging.INFO if handed_over else logging.WARNING,
+            "%s: attempt %d ended after %d tokens: %s",
+            request.id,
+            failure.attempt_key[1],
+            request.generated_tokens,
+            failure,
+        )
+        if retries.exhausted:
+            failures = "; ".join(f"{failed.worker}: {failed.reason}" for failed in request.failures)
+            message = f"gave up after {request.attempt_count} attempts: {failures}"
+            raise ApiError("kv_transfer_failed", message)
+
+
+def push_at_once(
+    request: Request, attempt: RunningAttempt, sink: PushSink, event: AttemptEvent
+) -> bool:
+    """Journals and pushes the next tokens of an answer, from the callback that read their frame.
+
+    False: the task of the request must see the event. That is so for all but the plain next tokens
+    of an answer under way; when the sink has no more room; and when the push ended the answer, or
+    failed. The task finds no new tokens in a frame that was journaled here.
+    """
+    if not isinstance(event, frames.AnswerTokens):
+        return False
+    if event.finish_reason or event.prompt_logprobs:
+        return False
+    index = event.answer_index
+    answer = request.answers[index]
+    if (
+        event.offset != len(answer.journal)
+        or answer.early_frames
+        or index not in attempt.begun_answers
+        or answer.ended
+    ):
+        return False
+    tokens = event.tokens
+    answer.journal += tokens
+    answer.stamp(len(tokens))
+    has_room = sink.push([AnswerUpdate(index, tokens, None)])
+    return has_room and not answer.stopped_early
+
+
+def _journal_events(
+    request: Request,
+    attempt: RunningAttempt,
+    placed: frames.AttemptPlaced,
+    events: list[AttemptEvent],
+) -> tuple[list[AnswerUpdate], frames.AttemptFailed | None]:
+    """Journals new tokens; returns them, and why the attempt failed. Raises ApiError.
+
+    Events of several workers come in any order.
+    """
+    updates: list[AnswerUpdate] = []
+    failure: frames.AttemptFailed | None = None
+    for event in events:
+        match event:
+            case frames.AnswerTokens():
+                updates += _journal_tokens(request, attempt, event)
+            case frames.PromptArrived():
+                request.prompt_arrived = event
+            case frames.AttemptFailed(worker=worker, reason=reason):
+                # A prefill worker is not needed any more once the first token is there.
+                prefill_is_done = request.all_answers_begun and worker == placed.prefill_worker
+                if not (prefill_is_done and reason in ("worker_lost", "silent")):
+                    failure = failure or event
+            case ApiError():
+                raise event
+            case frames.AttemptPlaced() | frames.AttemptRefused():
+                pass  # the router answered twice
+            case _:
+                assert_never(event)
+    return updates, None if request.ended else failure
+
+
+def _journal_tokens(
+    request: Request, attempt: RunningAttempt, frame: frames.AnswerTokens
+) -> list[AnswerUpdate]:
+    """Journals a frame; returns what of it the client does not have."""
+    if frame.prompt_logprobs:  # one worker sends these, in order
+        known_tokens = max(0, len(request.prompt_logprobs) - attempt.scored_prompt_tokens)
+        request.prompt_logprobs += frame.prompt_logprobs[known_tokens:]
+        attempt.scored_prompt_tokens += len(frame.prompt_logprobs)
+    if frame.tokens and frame.offset == attempt.resumed_tokens:
+        attempt.begun_answers.add(frame.answer_index)
+
+    answer = request.answers[frame.answer_index]
+    had_ended = answer.ended
+    tokens = answer.add(frame)
+    if had_ended or not (tokens or answer.finish_reason):
+        return []
+    answer.stamp(len(tokens))
+    return [AnswerUpdate(frame.answer_index, tokens, answer.finish_reason)]
+
+
+def _workers_are_done(request: Request) -> bool:
+    """Is True if the workers have ended every answer by themselves."""
+    return all(answer.finish_reason for answer in request.answers)
+
+
+def _attempt_outcome(request: Request, attempt: RunningAttempt) -> frames.AttemptOutcome:
+    """What came of an attempt, for the router's records."""
+    reason = EndReason.CANCELLED.value
+    if request.finish_reason:
+        reason = request.finish_reason
+    elif attempt.failure:
+        reason = attempt.failure.reason
+    arrived = request.prompt_arrived
+    if arrived and arrived.attempt_key != attempt.key:
+        arrived = None
+    gaps_s = request.gaps_s
+    return frames.AttemptOutcome(
+        attempt_key=attempt.key,
+        tokens=request.generated_tokens,
+        ttft_ms=None if request.ttft_s is None else request.ttft_s * 1e3,
+        itl_p99_ms=p99(gaps_s) * 1e3 if gaps_s else None,
+        reason=reason,
+        transfer_ms=arrived.busy_ms if arrived else None,
+        exposed_ms=arrived.exposed_ms if arrived else None,
+    )
+
+
+async def _within_deadline(request: Request, work: Awaitable[Result]) -> Result:
+    """The result of `work`, as long as the client waits for it. Raises ApiError after that."""
+    if request.terms.deadline == math.inf:
+        return await work
+    try:
+        async with asyncio.timeout_at(request.terms.deadline):
+            return await work
+    except TimeoutError:
+        message = "the answer was not complete in the time that the client set"
+        raise ApiError("deadline_exceeded", message, http_status=408) from None
+
+
+async def run_together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Runs all at the same time. When one fails, the others are cancelled, and its error raised."""
+    coroutines = list(works)
+    if len(coroutines) == 1:
+        await coroutines[0]
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for coroutine in coroutines:
+                group.create_task(coroutine)
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+def _draining() -> ApiError:
+    message = "this gateway is shutting down; the same x-request-id goes on with the answer"
+    return ApiError("draining", message)

@@ -1,0 +1,281 @@
+"""What HTTP and gRPC ask of a gateway: requests are prepared, answered and counted here.
+
+Life of a request:
+    1. `prepare` checks and tokenizes a body, and makes a `Request` of it.
+    2. HTTP's or gRPC's handler gives `shelf.push_answers` the request and a sink for its tokens.
+    3. The shelf pushes what it has kept, and calls `run` for the rest.
+    4. `run` generates, and counts the request when it has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from ...engine.sizing import context_limit, kv_layout
+from ...engine.spec import fingerprint, read_json, read_spec
+from ...kv_transfer.identity import block_hashes
+from ...protos import frames
+from ...router.config import CLASSES
+from ...router.goodput import judge
+from ..config import ClusterConfig
+from ..telemetry import Exporter, GatewayTally, logs
+from ..telemetry.gateway_metrics import CODE_CLIENT_LEFT, CODE_COMPLETE, outcome_of
+from ..telemetry.page import MetricRow
+from ..telemetry.tracing import end_request_span, tracer_of
+from .apis.parameters import ModelLimits
+from .attempt.generator import Generator
+from .attempt.plane import Plane
+from .attempt.request import EndReason, PushSink, Request, SinkError
+from .attempt.shelf import Shelf
+from .attempt.terms import Terms
+from .edge.keys import AccessControl
+from .errors import ApiError
+from .text.answers import Output
+from .text.tokenizer import ChatTokenizer, TokenizedPrompt
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+CLOSE_S = 0.5  #: for open answers to end when the gateway does
+CLOSE_POLL_S = 0.01
+PLACE_MARGIN_S = 5.0  #: beyond the router's own limit: a request that it does not answer ends
+TOKENIZER_THREADS = 2  #: conversations that are rendered and tokenized at a time
+
+
+class PromptBody(Protocol):
+    """The body of a call that one of the APIs has read: one prompt, and how to answer it."""
+
+    @property
+    def model(self) -> str: ...
+
+    def check(self, text: ChatTokenizer, limits: ModelLimits, /) -> None:
+        """Refuses what is wrong before a token is counted. Raises ApiError."""
+
+    def prompt(self, text: ChatTokenizer, /) -> TokenizedPrompt:
+        """Renders and tokenizes; this may take seconds."""
+
+    def sampling(
+        self, text: ChatTokenizer, request_id: str, prompt_tokens: int, limits: ModelLimits, /
+    ) -> frames.Sampling:
+        """What the engine samples by. Raises ApiError."""
+
+    def output(self) -> Output:
+        """How the answers' text is made."""
+
+
+class GatewayService:
+    """The requests of one gateway, and what all of them share."""
+
+    def __init__(self, config: ClusterConfig, folder: Path, model: str, plane: Plane) -> None:
+        """Serves the model in `folder` under the name `model`, over the connections of `plane`."""
+        self.config = config
+        self.model = model
+        self.plane = plane
+        self.text = ChatTokenizer(folder)
+        self.limits = _limits(folder, config, self.text.longest_token_chars)
+        self.classes = tuple(config.router.classes or CLASSES)
+        keys_file = config.gateway.api_keys_file
+        self.door = AccessControl(Path(keys_file) if keys_file else None)
+
+        place_timeout_s = config.router.queue_ttl_s + PLACE_MARGIN_S
+        self._generator = Generator(plane, config.gateway.max_attempts, place_timeout_s)
+        self.shelf = Shelf(self, config.gateway.resume_s)
+        self._salt = fingerprint(folder)
+        self._tokenizer_threads = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")
+
+        self.tally = GatewayTally(config, list(self.classes))
+        self.metrics = Exporter(config.observability, {"model": model}, self._metric_rows)
+        self.tracer = tracer_of(config.observability, "gateway", plane.hello.name)
+        self._created = time.time()
+        self._live: set[str] = set()  #: Ids on the wire of the requests that run.
+        self.started = 0  #: Requests that ran, or run.
+        self.finished = 0  #: Requests whose answers are complete.
+        self.good = 0  #: Requests that met every target.
+        self.refused = 0  #: Requests that ended with an error.
+
+    # ---- requests --------------------------------------------------------------------------------
+
+    def check_model(self, name: str) -> None:
+        """Raises ApiError if `name` is given and is not the served model."""
+        if name not in ("", self.model):
+            raise ApiError("model_not_found", f"model {name!r} is not served; try {self.model!r}")
+
+    async def prepare(
+        self, body: PromptBody, request_id: str, terms: Terms
+    ) -> tuple[Request, TokenizedPrompt]:
+        """Makes a request of a body. All that can be wrong with it is found here: ApiError."""
+        logs.set_request_id(request_id)
+        self.check_model(body.model)
+        self._generator.check_open()
+        if len(self._live) >= self.config.gateway.max_streams:
+            raise ApiError("queue_full", f"{len(self._live)} requests are running already")
+        body.check(self.text, self.limits)
+        prompt = await self.tokenize(lambda: body.prompt(self.text))
+        sampling = body.sampling(self.text, request_id, len(prompt.token_ids), self.limits)
+
+        request = Request(
+            request_id,
+            prompt.token_ids,
+            block_hashes(prompt.token_ids, self._salt),
+            sampling,
+            salt=self._salt,
+            terms=terms,
+        )
+        if terms.arrived_s:
+            request.times.arrived_s = terms.arrived_s
+        return self.shelf.find(request, body.output(), terms.resume), prompt
+
+    async def tokenize(self, work: Callable[[], Result]) -> Result:
+        """Runs `work` in a tokenizer's thread, as a long text takes seconds."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_threads, work)
+
+    async def run(self, request: Request, sink: PushSink) -> None:
+        """Generates what the request lacks, and counts how it ended. Raises ApiError."""
+        self._live.add(request.wire_id)
+        self.started += 1
+        end_reason = EndReason.CANCELLED.value
+        status = CODE_CLIENT_LEFT
+        span = self.tracer.start_request_span(request, self.model) if self.tracer else None
+        try:
+            await self._generator.run(request, sink)
+        except ApiError as error:
+            self.refused += 1
+            end_reason = error.reason
+            status = error.http_status
+            error.counted_in_metrics = True
+            raise
+        except SinkError:
+            raise  # counts as a client that left
+        except Exception:
+            end_reason = "internal"
+            status = 500
+            raise
+        finally:
+            self._live.discard(request.wire_id)
+            outcome = self._account(request, end_reason, status)
+            if span:
+                end_request_span(span, request, outcome)
+
+    def dismiss(self, request: Request) -> None:
+        """Ends a request that another connection of its client has taken over."""
+        self._generator.dismiss(request)
+
+    def _account(self, request: Request, end_reason: str, status: int) -> frames.RequestOutcome:
+        """Counts what the request was like for its client.
+
+        Goodput and latencies count once for each request. `end_reason` and `status` are those of a
+        request without a complete answer.
+        """
+        if request.finish_reason:
+            self.finished += 1
+            end_reason = request.finish_reason
+            status = CODE_COMPLETE
+        outcome = outcome_of(request, end_reason)
+        if request.accounted:
+            self.tally.count_refused(status, request.terms.slo_class)
+            return outcome
+
+        request.accounted = True
+        self.tally.count_ended(request, outcome, status)
+        slo = self.config.slo
+        self.good += judge(outcome, slo.ttft_ms / 1e3, slo.itl_ms / 1e3) == "both"
+        self.plane.link.send(outcome)
+        return outcome
+
+    async def end_requests(self) -> None:
+        """Open answers end with an error that says so, and new requests get it at once."""
+        self._generator.close()
+        for _ in range(int(CLOSE_S / CLOSE_POLL_S)):
+            if not self._live:
+                return
+            await asyncio.sleep(CLOSE_POLL_S)
+
+    async def close(self) -> None:
+        """Ends what serves requests; they have ended before."""
+        self.shelf.close()
+        self._tokenizer_threads.shutdown(wait=False, cancel_futures=True)
+        self.metrics.close()
+        if self.tracer:
+            await asyncio.to_thread(self.tracer.close)
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    def missing(self) -> list[str]:
+        """What is not there yet, or no longer, for a request to be served."""
+        if self._generator.closed:
+            return ["gateway"]
+        if not self.plane.link.connected:
+            return ["router"]
+        roles = {card.role for card in self.plane.cards.values()}
+        needed_roles = {"decode"}
+        if self.config.router.disaggregate != "never":
+            needed_roles.add("prefill")
+        missing_roles = sorted(needed_roles - roles)
+        if not missing_roles and not self.plane.ready:
+            return ["connections"]
+        return missing_roles
+
+    def model_card(self) -> dict[str, Any]:
+        return {
+            "id": self.model,
+            "object": "model",
+            "created": int(self._created),
+            "owned_by": "diptych",
+            "max_model_len": self.limits.max_model_len,
+        }
+
+    def statistics(self) -> dict[str, Any]:
+        """Statistics of this process."""
+        running = len(self._live)
+        return {
+            "id": self.plane.hello.name,
+            "pid": os.getpid(),
+            "model": self.model,
+            "uptime_s": round(time.time() - self._created, 1),
+            "metrics": self.metrics.address,
+            "requests": {
+                "running": running,
+                "finished": self.finished,
+                "good": self.good,
+                "refused": self.refused,
+                "cancelled": self.started - running - self.finished - self.refused,
+                "retries": self._generator.retries,
+            },
+        }
+
+    def _metric_rows(self) -> Iterator[MetricRow]:
+        generator = self._generator
+        return self.tally.rows(len(self._live), generator.retries, generator.handovers)
+
+
+def _limits(folder: Path, config: ClusterConfig, token_chars: int) -> ModelLimits:
+    """What the model and the smaller of both pools allow, and the model's sampling defaults."""
+    spec = read_spec(folder)
+    file = folder / "generation_config.json"
+    generation = read_json(file) if file.exists() else {}
+    temperature = generation.get("temperature", 1.0) if generation.get("do_sample") else 0.0
+    layout = kv_layout(spec, config.model.dtype, config.model.block_tokens)
+    max_model_len = min(
+        context_limit(spec, layout, pool.engine.kv_mib << 20, config.model.max_model_len)
+        for pool in (config.pools.prefill, config.pools.decode)
+    )
+    top_p = 1.0
+    top_k = 0
+    if temperature:
+        top_p = generation.get("top_p") or 1.0
+        top_k = generation.get("top_k") or 0
+    return ModelLimits(
+        max_model_len=max_model_len,
+        longest_token_chars=token_chars,
+        stop_ids=spec.eos_ids,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+    )

@@ -1,5 +1,6 @@
 .PHONY: install serve test test-all test-long loadtest lint format protos
 VENV := .venv
+PACKAGES := cluster decode_worker engine kv_transfer loadtests prefill_worker router simulator
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
@@ -35,7 +36,7 @@ loadtest: $(VENV)/.installed-loadtest
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy cluster decode_worker engine kv_transfer loadtests prefill_worker protos/frames.py router simulator
+	cd build/typing && ../../$(BIN)/mypy --config-file ../../pyproject.toml $(PACKAGES:%=-p diptych.%) -m diptych.protos.frames
 	$(BIN)/lint-imports --no-logo
 	@$(BIN)/python tests/measures.py
 

@@ -10,7 +10,7 @@ from typing import Any
 from ...kv_transfer.statistics import Histogram
 from ...router import Router
 from ...router.events import RouterEvent
-from ...router.goodput import MET
+from ...router.goodput import MET, GoodputGroup
 from .page import MetricRow
 
 DECISION_S = tuple(1e-5 * 2**step for step in range(14))  #: Upper bounds of buckets.
@@ -43,8 +43,8 @@ class RouterTally:
         counts = self._router.goodput.total
         for slo_class, tenant in sorted({group[:2] for group in counts}):
             for met in MET:  # zeros too, because a share needs both of its terms
-                labels = {"slo_class": slo_class, "tenant": tenant, "met": met}
-                yield MetricRow("goodput_requests_total", counts[slo_class, tenant, met], labels)
+                group = GoodputGroup(slo_class, tenant, met)
+                yield MetricRow("goodput_requests_total", counts[group], group._asdict())
 
     def _decision_rows(self) -> Iterator[MetricRow]:
         tally = self._router.counts

@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 
 from ...engine.model import RankModel
-from ...engine.rank_processes import RankAssignment, run_follower
+from ...engine.rank_follower import run_follower
+from ...engine.rank_processes import RankAssignment
 from ...kv_transfer import PeerCard, tickets
 from ...kv_transfer import commands as transfer_commands
 from ...kv_transfer.service import TransferService

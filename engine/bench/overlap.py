@@ -60,7 +60,7 @@ class _Ends:
     source_events: queue.SimpleQueue[object]
     sink_events: queue.SimpleQueue[object]
 
-    def send(self, command: object) -> None:
+    def send(self, command: commands.TransferCommand) -> None:
         """Have the sender do a command."""
         for action in self.fan.handle(command):
             assert isinstance(action, RankCommand)

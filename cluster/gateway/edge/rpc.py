@@ -70,7 +70,7 @@ class ReplyQueue(Generic[Reply]):
     """
 
     def __init__(self, call: PreparedCall[Reply], texts: AnswerTexts) -> None:
-        self._call = call
+        self._call: PreparedCall[Reply] = call
         self._texts = texts
         self._open_answers = len(call.request.answers)
         self._replies: deque[Reply] = deque()

@@ -232,7 +232,7 @@ def test_two_workers_swap_roles_and_keep_what_they_hold(folder: Path) -> None:
             nodes["decode/x"].hand_over()
             assert bench.failed == [f.AttemptFailed(("b", 0), "decode/x", f.HANDOVER)]
             bench.failed.clear()
-            await bench.until(lambda: not any(node.role.jobs for node in nodes.values()))
+            await bench.until(lambda: not any(node.role.attempts for node in nodes.values()))
             for name, role in (("decode/x", "prefill"), ("prefill/x", "decode")):
                 nodes[name].become(role)
             before = {name: computed(bench, name) for name in nodes}

@@ -67,7 +67,7 @@ def test_two_ranks_decode_ahead_as_torch_does_alone(
     """Each rank launches the same steps and finds the same ids, some of which nobody has read."""
     folder = small(name)
     pair = engine(folder, "triton", tensor_parallel=2, exact=exact)
-    ranks, lead = pair._model.ranks, []
+    ranks, lead = pair._model.rank_processes, []
     told = ranks.broadcast
 
     def tell(message: object) -> None:

@@ -349,7 +349,7 @@ def test_an_abort_while_a_prefix_is_fetched_leaves_nothing_behind(folder: Path) 
                 for _ in range(index):
                     await asyncio.sleep(0)
                 bench.nodes["prefill/x"].cancel(f.CancelAttempt(key))
-            await bench.until(lambda: not bench.nodes["prefill/x"].role.jobs)
+            await bench.until(lambda: not bench.nodes["prefill/x"].role.attempts)
 
     asyncio.run(run())
 

@@ -46,7 +46,7 @@ class Broken:
     def __init__(self, error: Exception) -> None:
         self.error, self.door = error, AccessControl(None)
         self.classes, self.model = ("interactive",), "demo"
-        self.tally = SimpleNamespace(refused=lambda code: None)
+        self.tally = SimpleNamespace(count_refused=lambda code: None)
 
     async def prepare(self, *_: object) -> None:
         raise self.error

@@ -38,8 +38,8 @@ async def _connection(end: socket.socket) -> wire.FrameConnection:
 def test_a_busy_peer_that_falls_silent_is_suspected_long_before_it_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(wire, "BEAT_S", 0.02)
-    monkeypatch.setattr(wire, "SUSPECT_S", 0.1)
+    monkeypatch.setattr(wire, "BUSY_HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(wire, "SUSPECT_AFTER_S", 0.1)
 
     async def test() -> None:
         (mine, theirs), suspected = await _pair(), asyncio.Event()
@@ -59,9 +59,9 @@ def test_a_busy_peer_that_falls_silent_is_suspected_long_before_it_is_given_up(
 
 
 def test_an_idle_peer_is_not_suspected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "BUSY_S", 0.0)
-    monkeypatch.setattr(wire, "IDLE_BEAT_S", 0.02)
-    monkeypatch.setattr(wire, "SUSPECT_S", 0.05)
+    monkeypatch.setattr(wire, "BUSY_FOR_S", 0.0)
+    monkeypatch.setattr(wire, "IDLE_HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(wire, "SUSPECT_AFTER_S", 0.05)
 
     async def test() -> None:
         mine, theirs = await _pair()
@@ -87,7 +87,7 @@ def test_streams_leave_a_silent_worker_only_if_another_speaks(another: str) -> N
         for name, role in roles.items():
             silent = name == "a" or another == "silent too"
             closed = name == "b" and another == "closed"
-            peer = SimpleNamespace(silent=silent, closed=closed, send=said.append)
+            peer = SimpleNamespace(suspected=silent, closed=closed, send=said.append)
             plane.cards[name] = f.WorkerCard(name, role, role, "", "", 0)
             plane._workers[name] = peer  # type: ignore[assignment]
         inbox = plane.watch(("r", 0))

@@ -145,7 +145,7 @@ class Workers:
         closing = [
             self.text.encode(one, add_special_tokens=False)[0] for one in ('"', "}", "]", "1")
         ]
-        while not matcher.complete or matcher.fed == 0:
+        while not matcher.complete or matcher.consumed_tokens == 0:
             if not matcher.allowed.any():
                 raise InvalidRequest("no token is possible")
             wanted = [one for one in (*ends, *closing) if matcher.allowed[one]]

@@ -28,7 +28,7 @@ from diptych.cluster.gateway.service import GatewayService
 from diptych.cluster.gateway.text.tokenizer import ChatTokenizer
 from diptych.engine.demo import CHECKPOINT
 from diptych.engine.errors import InvalidRequest
-from diptych.engine.grammar import GrammarCompiler
+from diptych.engine.grammar import GrammarCompiler, GrammarMatcher
 from diptych.protos import frames as f
 
 from tests.support.live import free_port
@@ -140,7 +140,7 @@ class Workers:
         while True:
             yield end[0]
 
-    def _admitted(self, matcher: Any, ends: tuple[int, ...]) -> Iterator[int]:
+    def _admitted(self, matcher: GrammarMatcher, ends: tuple[int, ...]) -> Iterator[int]:
         """The end as soon as it is admitted, else what closes something, else the lowest id."""
         closing = [
             self.text.encode(one, add_special_tokens=False)[0] for one in ('"', "}", "]", "1")
@@ -152,7 +152,7 @@ class Workers:
             chosen = wanted[0] if wanted else int(matcher.allowed.argmax())
             yield chosen
             if chosen not in ends:
-                matcher.feed([chosen])
+                matcher.consume([chosen])
 
 
 class _Gateway(Gateway):

@@ -100,7 +100,9 @@ def test_a_step_of_ranks_ends_with_them(monkeypatch: pytest.MonkeyPatch) -> None
     follower = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     ranks = RankProcesses(dist.HashStore(), [follower])
     assert LaunchedStep(1, ids, peaks, Stuck(3), ranks).read() == ([7], [0.5])
-    monkeypatch.setattr("diptych.engine.rank_processes.COLLECTIVE_TIMEOUT", datetime.timedelta(seconds=0.05))
+    monkeypatch.setattr(
+        "diptych.engine.rank_processes.COLLECTIVE_TIMEOUT", datetime.timedelta(seconds=0.05)
+    )
     with pytest.raises(RankLost, match="hangs"):
         LaunchedStep(1, ids, peaks, Stuck(math.inf), ranks).read()
     monkeypatch.undo()

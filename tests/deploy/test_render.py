@@ -156,7 +156,7 @@ def test_versions_and_constants_agree_with_the_code() -> None:
     ray = next(d for d in project["dependencies"] if d.startswith("ray["))
     assert made["spec"]["rayClusterConfig"]["rayVersion"] == ray.split("==")[1]
     text = made["spec"]["serveConfigV2"]
-    assert set(re.findall(r"num_cpus: (\S+)", text)) == {str(app.CPUS)}
+    assert set(re.findall(r"num_cpus: (\S+)", text)) == {str(app.ACTOR_CPUS)}
     assert yaml.safe_load(text)["applications"][0]["name"] == APPLICATION_NAME
     env = made["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]
     assert app.SECRET in [entry["name"] for entry in env["env"]]

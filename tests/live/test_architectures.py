@@ -55,7 +55,7 @@ def monolithic(folder: Path, texts: list[str]) -> list[list[tuple]]:
         params = Sampling(40, fields["temperature"], fields.get("seed", 0), (1,), 3)
         engine.add(Sequence((str(index), 0), ids, len(ids), params))
         tokens = []
-        while not (tokens and tokens[-1].finish):
+        while not (tokens and tokens[-1].finish_reason):
             tokens += [output for output in engine.step() if output.token]
         answers.append([(t.token.logprob, [value for _, value in t.token.top]) for t in tokens])
     return answers

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 SCRIPT = """
 import os, signal, time
 import ray
-from diptych.cluster.worker.process import _is_dead
+from diptych.cluster.worker.process import replica_has_ended
 from diptych.protos.frames import WorkerCard
 
 ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
@@ -34,20 +34,20 @@ def card(replica):
 
 frozen, killed = start("frozen"), start("killed")
 pids = ray.get([frozen.pid.remote(), killed.pid.remote()])
-assert not _is_dead(card("frozen")) and not _is_dead(card("killed"))
+assert not replica_has_ended(card("frozen")) and not replica_has_ended(card("killed"))
 os.kill(pids[0], signal.SIGSTOP)
 os.kill(pids[1], signal.SIGKILL)
 deadline = time.monotonic() + 60
-while not _is_dead(card("killed")):
+while not replica_has_ended(card("killed")):
     assert time.monotonic() < deadline
     time.sleep(0.1)
-assert not _is_dead(card("frozen")), "a frozen process may wake up"
+assert not replica_has_ended(card("frozen")), "a frozen process may wake up"
 os.kill(pids[0], signal.SIGCONT)
 print("right")
 """
 
 
-def test_a_killed_replica_is_dead_and_a_frozen_one_is_not(tmp_path: Path) -> None:
+def test_a_killed_replicareplica_has_ended_and_a_frozen_one_is_not(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         env=token_environment(tmp_path),

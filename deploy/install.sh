@@ -46,8 +46,10 @@ if "$venv/bin/python" -c "import torch, sys; sys.exit(torch.__version__.split('+
 elif command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then
     install "torch $torch for NVIDIA GPUs" "torch==$torch"
 else
-    install "torch $torch, CPU build" "torch==$torch+cpu" 2>/dev/null ||
+    install "torch $torch, CPU build" "torch==$torch+cpu" 2>/dev/null || {
+        echo "the usual index has no CPU build of torch: asking PyTorch's own"
         install "torch $torch, CPU build" "torch==$torch+cpu" --extra-index-url "$cpu_index"
+    }
 fi
 install "Diptych ($size)" -c constraints.txt -e ".$extras"
 "$venv/bin/python" -m diptych.engine.kernels

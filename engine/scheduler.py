@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -62,6 +63,7 @@ class Scheduler:
         self.pool = pool
         self.limits = limits
         self.salt = salt
+        self.chunk_border_tokens = limits.block_tokens  #: chunks end on multiples of it
         self.cost = StepCost()  #: fed by whoever runs the steps
         self.live: dict[tuple[AttemptKey, int], Sequence] = {}  #: by name, until they end
         self.waiting = SequenceQueue(BY_PREFILL_ORDER)
@@ -300,7 +302,7 @@ class Scheduler:
         `prefill_every` steps had none, or as long as nobody knows what prefill costs.
         """
         computed = sequence.computed_tokens
-        block = self.limits.block_tokens
+        block = self.chunk_border_tokens
         room = self.cost.prefill_room(budget.tail_s, computed, budget.tokens)
         if is_first:
             overdue = self._steps_without_prefill + 1 >= self.limits.prefill_every
@@ -524,7 +526,7 @@ class Scheduler:
                 self.pool.set_marks(sequence.block_hashes[index], marks)
         return cached
 
-    def _block_marks(self, sequence: Sequence, index: int) -> list[bytes]:
+    def _block_marks(self, sequence: Sequence, index: int) -> SequenceOf[bytes]:
         """The marks of a block of `sequence`: one for each hash that ends in it."""
         block = self.limits.block_tokens
         if hashes_per_block(block) == 1:

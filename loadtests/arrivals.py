@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..simulator import trace as traces
 from ..simulator.errors import SimulationError
+from ..simulator.sources import load_trace
+from ..simulator.trace import WorkloadRequest
 from .errors import LoadError
 from .plan import LoadPlan
 
@@ -112,7 +113,7 @@ def _arrival_times_s(load: str, stage: RateStage, rng: random.Random) -> Iterato
 
 def _trace_arrivals(plan: LoadPlan) -> list[Arrival]:
     try:
-        trace = traces.load(plan.trace, plan.seed)
+        trace = load_trace(plan.trace, plan.seed)
     except SimulationError as error:
         raise LoadError(str(error)) from None
     lowest_rate, _ = plan.rates
@@ -120,20 +121,20 @@ def _trace_arrivals(plan: LoadPlan) -> list[Arrival]:
     block_tokens = max(1, round(trace.block_tokens * plan.scale))
     numbers = itertools.count()
 
-    def to_arrival(request: traces.Request) -> Arrival:
+    def to_arrival(request: WorkloadRequest) -> Arrival:
         index = next(numbers)  # before the next turn takes one
         return Arrival(
-            arrival_s=request.at,
-            prompt_tokens=max(1, round(request.prompt * plan.scale)),
-            output_tokens=max(1, round(request.output * plan.scale)),
-            blocks=tuple((block, block_tokens) for block in request.blocks[: request.whole]),
-            next_turn=to_arrival(request.then) if request.then else None,
+            arrival_s=request.arrival_s,
+            prompt_tokens=max(1, round(request.prompt_tokens * plan.scale)),
+            output_tokens=max(1, round(request.output_tokens * plan.scale)),
+            blocks=tuple((block, block_tokens) for block in request.prompt_block_ids),
+            next_turn=to_arrival(request.next_turn) if request.next_turn else None,
             think_s=request.think_s,
             index=index,
         )
 
     requests = trace.workload(rate, plan.seed, plan.dispatch == "thinktime")
-    arrivals = [to_arrival(request) for request in requests if request.at < plan.duration]
+    arrivals = [to_arrival(request) for request in requests if request.arrival_s < plan.duration]
     if not arrivals:
         raise LoadError(f"trace {plan.trace}: nothing arrives in its first {plan.duration:g} s")
     return arrivals

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..router.goodput import GAPS_FOR_P99
-from ..simulator.metrics import SLACK, Slo
+from ..simulator.metrics import ROUNDING_FACTOR, Slo
 from .arrivals import RateStage
 from .percentiles import percentiles
 
@@ -69,9 +69,9 @@ class LoadOutcome:
         """Returns "", or what the request missed first: error, ttft, itl."""
         if self.error:
             return "error"
-        if not self.ttft_s <= slo.ttft_s * SLACK:
+        if not self.ttft_s <= slo.ttft_s * ROUNDING_FACTOR:
             return "ttft"
-        itl_limit_s = slo.itl_s * SLACK
+        itl_limit_s = slo.itl_s * ROUNDING_FACTOR
         gaps = self.gaps_s
         if gaps and sum(gaps) / len(gaps) > itl_limit_s:
             return "itl"

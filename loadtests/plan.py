@@ -91,10 +91,10 @@ class LoadPlan:
     @property
     def targets(self) -> Slo:
         try:
-            slo = Slo.of(self.slo)
+            slo = Slo.parse(self.slo)
         except SimulationError as error:
             raise LoadError(str(error)) from None
-        if slo.multiple:
+        if slo.ttft_multiple:
             raise LoadError(f"slo {self.slo}: multiples are for simulations; give times")
         return slo
 

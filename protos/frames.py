@@ -127,10 +127,32 @@ class Coefficients(msgspec.Struct, frozen=True):
         token_s = self.prefill_token_s(uncached_tokens, prompt_tokens)
         return self.prefill_base + uncached_tokens * token_s
 
+    def chunk_s(self, tokens: float, pairs: float) -> float:
+        """Return the seconds of computing a part of a prompt, without `prefill_base`.
+
+        `pairs` counts each of the `tokens` queries with each key that the query attends to.
+        """
+        return self.prefill_token * tokens + self.prefill_pair * pairs
+
+    def mean_prefill_s(self, uncached_tokens: float, pairs: float) -> float:
+        """Return the mean of `prefill_s` over prompts, from their mean tokens and mean pairs."""
+        return self.prefill_base + self.chunk_s(uncached_tokens, pairs)
+
     def step_s(self, rows: float, kv_tokens: float) -> float:
         """Return the seconds of one step of `rows` decoding rows, which read `kv_tokens` in all."""
         rows_s = max(self.step_row * rows, self.step_weights)
         return self.step_base + self.step_token * kv_tokens + rows_s
+
+    def decode_read_s(self, context_tokens: float) -> float:
+        """Return the seconds of reading KV in all steps of an answer.
+
+        `context_tokens` is the sum of the KV tokens that each of these steps reads for the answer.
+        """
+        return self.step_token * context_tokens
+
+    def decode_compute_s(self, output_tokens: float, context_tokens: float) -> float:
+        """Return the seconds of an answer's rows and of its attention, in all steps together."""
+        return self.step_row * output_tokens + self.decode_read_s(context_tokens)
 
     def transfer_s(self, tokens: float) -> float:
         """Return the seconds in which the KV of `tokens` tokens moves to another worker."""

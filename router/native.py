@@ -37,7 +37,8 @@ MODULES = {
         "worker_state",
     ),
     "router/policies": ("deadline",),
-    "simulator": ("exact", "sim", "worker"),
+    "engine": ("blocks", "pacing", "scheduler"),
+    "simulator": ("attempt", "exact", "repeat", "sim", "worker"),
 }
 GROUP = "diptych_native"
 LIBRARY = f"{GROUP}__mypyc{EXTENSION_SUFFIXES[0]}"  #: the code; each module is a stub that calls it

@@ -1,39 +1,51 @@
 """An upper bound of goodput that no policy beats on this hardware: a fluid linear program.
 
-Relaxed: no queueing, an infinite prefix cache that everyone shares, free transfer, known lengths,
-any mix of prefill, decode and colocated. For request classes i, pools g, step times t (a mode m is
-a pool at a step time), rates in requests/s, per pool of n_g replicas:
+The program relaxes the real problem: nothing queues, everyone shares an infinite prefix cache,
+transfers are free, lengths are known, and each replica may mix prefill and decode at will.
 
-    max s     s.t.  y_i <= s r_i,  sum y_i >= share * s * sum r_i
-    y_i <= sum_g z_ig,  y_i <= sum_m d_im                            prefilled and decoded
-    sum_i z_ig prefill_ig + sum_{m in g} tau_m <= n_g                time
-    sum_i d_im compute_im <= tau_m (1 - base/t)                      compute and attention
-    sum_i d_im read_im    <= tau_m (1 - (base + weights)/t)          bytes, weights once a step
-    sum_i d_im out_i t (in_i + out_i/2) / M_g <= tau_m               KV that resides
-    z_ig = 0 where a lone prefill misses the TTFT target
+Requests fall into classes i, replicas into pools g of n_g equal ones. A mode m is a pool that
+decodes with steps of t seconds. All variables are rates of requests/s, but tau_m: how many replicas'
+time goes to the steps of mode m.
 
-Two hardware models: `simulated` is the closed form that the workers here obey; `kernel` takes the
-data sheet times what kernels reach (MFU bf16 .84/.84/.75, fp8 .68/.68/.54 on H100/H200/B200, .90 of
-bandwidth and memory), no overheads, no all-reduce: nearer to physics, so further away.
+    maximise  rate                             requests/s that are offered
+    subject to
+    served_i <= rate * share_i
+    sum_i served_i >= target * rate            `target`: the share that must be in time
+    served_i <= sum_g prefilled_ig             each phase of a served request is done somewhere
+    served_i <= sum_m decoded_im
+    sum_i prefilled_ig * prefill_s_ig + sum_{m in g} tau_m <= n_g              time of the replicas
+    sum_i decoded_im * decode_compute_s_im <= tau_m * (1 - step_base / t)      rows and attention
+    sum_i decoded_im * decode_read_s_im <= tau_m * (1 - step_s(0, 0) / t)      KV beside weights
+    sum_i decoded_im * t * context_tokens_i / kv_tokens_g <= tau_m             KV that is resident
+    prefilled_ig = 0 where a lone prefill of class i misses the TTFT target on pool g
+
+The seconds are those of `protos.frames.Coefficients`. Two kinds of hardware go in: a fleet as it is
+simulated, and `kernel_hardware`, which is nearer to physics and so gives a higher bound.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from scipy import sparse
 from scipy.optimize import linprog
 
+from ..protos.frames import Coefficients
 from .errors import SimulationError
 from .fleet import Fleet
-from .hardware import Hardware, gpu_named, model_named
+from .hardware import Hardware, find_gpu, find_model
 from .metrics import Slo
 from .trace import Trace
 
-CLASSES = 20  #: by prompt length, and as many by uncached length in each
-STEPS = (0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)  #: step times, of the ITL target
-KERNEL = {
+#: Groups by prompt length; each is cut into as many groups by cached length.
+LENGTH_GROUPS = 20
+#: Step times that are considered, as shares of the ITL target.
+STEP_SHARES = (0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)
+#: Share of the data sheet's FLOP/s that the best kernels reach, by GPU type and data type.
+KERNEL_EFFICIENCY = {
     ("H100", "bf16"): 0.84,
     ("H200", "bf16"): 0.84,
     ("B200", "bf16"): 0.75,
@@ -42,175 +54,323 @@ KERNEL = {
     ("B200", "fp8"): 0.54,
     ("B200", "nvfp4"): 0.42,
 }
-KERNEL_MEMORY = 0.9
+#: Share of the data sheet's memory, and of its bandwidth, that kernels reach.
+KERNEL_MEMORY_SHARE = 0.9
+
+#: Equal replicas and how many of them there are, as in `Fleet.pools`.
+Pool = tuple[Hardware, int]
+
+
+# ---- the load ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Classes:
-    """Means over each class, and its share of the requests."""
+class RequestClasses:
+    """Requests in classes of like lengths. Each array has one value for each class.
 
-    prompt: np.ndarray
-    uncached: np.ndarray
-    pairs: np.ndarray  #: of query and key that prefill computes
-    output: np.ndarray
-    context: np.ndarray  #: tokens read while decoding, summed over the steps
-    longest: np.ndarray  #: prompt, for the TTFT cap
-    share: np.ndarray
+    Values are means over the class, where nothing else is said.
+    """
+
+    uncached_tokens: np.ndarray
+    pairs: np.ndarray  #: pairs of query and key that the prefill computes
+    output_tokens: np.ndarray
+    context_tokens: np.ndarray  #: KV tokens that the steps of the answer read, summed
+    shortest_prompt: np.ndarray  #: tokens of the class's shortest prompt
+    share: np.ndarray  #: of all requests; the shares add up to 1
+
+    def mean(self, values: np.ndarray) -> float:
+        """Return the mean over all requests of a value for each class."""
+        return float(values @ self.share)
 
 
-def classes(trace: Trace, reuse: bool = True) -> Classes:
-    """Requests in groups of like prompt and like uncached length; cache: whatever came before."""
-    seen: set[int] = set()
-    cached = np.zeros(len(trace.items))
-    for index, item in enumerate(trace.items):
-        count = 0
-        for block in item.blocks if reuse else ():
-            if block not in seen:
-                break
-            count += 1
-        cached[index] = min(count * trace.block_tokens, item.prompt - 1)
-        seen.update(item.blocks, item.answer)
-    prompt = np.array([item.prompt for item in trace.items], dtype=float)
-    output = np.array([item.output for item in trace.items], dtype=float)
-    groups = [
-        group
-        for part in np.array_split(np.argsort(prompt, kind="stable"), CLASSES)
-        for group in np.array_split(part[np.argsort(cached[part], kind="stable")], CLASSES)
-        if len(group)
-    ]
+def classify_requests(trace: Trace, reuse: bool = True) -> RequestClasses:
+    """Return the trace's requests in classes of like prompt and like cached length.
 
-    def mean(values: np.ndarray) -> np.ndarray:
+    A block is cached for a request if any earlier request had it; never, if `reuse` is False.
+    """
+    prompt = np.array([item.prompt_tokens for item in trace.requests], dtype=float)
+    output = np.array([item.output_tokens for item in trace.requests], dtype=float)
+    cached = _cached_tokens(trace) if reuse else np.zeros(len(trace.requests))
+    groups = _group_by_length(prompt, cached)
+
+    def group_means(values: np.ndarray) -> np.ndarray:
         return np.array([values[group].mean() for group in groups])
 
-    return Classes(
-        mean(prompt),
-        mean(prompt - cached),
-        mean((prompt**2 - cached**2) / 2),
-        mean(output),
-        mean(output * (prompt + output / 2)),
-        np.array([prompt[group].min() for group in groups]),
-        np.array([len(group) for group in groups]) / len(prompt),
+    return RequestClasses(
+        uncached_tokens=group_means(prompt - cached),
+        pairs=group_means((prompt**2 - cached**2) / 2),
+        output_tokens=group_means(output),
+        context_tokens=group_means(output * (prompt + output / 2)),
+        shortest_prompt=np.array([prompt[group].min() for group in groups]),
+        share=np.array([len(group) for group in groups]) / len(prompt),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """One replica, in seconds and tokens: the terms of `Coefficients` that the program needs."""
+def _cached_tokens(trace: Trace) -> np.ndarray:
+    """Return for each request how many leading tokens an earlier one had in prompt or answer."""
+    cached_blocks: set[int] = set()
+    cached_tokens = np.zeros(len(trace.requests))
+    for index, item in enumerate(trace.requests):
+        count = 0
+        for block in item.prompt_blocks:
+            if block not in cached_blocks:
+                break
+            count += 1
+        # One token of a prompt is always computed: the first answer token comes of it.
+        cached_tokens[index] = min(count * trace.block_tokens, item.prompt_tokens - 1)
+        cached_blocks.update(item.prompt_blocks, item.answer_blocks)
+    return cached_tokens
 
-    base: float
-    token: float
-    pair: float
-    step: float
-    row: float
-    weights: float
-    read: float  #: per KV token
-    memory: float  #: KV tokens
+
+def _group_by_length(prompt: np.ndarray, cached: np.ndarray) -> list[np.ndarray]:
+    """Return the requests' positions in groups by prompt length, cut again by cached length."""
+    groups: list[np.ndarray] = []
+    for same_prompt in np.array_split(np.argsort(prompt, kind="stable"), LENGTH_GROUPS):
+        by_cached = same_prompt[np.argsort(cached[same_prompt], kind="stable")]
+        groups += [group for group in np.array_split(by_cached, LENGTH_GROUPS) if len(group)]
+    return groups
 
 
-def simulated(hardware: Hardware) -> Rates:
+class RequestSeconds(NamedTuple):
+    """How much time of a replica the mean request takes, in each of its phases."""
+
+    prefill_s: float
+    decode_s: float
+
+
+def mean_request_seconds(hardware: Hardware, load: RequestClasses, itl_s: float) -> RequestSeconds:
+    """Return the replica time of the mean request, if each phase has replicas of its own.
+
+    A decode replica is full of KV, and each of its steps reads `kv_tokens`. A step takes as long as
+    that, the ITL target at most. So an answer takes `context_tokens / kv_tokens` whole steps.
+    """
     cost = hardware.cost
-    return Rates(
-        cost.prefill_base,
-        cost.prefill_token,
-        cost.prefill_pair,
-        cost.step_base,
-        cost.step_row,
-        cost.step_weights,
-        cost.step_token,
-        hardware.kv_tokens,
+    prefill_s = cost.mean_prefill_s(load.mean(load.uncached_tokens), load.mean(load.pairs))
+    step_s = min(itl_s, cost.step_s(rows=0, kv_tokens=hardware.kv_tokens))
+    decode_s = load.mean(load.context_tokens) * step_s / hardware.kv_tokens
+    return RequestSeconds(prefill_s, decode_s)
+
+
+# ---- hardware at kernel efficiency ---------------------------------------------------------------
+
+
+def kernel_hardware(hardware: Hardware, model: str, *, efficient: bool = True) -> Hardware:
+    """Return the replica as fast as kernels are: no overheads, no all-reduce.
+
+    `efficient` False gives the data sheet itself. Raises SimulationError for measured CPU workers,
+    which have no data sheet.
+    """
+    shape = find_model(model)
+    gpu = find_gpu(hardware.gpu)
+    flops_share = KERNEL_EFFICIENCY[hardware.gpu, shape.dtype] if efficient else 1.0
+    memory_share = KERNEL_MEMORY_SHARE if efficient else 1.0
+
+    flops = gpu.flops[shape.dtype] * flops_share * hardware.tp
+    hbm_bytes_per_s = gpu.hbm_bytes_per_s * memory_share * hardware.tp
+    kv_bytes = gpu.hbm_bytes * memory_share * hardware.tp - shape.weight_bytes
+    row_s = 2 * shape.active_parameters / flops
+    cost = Coefficients(
+        prefill_base=0.0,
+        prefill_token=row_s,
+        prefill_pair=shape.attention_flops_per_pair / flops,
+        step_base=0.0,
+        step_row=row_s,
+        step_weights=shape.weight_bytes / hbm_bytes_per_s,
+        step_token=shape.kv_bytes_per_token / hbm_bytes_per_s,
     )
+    return replace(hardware, cost=cost, kv_tokens=int(kv_bytes / shape.kv_bytes_per_token))
 
 
-def kernel(hardware: Hardware, model: str, efficient: bool = True) -> Rates:
-    """`efficient` False: the data sheet."""
-    shape, gpu = model_named(model), gpu_named(hardware.gpu)
-    mfu = KERNEL[hardware.gpu, shape.dtype] if efficient else 1.0
-    memory = KERNEL_MEMORY if efficient else 1.0
-    flops = gpu.flops[shape.dtype] * mfu * hardware.tp
-    bandwidth = gpu.hbm_bytes_per_s * memory * hardware.tp
-    room = gpu.hbm_bytes * memory * hardware.tp - shape.weight_bytes
-    row = 2 * shape.active / flops
-    return Rates(
-        0.0,
-        row,
-        shape.attention_flops / flops,
-        0.0,
-        row,
-        shape.weight_bytes / bandwidth,
-        shape.kv_bytes / bandwidth,
-        room / shape.kv_bytes,
-    )
+# ---- the linear program --------------------------------------------------------------------------
 
 
-def solve(load: Classes, pools: list[tuple[Rates, int]], slo: Slo, share: float) -> float:
-    """Requests per second that the pools can be offered with `share` of them in time."""
-    count = len(load.share)
-    modes = [(g, t) for g, (rate, _) in enumerate(pools) for t in _steps(rate, slo.itl_s)]
-    z0 = count
-    d0 = z0 + count * len(pools)
-    tau0 = d0 + count * len(modes)
-    speed = tau0 + len(modes)
-    rows: list[tuple[np.ndarray, np.ndarray]] = []
-    limits: list[float] = []
+class DecodeMode(NamedTuple):
+    """A pool that decodes with steps of one length."""
 
-    def add(index: list | np.ndarray, value: list | np.ndarray, limit: float = 0.0) -> None:
-        rows.append((np.asarray(index, dtype=int), np.asarray(value, dtype=float)))
-        limits.append(limit)
-
-    for i in range(count):
-        add([i, speed], [1, -load.share[i]])
-        add([i, *(z0 + g * count + i for g in range(len(pools)))], [1] + [-1] * len(pools))
-        add([i, *(d0 + m * count + i for m in range(len(modes)))], [1] + [-1] * len(modes))
-    add([*range(count), speed], [-1.0] * count + [share])
-    upper = np.full(speed + 1, np.inf)
-    every = np.arange(count)
-    for g, (rate, replicas) in enumerate(pools):
-        seconds = rate.base + rate.token * load.uncached + rate.pair * load.pairs
-        mine = [tau0 + m for m, (pool, _) in enumerate(modes) if pool == g]
-        add([*(z0 + g * count + every), *mine], [*seconds, *([1.0] * len(mine))], replicas)
-        targets = np.array([slo.ttft(int(prompt)) for prompt in load.longest])
-        upper[z0 + g * count + every[seconds > targets]] = 0.0
-    for m, (g, t) in enumerate(modes):
-        rate = pools[g][0]
-        own, tau = d0 + m * count + every, tau0 + m
-        compute = rate.row * load.output + rate.read * load.context
-        add([*own, tau], [*compute, -(1 - rate.step / t)])
-        add([*own, tau], [*(rate.read * load.context), -(1 - (rate.step + rate.weights) / t)])
-        add([*own, tau], [*(t * load.context / rate.memory), -1.0])
-    matrix = _matrix(rows, speed + 1)
-    cost = np.zeros(speed + 1)
-    cost[speed] = -1.0
-    found = linprog(
-        cost, matrix, np.array(limits), bounds=np.stack([np.zeros(speed + 1), upper], 1)
-    )
-    if not found.success:
-        raise SimulationError(f"the bound's linear program: {found.message}")
-    return float(found.x[speed])
+    pool_index: int
+    step_s: float
 
 
-def _steps(rate: Rates, itl_s: float) -> list[float]:
-    """Step times worth considering: a grid, and the one that reads all of the memory once."""
-    best = rate.step + rate.weights + rate.read * rate.memory
-    return sorted(
-        t
-        for t in {*(itl_s * share for share in STEPS), min(best, itl_s)}
-        if t > rate.step + rate.weights
-    )
+class _Columns:
+    """Which column of the program's matrix each variable has."""
+
+    def __init__(self, classes: int, pools: int, modes: int) -> None:
+        sizes = np.cumsum([classes, pools * classes, modes * classes, modes])
+        columns = np.arange(sizes[-1])
+        self.served = columns[: sizes[0]]  #: by class
+        self.prefilled = columns[sizes[0] : sizes[1]].reshape(pools, classes)
+        self.decoded = columns[sizes[1] : sizes[2]].reshape(modes, classes)
+        self.mode_times = columns[sizes[2] :]
+        self.rate = int(sizes[-1])
+        self.count = self.rate + 1
 
 
-def _matrix(rows: list[tuple[np.ndarray, np.ndarray]], width: int) -> sparse.csr_matrix:
-    pointers = np.cumsum([0, *(len(index) for index, _ in rows)])
-    indices = np.concatenate([index for index, _ in rows])
-    values = np.concatenate([value for _, value in rows])
-    return sparse.csr_matrix((values, indices, pointers), shape=(len(rows), width))
+class _Term(NamedTuple):
+    """Columns with their coefficients; one coefficient may stand for all of the columns."""
+
+    columns: np.ndarray | int
+    coefficients: np.ndarray | float
 
 
-def bound(
-    trace: Trace, fleet: Fleet, slo: Slo, share: float, model: str = "", reuse: bool = True
+class _Constraints:
+    """The rows `coefficients @ variables <= limit` of the program, as a sparse matrix."""
+
+    def __init__(self) -> None:
+        self.columns: list[np.ndarray] = []
+        self.coefficients: list[np.ndarray] = []
+        self.limits: list[float] = []
+
+    def add(self, *terms: _Term, limit: float = 0.0) -> None:
+        """Add the row that says: the sum of the terms is at most `limit`."""
+        columns = [np.atleast_1d(term.columns) for term in terms]
+        coefficients = [
+            np.broadcast_to(np.asarray(term.coefficients, dtype=float), own_columns.shape)
+            for own_columns, term in zip(columns, terms, strict=True)
+        ]
+        self.columns.append(np.concatenate(columns))
+        self.coefficients.append(np.concatenate(coefficients))
+        self.limits.append(limit)
+
+    def matrix(self, width: int) -> sparse.csr_matrix:
+        """Return all rows; `width` is the number of variables."""
+        row_ends = np.cumsum([0, *(len(columns) for columns in self.columns)])
+        values = np.concatenate(self.coefficients)
+        columns = np.concatenate(self.columns)
+        return sparse.csr_matrix((values, columns, row_ends), shape=(len(self.columns), width))
+
+
+class _Program:
+    """The linear program of one load on pools of replicas; the module's docstring has the rows."""
+
+    def __init__(self, load: RequestClasses, pools: Sequence[Pool], slo: Slo) -> None:
+        self.load = load
+        self.pools = pools
+        self.modes = [
+            DecodeMode(pool_index, step_s)
+            for pool_index, (hardware, _) in enumerate(pools)
+            for step_s in _step_times(hardware, slo.itl_s)
+        ]
+        self.ttft_targets = np.array(
+            [slo.ttft_target_s(int(prompt)) for prompt in load.shortest_prompt]
+        )
+        self.columns = _Columns(len(load.share), pools=len(pools), modes=len(self.modes))
+        self.upper_bounds = np.full(self.columns.count, np.inf)
+        self.constraints = _Constraints()
+
+    def solve(self, target_share: float) -> float:
+        """Return the largest rate; see `largest_rate`."""
+        self._add_demand(target_share)
+        for pool_index in range(len(self.pools)):
+            self._add_pool(pool_index)
+        for mode_index in range(len(self.modes)):
+            self._add_mode(mode_index)
+
+        columns = self.columns
+        objective = np.zeros(columns.count)
+        objective[columns.rate] = -1.0  # the solver minimises
+        solution = linprog(
+            objective,
+            self.constraints.matrix(columns.count),
+            np.array(self.constraints.limits),
+            bounds=np.stack([np.zeros(columns.count), self.upper_bounds], axis=1),
+        )
+        if not solution.success:
+            raise SimulationError(f"the bound's linear program: {solution.message}")
+        return float(solution.x[columns.rate])
+
+    def _add_demand(self, target_share: float) -> None:
+        """Requests are served as they are offered, and both of their phases are done somewhere."""
+        columns = self.columns
+        for index, share in enumerate(self.load.share):
+            served = _Term(columns.served[index], 1.0)
+            self.constraints.add(served, _Term(columns.rate, -share))
+            self.constraints.add(served, _Term(columns.prefilled[:, index], -1.0))
+            self.constraints.add(served, _Term(columns.decoded[:, index], -1.0))
+        self.constraints.add(_Term(columns.served, -1.0), _Term(columns.rate, target_share))
+
+    def _add_pool(self, pool_index: int) -> None:
+        """A pool's replicas have the time for its prefills and steps; no prefill is too slow."""
+        hardware, replicas = self.pools[pool_index]
+        prefill_s = _prefill_seconds(hardware, self.load)
+        prefilled = self.columns.prefilled[pool_index]
+        own_modes = [mode.pool_index == pool_index for mode in self.modes]
+        mode_times = _Term(self.columns.mode_times[own_modes], 1.0)
+        self.constraints.add(_Term(prefilled, prefill_s), mode_times, limit=replicas)
+        self.upper_bounds[prefilled[prefill_s > self.ttft_targets]] = 0.0
+
+    def _add_mode(self, mode_index: int) -> None:
+        """The steps of a mode have room for rows and attention, for reading, and for the KV."""
+        mode = self.modes[mode_index]
+        hardware, _ = self.pools[mode.pool_index]
+        cost = hardware.cost
+        compute_s = _decode_compute_seconds(hardware, self.load)
+        read_s = _decode_read_seconds(hardware, self.load)
+        resident_share = mode.step_s * self.load.context_tokens / hardware.kv_tokens
+        compute_room = 1 - cost.step_base / mode.step_s
+        read_room = 1 - cost.step_s(rows=0, kv_tokens=0) / mode.step_s
+
+        decoded = self.columns.decoded[mode_index]
+        mode_time = self.columns.mode_times[mode_index]
+        self.constraints.add(_Term(decoded, compute_s), _Term(mode_time, -compute_room))
+        self.constraints.add(_Term(decoded, read_s), _Term(mode_time, -read_room))
+        self.constraints.add(_Term(decoded, resident_share), _Term(mode_time, -1.0))
+
+
+def _prefill_seconds(hardware: Hardware, load: RequestClasses) -> np.ndarray:
+    """Return the mean prefill of each class, alone on a replica."""
+    means = zip(load.uncached_tokens.tolist(), load.pairs.tolist(), strict=True)
+    return np.array([hardware.cost.mean_prefill_s(tokens, pairs) for tokens, pairs in means])
+
+
+def _decode_compute_seconds(hardware: Hardware, load: RequestClasses) -> np.ndarray:
+    """Return what the rows and the attention of each class's mean answer take."""
+    means = zip(load.output_tokens.tolist(), load.context_tokens.tolist(), strict=True)
+    return np.array([hardware.cost.decode_compute_s(output, context) for output, context in means])
+
+
+def _decode_read_seconds(hardware: Hardware, load: RequestClasses) -> np.ndarray:
+    """Return what reading the KV of each class's mean answer takes."""
+    return np.array([hardware.cost.decode_read_s(context) for context in load.context_tokens])
+
+
+def _step_times(hardware: Hardware, itl_s: float) -> list[float]:
+    """Return the step times worth considering, in seconds.
+
+    They are a grid up to the ITL target, and the step that reads all KV of a full replica.
+    """
+    empty_step_s = hardware.cost.step_s(rows=0, kv_tokens=0)
+    full_step_s = hardware.cost.step_s(rows=0, kv_tokens=hardware.kv_tokens)
+    step_times = {*(itl_s * share for share in STEP_SHARES), min(full_step_s, itl_s)}
+    return sorted(step_s for step_s in step_times if step_s > empty_step_s)
+
+
+def largest_rate(
+    load: RequestClasses, pools: Sequence[Pool], slo: Slo, target_share: float
 ) -> float:
-    """Requests/s/GPU. With `model`: at kernel efficiency; without: on the simulated hardware."""
-    pools = [
-        (kernel(hardware, model) if model else simulated(hardware), count)
-        for hardware, count in fleet.pools
+    """Return the requests/s that may be offered with `target_share` of them in time.
+
+    Raises SimulationError if the solver finds no solution.
+    """
+    return _Program(load, pools, slo).solve(target_share)
+
+
+def goodput_bound(
+    trace: Trace,
+    fleet: Fleet,
+    slo: Slo,
+    target_share: float,
+    model: str = "",
+    *,
+    reuse: bool = True,
+) -> float:
+    """Return the bound in requests/s for each GPU of the fleet.
+
+    With the name of a `model`, hardware counts at kernel efficiency; without, as it is simulated.
+    `reuse` False: no prefix is ever cached.
+    """
+    pools: list[Pool] = [
+        (kernel_hardware(hardware, model) if model else hardware, replicas)
+        for hardware, replicas in fleet.pools
     ]
-    return solve(classes(trace, reuse), pools, slo, share) / fleet.gpus
+    load = classify_requests(trace, reuse)
+    return largest_rate(load, pools, slo, target_share) / fleet.gpus

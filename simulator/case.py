@@ -1,8 +1,8 @@
-"""One thing to study: a trace on a fleet under one policy; and its runs, here or on every core.
+"""A case to study: a trace on a fleet under one policy; and its runs, here or on every core.
 
-`Cores` runs in processes that were forked when the cases, traces included, were there: a task names
-its case by number and sends back counts, so nothing large is copied. Tasks are asked for by threads
-(one for each case) and answered in the order they were asked.
+`CaseProcesses` runs in processes that were forked when the cases, their traces included, were
+there. A task names its case by number and sends back counts, so nothing large is copied. Tasks come
+from threads, one for each case, and are done in the order in which they came.
 """
 
 from __future__ import annotations
@@ -12,144 +12,189 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from math import inf
 from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from ..router import RouterConfig
-from .fleet import Faults, Fleet, Split
-from .metrics import Outcome, Slo
+from .documents import OWN_POLICY
+from .fleet import Faults, Fleet, FleetSplit
+from .metrics import SimulatedOutcome, Slo
 from .sim import Setting, Simulation
-from .trace import Trace
-from .trace import total as count_of
+from .trace import Trace, count_turns
 
-OURS = "diptych"
+P = ParamSpec("P")
+T = TypeVar("T")
+
+SETTLE_S = 0.001  #: after it the router takes the fleet for complete; all workers join at once
+
+
+class Variant(StrEnum):
+    """What of a baseline is simulated."""
+
+    POLICY_ONLY = "policy-only"  #: its policy; all else is ours
+    #: The baseline as its authors ship it: always disaggregated, and the first token comes from
+    #: the decode worker.
+    FULL = "full"
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What does not change while rates and splits are tried."""
+    """What stays the same while rates and splits are tried."""
 
     trace: Trace
     fleet: Fleet
     slo: Slo
-    policy: str = OURS
-    variant: str = "policy-only"
+    policy: str = OWN_POLICY
+    variant: str = Variant.POLICY_ONLY
     seeds: int = 3
-    closed: bool = False
+    closed_loop: bool = False  #: later turns of a session wait for the end of the one before
     faults: Faults = field(default_factory=Faults)
-    disaggregate: str = "auto"
-    router: RouterConfig | None = None  #: of a recorded run: used as it was, but for the policy
+    disaggregate: str = "auto"  #: as `RouterConfig.disaggregate`
+    router_config: RouterConfig | None = None  #: a recorded run's; only its policy is replaced
 
-    def setting(self, split: Split | tuple[Split, ...]) -> Setting:
-        """`full`: a baseline as its authors ship it: always disaggregated, and its first token
-        comes from the decode worker. `policy-only`: all that is ours but the policy."""
-        if self.router is not None:
-            config = replace(self.router, policy=self.policy, settle_s=0.001, decisions=0)
-            return Setting(self.fleet, split, config, self.slo, faults=self.faults)
-        shipped = self.variant == "full" and self.policy != OURS
-        config = RouterConfig(
-            policy=self.policy,
-            disaggregate="always" if shipped else self.disaggregate,
-            ttft_s=self.slo.ttft_s or 1.0,
-            itl_s=self.slo.itl_s,
-            settle_s=0.001,
-            decisions=0,
-            fetch=not shipped,
+    def setting(self, split: FleetSplit) -> Setting:
+        """Return what a simulation of this case runs on a split."""
+        as_shipped = self.variant == Variant.FULL and self.policy != OWN_POLICY
+        if self.router_config is not None:
+            as_shipped = False
+            config = replace(self.router_config, policy=self.policy, settle_s=SETTLE_S, decisions=0)
+        else:
+            config = RouterConfig(
+                policy=self.policy,
+                disaggregate="always" if as_shipped else self.disaggregate,
+                ttft_s=self.slo.ttft_s or 1.0,
+                itl_s=self.slo.itl_s,
+                settle_s=SETTLE_S,
+                decisions=0,
+                fetch=not as_shipped,
+            )
+        return Setting(
+            fleet=self.fleet,
+            split=split,
+            config=config,
+            slo=self.slo,
+            handoff="decode" if as_shipped else "prefill",
+            faults=self.faults,
         )
-        handoff = "decode" if shipped else "prefill"
-        return Setting(self.fleet, split, config, self.slo, handoff, self.faults)
 
 
-class Ran(NamedTuple):
-    """One run. `outcomes` is None if more requests missed than were allowed."""
+class CaseRun(NamedTuple):
+    """What came of one run."""
 
-    outcomes: list[Outcome] | None
-    requests: int
-    seconds: float
-
-
-class Verdict(NamedTuple):
-    """Whether a share of the requests is met; `met` is that share, if the runs went to the end."""
-
-    held: bool
-    met: float
-    requests: int
-    seconds: float
+    outcomes: list[SimulatedOutcome] | None  #: None: more requests missed than were allowed to
+    requests: int  #: that ended
+    seconds: float  #: of wall time
 
 
-def simulate(
-    case: Case, split: Split | tuple[Split, ...], rate: float, seed: int, give_up: float = inf
-) -> Ran:
-    """`rate` in requests/s per GPU."""
-    begun = time.perf_counter()
-    requests = case.trace.workload(rate * case.fleet.gpus, seed, case.closed)
+class LoadVerdict(NamedTuple):
+    """Whether a case meets the targets of a share of its requests."""
+
+    held: bool  #: True: the share is met
+    met_share: float  #: of the requests; 0: the runs were cut short
+    requests: int  #: simulated
+    seconds: float  #: of wall time
+
+
+def simulate_case(
+    case: Case, split: FleetSplit, rate: float, seed: int, missed_limit: float = inf
+) -> CaseRun:
+    """Run one load of `rate` requests/s per GPU.
+
+    The run ends early once more than `missed_limit` requests have missed their targets.
+    """
+    started_at = time.perf_counter()
+    requests = case.trace.workload(rate * case.fleet.gpus, seed, case.closed_loop)
     simulation = Simulation(case.setting(split), case.trace, seed)
     gc.disable()  # a run makes no cycles, and what it holds is large
     try:
-        outcomes = simulation.run(requests, give_up)
+        outcomes = simulation.run(requests, missed_limit)
     finally:
         gc.enable()
-    ended = sum(job is not None for job in simulation.done)
-    return Ran(outcomes, ended, time.perf_counter() - begun)
+    ended_count = sum(attempt is not None for attempt in simulation.last_attempts)
+    return CaseRun(outcomes, ended_count, time.perf_counter() - started_at)
 
 
-def holds(
-    case: Case, split: Split | tuple[Split, ...], rate: float, share: float, seeds: int
-) -> Verdict:
-    """Whether `share` of all requests of these seeds is met. Ends as soon as it cannot be."""
-    load = case.trace.workload(rate * case.fleet.gpus, 0, case.closed)
-    expected, missed, total = count_of(load) * seeds, 0, 0
-    requests, seconds = 0, 0.0
+def check_load(case: Case, split: FleetSplit, rate: float, share: float, seeds: int) -> LoadVerdict:
+    """Say whether `share` of all requests of these seeds meet their targets at `rate` per GPU.
+
+    The runs end as soon as that cannot be.
+    """
+    load = case.trace.workload(rate * case.fleet.gpus, 0, case.closed_loop)
+    missed_limit = (1 - share) * (count_turns(load) * seeds)
+    missed = 0
+    ended = 0
+    simulated = 0
+    seconds = 0.0
     for seed in range(seeds):
-        ran = simulate(case, split, rate, seed, (1 - share) * expected - missed)
-        requests, seconds = requests + ran.requests, seconds + ran.seconds
-        if ran.outcomes is None:
-            return Verdict(False, 0.0, requests, seconds)
-        missed += sum(not one.met for one in ran.outcomes)
-        total += len(ran.outcomes)
-    met = 1 - missed / total if total else 0.0
-    return Verdict(total > 0 and missed <= (1 - share) * total, met, requests, seconds)
+        run = simulate_case(case, split, rate, seed, missed_limit=missed_limit - missed)
+        simulated += run.requests
+        seconds += run.seconds
+        if run.outcomes is None:
+            return LoadVerdict(False, 0.0, simulated, seconds)
+        missed += sum(not outcome.targets_met for outcome in run.outcomes)
+        ended += len(run.outcomes)
+    if not ended:
+        return LoadVerdict(False, 0.0, simulated, seconds)
+    held = missed <= (1 - share) * ended
+    return LoadVerdict(held, 1 - missed / ended, simulated, seconds)
 
 
-class Here(Executor):
-    """Does what is submitted at once, in this process."""
+class InlineExecutor(Executor):
+    """Does what is submitted at once, in this process. What fails is raised by `submit`."""
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
-        future: Future = Future()
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
         future.set_result(fn(*args, **kwargs))
         return future
 
 
-_cases: list[Case] = []  #: of the pool that this process works for
+_forked_cases: list[Case] = []  #: of the pool that this process works for
 
 
-def _work(function: Callable[..., Any], number: int, *args: Any) -> Any:
-    return function(_cases[number], *args)
+def _run_forked(
+    function: Callable[..., T], case_number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> T:
+    return function(_forked_cases[case_number], *args, **kwargs)
 
 
-class Cores:
-    """`submit(function, number, ...)` = `function(cases[number], ...)` in one of `jobs` processes.
+class CaseProcesses:
+    """A pool of `jobs` processes that have the cases; with one job, this process alone.
 
-    `spare`: there are more cores than cases, so a search may ask for more than it needs next.
+    `submit(function, number, ...)` computes `function(cases[number], ...)`. Leaving the context
+    cancels what has not begun.
     """
 
     def __init__(self, cases: list[Case], jobs: int) -> None:
-        self._mine = cases
-        self.spare = jobs > len(cases)
-        self._pool: Executor = Here()
+        self._cases = cases
+        #: There are more cores than cases: a search may ask for more than it needs next.
+        self.has_spare_cores = jobs > len(cases)
+        self._pool: ProcessPoolExecutor | None = None
         if jobs > 1:
-            _cases[:] = cases
+            _forked_cases[:] = cases
             self._pool = ProcessPoolExecutor(jobs, get_context("fork"))
             self._pool.submit(int).result()  # all are forked now, before there are threads
 
-    def submit(self, function: Callable[..., Any], number: int, *args: Any) -> Future:
-        if isinstance(self._pool, Here):
-            return self._pool.submit(function, self._mine[number], *args)
-        return self._pool.submit(_work, function, number, *args)
+    def submit(
+        self,
+        function: Callable[Concatenate[Case, P], T],
+        case_number: int,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Future[T]:
+        """Compute `function` of a case and the other arguments.
 
-    def __enter__(self) -> Cores:
+        An error of the function is the future's; with one job it is raised here.
+        """
+        if self._pool is None:
+            case = self._cases[case_number]
+            return InlineExecutor().submit(function, case, *args, **kwargs)
+        return self._pool.submit(_run_forked, function, case_number, args=args, kwargs=kwargs)
+
+    def __enter__(self) -> CaseProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)

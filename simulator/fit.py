@@ -1,14 +1,18 @@
-"""Fits the overheads of the closed form on measured rows, and says how well it predicts others.
+"""Fits the overheads of the closed form to measured engines, and tests the fit on others.
 
-`python -m diptych.simulator.fit [--calibration FOLDER] [--write]`: prints the error and, with
+`python -m diptych.simulator.fit [--calibration FOLDER] [--write]` prints the errors and, with
 `--write`, writes `coefficients.yaml`.
 
-Rows: dense models (Llama-3.1-70B fp8, Qwen3-32B bf16/fp8), vLLM, aggregated, H100/H200/B200 SXM,
-tp 1-8, concurrency stated. Fitted on every H200 row, tested on every H100 and B200 row. Closed
-loop at concurrency c:
+The measured engines are dense models (Llama-3.1-70B fp8, Qwen3-32B bf16 and fp8) under vLLM,
+aggregated, on H100, H200 and B200 SXM with tp 1 to 8, where the load's concurrency is stated. The
+fit sees those on H200; those on H100 and B200 test it. With B sequences that decode at a time in a
+closed loop, an engine's time per output token is predicted as
 
-    TPOT = step(B, B (isl + osl/2)) + B prefill(isl, isl) / osl
-    B    = min(c, KV tokens of the worker / (isl + osl/2))
+    TPOT = step_s(B, B * (isl + osl / 2)) + B * prefill_s(isl, isl) / osl
+    B    = min(concurrency, KV tokens of the replica / (isl + osl / 2))
+
+where isl and osl are the lengths of prompt and answer in tokens. The fit minimises the squares of
+log(predicted / measured), in which the overheads are not linear.
 """
 
 from __future__ import annotations
@@ -19,134 +23,225 @@ import gzip
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from scipy.optimize import least_squares
 
-from . import hardware as hw
+from .hardware import (
+    COEFFICIENTS_FILE,
+    Overheads,
+    derive_coefficients,
+    find_gpu,
+    find_model,
+    kv_memory_bytes,
+    load_constants,
+)
 
-NAMES = {"h100_sxm": "H100", "h200_sxm": "H200", "b200_sxm": "B200"}
-MODELS = {"meta-llama/Llama-3.1-70B": "llama3.1-70b", "Qwen/Qwen3-32B": "qwen3-32b"}
-# The fitted rows are of one model: of a step's overhead they tell the sum with its layers' only.
-# So `step_s` is held, at what the first fit had left there.
-STEP_S = 1.858e-4
-START = hw.Overheads(0.9, 0.8, STEP_S, 3e-5, 1.0, 5e-3)
-LOWEST = hw.Overheads(0.3, 0.3, STEP_S, 0.0, 0.3, 0.0)
-HIGHEST = hw.Overheads(0.9, 0.9, STEP_S, 2e-4, 1.0, 1e-2)  # no better than kernels alone
+SAMPLE_FILE = "silicon_sample.csv.gz"
+GPU_NAMES = {"h100_sxm": "H100", "h200_sxm": "H200", "b200_sxm": "B200"}
+MODEL_NAMES = {"meta-llama/Llama-3.1-70B": "llama3.1-70b", "Qwen/Qwen3-32B": "qwen3-32b"}
+DATA_TYPES = ("bf16", "fp8")
+FITTED_GPU = "H200"
+LARGE_ERROR = 0.1  #: relative; larger errors count linearly, not squared
+
+#: The fitted engines run one model, so they tell only the sum of a step's overhead and its layers'.
+#: Therefore `step_s` is held at the value of the first fit.
+HELD_STEP_S = 1.858e-4
+START = Overheads(
+    weights_efficiency=0.9,
+    kv_efficiency=0.8,
+    step_s=HELD_STEP_S,
+    layer_s=3e-5,
+    prefill_efficiency=1.0,
+    prompt_s=5e-3,
+)
+LOWER_BOUNDS = Overheads(
+    weights_efficiency=0.3,
+    kv_efficiency=0.3,
+    step_s=HELD_STEP_S,
+    layer_s=0.0,
+    prefill_efficiency=0.3,
+    prompt_s=0.0,
+)
+#: Nothing is better than the kernels alone.
+UPPER_BOUNDS = Overheads(
+    weights_efficiency=0.9,
+    kv_efficiency=0.9,
+    step_s=HELD_STEP_S,
+    layer_s=2e-4,
+    prefill_efficiency=1.0,
+    prompt_s=1e-2,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One measured engine configuration; times in seconds."""
+class MeasuredEngine:
+    """One engine configuration under one load, and its measured time per output token."""
 
     gpu: str
     model: str
     tp: int
-    concurrency: int
-    isl: int
-    osl: int
+    concurrency: int  #: requests that clients keep open
+    isl: int  #: tokens of each prompt
+    osl: int  #: tokens of each answer
     tpot_s: float
-    ttft_s: float
 
 
-def read_rows(folder: Path) -> list[Row]:
-    with gzip.open(folder / "silicon_sample.csv.gz", "rt") as file:
-        found = [_row(raw) for raw in csv.DictReader(file)]
-    return [row for row in found if row is not None]
+class PredictionError(msgspec.Struct, frozen=True):
+    """Relative errors of the predicted time per output token, over some engines."""
+
+    rows: int  #: how many engines
+    mean: float  #: of the errors' magnitudes
+    median: float  #: of the errors' magnitudes
+    bias: float  #: mean of the errors with their signs
 
 
-def _row(raw: dict[str, str]) -> Row | None:
-    if raw["mode"] != "agg" or raw["system"] not in NAMES or raw["model_path"] not in MODELS:
+class FitResult(NamedTuple):
+    """The fitted overheads, and the errors by group of engines."""
+
+    overheads: Overheads
+    errors: dict[str, PredictionError]
+
+
+# ---- the measured engines ------------------------------------------------------------------------
+
+
+def read_engines(folder: Path) -> list[MeasuredEngine]:
+    """Return the engines of the sample that the closed form describes."""
+    with gzip.open(folder / SAMPLE_FILE, "rt") as file:
+        engines = [_parse_engine(row) for row in csv.DictReader(file)]
+    return [engine for engine in engines if engine is not None]
+
+
+def _parse_engine(row: dict[str, str]) -> MeasuredEngine | None:
+    """Return the row's engine, or None if its kind is not fitted."""
+    data_type = row["gemm_quant_mode"] or "bf16"
+    concurrency = re.search(r"silicon_concurrency=(\d+)", row["silicon_data_source"])
+    if row["system"] not in GPU_NAMES or row["model_path"] not in MODEL_NAMES:
         return None
-    dtype = raw["gemm_quant_mode"] or "bf16"
-    said = re.search(r"silicon_concurrency=(\d+)", raw["silicon_data_source"])
-    if raw["backend"] != "vllm" or dtype not in ("bf16", "fp8") or raw["pp_size"] != "1":
+    if row["mode"] != "agg" or row["backend"] != "vllm" or row["pp_size"] != "1":
         return None
-    if said is None:
+    if data_type not in DATA_TYPES or concurrency is None:
         return None
-    return Row(
-        NAMES[raw["system"]],
-        f"{MODELS[raw['model_path']]}-{dtype}",
-        int(raw["tp_size"]),
-        int(said[1]),
-        int(raw["isl"]),
-        int(raw["osl"]),
-        float(raw["silicon_tpot_ms"]) / 1e3,
-        float(raw["silicon_ttft_ms"]) / 1e3,
+    return MeasuredEngine(
+        gpu=GPU_NAMES[row["system"]],
+        model=f"{MODEL_NAMES[row['model_path']]}-{data_type}",
+        tp=int(row["tp_size"]),
+        concurrency=int(concurrency[1]),
+        isl=int(row["isl"]),
+        osl=int(row["osl"]),
+        tpot_s=float(row["silicon_tpot_ms"]) / 1e3,
     )
 
 
-def tpot(row: Row, over: hw.Overheads) -> float:
-    model, gpu = hw.model_named(row.model), hw.gpu_named(row.gpu)
-    cost = hw.closed_form(model, gpu, row.tp, over)
-    length = row.isl + row.osl / 2
-    room = gpu.hbm_bytes * hw.POOL_SHARE * row.tp - model.weight_bytes
-    rows = min(row.concurrency, max(1.0, room / model.kv_bytes / length))
-    prefill = hw.prefill_s(cost, row.isl, row.isl)
-    return hw.step_s(cost, int(rows), rows * length) + rows * prefill / row.osl
+def predict_tpot_s(engine: MeasuredEngine, overheads: Overheads) -> float:
+    """Return the seconds per output token by the closed form with these overheads."""
+    model = find_model(engine.model)
+    gpu = find_gpu(engine.gpu)
+    cost = derive_coefficients(model, gpu, engine.tp, overheads)
+    mean_length = engine.isl + engine.osl / 2
+    kv_tokens = kv_memory_bytes(model, gpu, engine.tp) / model.kv_bytes_per_token
+    rows = min(engine.concurrency, max(1.0, kv_tokens / mean_length))
+    step_s = cost.step_s(int(rows), rows * mean_length)
+    return step_s + rows * cost.prefill_s(engine.isl, engine.isl) / engine.osl
 
 
-def fit(rows: list[Row]) -> hw.Overheads:
-    """Least squares of log(predicted / measured), large errors counted linearly."""
-    start, low, high = (np.array(msgspec.structs.astuple(x)) for x in (START, LOWEST, HIGHEST))
-    free = low < high
-
-    def overheads(values: np.ndarray) -> hw.Overheads:
-        every = start.copy()
-        every[free] *= values
-        return hw.Overheads(*every.tolist())
-
-    def residuals(values: np.ndarray) -> np.ndarray:
-        over = overheads(values)
-        return np.array([np.log(tpot(row, over) / row.tpot_s) for row in rows])
-
-    bounds = (low[free] / start[free], high[free] / start[free])
-    ones = np.ones(free.sum())
-    found = least_squares(residuals, ones, bounds=bounds, loss="soft_l1", f_scale=0.1)
-    best = msgspec.structs.astuple(overheads(found.x))
-    return hw.Overheads(*(float(f"{value:.4g}") for value in best))
+# ---- the fit -------------------------------------------------------------------------------------
 
 
-def error(rows: list[Row], over: hw.Overheads) -> dict:
-    """Relative errors of TPOT: mean of magnitudes, their median, mean with sign."""
-    errors = np.array([tpot(row, over) / row.tpot_s - 1 for row in rows])
+def fit_overheads(engines: list[MeasuredEngine]) -> Overheads:
+    """Return the overheads that predict these engines best, to four digits."""
+    start = _as_array(START)
+    lower = _as_array(LOWER_BOUNDS)
+    upper = _as_array(UPPER_BOUNDS)
+    free = lower < upper
+
+    def scaled_overheads(factors: np.ndarray) -> Overheads:
+        """Return the start with its free values multiplied."""
+        values = start.copy()
+        values[free] *= factors
+        return Overheads(*values.tolist())
+
+    def residuals(factors: np.ndarray) -> np.ndarray:
+        overheads = scaled_overheads(factors)
+        ratios = [predict_tpot_s(engine, overheads) / engine.tpot_s for engine in engines]
+        return np.log(np.array(ratios))
+
+    solution = least_squares(
+        residuals,
+        np.ones(free.sum()),
+        bounds=(lower[free] / start[free], upper[free] / start[free]),
+        loss="soft_l1",
+        f_scale=LARGE_ERROR,
+    )
+    best = _as_array(scaled_overheads(solution.x))
+    return Overheads(*(float(f"{value:.4g}") for value in best))
+
+
+def _as_array(overheads: Overheads) -> np.ndarray:
+    return np.array(msgspec.structs.astuple(overheads))
+
+
+def prediction_error(engines: list[MeasuredEngine], overheads: Overheads) -> PredictionError:
+    """Return how far the predictions are from what was measured."""
+    errors = np.array([predict_tpot_s(engine, overheads) / engine.tpot_s - 1 for engine in engines])
     magnitudes = np.abs(errors)
-    return {
-        "rows": len(rows),
-        "mean": round(float(magnitudes.mean()), 4),
-        "median": round(float(np.median(magnitudes)), 4),
-        "bias": round(float(errors.mean()), 4),
+    return PredictionError(
+        rows=len(engines),
+        mean=round(float(magnitudes.mean()), 4),
+        median=round(float(np.median(magnitudes)), 4),
+        bias=round(float(errors.mean()), 4),
+    )
+
+
+def fit_and_test(engines: list[MeasuredEngine]) -> FitResult:
+    """Return the fit to the engines on `FITTED_GPU`, and its errors on these and on the others."""
+    fitted = [engine for engine in engines if engine.gpu == FITTED_GPU]
+    others = [engine for engine in engines if engine.gpu != FITTED_GPU]
+    overheads = fit_overheads(fitted)
+    errors = {
+        "fitted": prediction_error(fitted, overheads),
+        "not_fitted": prediction_error(others, overheads),
     }
+    for gpu, model in sorted({(engine.gpu, engine.model) for engine in others}):
+        group = [engine for engine in others if (engine.gpu, engine.model) == (gpu, model)]
+        errors[f"{gpu} {model}"] = prediction_error(group, overheads)
+    return FitResult(overheads, errors)
 
 
-def report(rows: list[Row]) -> tuple[hw.Overheads, dict]:
-    """The fit, and the error on the rows it has seen and on those it has not."""
-    seen = [row for row in rows if row.gpu == "H200"]
-    unseen = [row for row in rows if row.gpu != "H200"]
-    over = fit(seen)
-    errors = {"fitted": error(seen, over), "not_fitted": error(unseen, over)}
-    for gpu, model in sorted({(row.gpu, row.model) for row in unseen}):
-        group = [row for row in unseen if (row.gpu, row.model) == (gpu, model)]
-        errors[f"{gpu} {model}"] = error(group, over)
-    return over, errors
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def main() -> None:
+    """Fit, print the errors, and write the constants if that was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calibration", type=Path, default=Path("../shared/calibration"))
     parser.add_argument("--write", action="store_true", help="write coefficients.yaml")
     options = parser.parse_args()
-    over, errors = report(read_rows(options.calibration))
-    print(f"overheads: {over}")
-    for name, values in errors.items():
-        print(f"TPOT error, {name:32} " + "  ".join(f"{k} {v}" for k, v in values.items()))
+
+    result = fit_and_test(read_engines(options.calibration))
+    print(f"overheads: {result.overheads}")
+    for group, error in result.errors.items():
+        values = msgspec.structs.asdict(error)
+        print(
+            f"TPOT error, {group:32} "
+            + "  ".join(f"{name} {value}" for name, value in values.items())
+        )
     if options.write:
-        known = hw.constants()
-        provenance = known.provenance | {"error": errors}
-        known = msgspec.structs.replace(known, provenance=provenance, overheads=over)
-        hw.FILE.write_bytes(msgspec.yaml.encode(msgspec.to_builtins(known)))
-        print(f"wrote {hw.FILE.name}")
+        _write_constants(result)
+        print(f"wrote {COEFFICIENTS_FILE.name}")
+
+
+def _write_constants(result: FitResult) -> None:
+    constants = load_constants()
+    constants = msgspec.structs.replace(
+        constants,
+        provenance=constants.provenance | {"error": result.errors},
+        overheads=result.overheads,
+    )
+    COEFFICIENTS_FILE.write_bytes(msgspec.yaml.encode(msgspec.to_builtins(constants)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Which replicas there are: `H200:32` (GPUs by type), `6P2D` (replicas by role), and faults.
+"""Which replicas there are: fleets (`H200:32`), their roles (`6P2D`), and what goes wrong in them.
 
-A split names roles: P prefill, D decode, M mixed. Of a fleet of several GPU types each pool may
-have its own split: `H100:8=2P,H200:8=2D`; without one, the split counts over all replicas in order.
+A fleet names GPUs by type. A split names how many replicas have each role: P prefill, D decode,
+M mixed. One split counts over all replicas of a fleet, in the order of its pools; a tuple of splits
+has one for each pool.
 """
 
 from __future__ import annotations
@@ -12,57 +13,72 @@ from dataclasses import dataclass
 from .errors import SimulationError
 from .hardware import Hardware
 
-ROLES = {"P": "prefill", "D": "decode", "M": "mixed"}
+NUMBER = r"(\d+\.?\d*|\.\d+)"
+FAULT_PATTERNS = {
+    "stale": rf"{NUMBER}s",
+    "wrong": rf"{NUMBER}%",
+    "slow": rf"{NUMBER}x@(\d+)",
+    "kill": rf"(\d+)@{NUMBER}s",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Replicas by role. Parsed from and printed as `6P2D`, `5P2D1M`, `8M`."""
+    """Replicas by role. It is parsed from and printed as `6P2D`, `5P2D1M`, `8M`."""
 
     prefill: int = 0
     decode: int = 0
     mixed: int = 0
 
     @staticmethod
-    def of(text: str) -> Split:
+    def parse(text: str) -> Split:
+        """Raises SimulationError."""
         if not re.fullmatch(r"(\d+[PDM])+", text):
             raise SimulationError(f"split {text}: expected replicas by role, like 6P2D or 8M")
         counts = dict.fromkeys("PDM", 0)
         for number, role in re.findall(r"(\d+)([PDM])", text):
             counts[role] += int(number)
-        return Split(counts["P"], counts["D"], counts["M"])
+        return Split(prefill=counts["P"], decode=counts["D"], mixed=counts["M"])
 
     @property
-    def total(self) -> int:
+    def replicas(self) -> int:
+        """Replicas of all roles."""
         return self.prefill + self.decode + self.mixed
 
     @property
-    def serves(self) -> bool:
-        """Both phases have a worker."""
+    def serves_both_phases(self) -> bool:
+        """Whether there is a worker for prompts and one for answers."""
         return self.mixed > 0 or (self.prefill > 0 and self.decode > 0)
 
     def roles(self) -> list[str]:
+        """Return the role of each replica: first prefill, then decode, then mixed."""
         return ["prefill"] * self.prefill + ["decode"] * self.decode + ["mixed"] * self.mixed
 
     def __str__(self) -> str:
-        parts = ((self.prefill, "P"), (self.decode, "D"), (self.mixed, "M"))
-        return "".join(f"{count}{role}" for count, role in parts if count)
+        counts = ((self.prefill, "P"), (self.decode, "D"), (self.mixed, "M"))
+        return "".join(f"{count}{role}" for count, role in counts if count)
+
+
+#: One split over all replicas of a fleet, or one for each of its pools.
+FleetSplit = Split | tuple[Split, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Pools of equal replicas, in the order given: (hardware, replicas)."""
+    """Pools of equal replicas."""
 
-    pools: tuple[tuple[Hardware, int], ...]
+    pools: tuple[tuple[Hardware, int], ...]  #: (a replica, how many there are of it)
 
     @staticmethod
-    def of(text: str, model: str, tp: int) -> Fleet:
-        pools = []
+    def parse(text: str, model: str, tp: int) -> Fleet:
+        """Return the fleet `GPU:COUNT,...`, with replicas of `tp` GPUs. Raises SimulationError."""
+        pools: list[tuple[Hardware, int]] = []
         for part in text.split(","):
-            found = re.fullmatch(r"([A-Za-z0-9]+):(\d+)", part.strip())
-            if not found:
+            match = re.fullmatch(r"([A-Za-z0-9]+):(\d+)", part.strip())
+            if not match:
                 raise SimulationError(f"fleet {text}: expected GPU:COUNT,..., like H200:32")
-            gpu, count = found[1], int(found[2])
+            gpu = match[1]
+            count = int(match[2])
             if count == 0 or count % tp:
                 raise SimulationError(f"fleet {part}: {count} GPUs are no whole replicas of {tp}")
             pools.append((Hardware.of(model, gpu, tp), count // tp))
@@ -70,69 +86,86 @@ class Fleet:
 
     @property
     def replicas(self) -> int:
+        """Replicas of all pools."""
         return sum(count for _, count in self.pools)
 
     @property
     def gpus(self) -> int:
+        """GPUs of all replicas; of CPU workers, their cores."""
         return sum(hardware.gpus * count for hardware, count in self.pools)
 
     @property
     def reference(self) -> Hardware:
-        """What an isolated prefill is timed on: the first pool."""
+        """A replica of the first pool, on which isolated prefills are timed."""
         return self.pools[0][0]
 
-    def workers(self, split: Split | tuple[Split, ...]) -> list[tuple[str, Hardware]]:
-        """(role, hardware) of every replica; one split for each pool, or one over all."""
-        hardware = [[one] * count for one, count in self.pools]
+    def workers(self, split: FleetSplit) -> list[tuple[str, Hardware]]:
+        """Return (role, hardware) of every replica. Raises SimulationError if the split is not
+        one of so many replicas."""
+        pools = [[hardware] * count for hardware, count in self.pools]
         if isinstance(split, Split):
-            flat = [one for pool in hardware for one in pool]
-            if split.total != len(flat):
-                raise SimulationError(f"split {split}: the fleet has {len(flat)} replicas")
-            return list(zip(split.roles(), flat, strict=True))
-        found = []
-        for one, pool in zip(split, hardware, strict=True):
-            if one.total != len(pool):
-                raise SimulationError(f"split {one}: the pool has {len(pool)} replicas")
-            found += list(zip(one.roles(), pool, strict=True))
-        return found
+            replicas = [hardware for pool in pools for hardware in pool]
+            if split.replicas != len(replicas):
+                raise SimulationError(f"split {split}: the fleet has {len(replicas)} replicas")
+            return list(zip(split.roles(), replicas, strict=True))
+
+        workers: list[tuple[str, Hardware]] = []
+        for pool_split, pool in zip(split, pools, strict=True):
+            if pool_split.replicas != len(pool):
+                raise SimulationError(f"split {pool_split}: the pool has {len(pool)} replicas")
+            workers += zip(pool_split.roles(), pool, strict=True)
+        return workers
 
 
-def splits(replicas: int, mixed: bool = False) -> list[Split]:
-    """Every split with both roles; `mixed`: and all replicas mixed."""
-    found = [Split(p, replicas - p) for p in range(1, replicas)]
-    return found + ([Split(mixed=replicas)] if mixed or not found else [])
+def possible_splits(replicas: int, mixed: bool = False) -> list[Split]:
+    """Return every split that has prefill and decode workers and no mixed ones.
+
+    With `mixed` the split of only mixed replicas comes last; it also does where one replica leaves
+    no other split.
+    """
+    splits = [Split(prefill, replicas - prefill) for prefill in range(1, replicas)]
+    if mixed or not splits:
+        splits.append(Split(mixed=replicas))
+    return splits
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What goes wrong. Workers by their place in the fleet; times in seconds."""
+    """What goes wrong in a run. Workers are named by their place in the fleet, from 0."""
 
-    report_delay_s: float = 0.0  #: age at which the router hears of block events and steps
-    slow: tuple[tuple[int, float], ...] = ()  #: (worker, times slower than its card says)
-    misprediction: float = 0.0  #: a prefill takes up to so much more or less, uniformly
-    kill: tuple[tuple[int, float], ...] = ()  #: (worker, when it dies)
+    report_delay_s: float = 0.0  #: age of a worker's report when the router gets it
+    slow_workers: tuple[tuple[int, float], ...] = ()  #: (worker, times slower than its card says)
+    #: A prefill takes up to this share longer or shorter than predicted, drawn uniformly.
+    misprediction_share: float = 0.0
+    killed_workers: tuple[tuple[int, float], ...] = ()  #: (worker, seconds at which it dies)
 
     @staticmethod
-    def of(text: str) -> Faults:
-        """`stale=1s,slow=3x@0,wrong=10%,kill=2@60s`: workers by their place in the fleet."""
-        values: dict = {"slow": [], "kill": []}
-        patterns = {
-            "stale": r"([\d.]+)s",
-            "wrong": r"([\d.]+)%",
-            "slow": r"([\d.]+)x@(\d+)",
-            "kill": r"(\d+)@([\d.]+)s",
-        }
+    def parse(text: str) -> Faults:
+        """Return the faults of `stale=1s,slow=3x@0,wrong=10%,kill=2@60s`, each optional.
+
+        `slow` and `kill` may come several times. Raises SimulationError.
+        """
+        report_delay_s = 0.0
+        misprediction_share = 0.0
+        slow_workers: list[tuple[int, float]] = []
+        killed_workers: list[tuple[int, float]] = []
         for part in filter(None, text.replace(" ", "").split(",")):
             name, _, value = part.partition("=")
-            found = re.fullmatch(patterns[name], value) if name in patterns else None
+            found = re.fullmatch(FAULT_PATTERNS[name], value) if name in FAULT_PATTERNS else None
             if not found:
                 raise SimulationError(f"faults {part}: expected stale=1s,slow=3x@0,wrong=10%,...")
-            if name == "stale":
-                values["report_delay_s"] = float(found[1])
-            elif name == "wrong":
-                values["misprediction"] = float(found[1]) / 100
-            elif name == "slow":
-                values["slow"].append((int(found[2]), float(found[1])))
-            else:
-                values["kill"].append((int(found[1]), float(found[2])))
-        return Faults(**values | {name: tuple(values[name]) for name in ("slow", "kill")})
+            match name:
+                case "stale":
+                    report_delay_s = float(found[1])
+                case "wrong":
+                    misprediction_share = float(found[1]) / 100
+                case "slow":
+                    slow_workers.append((int(found[2]), float(found[1])))
+                case "kill":
+                    killed_workers.append((int(found[1]), float(found[2])))
+        return Faults(
+            report_delay_s=report_delay_s,
+            slow_workers=tuple(slow_workers),
+            misprediction_share=misprediction_share,
+            killed_workers=tuple(killed_workers),
+        )

@@ -1,19 +1,25 @@
-"""How long a worker takes: the closed form, from GPU and model constants and fitted overheads.
+"""What one replica is: its GPUs, and the closed form of its speed from hardware constants.
 
-    prefill(u of n) = base + u * token + (n^2 - (n-u)^2)/2 * pair
-    step(B, K)      = base + max(B * row, weights) + K * token
-    transfer(t)     = base + t * token
+`protos.frames.Coefficients` holds the closed form: the seconds of a prefill, a step and a transfer.
+This module derives its coefficients from a model's shape, a GPU's data sheet and fitted overheads:
 
-with P active parameters, F FLOP/s of the weights' type x measured GEMM efficiency, L layers,
-h heads of hd, d hidden, BW bytes/s, kv bytes per token, ar(bytes) = latency + bytes / bandwidth:
+    prefill_base  = prompt_s + 2 * layers * reduce_latency
+    prefill_token = row / prefill_efficiency
+    prefill_pair  = attention_flops_per_pair / (bf16_flops * ATTENTION_MFU * tp) / prefill_efficiency
+    step_base     = step_s + layers * (layer_s + 2 * reduce_latency)
+    step_row      = row
+    step_weights  = weight_bytes_read / (hbm_bytes_per_s * weights_efficiency * tp)
+    step_token    = kv_bytes_per_token / (hbm_bytes_per_s * kv_efficiency * tp)
 
-    prefill base  = prompt_s + 2 L ar latency        prefill token = (2 P / (F tp) + 4 L d / ar) / e
-    prefill pair  = 4 L h hd / (F_bf16 * 0.6 tp) / e     e = fitted `prefill_efficiency`
-    step base     = step_s + L (layer_s + 2 ar latency)  step row = 2 P / (F tp) + 4 L d / ar
-    step weights  = W / (BW e_w tp)                  step token = kv / (BW e_kv tp)
+    where row = 2 * active_parameters / (flops * gemm_efficiency * tp)
+                + 4 * layers * hidden / reduce_bytes_per_s
 
-Constants, the fit, sources and licences stand in `coefficients.yaml` (written by `fit.py`).
-Mixture of experts: P is active, W counts the experts that `MOE_ROWS` rows touch.
+Each layer needs two all-reduces of `2 * hidden` bytes a token; an all-reduce of b bytes takes
+`reduce_latency + b / reduce_bytes_per_s`. For a mixture of experts only the parameters that one
+token uses are computed, and a step reads the experts that `MOE_ROWS` rows touch.
+
+The constants, the fitted overheads, their sources and licences stand in `coefficients.yaml`, which
+`fit.py` writes.
 """
 
 from __future__ import annotations
@@ -21,169 +27,212 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ..protos.frames import Coefficients
 from .errors import SimulationError
 
-FILE = Path(__file__).parent / "coefficients.yaml"
-ATTENTION_MFU = 0.6  #: of bf16 peak, causal prefill at 4-16k tokens, measured .49-.67
-LINK_EFFICIENCY = 0.7  #: of a NIC's rate
-POOL_SHARE = 0.9  #: of a GPU's memory; what the weights leave of it holds KV
-MOE_ROWS = 64  #: rows whose distinct experts a step reads
-PIECES = 8  #: layer groups whose KV is pushed while the next is computed
-TRANSFER_BASE_S = 1e-3  #: ticket round trip
+COEFFICIENTS_FILE = Path(__file__).parent / "coefficients.yaml"
+#: Of the bf16 peak, for causal prefill of 4k to 16k tokens; 0.49 to 0.67 were measured.
+ATTENTION_MFU = 0.6
+LINK_EFFICIENCY = 0.7  #: of a NIC's data-sheet rate
+#: Of a GPU's memory; what the weights leave of this share holds KV.
+USABLE_MEMORY_SHARE = 0.9
+KV_BYTES_MINIMUM = 1e9  #: with less room for KV, a model counts as not fitting
+MOE_ROWS = 64  #: rows of the step whose distinct experts are read
+LAYER_GROUPS = 8  #: the KV of one layer group is pushed while the next group is computed
+TRANSFER_BASE_S = 1e-3  #: the ticket's round trip
 
 
-class Gpu(msgspec.Struct, frozen=True):
-    """Data-sheet rates (bytes/s, FLOP/s, bytes) and what kernels reach of them."""
+class AllReduce(NamedTuple):
+    """The speed of an all-reduce between the GPUs of one replica."""
 
-    flops: dict[str, float]
-    gemm_efficiency: dict[str, float]  #: of `flops`, m >= 1024
+    latency_s: float
+    bytes_per_s: float
+
+
+NO_ALL_REDUCE = AllReduce(latency_s=0.0, bytes_per_s=float("inf"))
+
+
+class GpuType(msgspec.Struct, frozen=True):
+    """The data sheet of a GPU, and what matrix products reach of it."""
+
+    flops: dict[str, float]  #: FLOP/s by the data type of the weights
+    gemm_efficiency: dict[str, float]  #: share of `flops` that is reached with 1,024 rows and more
     hbm_bytes_per_s: float
     hbm_bytes: float
     nic_bytes_per_s: float
-    allreduce: dict[int, tuple[float, float]]  #: GPUs -> (latency s, bytes/s)
+    allreduce: dict[int, AllReduce]  #: by number of GPUs
 
 
-class Model(msgspec.Struct, frozen=True):
-    """Shape of a checkpoint; `parameters` are those of matmuls, without the embedding."""
+class ModelShape(msgspec.Struct, frozen=True):
+    """The sizes of a checkpoint that decide how fast it runs."""
 
     layers: int
     hidden: int
     heads: int
     kv_heads: int
     head_dim: int
-    parameters: float
-    dtype: str  #: of the weights: bf16 | fp8 | nvfp4
+    parameters: float  #: of all matrix products, experts included, without the embedding
+    dtype: str  #: of the weights: bf16, fp8 or nvfp4
     bytes_per_weight: float
-    expert_share: float = 0.0  #: of `parameters` in experts
-    experts: int = 0
+    expert_share: float = 0.0  #: share of `parameters` that is in experts
+    experts: int = 0  #: per layer; 0: the model is dense
     experts_per_token: int = 0
     kv_bytes_per_value: int = 2
 
     @property
-    def kv_bytes(self) -> int:
-        """Per token."""
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values that one token has in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes_per_value
 
     @property
-    def active(self) -> float:
+    def active_parameters(self) -> float:
         """Parameters that one token is multiplied with."""
-        share = self.experts_per_token / self.experts if self.experts else 1.0
-        return self.parameters * (1 - self.expert_share * (1 - share))
+        used_share = self.experts_per_token / self.experts if self.experts else 1.0
+        return self.parameters * (1 - self.expert_share * (1 - used_share))
 
     @property
     def weight_bytes(self) -> float:
+        """Bytes of all weights."""
         return self.parameters * self.bytes_per_weight
 
-    def read_bytes(self, rows: int) -> float:
-        """Weights that a step with so many rows reads: of experts, the distinct ones touched."""
+    def weight_bytes_read(self, rows: int) -> float:
+        """Return the bytes of weights that a step with `rows` rows reads.
+
+        Of the experts, only the distinct ones that the rows touch are read.
+        """
         if not self.experts:
             return self.weight_bytes
-        touched = 1 - (1 - self.experts_per_token / self.experts) ** rows
-        return self.weight_bytes * (1 - self.expert_share * (1 - touched))
+        touched_share = 1 - (1 - self.experts_per_token / self.experts) ** rows
+        return self.weight_bytes * (1 - self.expert_share * (1 - touched_share))
 
     @property
-    def attention_flops(self) -> float:
-        """Per (query, key) pair."""
+    def attention_flops_per_pair(self) -> float:
+        """Floating-point operations of attention for each pair of query and key."""
         return 4.0 * self.layers * self.heads * self.head_dim
 
 
 class Overheads(msgspec.Struct, frozen=True):
-    """What the fit gives; efficiencies are effective ones, they trade off with the overheads."""
+    """What `fit.py` fits to measured engines.
 
-    weights_efficiency: float  #: of HBM bandwidth
-    kv_efficiency: float  #: of HBM bandwidth
-    step_s: float
-    layer_s: float
-    prefill_efficiency: float  #: of the kernels' prefill time
-    prompt_s: float
+    Each efficiency is an effective one: the fit may trade it for one of the overheads in seconds.
+    """
+
+    weights_efficiency: float  #: share of HBM bandwidth that reading weights reaches
+    kv_efficiency: float  #: share of HBM bandwidth that reading KV reaches
+    step_s: float  #: of each step
+    layer_s: float  #: of each layer in a step
+    prefill_efficiency: float  #: share of the kernels' speed that a prefill reaches
+    prompt_s: float  #: of each prompt
 
 
-class Constants(msgspec.Struct, frozen=True):
-    provenance: dict
-    gpus: dict[str, Gpu]
-    models: dict[str, Model]
+class HardwareConstants(msgspec.Struct, frozen=True):
+    """The content of `coefficients.yaml`."""
+
+    provenance: dict[str, Any]  #: sources, licences, and the errors of the fit
+    gpus: dict[str, GpuType]
+    models: dict[str, ModelShape]
     overheads: Overheads
 
 
 @cache
-def constants() -> Constants:
-    return msgspec.yaml.decode(FILE.read_bytes(), type=Constants)
+def load_constants() -> HardwareConstants:
+    """Return the constants that are shipped; the file is read once."""
+    return msgspec.yaml.decode(COEFFICIENTS_FILE.read_bytes(), type=HardwareConstants)
 
 
-def gpu_named(name: str) -> Gpu:
-    known = constants().gpus
-    if name not in known:
-        raise SimulationError(f"GPU {name}: expected one of {', '.join(known)}")
-    return known[name]
+def find_gpu(name: str) -> GpuType:
+    """Return a GPU type by name. Raises SimulationError if there is none."""
+    gpus = load_constants().gpus
+    if name not in gpus:
+        raise SimulationError(f"GPU {name}: expected one of {', '.join(gpus)}")
+    return gpus[name]
 
 
-def model_named(name: str) -> Model:
-    known = constants().models
-    if name not in known:
-        raise SimulationError(f"model {name}: expected one of {', '.join(known)}")
-    return known[name]
+def find_model(name: str) -> ModelShape:
+    """Return a model's shape by name. Raises SimulationError if there is none."""
+    models = load_constants().models
+    if name not in models:
+        raise SimulationError(f"model {name}: expected one of {', '.join(models)}")
+    return models[name]
 
 
-def closed_form(model: Model, gpu: Gpu, tp: int, over: Overheads) -> Coefficients:
-    """Seconds; see the module for the formulas."""
-    latency, rate = gpu.allreduce[tp] if tp > 1 else (0.0, float("inf"))
-    flops = gpu.flops[model.dtype] * gpu.gemm_efficiency[model.dtype] * tp
-    reduce_s = 4.0 * model.layers * model.hidden / rate
-    row = 2.0 * model.active / flops + reduce_s
-    attention = gpu.flops["bf16"] * ATTENTION_MFU * tp
-    bandwidth = gpu.hbm_bytes_per_s * tp
+def derive_coefficients(
+    model: ModelShape, gpu: GpuType, tp: int, overheads: Overheads
+) -> Coefficients:
+    """Return the speed of a replica with `tp` GPUs; the module's docstring has the formulas."""
+    reduce = gpu.allreduce[tp] if tp > 1 else NO_ALL_REDUCE
+    reduce_row_s = 4.0 * model.layers * model.hidden / reduce.bytes_per_s
+
+    gemm_flops = gpu.flops[model.dtype] * gpu.gemm_efficiency[model.dtype] * tp
+    attention_flops = gpu.flops["bf16"] * ATTENTION_MFU * tp
+    hbm_bytes_per_s = gpu.hbm_bytes_per_s * tp
+    link_bytes_per_s = gpu.nic_bytes_per_s * LINK_EFFICIENCY * tp
+
+    row_s = 2.0 * model.active_parameters / gemm_flops + reduce_row_s
+    pair_s = model.attention_flops_per_pair / attention_flops
+    weight_bytes = model.weight_bytes_read(MOE_ROWS)
+    kv_bytes = model.kv_bytes_per_token
+    layer_s = overheads.layer_s + 2 * reduce.latency_s
     return Coefficients(
-        prefill_base=over.prompt_s + 2 * model.layers * latency,
-        prefill_token=row / over.prefill_efficiency,
-        prefill_pair=model.attention_flops / attention / over.prefill_efficiency,
-        step_base=over.step_s + model.layers * (over.layer_s + 2 * latency),
-        step_row=row,
-        step_weights=model.read_bytes(MOE_ROWS) / (bandwidth * over.weights_efficiency),
-        step_token=model.kv_bytes / (bandwidth * over.kv_efficiency),
+        prefill_base=overheads.prompt_s + 2 * model.layers * reduce.latency_s,
+        prefill_token=row_s / overheads.prefill_efficiency,
+        prefill_pair=pair_s / overheads.prefill_efficiency,
+        step_base=overheads.step_s + model.layers * layer_s,
+        step_row=row_s,
+        step_weights=weight_bytes / (hbm_bytes_per_s * overheads.weights_efficiency),
+        step_token=kv_bytes / (hbm_bytes_per_s * overheads.kv_efficiency),
         transfer_base=TRANSFER_BASE_S,
-        transfer_token=model.kv_bytes / (gpu.nic_bytes_per_s * LINK_EFFICIENCY * tp),
-        exposed_share=1.0 / PIECES,
+        transfer_token=kv_bytes / link_bytes_per_s,
+        exposed_share=1.0 / LAYER_GROUPS,
     )
 
 
-def prefill_s(cost: Coefficients, uncached: int, prompt: int) -> float:
-    before = prompt - uncached
-    pairs = (prompt * prompt - before * before) / 2
-    return cost.prefill_base + cost.prefill_token * uncached + cost.prefill_pair * pairs
-
-
-def step_s(cost: Coefficients, rows: int, tokens: float) -> float:
-    weights = max(cost.step_row * rows, cost.step_weights)
-    return cost.step_base + weights + cost.step_token * tokens
+def kv_memory_bytes(model: ModelShape, gpu: GpuType, tp: int) -> float:
+    """Return the bytes that the weights leave for KV; negative if the weights do not fit."""
+    return gpu.hbm_bytes * USABLE_MEMORY_SHARE * tp - model.weight_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """One replica: `tp` GPUs with a model on them, or a CPU worker with measured coefficients."""
 
-    gpu: str
-    tp: int
+    gpu: str  #: the GPU type, or a name for measured CPU workers
+    tp: int  #: GPUs that share the model by tensor parallelism
     cost: Coefficients
     kv_tokens: int  #: that fit beside the weights
-    gpus: int  #: it counts as: GPUs, or cores of a CPU worker
-    chunk_tokens: int = 2048  #: prompt tokens of one step, at most
-    max_running: int = 512  #: sequences that decode at a time
-    threads: int = 0  #: of a CPU worker
-    budget_s: float | None = None  #: longest step with prefill in it; None: by the ITL target
-    planned: float = 1.0  #: share of it that steps are planned for: the rest is their spread
-    known: bool = True  #: the router is told `cost`; False: it learns it
+    gpus: int  #: by which rates per GPU are counted: GPUs, or cores of a CPU worker
+    chunk_tokens: int = 2048  #: limit of the prompt tokens of one step
+    max_running: int = 512  #: limit of the sequences that decode at a time
+    threads: int = 0  #: of a CPU worker; 0: the replica has GPUs
+    #: Limit of a step with prefill in it; None: the simulation derives it from the ITL target.
+    itl_budget_s: float | None = None
+    #: Share of `itl_budget_s` that steps are planned for, as their times vary.
+    planned_share: float = 1.0
+    #: True: the worker's card tells the router `cost`; False: the router has to learn it.
+    cost_on_card: bool = True
 
     @staticmethod
     def of(model: str, gpu: str, tp: int) -> Hardware:
-        shape, device = model_named(model), gpu_named(gpu)
-        if tp > 1 and tp not in device.allreduce:
+        """Return a replica of `tp` GPUs, by the names of the model and of the GPU type.
+
+        Raises SimulationError if a name is unknown, `tp` is not supported, or the model does not
+        fit.
+        """
+        shape = find_model(model)
+        gpu_type = find_gpu(gpu)
+        if tp > 1 and tp not in gpu_type.allreduce:
             raise SimulationError(f"tp {tp}: expected 1, 2, 4 or 8")
-        room = device.hbm_bytes * POOL_SHARE * tp - shape.weight_bytes
-        if room < 1e9:
+        kv_bytes = kv_memory_bytes(shape, gpu_type, tp)
+        if kv_bytes < KV_BYTES_MINIMUM:
             raise SimulationError(f"{model} does not fit on {tp} x {gpu}: use a larger --tp")
-        cost = closed_form(shape, device, tp, constants().overheads)
-        return Hardware(gpu, tp, cost, int(room / shape.kv_bytes), tp)
+        return Hardware(
+            gpu=gpu,
+            tp=tp,
+            cost=derive_coefficients(shape, gpu_type, tp, load_constants().overheads),
+            kv_tokens=int(kv_bytes / shape.kv_bytes_per_token),
+            gpus=tp,
+        )

@@ -1,8 +1,9 @@
-"""Targets, what happened to each request, and the figures made of it.
+"""Targets, what came of each request, and the figures of a run.
 
-A request is met if it was served, its first token came within its TTFT target, and its gaps keep
-the ITL target: their p99 (if there are 20 at least) and their mean. The gap between first and
-second token is a gap like any other. Refusals are misses.
+A request meets its targets if it was served, its first token came within its TTFT target, and its
+gaps keep the ITL target: their mean and, if there are 20 at least, their p99. No more than one gap
+in a hundred is late then. The gap between first and second token is a gap like any other. Refused
+requests miss their targets.
 """
 
 from __future__ import annotations
@@ -10,137 +11,201 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from ..router.goodput import GAPS_FOR_P99
 from .errors import SimulationError
-from .hardware import Hardware, prefill_s
+from .hardware import Hardware
+from .trace import WorkloadRequest
 
-if TYPE_CHECKING:
-    from .worker import Job
+ROUNDING_FACTOR = 1.0 + 1e-9  #: a time that exceeds its target by less keeps the target
+PERCENTILES = (50, 90, 99)
 
-SLACK = 1.0 + 1e-9
+
+class MeasuredRequest(Protocol):
+    """What a run knows of a request that has ended. Times in seconds of virtual time."""
+
+    request: WorkloadRequest
+    refusal: str  #: why the request was refused; "": it was served
+    arrived_at: float
+    first_token_at: float  #: when the client got it
+    ended_at: float  #: when the client got the last token
+    ttft_target_s: float
+    late_gaps: int  #: those over the ITL target
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """`ttft=max(1s,3x),itl=50ms`: TTFT target = the largest of a time and a multiple of the
-    request's isolated prefill (nothing cached) on the reference replica."""
+    """The targets of all requests of a run: `ttft=max(1s,3x),itl=50ms`.
+
+    The TTFT target is the largest of a time and a multiple of the request's isolated prefill, with
+    nothing cached, on the reference replica.
+    """
 
     ttft_s: float = 1.0
-    multiple: float = 3.0
+    ttft_multiple: float = 3.0  #: times the isolated prefill
     itl_s: float = 0.05
-    reference: Hardware | None = None
+    reference_hardware: Hardware | None = None  #: None: the multiple is not used
 
     @staticmethod
-    def of(text: str, reference: Hardware | None = None) -> Slo:
+    def parse(text: str, reference: Hardware | None = None) -> Slo:
+        """Raises SimulationError."""
         values: dict[str, str] = {}
         for part in re.split(r",(?![^(]*\))", text.replace(" ", "")):
             name, _, value = part.partition("=")
             values[name] = value
         if set(values) != {"ttft", "itl"}:
             raise SimulationError(f"slo {text}: expected ttft=...,itl=..., as in ttft=2s,itl=50ms")
-        inner = re.fullmatch(r"max\((.*)\)", values["ttft"])
-        terms = inner[1].split(",") if inner else [values["ttft"]]
-        flat = [_seconds(term, text) for term in terms if not term.endswith("x")]
-        times = [float(term[:-1]) for term in terms if term.endswith("x")]
-        return Slo(max(flat, default=0.0), max(times, default=0.0), _seconds(values["itl"], text),
-                   reference)  # fmt: skip
 
-    def ttft(self, prompt: int) -> float:
-        if not self.multiple or self.reference is None:
+        terms = [values["ttft"]]
+        maximum = re.fullmatch(r"max\((.*)\)", values["ttft"])
+        if maximum:
+            terms = maximum[1].split(",")
+        times_s = [_parse_seconds(term, text) for term in terms if not term.endswith("x")]
+        multiples = [_parse_multiple(term, text) for term in terms if term.endswith("x")]
+        return Slo(
+            ttft_s=max(times_s, default=0.0),
+            ttft_multiple=max(multiples, default=0.0),
+            itl_s=_parse_seconds(values["itl"], text),
+            reference_hardware=reference,
+        )
+
+    def ttft_target_s(self, prompt_tokens: int) -> float:
+        """Return the TTFT target of a prompt."""
+        if not self.ttft_multiple or self.reference_hardware is None:
             return self.ttft_s
-        return max(self.ttft_s, self.multiple * prefill_s(self.reference.cost, prompt, prompt))
+        isolated_s = self.reference_hardware.cost.prefill_s(prompt_tokens, prompt_tokens)
+        return max(self.ttft_s, self.ttft_multiple * isolated_s)
 
-    def met(self, job: Job) -> bool:
-        if job.outcome or job.first - job.arrived > job.target * SLACK:
+    def is_met(self, measured: MeasuredRequest) -> bool:
+        """Return whether a request that has ended met its targets."""
+        if measured.refusal:
             return False
-        gaps = job.request.output - 1
+        if measured.first_token_at - measured.arrived_at > measured.ttft_target_s * ROUNDING_FACTOR:
+            return False
+
+        gaps = measured.request.output_tokens - 1
         if gaps <= 0:
             return True
-        if (job.ended - job.first) / gaps > self.itl_s * SLACK:
+        if (measured.ended_at - measured.first_token_at) / gaps > self.itl_s * ROUNDING_FACTOR:
             return False
-        return gaps < GAPS_FOR_P99 or job.late <= gaps // 100
+        return gaps < GAPS_FOR_P99 or measured.late_gaps <= gaps // 100
 
     def __str__(self) -> str:
-        flat = f"{self.ttft_s:g}s"
-        ttft = f"max({flat},{self.multiple:g}x)" if self.multiple else flat
+        ttft = f"{self.ttft_s:g}s"
+        if self.ttft_multiple:
+            ttft = f"max({ttft},{self.ttft_multiple:g}x)"
         return f"ttft={ttft},itl={self.itl_s * 1e3:g}ms"
 
 
-def _seconds(text: str, whole: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s)", text)
-    if not found:
-        raise SimulationError(f"slo {whole}: {text} is no time like 50ms or 2s")
-    return float(found[1]) * (1e-3 if found[2] == "ms" else 1.0)
+def _parse_seconds(text: str, slo_text: str) -> float:
+    """Return the seconds of `50ms` or `2s`. Raises SimulationError, which names the whole Slo."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s)", text)
+    if not match:
+        raise SimulationError(f"slo {slo_text}: {text} is no time like 50ms or 2s")
+    return float(match[1]) * (1e-3 if match[2] == "ms" else 1.0)
 
 
-class Outcome(msgspec.Struct, frozen=True, gc=False):
-    """One request. Times in seconds; `tpot`: mean gap; `late`: gaps over the target."""
+def _parse_multiple(text: str, slo_text: str) -> float:
+    """Return the number of `3x`. Raises SimulationError, which names the whole Slo."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)x", text)
+    if not match:
+        raise SimulationError(f"slo {slo_text}: {text} is no multiple like 3x")
+    return float(match[1])
 
-    at: float
-    prompt: int
-    output: int
+
+class SimulatedOutcome(msgspec.Struct, frozen=True, gc=False):
+    """What came of one request."""
+
+    arrival_s: float  #: since the start of the run
+    prompt_tokens: int
+    output_tokens: int
     tenant: str
-    refused: str
-    ttft: float
-    target: float
-    tpot: float
-    first_gap: float
-    late: int
-    hit: int
-    moved: int
-    met: bool
-    predicted: float
+    refusal_reason: str  #: "": the request was served
+    ttft_s: float  #: inf: the request was refused
+    ttft_target_s: float
+    tpot_s: float  #: mean gap; 0: there is none
+    first_gap_s: float  #: from the first token to the second; 0: there is no second
+    late_gaps: int  #: those over the ITL target
+    cached_tokens: int  #: of the prompt, where it was computed
+    moved_tokens: int  #: whose KV went to a decode worker; 0: the prompt was computed there
+    targets_met: bool
+    predicted_ttft_s: float  #: by the router; 0: it predicted nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """What a run amounts to. Percentiles in seconds over served requests."""
+class RunSummary:
+    """What the outcomes of one load amount to. The fields are keys of `diptych simulate -o json`.
+
+    The dictionaries of percentiles (`p50`, `p90`, `p99`) are in seconds over served requests, and
+    empty where there are none.
+    """
 
     requests: int
-    attainment: float
+    attainment: float  #: share of the requests that met their targets
     refused: int
-    prefix_hit: float  #: of prompt tokens
-    local: float  #: share of requests whose prompt was computed where they decode
+    prefix_hit: float  #: share of the prompt tokens that were cached
+    local: float  #: share of the served requests whose prompt was computed where they decode
     ttft: dict[str, float] = field(default_factory=dict)
-    tpot: dict[str, float] = field(default_factory=dict)
-    first_gap: dict[str, float] = field(default_factory=dict)
-    deciles: list[float] = field(default_factory=list)  #: attainment by prompt length
-    tenants: dict[str, float] = field(default_factory=dict)
+    tpot: dict[str, float] = field(default_factory=dict)  #: of requests with a gap
+    first_gap: dict[str, float] = field(default_factory=dict)  #: of requests with a gap
+    deciles: list[float] = field(default_factory=list)  #: attainment by tenth of the prompt lengths
+    tenants: dict[str, float] = field(default_factory=dict)  #: attainment by tenant
     ttft_error: float = 0.0  #: median of |predicted - observed| / observed
 
 
-def summarize(outcomes: list[Outcome]) -> Summary:
-    served = [one for one in outcomes if not one.refused]
-    met = np.array([one.met for one in outcomes], dtype=float)
-    order = np.argsort([one.prompt for one in outcomes], kind="stable")
-    parts = np.array_split(met[order], 10)
-    tenants: dict[str, list[bool]] = {}
-    for one in outcomes:
-        tenants.setdefault(one.tenant, []).append(one.met)
-    told = [abs(o.predicted / o.ttft - 1) for o in served if o.predicted and o.ttft < inf]
-    gaps = [one for one in served if one.output > 1]
-    return Summary(
+def summarize(outcomes: list[SimulatedOutcome]) -> RunSummary:
+    """Return the figures of these requests; those of several runs may be put together."""
+    served = [outcome for outcome in outcomes if not outcome.refusal_reason]
+    with_gaps = [outcome for outcome in served if outcome.output_tokens > 1]
+    prompt_tokens = sum(outcome.prompt_tokens for outcome in served)
+    cached_tokens = sum(outcome.cached_tokens for outcome in served)
+    local_count = sum(outcome.moved_tokens == 0 for outcome in served)
+
+    met = np.array([outcome.targets_met for outcome in outcomes], dtype=float)
+    by_length = np.argsort([outcome.prompt_tokens for outcome in outcomes], kind="stable")
+    tenths = np.array_split(met[by_length], 10)
+    return RunSummary(
         requests=len(outcomes),
-        attainment=float(met.mean()) if len(met) else 1.0,
+        attainment=_share(met),
         refused=len(outcomes) - len(served),
-        prefix_hit=sum(o.hit for o in served) / max(1, sum(o.prompt for o in served)),
-        local=sum(o.moved == 0 for o in served) / max(1, len(served)),
-        ttft=_percentiles([one.ttft for one in served]),
-        tpot=_percentiles([one.tpot for one in gaps]),
-        first_gap=_percentiles([one.first_gap for one in gaps]),
-        deciles=[float(part.mean()) if len(part) else 1.0 for part in parts],
-        tenants={name: sum(values) / len(values) for name, values in sorted(tenants.items())},
-        ttft_error=float(np.median(told)) if told else 0.0,
+        prefix_hit=cached_tokens / max(1, prompt_tokens),
+        local=local_count / max(1, len(served)),
+        ttft=_percentiles([outcome.ttft_s for outcome in served]),
+        tpot=_percentiles([outcome.tpot_s for outcome in with_gaps]),
+        first_gap=_percentiles([outcome.first_gap_s for outcome in with_gaps]),
+        deciles=[_share(tenth) for tenth in tenths],
+        tenants=_attainment_by_tenant(outcomes),
+        ttft_error=_median_ttft_error(served),
     )
+
+
+def _share(met: np.ndarray) -> float:
+    """Return the mean of ones and zeros; 1 if there are none."""
+    return float(met.mean()) if len(met) else 1.0
+
+
+def _attainment_by_tenant(outcomes: list[SimulatedOutcome]) -> dict[str, float]:
+    met_by_tenant: dict[str, list[bool]] = {}
+    for outcome in outcomes:
+        met_by_tenant.setdefault(outcome.tenant, []).append(outcome.targets_met)
+    return {tenant: sum(met) / len(met) for tenant, met in sorted(met_by_tenant.items())}
+
+
+def _median_ttft_error(served: list[SimulatedOutcome]) -> float:
+    errors = [
+        abs(outcome.predicted_ttft_s / outcome.ttft_s - 1)
+        for outcome in served
+        if outcome.predicted_ttft_s and outcome.ttft_s < inf
+    ]
+    return float(np.median(errors)) if errors else 0.0
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:
     if not values:
         return {}
-    found = np.percentile(values, (50, 90, 99))
-    return {f"p{p}": float(value) for p, value in zip((50, 90, 99), found, strict=True)}
+    figures = np.percentile(values, PERCENTILES)
+    return {f"p{rank}": float(value) for rank, value in zip(PERCENTILES, figures, strict=True)}

@@ -1,293 +1,348 @@
-"""A router's log of a live run -> what its workers cost, and the run itself (`Calibration`).
+"""Fits the costs of live workers to a router's log, and takes the recorded run out of it.
 
-    prefill(u)  from the prompts that nobody else's prompt overlapped: asked -> first token, as
-                much shorter as prefill workers report; where the worker decoded beside, its
-                reports' seconds a token instead
-    step(B, K)  from the reports of two moments with equally many running sequences
-    transfer(t) from what the decode workers measured of each
+    prefill(u)   From the prompts that no other prompt overlapped: the seconds from arrival to first
+                 token over their lengths. Arrival to first token holds more than the prefill, so
+                 both factors are scaled to the mean seconds a token that prefill workers report.
+                 With too few such prompts, the reports alone give the seconds a token.
+    step(B, K)   From two reports in a row with equally many running sequences: seconds a step over
+                 B rows that read K tokens.
+    transfer(t)  From what the decode workers measured of each transfer.
 
-by least squares without negative factors; means, not bests: what disturbed the machine is in them.
-A request is met by the rule of `metrics`; its gaps' p99 is the gateway's, from `Over`.
+The lines are fitted by `least_squares.py`. The fits take means, not bests, so what disturbed
+the machine is in them. A recorded request is met by the rule of `router/goodput.py`.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
-from scipy.optimize import nnls
+import msgspec
 
 from ..protos.frames import (
-    AttemptKey,
     AttemptOutcome,
     Coefficients,
-    PlaceAttempt,
+    RequestOutcome,
     WorkerCard,
     WorkerReport,
 )
-from ..router import events as e
-from ..router.goodput import GAPS_FOR_P99
-from ..router.replay import LogError, LogHead, read
-from .calibrate import Calibration, Kind, Run, Seen
+from ..router.goodput import judge
+from ..router.replay import LogError
+from .calibration import Calibration, MeasuredWorker, RecordedRequest, RecordedRun
 from .errors import SimulationError
+from .fleet import Split
+from .least_squares import FittedLine, fit_factors, fit_line
+from .router_log import LoggedRequest, RouterLog
 from .trace import HASH_TOKENS
 
-ENOUGH = 12  #: lone prompts that a fit of the prefill needs; with fewer, reports alone
-SHORT = 8  #: reports that a fit of the step needs
-FULL = ("stop", "length")
+LOG_NAMES = ("router.old.jsonl", "router.jsonl")  #: in a log's folder, the older file first
+LOG_START = b'{"at":'  #: how a router's log begins, and no calibration in JSON
+LONE_PROMPTS_MINIMUM = 12  #: with fewer of them, the prefill comes from reports alone
+TRANSFERS_MINIMUM = 12  #: with fewer of them, transfers count as free
+STEADY_REPORTS_MINIMUM = 8  #: with fewer of them, the step is not fitted
 
 
-@dataclass(slots=True)
-class Life:
-    """One client's request over all its attempts. Times by the router's clock."""
-
-    place: PlaceAttempt
-    asked: float
-    first: float = 0.0
-    ended: float = 0.0
-    over: AttemptOutcome | None = None
-
-    @property
-    def served(self) -> bool:
-        return self.first > 0 and self.over is not None and self.over.reason in FULL
+# ---- reading -------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Log:
-    """What the log says, by worker and by request; of the last life of the router only."""
+def read_calibration(path: Path) -> Calibration:
+    """Read a router's log, a folder of it, or a calibration in JSON.
 
-    head: LogHead
-    cards: dict[str, WorkerCard] = field(default_factory=dict)
-    lives: dict[str, Life] = field(default_factory=dict)
-    reports: dict[str, list[WorkerReport]] = field(default_factory=dict)
-
-    @staticmethod
-    def of(lines: Iterable[bytes]) -> Log:
-        found: Log | None = None
-        for at, event in read(lines):
-            if isinstance(event, LogHead):
-                if found is None or event.term != found.head.term:
-                    found = Log(event)  # else only the next file of the same life
-            elif found is None:
-                raise LogError("line 1: expected the head of a router's log")
-            else:
-                found._take(event, at)
-        if found is None or not any(life.served for life in found.lives.values()):
-            raise LogError("no request in it was served")
-        return found
-
-    def _take(self, event: e.RouterEvent, at: float) -> None:
-        match event:
-            case e.WorkerJoined(card):
-                self.cards[card.id] = card
-            case e.WorkerReported(worker, report):
-                self.reports.setdefault(worker, []).append(report)
-            case e.PlacementRequested(_, place):
-                self.lives.setdefault(place.attempt_key[0], Life(place, at - place.waited_s))
-            case e.FirstTokenSent(key):
-                life = self._life(key)
-                if life is not None and not life.first:
-                    life.first = at
-            case e.AttemptEnded(key, over):
-                life = self._life(key)
-                if life is not None:
-                    life.ended, life.over = at, over
-
-    def _life(self, key: AttemptKey) -> Life | None:
-        return self.lives.get(key[0])
-
-
-def calibration(lines: Iterable[bytes], cores: int) -> Calibration:
-    """Raises SimulationError: not such a log, workers of several kinds, too little in it."""
+    With a log, the machine's cores are those that this process may use. Raises SimulationError if
+    the file cannot be read, or does not tell enough.
+    """
     try:
-        log = Log.of(lines)
+        content = _read_log_folder(path) if path.is_dir() else path.read_bytes()
+        if not content.startswith(LOG_START):
+            return msgspec.json.decode(content, type=Calibration)
+    except (OSError, msgspec.DecodeError) as error:
+        raise SimulationError(f"calibration {path}: {error}") from None
+    return calibrate_from_log(content.splitlines(), cores=len(os.sched_getaffinity(0)))
+
+
+def _read_log_folder(folder: Path) -> bytes:
+    paths = [folder / name for name in LOG_NAMES]
+    return b"".join(path.read_bytes() for path in paths if path.exists())
+
+
+def calibrate_from_log(lines: Iterable[bytes], cores: int) -> Calibration:
+    """Return what a router's log tells of its workers, and its run.
+
+    Raises SimulationError if the lines are no router's log, if the workers differ in kind, or if
+    the log tells too little.
+    """
+    try:
+        log = RouterLog.of(lines)
     except LogError as error:
         raise SimulationError(f"router's log: {error}") from None
     kinds = {(card.gpu, card.blocks, card.chunk_tokens) for card in log.cards.values()}
     if len(kinds) != 1:
         raise SimulationError(f"router's log: expected workers of one kind, found {len(kinds)}")
+
     card = next(iter(log.cards.values()))
-    threads = _threads(card)
-    kind = Kind(
-        cost=fit(log),
+    threads = _thread_count(card)
+    worker = MeasuredWorker(
+        cost=fit_coefficients(log),
         kv_tokens=card.blocks * card.block_tokens,
         threads=threads,
         chunk_tokens=card.chunk_tokens,
         max_running=card.max_running,
         itl_budget_ms=card.step_ms or None,
-        planned=_planned(log, card.step_ms),
-        known=card.cost is not None,
+        planned_share=_planned_share(log, card.step_ms),
+        cost_on_card=card.cost is not None,
     )
-    return Calibration(model="recorded", workers=[kind], cores=cores, run=_run(log, threads))
+    return Calibration(
+        model="recorded", workers=[worker], cores=cores, run=_recorded_run(log, threads)
+    )
 
 
-def _threads(card: WorkerCard) -> int:
-    name = card.gpu.removeprefix("cpu-").removesuffix("t")
-    return int(name) if name.isdigit() else 1
+def _thread_count(card: WorkerCard) -> int:
+    """Return the threads of a CPU worker; its card calls the machine `cpu-<threads>t`."""
+    count = card.gpu.removeprefix("cpu-").removesuffix("t")
+    return int(count) if count.isdigit() else 1
 
 
-# ---- fit -----------------------------------------------------------------------------------------
+def _planned_share(log: RouterLog, budget_ms: float) -> float:
+    """Return the mean step that decoding workers planned for, as a share of their budget.
+
+    1: the reports do not say, or there is no budget.
+    """
+    planned_ms = [
+        report.step_ms
+        for report in itertools.chain(*log.reports.values())
+        if report.running and report.step_ms
+    ]
+    if not planned_ms or not budget_ms:
+        return 1.0
+    return sum(planned_ms) / len(planned_ms) / budget_ms
 
 
-def fit(log: Log) -> Coefficients:
-    base, token = _prefill(log)
-    step, row, read_s = _step(log)
-    transfer, moved, exposed = _transfer(log)
+# ---- the fits ------------------------------------------------------------------------------------
+
+
+class StepFit(NamedTuple):
+    """Seconds of a step: of each, of each row, and of each KV token that is read."""
+
+    base: float
+    row: float
+    kv_token: float
+
+
+class TransferFit(NamedTuple):
+    """Seconds of a transfer by its tokens, and the share of it that a prefill does not hide."""
+
+    line: FittedLine
+    exposed_share: float
+
+
+def fit_coefficients(log: RouterLog) -> Coefficients:
+    """Return the closed form of the log's workers.
+
+    Raises SimulationError if no worker reports a prefill, or too few steady steps are reported.
+    """
+    prefill = _fit_prefill(log)
+    step = _fit_step(log)
+    transfer = _fit_transfer(log)
     return Coefficients(
-        prefill_base=base,
-        prefill_token=token,
+        prefill_base=prefill.base,
+        prefill_token=prefill.slope,
         prefill_pair=0.0,
-        step_base=step,
-        step_row=row,
+        step_base=step.base,
+        step_row=step.row,
         step_weights=0.0,
-        step_token=read_s,
-        transfer_base=transfer,
-        transfer_token=moved,
-        exposed_share=exposed,
+        step_token=step.kv_token,
+        transfer_base=transfer.line.base,
+        transfer_token=transfer.line.slope,
+        exposed_share=transfer.exposed_share,
     )
 
 
-def _prefill(log: Log) -> tuple[float, float]:
-    """(base, seconds a token)"""
-    names = [name for name, card in log.cards.items() if (card.role or card.pool) == "prefill"]
-    apart = _reported(log, names)
-    mixed = log.head.config.disaggregate == "never"
-    lone = _lone([life for life in log.lives.values() if life.served], mixed)
-    if len(lone) >= ENOUGH:
-        tokens = [life.place.prompt_tokens for life in lone]
-        base, token = _least([[1.0, n] for n in tokens], [life.first - life.asked for life in lone])
-        if token > 0:
-            mean = token + base / (sum(tokens) / len(tokens))
-            share = min(apart / mean, 1.0) if apart else 1.0
-            return base * share, token * share
-    found = apart or _reported(log, log.reports)
-    if not found:
+def _fit_prefill(log: RouterLog) -> FittedLine:
+    prefill_workers = [
+        name for name, card in log.cards.items() if (card.role or card.pool) == "prefill"
+    ]
+    reported_token_s = _reported_token_s(log, prefill_workers)
+    line = _fit_lone_prompts(log, reported_token_s)
+    if line is not None:
+        return line
+    token_s = reported_token_s or _reported_token_s(log, log.reports)
+    if not token_s:
         raise SimulationError("router's log: no worker reports a prefill")
-    return 0.0, found
+    return FittedLine(base=0.0, slope=token_s)
 
 
-def _reported(log: Log, names: Iterable[str]) -> float:
-    """Seconds a prefilled token that these workers report, decode in the same steps included; 0:
-    they prefilled nothing."""
-    seen = [report for name in names for report in log.reports.get(name, [])]
-    computed = sum(report.prefill_tokens for report in seen)
-    return sum(report.prefill_seconds for report in seen) / computed if computed else 0.0
+def _fit_lone_prompts(log: RouterLog, reported_token_s: float) -> FittedLine | None:
+    """Return the prefill by what lone prompts took; None: too few are there to tell.
+
+    What prefill workers report limits the mean seconds a token, if they report anything.
+    """
+    lone_requests = _lone_requests(log)
+    if len(lone_requests) < LONE_PROMPTS_MINIMUM:
+        return None
+    prompt_tokens = [request.place.prompt_tokens for request in lone_requests]
+    seconds = [request.first_token_at - request.arrived_at for request in lone_requests]
+    line = fit_line(prompt_tokens, seconds)
+    if line.slope <= 0:
+        return None
+    mean_token_s = line.slope + line.base / (sum(prompt_tokens) / len(prompt_tokens))
+    prefill_share = min(reported_token_s / mean_token_s, 1.0) if reported_token_s else 1.0
+    return FittedLine(base=line.base * prefill_share, slope=line.slope * prefill_share)
 
 
-def _planned(log: Log, step_ms: float) -> float:
-    """What workers that decoded planned a step for, as a share of their budget, in the mean."""
-    seen = [report for reports in log.reports.values() for report in reports]
-    planned = [report.step_ms for report in seen if report.running and report.step_ms]
-    return sum(planned) / len(planned) / step_ms if planned and step_ms else 1.0
+def _reported_token_s(log: RouterLog, workers: Iterable[str]) -> float:
+    """Return the seconds of a prefilled token that these workers report; 0: they report none.
+
+    Decode rows that ran in the same steps are in these seconds.
+    """
+    reports = [report for name in workers for report in log.reports.get(name, [])]
+    tokens = sum(report.prefill_tokens for report in reports)
+    return sum(report.prefill_seconds for report in reports) / tokens if tokens else 0.0
 
 
-def _lone(lives: list[Life], mixed: bool) -> list[Life]:
-    """Those whose prompt was the only one; `mixed`: with nobody decoding either."""
+def _lone_requests(log: RouterLog) -> list[LoggedRequest]:
+    """Return the served requests whose prompt was the only one, until its first token.
 
-    def busy(life: Life) -> tuple[float, float]:
-        return life.asked, life.ended if mixed else life.first
+    Where workers are mixed, no other request may have been decoding either.
+    """
+    served = log.served_requests()
+    mixed = log.head.config.disaggregate == "never"
+
+    def overlap(request: LoggedRequest, other: LoggedRequest) -> bool:
+        other_ends_at = other.ended_at if mixed else other.first_token_at
+        return other.arrived_at < request.first_token_at and other_ends_at > request.arrived_at
 
     return [
-        one
-        for one in lives
-        if not any(
-            start < one.first and end > one.asked
-            for start, end in (busy(other) for other in lives if other is not one)
-        )
+        request
+        for request in served
+        if not any(other is not request and overlap(request, other) for other in served)
     ]
 
 
-def _step(log: Log) -> tuple[float, float, float]:
-    """(base, seconds a row, seconds a token read)"""
+def _fit_step(log: RouterLog) -> StepFit:
     rows: list[list[float]] = []
-    seconds: list[float] = []
-    weights: list[float] = []
+    step_seconds: list[float] = []
+    step_counts: list[float] = []
     for reports in log.reports.values():
-        for before, report in itertools.pairwise(reports):
-            if report.steps and report.running and report.running == before.running:
-                rows.append([1.0, report.running, (before.kv_tokens + report.kv_tokens) / 2])
-                seconds.append(report.step_seconds / report.steps)
-                weights.append(report.steps)
-    if len(rows) < SHORT:
+        for previous_report, report in itertools.pairwise(reports):
+            if not _decodes_steadily(previous_report, report):
+                continue
+            mean_kv_tokens = (previous_report.kv_tokens + report.kv_tokens) / 2
+            rows.append([1.0, report.running, mean_kv_tokens])
+            step_seconds.append(report.step_seconds / report.steps)
+            step_counts.append(report.steps)
+    if len(rows) < STEADY_REPORTS_MINIMUM:
         raise SimulationError(f"router's log: {len(rows)} reports of steady decoding are too few")
-    base, row, token = _least(rows, seconds, weights)
-    return base, row, token
+    base, row, kv_token = fit_factors(rows, step_seconds, weights=step_counts)
+    return StepFit(base, row, kv_token)
 
 
-def _transfer(log: Log) -> tuple[float, float, float]:
-    """(base, seconds a token, share that is not hidden)"""
-    seen = [
-        (life.place.prompt_tokens, life.over.transfer_ms, life.over.exposed_ms or 0.0)
-        for life in log.lives.values()
-        if life.over is not None and life.over.transfer_ms
-    ]
-    if len(seen) < ENOUGH:
-        return 0.0, 0.0, 0.0
-    base, token = _least([[1.0, n] for n, _, _ in seen], [ms / 1e3 for _, ms, _ in seen])
-    return base, token, sum(ms for _, _, ms in seen) / sum(ms for _, ms, _ in seen)
+def _decodes_steadily(previous_report: WorkerReport, report: WorkerReport) -> bool:
+    """Whether the worker made steps between the reports, with as many sequences at both."""
+    return report.steps > 0 and 0 < report.running == previous_report.running
 
 
-def _least(rows: list[list[float]], values: list[float], weights: list[float] | None = None):
-    """Factors >= 0 that minimise the weighted squares."""
-    root = np.sqrt(np.array(weights if weights is not None else [1.0] * len(rows)))
-    matrix = np.array(rows, dtype=float)
-    scale = np.maximum(matrix.max(axis=0), 1e-12)
-    found, _ = nnls(matrix / scale * root[:, None], np.array(values) * root)
-    return [float(value) for value in found / scale]
+def _fit_transfer(log: RouterLog) -> TransferFit:
+    tokens: list[float] = []
+    transfer_ms: list[float] = []
+    exposed_ms: list[float] = []
+    for request in log.requests.values():
+        if request.outcome is not None and request.outcome.transfer_ms:
+            tokens.append(request.place.prompt_tokens)
+            transfer_ms.append(request.outcome.transfer_ms)
+            exposed_ms.append(request.outcome.exposed_ms or 0.0)
+    if len(tokens) < TRANSFERS_MINIMUM:
+        return TransferFit(FittedLine(base=0.0, slope=0.0), exposed_share=0.0)
+    line = fit_line(tokens, [duration_ms / 1e3 for duration_ms in transfer_ms])
+    return TransferFit(line, exposed_share=sum(exposed_ms) / sum(transfer_ms))
 
 
 # ---- the run -------------------------------------------------------------------------------------
 
 
-def _run(log: Log, threads: int) -> Run:
+def _recorded_run(log: RouterLog, threads: int) -> RecordedRun:
     config = log.head.config
-    roles = [card.role or card.pool for card in log.cards.values()]
-    prefill, decode = roles.count("prefill"), roles.count("decode")
-    mixed = roles.count("mixed")
-    if config.disaggregate == "never" and not prefill:
-        decode, mixed = 0, mixed + decode
-    split = "".join(f"{n}{kind}" for n, kind in ((prefill, "P"), (decode, "D"), (mixed, "M")) if n)
-    lives = sorted(log.lives.values(), key=lambda life: life.asked)
-    places = [life.place for life in lives]
-    ttft = next((place.ttft_s for place in places if place.ttft_s), config.ttft_s)
-    itl = next((place.itl_s for place in places if place.itl_s), config.itl_s)
-    ids: dict[bytes, int] = {}
-    return Run(
-        split=split,
-        slo=f"ttft={ttft * 1e3:g}ms,itl={itl * 1e3:g}ms",
-        requests=[_seen(life, ttft, itl, ids) for life in lives],
+    requests = sorted(log.requests.values(), key=lambda request: request.arrived_at)
+    # A run has one pair of targets: the first that a request names, else the configured ones.
+    ttft_targets = (request.place.ttft_s for request in requests if request.place.ttft_s)
+    itl_targets = (request.place.itl_s for request in requests if request.place.itl_s)
+    ttft_s = next(ttft_targets, config.ttft_s)
+    itl_s = next(itl_targets, config.itl_s)
+    block_names: dict[bytes, int] = {}
+    return RecordedRun(
+        split=str(_split(log)),
+        slo=f"ttft={ttft_s * 1e3:g}ms,itl={itl_s * 1e3:g}ms",
+        requests=[_recorded_request(request, ttft_s, itl_s, block_names) for request in requests],
         threads=threads,
         router=config,
     )
 
 
-def _seen(life: Life, ttft_s: float, itl_s: float, ids: dict[bytes, int]) -> Seen:
-    place, over = life.place, life.over
-    output = over.tokens if over is not None and life.served else place.max_tokens
-    ttft = (over.ttft_ms or 0.0) / 1e3 if over is not None else 0.0
-    tpot = (life.ended - life.first) / (output - 1) if life.served and output > 1 else 0.0
-    tail = (over.itl_p99_ms or 0.0) / 1e3 if over is not None else 0.0
-    late = output - 1 >= GAPS_FOR_P99 and tail > itl_s
-    return Seen(
-        at=life.asked,
-        prompt=place.prompt_tokens,
-        output=max(1, output),
-        ttft=ttft,
-        tpot=tpot,
-        met=life.served and ttft <= ttft_s and tpot <= itl_s and not late,
-        blocks=_blocks(place.hashes[: place.prompt_tokens // HASH_TOKENS], ids),
-        most=place.max_tokens,
+def _split(log: RouterLog) -> Split:
+    """Return the workers by role; decode workers that compute all prompts themselves are mixed."""
+    roles = [card.role or card.pool for card in log.cards.values()]
+    split = Split(
+        prefill=roles.count("prefill"), decode=roles.count("decode"), mixed=roles.count("mixed")
+    )
+    if log.head.config.disaggregate == "never" and not split.prefill:
+        return Split(mixed=split.mixed + split.decode)
+    return split
+
+
+def _recorded_request(
+    request: LoggedRequest,
+    ttft_target_s: float,
+    itl_target_s: float,
+    block_names: dict[bytes, int],
+) -> RecordedRequest:
+    """Return one request of the run, judged by these targets.
+
+    Of a request that was not served, the client's limit counts as the length of its answer.
+    """
+    place = request.place
+    outcome = request.outcome or AttemptOutcome(place.attempt_key)
+    output_tokens = outcome.tokens if request.served else place.max_tokens
+    ttft_s = (outcome.ttft_ms or 0.0) / 1e3
+    gaps = output_tokens - 1
+    mean_gap_s = 0.0
+    if request.served and gaps > 0:
+        mean_gap_s = (request.ended_at - request.first_token_at) / gaps
+    judged = RequestOutcome(
+        tenant=place.tenant,
+        slo_class=place.slo_class,
+        reason=outcome.reason,
+        waited_s=ttft_s,
+        gaps=gaps,
+        itl_mean_s=mean_gap_s,
+        itl_p99_s=(outcome.itl_p99_ms or 0.0) / 1e3,
+    )
+    return RecordedRequest(
+        arrived_at=request.arrived_at,
+        prompt_tokens=place.prompt_tokens,
+        output_tokens=max(1, output_tokens),
+        ttft_s=ttft_s,
+        tpot_s=mean_gap_s,
+        met=request.served and judge(judged, ttft_target_s, itl_target_s) == "both",
+        blocks=_number_blocks(place.hashes[: place.prompt_tokens // HASH_TOKENS], block_names),
+        max_tokens=place.max_tokens,
     )
 
 
-def _blocks(hashes: list[bytes], ids: dict[bytes, int]) -> tuple[int, ...]:
-    """Numbers for the hashes; one that was not sent is known by the next one that was."""
-    found: list[int] = []
-    after = b""
+def _number_blocks(hashes: list[bytes], block_names: dict[bytes, int]) -> tuple[int, ...]:
+    """Return a number for each hash; equal prefixes get equal numbers in all requests.
+
+    The gateway sends only some hashes, and an empty one for each of the others. As hashes are
+    chained, the next hash that was sent identifies an unsent one together with its position.
+    """
+    numbers: list[int] = []
+    next_sent_hash = b""
     for position in range(len(hashes) - 1, -1, -1):
-        after = hashes[position] or after
-        name = hashes[position] or after + position.to_bytes(4, "little")
-        found.append(ids.setdefault(name, len(ids)))
-    return tuple(reversed(found))
+        name = hashes[position]
+        if name:
+            next_sent_hash = name
+        else:
+            name = next_sent_hash + position.to_bytes(4, "little")
+        numbers.append(block_names.setdefault(name, len(block_names)))
+    return tuple(reversed(numbers))

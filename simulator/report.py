@@ -1,41 +1,68 @@
-"""A study as text, and as one HTML file with plots inside."""
+"""A study as text, and as one HTML file with its plots inside."""
 
 from __future__ import annotations
 
 import html
 import io
 from math import nan
+from typing import TYPE_CHECKING, Literal
+
+from .documents import OWN_POLICY, Agreement, PolicyEntry, RunFigures, StudyDocument
+
+if TYPE_CHECKING:  # of plots only: matplotlib is slow to import
+    from matplotlib.axes import Axes
 
 COLUMNS = (
-    *("POLICY", "VARIANT", "SPLIT", "G90", "G99", "G99 SPLIT", "OF BOUND", "G99 OF BOUND"),
-    *("MET", "RATE", "REFUSED", "TTFT P50", "TTFT P99", "TPOT P99", "GAP1 P99", "HIT", "LOCAL"),
+    "POLICY",
+    "VARIANT",
+    "SPLIT",
+    "G90",
+    "G99",
+    "G99 SPLIT",
+    "OF BOUND",
+    "G99 OF BOUND",
+    "MET",
+    "RATE",
+    "REFUSED",
+    "TTFT P50",
+    "TTFT P99",
+    "TPOT P99",
+    "GAP1 P99",
+    "HIT",
+    "LOCAL",
 )
+TENANTS_SHOWN = 8
+NO_FIGURE = "-"
+Latency = Literal["ttft", "tpot", "first_gap"]
 
 
-def text(study: dict) -> str:
-    """One row a policy; rates per second and GPU, times in ms. OF BOUND: of the simulated one."""
-    bounds = "  ".join(f"{k.replace('_', ' G')} {v:.3f}" for k, v in study["bound_per_gpu"].items())
+def study_text(study: StudyDocument) -> str:
+    """Return a table with a row for each policy, and what else the study found.
+
+    Rates are per second and GPU, times in ms. OF BOUND is of the simulated bound.
+    """
+    bounds = [
+        f"{name.replace('_', ' G')} {value:.3f}" for name, value in study["bound_per_gpu"].items()
+    ]
     lines = [
         f"trace {study['trace']}, {study['requests']} requests; {study['model']} on "
         f"{study['fleet']}; {study['slo']}; {study['seeds']} seeds, {study['dispatch']}",
-        f"bound, requests/s/GPU: {bounds}",
+        f"bound, requests/s/GPU: {'  '.join(bounds)}",
     ]
     rows = [list(COLUMNS), *(_row(entry) for entry in study["policies"])]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     for row in rows:
         cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]))
-    lines.append("met by prompt length, shortest tenth first (at RATE):")
-    for entry in study["policies"]:
-        if "at_rate" in entry:
-            tenths = " ".join(f"{share:.3f}" for share in entry["at_rate"]["deciles"])
-            lines.append(f"  {entry['name'].ljust(widths[0])} {entry['variant']:11} {tenths}")
-    lines += _tenants(study["policies"])
+        cells[0] = row[0].ljust(widths[0])
+        lines.append("  ".join(cells))
+
+    lines += _decile_lines(study["policies"], widths[0])
+    lines += _tenant_lines(study["policies"])
     if "live" in study:
         live = study["live"]
         lines.append(f"live: {live['attainment']:.3f} met, {live['points_apart']:.1f} points apart")
     if "agreement" in study:
-        lines += _agreement(study["agreement"])
+        lines += _agreement_lines(study["agreement"])
     lines.append(
         f"{study['requests_simulated']:,} requests simulated in {study['seconds']} s: "
         f"{study['requests_per_s_simulated']:,} requests/s"
@@ -43,55 +70,87 @@ def text(study: dict) -> str:
     return "\n".join(lines)
 
 
-def _agreement(found: dict) -> list[str]:
-    lines = [f"both fidelities, {found['policy']} {found['split']}, {found['requests']} requests:"]
-    for name in ("event_skipping", "step_exact"):
-        one = found[name]
+def _decile_lines(policies: list[PolicyEntry], name_width: int) -> list[str]:
+    lines = ["met by prompt length, shortest tenth first (at RATE):"]
+    for entry in policies:
+        if "at_rate" in entry:
+            tenths = " ".join(f"{share:.3f}" for share in entry["at_rate"]["deciles"])
+            lines.append(f"  {entry['name'].ljust(name_width)} {entry['variant']:11} {tenths}")
+    return lines
+
+
+def _tenant_lines(policies: list[PolicyEntry]) -> list[str]:
+    """Return the tenants with the lowest attainment, of policies with several tenants."""
+    lines: list[str] = []
+    for entry in policies:
+        if "at_rate" not in entry or len(entry["at_rate"]["tenants"]) < 2:
+            continue
+        tenants = sorted(entry["at_rate"]["tenants"].items(), key=lambda item: item[1])
+        shares = [f"{tenant} {share:.3f}" for tenant, share in tenants[:TENANTS_SHOWN]]
+        lines.append(f"  {entry['name']}: " + "  ".join(shares))
+    return ["met by tenant (lowest eight):", *lines] if lines else []
+
+
+def _agreement_lines(agreement: Agreement) -> list[str]:
+    lines = [
+        f"both fidelities, {agreement['policy']} {agreement['split']}, "
+        f"{agreement['requests']} requests:"
+    ]
+    for name, figures in (
+        ("event_skipping", agreement["event_skipping"]),
+        ("step_exact", agreement["step_exact"]),
+    ):
         lines.append(
-            f"  {name:14} met {one['attainment']:.3f}  TTFT p50 {one['ttft_p50'] * 1e3:.0f} ms  "
-            f"TPOT p50 {one['tpot_p50'] * 1e3:.2f} ms  {one['requests_per_s']:,} requests/s"
+            f"  {name:14} met {figures['attainment']:.3f}  "
+            f"TTFT p50 {figures['ttft_p50'] * 1e3:.0f} ms  "
+            f"TPOT p50 {figures['tpot_p50'] * 1e3:.2f} ms  "
+            f"{figures['requests_per_s']:,} requests/s"
         )
     return lines
 
 
-def _tenants(policies: list[dict]) -> list[str]:
-    named = [p for p in policies if len(p.get("at_rate", {}).get("tenants", {})) > 1]
-    lines = ["met by tenant (lowest eight):"] if named else []
-    for entry in named:
-        worst = sorted(entry["at_rate"]["tenants"].items(), key=lambda item: item[1])[:8]
-        lines.append(f"  {entry['name']}: " + "  ".join(f"{name} {v:.3f}" for name, v in worst))
-    return lines
-
-
-def _row(entry: dict) -> list[str]:
-    at = entry.get("at_rate", {})
-
-    def number(value: float | None, form: str = ".3f") -> str:
-        return "-" if value is None else format(value, form)
-
-    def ms(kind: str, rank: str) -> str:
-        value = at.get(kind, {}).get(rank)
-        return "-" if value is None else f"{value * 1e3:.0f}"
-
-    return [
+def _row(entry: PolicyEntry) -> list[str]:
+    """Return a policy's cells, in the order of `COLUMNS`."""
+    cells = [
         entry["name"],
         entry["variant"],
         entry["split"],
-        number(entry["g90_per_gpu"]),
-        number(entry["g99_per_gpu"]),
-        entry["g99_split"] or "-",
-        number(entry["bound_share"], ".0%"),
-        number(entry.get("g99_bound_share"), ".0%"),
-        number(at.get("attainment")),
-        number(entry["rate_per_gpu"]),
-        str(at.get("refused", "-")),
-        ms("ttft", "p50"),
-        ms("ttft", "p99"),
-        ms("tpot", "p99"),
-        ms("first_gap", "p99"),
-        number(at.get("prefix_hit"), ".0%"),
-        number(at.get("local"), ".0%"),
+        _number(entry["g90_per_gpu"]),
+        _number(entry["g99_per_gpu"]),
+        entry["g99_split"] or NO_FIGURE,
+        _percent(entry["bound_share"]),
+        _percent(entry.get("g99_bound_share")),
     ]
+    rate = _number(entry["rate_per_gpu"])
+    if "at_rate" not in entry:
+        missing = [NO_FIGURE] * (len(COLUMNS) - len(cells) - 2)
+        return [*cells, NO_FIGURE, rate, *missing]
+    figures = entry["at_rate"]
+    return [
+        *cells,
+        _number(figures["attainment"]),
+        rate,
+        str(figures["refused"]),
+        _milliseconds(figures, "ttft", "p50"),
+        _milliseconds(figures, "ttft", "p99"),
+        _milliseconds(figures, "tpot", "p99"),
+        _milliseconds(figures, "first_gap", "p99"),
+        _percent(figures["prefix_hit"]),
+        _percent(figures["local"]),
+    ]
+
+
+def _number(value: float | None) -> str:
+    return NO_FIGURE if value is None else f"{value:.3f}"
+
+
+def _percent(value: float | None) -> str:
+    return NO_FIGURE if value is None else f"{value:.0%}"
+
+
+def _milliseconds(figures: RunFigures, latency: Latency, rank: str) -> str:
+    seconds = figures[latency].get(rank)
+    return NO_FIGURE if seconds is None else f"{seconds * 1e3:.0f}"
 
 
 # ---- html ----------------------------------------------------------------------------------------
@@ -104,21 +163,19 @@ td:first-child, th:first-child { text-align: left; } th { color: #5b6b7b; font-w
 tr.ours td { font-weight: 600; background: #eef5ff; } svg { max-width: 100%; height: auto; }
 p { max-width: 60rem; }
 """
+LIGHT = "#9db8d9"  #: of G90
+DARK = "#2f6db5"  #: of G99
+RANK_COLORS = (("p99", "#d7e3f4"), ("p90", "#8fb3e0"), ("p50", DARK))
 
 
-def document(study: dict) -> str:
-    """Self-contained HTML: table, plots as inline SVG."""
+def study_page(study: StudyDocument) -> str:
+    """Return self-contained HTML: the table, and plots as inline SVG. Equal studies, equal pages."""
+    title = html.escape(f"{study['trace']}: {study['model']} on {study['fleet']}")
     head = "".join(f"<th>{column}</th>" for column in COLUMNS)
-    body = "".join(
-        f"<tr class='{'ours' if entry['name'] == 'diptych' else ''}'>"
-        + "".join(f"<td>{html.escape(cell)}</td>" for cell in _row(entry))
-        + "</tr>"
-        for entry in study["policies"]
-    )
-    title = f"{study['trace']}: {study['model']} on {study['fleet']}"
+    body = "".join(_table_row(entry) for entry in study["policies"])
     return (
-        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title>"
-        f"<style>{STYLE}</style><h1>{html.escape(title)}</h1>"
+        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title>"
+        f"<style>{STYLE}</style><h1>{title}</h1>"
         f"<p>{study['requests']} requests, {html.escape(study['slo'])}, {study['seeds']} seeds, "
         f"{study['dispatch']}. A request is met if its first token and its gaps keep the targets, "
         "the gap between first and second token included; refusals are misses. G90 and G99: the "
@@ -128,7 +185,13 @@ def document(study: dict) -> str:
     )
 
 
-def _plots(study: dict) -> str:
+def _table_row(entry: PolicyEntry) -> str:
+    css_class = "ours" if entry["name"] == OWN_POLICY else ""
+    cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in _row(entry))
+    return f"<tr class='{css_class}'>{cells}</tr>"
+
+
+def _plots(study: StudyDocument) -> str:
     import matplotlib
 
     matplotlib.use("svg")
@@ -137,55 +200,65 @@ def _plots(study: dict) -> str:
 
     figure = Figure(figsize=(11, 8.5), layout="constrained")
     axes = figure.subplots(2, 2)
-    _goodput(axes[0][0], study)
-    _deciles(axes[0][1], study)
-    _percentiles(axes[1][0], study, "ttft", "first token, s")
-    _percentiles(axes[1][1], study, "tpot", "mean gap, s")
-    written = io.StringIO()
-    figure.savefig(written, format="svg", metadata={"Date": None})
-    return written.getvalue().split("?>", 1)[-1].split('dtd">', 1)[-1]
+    _plot_goodput(axes[0][0], study)
+    _plot_deciles(axes[0][1], study)
+    _plot_percentiles(axes[1][0], study, "ttft", "first token, s")
+    _plot_percentiles(axes[1][1], study, "tpot", "mean gap, s")
+    image = io.StringIO()
+    figure.savefig(image, format="svg", metadata={"Date": None})
+    # HTML takes the <svg> element without the XML declaration and the document type before it.
+    return image.getvalue().split("?>", 1)[-1].split('dtd">', 1)[-1]
 
 
-def _label(entry: dict) -> str:
-    return f"{entry['name']} ({'full' if entry['variant'] == 'full' else 'policy'})"
+def _label(entry: PolicyEntry) -> str:
+    variant = "full" if entry["variant"] == "full" else "policy"
+    return f"{entry['name']} ({variant})"
 
 
-def _goodput(axis, study: dict) -> None:
-    found = [entry for entry in study["policies"] if entry["g90_per_gpu"] is not None]
-    axis.set_title("goodput, requests/s/GPU" if found else "attainment")
-    if not found:
-        names = [_label(entry) for entry in study["policies"]]
-        axis.barh(names, [entry["at_rate"]["attainment"] for entry in study["policies"]])
-        axis.invert_yaxis()
+def _plot_goodput(axes: Axes, study: StudyDocument) -> None:
+    """Draw G90 and G99 beside their bounds; where none was searched, the attainment."""
+    searched = [entry for entry in study["policies"] if entry["g90_per_gpu"] is not None]
+    if not searched:
+        labels = [_label(entry) for entry in study["policies"]]
+        axes.set_title("attainment")
+        axes.barh(labels, [entry["at_rate"]["attainment"] for entry in study["policies"]])
+        axes.invert_yaxis()
         return
-    places = range(len(found))
-    for offset, key, color in ((-0.2, "g90_per_gpu", "#9db8d9"), (0.2, "g99_per_gpu", "#2f6db5")):
-        values = [entry[key] or nan for entry in found]
-        axis.barh([p + offset for p in places], values, 0.38, label=key[:3].upper(), color=color)
-    for key, color in (("simulated_90", "#9db8d9"), ("simulated_99", "#2f6db5")):
-        axis.axvline(study["bound_per_gpu"][key], ls="--", color=color, label=f"bound G{key[-2:]}")
-    axis.set_yticks(list(places), [_label(entry) for entry in found], fontsize=7)
-    axis.invert_yaxis()
-    axis.legend(fontsize=7)
+
+    axes.set_title("goodput, requests/s/GPU")
+    places = range(len(searched))
+    g90s = [entry["g90_per_gpu"] or nan for entry in searched]
+    g99s = [entry["g99_per_gpu"] or nan for entry in searched]
+    axes.barh([place - 0.2 for place in places], g90s, 0.38, label="G90", color=LIGHT)
+    axes.barh([place + 0.2 for place in places], g99s, 0.38, label="G99", color=DARK)
+    bounds = study["bound_per_gpu"]
+    axes.axvline(bounds["simulated_90"], ls="--", color=LIGHT, label="bound G90")
+    axes.axvline(bounds["simulated_99"], ls="--", color=DARK, label="bound G99")
+    axes.set_yticks(list(places), [_label(entry) for entry in searched], fontsize=7)
+    axes.invert_yaxis()
+    axes.legend(fontsize=7)
 
 
-def _deciles(axis, study: dict) -> None:
-    axis.set_title("met by prompt length (at RATE)")
+def _plot_deciles(axes: Axes, study: StudyDocument) -> None:
+    axes.set_title("met by prompt length (at RATE)")
     for entry in study["policies"]:
         if "at_rate" in entry:
-            width = 2.5 if entry["name"] == "diptych" else 1.0
-            axis.plot(range(1, 11), entry["at_rate"]["deciles"], lw=width, label=_label(entry))
-    axis.set_xlabel("tenth of the prompts, shortest first")
-    axis.set_ylim(0, 1.02)
-    axis.legend(fontsize=6, ncols=2)
+            width = 2.5 if entry["name"] == OWN_POLICY else 1.0
+            axes.plot(range(1, 11), entry["at_rate"]["deciles"], lw=width, label=_label(entry))
+    axes.set_xlabel("tenth of the prompts, shortest first")
+    axes.set_ylim(0, 1.02)
+    axes.legend(fontsize=6, ncols=2)
 
 
-def _percentiles(axis, study: dict, kind: str, title: str) -> None:
-    axis.set_title(f"{title} (p50, p90, p99)")
-    named = [entry for entry in study["policies"] if entry.get("at_rate", {}).get(kind)]
-    for rank, color in (("p99", "#d7e3f4"), ("p90", "#8fb3e0"), ("p50", "#2f6db5")):
-        values = [entry["at_rate"][kind][rank] for entry in named]
-        axis.barh(range(len(named)), values, 0.7, label=rank, color=color)
-    axis.set_yticks(range(len(named)), [_label(entry) for entry in named], fontsize=7)
-    axis.invert_yaxis()
-    axis.legend(fontsize=7)
+def _plot_percentiles(axes: Axes, study: StudyDocument, latency: Latency, title: str) -> None:
+    axes.set_title(f"{title} (p50, p90, p99)")
+    measured = [
+        entry for entry in study["policies"] if "at_rate" in entry and entry["at_rate"][latency]
+    ]
+    places = range(len(measured))
+    for rank, color in RANK_COLORS:
+        seconds = [entry["at_rate"][latency][rank] for entry in measured]
+        axes.barh(places, seconds, 0.7, label=rank, color=color)
+    axes.set_yticks(places, [_label(entry) for entry in measured], fontsize=7)
+    axes.invert_yaxis()
+    axes.legend(fontsize=7)

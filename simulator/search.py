@@ -1,226 +1,316 @@
 """The largest load that a policy serves: over splits, by bisection, several seeds at a time.
 
-G90 (G99) = the largest offered rate per GPU at which 90 % (99 %) of all requests, over all seeds,
-are met. A split is looked at only if it holds slightly more than the best one so far; a run ends as
-soon as too many requests have missed. The search takes the first seed, the result all of them.
-Where cores are spare it asks for what may come next as well: the way it takes, and so the result,
-is the same on any number of cores.
+G90 (G99) is the largest offered rate per GPU at which 90 % (99 %) of all requests, over all seeds,
+meet their targets. The search saves runs in three ways:
+
+* A split is searched only if it holds slightly more than the best one so far.
+* A run ends as soon as too many requests have missed their targets.
+* Splits are compared on the first seed; the result is found on all of them.
+
+Where cores are spare, the search also asks for what may come next. The rates that it decides by,
+and so the result, are the same on any number of cores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple, cast
 
 import msgspec
 
-from .bound import classes, simulated
-from .case import Case, Cores, Ran, Verdict, holds, simulate
-from .fleet import Split, splits
-from .metrics import Summary, summarize
+from .bound import classify_requests, mean_request_seconds
+from .case import Case, CaseProcesses, LoadVerdict, check_load, simulate_case
+from .documents import PolicyEntry
+from .fleet import FleetSplit, Split, possible_splits
+from .metrics import RunSummary, summarize
 
+G90 = 0.9  #: shares of requests that meet their targets
+G99 = 0.99
 TOLERANCE = 0.015  #: relative, of the rates found
-GROWTH = 1.25  #: steps before both ends are known
-BETTER = 1.01  #: a split must hold so much more than the best before it
-AHEAD = 3  #: splits that are looked at together, where cores are spare
+COARSE_TOLERANCE = 4 * TOLERANCE  #: the same, while splits are compared
+GROWTH = 1.25  #: from one rate to the next before both ends are known
+MINIMUM_SHARE = 1 / 64  #: of the first rate: where not even this is held, the answer is 0
+BETTER = 1.01  #: times the best rate so far that a split must hold to be searched
+FIRST_RATE_FACTOR = 1.1  #: from there to the first rate of the split's search
+SPLITS_AHEAD = 3  #: splits that are looked at together where cores are spare
+START_RATE_PER_REPLICA = 0.6  #: requests/s at which the first search begins
+G99_START_SHARE = 0.6  #: of G90, at which the search for G99 begins
+#: Splits are ordered by their distance in prefill workers from the ideal; mixed ones come last.
+MIXED_DISTANCE = 9
+
+ProgressReporter = Callable[[str], None]  #: takes one line for a person
+Json = dict[str, "Json"] | list["Json"] | str | float | bool | None
 
 
 @dataclass(slots=True)
-class Found:
-    """The largest rate per GPU for one share of requests in time."""
+class HighestRate:
+    """The largest rate at which a share of the requests meet their targets."""
 
-    rate: float = 0.0
-    split: Split | tuple[Split, ...] = field(default_factory=Split)
+    rate: float = 0.0  #: per GPU; 0: none was found
+    split: FleetSplit = field(default_factory=Split)
 
 
 @dataclass(slots=True)
-class Result:
-    """One policy in one variant."""
+class PolicyResult:
+    """What a search found of one policy in one variant."""
 
     policy: str
     variant: str
-    found: dict[float, Found] = field(default_factory=dict)
-    summary: Summary | None = None  #: at G90, or at the rate that was asked for
-    split: Split | tuple[Split, ...] = field(default_factory=Split)  #: of `summary`
+    #: By the share of requests that meet their targets; empty where no maximum was searched.
+    highest_rates: dict[float, HighestRate] = field(default_factory=dict)
+    summary: RunSummary | None = None  #: at G90, or at the rate that was asked for
+    split: FleetSplit = field(default_factory=Split)  #: of `summary`
     rate: float = 0.0  #: of `summary`, per GPU
     requests: int = 0  #: simulated in all
     seconds: float = 0.0  #: of one core
 
 
-def silent(line: str) -> None:
-    """Tells nobody."""
+class RateBracket(NamedTuple):
+    """Between which rates the largest one lies, and which to try next."""
+
+    low: float  #: held; 0: no rate was held yet
+    high: float  #: not held; inf: every rate was held so far
+    next_rate: float
+
+    def narrowed(self, held: bool) -> RateBracket:
+        """Return the bracket after `next_rate` was tried."""
+        low = self.next_rate if held else self.low
+        high = self.high if held else self.next_rate
+        if not low:
+            return RateBracket(low, high, self.next_rate / GROWTH)
+        if high == inf:
+            return RateBracket(low, high, self.next_rate * GROWTH)
+        return RateBracket(low, high, (low * high) ** 0.5)
+
+    def is_open(self, tolerance: float, minimum: float) -> bool:
+        """Return whether the rate is not known well enough yet."""
+        if not self.low:
+            return self.high > minimum
+        return self.high / self.low > 1 + tolerance
+
+
+def no_progress(line: str) -> None:
+    """Drop a line of progress."""
 
 
 class Search:
-    """Runs case `number` of `cores`, or `case` in this process; counts what it simulates."""
+    """Runs the case `case_number` of `processes`, and counts what is simulated for it.
+
+    Without processes `case` runs in this process. `report_progress` gets a line after each check.
+    """
 
     def __init__(
         self,
         case: Case,
-        tell: Callable[[str], None] = silent,
-        cores: Cores | None = None,
-        number: int = 0,
+        report_progress: ProgressReporter = no_progress,
+        processes: CaseProcesses | None = None,
+        case_number: int = 0,
     ) -> None:
-        self.case, self.tell = case, tell
-        self.cores, self.number = cores or Cores([case], 1), number
-        self.requests, self.seconds = 0, 0.0
+        self.case = case
+        self.report_progress = report_progress
+        self.processes = processes or CaseProcesses([case], jobs=1)
+        self.case_number = case_number
+        self.requests = 0  #: simulated in all
+        self.seconds = 0.0  #: of one core
 
     # ---- runs ------------------------------------------------------------------------------------
 
-    def ask(self, split, rate: float, share: float, seeds: int) -> Future[Verdict]:
-        """Whether `share` is met at `rate` per GPU, over these seeds."""
-        future = self.cores.submit(holds, self.number, split, rate, share, seeds)
-        future.add_done_callback(lambda done: self._note(done, split, rate, share))
+    def submit_check(
+        self, split: FleetSplit, rate: float, share: float, seeds: int
+    ) -> Future[LoadVerdict]:
+        """Ask whether `share` of the requests meet their targets at `rate` per GPU."""
+        future = self.processes.submit(
+            check_load, self.case_number, split, rate=rate, share=share, seeds=seeds
+        )
+        future.add_done_callback(lambda done: self._note_check(done, split, rate, share))
         return future
 
-    def _note(self, done: Future[Verdict], split, rate: float, share: float) -> None:
+    def _note_check(
+        self, done: Future[LoadVerdict], split: FleetSplit, rate: float, share: float
+    ) -> None:
         if done.cancelled() or done.exception() is not None:
             return
         verdict = done.result()
         self.requests += verdict.requests
         self.seconds += verdict.seconds
-        said = f"{verdict.met:.3f}" if verdict.held else f"below {share:.2f}"
+        met = f"{verdict.met_share:.3f}" if verdict.held else f"below {share:.2f}"
         name = f"{self.case.policy} ({self.case.variant})"
-        self.tell(f"{name} {said_split(split)} {rate:.3f}/GPU: {said}")
+        self.report_progress(f"{name} {split_text(split)} {rate:.3f}/GPU: {met}")
 
-    def holds(self, split, rate: float, share: float, seeds: int) -> bool:
-        return self.ask(split, rate, share, seeds).result().held
+    def serves(self, split: FleetSplit, rate: float, share: float, seeds: int) -> bool:
+        """Return whether `share` of the requests meet their targets at `rate` per GPU."""
+        return self.submit_check(split, rate, share, seeds).result().held
 
-    def measure(self, split, rate: float) -> Summary:
-        """Everything about one load, over all seeds."""
-        tasks = [
-            self.cores.submit(simulate, self.number, split, rate, seed)
+    def measure(self, split: FleetSplit, rate: float) -> RunSummary:
+        """Return the figures of one load of `rate` requests/s per GPU, over all seeds."""
+        futures = [
+            self.processes.submit(simulate_case, self.case_number, split, rate=rate, seed=seed)
             for seed in range(self.case.seeds)
         ]
-        runs: list[Ran] = [task.result() for task in tasks]
+        runs = [future.result() for future in futures]
         self.requests += sum(run.requests for run in runs)
         self.seconds += sum(run.seconds for run in runs)
-        return summarize([one for run in runs for one in run.outcomes or ()])
+        return summarize([outcome for run in runs for outcome in run.outcomes or ()])
 
     # ---- search ----------------------------------------------------------------------------------
 
-    def largest(self, split, share: float, start: float, seeds: int, tolerance: float) -> float:
-        """By steps from `start`, then bisection of the ratio."""
-        asked: dict[float, Future[Verdict]] = {}
+    def largest_rate(
+        self, split: FleetSplit, share: float, start: float, seeds: int, tolerance: float
+    ) -> float:
+        """Return the largest rate per GPU that a split holds; 0: not even a 64th of `start`.
 
-        def wanted(low: float, high: float) -> bool:
-            return high / low > 1 + tolerance if low else high > start / 64
+        The search goes by steps from `start` until both ends are known, then by bisection of their
+        ratio until they differ by less than `tolerance`, relative.
+        """
+        minimum = start * MINIMUM_SHARE
+        checks: dict[float, Future[LoadVerdict]] = {}
+        bracket = RateBracket(0.0, inf, start)
+        while bracket.is_open(tolerance, minimum):
+            coming = [bracket]
+            if self.processes.has_spare_cores:
+                coming += [bracket.narrowed(held=True), bracket.narrowed(held=False)]
+            for possible in coming:
+                rate = possible.next_rate
+                if rate not in checks and possible.is_open(tolerance, minimum):
+                    checks[rate] = self.submit_check(split, rate, share, seeds)
+            verdict = checks[bracket.next_rate].result()
+            bracket = bracket.narrowed(verdict.held)
+        _cancel(checks.values())
+        return bracket.low
 
-        state = (0.0, inf, start)
-        while wanted(*state[:2]):
-            coming = [state]
-            if self.cores.spare:
-                coming += [_step(*state, held=True), _step(*state, held=False)]
-            for low, high, rate in coming:
-                if rate not in asked and wanted(low, high):
-                    asked[rate] = self.ask(split, rate, share, seeds)
-            state = _step(*state, held=asked[state[2]].result().held)
-        _cancel(list(asked.values()))
-        return state[0]
+    def best_split(
+        self, candidates: Sequence[FleetSplit], share: float, start: float
+    ) -> HighestRate:
+        """Return the split that holds the largest rate, and that rate over all seeds.
 
-    def best(self, candidates: list, share: float, start: float) -> Found:
-        found = Found()
-        left = list(candidates)
-        while left:
-            split = left.pop(0)
-            if found.rate:
-                group = [split, *left[: AHEAD - 1]] if self.cores.spare else [split]
-                looks = [self.ask(one, found.rate * BETTER, share, 1) for one in group]
-                fails = next((i for i, at in enumerate(looks) if at.result().held), len(group))
-                _cancel(looks)
-                left = ([split, *left])[fails:]
-                if fails == len(group):
-                    continue
-                split = left.pop(0)
-            first = found.rate * BETTER * 1.1 if found.rate else start
-            rate = self.largest(split, share, first, 1, 4 * TOLERANCE)
-            if rate > found.rate:
-                found = Found(rate, split)
-        if found.rate:
-            seeds = self.case.seeds
-            found.rate = self.largest(found.split, share, found.rate, seeds, TOLERANCE)
-        return found
+        The first candidate is searched from `start` on, the others from the best rate so far.
+        """
+        best = HighestRate()
+        remaining = list(candidates)
+        while remaining:
+            first_rate = start
+            if best.rate:
+                rate_to_beat = best.rate * BETTER
+                remaining = self._without_worse(remaining, rate_to_beat, share)
+                if not remaining:
+                    break
+                first_rate = rate_to_beat * FIRST_RATE_FACTOR
+            split = remaining.pop(0)
+            rate = self.largest_rate(split, share, first_rate, seeds=1, tolerance=COARSE_TOLERANCE)
+            if rate > best.rate:
+                best = HighestRate(rate, split)
+        if best.rate:
+            best.rate = self.largest_rate(
+                best.split, share, best.rate, seeds=self.case.seeds, tolerance=TOLERANCE
+            )
+        return best
 
-
-def _step(low: float, high: float, rate: float, held: bool) -> tuple[float, float, float]:
-    """(low, high, the rate to try next)"""
-    low, high = (rate, high) if held else (low, rate)
-    if low and high < inf:
-        return low, high, (low * high) ** 0.5
-    return low, high, rate * GROWTH if low else rate / GROWTH
+    def _without_worse(
+        self, candidates: list[FleetSplit], rate: float, share: float
+    ) -> list[FleetSplit]:
+        """Return the candidates from the first one on that holds `rate` with the first seed."""
+        group_size = SPLITS_AHEAD if self.processes.has_spare_cores else 1
+        for group_start in range(0, len(candidates), group_size):
+            group = candidates[group_start : group_start + group_size]
+            checks = [self.submit_check(split, rate, share, 1) for split in group]
+            for index, check in enumerate(checks):
+                if check.result().held:
+                    _cancel(checks)
+                    return candidates[group_start + index :]
+        return []
 
 
-def _cancel(tasks: list[Future[Verdict]]) -> None:
-    for task in tasks:
-        task.cancel()
+def _cancel(checks: Iterable[Future[LoadVerdict]]) -> None:
+    for check in checks:
+        check.cancel()
 
 
-def said_split(split: Split | tuple[Split, ...]) -> str:
+def split_text(split: FleetSplit) -> str:
+    """Return `6P2D`; of a split for each pool `1P+1D`."""
     return str(split) if isinstance(split, Split) else "+".join(map(str, split))
 
 
-def candidates(case: Case) -> list[Split]:
-    """Splits, the likeliest first: by how far they are from the load's own ratio of work."""
-    rates = simulated(case.fleet.reference)
-    load = classes(case.trace)
-    prefill = (rates.base + rates.token * load.uncached + rates.pair * load.pairs) @ load.share
-    step = min(case.slo.itl_s, rates.step + rates.weights + rates.read * rates.memory)
-    decode = (load.context @ load.share) * step / rates.memory
-    ideal = case.fleet.replicas * prefill / (prefill + decode)
-    return sorted(
-        splits(case.fleet.replicas, mixed=True), key=lambda s: abs(s.prefill - ideal) + 9 * s.mixed
-    )
+def candidate_splits(case: Case) -> list[Split]:
+    """Return all splits of a fleet, the likeliest first.
+
+    The likeliest has prefill and decode workers in the ratio of the load's work for them: the
+    seconds of its prompts, and the share of a decode worker's memory and time that answers take.
+    """
+    load = classify_requests(case.trace)
+    seconds = mean_request_seconds(case.fleet.reference, load, case.slo.itl_s)
+    ideal_prefill = case.fleet.replicas * seconds.prefill_s / (seconds.prefill_s + seconds.decode_s)
+
+    def distance(split: Split) -> float:
+        return abs(split.prefill - ideal_prefill) + MIXED_DISTANCE * split.mixed
+
+    return sorted(possible_splits(case.fleet.replicas, mixed=True), key=distance)
 
 
-def find_max(search: Search, split: Split | None, shares=(0.9, 0.99)) -> Result:
-    """G90 and G99 with their best splits, and the figures at G90."""
+def find_max(search: Search, split: Split | None) -> PolicyResult:
+    """Return G90 and G99 with their best splits, and the figures at G90.
+
+    With a `split` only that one is tried.
+    """
     case = search.case
-    tried = [split] if split else candidates(case)
-    result = Result(case.policy, case.variant)
-    start = 0.15 * case.fleet.replicas / case.fleet.gpus * 4
-    for share in shares:
-        start = max(result.found[shares[0]].rate * 0.6, 1e-3) if result.found else start
-        result.found[share] = search.best(tried, share, start)
-    at = result.found[shares[0]]
-    result.split, result.rate = at.split, at.rate
-    if at.rate:
-        result.summary = search.measure(at.split, at.rate)
-    result.requests, result.seconds = search.requests, search.seconds
+    result = PolicyResult(case.policy, case.variant)
+    candidates = [split] if split else candidate_splits(case)
+    start = START_RATE_PER_REPLICA * case.fleet.replicas / case.fleet.gpus
+    g90 = search.best_split(candidates, G90, start)
+    start = max(g90.rate * G99_START_SHARE, 1e-3)
+    g99 = search.best_split(candidates, G99, start)
+    result.highest_rates = {G90: g90, G99: g99}
+    result.split = g90.split
+    result.rate = g90.rate
+    if g90.rate:
+        result.summary = search.measure(g90.split, g90.rate)
+    result.requests = search.requests
+    result.seconds = search.seconds
     return result
 
 
-def measure(search: Search, split: Split | None, rate: float) -> Result:
-    """The figures at one rate per GPU; the best split is that of the highest attainment."""
+def measure_rate(search: Search, split: Split | None, rate: float) -> PolicyResult:
+    """Return the figures at one rate per GPU.
+
+    Without a `split` they are of the split where most requests meet their targets.
+    """
     case = search.case
-    result = Result(case.policy, case.variant, rate=rate)
-    for one in [split] if split else candidates(case):
-        summary = search.measure(one, rate)
-        said = f"{said_split(one)}: {summary.attainment:.3f}"
-        search.tell(f"{case.policy} ({case.variant}) {said}")
+    result = PolicyResult(case.policy, case.variant, rate=rate)
+    for candidate in [split] if split else candidate_splits(case):
+        summary = search.measure(candidate, rate)
+        search.report_progress(
+            f"{case.policy} ({case.variant}) {split_text(candidate)}: {summary.attainment:.3f}"
+        )
         if result.summary is None or summary.attainment > result.summary.attainment:
-            result.summary, result.split = summary, one
-    result.requests, result.seconds = search.requests, search.seconds
+            result.summary = summary
+            result.split = candidate
+    result.requests = search.requests
+    result.seconds = search.seconds
     return result
 
 
-def as_json(result: Result, bounds: dict[str, float]) -> dict:
-    """The shape of `diptych simulate -o json`; times in seconds, rates per second and GPU."""
-    g90, g99 = (result.found.get(share, Found()) for share in (0.9, 0.99))
-    entry: dict = {
+def policy_entry(result: PolicyResult, bounds: dict[str, float]) -> PolicyEntry:
+    """Return a result as its part of a study's document, with its share of the bounds."""
+    entry: PolicyEntry = {
         "name": result.policy,
         "variant": result.variant,
-        "split": said_split(result.split),
-        "g90_per_gpu": g90.rate if result.found else None,
-        "g99_per_gpu": g99.rate if result.found else None,
-        "g99_split": said_split(g99.split) if result.found else None,
+        "split": split_text(result.split),
+        "g90_per_gpu": None,
+        "g99_per_gpu": None,
+        "g99_split": None,
         "bound_share": None,
         "prefix_hit": result.summary.prefix_hit if result.summary else None,
         "requests_per_s_simulated": round(result.requests / max(result.seconds, 1e-9)),
         "rate_per_gpu": result.rate,
     }
-    if result.found:
+    if result.highest_rates:
+        g90 = result.highest_rates[G90]
+        g99 = result.highest_rates[G99]
+        entry["g90_per_gpu"] = g90.rate
+        entry["g99_per_gpu"] = g99.rate
+        entry["g99_split"] = split_text(g99.split)
         entry["bound_share"] = g90.rate / bounds["simulated_90"]
         entry["g99_bound_share"] = g99.rate / bounds["simulated_99"]
         if "kernel_90" in bounds:
@@ -228,12 +318,17 @@ def as_json(result: Result, bounds: dict[str, float]) -> dict:
             entry["g99_kernel_bound_share"] = g99.rate / bounds["kernel_99"]
     if result.summary:
         entry["at_rate"] = msgspec.to_builtins(result.summary)
-    return _rounded(entry)
+    return cast(PolicyEntry, _rounded(cast(Json, entry)))
 
 
-def _rounded(value):
-    if isinstance(value, dict):
-        return {key: _rounded(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_rounded(one) for one in value]
-    return round(value, 4) if isinstance(value, float) else value
+def _rounded(value: Json) -> Json:
+    """Return the value with all its numbers rounded to four digits behind the point."""
+    match value:
+        case dict():
+            return {key: _rounded(element) for key, element in value.items()}
+        case list():
+            return [_rounded(element) for element in value]
+        case float():
+            return round(value, 4)
+        case _:
+            return value

@@ -1,9 +1,15 @@
 """One run: the real router, fed by workers in virtual time. Same input, same log, byte for byte.
 
-Life of a request here: `Asked` at its arrival; `Placed` reaches the workers a hop later through the
-gateway; prompt computed -> first token -> `FirstToken` to the router; KV moves while the prompt is
-computed, what is left of it behind; decode joins at the next step; last token -> `Ended`. A refusal
-is a miss. Workers report block events and steps every `REPORT_S`.
+Life of a request here:
+
+1. It arrives: the router gets `PlacementRequested` with its lengths, block hashes and targets.
+2. `AttemptPlaced` reaches the workers two hops later, through the gateway.
+3. The prefill worker computes the prompt, the decode worker reserves blocks. The first token goes to
+   the client, and `FirstTokenSent` to the router.
+4. The KV moves while the prompt is computed; what is left of it, behind.
+5. The sequence decodes on its decode worker. With its last token comes `AttemptEnded`.
+
+A refusal is a miss. Workers report their blocks and steps every `REPORT_INTERVAL_S`.
 """
 
 from __future__ import annotations
@@ -12,58 +18,79 @@ import heapq
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import IntEnum
 from math import inf
 from typing import Any
 
 import msgspec
 
 from ..protos.frames import (
+    AttemptKey,
     AttemptOutcome,
     AttemptPlaced,
     AttemptRefused,
     DeliverFrame,
     PlaceAttempt,
     WorkerCard,
-    WorkerReport,
 )
 from ..router import Router, RouterConfig
-from ..router import events as e
+from ..router import events as router_events
+from .attempt import SimulatedAttempt
 from .fleet import Faults, Fleet, Split
 from .hardware import Hardware
-from .metrics import Outcome, Slo
-from .trace import HASH_TOKENS, Request, Trace, total
-from .worker import Job, Worker
+from .metrics import SimulatedOutcome, Slo
+from .trace import HASH_TOKENS, Trace, WorkloadRequest, count_turns
+from .worker import DEFAULT_MAX_TOKENS, HOP_S, SimulatedWorker
 
-HOP_S = 5e-4  #: one message between gateway, router and worker
-REPORT_S = 0.5
-MAX_TOKENS = 4096  #: asked for by who says nothing: nobody knows an answer's length in advance
+REPORT_INTERVAL_S = 0.5
 TICK_S = 1e-3  #: between two ticks of the router, at least
 SETTLE_S = 5.0  #: before the first arrival: the router has seen every worker join
-ARRIVE, WORK, FIRST, READY, REPORT, WAKE, HEAR, KILL, AGAIN, PLAN, ENTER = range(11)
+SAME_TIME_S = 1e-9
+
+
+class Moment(IntEnum):
+    """What an entry of the simulation's clock is about."""
+
+    ARRIVAL = 0  #: of a request: the next turn of a session
+    WORK = 1  #: a worker's step ends
+    FIRST_TOKEN = 2  #: the router hears of it
+    KV_ARRIVED = 3
+    REPORT = 4  #: all workers report
+    ROUTER_WAKE = 5
+    LATE_REPORT = 6  #: a report that was held back
+    KILL = 7
+    NEXT_ATTEMPT = 8
+    PLANNER = 9
+    WORKER_JOINS = 10
+    PLACED = 11  #: a placement reaches the workers
+    MESSAGE = 12  #: between tickets (`exact.py`)
+    FLOWS = 13  #: a transfer over shared links ends (`exact.py`)
+    TICKET = 14  #: something for a ticket to send (`exact.py`)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What runs: fleet, split, router and targets. `handoff`: who sends the first token."""
+    """What runs: the fleet and how it is split, the router's configuration and the targets."""
 
     fleet: Fleet
     split: Split | tuple[Split, ...]
     config: RouterConfig = field(default_factory=RouterConfig)
     slo: Slo = field(default_factory=Slo)
-    handoff: str = "prefill"  #: prefill | decode
+    handoff: str = "prefill"  #: which worker sends the first token: prefill | decode
     faults: Faults = field(default_factory=Faults)
-    budget_share: float = 0.9  #: of the ITL target: how long a step with prefill in it may take
+    #: share of the ITL target that a step with prefill and decode may take
+    budget_share: float = 0.9
     plan_every_s: float = 5.0  #: between two calls of a planner
     flip_s: float = 1.0  #: a worker takes nothing for so long when its role changes
     start_s: float = 60.0  #: from the order of a replica to its first request
 
 
 class Simulation:
-    """`run(requests)` -> one `Outcome` for each, in their order.
+    """`run(requests)` returns one `SimulatedOutcome` for each, in their order.
 
-    `told(simulation, event)` hears each event before the router does.
+    `on_event(simulation, event)` hears each event before the router does.
     `planner(simulation, now)` is called every `plan_every_s`; it reads `router` and `workers`, and
-    may `flip`, `add` and `remove`.
+    may `flip`, `add` and `remove` workers.
     """
 
     def __init__(
@@ -73,118 +100,130 @@ class Simulation:
         seed: int = 0,
         log: Callable[[str], Any] | None = None,
         planner: Callable[[Simulation, float], Any] | None = None,
-        told: Callable[[Simulation, Any], Any] | None = None,
+        on_event: Callable[[Simulation, Any], Any] | None = None,
     ) -> None:
-        self.setting, self.log, self.told = setting, log, told
-        self.slo, self.faults = setting.slo, setting.faults
+        self.setting = setting
+        self.log = log
+        self.on_event = on_event
+        self.planner = planner
+        self.slo = setting.slo
+        self.faults = setting.faults
+        self.trace = trace
         self.rng = random.Random(f"run/{seed}")
         self.now = -SETTLE_S
-        self.heap: list[tuple[float, int, int, Any]] = []
-        self.order = 0
-        self.wake = inf
+        self.clock: list[tuple[float, int, Moment, Any]] = []  #: a heap of what is to come
+        self.entries = 0  #: that the clock ever had: equal times go in order of entry
         self.router = Router(setting.config, term=1)
-        self.workers: dict[str, Worker] = {}
+        self.router_wake_at = inf
+        self.workers: dict[str, SimulatedWorker] = {}
         self.cards: dict[str, WorkerCard] = {}
-        self.jobs: dict[tuple[str, int], Job] = {}
-        self.open = 0  #: requests that have arrived, or will for sure, and not ended
-        self.misses, self.give_up = 0, inf
-        self.done: list[Job | None] = []
-        self.unit, self.planner = trace.block_tokens, planner
         self.starting: dict[str, str] = {}  #: replicas that were ordered and are not up -> pool
-        self.up: dict[str, list[float]] = {}  #: worker -> [ordered at, gone at], both may be past
-        self.late_roles = setting.handoff == "decode"
-        self.acts: tuple[Callable[[Any], None], ...] = (
-            *(self._arrive, self._work, self._first, self._ready, self._report),
-            *(self._wake, self._hear, self._kill, self._again, self._plan, self._enter),
-        )
-        self._fleet()
+        self.lifetimes: dict[str, list[float]] = {}  #: worker -> [ordered at, gone at]
+        self.attempts: dict[AttemptKey, SimulatedAttempt] = {}  #: that have not ended
+        self.last_attempts: list[SimulatedAttempt | None] = []  #: of each request that has ended
+        self.open_requests = 0  #: that have arrived, or will for sure, and have not ended
+        self.misses = 0
+        self.decode_sends_first_token = setting.handoff == "decode"
+        self.handlers = self._make_handlers()
+        self._start_fleet()
 
-    def _fleet(self) -> None:
+    def _make_handlers(self) -> dict[Moment, Callable[[Any], None]]:
+        return {
+            Moment.ARRIVAL: self._arrive,
+            Moment.WORK: self._work,
+            Moment.FIRST_TOKEN: self._first_token,
+            Moment.KV_ARRIVED: self._kv_arrived,
+            Moment.REPORT: self._report,
+            Moment.ROUTER_WAKE: self._wake_router,
+            Moment.LATE_REPORT: self._late_report,
+            Moment.KILL: self._kill,
+            Moment.NEXT_ATTEMPT: self._attempt_again,
+            Moment.PLANNER: self._call_planner,
+            Moment.WORKER_JOINS: self._worker_joins,
+            Moment.PLACED: self._begin,
+        }
+
+    def _start_fleet(self) -> None:
         for role, hardware in self.setting.fleet.workers(self.setting.split):
-            name = self._make(role, hardware)
-            self.up[name] = [0.0, inf]
-            self._tell(e.WorkerJoined(self.cards[name], 1, []))
+            name = self._make_worker(role, hardware)
+            self.lifetimes[name] = [0.0, inf]
+            self._tell_router(router_events.WorkerJoined(self.cards[name], 1, []))
         names = list(self.workers)
-        for index, times in self.faults.slow:
-            self.workers[names[index]].slow = times
-        for index, at in self.faults.kill:
-            self._at(at, KILL, names[index])
-        self._tell(e.GatewayJoined("gateway"))
+        for index, slowness in self.faults.slow_workers:
+            self.workers[names[index]].slowness = slowness
+        for index, killed_at in self.faults.killed_workers:
+            self._schedule(killed_at, Moment.KILL, names[index])
+        self._tell_router(router_events.GatewayJoined("gateway"))
         self.now = 0.0
-        self._tell(e.RouterTick())
+        self._tell_router(router_events.RouterTick())
 
-    def _make(self, role: str, hardware: Hardware) -> str:
+    def _make_worker(self, role: str, hardware: Hardware) -> str:
         index = len(self.workers)
         name = f"{role}/{index}"
-        budget = hardware.budget_s or self.slo.itl_s * self.setting.budget_share
-        worker = self._worker(name, role, hardware, self.unit, budget)
-        worker.itl_s = self.slo.itl_s
-        self.workers[name] = worker
+        step_budget_s = hardware.itl_budget_s or self.slo.itl_s * self.setting.budget_share
+        self.workers[name] = self._new_worker(name, role, hardware, step_budget_s)
         self.cards[name] = WorkerCard(
-            name,
-            role,
-            role,
-            name,
-            name,
-            index,
+            id=name,
+            pool=role,
+            role=role,
+            address=name,
+            replica=name,
+            pid=index,
             blocks=hardware.kv_tokens // HASH_TOKENS,
             block_tokens=HASH_TOKENS,
             gpu=hardware.gpu,
             tensor_parallel=hardware.tp,
-            cost=hardware.cost if hardware.known else None,
+            cost=hardware.cost if hardware.cost_on_card else None,
             chunk_tokens=hardware.chunk_tokens,
             max_running=hardware.max_running,
-            step_ms=budget * 1e3 if budget < inf else 0.0,
+            step_ms=step_budget_s * 1e3 if step_budget_s < inf else 0.0,
         )
         return name
 
-    def _worker(
-        self, name: str, role: str, hardware: Hardware, unit: int, budget_s: float
-    ) -> Worker:
-        worker = Worker(name, role, hardware.cost, hardware.kv_tokens, unit, budget_s)
-        worker.chunk_tokens = hardware.chunk_tokens
-        worker.max_running = hardware.max_running
-        worker.planned = hardware.planned
-        return worker
+    def _new_worker(
+        self, name: str, role: str, hardware: Hardware, step_budget_s: float
+    ) -> SimulatedWorker:
+        return SimulatedWorker(name, role, hardware, self.trace, step_budget_s, self.slo.itl_s)
 
     # ---- the clock -------------------------------------------------------------------------------
 
-    def _at(self, when: float, kind: int, what: Any) -> None:
-        self.order += 1
-        heapq.heappush(self.heap, (when, self.order, kind, what))
+    def _schedule(self, when: float, moment: Moment, subject: Any) -> None:
+        self.entries += 1
+        heapq.heappush(self.clock, (when, self.entries, moment, subject))
 
-    def run(self, requests: list[Request], give_up: float = inf) -> list[Outcome] | None:
-        """`give_up`: misses after which nothing but a failure can come of it (None then)."""
-        self.give_up = give_up
-        self.done = [None] * total(requests)
-        heap, count, index = self.heap, len(requests), 0
-        self._at(REPORT_S, REPORT, None)
+    def run(
+        self, requests: list[WorkloadRequest], give_up: float = inf
+    ) -> list[SimulatedOutcome] | None:
+        """Returns the outcome of each request; None if more than `give_up` of them missed."""
+        self.last_attempts = [None] * count_turns(requests)
+        self._schedule(REPORT_INTERVAL_S, Moment.REPORT, None)
         if self.planner is not None:
-            self._at(self.setting.plan_every_s, PLAN, None)
-        acts = self.acts
-        self.open = 0
-        while index < count or self.open:
+            self._schedule(self.setting.plan_every_s, Moment.PLANNER, None)
+        handlers = self.handlers
+        clock = self.clock
+        arrived = 0
+        self.open_requests = 0
+        while arrived < len(requests) or self.open_requests:
             if self.misses > give_up:
                 return None
-            if index < count and (not heap or requests[index].at <= heap[0][0]):
-                request = requests[index]
-                index += 1
-                self.now = request.at
-                self.open += 1
+            if arrived < len(requests) and (
+                not clock or requests[arrived].arrival_s <= clock[0][0]
+            ):
+                request = requests[arrived]
+                arrived += 1
+                self.now = request.arrival_s
+                self.open_requests += 1
                 self._arrive(request)
                 continue
-            self.now, _, kind, what = heapq.heappop(heap)
-            acts[kind](what)
-        return [self._outcome(request, job) for request, job in self._pairs(requests)]
-
-    def _pairs(self, requests: list[Request]) -> list[tuple[Request, Job]]:
-        return [(job.request, job) for job in self.done if job is not None]
+            self.now, _, moment, subject = heapq.heappop(clock)
+            handlers[moment](subject)
+        return [self._outcome(attempt) for attempt in self.last_attempts if attempt is not None]
 
     # ---- router ----------------------------------------------------------------------------------
 
-    def _tell(self, event: Any) -> None:
-        if self.told is not None:
-            self.told(self, event)
+    def _tell_router(self, event: router_events.RouterEvent) -> None:
+        if self.on_event is not None:
+            self.on_event(self, event)
         for action in self.router.handle(event, self.now):
             if type(action) is DeliverFrame:
                 frame = action.frame
@@ -192,352 +231,389 @@ class Simulation:
                     self._placed(frame)
                 elif type(frame) is AttemptRefused:
                     self._refused(frame)
-            elif type(action) is e.DisconnectWorker:
+            elif type(action) is router_events.DisconnectWorker:
                 self._rejoin(action.worker)
-        wake = self.router.next_wake
-        if wake is not None and wake < self.wake - 1e-9:
-            least = self.now + TICK_S if type(event) is e.RouterTick else self.now
-            self.wake = wake if wake > least else least
-            self._at(self.wake, WAKE, self.wake)
+        wake_at = self.router.next_wake
+        if wake_at is not None and wake_at < self.router_wake_at - SAME_TIME_S:
+            is_tick = type(event) is router_events.RouterTick
+            earliest = self.now + TICK_S if is_tick else self.now
+            self.router_wake_at = max(wake_at, earliest)
+            self._schedule(self.router_wake_at, Moment.ROUTER_WAKE, self.router_wake_at)
 
-    def _wake(self, when: float) -> None:
-        if when == self.wake:
-            self.wake = inf
-            self._tell(e.RouterTick())
+    def _wake_router(self, when: float) -> None:
+        if when == self.router_wake_at:
+            self.router_wake_at = inf
+            self._tell_router(router_events.RouterTick())
 
-    def _arrive(self, request: Request) -> None:
-        self._ask(Job(request, (str(request.index), 0), self.now), [])
+    def _arrive(self, request: WorkloadRequest) -> None:
+        self._place(SimulatedAttempt(request, (str(request.index), 0), self.now), [])
 
-    def _again(self, what: tuple[Job, list[str]]) -> None:
-        self._ask(*what)
+    def _attempt_again(self, subject: tuple[SimulatedAttempt, list[str]]) -> None:
+        attempt, lost_workers = subject
+        self._place(attempt, lost_workers)
 
-    def _ask(self, job: Job, lost: list[str]) -> None:
-        request = job.request
-        self.jobs[job.key] = job
-        job.target = self.slo.ttft(request.prompt)
-        if self.faults.misprediction:
-            job.work = 1 + self.faults.misprediction * self.rng.uniform(-1, 1)
+    def _place(self, attempt: SimulatedAttempt, lost_workers: list[str]) -> None:
+        """Asks the router for workers."""
+        request = attempt.request
+        self.attempts[attempt.key] = attempt
+        attempt.ttft_target_s = self.slo.ttft_target_s(request.prompt_tokens)
+        if self.faults.misprediction_share:
+            attempt.prefill_factor = 1 + self.faults.misprediction_share * self.rng.uniform(-1, 1)
         place = PlaceAttempt(
-            job.key,
-            job.context,
-            request.most or MAX_TOKENS,
-            request.hashes,
-            lost_workers=lost,
+            attempt.key,
+            attempt.context_tokens,
+            request.output_limit or DEFAULT_MAX_TOKENS,
+            request.prompt_hashes,
+            lost_workers=lost_workers,
             tenant=request.tenant,
-            ttft_s=job.target,
+            ttft_s=attempt.ttft_target_s,
             itl_s=self.slo.itl_s,
-            waited_s=self.now - job.arrived,
+            waited_s=self.now - attempt.arrived_at,
         )
         if self.log:
-            self.log(f"{self.now:.6f} asked {job.key[0]} {job.context}")
-        self._tell(e.PlacementRequested("gateway", place))
+            self.log(f"{self.now:.6f} asked {attempt.key[0]} {attempt.context_tokens}")
+        self._tell_router(router_events.PlacementRequested("gateway", place))
 
     def _placed(self, placed: AttemptPlaced) -> None:
-        job = self.jobs.get(placed.attempt_key)
-        if job is None or job.decode is not None:
+        attempt = self.attempts.get(placed.attempt_key)
+        if attempt is None or attempt.decode_worker:
             return
-        job.decode = self.workers[placed.decode_worker]
-        job.predicted = placed.predicted_ttft_ms / 1e3
+        attempt.predicted_ttft_s = placed.predicted_ttft_ms / 1e3
         if placed.deadline_s:
-            job.deadline = self.now + placed.deadline_s
-        start = self.now + 2 * HOP_S
+            attempt.deadline_s = self.now + placed.deadline_s
         if self.log:
-            self.log(
-                f"{self.now:.6f} placed {job.key[0]} {placed.prefill_worker} {placed.decode_worker}"
-            )
-        if placed.prefill_worker is None or placed.prefill_worker == placed.decode_worker:
-            job.prefill = job.decode
-        else:
-            job.prefill, job.remote = self.workers[placed.prefill_worker], True
-        job.prefill.advance(self.now)
+            workers = f"{placed.prefill_worker} {placed.decode_worker}"
+            self.log(f"{self.now:.6f} placed {attempt.key[0]} {workers}")
+        attempt.decode_worker = placed.decode_worker
+        attempt.prefill_worker = placed.prefill_worker or placed.decode_worker
+        attempt.is_remote = attempt.prefill_worker != attempt.decode_worker
+        begins_at = self.now + 2 * HOP_S
         if placed.prefix_holder is not None:
-            start = self._fetch(self.workers[placed.prefix_holder], job.prefill, job, start)
-        self._submit(job, start)
+            holder = self.workers[placed.prefix_holder]
+            begins_at = self._fetch_prefix(holder, attempt, begins_at)
+        self._schedule(begins_at, Moment.PLACED, attempt)
 
-    def _submit(self, job: Job, start: float) -> None:
-        assert job.prefill is not None
-        job.prefill.submit(job, start)
-        self._schedule(job.prefill)
+    def _begin(self, attempt: SimulatedAttempt) -> None:
+        """The placement has reached the workers, and so has a prefix that was fetched."""
+        if self.attempts.get(attempt.key) is not attempt:
+            return  # a worker died meanwhile
+        prefill_worker, decode_worker = self._workers_of(attempt)
+        if attempt.is_remote:
+            decode_worker.now = self.now
+            decode_worker.reserve(attempt)
+            self._look_at_reservations(decode_worker)
+        prefill_worker.now = self.now
+        prefill_worker.add_prompt(attempt)
+        self._schedule_worker(prefill_worker)
+
+    def _workers_of(self, attempt: SimulatedAttempt) -> tuple[SimulatedWorker, SimulatedWorker]:
+        """Returns (prefill worker, decode worker) of an attempt that was placed."""
+        return self.workers[attempt.prefill_worker], self.workers[attempt.decode_worker]
 
     def _refused(self, refused: AttemptRefused) -> None:
-        job = self.jobs.pop(refused.attempt_key, None)
-        if job is not None:
-            job.outcome = refused.reason
-            self._end(job)
+        attempt = self.attempts.pop(refused.attempt_key, None)
+        if attempt is not None:
+            attempt.refusal = refused.reason
+            self._end(attempt)
 
     # ---- workers ---------------------------------------------------------------------------------
 
-    def _schedule(self, worker: Worker) -> None:
-        due = worker.due()
-        if due != worker.scheduled:
-            worker.version += 1
-            worker.scheduled = due
-            if due < inf:
-                self._at(due, WORK, (worker, worker.version))
+    def _schedule_worker(self, worker: SimulatedWorker) -> None:
+        """Sets the clock for the next event of the worker."""
+        event_at = worker.next_event_at
+        if event_at != worker.event_at:
+            worker.event_version += 1
+            worker.event_at = event_at
+            if event_at < inf:
+                self._schedule(event_at, Moment.WORK, (worker, worker.event_version))
 
-    def _work(self, what: tuple[Worker, int]) -> None:
-        worker, version = what
-        if version != worker.version or not worker.alive:
+    def _work(self, subject: tuple[SimulatedWorker, int]) -> None:
+        worker, version = subject
+        if version != worker.event_version or not worker.is_alive:
             return
-        worker.scheduled = inf
-        worker.advance(self.now)
-        ended, filled = worker.settle()
-        for job in filled:
-            self._filled(worker, job)
-        self._schedule(worker)
-        for job in ended:
-            self._ended(job)
+        worker.event_at = inf
+        ended, filled = worker.settle(self.now)
+        for attempt in filled:
+            self._filled(worker, attempt)
+        self._look_at_reservations(worker)
+        self._schedule_worker(worker)
+        for attempt in ended:
+            self._ended(attempt)
 
-    def _filled(self, worker: Worker, job: Job) -> None:
-        """The prompt is computed: first token, and the KV goes on its way."""
-        request = job.request
-        worker.keep(request)
-        handed = self.late_roles and job.remote
-        if not job.first and not handed:
-            job.first = self.now + HOP_S
-            if job.first - job.arrived > job.target:
+    def _filled(self, worker: SimulatedWorker, attempt: SimulatedAttempt) -> None:
+        """The prompt is computed: there is a first token, and the KV goes on its way."""
+        token_at = self.now + HOP_S
+        self._schedule(token_at, Moment.FIRST_TOKEN, attempt.key)
+        is_handed_over = self.decode_sends_first_token and attempt.is_remote
+        if attempt.first_token_at:
+            attempt.late_gaps += 1  # it goes on behind a worker's death: the client has waited
+        elif not is_handed_over:
+            attempt.first_token_at = token_at
+            if token_at - attempt.arrived_at > attempt.ttft_target_s:
                 self.misses += 1
-                job.done = True  # counted as a miss
-        self._at(self.now + HOP_S, FIRST, job.key)
-        if handed and not job.resumed:
-            job.left = request.output
-        if job.left <= 0:
-            self._ended(job)
-            return
-        if not job.remote:
-            worker.join(job)
-            return
-        assert job.decode is not None
-        job.remote = False  # what comes later happens where it decodes
-        self._at(self._transfer(worker, job.decode, job), READY, job)
+                attempt.counted_as_miss = True
+        answer_tokens = attempt.answer_tokens + (not is_handed_over)
+        if answer_tokens >= attempt.request.output_tokens:
+            self._answer_filled(worker, attempt)
+        elif attempt.is_remote:
+            self._start_transfer(worker, attempt)
 
-    def _transfer(self, source: Worker, sink: Worker, job: Job) -> float:
-        """When the KV has arrived. Each link carries one transfer at a time; it begins with the
-        prefill at the earliest, and `exposed_share` of it is left when the prefill ends."""
-        held = min(sink.cached(job.request), job.context)
-        job.moved = job.context - held
+    def _answer_filled(self, worker: SimulatedWorker, attempt: SimulatedAttempt) -> None:
+        """An answer of one token: nothing has to move."""
+        if attempt.is_remote:
+            for other in self._workers_of(attempt):
+                other.now = self.now
+                other.release(attempt)
+                self._schedule_worker(other)
+        self._ended(attempt)
+
+    def _look_at_reservations(self, worker: SimulatedWorker) -> None:
+        """Transfers begin whose prompt was computed before there were blocks for it."""
+        reserved = worker.reserved
+        worker.reserved = []
+        for attempt in reserved:
+            if attempt.filled_at:
+                self._start_transfer(self.workers[attempt.prefill_worker], attempt)
+        self._schedule_worker(worker)
+
+    def _start_transfer(self, source: SimulatedWorker, attempt: SimulatedAttempt) -> None:
+        """Finds when the KV has arrived, if the decode worker has blocks for it.
+
+        Each link carries one transfer at a time. It begins with the prefill at the earliest, and
+        `exposed_share` of it is left when the prefill ends.
+        """
+        if not attempt.reserved_at:
+            return
+        sink = self.workers[attempt.decode_worker]
         costs = (source.cost, sink.cost)
-        seconds = job.moved * max(cost.transfer_token for cost in costs)
-        begin = max(job.started, source.egress, sink.ingress)
-        source.egress = sink.ingress = begin + seconds
-        exposed = max(cost.exposed_share for cost in costs) * seconds
-        return max(self.now + exposed, begin + seconds) + max(c.transfer_base for c in costs)
+        seconds = attempt.moved_tokens * max(cost.transfer_token for cost in costs)
+        could_begin_at = max(attempt.began_at, attempt.reserved_at)
+        begins_at = max(could_begin_at, source.link_out_free_at, sink.link_in_free_at)
+        ends_at = begins_at + seconds
+        source.link_out_free_at = ends_at
+        sink.link_in_free_at = ends_at
+        exposed_s = max(cost.exposed_share for cost in costs) * seconds
+        arrives_at = max(self.now + exposed_s, ends_at) + max(cost.transfer_base for cost in costs)
+        self._schedule(arrives_at, Moment.KV_ARRIVED, attempt)
 
-    def _fetch(self, source: Worker, sink: Worker, job: Job, start: float) -> float:
-        """A prefix that another worker holds comes over the links before the prompt begins."""
-        request = job.request
-        there = min(source.cached(request), job.context - 1)
-        moved = there - sink.cached(request)
-        if moved <= 0 or not source.alive:
-            return start
-        job.fetched = there
+    def _fetch_prefix(
+        self, source: SimulatedWorker, attempt: SimulatedAttempt, begins_at: float
+    ) -> float:
+        """A prefix that another worker holds comes over the links; returns when it is there."""
+        request = attempt.request
+        sink, _ = self._workers_of(attempt)
+        held_tokens = min(source.cached_tokens(request), attempt.context_tokens - 1)
+        moved_tokens = held_tokens - sink.cached_tokens(request)
+        if moved_tokens <= 0 or not source.is_alive:
+            return begins_at
+        attempt.fetched_tokens = held_tokens
         costs = (source.cost, sink.cost)
-        begin = max(start, source.egress, sink.ingress)
-        end = begin + moved * max(cost.transfer_token for cost in costs)
-        source.egress = sink.ingress = end
-        return end + max(cost.transfer_base for cost in costs)
+        starts_at = max(begins_at, source.link_out_free_at, sink.link_in_free_at)
+        ends_at = starts_at + moved_tokens * max(cost.transfer_token for cost in costs)
+        source.link_out_free_at = ends_at
+        sink.link_in_free_at = ends_at
+        return ends_at + max(cost.transfer_base for cost in costs)
 
-    def _first(self, key: tuple[str, int]) -> None:
-        self._tell(e.FirstTokenSent(key))
+    def _first_token(self, key: AttemptKey) -> None:
+        self._tell_router(router_events.FirstTokenSent(key))
 
-    def _ready(self, job: Job) -> None:
-        worker = job.decode
-        if worker is None or not worker.alive or job.key not in self.jobs:
-            return
-        worker.advance(self.now)
-        worker.keep(job.request)
-        worker.join(job)
-        self._schedule(worker)
+    def _kv_arrived(self, attempt: SimulatedAttempt) -> None:
+        source, sink = self._workers_of(attempt)
+        source.now = self.now
+        source.release(attempt)
+        self._schedule_worker(source)
+        if sink.is_alive and attempt.key in self.attempts:
+            self._commit(sink, attempt)
 
-    def _ended(self, job: Job) -> None:
+    def _commit(self, worker: SimulatedWorker, attempt: SimulatedAttempt) -> None:
+        worker.now = self.now
+        worker.commit(attempt, has_first_token=not self.decode_sends_first_token)
+        self._schedule_worker(worker)
+
+    def _ended(self, attempt: SimulatedAttempt) -> None:
         """The last token is out."""
-        worker, request = job.decode, job.request
-        assert worker is not None
-        if request.answers:
-            worker.keep(request, answer=True)
-        job.ended = self.now + HOP_S
-        del self.jobs[job.key]
+        attempt.ended_at = self.now + HOP_S
+        del self.attempts[attempt.key]
         if self.log:
-            self.log(f"{self.now:.6f} ended {job.key[0]} {job.first:.6f} {job.late}")
-        ttft = (job.first - job.arrived) * 1e3
-        self._tell(
-            e.AttemptEnded(job.key, AttemptOutcome(job.key, request.output, ttft, reason="stop"))
-        )
-        self._end(job)
+            times = f"{attempt.first_token_at:.6f} {attempt.late_gaps}"
+            self.log(f"{self.now:.6f} ended {attempt.key[0]} {times}")
+        ttft_ms = (attempt.first_token_at - attempt.arrived_at) * 1e3
+        output_tokens = attempt.request.output_tokens
+        outcome = AttemptOutcome(attempt.key, output_tokens, ttft_ms, reason="stop")
+        self._tell_router(router_events.AttemptEnded(attempt.key, outcome))
+        self._end(attempt)
 
-    def _end(self, job: Job) -> None:
-        self.open -= 1
-        request = job.request
-        self.done[request.index] = job
-        if not job.done and not self.slo.met(job):
+    def _end(self, attempt: SimulatedAttempt) -> None:
+        """The request is over: it was answered or refused."""
+        self.open_requests -= 1
+        request = attempt.request
+        self.last_attempts[request.index] = attempt
+        if not attempt.counted_as_miss and not self.slo.is_met(attempt):
             self.misses += 1
-        if request.then is not None:
-            later = request.then
-            later.at = max(self.now, job.ended) + later.think_s
-            self.open += 1
-            self._at(later.at, ARRIVE, later)
+        next_turn = request.next_turn
+        if next_turn is not None:
+            next_turn.arrival_s = max(self.now, attempt.ended_at) + next_turn.think_s
+            self.open_requests += 1
+            self._schedule(next_turn.arrival_s, Moment.ARRIVAL, next_turn)
 
     # ---- reports and faults ----------------------------------------------------------------------
 
     def _report(self, _: None) -> None:
-        self._at(self.now + REPORT_S, REPORT, None)
+        self._schedule(self.now + REPORT_INTERVAL_S, Moment.REPORT, None)
         for worker in self.workers.values():
-            if worker.alive and (worker.dirty or worker.rows):
-                worker.advance(self.now)
-                report = self._state(worker)
-                if self.faults.report_delay_s:
-                    later = self.now + self.faults.report_delay_s
-                    self._at(later, HEAR, e.WorkerReported(worker.name, report))
-                else:
-                    self._tell(e.WorkerReported(worker.name, report))
+            if not worker.is_alive or not (worker.has_changed or worker.running):
+                continue
+            event = router_events.WorkerReported(worker.name, worker.report(self.now))
+            if self.faults.report_delay_s:
+                heard_at = self.now + self.faults.report_delay_s
+                self._schedule(heard_at, Moment.LATE_REPORT, event)
+            else:
+                self._tell_router(event)
 
-    def _hear(self, event: e.WorkerReported) -> None:
-        if self.workers[event.worker].alive:
-            self._tell(event)
-
-    def _state(self, worker: Worker) -> WorkerReport:
-        worker.seq += 1
-        steps = round(worker.steps)
-        stored, evicted = worker.changes()
-        report = WorkerReport(
-            worker.seq,
-            worker.free_tokens // HASH_TOKENS,
-            stored,
-            evicted,
-            worker.prefill_tokens,
-            worker.prefill_s,
-            running=worker.rows,
-            kv_tokens=int(worker.tokens),
-            steps=steps,
-            step_seconds=worker.steps_s * steps / worker.steps if steps else 0.0,
-            waiting=worker.waiting,
-        )
-        worker.prefill_tokens, worker.prefill_s = 0, 0.0
-        worker.steps = worker.steps_s = 0.0
-        worker.dirty = False
-        return report
+    def _late_report(self, event: router_events.WorkerReported) -> None:
+        if self.workers[event.worker].is_alive:
+            self._tell_router(event)
 
     def _rejoin(self, name: str) -> None:
         """A whole snapshot: the router asked for it, or the worker has another role."""
-        worker = self.workers[name]
-        worker.seq = 0
-        worker.changes()
-        cached = [name for run in worker.cache.values() for name in run.names]
-        self._tell(e.WorkerJoined(self.cards[name], 1, cached))
+        cached_marks = self.workers[name].restart_reports()
+        self._tell_router(router_events.WorkerJoined(self.cards[name], 1, cached_marks))
 
     def _kill(self, name: str) -> None:
         """The worker dies; its requests are placed again, what was generated is prompt now."""
         worker = self.workers[name]
-        worker.advance(self.now)
-        worker.alive = False
-        self.up[name][1] = self.now
-        self._tell(e.WorkerLost(name))
-        for job in self._concerned(worker):
-            self._again_elsewhere(job, worker, [name])
+        worker.catch_up(self.now)
+        worker.is_alive = False
+        self.lifetimes[name][1] = self.now
+        self._tell_router(router_events.WorkerLost(name))
+        for attempt in self._attempts_at(worker):
+            self._move_elsewhere(attempt, worker, lost_workers=[name])
 
-    def _concerned(self, worker: Worker) -> list[Job]:
-        """What it computes or runs; not what it has handed to another."""
-        mine = [job for job in self.jobs.values() if worker in (job.prefill, job.decode)]
-        return [job for job in mine if job.decode is worker or not job.first]
+    def _attempts_at(self, worker: SimulatedWorker) -> list[SimulatedAttempt]:
+        """Those that the worker computes or runs, without those that it has handed to another."""
+        return [
+            attempt
+            for attempt in self.attempts.values()
+            if attempt.decode_worker == worker.name
+            or (attempt.prefill_worker == worker.name and not attempt.filled_at)
+        ]
 
-    def _again_elsewhere(self, job: Job, lost: Worker, gone: list[str]) -> None:
-        other = job.prefill if job.decode is lost else job.decode
-        if other is not None and other is not lost:
-            other.advance(self.now)
-            other.forget(job)
-            self._schedule(other)
-        del self.jobs[job.key]
-        self._tell(e.AttemptEnded(job.key))
-        again = Job(job.request, (job.key[0], job.key[1] + 1), job.arrived)
-        again.first, again.late, again.done = job.first, job.late, job.done
-        if job.first:
-            made = int(lost.clock - job.joined) if job.joined else 0
-            again.context, again.left = job.context + made, max(1, job.left - made)
-            again.resumed = True
-        self._at(self.now + HOP_S, AGAIN, (again, gone))
+    def _move_elsewhere(
+        self, attempt: SimulatedAttempt, worker: SimulatedWorker, lost_workers: list[str]
+    ) -> None:
+        """Ends the attempt at both workers; a new one goes on behind the answer so far."""
+        answer_tokens = max(attempt.answer_tokens, worker.answer_tokens(attempt))
+        if attempt.first_token_at and attempt.filled_at:
+            answer_tokens = max(answer_tokens, attempt.answer_tokens + 1)
+        for holder in self._workers_of(attempt):
+            holder.catch_up(self.now)
+            holder.release(attempt)
+            self._schedule_worker(holder)
+        del self.attempts[attempt.key]
+        self._tell_router(router_events.AttemptEnded(attempt.key))
+        request_id, number = attempt.key
+        again = SimulatedAttempt(attempt.request, (request_id, number + 1), attempt.arrived_at)
+        again.first_token_at = attempt.first_token_at
+        again.first_gap_s = attempt.first_gap_s
+        again.late_gaps = attempt.late_gaps
+        again.counted_as_miss = attempt.counted_as_miss
+        again.is_resumed = attempt.first_token_at > 0
+        again.answer_tokens = min(answer_tokens, attempt.request.output_tokens - 1)
+        self._schedule(self.now + HOP_S, Moment.NEXT_ATTEMPT, (again, lost_workers))
 
     # ---- a planner's orders ----------------------------------------------------------------------
 
-    def _plan(self, _: None) -> None:
+    def _call_planner(self, _: None) -> None:
         assert self.planner is not None
-        self._at(self.now + self.setting.plan_every_s, PLAN, None)
+        self._schedule(self.now + self.setting.plan_every_s, Moment.PLANNER, None)
         self.planner(self, self.now)
 
     def flip(self, name: str, role: str) -> None:
-        """The worker hands over what it has (prompt and answer so far are placed again, its cache
-        stays) and has the role `flip_s` later. Until then its card says `""`."""
+        """The worker hands over what it has, and has the role `flip_s` later.
+
+        Prompts and answers so far are placed again, its cache stays. Until then its card says `""`.
+        """
         self._hand_over(self.workers[name])
-        self._at(self.now + self.setting.flip_s, ENTER, (name, role))
+        self._schedule(self.now + self.setting.flip_s, Moment.WORKER_JOINS, (name, role))
 
     def add(self, role: str, pool: int = 0) -> str:
         """Orders a replica like those of the fleet's pool; it joins `start_s` later."""
-        name = self._make(role, self.setting.fleet.pools[pool][0])
-        self.workers[name].alive = False
+        name = self._make_worker(role, self.setting.fleet.pools[pool][0])
+        self.workers[name].is_alive = False
         self.starting[name] = role
-        self.up[name] = [self.now, inf]
-        self._at(self.now + self.setting.start_s, ENTER, (name, role))
+        self.lifetimes[name] = [self.now, inf]
+        self._schedule(self.now + self.setting.start_s, Moment.WORKER_JOINS, (name, role))
         return name
 
-    def remove(self, home: str) -> str | None:
+    def remove(self, pool: str) -> str | None:
         """The youngest replica of the pool, one that starts first, hands over and is gone."""
-        mine = [name for name, card in self.cards.items() if card.pool == home]
-        there = [name for name in mine if self.up[name][1] == inf]
-        if not there:
+        names = [
+            name
+            for name, card in self.cards.items()
+            if card.pool == pool and self.lifetimes[name][1] == inf
+        ]
+        if not names:
             return None
-        name = there[-1]
-        self.up[name][1] = self.now
+        name = names[-1]
+        self.lifetimes[name][1] = self.now
         if self.starting.pop(name, None) is None:
             self._hand_over(self.workers[name])
-            self.workers[name].alive = False
-            self._tell(e.WorkerLost(name))
+            self.workers[name].is_alive = False
+            self._tell_router(router_events.WorkerLost(name))
         return name
 
-    def _enter(self, what: tuple[str, str]) -> None:
-        name, role = what
-        if self.up[name][1] < inf:
+    def _worker_joins(self, subject: tuple[str, str]) -> None:
+        name, role = subject
+        if self.lifetimes[name][1] < inf:
             return  # removed meanwhile
         self.starting.pop(name, None)
         worker = self.workers[name]
-        worker.role, worker.alive = role, True
-        worker.advance(self.now)
+        worker.role = role
+        worker.is_alive = True
+        worker.catch_up(self.now)
         self.cards[name] = msgspec.structs.replace(self.cards[name], role=role)
         self._rejoin(name)
 
-    def _hand_over(self, worker: Worker) -> None:
-        """Takes nothing new, and what it has goes elsewhere; it stays in the directory."""
+    def _hand_over(self, worker: SimulatedWorker) -> None:
+        """It takes nothing new, and what it has goes elsewhere; it stays in the directory."""
         self.cards[worker.name] = msgspec.structs.replace(self.cards[worker.name], role="")
         worker.role = ""
         self._rejoin(worker.name)
-        worker.advance(self.now)
-        for job in self._concerned(worker):
-            self._again_elsewhere(job, worker, [])
-            worker.forget(job)
-        self._schedule(worker)
+        worker.catch_up(self.now)
+        for attempt in self._attempts_at(worker):
+            self._move_elsewhere(attempt, worker, lost_workers=[])
 
     @property
     def gpu_seconds(self) -> float:
         """What the replicas cost from their order to their end, or to now."""
-        gpus = self.setting.fleet.reference.gpus
-        return gpus * sum((min(end, self.now) - begin for begin, end in self.up.values()), 0.0)
+        seconds = sum(min(end, self.now) - begin for begin, end in self.lifetimes.values())
+        return self.setting.fleet.reference.gpus * float(seconds)
 
     # ---- results ---------------------------------------------------------------------------------
 
-    def _outcome(self, request: Request, job: Job) -> Outcome:
-        served = not job.outcome
-        gaps = request.output - 1
-        return Outcome(
-            request.at,
-            request.prompt,
-            request.output,
+    def _outcome(self, attempt: SimulatedAttempt) -> SimulatedOutcome:
+        request = attempt.request
+        is_served = not attempt.refusal
+        gaps = request.output_tokens - 1
+        ttft_s = inf
+        tpot_s = 0.0
+        if is_served:
+            ttft_s = attempt.first_token_at - attempt.arrived_at
+        if is_served and gaps:
+            tpot_s = (attempt.ended_at - attempt.first_token_at) / gaps
+        return SimulatedOutcome(
+            request.arrival_s,
+            request.prompt_tokens,
+            request.output_tokens,
             request.tenant,
-            job.outcome,
-            job.first - job.arrived if served else inf,
-            job.target,
-            (job.ended - job.first) / gaps if served and gaps else 0.0,
-            job.first_gap,
-            job.late,
-            job.hit,
-            job.moved,
-            self.slo.met(job),
-            job.predicted,
+            attempt.refusal,
+            ttft_s,
+            attempt.ttft_target_s,
+            tpot_s,
+            attempt.first_gap_s,
+            attempt.late_gaps,
+            attempt.hit_tokens,
+            attempt.moved_tokens,
+            self.slo.is_met(attempt),
+            attempt.predicted_ttft_s,
         )

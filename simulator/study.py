@@ -1,162 +1,200 @@
 """Several policies on one trace: what `diptych simulate` runs, on all cores.
 
-Each policy is a search in a thread; their runs share the processes of `Cores`. Each result is a
-plain dict, so that the report needs nothing else, and they come in the order of the policies.
+Each policy in each variant is a `Search` in a thread of its own; the searches share the processes
+of `CaseProcesses`. The result is a plain document, in the order of the policies.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ..router import RouterConfig
 from ..router.policies import POLICIES
-from .bound import bound
-from .case import OURS, Case, Cores
+from .bound import goodput_bound
+from .case import Case, CaseProcesses, Variant
+from .documents import OWN_POLICY, Agreement, FidelityFigures, PolicyEntry, StudyDocument
 from .errors import SimulationError
+from .exact import ExactSimulation
 from .fleet import Faults, Fleet, Split
 from .metrics import Slo, summarize
-from .search import Search, as_json, find_max, measure
+from .search import (
+    G90,
+    G99,
+    PolicyResult,
+    ProgressReporter,
+    Search,
+    find_max,
+    measure_rate,
+    no_progress,
+    policy_entry,
+)
 from .sim import Simulation
 from .trace import Trace
+
+#: Of the bound's rate. Loads up to there are made once, before the processes are forked.
+PREPARED_SHARE = 0.5
+AGREEMENT_REQUESTS = 2000  #: of a run in both fidelities, about
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """`rate`: requests/s to run at if no maximum is searched; None: the recorded one."""
+    """What to simulate."""
 
     trace: Trace
-    model: str  #: "" for measured coefficients: no kernel bound then
+    model: str  #: "": the workers have measured coefficients, so there is no kernel bound
     fleet: Fleet
     fleet_name: str
     slo: Slo
-    policies: tuple[str, ...] = (OURS,)
-    variants: tuple[str, ...] = ("policy-only",)
-    split: Split | None = None
+    policies: tuple[str, ...] = (OWN_POLICY,)
+    variants: tuple[str, ...] = (Variant.POLICY_ONLY,)
+    split: Split | None = None  #: None: the best one of all
     seeds: int = 3
-    find_max: bool = False
-    rate: float | None = None
-    closed: bool = False
+    find_max: bool = False  #: search G90 and G99
+    rate: float | None = None  #: requests/s without `find_max`; None: as recorded
+    closed_loop: bool = False  #: later turns of a session wait for the end of the one before
     faults: Faults = field(default_factory=Faults)
-    jobs: int = 1
-    agreement: bool = False  #: run the first policy step by step too; say how far apart they are
-    router: RouterConfig | None = None  #: of a recorded run
+    jobs: int = 1  #: processes
+    agreement: bool = (
+        False  #: run the first policy step by step too, and say how far apart they are
+    )
+    router_config: RouterConfig | None = None  #: of a recorded run
+
+    @property
+    def offered_rate(self) -> float:
+        """Requests/s where no maximum is searched."""
+        return self.rate or self.trace.rate
 
 
-def policies_named(names: list[str]) -> tuple[str, ...]:
+def parse_policies(names: list[str]) -> tuple[str, ...]:
+    """Return the policies of these names, or every one for `all`. Raises SimulationError."""
     if names == ["all"]:
         return tuple(POLICIES)
-    unknown = [name for name in names if name not in POLICIES]
-    if unknown:
-        raise SimulationError(f"policy {unknown[0]}: expected all or one of {', '.join(POLICIES)}")
+    for name in names:
+        if name not in POLICIES:
+            raise SimulationError(f"policy {name}: expected all or one of {', '.join(POLICIES)}")
     return tuple(names)
 
 
-def run(study: Study, tell: Callable[[str], None] = lambda line: None) -> dict:
-    """The whole report as a dict: the document of `-o json`."""
-    begun = time.perf_counter()
+def run_study(study: Study, report_progress: ProgressReporter = no_progress) -> StudyDocument:
+    """Run everything that the study asks for, and return its document."""
+    started_at = time.perf_counter()
     bounds = _bounds(study)
-    tell("bound " + "  ".join(f"{name} {value:.3f}" for name, value in bounds.items()))
+    bound_texts = [f"{name} {value:.3f}" for name, value in bounds.items()]
+    report_progress("bound " + "  ".join(bound_texts))
+
     cases = [
         Case(
-            study.trace,
-            study.fleet,
-            study.slo,
-            policy,
-            variant,
-            study.seeds,
-            study.closed,
-            study.faults,
-            router=study.router,
+            trace=study.trace,
+            fleet=study.fleet,
+            slo=study.slo,
+            policy=policy,
+            variant=variant,
+            seeds=study.seeds,
+            closed_loop=study.closed_loop,
+            faults=study.faults,
+            router_config=study.router_config,
         )
         for variant in study.variants
         for policy in study.policies
     ]
-    entries = _each(study, cases, bounds, tell)
-    simulated = sum(entry.pop("_requests") for entry in entries)
-    seconds = time.perf_counter() - begun
-    document = {
+    results = _run_cases(study, cases, bounds, report_progress)
+    simulated = sum(result.requests for result in results)
+    seconds = time.perf_counter() - started_at
+    document: StudyDocument = {
         "trace": study.trace.name,
-        "requests": len(study.trace.items),
+        "requests": len(study.trace.requests),
         "model": study.model,
         "fleet": study.fleet_name,
         "gpus": study.fleet.gpus,
         "replicas": study.fleet.replicas,
         "slo": str(study.slo),
         "seeds": study.seeds,
-        "dispatch": "thinktime" if study.closed else "timestamp",
+        "dispatch": "thinktime" if study.closed_loop else "timestamp",
         "bound_per_gpu": {name: round(value, 4) for name, value in bounds.items()},
-        "policies": entries,
+        "policies": [policy_entry(result, bounds) for result in results],
         "requests_simulated": simulated,
         "requests_per_s_simulated": round(simulated / seconds),
         "seconds": round(seconds, 1),
     }
     if study.agreement:
-        document["agreement"] = _agreement(study, cases[0], entries[0], tell)
+        first_entry = document["policies"][0]
+        document["agreement"] = _compare_fidelities(study, cases[0], first_entry, report_progress)
     return document
 
 
-AGREEMENT_REQUESTS = 2000  #: of a run in both fidelities, about
+def _bounds(study: Study) -> dict[str, float]:
+    """Return the bounds of G90 and G99 in requests/s/GPU, by their names in the document."""
+    bounds: dict[str, float] = {}
+    for share, percent in ((G90, "90"), (G99, "99")):
+        bounds[f"simulated_{percent}"] = goodput_bound(study.trace, study.fleet, study.slo, share)
+        if study.model:
+            kernel_bound = goodput_bound(
+                study.trace, study.fleet, study.slo, share, model=study.model
+            )
+            bounds[f"kernel_{percent}"] = kernel_bound
+    return bounds
 
 
-def _agreement(study: Study, case: Case, entry: dict, tell: Callable[[str], None]) -> dict:
-    """One seed of the first policy, at its rate and split, in both fidelities."""
-    from .exact import ExactSimulation
+def _run_cases(
+    study: Study, cases: list[Case], bounds: dict[str, float], report_progress: ProgressReporter
+) -> list[PolicyResult]:
+    """Run every case; with several jobs a thread for each, which waits for its processes."""
+    prepared_rate = study.offered_rate
+    if study.find_max:
+        prepared_rate = PREPARED_SHARE * bounds["simulated_90"] * study.fleet.gpus
+    study.trace.prepare_copies(prepared_rate)
 
-    trace = study.trace
+    with CaseProcesses(cases, study.jobs) as processes:
+        searches = [
+            Search(case, report_progress, processes, case_number)
+            for case_number, case in enumerate(cases)
+        ]
+        if study.jobs <= 1:
+            return [_run_search(study, search) for search in searches]
+        with ThreadPoolExecutor(len(cases)) as threads:
+            return list(threads.map(lambda search: _run_search(study, search), searches))
+
+
+def _run_search(study: Study, search: Search) -> PolicyResult:
+    if study.find_max:
+        return find_max(search, study.split)
+    return measure_rate(search, study.split, study.offered_rate / study.fleet.gpus)
+
+
+def _compare_fidelities(
+    study: Study, case: Case, entry: PolicyEntry, report_progress: ProgressReporter
+) -> Agreement:
+    """Run one seed of the first policy in both fidelities, at its rate and split."""
     rate = entry["rate_per_gpu"] * study.fleet.gpus
-    copies = max(1.0, rate / trace.rate)
-    trace = trace.head(min(1.0, AGREEMENT_REQUESTS / copies / len(trace.items)))
-    split = study.split or Split.of(entry["split"])
-    found: dict = {"policy": case.policy, "split": entry["split"]}
-    for name, kind in (("event_skipping", Simulation), ("step_exact", ExactSimulation)):
-        requests = trace.workload(rate, 0, study.closed)
-        begun = time.perf_counter()
-        outcomes = kind(case.setting(split), trace).run(requests)
-        assert outcomes is not None
-        seconds = time.perf_counter() - begun
+    copies = max(1.0, rate / study.trace.rate)
+    trace = study.trace.head(min(1.0, AGREEMENT_REQUESTS / copies / len(study.trace.requests)))
+    setting = case.setting(study.split or Split.parse(entry["split"]))
+
+    def run_fidelity(name: str, kind: type[Simulation]) -> tuple[int, FidelityFigures]:
+        """Return the requests of the run and its figures."""
+        requests = trace.workload(rate, 0, study.closed_loop)
+        started_at = time.perf_counter()
+        outcomes = kind(setting, trace).run(requests)
+        assert outcomes is not None, "a run without a limit of misses does not end early"
+        seconds = time.perf_counter() - started_at
         summary = summarize(outcomes)
-        found["requests"] = summary.requests
-        found[name] = {
+        figures: FidelityFigures = {
             "attainment": round(summary.attainment, 4),
             "ttft_p50": round(summary.ttft.get("p50", 0.0), 4),
             "tpot_p50": round(summary.tpot.get("p50", 0.0), 5),
             "requests_per_s": round(summary.requests / seconds),
         }
-        tell(f"agreement: {name} {found[name]}")
-    return found
+        report_progress(f"agreement: {name} {figures}")
+        return summary.requests, figures
 
-
-def _bounds(study: Study) -> dict[str, float]:
-    found = {}
-    for share in (0.9, 0.99):
-        name = f"{share:.0%}".rstrip("%")
-        found[f"simulated_{name}"] = bound(study.trace, study.fleet, study.slo, share)
-        if study.model:
-            found[f"kernel_{name}"] = bound(study.trace, study.fleet, study.slo, share, study.model)
-    return found
-
-
-def _each(study: Study, cases: list[Case], bounds: dict, tell: Callable) -> list[dict]:
-    highest = bounds["simulated_90"] * study.fleet.gpus
-    study.trace.prepare(highest * LIKELY if study.find_max else study.rate or study.trace.rate)
-    with Cores(cases, study.jobs) as cores:
-        searches = [Search(case, tell, cores, number) for number, case in enumerate(cases)]
-        if study.jobs <= 1:
-            return [_one(study, search, bounds) for search in searches]
-        with ThreadPoolExecutor(len(cases)) as threads:
-            return list(threads.map(lambda search: _one(study, search, bounds), searches))
-
-
-LIKELY = 0.5  #: of the bound: loads up to there are made once, before the processes are forked
-
-
-def _one(study: Study, search: Search, bounds: dict) -> dict:
-    if study.find_max:
-        result = find_max(search, study.split)
-    else:
-        rate = study.rate or study.trace.rate
-        result = measure(search, study.split, rate / study.fleet.gpus)
-    return as_json(result, bounds) | {"_requests": result.requests}
+    _, event_skipping = run_fidelity("event_skipping", Simulation)
+    request_count, step_exact = run_fidelity("step_exact", ExactSimulation)
+    return {
+        "policy": case.policy,
+        "split": entry["split"],
+        "requests": request_count,
+        "event_skipping": event_skipping,
+        "step_exact": step_exact,
+    }

@@ -1,355 +1,305 @@
-"""Request traces in one schema, and loads made of them.
+"""Request traces in one schema, and the loads that are made of them.
 
-A trace is a list of `Item`s: lengths, arrival and the ids of the prompt's prefix blocks (chained:
-equal id, equal prefix). `Trace.workload(rate, seed)` superposes `k = ceil(rate / own rate)` copies,
-each shifted around the clock, with block ids of their own (a first block that most requests share
-stays shared), and stretches time by `k * own rate / rate >= 1`: time is never squeezed.
-Timestamps that are quantised are spread uniformly inside their quantum.
+A `Trace` holds what was recorded or drawn: for each request its arrival, its lengths and the ids of
+its prompt's blocks. Block ids are chained: an equal id means an equal prefix up to that block.
+
+`Trace.workload(rate, seed)` makes a load of the trace in these steps:
+
+1. It takes `k = ceil(rate / recorded rate)` copies of the trace. Each copy has block ids of its own;
+   only a first block that most requests share stays shared.
+2. It shifts each copy around the clock by a random time, and stretches time by
+   `k * recorded rate / rate`, which is at least 1: time is never squeezed.
+3. It spreads timestamps that lie on a grid uniformly inside their grid step.
 """
 
 from __future__ import annotations
 
-import gzip
 import itertools
-import json
 import math
 import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
+from ..router.index import BLOCK_TOKENS, FRONT_BLOCKS, STRIDE, positions
 from .errors import SimulationError
 
-HASH_TOKENS = 64  #: what the router's hashes count in
-FRONT = 16  #: leading hashes that the router reads each; behind, every eighth
-COPY = 1 << 40  #: distance of the block ids of two copies
+HASH_TOKENS = BLOCK_TOKENS  #: tokens that each of the router's hashes stands for
+COPY_ID_STEP = 1 << 40  #: between the ids that two copies give to the same block
+OWN_ID_START = 1 << 90  #: from here on come the ids of blocks that no other request shows
+OWN_ID_STEP = 1 << 24  #: between such ids of two requests
+#: Seconds that an answer's token took when a session was recorded. They are taken off the time
+#: between two turns to get the client's think time.
+RECORDED_TOKEN_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """One request. `at` in seconds; `blocks`: ids of the prompt's blocks, the last may be partial;
-    `answer`: ids of the blocks behind them that hold the answer, as far as a later prompt shows."""
+class TraceRequest:
+    """One request as recorded."""
 
-    at: float
-    prompt: int
-    output: int
-    blocks: tuple[int, ...] = ()
+    arrival_s: float  #: since the trace's start, or since the session's start
+    prompt_tokens: int
+    output_tokens: int
+    prompt_blocks: tuple[int, ...] = ()  #: ids of the prompt's blocks; the last may be partial
     tenant: str = ""
-    session: int = -1  #: runs of a closed loop; -1: each request for itself
-    answer: tuple[int, ...] = ()
-    most: int = 0  #: tokens that the client asks for at most; 0: it does not say
-
-
-class Run(NamedTuple):
-    """Blocks that the same requests of the trace have, all or none of them: a worker caches them
-    together."""
-
-    block: int  #: the first one
-    blocks: int
-    names: tuple[bytes, ...]  #: what the router calls them
+    session: int = -1  #: the session of which this is a turn; -1: the request is no turn
+    #: Ids of the blocks behind the prompt that hold the answer, as far as a later prompt shows them.
+    answer_blocks: tuple[int, ...] = ()
+    output_limit: int = 0  #: tokens that the client allows the answer; 0: the client does not say
 
 
 @dataclass(slots=True)
-class Request:
-    """One request of a workload."""
+class WorkloadRequest:
+    """One request of a load."""
 
-    at: float
-    prompt: int
-    output: int
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
     tenant: str
-    blocks: list[int]  #: of the prompt (`whole` of them), then of the answer
-    whole: int
-    runs: list[Run]  #: of the prompt
-    answers: list[Run]  #: of the answer, as far as a later prompt shows it
-    hashes: list[bytes]
-    then: Request | None = None  #: the next turn, if it waits for this one's end
-    think_s: float = 0.0  #: between the end of the one before and this
-    most: int = 0  #: tokens asked for at most; 0: not said
-    index: int = 0
+    prompt_block_ids: list[int]
+    block_names: list[bytes]  #: of the full blocks of prompt and answer, by their content
+    prompt_hashes: list[bytes]  #: as a gateway sends them; b"" where the router looks none up
+    next_turn: WorkloadRequest | None = None  #: the turn that waits for this one's end
+    think_s: float = 0.0  #: from the end of the previous turn to this one's arrival
+    output_limit: int = 0  #: tokens that the client allows the answer; 0: the client does not say
+    index: int = 0  #: counts the requests of a load, later turns included
+
+
+class RequestBlocks(NamedTuple):
+    """What the requests that come of one `TraceRequest` in one copy of the trace share."""
+
+    prompt_block_ids: list[int]
+    block_names: list[bytes]
+    prompt_hashes: list[bytes]
 
 
 @dataclass(slots=True)
 class Trace:
+    """Recorded requests, and the loads made of them. Raises SimulationError without requests."""
+
     name: str
-    items: list[Item]  #: by time; a session's are in their order
-    block_tokens: int
-    quantum_s: float = 0.0  #: of the timestamps
-    sessions: bool = False  #: `at` counts from the session's start, which has no time of its own
-    span_s: float = 0.0
-    shared: frozenset[int] = frozenset()  #: blocks that every copy shares
-    _copies: dict[int, list] = field(default_factory=dict, repr=False)
-    _ends: set[int] | None = field(default=None, repr=False)
+    requests: list[TraceRequest]  #: by arrival; a session's requests stand in their order
+    block_tokens: int  #: tokens of each of the requests' blocks
+    quantum_s: float = 0.0  #: step of the grid on which the arrivals lie; 0: there is no grid
+    #: Whether arrivals count from the start of their session, whose own start was not recorded.
+    has_sessions: bool = False
+    span_s: float = 0.0  #: of the recording; 0: until the last arrival
+    shared_blocks: frozenset[int] = frozenset()  #: blocks that have the same id in all copies
+    _copies: dict[int, list[RequestBlocks]] = field(default_factory=dict, repr=False)
+    #: block name -> those of the hashes in the block that the router looks up
+    looked_up_in_block: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.items:
+        if not self.requests:
             raise SimulationError(f"trace {self.name}: no requests")
-        self.span_s = self.span_s or self.items[-1].at + self.quantum_s or 1.0  # all at once
-        firsts = Counter(item.blocks[0] for item in self.items if item.blocks)
-        first, count = firsts.most_common(1)[0] if firsts else (-1, 0)
-        self.shared = frozenset([first] if count > len(self.items) / 2 else [])
+        if not self.span_s:
+            # A trace whose requests all come at once counts as one of a second.
+            self.span_s = self.requests[-1].arrival_s + self.quantum_s or 1.0
+
+        first_blocks = Counter(
+            request.prompt_blocks[0] for request in self.requests if request.prompt_blocks
+        )
+        for block, count in first_blocks.most_common(1):
+            if count > len(self.requests) / 2:
+                self.shared_blocks = frozenset([block])
 
     @property
     def rate(self) -> float:
         """Requests per second as recorded."""
-        return len(self.items) / self.span_s
+        return len(self.requests) / self.span_s
 
     def head(self, share: float) -> Trace:
-        """The first part of the trace; whole sessions, if it has them."""
-        if self.sessions:
-            last = max(item.session for item in self.items) * share
-            items = [item for item in self.items if item.session <= last]
+        """Return the first `share` of the trace by time; of a trace with sessions, whole ones."""
+        if self.has_sessions:
+            last_session = max(request.session for request in self.requests) * share
+            requests = [request for request in self.requests if request.session <= last_session]
         else:
-            items = [item for item in self.items if item.at < self.span_s * share]
-        span = self.span_s * share
-        return Trace(self.name, items, self.block_tokens, self.quantum_s, self.sessions, span)
+            end_s = self.span_s * share
+            requests = [request for request in self.requests if request.arrival_s < end_s]
+        return Trace(
+            name=self.name,
+            requests=requests,
+            block_tokens=self.block_tokens,
+            quantum_s=self.quantum_s,
+            has_sessions=self.has_sessions,
+            span_s=self.span_s * share,
+        )
 
     # ---- loads -----------------------------------------------------------------------------------
 
-    def workload(self, rate: float, seed: int, closed: bool = False) -> list[Request]:
-        """Requests by arrival at `rate` per second on average. `closed`: later turns of a session
-        come their think time after the end of the one before (`then`), not by the clock."""
-        copies = max(1, math.ceil(rate / self.rate - 1e-9))
-        span = copies * len(self.items) / rate
+    def workload(self, rate: float, seed: int, closed_loop: bool = False) -> list[WorkloadRequest]:
+        """Return requests by arrival, `rate` per second on average; equal seeds, equal requests.
+
+        In a closed loop the later turns of a session are no elements of the list. Each hangs at
+        the turn before (`next_turn`) and comes its think time after that one's end.
+        """
+        copies = self._copies_for(rate)
+        span_s = copies * len(self.requests) / rate
         rng = random.Random(f"{seed}/{self.name}")
-        whole = copies == 1  # nothing to keep apart: as recorded, from its start
-        made: list[Request] = []
+        load: list[WorkloadRequest] = []
         for copy in range(copies):
-            shift = 0.0 if whole else span * (copy + rng.random()) / copies
-            made += self._copy(copy, span, shift, rng, closed)
-        made.sort(key=lambda request: request.at)
-        for index, request in enumerate(turns(made)):
+            # A single copy has no other to be kept apart from: it begins as recorded.
+            shift_s = 0.0
+            if copies > 1:
+                shift_s = span_s * (copy + rng.random()) / copies
+            arrivals_s = self._arrivals_s(span_s, shift_s, rng)
+            load += self._copy_requests(copy, arrivals_s, closed_loop)
+        load.sort(key=lambda request: request.arrival_s)
+        for index, request in enumerate(all_turns(load)):
             request.index = index
-        return made
+        return load
 
-    def prepare(self, rate: float) -> None:
-        """Names the blocks of all copies that a load of `rate` needs; later loads share them."""
-        for copy in range(max(1, math.ceil(rate / self.rate - 1e-9))):
-            self._blocks(copy)
+    def prepare_copies(self, rate: float) -> None:
+        """Make the blocks of all copies that a load of `rate` needs; later loads share them."""
+        for copy in range(self._copies_for(rate)):
+            self._copy_blocks(copy)
 
-    def _copy(
-        self, copy: int, span: float, shift: float, rng: random.Random, closed: bool
-    ) -> list[Request]:
-        stretch = 1.0 if self.sessions else span / self.span_s
-        found: list[Request] = []
-        last: dict[int, tuple[Request, Item]] = {}
-        start: dict[int, float] = {}
-        for item, (blocks, runs, answers, hashes) in zip(
-            self.items, self._blocks(copy), strict=True
+    def _copies_for(self, rate: float) -> int:
+        return max(1, math.ceil(rate / self.rate - 1e-9))
+
+    def _arrivals_s(self, span_s: float, shift_s: float, rng: random.Random) -> list[float]:
+        """Return the arrivals of one copy, in the order of the trace's requests."""
+        stretch = span_s / self.span_s
+        session_starts_s: dict[int, float] = {}
+        arrivals_s: list[float] = []
+        for request in self.requests:
+            arrival_s = request.arrival_s + rng.random() * self.quantum_s
+            if self.has_sessions:
+                drawn_start_s = rng.random() * span_s
+                arrival_s += session_starts_s.setdefault(request.session, drawn_start_s)
+            elif shift_s:
+                arrival_s = (arrival_s * stretch + shift_s) % span_s
+            else:
+                arrival_s *= stretch
+            arrivals_s.append(arrival_s)
+        return arrivals_s
+
+    def _copy_requests(
+        self, copy: int, arrivals_s: list[float], closed_loop: bool
+    ) -> list[WorkloadRequest]:
+        """Return one copy's requests, in a closed loop without the later turns of sessions."""
+        load: list[WorkloadRequest] = []
+        last_turns: dict[int, tuple[TraceRequest, WorkloadRequest]] = {}
+        for recorded, arrival_s, blocks in zip(
+            self.requests, arrivals_s, self._copy_blocks(copy), strict=True
         ):
-            at = item.at + rng.random() * self.quantum_s
-            if self.sessions:
-                begin = start.setdefault(item.session, rng.random() * span)
-                at += begin
-            else:
-                at = at * stretch if not shift else (at * stretch + shift) % span
-            whole = len(item.blocks)
-            one = Request(
-                at, item.prompt, item.output, item.tenant, blocks, whole, runs, answers, hashes
+            request = WorkloadRequest(
+                arrival_s=arrival_s,
+                prompt_tokens=recorded.prompt_tokens,
+                output_tokens=recorded.output_tokens,
+                tenant=recorded.tenant,
+                prompt_block_ids=blocks.prompt_block_ids,
+                block_names=blocks.block_names,
+                prompt_hashes=blocks.prompt_hashes,
+                output_limit=recorded.output_limit,
             )
-            one.most = item.most
-            before = last.get(item.session) if closed and item.session >= 0 else None
-            if before is None:
-                found.append(one)
-            else:
-                before[0].then = one
-                one.think_s = max(0.0, item.at - before[1].at - TURN_S * before[1].output)
-            last[item.session] = (one, item)
-        return found
+            if not closed_loop or recorded.session < 0:
+                load.append(request)
+                continue
 
-    def _blocks(self, copy: int) -> list:
-        """(block ids, runs of prompt and of answer, the router's hashes) of every item, with this
-        copy's ids."""
+            if recorded.session not in last_turns:
+                load.append(request)
+            else:
+                previous_recorded, previous = last_turns[recorded.session]
+                answer_s = RECORDED_TOKEN_S * previous_recorded.output_tokens
+                gap_s = recorded.arrival_s - previous_recorded.arrival_s
+                request.think_s = max(0.0, gap_s - answer_s)
+                previous.next_turn = request
+            last_turns[recorded.session] = (recorded, request)
+        return load
+
+    # ---- blocks ----------------------------------------------------------------------------------
+
+    def _copy_blocks(self, copy: int) -> list[RequestBlocks]:
+        """Return the blocks of every request, with the ids of this copy."""
         if copy not in self._copies:
-            parts = self.block_tokens // HASH_TOKENS
-            known: dict[tuple[int, int], tuple[bytes, ...]] = {}
-            self._copies[copy] = [self._named(item, copy, parts, known) for item in self.items]
+            # (block id, its index in the prompt) -> hashes; requests share the objects.
+            hashes: dict[tuple[int, int], tuple[bytes, ...]] = {}
+            self._copies[copy] = [
+                self._request_blocks(number, copy, hashes) for number in range(len(self.requests))
+            ]
         return self._copies[copy]
 
-    def _named(self, item: Item, copy: int, parts: int, known: dict) -> tuple:
-        shift, shared = copy * COPY, self.shared
-        ids = [
-            block if block in shared else block + shift for block in (*item.blocks, *item.answer)
-        ]
-        whole, count = item.prompt // self.block_tokens, len(item.blocks)
-        names = []
-        for index, block in enumerate(ids):
-            place = index if index < count else whole + index - count
-            found = known.get((block, place))
-            if found is None:
-                found = known[block, place] = _names(block, place, parts)
-            names.append(found)
-        runs, answers = self._runs(item.blocks, ids, names), []
-        if item.answer:
-            answers = self._runs(item.answer, ids[count:], names[count:])
-        size = min(item.prompt // HASH_TOKENS, count * parts)
-        hashes = [b""] * size
-        for position, name in zip(_positions(size), itertools.chain(*names), strict=False):
-            hashes[position] = name
-        return ids, runs, answers, hashes
+    def _request_blocks(
+        self, number: int, copy: int, hashes: dict[tuple[int, int], tuple[bytes, ...]]
+    ) -> RequestBlocks:
+        """Return the blocks of request `number`, with the ids of this copy."""
+        request = self.requests[number]
+        parts = self.block_tokens // HASH_TOKENS
+        prompt_hashes: list[tuple[bytes, ...]] = []
+        prompt_block_ids = [self._id_in_copy(block, copy) for block in request.prompt_blocks]
+        for index, block_id in enumerate(prompt_block_ids):
+            if (block_id, index) not in hashes:
+                hashes[block_id, index] = looked_up_hashes(block_id, index, parts)
+            prompt_hashes.append(hashes[block_id, index])
 
-    def _runs(
-        self, blocks: tuple[int, ...], ids: list[int], names: list[tuple[bytes, ...]]
-    ) -> list[Run]:
-        if self._ends is None:
-            self._ends = ends(self.items, self.block_tokens)
-        found, first = [], 0
-        for index, block in enumerate(blocks, start=1):
-            if block in self._ends or index == len(blocks):
-                inside = tuple(itertools.chain(*names[first:index]))
-                found.append(Run(ids[first], index - first, inside))
-                first = index
-        return found
+        hash_count = min(request.prompt_tokens // HASH_TOKENS, len(prompt_hashes) * parts)
+        hashes_by_position = [b""] * hash_count
+        # Behind the last position come hashes of a partial block.
+        for position, looked_up_hash in zip(
+            positions(hash_count), itertools.chain.from_iterable(prompt_hashes), strict=False
+        ):
+            hashes_by_position[position] = looked_up_hash
 
+        block_names: list[bytes] = []
+        for index, block_id in enumerate(self._full_block_ids(number, copy)):
+            name = block_hash(block_id, parts - 1)
+            if name not in self.looked_up_in_block:
+                self.looked_up_in_block[name] = looked_up_hashes(block_id, index, parts)
+            block_names.append(name)
+        return RequestBlocks(prompt_block_ids, block_names, hashes_by_position)
 
-def ends(items: list[Item], block_tokens: int) -> set[int]:
-    """Blocks that end a run: the next one has other requests, or belongs to the answer; every
-    eighth; and whatever does not lie between the same two blocks everywhere."""
-    uses = Counter(itertools.chain(*(item.blocks + item.answer for item in items)))
-    after: dict[int, int] = {}
-    before: dict[int, int] = {}
-    found: set[int] = set()
-    for item in items:
-        whole = item.prompt // block_tokens
-        found.update(item.blocks[-1:])
-        for start, blocks in ((0, item.blocks), (whole, item.answer)):
-            found.update(blocks[7 - start % 8 :: 8])
-            for block, later in itertools.pairwise(blocks):
-                if after.setdefault(block, later) != later or uses[block] != uses[later]:
-                    found.add(block)
-                other = before.setdefault(later, block)
-                if other != block:
-                    found |= {other, block}
-    return found
+    def _id_in_copy(self, block: int, copy: int) -> int:
+        return block if block in self.shared_blocks else block + copy * COPY_ID_STEP
+
+    def _full_block_ids(self, number: int, copy: int) -> list[int]:
+        """Return an id for each full block of a request's prompt and answer.
+
+        Blocks that no other request shows get an id of their own.
+        """
+        request = self.requests[number]
+        prompt_count = request.prompt_tokens // self.block_tokens
+        all_count = (request.prompt_tokens + request.output_tokens) // self.block_tokens
+        known = list(request.prompt_blocks[:prompt_count])
+        if len(known) == prompt_count:
+            known += request.answer_blocks
+        block_ids = [self._id_in_copy(block, copy) for block in known[:all_count]]
+        own_id = OWN_ID_START + (copy * len(self.requests) + number) * OWN_ID_STEP
+        block_ids += [own_id + index for index in range(len(block_ids), all_count)]
+        return block_ids
 
 
-def turns(requests: list[Request]) -> Iterator[Request]:
-    """The requests, and those that come after their ends."""
-    for request in requests:
-        one: Request | None = request
-        while one is not None:
-            yield one
-            one = one.then
+def block_hash(block_id: int, part: int) -> bytes:
+    """Return what stands for the content hash of one 64-token part of a block."""
+    return (block_id * 8 + part).to_bytes(16, "little")
 
 
-def total(requests: list[Request]) -> int:
-    return sum(1 for _ in turns(requests))
+def looked_up_hashes(block_id: int, index: int, parts: int) -> tuple[bytes, ...]:
+    """Return, of the `parts` hashes of a prompt's block `index`, those that the router looks up.
 
-
-TURN_S = 0.02  #: per token of the earlier call, taken off the recorded gap to get the think time
-
-
-def _positions(count: int) -> list[int]:
-    return [*range(min(FRONT, count)), *range(FRONT + 7, count, 8)]
-
-
-def _name(block: int, part: int) -> bytes:
-    return (block * 8 + part).to_bytes(16, "little")
-
-
-def _names(block: int, index: int, parts: int) -> tuple[bytes, ...]:
-    """Of the hashes inside block `index` of a prompt, those that the router reads, in order."""
-    first = index * parts
-    if first >= FRONT:
-        return tuple(_name(block, part) for part in range(7 - first % 8, parts, 8))
+    They are the hashes at `router.index.positions`, in order.
+    """
+    first_position = index * parts
+    if first_position >= FRONT_BLOCKS:
+        looked_up_parts = range(STRIDE - 1 - first_position % STRIDE, parts, STRIDE)
+        return tuple(block_hash(block_id, part) for part in looked_up_parts)
     return tuple(
-        _name(block, position - first)
-        for position in range(first, first + parts)
-        if position < FRONT or position % 8 == 7
+        block_hash(block_id, position - first_position)
+        for position in range(first_position, first_position + parts)
+        if position < FRONT_BLOCKS or position % STRIDE == STRIDE - 1
     )
 
 
-# ---- readers -------------------------------------------------------------------------------------
+def all_turns(load: list[WorkloadRequest]) -> Iterator[WorkloadRequest]:
+    """Yield the requests of a load, each followed by the later turns that wait for its end."""
+    for first_turn in load:
+        turn: WorkloadRequest | None = first_turn
+        while turn is not None:
+            yield turn
+            turn = turn.next_turn
 
 
-def load(source: str, seed: int = 0) -> Trace:
-    """A file (.jsonl, .jsonl.gz, ServeGen .npz), `synthetic[:REQUESTS]`, or
-    `poisson:LOW-HIGH:LOW-HIGH[:REQUESTS]` (tokens of prompt and answer, uniform)."""
-    if source.split(":")[0] in ("synthetic", "poisson"):
-        from .synthetic import named
-
-        return named(source, seed)
-    path = Path(source)
-    if not path.is_file():
-        raise SimulationError(f"trace {source}: no such file (and not `synthetic`)")
-    name = path.name.split(".")[0]
-    if path.suffix == ".npz":
-        from .servegen import read
-
-        return read(path, name, seed)
-    return read_jsonl(path, name)
-
-
-def read_jsonl(path: Path, name: str) -> Trace:
-    """Mooncake's schema; `session` and `turn` for closed loops; no `hash_ids`: nothing shared."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt") as file:
-        rows = [json.loads(line) for line in file if line.strip()]
-    try:
-        return _agents(rows, name) if rows and "session" in rows[0] else _mooncake(rows, name)
-    except KeyError as error:
-        raise SimulationError(f"trace {path}: a row has no {error}") from None
-
-
-def _mooncake(rows: list[dict], name: str) -> Trace:
-    size = 512
-    rows.sort(key=lambda row: row["timestamp"])
-    hashes = [tuple(row.get("hash_ids", ())) for row in rows]
-    items = [
-        Item(
-            row["timestamp"] / 1e3,
-            row["input_length"],
-            max(1, row["output_length"]),
-            ids,
-            answer=answer,
-        )
-        for row, ids, answer in zip(rows, hashes, _answers(rows, hashes, size), strict=True)
-    ]
-    return Trace(name, items, size, _quantum([item.at for item in items]))
-
-
-def _answers(rows: list[dict], hashes: list[tuple], size: int) -> list[tuple]:
-    """Blocks that decode made: those of the next prompt that goes on where this one ended."""
-    follower: dict[int, tuple] = {}  #: last full block -> ids of the earliest later longer prompt
-    found: list[tuple] = []
-    for row, ids in zip(reversed(rows), reversed(hashes), strict=True):
-        whole = row["input_length"] // size
-        end = (row["input_length"] + row["output_length"]) // size
-        later = follower.get(ids[whole - 1], ()) if whole and ids else ()
-        answer = later[whole:end] if later[:whole] == ids[:whole] else ()
-        found.append(answer if later[:end] != ids[:end] else ())
-        for block in ids[:whole]:
-            follower[block] = ids
-    return found[::-1]
-
-
-def _quantum(times: list[float]) -> float:
-    """The grid that timestamps lie on, if far fewer values occur than requests."""
-    values = sorted(set(times))
-    if len(values) < 2 or len(values) > 0.3 * len(times):
-        return 0.0
-    steps = sorted(b - a for a, b in itertools.pairwise(values))
-    return steps[len(steps) // 2]
-
-
-def _agents(rows: list[dict], name: str) -> Trace:
-    """16-token chained blocks -> 64-token ones: the last id of four stands for them."""
-    runs = {key: i for i, key in enumerate(sorted({(r["agent"], r["session"]) for r in rows}))}
-    rows.sort(key=lambda row: (runs[row["agent"], row["session"]], row["turn"]))
-    ids: dict[object, int] = {}
-    items = [
-        Item(
-            row["timestamp"] / 1e3,
-            max(1, row["input_length"]),
-            max(1, row["output_length"]),
-            tuple(ids.setdefault(h, len(ids)) for h in row["hash_ids"][3::4]),
-            tenant=row["agent"],
-            session=runs[row["agent"], row["session"]],
-        )
-        for row in rows
-    ]
-    return Trace(name, items, HASH_TOKENS, sessions=True, span_s=AGENT_SPAN_S)
-
-
-AGENT_SPAN_S = 600.0  #: in which the recorded runs start, drawn uniformly
+def count_turns(load: list[WorkloadRequest]) -> int:
+    """Return how many requests a load has, later turns included."""
+    return sum(1 for _ in all_turns(load))

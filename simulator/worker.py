@@ -1,457 +1,492 @@
-"""One replica in virtual time, event by event: what happens between two events is in closed form.
+"""One replica in virtual time: the engine's own scheduler and block pool, and a clock.
 
-Decode is a clock that counts steps: each running sequence gets one token a step, so one that joins
-at step v leaves at v + its tokens. With B rows that read K tokens a step takes s = a + b K, and K
-grows by B a step: m steps take m s + b B m^2 / 2. Prefill is work in seconds; beside decode it gets
-what a step has left of the ITL budget (whole blocks, at most `chunk_tokens`), alone all the time.
-Where a step has less left than a block takes, one of `STARVED_STEPS` computes a block: all take the
-mean, and that one is late if it exceeds the target. A step that somebody joins leaves to prefill
-what their wait for it leaves of the budget.
+Every step is planned by `engine.scheduler.Scheduler`: who decodes, which chunks are prefilled, who
+waits for blocks, who is preempted. Blocks, their contents and their eviction are
+`engine.blocks.BlockPool`. What this file adds is how long a step takes (`Coefficients`), when
+tokens reach clients, and what the worker reports. Steps that repeat are planned once (`repeat.py`).
+
+Life of a worker between two events of the simulation:
+
+    catch_up(now)       books the steps that are over by now
+    add_prompt, ...     something new; it interrupts the steps that repeat
+    next_event_at       when a step ends that ends a prompt or an answer, or that was interrupted
+    settle(now)         books what is over, says what has ended, and plans the next steps
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import OrderedDict, deque
-from math import ceil, inf, sqrt
+from collections.abc import Sequence as SequenceOf
+from math import inf
 
-from ..protos.frames import Coefficients
-from .trace import Request, Run
+from ..engine.blocks import BlockPool
+from ..engine.options import SchedulerLimits
+from ..engine.pacing import StepWork, attended_pairs
+from ..engine.scheduler import Scheduler, StepPlan
+from ..engine.sequence import Sequence
+from ..protos.frames import AttemptKey, Sampling, WorkerReport
+from .attempt import SimulatedAttempt
+from .hardware import Hardware
+from .repeat import SAME_MOMENT_S, RepeatedSteps, repetitions
+from .trace import HASH_TOKENS, Trace, WorkloadRequest
 
-STARVED_STEPS = 8  #: so many steps after the last one the engine prefills a block all the same
-BLOCK = 64  #: tokens of that block
-BUCKET_S = 1e-3  #: of the histogram of gaps
-
-
-class Job:
-    """One attempt at one request, and what was measured of it."""
-
-    __slots__ = (
-        *("request", "key", "arrived", "ready", "started", "first", "hit", "prefill", "decode"),
-        *("joined", "late0", "late", "ended", "context", "left", "first_gap", "remote", "target"),
-        *(
-            "work",
-            "resumed",
-            "moved",
-            "done",
-            "outcome",
-            "predicted",
-            "fetched",
-            "deadline",
-            "halted",
-            "evicted",
-        ),
-    )
-
-    def __init__(self, request: Request, key: tuple[str, int], arrived: float) -> None:
-        self.request, self.key, self.arrived = request, key, arrived
-        self.context = request.prompt  #: tokens with KV once it is prefilled
-        self.left = request.output - 1  #: tokens to decode after the first
-        self.first = self.ended = self.started = self.ready = self.target = 0.0
-        self.first_gap = self.late0 = self.joined = self.work = 0.0
-        self.deadline = 0.0  #: earlier ones are computed first; 0: as they come
-        self.halted: tuple[float, float, float, float] | None = None
-        self.hit = self.moved = self.late = self.fetched = 0
-        self.remote = self.resumed = self.done = False
-        self.evicted = False  #: preempted, and not computed again
-        self.prefill: Worker | None = None
-        self.decode: Worker | None = None
-        self.outcome = ""
-        self.predicted = 0.0
+HOP_S = 5e-4  #: one message between gateway, router and worker, in seconds
+#: tokens asked for by a client that names no limit: nobody knows an answer's length in advance
+DEFAULT_MAX_TOKENS = 4096
+MIDDLE_TOKEN = 0
+LAST_TOKEN = 1
+STOP_IDS = (LAST_TOKEN,)
 
 
-class Worker:
-    """`advance(now)`, then `join`/`submit`/`finish`; `due()` says when something happens here."""
+class TraceScheduler(Scheduler):
+    """The engine's scheduler on blocks that are as large as a trace's, whose contents it names.
+
+    Chunks still end on borders of `HASH_TOKENS`, as on an engine with blocks of that size.
+    """
+
+    def __init__(self, pool: BlockPool, limits: SchedulerLimits, trace: Trace) -> None:
+        super().__init__(pool, limits)
+        self.chunk_border_tokens = HASH_TOKENS
+        self._marks_of_block = trace.looked_up_in_block
+
+    def _block_marks(self, sequence: Sequence, index: int) -> SequenceOf[bytes]:
+        return self._marks_of_block[sequence.block_hashes[index]]
+
+
+class SimulatedWorker:
+    """A replica of `hardware`. Times are seconds of the simulated clock.
+
+    Blocks are as large as those of the `trace`. `step_budget_s`: how long a step with decode and
+    prefill may take, `inf` for no limit. `itl_target_s`: gaps that are longer are late.
+    """
 
     def __init__(
-        self, name: str, role: str, cost: Coefficients, kv_tokens: int, unit: int, budget_s: float
+        self,
+        name: str,
+        role: str,
+        hardware: Hardware,
+        trace: Trace,
+        step_budget_s: float,
+        itl_target_s: float,
     ) -> None:
-        self.name, self.role, self.cost = name, role, cost
-        self.capacity, self.unit, self.budget_s = kv_tokens, unit, budget_s
-        self.itl_s = inf  #: a step longer than this is late
-        self.planned = 1.0  #: share of the budget that chunks are planned for
-        self.chunk_tokens, self.max_running = 8192, 512
-        self.slow = 1.0
-        self.alive = True
-        self.version = 0  #: of the event scheduled for it
-        self.scheduled = inf
-        self.at = 0.0  #: time of the state below
-        self.clock = 0.0  #: steps done
-        self.rows, self.tokens = 0, 0.0
-        self.leaving: list[tuple[float, int, Job]] = []
-        self.ready: deque[Job] = deque()  #: KV is here, no place among those that run
-        self.fill: list[Job] = []  #: prompts to prefill, as they came; halted ones behind
-        self.urgencies = False  #: some prompt came with a deadline: the most urgent goes first
-        self.head: Job | None = None
-        self.rest = 0.0  #: seconds of prefill that the head still needs
-        self.head_s = 0.0  #: and needed when it began
-        self.cap_s = 0.0  #: seconds of prefill in a chunk of the head, at most
-        self.block_s = 0.0  #: and in a block of it
-        self.joined_at = -1.0  #: the step that somebody joined last
-        self.yielded = 0.0  #: seconds of its chunk that it left to them
-        self.egress = self.ingress = 0.0  #: when its link is free, each way
-        self.cache: OrderedDict[int, Run] = OrderedDict()
-        self.cached_blocks = 0
-        self.stored: list[Run] = []  #: since the last report
-        self.evicted: list[Run] = []
-        self.late = 0.0
-        self.burst = 0.0  #: the step that computes a starved prompt's block; the others do without
-        self.gaps = [0.0] * 1001
-        self.preempted = 0
-        self._numbers = 0
-        self.dirty = False
-        self.seq = 0
-        self.prefill_tokens, self.prefill_s = 0, 0.0  #: since the last report
-        self.steps, self.steps_s = 0.0, 0.0
-        self._step()
+        self.name = name
+        self.role = role
+        self.cost = hardware.cost
+        self.block_tokens = trace.block_tokens
+        self.step_budget_s = step_budget_s
+        self.itl_target_s = itl_target_s
+        self.skips_repeated_steps = True
+        self.slowness = 1.0  #: every step takes this times what `cost` says
+        self.is_alive = True
+        budget_s = None if step_budget_s == inf else step_budget_s * hardware.planned_share
+        limits = SchedulerLimits(
+            block_tokens=trace.block_tokens,
+            max_step_tokens=max(hardware.chunk_tokens, trace.block_tokens),
+            max_running=hardware.max_running,
+            itl_budget_s=budget_s,
+        )
+        self.pool = BlockPool(hardware.kv_tokens // trace.block_tokens + 1)
+        self.scheduler = TraceScheduler(self.pool, limits, trace)
+        self.attempts: dict[AttemptKey, SimulatedAttempt] = {}  #: that have a sequence here
+        self.without_blocks: list[SimulatedAttempt] = []  #: whose reservation has to wait
+        self.reserved: list[SimulatedAttempt] = []  #: since the simulation last looked
+        self.joining: list[SimulatedAttempt] = []  #: run from one of the next steps on
+        self.steps: RepeatedSteps | None = None  #: that are under way
+        self.step_work = StepWork()  #: of the middle one of `steps`
+        self.has_news = False  #: something arrived while no step is under way
+        self.now = 0.0
+        self.late_steps = 0  #: booked steps that took longer than the ITL target
+        self.preemptions_seen = 0
+        # what the simulation keeps here: the event scheduled for the worker, and its link
+        self.event_version = 0
+        self.event_at = inf
+        self.link_out_free_at = 0.0
+        self.link_in_free_at = 0.0
+        # since the last report
+        self.report_number = 0
+        self.has_changed = False
+        self.prefill_tokens = 0
+        self.prefill_seconds = 0.0
+        self.decode_steps = 0
+        self.decode_seconds = 0.0
 
-    # ---- time ------------------------------------------------------------------------------------
+    # ---- what arrives ------------------------------------------------------------------------
 
-    def _step(self) -> None:
-        """The step's length from here on, and how it grows; call when rows or head change."""
-        cost, rows = self.cost, self.rows
-        if not rows:
-            self.base = self.growth = self.chunk = self.burst = 0.0
+    def add_prompt(self, attempt: SimulatedAttempt) -> None:
+        """Queues the attempt's prompt. It decodes here too, unless it decodes elsewhere."""
+        attempt.began_at = self.now
+        if attempt.fetched_tokens:
+            self._adopt_prefix(attempt)
+        sequence = self._make_sequence(attempt)
+        sequence.stop_after_first = attempt.is_remote
+        self.attempts[attempt.key] = attempt
+        self.scheduler.add(sequence)
+        self._interrupt()
+
+    def _adopt_prefix(self, attempt: SimulatedAttempt) -> None:
+        """The fetched prefix is cached here from now on, if there is room for it."""
+        count = attempt.fetched_tokens // self.block_tokens
+        names = attempt.request.block_names[:count]
+        self.scheduler.stage(attempt.key, names, count)
+        self.scheduler.cache_staged(attempt.key, count)
+
+    def reserve(self, attempt: SimulatedAttempt) -> None:
+        """Reserves blocks for KV that is to come, now or as soon as there are enough.
+
+        The attempt is in `reserved` then.
+        """
+        sequence = self._make_sequence(attempt)
+        if self.scheduler.reserve(sequence) is None:
+            self.without_blocks.append(attempt)
             return
-        weights = cost.step_row * rows
-        if weights < cost.step_weights:
-            weights = cost.step_weights
-        decode = self.slow * (cost.step_base + weights + cost.step_token * self.tokens)
-        self.growth = self.slow * cost.step_token * rows
-        self.chunk = self.burst = 0.0
-        head = self.head
-        if head is not None:
-            self.chunk = self._beside(self.budget_s, decode)
-            if self.chunk <= 0:
-                self.chunk = self.block_s / STARVED_STEPS
-                self.burst = decode + self.block_s
-        self.base = decode + self.chunk
+        self.attempts[attempt.key] = attempt
+        attempt.reserved_at = self.now
+        cached_tokens = sequence.published_blocks * self.block_tokens
+        attempt.moved_tokens = attempt.context_tokens - cached_tokens
+        self.reserved.append(attempt)
 
-    def _beside(self, budget_s: float, decode: float) -> float:
-        """Seconds of a chunk: within the planned share, a block if at least the budget has room."""
-        chunk = self._fits_in(budget_s * self.planned - decode)
-        return chunk if chunk > 0 else min(self._fits_in(budget_s - decode), self.block_s)
+    def commit(self, attempt: SimulatedAttempt, has_first_token: bool) -> None:
+        """The KV of an attempt has arrived, with its first token if `has_first_token`."""
+        sequence = self.scheduler.live[attempt.key, 0]
+        if has_first_token:
+            sequence.token_ids.append(MIDDLE_TOKEN)
+        elif not attempt.is_resumed:
+            attempt.last_token_at = 0.0  # its first token is this worker's to send
+        self._interrupt()
+        runs_from = self.steps.ends_at if self.steps is not None else self.now
+        waited_s = runs_from - attempt.last_token_at if attempt.last_token_at else 0.0
+        self.scheduler.commit(sequence, waited_s)
+        self.joining.append(attempt)
 
-    def _fits_in(self, seconds: float) -> float:
-        """Seconds of the head's largest chunk that takes no longer: chunks are whole blocks."""
-        if seconds >= self.cap_s:
-            return self.cap_s
-        return int(seconds / self.block_s) * self.block_s if seconds > 0 else 0.0
+    def answer_tokens(self, attempt: SimulatedAttempt) -> int:
+        """How many tokens of the answer the attempt's sequence has here; 0 if it has none here."""
+        sequence = self.scheduler.live.get((attempt.key, 0))
+        return sequence.generated_tokens if sequence is not None else 0
 
-    def advance(self, now: float) -> None:
-        """Brings the state to `now`; nothing ends on the way (see `due`)."""
-        span = now - self.at
-        self.at = now
-        if span <= 0:
-            return
-        if not self.rows:
-            if self.head is not None:
-                self.rest -= span
-            return
-        base, growth = self.base, self.growth
-        if self.chunk:
-            steps = span / base
-            self.rest -= steps * self.chunk
-            last = base
+    def release(self, attempt: SimulatedAttempt) -> None:
+        """Ends the attempt here, whatever it does, and frees its blocks."""
+        self.scheduler.remove(attempt.key)
+        self.attempts.pop(attempt.key, None)
+        for waiting in (self.without_blocks, self.reserved, self.joining):
+            if attempt in waiting:
+                waiting.remove(attempt)
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        if self.steps is None:
+            self.has_news = True
         else:
-            steps = span / base
-            if growth * steps > 1e-6 * base:
-                steps = (sqrt(base * base + 2 * growth * span) - base) / growth
-            last = base + growth * steps
-        self.clock += steps
-        self.tokens += self.rows * steps
-        if not self.chunk:
-            self.steps += steps
-            self.steps_s += span
-        elif self.burst:
-            others = steps * (1 - 1 / STARVED_STEPS)
-            self.steps += others
-            self.steps_s += others * (base - self.chunk)
-        bucket = int((base + last) / (2 * BUCKET_S))
-        self.gaps[bucket if bucket < 1000 else 1000] += self.rows * steps
-        if self.burst and base - self.chunk <= self.itl_s:
-            self.late += steps / STARVED_STEPS if self.burst > self.itl_s else 0.0
-        elif last > self.itl_s:
-            over = 1.0 if base > self.itl_s else (last - self.itl_s) / (last - base)
-            self.late += steps * over
-        self._step()
+            self.steps.interrupt(self.now)
 
-    def due(self) -> float:
-        """When the next thing ends or begins here, if nobody interferes."""
-        head = self.head
-        if not self.rows:
-            if head is None:
-                return self._next_begin()
-            if not self.urgencies:
-                return self.at + (self.rest if self.rest > 0 else 0.0)
-            coming = self._more_urgent()
-            if coming <= self.at:
-                return self.at + self._to_border()
-            end = self.at + (self.rest if self.rest > 0 else 0.0)
-            return coming if coming < end else end
-        steps = self.leaving[0][0] - self.clock
-        if steps < 0:
-            steps = 0.0
-        if self.tokens + self.rows * steps > self.capacity and self.rows > 1:
-            full = (self.capacity - self.tokens) / self.rows + 1e-3  # somebody has to go then
-            steps = full if full > 0 else 0.0
-        if head is None:
-            end = self.at + steps * self.base + self.growth * steps * steps / 2
-            begin = self._next_begin()
-            return begin if begin < end else end
-        coming = self._more_urgent() if self.urgencies else inf
-        if coming <= self.at:
-            return self.at + min(steps, 1.0) * self.base
-        rest = self.rest if self.rest > 0 else 0.0
-        whole = int(rest / self.chunk)
-        if whole < steps:  # the last chunk takes a step of its own, as long as it needs
-            last = rest - whole * self.chunk
-            if last > 1e-9:
-                last += self.base - self.chunk
-            end = self.at + whole * self.base + last
-        else:
-            end = self.at + steps * self.base
-        return coming if coming < end else end
+    # ---- sequences ---------------------------------------------------------------------------
 
-    def _next_begin(self) -> float:
-        """When a prompt can begin that waits for its frame, or for a prefix from elsewhere."""
-        begin = inf
-        for job in self.fill:
-            if job.ready <= self.at:
-                return self.at
-            if job.ready < begin:
-                begin = job.ready
-        return begin
+    def _make_sequence(self, attempt: SimulatedAttempt) -> Sequence:
+        request = attempt.request
+        tokens = attempt.context_tokens
+        room_tokens = self.capacity_tokens - request.prompt_tokens
+        max_tokens = min(request.output_limit or DEFAULT_MAX_TOKENS, room_tokens)
+        max_tokens = max(max_tokens, request.output_tokens)
+        return Sequence(
+            attempt_key=attempt.key,
+            token_ids=[MIDDLE_TOKEN] * tokens,
+            prompt_tokens=request.prompt_tokens,
+            sampling=Sampling(max_tokens=max_tokens, stop_ids=STOP_IDS),
+            block_hashes=request.block_names,
+            deadline_s=attempt.deadline_s,
+        )
 
-    def settle(self) -> tuple[list[Job], list[Job]]:
-        """At a due time: (jobs whose last token is out, jobs whose prompt is computed)."""
-        ended: list[Job] = []
-        leaving, clock = self.leaving, self.clock + 1e-7
-        while leaving and leaving[0][0] <= clock:
-            job = heapq.heappop(leaving)[2]
-            self._leave(job)
-            ended.append(job)
-        filled: list[Job] = []
-        if self.head is not None and self.rest <= 1e-9:
-            done, self.head = self.head, None
-            filled.append(done)
-            self.prefill_tokens += done.context - done.hit
-            self.prefill_s += self.head_s
-            self.dirty = True
-        if self.head is not None and self.urgencies and self._more_urgent() <= self.at:
-            self._halt()
-        if self.head is None and self.fill:
-            self._begin_next()
-        while self.ready and self._fits(self.ready[0]):
-            self._enter(self.ready.popleft())
-        if self.rows and self.tokens > self.capacity:
-            self._preempt()
-        self._step()
+    def cached_tokens(self, request: WorkloadRequest) -> int:
+        """How many leading tokens of the prompt the prefix cache holds."""
+        full_blocks = request.prompt_tokens // self.block_tokens
+        return self.pool.prefix_length(request.block_names[:full_blocks]) * self.block_tokens
+
+    # ---- time --------------------------------------------------------------------------------
+
+    @property
+    def next_event_at(self) -> float:
+        """When `settle` has something to do, if nothing arrives before; `inf`: never."""
+        if self.steps is not None:
+            return self.steps.ends_at
+        return self.now if self.has_news else inf
+
+    def catch_up(self, now: float) -> None:
+        """Books the steps that are over by `now`, except one that ends a prompt or an answer."""
+        self.now = now
+        steps = self.steps
+        if steps is None or steps.plan.prefill:
+            return
+        completed = min(steps.completed_by(now), steps.count - 1)
+        if completed > steps.booked:
+            self._account(steps, completed)
+            tokens = [MIDDLE_TOKEN] * (completed - steps.booked)
+            for sequence in steps.plan.decode:
+                if self._attempt_of(sequence) is not None:
+                    self.scheduler.record_computed(sequence, len(tokens))
+                    sequence.token_ids.extend(tokens)
+            steps.booked = completed
+
+    def settle(self, now: float) -> tuple[list[SimulatedAttempt], list[SimulatedAttempt]]:
+        """At `next_event_at`: books the steps that are over, and plans the next ones.
+
+        Returns the attempts whose last token is out, and those whose prompt is computed.
+        """
+        self.now = now
+        self.has_news = False
+        ended: list[SimulatedAttempt] = []
+        filled: list[SimulatedAttempt] = []
+        steps = self.steps
+        if steps is not None and now >= steps.ends_at - SAME_MOMENT_S:
+            self.steps = None
+            self._book(steps, ended, filled)
+        if self.without_blocks:
+            waiting = self.without_blocks
+            self.without_blocks = []
+            for attempt in waiting:
+                self.reserve(attempt)
+        if self.steps is None:
+            self._plan()
         return ended, filled
 
-    # ---- order of prompts ----------------------------------------------------------------------
-
-    def _begin_next(self) -> None:
-        """The first that is ready; by deadline, if any has one."""
-        ready = [job for job in self.fill if job.ready <= self.at + 1e-12]
-        if not ready:
+    def _plan(self) -> None:
+        plan = self.scheduler.plan()
+        if self.scheduler.preemptions > self.preemptions_seen:
+            self._note_preempted()
+        if not plan:
             return
-        job = min(ready, key=lambda one: one.deadline) if self.urgencies else ready[0]
-        self.fill.remove(job)
-        self._begin(job)
+        shortest_answer = self._shortest_answer(plan) if plan.decode else 1
+        count = 1
+        if self.skips_repeated_steps:
+            count = repetitions(self.scheduler, plan, shortest_answer)
+        first_s = self._prefill_seconds(plan) + self._decode_seconds(plan)
+        growth_s = 0.0
+        if count > 1:
+            growth_s = self._growth_seconds(plan)
+        self.steps = RepeatedSteps(plan, self.now, first_s, growth_s, count)
+        if self.joining and plan.decode:
+            self._join(self.now + first_s, first_s)
 
-    def _more_urgent(self) -> float:
-        """When a prompt is ready that goes before the head; inf: none."""
-        assert self.head is not None
-        limit = self.head.deadline
-        return min((job.ready for job in self.fill if job.deadline < limit), default=inf)
+    def _shortest_answer(self, plan: StepPlan) -> int:
+        """Tokens until the first of the answers that the plan decodes is complete."""
+        attempts = self.attempts
+        return min(
+            attempts[sequence.attempt_key].request.output_tokens - sequence.generated_tokens
+            for sequence in plan.decode
+        )
 
-    def _to_border(self) -> float:
-        """Seconds to the end of the chunk under way: only there may another prompt go on."""
-        done = self.head_s - self.rest
-        chunks = ceil(done / self.cap_s - 1e-6)
-        left = min(self.rest, chunks * self.cap_s - done)
-        return left if left > 0 else 0.0
+    def _kv_tokens(self, plan: StepPlan) -> int:
+        """How many tokens the decodes of the plan's next step read."""
+        kv_tokens = 0
+        for sequence in plan.decode:
+            kv_tokens += len(sequence.token_ids)
+        return kv_tokens
 
-    def _halt(self) -> None:
-        """At a border of chunks (or of steps, beside decode) the head makes way."""
-        head = self.head
-        if head is None or (not self.rows and self._to_border() > 1e-9):
-            return
-        head.halted = (self.rest, self.head_s, self.cap_s, self.block_s)
-        self.fill.append(head)
-        self.head = None
+    def _decode_seconds(self, plan: StepPlan) -> float:
+        """How long the decodes of the plan's next step take."""
+        if not plan.decode:
+            return 0.0
+        return self.cost.step_s(len(plan.decode), self._kv_tokens(plan)) * self.slowness
 
-    # ---- prefill ---------------------------------------------------------------------------------
-
-    def submit(self, job: Job, ready: float) -> None:
-        job.ready = ready
-        self.urgencies = self.urgencies or job.deadline > 0
-        self.fill.append(job)
-
-    def _begin(self, job: Job) -> None:
-        if job.halted is not None:
-            self.rest, self.head_s, self.cap_s, self.block_s = job.halted
-            job.halted, self.head = None, job
-            return
-        job.started = self.at
-        request = job.request
-        job.hit = self.cached(request)
-        if job.fetched > job.hit:
-            job.hit = job.fetched
-        if job.hit >= job.context:
-            job.hit = job.context - 1
-        uncached = job.context - job.hit
+    def _prefill_seconds(self, plan: StepPlan) -> float:
+        """How long the chunks take; each has its share of what a prefill takes besides."""
         cost = self.cost
-        pairs = (job.context * job.context - job.hit * job.hit) / 2
-        seconds = cost.prefill_token * uncached + cost.prefill_pair * pairs
-        noise = job.work if job.work else 1.0
-        self.rest = self.head_s = self.slow * noise * (cost.prefill_base + seconds)
-        self.cap_s = self.rest * min(1.0, self.chunk_tokens / uncached)
-        self.block_s = self.rest * min(1.0, BLOCK / uncached)
-        self.head = job
+        seconds = 0.0
+        for sequence, tokens in plan.prefill:
+            uncached_tokens = len(sequence.token_ids) - sequence.hit_tokens
+            chunk_s = cost.prefill_s(tokens, sequence.computed_tokens + tokens)
+            chunk_s -= cost.prefill_base * (1 - tokens / uncached_tokens)
+            seconds += chunk_s * self.attempts[sequence.attempt_key].prefill_factor
+        return seconds * self.slowness
 
-    def cached(self, request: Request) -> int:
-        """Leading tokens of the prompt that the prefix cache holds."""
-        cache, count = self.cache, 0
-        for run in request.runs:
-            if run[0] not in cache:
-                break
-            count += run[1]
-        return count * self.unit
+    def _growth_seconds(self, plan: StepPlan) -> float:
+        """How much longer the next step takes than this one, if it says the same."""
+        if plan.decode:
+            return self.cost.step_token * len(plan.decode) * self.slowness
+        sequence, tokens = plan.prefill[0]
+        factor = self.attempts[sequence.attempt_key].prefill_factor
+        return self.cost.prefill_pair * tokens * tokens * factor * self.slowness
 
-    def keep(self, request: Request, answer: bool = False) -> None:
-        """Caches the blocks of the prompt, or of the answer; the head as the latest used."""
-        cache = self.cache
-        touch, store = cache.move_to_end, self.stored.append
-        for run in reversed(request.answers if answer else request.runs):
-            block = run[0]
-            if block in cache:
-                touch(block)
+    # ---- booking -----------------------------------------------------------------------------
+
+    def _book(
+        self, steps: RepeatedSteps, ended: list[SimulatedAttempt], filled: list[SimulatedAttempt]
+    ) -> None:
+        """Books all steps that were not booked yet. The last one may end prompts and answers."""
+        plan = steps.plan
+        self._account(steps, steps.count)
+        for sequence, tokens in plan.prefill:
+            self._book_chunks(sequence, tokens * steps.count, filled)
+        count = steps.count - steps.booked
+        for sequence in plan.decode:
+            attempt = self._attempt_of(sequence)
+            if attempt is None:
+                continue
+            self.scheduler.record_computed(sequence, count)
+            sequence.token_ids.extend([MIDDLE_TOKEN] * (count - 1))
+            if sequence.generated_tokens + 1 < attempt.request.output_tokens:
+                sequence.token_ids.append(MIDDLE_TOKEN)
             else:
-                cache[block] = run
-                self.cached_blocks += run[1]
-                store(run)
-        self.dirty = True
-        over = self.cached_blocks - int(self.capacity - self.tokens) // self.unit
-        while over > 0 and cache:
-            run = cache.popitem(last=False)[1]
-            self.evicted.append(run)
-            self.cached_blocks -= run[1]
-            over -= run[1]
+                self._end(sequence, attempt)
+                ended.append(attempt)
 
-    @property
-    def free_tokens(self) -> int:
-        return max(0, int(self.capacity - self.tokens))
+    def _attempt_of(self, sequence: Sequence) -> SimulatedAttempt | None:
+        """The attempt of a planned sequence; None if it was taken away during the step."""
+        return self.attempts.get(sequence.attempt_key)
 
-    @property
-    def waiting(self) -> int:
-        """Sequences that were preempted and have no blocks."""
-        return sum(job.evicted for job in self.fill) if self.preempted else 0
+    def _account(self, steps: RepeatedSteps, last: int) -> None:
+        """Counts the time of the steps up to number `last`, and those of them that were late.
 
-    def changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Names (stored, evicted) since the last call, as the blocks ended: none is in both."""
-        cache = self.cache
-        stored: list[bytes] = []
-        evicted: list[bytes] = []
-        for run in self.stored:
-            if run[0] in cache:
-                stored += run[2]
-        for run in self.evicted:
-            if run[0] not in cache:
-                evicted += run[2]
-        self.stored, self.evicted = [], []
-        return stored, evicted
-
-    # ---- decode ----------------------------------------------------------------------------------
-
-    def _fits(self, job: Job) -> bool:
-        if self.rows >= self.max_running:
-            return False
-        return not self.rows or self.tokens + job.context + 1 <= self.capacity
-
-    def join(self, job: Job) -> None:
-        """KV is here: decodes from the next step on, if there is room."""
-        if not self.ready and self._fits(job):
-            self._enter(job)
-            self._step()
-        else:
-            self.ready.append(job)
-
-    def _enter(self, job: Job) -> None:
-        start = self.clock  # its prompt was computed here, and ended with a step
-        if self.rows and job.prefill is not self:
-            start = float(ceil(start - 1e-9))
-        wait = (start - self.clock) * self.base
-        self.rows += 1
-        self.tokens += job.context
-        job.joined, job.evicted = start, False
-        job.late0 = self.late
-        self._step()
-        gap = self._own_step(job, start, wait) - job.first
-        if not job.first:  # the first token is decode's to send
-            job.first = gap
-        elif job.resumed:
-            job.late += 1
-        else:
-            job.first_gap = gap
-            job.late += gap > self.itl_s
-            bucket = int(gap / BUCKET_S)
-            self.gaps[bucket if bucket < 1000 else 1000] += 1
-        self._numbers += 1
-        heapq.heappush(self.leaving, (start + job.left, self._numbers, job))
-
-    def _own_step(self, job: Job, start: float, wait: float) -> float:
-        """When the step that `job` joins ends: its chunk is smaller by what the job has waited."""
-        begin = self.at + wait
-        waited = begin - job.first
-        if self.chunk <= 0 or self.burst or waited >= self.budget_s:
-            return begin + self.base
-        decode = self.base - self.chunk
-        less = self.chunk - min(self.chunk, self._beside(self.budget_s - waited, decode))
-        before = self.yielded if start == self.joined_at else 0.0
-        self.joined_at, self.yielded = start, max(less, before)
-        self.rest += (self.yielded - before) * decode / self.base  # one more step reads its rows
-        return begin + self.base - min(self.yielded, self.chunk)
-
-    def _leave(self, job: Job) -> None:
-        self.rows -= 1
-        made = self.clock - job.joined
-        self.tokens -= job.context + made
-        if not self.rows:
-            self.tokens = 0.0
-        steps_late = self.late - job.late0
-        job.late += int(steps_late + 0.5)
-
-    def _preempt(self) -> None:
-        """The youngest gives its KV back and is computed again, here."""
-        if self.rows == 1:
+        The scheduler's cost model learns from the mean of them.
+        """
+        count = last - steps.accounted
+        if count <= 0:
             return
-        victim = max(self.leaving, key=lambda entry: entry[1])
-        self.leaving.remove(victim)
-        heapq.heapify(self.leaving)
-        job = victim[2]
-        made = int(self.clock - job.joined)
-        self._leave(job)
-        job.context += made
-        job.left = max(1, job.left - made)
-        job.resumed = job.evicted = True
-        job.ready = self.at
-        self.fill.insert(0, job)
-        self.preempted += 1
-
-    def forget(self, job: Job) -> None:
-        """Takes a job out, wherever it stands: the other end of its transfer is gone."""
-        if job is self.head:
-            self.head = None
-        elif job in self.fill:
-            self.fill.remove(job)
-        elif job in self.ready:
-            self.ready.remove(job)
+        self.has_changed = True
+        plan = steps.plan
+        seconds = steps.seconds_of(steps.accounted, last)
+        self.late_steps += steps.longer_than(self.itl_target_s, steps.accounted, last)
+        if plan.prefill:
+            tokens = sum([tokens for _, tokens in plan.prefill])
+            self.prefill_tokens += tokens * count
+            self.prefill_seconds += seconds - self._decode_seconds(plan) * count
         else:
-            kept = [entry for entry in self.leaving if entry[2] is not job]
-            if len(kept) < len(self.leaving):
-                self.leaving = kept
-                heapq.heapify(self.leaving)
-                self._leave(job)
-        self._step()
+            self.decode_steps += count
+            self.decode_seconds += seconds
+        if self.scheduler.limits.itl_budget_s is not None:
+            self._learn(steps, count, seconds / count)
+        steps.accounted = last
+
+    def _learn(self, steps: RepeatedSteps, count: int, mean_s: float) -> None:
+        """Teaches the scheduler what the mean of the next `count` steps took, if it is news."""
+        plan = steps.plan
+        rows = len(plan.decode)
+        kv_tokens = 0
+        if rows:
+            ahead = steps.accounted - steps.booked
+            kv_tokens = self._kv_tokens(plan) + rows * ahead + rows * (count - 1) // 2
+        cost = self.scheduler.cost
+        if not plan.prefill and abs(cost.decode_s(rows, kv_tokens) - mean_s) < 1e-6 * mean_s:
+            return
+        prefill_tokens = 0
+        pairs = 0
+        for sequence, tokens in plan.prefill:
+            prefill_tokens += tokens
+            start = sequence.computed_tokens + tokens * (count - 1) // 2
+            pairs += attended_pairs(tokens, start)
+        cost.observe(mean_s, StepWork(rows, kv_tokens, prefill_tokens, pairs, len(plan.prefill)))
+
+    def _book_chunks(self, sequence: Sequence, tokens: int, filled: list[SimulatedAttempt]) -> None:
+        """Books prefilled tokens; with a prompt's last ones comes a token."""
+        attempt = self._attempt_of(sequence)
+        if attempt is None or not self.scheduler.record_computed(sequence, tokens):
+            return
+        generated_tokens = sequence.generated_tokens
+        is_first_token = generated_tokens == attempt.answer_tokens
+        is_complete = generated_tokens + 1 >= attempt.request.output_tokens
+        token_at = self.now + HOP_S
+        if is_first_token:
+            attempt.hit_tokens = attempt.hit_tokens or sequence.hit_tokens
+            attempt.filled_at = self.now
+            filled.append(attempt)
+        else:  # computed again after a preemption
+            self._count_gap(attempt, token_at)
+        attempt.last_token_at = token_at
+        self.scheduler.append_token(sequence, LAST_TOKEN if is_complete else MIDDLE_TOKEN)
+        if attempt.is_remote:
+            return
+        if is_complete:
+            del self.attempts[attempt.key]
+        else:
+            self.joining.append(attempt)
+
+    def _join(self, step_ends_at: float, step_s: float) -> None:
+        """The attempts that have just begun to run get a token at the end of this step."""
+        still_waiting: list[SimulatedAttempt] = []
+        for attempt in self.joining:
+            if self.scheduler.live[attempt.key, 0].queue is not self.scheduler.running:
+                still_waiting.append(attempt)
+                continue
+            token_at = step_ends_at + HOP_S
+            if attempt.last_token_at:
+                self._count_gap(attempt, token_at)
+            else:
+                attempt.first_token_at = token_at
+            attempt.late_steps_before = self.late_steps + (step_s > self.itl_target_s)
+            attempt.is_running = True
+        self.joining = still_waiting
+
+    def _count_gap(self, attempt: SimulatedAttempt, token_at: float) -> None:
+        gap_s = token_at - attempt.last_token_at
+        if not attempt.first_gap_s:
+            attempt.first_gap_s = gap_s
+        attempt.late_gaps += gap_s > self.itl_target_s
+
+    def _end(self, sequence: Sequence, attempt: SimulatedAttempt) -> None:
+        """The answer is complete."""
+        self.scheduler.append_token(sequence, LAST_TOKEN)
+        attempt.late_gaps += self.late_steps - attempt.late_steps_before
+        del self.attempts[attempt.key]
+
+    def _note_preempted(self) -> None:
+        """The scheduler took blocks away: who ran gets the next token when it is computed again."""
+        self.preemptions_seen = self.scheduler.preemptions
+        for sequence in self.scheduler.waiting:
+            attempt = self.attempts[sequence.attempt_key]
+            if attempt in self.joining:
+                self.joining.remove(attempt)
+            if attempt.is_running:
+                attempt.is_running = False
+                attempt.late_gaps += self.late_steps - attempt.late_steps_before
+                attempt.last_token_at = self.now + HOP_S
+
+    # ---- reports -----------------------------------------------------------------------------
+
+    @property
+    def running(self) -> int:
+        """How many sequences decode."""
+        return len(self.scheduler.running)
+
+    def running_tokens(self, now: float) -> int:
+        """How many tokens the sequences that decode have."""
+        unbooked = 0
+        if self.steps is not None and not self.steps.plan.prefill:
+            unbooked = self.steps.completed_by(now) - self.steps.booked
+        tokens = sum([len(sequence.token_ids) for sequence in self.scheduler.running])
+        return tokens + unbooked * self.running
+
+    @property
+    def capacity_tokens(self) -> int:
+        """How many tokens the KV pool holds."""
+        return self.pool.total_blocks * self.block_tokens
+
+    def report(self, now: float) -> WorkerReport:
+        """What has happened since the last report. Blocks are counted in `HASH_TOKENS`."""
+        self.now = now
+        if self.steps is not None and not self.steps.plan.prefill:
+            self._account(self.steps, self.steps.completed_by(now))
+        self.report_number += 1
+        stored, evicted = self.pool.drain_events()
+        preempted = sum(sequence.was_preempted for sequence in self.scheduler.waiting)
+        report = WorkerReport(
+            self.report_number,
+            self.pool.available_blocks * (self.block_tokens // HASH_TOKENS),
+            stored,
+            evicted,
+            self.prefill_tokens,
+            self.prefill_seconds,
+            running=self.running,
+            kv_tokens=self.running_tokens(now),
+            steps=self.decode_steps,
+            step_seconds=self.decode_seconds,
+            waiting=preempted + len(self.without_blocks),
+        )
+        self.prefill_tokens = 0
+        self.prefill_seconds = 0.0
+        self.decode_steps = 0
+        self.decode_seconds = 0.0
+        self.has_changed = False
+        return report
+
+    def restart_reports(self) -> list[bytes]:
+        """The next report is the first of a new series; returns the marks of all cached blocks."""
+        self.report_number = 0
+        self.pool.drain_events()
+        return self.pool.hashes()

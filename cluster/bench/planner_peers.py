@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from math import ceil, floor, inf
 from typing import NamedTuple
 
-from ...protos.frames import Coefficients
 from ...router.demand import OfferedLoad
 from ..planner.core import (
     FleetObservation,
@@ -126,19 +125,11 @@ class DynamoPlanner:
         recent = observation.recent
         replica = _first_of_role(observation, "decode")
         batch = max(1.0, recent.decoding / max(1, _pool_counts(observation)["decode"]))
-        profiled_itl_s = step_seconds(
-            replica.cost, batch, batch * (demand.context / recent.mean_output_tokens)
-        )
+        mean_context_tokens = demand.context / recent.mean_output_tokens
+        profiled_itl_s = replica.cost.step_s(batch, batch * mean_context_tokens)
         correction = recent.mean_itl_s / profiled_itl_s if recent.mean_itl_s else 1.0
         answers_per_s = decode_rate(replica, demand, self.itl_s / max(correction, 0.1))
         return max(1, ceil(demand.rate / answers_per_s)) if answers_per_s else self.budget.total
-
-
-def step_seconds(cost: Coefficients, rows: float, kv_tokens: float) -> float:
-    """Return the time of a step that decodes `rows` answers and reads `kv_tokens` tokens of KV."""
-    return (
-        cost.step_base + max(cost.step_row * rows, cost.step_weights) + cost.step_token * kv_tokens
-    )
 
 
 class PendingChange(NamedTuple):

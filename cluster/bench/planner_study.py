@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...simulator.case import Case, Cores, count_of
-from ...simulator.fleet import Split, splits
+from ...simulator.case import Case, CaseProcesses
+from ...simulator.fleet import Split, possible_splits
 from ...simulator.metrics import summarize
 from ...simulator.sim import Simulation
+from ...simulator.trace import count_turns
 from ..planner.core import (
     FleetObservation,
     FlipWorker,
@@ -66,7 +67,7 @@ def observe_simulation(simulation: Simulation, now: float) -> FleetObservation:
     decode_room_tokens = 0
     decode_used_tokens = 0.0
     for name, worker in simulation.workers.items():
-        if not worker.alive or not worker.role:
+        if not worker.is_alive or not worker.role:
             continue
         card = simulation.cards[name]
         assert card.cost is not None
@@ -76,13 +77,13 @@ def observe_simulation(simulation: Simulation, now: float) -> FleetObservation:
                 role=worker.role,
                 pool=card.pool,
                 cost=card.cost,
-                kv_tokens=worker.capacity,
+                kv_tokens=worker.capacity_tokens,
                 gpus=card.tensor_parallel,
             )
         )
         if worker.role == "decode":
-            decode_room_tokens += worker.capacity
-            decode_used_tokens += worker.tokens
+            decode_room_tokens += worker.capacity_tokens
+            decode_used_tokens += worker.running_tokens(now)
         router_worker = simulation.router.workers.get(name)
         if router_worker is not None and worker.role == "prefill":
             backlog_s += max(0.0, router_worker.busy_until - now)
@@ -98,23 +99,27 @@ def observe_simulation(simulation: Simulation, now: float) -> FleetObservation:
 
 def _recent_traffic(simulation: Simulation, now: float) -> RecentTraffic:
     """Return the means and P90s of what ended in the last minute, and what runs."""
-    prefilling = sum(not job.first for job in simulation.jobs.values())
-    decoding = len(simulation.jobs) - prefilling
-    # `done` is ordered by arrival, so all of it is searched.
+    prefilling = sum(not attempt.first_token_at for attempt in simulation.attempts.values())
+    decoding = len(simulation.attempts) - prefilling
+    # They are ordered by arrival, so all of them are searched.
     ended = [
-        job
-        for job in simulation.done
-        if job is not None and not job.outcome and now - RECENT_WINDOW_S <= job.ended <= now
+        attempt
+        for attempt in simulation.last_attempts
+        if attempt is not None
+        and not attempt.refusal
+        and now - RECENT_WINDOW_S <= attempt.ended_at <= now
     ]
     if not ended:
         return RecentTraffic(RECENT_WINDOW_S, prefilling=prefilling, decoding=decoding)
-    ttfts_s = np.array([job.first - job.arrived for job in ended])
-    gaps_s = np.array([(job.ended - job.first) / max(1, job.request.output - 1) for job in ended])
+    ttfts_s = np.array([attempt.first_token_at - attempt.arrived_at for attempt in ended])
+    answers_s = np.array([attempt.ended_at - attempt.first_token_at for attempt in ended])
+    gap_counts = np.array([max(1, attempt.request.output_tokens - 1) for attempt in ended])
+    gaps_s = answers_s / gap_counts
     return RecentTraffic(
         window_s=RECENT_WINDOW_S,
         completed=len(ended),
-        mean_prompt_tokens=sum(job.request.prompt for job in ended) / len(ended),
-        mean_output_tokens=sum(job.request.output for job in ended) / len(ended),
+        mean_prompt_tokens=sum(job.request.prompt_tokens for job in ended) / len(ended),
+        mean_output_tokens=sum(job.request.output_tokens for job in ended) / len(ended),
         mean_ttft_s=float(ttfts_s.mean()),
         mean_itl_s=float(gaps_s.mean()),
         ttft_p90_s=float(np.percentile(ttfts_s, 90, method="lower")),
@@ -161,9 +166,9 @@ def run(case: Case, split: Split, rate: float, name: str = FIXED, *, seed: int =
     """Simulate the case from `split` on, at `rate` requests/s, under the planner of that name."""
     driver = None
     if name != FIXED:
-        driver = PlannerDriver(planner_makers(case, split.total)[name]())
-    requests = case.trace.workload(rate, seed, case.closed)
-    minutes = count_of(requests) / rate / 60
+        driver = PlannerDriver(planner_makers(case, split.replicas)[name]())
+    requests = case.trace.workload(rate, seed, case.closed_loop)
+    minutes = count_turns(requests) / rate / 60
     simulation = Simulation(case.setting(split), case.trace, seed, planner=driver)
     outcomes = simulation.run(requests)
     assert outcomes is not None
@@ -190,10 +195,10 @@ def compare(
 
     The fixed splits come first in the result, then the planners, the best of each kind first.
     """
-    tasks = [(split, FIXED) for split in splits(first_split.total)]
-    tasks += [(first_split, name) for name in planner_makers(case, first_split.total)]
+    tasks = [(split, FIXED) for split in possible_splits(first_split.replicas)]
+    tasks += [(first_split, name) for name in planner_makers(case, first_split.replicas)]
     runs: list[PlannerRun] = []
-    with Cores([case], jobs) as cores:
+    with CaseProcesses([case], jobs) as cores:
         futures = [cores.submit(run, 0, split, rate, name) for split, name in tasks]
         for future in futures:
             planner_run: PlannerRun = future.result()

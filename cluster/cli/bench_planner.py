@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .common import check_output, fail
-from .simulate import Jobs, Model, Output, Slo, available_cores, report_progress
+from .simulate import (
+    JobsOption,
+    ModelOption,
+    OutputOption,
+    SloOption,
+    available_cores,
+    report_progress,
+)
 
 if TYPE_CHECKING:
     from ...simulator.trace import Trace
@@ -19,16 +26,16 @@ if TYPE_CHECKING:
 
 def planner(
     trace: Annotated[str, typer.Argument(help="As for simulate; of ServeGen .npz: its first day.")],
-    model: Model = "llama3.1-70b-fp8",
+    model: ModelOption = "llama3.1-70b-fp8",
     tp: Annotated[int, typer.Option(min=1, help="GPUs of a replica.")] = 4,
     fleet: Annotated[str, typer.Option(help="GPUs of one type.")] = "H200:16",
     split: Annotated[str, typer.Option(help="Replicas by role where planners begin.")] = "2P2D",
     rate: Annotated[
         float | None, typer.Option(help="Requests/s on average. Default: as recorded.")
     ] = None,
-    slo: Slo = "ttft=max(1s,3x),itl=50ms",
-    jobs: Jobs = None,
-    output: Output = "table",
+    slo: SloOption = "ttft=max(1s,3x),itl=50ms",
+    jobs: JobsOption = None,
+    output: OutputOption = "table",
 ) -> None:
     """Our planner, Dynamo's formulas, Serve's and KEDA's loops, beside every fixed split."""
     check_output(output)
@@ -40,12 +47,12 @@ def planner(
 
     try:
         loaded_trace = _load_trace(trace, rate)
-        gpus = Fleet.of(fleet, model, tp)
-        first_split = Split.of(split)
-        if first_split.total != gpus.replicas or len(gpus.pools) > 1:
+        gpus = Fleet.parse(fleet, model, tp)
+        first_split = Split.parse(split)
+        if first_split.replicas != gpus.replicas or len(gpus.pools) > 1:
             fail(f"--split {split}: {fleet} is {gpus.replicas} replicas of one type", 2)
         runs = compare(
-            Case(loaded_trace, gpus, Slo.of(slo, gpus.reference)),
+            Case(loaded_trace, gpus, Slo.parse(slo, gpus.reference)),
             first_split,
             rate or loaded_trace.rate,
             jobs=jobs or available_cores(),
@@ -60,13 +67,14 @@ def planner(
 
 def _load_trace(source: str, rate: float | None) -> Trace:
     """Return a trace; of a ServeGen file it is the first day. Raises SimulationError."""
-    from ...simulator import servegen
-    from ...simulator.trace import load
+    from ...simulator.sources import load_trace, servegen
 
     path = Path(source)
     if path.suffix != ".npz" or not path.is_file():
-        return load(source)
-    return servegen.day(path, f"{path.stem} day", 0, rate or servegen.read(path, "", 0).rate)
+        return load_trace(source)
+    return servegen.read_day(
+        path, f"{path.stem} day", 0, rate or servegen.read_window(path, "", 0).rate
+    )
 
 
 def _table(runs: list[PlannerRun]) -> str:

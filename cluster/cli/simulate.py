@@ -5,40 +5,59 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from .common import check_output, check_writable, fail, save
 
 if TYPE_CHECKING:
-    from ...simulator.calibrate import Calibration
-    from ...simulator.plan import Option
-    from ...simulator.study import Study
+    from ...router import RouterConfig
+    from ...simulator.calibration import Calibration
+    from ...simulator.documents import LiveComparison, StudyDocument
+    from ...simulator.fleet import Faults, Fleet, Split
+    from ...simulator.metrics import Slo
+    from ...simulator.plan import FleetOption
     from ...simulator.trace import Trace
 
 TRACE_HELP = "File (.jsonl, .jsonl.gz, ServeGen .npz), synthetic[:N], poisson:256-1024:64-128[:N]."
-Model = Annotated[str, typer.Option(help="Model and type of its weights.")]
-Slo = Annotated[str, typer.Option(help="Targets; 3x: of the prompt's isolated prefill.")]
-Live = Annotated[
+ModelOption = Annotated[str, typer.Option(help="Model and type of its weights.")]
+SloOption = Annotated[str, typer.Option(help="Targets; 3x: of the prompt's isolated prefill.")]
+LiveOption = Annotated[
     Path | None,
     typer.Option(
         "--calibrate-from-live",
         help="Router's log, or JSON of measured coefficients; `recorded` replays its run.",
     ),
 ]
-Output = Annotated[str, typer.Option("-o", "--output", help="table or json")]
-Jobs = Annotated[int | None, typer.Option(min=1, help="Processes. Default: every core.")]
-Dispatch = Annotated[
+OutputOption = Annotated[str, typer.Option("-o", "--output", help="table or json")]
+JobsOption = Annotated[int | None, typer.Option(min=1, help="Processes. Default: every core.")]
+DispatchOption = Annotated[
     str, typer.Option(help="timestamp, or thinktime: turns wait for the end of the one before.")
 ]
+PolicyOption = Annotated[list[str] | None, typer.Option(help="May be given several times; or all.")]
+VariantOption = Annotated[
+    str, typer.Option(help="policy-only, full (baselines as their authors ship them), or both.")
+]
+SeedsOption = Annotated[int, typer.Option(min=1, help="Jitter seeds.")]
+FindMaxFlag = Annotated[bool, typer.Option("--find-max", help="Search G90 and G99.")]
+HeadOption = Annotated[float, typer.Option(min=0.01, max=1, help="Share of the trace to use.")]
+FaultsOption = Annotated[
+    str, typer.Option(help="stale=1s,slow=3x@0,wrong=10%,kill=2@60s; all optional.")
+]
+AgreementFlag = Annotated[
+    bool, typer.Option("--agreement", help="Run step by step too; say how far apart.")
+]
+HtmlOption = Annotated[Path | None, typer.Option(help="Write a report with plots.")]
 
 
 def simulate(
     trace: Annotated[str, typer.Argument(help=TRACE_HELP + " Or: recorded.")],
-    model: Model = "llama3.1-70b-fp8",
+    model: ModelOption = "llama3.1-70b-fp8",
     tp: Annotated[int, typer.Option(min=1, help="GPUs of a replica.")] = 4,
     fleet: Annotated[
         str, typer.Option(help="GPUs by type: H200:32, or H100:8,H200:8.")
@@ -46,53 +65,85 @@ def simulate(
     split: Annotated[
         str, typer.Option(help="Replicas by role, like 6P2D or 8M; or best.")
     ] = "best",
-    policy: Annotated[
-        list[str] | None, typer.Option(help="May be given several times; or all.")
-    ] = None,
-    variant: Annotated[
-        str, typer.Option(help="policy-only, full (baselines as their authors ship them), or both.")
-    ] = "policy-only",
-    slo: Slo = "ttft=max(1s,3x),itl=50ms",
-    seeds: Annotated[int, typer.Option(min=1, help="Jitter seeds.")] = 3,
-    find_max: Annotated[bool, typer.Option("--find-max", help="Search G90 and G99.")] = False,
+    policy: PolicyOption = None,
+    variant: VariantOption = "policy-only",
+    slo: SloOption = "ttft=max(1s,3x),itl=50ms",
+    seeds: SeedsOption = 3,
+    find_max: FindMaxFlag = False,
     rate: Annotated[
         float | None, typer.Option(help="Requests/s without --find-max. Default: as recorded.")
     ] = None,
-    dispatch: Dispatch = "timestamp",
-    head: Annotated[float, typer.Option(min=0.01, max=1, help="Share of the trace to use.")] = 1.0,
-    faults: Annotated[
-        str, typer.Option(help="stale=1s,slow=3x@0,wrong=10%,kill=2@60s; all optional.")
-    ] = "",
-    agreement: Annotated[
-        bool, typer.Option("--agreement", help="Run step by step too; say how far apart.")
-    ] = False,
-    calibrate_from_live: Live = None,
-    jobs: Jobs = None,
-    output: Output = "table",
-    html: Annotated[Path | None, typer.Option(help="Write a report with plots.")] = None,
+    dispatch: DispatchOption = "timestamp",
+    head: HeadOption = 1.0,
+    faults: FaultsOption = "",
+    agreement: AgreementFlag = False,
+    calibrate_from_live: LiveOption = None,
+    jobs: JobsOption = None,
+    output: OutputOption = "table",
+    html: HtmlOption = None,
 ) -> None:
     """Replay TRACE against the real router on simulated workers."""
     _check_options(rate, html, output)
-    if variant not in ("policy-only", "full", "both"):
-        fail(f"--variant {variant}: expected policy-only, full or both", 2)
-    options = dict(locals())  # by name: most of them are fields of the study
+    variants = _parse_variants(variant)
     # The simulator is imported here: no other command pays for it.
-    from ...simulator import SimulationError
-    from ...simulator.report import document, text
-    from ...simulator.study import run
+    from ...simulator.report import study_page, study_text
+    from ...simulator.study import Study, parse_policies, run_study
 
-    try:
+    with _simulator_errors_reported():
         calibration = _read_calibration(calibrate_from_live)
-        result = run(_make_study(options, calibration), report_progress)
+        setup = _study_setup(
+            calibration,
+            trace=trace,
+            model=model,
+            fleet_name=fleet,
+            tp=tp,
+            split_name=split,
+            slo_text=slo,
+        )
+        checked_faults = _parse_faults(faults, setup.fleet)
+        study = Study(
+            trace=_load_trace(trace, calibration, head),
+            model=setup.model,
+            fleet=setup.fleet,
+            fleet_name=setup.fleet_name,
+            slo=setup.slo,
+            policies=parse_policies(policy or ["diptych"]),
+            variants=variants,
+            split=setup.split,
+            seeds=seeds,
+            find_max=find_max,
+            rate=rate,
+            closed_loop=_is_closed_loop(dispatch),
+            faults=checked_faults,
+            jobs=jobs or available_cores(),
+            agreement=agreement,
+            router_config=setup.router_config,
+        )
+        result = run_study(study, report_progress)
         if trace == "recorded" and calibration:
             result["live"] = _compare_with_live(calibration, result)
+    typer.echo(json.dumps(result, indent=2) if output == "json" else study_text(result))
+    if html:
+        save(html, study_page(result))
+
+
+@contextmanager
+def _simulator_errors_reported() -> Iterator[None]:
+    """Turn what is wrong with the simulator's input, and an interrupt, into an exit."""
+    from ...simulator import SimulationError
+
+    try:
+        yield
     except SimulationError as error:
         fail(str(error), 2)
     except KeyboardInterrupt:
         fail("interrupted", 130)
-    typer.echo(json.dumps(result, indent=2) if output == "json" else text(result))
-    if html:
-        save(html, document(result))
+
+
+def _parse_variants(variant: str) -> tuple[str, ...]:
+    if variant not in ("policy-only", "full", "both"):
+        fail(f"--variant {variant}: expected policy-only, full or both", 2)
+    return ("policy-only", "full") if variant == "both" else (variant,)
 
 
 def _check_options(rate: float | None, file: Path | None, output: str) -> None:
@@ -102,70 +153,79 @@ def _check_options(rate: float | None, file: Path | None, output: str) -> None:
     check_writable(file)
 
 
-def _compare_with_live(calibration: Calibration, result: dict[str, Any]) -> dict[str, float]:
+def _compare_with_live(calibration: Calibration, study: StudyDocument) -> LiveComparison:
     """Return the recorded run's attainment, and how far from it the simulated one is."""
     assert calibration.run is not None, "a recorded trace has a run"
     live_attainment = calibration.run.attainment
-    simulated_attainment = result["policies"][0]["at_rate"]["attainment"]
+    simulated_attainment = study["policies"][0]["at_rate"]["attainment"]
     points_apart = abs(live_attainment - simulated_attainment) * 100
     return {"attainment": live_attainment, "points_apart": round(points_apart, 2)}
 
 
-def _make_study(options: dict[str, Any], calibration: Calibration | None) -> Study:
+class StudySetup(NamedTuple):
+    """What a calibration decides of a study, or the command line without one."""
+
+    model: str  #: "": the workers have measured coefficients
+    fleet: Fleet
+    fleet_name: str
+    split: Split | None  #: None: the best one
+    slo: Slo
+    router_config: RouterConfig | None  #: of a recorded run
+
+
+def _study_setup(
+    calibration: Calibration | None,
+    *,
+    trace: str,
+    model: str,
+    fleet_name: str,
+    tp: int,
+    split_name: str,
+    slo_text: str,
+) -> StudySetup:
     """Return what to simulate. With a calibration, the workers are those that were measured.
 
-    A recorded trace also takes split, targets and router from its run.
+    A recorded trace also takes split, targets and router from its run. Raises SimulationError.
     """
-    from ...simulator.fleet import Faults, Fleet, Split
+    from ...simulator.fleet import Fleet, Split
     from ...simulator.metrics import Slo
-    from ...simulator.study import Study, policies_named
 
-    split = options["split"]
-    slo = options["slo"]
-    router = None
+    router_config = None
     if calibration:
         run = calibration.run
         fleet = calibration.fleet(run.threads if run else calibration.workers[0].threads)
-        fleet_name = fleet.pools[0][0].gpu
+        fleet_name = fleet.reference.gpu
         model = ""
-        if run and options["trace"] == "recorded":
-            split = run.split
-            slo = run.slo
-            router = run.router
+        if run and trace == "recorded":
+            split_name = run.split
+            slo_text = run.slo
+            router_config = run.router
     else:
-        model = options["model"]
-        fleet_name = options["fleet"]
-        fleet = Fleet.of(fleet_name, model, options["tp"])
-
-    faults = Faults.of(options["faults"])
-    for worker, _ in (*faults.slow, *faults.kill):
-        if worker >= fleet.replicas:
-            fail(f"--faults: there is no worker {worker}, the fleet has {fleet.replicas}", 2)
-
-    variant = options["variant"]
-    return Study(
-        trace=_load_trace(options["trace"], calibration, options["head"]),
+        fleet = Fleet.parse(fleet_name, model, tp)
+    return StudySetup(
         model=model,
         fleet=fleet,
         fleet_name=fleet_name,
-        slo=Slo.of(slo, fleet.reference),
-        policies=policies_named(options["policy"] or ["diptych"]),
-        variants=("policy-only", "full") if variant == "both" else (variant,),
-        split=None if split == "best" else Split.of(split),
-        seeds=options["seeds"],
-        find_max=options["find_max"],
-        rate=options["rate"],
-        closed=_is_closed_loop(options["dispatch"]),
-        faults=faults,
-        jobs=options["jobs"] or available_cores(),
-        agreement=options["agreement"],
-        router=router,
+        split=None if split_name == "best" else Split.parse(split_name),
+        slo=Slo.parse(slo_text, fleet.reference),
+        router_config=router_config,
     )
+
+
+def _parse_faults(text: str, fleet: Fleet) -> Faults:
+    """Return what goes wrong; exit if a worker in it is not in the fleet."""
+    from ...simulator.fleet import Faults
+
+    faults = Faults.parse(text)
+    for worker, _ in (*faults.slow_workers, *faults.killed_workers):
+        if worker >= fleet.replicas:
+            fail(f"--faults: there is no worker {worker}, the fleet has {fleet.replicas}", 2)
+    return faults
 
 
 def plan(
     trace: Annotated[str, typer.Argument(help=TRACE_HELP)] = "synthetic",
-    model: Model = "llama3.1-70b-fp8",
+    model: ModelOption = "llama3.1-70b-fp8",
     tp: Annotated[str, typer.Option(help="GPUs of a replica; several: 2,4.")] = "4",
     fleet: Annotated[
         list[str] | None, typer.Option(help="A fleet to consider; may be given several times.")
@@ -174,60 +234,58 @@ def plan(
         float | None, typer.Option(help="Requests/s to serve. Default: as many as can be.")
     ] = None,
     share: Annotated[float, typer.Option(min=0.5, max=1, help="Of requests in time.")] = 0.99,
-    slo: Slo = "ttft=max(1s,3x),itl=50ms",
-    seeds: Annotated[int, typer.Option(min=1, help="Jitter seeds.")] = 1,
-    dispatch: Dispatch = "timestamp",
-    head: Annotated[float, typer.Option(min=0.01, max=1, help="Share of the trace to use.")] = 1.0,
+    slo: SloOption = "ttft=max(1s,3x),itl=50ms",
+    seeds: SeedsOption = 1,
+    dispatch: DispatchOption = "timestamp",
+    head: HeadOption = 1.0,
     calibrate_from_live: Annotated[
         list[Path] | None,
         typer.Option(help="As for simulate; several: workers of several sizes."),
     ] = None,
-    jobs: Jobs = None,
+    jobs: JobsOption = None,
     write: Annotated[Path, typer.Option(help="Where the plan goes.")] = Path("cluster.yaml"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite it.")] = False,
-    output: Output = "table",
+    output: OutputOption = "table",
 ) -> None:
     """Find the layout that serves TRACE best; say whether disaggregation pays; write it down."""
     _check_options(rate, write, output)
     if write.exists() and not force:
         fail(f"{write} exists: give another --write, or --force", 2)
-    from ...simulator import SimulationError
     from ...simulator import plan as planner
 
-    try:
+    with _simulator_errors_reported():
         calibration = _read_calibrations(calibrate_from_live or [])
         fleet_options = _fleet_options(fleet or ["H200:32"], model, tp, calibration)
-        demand = planner.Demand(
+        demand = planner.PlanDemand(
             _load_trace(trace, calibration, head),
             slo,
             share,
             rate,
             seeds=seeds,
-            closed=_is_closed_loop(dispatch),
+            closed_loop=_is_closed_loop(dispatch),
         )
-        result = planner.plan(fleet_options, demand, jobs or available_cores(), report_progress)
-    except SimulationError as error:
-        fail(str(error), 2)
-    except KeyboardInterrupt:
-        fail("interrupted", 130)
-    typer.echo(json.dumps(result, indent=2) if output == "json" else planner.text(result))
-    save(write, planner.yaml_of(result))
+        result = planner.plan_layouts(
+            fleet_options, demand, jobs or available_cores(), report_progress
+        )
+    typer.echo(json.dumps(result, indent=2) if output == "json" else planner.format_plan(result))
+    save(write, planner.cluster_yaml(result))
     if output == "table":
         typer.echo(f"wrote {write}")
 
 
 def _fleet_options(
     fleets: list[str], model: str, tp_sizes: str, calibration: Calibration | None
-) -> list[Option]:
+) -> list[FleetOption]:
     """Return the fleets to compare: the measured workers, or each fleet with each replica size."""
     from ...simulator.fleet import Fleet
-    from ...simulator.plan import Option
+    from ...simulator.plan import FleetOption
 
     if calibration:
         thread_counts = sorted({worker.threads for worker in calibration.workers})
         measured_fleets = [calibration.fleet(threads) for threads in thread_counts]
         return [
-            Option(f"{fleet.pools[0][0].gpu}:{fleet.replicas}", fleet) for fleet in measured_fleets
+            FleetOption(f"{fleet.reference.gpu}:{fleet.replicas}", fleet)
+            for fleet in measured_fleets
         ]
     try:
         sizes = [int(part) for part in tp_sizes.split(",")]
@@ -236,7 +294,7 @@ def _fleet_options(
     if min(sizes) < 1:
         fail(f"--tp {tp_sizes}: a replica has at least one GPU", 2)
     return [
-        Option(name if len(sizes) == 1 else f"{name} tp{size}", Fleet.of(name, model, size))
+        FleetOption(name if len(sizes) == 1 else f"{name} tp{size}", Fleet.parse(name, model, size))
         for name in fleets
         for size in sizes
     ]
@@ -245,31 +303,32 @@ def _fleet_options(
 def _load_trace(source: str, calibration: Calibration | None, head: float) -> Trace:
     """Return the trace, or the share `head` of it. Raises SimulationError."""
     from ...simulator.errors import SimulationError
-    from ...simulator.trace import load
+    from ...simulator.sources import load_trace
 
     if source == "recorded":
         if calibration is None:
             raise SimulationError("trace recorded: needs --calibrate-from-live")
         return calibration.trace()
-    trace = load(source)
+    trace = load_trace(source)
     return trace.head(head) if head < 1 else trace
 
 
 def _read_calibration(path: Path | None) -> Calibration | None:
     if path is None:
         return None
-    from ...simulator.calibrate import read
+    from ...simulator.recorded import read_calibration
 
-    return read(path)
+    return read_calibration(path)
 
 
 def _read_calibrations(paths: list[Path]) -> Calibration | None:
     """Return the measured workers of all files together, or None without files."""
     if not paths:
         return None
-    from ...simulator.calibrate import merged, read
+    from ...simulator.calibration import merge_calibrations
+    from ...simulator.recorded import read_calibration
 
-    return merged([read(path) for path in paths])
+    return merge_calibrations([read_calibration(path) for path in paths])
 
 
 def _is_closed_loop(dispatch: str) -> bool:

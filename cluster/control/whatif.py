@@ -21,17 +21,17 @@ from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import nnls
 
-from ...protos.frames import Coefficients, WorkerCard
+from ...protos.frames import Coefficients, RequestOutcome, WorkerCard
 from ...router import RouterConfig
-from ...router.goodput import GAPS_FOR_P99
+from ...router.goodput import FINISHED, judge
 from ...router.policies import POLICIES
 from ...simulator.fleet import Fleet, Split
 from ...simulator.hardware import Hardware
+from ...simulator.least_squares import fit_line
 from ...simulator.metrics import Slo
 from ...simulator.sim import Setting, Simulation
-from ...simulator.trace import HASH_TOKENS, Item, Trace
+from ...simulator.trace import HASH_TOKENS, Trace, TraceRequest
 
 MIN_REQUESTS = 8  #: With fewer requests nothing is said.
 WORKERS_LIMIT = 64
@@ -39,7 +39,6 @@ LOAD_MINIMUM = 0.5
 LOAD_LIMIT = 8.0
 CURVE_PERCENTILES = tuple(range(0, 101, 5))
 MEDIAN_INDEX = CURVE_PERCENTILES.index(50)
-FINISHED_REASONS = ("stop", "length")
 #: A placed request's first attempt, as `Decision.told` in router/decisions.py describes it.
 DecisionRecord = dict[str, Any]
 
@@ -109,7 +108,7 @@ def _served_first_attempts(decisions: list[DecisionRecord]) -> list[DecisionReco
         for decision in decisions
         if decision["decode"]
         and decision["key"][1] == 0
-        and decision["observed"].get("reason") in FINISHED_REASONS
+        and decision["observed"].get("reason") in FINISHED
     ]
     return sorted(served, key=_arrival)
 
@@ -120,11 +119,11 @@ def _arrival(decision: DecisionRecord) -> float:
     return arrival
 
 
-def _trace_item(decision: DecisionRecord, first_arrival: float) -> Item:
-    return Item(
-        at=_arrival(decision) - first_arrival,
-        prompt=_uncached_tokens(decision),
-        output=max(1, decision["observed"]["tokens"]),
+def _trace_item(decision: DecisionRecord, first_arrival: float) -> TraceRequest:
+    return TraceRequest(
+        arrival_s=_arrival(decision) - first_arrival,
+        prompt_tokens=_uncached_tokens(decision),
+        output_tokens=max(1, decision["observed"]["tokens"]),
     )
 
 
@@ -135,20 +134,13 @@ def _uncached_tokens(decision: DecisionRecord) -> int:
 # ---- what a worker costs -------------------------------------------------------------------------
 
 
-class FittedLine(NamedTuple):
-    """base + slope * x, with neither below 0."""
-
-    base: float
-    slope: float
-
-
 def _fit_hardware(served: list[DecisionRecord], card: WorkerCard) -> Hardware:
     """Return workers like `card`'s that are as fast as the router predicted."""
-    prefill = _fit_line(
+    prefill = fit_line(
         [_uncached_tokens(decision) for decision in served],
         [decision["prefill_s"] for decision in served],
     )
-    step = _fit_line(
+    step = fit_line(
         _answers_beside(served),
         [decision["itl_s"] for decision in served],
     )
@@ -164,14 +156,14 @@ def _fit_hardware(served: list[DecisionRecord], card: WorkerCard) -> Hardware:
         exposed_share=1.0,
     )
     return Hardware(
-        card.gpu,
-        card.tensor_parallel,
-        cost,
+        gpu=card.gpu,
+        tp=card.tensor_parallel,
+        cost=cost,
         kv_tokens=card.blocks * card.block_tokens,
         gpus=1,
         chunk_tokens=card.chunk_tokens,
         max_running=card.max_running,
-        budget_s=card.step_ms / 1e3 or inf,
+        itl_budget_s=card.step_ms / 1e3 or inf,
     )
 
 
@@ -193,16 +185,6 @@ def _answers_beside(served: list[DecisionRecord]) -> list[int]:
     ]
 
 
-def _fit_line(xs: list[int], values: list[float]) -> FittedLine:
-    """Return the line of least squares whose base and slope are not negative."""
-    matrix = np.array([[1.0, x] for x in xs])
-    # Columns of equal size, as the solver loses accuracy where tokens stand beside ones.
-    scale = matrix.max(axis=0)
-    solution, _ = nnls(matrix / scale, np.array(values, dtype=float))
-    base, slope = solution / scale
-    return FittedLine(float(base), float(slope))
-
-
 # ---- runs ----------------------------------------------------------------------------------------
 
 
@@ -212,7 +194,7 @@ def _simulated_run(
     """Run the trace in virtual time; the result is a column of the comparison."""
     split = Split(prefill=scenario.prefill, decode=scenario.decode)
     setting = Setting(
-        Fleet(((hardware, split.total),)),
+        Fleet(((hardware, split.replicas),)),
         split,
         replace(config, policy=scenario.policy, settle_s=0.001, decisions=0),
         Slo(config.ttft_s, 0.0, config.itl_s),
@@ -221,14 +203,14 @@ def _simulated_run(
     outcomes = Simulation(setting, trace).run(workload)
     assert outcomes is not None, "nothing ends a simulation early here"
 
-    served = [outcome for outcome in outcomes if not outcome.refused]
-    mean_gaps_s = [outcome.tpot for outcome in served if outcome.output > 1]
+    served = [outcome for outcome in outcomes if not outcome.refusal_reason]
+    mean_gaps_s = [outcome.tpot_s for outcome in served if outcome.output_tokens > 1]
     return {
         **scenario._asdict(),
-        "met": sum(outcome.met for outcome in outcomes) / len(outcomes),
+        "met": sum(outcome.targets_met for outcome in outcomes) / len(outcomes),
         "refused": len(outcomes) - len(served),
         "itl_ms": _curve_ms(mean_gaps_s)[MEDIAN_INDEX] if mean_gaps_s else None,
-        "ttft_ms": _curve_ms([outcome.ttft for outcome in served]),
+        "ttft_ms": _curve_ms([outcome.ttft_s for outcome in served]),
     }
 
 
@@ -241,17 +223,22 @@ def _observed_run(served: list[DecisionRecord]) -> dict[str, Any]:
 
 
 def _met_targets(decision: DecisionRecord) -> bool:
-    """Return whether the request met its targets, judged as the simulator judges it.
+    """Return whether the request met its targets, by the rule of `router/goodput.py`.
 
-    The p99 of the gaps counts only where there are `FEW` gaps or more.
+    The record has no mean of the gaps, so only their p99 is judged.
     """
     observed = decision["observed"]
-    if observed["ttft_ms"] / 1e3 > decision["ttft_target_s"]:
-        return False
-    if observed["tokens"] - 1 < GAPS_FOR_P99:
-        return True
-    p99_gap_s: float = observed.get("itl_p99_ms", 0.0) / 1e3
-    return p99_gap_s <= decision["itl_target_s"]
+    outcome = RequestOutcome(
+        tenant="",
+        slo_class="",
+        reason=observed["reason"],
+        waited_s=observed["ttft_ms"] / 1e3,
+        gaps=observed["tokens"] - 1,
+        itl_p99_s=observed.get("itl_p99_ms", 0.0) / 1e3,
+    )
+    ttft_target_s: float = decision["ttft_target_s"]
+    itl_target_s: float = decision["itl_target_s"]
+    return judge(outcome, ttft_target_s, itl_target_s) == "both"
 
 
 def _curve_ms(seconds: list[float]) -> list[float]:

@@ -4,14 +4,13 @@ The planner computes how much of the fleet the demand needs, as counted when req
 changes workers' roles before it asks for replicas. The demand's mean request has a number of
 uncached prompt tokens, of query-key pairs that its prefill computes, of expected answer tokens, and
 of KV tokens that all steps of its answer read (its context). A worker's seconds follow from the
-coefficients that the router predicts with:
+`protos.frames.Coefficients` that the router predicts with:
 
-    prefill    = prefill_base + prefill_token * uncached + prefill_pair * pairs        seconds
+    prefill    = mean_prefill_s(uncached, pairs)                                       seconds
     decode(t)  = the smallest of three bounds on answers per second with steps of t seconds:
-                 compute             (1 - step_base / t) / (step_row * output + read)
-                 memory bandwidth    (1 - (step_base + step_weights) / t) / read
+                 compute             (1 - step_base / t) / decode_compute_s(output, context)
+                 memory bandwidth    (1 - step_s(0, 0) / t) / decode_read_s(context)
                  KV room             kv_tokens / (t * context)
-                 where read = step_token * context
     decode     = the largest decode(t) with t up to the ITL target
 
     prefill use  = rate / (sum of 1 / prefill over prefill workers)
@@ -40,7 +39,8 @@ ROLES = ("prefill", "decode")
 #: Of the time, how much of it workers of a role are planned to be busy.
 PREFILL_SHARE = 0.7
 DECODE_SHARE = 0.95
-#: Step times that are considered, as shares of the ITL target.
+#: Step times that are considered, as shares of the ITL target. They are those of
+#: simulator/bound.py, which a live planner does not import: it needs scipy.
 STEP_SHARES = (0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)
 #: A start-up calibration on a noisy machine may find that a prefill costs nothing.
 PREFILL_MINIMUM_S = 1e-6
@@ -170,11 +170,7 @@ PlannerAction = FlipWorker | ScalePool
 
 def prefill_seconds(replica: Replica, demand: OfferedLoad) -> float:
     """Return how long a replica computes the mean prompt, at least `PREFILL_MINIMUM_S`."""
-    cost = replica.cost
-    seconds = (
-        cost.prefill_base + cost.prefill_token * demand.uncached + cost.prefill_pair * demand.pairs
-    )
-    return max(seconds, PREFILL_MINIMUM_S)
+    return max(replica.cost.mean_prefill_s(demand.uncached, demand.pairs), PREFILL_MINIMUM_S)
 
 
 def decode_rate(replica: Replica, demand: OfferedLoad, itl_s: float) -> float:
@@ -182,13 +178,14 @@ def decode_rate(replica: Replica, demand: OfferedLoad, itl_s: float) -> float:
     if not demand.output:
         return inf
     cost = replica.cost
-    read_s = cost.step_token * demand.context
-    work_s = cost.step_row * demand.output + read_s
+    read_s = cost.decode_read_s(demand.context)
+    compute_s = cost.decode_compute_s(demand.output, demand.context)
+    weights_step_s = cost.step_s(rows=0, kv_tokens=0)
     best_rate = 0.0
     for share in STEP_SHARES:
         step_s = share * itl_s
-        compute = _rate_within(1 - cost.step_base / step_s, work_s)
-        bandwidth = _rate_within(1 - (cost.step_base + cost.step_weights) / step_s, read_s)
+        compute = _rate_within(1 - cost.step_base / step_s, compute_s)
+        bandwidth = _rate_within(1 - weights_step_s / step_s, read_s)
         room = replica.kv_tokens / (step_s * demand.context)
         best_rate = max(best_rate, min(compute, bandwidth, room))
     return best_rate

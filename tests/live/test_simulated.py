@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import yaml
 from diptych.engine.bench.models import write_checkpoint
-from diptych.simulator import calibrate
-from diptych.simulator.case import Case, simulate
+from diptych.simulator.calibration import Calibration
+from diptych.simulator.case import Case, simulate_case
 from diptych.simulator.fleet import Split
 from diptych.simulator.metrics import Slo
-from diptych.simulator.trace import Request, load
+from diptych.simulator.recorded import read_calibration
+from diptych.simulator.sources import load_trace
+from diptych.simulator.trace import WorkloadRequest
 
 from tests.support.live import BIN, Live, running
 from tests.support.openloop import play
@@ -45,9 +47,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint("205M", tmp_path_factory.mktemp("model") / "205M")
 
 
-def requests(seconds: float, rate: float) -> list[Request]:
-    trace = load(f"{SHAPE}:{max(8, round(seconds * rate))}")
-    return [one for one in trace.workload(rate, 0) if one.at < seconds]
+def requests(seconds: float, rate: float) -> list[WorkloadRequest]:
+    trace = load_trace(f"{SHAPE}:{max(8, round(seconds * rate))}")
+    return [one for one in trace.workload(rate, 0) if one.arrival_s < seconds]
 
 
 def arguments(
@@ -89,21 +91,21 @@ def run(
 
 
 def warm(live: Live) -> None:
-    few = load(f"{SHAPE}:4").workload(1.0, 1)
+    few = load_trace(f"{SHAPE}:4").workload(1.0, 1)
     play(live, few, VOCABULARY, seed=1)
 
 
-def attainment(found: calibrate.Calibration, rate: float) -> float:
+def attainment(found: Calibration, rate: float) -> float:
     """Simulated, of a load of `rate`."""
     recorded = found.run
     assert recorded is not None
     fleet = found.fleet(recorded.threads)
-    slo = Slo.of(recorded.slo, fleet.reference)
-    trace = load(f"{SHAPE}:{max(8, round(SECONDS * rate))}")
-    case = Case(trace, fleet, slo, router=recorded.router)
-    ran = simulate(case, Split.of(recorded.split), rate / fleet.gpus, 0)
+    slo = Slo.parse(recorded.slo, fleet.reference)
+    trace = load_trace(f"{SHAPE}:{max(8, round(SECONDS * rate))}")
+    case = Case(trace, fleet, slo, router_config=recorded.router)
+    ran = simulate_case(case, Split.parse(recorded.split), rate / fleet.gpus, 0)
     assert ran.outcomes is not None
-    return sum(one.met for one in ran.outcomes) / len(ran.outcomes)
+    return sum(one.targets_met for one in ran.outcomes) / len(ran.outcomes)
 
 
 @pytest.mark.timeout(1200)
@@ -111,7 +113,7 @@ def test_live_and_simulated_attainment_are_within_five_points(tmp_path: Path, mo
     """A short run near the load that saturates it finds the rate that should meet about 70 %; the
     machine may be another by then: a long run that met too much or too little finds a better."""
     layout, targets = "1P1D of 1 thread", (TTFT_S, 8 * ITL_MS)  # p99 gaps are the machine's
-    known = calibrate.read(run(model, tmp_path / "short", layout, 60, 1.2, targets))
+    known = read_calibration(run(model, tmp_path / "short", layout, 60, 1.2, targets))
     for attempt in range(2):
         rates = [0.4 * 1.05**i for i in range(36)]
         rate = min(rates, key=lambda one: abs(attainment(known, one) - 0.7))
@@ -125,7 +127,7 @@ def test_live_and_simulated_attainment_are_within_five_points(tmp_path: Path, mo
         assert live["points_apart"] <= 5.0
         if 0.5 <= live["attainment"] <= 0.9:
             return
-        known = calibrate.read(log)
+        known = read_calibration(log)
     raise AssertionError("neither load was met by 50 to 90 %: another tells more")
 
 
@@ -136,7 +138,7 @@ def test_the_planned_layout_is_no_worse_than_any(tmp_path: Path, model: Path) ->
         name: run(model, tmp_path / str(index), name, seconds, rate)
         for index, name in enumerate(LAYOUTS)
     }
-    met = {name: calibrate.read(log).run.attainment for name, log in logs.items()}
+    met = {name: read_calibration(log).run.attainment for name, log in logs.items()}
     # workers of a thread as they are with another busy beside them; transfers from 1P1D
     measured = [logs[name] for name in ("2M of 1 thread", "1M of 2 threads", "1P1D of 1 thread")]
     plan = tmp_path / "cluster.yaml"

@@ -15,12 +15,12 @@ from diptych.loadtests.result import ClientCost, assemble
 from diptych.protos import frames as f
 from diptych.router.goodput import judge, p99
 from diptych.simulator.metrics import Slo
-from diptych.simulator.trace import Request
+from diptych.simulator.trace import WorkloadRequest
 from diptych.simulator.worker import Job
 from hypothesis import given
 from hypothesis import strategies as st
 
-SLO = Slo.of("ttft=500ms,itl=50ms")
+SLO = Slo.parse("ttft=500ms,itl=50ms")
 FACTS = EndpointFacts("http://x", "m", 4096, ("a", "b"), 3, True, True, "diptych")
 
 
@@ -57,10 +57,10 @@ def test_the_cluster_and_the_simulator_judge_gaps_alike(late: int, others: int) 
     gaps, mean = one.gaps_s, one.tpot_s
     live = f.RequestOutcome("t", "c", "stop", 0.1, one.output_tokens, len(gaps), mean, p99(gaps))
     assert (judge(live, SLO.ttft_s, SLO.itl_s) == "both") == (not one.missed(SLO))
-    job = Job(Request(0.0, 1, one.output_tokens, "", [], 0, [], [], []), ("r", 0), 0.0)
+    job = Job(WorkloadRequest(0.0, 1, one.output_tokens, "", [], 0, [], [], []), ("r", 0), 0.0)
     job.first, job.ended, job.target = 0.1, 0.1 + sum(gaps), SLO.ttft_s
     job.late = sum(gap > SLO.itl_s for gap in gaps)
-    assert SLO.met(job) == (not one.missed(SLO))
+    assert SLO.is_met(job) == (not one.missed(SLO))
 
 
 def test_goodput_counts_failures_as_offered() -> None:

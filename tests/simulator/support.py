@@ -33,8 +33,8 @@ def trace_file(name: str) -> str:
 
 
 def h200(count: int = 32) -> tuple[Fleet, Slo]:
-    fleet = Fleet.of(f"H200:{count}", MODEL, 4)
-    return fleet, Slo.of("ttft=max(1s,3x),itl=50ms", fleet.reference)
+    fleet = Fleet.parse(f"H200:{count}", MODEL, 4)
+    return fleet, Slo.parse("ttft=max(1s,3x),itl=50ms", fleet.reference)
 
 
 def simple(replicas: int, slo: Slo | None = None) -> tuple[Fleet, Slo]:

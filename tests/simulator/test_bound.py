@@ -1,61 +1,75 @@
 """The linear program, against arithmetic by hand and the figures of the literature slice."""
 
 import pytest
-from diptych.simulator.bound import bound, classes, kernel, solve
+from diptych.simulator.bound import classify_requests, goodput_bound, kernel_hardware, largest_rate
 from diptych.simulator.fleet import Fleet
 from diptych.simulator.metrics import Slo
-from diptych.simulator.trace import Item, Trace, load
+from diptych.simulator.sources import load_trace
+from diptych.simulator.trace import Trace, TraceRequest
 
 from .support import MODEL, h200, simple, trace_file
 
 
 def same(count=50, prompt=1000, output=1):
-    return Trace("t", [Item(float(i), prompt, output) for i in range(count)], 64)
+    return Trace("t", [TraceRequest(float(i), prompt, output) for i in range(count)], 64)
 
 
 def test_prompts_alone_are_bounded_by_prefill_time():
     fleet, slo = simple(4)
     # 1 s of prefill each; decode of one token costs 1 ms + 10 ms of a step of 50 ms at most
-    found = bound(same(), fleet, slo, 1.0)
+    found = goodput_bound(same(), fleet, slo, 1.0)
     assert 0.95 < found <= 1.0
 
 
 def test_half_of_the_requests_may_be_dropped():
     fleet, slo = simple(4)
-    assert bound(same(), fleet, slo, 0.5) == pytest.approx(2 * bound(same(), fleet, slo, 1.0))
+    assert goodput_bound(same(), fleet, slo, 0.5) == pytest.approx(
+        2 * goodput_bound(same(), fleet, slo, 1.0)
+    )
 
 
 def test_a_prompt_that_cannot_be_in_time_counts_for_nothing():
     fleet, _ = simple(4)
-    assert bound(same(), fleet, Slo(0.5, 0.0, 0.05, fleet.reference), 0.9) == pytest.approx(
+    assert goodput_bound(same(), fleet, Slo(0.5, 0.0, 0.05, fleet.reference), 0.9) == pytest.approx(
         0, abs=1e-9
     )
 
 
 def test_what_came_before_is_cached_for_everyone():
-    items = [Item(float(i), 1024, 1, tuple(range(16))) for i in range(50)]
+    items = [TraceRequest(float(i), 1024, 1, tuple(range(16))) for i in range(50)]
     fleet, slo = simple(1)
     trace = Trace("t", items, 64)
-    assert classes(trace).uncached.min() == 1
-    assert bound(trace, fleet, slo, 0.9) > 5 * bound(trace, fleet, slo, 0.9, reuse=False)
+    assert classify_requests(trace).uncached_tokens.min() == 1
+    assert goodput_bound(trace, fleet, slo, 0.9) > 5 * goodput_bound(
+        trace, fleet, slo, 0.9, reuse=False
+    )
 
 
 def test_a_mixed_fleet_serves_more_than_its_pools_alone():
-    trace = load("synthetic:500")
+    trace = load_trace("synthetic:500")
     slo = Slo(2.0, 0.0, 0.05, h200()[0].reference)
     names = ("H100:8", "H200:8", "B200:8")
-    pools = [bound(trace, Fleet.of(name, MODEL, 4), slo, 0.9, MODEL) * 8 for name in names]
-    mixed = bound(trace, Fleet.of(",".join(names), MODEL, 4), slo, 0.9, MODEL) * 24
+    pools = [
+        goodput_bound(trace, Fleet.parse(name, MODEL, 4), slo, 0.9, MODEL) * 8 for name in names
+    ]
+    mixed = goodput_bound(trace, Fleet.parse(",".join(names), MODEL, 4), slo, 0.9, MODEL) * 24
     assert mixed > sum(pools) * 1.005
 
 
 def test_the_conversation_slice_gives_what_the_full_hour_suggests():
     """The full hour gives 1.495 (0.961 without reuse) requests/s/GPU; these 20 minutes have 11 %
     more prompt tokens and 20 % more uncached ones: 1.207 (0.841)."""
-    trace = load(trace_file("mooncake_conv_0_20min.jsonl.gz"))
-    fleet = Fleet.of("H200:8", MODEL, 4)
+    trace = load_trace(trace_file("mooncake_conv_0_20min.jsonl.gz"))
+    fleet = Fleet.parse("H200:8", MODEL, 4)
     slo = Slo(2.0, 0.0, 0.05, fleet.reference)
-    assert bound(trace, fleet, slo, 0.9, MODEL) == pytest.approx(1.207, abs=0.01)
-    assert bound(trace, fleet, slo, 0.9, MODEL, reuse=False) == pytest.approx(0.841, abs=0.01)
-    sheet = [(kernel(hardware, MODEL, False), count) for hardware, count in fleet.pools]
-    assert solve(classes(trace), sheet, slo, 0.9) / 8 == pytest.approx(1.609, abs=0.01)
+    assert goodput_bound(trace, fleet, slo, 0.9, MODEL) == pytest.approx(1.207, abs=0.01)
+    assert goodput_bound(trace, fleet, slo, 0.9, MODEL, reuse=False) == pytest.approx(
+        0.841, abs=0.01
+    )
+    sheet = [
+        (kernel_hardware(hardware, MODEL, efficient=False), count)
+        for hardware, count in fleet.pools
+    ]
+    assert largest_rate(classify_requests(trace), sheet, slo, 0.9) / 8 == pytest.approx(
+        1.609, abs=0.01
+    )

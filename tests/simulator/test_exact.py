@@ -6,15 +6,15 @@ from diptych.simulator.exact import ExactSimulation
 from diptych.simulator.fleet import Split
 from diptych.simulator.metrics import summarize
 from diptych.simulator.sim import Simulation
-from diptych.simulator.trace import load
+from diptych.simulator.sources import load_trace
 
 from .support import h200
 
 
 def both(rate, split="6P2D", policy="diptych", count=250, **case):
-    trace = load(f"synthetic:{count}")
+    trace = load_trace(f"synthetic:{count}")
     fleet, slo = h200()
-    setting = Case(trace, fleet, slo, policy, **case).setting(Split.of(split))
+    setting = Case(trace, fleet, slo, policy, **case).setting(Split.parse(split))
     runs = [kind(setting, trace) for kind in (Simulation, ExactSimulation)]
     found = [summarize(run.run(trace.workload(rate, 0))) for run in runs]
     return runs[1], *found
@@ -35,5 +35,5 @@ def test_when_all_is_over_every_block_and_ticket_is_free():
     for worker in run.workers.values():
         worker.pool.validate()
         assert worker.pool.used_blocks == 0 and not worker.scheduler.live
-        assert not worker.source.tickets and not worker.sink.tickets
+        assert not run.senders[worker.name].tickets and not run.receivers[worker.name].tickets
     assert not run.flows

@@ -6,21 +6,22 @@ it does not have to be searched: it is enough that it does not hold ours divided
 
 import pytest
 from diptych.router.policies import POLICIES
-from diptych.simulator.case import OURS, Case
-from diptych.simulator.fleet import Faults, Split, splits
+from diptych.simulator.case import Case
+from diptych.simulator.documents import OWN_POLICY
+from diptych.simulator.fleet import Faults, Split, possible_splits
 from diptych.simulator.search import Search
-from diptych.simulator.trace import load
+from diptych.simulator.sources import load_trace
 
 from .support import h200, trace_file
 
 pytestmark = pytest.mark.long
-SPLIT = Split.of("6P2D")
+SPLIT = Split.parse("6P2D")
 SEEDS = 3
 
 
-def search(policy=OURS, **case):
+def search(policy=OWN_POLICY, **case):
     fleet, slo = h200()
-    trace = load(trace_file("mooncake_conv_0_20min.jsonl.gz"))
+    trace = load_trace(trace_file("mooncake_conv_0_20min.jsonl.gz"))
     return Search(Case(trace, fleet, slo, policy, seeds=SEEDS, **case))
 
 
@@ -28,18 +29,18 @@ def search(policy=OURS, **case):
 def ours():
     found = search()
     return {
-        share: found.largest(SPLIT, share, start, SEEDS, 0.02)
+        share: found.largest_rate(SPLIT, share, start, SEEDS, 0.02)
         for share, start in ((0.9, 0.28), (0.99, 0.2))
     }
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("policy", [name for name in POLICIES if name != OURS])
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != OWN_POLICY])
 def test_no_baseline_comes_close_on_any_split(ours, policy):
     other = search(policy)
-    for split in splits(8, mixed=True):
-        assert not other.holds(split, ours[0.99] / 1.35, 0.99, SEEDS), split
-        assert not other.holds(split, ours[0.9] / 1.1, 0.90, SEEDS), split
+    for split in possible_splits(8, mixed=True):
+        assert not other.serves(split, ours[0.99] / 1.35, 0.99, SEEDS), split
+        assert not other.serves(split, ours[0.9] / 1.1, 0.90, SEEDS), split
 
 
 @pytest.mark.timeout(3600)
@@ -60,7 +61,7 @@ def test_no_length_pays_for_the_others(ours):
 def test_stale_events_a_slow_worker_and_wrong_predictions_cost_a_tenth_at_most(ours, share):
     """Of the requests that are met, at the load that is held without them. (That load itself falls
     by more: the slow worker alone takes a ninth of all prefill seconds away.)"""
-    faults = Faults(report_delay_s=1.0, slow=((0, 3.0),), misprediction=0.1)
+    faults = Faults(report_delay_s=1.0, slow_workers=((0, 3.0),), misprediction_share=0.1)
     without, with_them = search(), search(faults=faults)
     loads = (one.measure(SPLIT, ours[share]).attainment for one in (with_them, without))
     kept = next(loads) / next(loads)

@@ -1,66 +1,70 @@
 """Targets, and what counts as met."""
 
 import pytest
+from diptych.simulator.attempt import SimulatedAttempt
 from diptych.simulator.errors import SimulationError
-from diptych.simulator.metrics import Outcome, Slo, summarize
-from diptych.simulator.trace import Request
-from diptych.simulator.worker import Job
+from diptych.simulator.metrics import SimulatedOutcome, Slo, summarize
+from diptych.simulator.trace import WorkloadRequest
 
 from .support import SIMPLE
 
 SLO = Slo(1.0, 0.0, 0.05, SIMPLE)
 
 
-def job(output=101, ttft=0.5, mean=0.02, late=0):
-    one = Job(Request(0.0, 100, output, "", [], 0, [], [], []), ("r", 0), 0.0)
-    one.first, one.target, one.late = ttft, 1.0, late
-    one.ended = ttft + mean * (output - 1)
+def attempt(output=101, ttft=0.5, mean=0.02, late=0):
+    one = SimulatedAttempt(WorkloadRequest(0.0, 100, output, "", [], [], []), ("r", 0), 0.0)
+    one.first_token_at, one.ttft_target_s, one.late_gaps = ttft, 1.0, late
+    one.ended_at = ttft + mean * (output - 1)
     return one
 
 
 def test_the_text_form_gives_a_floor_and_a_multiple_of_the_isolated_prefill():
-    slo = Slo.of("ttft=max(1s,3x),itl=50ms", SIMPLE)
-    assert slo.ttft(100) == 1.0  # 3 * 0.1 s is below the floor
-    assert slo.ttft(1000) == pytest.approx(3.0)
+    slo = Slo.parse("ttft=max(1s,3x),itl=50ms", SIMPLE)
+    assert slo.ttft_target_s(100) == 1.0  # 3 * 0.1 s is below the floor
+    assert slo.ttft_target_s(1000) == pytest.approx(3.0)
     assert str(slo) == "ttft=max(1s,3x),itl=50ms"
-    flat = Slo.of("ttft=500ms, itl=0.03s", SIMPLE)
-    assert (flat.ttft(10**6), flat.itl_s) == (0.5, 0.03)
+    flat = Slo.parse("ttft=500ms, itl=0.03s", SIMPLE)
+    assert (flat.ttft_target_s(10**6), flat.itl_s) == (0.5, 0.03)
 
 
-@pytest.mark.parametrize("text", ["ttft=1s", "itl=50ms", "ttft=1,itl=2ms", "ttft=fast,itl=1s"])
+@pytest.mark.parametrize(
+    "text", ["ttft=1s", "itl=50ms", "ttft=1,itl=2ms", "ttft=fast,itl=1s", "ttft=fastx,itl=1s"]
+)
 def test_a_wrong_target_is_said(text):
     with pytest.raises(SimulationError):
-        Slo.of(text, SIMPLE)
+        Slo.parse(text, SIMPLE)
 
 
 def test_a_request_is_met_by_ttft_mean_gap_and_the_p99_of_gaps():
-    assert SLO.met(job())
-    assert not SLO.met(job(ttft=1.01))
-    assert not SLO.met(job(mean=0.051))
-    assert SLO.met(job(late=1))  # 1 of 100 gaps may be late
-    assert not SLO.met(job(late=2))
+    assert SLO.is_met(attempt())
+    assert not SLO.is_met(attempt(ttft=1.01))
+    assert not SLO.is_met(attempt(mean=0.051))
+    assert SLO.is_met(attempt(late=1))  # 1 of 100 gaps may be late
+    assert not SLO.is_met(attempt(late=2))
 
 
 def test_a_few_gaps_are_judged_by_their_mean_only():
-    assert SLO.met(job(output=20, late=1))  # 19 gaps
-    assert not SLO.met(job(output=21, late=1))  # 20 gaps: none of them may be late
-    assert SLO.met(job(output=1))
+    assert SLO.is_met(attempt(output=20, late=1))  # 19 gaps
+    assert not SLO.is_met(attempt(output=21, late=1))  # 20 gaps: none of them may be late
+    assert SLO.is_met(attempt(output=1))
 
 
 def test_a_refusal_is_a_miss():
-    one = job()
-    one.outcome = "overloaded"
-    assert not SLO.met(one)
+    one = attempt()
+    one.refusal = "overloaded"
+    assert not SLO.is_met(one)
 
 
 def outcome(prompt, met, tenant="a", refused=""):
-    return Outcome(0.0, prompt, 10, tenant, refused, 0.1, 1.0, 0.01, 0.01, 0, 0, 0, met, 0.0)
+    return SimulatedOutcome(
+        0.0, prompt, 10, tenant, refused, 0.1, 1.0, 0.01, 0.01, 0, 0, 0, met, 0.0
+    )
 
 
 def test_the_summary_splits_attainment_by_length_and_tenant():
     short = [outcome(n, True) for n in range(90)]
     long = [outcome(1000 + n, n < 5, "b", "" if n < 5 else "overloaded") for n in range(10)]
-    found = summarize(short + long)
-    assert found.attainment == pytest.approx(0.95) and found.refused == 5
-    assert found.deciles == [1.0] * 9 + [0.5]
-    assert found.tenants == {"a": 1.0, "b": 0.5}
+    summary = summarize(short + long)
+    assert summary.attainment == pytest.approx(0.95) and summary.refused == 5
+    assert summary.deciles == [1.0] * 9 + [0.5]
+    assert summary.tenants == {"a": 1.0, "b": 0.5}

@@ -7,11 +7,12 @@ from diptych.router import events as e
 from diptych.simulator.case import Case
 from diptych.simulator.fleet import Split
 from diptych.simulator.sim import Simulation
-from diptych.simulator.trace import load, total
+from diptych.simulator.sources import load_trace
+from diptych.simulator.trace import count_turns
 
 from .support import h200
 
-TRACE = load("synthetic:600")
+TRACE = load_trace("synthetic:600")
 
 
 class Orders:
@@ -29,13 +30,13 @@ class Orders:
 
 def simulated(planner, split="2P2D", rate=3.0, log=None, **setting):
     fleet, slo = h200(16)
-    setting = replace(Case(TRACE, fleet, slo).setting(Split.of(split)), **setting)
+    setting = replace(Case(TRACE, fleet, slo).setting(Split.parse(split)), **setting)
     requests = TRACE.workload(rate, 0)
     one = Simulation(setting, TRACE, 0, log, planner)
     outcomes = one.run(requests)
-    assert outcomes is not None and len(outcomes) == total(requests)
-    assert not any(outcome.refused for outcome in outcomes)
-    assert not one.jobs and not one.router.placed_attempts
+    assert outcomes is not None and len(outcomes) == count_turns(requests)
+    assert not any(outcome.refusal_reason for outcome in outcomes)
+    assert not one.attempts and not one.router.placed_attempts
     return one, outcomes
 
 
@@ -52,7 +53,7 @@ def test_a_worker_flips_and_every_stream_goes_on(name, role):
     at = placements(lines, name)
     assert any(t < 60 for t in at) and any(t > 65 for t in at)
     assert not any(60 < t < 65 for t in at)  # takes nothing while it flips
-    assert all(outcome.ttft > 0 for outcome in outcomes)
+    assert all(outcome.ttft_s > 0 for outcome in outcomes)
 
 
 def test_what_was_handed_over_goes_on_where_it_was():
@@ -74,7 +75,7 @@ def test_an_ordered_replica_serves_after_its_start():
     one, _ = simulated(
         Orders(t50=lambda sim: sim.add("decode")), log=lines.append, start_s=40.0, split="2P2D"
     )
-    assert one.workers["decode/4"].alive and not one.starting
+    assert one.workers["decode/4"].is_alive and not one.starting
     at = placements(lines, "decode/4")
     assert at and min(at) >= 90.0
     four = 4 * one.now
@@ -97,7 +98,7 @@ def test_a_replica_that_starts_is_removed_first_and_never_joins():
     )
     one, _ = simulated(planner)
     assert "prefill/4" not in one.router.workers and not one.starting
-    assert sum(worker.alive for worker in one.workers.values()) == 4
+    assert sum(worker.is_alive for worker in one.workers.values()) == 4
 
 
 def test_the_planner_is_asked_every_interval_and_may_do_nothing():
@@ -110,5 +111,5 @@ def test_the_planner_is_asked_every_interval_and_may_do_nothing():
 def test_nothing_is_placed_on_a_worker_without_a_role():
     one, _ = simulated(Orders(t30=lambda sim: sim._hand_over(sim.workers["prefill/1"])))
     assert one.cards["prefill/1"].role == ""
-    one._tell(e.RouterTick())
+    one._tell_router(e.RouterTick())
     assert not one.router.workers["prefill/1"].pending_prefills

@@ -7,29 +7,30 @@ import msgspec
 import pytest
 from diptych.cluster.cli import app
 from diptych.router import RouterConfig, replay
-from diptych.simulator import calibrate, recorded
-from diptych.simulator.case import Case, simulate
+from diptych.simulator import recorded
+from diptych.simulator.calibration import merge_calibrations
+from diptych.simulator.case import Case, simulate_case
 from diptych.simulator.errors import SimulationError
 from diptych.simulator.exact import ExactSimulation
 from diptych.simulator.fleet import Fleet, Split
 from diptych.simulator.hardware import Hardware
 from diptych.simulator.metrics import Slo
 from diptych.simulator.sim import Simulation
-from diptych.simulator.trace import load
+from diptych.simulator.sources import load_trace
 from typer.testing import CliRunner
 
 from .support import COST
 
-HARDWARE = Hardware("cpu-1t", 1, COST, 64_000, 1, chunk_tokens=512, known=False)
+HARDWARE = Hardware("cpu-1t", 1, COST, 64_000, 1, chunk_tokens=512, cost_on_card=False)
 SLO = Slo(1.5, 0.0, 0.1, HARDWARE)  # a block of 64 tokens fits beside decode
 
 
 def log_of(split: str, rate: float, disaggregate: str = "auto", slo: Slo = SLO):
     """(lines, share met) of a simulated life: the router's log as its service writes it."""
-    trace = load("poisson:256-1024:64-128:150")
-    fleet = Fleet(((HARDWARE, Split.of(split).total),))
+    trace = load_trace("poisson:256-1024:64-128:150")
+    fleet = Fleet(((HARDWARE, Split.parse(split).replicas),))
     config = RouterConfig(disaggregate=disaggregate, ttft_s=slo.ttft_s, itl_s=slo.itl_s)
-    setting = Case(trace, fleet, slo, router=config).setting(Split.of(split))
+    setting = Case(trace, fleet, slo, router_config=config).setting(Split.parse(split))
     lines: list[bytes] = []
 
     def told(simulation, event):
@@ -39,17 +40,16 @@ def log_of(split: str, rate: float, disaggregate: str = "auto", slo: Slo = SLO):
         if line is not None:
             lines.append(line)
 
-    outcomes = Simulation(setting, trace, told=told).run(trace.workload(rate, 0))
-    return lines, sum(one.met for one in outcomes) / len(outcomes)
+    outcomes = Simulation(setting, trace, on_event=told).run(trace.workload(rate, 0))
+    return lines, sum(one.targets_met for one in outcomes) / len(outcomes)
 
 
 def test_the_log_tells_what_a_prefill_and_a_step_cost():
-    found = recorded.calibration(log_of("1P1D", 0.6, "always")[0], 2).workers[0].cost
+    found = recorded.calibrate_from_log(log_of("1P1D", 0.6, "always")[0], 2).workers[0].cost
     assert found.prefill_token == pytest.approx(COST.prefill_token, rel=0.05)
     for rows, tokens in ((1, 600), (4, 3000)):
-        step = found.step_base + found.step_row * rows + found.step_token * tokens
-        truth = COST.step_base + COST.step_token * tokens
-        assert step == pytest.approx(truth, rel=0.05)
+        truth = COST.step_s(rows, tokens)
+        assert found.step_s(rows, tokens) == pytest.approx(truth, rel=0.05)
 
 
 def reports(lines, change):
@@ -66,7 +66,7 @@ def test_a_prefill_takes_as_long_as_the_prefill_workers_say():
         report["prefill_seconds"] = 0.8 * report.get("prefill_seconds", 0.0)
 
     lines = log_of("1P1D", 0.6, "always")[0]
-    found = recorded.calibration(reports(lines, quicker), 2).workers[0].cost
+    found = recorded.calibrate_from_log(reports(lines, quicker), 2).workers[0].cost
     assert found.prefill_token == pytest.approx(0.8 * COST.prefill_token, rel=0.05)
 
 
@@ -75,31 +75,31 @@ def test_with_few_lone_prompts_decode_workers_do_not_tell_what_a_prefill_takes(m
         if report.get("running"):
             report.update(prefill_tokens=100, prefill_seconds=9.0)  # nearly all of it is decode
 
-    monkeypatch.setattr(recorded, "ENOUGH", 10**6)
+    monkeypatch.setattr(recorded, "LONE_PROMPTS_MINIMUM", 10**6)
     lines = list(reports(log_of("1P1D", 0.6, "always")[0], beside))
-    found = recorded.calibration(lines, 2).workers[0].cost
+    found = recorded.calibrate_from_log(lines, 2).workers[0].cost
     assert found.prefill_token == pytest.approx(COST.prefill_token, rel=0.05)
 
     def idle(report):
         if not report.get("running"):
             report.update(prefill_tokens=0, prefill_seconds=0.0)
 
-    found = recorded.calibration(reports(lines, idle), 2).workers[0].cost
+    found = recorded.calibrate_from_log(reports(lines, idle), 2).workers[0].cost
     assert found.prefill_token == pytest.approx(0.09, rel=0.05), "nobody else prefilled"
 
 
 @pytest.mark.parametrize("kind", [Simulation, ExactSimulation])
 def test_workers_that_plan_for_less_of_their_budget_prefill_later(kind):
-    trace = load("poisson:256-1024:64-128:60")
+    trace = load_trace("poisson:256-1024:64-128:60")
     config = RouterConfig(disaggregate="never", ttft_s=SLO.ttft_s, itl_s=0.5)
     means = []
     for planned in (1.0, 0.4):
-        hardware = replace(HARDWARE, planned=planned, budget_s=0.5)
+        hardware = replace(HARDWARE, planned_share=planned, itl_budget_s=0.5)
         fleet = Fleet(((hardware, 2),))
         slo = Slo(1.5, 0.0, 0.5, hardware)
-        setting = Case(trace, fleet, slo, router=config).setting(Split.of("2M"))
+        setting = Case(trace, fleet, slo, router_config=config).setting(Split.parse("2M"))
         outcomes = kind(setting, trace).run(trace.workload(1.2, 0))
-        means.append(sum(one.ttft for one in outcomes) / len(outcomes))
+        means.append(sum(one.ttft_s for one in outcomes) / len(outcomes))
     assert means[1] > 1.01 * means[0]
 
 
@@ -108,9 +108,9 @@ def test_steps_take_what_the_workers_planned_of_their_budget():
         report["step_ms"] = 72.0 if report.get("running") else 90.0
 
     lines = log_of("2M", 1.6, "never")[0]
-    kind = recorded.calibration(reports(lines, planned), 2).workers[0]
-    assert kind.itl_budget_ms == pytest.approx(90.0) and kind.planned == pytest.approx(0.8)
-    assert recorded.calibration(lines, 2).workers[0].planned == 1.0, "nobody said"
+    kind = recorded.calibrate_from_log(reports(lines, planned), 2).workers[0]
+    assert kind.itl_budget_ms == pytest.approx(90.0) and kind.planned_share == pytest.approx(0.8)
+    assert recorded.calibrate_from_log(lines, 2).workers[0].planned_share == 1.0, "nobody said"
 
 
 @pytest.mark.parametrize(
@@ -118,22 +118,22 @@ def test_steps_take_what_the_workers_planned_of_their_budget():
 )
 def test_a_recorded_run_replays_as_it_was(split, disaggregate, rate):
     lines, met = log_of(split, rate, disaggregate)
-    found = recorded.calibration(lines, 2)
+    found = recorded.calibrate_from_log(lines, 2)
     run = found.run
     assert run.split == split and run.attainment == pytest.approx(met, abs=0.02)
     assert run.router.disaggregate == disaggregate
     fleet = found.fleet(1)
     trace = found.trace()
-    case = Case(trace, fleet, Slo.of(run.slo, fleet.reference), router=run.router)
-    again = simulate(case, Split.of(split), trace.rate / fleet.gpus, 0).outcomes
-    assert [one.prompt for one in again] == [one.prompt for one in run.requests]
+    case = Case(trace, fleet, Slo.parse(run.slo, fleet.reference), router_config=run.router)
+    again = simulate_case(case, Split.parse(split), trace.rate / fleet.gpus, 0).outcomes
+    assert [one.prompt_tokens for one in again] == [one.prompt_tokens for one in run.requests]
     assert 0.5 <= met <= 0.95
-    assert sum(one.met for one in again) / len(again) == pytest.approx(met, abs=0.05)
+    assert sum(one.targets_met for one in again) / len(again) == pytest.approx(met, abs=0.05)
 
 
 def test_of_several_logs_the_first_tells_a_workers_steps_and_who_saw_some_its_transfers():
     mixed, apart = (
-        recorded.calibration(log_of(split, rate, mode)[0], 2)
+        recorded.calibrate_from_log(log_of(split, rate, mode)[0], 2)
         for split, rate, mode in (("2M", 1.6, "never"), ("1P1D", 1.3, "always"))
     )
     assert not mixed.workers[0].cost.transfer_token
@@ -143,7 +143,7 @@ def test_of_several_logs_the_first_tells_a_workers_steps_and_who_saw_some_its_tr
     apart = msgspec.structs.replace(
         apart, workers=[msgspec.structs.replace(apart.workers[0], cost=moved)]
     )
-    (kind,) = calibrate.merged([mixed, apart]).workers
+    (kind,) = merge_calibrations([mixed, apart]).workers
     assert kind.cost.step_base == mixed.workers[0].cost.step_base
     assert (kind.cost.transfer_base, kind.cost.transfer_token) == (0.01, 1e-5)
     assert kind.cost.exposed_share == 0.2
@@ -167,14 +167,14 @@ def test_a_log_with_nothing_in_it_is_refused(tmp_path):
     lines, _ = log_of("1P1D", 1.0)
     for kept, what in ((lines[:4], "no request"), (lines[1:], "head"), ([b"{}"], "line 1")):
         with pytest.raises(SimulationError, match=what):
-            recorded.calibration(kept, 2)
-    several = calibrate.merged([recorded.calibration(lines, 2)] * 2)
+            recorded.calibrate_from_log(kept, 2)
+    several = merge_calibrations([recorded.calibrate_from_log(lines, 2)] * 2)
     assert [kind.threads for kind in several.workers] == [1]
 
 
 def test_refused_and_failed_requests_are_misses():
     lines, _ = log_of("1P1D", 0.5, "always")
     cut = [line for line in lines if b'"Ended"' not in line or b'"7",0' not in line]
-    run = recorded.calibration(cut, 2).run
+    run = recorded.calibrate_from_log(cut, 2).run
     assert len(cut) == len(lines) - 1
     assert [one.met for one in run.requests].count(False) >= 1

@@ -10,30 +10,31 @@ from diptych.simulator.case import Case
 from diptych.simulator.fleet import Faults, Split
 from diptych.simulator.metrics import summarize
 from diptych.simulator.sim import Simulation
-from diptych.simulator.trace import Item, Trace, load, total
+from diptych.simulator.sources import load_trace
+from diptych.simulator.trace import Trace, TraceRequest, count_turns
 
 from .support import h200, simple
 
-TRACE = load("synthetic:600")
+TRACE = load_trace("synthetic:600")
 
 
 def outcomes(policy="diptych", split="6P2D", rate=12.0, variant="policy-only", trace=TRACE, **case):
     fleet, slo = h200()
     one = Case(trace, fleet, slo, policy, variant, **case)
-    requests = trace.workload(rate, 0, one.closed)
-    found = Simulation(one.setting(Split.of(split)), trace).run(requests)
-    assert found is not None and len(found) == total(requests)
+    requests = trace.workload(rate, 0, one.closed_loop)
+    found = Simulation(one.setting(Split.parse(split)), trace).run(requests)
+    assert found is not None and len(found) == count_turns(requests)
     return found
 
 
 LOG = """
 import hashlib, sys
-from diptych.simulator import Simulation, Split, load
+from diptych.simulator import Simulation, Split, load_trace
 from tests.simulator.support import h200
 from diptych.simulator.case import Case
-trace, lines = load("synthetic:300"), []
+trace, lines = load_trace("synthetic:300"), []
 fleet, slo = h200()
-setting = Case(trace, fleet, slo, sys.argv[1]).setting(Split.of("6P2D"))
+setting = Case(trace, fleet, slo, sys.argv[1]).setting(Split.parse("6P2D"))
 Simulation(setting, trace, 3, lines.append).run(trace.workload(2 * trace.rate, 3))
 print(len(lines), hashlib.sha256("\\n".join(lines).encode()).hexdigest())
 """
@@ -57,7 +58,7 @@ def test_equal_seeds_write_equal_logs_in_any_process(policy):
 
 def test_another_seed_writes_another_log():
     fleet, slo = h200()
-    setting = Case(TRACE, fleet, slo).setting(Split.of("6P2D"))
+    setting = Case(TRACE, fleet, slo).setting(Split.parse("6P2D"))
     digests = set()
     for seed in (0, 1):
         lines: list[str] = []
@@ -70,7 +71,9 @@ def test_another_seed_writes_another_log():
 def test_every_request_ends_on_every_split(split):
     found = outcomes(split=split)
     assert all(
-        one.ttft > 0 and (one.output == 1 or one.tpot > 0) for one in found if not one.refused
+        one.ttft_s > 0 and (one.output_tokens == 1 or one.tpot_s > 0)
+        for one in found
+        if not one.refusal_reason
     )
 
 
@@ -81,7 +84,7 @@ def test_a_light_load_is_met_and_a_heavy_one_is_not():
 
 def test_who_gives_up_stops_early():
     fleet, slo = h200()
-    simulation = Simulation(Case(TRACE, fleet, slo).setting(Split.of("6P2D")), TRACE)
+    simulation = Simulation(Case(TRACE, fleet, slo).setting(Split.parse("6P2D")), TRACE)
     assert simulation.run(TRACE.workload(60.0, 0), give_up=5) is None
     assert simulation.misses == 6
 
@@ -94,8 +97,8 @@ def test_a_baseline_as_shipped_gets_its_first_token_later():
 
 
 def test_a_dead_worker_loses_no_request():
-    found = outcomes(faults=Faults(kill=((0, 10.0), (7, 20.0))))
-    assert all(one.refused or one.ttft > 0 for one in found)
+    found = outcomes(faults=Faults(killed_workers=((0, 10.0), (7, 20.0))))
+    assert all(one.refusal_reason or one.ttft_s > 0 for one in found)
 
 
 def test_faults_cost_something():
@@ -104,31 +107,31 @@ def test_faults_cost_something():
         outcomes(
             rate=10.0,
             policy="round_robin",
-            faults=Faults(report_delay_s=1.0, slow=((0, 3.0),), misprediction=0.1),
+            faults=Faults(report_delay_s=1.0, slow_workers=((0, 3.0),), misprediction_share=0.1),
         )
     )
     assert ill.attainment < well.attainment
 
 
 def test_faults_read_as_they_are_written():
-    faults = Faults.of("stale=1s,slow=3x@0,wrong=10%,kill=2@60s")
+    faults = Faults.parse("stale=1s,slow=3x@0,wrong=10%,kill=2@60s")
     assert faults == Faults(1.0, ((0, 3.0),), 0.1, ((2, 60.0),))
-    assert Faults.of("") == Faults()
+    assert Faults.parse("") == Faults()
 
 
 def test_think_time_makes_turns_wait_for_answers():
-    items = [Item(0.0, 200, 200, session=0), Item(1.0, 400, 20, session=0)]
-    trace = Trace("t", items, 64, sessions=True, span_s=10.0)
+    items = [TraceRequest(0.0, 200, 200, session=0), TraceRequest(1.0, 400, 20, session=0)]
+    trace = Trace("t", items, 64, has_sessions=True, span_s=10.0)
     fleet, slo = simple(2)
-    case = Case(trace, fleet, slo, closed=True)
-    requests = trace.workload(0.2, 0, closed=True)
-    first, second = Simulation(case.setting(Split.of("1P1D")), trace).run(requests)
-    assert second.at >= first.at + first.ttft + first.tpot * 199
+    case = Case(trace, fleet, slo, closed_loop=True)
+    requests = trace.workload(0.2, 0, closed_loop=True)
+    first, second = Simulation(case.setting(Split.parse("1P1D")), trace).run(requests)
+    assert second.arrival_s >= first.arrival_s + first.ttft_s + first.tpot_s * 199
 
 
 def test_transfers_share_the_links_of_both_ends():
     """Ten prompts at once from nine prefill workers to one decode worker: KV of one takes 0.1 s."""
-    items = [Item(0.0, 1000, 30) for _ in range(9)]
+    items = [TraceRequest(0.0, 1000, 30) for _ in range(9)]
     trace = Trace("t", items, 64, span_s=9.0)
     fleet, slo = simple(10)
     case = Case(trace, fleet, slo, "round_robin", disaggregate="always")
@@ -137,7 +140,9 @@ def test_transfers_share_the_links_of_both_ends():
 
     cost = msgspec.structs.replace(slow, transfer_token=1e-3)  # 1 s a prompt, as its prefill
     one = type(fleet)(((type(fleet.reference)("H200", 1, cost, 100_000, 1), 10),))
-    setting = Case(trace, one, slo, "round_robin", disaggregate="always").setting(Split.of("9P1D"))
+    setting = Case(trace, one, slo, "round_robin", disaggregate="always").setting(
+        Split.parse("9P1D")
+    )
     found = Simulation(setting, trace).run(trace.workload(1.0, 0))
-    gaps = sorted(outcome.first_gap for outcome in found)
+    gaps = sorted(outcome.first_gap_s for outcome in found)
     assert gaps[0] < 0.3 and gaps[-1] > 6.0

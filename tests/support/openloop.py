@@ -6,28 +6,32 @@ import asyncio
 import random
 
 import httpx
-from diptych.simulator.trace import Request
+from diptych.simulator.trace import WorkloadRequest
 
 from .live import Live
 
 
-def play(live: Live, requests: list[Request], vocabulary: int, seed: int = 0) -> None:
+def play(live: Live, requests: list[WorkloadRequest], vocabulary: int, seed: int = 0) -> None:
     """Random ids as prompts and answers of exactly the trace's lengths; what came of each stands in
     the router's log. Prompts share no prefix: the seed gives them different ids."""
     model = httpx.get(f"{live.url}/v1/models", timeout=30).json()["data"][0]["id"]
     draw = random.Random(seed)
-    prompts = [[draw.randrange(3, vocabulary) for _ in range(one.prompt)] for one in requests]
+    prompts = [
+        [draw.randrange(3, vocabulary) for _ in range(one.prompt_tokens)] for one in requests
+    ]
     asyncio.run(_play(f"{live.url}/v1/completions", model, requests, prompts))
 
 
-async def _play(url: str, model: str, requests: list[Request], prompts: list[list[int]]) -> None:
-    async def one(client: httpx.AsyncClient, request: Request, ids: list[int]) -> None:
-        await asyncio.sleep(request.at)
+async def _play(
+    url: str, model: str, requests: list[WorkloadRequest], prompts: list[list[int]]
+) -> None:
+    async def one(client: httpx.AsyncClient, request: WorkloadRequest, ids: list[int]) -> None:
+        await asyncio.sleep(request.arrival_s)
         body = {
             "model": model,
             "prompt": ids,
-            "max_tokens": request.output,
-            "min_tokens": request.output,
+            "max_tokens": request.output_tokens,
+            "min_tokens": request.output_tokens,
             "ignore_eos": True,
             "temperature": 0,
             "stream": True,

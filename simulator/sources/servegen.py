@@ -1,0 +1,191 @@
+"""Traces drawn from ServeGen's client models (Xiang et al., 2025; Apache-2.0).
+
+A file has the arrival rate of every client in every window of 600 s, and of most clients sketches
+(quantiles) of prompt and answer lengths. For each client and window a trace draws
+
+* inter-arrival times of the client's family, rescaled to fill the window;
+* lengths by inverse CDF from the sketch of the enclosing six hours.
+
+Clients without sketches are left out. ServeGen has no prefixes: each client gets one system prompt,
+a quarter of its median input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import SimulationError
+from ..trace import HASH_TOKENS, Trace, TraceRequest
+
+WINDOW_S = 600.0
+DAY_S = 86_400.0
+SKETCH_HALF_S = 10_800.0  #: from the start of a sketch's six hours to their middle
+WINDOW_REQUESTS = 4000  #: in `read_window`'s trace, about: rates are scaled to give as many
+SYSTEM_SHARE = 0.25  #: of a client's median prompt, that is its system prompt
+BLOCKS_LIMIT = 4095  #: of a prompt: an id has 12 bits for the block's index
+GAMMA = 1  #: families of inter-arrival times, by ServeGen's numbers; any other is exponential
+WEIBULL = 2
+
+#: The arrays of a file, by name:
+#: `t` start of each window in s; `q` the sketches' quantiles; `client`, with one row for each:
+#: `rate` requests/s by window, `pat` `p1` `p2` its family, shape and scale by window; `ds_client`,
+#: with one row for each sketch: `ds_ts` its start in s, `ds_in` `ds_out` lengths by quantile.
+ClientModels = dict[str, np.ndarray]
+
+
+class LengthSketch(NamedTuple):
+    """Tokens at each quantile of the file's `q`."""
+
+    prompt_tokens: np.ndarray
+    output_tokens: np.ndarray
+
+
+class ArrivalFamily(NamedTuple):
+    """A distribution of inter-arrival times."""
+
+    pattern: float
+    shape: float
+    scale: float
+
+
+def read_window(path: Path, name: str, seed: int) -> Trace:
+    """Return one window of 600 s: the one with the median total rate. Raises SimulationError."""
+    models = _load_models(path)
+    total_rates = models["rate"].sum(axis=0)
+    window = int(np.argsort(total_rates)[len(total_rates) // 2])
+    scale = WINDOW_REQUESTS / _expected_requests(models, window)
+    requests = _draw_window(models, window, scale, np.random.default_rng(seed))
+    requests.sort(key=lambda request: request.arrival_s)
+    return Trace(name, requests, HASH_TOKENS, span_s=WINDOW_S)
+
+
+def read_day(path: Path, name: str, seed: int, rate: float, part: float = 0.05) -> Trace:
+    """Return the first day at `rate` requests/s on average, shortened. Raises SimulationError.
+
+    Of each window only the first `part` of its time is in the trace. Rates and lengths rise and
+    fall as recorded, and time is not squeezed.
+    """
+    models = _load_models(path)
+    windows = range(min(round(DAY_S / WINDOW_S), models["rate"].shape[1]))
+    expected = sum(_expected_requests(models, window) for window in windows) / len(windows)
+    scale = rate * WINDOW_S / expected
+    length_s = WINDOW_S * part
+    rng = np.random.default_rng(seed)
+    requests = [
+        replace(request, arrival_s=request.arrival_s + order * length_s)
+        for order, window in enumerate(windows)
+        for request in _draw_window(models, window, scale, rng)
+        if request.arrival_s < length_s
+    ]
+    requests.sort(key=lambda request: request.arrival_s)
+    return Trace(name, requests, HASH_TOKENS, span_s=len(windows) * length_s)
+
+
+def _load_models(path: Path) -> ClientModels:
+    data = np.load(path)
+    if "rate" not in data or "ds_in" not in data:
+        raise SimulationError(f"trace {path}: not a ServeGen file")
+    return dict(data)
+
+
+def _expected_requests(models: ClientModels, window: int) -> float:
+    """Return the mean count of a window's requests, of clients whose lengths are known."""
+    has_sketch = np.isin(models["client"], models["ds_client"])
+    return max(1.0, float(models["rate"][has_sketch, window].sum()) * WINDOW_S)
+
+
+def _draw_window(
+    models: ClientModels, window: int, scale: float, rng: np.random.Generator
+) -> list[TraceRequest]:
+    """Return one window's requests by client, with all rates times `scale`."""
+    sketches = _nearest_sketches(models, float(models["t"][window]))
+    rates = {
+        int(client): float(rate)
+        for client, rate in zip(models["client"], models["rate"][:, window], strict=True)
+        if int(client) in sketches and rate > 0
+    }
+    requests: list[TraceRequest] = []
+    for order, client in enumerate(sorted(rates)):
+        row = int(np.flatnonzero(models["client"] == client)[0])
+        count = int(rng.poisson(rates[client] * scale * WINDOW_S))
+        family = ArrivalFamily(
+            pattern=float(models["pat"][row, window]),
+            shape=float(models["p1"][row, window]),
+            scale=float(models["p2"][row, window]),
+        )
+        arrivals_s = _draw_arrivals_s(family, count, rng)
+        requests += _draw_requests(order, arrivals_s, sketches[client], models["q"], rng=rng)
+    return requests
+
+
+def _nearest_sketches(models: ClientModels, time_s: float) -> dict[int, LengthSketch]:
+    """Return each client's sketch of the six hours around `time_s`, or the nearest it has."""
+    nearest: dict[int, tuple[float, int]] = {}  #: client -> (seconds away, row of the sketch)
+    for row, (client, start_s) in enumerate(zip(models["ds_client"], models["ds_ts"], strict=True)):
+        distance_s = abs(float(start_s) + SKETCH_HALF_S - time_s)
+        if int(client) not in nearest or distance_s < nearest[int(client)][0]:
+            nearest[int(client)] = (distance_s, row)
+    return {
+        client: LengthSketch(models["ds_in"][row], models["ds_out"][row])
+        for client, (_, row) in nearest.items()
+    }
+
+
+def _draw_arrivals_s(family: ArrivalFamily, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Return `count` rising times, spread over the whole window."""
+    if count == 0:
+        return np.empty(0)
+    if family.pattern == GAMMA:
+        gaps = rng.gamma(max(family.shape, 0.05), family.scale, count + 1)
+    elif family.pattern == WEIBULL:
+        gaps = family.scale * rng.weibull(max(family.shape, 0.2), count + 1)
+    else:
+        gaps = rng.exponential(1.0, count + 1)
+    times = np.cumsum(gaps)
+    return times[:-1] / times[-1] * WINDOW_S
+
+
+def _draw_requests(
+    order: int,
+    arrivals_s: np.ndarray,
+    sketch: LengthSketch,
+    quantiles: np.ndarray,
+    *,
+    rng: np.random.Generator,
+) -> list[TraceRequest]:
+    """Return the requests of the client that is the `order`-th of its window."""
+    count = len(arrivals_s)
+    median_prompt = np.interp(0.5, quantiles, sketch.prompt_tokens)
+    system_blocks = int(median_prompt * SYSTEM_SHARE) // HASH_TOKENS
+    prompts = np.interp(rng.random(count), quantiles, sketch.prompt_tokens).astype(int)
+    outputs = np.interp(rng.random(count), quantiles, sketch.output_tokens).astype(int)
+    requests: list[TraceRequest] = []
+    for index, (arrival_s, prompt, output) in enumerate(
+        zip(arrivals_s, prompts, outputs, strict=True)
+    ):
+        prompt_tokens = max(1, int(prompt))
+        requests.append(
+            TraceRequest(
+                arrival_s=float(arrival_s),
+                prompt_tokens=prompt_tokens,
+                output_tokens=max(1, int(output)),
+                prompt_blocks=_prompt_blocks(order, index, prompt_tokens, system_blocks),
+                tenant=f"client{order}",
+            )
+        )
+    return requests
+
+
+def _prompt_blocks(
+    order: int, index: int, prompt_tokens: int, system_blocks: int
+) -> tuple[int, ...]:
+    """Return block ids: those of the system prompt are the client's, the others the request's."""
+    own_ids = (order << 12 | index & 4095) << 12
+    return tuple(
+        (order << 12 | 1 << 39 | block) if block < system_blocks else own_ids | (block & 4095)
+        for block in range(min(prompt_tokens // HASH_TOKENS, BLOCKS_LIMIT))
+    )

@@ -86,7 +86,10 @@ class PoolConfig(ConfigSection):
 
     @property
     def replicas_minimum(self) -> int:
-        """Return how far the pool may shrink; what it was started with cannot be wrong."""
+        """Return how many replicas the pool keeps at least.
+
+        That is `min_replicas`, or `replicas` where the pool was started with fewer.
+        """
         return min(self.min_replicas, self.replicas)
 
 

@@ -21,7 +21,9 @@ Schema = dict[str, Any]
 
 @cache
 def load(folder: Path) -> dict[tuple[str, str], Schema]:
-    """(apiVersion, kind) -> openAPIV3Schema, of all CRDs in the folder's YAML files."""
+    """Returns the openAPIV3Schema of each CRD in the YAML files of the folder, by (apiVersion,
+    kind).
+    """
     schemas = {}
     for file in sorted(folder.glob("*.yaml")):
         for crd in yaml.load_all(file.read_text(), Loader=yaml.CSafeLoader):

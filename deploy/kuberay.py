@@ -22,7 +22,7 @@ RESOURCE_OPTIONS = {"num-cpus", "num-gpus", "memory", "resources"}
 
 
 def refusals(service: Manifest) -> list[str]:
-    """KubeRay would refuse the RayService for these."""
+    """Returns the reasons for which KubeRay would refuse the RayService."""
     cluster = ray_cluster(service)
     head = {"groupName": "head", **cluster["headGroupSpec"]}
     autoscaling = bool(cluster.get("enableInTreeAutoscaling"))

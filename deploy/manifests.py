@@ -51,7 +51,7 @@ def groups(service: Manifest) -> list[Manifest]:
 
 
 def templates(service: Manifest) -> dict[str, Manifest]:
-    """Pod templates by the group's name; the head's is `head`."""
+    """Returns the pod templates by the names of their groups; the head's is `head`."""
     head = {"head": ray_cluster(service)["headGroupSpec"]["template"]}
     return head | {group["groupName"]: group["template"] for group in groups(service)}
 
@@ -66,5 +66,5 @@ def serve_config(service: Manifest) -> Manifest:
 
 
 def settings(config: Manifest) -> Manifest:
-    """Diptych's configuration: the arguments of a Serve config's first application."""
+    """Returns Diptych's configuration: the arguments of a Serve config's first application."""
     return config["applications"][0].get("args", {})

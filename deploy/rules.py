@@ -94,7 +94,7 @@ def _deployment_names(import_path: str) -> frozenset[str]:
 
 
 def placement(service: Manifest) -> Iterator[str]:
-    """Every replica can be placed: some group offers enough custom resources and GPUs."""
+    """Checks that some group offers enough custom resources and GPUs for every replica."""
     config = serve_config(service)
     needed: Counter[str] = Counter()  # custom resource -> slots
     replica_gpus: dict[str, float] = {}  # custom resource -> GPUs of a replica that needs it
@@ -159,7 +159,7 @@ def ray_token(service: Manifest) -> Iterator[str]:
 
 
 def pods(service: Manifest) -> Iterator[str]:
-    """References inside the pods, sizes, ports, times."""
+    """Checks references inside the pods, their sizes, ports and times."""
     config = serve_config(service)
     head = templates(service)["head"]
     yield from _admin(config, head)
@@ -296,7 +296,9 @@ def _memory_volumes(template: Manifest) -> Iterator[str]:
 
 
 def selectors(documents: list[Manifest]) -> Iterator[str]:
-    """Every selector picks pods that are there, policies open the ports that pods have."""
+    """Checks that every selector picks pods that are there, and policies open the ports that pods
+    have.
+    """
     service = next(document for document in documents if document["kind"] == "RayService")
     pod_templates = list(templates(service).values())
     for document in documents:

@@ -27,7 +27,7 @@ CUSTOM = ("RayService", "PodMonitor", "PrometheusRule")
 
 
 def crd_folder() -> Path | None:
-    """Where the CRDs are: the environment's word, else `shared/crds` beside the repository."""
+    """Returns the folder of CRDs: $DIPTYCH_CRD_DIR, else `shared/crds` beside the repository."""
     configured = os.environ.get("DIPTYCH_CRD_DIR")
     folder = Path(configured) if configured else ROOT.parent.parent / "shared/crds"
     return folder if folder.is_dir() else None

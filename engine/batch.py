@@ -14,7 +14,8 @@ from .sequence import Sequence
 
 @dataclass(slots=True)
 class StepBatch:
-    """Of each sequence `count` ids from its computed ones on; a decoding one also its drafts.
+    """The rows of one step: of each sequence the next `count` ids that have no KV yet, and its
+    drafts if it decodes.
 
     The sequences that are prefilled come first.
     """
@@ -26,7 +27,10 @@ class StepBatch:
     logit_starts: list[int]  #: index in `logit_rows` of each sequence's last id; its drafts follow
 
     def work(self, prefill_count: int) -> StepWork:
-        """What the step costs by; the first `prefill_count` sequences are being prefilled."""
+        """Return the counts that the cost of the step is predicted from.
+
+        The first `prefill_count` sequences are being prefilled.
+        """
         prefill = self.step_rows.spans[:prefill_count]
         decode = self.step_rows.spans[prefill_count:]
         return StepWork(

@@ -122,7 +122,8 @@ class BlockPool:
         return len(hashes)
 
     def publish(self, block: int, content: bytes, marks: Sequence[bytes] | None = None) -> None:
-        """From now on `match` finds this used block by `content`. The first of two wins.
+        """Lets `match` find this used block by `content` from now on; the first block of a content
+        stays.
 
         `marks`: what routers are told of it (None: its content).
         """
@@ -133,7 +134,7 @@ class BlockPool:
             self.set_marks(content, (content,) if marks is None else marks)
 
     def unpublish(self, blocks: list[int]) -> None:
-        """From now on nobody finds these used blocks."""
+        """Takes care that nobody finds these used blocks any more."""
         for block in blocks:
             content = self._content_of.pop(block, None)
             if content is not None:

@@ -20,8 +20,10 @@ from .sequence import BlocksFilled, Sequence, SequenceOutput
 
 @dataclass(frozen=True, slots=True)
 class AddSequence:
-    """Computes the sequence's prompt here, then decodes it, or holds its blocks if the sequence
-    says `stop_after_first`."""
+    """Adds a sequence: its prompt is computed here, and then it is decoded.
+
+    If the sequence says `stop_after_first`, its blocks are held instead.
+    """
 
     sequence: Sequence
 
@@ -110,7 +112,10 @@ class LoadBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BlocksLoaded:
-    """The first `block_count` staged blocks hold the prefix, the held ones included."""
+    """The tiers have loaded: the first `block_count` staged blocks hold the prefix.
+
+    Blocks that the pool held before count too.
+    """
 
     attempt_key: AttemptKey
     block_count: int
@@ -126,7 +131,7 @@ class DemoteBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BlockDemoted:
-    """The tiers have copied a pinned block, or will not: it may be evicted."""
+    """The tiers have copied a pinned block, or are not going to: the block may be evicted."""
 
     block: int
     copied: bool
@@ -142,7 +147,7 @@ class ObserveEngine:
 
 @dataclass(frozen=True, slots=True)
 class EngineObservation:
-    """The state of the engine, for its router."""
+    """The state of the engine, as its worker reports it to the router."""
 
     hashes: list[bytes]  #: Every prefix block that is cached now.
     stored: list[bytes]  #: Since the last observation, as `evicted`.

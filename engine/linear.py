@@ -215,8 +215,8 @@ class AmxLinear(Linear):
 class ShardedLinear:
     """A linear layer of which each rank has a part; `combine` makes one result of the parts'.
 
-    `combine` is `Ranks.sum` where the ranks share the inputs, and `Ranks.join` where they share the
-    outputs.
+    `combine` is `Collectives.sum` where the ranks share the inputs, and `Collectives.join` where
+    they share the outputs.
     """
 
     linear: Linear

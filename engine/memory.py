@@ -13,7 +13,7 @@ NO_LIMIT = "max"  #: what a cgroup without a limit says
 
 
 def weight_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Returns the most that loading takes: all weights, and copies of the largest matrix.
+    """Returns the bytes that loading takes at most: all weights, and copies of the largest matrix.
 
     Measured: 0.87 to 1.05 of it. A tied embedding is there twice: rows are looked up, the head is
     packed.

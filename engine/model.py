@@ -26,7 +26,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class RankModel:
-    """What a rank computes with. `kernels` names the operations, with the reason if torch's."""
+    """A rank's weights, KV pool and operations. `kernels` names these, with the reason if they are
+    torch's.
+    """
 
     def __init__(
         self,
@@ -66,7 +68,10 @@ class RankModel:
         return self.backend.compute_hidden(self.decoder, ids, meta, after)
 
     def make_decode_runner(self, most: int, max_len: int, block_tokens: int) -> DecodeRunner | None:
-        """Where a device has its own decode steps: for up to `most` rows of `max_len` tokens."""
+        """Returns what runs decode steps of up to `most` rows of `max_len` tokens on the device.
+
+        Returns None where the host runs them.
+        """
         if not self.ops.device_steps:
             return None
         if self.rank_processes:
@@ -93,7 +98,10 @@ def start_model(
     backend: Backend,
     progress: Callable[[str, float], None] | None = None,
 ) -> RankModel:
-    """The model on all ranks; this process is rank 0, the others are started. Raises RankLost."""
+    """Loads the model on all ranks: this process is rank 0, and starts the others.
+
+    Raises RankLost.
+    """
     ranks = options.tensor_parallel
     if ranks == 1:
         return RankModel(options, backend, progress=progress)

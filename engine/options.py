@@ -1,7 +1,7 @@
 """What an engine is started with: one struct, one set of defaults (pure: imports no torch).
 
-`cluster.yaml` -> `EngineOptions` -> the engine, its scheduler and every rank process. A default is
-written here and nowhere else: whoever reads settings takes it from these two classes.
+`cluster.yaml` -> `EngineOptions` -> the engine, its scheduler and every rank process. A default of
+an engine outside a cluster is written here and nowhere else; `cluster.yaml` has defaults of its own.
 """
 
 from __future__ import annotations

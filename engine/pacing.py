@@ -36,7 +36,7 @@ NO_POINTS = 1e-100  #: a column whose squares sum to less had no value but 0
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step computes."""
+    """What a step computes, as the cost model counts it."""
 
     decode_rows: int = 0  #: one of each decoding sequence, and its drafts
     decode_kv_tokens: int = 0  #: KV that decoding sequences read: their lengths
@@ -164,7 +164,9 @@ class StepCost:
         return self._decode.predict((1, rows, kv_tokens))
 
     def prefill_s(self, tokens: int, start: int) -> float:
-        """Seconds more, if the step also prefills `tokens` tokens of a prompt from `start` on."""
+        """Seconds that a step takes longer if it also prefills `tokens` tokens of a prompt from
+        `start` on.
+        """
         return self._prefill.predict((1, tokens, attended_pairs(tokens, start)))
 
     def prefill_room(self, seconds: float, start: int, token_limit: int) -> int:

@@ -64,7 +64,7 @@ class ComputeLogits(msgspec.Struct, frozen=True, tag=True):
 
 
 class PrepareDecode(msgspec.Struct, frozen=True, tag=True):
-    """Make ready for `DecodeStep` (`model.Model.runner`)."""
+    """Make ready for `DecodeStep` (`model.RankModel.make_decode_runner`)."""
 
     row_limit: int
     max_model_len: int
@@ -72,7 +72,9 @@ class PrepareDecode(msgspec.Struct, frozen=True, tag=True):
 
 
 class DecodeStep(msgspec.Struct, frozen=True, tag=True):
-    """Decode on the device: `gpu.plan.inputs`, and block tables of the `changed` rows."""
+    """Decode on the device: the rows of `gpu.plan.pack_rows`, and block tables of the `changed`
+    rows.
+    """
 
     inputs: bytes
     changed: list[int]

@@ -1,4 +1,4 @@
-"""Rotary frequencies (RoPE, arXiv:2104.09864) of every kind of scaling that `spec.Rope` knows.
+"""Rotary frequencies (RoPE, arXiv:2104.09864) of every kind of scaling that `spec.RopeSpec` knows.
 
 The formulas are those of transformers' `modeling_rope_utils`, so that the same checkpoint gives the
 same numbers.

@@ -36,7 +36,9 @@ class SamplingFault:
 
 @dataclass(slots=True)
 class SamplerState:
-    """What the ids of one sequence say beside its logits."""
+    """What sampling must know of a sequence's ids: counts for the penalties, and its grammar's
+    state.
+    """
 
     #: Which ids are in the prompt or the answer, bool [vocab]; None until a penalty asks.
     present: np.ndarray | None = None

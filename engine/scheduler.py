@@ -87,7 +87,7 @@ class Scheduler:
     def required_blocks(self, sequence: Sequence) -> int:
         """Blocks that the sequence reserves: for its ids and a growth allowance.
 
-        And for each further answer to its prompt as many but the prompt's full blocks, if the pool
+        Each further answer to its prompt takes as many, less the prompt's full blocks, if the pool
         has them.
         """
         length = len(sequence.token_ids)
@@ -101,9 +101,9 @@ class Scheduler:
 
     @property
     def planned_step_s(self) -> float:
-        """What a step with prefill beside decode is planned to take, at most; 0: no limit.
+        """Seconds that a step with prefill beside decode is planned to take at most; 0: no limit.
 
-        Less than the ITL budget, so that nearly all of them keep it.
+        That is less than the ITL budget, so that nearly all of them keep it.
         """
         return (self.limits.itl_budget_s or 0.0) / self.cost.tail_ratio
 
@@ -188,7 +188,8 @@ class Scheduler:
     def stage(self, attempt_key: AttemptKey, hashes: list[bytes], count: int) -> int:
         """Reserves blocks for the first `count` of `hashes`; returns how many are cached here.
 
-        They are in `staged` if something is to come, or, with a `count` of 0, if any is cached.
+        The blocks are in `staged` if others than the cached ones were asked for and are free. With
+        a `count` of 0 the cached ones are.
         """
         cached = self.pool.match(hashes)
         allocated: list[int] | None = []
@@ -434,10 +435,10 @@ class Scheduler:
         self.preemptions += 1
 
     def filled_range(self, sequence: Sequence, count: int) -> tuple[int, int, int]:
-        """Blocks of a prefill of `count` ids, as three borders.
+        """Returns three numbers of blocks, for a prefill of `count` ids.
 
-        Up to the first they were announced, up to the second their KV was there before this step,
-        and up to the third it is final after it.
+        Blocks before the first were announced. Those before the second had their KV before this
+        step. Those before the third are final after it.
         """
         block = self.limits.block_tokens
         end = sequence.computed_tokens + count

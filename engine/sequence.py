@@ -54,7 +54,7 @@ class Sequence:
 
     @property
     def name(self) -> tuple[AttemptKey, int]:
-        """What tells it apart: answers to one prompt share their key."""
+        """The key of the attempt and the number of the answer: no other sequence has both."""
         return self.attempt_key, self.answer_index
 
     @property

@@ -116,7 +116,7 @@ class ModelSpec:
 
     @property
     def parameters(self) -> int:
-        """Number of weights of the matrices (norms and biases are noise)."""
+        """The number of weights in all matrices; norms and biases are too few to count."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         embedding = self.vocab * self.hidden
         weights = self.layers * attention + embedding

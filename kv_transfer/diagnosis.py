@@ -42,7 +42,7 @@ class NetworkPort(msgspec.Struct, frozen=True):
 
 
 class HostEnvironment(msgspec.Struct, frozen=True):
-    """One worker's host, as it sees it itself."""
+    """What a worker sees of its own host."""
 
     worker: str
     host: str
@@ -119,9 +119,10 @@ def memlock() -> int | None:
 
 
 def may_reach(pid: int) -> bool:
-    """Whether the kernel lets this process at the memory of `pid`: what CMA needs.
+    """Whether the kernel lets this process reach the memory of process `pid`, as CMA needs.
 
-    process_vm_readv(2) of one byte at address 0. The permission is checked before the address.
+    This is tried by process_vm_readv(2) of one byte at address 0: the permission is checked before
+    the address.
     """
 
     class IoVector(ctypes.Structure):

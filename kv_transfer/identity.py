@@ -47,7 +47,7 @@ def hashes_per_block(block_tokens: int) -> int:
 
 
 def is_looked_up(index: int) -> bool:
-    """Whether routers look up a prompt's hash of this number. Workers report only such hashes."""
+    """Whether routers look up a prompt's hash at this index. Workers report only such hashes."""
     behind_front = index - FRONT_BLOCKS
     return behind_front < 0 or behind_front % LOOKUP_STRIDE == LOOKUP_STRIDE - 1
 

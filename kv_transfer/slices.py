@@ -45,7 +45,9 @@ class LaneEnd:
 
 
 class LaneSide:
-    """The units of a lane in one of its two pools. Unit k begins at byte `k * unit_bytes`."""
+    """Where the units of a lane are in one of its two pools. Unit k begins at byte `k *
+    unit_bytes`.
+    """
 
     def __init__(
         self, piece_offsets: list[np.ndarray], block_units: int, tiles_per_block: int
@@ -140,7 +142,7 @@ class Lane:
 
 
 def piece_count(layout: KVLayout, ranks: int) -> int:
-    """Into how many pieces a tile is cut: equal ones, of whole layer groups, and not too small."""
+    """Returns how many equal pieces a tile is cut into: whole layer groups, and not too small."""
     groups = layout.layers // layout.group_layers
     limit = max(1, min(PIECE_LIMIT, layout.block_bytes * ranks // PIECE_BYTES_MINIMUM))
     return max(count for count in range(1, groups + 1) if groups % count == 0 and count <= limit)

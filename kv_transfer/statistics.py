@@ -11,9 +11,11 @@ TRANSFER_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0,
 
 
 class Histogram:
-    """How many values were at most each of `bounds` (ascending) and above the one before.
+    """Counts values by their size.
 
-    One more count is of those above all. Owned by one thread; whoever reads may be one value late.
+    There is a count for each of `bounds` (ascending), of the values that are at most this bound and
+    above the one before, and a last count of those above all bounds. One thread owns a histogram; a
+    reader may miss the last value.
     """
 
     __slots__ = ("bounds", "counts", "sum")
@@ -38,14 +40,18 @@ class Histogram:
         return sum(self.counts)
 
     def values(self) -> dict[str, float]:
-        """Counts by upper bound ("inf" behind the last), and their values' "sum": these add up."""
+        """Returns the count of each upper bound ("inf" is the last), and the sum of all values as
+        "sum".
+
+        Two such results can be added up key by key.
+        """
         names = [*map(str, self.bounds), "inf"]
         return {**dict(zip(names, self.counts, strict=True)), "sum": self.sum}
 
 
 @dataclass(slots=True)
 class TransferStatistics:
-    """Owned by the transfer thread. Bytes, seconds, counts."""
+    """Bytes, seconds and counts of one transfer service. The transfer thread owns them."""
 
     sent_bytes: int = 0
     received_bytes: int = 0

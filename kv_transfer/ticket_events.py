@@ -132,7 +132,7 @@ SenderEvent: TypeAlias = ExpectTileOffer | PushTiles | FinishTilePush | WriteEnd
 
 @dataclass(frozen=True, slots=True)
 class SendMessage:
-    """Of either end: send the message to the peer."""
+    """A receiver or a sender returns this to have the message sent to the peer."""
 
     peer: str
     message: AnyMessage
@@ -140,7 +140,9 @@ class SendMessage:
 
 @dataclass(frozen=True, slots=True)
 class VerifyChunk:
-    """Of the receiver: compute the checksums of the chunk on these tiles of the own pool."""
+    """The receiver returns this to have the checksums of a chunk computed, on `tiles` of its own
+    pool.
+    """
 
     ticket_id: str
     tiles: list[int]
@@ -167,7 +169,9 @@ class WriteTiles:
 
 @dataclass(frozen=True, slots=True)
 class TilesArrived:
-    """Of the receiver: identity and checksum of every tile hold; the tiles are the engine's."""
+    """The receiver returns this when identity and checksum of every tile hold: the engine may use
+    them.
+    """
 
     ticket_id: str
     meta: bytes

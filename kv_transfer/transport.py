@@ -114,13 +114,13 @@ class Transport(Protocol):
         ...
 
     def remove_peer(self, peer: str) -> None:
-        """Forgets a peer, without a `PeerDown`. The peer may be added again."""
+        """Forgets a peer, without a `PeerDisconnected`. The peer may be added again."""
         ...
 
     def write(self, peer: str, spans: Spans, note: bytes) -> int:
         """Posts a copy of `spans`, and of `note` behind the data.
 
-        Returns a handle; `poll` returns exactly one `WriteCompleted` for it.
+        Returns a handle; `poll` returns exactly one `PostedWriteEnded` for it.
         """
         ...
 

@@ -52,7 +52,7 @@ class VramPool:
         return self._latest_number
 
     def reached(self, number: int) -> bool:
-        """Whether the event of this number has been reached. For the transfer thread."""
+        """Whether the event of this number has been reached. The transfer thread calls this."""
         while self._events and self._events[0][1].query():
             self._events.popleft()
         return not self._events or number < self._events[0][0]

@@ -27,7 +27,7 @@ SHARED = -1  #: block id of what all prompts begin with
 
 @dataclass(frozen=True, slots=True)
 class RateStage:
-    """A span of the run with one rate. Seconds since the start."""
+    """A span of the run with one rate; it is in seconds since the start."""
 
     label: str
     begin_s: float
@@ -37,7 +37,7 @@ class RateStage:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request to come."""
+    """A request that is going to be sent, and when."""
 
     arrival_s: float  #: since the start of the run
     prompt_tokens: int

@@ -60,7 +60,11 @@ class TimedStream(threading.Thread):
 
 
 def measure(url: str, rounds: int) -> dict[str, list[float]]:
-    """Returns milliseconds by kind of gap."""
+    """Returns the gaps of a stream alone, beside another's prefill and at its hand-over, and the
+    other's TTFT.
+
+    All are in milliseconds.
+    """
     alone: list[float] = []
     beside: list[float] = []
     hand_overs: list[float] = []

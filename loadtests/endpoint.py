@@ -253,9 +253,9 @@ def refusal(status: int, body: bytes) -> str:
 
 
 def server_ttft_s(header: str) -> float:
-    """Seconds from arrival at the server to its first token, as a Diptych gateway tells them.
+    """Returns the seconds from arrival at the server to its first token, as a Diptych gateway says.
 
-    They are the sum of `queue` and `prefill` in `server-timing`. nan: not told.
+    They are the sum of `queue` and `prefill` in `server-timing`; nan if they are not there.
     """
     durations_ms = dict(re.findall(r"(\w[\w-]*);dur=([\d.]+)", header))
     if not {"queue", "prefill"} <= durations_ms.keys():

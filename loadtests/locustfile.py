@@ -39,7 +39,7 @@ def _make_swarm(environment: Any, **_: Any) -> None:
 
 
 class LoadUser(User):
-    """See `Swarm.act`."""
+    """A user as Locust runs it; `Swarm.act` says what a user does."""
 
     wait_time = constant(0)
 

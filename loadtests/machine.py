@@ -13,7 +13,7 @@ PACKAGES = ("diptych", "locust", "gevent", "grpcio", "numpy")
 
 
 def describe() -> dict[str, Any]:
-    """Returns the machine of the client, the commit of this checkout, and versions."""
+    """Returns the machine of the client, the commit of this checkout, and versions of libraries."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     versions = {package: _version(package) for package in PACKAGES}
     return {

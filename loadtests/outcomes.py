@@ -66,7 +66,7 @@ class LoadOutcome:
         return self.sent_s + self.e2e_s
 
     def missed(self, slo: Slo) -> str:
-        """Returns "", or what the request missed first: error, ttft, itl."""
+        """Returns what the request missed first: error, ttft or itl; "" if it missed nothing."""
         if self.error:
             return "error"
         if not self.ttft_s <= slo.ttft_s * ROUNDING_FACTOR:
@@ -82,7 +82,7 @@ class LoadOutcome:
         return ""
 
     def packed(self) -> dict[str, Any]:
-        """The fields, for the way from a worker to the master."""
+        """Returns the fields by name, for the way from a worker to the master."""
         return asdict(self)
 
 

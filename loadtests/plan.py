@@ -74,7 +74,7 @@ class LoadPlan:
         return plan
 
     def check(self) -> None:
-        """Raises LoadError."""
+        """Checks that the options fit each other. Raises LoadError."""
         if self.load not in LOADS:
             raise LoadError(f"profile {self.load}: expected one of {', '.join(LOADS)}")
         if self.dispatch not in DISPATCHES:
@@ -150,7 +150,7 @@ class LoadGate:
 
     @staticmethod
     def of(text: str) -> LoadGate:
-        """Raises LoadError."""
+        """Reads a gate from its text. Raises LoadError."""
         match = re.fullmatch(r"\s*([a-z0-9_]+)\s*(>=|<=|>|<)\s*(\d+(?:\.\d+)?)\s*", text)
         if not match:
             raise LoadError(f"gate {text}: expected NAME>=VALUE, as goodput>=0.95")
@@ -160,7 +160,10 @@ class LoadGate:
         return LoadGate(name, sign, float(limit))
 
     def holds(self, summary: dict[str, Any]) -> bool:
-        """A figure that the run does not have (no request, no answer, no gap) holds nothing."""
+        """Whether the figure keeps the limit. A figure that the run lacks keeps none.
+
+        A run lacks figures if it had no request, no answer or no gap.
+        """
         if not summary["requests"]:
             return False
         value = gated_figure(summary, self.name)

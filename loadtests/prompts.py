@@ -67,7 +67,9 @@ class Words:
         return "".join(f" {word}" for word in words)
 
     def text(self, arrival: Arrival) -> str:
-        """Returns the message of a prompt that has `arrival.prompt_tokens` with the template."""
+        """Returns a message that becomes a prompt of `arrival.prompt_tokens` tokens by the chat
+        template.
+        """
         tokens_left = max(0, arrival.prompt_tokens - self.template)
         parts = [START]
         for name, tokens in arrival.blocks:
@@ -83,9 +85,10 @@ class Words:
 
 
 def probe(count_tokens: Callable[[str], int], seed: int = 0) -> Words:
-    """Finds the words. `count_tokens(text)`: tokens of a prompt whose one message is `text`.
+    """Finds words that are one token each.
 
-    Raises LoadError.
+    `count_tokens(text)` counts the tokens of a prompt whose one message is `text`. Raises
+    LoadError.
     """
     template = count_tokens(START)
     alphabet: list[str] = []

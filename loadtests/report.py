@@ -49,7 +49,7 @@ def _goodput(summary: dict[str, Any]) -> str:
 
 
 def setting(run: Document) -> str:
-    """What was offered, to whom."""
+    """Returns what was offered, and to whom."""
     config = run["config"]
     endpoint = run["endpoint"]
     if config["load"] == "chat":
@@ -64,7 +64,7 @@ def setting(run: Document) -> str:
 
 
 def text(run: Document) -> str:
-    """The run in a terminal."""
+    """Returns the report of a run as text for a terminal."""
     summary = run["summary"]
     lines = [setting(run), headline(run)]
     if summary["missed"]:
@@ -124,7 +124,7 @@ def stage_table(run: Document) -> Table:
 
 
 def client_line(run: Document) -> str:
-    """What the client added, and what it cannot see."""
+    """Returns what the client added to the figures, and what it cannot see."""
     client = run["client"]
     gap_error_us = client["calibration"].get("gap_error_us", {})
     read_us = client["read_us"]
@@ -175,7 +175,7 @@ details { margin: 1rem 0; }
 
 
 def document(run: Document) -> str:
-    """Self-contained HTML of one run."""
+    """Returns the report of one run as self-contained HTML."""
     title = f"Load test: {run['config']['load']}, {run['endpoint']['model']}"
     body = [
         f"<h1>{_escape(title)}</h1><p class='setting'>{_escape(setting(run))}</p>",
@@ -197,7 +197,7 @@ def document(run: Document) -> str:
 
 
 def comparison(first: Document, second: Document, names: tuple[str, str]) -> str:
-    """Self-contained HTML of two runs side by side."""
+    """Returns the reports of two runs side by side as self-contained HTML."""
     title = f"Load tests: {names[0]} and {names[1]}"
     settings = "".join(
         f"<p class='setting'><b style='color:{color}'>{_escape(name)}</b> "
@@ -216,7 +216,7 @@ def comparison(first: Document, second: Document, names: tuple[str, str]) -> str
 
 
 def differences(first: Document, second: Document) -> list[str]:
-    """What else than the server differs between two runs."""
+    """Returns what else than the server differs between two runs."""
     without_effect = {"out", "gate", "admin", "metrics"}
     lines: list[str] = []
     for key in (first["config"].keys() | second["config"].keys()) - without_effect:
@@ -230,7 +230,7 @@ def differences(first: Document, second: Document) -> list[str]:
 
 
 def compared(first: Document, second: Document, names: tuple[str, str]) -> Table:
-    """Figures of both, and second / first."""
+    """Returns the figures of both runs, and the second over the first."""
     rows = [["", *names, "ratio"]]
     for name, key in RATES:
         rows.append(_compared_row(name, first["summary"][key], second["summary"][key]))

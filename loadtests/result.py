@@ -99,10 +99,10 @@ def _span_s(
 
 
 def client_figures(client: ClientCost, outcomes: list[LoadOutcome]) -> dict[str, Any]:
-    """What the client added.
+    """Returns what the client added to the figures.
 
-    `late_ms`: a request's send after its time. `read_us`: from the kernel's stamp to this process's
-    read. `cpu`: share of one core, of the busiest process.
+    `late_ms`: how long after its time a request was sent. `read_us`: from the kernel's stamp to
+    this process's read. `cpu`: the share of one core that the busiest process used.
     """
     lags_s = [lag for outcome in outcomes for lag in outcome.lags_s]
     cpu_shares = [cpu_s / wall_s for cpu_s, wall_s in client.processes.values() if wall_s > 0]

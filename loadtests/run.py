@@ -115,7 +115,7 @@ class LoadRun:
 
     @property
     def usage(self) -> tuple[float, float]:
-        """CPU and wall seconds so far."""
+        """Returns the CPU seconds and the wall seconds so far."""
         return time.process_time() - self._cpu_began, self.now
 
     def fetch(self) -> list[LoadOutcome]:
@@ -125,7 +125,7 @@ class LoadRun:
         return fetched
 
     def cut(self) -> None:
-        """Ends what is under way."""
+        """Ends the requests that are under way."""
         self._sessions.kill()
         for outcome in list(self.under_way.values()):
             self._end(outcome, UNFINISHED)

@@ -437,5 +437,5 @@ class Swarm:
 
 
 def api_key() -> str:
-    """The endpoint's key. Never an option: options are shown."""
+    """Returns the endpoint's key, which is never an option, because options are shown."""
     return os.environ.get("DIPTYCH_API_KEY") or os.environ.get("OPENAI_API_KEY", "")

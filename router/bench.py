@@ -201,7 +201,9 @@ def note_placed(cluster: BenchCluster, actions: list[RouterAction]) -> int:
 
 
 def first_token(cluster: BenchCluster) -> FirstTokenSent:
-    """Compute the next prompt: its blocks are new on both workers, the answer's on one."""
+    """Return the end of the next prefill: its worker has the prompt's new blocks to report, and the
+    decode worker these and the answer's.
+    """
     ends_at, _, placed = heappop(cluster.computing)
     cluster.now = max(cluster.now, ends_at)
     cluster.decoding.append(placed)

@@ -42,7 +42,7 @@ class PrefillPlan(NamedTuple):
 
 
 class PrefillSpan(NamedTuple):
-    """From when to when a prompt is computed elsewhere, by prediction."""
+    """When a prompt is predicted to begin and to be computed on another worker."""
 
     begins_at: float
     ends_at: float

@@ -80,7 +80,7 @@ class Decision(msgspec.Struct):
     session: str = ""  #: as the client names the conversation
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the record in plain types, with the terms named. Seconds."""
+        """Return the record in plain types, with a name for each term. Times are in seconds."""
         values = msgspec.to_builtins(self)
         values["prefill_options"] = _named_terms(self.prefill_options, PREFILL_TERMS)
         values["decode_options"] = _named_terms(self.decode_options, DECODE_TERMS)

@@ -20,7 +20,7 @@ WINDOW_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class OfferedLoad:
-    """The mean request of a window; `rate` in requests/s, the others in tokens."""
+    """The mean request of a window. `rate` is in requests/s, all else in tokens."""
 
     rate: float = 0.0
     uncached: float = 0.0

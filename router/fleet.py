@@ -32,7 +32,7 @@ HALTED_SHARE_MIN = 0.05  #: of a halted prompt's prefill, at least so much is le
 
 
 class WorkerFleet:
-    """Workers by name and by slot. Times in seconds of the caller's clock."""
+    """All workers, by name and by slot. Times are seconds of the clock that the caller reads."""
 
     def __init__(self, prior_tokens_per_s: float, round_trip_s: float, itl_s: float) -> None:
         self.itl_s = itl_s  #: the configured target, for which spare KV tokens are kept ready

@@ -37,7 +37,7 @@ class GoodputGroup(NamedTuple):
 
 
 def p99(gaps: Sequence[float]) -> float:
-    """Return the least that 99 % of the gaps keep, by nearest rank; 0.0: there are none.
+    """Return the 99th percentile of the gaps, by nearest rank; 0.0 if there are none.
 
     Of fewer than 100 gaps that is the longest. The simulator and the load tests judge by the same.
     """

@@ -16,7 +16,7 @@ SIDES = ("early", "late")
 
 @dataclass(slots=True)
 class PlacementCounts:
-    """Counts of placements and refusals; times in seconds."""
+    """Counts of placements and refusals. Times are in seconds."""
 
     #: placements, by way (disagg or local) and by how the pair was found
     placed: Counter[tuple[str, str]] = field(default_factory=Counter)

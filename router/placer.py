@@ -51,7 +51,7 @@ NO_CHUNK_ROOM_S = 1e6  #: a worker without room for chunks comes after all other
 
 @dataclass(slots=True, eq=False)
 class PlannedPrefill:
-    """When and how a worker would compute a prompt. Seconds."""
+    """When and how a worker would compute a prompt. Times are in seconds."""
 
     worker: WorkerState
     wait_s: float  #: until the prefill begins
@@ -64,7 +64,7 @@ class PlannedPrefill:
 
 @dataclass(slots=True, eq=False)
 class Placement:
-    """What was decided for one request. Seconds."""
+    """What was decided for one request. Times are in seconds."""
 
     request: QueuedRequest
     kind: PlacementKind
@@ -100,7 +100,7 @@ class Placement:
 
 @dataclass(slots=True, eq=False)
 class Rejection:
-    """The request's first token would come too late, and its class prefers to know that early."""
+    """A request to refuse: its first token would be too late, and its class prefers to know."""
 
     request: QueuedRequest
     lateness_s: float
@@ -148,7 +148,9 @@ class Placer:
 
     @property
     def capacity(self) -> int:
-        """Workers that compute prompts: the seconds of service in a second."""
+        """The number of workers that compute prompts: so many seconds of prefill are served in a
+        second.
+        """
         return len(self.fleet.prefill_workers) or len(self.fleet.decode_workers)
 
     def missing_roles(self, request: QueuedRequest) -> set[str]:
@@ -177,9 +179,9 @@ class Placer:
         return [worker for worker in alive if worker.card.id not in avoided] or alive
 
     def blocks_needed(self, request: QueuedRequest) -> int:
-        """Return the blocks to reserve: prompt and growth allowance.
+        """Return the blocks to reserve: for the prompt and the growth allowance.
 
-        Each further answer takes as many but the prompt's full blocks, if a pool has them (as
+        Each further answer takes as many, less the prompt's full blocks, if a pool has them (as
         `engine.scheduler` reserves).
         """
         place = request.place
@@ -359,10 +361,10 @@ class Placer:
         deadline: float,
         now: float,
     ) -> Placement | None:
-        """Place a request that has to be local where its first token comes earliest.
+        """Place a request on the decode worker that would have its first token earliest.
 
-        A worker whose sequences leave no room for chunks is better than none: its engine keeps its
-        pace. None: none of `workers` has room.
+        That worker computes the prompt too. Returns None if none of `workers` has room. A worker
+        that decodes so much that it can hardly prefill beside is still better than none.
         """
         blocks = self.blocks_needed(request)
         candidates = [

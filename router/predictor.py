@@ -142,7 +142,7 @@ class Residuals:
 
 
 class OutputLengths:
-    """Expected answer length of each tenant and class; an unknown tenant's is its class's."""
+    """Expected tokens of an answer, by tenant and class; an unknown tenant's are its class's."""
 
     def __init__(self, first: float = 256.0, weight: float = 0.05) -> None:
         self._first = first

@@ -49,7 +49,7 @@ HEAD = "Head"
 
 
 class LogLine(msgspec.Struct):
-    """One line: `kind` is an event's name, or `HEAD`."""
+    """One line of a log: `kind` is an event's name, or `HEAD`."""
 
     at: float
     kind: str
@@ -57,7 +57,7 @@ class LogLine(msgspec.Struct):
 
 
 class LogHead(msgspec.Struct):
-    """The router whose events follow."""
+    """The first line of a log: the router whose events follow."""
 
     config: RouterConfig
     term: int
@@ -114,7 +114,7 @@ def read(lines: Iterable[bytes]) -> Iterator[tuple[float, LogHead | RouterEvent]
 
 
 class ReplayedChoice(msgspec.Struct):
-    """What became of one request under one policy. Milliseconds."""
+    """What became of one request under one policy. Times are in milliseconds."""
 
     prefill: str | None
     decode: str | None  #: None: refused
@@ -124,7 +124,7 @@ class ReplayedChoice(msgspec.Struct):
 
     @property
     def pair(self) -> tuple[str | None, str | None]:
-        """The two workers."""
+        """The names of the prefill worker (None: there is none) and of the decode worker."""
         return self.prefill, self.decode
 
 

@@ -222,7 +222,10 @@ class RequestQueue:
     # ---- preferred workers -----------------------------------------------------------------------
 
     def prefer(self, request: QueuedRequest, worker: WorkerState | None, prefill_s: float) -> None:
-        """From now on an urgent request prefers this worker, or none."""
+        """Note which worker an urgent request prefers now; None if it prefers none.
+
+        `prefill_s`: the seconds that its prompt would take there.
+        """
         self._stop_preferring(request)
         request.preferred_worker = worker
         request.preferred_prefill_s = prefill_s

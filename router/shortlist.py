@@ -29,7 +29,7 @@ FASTEST = 2  #: prefill workers that are asked how fast a prompt can be computed
 
 @dataclass(slots=True, eq=False)
 class PrefillCandidate:
-    """A worker that could compute a prompt. Seconds."""
+    """A worker that could compute a prompt, and what that would cost in seconds."""
 
     worker: WorkerState
     cost: float  #: what the policy compares
@@ -45,7 +45,7 @@ class PrefillCandidate:
 
 @dataclass(slots=True, eq=False)
 class DecodeCandidate:
-    """A worker that could decode a request, with the terms of the cost. Seconds."""
+    """A worker that could decode a request, with the terms of the cost in seconds."""
 
     worker: WorkerState
     cost: float  #: what the policy compares

@@ -73,7 +73,10 @@ def _scale_within(
 
 @dataclass(slots=True)
 class DynamoPlanner:
-    """Every 180 s: as many replicas as the last interval's completions need at profiled rates."""
+    """Dynamo's formulas: every 180 s the replicas that the completions of the last interval needed.
+
+    They are computed at profiled rates.
+    """
 
     itl_s: float
     budget: ReplicaBudget
@@ -141,7 +144,10 @@ class PendingChange(NamedTuple):
 
 @dataclass(slots=True)
 class ServeLoopPlanner:
-    """Ray Serve's loop: each pool by its ongoing requests, after a delay in which it is sure."""
+    """Ray Serve's loop: sizes each pool by its ongoing requests.
+
+    A pool is resized once the need has lasted for a delay.
+    """
 
     budget: ReplicaBudget
     #: Ongoing requests per replica.
@@ -172,7 +178,11 @@ class ServeLoopPlanner:
 
 @dataclass(slots=True)
 class KedaPlanner:
-    """llm-d's loop with KEDA: the worse of the P90s over its target, averaged; both pools alike."""
+    """llm-d's loop with KEDA: sizes both pools by one score.
+
+    The score is the larger of two ratios, the P90s of TTFT and ITL over their targets, averaged
+    over a window.
+    """
 
     ttft_s: float
     itl_s: float

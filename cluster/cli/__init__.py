@@ -67,5 +67,8 @@ def _root(
 
 
 def main() -> None:
-    """Exit codes: 0 ok, 1 failed, 2 usage, 3 degraded, 4 a gate missed."""
+    """Run the command that the arguments name.
+
+    Exit codes: 0 ok, 1 failed, 2 usage, 3 degraded, 4 a gate missed.
+    """
     app()

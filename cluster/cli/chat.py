@@ -54,7 +54,7 @@ class ChatTurn:
 
     @property
     def itl_ms(self) -> float | None:
-        """The mean gap between two pieces."""
+        """The mean gap between two pieces, in milliseconds."""
         gap_count = len(self.arrivals) - 1
         if gap_count < 1:
             return None

@@ -54,7 +54,7 @@ def _covers(set_keys: Iterable[str], key: str) -> bool:
 
 @app.command()
 def validate(file: File, override: Override = None) -> None:
-    """Exit code 1, and what is wrong, if something is."""
+    """Check a file; exit code 1, and what is wrong, if something is."""
     _load(file, _parse_overrides(override))
     typer.echo(f"{file} is right")
 

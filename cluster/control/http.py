@@ -381,7 +381,7 @@ class AdminHttpServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start to serve. Raises OSError when the port is not free after `BIND_TIMEOUT_S`."""
+        """Begin to serve. Raises OSError when the port is not free after `BIND_TIMEOUT_S`."""
         listener = await self._bind()
         self._task = asyncio.create_task(self._uvicorn.serve(sockets=[listener]))
 
@@ -407,7 +407,7 @@ class AdminHttpServer:
             raise RuntimeError("the admin server ended: see this process's log")
 
     async def stop(self) -> None:
-        """Stop to serve; open requests get one second to end."""
+        """Stop serving; open requests get one second to end."""
         self._uvicorn.should_exit = True
         if self._task:
             with contextlib.suppress(Exception):

@@ -39,7 +39,7 @@ LOAD_MINIMUM = 0.5
 LOAD_LIMIT = 8.0
 CURVE_PERCENTILES = tuple(range(0, 101, 5))
 MEDIAN_INDEX = CURVE_PERCENTILES.index(50)
-#: A placed request's first attempt, as `Decision.told` in router/decisions.py describes it.
+#: A placed request's first attempt, as `Decision.to_plain` in router/decisions.py describes it.
 DecisionRecord = dict[str, Any]
 
 

@@ -64,7 +64,7 @@ class PromptBody(Protocol):
     def sampling(
         self, text: ChatTokenizer, request_id: str, prompt_tokens: int, limits: ModelLimits, /
     ) -> frames.Sampling:
-        """What the engine samples by. Raises ApiError."""
+        """Returns how the engine samples the answers. Raises ApiError."""
 
     def output(self) -> Output:
         """How the answers' text is made."""
@@ -103,14 +103,14 @@ class GatewayService:
     # ---- requests --------------------------------------------------------------------------------
 
     def check_model(self, name: str) -> None:
-        """Raises ApiError if `name` is given and is not the served model."""
+        """Raises ApiError if a model is named that is not the served one."""
         if name not in ("", self.model):
             raise ApiError("model_not_found", f"model {name!r} is not served; try {self.model!r}")
 
     async def prepare(
         self, body: PromptBody, request_id: str, terms: Terms
     ) -> tuple[Request, TokenizedPrompt]:
-        """Makes a request of a body. All that can be wrong with it is found here: ApiError."""
+        """Makes a request of a body. Raises ApiError for all that can be wrong with the body."""
         logs.set_request_id(request_id)
         self.check_model(body.model)
         self._generator.check_open()
@@ -190,7 +190,7 @@ class GatewayService:
         return outcome
 
     async def end_requests(self) -> None:
-        """Open answers end with an error that says so, and new requests get it at once."""
+        """Ends open answers with the error `draining`, which new requests get at once."""
         self._generator.close()
         for _ in range(int(CLOSE_S / CLOSE_POLL_S)):
             if not self._live:
@@ -198,7 +198,7 @@ class GatewayService:
             await asyncio.sleep(CLOSE_POLL_S)
 
     async def close(self) -> None:
-        """Ends what serves requests; they have ended before."""
+        """Ends the threads, the metrics and the traces. The requests have ended before."""
         self.shelf.close()
         self._tokenizer_threads.shutdown(wait=False, cancel_futures=True)
         self.metrics.close()
@@ -208,7 +208,7 @@ class GatewayService:
     # ---- state -----------------------------------------------------------------------------------
 
     def missing(self) -> list[str]:
-        """What is not there yet, or no longer, for a request to be served."""
+        """Returns which parts of the cluster a request would lack; none: it can be served."""
         if self._generator.closed:
             return ["gateway"]
         if not self.plane.link.connected:

@@ -1,6 +1,6 @@
 """What a gateway counts of its requests: each request once, at its end.
 
-Nothing is counted per token. The histograms are `kv_transfer.gauges.Histogram`, which takes all
+Nothing is counted per token. The histograms are `kv_transfer.statistics.Histogram`, which takes all
 gaps of a request in one call.
 """
 

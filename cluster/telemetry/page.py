@@ -26,7 +26,7 @@ READ_ATTEMPTS = 3  #: Another thread may change the dictionaries that rows are m
 
 
 class MetricRow(NamedTuple):
-    """One number of one metric, or one histogram as `kv_transfer.gauges.Histogram.values`."""
+    """One number of one metric, or one histogram as `kv_transfer.statistics.Histogram.values`."""
 
     name: str  #: Without the prefix `diptych_`.
     value: float | Mapping[str, float]

@@ -163,14 +163,14 @@ class RoutingSpans:
         self._attempts: dict[frames.AttemptKey, PlacementSpan] = {}
 
     def begin(self, gateway: str, place: frames.PlaceAttempt) -> None:
-        """A gateway asks for the placement of an attempt."""
+        """Begins the span of an attempt, whose gateway asks for a placement."""
         if place.trace and place.attempt_key not in self._attempts:
             span = self._tracer.start_span("route", place.trace)
             span.set_attribute("diptych.attempt", place.attempt_key[1])
             self._attempts[place.attempt_key] = PlacementSpan(gateway, span)
 
     def handle_reply(self, frame: object) -> None:
-        """The router sends a frame. Frames that decide nothing are ignored."""
+        """Ends the span of an attempt that the frame places, refuses or ends."""
         match frame:
             case frames.AttemptPlaced(key) if key in self._attempts:
                 span = self._attempts.pop(key).span
@@ -182,7 +182,7 @@ class RoutingSpans:
                 end_span(self._attempts.pop(key).span, error_type=frame.reason)
 
     def end_gateway(self, gateway: str) -> None:
-        """A gateway is gone, and all its attempts with it."""
+        """Ends the spans of all attempts of a gateway that is gone."""
         for key, attempt in list(self._attempts.items()):
             if attempt.gateway == gateway:
                 del self._attempts[key]
@@ -210,7 +210,7 @@ class WorkerSpans:
         self._attempts: dict[frames.AttemptKey, AttemptSpan] = {}
 
     def begin(self, gateway: str, frame: frames.StartPrefill | frames.StartDecode) -> None:
-        """A gateway starts an attempt on this worker."""
+        """Begins the span of an attempt that a gateway starts on this worker."""
         if not frame.trace or frame.attempt_key in self._attempts:
             return
         phase = "prefill"
@@ -238,7 +238,7 @@ class WorkerSpans:
         attempt.span = self._start_span(attempt.phase, key, attempt.traceparent)
 
     def handle_reply(self, frame: object) -> None:
-        """The worker sends a gateway a frame. Frames that change no phase are ignored."""
+        """Follows the phases of an attempt by the frames that the worker sends to its gateway."""
         match frame:
             case frames.EngineStepTokens(streams):
                 for answer_tokens in streams:
@@ -271,13 +271,13 @@ class WorkerSpans:
                 self.end_attempt(key)
 
     def end_attempt(self, key: frames.AttemptKey, error_type: str = "") -> None:
-        """An attempt has ended on this worker."""
+        """Ends the span of an attempt; with an `error_type` it is marked as failed."""
         attempt = self._attempts.pop(key, None)
         if attempt:
             end_span(attempt.span, error_type)
 
     def end_gateway(self, gateway: str) -> None:
-        """A gateway is gone, and all its attempts with it."""
+        """Ends the spans of all attempts of a gateway that is gone."""
         for key, attempt in list(self._attempts.items()):
             if attempt.gateway == gateway:
                 self.end_attempt(key, "gateway_gone")

@@ -48,7 +48,7 @@ class Panel(NamedTuple):
 
 
 def quantiles(metric: str, by: str = "", where: str = OF_MODEL) -> Queries:
-    """p50, p95 and p99 of a histogram."""
+    """Returns the queries for p50, p95 and p99 of a histogram."""
     labels = f"le, {by}" if by else "le"
     legend = f" {_legend(by)}" if by else ""
     buckets = f"sum by ({labels}) (rate(diptych_{metric}_bucket{{{where}}}[{RATE}]))"
@@ -59,12 +59,12 @@ def quantiles(metric: str, by: str = "", where: str = OF_MODEL) -> Queries:
 
 
 def rate(metric: str, by: str, where: str = OF_MODEL) -> Queries:
-    """A counter's increase a second, by the labels `by`."""
+    """Returns the query for a counter's increase a second, by the labels `by`."""
     return ((f"sum by ({by}) (rate(diptych_{metric}{{{where}}}[{RATE}]))", _legend(by)),)
 
 
 def gauge(metric: str, by: str, where: str = OF_MODEL) -> Queries:
-    """A gauge, summed by the labels `by`."""
+    """Returns the query for a gauge, summed by the labels `by`."""
     return ((f"sum by ({by}) (diptych_{metric}{{{where}}})", _legend(by)),)
 
 

@@ -78,7 +78,7 @@ class EngineBenchOptions:
 
     @property
     def growth_tokens(self) -> int:
-        """Tokens that a decoding sequence may grow by: every step, and the way there."""
+        """Tokens by which a decoding sequence may grow, in all steps and before the first one."""
         return ROUNDS_FACTOR * self.rounds * (BURST_LIMIT + 1) + 64
 
 
@@ -99,7 +99,7 @@ class BenchCell:
 
 @dataclass(frozen=True, slots=True)
 class BenchRound:
-    """What one alternation took."""
+    """What each engine took in one round of turns."""
 
     times_ms: dict[EngineProcess, list[float]]  #: Of each engine's timed steps.
     waited: float  #: The largest share of the time that a thread stood in line for a CPU.

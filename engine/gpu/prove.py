@@ -66,7 +66,7 @@ WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")
 
 @dataclass(frozen=True, slots=True)
 class DecodeVariant:
-    """A way to make the model, and the bytes that a number takes in it."""
+    """A way to make the model, and how many bytes a number takes in it."""
 
     title: str
     model_options: dict[str, Any]  #: Keywords of `random_model.make_random_model`.
@@ -143,7 +143,7 @@ class DecodeBench:
         self._blocks: list[list[int]] = []
 
     def rows(self, batch: int, context: int, ahead: int) -> list[DecodeRow]:
-        """Return the rows of step `ahead` of a batch near `context`.
+        """Return the rows of step `ahead` of `batch` sequences, each about `context` tokens long.
 
         The first step takes its ids from the host, the others from the step before. The lists of
         blocks stay the same, as those of sequences do, until another batch or context is asked for.

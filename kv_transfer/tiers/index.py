@@ -25,7 +25,7 @@ PROMOTION_LIMIT = 64  #: used blocks that wait for their way back to memory; the
 
 @dataclass(slots=True)
 class TierEntry:
-    """One block. Slots are numbers of a store's slots."""
+    """Where one block is: the numbers of its slots in the stores of memory and disk."""
 
     memory: int | None = None  #: memory slot that holds the block
     disk: int | None = None  #: disk slot that holds the block
@@ -153,7 +153,7 @@ class TierIndex:
         self._forget_if_in_no_tier(content)
 
     def remove_copy(self, content: bytes, tier: Tier, reason: str) -> None:
-        """The bytes in `tier` are bad or unreadable: they count as removed, pinned or not.
+        """Removes the copy in `tier`, whose bytes are bad or unreadable, pinned or not.
 
         No copy out of that slot may be in flight.
         """
@@ -191,7 +191,7 @@ class TierIndex:
         return slot
 
     def end_store(self, content: bytes, ok: bool) -> None:
-        """The copy into the slot of `begin_store` ended."""
+        """Ends the copy that `begin_store` began; `ok` says if the slot now holds the block."""
         if ok:
             self.event_counts["memory_stored"] += 1
         self._end_filling(content, ok)
@@ -238,7 +238,7 @@ class TierIndex:
         return CopyToDisk(content, entry.memory, slot)
 
     def end_move(self, move: TierMove, ok: bool) -> None:
-        """The copy of `begin_move` ended. A `CopyToDisk` that failed is tried again."""
+        """Ends the copy that `begin_move` began. A `CopyToDisk` that failed is tried again."""
         if isinstance(move, CopyToMemory):
             self.event_counts["memory_promoted"] += ok
             self._end_filling(move.content, ok)
@@ -254,7 +254,10 @@ class TierIndex:
             self._free_disk.append(move.disk_slot)
 
     def attach_disk(self, slots: int, found_blocks: list[tuple[bytes, int]]) -> None:
-        """A disk with `slots` slots is there; it holds (content, slot) blocks, oldest first."""
+        """Takes a disk with `slots` slots into use.
+
+        `found_blocks` are the (content, slot) that it holds, oldest first.
+        """
         assert self.disk_slots == 0, self
         self.disk_slots = slots
         taken_slots: set[int] = set()
@@ -272,7 +275,7 @@ class TierIndex:
         self._free_disk = deque(slot for slot in range(slots) if slot not in taken_slots)
 
     def detach_disk(self) -> None:
-        """The disk is gone with everything on it. No copy to or from it may be in flight."""
+        """Forgets a disk and everything on it. No copy to or from the disk may be in flight."""
         on_disk = [content for content, entry in self._entries.items() if entry.disk is not None]
         for content in on_disk:
             self._remove_from_disk(content)

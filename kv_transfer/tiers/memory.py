@@ -34,7 +34,7 @@ class MemoryStore:
         return self._checksums[slot]
 
     def set_checksum(self, slot: int, block_checksum: int) -> None:
-        """Says what the checksum of bytes is that were written through `view`."""
+        """Sets the checksum of a slot whose bytes were written through `view`."""
         self._checksums[slot] = block_checksum
 
     def put(self, slot: int, data: memoryview, seed: int) -> None:

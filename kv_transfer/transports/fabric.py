@@ -42,12 +42,12 @@ TimedAction = Callable[[float], None]  #: is called with the time at which it ha
 class FenceKind(enum.Enum):
     """What keeps a lost peer's late data out of a pool."""
 
-    #: Like NIXL: late pieces of a dead writer are stored within `grace_s`, `Admit` is not asked,
-    #: and a death is found by the next call.
+    #: Like NIXL: late pieces of a dead writer are stored within `grace_s`, `AdmitData` is not
+    #: asked, and a death is found by the next call.
     GRACE = "grace"
     #: Like GRACE, but also waits until the peer is gone: a frozen writer is not fenced.
     GONE = "gone"
-    #: Like TCP: `Admit` is asked for every piece, a lost peer is hung up on, and its death is
+    #: Like TCP: `AdmitData` is asked for every piece, a lost peer is hung up on, and its death is
     #: reported.
     REFUSE = "refuse"
 
@@ -162,7 +162,9 @@ class Fabric:
             self.lane(source, target).link = link
 
     def cut(self, source: str, target: str) -> None:
-        """One way: notes are lost from now on, data and confirmations wait for `heal`."""
+        """Loses all notes from `source` to `target` from now on; data and confirmations wait for
+        `heal`.
+        """
         with self.lock:
             self.advance()
             self.lane(source, target).cut = True
@@ -175,7 +177,9 @@ class Fabric:
             self._resume(lane, now)
 
     def clog(self, source: str, target: str, seconds: float) -> None:
-        """One way: nothing that is sent moves for so long, then everything goes on."""
+        """Holds up all that `source` sends to `target` for so many seconds; then everything goes
+        on.
+        """
         with self.lock:
             lane = self.lane(source, target)
             until_s = self.advance() + seconds
@@ -267,7 +271,7 @@ class Fabric:
         self._send(lane, now, begin)
 
     def hang_up(self, source: str, target: str) -> None:
-        """`target` closes the connection on which `source` writes."""
+        """Closes, at the end of `target`, the connection on which `source` writes."""
         self.lane(source, target).writes.clear()
         writer = self._agents.get(source)
         if writer is not None and writer.ended_at is None:

@@ -82,7 +82,7 @@ class MappedPool:
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def copy(self, pool: Pool, spans: Spans) -> None:
-        """Copies `spans` from `pool`, one hold of the gate after the other.
+        """Copies `spans` from `pool`, in pieces; the gate is held for one piece at a time.
 
         Raises PeerLost when the gate is shut, or a unit lies outside of a pool.
         """

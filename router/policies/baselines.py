@@ -41,11 +41,11 @@ def two_random_choices(
 
 
 class MinTtft(EarlyPolicy):
-    """The least sum of queue and prefill, both predicted, and the least predicted step."""
+    """Chooses the least predicted sum of queue and prefill, and the least predicted decode step."""
 
 
 class RoundRobin(EarlyPolicy):
-    """Workers take turns, in order of their slots."""
+    """Lets the workers take turns, in order of their slots."""
 
     def __init__(self, placer: Placer) -> None:
         super().__init__(placer)
@@ -73,7 +73,7 @@ class RoundRobin(EarlyPolicy):
 
 
 class LeastWork(EarlyPolicy):
-    """Fewest pending prompt tokens; fewest KV tokens."""
+    """Chooses the fewest pending prompt tokens, and for decode the fewest KV tokens."""
 
     def prefill_costs(
         self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
@@ -87,7 +87,7 @@ class LeastWork(EarlyPolicy):
 
 
 class PowerOfTwo(EarlyPolicy):
-    """The less busy of two random workers."""
+    """Chooses the less busy of two random workers."""
 
     def prefill_costs(
         self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
@@ -101,7 +101,7 @@ class PowerOfTwo(EarlyPolicy):
 
 
 class LongestPrefix(EarlyPolicy):
-    """The longest hit; of equal ones the fewest pending tokens."""
+    """Chooses the longest cached prefix; of equal ones the fewest pending tokens."""
 
     def prefill_costs(
         self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
@@ -142,7 +142,11 @@ class Dynamo(EarlyPolicy):
 
 
 class LMetric(EarlyPolicy):
-    """New prefill tokens (pending and own) x batch size; for prefill the batch is the queue."""
+    """Chooses the least product of new prefill tokens (the pending ones and the request's) and
+    batch size.
+
+    For prefill the batch is the queue.
+    """
 
     def prefill_costs(
         self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
@@ -223,10 +227,10 @@ class RayPrefix(EarlyPolicy):
 
 
 class Mooncake(EarlyPolicy):
-    """Algorithm 1 without its migration of hot prefixes.
+    """Mooncake's algorithm 1, without its migration of hot prefixes.
 
-    Least queue and prefill; decode with the least time between tokens. It rejects early where the
-    class allows that.
+    It chooses the least queue and prefill, and for decode the least time between tokens. It rejects
+    early where the class allows that.
     """
 
     rejects_late = True

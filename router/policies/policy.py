@@ -126,20 +126,20 @@ class EarlyPolicy:
         return decided
 
     def next_wake(self, now: float) -> float:
-        """Nothing changes between two events."""
+        """Returns infinity: nothing changes between two events."""
         return inf
 
     def reconsider(self, request: QueuedRequest) -> None:
-        """All queued requests are looked at each time anyway."""
+        """Does nothing, as all queued requests are looked at each time."""
 
     def worker_lost(self, worker: WorkerState) -> None:
-        """All workers are looked at each time anyway."""
+        """Does nothing, as all workers are looked at each time."""
 
     def local_only_changed(self, now: float) -> None:
-        """All queued requests are looked at each time anyway."""
+        """Does nothing, as all queued requests are looked at each time."""
 
     def local_prompt_finished(self) -> None:
-        """All workers are looked at each time anyway."""
+        """Does nothing, as all workers are looked at each time."""
 
     # ---- one request -----------------------------------------------------------------------------
 

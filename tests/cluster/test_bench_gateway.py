@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from diptych.cluster.bench.gateway import prompts
+from diptych.cluster.bench.gateway.cluster import countable_token_ids
 from diptych.cluster.bench.gateway.measure import (
     ClientLoad,
     GatewayMeasurement,
@@ -106,6 +107,13 @@ def test_the_client_counts_tokens_whatever_the_chunks(tmp_path: Path) -> None:
 
     told = asyncio.run(run())
     assert (told["tokens"], told["events"], told["failed"]) == (8, 4, 0)
+
+
+def test_tokens_can_be_counted_by_their_spaces() -> None:
+    tokenizer = ChatTokenizer(CHECKPOINT)
+    token_ids = countable_token_ids(tokenizer)
+    assert len(token_ids) > 100
+    assert tokenizer.decode(token_ids).count(" ") == len(token_ids)
 
 
 def test_the_table_names_what_was_not_measured() -> None:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "deploy/README.md").read_text()
 BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
 INLINE = re.findall(r"`((?:helm|kubectl) [a-z]+ [^`]+)`", TEXT)
-COMMANDS = [line for block in BLOCKS for line in block.strip().split("\n")]
+COMMANDS = [line for block in BLOCKS for line in block.replace("\\\n", "").strip().split("\n")]
 COMMANDS += [" ".join(command.split()) for command in INLINE]
 
 

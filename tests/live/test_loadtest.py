@@ -117,7 +117,8 @@ def test_locusts_page_shows_goodput_and_grpc_streams_are_measured(live: Live) ->
 
 def commands() -> list[str]:
     blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "loadtests/README.md").read_text(), re.DOTALL)
-    return [line for block in blocks for line in block.strip().split("\n")]
+    lines = [line for block in blocks for line in block.replace("\\\n", "").strip().split("\n")]
+    return [line.removeprefix(".venv/bin/") for line in lines]
 
 
 @pytest.mark.long

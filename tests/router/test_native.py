@@ -57,7 +57,7 @@ def test_without_a_compiler_it_says_so_and_all_runs_as_python(tmp_path):
 
 @pytest.mark.parametrize("changed", ["router/request_queue.py", "simulator/worker.py"])
 def test_a_changed_source_is_another_one(tmp_path, monkeypatch, changed):
-    for package in ("router", "simulator"):
+    for package in ("engine", "router", "simulator"):
         shutil.copytree(native.ROOT / package, tmp_path / package)
     before = native.build_folder()
     monkeypatch.setattr(native, "ROOT", tmp_path)

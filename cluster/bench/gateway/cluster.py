@@ -13,9 +13,12 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .usage import Processes
+
+if TYPE_CHECKING:
+    from ...gateway.text.tokenizer import ChatTokenizer
 
 MODEL_NAME = "bench"
 HOST = "127.0.0.1"
@@ -138,10 +141,12 @@ def _application(model: Path, port: int, listen: str) -> Any:
     return bind(Gateway, "Gateway", [tree, str(model), MODEL_NAME, others])
 
 
-def countable_token_ids(text: Any) -> list[int]:
+def countable_token_ids(tokenizer: ChatTokenizer) -> list[int]:
     """Return ids whose text is a space and letters: a client counts such tokens by their spaces."""
     token_ids = [
-        token_id for token_id in range(text.vocab) if re.fullmatch(" [a-z]+", text.piece(token_id))
+        token_id
+        for token_id in range(tokenizer.vocabulary_size)
+        if re.fullmatch(" [a-z]+", tokenizer.token_text(token_id))
     ]
     return token_ids[:TOKEN_IDS_LIMIT]
 

@@ -54,7 +54,7 @@ class GatewayMeasurement:
 
 
 class Mark(NamedTuple):
-    """The counts at a moment that the load generator names."""
+    """The counts of clients and processes at a moment that the load generator names."""
 
     at_s: float
     tokens: int
@@ -146,12 +146,12 @@ def _command(client: Path, port: int, request_file: str, load: ClientLoad) -> li
 
 
 def flat_load(streams: int) -> ClientLoad:
-    """Return streams that are as fast as everything goes."""
+    """Return a load whose streams are as fast as everything goes."""
     return ClientLoad(streams, min(FLAT_TOKENS, FLAT_TOKENS_IN_ALL // streams))
 
 
 def paced_load(streams: int, seconds: float) -> ClientLoad:
-    """Return streams of `PACE` tokens a second."""
+    """Return a load whose streams have `PACE` tokens a second."""
     return ClientLoad(streams, int(seconds * PACE), PACE)
 
 

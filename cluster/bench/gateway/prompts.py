@@ -1,8 +1,8 @@
 """How many long prompts a second one core prepares: from the body to the frames for the workers.
 
-This is what `Gateway.prepare` does (read the body, check it, render and tokenize it in a thread,
-sampling, block hashes) and the encoding of the frames that carry the prompt. It leaves out HTTP,
-sockets and answers.
+This is what `GatewayService.prepare` does (read the body, check it, render and tokenize it in a
+thread, sampling, block hashes) and the encoding of the frames that carry the prompt. It leaves out
+HTTP, sockets and answers.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _next_turns(text: ChatTokenizer, generator: random.Random) -> Iterator[bytes
 
 
 def prose(words: list[str], generator: random.Random, tokens: int) -> str:
-    """Return text of about so many tokens.
+    """Return text of about `tokens` tokens.
 
     `words` are a tokenizer's own; a few of them come often and most rarely, as in a language.
     """

@@ -50,7 +50,7 @@ BACKOFF_DOUBLINGS_MAX = 6  #: after attempts that were handed over
 
 
 def end_reason_of(failure: frames.AttemptFailed) -> EndReason:
-    """How the attempt ended that a worker reported as failed."""
+    """Returns how an attempt ended that a worker has reported as failed."""
     if failure.final or failure.reason in FAULTS_OF_REQUEST:
         return EndReason.REFUSED
     if failure.reason.removeprefix("kv_") in HANDOVER_REASONS:
@@ -80,7 +80,7 @@ class RetryState:
 
     @property
     def needs_local_prefill(self) -> bool:
-        """The last attempt does without a transfer."""
+        """Is True before the last attempt that may fail: that one does without a KV transfer."""
         return 0 < self.failed_attempts == self.max_failures - 1
 
     def copy(self) -> RetryState:
@@ -157,7 +157,7 @@ class Generator:
         await self._run_attempts(request, RetryState(self.max_attempts), sink)
 
     def close(self) -> None:
-        """Every request that runs, or will, ends with the error `draining`."""
+        """Ends every request that runs, and each one that comes, with the error `draining`."""
         self.closed = True
         self.plane.end_requests(_draining())
 
@@ -462,7 +462,10 @@ async def _within_deadline(request: Request, work: Awaitable[Result]) -> Result:
 
 
 async def run_together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Runs all at the same time. When one fails, the others are cancelled, and its error raised."""
+    """Runs all works at the same time.
+
+    When one fails, the others are cancelled, and its error is raised.
+    """
     coroutines = list(works)
     if len(coroutines) == 1:
         await coroutines[0]

@@ -141,7 +141,7 @@ class Plane:
     # ---- attempts --------------------------------------------------------------------------------
 
     def watch(self, key: frames.AttemptKey) -> Inbox:
-        """The inbox of an attempt, until `forget`; it gets at most one event per token."""
+        """Returns the inbox of an attempt, until `forget`; it gets at most one event per token."""
         inbox = Inbox()
         self._inboxes[key] = inbox
         self._attempt_workers[key] = set()
@@ -300,7 +300,9 @@ class Plane:
     # ---- calls -----------------------------------------------------------------------------------
 
     async def inspect(self) -> tuple[dict | None, list[dict]]:
-        """Statistics of the router (None: not there) and of every worker that answers in time."""
+        """Returns statistics of the router (None: not there) and of every worker that answers in
+        time.
+        """
         workers = [self._workers[name] for name in sorted(self._workers)]
         router = self._call(self.link) if self.link.connected else None
         replies = await asyncio.gather(
@@ -313,11 +315,11 @@ class Plane:
             return None, statistics
 
     async def explain(self, request_id: str) -> list[dict] | None:
-        """The router's decisions about a client's request; None: there is no router."""
+        """Returns the router's decisions about a client's request; None: there is no router."""
         return await self._decisions(lambda call_id: frames.InspectProcess(call_id, request_id))
 
     async def latest(self, count: int) -> list[dict] | None:
-        """The router's last decisions, newest first; None: there is no router."""
+        """Returns the router's last decisions, newest first; None: there is no router."""
         return await self._decisions(
             lambda call_id: frames.InspectProcess(call_id, latest_decisions=count)
         )
@@ -333,7 +335,9 @@ class Plane:
             return None
 
     async def steer(self, worker: str, role: str, hand_over: bool) -> dict | None:
-        """A worker's answer to `ChangeRole`; None: it is gone."""
+        """Orders a worker into a role; returns its answer to `ChangeRole`. None: the worker is
+        gone.
+        """
         return await self._call_worker(
             worker, lambda call_id: frames.ChangeRole(call_id, role, hand_over)
         )
@@ -341,7 +345,10 @@ class Plane:
     async def probe(
         self, worker: str, limit_s: float, peer: str | None = None, **fields: Any
     ) -> dict | None:
-        """A worker's answer to `ProbeTransfer` with these fields; None: it is gone, or too slow."""
+        """Orders a worker to probe; returns its answer to `ProbeTransfer` with these fields.
+
+        None: the worker is gone, or took longer than `limit_s` seconds.
+        """
         return await self._call_worker(
             worker, lambda call_id: frames.ProbeTransfer(call_id, peer, **fields), limit_s
         )

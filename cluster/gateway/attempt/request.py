@@ -152,7 +152,9 @@ class RequestInput:
     salt: bytes = b""  #: The parent of the first hash.
 
     def continued(self, journal: list[frames.Token]) -> RequestInput:
-        """The input of an attempt that goes on behind `journal`: its tokens join the prompt."""
+        """Returns the input of an attempt that goes on behind `journal`: its tokens join the
+        prompt.
+        """
         prompt_ids = self.prompt_ids + [token.id for token in journal]
         hashes = self.hashes
         if hashes or self.salt:
@@ -217,13 +219,15 @@ class Request(RequestInput):
         return self.attempt
 
     def attempt_input(self) -> RequestInput:
-        """What the attempt under way computes: the prompt and the tokens it starts with."""
+        """Returns what the attempt under way computes: the prompt and the tokens it starts with."""
         if self.attempt is None or not self.attempt.resumed_tokens:
             return self
         return self.continued(self.answers[0].journal)
 
     def adopt(self, other: Request) -> None:
-        """Goes on where another run of the same request was."""
+        """Takes over the journal and the route of an earlier run of the same request, to go on
+        behind it.
+        """
         self.prompt_logprobs = list(other.prompt_logprobs)
         self.route = other.route
         self.hit_tokens = other.hit_tokens
@@ -232,7 +236,9 @@ class Request(RequestInput):
             answer.finish_reason = other_answer.finish_reason
 
     def part(self, answer_index: int) -> Request:
-        """One of several answers as a request of its own, which shares journal and failures."""
+        """Returns one of several answers as a request of its own, which shares journal and
+        failures.
+        """
         sampling = sampling_of_answer(self.sampling, answer_index)
         part = Request(
             self.id,
@@ -285,19 +291,19 @@ class Request(RequestInput):
 
     @property
     def waited_s(self) -> float:
-        """How long the client has waited for the next token."""
+        """Seconds that the client has waited for the next token."""
         last_tokens = [answer.token_times[-1] for answer in self.answers if answer.token_times]
         return time.monotonic() - max(last_tokens, default=self.times.arrived_s)
 
     @property
     def ttft_s(self) -> float | None:
-        """Time to first token; None before it."""
+        """Seconds to the first token; None before it."""
         first_tokens = [answer.token_times[0] for answer in self.answers if answer.token_times]
         return min(first_tokens) - self.times.arrived_s if first_tokens else None
 
     @property
     def gaps_s(self) -> list[float]:
-        """Times between the tokens of an answer; the first one contains the KV transfer."""
+        """Seconds between the tokens of an answer; the first gap contains the KV transfer."""
         return [
             later - earlier
             for answer in self.answers

@@ -58,11 +58,11 @@ def read_resume(get_header: Callable[[str], str | None]) -> Resume:
 
 
 def cursors_of(event_id: str) -> tuple[Cursor, ...]:
-    """What an event's id says of each answer."""
+    """Returns the cursor of each answer that an event's id stands for."""
     counts = event_id.split(".") if event_id else []
     return tuple(Cursor(int(count.rstrip("e")), count.endswith("e")) for count in counts)
 
 
 def event_id_of(cursors: Iterable[Cursor]) -> str:
-    """The id of an event behind which a reader's cursors are these."""
+    """Returns the id of an event behind which a reader's cursors are these."""
     return ".".join(f"{cursor.tokens}{'e' if cursor.ended else ''}" for cursor in cursors)

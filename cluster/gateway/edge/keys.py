@@ -132,7 +132,7 @@ class KeyLimiter:
 
 
 class FileVersion(NamedTuple):
-    """Differs from the one before if the file has changed."""
+    """Identifies a state of the key file: two versions differ if the file has changed between."""
 
     modified_ns: int
     size: int
@@ -140,9 +140,10 @@ class FileVersion(NamedTuple):
 
 
 class AccessControl:
-    """Says whose request comes in. Without a `path` everybody may come in, without a key.
+    """Finds out whose key a request has, and holds the key to its limits.
 
-    Raises KeyFileError if the file cannot be read at the start.
+    Without a `path` no request needs a key. Raises KeyFileError if the file cannot be read at the
+    start.
     """
 
     def __init__(self, path: Path | None) -> None:

@@ -100,12 +100,12 @@ class ReplyQueue(Generic[Reply]):
         await self._has_room.wait()
 
     def end(self, _: asyncio.Task[None]) -> None:
-        """No replies come any more, as the task that makes them is done."""
+        """Marks the end of the replies, as the task that makes them is done."""
         self._ended = True
         self._changed.set()
 
     async def next(self) -> Reply | None:
-        """The next reply; None behind the last one."""
+        """Returns the next reply; None behind the last one."""
         while not self._replies and not self._ended:
             self._changed.clear()
             await self._changed.wait()
@@ -235,7 +235,7 @@ class Inference:
     async def Check(
         self, request: health_pb2.HealthCheckRequest, grpc_context: Any
     ) -> health_pb2.HealthCheckResponse:
-        """Needs no key: probes have none."""
+        """Answers gRPC's health service. It needs no key, as probes have none."""
         kinds = health_pb2.HealthCheckResponse
         if request.service not in ("", SERVICE):
             error = ApiError("not_found", f"no service {request.service!r}")
@@ -263,7 +263,7 @@ class _Health(health_pb2_grpc.HealthServicer):
 
 
 async def listen(inference: Inference, settings: GatewaySettings) -> grpc.aio.Server:
-    """A server on the gateway's own socket; gateways of one machine share the port."""
+    """Returns a server on the gateway's own socket; gateways of one machine share the port."""
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", BODY_MAX),

@@ -36,18 +36,18 @@ encode = msgspec.json.Encoder().encode
 
 
 def event(data: dict[str, Any], name: str = "") -> bytes:
-    """The bytes of one event; `name` is its type."""
+    """Returns the bytes of one event; `name` is its type."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + encode(data) + b"\n\n"
 
 
 def with_event_id(events: bytes, event_id: str) -> bytes:
-    """Gives the last of the events this id."""
+    """Returns the bytes of these events, the last of which gets this id."""
     return events[:-1] + b"id: " + event_id.encode() + b"\n\n"
 
 
 async def read_body(http: HttpRequest) -> bytes:
-    """The whole body. Raises ApiError if it is larger than `BODY_MAX`."""
+    """Returns the whole body. Raises ApiError if it is larger than `BODY_MAX`."""
     parts = []
     size = 0
     async for part in http.stream():
@@ -59,7 +59,7 @@ async def read_body(http: HttpRequest) -> bytes:
 
 
 class Stalled(SinkError):
-    """A client does not read."""
+    """The client has taken nothing for `STALL_S`, so it is dropped."""
 
 
 class ResponseBody:

@@ -45,7 +45,9 @@ class TextWriter(Protocol):
     """Makes what the client gets of text deltas, and holds it until the client takes it."""
 
     def write_deltas(self, deltas: list[TextDelta]) -> bool:
-        """Sends deltas towards the client, without waiting for it; False: `drain` comes next."""
+        """Sends deltas towards the client without waiting for it. False: `drain` must be called
+        next.
+        """
 
     def skip_deltas(self, deltas: list[TextDelta]) -> None:
         """Takes note of deltas that the client has already."""
@@ -65,7 +67,7 @@ class AnswerTexts:
         ]
 
     def feed(self, updates: list[AnswerUpdate]) -> list[TextDelta]:
-        """The deltas of new tokens. An answer that a stop string ends is marked as stopped."""
+        """Returns the deltas of new tokens, and marks an answer that a stop string ends."""
         deltas = []
         for update in updates:
             text = self._texts[update.answer_index]
@@ -78,7 +80,7 @@ class AnswerTexts:
 
     @property
     def cursors(self) -> list[Cursor]:
-        """What was fed of each answer, up to its end."""
+        """How many tokens of each answer became text so far, and whether the answer has ended."""
         return [Cursor(text.used_tokens, text.ended) for text in self._texts]
 
     @property

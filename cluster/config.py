@@ -14,9 +14,18 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from ..engine.options import (
+    BLOCK_TOKENS,
+    BlockTokens,
+    ComputeSettings,
+    Count,
+    Dtype,
+    EngineOptions,
+    SchedulerSettings,
+)
+
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=1)]
 #: Of the ITL target, what a step may take; the rest is for the token's way to the client.
 STEP_SHARE = 0.9
 #: Environment variable with the cluster's secret, for where no file may hold the secret.
@@ -33,9 +42,6 @@ class ConfigError(Exception):
     """The configuration is wrong; the message says where and what to do."""
 
 
-Attention = Literal["auto", "fa3", "fa2", "fa4", "flashinfer", "triton", "cpp", "torch"]
-
-
 class ConfigSection(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -45,33 +51,21 @@ class ModelSettings(ConfigSection):
     path: str | None = None
     #: The name in the API; None: the folder's name, and `demo` for the bundled model.
     name: str | None = None
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Dtype = EngineOptions.dtype
     #: Tokens of a prompt and its answer; None: what the model allows, or what the pools hold.
-    max_model_len: Count | None = None
+    max_model_len: Count | None = EngineOptions.max_model_len
     #: Tokens of a KV block; flash-attn 2 supports 256 only.
-    block_tokens: Literal[64, 128, 256] = 64
+    block_tokens: BlockTokens = BLOCK_TOKENS
 
 
-class EngineSettings(ConfigSection):
-    threads: Count = 1
-    kv_mib: Count = 256
-    max_step_tokens: Annotated[int, Field(ge=64)] = 512
-    max_running: Count = 64
-    growth_tokens: Count = 256
+# A section is frozen by its `model_config`, which mypy does not read.
+class EngineSettings(ConfigSection, SchedulerSettings, ComputeSettings):  # type: ignore[misc]
+    """The engines of a pool. Each field of the two structs of `engine/options.py` is a setting."""
+
+    kv_mib: Count = EngineOptions.kv_bytes >> 20
     #: The longest step that decodes answers: it bounds the prefill in such a step, except for one
     #: block in every eighth step. None: `STEP_SHARE` of slo.itl_ms.
     itl_budget_ms: Positive | None = None
-    #: Tokens that n-grams guess and one step verifies.
-    draft_tokens: Annotated[int, Field(ge=0, le=16)] = 0
-    device: Literal["cpu", "cuda"] = "cpu"
-    #: The library that computes attention; `cpp` and `torch` are for a CPU.
-    attention: Attention = "auto"
-    #: On a GPU: results do not depend on the batch in any bit, as on a CPU they never do.
-    exact: bool = False
-    #: On a GPU: the number format of the KV pool; None: model.dtype.
-    kv_dtype: Literal["float8_e4m3fn"] | None = None
-    #: On a GPU: `fp8` quantizes the weights when they are loaded.
-    weights: Literal["model", "fp8"] = "model"
 
 
 class PoolConfig(ConfigSection):
@@ -81,7 +75,7 @@ class PoolConfig(ConfigSection):
     min_replicas: Count = 1
     max_replicas: Count = 64
     #: Processes of a replica that share the model.
-    tensor_parallel: Count = 1
+    tensor_parallel: Count = EngineOptions.tensor_parallel
     engine: EngineSettings = EngineSettings()
 
     @property

@@ -229,7 +229,7 @@ class RouterService:
                 case events.StepDown(term):
                     self._step_down(term)
                 case _:
-                    raise AssertionError(action)
+                    assert_never(action)
         self.router.tidy()
         garbage.sweep()
 

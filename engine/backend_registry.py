@@ -44,7 +44,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 
 def open_backend(options: EngineOptions) -> Backend:
     """Returns the backend of these options. Raises KernelUnavailable for an unknown device."""
-    name = options.device
+    name: str = options.device
     if name == "cpu" and options.attention not in CPU_ATTENTION:
         name = "interpreter"
     if name not in BACKENDS:

@@ -4,10 +4,9 @@ All supported models are stacks of the same layer: attention with rotary positio
 mixture of experts, each behind an RMSNorm and each added to the rows that go through the layers.
 What differs (biases, norms of queries and keys, windows, experts) is in the spec and the weights.
 
-To add an architecture of this form, change `spec.py` alone: name it in `ARCHITECTURES`, and set
-the fields of `ModelSpec` by its `config.json`. For example `"FooForCausalLM": "foo"`, with
-`qkv_bias` True where transformers' `FooAttention` has biases. `loader.py` reads tensors by the
-names that Llama's have. `tests/engine/test_golden.py` then compares the logits with transformers'.
+To add an architecture of this form, add a line to `spec.ARCHITECTURES`; docs/extending.md has an
+example. `loader.py` reads tensors by the names that Llama's have. `tests/engine/test_golden.py`
+then compares the logits with transformers'.
 
 In shapes, T is the number of rows of a step, and D is the size of a head.
 """
@@ -20,8 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from .attention import StepRows
-from .linear import Linear, ShardedLinear
-from .ops import Ops, RmsNorm
+from .ops import LinearLayer, Ops, RmsNorm
 from .pool import KVPool
 from .rope import rope_frequencies
 from .spec import ModelSpec
@@ -35,8 +33,8 @@ FeedForward = Callable[[torch.Tensor, RmsNorm], torch.Tensor]
 class Mlp:
     """The block `hidden + down(silu(gate) * up)`, gates and `up` of the normed hidden rows."""
 
-    gate_up: Linear  #: Both matrices fused along the outputs; the layer applies SiLU itself.
-    down: Linear | ShardedLinear
+    gate_up: LinearLayer  #: Both matrices fused along the outputs; the layer applies SiLU itself.
+    down: LinearLayer
 
     def __call__(self, hidden: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
         """Return the block's result, [T, hidden], of `hidden` rows [T, hidden]."""
@@ -48,9 +46,9 @@ class DecoderLayer:
     """The weights of one layer."""
 
     norm: RmsNorm  #: Before attention.
-    qkv: Linear  #: The matrices of queries, keys and values, fused along the outputs.
+    qkv: LinearLayer  #: The matrices of queries, keys and values, fused along the outputs.
     qk_norms: tuple[RmsNorm, RmsNorm] | None  #: Of queries and of keys, each of size D.
-    output: Linear | ShardedLinear  #: From what attention gives back to hidden rows.
+    output: LinearLayer  #: From what attention gives back to hidden rows.
     mlp_norm: RmsNorm  #: Before the MLP or the experts.
     mlp: FeedForward
 
@@ -62,7 +60,7 @@ class DecoderWeights:
     embedding: torch.Tensor  #: [vocab, hidden] in the model's dtype.
     layers: list[DecoderLayer]
     norm: RmsNorm  #: Behind the last layer.
-    head: Linear | ShardedLinear  #: From hidden rows to logits.
+    head: LinearLayer  #: From hidden rows to logits.
 
 
 class Decoder:

@@ -25,6 +25,7 @@ from .batch import StepBatch, build_batch
 from .blocks import BlockPool
 from .commands import EngineObservation, PrefixStaged, StagePrefix
 from .drafts import NGramDrafter
+from .engine_like import ReportProgress
 from .exactness import is_exact
 from .grammar import GrammarCompiler
 from .model import rank_share, start_model
@@ -71,9 +72,7 @@ def _ignore_filled(filled: list[BlocksFilled]) -> None:
 class Engine:
     """An `EngineLike` on our own decoder. One thread owns it (`loop.EngineThread`)."""
 
-    def __init__(
-        self, options: EngineOptions, progress: Callable[[str, float], None] | None = None
-    ) -> None:
+    def __init__(self, options: EngineOptions, progress: ReportProgress | None = None) -> None:
         """Loads the model and allocates the KV pool; `progress(what, share)` follows the loading.
 
         Raises what `errors.py` lists, each with the cause and what to do about it.

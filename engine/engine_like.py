@@ -3,6 +3,7 @@
 `engine.Engine` is one; a second engine comes in behind the same interface. `loop.EngineThread` owns
 an `EngineLike` and calls it from one thread; workers send it `EngineCommand`s and get
 `EngineEvent`s back. Nothing outside of `engine/` needs to know how an engine schedules.
+`tests/kit/engine_conformance.py` is the suite that each engine passes.
 
 Life of a sequence, as calls:
     computed here    add -> step ... (SequenceOutput) ... release
@@ -13,59 +14,47 @@ Life of a sequence, as calls:
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Protocol, TypeAlias
 
+from ..kv_transfer.lanes import Digest
+from ..kv_transfer.layout import KVLayout
+from ..kv_transfer.transport import Pool
 from ..protos.frames import AttemptKey
-from .commands import (
-    AddSequence,
-    BlockDemoted,
-    BlocksReserved,
-    CachePrefix,
-    CommitBlocks,
-    DemoteBlocks,
-    EngineObservation,
-    ObserveEngine,
-    PrefixStaged,
-    ReleaseSequence,
-    ReserveBlocks,
-    StagePrefix,
-)
-from .options import SchedulerLimits
-from .pool import KVPool
+from .commands import EngineEvent, EngineObservation, PrefixStaged, StagePrefix
+from .options import EngineOptions, SchedulerLimits
 from .sequence import BlocksFilled, Sequence, SequenceOutput
 
-#: what the engine thread can be told
-EngineCommand = (
-    AddSequence
-    | ReserveBlocks
-    | CommitBlocks
-    | ReleaseSequence
-    | StagePrefix
-    | CachePrefix
-    | BlockDemoted
-    | ObserveEngine
-)
-#: what it delivers
-EngineEvent = (
-    SequenceOutput | BlocksFilled | BlocksReserved | PrefixStaged | EngineObservation | DemoteBlocks
-)
+#: Takes what happened, in order; called on the engine's thread, and must not block.
+Deliver: TypeAlias = Callable[[Collection[EngineEvent]], None]
+
+#: Follows the loading of the weights: what is loaded, and the share of it that is there.
+ReportProgress: TypeAlias = Callable[[str, float], None]
 
 
-#: takes a list of `EngineEvent`s (`Any`, as lists of one kind are passed, and lists are invariant)
-Deliver = Callable[[list[Any]], None]
+class EnginePool(Pool, Protocol):
+    """The memory with the KV blocks of one rank; transfers and tiers read and write it."""
+
+    layout: KVLayout
+    block_bytes: int  #: Of one block, in all layers.
+    #: Makes checksums where the bytes are; None: the transfer makes them from `view`.
+    digest: Digest | None
 
 
 class EngineLike(Protocol):
-    """An engine of one replica. Not thread safe: one thread owns it, but for `statistics`."""
+    """An engine of one replica.
 
-    #: called in mid-step, on the engine's thread, with blocks whose KV may be read by transfers
+    It is not thread safe: one thread owns it. Only what says "Any thread" may be called by others,
+    and only the properties may be read by others.
+    """
+
+    #: Called in mid-step, on the engine's thread, with blocks whose KV may be read by transfers.
     announce_filled: Callable[[list[BlocksFilled]], None]
-    #: how many leading blocks of these contents the tiers hold; set by whoever has tiers
+    #: Returns how many leading blocks of these contents the tiers hold. Whoever has tiers sets it.
     count_tier_blocks: Callable[[list[bytes]], int]
 
     @property
-    def kv_pool(self) -> KVPool:
+    def kv_pool(self) -> EnginePool:
         """This rank's KV pool, which transfers and tiers read and write."""
         ...
 
@@ -90,7 +79,9 @@ class EngineLike(Protocol):
         ...
 
     @property
-    def limits(self) -> SchedulerLimits: ...
+    def limits(self) -> SchedulerLimits:
+        """What a step, and the pool between steps, may hold; the router places by them."""
+        ...
 
     @property
     def max_model_len(self) -> int:
@@ -117,7 +108,10 @@ class EngineLike(Protocol):
         ...
 
     def reserve(self, sequence: Sequence) -> list[int] | None:
-        """Returns blocks for KV that is going to arrive, or None if there are not enough."""
+        """Returns blocks for KV that is going to arrive, or None if there are not enough.
+
+        The leading `sequence.published_blocks` of them hold the prompt's KV already.
+        """
         ...
 
     def commit(
@@ -152,7 +146,7 @@ class EngineLike(Protocol):
         ...
 
     def required_blocks(self, sequence: Sequence) -> int:
-        """Returns how many blocks `reserve` would take for the sequence."""
+        """Returns how many blocks the sequence takes, if it shares none. Any thread."""
         ...
 
     def block_holders(self) -> Iterator[tuple[AttemptKey, int]]:
@@ -172,9 +166,18 @@ class EngineLike(Protocol):
         ...
 
     def statistics(self) -> dict[str, Any]:
-        """Returns a snapshot. Any thread."""
+        """Returns a snapshot. Any thread.
+
+        It has the keys that `cluster/telemetry/worker_metrics.py` reads. `kv_blocks` says how many
+        blocks are `free`, `active`, `cached`, `reserved`, `staged` and `demoting`, and the `total`,
+        which is their sum.
+        """
         ...
 
     def close(self) -> None:
-        """Ends the processes of the other ranks."""
+        """Ends the processes of the other ranks. The engine's thread has ended before."""
         ...
+
+
+#: Loads the model and allocates the KV pool. Raises what `errors.py` lists.
+OpenEngine: TypeAlias = Callable[[EngineOptions, ReportProgress | None], EngineLike]

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from .errors import KernelUnavailable
 from .kernels import NativeOps, native_ops
-from .ops import Ops, RmsNorm
+from .ops import LinearLayer, Ops, RmsNorm
 
 #: The row counts that calibration tries.
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -219,7 +219,7 @@ class ShardedLinear:
     they share the outputs.
     """
 
-    linear: Linear
+    linear: LinearLayer
     combine: Callable[[torch.Tensor], torch.Tensor]
 
     def __call__(
@@ -240,7 +240,7 @@ def make_linear(
     *,
     ops: Ops,
     precise: bool = False,
-) -> Linear:
+) -> LinearLayer:
     """Return the fastest linear layer for these weights on this machine, exact where `ops` is.
 
     A `precise` layer computes in the model's dtype even if others are quantized.

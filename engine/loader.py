@@ -6,7 +6,7 @@ of the first matrix of a block, and along the inputs of the second, whose result
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,14 +14,12 @@ import torch
 
 from .collectives import Collectives
 from .decoder import DecoderLayer, DecoderWeights, FeedForward, Mlp
-from .linear import Linear, ShardedLinear, make_linear
+from .engine_like import ReportProgress
+from .linear import ShardedLinear, make_linear
 from .moe import MixtureOfExperts, SequentialExperts
-from .ops import Ops, RmsNorm
+from .ops import LinearLayer, Ops, RmsNorm
 from .spec import ExpertsSpec, ModelSpec
 from .tensors import CheckpointTensors
-
-#: called with what was loaded, and the share of the whole that is loaded by now
-ReportProgress = Callable[[str, float], None]
 
 HEAD = "lm_head.weight"
 
@@ -92,7 +90,7 @@ class _WeightLoader:
             mlp=self._feed_forward(index, prefix),
         )
 
-    def head(self, embedding: torch.Tensor) -> Linear | ShardedLinear:
+    def head(self, embedding: torch.Tensor) -> LinearLayer:
         """The layer that gives logits; each rank computes its part of the vocabulary."""
         # what is on disk counts even if the config says tied, as in transformers
         tied = self.spec.tied and HEAD not in self.tensors
@@ -114,7 +112,7 @@ class _WeightLoader:
             return tensor
         return self.collectives.part(tensor, split)
 
-    def _qkv(self, attention: str) -> Linear:
+    def _qkv(self, attention: str) -> LinearLayer:
         spec = self.spec
         query_size = spec.heads * spec.head_dim
         kv_size = spec.kv_heads * spec.head_dim
@@ -140,7 +138,7 @@ class _WeightLoader:
 
     def _summed_linear(
         self, name: str, outputs: int, inputs: int, bias_name: str | None = None
-    ) -> Linear | ShardedLinear:
+    ) -> LinearLayer:
         """A linear layer over inputs that the ranks share; only rank 0 adds the bias."""
         weight = self._take(name + ".weight", outputs, inputs, split=1)
         bias = self._take(bias_name, outputs) if bias_name else None

@@ -5,7 +5,7 @@ Each round of the thread:
 2. Run one step, and deliver its outputs. While it runs, the engine announces filled blocks.
 3. When the pool runs low, deliver cached blocks that the tiers shall copy.
 
-`deliver` is called on this thread with a list of events, and must not block.
+`deliver` is called on this thread with the events of a round, and must not block.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from .commands import (
     CachePrefix,
     CommitBlocks,
     DemoteBlocks,
+    EngineCommand,
+    EngineEvent,
     ObserveEngine,
     ReleaseSequence,
     ReserveBlocks,
     StagePrefix,
 )
-from .engine_like import Deliver, EngineCommand, EngineEvent, EngineLike
+from .engine_like import Deliver, EngineLike
 
 log = logging.getLogger(__name__)
 

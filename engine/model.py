@@ -12,6 +12,7 @@ from .attention import StepRows
 from .backend import Backend
 from .collectives import Collectives, join_process_group
 from .decoder import Decoder
+from .engine_like import ReportProgress
 from .errors import UnsupportedModel
 from .loader import load_weights
 from .options import EngineOptions
@@ -36,7 +37,7 @@ class RankModel:
         backend: Backend,
         collectives: Collectives | None = None,
         rank_processes: RankProcesses | None = None,
-        progress: Callable[[str, float], None] | None = None,
+        progress: ReportProgress | None = None,
     ) -> None:
         torch.set_num_threads(options.threads)  # as many as cores in two processes collapse
         whole = read_spec(options.model_folder)
@@ -96,7 +97,7 @@ class RankModel:
 def start_model(
     options: EngineOptions,
     backend: Backend,
-    progress: Callable[[str, float], None] | None = None,
+    progress: ReportProgress | None = None,
 ) -> RankModel:
     """Loads the model on all ranks: this process is rank 0, and starts the others.
 

@@ -9,18 +9,12 @@ In shapes, T is the number of rows, and `chosen` the number of experts that each
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from .decoder import Mlp
-from .linear import Linear
-from .ops import Ops, RmsNorm
-
-#: Takes rows [T, hidden] and the ids of each row's experts, int64 [T, chosen]; gives the result of
-#: each row from each of its experts, [T, chosen, hidden].
-ExpertFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+from .ops import ExpertFunction, LinearLayer, Ops, RmsNorm
 
 
 @dataclass(slots=True)
@@ -46,7 +40,7 @@ class SequentialExperts:
 class MixtureOfExperts:
     """The block `hidden + sum of weight x expert(norm(hidden))` over each row's experts."""
 
-    router: Linear
+    router: LinearLayer
     experts: ExpertFunction
     experts_per_token: int
 

@@ -12,16 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
 from .attention import LayerCache, StepRows, attend
-
-if TYPE_CHECKING:
-    from .linear import Linear
-    from .moe import ExpertFunction
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +26,27 @@ class RmsNorm:
 
     weight: torch.Tensor  #: [size] in the model's dtype.
     eps: float
+
+
+class LinearLayer(Protocol):
+    """A linear layer as the decoder calls it: `linear.Linear`, or one that ranks share."""
+
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        norm: RmsNorm | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the layer of `rows` [T, inputs], or of `norm(rows)` where there is a norm.
+
+        `residual` [T, outputs] is added where there is one.
+        """
+        ...
+
+
+#: Takes rows [T, hidden] and the ids of each row's experts, int64 [T, chosen]; gives the result of
+#: each row from each of its experts, [T, chosen, hidden].
+ExpertFunction: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Ops:
@@ -49,7 +66,7 @@ class Ops:
 
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool, precise: bool
-    ) -> Linear | None:
+    ) -> LinearLayer | None:
         """Return this backend's own linear layer, or None where `linear.py` has the layer.
 
         `weight` is [outputs, inputs]. With `gated` the first half of the outputs are gates of the

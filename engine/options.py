@@ -1,29 +1,68 @@
-"""What an engine is started with: one struct, one set of defaults (pure: imports no torch).
+"""What an engine is started with: its settings, and their defaults (pure: imports no torch).
 
-`cluster.yaml` -> `EngineOptions` -> the engine, its scheduler and every rank process. A default of
-an engine outside a cluster is written here and nowhere else; `cluster.yaml` has defaults of its own.
+`cluster.yaml` -> `EngineOptions` -> the engine, its scheduler and every rank process. A default is
+written here and nowhere else.
+
+`SchedulerSettings` and `ComputeSettings` are what operators set. The section `pools.*.engine` of
+cluster.yaml (`cluster/config.py`) inherits from both: a field that is added to one of them is a
+setting at once, with its default and its bounds, and reaches the engine. The fields of
+`SchedulerLimits` and `EngineOptions` are filled in by whoever starts the engine.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Final, Literal, TypeAlias
+
+from annotated_types import Ge, Le
+
+Count: TypeAlias = Annotated[int, Ge(1)]
+BlockTokens: TypeAlias = Literal[64, 128, 256]  #: What operators may choose from.
+Dtype: TypeAlias = Literal["bfloat16", "float32"]
+Device: TypeAlias = Literal["cpu", "cuda"]  #: Names of `backend_registry.BACKENDS`.
+AttentionKernels: TypeAlias = Literal[
+    "auto", "fa3", "fa2", "fa4", "flashinfer", "triton", "cpp", "torch"
+]
+
+BLOCK_TOKENS: Final = 64
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSettings:
+    """What operators set of a step. The bounds hold for cluster.yaml; tests may go below them."""
+
+    max_step_tokens: Annotated[int, Ge(64)] = 512  #: Prefill tokens of one step.
+    max_running: Count = 64  #: Sequences that decode together.
+    growth_tokens: Count = 256  #: Reserved behind a sequence's ids, at most.
+    #: Tokens that n-grams guess for a decoding sequence and one step verifies, at most.
+    draft_tokens: Annotated[int, Ge(0), Le(16)] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeSettings:
+    """What operators set of the hardware, and of how it computes."""
+
+    threads: Count = 1  #: Of each rank.
+    device: Device = "cpu"  #: With `cuda`, rank r takes the r-th GPU.
+    #: The library that computes attention: auto, cpp or torch on a CPU; auto or another on a GPU.
+    attention: AttentionKernels = "auto"
+    #: On a GPU: results do not depend on the batch in any bit, for a price. On a CPU they never do.
+    exact: bool = False
+    kv_dtype: Literal["float8_e4m3fn"] | None = None  #: On a GPU; None: as the model's `dtype`.
+    weights: Literal["model", "fp8"] = "model"  #: On a GPU, `fp8` quantizes them at load.
+
+
+@dataclass(frozen=True)
+class SchedulerLimits(SchedulerSettings):
     """What a step, and the pool between steps, may hold. Checked when it is made."""
 
-    block_tokens: int = 64
-    max_step_tokens: int = 512  #: prefill tokens of one step
-    max_running: int = 128  #: sequences that decode together
-    growth_tokens: int = 256  #: reserved behind a sequence's ids, at most
-    watermark: float = 0.02  #: share of the pool, rounded up, that newcomers leave for growth
-    held_share: float = 0.75  #: of the pool, for prefills that wait for their transfer or will
-    itl_budget_s: float | None = None  #: how long a step with decodes may take; None: no limit
-    draft_tokens: int = 0  #: guesses of a decoding sequence that a step verifies, at most
-    draft_below: int = 8  #: no guesses while more sequences run: their rows are no longer cheap
-    prefill_every: int = 8  #: steps over the budget after which a block is prefilled all the same
+    block_tokens: int = BLOCK_TOKENS
+    watermark: float = 0.02  #: Share of the pool, rounded up, that newcomers leave for growth.
+    held_share: float = 0.75  #: Of the pool, for prefills that wait for their transfer or will.
+    itl_budget_s: float | None = None  #: How long a step with decodes may take; None: no limit.
+    draft_below: int = 8  #: No guesses while more sequences run: their rows are no longer cheap.
+    prefill_every: int = 8  #: Steps over the budget after which a block is prefilled all the same.
 
     def __post_init__(self) -> None:
         assert self.max_step_tokens >= self.block_tokens > 0, self
@@ -31,31 +70,23 @@ class SchedulerLimits:
         assert 0 <= self.watermark < 1 and 0 < self.held_share <= 1, self
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
+@dataclass(frozen=True)
+class EngineOptions(ComputeSettings):
     """The model, the hardware that computes it, and the limits of its scheduler.
 
     Travels to the rank processes as MessagePack (`rank_processes.RankAssignment`).
     """
 
     model_folder: Path
-    dtype: str = "bfloat16"
-    kv_bytes: int = 256 << 20  #: of each rank's KV pool; bounds `max_model_len` (`sizing.py`)
-    max_model_len: int | None = None  #: tokens; None: the model's, or what the pool holds
-    threads: int = 1  #: of each rank
+    dtype: Dtype = "bfloat16"
+    kv_bytes: int = 256 << 20  #: Of each rank's KV pool; bounds `max_model_len` (`sizing.py`).
+    max_model_len: int | None = None  #: In tokens; None: the model's, or what the pool holds.
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
     kernels: str = "auto"  #: auto | avx512 | torch
-    tensor_parallel: int = 1  #: processes that share the model
-    cores: tuple[int, ...] = ()  #: that the thread which steps is bound to; none: any
-    shared_kv: bool = False  #: other processes can map the KV pool
-    rank_program: str = "diptych.engine.rank_follower"  #: the module that ranks above 0 run
-    device: str = (
-        "cpu"  #: a name of `backend_registry.BACKENDS`: cpu | cuda (rank r takes the r-th GPU)
-    )
-    attention: str = "auto"  #: auto | cpp | torch on a CPU; auto | a name of `gpu.backends`
-    exact: bool = False  #: a GPU's bits do not depend on the batch either, for a price
-    kv_dtype: str | None = None  #: None: `dtype`; float8_e4m3fn on a GPU
-    weights: str = "model"  #: model | fp8: quantized at load, on a GPU
+    tensor_parallel: int = 1  #: Processes that share the model.
+    cores: tuple[int, ...] = ()  #: That the thread which steps is bound to; none: any.
+    shared_kv: bool = False  #: True if other processes can map the KV pool.
+    rank_program: str = "diptych.engine.rank_follower"  #: The module that ranks above 0 run.
 
     @property
     def pool_dtype(self) -> str:

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +24,34 @@ from .grammar import GrammarCompiler, GrammarMatcher
 from .sequence import Sequence
 
 log = logging.getLogger(__name__)
+
+ReadParameters: TypeAlias = Callable[[Sampling], tuple[object, ...]]
+
+#: Parameters that forbid unlikely ids to a row that is drawn.
+CUTTING = ("top_k", "top_p", "min_p")
+#: Parameters that leave the order of a row's logits as it is. `min_tokens` has an effect only until
+#: the answer has as many tokens; that is asked for each token.
+ORDER_KEEPING = frozenset(
+    {
+        "max_tokens",
+        "temperature",
+        "seed",
+        "stop_ids",
+        "logprobs",
+        "min_tokens",
+        "prompt_logprobs",
+        "n",
+        *CUTTING,
+    }
+)
+#: All other parameters, and their values where they change nothing. A parameter that is added to
+#: `Sampling` is one of these, so it is honoured for greedy rows and on a GPU too.
+ADJUSTING = tuple(name for name in Sampling.__struct_fields__ if name not in ORDER_KEEPING)
+_adjusting_values: ReadParameters = attrgetter(*ADJUSTING)
+_UNADJUSTED = _adjusting_values(Sampling(max_tokens=1))
+
+_cutting_values: ReadParameters = attrgetter(*CUTTING)
+_UNCUT = _cutting_values(Sampling(max_tokens=1))
 
 #: So many rows of a prompt have their logits in memory at once, when their logprobs are wanted.
 SCORED_ROWS = 64
@@ -87,7 +118,8 @@ def sample_tokens(
             results.append(_damage(peak, position))
             continue
         try:
-            token_id = largest_id if _is_argmax(sequence) else _choose(row, sequence, grammars)
+            is_argmax = sequence.sampling.temperature == 0 and keeps_logits(sequence)
+            token_id = largest_id if is_argmax else _choose(row, sequence, grammars)
         except InvalidRequest as error:
             results.append(SamplingFault(str(error)))
             continue
@@ -141,16 +173,18 @@ def _damage(peak: float, position: int) -> SamplingFault:
     return SamplingFault(reason, model_damaged=True)
 
 
-def _is_argmax(sequence: Sequence) -> bool:
-    """Return whether the next token is the largest logit, whatever the sequence's ids are."""
+def keeps_logits(sequence: Sequence) -> bool:
+    """Return whether the next token follows from the logits as they are, seed and position."""
     sampling = sequence.sampling
     return (
-        sampling.temperature == 0
-        and sampling.repetition_penalty == 1
-        and not (sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias)
+        _adjusting_values(sampling) == _UNADJUSTED
         and sequence.generated_tokens >= sampling.min_tokens
-        and sampling.grammar is None
     )
+
+
+def needs_no_sort(sampling: Sampling) -> bool:
+    """Return whether the next token can be found without the order of the logits below it."""
+    return sampling.temperature == 0 or _cutting_values(sampling) == _UNCUT
 
 
 def _choose(row: np.ndarray, sequence: Sequence, grammars: GrammarCompiler | None) -> int | None:

@@ -8,22 +8,15 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import xxhash
 
 from .errors import UnsupportedModel, WeightsError
 from .quantization import Fp8Format, read_quantization
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "MixtralForCausalLM": "mixtral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-}
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 ROPE_KEYS = {
     "rope_type",
@@ -51,6 +44,62 @@ FIXED_VALUES: dict[str, tuple[object, ...]] = {
     "mlp_bias": (False, None),
 }
 FINGERPRINT_BYTES = 65536  #: of either end of a weight file
+
+
+class WindowRule(StrEnum):
+    """Which layers have the `sliding_window` of config.json."""
+
+    NEVER = "never"
+    ALL_LAYERS = "all layers"
+    #: With `use_sliding_window`: those that `layer_types` or `max_window_layers` names.
+    SWITCHED_ON = "switched on"
+    #: With `use_sliding_window`: all.
+    SWITCHED_ON_ALL_LAYERS = "switched on, all layers"
+
+
+class ExpertsFormat(StrEnum):
+    """Under which names config.json has a mixture of experts."""
+
+    MIXTRAL = "mixtral"
+    QWEN3 = "qwen3"
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What a class of transformers settles by itself, so that config.json does not say it."""
+
+    name: str  #: `ModelSpec.architecture`
+    qkv_bias: bool = False  #: queries, keys and values have biases without `attention_bias` too
+    output_bias: bool = False  #: with `attention_bias`, the output of attention has one too
+    qk_norm: bool = False  #: queries and keys are normed
+    windows: WindowRule = WindowRule.NEVER
+    default_theta: float = DEFAULT_THETA  #: of the rope, where config.json has none
+    experts: ExpertsFormat | None = None
+
+
+#: The architectures that the decoder knows, by the name in config.json. A model that is a stack of
+#: Llama's layers needs one more line here, and nothing else (docs/extending.md).
+ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture("llama", output_bias=True),
+    "MistralForCausalLM": Architecture("mistral", windows=WindowRule.ALL_LAYERS),
+    "MixtralForCausalLM": Architecture(
+        "mixtral",
+        windows=WindowRule.ALL_LAYERS,
+        default_theta=MIXTRAL_THETA,
+        experts=ExpertsFormat.MIXTRAL,
+    ),
+    "Qwen2ForCausalLM": Architecture("qwen2", qkv_bias=True, windows=WindowRule.SWITCHED_ON),
+    "Qwen3ForCausalLM": Architecture(
+        "qwen3", output_bias=True, qk_norm=True, windows=WindowRule.SWITCHED_ON
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3_moe",
+        output_bias=True,
+        qk_norm=True,
+        windows=WindowRule.SWITCHED_ON_ALL_LAYERS,
+        experts=ExpertsFormat.QWEN3,
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +142,7 @@ class AttentionHeads:
 class ModelSpec:
     """What the decoder needs to know of a model. Sizes in elements."""
 
-    architecture: str  #: a value of ARCHITECTURES
+    architecture: str  #: the name of one of ARCHITECTURES
     vocab: int
     hidden: int
     intermediate: int
@@ -162,19 +211,18 @@ def read_spec(folder: Path) -> ModelSpec:
         raise WeightsError(f"config.json in {folder} has no {error}") from None
 
 
-def _spec(folder: Path, config: dict[str, Any], architecture: str) -> ModelSpec:
+def _spec(folder: Path, config: dict[str, Any], architecture: Architecture) -> ModelSpec:
     for key, supported in FIXED_VALUES.items():
         if config.get(key) not in supported:
             raise UnsupportedModel(f"{key} {config[key]!r} in config.json is not supported")
     attention = _heads(config)
     bias = bool(config.get("attention_bias", False))
-    is_qwen3 = architecture in ("qwen3", "qwen3_moe")
-    rope = _rope(config, architecture)
+    rope = _rope(config, architecture.default_theta)
     max_positions = _size(config, "max_position_embeddings")
     if rope.kind == "yarn":
         max_positions = max(max_positions, int(rope.original_max_position * rope.factor))
     return ModelSpec(
-        architecture=architecture,
+        architecture=architecture.name,
         vocab=_size(config, "vocab_size"),
         hidden=_size(config, "hidden_size"),
         intermediate=_size(config, "intermediate_size"),
@@ -186,13 +234,13 @@ def _spec(folder: Path, config: dict[str, Any], architecture: str) -> ModelSpec:
         rope=rope,
         max_positions=max_positions,
         tied=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=bias or architecture == "qwen2",
-        output_bias=bias and (is_qwen3 or architecture == "llama"),
-        qk_norm=is_qwen3,
-        windows=_windows(config, architecture),
+        qkv_bias=bias or architecture.qkv_bias,
+        output_bias=bias and architecture.output_bias,
+        qk_norm=architecture.qk_norm,
+        windows=_windows(config, architecture.windows),
         eos_ids=_eos_ids(folder, config),
         dtype=config.get("dtype") or config.get("torch_dtype") or "bfloat16",
-        experts=_experts(config, architecture),
+        experts=_experts(config, architecture.experts),
         fp8=read_quantization(config.get("quantization_config")),
     )
 
@@ -240,13 +288,16 @@ def _eos_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
     return tuple(end_ids) if isinstance(end_ids, list) else (end_ids,)
 
 
-def _experts(config: dict[str, Any], architecture: str) -> ExpertsSpec | None:
-    if architecture == "mixtral":
-        experts = _mixtral_experts(config)
-    elif architecture == "qwen3_moe":
-        experts = _qwen3_experts(config)
-    else:
-        return None
+def _experts(config: dict[str, Any], experts_format: ExpertsFormat | None) -> ExpertsSpec | None:
+    match experts_format:
+        case None:
+            return None
+        case ExpertsFormat.MIXTRAL:
+            experts = _mixtral_experts(config)
+        case ExpertsFormat.QWEN3:
+            experts = _qwen3_experts(config)
+        case _:
+            assert_never(experts_format)
     if experts.experts_per_token > experts.count:
         raise WeightsError(
             f"num_experts_per_tok {experts.experts_per_token} in config.json exceeds "
@@ -282,13 +333,12 @@ def _qwen3_experts(config: dict[str, Any]) -> ExpertsSpec:
     )
 
 
-def _rope(config: dict[str, Any], architecture: str) -> RopeSpec:
+def _rope(config: dict[str, Any], default_theta: float) -> RopeSpec:
     """Reads both spellings: `rope_parameters` (transformers 5), and `rope_scaling` before it."""
     values = config.get("rope_parameters") or config.get("rope_scaling") or {}
     unknown = sorted(key for key in values.keys() - ROPE_KEYS if values[key] is not None)
     if unknown:
         raise UnsupportedModel(f"{', '.join(unknown)} of the rope in config.json is not supported")
-    default_theta = MIXTRAL_THETA if architecture == "mixtral" else DEFAULT_THETA
     theta = float(values.get("rope_theta") or config.get("rope_theta") or default_theta)
     rotary_share = values.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if rotary_share != 1.0:
@@ -346,19 +396,16 @@ def _yarn_attention_factor(values: dict[str, Any], factor: float) -> float:
     return float(scale(1.0))
 
 
-def _windows(config: dict[str, Any], architecture: str) -> tuple[int | None, ...]:
-    """Mistral and Mixtral have a window wherever one is given, Qwen where it is switched on.
-
-    Llama ignores it, and Qwen3-MoE has it on all layers, as their references do.
-    """
+def _windows(config: dict[str, Any], rule: WindowRule) -> tuple[int | None, ...]:
+    """Each layer's window, as the reference of the architecture has it."""
     layers = config["num_hidden_layers"]
-    always = architecture in ("mistral", "mixtral")
-    switched_on = always or config.get("use_sliding_window")
-    if architecture == "llama" or not switched_on or config.get("sliding_window") is None:
+    needs_switch = rule in (WindowRule.SWITCHED_ON, WindowRule.SWITCHED_ON_ALL_LAYERS)
+    switched_off = needs_switch and not config.get("use_sliding_window")
+    if rule is WindowRule.NEVER or switched_off or config.get("sliding_window") is None:
         return (None,) * layers
     window = _size(config, "sliding_window")
     kinds = config.get("layer_types")
-    if always or architecture == "qwen3_moe":
+    if rule in (WindowRule.ALL_LAYERS, WindowRule.SWITCHED_ON_ALL_LAYERS):
         kinds = [SLIDING_ATTENTION] * layers
     elif kinds is None:
         full_layers = min(config.get("max_window_layers", 28), layers)

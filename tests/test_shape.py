@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
+from graphlib import TopologicalSorter
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -39,6 +40,20 @@ def test_imports_go_down_only() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports for types count, and those inside of functions."""
+    import grimp
+
+    folders = (
+        *("cluster", "decode_worker", "engine", "kv_transfer"),
+        *("prefill_worker", "protos", "router"),
+    )
+    graph = grimp.build_graph(*(f"diptych.{folder}" for folder in folders), cache_dir=None)
+    imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    assert len(imports) > 250
+    list(TopologicalSorter(imports).static_order())  # raises CycleError, which names the circle
 
 
 def test_packages_in_pyproject_are_those_in_the_tree() -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 from ...kv_transfer.statistics import Histogram
 from ...router import Router
-from ...router.events import RouterEvent
+from ...router.events import RouterAction, RouterEvent
 from ...router.goodput import MET, GoodputGroup
 from .page import MetricRow
 
@@ -23,7 +22,7 @@ class RouterTally:
         self._router = router
         self.decision_times = Histogram(DECISION_S)
 
-    def handle(self, event: RouterEvent, now: float) -> list[Any]:
+    def handle(self, event: RouterEvent, now: float) -> list[RouterAction]:
         """Let the router handle an event; measure the time if the event placed a request."""
         placed_before = self._router.placed
         began = time.perf_counter()

@@ -11,43 +11,72 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, assert_never
 
 import msgspec
 
 from ...decode_worker import DecodeRole
-from ...decode_worker.role import DecodeAttemptEnded
+from ...decode_worker.role import DecodeAction, DecodeAttemptEnded
 from ...engine.commands import (
     AddSequence,
+    BlocksLoaded,
+    BlocksReserved,
     CachePrefix,
     CommitBlocks,
     DemoteBlocks,
+    EngineEvent,
     EngineObservation,
     LoadBlocks,
     ObserveEngine,
+    PrefixStaged,
     ReleaseSequence,
     ReserveBlocks,
     StagePrefix,
 )
-from ...engine.engine import Engine, EngineOptions
+from ...engine.engine import Engine
+from ...engine.engine_like import EngineLike, OpenEngine, ReportProgress
 from ...engine.loop import EngineThread
+from ...engine.options import (
+    ComputeSettings,
+    EngineOptions,
+    SchedulerLimits,
+    SchedulerSettings,
+)
 from ...engine.prefixes import ProbeEnded
-from ...engine.scheduler import SchedulerLimits
+from ...engine.sequence import BlocksFilled, SequenceOutput
 from ...engine.spec import fingerprint
 from ...kv_transfer import PeerCard, diagnosis
-from ...kv_transfer import commands as transfer_commands
+from ...kv_transfer.commands import (
+    AddPeer,
+    BlocksArrived,
+    BlocksFreed,
+    CancelTransfer,
+    ExpectOffer,
+    FinishPush,
+    LosePeer,
+    OfferBlocks,
+    PrefixRequested,
+    PushBlocks,
+    PushEnded,
+    TransferFailed,
+    TransferOutcome,
+)
 from ...kv_transfer.identity import block_hashes, ticket_id_of
 from ...prefill_worker import PrefillRole
+from ...prefill_worker.role import PrefillAction
 from ...protos import frames
-from ..config import STEP_SHARE, ClusterConfig, PoolConfig
+from ..config import STEP_SHARE, ClusterConfig, EngineSettings, PoolConfig
 from .cores import claim, spare, usable
 from .tiering import Tiering
 from .transfers import Transfers
 
-LoadingProgress = Callable[[str, float], None]
+#: What a role decides.
+RoleAction: TypeAlias = PrefillAction | DecodeAction
+#: What the threads of the engine, of the tiers and of the transfers report.
+WorkerEvent: TypeAlias = EngineEvent | BlocksLoaded | TransferOutcome
 
 ENDED_ATTEMPTS_LIMIT = 4096  #: ends of attempts that are kept between two reports
 PROBE_LIMIT_S = 10.0  #: a probe that takes longer has failed
@@ -56,7 +85,10 @@ PROBE_MARK = "\x1d"  #: in the name of a probe's attempt; no client's id has thi
 
 
 class WorkerCore:
-    """`send(gateway, frame)` and `on_observation` are called on the loop that made the object."""
+    """`send(gateway, frame)` and `on_observation` are called on the loop that made the object.
+
+    `open_engine` makes the engine when the core starts; nothing here depends on which engine it is.
+    """
 
     def __init__(
         self,
@@ -67,6 +99,7 @@ class WorkerCore:
         *,
         send: Callable[[str, frames.FramesFromWorker], None],
         on_observation: Callable[[EngineObservation], None],
+        open_engine: OpenEngine = Engine,
     ) -> None:
         self.name = name
         self.config = config
@@ -77,17 +110,18 @@ class WorkerCore:
         self._model = model
         self._send = send
         self._on_observation = on_observation
+        self._open_engine = open_engine
         self._loop = asyncio.get_running_loop()
         self._peers: dict[str, list[PeerCard]] = {}
         self._probe: asyncio.Future[ProbeEnded] | None = None
         self._probe_numbers = itertools.count()
 
-    async def start(self, host: str, progress: LoadingProgress | None = None) -> list[PeerCard]:
+    async def start(self, host: str, progress: ReportProgress | None = None) -> list[PeerCard]:
         """Load the model and open the transports; return what peers need to know."""
         self._claimed_cores = claim(self.pool_config.engine.threads)
-        engine_settings = engine_config(self.config, self.pool_config, self._model)
-        engine_settings = replace(engine_settings, cores=self._claimed_cores.cores)
-        self.engine = await asyncio.to_thread(Engine, engine_settings, progress)
+        options = engine_config(self.config, self.pool_config, self._model)
+        options = replace(options, cores=self._claimed_cores.cores)
+        self.engine: EngineLike = await asyncio.to_thread(self._open_engine, options, progress)
         self.weight_loads += 1
         self._salt = fingerprint(self._model)
         self.engine_thread = EngineThread(self.engine, self._from_thread)
@@ -103,8 +137,8 @@ class WorkerCore:
         if not settings.memory_mib:
             return None
 
-        def tell_role(outcome: object) -> None:
-            self._from_thread([outcome])
+        def tell_role(loaded: BlocksLoaded) -> None:
+            self._from_thread([loaded])
 
         return Tiering(self.pool, self.engine, settings, tell_role, self.engine_thread.submit)
 
@@ -146,12 +180,12 @@ class WorkerCore:
 
     def add_peer(self, worker: str, cards: list[PeerCard]) -> None:
         self._peers[worker] = cards
-        self.transfers.handle(transfer_commands.AddPeer(worker, cards))
+        self.transfers.handle(AddPeer(worker, cards))
 
     def lose_peer(self, worker: str, process_dead: bool = False) -> None:
         """Forget a peer. `process_dead`: its process is known to be gone, and writes no more."""
         self._peers.pop(worker, None)
-        self.transfers.handle(transfer_commands.LosePeer(worker, process_dead))
+        self.transfers.handle(LosePeer(worker, process_dead))
 
     def knows(self, worker: str) -> bool:
         return worker in self._peers
@@ -170,10 +204,21 @@ class WorkerCore:
             frame = msgspec.structs.replace(frame, prefix_holder=None)
         deadline_s = time.monotonic() + frame.deadline_s if frame.deadline_s else 0.0
         has_tiers = self.tiering is not None
-        submit: Callable[..., list[Any]] = (
-            self.role.submit
-        )  # the caller checked that frame fits role
-        self._carry_out(submit(gateway, frame, hashes, has_tiers, deadline_s))
+        actions: Collection[RoleAction]
+        match frame:
+            case frames.StartPrefill():
+                assert isinstance(self.role, PrefillRole), "the caller checks the role"
+                actions = self.role.submit(
+                    gateway, frame, hashes, has_tiers=has_tiers, deadline_s=deadline_s
+                )
+            case frames.StartDecode():
+                assert isinstance(self.role, DecodeRole), "the caller checks the role"
+                actions = self.role.submit(
+                    gateway, frame, hashes, has_tiers=has_tiers, deadline_s=deadline_s
+                )
+            case _:
+                assert_never(frame)
+        self._carry_out(actions)
 
     def cancel(self, frame: frames.CancelAttempt) -> None:
         self._carry_out(self.role.handle(frame))
@@ -208,22 +253,29 @@ class WorkerCore:
 
     # ---- the loop --------------------------------------------------------------------------------
 
-    def _from_thread(self, events: list[Any]) -> None:
+    def _from_thread(self, events: Collection[WorkerEvent]) -> None:
         self._loop.call_soon_threadsafe(self._handle_events, events)
 
-    def _handle_events(self, events: Sequence[Any]) -> None:
-        actions: list[Any] = []
+    def _handle_events(self, events: Collection[WorkerEvent]) -> None:
+        actions: list[RoleAction] = []
         for event in events:
-            if isinstance(event, EngineObservation):
-                self._on_observation(event)
-            elif isinstance(event, DemoteBlocks):
-                assert self.tiering
-                self.tiering.demote(event)
-            else:
-                actions += self.role.handle(event)
+            match event:
+                case EngineObservation():
+                    self._on_observation(event)
+                case DemoteBlocks():
+                    assert self.tiering, "an engine without tiers demotes nothing"
+                    self.tiering.demote(event)
+                case SequenceOutput() | BlocksFilled() | BlocksReserved() | PrefixStaged():
+                    actions += self.role.handle(event)
+                case BlocksLoaded() | BlocksArrived() | TransferFailed() | BlocksFreed():
+                    actions += self.role.handle(event)
+                case PushEnded() | PrefixRequested():
+                    actions += self.role.handle(event)
+                case _:
+                    assert_never(event)
         self._carry_out(actions)
 
-    def _carry_out(self, actions: Sequence[Any]) -> None:
+    def _carry_out(self, actions: Collection[RoleAction]) -> None:
         """Do what the role decided; the tokens of one step reach each gateway in one frame."""
         step_tokens: dict[str, list[frames.AnswerTokens]] = {}
         for action in actions:
@@ -244,8 +296,10 @@ class WorkerCore:
                 case ProbeEnded():
                     if self._probe and not self._probe.done():
                         self._probe.set_result(action)
-                case transfer_command:
-                    self.transfers.handle(transfer_command)
+                case OfferBlocks() | ExpectOffer() | PushBlocks() | FinishPush() | CancelTransfer():
+                    self.transfers.handle(action)
+                case _:
+                    assert_never(action)
         for gateway, answers in step_tokens.items():
             self._send(gateway, frames.EngineStepTokens(answers))
 
@@ -337,22 +391,19 @@ class WorkerCore:
         """Return (request, attempt, blocks) of all that decodes here, or is going to."""
         if not isinstance(self.role, DecodeRole):
             return []
-        needs = self.engine.scheduler.required_blocks
         return [
-            (*job.sequence.attempt_key, needs(job.sequence)) for job in self.role.attempts.values()
+            (*attempt.sequence.attempt_key, self.engine.required_blocks(attempt.sequence))
+            for attempt in self.role.attempts.values()
         ]
 
     def _orphaned_blocks(self) -> int:
         """Count blocks that the engine holds for a request of which nobody here knows."""
-        scheduler = self.engine.scheduler
-        count = 0
-        for (attempt_key, _), sequence in list(scheduler.live.items()):
-            if ticket_id_of(attempt_key) not in self.role.attempts:
-                count += len(sequence.blocks)
-        for attempt_key, (blocks, _) in list(scheduler.staged.items()):
-            if not self.role.prefixes.has_staged(attempt_key):
-                count += len(blocks)
-        return count
+        return sum(
+            block_count
+            for attempt_key, block_count in self.engine.block_holders()
+            if ticket_id_of(attempt_key) not in self.role.attempts
+            and not self.role.prefixes.has_staged(attempt_key)
+        )
 
     def stop(self) -> None:
         """End the threads and give back the cores. Takes seconds at most."""
@@ -390,25 +441,24 @@ def engine_config(config: ClusterConfig, pool: PoolConfig, model: Path) -> Engin
     itl_budget_ms = settings.itl_budget_ms or STEP_SHARE * config.slo.itl_ms
     limits = SchedulerLimits(
         block_tokens=config.model.block_tokens,
-        max_step_tokens=settings.max_step_tokens,
-        max_running=settings.max_running,
-        growth_tokens=settings.growth_tokens,
         itl_budget_s=itl_budget_ms / 1e3,
-        draft_tokens=settings.draft_tokens,
+        **_settings_of(SchedulerSettings, settings),
     )
     return EngineOptions(
         model_folder=model,
         dtype=config.model.dtype,
         kv_bytes=settings.kv_mib << 20,
         max_model_len=config.model.max_model_len,
-        threads=settings.threads,
         limits=limits,
         tensor_parallel=pool.tensor_parallel,
         shared_kv=config.kv_transfer.transport == "shm",
         rank_program="diptych.cluster.worker.rank",
-        device=settings.device,
-        attention=settings.attention,
-        exact=settings.exact,
-        kv_dtype=settings.kv_dtype,
-        weights=settings.weights,
+        **_settings_of(ComputeSettings, settings),
     )
+
+
+def _settings_of(
+    struct: type[SchedulerSettings] | type[ComputeSettings], settings: EngineSettings
+) -> dict[str, Any]:
+    """Return the settings that are fields of `struct`, by name: nobody lists them twice."""
+    return {field.name: getattr(settings, field.name) for field in fields(struct)}

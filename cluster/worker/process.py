@@ -119,7 +119,7 @@ class WorkerProcess:
     def _describe(
         self, address: str, metrics_address: str, kv_cards: list[PeerCard]
     ) -> frames.WorkerCard:
-        scheduler = self.core.engine.scheduler
+        engine = self.core.engine
         return frames.WorkerCard(
             id=self.name,
             pool=self.pool,
@@ -128,14 +128,14 @@ class WorkerProcess:
             replica=self.replica,
             pid=os.getpid(),
             kv_card=msgspec.msgpack.encode(kv_cards),
-            blocks=scheduler.pool.total_blocks,
-            block_tokens=self.core.engine.kv_pool.layout.block_tokens,
-            growth_reserve_blocks=scheduler.growth_reserve_blocks,
+            blocks=engine.block_count,
+            block_tokens=engine.kv_pool.layout.block_tokens,
+            growth_reserve_blocks=engine.growth_reserve_blocks,
             gpu=_hardware_name(self._pool_config.engine),
-            chunk_tokens=scheduler.limits.max_step_tokens,
-            max_running=scheduler.limits.max_running,
+            chunk_tokens=engine.limits.max_step_tokens,
+            max_running=engine.limits.max_running,
             metrics=metrics_address,
-            step_ms=(scheduler.limits.itl_budget_s or 0.0) * 1e3,
+            step_ms=(engine.limits.itl_budget_s or 0.0) * 1e3,
         )
 
     @property
@@ -183,9 +183,18 @@ class WorkerProcess:
             self.core.ended_attempts.clear()
             self.link.send(report)
 
-    def _take_router_frame(self, frame: Any) -> None:
-        if isinstance(frame, frames.WorkerDirectory):
-            self._take_directory(frame)
+    def _take_router_frame(self, frame: frames.FramesFromRouter) -> None:
+        match frame:
+            case frames.WorkerDirectory():
+                self._take_directory(frame)
+            case frames.AttemptPlaced() | frames.AttemptRefused():
+                pass  # these and the next are for gateways
+            case frames.InspectProcess() | frames.CloseGateway() | frames.CallReply():
+                pass
+            case frames.Heartbeat():
+                pass
+            case _:
+                assert_never(frame)
 
     def _take_directory(self, directory: frames.WorkerDirectory) -> None:
         """Learn which peers there are. A router that is young names only those that joined it."""

@@ -14,17 +14,34 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, Generic, TypeAlias, TypeVar, assert_never
 
 import msgspec
 
+from ...engine.engine_like import EnginePool
 from ...engine.model import RankModel
 from ...engine.rank_follower import run_follower
 from ...engine.rank_processes import RankAssignment
-from ...kv_transfer import PeerCard, tickets
-from ...kv_transfer import commands as transfer_commands
+from ...kv_transfer import PeerCard
+from ...kv_transfer.commands import (
+    AddPeer,
+    BlocksArrived,
+    BlocksFreed,
+    CancelTransfer,
+    ExpectOffer,
+    FinishPush,
+    LosePeer,
+    OfferBlocks,
+    PrefixRequested,
+    PushBlocks,
+    PushEnded,
+    TransferCommand,
+    TransferFailed,
+    TransferOutcome,
+)
 from ...kv_transfer.service import TransferService
 from ...kv_transfer.slices import LaneEnd
+from ...kv_transfer.ticket_events import TicketTimeouts
 from ...kv_transfer.transport import AdmitData, Transport
 from ...kv_transfer.transports import open_transport
 
@@ -59,33 +76,27 @@ class RankStatistics(msgspec.Struct, frozen=True, tag=True):
     values: dict[str, Any]
 
 
-MessageToRank = RankSetup | RankStatisticsRequest | transfer_commands.TransferCommand
-MessageFromRank = (
-    RankOpened
-    | RankStatistics
-    | transfer_commands.BlocksArrived
-    | tickets.TransferFailed
-    | tickets.BlocksFreed
-    | tickets.PushEnded
-    | tickets.PrefixRequested
-)
+MessageToRank: TypeAlias = RankSetup | RankStatisticsRequest | TransferCommand
+MessageFromRank: TypeAlias = RankOpened | RankStatistics | TransferOutcome
+Received = TypeVar("Received")
 
 
-class RankChannel:
+class RankChannel(Generic[Received]):
     """One end of the socket between the leader and a rank. Several threads may `send`."""
 
-    def __init__(self, control: socket.socket, received_type: Any) -> None:
+    def __init__(self, control: socket.socket, received_type: type[Received]) -> None:
+        """`received_type` is the union of what the other end says."""
         self._control = control
         self._send_lock = threading.Lock()
         self._decoder = msgspec.msgpack.Decoder(received_type)
 
-    def send(self, message: Any) -> None:
+    def send(self, message: MessageToRank | MessageFromRank) -> None:
         """Send a message, or drop it where the other process is gone: its end is seen elsewhere."""
         data = msgspec.msgpack.encode(message)
         with self._send_lock, suppress(OSError):
             self._control.sendall(_LENGTH.pack(len(data)) + data)
 
-    def messages(self) -> Iterator[Any]:
+    def messages(self) -> Iterator[Received]:
         """Yield what the other end says until it ends."""
         with self._control.makefile("rb") as stream:
             while header := stream.read(_LENGTH.size):
@@ -105,11 +116,11 @@ class RemoteService:
         rank: int,
         control: socket.socket,
         setup: RankSetup,
-        on_outcome: Callable[[Any], None],
+        on_outcome: Callable[[TransferOutcome], None],
     ) -> None:
         self._setup = setup
         self._on_outcome = on_outcome
-        self._channel = RankChannel(control, MessageFromRank)
+        self._channel: RankChannel[MessageFromRank] = RankChannel(control, MessageFromRank)  # type: ignore[arg-type]
         self._answered = threading.Event()
         self._opened: RankOpened | None = None
         self._statistics: dict[str, Any] = {}
@@ -125,7 +136,7 @@ class RemoteService:
         reason = self._opened.error if self._opened else "its process does not answer"
         raise RuntimeError(f"the transfer service {self._setup.agent} did not start: {reason}")
 
-    def submit(self, command: transfer_commands.TransferCommand) -> None:
+    def submit(self, command: TransferCommand) -> None:
         self._channel.send(command)
 
     def statistics(self) -> dict[str, Any]:
@@ -148,19 +159,22 @@ class RemoteService:
                     self._answered.set()
                 case RankStatistics(values):
                     self._statistics = values
-                case outcome:
-                    self._on_outcome(outcome)
+                case BlocksArrived() | TransferFailed() | BlocksFreed():
+                    self._on_outcome(message)
+                case PushEnded() | PrefixRequested():
+                    self._on_outcome(message)
+                case _:
+                    assert_never(message)
         self._answered.set()
 
 
-def serve(model: RankModel, share: RankAssignment, control: socket.socket) -> None:
-    """Run this rank's transfer service as the leader says, until the socket ends."""
-    channel = RankChannel(control, MessageToRank)
+def serve(pool: EnginePool, rank: int, rank_count: int, control: socket.socket) -> None:
+    """Run the transfer service of a rank's pool as the leader says, until the socket ends."""
+    channel: RankChannel[MessageToRank] = RankChannel(control, MessageToRank)  # type: ignore[arg-type]
     messages = channel.messages()
     setup = next(messages, None)
     if not isinstance(setup, RankSetup):
         return  # the leader ended first
-    pool = model.kv
 
     def open_own_transport(admit: AdmitData) -> Transport:
         return open_transport(setup.transport, setup.agent, pool, admit, setup.host)
@@ -168,11 +182,11 @@ def serve(model: RankModel, share: RankAssignment, control: socket.socket) -> No
     service = TransferService(
         setup.agent,
         pool,
-        LaneEnd(pool.layout, share.rank, share.size),
+        LaneEnd(pool.layout, rank, rank_count),
         setup.compatibility,
         open_own_transport,
         channel.send,
-        tickets.TicketTimeouts(total_s=setup.timeout_s),
+        TicketTimeouts(total_s=setup.timeout_s),
         digest=pool.digest,
     )
     try:
@@ -184,10 +198,17 @@ def serve(model: RankModel, share: RankAssignment, control: socket.socket) -> No
     for message in messages:
         if not service.alive:
             break
-        if isinstance(message, RankStatisticsRequest):
-            channel.send(RankStatistics(service.statistics()))
-        else:
-            service.submit(message)
+        match message:
+            case RankStatisticsRequest():
+                channel.send(RankStatistics(service.statistics()))
+            case AddPeer() | LosePeer():
+                service.submit(message)
+            case OfferBlocks() | ExpectOffer() | PushBlocks() | FinishPush() | CancelTransfer():
+                service.submit(message)
+            case RankSetup():
+                raise AssertionError("the leader has opened this rank's service before")
+            case _:
+                assert_never(message)
     service.stop()
     channel.close()  # the leader notices, and ends the replica
 
@@ -198,7 +219,7 @@ def main() -> None:
     def serve_beside_the_engine(
         model: RankModel, share: RankAssignment, control: socket.socket
     ) -> None:
-        arguments = (model, share, control)
+        arguments = (model.kv, share.rank, share.size, control)
         threading.Thread(target=serve, args=arguments, daemon=True).start()
 
     run_follower(serve_beside_the_engine)

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from ...engine.commands import BlockDemoted, BlocksLoaded, DemoteBlocks, LoadBlocks
-from ...engine.engine import Engine
+from ...engine.engine_like import EngineLike
 from ...kv_transfer.tiers import TieredStore, TierLimits
 from ..config import TierSettings
 
@@ -29,7 +29,7 @@ class Tiering:
     def __init__(
         self,
         pool: str,
-        engine: Engine,
+        engine: EngineLike,
         settings: TierSettings,
         tell_role: Callable[[BlocksLoaded], None],
         submit_to_engine: Callable[[BlockDemoted], None],

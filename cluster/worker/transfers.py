@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
-from ...engine.engine import Engine
-from ...kv_transfer import PeerCard, tickets
+from ...engine.engine_like import EngineLike
+from ...kv_transfer import PeerCard
+from ...kv_transfer.commands import TransferCommand, TransferOutcome
 from ...kv_transfer.fan import Fan, RankCommand
 from ...kv_transfer.service import TransferService
 from ...kv_transfer.slices import LaneEnd
+from ...kv_transfer.ticket_events import TicketTimeouts
 from ...kv_transfer.transport import AdmitData, Transport
 from ...kv_transfer.transports import open_transport
 from ..config import TransferSettings
@@ -33,12 +35,12 @@ class Transfers:
     def __init__(
         self,
         worker: str,
-        engine: Engine,
+        engine: EngineLike,
         settings: TransferSettings,
         host: str,
         *,
         corrupt_writes: int,
-        on_outcomes: Callable[[list[Any]], None],
+        on_outcomes: Callable[[Collection[TransferOutcome]], None],
         cores: tuple[int, ...] = (),
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -60,7 +62,7 @@ class Transfers:
             engine.compatibility,
             open_own_transport,
             self._take_outcome,
-            tickets.TicketTimeouts(total_s=settings.timeout_s),
+            TicketTimeouts(total_s=settings.timeout_s),
             digest=pool.digest,
         )
         self._services: list[TransferService | RemoteService] = [own_service]
@@ -83,11 +85,11 @@ class Transfers:
         self._fan = Fan(cards)
         return cards
 
-    def _take_outcome(self, outcome: Any) -> None:
+    def _take_outcome(self, outcome: TransferOutcome) -> None:
         """Take what happened to one rank's lane of a ticket, from that rank's thread."""
         self._loop.call_soon_threadsafe(partial(self.handle, outcome))
 
-    def handle(self, event: Any) -> None:
+    def handle(self, event: TransferCommand | TransferOutcome) -> None:
         """Take a command for all ranks that have a part in a ticket, or one rank's outcome."""
         for action in self._fan.handle(event):
             if isinstance(action, RankCommand):

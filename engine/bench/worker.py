@@ -26,6 +26,8 @@ from ..sequence import Sequence, SequenceOutput
 from ..spec import fingerprint
 from .machine import measure_machine
 
+BATCH_LIMIT = 128  #: Sequences that decode together: twice the default, so that no batch waits.
+
 
 class DiptychEngine:
     """Diptych's engine in this process, greedy. Its public methods are the commands."""
@@ -33,7 +35,8 @@ class DiptychEngine:
     def __init__(self, options: dict[str, Any]) -> None:
         """`options` are those of `compare.run`'s settings. Raises EngineError."""
         limits = SchedulerLimits(
-            max_step_tokens=options["step_tokens"] or SchedulerLimits().max_step_tokens
+            max_step_tokens=options["step_tokens"] or SchedulerLimits.max_step_tokens,
+            max_running=BATCH_LIMIT,
         )
         model = Path(options["model"])
         self._engine = Engine(

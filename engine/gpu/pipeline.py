@@ -15,7 +15,7 @@ from typing import Protocol
 
 from ...protos.frames import Token
 from ..pacing import StepWork
-from ..sampler import SamplingFault, find_damage
+from ..sampler import SamplingFault, find_damage, keeps_logits, needs_no_sort
 from ..scheduler import Scheduler
 from ..sequence import Sequence, SequenceOutput
 from .plan import DecodeRow
@@ -56,14 +56,8 @@ def device_can_sample(sequence: Sequence) -> bool:
     return (
         not sequence.drafts
         and sampling.logprobs is None
-        and sampling.grammar is None
-        and sampling.repetition_penalty == 1
-        and not (sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias)
-        and (
-            sampling.temperature == 0
-            or (sampling.top_k == 0 and sampling.top_p >= 1 and sampling.min_p <= 0)
-        )
-        and sequence.generated_tokens >= sampling.min_tokens
+        and keeps_logits(sequence)
+        and needs_no_sort(sampling)
     )
 
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from diptych.cluster.config import ClusterConfig, ConfigError, load_config, parse_overrides
 from diptych.cluster.worker.core import engine_config
+from diptych.engine.options import (
+    ComputeSettings,
+    EngineOptions,
+    SchedulerLimits,
+    SchedulerSettings,
+)
 
 
 def test_defaults_are_one_prefill_and_one_decode_worker_always_disaggregated() -> None:
@@ -32,6 +40,48 @@ def test_a_step_has_nine_tenths_of_the_itl_target_unless_the_pool_says_otherwise
         for pool in (config.pools.prefill, config.pools.decode)
     ]
     assert budgets == [pytest.approx(0.030), pytest.approx(0.045)]
+
+
+def test_the_defaults_of_cluster_yaml_are_those_of_the_engine() -> None:
+    config = load_config(None, {})
+    options = engine_config(config, config.pools.decode, Path("model"))
+    started = EngineOptions(Path("model"), rank_program=options.rank_program)
+    assert replace(options, limits=SchedulerLimits()) == started
+    assert replace(options.limits, itl_budget_s=None) == SchedulerLimits()
+    assert options.limits.max_running == 64, "what users get without a setting"
+
+
+#: A value of each setting that is not its default.
+OTHER_VALUES = {
+    "max_step_tokens": 1024,
+    "max_running": 7,
+    "growth_tokens": 99,
+    "draft_tokens": 3,
+    "threads": 5,
+    "device": "cuda",
+    "attention": "triton",
+    "exact": True,
+    "kv_dtype": "float8_e4m3fn",
+    "weights": "fp8",
+}
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(SchedulerSettings)])
+def test_a_setting_of_the_scheduler_reaches_it(name: str) -> None:
+    assert getattr(engine_with(name).limits, name) == OTHER_VALUES[name]
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(ComputeSettings)])
+def test_a_setting_of_the_hardware_reaches_the_engine(name: str) -> None:
+    assert getattr(engine_with(name), name) == OTHER_VALUES[name]
+
+
+def engine_with(name: str) -> EngineOptions:
+    """The options of a decode pool's engine when cluster.yaml has another value of one setting."""
+    overrides: dict[str, Any] = {f"pools.decode.engine.{name}": OTHER_VALUES[name]}
+    overrides["kv_transfer.transport"] = "nixl"
+    config = load_config(None, overrides)
+    return engine_config(config, config.pools.decode, Path("model"))
 
 
 def test_what_is_wrong_is_said_without_the_secret(tmp_path: Path) -> None:

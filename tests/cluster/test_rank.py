@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from diptych.cluster.worker import rank
-from diptych.engine.rank_processes import RankAssignment
 
 
 def test_a_ranks_checksums_are_its_pools_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,5 +31,5 @@ def test_a_ranks_checksums_are_its_pools_own(monkeypatch: pytest.MonkeyPatch) ->
     rank.RankChannel(leader, rank.MessageFromRank).send(setup)
     leader.shutdown(socket.SHUT_WR)
     pool = SimpleNamespace(layout=None, digest=object())
-    rank.serve(SimpleNamespace(kv=pool), RankAssignment("", 1, 2, {}, 0), control)
+    rank.serve(pool, 1, 2, control)
     assert opened["digest"] is pool.digest

@@ -29,7 +29,9 @@ def engine(folder: Path, dtype: str = "bfloat16", blocks: int = 120, **limits: i
     """An engine whose pool has `blocks` usable blocks (at least one sequence of MAX_LEN)."""
     size = (blocks + 1) * block_bytes(folder, dtype)
     return Engine(
-        EngineOptions(folder, dtype, size, MAX_LEN, 1, SchedulerLimits(**limits), kernels)
+        EngineOptions(
+            folder, dtype, size, MAX_LEN, limits=SchedulerLimits(**limits), kernels=kernels
+        )
     )
 
 

@@ -53,7 +53,16 @@ class Machine(RuleBasedStateMachine):
         budget=st.sampled_from([None, 0.002, 0.004]),
     )
     def begin(self, blocks, step, running, growth, watermark, share, budget) -> None:
-        self.limits = SchedulerLimits(SIZE, step, running, growth, watermark, share, budget, 3)
+        self.limits = SchedulerLimits(
+            block_tokens=SIZE,
+            max_step_tokens=step,
+            max_running=running,
+            growth_tokens=growth,
+            watermark=watermark,
+            held_share=share,
+            itl_budget_s=budget,
+            draft_tokens=3,
+        )
         self.s = Scheduler(BlockPool(blocks + 1), self.limits, SALT)
         self.slots: dict[tuple[int, int], bytes] = {}
         self.made = 0

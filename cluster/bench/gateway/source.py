@@ -13,7 +13,7 @@ import os
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import assert_never
 
 from ....protos import frames
 from ...wire.connection import FrameConnection, FrameListener
@@ -92,7 +92,7 @@ class TokenSource:
             if stream.peer is peer:
                 del self._streams[key]
 
-    def _handle(self, peer: FrameConnection, frame: Any) -> None:
+    def _handle(self, peer: FrameConnection, frame: frames.FramesToWorker) -> None:
         match frame:
             case frames.StartPrefill(key, resumed_tokens=resumed_tokens):
                 first_token = frames.Token(self._token_ids[0])
@@ -105,6 +105,10 @@ class TokenSource:
             case frames.InspectProcess(call_id):
                 statistics = {"id": self.name, "home": self.pool}
                 peer.send(frames.CallReply(call_id, statistics))
+            case frames.ProbeTransfer() | frames.ChangeRole() | frames.Heartbeat():
+                pass  # nobody asks a source for these, or they need no answer
+            case _:
+                assert_never(frame)
 
     def _start_stream(self, peer: FrameConnection, frame: frames.StartDecode) -> None:
         loop = asyncio.get_running_loop()

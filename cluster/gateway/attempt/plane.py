@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, assert_never
 
 import msgspec
 
@@ -195,7 +195,7 @@ class Plane:
         for place in self._unplaced.values():
             self.link.send(place)
 
-    def _router_said(self, frame: Any) -> None:
+    def _router_said(self, frame: frames.FramesFromRouter) -> None:
         match frame:
             case frames.AttemptPlaced(key) | frames.AttemptRefused(key):
                 self._unplaced.pop(key, None)
@@ -210,6 +210,10 @@ class Plane:
             case frames.CloseGateway(call_id):
                 closing = self._close_and_reply(call_id)
                 self._closing = asyncio.get_running_loop().create_task(closing)
+            case frames.Heartbeat():
+                pass
+            case _:
+                assert_never(frame)
 
     async def _close_and_reply(self, call_id: int) -> None:
         await self._close()
@@ -259,7 +263,7 @@ class Plane:
                 lost_workers = [name for name in place.lost_workers if name != worker]
                 self.place(msgspec.structs.replace(place, lost_workers=lost_workers))
 
-    def _worker_said(self, frame: Any) -> None:
+    def _worker_said(self, frame: frames.FramesFromWorker) -> None:
         match frame:
             case frames.EngineStepTokens(answers):
                 for tokens in answers:
@@ -268,6 +272,10 @@ class Plane:
                 self._deliver(key, frame)
             case frames.CallReply(call_id, values):
                 self._take_reply(call_id, values)
+            case frames.Heartbeat():
+                pass
+            case _:
+                assert_never(frame)
 
     def _worker_lost(self, worker: str) -> None:
         connection = self._workers.pop(worker, None)

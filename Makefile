@@ -38,6 +38,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	cd build/typing && ../../$(BIN)/mypy --config-file ../../pyproject.toml $(PACKAGES:%=-p diptych.%) -m diptych.protos.frames
 	$(BIN)/lint-imports --no-logo
+	! $(BIN)/vulture 2>&1 | grep -v 'unused variable'
 	@$(BIN)/python tests/measures.py
 
 format: install

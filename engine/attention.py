@@ -15,7 +15,6 @@ D is the size of a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -104,11 +103,6 @@ class StepRows:
             offsets = self.slot_offsets * token_stride
             self._slot_elements = self.slot_blocks * block_stride + offsets
         return self._slot_elements
-
-
-#: Attention of queries [T, Hq, D] over a layer's cache, with the scale of the scores and the
-#: sliding window in tokens (None: all keys): gives [T, Hq, D].
-AttendFunction = Callable[[torch.Tensor, LayerCache, StepRows, float, int | None], torch.Tensor]
 
 
 def attend(

@@ -64,7 +64,6 @@ class PushBlocks(msgspec.Struct, frozen=True, tag=True):
     first_block: int
     blocks: list[int]  #: Where the KV lies in the sender's pool.
     piece: int = -1  #: The piece of the layers that is final (`slices.piece_layers`); -1: all.
-    event: int = 0  #: The write must wait for this event of the pool; 0: it need not wait.
 
 
 class FinishPush(msgspec.Struct, frozen=True, tag=True):

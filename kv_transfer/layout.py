@@ -46,11 +46,6 @@ class KVLayout:
         return self.block_items * self.item_bytes
 
     @property
-    def group_bytes(self) -> int:
-        """Bytes of one block in one group of layers."""
-        return self.block_bytes * self.group_layers // self.layers
-
-    @property
     def token_bytes(self) -> int:
         """Bytes of one token in all layers."""
         return self.block_bytes // self.block_tokens

@@ -24,7 +24,7 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -124,14 +124,12 @@ class TransferService:
         open_transport: OpenTransport,
         deliver: Callable[[TransferOutcome], None],
         timeouts: TicketTimeouts | None = None,
-        event_reached: Callable[[int], bool] | None = None,
         digest: Digest | None = None,
     ) -> None:
         """`open_transport` and `deliver` are called on the transfer thread.
 
-        `event_reached` says whether an event of the pool (`PushBlocks.event`) has come; without it
-        no push waits. `digest` computes checksums where the CPU cannot read the pool (`vram`);
-        raises ValueError if the pool needs one.
+        `digest` computes checksums where the CPU cannot read the pool (`vram`). Raises ValueError
+        if the pool needs one.
         """
         if digest is None and pool.memory != "DRAM":
             raise ValueError("checksums of a pool in a GPU's memory need its `digest`")
@@ -143,7 +141,6 @@ class TransferService:
         self.gauges = TransferStatistics()
         self._open_transport = open_transport
         self._deliver = deliver
-        self._event_reached = event_reached
         self._digest = digest or partial(identity.digest, pool.view)
 
         self._receiver = TicketReceiver(timeouts)
@@ -151,7 +148,6 @@ class TransferService:
         self._lanes: dict[str, OpenLane] = {}  #: Of open tickets, by ticket id.
         self._writes: dict[int, PostedWrite] = {}  #: By the transport's handle.
         #: Pushes whose event has not come yet, and what must stay behind them.
-        self._gated: deque[PushBlocks | FinishPush] = deque()
 
         self._agents: dict[str, list[str]] = {}  #: Agents that the cluster names, by worker.
         self._cards: dict[str, PeerCard] = {}  #: Their cards, by agent.
@@ -252,7 +248,6 @@ class TransferService:
 
             for command in commands:
                 self._handle_command(command)
-            self._open_gates()
             for event in events:
                 self._handle_transport_event(event)
 
@@ -271,7 +266,7 @@ class TransferService:
             ticket.state is not ReceivingState.QUARANTINED
             for ticket in self._receiver.tickets.values()
         )
-        return bool(receives or self._sender.tickets or self._gated)
+        return bool(receives or self._sender.tickets)
 
     def _take_commands(self, wait_s: float) -> list[TransferCommand] | None:
         """Returns the queued commands, after waiting for the first at most `wait_s` seconds.
@@ -307,8 +302,7 @@ class TransferService:
             case ExpectOffer():
                 self._expect(command)
             case PushBlocks() | FinishPush():
-                if not self._gate(command):
-                    self._push(command)
+                self._push(command)
             case CancelTransfer(ticket_id, reason):
                 self._to_both_ends(CancelTicket(ticket_id, reason))
             case _:
@@ -356,23 +350,6 @@ class TransferService:
             self._to_sender(lane.finish(command))
         else:
             self._to_sender(lane.push(command))
-
-    def _gate(self, command: PushBlocks | FinishPush) -> bool:
-        """Keeps a push that must wait for the pool's event, and what comes behind such a push."""
-        if self._event_reached is None:
-            return False
-        waits = isinstance(command, PushBlocks) and not self._event_reached(command.event)
-        if waits or any(gated.ticket_id == command.ticket_id for gated in self._gated):
-            self._gated.append(command)
-            return True
-        return False
-
-    def _open_gates(self) -> None:
-        gated = self._gated
-        self._gated = deque()
-        for command in gated:
-            if not self._gate(command):
-                self._push(command)
 
     # ---- events of the transport, actions of the machines ----------------------------------------
 

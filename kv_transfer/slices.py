@@ -109,11 +109,6 @@ class Lane:
             tiles_per_block=end.layout.block_tokens // self.tile_tokens,
         )
 
-    @property
-    def tile_bytes(self) -> int:
-        """Bytes of all pieces of one tile."""
-        return self.unit_bytes * len(self.source.units([0], ALL_PIECES))
-
     def _grains(self, end: LaneEnd) -> list[np.ndarray]:
         """The grains of the lane in a block's first tile at this end, for each piece."""
         layout = end.layout

@@ -28,6 +28,7 @@ from .transport import (
     Spans,
     Transport,
     TransportEvent,
+    card_of,
 )
 from .transports import open_transport
 
@@ -64,6 +65,7 @@ class SpeedPool:
 
     memory = "DRAM"
     device = 0
+    layout = KVLayout(1, 1, 64, 64, 1, "uint8", 1)  #: transports do not look at it
 
     def __init__(self, size: int, shared: bool) -> None:
         self.size = size
@@ -146,13 +148,13 @@ def measure(
     try:
         agent = f"speed-near-{os.getpid()}"
         pool, transport = _open(name, agent, total_bytes)
-        near.send(_card(agent, transport, pool))
+        near.send(card_of(agent, transport, pool))
         if not near.poll(DEADLINE_S):
             raise TimeoutError("the other process did not open its transport")
         peer: PeerCard = near.recv()
         transport.add_peer(peer)
         transport.notify(peer.agent, _HELLO)
-        _poll_until(transport, lambda event: isinstance(event, NotificationReceived))
+        poll_until(transport, lambda event: isinstance(event, NotificationReceived))
 
         posters: dict[str, Poster] = {"write": transport.write}
         if hasattr(transport, "read"):
@@ -184,7 +186,7 @@ def _measure_row(
         spans = Spans(run_bytes, source_parts[part], target_parts[part])
         handle = post(peer.agent, spans, b"")
         written = PostedWriteEnded(handle, ok=True)
-        _poll_until(transport, lambda event: event == written)
+        poll_until(transport, lambda event: event == written)
 
     copy = _pool_copy(peer.size, shared=False)
     transport_gib_s, memcpy_gib_s = _best_gib_s(peer.size, move, copy)
@@ -214,8 +216,11 @@ def _best_gib_s(total_bytes: int, *actions: PartAction) -> list[float]:
     return (total_bytes / best_s.sum(axis=1) / GIB).tolist()
 
 
-def _poll_until(transport: Transport, matches: Callable[[TransportEvent], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
+def poll_until(
+    transport: Transport, matches: Callable[[TransportEvent], bool], timeout_s: float = DEADLINE_S
+) -> None:
+    """Polls until an event matches. Raises TimeoutError."""
+    deadline = time.monotonic() + timeout_s
     while not any(matches(event) for event in transport.poll()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"{transport.name}: nothing arrives")
@@ -227,25 +232,13 @@ def _open(name: str, agent: str, size: int) -> tuple[SpeedPool, Transport]:
     return pool, transport
 
 
-def _card(agent: str, transport: Transport, pool: SpeedPool) -> PeerCard:
-    return PeerCard(
-        agent=agent,
-        transport=transport.name,
-        compatibility=b"",
-        address=transport.address(),
-        base=pool.base,
-        size=pool.size,
-        layout=KVLayout(1, 1, 64, 64, 1, "uint8", 1),  # transports do not look at it
-    )
-
-
 def _serve(name: str, size: int, pipe: Connection) -> None:
     """The other process: answers the first note, then polls until the pipe is closed."""
     agent = f"speed-far-{os.getpid()}"
     pool, transport = _open(name, agent, size)
     peer: PeerCard = pipe.recv()
     transport.add_peer(peer)
-    pipe.send(_card(agent, transport, pool))
+    pipe.send(card_of(agent, transport, pool))
     while not pipe.poll(0):
         for event in transport.poll():
             if isinstance(event, NotificationReceived) and event.data == _HELLO:

@@ -141,3 +141,23 @@ class Transport(Protocol):
         this."""
 
     def close(self) -> None: ...
+
+
+class LaidOutPool(Pool, Protocol):
+    """A pool that knows how its bytes are KV blocks."""
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+
+def card_of(agent: str, transport: Transport, pool: LaidOutPool) -> PeerCard:
+    """Returns the card of an agent that is compatible with all, the only rank of its worker."""
+    return PeerCard(
+        agent=agent,
+        transport=transport.name,
+        compatibility=b"",
+        address=transport.address(),
+        base=pool.base,
+        size=pool.size,
+        layout=pool.layout,
+    )

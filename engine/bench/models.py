@@ -6,6 +6,7 @@ The names of the shapes, `205M` and `7M`, say how many weights a model has.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def write_checkpoint(name: str, folder: Path, seed: int = 0) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(_weights(config, seed), folder / "model.safetensors", {"format": "pt"})
-    _write_tokenizer(folder)
+    write_byte_tokenizer(folder)
     return folder
 
 
@@ -98,12 +99,13 @@ def _weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of 256 bytes and two special tokens.
+def write_byte_tokenizer(folder: Path, other_specials: Sequence[str] = (), **settings: str) -> None:
+    """Write a tokenizer of 256 bytes and of special tokens: `<s>`, `</s>` and `other_specials`.
 
     The measurement has no text, but some engines do not load a model without a tokenizer.
+    `settings` are further ones of `tokenizer_config.json`.
     """
-    specials = ["<s>", "</s>"]
+    specials = ["<s>", "</s>", *other_specials]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: index for index, token in enumerate([*specials, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -111,5 +113,5 @@ def _write_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(specials)
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>"}
+    settings |= {"bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

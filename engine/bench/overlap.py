@@ -1,26 +1,37 @@
 """How much of a KV transfer hides behind the prefill that makes the KV.
 
-The prefill is real, and so are the transfer services of both ends. Between these is a link that is
-throttled so that the transfer takes a given share of the prefill's time. What the link still has to
-carry after the prefill's end is exposed: a client would wait for it.
+The prefill is real, and so are the transfer services of both ends and TCP between them. The sender's
+transport is throttled so that the transfer takes a given share of the prefill's time. What still has
+to be carried after the prefill's end is exposed: a client would wait for it.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import queue
 import time
+from collections import deque
 from collections.abc import Sequence as NumberSequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from ...kv_transfer import commands
+from ...kv_transfer.errors import PeerLost
 from ...kv_transfer.fan import Fan, RankCommand
 from ...kv_transfer.service import TransferService
 from ...kv_transfer.slices import LaneEnd
-from ...kv_transfer.transports.fabric import Fabric, FabricLink
+from ...kv_transfer.transport import (
+    AdmitData,
+    PostedWriteEnded,
+    Spans,
+    Transport,
+    TransportEvent,
+)
+from ...kv_transfer.transports import open_transport
+from ...kv_transfer.transports.wrapped import WrappedTransport
 from ...protos.frames import Sampling
 from ..engine import Engine, EngineOptions
 from ..pool import KVPool
@@ -49,6 +60,59 @@ class OverlapResult(msgspec.Struct, frozen=True):
     transfer_s: float
     exposed_s: float  #: The part of the transfer after the prefill's end.
     exposed_of_transfer: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _DelayedWrite:
+    """A write that the link has not carried yet."""
+
+    handle: int
+    peer: str
+    spans: Spans
+    note: bytes
+    carried_at: float  #: By `time.monotonic`.
+
+
+class ThrottledTransport(WrappedTransport):
+    """Posts each write when a link of `bytes_s` would have carried it and all before it.
+
+    Unlike others' a write to a lost peer does not raise: it ends as failed.
+    """
+
+    def __init__(self, inner: Transport, bytes_s: float) -> None:
+        super().__init__(inner)
+        self._bytes_s = bytes_s
+        self._delayed: deque[_DelayedWrite] = deque()
+        self._link_free_at = 0.0
+        self._handles = itertools.count()
+        self._posted: dict[int, int] = {}  #: Handles of this transport, by those of `inner`.
+
+    @property
+    def moving(self) -> bool:
+        return bool(self._delayed) or self.inner.moving
+
+    def write(self, peer: str, spans: Spans, note: bytes) -> int:
+        carry_s = spans.bytes / self._bytes_s
+        self._link_free_at = max(self._link_free_at, time.monotonic()) + carry_s
+        handle = next(self._handles)
+        self._delayed.append(_DelayedWrite(handle, peer, spans, note, self._link_free_at))
+        return handle
+
+    def poll(self) -> list[TransportEvent]:
+        events: list[TransportEvent] = []
+        while self._delayed and self._delayed[0].carried_at <= time.monotonic():
+            write = self._delayed.popleft()
+            try:
+                posted = self.inner.write(write.peer, write.spans, write.note)
+            except PeerLost as error:
+                events.append(PostedWriteEnded(write.handle, ok=False, reason=str(error)))
+            else:
+                self._posted[posted] = write.handle
+        for event in self.inner.poll():
+            if isinstance(event, PostedWriteEnded):
+                event = replace(event, handle=self._posted.pop(event.handle))
+            events.append(event)
+        return events
 
 
 @dataclass(slots=True)
@@ -89,12 +153,12 @@ class OverlapRig:
         layout = self.engine.kv_pool.layout
         return -(-self.tokens // layout.block_tokens) * layout.block_bytes
 
-    def measure(self, link: FabricLink) -> tuple[float, commands.BlocksArrived]:
-        """Compute a prompt and transfer it over `link` meanwhile.
+    def measure(self, bytes_s: float) -> tuple[float, commands.BlocksArrived]:
+        """Compute a prompt and transfer it at up to `bytes_s` meanwhile.
 
         Returns the seconds to the first token, and the event of the transfer's end with its times.
         """
-        ends = self._open(link)
+        ends = self._open(bytes_s)
         try:
             prefill_s = self._prefill(ends)
             arrived = ends.sink_events.get(timeout=WAIT_S)
@@ -105,9 +169,8 @@ class OverlapRig:
             self.engine.release((self._prompt_name(), 0))
         return prefill_s, arrived
 
-    def _open(self, link: FabricLink) -> _Ends:
+    def _open(self, bytes_s: float) -> _Ends:
         """Start a service for each pool, and make the two known to each other."""
-        fabric = Fabric(time.monotonic, 0, link)
         source_events: queue.SimpleQueue[object] = queue.SimpleQueue()
         sink_events: queue.SimpleQueue[object] = queue.SimpleQueue()
         services: dict[str, TransferService] = {}
@@ -117,10 +180,20 @@ class OverlapRig:
             (SINK, self.target, sink_events),
         ):
             rank_name = f"{name}:0"
-            open_transport = partial(fabric.open, rank_name, pool)
-            end = LaneEnd(pool.layout)
+
+            def open_throttled(
+                admit: AdmitData, rank_name: str = rank_name, pool: KVPool = pool
+            ) -> Transport:
+                tcp = open_transport("tcp", rank_name, pool, admit, host="127.0.0.1")
+                return ThrottledTransport(tcp, bytes_s)
+
             services[name] = TransferService(
-                rank_name, pool, end, COMPATIBILITY, open_transport, events.put
+                rank_name,
+                pool,
+                LaneEnd(pool.layout),
+                COMPATIBILITY,
+                open_transport=open_throttled,
+                deliver=events.put,
             )
             cards[name] = services[name].start()
         services[SINK].submit(commands.AddPeer(SOURCE, [cards[SOURCE]]))
@@ -184,13 +257,12 @@ def measure_overlap(
     result is the median of ROUNDS by its exposed part.
     """
     rig = OverlapRig(model, tokens, threads)
-    prefill_s, _ = rig.measure(FabricLink())
+    prefill_s, _ = rig.measure(bytes_s=math.inf)
     results: list[OverlapResult] = []
     for share in shares:
         rounds: list[OverlapResult] = []
         for _ in range(ROUNDS):
-            link = FabricLink(bytes_s=rig.bytes / (share * prefill_s))
-            prefill_s, arrived = rig.measure(link)
+            prefill_s, arrived = rig.measure(bytes_s=rig.bytes / (share * prefill_s))
             rounds.append(
                 OverlapResult(
                     of_prefill=arrived.busy_s / prefill_s,

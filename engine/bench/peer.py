@@ -2,9 +2,10 @@
 
     python peer.py '{"model": .., "threads": 2, "kv_bytes": .., "max_len": ..}'
 
-It answers the commands that `worker.py` answers (see the table in this folder's README). The set-up
-is what vLLM's documentation recommends for x86: tcmalloc and Intel's OpenMP preloaded, threads
-bound to cores, a compiled model. The first line that it writes names what is missing.
+The commands are those of the table in this folder's README; `worker.py` takes from here what does
+not depend on the engine. The set-up is what vLLM's documentation recommends for x86: tcmalloc and
+Intel's OpenMP preloaded, threads bound to cores, a compiled model. The first line that the script
+writes names what is missing.
 
 Life: the script starts itself again with the libraries preloaded, makes the engine, writes one line
 when that is ready, then answers each line of stdin with one line.
@@ -20,7 +21,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+Command = Callable[..., dict[str, Any]]
 
 #: In the environment after the second start: which libraries are missing, or "all" for none.
 MARK = "VLLM_PEER_PRELOADED"
@@ -70,8 +73,100 @@ def _intel_openmp() -> str | None:
     return str(path) if path.exists() else None
 
 
-class VllmEngine:
-    """vLLM in this process, greedy, at its own default limits. Public methods are the commands."""
+class BenchEngine:
+    """What both engines do: the commands are its public methods. A subclass drives its engine."""
+
+    setup: dict[str, Any]  #: What the result says about the engine.
+
+    def __init__(self, vocab: int, seed: int) -> None:
+        self._vocab = vocab
+        self._random = random.Random(seed)
+        self._live: list[Any] = []  #: Keys of the requests that decode.
+        self._request_count = 0
+
+    def _add(self, prompt_ids: list[int], max_tokens: int) -> Any:
+        """Submit a greedy request; return its key."""
+        raise NotImplementedError
+
+    def _step(self) -> list[Any]:
+        """Run a step; return the keys of the requests that got a token."""
+        raise NotImplementedError
+
+    def _end_all(self) -> None:
+        """End the requests that decode."""
+        raise NotImplementedError
+
+    def decode(self, batch: int, context: int, room: int) -> dict[str, Any]:
+        """Bring `batch` sequences of `context` random tokens to the point where they decode.
+
+        Each may grow by `room` tokens. The prompts are computed once for the prefix cache, then
+        again: so all begin to decode within a few steps.
+        """
+        self._end_all()
+        prompts = [self._prompt(context) for _ in range(batch)]
+        for max_tokens in (1, room):
+            self._live = [self._add(prompt_ids, max_tokens) for prompt_ids in prompts]
+            begun: set[Any] = set()
+            while len(begun) < batch:
+                begun.update(self._step())
+        return {}
+
+    def step(self, times: int) -> dict[str, Any]:
+        """Return the milliseconds of each of `times` decode steps over all sequences."""
+        times_ms: list[float] = []
+        for _ in range(times):
+            started_at = time.perf_counter()
+            keys = self._step()
+            times_ms.append((time.perf_counter() - started_at) * 1e3)
+            assert len(keys) == len(self._live), (len(keys), len(self._live))
+        return {"ms": times_ms}
+
+    def prefill(self, prompt: int, times: int) -> dict[str, Any]:
+        """Return the milliseconds from a new random prompt to its first token, `times` times."""
+        self._end_all()
+        times_ms: list[float] = []
+        for _ in range(times):
+            prompt_ids = self._prompt(prompt)
+            started_at = time.perf_counter()
+            self._add(prompt_ids, 1)
+            while not self._step():
+                pass
+            times_ms.append((time.perf_counter() - started_at) * 1e3)
+        return {"ms": times_ms}
+
+    def _prompt(self, length: int) -> list[int]:
+        return self._random.choices(range(2, self._vocab), k=length)
+
+
+def answer_commands(
+    engine: BenchEngine, commands: TextIO, answers: TextIO, **others: Command
+) -> None:
+    """Say that the engine is ready, then answer each line of `commands`, until these end.
+
+    `others` are commands that the engine has no method for.
+    """
+    print(json.dumps({"ready": engine.setup}), file=answers)
+    handlers: dict[str, Command] = {
+        "decode": engine.decode,
+        "step": engine.step,
+        "prefill": engine.prefill,
+        **others,
+    }
+    for line in commands:
+        command = json.loads(line)
+        handler = handlers[command.pop("do")]
+        print(json.dumps(handler(**command)), file=answers)
+
+
+def divert_stdout() -> TextIO:
+    """Return the pipe for answers. What libraries print goes to stderr from now on."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return answers
+
+
+class VllmEngine(BenchEngine):
+    """vLLM in this process, greedy, at its own default limits."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         """Load and compile the model. Raises ImportError where vLLM is not installed."""
@@ -84,10 +179,7 @@ class VllmEngine:
             max_model_len=options["max_len"],
             skip_tokenizer_init=True,
         ).llm_engine
-        self._random = random.Random(options.get("seed", 0))
-        self._vocab = self._engine.model_config.get_vocab_size()
-        self._live: list[str] = []  #: Requests that decode.
-        self._request_count = 0
+        super().__init__(self._engine.model_config.get_vocab_size(), options.get("seed", 0))
         self.setup = self._describe(vllm.__version__)
 
     def _describe(self, version: str) -> dict[str, Any]:
@@ -115,47 +207,6 @@ class VllmEngine:
             "compilation": config.compilation_config.mode.name,
         }
 
-    def decode(self, batch: int, context: int, room: int) -> dict[str, Any]:
-        """Bring `batch` sequences of `context` random tokens to the point where they decode.
-
-        Each may grow by `room` tokens. The prompts are computed once for the prefix cache, then
-        again: so all begin to decode within a few steps.
-        """
-        self._abort_all()
-        prompts = [self._prompt(context) for _ in range(batch)]
-        for max_tokens in (1, room):
-            self._live = [self._add(prompt_ids, max_tokens) for prompt_ids in prompts]
-            begun: set[str] = set()
-            while len(begun) < batch:
-                begun.update(output.request_id for output in self._engine.step())
-        return {}
-
-    def step(self, times: int) -> dict[str, Any]:
-        """Return the milliseconds of each of `times` decode steps over all sequences."""
-        times_ms: list[float] = []
-        for _ in range(times):
-            started_at = time.perf_counter()
-            outputs = self._engine.step()
-            times_ms.append((time.perf_counter() - started_at) * 1e3)
-            assert len(outputs) == len(self._live), (len(outputs), len(self._live))
-        return {"ms": times_ms}
-
-    def prefill(self, prompt: int, times: int) -> dict[str, Any]:
-        """Return the milliseconds from a new random prompt to its first token, `times` times."""
-        self._abort_all()
-        times_ms: list[float] = []
-        for _ in range(times):
-            prompt_ids = self._prompt(prompt)
-            started_at = time.perf_counter()
-            self._add(prompt_ids, 1)
-            while not self._engine.step():
-                pass
-            times_ms.append((time.perf_counter() - started_at) * 1e3)
-        return {"ms": times_ms}
-
-    def _prompt(self, length: int) -> list[int]:
-        return self._random.choices(range(2, self._vocab), k=length)
-
     def _add(self, prompt_ids: list[int], max_tokens: int) -> str:
         self._request_count += 1
         request_id = str(self._request_count)
@@ -165,31 +216,24 @@ class VllmEngine:
         self._engine.add_request(request_id, {"prompt_token_ids": prompt_ids}, sampling)
         return request_id
 
-    def _abort_all(self) -> None:
+    def _step(self) -> list[str]:
+        return [output.request_id for output in self._engine.step()]
+
+    def _end_all(self) -> None:
         if self._live:
             self._engine.abort_request(self._live)
         self._live = []
 
 
 def serve(options: dict[str, Any]) -> None:
-    """Answer commands until stdin ends. What vLLM prints goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    """Answer commands until stdin ends."""
+    answers = divert_stdout()
     try:
         engine = VllmEngine(options)
     except ImportError as error:
         print(json.dumps({"error": f"{sys.executable} cannot import vLLM: {error}"}), file=answers)
         return
-    print(json.dumps({"ready": engine.setup}), file=answers)
-    handlers: dict[str, Callable[..., dict[str, Any]]] = {
-        "decode": engine.decode,
-        "step": engine.step,
-        "prefill": engine.prefill,
-    }
-    for line in sys.stdin:
-        command = json.loads(line)
-        handler = handlers[command.pop("do")]
-        print(json.dumps(handler(**command)), file=answers)
+    answer_commands(engine, sys.stdin, answers)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
+
+import numpy as np
 
 from ..spec import ModelSpec
 
@@ -92,10 +94,8 @@ def summarize_cell(
 
 def interquartile_range(values: Sequence[float]) -> float:
     """Return the third quartile minus the first; 0 for a single value."""
-    if len(values) < 2:
-        return 0.0
-    first_quartile, _, third_quartile = quantiles(values, n=4, method="inclusive")
-    return third_quartile - first_quartile
+    first_quartile, third_quartile = np.percentile(values, (25, 75))
+    return float(third_quartile - first_quartile)
 
 
 def geometric_mean_ratio(cells: Sequence[dict[str, Any]]) -> float | None:

@@ -19,13 +19,21 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from operator import eq
-from typing import Any
 
 import numpy as np
 import torch
 
 from ...kv_transfer import KVLayout
-from ...kv_transfer.transport import NotificationReceived, PeerCard, PostedWriteEnded, Spans
+from ...kv_transfer.speed import poll_until
+from ...kv_transfer.transport import (
+    NotificationReceived,
+    PeerCard,
+    PostedWriteEnded,
+    Spans,
+    Transport,
+    TransportEvent,
+    card_of,
+)
 from ...kv_transfer.transports import open_transport
 from ..pool import KVPool
 from .memory import DevicePool
@@ -49,22 +57,33 @@ class HandoverResult:
     intact: bool  #: True: the receiver has the sender's bytes.
 
 
+@dataclass(frozen=True, slots=True)
+class _Handover:
+    """What both processes know."""
+
+    transport: str
+    device: str
+    layout: KVLayout
+    blocks: int
+    order: list[int]  #: Where each block of the sender's goes in the receiver's pool.
+
+
 class _Endpoint:
     """One process's pool and transport, and bytes that both ends can draw."""
 
-    def __init__(
-        self, transport_name: str, agent: str, device_name: str, layout: KVLayout, blocks: int
-    ) -> None:
-        device = torch.device(device_name)
+    def __init__(self, handover: _Handover, name: str) -> None:
+        layout = handover.layout
+        blocks = handover.blocks
+        device = torch.device(handover.device)
         dtype = getattr(torch, layout.dtype)
         self.pool: KVPool
         if device.type == "cpu":
             self.pool = KVPool(layout, blocks, dtype)
         else:
             self.pool = DevicePool(layout, blocks, dtype, device)
-        self.agent = agent
-        self.transport: Any = open_transport(
-            transport_name, agent, self.pool, lambda *_: True, "127.0.0.1"
+        self.agent = f"{name}-{os.getpid()}"
+        self.transport: Transport = open_transport(
+            handover.transport, self.agent, self.pool, admit=lambda *_: True, host="127.0.0.1"
         )
         generator = torch.Generator(device).manual_seed(1)
 
@@ -80,71 +99,47 @@ class _Endpoint:
 
     def card(self) -> PeerCard:
         """Return what the other end needs to write to this one's pool."""
-        return PeerCard(
-            self.agent,
-            self.transport.name,
-            b"",
-            self.transport.address(),
-            self.pool.base,
-            self.pool.size,
-            self.pool.layout,
-        )
+        return card_of(self.agent, self.transport, self.pool)
 
     def bytes(self) -> torch.Tensor:
         """Return the pool's memory, uint8 [blocks, block_bytes]."""
         return self.pool._flat.view(torch.uint8).view(self.pool.blocks, self.pool.block_bytes)
 
-    def wait_for_event(self, is_awaited: Callable[[Any], bool]) -> None:
+    def wait_for_event(self, is_awaited: Callable[[TransportEvent], bool]) -> None:
         """Poll the transport until an event is the awaited one. Raises TimeoutError."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not any(is_awaited(event) for event in self.transport.poll()):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{self.transport.name}: nothing arrives")
+        poll_until(self.transport, is_awaited, PATIENCE_S)
+
+    def wait_for_device(self) -> None:
+        if self.pool.memory != "DRAM":
+            torch.cuda.synchronize()
 
 
-def _wait_for_device(device_name: str) -> None:
-    if device_name != "cpu":
-        torch.cuda.synchronize()
-
-
-def _receive(
-    transport_name: str,
-    device_name: str,
-    layout: KVLayout,
-    blocks: int,
-    order: list[int],
-    pipe: Connection,
-) -> None:
+def _receive(handover: _Handover, pipe: Connection) -> None:
     """Run the receiving process: open a pool, wait for the last write, compare."""
-    endpoint = _Endpoint(transport_name, f"receiver-{os.getpid()}", device_name, layout, blocks)
-    _wait_for_device(device_name)  # the pool's zeros are written before any byte arrives
+    endpoint = _Endpoint(handover, "receiver")
+    endpoint.wait_for_device()  # the pool's zeros are written before any byte arrives
     endpoint.transport.add_peer(pipe.recv())
     pipe.send(endpoint.card())
     endpoint.wait_for_event(
         lambda event: isinstance(event, NotificationReceived) and event.data == LAST_WRITE
     )
-    pipe.send(bool(torch.equal(endpoint.bytes()[order], endpoint.drawn)))
+    pipe.send(bool(torch.equal(endpoint.bytes()[handover.order], endpoint.drawn)))
     endpoint.transport.close()
 
 
-def _send(
-    transport_name: str,
-    device_name: str,
-    layout: KVLayout,
-    blocks: int,
-    order: list[int],
-    pipe: Connection,
-) -> HandoverResult:
+def _send(handover: _Handover, pipe: Connection) -> HandoverResult:
     """Write all blocks to the receiver's, ROUNDS times. Raises TimeoutError."""
-    endpoint = _Endpoint(transport_name, f"sender-{os.getpid()}", device_name, layout, blocks)
+    endpoint = _Endpoint(handover, "sender")
     endpoint.bytes().copy_(endpoint.drawn)
-    _wait_for_device(device_name)  # NIXL does not know the stream that writes these bytes
+    endpoint.wait_for_device()  # NIXL does not know the stream that writes these bytes
     pipe.send(endpoint.card())
     if not pipe.poll(PATIENCE_S):
         raise TimeoutError("the other process did not open its transport")
     peer = pipe.recv()
     endpoint.transport.add_peer(peer)
-    spans = Spans(layout.block_bytes, np.arange(blocks, dtype=np.int32), np.array(order, np.int32))
+    source_blocks = np.arange(handover.blocks, dtype=np.int32)
+    target_blocks = np.array(handover.order, np.int32)
+    spans = Spans(handover.layout.block_bytes, source_blocks, target_blocks)
     best_s = float("inf")
     for round_index in range(ROUNDS):
         note = LAST_WRITE if round_index == ROUNDS - 1 else b""
@@ -156,7 +151,7 @@ def _send(
     endpoint.transport.close()
     size = endpoint.pool.size
     return HandoverResult(
-        transport=transport_name, nbytes=size, gb_s=size / best_s / 1e9, intact=bool(intact)
+        transport=handover.transport, nbytes=size, gb_s=size / best_s / 1e9, intact=bool(intact)
     )
 
 
@@ -169,17 +164,14 @@ def measure_handover(
     arrives.
     """
     order = torch.randperm(blocks).tolist()
+    handover = _Handover(transport_name, device_name, layout, blocks=blocks, order=order)
     context = multiprocessing.get_context("spawn")
     sender_pipe, receiver_pipe = context.Pipe()
-    receiver = context.Process(
-        target=_receive,
-        args=(transport_name, device_name, layout, blocks, order, receiver_pipe),
-        daemon=True,
-    )
+    receiver = context.Process(target=_receive, args=(handover, receiver_pipe), daemon=True)
     receiver.start()
     receiver_pipe.close()
     try:
-        return _send(transport_name, device_name, layout, blocks, order, sender_pipe)
+        return _send(handover, sender_pipe)
     finally:
         sender_pipe.close()
         receiver.join(timeout=5.0)

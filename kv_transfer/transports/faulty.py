@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..transport import PeerCard, Pool, Spans, Transport, TransportEvent
+from ..transport import Pool, Spans, Transport
+from .wrapped import WrappedTransport
 
 
-class FaultyTransport:
+class FaultyTransport(WrappedTransport):
     """Passes every call on to `inner`, and damages the first `corrupt` writes.
 
     The first unit of a damaged write is replaced by another unit of the same pool that holds other
@@ -15,11 +16,9 @@ class FaultyTransport:
     """
 
     def __init__(self, inner: Transport, pool: Pool, corrupt: int) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.pool = pool
         self.corrupt = corrupt  #: writes that are still to be damaged
-        self.name = inner.name
-        self.refuses_late = inner.refuses_late
 
     def write(self, peer: str, spans: Spans, note: bytes) -> int:
         if self.corrupt > 0:
@@ -38,33 +37,3 @@ class FaultyTransport:
             if not np.array_equal(units[candidate], units[index]):
                 return candidate
         raise AssertionError("every unit of the pool holds the same bytes")
-
-    # ---- passed on as they are -------------------------------------------------------------------
-
-    @property
-    def moving(self) -> bool:
-        return self.inner.moving
-
-    def address(self) -> bytes:
-        return self.inner.address()
-
-    def add_peer(self, card: PeerCard) -> None:
-        self.inner.add_peer(card)
-
-    def remove_peer(self, peer: str) -> None:
-        self.inner.remove_peer(peer)
-
-    def notify(self, peer: str, note: bytes) -> None:
-        self.inner.notify(peer, note)
-
-    def poll(self) -> list[TransportEvent]:
-        return self.inner.poll()
-
-    def fenced(self, peer: str) -> bool:
-        return self.inner.fenced(peer)
-
-    def mark_process_dead(self, peer: str) -> None:
-        self.inner.mark_process_dead(peer)
-
-    def close(self) -> None:
-        self.inner.close()

@@ -229,7 +229,6 @@ class IncomingConnection:
     def _read_write(self, note: bytes, unit: int, run_count: int) -> FrameParser:
         """Reads the table and the data of a write. Overridden where data comes by the socket."""
         raise ValueError("malformed frame: no data travels on this connection")
-        yield []
 
 
 class SocketTransport:

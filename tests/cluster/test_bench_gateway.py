@@ -53,29 +53,26 @@ async def joined(home: str) -> tuple[TokenSource, f.WorkerCard]:
         return source, await cards.get()
 
 
-def test_a_source_steps_all_streams_of_a_pace_together_and_ends_each() -> None:
-    async def run() -> None:
-        _, card = await joined("decode")
-        hello = PeerIdentity("g", "gateway", "s")
-        peer = await dial(card.address, hello, f.FramesFromWorker, "w")
-        for name, most in (("a", 3), ("b", 5)):
-            sampling = f.Sampling(most, seed=200)
-            peer.send(f.StartDecode((name, 0), 1, [1], sampling, "prefill/1"))
-        got: dict[str, list[f.AnswerTokens]] = {"a": [], "b": []}
-        together = 0
-        async with asyncio.timeout(10):
-            while not (got["b"] and got["b"][-1].finish_reason):
-                frame = await peer.receive()
-                if isinstance(frame, f.EngineStepTokens):
-                    together += len(frame.answers) == 2
-                    for tokens in frame.answers:
-                        got[tokens.attempt_key[0]].append(tokens)
-        assert [t.offset for t in got["a"]] == [1, 2] and got["a"][-1].finish_reason == "length"
-        assert [t.offset for t in got["b"]] == [1, 2, 3, 4] and together == 2
-        assert [t.tokens[0].id for t in got["b"]] == [8, 9, 7, 8]
-        peer.abort()
-
-    asyncio.run(run())
+async def test_a_source_steps_all_streams_of_a_pace_together_and_ends_each() -> None:
+    _, card = await joined("decode")
+    hello = PeerIdentity("g", "gateway", "s")
+    peer = await dial(card.address, hello, f.FramesFromWorker, "w")
+    for name, most in (("a", 3), ("b", 5)):
+        sampling = f.Sampling(most, seed=200)
+        peer.send(f.StartDecode((name, 0), 1, [1], sampling, "prefill/1"))
+    got: dict[str, list[f.AnswerTokens]] = {"a": [], "b": []}
+    together = 0
+    async with asyncio.timeout(10):
+        while not (got["b"] and got["b"][-1].finish_reason):
+            frame = await peer.receive()
+            if isinstance(frame, f.EngineStepTokens):
+                together += len(frame.answers) == 2
+                for tokens in frame.answers:
+                    got[tokens.attempt_key[0]].append(tokens)
+    assert [t.offset for t in got["a"]] == [1, 2] and got["a"][-1].finish_reason == "length"
+    assert [t.offset for t in got["b"]] == [1, 2, 3, 4] and together == 2
+    assert [t.tokens[0].id for t in got["b"]] == [8, 9, 7, 8]
+    peer.abort()
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")

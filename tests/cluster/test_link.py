@@ -28,7 +28,7 @@ class FakeRouter:
         self.left.set()
 
 
-def test_an_older_router_is_told_that_it_is_obsolete_and_is_left() -> None:
+async def test_an_older_router_is_told_that_it_is_obsolete_and_is_left() -> None:
     async def test() -> None:
         new, old, newest = FakeRouter(5), FakeRouter(3), FakeRouter(6)
         routers = [new, old, newest]
@@ -53,8 +53,5 @@ def test_an_older_router_is_told_that_it_is_obsolete_and_is_left() -> None:
         assert link.term == 6 and link.connected
         running.cancel()
 
-    async def bounded() -> None:
-        async with asyncio.timeout(20):
-            await test()
-
-    asyncio.run(bounded())
+    async with asyncio.timeout(20):
+        await test()

@@ -259,29 +259,26 @@ def test_the_exporter_listens_where_the_configuration_says() -> None:
             ObservabilitySettings(metrics_host=wildcard)
 
 
-def test_the_exporter_serves_one_page_and_nothing_else() -> None:
-    async def play() -> None:
-        rows = [MetricRow("queue_depth", 7)]
-        base = free_port()
-        settings = ObservabilitySettings(metrics_port=base)
-        first = Exporter(settings, BASE, lambda: rows)
-        second = Exporter(settings, BASE, lambda: rows)
-        await first.start("127.0.0.1")
-        await second.start("127.0.0.1")  # its port is taken: the next one
-        ports = [int(one.address.rpartition(":")[2]) for one in (first, second)]
-        assert base <= ports[0] < ports[1] < base + PORTS_TRIED
-        async with httpx.AsyncClient(base_url=f"http://{second.address}") as client:
-            page = await client.get("/metrics")
-            assert page.status_code == 200 and "diptych_queue_depth" in page.text
-            assert page.headers["content-type"].startswith("text/plain")
-            asked = {"accept": "application/openmetrics-text; version=1.0.0"}
-            page = await client.get("/metrics?name[]=x", headers=asked)
-            assert page.text.endswith("# EOF\n")
-            assert (await client.get("/")).status_code == 404
-            assert (await client.post("/metrics")).status_code == 404
-            rows[0] = MetricRow("no_such_metric", 1)
-            assert (await client.get("/metrics")).status_code == 500
-        first.close()
-        second.close()
-
-    asyncio.run(play())
+async def test_the_exporter_serves_one_page_and_nothing_else() -> None:
+    rows = [MetricRow("queue_depth", 7)]
+    base = free_port()
+    settings = ObservabilitySettings(metrics_port=base)
+    first = Exporter(settings, BASE, lambda: rows)
+    second = Exporter(settings, BASE, lambda: rows)
+    await first.start("127.0.0.1")
+    await second.start("127.0.0.1")  # its port is taken: the next one
+    ports = [int(one.address.rpartition(":")[2]) for one in (first, second)]
+    assert base <= ports[0] < ports[1] < base + PORTS_TRIED
+    async with httpx.AsyncClient(base_url=f"http://{second.address}") as client:
+        page = await client.get("/metrics")
+        assert page.status_code == 200 and "diptych_queue_depth" in page.text
+        assert page.headers["content-type"].startswith("text/plain")
+        asked = {"accept": "application/openmetrics-text; version=1.0.0"}
+        page = await client.get("/metrics?name[]=x", headers=asked)
+        assert page.text.endswith("# EOF\n")
+        assert (await client.get("/")).status_code == 404
+        assert (await client.post("/metrics")).status_code == 404
+        rows[0] = MetricRow("no_such_metric", 1)
+        assert (await client.get("/metrics")).status_code == 500
+    first.close()
+    second.close()

@@ -150,54 +150,43 @@ def computed(bench: Bench, name: str) -> int:
 
 
 @pytest.mark.parametrize("transport", ["tcp", "nixl", "shm"])
-def test_only_blocks_that_decode_does_not_hold_travel(folder: Path, transport: str) -> None:
-    async def run() -> None:
-        async with opened(folder, kv_transfer={"transport": transport}) as bench:
-            ids = prompt(1, 300)
-            first = await bench.ask(ids, "a")
-            whole = received(bench, "decode/x")
-            again = await bench.ask(ids, "b")
-            block = bench.nodes["decode/x"].engine.kv_pool.layout.block_bytes
-            assert again == first
-            assert whole == 5 * block and received(bench, "decode/x") - whole == block, "the tail"
-            alone = await bench.alone(ids, "c")
-            assert alone == first
-            await bench.until(bench.whole)
-            assert [key[0] for key in bench.nodes["decode/x"].ended_attempts] == ["a", "b", "c"]
-
-    asyncio.run(run())
+async def test_only_blocks_that_decode_does_not_hold_travel(folder: Path, transport: str) -> None:
+    async with opened(folder, kv_transfer={"transport": transport}) as bench:
+        ids = prompt(1, 300)
+        first = await bench.ask(ids, "a")
+        whole = received(bench, "decode/x")
+        again = await bench.ask(ids, "b")
+        block = bench.nodes["decode/x"].engine.kv_pool.layout.block_bytes
+        assert again == first
+        assert whole == 5 * block and received(bench, "decode/x") - whole == block, "the tail"
+        alone = await bench.alone(ids, "c")
+        assert alone == first
+        await bench.until(bench.whole)
+        assert [key[0] for key in bench.nodes["decode/x"].ended_attempts] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("ending", ["none", "first", "one", "all"])
-def test_one_transfer_serves_n_answers_also_when_some_end_at_once(
+async def test_one_transfer_serves_n_answers_also_when_some_end_at_once(
     folder: Path, ending: str
 ) -> None:
     """`ending`: which answers end with their first token."""
 
-    async def run() -> None:
-        async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
-            ids, drawn = prompt(6, 150), f.Sampling(12, 0.9, seed=3, logprobs=1, n=4)
-            firsts = [one[0].id for one in await bench.alone(ids, "a", drawn)]
-            stops = {"none": (), "first": firsts[:1], "one": firsts[2:3], "all": firsts}[ending]
-            drawn = msgspec.structs.replace(drawn, stop_ids=tuple(stops))
-            answers = await bench.ask(ids, "b", drawn)
-            assert answers == await bench.alone(ids, "c", drawn)
-            assert all(
-                len(a) == 1 for a, first in zip(answers, firsts, strict=True) if first in stops
-            )
-
-    asyncio.run(run())
+    async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
+        ids, drawn = prompt(6, 150), f.Sampling(12, 0.9, seed=3, logprobs=1, n=4)
+        firsts = [one[0].id for one in await bench.alone(ids, "a", drawn)]
+        stops = {"none": (), "first": firsts[:1], "one": firsts[2:3], "all": firsts}[ending]
+        drawn = msgspec.structs.replace(drawn, stop_ids=tuple(stops))
+        answers = await bench.ask(ids, "b", drawn)
+        assert answers == await bench.alone(ids, "c", drawn)
+        assert all(len(a) == 1 for a, first in zip(answers, firsts, strict=True) if first in stops)
 
 
-def test_prompt_logprobs_come_from_the_prefill_worker(folder: Path) -> None:
-    async def run() -> None:
-        async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
-            ids, told = prompt(7, 300), f.Sampling(4, logprobs=1, prompt_logprobs=1)
-            assert await bench.ask(ids, "a", told) == await bench.alone(ids, "b", told)
-            assert [token.id for token in bench.prompts["a", 0]] == ids[1:]
-            assert bench.prompts["a", 0] == bench.prompts["b", 0]
-
-    asyncio.run(run())
+async def test_prompt_logprobs_come_from_the_prefill_worker(folder: Path) -> None:
+    async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
+        ids, told = prompt(7, 300), f.Sampling(4, logprobs=1, prompt_logprobs=1)
+        assert await bench.ask(ids, "a", told) == await bench.alone(ids, "b", told)
+        assert [token.id for token in bench.prompts["a", 0]] == ids[1:]
+        assert bench.prompts["a", 0] == bench.prompts["b", 0]
 
 
 def test_transfers_stay_on_their_engines_core_where_no_other_is_left(
@@ -221,137 +210,111 @@ def test_transfers_stay_on_their_engines_core_where_no_other_is_left(
         assert asyncio.run(run(mine)) == [set(mine)] * 2
 
 
-def test_two_workers_swap_roles_and_keep_what_they_hold(folder: Path) -> None:
-    async def run() -> None:
-        async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
-            ids, nodes = prompt(9, 400), bench.nodes
-            expected = await bench.ask(ids, "a")
-            nodes["decode/x"].submit(GATEWAY, f.StartDecode(("b", 0), 1, ids, SHORT, None))
-            with pytest.raises(AssertionError, match="attempts cannot be left"):
-                nodes["decode/x"].become("prefill")
-            nodes["decode/x"].hand_over()
-            assert bench.failed == [f.AttemptFailed(("b", 0), "decode/x", f.HANDOVER)]
-            bench.failed.clear()
-            await bench.until(lambda: not any(node.role.attempts for node in nodes.values()))
-            for name, role in (("decode/x", "prefill"), ("prefill/x", "decode")):
-                nodes[name].become(role)
-            before = {name: computed(bench, name) for name in nodes}
-            key = ("c", 0)
-            nodes["prefill/x"].submit(GATEWAY, f.StartDecode(key, 1, list(ids), SHORT, "decode/x"))
-            nodes["decode/x"].submit(GATEWAY, f.StartPrefill(key, 1, list(ids), SHORT, "prefill/x"))
-            assert await bench._answers(key, 1) == expected
-            assert computed(bench, "decode/x") - before["decode/x"] == 400 - 6 * 64, "cached"
-            assert all(node.statistics()["weight_loads"] == 1 for node in nodes.values())
-
-    asyncio.run(run())
+async def test_two_workers_swap_roles_and_keep_what_they_hold(folder: Path) -> None:
+    async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
+        ids, nodes = prompt(9, 400), bench.nodes
+        expected = await bench.ask(ids, "a")
+        nodes["decode/x"].submit(GATEWAY, f.StartDecode(("b", 0), 1, ids, SHORT, None))
+        with pytest.raises(AssertionError, match="attempts cannot be left"):
+            nodes["decode/x"].become("prefill")
+        nodes["decode/x"].hand_over()
+        assert bench.failed == [f.AttemptFailed(("b", 0), "decode/x", f.HANDOVER)]
+        bench.failed.clear()
+        await bench.until(lambda: not any(node.role.attempts for node in nodes.values()))
+        for name, role in (("decode/x", "prefill"), ("prefill/x", "decode")):
+            nodes[name].become(role)
+        before = {name: computed(bench, name) for name in nodes}
+        key = ("c", 0)
+        nodes["prefill/x"].submit(GATEWAY, f.StartDecode(key, 1, list(ids), SHORT, "decode/x"))
+        nodes["decode/x"].submit(GATEWAY, f.StartPrefill(key, 1, list(ids), SHORT, "prefill/x"))
+        assert await bench._answers(key, 1) == expected
+        assert computed(bench, "decode/x") - before["decode/x"] == 400 - 6 * 64, "cached"
+        assert all(node.statistics()["weight_loads"] == 1 for node in nodes.values())
 
 
-def test_a_prefix_is_fetched_from_the_peer_that_holds_it(folder: Path) -> None:
-    async def run() -> None:
-        async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
-            ids = prompt(2, 400)
-            expected = await bench.alone(ids, "a")  # the decode node holds it now
-            before = computed(bench, "prefill/x")
-            assert await bench.ask(ids, "b", prefix_holder="decode/x") == expected
-            block = bench.nodes["prefill/x"].engine.kv_pool.layout.block_bytes
-            assert received(bench, "prefill/x") == 6 * block
-            assert computed(bench, "prefill/x") - before == 400 - 6 * 64
-
-    asyncio.run(run())
+async def test_a_prefix_is_fetched_from_the_peer_that_holds_it(folder: Path) -> None:
+    async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
+        ids = prompt(2, 400)
+        expected = await bench.alone(ids, "a")  # the decode node holds it now
+        before = computed(bench, "prefill/x")
+        assert await bench.ask(ids, "b", prefix_holder="decode/x") == expected
+        block = bench.nodes["prefill/x"].engine.kv_pool.layout.block_bytes
+        assert received(bench, "prefill/x") == 6 * block
+        assert computed(bench, "prefill/x") - before == 400 - 6 * 64
 
 
-def test_a_prompt_that_its_decode_worker_computes_is_fetched_too(folder: Path) -> None:
-    async def run() -> None:
-        async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
-            await bench.open("decode", "decode/y")
-            ids = prompt(3, 400)
-            expected = await bench.alone(ids, "a")
-            assert (
-                await bench.alone(ids, "b", node="decode/y", prefix_holder="decode/x") == expected
-            )
-            block = bench.nodes["decode/y"].engine.kv_pool.layout.block_bytes
-            assert received(bench, "decode/y") == 6 * block
-            assert computed(bench, "decode/y") == 400 - 6 * 64
-
-    asyncio.run(run())
+async def test_a_prompt_that_its_decode_worker_computes_is_fetched_too(folder: Path) -> None:
+    async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
+        await bench.open("decode", "decode/y")
+        ids = prompt(3, 400)
+        expected = await bench.alone(ids, "a")
+        assert await bench.alone(ids, "b", node="decode/y", prefix_holder="decode/x") == expected
+        block = bench.nodes["decode/y"].engine.kv_pool.layout.block_bytes
+        assert received(bench, "decode/y") == 6 * block
+        assert computed(bench, "decode/y") == 400 - 6 * 64
 
 
-def test_blocks_of_256_tokens_are_hit_and_fetched_and_told_by_64(folder: Path) -> None:
-    async def run() -> None:
-        large = {"model": {"block_tokens": 256}, "kv_transfer": {"transport": "tcp"}}
-        pool = {"engine": {"kv_mib": 16, "max_step_tokens": 256}}
-        async with opened(folder, **large, pools={"prefill": pool, "decode": pool}) as bench:
-            ids = prompt(9, 600)
-            expected = await bench.alone(ids, "a")
-            told = set(bench.nodes["decode/x"].engine.scheduler.pool.hashes())
-            salt = bench.nodes["decode/x"]._salt
-            assert told == set(block_hashes(ids, salt)[:8]), "two blocks, four hashes each"
-            before = computed(bench, "prefill/x")
-            assert await bench.ask(ids, "b", prefix_holder="decode/x") == expected
-            assert computed(bench, "prefill/x") - before == 600 - 512
-
-    asyncio.run(run())
+async def test_blocks_of_256_tokens_are_hit_and_fetched_and_told_by_64(folder: Path) -> None:
+    large = {"model": {"block_tokens": 256}, "kv_transfer": {"transport": "tcp"}}
+    pool = {"engine": {"kv_mib": 16, "max_step_tokens": 256}}
+    async with opened(folder, **large, pools={"prefill": pool, "decode": pool}) as bench:
+        ids = prompt(9, 600)
+        expected = await bench.alone(ids, "a")
+        told = set(bench.nodes["decode/x"].engine.scheduler.pool.hashes())
+        salt = bench.nodes["decode/x"]._salt
+        assert told == set(block_hashes(ids, salt)[:8]), "two blocks, four hashes each"
+        before = computed(bench, "prefill/x")
+        assert await bench.ask(ids, "b", prefix_holder="decode/x") == expected
+        assert computed(bench, "prefill/x") - before == 600 - 512
 
 
-def test_blocks_of_another_size_are_no_prefix_of_mine(folder: Path) -> None:
+async def test_blocks_of_another_size_are_no_prefix_of_mine(folder: Path) -> None:
     """A name says where a block ends, not where it begins."""
 
-    async def run() -> None:
-        async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
-            ids, node = prompt(10, 600), bench.nodes["prefill/x"]
-            expected = await bench.alone(ids, "a")
-            card = node._peers["decode/x"][0]
-            layout = dataclasses.replace(card.layout, block_tokens=256)
-            node._peers["decode/x"] = [msgspec.structs.replace(card, layout=layout)]
-            assert await bench.ask(ids, "b", prefix_holder="decode/x") == expected
-            assert received(bench, "prefill/x") == 0 and computed(bench, "prefill/x") == 600
-
-    asyncio.run(run())
+    async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
+        ids, node = prompt(10, 600), bench.nodes["prefill/x"]
+        expected = await bench.alone(ids, "a")
+        card = node._peers["decode/x"][0]
+        layout = dataclasses.replace(card.layout, block_tokens=256)
+        node._peers["decode/x"] = [msgspec.structs.replace(card, layout=layout)]
+        assert await bench.ask(ids, "b", prefix_holder="decode/x") == expected
+        assert received(bench, "prefill/x") == 0 and computed(bench, "prefill/x") == 600
 
 
-def test_a_prefix_that_the_peer_does_not_hold_is_computed(folder: Path) -> None:
-    async def run() -> None:
-        async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
-            ids = prompt(3, 300)
-            answer = await bench.ask(ids, "a", prefix_holder="decode/x")
-            assert computed(bench, "prefill/x") == 300
-            assert bench.nodes["prefill/x"].statistics()["transfer"]["failures"] == {"not_held": 1}
-            assert await bench.alone(ids, "b") == answer
-
-    asyncio.run(run())
+async def test_a_prefix_that_the_peer_does_not_hold_is_computed(folder: Path) -> None:
+    async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
+        ids = prompt(3, 300)
+        answer = await bench.ask(ids, "a", prefix_holder="decode/x")
+        assert computed(bench, "prefill/x") == 300
+        assert bench.nodes["prefill/x"].statistics()["transfer"]["failures"] == {"not_held": 1}
+        assert await bench.alone(ids, "b") == answer
 
 
-def test_a_longer_part_of_the_prefix_is_fetched_behind_what_is_here(folder: Path) -> None:
-    async def run() -> None:
-        async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
-            ids = prompt(4, 400)
-            await bench.ask(ids[:150], "a")
-            expected = await bench.alone(ids, "b")
-            got = received(bench, "prefill/x")
-            assert await bench.ask(ids, "c", prefix_holder="decode/x") == expected
-            block = bench.nodes["prefill/x"].engine.kv_pool.layout.block_bytes
-            assert received(bench, "prefill/x") - got == 4 * block  # two of six were here
-
-    asyncio.run(run())
+async def test_a_longer_part_of_the_prefix_is_fetched_behind_what_is_here(folder: Path) -> None:
+    async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
+        ids = prompt(4, 400)
+        await bench.ask(ids[:150], "a")
+        expected = await bench.alone(ids, "b")
+        got = received(bench, "prefill/x")
+        assert await bench.ask(ids, "c", prefix_holder="decode/x") == expected
+        block = bench.nodes["prefill/x"].engine.kv_pool.layout.block_bytes
+        assert received(bench, "prefill/x") - got == 4 * block  # two of six were here
 
 
-def test_an_abort_while_a_prefix_is_fetched_leaves_nothing_behind(folder: Path) -> None:
-    async def run() -> None:
-        async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
-            ids = prompt(5, 400)
-            await bench.alone(ids, "a")
-            for index in range(20):
-                key, sampling = (f"r{index}", 0), f.Sampling(8)
-                frame = f.StartPrefill(
-                    key, 1, list(ids), sampling, "decode/x", prefix_holder="decode/x"
-                )
-                bench.nodes["prefill/x"].submit(GATEWAY, frame)
-                for _ in range(index):
-                    await asyncio.sleep(0)
-                bench.nodes["prefill/x"].cancel(f.CancelAttempt(key))
-            await bench.until(lambda: not bench.nodes["prefill/x"].role.attempts)
-
-    asyncio.run(run())
+async def test_an_abort_while_a_prefix_is_fetched_leaves_nothing_behind(folder: Path) -> None:
+    async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
+        ids = prompt(5, 400)
+        await bench.alone(ids, "a")
+        for index in range(20):
+            key, sampling = (f"r{index}", 0), f.Sampling(8)
+            frame = f.StartPrefill(
+                key, 1, list(ids), sampling, "decode/x", prefix_holder="decode/x"
+            )
+            bench.nodes["prefill/x"].submit(GATEWAY, frame)
+            for _ in range(index):
+                await asyncio.sleep(0)
+            bench.nodes["prefill/x"].cancel(f.CancelAttempt(key))
+        await bench.until(lambda: not bench.nodes["prefill/x"].role.attempts)
 
 
 def copied(node: WorkerCore, ids: list[int]) -> bool:
@@ -365,29 +328,26 @@ def copied(node: WorkerCore, ids: list[int]) -> bool:
     )
 
 
-def test_evicted_blocks_come_back_from_the_tiers_also_after_a_restart(
+async def test_evicted_blocks_come_back_from_the_tiers_also_after_a_restart(
     folder: Path, tmp_path: Path
 ) -> None:
     tiers = {"memory_mib": 9, "disk_mib": 64, "folder": str(tmp_path)}
 
-    async def run() -> None:
-        async with opened(folder, kv_transfer={"transport": "tcp"}, kv_tiers=tiers) as bench:
-            total = bench.nodes["prefill/x"].engine.scheduler.pool.total_blocks
-            prompts = [prompt(seed, 500) for seed in range(10, 10 + total // 3)]
-            answers = []
-            for index, ids in enumerate(prompts):
-                answers.append(await bench.ask(ids, f"a{index}"))
-                await bench.until(lambda: copied(bench.nodes["prefill/x"], prompts[0]))
-            before = computed(bench, "prefill/x")
-            assert await bench.ask(prompts[0], "again") == answers[0]
-            assert computed(bench, "prefill/x") - before < 500, "nothing came from a tier"
-        async with opened(folder, kv_transfer={"transport": "tcp"}, kv_tiers=tiers) as bench:
-            stats = bench.nodes["prefill/x"].tiering.tiers.statistics
-            await bench.until(lambda: stats()["disk"]["entries"] > 0)
-            assert await bench.ask(prompts[0], "restarted") == answers[0]
-            assert computed(bench, "prefill/x") < 500, "nothing came from the disk"
-
-    asyncio.run(run())
+    async with opened(folder, kv_transfer={"transport": "tcp"}, kv_tiers=tiers) as bench:
+        total = bench.nodes["prefill/x"].engine.scheduler.pool.total_blocks
+        prompts = [prompt(seed, 500) for seed in range(10, 10 + total // 3)]
+        answers = []
+        for index, ids in enumerate(prompts):
+            answers.append(await bench.ask(ids, f"a{index}"))
+            await bench.until(lambda: copied(bench.nodes["prefill/x"], prompts[0]))
+        before = computed(bench, "prefill/x")
+        assert await bench.ask(prompts[0], "again") == answers[0]
+        assert computed(bench, "prefill/x") - before < 500, "nothing came from a tier"
+    async with opened(folder, kv_transfer={"transport": "tcp"}, kv_tiers=tiers) as bench:
+        stats = bench.nodes["prefill/x"].tiering.tiers.statistics
+        await bench.until(lambda: stats()["disk"]["entries"] > 0)
+        assert await bench.ask(prompts[0], "restarted") == answers[0]
+        assert computed(bench, "prefill/x") < 500, "nothing came from the disk"
 
 
 def flip(file: Path) -> None:
@@ -403,49 +363,43 @@ def truncate(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
-def test_a_damaged_disk_tier_costs_a_recompute_and_nothing_else(
+async def test_a_damaged_disk_tier_costs_a_recompute_and_nothing_else(
     folder: Path, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     tiers = {"memory_mib": 9, "disk_mib": 64, "folder": str(tmp_path)}
     ids = prompt(20, 500)
 
-    async def run() -> None:
-        async with opened(folder, kv_transfer={"transport": "tcp"}, kv_tiers=tiers) as bench:
-            expected = await bench.ask(ids, "a")
-            total = bench.nodes["prefill/x"].engine.scheduler.pool.total_blocks
-            for seed in range(30, 30 + total // 4):
-                await bench.ask(prompt(seed, 500), f"other{seed}")
-                await bench.until(lambda: copied(bench.nodes["prefill/x"], ids))
-            stats = bench.nodes["prefill/x"].tiering.tiers.statistics
-            await bench.until(lambda: stats()["disk"]["entries"] > 0)
-        for file in tmp_path.rglob("*"):
-            if file.is_file() and file.stat().st_size > 4096:
-                damage(file)
-        async with opened(folder, kv_transfer={"transport": "tcp"}, kv_tiers=tiers) as bench:
-            assert await bench.ask(ids, "b") == expected
-            assert not bench.failed
-
-    asyncio.run(run())
+    async with opened(folder, kv_transfer={"transport": "tcp"}, kv_tiers=tiers) as bench:
+        expected = await bench.ask(ids, "a")
+        total = bench.nodes["prefill/x"].engine.scheduler.pool.total_blocks
+        for seed in range(30, 30 + total // 4):
+            await bench.ask(prompt(seed, 500), f"other{seed}")
+            await bench.until(lambda: copied(bench.nodes["prefill/x"], ids))
+        stats = bench.nodes["prefill/x"].tiering.tiers.statistics
+        await bench.until(lambda: stats()["disk"]["entries"] > 0)
+    for file in tmp_path.rglob("*"):
+        if file.is_file() and file.stat().st_size > 4096:
+            damage(file)
+    async with opened(folder, kv_transfer={"transport": "tcp"}, kv_tiers=tiers) as bench:
+        assert await bench.ask(ids, "b") == expected
+        assert not bench.failed
 
 
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=str)
-def test_ranks_of_both_ends_may_differ(folder: Path, ranks: tuple[int, int]) -> None:
+async def test_ranks_of_both_ends_may_differ(folder: Path, ranks: tuple[int, int]) -> None:
     """In float32, where sums over ranks differ from one rank's by their last bits only."""
 
-    async def run() -> None:
-        ids, model = prompt(8, 300), {"dtype": "float32"}
-        async with opened(folder, kv_transfer={"transport": "tcp"}, model=model) as bench:
-            expected = await bench.ask(ids, "a")
-        pools = {
-            role: {"engine": {"kv_mib": 8, "max_step_tokens": 128}, "tensor_parallel": count}
-            for role, count in zip(("prefill", "decode"), ranks, strict=True)
-        }
-        more = {"kv_transfer": {"transport": "tcp"}, "model": model, "pools": pools}
-        async with opened(folder, **more) as bench:
-            answers = await bench.ask(ids, "a")
-            again = await bench.ask(ids, "b")
-        assert answers == again
-        for one, other in zip(answers[0], expected[0], strict=True):
-            assert one.id == other.id and one.logprob == pytest.approx(other.logprob, abs=1e-4)
-
-    asyncio.run(run())
+    ids, model = prompt(8, 300), {"dtype": "float32"}
+    async with opened(folder, kv_transfer={"transport": "tcp"}, model=model) as bench:
+        expected = await bench.ask(ids, "a")
+    pools = {
+        role: {"engine": {"kv_mib": 8, "max_step_tokens": 128}, "tensor_parallel": count}
+        for role, count in zip(("prefill", "decode"), ranks, strict=True)
+    }
+    more = {"kv_transfer": {"transport": "tcp"}, "model": model, "pools": pools}
+    async with opened(folder, **more) as bench:
+        answers = await bench.ask(ids, "a")
+        again = await bench.ask(ids, "b")
+    assert answers == again
+    for one, other in zip(answers[0], expected[0], strict=True):
+        assert one.id == other.id and one.logprob == pytest.approx(other.logprob, abs=1e-4)

@@ -122,6 +122,20 @@ class Stream:
         inbox.put_nowait(f.AnswerTokens((self.request.wire_id, 0), self._told, tokens, finish))
         self._told += len(ids)
 
+    def say(self, text: str) -> None:
+        self.put(*TEXT.encode(text, add_special_tokens=False))
+
+    def fail(self) -> None:
+        failed = f.AttemptFailed((self.request.wire_id, 0), "d", "kv_checksum")
+        self.gateway.plane.inboxes[self.request.wire_id].put_nowait(failed)
+
+
+async def begun(stream: Stream) -> asyncio.Task[None]:
+    """The task of a stream that waits for its first token."""
+    task = asyncio.ensure_future(stream.run())
+    await settle()
+    return task
+
 
 async def settle() -> None:
     for _ in range(8):
@@ -133,8 +147,7 @@ def answered(ids: list[int], seed: int, **fields: Any) -> Client:
 
     async def run() -> Client:
         stream, turn = Stream(Gateway(), "r", **fields), random.Random(seed)
-        task = asyncio.ensure_future(stream.run())
-        await settle()
+        task = await begun(stream)
         rest = list(ids)
         while rest:
             size = turn.randint(1, 3)
@@ -168,179 +181,143 @@ def test_both_ways_tell_the_same_text_usage_and_end(
         assert client.data.endswith(b"data: [DONE]\n\n")
 
 
-def test_tokens_that_come_while_nothing_waits_wake_no_task() -> None:
-    async def run() -> None:
-        stream = Stream(Gateway(), "r")
-        task = asyncio.ensure_future(stream.run())
-        await settle()
-        stream.put(*TEXT.encode("a b", add_special_tokens=False))
-        await settle()
-        before = stream.client.messages
-        stream.put(*TEXT.encode(" c", add_special_tokens=False))  # no await: nobody else ran
-        assert stream.client.messages == before + 1 and stream.client.text == "a b c"
-        stream.put(finish="length")
-        await asyncio.wait_for(task, 5)
-
-    asyncio.run(run())
+async def test_tokens_that_come_while_nothing_waits_wake_no_task() -> None:
+    stream = Stream(Gateway(), "r")
+    task = await begun(stream)
+    stream.say("a b")
+    await settle()
+    before = stream.client.messages
+    stream.say(" c")  # no await: nobody else ran
+    assert stream.client.messages == before + 1 and stream.client.text == "a b c"
+    stream.put(finish="length")
+    await asyncio.wait_for(task, 5)
 
 
-def test_a_stop_string_ends_the_stream_with_the_token_that_completes_it() -> None:
-    async def run() -> None:
-        stream = Stream(Gateway(), "r", stop="STOP")
-        task = asyncio.ensure_future(stream.run())
-        await settle()
-        stream.put(*TEXT.encode("a ST", add_special_tokens=False))
-        await settle()
-        stream.put(*TEXT.encode("OP", add_special_tokens=False))
-        await asyncio.wait_for(task, 5)
-        assert stream.client.text == "a " and stream.gateway.plane.cancelled == [True]
-
-    asyncio.run(run())
+async def test_a_stop_string_ends_the_stream_with_the_token_that_completes_it() -> None:
+    stream = Stream(Gateway(), "r", stop="STOP")
+    task = await begun(stream)
+    stream.say("a ST")
+    await settle()
+    stream.say("OP")
+    await asyncio.wait_for(task, 5)
+    assert stream.client.text == "a " and stream.gateway.plane.cancelled == [True]
 
 
-def test_a_client_that_does_not_read_delays_nobody_and_loses_nothing() -> None:
-    async def run() -> None:
-        gateway = Gateway()
-        slow, quick = Stream(gateway, "slow"), Stream(gateway, "quick")
-        tasks = [asyncio.ensure_future(one.run()) for one in (slow, quick)]
-        await settle()
-        words = [
-            TEXT.encode(f" {word}", add_special_tokens=False) for word in ("one", "two", "three")
-        ]
-        for at, ids in enumerate(words):
-            for one in (slow, quick):
-                one.put(*ids)
-            await settle()
-            if at == 0:
-                slow.client.free.clear()
-        assert (slow.client.text, quick.client.text) == (" one", " one two three")
-        slow.client.free.set()
+async def test_a_client_that_does_not_read_delays_nobody_and_loses_nothing() -> None:
+    gateway = Gateway()
+    slow, quick = Stream(gateway, "slow"), Stream(gateway, "quick")
+    tasks = [asyncio.ensure_future(one.run()) for one in (slow, quick)]
+    await settle()
+    for at, word in enumerate(("one", "two", "three")):
         for one in (slow, quick):
-            one.put(finish="stop")
-        await asyncio.wait_for(asyncio.gather(*tasks), 5)
-        assert slow.client.text == quick.client.text == " one two three"
+            one.say(f" {word}")
+        await settle()
+        if at == 0:
+            slow.client.free.clear()
+    assert (slow.client.text, quick.client.text) == (" one", " one two three")
+    slow.client.free.set()
+    for one in (slow, quick):
+        one.put(finish="stop")
+    await asyncio.wait_for(asyncio.gather(*tasks), 5)
+    assert slow.client.text == quick.client.text == " one two three"
 
-    asyncio.run(run())
 
-
-def test_a_client_that_takes_nothing_for_long_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_takes_nothing_for_long_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sse, "STALL_S", 0.05)
 
-    async def run() -> None:
-        gateway = Gateway()
-        stream = Stream(gateway, "r")
-        task = asyncio.ensure_future(stream.run())
-        await settle()
-        stream.put(7, 8)
-        await settle()
-        stream.client.free.clear()
-        stream.put(9)
-        stream.put(10)
+    gateway = Gateway()
+    stream = Stream(gateway, "r")
+    task = await begun(stream)
+    stream.put(7, 8)
+    await settle()
+    stream.client.free.clear()
+    stream.put(9)
+    stream.put(10)
+    await asyncio.wait_for(task, 5)
+    assert gateway.plane.cancelled == [True]
+
+
+async def test_an_error_in_a_push_ends_its_own_stream_only() -> None:
+    gateway = Gateway()
+    broken, whole = Stream(gateway, "broken"), Stream(gateway, "whole")
+    tasks = [asyncio.ensure_future(one.run()) for one in (broken, whole)]
+    await settle()
+    for one in (broken, whole):
+        one.say(" a")
+    await settle()
+    broken.response._encoder._envelopes.clear()
+    broken.shape.plain = broken.shape.delta = None  # type: ignore
+    for one in (broken, whole):
+        one.say(" b")
+    whole.put(finish="stop")
+    await asyncio.wait_for(asyncio.gather(*tasks), 5)
+    assert b"event: error" in broken.client.data and whole.client.text == " a b"
+    assert sorted(gateway.plane.cancelled) == [False, True]
+
+
+async def test_an_error_before_the_first_token_is_raised_and_nothing_is_sent() -> None:
+    stream = Stream(Gateway(), "r")
+    task = await begun(stream)
+    stream.fail()
+    with pytest.raises(ApiError, match="gave up after 1 attempts"):
         await asyncio.wait_for(task, 5)
-        assert gateway.plane.cancelled == [True]
-
-    asyncio.run(run())
+    assert stream.client.messages == 0 and stream.gateway.plane.cancelled == [True]
 
 
-def test_an_error_in_a_push_ends_its_own_stream_only() -> None:
-    async def run() -> None:
-        gateway = Gateway()
-        broken, whole = Stream(gateway, "broken"), Stream(gateway, "whole")
-        tasks = [asyncio.ensure_future(one.run()) for one in (broken, whole)]
-        await settle()
-        for one in (broken, whole):
-            one.put(*TEXT.encode(" a", add_special_tokens=False))
-        await settle()
-        broken.response._encoder._envelopes.clear()
-        broken.shape.plain = broken.shape.delta = None  # type: ignore
-        for one in (broken, whole):
-            one.put(*TEXT.encode(" b", add_special_tokens=False))
-        whole.put(finish="stop")
-        await asyncio.wait_for(asyncio.gather(*tasks), 5)
-        assert b"event: error" in broken.client.data and whole.client.text == " a b"
-        assert sorted(gateway.plane.cancelled) == [False, True]
-
-    asyncio.run(run())
+async def test_an_error_behind_the_first_token_is_the_last_event() -> None:
+    stream = Stream(Gateway(), "r")
+    task = await begun(stream)
+    stream.say(" a")
+    await settle()
+    stream.fail()
+    await asyncio.wait_for(task, 5)
+    assert stream.client.text == " a" and b"gave up after 1 attempts" in stream.client.data
 
 
-def test_an_error_before_the_first_token_is_raised_and_nothing_is_sent() -> None:
-    async def run() -> None:
-        stream = Stream(Gateway(), "r")
-        task = asyncio.ensure_future(stream.run())
-        await settle()
-        inbox = stream.gateway.plane.inboxes["r"]
-        inbox.put_nowait(f.AttemptFailed(("r", 0), "d", "kv_checksum"))
-        with pytest.raises(ApiError, match="gave up after 1 attempts"):
-            await asyncio.wait_for(task, 5)
-        assert stream.client.messages == 0 and stream.gateway.plane.cancelled == [True]
-
-    asyncio.run(run())
-
-
-def test_an_error_behind_the_first_token_is_the_last_event() -> None:
-    async def run() -> None:
-        stream = Stream(Gateway(), "r")
-        task = asyncio.ensure_future(stream.run())
-        await settle()
-        stream.put(*TEXT.encode(" a", add_special_tokens=False))
-        await settle()
-        inbox = stream.gateway.plane.inboxes["r"]
-        inbox.put_nowait(f.AttemptFailed(("r", 0), "d", "kv_checksum"))
-        await asyncio.wait_for(task, 5)
-        assert stream.client.text == " a" and b"gave up after 1 attempts" in stream.client.data
-
-    asyncio.run(run())
+async def test_a_deadline_ends_what_waits_for_tokens_but_not_what_waits_for_the_client() -> None:
+    stream = Stream(Gateway(), "r")
+    task = await begun(stream)
+    stream.say(" a")
+    await settle()
+    stream.client.free.clear()
+    stream.say(" b")
+    stream.request.terms = Terms(deadline=time.monotonic() + 0.02)
+    stream.say(" c")
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    stream.client.free.set()
+    await asyncio.wait_for(task, 5)
+    assert stream.client.text == " a b c" and b"deadline_exceeded" in stream.client.data
 
 
-def test_a_deadline_ends_what_waits_for_tokens_but_not_what_waits_for_the_client() -> None:
-    async def run() -> None:
-        stream = Stream(Gateway(), "r")
-        task = asyncio.ensure_future(stream.run())
-        await settle()
-        stream.put(*TEXT.encode(" a", add_special_tokens=False))
-        await settle()
-        stream.client.free.clear()
-        stream.put(*TEXT.encode(" b", add_special_tokens=False))
-        stream.request.terms = Terms(deadline=time.monotonic() + 0.02)
-        stream.put(*TEXT.encode(" c", add_special_tokens=False))
-        await asyncio.sleep(0.05)
-        assert not task.done()
-        stream.client.free.set()
-        await asyncio.wait_for(task, 5)
-        assert stream.client.text == " a b c" and b"deadline_exceeded" in stream.client.data
+async def test_writers_that_share_a_body_lose_nothing_when_the_client_is_slow() -> None:
+    client, body = Client(), sse.ResponseBody()
+    written: list[bytes] = []
 
-    asyncio.run(run())
+    async def write(name: str) -> None:
+        for number in range(20):
+            data = f"{name}{number};".encode()
+            written.append(data)
+            await body.write(data)
 
+    async def read() -> None:
+        for _ in range(60):
+            client.free.clear()
+            await asyncio.sleep(0)
+            client.free.set()
+            await asyncio.sleep(0)
 
-def test_writers_that_share_a_body_lose_nothing_when_the_client_is_slow() -> None:
-    async def run() -> None:
-        client, body = Client(), sse.ResponseBody()
-        written: list[bytes] = []
-
-        async def write(name: str) -> None:
-            for number in range(20):
-                data = f"{name}{number};".encode()
-                written.append(data)
-                await body.write(data)
-
-        async def read() -> None:
-            for _ in range(60):
-                client.free.clear()
-                await asyncio.sleep(0)
-                client.free.set()
-                await asyncio.sleep(0)
-
-        writers = asyncio.gather(write("a"), write("b"), write("c"))
-        await settle()
-        assert body.begun.done() and len(written) == 3 and not client.data, "until the head is out"
-        body.open(client.send)
-        await asyncio.wait_for(asyncio.gather(writers, read()), 5)
-        parts = client.data.split(b";")[:-1]
-        for name in "abc":
-            own = [part.decode() for part in parts if part.startswith(name.encode())]
-            assert own == [f"{name}{number}" for number in range(20)]
-
-    asyncio.run(run())
+    writers = asyncio.gather(write("a"), write("b"), write("c"))
+    await settle()
+    assert body.begun.done() and len(written) == 3 and not client.data, "until the head is out"
+    body.open(client.send)
+    await asyncio.wait_for(asyncio.gather(writers, read()), 5)
+    parts = client.data.split(b";")[:-1]
+    for name in "abc":
+        own = [part.decode() for part in parts if part.startswith(name.encode())]
+        assert own == [f"{name}{number}" for number in range(20)]
 
 
 # ---- text ----------------------------------------------------------------------------------------

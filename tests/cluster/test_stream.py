@@ -52,6 +52,9 @@ class ScriptedPlane:
             self.inboxes[frame.attempt_key].put_nowait(frame)
 
 
+Script = Callable[[ScriptedPlane, Any], None]
+
+
 class Reader:
     """A client that takes everything at once; `after_push` is what it does then."""
 
@@ -70,6 +73,18 @@ class Reader:
 
 def placed(key: f.AttemptKey, local: bool = False) -> f.AttemptPlaced:
     return f.AttemptPlaced(key, 1, None if local else "p", "d", 0, 0.0)
+
+
+def placing(start_prefill: Script) -> Script:
+    """A script that places each attempt on p and d; `start_prefill` is what p then does."""
+
+    def script(plane: ScriptedPlane, frame: Any) -> None:
+        if isinstance(frame, f.PlaceAttempt):
+            plane.put(placed(frame.attempt_key))
+        elif isinstance(frame, f.StartPrefill):
+            start_prefill(plane, frame)
+
+    return script
 
 
 def tokens(key: f.AttemptKey, offset: int, *ids: int, finish: str | None = None) -> f.AnswerTokens:
@@ -93,14 +108,12 @@ def run(
 
 
 def test_first_token_comes_from_prefill_and_the_rest_from_decode() -> None:
-    def script(plane: ScriptedPlane, frame: Any) -> None:
-        if isinstance(frame, f.PlaceAttempt):
-            plane.put(placed(frame.attempt_key))
-        elif isinstance(frame, f.StartPrefill):
-            plane.put(
-                tokens(frame.attempt_key, 0, 10),
-                tokens(frame.attempt_key, 1, 11, 12, finish="stop"),
-            )
+    @placing
+    def script(plane: ScriptedPlane, frame: f.StartPrefill) -> None:
+        plane.put(
+            tokens(frame.attempt_key, 0, 10),
+            tokens(frame.attempt_key, 1, 11, 12, finish="stop"),
+        )
 
     got, plane, request = run(script)
     assert got == [10, 11, 12] and request.route == "p,d"
@@ -108,27 +121,24 @@ def test_first_token_comes_from_prefill_and_the_rest_from_decode() -> None:
 
 
 def test_tokens_that_overtake_the_first_one_wait_for_it() -> None:
-    def script(plane: ScriptedPlane, frame: Any) -> None:
-        if isinstance(frame, f.PlaceAttempt):
-            plane.put(placed(frame.attempt_key))
-        elif isinstance(frame, f.StartPrefill):
-            plane.put(
-                tokens(frame.attempt_key, 2, 12, finish="length"), tokens(frame.attempt_key, 1, 11)
-            )
-            plane.put(tokens(frame.attempt_key, 0, 10))
+    @placing
+    def script(plane: ScriptedPlane, frame: f.StartPrefill) -> None:
+        plane.put(
+            tokens(frame.attempt_key, 2, 12, finish="length"), tokens(frame.attempt_key, 1, 11)
+        )
+        plane.put(tokens(frame.attempt_key, 0, 10))
 
     got, _, request = run(script)
     assert got == [10, 11, 12] and request.finish_reason == "length"
 
 
 def test_a_second_attempt_goes_on_at_the_next_token() -> None:
-    def script(plane: ScriptedPlane, frame: Any) -> None:
-        if isinstance(frame, f.PlaceAttempt):
-            plane.put(placed(frame.attempt_key))
-        elif isinstance(frame, f.StartPrefill) and frame.attempt_key[1] == 0:
+    @placing
+    def script(plane: ScriptedPlane, frame: f.StartPrefill) -> None:
+        if frame.attempt_key[1] == 0:
             plane.put(tokens(frame.attempt_key, 0, 10), tokens(frame.attempt_key, 1, 11))
             plane.put(f.AttemptFailed(frame.attempt_key, "d", "worker_lost"))
-        elif isinstance(frame, f.StartPrefill):
+        else:
             plane.put(
                 tokens(frame.attempt_key, 3, 13, finish="stop"), tokens(frame.attempt_key, 2, 12)
             )
@@ -155,13 +165,12 @@ def test_a_second_attempt_goes_on_at_the_next_token() -> None:
 
 
 def test_a_retry_keeps_its_deadline_until_it_has_a_token() -> None:
-    def script(plane: ScriptedPlane, frame: Any) -> None:
-        if isinstance(frame, f.PlaceAttempt):
-            plane.put(placed(frame.attempt_key))
-        elif isinstance(frame, f.StartPrefill) and frame.attempt_key[1] < 2:
+    @placing
+    def script(plane: ScriptedPlane, frame: f.StartPrefill) -> None:
+        if frame.attempt_key[1] < 2:
             plane.put(*[tokens(frame.attempt_key, 0, 10)] * frame.attempt_key[1])
             plane.put(f.AttemptFailed(frame.attempt_key, "d", "kv_checksum"))
-        elif isinstance(frame, f.StartPrefill):
+        else:
             plane.put(tokens(frame.attempt_key, 1, 11, finish="stop"))
 
     first, second, _ = (one for one in run(script)[1].said if isinstance(one, f.PlaceAttempt))
@@ -225,15 +234,13 @@ def test_a_worker_that_hands_over_twice_is_asked_again_after_a_pause() -> None:
 
 
 def test_a_prefill_worker_lost_after_the_first_token_is_no_failure() -> None:
-    def script(plane: ScriptedPlane, frame: Any) -> None:
-        if isinstance(frame, f.PlaceAttempt):
-            plane.put(placed(frame.attempt_key))
-        elif isinstance(frame, f.StartPrefill):
-            plane.put(
-                tokens(frame.attempt_key, 0, 10),
-                f.AttemptFailed(frame.attempt_key, "p", "worker_lost"),
-            )
-            plane.put(tokens(frame.attempt_key, 1, 11, finish="stop"))
+    @placing
+    def script(plane: ScriptedPlane, frame: f.StartPrefill) -> None:
+        plane.put(
+            tokens(frame.attempt_key, 0, 10),
+            f.AttemptFailed(frame.attempt_key, "p", "worker_lost"),
+        )
+        plane.put(tokens(frame.attempt_key, 1, 11, finish="stop"))
 
     got, _, request = run(script)
     assert got == [10, 11] and request.attempt_count == 1
@@ -296,39 +303,35 @@ def repeated(answers: list[list[int]], order: random.Random) -> Callable:
             at += size
         return told
 
-    def script(plane: ScriptedPlane, frame: Any) -> None:
-        if isinstance(frame, f.PlaceAttempt):
-            plane.put(placed(frame.attempt_key))
-        elif isinstance(frame, f.StartPrefill):
-            _, _, part = frame.attempt_key[0].partition(".")
-            of = part.partition(".")[0] or "r"
-            if part:
-                assert (frame.sampling.n, frame.sampling.prompt_logprobs) == (1, None)
-                assert frame.sampling == msgspec.structs.replace(
-                    sampling_of_answer(SEVERAL, int(of)), prompt_logprobs=None
-                )
-                ids = answers[int(of)]
-                assert frame.token_ids == [1, 2, 3, *ids[: frame.resumed_tokens]]
-                told = rest(frame.attempt_key, ids, frame.resumed_tokens, 0)
-                order.shuffle(told)
-            else:
-                assert frame.resumed_tokens == 0 and frame.token_ids == [1, 2, 3]
-                scored = [
-                    f.AnswerTokens(frame.attempt_key, 0, [], prompt_logprobs=[f.Token(i, -1.0)])
-                    for i in (2, 3)
-                ]
-                told = [
-                    one
-                    for i, ids in enumerate(answers)
-                    for one in rest(frame.attempt_key, ids, 0, i)
-                ]
-                order.shuffle(told)
-                told = [*scored, *told]
-            left[of] -= 1
-            if left[of] >= 0:
-                told = told[: order.randint(0, len(told) - 1)]
-                told.append(f.AttemptFailed(frame.attempt_key, "d", "worker_lost"))
-            plane.put(*told)
+    @placing
+    def script(plane: ScriptedPlane, frame: f.StartPrefill) -> None:
+        _, _, part = frame.attempt_key[0].partition(".")
+        of = part.partition(".")[0] or "r"
+        if part:
+            assert (frame.sampling.n, frame.sampling.prompt_logprobs) == (1, None)
+            assert frame.sampling == msgspec.structs.replace(
+                sampling_of_answer(SEVERAL, int(of)), prompt_logprobs=None
+            )
+            ids = answers[int(of)]
+            assert frame.token_ids == [1, 2, 3, *ids[: frame.resumed_tokens]]
+            told = rest(frame.attempt_key, ids, frame.resumed_tokens, 0)
+            order.shuffle(told)
+        else:
+            assert frame.resumed_tokens == 0 and frame.token_ids == [1, 2, 3]
+            scored = [
+                f.AnswerTokens(frame.attempt_key, 0, [], prompt_logprobs=[f.Token(i, -1.0)])
+                for i in (2, 3)
+            ]
+            told = [
+                one for i, ids in enumerate(answers) for one in rest(frame.attempt_key, ids, 0, i)
+            ]
+            order.shuffle(told)
+            told = [*scored, *told]
+        left[of] -= 1
+        if left[of] >= 0:
+            told = told[: order.randint(0, len(told) - 1)]
+            told.append(f.AttemptFailed(frame.attempt_key, "d", "worker_lost"))
+        plane.put(*told)
 
     return script
 
@@ -347,11 +350,9 @@ def test_each_answer_goes_on_by_itself_after_a_failure(seed: int) -> None:
 
 def test_an_answer_that_was_cut_ends_the_attempt_and_tells_the_workers() -> None:
     async def collect() -> ScriptedPlane:
-        def script(plane: ScriptedPlane, frame: Any) -> None:
-            if isinstance(frame, f.PlaceAttempt):
-                plane.put(placed(frame.attempt_key))
-            elif isinstance(frame, f.StartPrefill):
-                plane.put(tokens(frame.attempt_key, 0, 10))
+        @placing
+        def script(plane: ScriptedPlane, frame: f.StartPrefill) -> None:
+            plane.put(tokens(frame.attempt_key, 0, 10))
 
         plane = ScriptedPlane(script)
         request = Request("r", [1, 2, 3], [], f.Sampling(8))

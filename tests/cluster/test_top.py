@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -69,23 +68,20 @@ class Offline(Top):
         return httpx.AsyncClient(base_url="http://x", transport=httpx.MockTransport(answer))
 
 
-def test_the_screen_shows_the_cluster_takes_orders_and_survives_its_absence() -> None:
-    async def run() -> None:
-        screen = Offline(AdminClient("http://127.0.0.1:1", ""), 60.0)
-        async with screen.run_test(size=(140, 40)) as pilot:
-            await screen.workers.wait_for_complete()
-            assert "prefill/a -> decode/b" in str(screen.query_one("#board").render())
-            await pilot.press("question_mark")
-            assert "flip REPLICA" in str(screen.query_one("#message").render())
-            await pilot.press("s", *"prefill=x", "enter")
-            await screen.workers.wait_for_complete()
-            assert "expected prefill=N" in str(screen.query_one("#message").render())
-            screen.up = False
-            screen.update_board()
-            await screen.workers.wait_for_complete()
-            assert "no answer: refused" in str(screen.query_one("#message").render())
-
-    asyncio.run(run())
+async def test_the_screen_shows_the_cluster_takes_orders_and_survives_its_absence() -> None:
+    screen = Offline(AdminClient("http://127.0.0.1:1", ""), 60.0)
+    async with screen.run_test(size=(140, 40)) as pilot:
+        await screen.workers.wait_for_complete()
+        assert "prefill/a -> decode/b" in str(screen.query_one("#board").render())
+        await pilot.press("question_mark")
+        assert "flip REPLICA" in str(screen.query_one("#message").render())
+        await pilot.press("s", *"prefill=x", "enter")
+        await screen.workers.wait_for_complete()
+        assert "expected prefill=N" in str(screen.query_one("#message").render())
+        screen.up = False
+        screen.update_board()
+        await screen.workers.wait_for_complete()
+        assert "no answer: refused" in str(screen.query_one("#message").render())
 
 
 # ---- config --------------------------------------------------------------------------------------

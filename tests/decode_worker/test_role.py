@@ -23,7 +23,9 @@ from diptych.protos.frames import (
 )
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import invariant, rule
+
+from tests.support.roles import GatewayOfRole
 
 KEY = ("r", 0)
 TICKET_ID = "r#0"
@@ -71,17 +73,8 @@ def test_blocks_are_reserved_first() -> None:
     (reserve,) = role.submit("g", decode(), [b"h1"])
     assert isinstance(reserve, commands.ReserveBlocks)
     sequence = reserve.sequence
-    assert (
-        sequence.attempt_key,
-        sequence.prompt_tokens,
-        sequence.block_hashes,
-        sequence.stop_after_first,
-    ) == (
-        KEY,
-        200,
-        [b"h1"],
-        False,
-    )
+    assert (sequence.attempt_key, sequence.prompt_tokens) == (KEY, 200)
+    assert sequence.block_hashes == [b"h1"] and sequence.stop_after_first is False
 
 
 def test_the_blocks_are_offered_for_the_tokens_of_the_prompt(reserving: DecodeRole) -> None:
@@ -316,21 +309,17 @@ def test_a_failed_stream_is_not_handed_over(receiving: DecodeRole) -> None:
     assert receiving.hand_over() == []
 
 
-class Life(RuleBasedStateMachine):
+class Life(GatewayOfRole):
     """One attempt, the real sink of its ticket, any order of engine, peer and gateway events."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.role, self.receiver, self.now = (
-            DecodeRole("decode/x", 64),
-            tickets.TicketReceiver(),
-            0.0,
-        )
+        super().__init__(DecodeRole("decode/x", 64), decode())
+        self.receiver, self.now = tickets.TicketReceiver(), 0.0
         self.asked = self.committed = self.dead = False
         self.chunks = self.tokens = 0
         self.releases = self.ends = self.failures = 0
         self.verify: list[int] = []
-        self.carry_out(self.role.submit("g", decode(), []))
+        self.carry_out(self.role.submit("g", self.start, []))
 
     def carry_out(self, actions: list) -> None:
         for action in actions:
@@ -413,17 +402,6 @@ class Life(RuleBasedStateMachine):
         if self.committed and not self.ends:
             self.tokens += 1
             self.carry_out(self.role.handle(output(self.tokens, "stop" if last else None)))
-
-    @rule(event=st.sampled_from(["abort", "gateway_gone", "duplicate", "hand_over"]))
-    def gateway(self, event: str) -> None:
-        if event == "abort":
-            self.carry_out(self.role.handle(CancelAttempt(KEY)))
-        elif event == "gateway_gone":
-            self.carry_out(self.role.lose_gateway("g"))
-        elif event == "hand_over":
-            self.carry_out(self.role.hand_over())
-        elif self.role.attempts:
-            assert self.role.submit("g", decode(), []) == []
 
     @invariant()
     def ends_once(self) -> None:

@@ -15,7 +15,7 @@ import promql_parser as promql
 import pytest
 import yaml
 from diptych.cluster.cli import app
-from diptych.cluster.telemetry.catalogue import METRICS, WORKER_LABELS, series_names
+from diptych.cluster.telemetry.catalogue import METRICS, VLLM_METRICS
 from typer.testing import CliRunner
 
 from deploy.observability import dashboards
@@ -53,12 +53,23 @@ def selectors(node: Any) -> Iterator[promql.VectorSelector]:
         yield from selectors(part)
 
 
+def series_names() -> set[str]:
+    """Return every name that a query may ask for."""
+    names: set[str] = set()
+    for name, metric in {**METRICS, **VLLM_METRICS}.items():
+        if metric.kind == "histogram":
+            names |= {f"{name}_bucket", f"{name}_sum", f"{name}_count"}
+        else:
+            names.add(name)
+    return names
+
+
 def labels_of(name: str) -> set[str]:
     """Labels of a series: those of its metric, and `le` of a bucket."""
     metric = next(
         m for n, m in METRICS.items() if name in (n, f"{n}_bucket", f"{n}_sum", f"{n}_count")
     )
-    base = WORKER_LABELS if metric.part == "worker" else ("model",)
+    base = ("model", "pool", "replica") if metric.part == "worker" else ("model",)
     return {*base, *metric.labels, *(("le",) if name.endswith("_bucket") else ())}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.scheduler import SchedulerLimits
 from diptych.engine.sequence import Sequence, SequenceOutput
@@ -80,3 +81,12 @@ def drain(owner: Engine, limit: int = 2000) -> tuple[dict[str, list[Token]], lis
 
 def alone(owner: Engine, ids: list[int], sampling: Sampling, name: str = "alone") -> list[Token]:
     return finish(owner, [request(owner, name, ids, sampling)])[name]
+
+
+def copy_blocks(source: Engine, target: Engine, held: list[int], blocks: list[int]) -> None:
+    """What a KV transfer does: the bytes of `held` blocks into other ones."""
+    size = source.kv_pool.block_bytes
+    read = np.frombuffer(source.kv_pool.view, np.uint8)
+    write = np.frombuffer(target.kv_pool.view, np.uint8)
+    for old, new in zip(held, blocks, strict=False):
+        write[new * size : (new + 1) * size] = read[old * size : (old + 1) * size]

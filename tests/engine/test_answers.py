@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 import pytest
 from diptych.engine.engine import Engine
 from diptych.protos.frames import Sampling
@@ -62,13 +61,7 @@ def test_one_transfer_serves_all_answers(checkpoint, length: int) -> None:
     seq = rig.request(target, "r", ids, SEEDED)
     blocks = target.reserve(seq)
     assert blocks is not None
-    size = source.kv_pool.block_bytes
-    read, write = (
-        np.frombuffer(source.kv_pool.view, np.uint8),
-        np.frombuffer(target.kv_pool.view, np.uint8),
-    )
-    for old, new in zip(held, blocks, strict=False):
-        write[new * size : (new + 1) * size] = read[old * size : (old + 1) * size]
+    rig.copy_blocks(source, target, held, blocks)
     seq.token_ids.append(firsts[0])
     target.commit(seq, tuple((index, firsts[index]) for index in range(1, SEEDED.n)), waited_s=0.5)
     assert [one.waited_s for one in target.scheduler.live.values()] == [0.5] * SEEDED.n

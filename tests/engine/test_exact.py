@@ -6,7 +6,6 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from diptych.engine.engine import Engine
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support import checkpoints
 
-from .rig import MIX, alone, drain, engine, finish, prompt, request
+from .rig import MIX, alone, copy_blocks, drain, engine, finish, prompt, request
 
 GREEDY = Sampling(24, logprobs=4)
 SAMPLED = Sampling(24, temperature=0.8, seed=7, logprobs=4)
@@ -34,13 +33,7 @@ def transfer(source: Engine, target: Engine, first: Token, ids: list[int], sampl
     blocks = target.reserve(seq)
     held = source.scheduler.held_blocks["moved", 0]
     assert blocks is not None and blocks[: len(held)] != held, "another place, not a copy in place"
-    size = source.kv_pool.block_bytes
-    read, write = (
-        np.frombuffer(source.kv_pool.view, np.uint8),
-        np.frombuffer(target.kv_pool.view, np.uint8),
-    )
-    for old, new in zip(held, blocks, strict=False):
-        write[new * size : (new + 1) * size] = read[old * size : (old + 1) * size]
+    copy_blocks(source, target, held, blocks)
     seq.token_ids.append(first.id)
     target.commit(seq)
     source.release(("moved", 0))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from diptych.engine import kernels
-from diptych.engine.attention import AttendFunction, RowSpan, StepRows, attend
+from diptych.engine.attention import LayerCache, RowSpan, StepRows, attend
 from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.errors import KernelUnavailable
 from diptych.engine.kernels import NativeOps
@@ -17,6 +18,8 @@ from diptych.engine.ops import Ops, RmsNorm
 from diptych.engine.scheduler import SchedulerLimits
 
 from . import rig
+
+AttendFunction = Callable[[torch.Tensor, LayerCache, StepRows, float, int | None], torch.Tensor]
 
 LAYOUTS = [(4, 4, 32), (8, 2, 64), (6, 1, 64), (7, 1, 128), (4, 2, 96), (4, 4, 256), (20, 1, 32)]
 

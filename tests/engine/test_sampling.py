@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support import checkpoints
 
-from .rig import MIX, alone, drain, engine, finish, prompt, request
+from .rig import MIX, alone, copy_blocks, drain, engine, finish, prompt, request
 
 SCHEMA = {"type": "array", "items": {"enum": ["red", "green", 17, None]}, "minItems": 30}
 GRAMMAR = Grammar("json_schema", json.dumps(SCHEMA))
@@ -96,13 +96,7 @@ def test_a_first_token_made_elsewhere_counts_like_ones_own(llama: Path, ask: Sam
     seq = request(target, "moved", ids, ask)
     blocks = target.reserve(seq)
     assert blocks is not None
-    size = source.kv_pool.block_bytes
-    read, write = (
-        np.frombuffer(source.kv_pool.view, np.uint8),
-        np.frombuffer(target.kv_pool.view, np.uint8),
-    )
-    for old, new in zip(source.scheduler.held_blocks["moved", 0], blocks, strict=False):
-        write[new * size : (new + 1) * size] = read[old * size : (old + 1) * size]
+    copy_blocks(source, target, source.scheduler.held_blocks["moved", 0], blocks)
     seq.token_ids.append(first.id)
     target.commit(seq)
     rest = [output.token for output in steps(target)]

@@ -32,6 +32,7 @@ from diptych.kv_transfer.transport import (
     Spans,
     Transport,
     TransportEvent,
+    card_of,
 )
 
 DEADLINE_S = 20.0
@@ -117,18 +118,6 @@ class TransportEnd:
         if self.open:
             self.open = False
             self.transport.close()
-
-
-def card_of(agent: str, transport: Transport, pool: MemoryPool) -> PeerCard:
-    return PeerCard(
-        agent=agent,
-        transport=transport.name,
-        compatibility=b"",
-        address=transport.address(),
-        base=pool.base,
-        size=pool.size,
-        layout=pool.layout,
-    )
 
 
 def open_end(opener: Opener, name: str, seed: int, admit: AdmitData) -> TransportEnd:

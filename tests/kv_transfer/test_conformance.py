@@ -4,9 +4,9 @@ import time
 
 import pytest
 from diptych.kv_transfer.transports import open_transport
-from diptych.kv_transfer.transports.fabric import Fabric, FabricLink, FenceKind
 
 from ..kit.conformance import CHECKS, TransportPair, run, write
+from ..kit.fabric import Fabric, FabricLink, FenceKind
 from .support import needs_nixl
 
 KINDS = [

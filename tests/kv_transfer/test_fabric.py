@@ -5,10 +5,15 @@ import time
 
 import pytest
 from diptych.kv_transfer.errors import PeerLost
-from diptych.kv_transfer.transport import NotificationReceived, PeerDisconnected, PostedWriteEnded
-from diptych.kv_transfer.transports.fabric import Fabric, FabricLink, FenceKind
+from diptych.kv_transfer.transport import (
+    NotificationReceived,
+    PeerDisconnected,
+    PostedWriteEnded,
+    card_of,
+)
 
-from ..kit.conformance import DEADLINE_S, MemoryPool, card_of, spans
+from ..kit.conformance import DEADLINE_S, MemoryPool, spans
+from ..kit.fabric import Fabric, FabricLink, FenceKind
 
 BLOCK = 4096
 LINK = FabricLink(delay_s=0.001, bytes_s=BLOCK * 1000, piece_bytes=BLOCK)  # a block per millisecond

@@ -86,7 +86,7 @@ def test_both_ends_give_a_lane_the_same_name(ranks):
 @every_pair
 @pytest.mark.parametrize(
     "command",
-    [c.PushBlocks(X, 1, [7, 8], 2, 9), c.FinishPush(X, b"meta"), c.CancelTransfer(X, "aborted")],
+    [c.PushBlocks(X, 1, [7, 8], 2), c.FinishPush(X, b"meta"), c.CancelTransfer(X, "aborted")],
 )
 def test_a_command_goes_to_every_lane(ranks, command):
     actions = opened(ranks, sink=False).handle(command)

@@ -8,10 +8,10 @@ import sys
 import time
 
 import pytest
-from diptych.kv_transfer.transport import NotificationReceived
+from diptych.kv_transfer.transport import NotificationReceived, card_of
 from diptych.kv_transfer.transports import nixl, open_transport, process
 
-from ..kit.conformance import DEADLINE_S, MemoryPool, card_of, spans
+from ..kit.conformance import DEADLINE_S, MemoryPool, spans
 from .support import eventually, needs_nixl
 
 KINDS = ["tcp", "shm", pytest.param("nixl", marks=needs_nixl)]

@@ -360,24 +360,6 @@ def test_a_block_travels_in_pieces_and_lands_when_all_are_there(open_pair):
     assert decode.blocks([4, 9]) == prefill.blocks([1, 2])
 
 
-def test_a_push_waits_for_its_event_and_what_follows_it_waits_too(open_pair):
-    reached = {0, 2}
-    prefill, decode = open_pair(source={"event_reached": reached.__contains__})
-    decode.submit(receive(prefill, [4, 9]))
-    decode.submit(receive(prefill, [5], "request#1"))
-    prefill.submit(
-        expect(decode, 2), c.PushBlocks(X, 0, [1], event=1), c.PushBlocks(X, 1, [2], event=2)
-    )
-    prefill.submit(c.FinishPush(X, b""))
-    prefill.submit(expect(decode, 1, "request#1"), c.PushBlocks("request#1", 0, [3], event=2))
-    prefill.submit(c.FinishPush("request#1", b""))
-    assert arrived(decode.next()) == landed("request#1", 64, b""), "nothing waits for others"
-    assert prefill.service.statistics()["bytes_sent"] == 4096
-    reached.add(1)
-    assert arrived(decode.next()) == landed(X, 128, b"")
-    assert decode.blocks([4, 9]) == prefill.blocks([1, 2])
-
-
 def test_pools_with_blocks_of_other_sizes_hold_the_same_afterwards(open_pair):
     wide = KVLayout(2, 2, 8, 128, 1, "uint8", 2)
     narrow = KVLayout(2, 2, 8, 64, 1, "uint8", 1)

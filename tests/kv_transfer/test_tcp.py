@@ -7,11 +7,11 @@ from collections import deque
 import msgspec
 import pytest
 from diptych.kv_transfer.errors import PeerLost
-from diptych.kv_transfer.transport import PeerDisconnected, PostedWriteEnded
+from diptych.kv_transfer.transport import PeerDisconnected, PostedWriteEnded, card_of
 from diptych.kv_transfer.transports import stream, tcp
 from diptych.kv_transfer.transports.tcp import TcpTransport
 
-from ..kit.conformance import DEADLINE_S, MemoryPool, TransportPair, card_of, spans, write
+from ..kit.conformance import DEADLINE_S, MemoryPool, TransportPair, spans, write
 from .support import eventually
 
 

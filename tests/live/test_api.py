@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 import shutil
@@ -22,20 +21,17 @@ from google.rpc import status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.live import Live, eventually, running
+from tests.support.malformed import ASK, CITY, TOOLS, VALID, mutant
 
 pytestmark = pytest.mark.cluster
 
 PAIRS = {p["q"]: p["a"] for p in yaml.safe_load((CHECKPOINT.parent / "questions.yaml").read_text())}
-QUESTION = "What is prefill?"
+QUESTION = ASK[0]["content"]
 ANSWER = PAIRS[QUESTION]
-ASK: Any = [{"role": "user", "content": QUESTION}]
 #: the demo's own template, which also knows tools as Hermes models do
 TOOL_TEXT = """
 {%- for tool in tools or [] %}{{ '<|system|>' ~ tool | tojson ~ '<|end|>' }}{% endfor %}
 {#- <tool_call> {"name": .., "arguments": ..} </tool_call> -#}"""
-CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
-CITY["additionalProperties"] = False
-TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": CITY}}]
 
 
 @pytest.fixture(scope="module")
@@ -204,59 +200,6 @@ def test_anthropic_sdk_gets_the_answer_whole_streamed_and_counted(
     assert block.type == "tool_use" and block.input["city"] in ("Rome", "Oslo")
     with pytest.raises(anthropic.NotFoundError, match="not served"):
         claude.messages.create(**{**given, "model": "other"})
-
-
-CHAT = {"messages": ASK, "max_tokens": 2, "stop": ["x"], "n": 1, "temperature": 0.5, "tools": TOOLS}
-VALID: dict[str, dict] = {
-    "/v1/chat/completions": CHAT | {"logit_bias": {"5": 1}, "response_format": {"type": "text"}},
-    "/v1/completions": {"prompt": ["a", "b"], "max_tokens": 1, "logprobs": 1, "echo": True},
-    "/v1/messages": {
-        "model": "demo",
-        "max_tokens": 2,
-        "system": [{"type": "text", "text": "x"}],
-        "messages": ASK,
-        "tools": [{"name": "weather", "input_schema": CITY}],
-    },
-    "/v1/messages/count_tokens": {"model": "demo", "messages": ASK},
-    "/v1/responses": {"input": ASK, "max_output_tokens": 2, "text": {"format": {"type": "text"}}},
-    "/tokenize": {"messages": ASK},
-    "/detokenize": {"tokens": [1, 2]},
-}
-ODD = [None, True, -1, 0, 1e308, 10**400, "", "\ud800", "x" * 9999, [], {}, [[[]]], [None]]
-ODD += [{"": {}}, float("nan"), float("-inf"), 2**63, -(2**63), "\0", "{{ 7*7 }}", [1, "a"]]
-
-
-def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """Where something can be changed."""
-    found = [path] if path else []
-    if isinstance(value, dict | list):
-        inner = value.items() if isinstance(value, dict) else enumerate(value)
-        found += [one for key, part in inner for one in places(part, (*path, key))]
-    return found
-
-
-def mutant(order: random.Random, body: dict) -> bytes:
-    body = json.loads(json.dumps(body))
-    for _ in range(order.randint(1, 2)):
-        *path, last = order.choice(places(body))
-        target: Any = body
-        for key in path:
-            target = target[key]
-        kind = order.random()
-        if kind < 0.7:
-            target[last] = copy.deepcopy(order.choice(ODD))
-        elif kind < 0.85 and isinstance(target, dict):
-            target[f"{last}x"] = target.pop(last)
-        elif not isinstance(target, list) or len(target) > 1:
-            del target[last]
-        if not body:
-            return b"{"
-    raw = json.dumps(body).encode()
-    if order.random() < 0.3:
-        at = order.randrange(len(raw))
-        piece = order.choice([b"", b"\xff", b'"', b"[" * 500, b"\0", b"}", b"9" * 5000])
-        raw = raw[:at] + piece + raw[at + order.randint(1, 4) :]
-    return raw
 
 
 def test_malformed_bodies_get_a_sentence_and_leave_nothing_behind(live: Live) -> None:

@@ -27,7 +27,7 @@ from diptych.cluster.gateway.attempt.request import AnswerUpdate, Request
 from diptych.protos import frames as f
 
 from tests.support.checkpoints import make
-from tests.support.fleet import Fleet, Reader, Reference, fleet_of, held, until
+from tests.support.fleet import Fleet, Reader, Reference, fleet_of, held, print_report, until
 from tests.support.node_process import Nursery
 from tests.support.traps import MOMENTS, Trap, trap_of
 
@@ -124,11 +124,10 @@ def bench(tmp_path_factory: pytest.TempPathFactory, request: Any) -> Iterator[Be
         yield bench
     finally:
         bench.nursery.close()
-        capture = request.config.pluginmanager.getplugin("capturemanager")
-        with capture.global_and_fixture_disabled():
-            print("", *bench.notes, sep="\n")
-            if bench.rows:
-                print(table(bench.rows), json.dumps([row.values() for row in bench.rows]), sep="\n")
+        lines = list(bench.notes)
+        if bench.rows:
+            lines += [table(bench.rows), json.dumps([row.values() for row in bench.rows])]
+        print_report(request, *lines)
 
 
 def table(rows: list[Row]) -> str:

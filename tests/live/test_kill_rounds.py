@@ -24,7 +24,7 @@ from diptych.cluster.gateway.attempt.request import Request
 from diptych.protos import frames as f
 
 from tests.support.checkpoints import make
-from tests.support.fleet import Fleet, Reader, Reference, fleet_of, until
+from tests.support.fleet import Fleet, Reader, Reference, fleet_of, print_report, until
 from tests.support.node_process import Nursery
 
 STREAMS, TOKENS = 32, 120
@@ -89,9 +89,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory, request: Any) -> Iterator[Be
         yield bench
     finally:
         bench.nursery.close()
-        capture = request.config.pluginmanager.getplugin("capturemanager")
-        with capture.global_and_fixture_disabled():
-            print("", *(json.dumps(seen.values()) for seen in bench.seen), sep="\n")
+        print_report(request, *(json.dumps(seen.values()) for seen in bench.seen))
 
 
 async def _round(bench: Bench, fleet: Fleet, seen: Seen, number: int) -> None:

@@ -57,6 +57,14 @@ def test_bodies_of_a_known_length_and_of_closed_connections() -> None:
     assert not closed.done and closed.feed(b"") == b"" and closed.done and not closed.reusable
 
 
+def test_an_interim_response_is_not_the_answer() -> None:
+    response = HttpResponseDecoder()
+    assert response.feed(b"HTTP/1.1 103 Early Hints\r\nlink: <x>\r\n\r\n") == b""
+    assert not response.done and not response.status
+    assert response.feed(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nab") == b"ab"
+    assert response.done and response.status == 200 and "link" not in response.headers
+
+
 @pytest.mark.parametrize("raw", [b"", b"SSH-2.0-x\r\n\r\n", HEAD, HEAD + chunk(b"ab")])
 def test_what_is_cut_short_or_is_no_http_is_an_error(raw: bytes) -> None:
     response = HttpResponseDecoder()
@@ -149,7 +157,7 @@ def test_a_connection_that_the_server_gave_up_is_no_failure() -> None:
 def test_failures_are_told_by_name() -> None:
     refused = b'HTTP/1.1 429 No\r\ncontent-length: 31\r\n\r\n{"error":{"code":"queue_full"}} '
     half = HEAD + chunk(said("a"))
-    for answer, told in ((refused, "429 queue_full"), (half, "mid-answer"), (b"?", "mid-answer")):
+    for answer, told in ((refused, "429 queue_full"), (half, "mid-answer"), (b"?", "no HTTP")):
         with serving(lambda _, answer=answer: answer) as url:
             one = LoadOutcome("x", 0, 0)
             HttpLoadClient(facts(url)).chat(one, [], 1)

@@ -21,7 +21,9 @@ from diptych.protos.frames import (
 )
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import invariant, rule
+
+from tests.support.roles import GatewayOfRole
 
 KEY = ("r", 0)
 TICKET_ID = "r#0"
@@ -51,17 +53,8 @@ def test_a_prompt_goes_to_the_engine_and_its_ticket_waits_for_the_decode_worker(
     assert expect == transfer.ExpectOffer(TICKET_ID, "decode/x", tokens=200)
     assert isinstance(add, commands.AddSequence)
     sequence = add.sequence
-    assert (
-        sequence.attempt_key,
-        sequence.prompt_tokens,
-        sequence.block_hashes,
-        sequence.stop_after_first,
-    ) == (
-        KEY,
-        200,
-        [b"h1"],
-        True,
-    )
+    assert (sequence.attempt_key, sequence.prompt_tokens) == (KEY, 200)
+    assert sequence.block_hashes == [b"h1"] and sequence.stop_after_first is True
 
 
 def test_blocks_are_pushed_as_soon_as_a_piece_of_their_layers_is_final(role: PrefillRole) -> None:
@@ -298,17 +291,17 @@ def test_an_unknown_event_is_a_broken_contract(role: PrefillRole) -> None:
 # ---- with the real ticket machine ----------------------------------------------------------------
 
 
-class Life(RuleBasedStateMachine):
+class Life(GatewayOfRole):
     """One attempt, the real sender of its ticket, any order of engine, peer and gateway events."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.role, self.sender = PrefillRole("prefill/a", 64), tickets.TicketSender()
+        super().__init__(PrefillRole("prefill/a", 64), prefill())
+        self.sender = tickets.TicketSender()
         self.filled, self.first = 0, False
         self.posted: list[tickets.WriteTiles] = []
         self.releases = self.failures = self.closes = 0
         self.released_while_written = False
-        self.carry_out(self.role.submit("g", prefill(), []))
+        self.carry_out(self.role.submit("g", self.start, []))
 
     def carry_out(self, actions: list) -> None:
         for action in actions:
@@ -364,17 +357,6 @@ class Life(RuleBasedStateMachine):
     @rule()
     def receiver_stops(self) -> None:
         self.transfer(tickets.MessageReceived("decode/x", messages.StopMessage(TICKET_ID)))
-
-    @rule(event=st.sampled_from(["abort", "gateway_gone", "duplicate", "hand_over"]))
-    def gateway(self, event: str) -> None:
-        if event == "abort":
-            self.carry_out(self.role.handle(CancelAttempt(KEY)))
-        elif event == "gateway_gone":
-            self.carry_out(self.role.lose_gateway("g"))
-        elif event == "hand_over":
-            self.carry_out(self.role.hand_over())
-        elif self.role.attempts:
-            assert self.role.submit("g", prefill(), []) == []
 
     @invariant()
     def ends_once(self) -> None:

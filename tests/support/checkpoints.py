@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diptych.engine.bench.models import write_byte_tokenizer
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 VOCAB = 512
 TEMPLATE = (
@@ -37,7 +37,6 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
-MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN3_MOE = {
     "head_dim": 64,
     "num_experts": 8,
@@ -70,7 +69,8 @@ def make(folder: Path, name: str, seed: int = 0, **changes: Any) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
     save_file(_weights(config, kind, seed), folder / "model.safetensors", {"format": "pt"})
-    _tokenizer(folder)
+    specials = ["<|system|>", "<|user|>", "<|assistant|>"]
+    write_byte_tokenizer(folder, specials, chat_template=TEMPLATE)
     return folder
 
 
@@ -150,17 +150,3 @@ def _feed(at: str, index: int, config: dict[str, Any], kind: str) -> Shapes:
         for name, shape in zip(names, [(wide, hidden)] * 2 + [(hidden, wide)], strict=True):
             shapes[f"{at}{block}{expert}.{name}.weight"] = shape
     return shapes
-
-
-def _tokenizer(folder: Path) -> None:
-    """256 bytes and a few special tokens; the other ids decode to nothing."""
-    specials = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: index for index, token in enumerate([*specials, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(specials)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))

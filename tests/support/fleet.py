@@ -17,6 +17,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.gateway.attempt.generator import Generator
 from diptych.cluster.gateway.attempt.plane import Plane
@@ -260,6 +261,13 @@ async def until(check: Callable, seconds: float, told: Callable[[], object]) -> 
         late = asyncio.get_running_loop().time() > limit
         assert not late, f"after {seconds} s: {told()}"
         await asyncio.sleep(0.01)
+
+
+def print_report(request: pytest.FixtureRequest, *lines: str) -> None:
+    """Prints below the tests' progress, though pytest captures what is printed."""
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        print("", *lines, sep="\n")
 
 
 def held(worker: dict[str, Any]) -> dict[str, Any]:

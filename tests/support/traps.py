@@ -20,11 +20,11 @@ from diptych.kv_transfer import messages
 from diptych.kv_transfer.service import TransferService
 from diptych.kv_transfer.transport import (
     NotificationReceived,
-    PeerCard,
     Spans,
     Transport,
     TransportEvent,
 )
+from diptych.kv_transfer.transports.wrapped import WrappedTransport
 
 #: before the write (or before the chunk is looked at), a while after its begin, after it was posted
 MOMENTS = ("before", "inside", "after")
@@ -52,12 +52,12 @@ def trap_of(name: str) -> Trap | None:
     return Trap(home, int(chunk), moment, int(micros), kind)
 
 
-class TrappedTransport:
+class TrappedTransport(WrappedTransport):
     """Passes everything on, and springs the traps that are meant for this process."""
 
     def __init__(self, inner: Transport, home: str, service: TransferService, log: int) -> None:
-        self.inner, self.home, self.service, self.log = inner, home, service, log
-        self.name, self.refuses_late = inner.name, inner.refuses_late
+        super().__init__(inner)
+        self.home, self.service, self.log = home, service, log
         self._chunks: Counter[str] = Counter()
 
     def write(self, peer: str, spans: Spans, note: bytes) -> int:
@@ -108,30 +108,3 @@ class TrappedTransport:
         }
         os.write(self.log, json.dumps(line).encode() + b"\n")
         os.kill(os.getpid(), getattr(signal, f"SIG{trap.signal}"))
-
-    @property
-    def moving(self) -> bool:
-        return self.inner.moving
-
-    # ---- passed on -------------------------------------------------------------------------------
-
-    def address(self) -> bytes:
-        return self.inner.address()
-
-    def add_peer(self, card: PeerCard) -> None:
-        self.inner.add_peer(card)
-
-    def remove_peer(self, peer: str) -> None:
-        self.inner.remove_peer(peer)
-
-    def notify(self, peer: str, note: bytes) -> None:
-        self.inner.notify(peer, note)
-
-    def fenced(self, peer: str) -> bool:
-        return self.inner.fenced(peer)
-
-    def mark_process_dead(self, peer: str) -> None:
-        self.inner.mark_process_dead(peer)
-
-    def close(self) -> None:
-        self.inner.close()

@@ -20,9 +20,6 @@ class TokenSourceWorker:
         )
         await self._source.start(node_host())
 
-    async def lifetime(self, key: list[str | int], _target: str = "") -> None:
-        """Do nothing: gateways open a call to this method for each stream, where Serve counts."""
-
 
 async def _find_router() -> str:
     from ray import serve

@@ -8,6 +8,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 
+from ...config import ControlSettings, GatewaySettings
 from ..errors import ApiError
 
 DETAILS = "grpc-status-details-bin"  #: the metadata that holds an encoded status
@@ -34,16 +35,19 @@ def status_of(error: ApiError) -> bytes:
     return data
 
 
-def bind(
-    server: grpc.aio.Server, host: str, port: int, tls_cert: str | None, tls_key: str | None
-) -> None:
-    """Binds the server to an address, with TLS if there are PEM files of a certificate and a key.
+def bind(server: grpc.aio.Server, settings: GatewaySettings | ControlSettings) -> None:
+    """Binds the server to `grpc_port`, with TLS if there are PEM files of a certificate and a key.
 
     Raises RuntimeError when the port is taken.
     """
+    host = settings.host
+    port = settings.grpc_port
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    if tls_cert and tls_key:
-        key_and_cert = (Path(tls_key).read_bytes(), Path(tls_cert).read_bytes())
+    if settings.tls_cert and settings.tls_key:
+        key_and_cert = (
+            Path(settings.tls_key).read_bytes(),
+            Path(settings.tls_cert).read_bytes(),
+        )
         server.add_secure_port(address, grpc.ssl_server_credentials([key_and_cert]))
     else:
         server.add_insecure_port(address)

@@ -276,13 +276,7 @@ async def listen(inference: Inference, settings: GatewaySettings) -> grpc.aio.Se
     health_pb2_grpc.add_HealthServicer_to_server(_Health(inference), server)
     names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
     reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
-    bind(
-        server,
-        settings.host,
-        settings.grpc_port,
-        tls_cert=settings.tls_cert,
-        tls_key=settings.tls_key,
-    )
+    bind(server, settings)
     await server.start()
     return server
 

@@ -157,54 +157,45 @@ def test_a_request_is_explained() -> None:
     with_admin(work)
 
 
-def test_it_has_a_key_of_its_own_and_tls(tmp_path: Path) -> None:
+async def test_it_has_a_key_of_its_own_and_tls(tmp_path: Path) -> None:
     cert, private = certify(tmp_path)
     key = tmp_path / "admin"
     key.write_text("word\n")
     fleet = Fleet()
 
-    async def run() -> None:
-        files = {"key_file": str(key), "tls_cert": str(cert), "tls_key": str(private)}
-        async with listening(fleet, **files) as (channel, admin):
-            for given in ((), (("authorization", "Bearer words"),)):
-                asked = admin.Scale(pb.ScaleRequest(decode=3), metadata=given)
-                assert (await refused(asked))[:2] == (grpc.StatusCode.UNAUTHENTICATED, "bad_key")
-            assert not fleet.sizes
-            right = (("authorization", "Bearer word"),)
-            assert (await admin.Status(pb.StatusRequest(), metadata=right)).state == "healthy"
-            health = health_pb2_grpc.HealthStub(channel)
-            for name in ("", rpc.SERVICE):
-                asked = health_pb2.HealthCheckRequest(service=name)
-                assert (await health.Check(asked)).status == health_pb2.HealthCheckResponse.SERVING
-            unknown = health.Check(health_pb2.HealthCheckRequest(service="x"))
-            assert (await refused(unknown))[0] is grpc.StatusCode.NOT_FOUND
-
-    asyncio.run(run())
+    files = {"key_file": str(key), "tls_cert": str(cert), "tls_key": str(private)}
+    async with listening(fleet, **files) as (channel, admin):
+        for given in ((), (("authorization", "Bearer words"),)):
+            asked = admin.Scale(pb.ScaleRequest(decode=3), metadata=given)
+            assert (await refused(asked))[:2] == (grpc.StatusCode.UNAUTHENTICATED, "bad_key")
+        assert not fleet.sizes
+        right = (("authorization", "Bearer word"),)
+        assert (await admin.Status(pb.StatusRequest(), metadata=right)).state == "healthy"
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in ("", rpc.SERVICE):
+            asked = health_pb2.HealthCheckRequest(service=name)
+            assert (await health.Check(asked)).status == health_pb2.HealthCheckResponse.SERVING
+        unknown = health.Check(health_pb2.HealthCheckRequest(service="x"))
+        assert (await refused(unknown))[0] is grpc.StatusCode.NOT_FOUND
 
 
-def test_reflection_names_its_services() -> None:
-    async def run() -> None:
-        async with listening(Fleet()) as (channel, _):
-            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-            asked = reflection_pb2.ServerReflectionRequest(list_services="")
-            [told] = [one async for one in stub.ServerReflectionInfo(iter([asked]))]
-            names = {one.name for one in told.list_services_response.service}
-            assert {rpc.SERVICE, "grpc.health.v1.Health"} <= names
-
-    asyncio.run(run())
+async def test_reflection_names_its_services() -> None:
+    async with listening(Fleet()) as (channel, _):
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        asked = reflection_pb2.ServerReflectionRequest(list_services="")
+        [told] = [one async for one in stub.ServerReflectionInfo(iter([asked]))]
+        names = {one.name for one in told.list_services_response.service}
+        assert {rpc.SERVICE, "grpc.health.v1.Health"} <= names
 
 
-def test_it_waits_for_the_port_of_its_predecessor() -> None:
-    async def run() -> None:
-        fleet, port = Fleet(), free_port()
-        before = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        before.add_insecure_port(f"127.0.0.1:{port}")
-        await before.start()
-        ending = asyncio.get_running_loop().call_later(
-            0.3, lambda: asyncio.ensure_future(before.stop(None))
-        )
-        async with listening(fleet, grpc_port=port) as (_, admin):
-            assert (await admin.Status(pb.StatusRequest())).state == "healthy"
-        ending.cancel()
-
-    asyncio.run(run())
+async def test_it_waits_for_the_port_of_its_predecessor() -> None:
+    fleet, port = Fleet(), free_port()
+    before = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    before.add_insecure_port(f"127.0.0.1:{port}")
+    await before.start()
+    ending = asyncio.get_running_loop().call_later(
+        0.3, lambda: asyncio.ensure_future(before.stop(None))
+    )
+    async with listening(fleet, grpc_port=port) as (_, admin):
+        assert (await admin.Status(pb.StatusRequest())).state == "healthy"
+    ending.cancel()

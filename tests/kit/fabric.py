@@ -23,8 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from ..errors import PeerLost
-from ..transport import (
+from diptych.kv_transfer.errors import PeerLost
+from diptych.kv_transfer.transport import (
     AdmitData,
     NotificationReceived,
     PeerCard,
@@ -34,7 +34,7 @@ from ..transport import (
     Spans,
     TransportEvent,
 )
-from .runs import bounded_pieces
+from diptych.kv_transfer.transports.runs import bounded_pieces
 
 TimedAction = Callable[[float], None]  #: is called with the time at which it happens
 
@@ -112,7 +112,7 @@ class Fabric:
         notice_s: float = 0.0,
         witness: Callable[[str, int, int], None] | None = None,
     ) -> None:
-        """`link` is what every lane is like until `set_link`.
+        """`link` is what every lane is like.
 
         `notice_s` is how long a death goes unnoticed. `witness(agent, start, size)` is called with
         the bytes of an agent's pool that are about to be written.
@@ -156,10 +156,6 @@ class Fabric:
         heapq.heappush(self._scheduled, (time, next(self._action_numbers), action))
 
     # ---- faults ----------------------------------------------------------------------------------
-
-    def set_link(self, source: str, target: str, link: FabricLink) -> None:
-        with self.lock:
-            self.lane(source, target).link = link
 
     def cut(self, source: str, target: str) -> None:
         """Loses all notes from `source` to `target` from now on; data and confirmations wait for

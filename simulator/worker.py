@@ -72,7 +72,6 @@ class SimulatedWorker:
         self.role = role
         self.cost = hardware.cost
         self.block_tokens = trace.block_tokens
-        self.step_budget_s = step_budget_s
         self.itl_target_s = itl_target_s
         self.skips_repeated_steps = True
         self.slowness = 1.0  #: every step takes this times what `cost` says
@@ -91,7 +90,6 @@ class SimulatedWorker:
         self.reserved: list[SimulatedAttempt] = []  #: since the simulation last looked
         self.joining: list[SimulatedAttempt] = []  #: run from one of the next steps on
         self.steps: RepeatedSteps | None = None  #: that are under way
-        self.step_work = StepWork()  #: of the middle one of `steps`
         self.has_news = False  #: something arrived while no step is under way
         self.now = 0.0
         self.late_steps = 0  #: booked steps that took longer than the ITL target

@@ -172,6 +172,9 @@ class GatewaySettings(ConfigSection):
     max_streams: Count = 1024
     #: On each gateway's machine; `diptych keys` writes the file.
     api_keys_file: str | None = None
+    #: True: a field that the gateway has nothing to set by is refused, not ignored
+    #: (docs/http.md).
+    strict: bool = False
     #: For a client to send its request's body.
     body_timeout_s: Positive = 30.0
     #: For this long a client may come back for its answer.

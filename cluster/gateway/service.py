@@ -30,6 +30,7 @@ from ..telemetry.gateway_metrics import CODE_CLIENT_LEFT, CODE_COMPLETE, outcome
 from ..telemetry.page import MetricRow
 from ..telemetry.tracing import end_request_span, tracer_of
 from .apis.parameters import ModelLimits
+from .apis.schema import Reading
 from .attempt.generator import Generator
 from .attempt.plane import Plane
 from .attempt.request import EndReason, PushSink, Request, SinkError
@@ -79,6 +80,8 @@ class GatewayService:
         self.model = model
         self.plane = plane
         self.text = ChatTokenizer(folder)
+        #: What is done with fields of bodies that nothing here reads.
+        self.reading = Reading.STRICT if config.gateway.strict else Reading.LENIENT
         self.limits = _limits(folder, config, self.text.longest_token_chars)
         self.classes = tuple(config.router.classes or CLASSES)
         keys_file = config.gateway.api_keys_file

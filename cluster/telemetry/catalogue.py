@@ -54,6 +54,7 @@ GATEWAY = _metrics_of(
     inflight_requests=_gauge("Requests that run now"),
     request_retries_total=_counter("Attempts that failed and were made again"),
     request_handovers_total=_counter("Attempts that a worker handed over"),
+    ignored_fields_total=_counter("Fields of requests that had no effect", "api", "kind"),
 )
 ROUTER = _metrics_of(
     "router",

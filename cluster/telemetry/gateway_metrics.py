@@ -7,7 +7,7 @@ gaps of a request in one call.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ...kv_transfer.statistics import Histogram
@@ -17,6 +17,7 @@ from .page import MetricRow
 
 if TYPE_CHECKING:
     from ..config import ClusterConfig
+    from ..gateway.apis.ignored_fields import IgnoredKind
     from ..gateway.attempt.request import Request
 
 # Upper bounds of buckets. Those in seconds get one more, which is the configured target.
@@ -60,10 +61,17 @@ class GatewayTally:
         }
         #: Requests by the HTTP status that they ended with (or its equivalent), and class.
         self.codes: Counter[tuple[int, str]] = Counter()
+        #: Fields of bodies that had no effect, by the API that got them, and by why.
+        self.ignored_fields: Counter[tuple[str, str]] = Counter()
 
     def count_refused(self, code: int, slo_class: str = "") -> None:
         """Count a request that never ran, or whose latencies are counted already."""
         self.codes[code, self._counted_class(slo_class)] += 1
+
+    def count_ignored_fields(self, api: str, counts: Mapping[IgnoredKind, int]) -> None:
+        """Count what a request sent without effect. The labels are never the client's words."""
+        for kind, count in counts.items():
+            self.ignored_fields[api, kind] += count
 
     def count_ended(self, request: Request, outcome: frames.RequestOutcome, code: int) -> None:
         """Count a request that ran, with all its latencies."""
@@ -104,6 +112,8 @@ class GatewayTally:
                 continue
             for name, histogram in histograms.items():
                 yield MetricRow(name, histogram.values(), {"slo_class": slo_class})
+        for (api, kind), count in sorted(self.ignored_fields.items()):
+            yield MetricRow("ignored_fields_total", count, {"api": api, "kind": kind})
         yield MetricRow("inflight_requests", running)
         yield MetricRow("request_retries_total", retries)
         yield MetricRow("request_handovers_total", handovers)

@@ -11,7 +11,7 @@ import pytest
 from diptych.cluster.gateway.apis.chat import ChatRequest, ChatShape
 from diptych.cluster.gateway.apis.messages import MessageShape, MessagesRequest
 from diptych.cluster.gateway.apis.parameters import ModelLimits
-from diptych.cluster.gateway.apis.schema import parse_body
+from diptych.cluster.gateway.apis.schema import Reading, parse_body
 from diptych.cluster.gateway.attempt.request import Request
 from diptych.cluster.gateway.errors import ApiError
 from diptych.cluster.gateway.text.answers import TextDelta
@@ -50,9 +50,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
     return ChatTokenizer(folder)
 
 
-def chat(*messages: dict, **fields: Any) -> ChatRequest:
+def chat(*messages: dict, reading: Reading = Reading.LENIENT, **fields: Any) -> ChatRequest:
     given = list(messages) or [{"role": "user", "content": "hi"}]
-    return parse_body(ChatRequest, json.dumps({"messages": given, **fields}).encode())
+    return parse_body(ChatRequest, json.dumps({"messages": given, **fields}).encode(), reading)
 
 
 def rendered(text: ChatTokenizer, asked: ChatRequest) -> str:
@@ -78,7 +78,7 @@ def test_templates_get_tools_calls_and_results(text: ChatTokenizer) -> None:
     assert '"weather"' not in rendered(text, chat(tools=TOOLS, tool_choice="none"))
 
 
-def test_the_thinking_switch_reaches_the_template_and_unknown_ones_are_refused(
+def test_the_thinking_switch_reaches_the_template_and_unknown_ones_are_ignored(
     text: ChatTokenizer,
 ) -> None:
     off = chat(chat_template_kwargs={"enable_thinking": False})
@@ -86,7 +86,61 @@ def test_the_thinking_switch_reaches_the_template_and_unknown_ones_are_refused(
     assert rendered(text, chat()).endswith("<assistant>")
     for name in ("thinking_budget", "messages"):
         with pytest.raises(ApiError, match=f"template knows no '{name}'"):
-            rendered(text, chat(chat_template_kwargs={name: 1}))
+            rendered(text, chat(reading=Reading.STRICT, chat_template_kwargs={name: 1}))
+    with pytest.raises(ApiError, match="the gateway itself sets 'messages'"):
+        rendered(text, chat(chat_template_kwargs={"messages": 1}))
+    ignored = chat(chat_template_kwargs={"enable_thinkin": True, "mood": 1})
+    assert rendered(text, ignored) == rendered(text, chat())
+    assert ignored.ignored_fields.headers()["x-ignored-fields"] == (
+        "chat_template_kwargs.enable_thinkin;did-you-mean=enable_thinking, "
+        "chat_template_kwargs.mood"
+    )
+
+
+def test_reasoning_effort_sets_the_template_s_variables_if_it_has_them(
+    text: ChatTokenizer, tmp_path: Path
+) -> None:
+    effort = chat(reasoning_effort="low")
+    assert rendered(text, effort) == rendered(text, chat())
+    assert effort.ignored_fields.headers() == {"x-ignored-fields": "reasoning_effort"}
+    assert rendered(text, chat(reasoning_effort="none")).endswith("<think></think>")
+    gpt_oss = model(tmp_path, "{{ messages[0].content }} {{ reasoning_effort }}")
+    effort = chat(reasoning_effort="low")
+    assert rendered(gpt_oss, effort) == "hi low" and not effort.ignored_fields.headers()
+    with pytest.raises(ApiError, match="reasoning_effort: this model's template knows no"):
+        rendered(text, chat(reading=Reading.STRICT, reasoning_effort="low"))
+
+
+def test_documents_go_to_the_template_or_are_refused(text: ChatTokenizer, tmp_path: Path) -> None:
+    documents = [{"title": "Rome", "text": "sunny"}]
+    with pytest.raises(ApiError, match="documents: this model's chat template has no place"):
+        rendered(text, chat(documents=documents))
+    assert rendered(text, chat(documents=[])) == rendered(text, chat(documents=None))
+    template = "{% for d in documents %}{{ d.title }}: {{ d.text }}{% endfor %}"
+    assert rendered(model(tmp_path, template), chat(documents=documents)) == "Rome: sunny"
+
+
+def test_a_role_of_the_client_s_own_is_the_template_s_to_read(
+    text: ChatTokenizer, tmp_path: Path
+) -> None:
+    turns = [{"role": "developer", "content": "d"}, {"role": "critic", "content": "c"}]
+    assert rendered(text, chat(*turns)).startswith("<system>d<critic>c")
+    template = "{% for m in messages %}{{ m.role }}{% if m.role == 'developer' %}!{% endif %}"
+    assert rendered(model(tmp_path, template + "{% endfor %}"), chat(*turns)) == "developer!critic"
+    for role in ("", "no good", "x" * 65):
+        with pytest.raises(ApiError, match=r"messages\.0\.role"):
+            chat({"role": role, "content": ""})
+
+
+def test_parts_of_content_and_a_refusal_are_text(text: ChatTokenizer) -> None:
+    parts = [{"type": "text", "text": "a", "cache_control": {}}, {"type": "text", "text": "b"}]
+    turns = chat({"role": "user", "content": parts}, {"role": "assistant", "refusal": "no"})
+    assert rendered(text, turns).startswith("<user>ab<assistant>no")
+    assert turns.ignored_fields.headers() == {"x-ignored-fields": "messages.content.cache_control"}
+    with pytest.raises(
+        ApiError, match=r"^messages\.0\.content\.0\.text: input should be a valid str"
+    ):
+        chat({"role": "user", "content": [{"type": "text", "text": 1}]})
 
 
 @pytest.mark.parametrize(
@@ -95,11 +149,13 @@ def test_the_thinking_switch_reaches_the_template_and_unknown_ones_are_refused(
         ({"tool_choice": "required"}, "tool_choice needs tools"),
         ({"tools": TOOLS, "tool_choice": {"function": {"name": "x"}}}, "no tool is named 'x'"),
         ({"tools": TOOLS + TOOLS}, "two tools have the same name"),
-        ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls: false needs"),
         ({"tools": [{"type": "web_search"}]}, "tools.0"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "needs tool_call_id"),
         ({"messages": [{"role": "user"}]}, "needs content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'text'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content.0.type: parts of type 'image_url' are not read, only 'text' is",
+        ),
     ],
 )
 def test_what_tools_cannot_do_is_said(text: ChatTokenizer, fields: dict, says: str) -> None:
@@ -123,12 +179,36 @@ def test_tool_choice_is_a_grammar(text: ChatTokenizer) -> None:
         grammar(tool_choice="required", guided_regex="a")
 
 
+def test_of_allowed_tools_the_model_sees_and_calls_no_others(text: ChatTokenizer) -> None:
+    other = {"type": "function", "function": {"name": "clock"}}
+    tools = [*TOOLS, other]
+
+    def allowed(mode: str, name: str = "clock", **fields: Any) -> ChatRequest:
+        named = {"type": "function", "function": {"name": name}}
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
+        return chat(tools=tools, tool_choice=choice, **fields)
+
+    said = rendered(text, allowed("auto"))
+    assert "clock" in said and "weather" not in said
+    assert allowed("auto").sampling(text, "r", 1, LIMITS).grammar is None
+    required = allowed("required").sampling(text, "r", 1, LIMITS).grammar
+    assert required and "clock" in required.text and "weather" not in required.text
+    assert "call)*" in required.text
+    one = allowed("required", parallel_tool_calls=False).sampling(text, "r", 1, LIMITS).grammar
+    assert one and "call)*" not in one.text
+    with pytest.raises(ApiError, match="no tool is named 'x'"):
+        rendered(text, allowed("auto", "x"))
+    with pytest.raises(ApiError, match="tool_choice"):
+        allowed("perhaps")
+
+
 def test_a_call_is_told_whole_and_streamed_alike(text: ChatTokenizer) -> None:
     answer = f"<think>\nWell.\n</think>\n\nI look.\n{CALL}\n{CALL}"
     whole = shape(text, chat(tools=TOOLS)).whole([TextDelta(0, answer, [], "stop")], 9)
     choice = whole["choices"][0]
     message = choice["message"]
     assert (message["reasoning_content"], message["content"]) == ("Well.", "I look.")
+    assert message["reasoning"] == message["reasoning_content"]
     assert [c["function"]["arguments"] for c in message["tool_calls"]] == ['{"city": "Rome"}'] * 2
     assert len({c["id"] for c in message["tool_calls"]}) == 2
     assert choice["finish_reason"] == "tool_calls"
@@ -140,11 +220,51 @@ def test_a_call_is_told_whole_and_streamed_alike(text: ChatTokenizer) -> None:
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(d.get("content", "") for d in deltas) == "I look."
     assert "".join(d.get("reasoning_content", "") for d in deltas) == "Well."
+    assert all(d.get("reasoning") == d.get("reasoning_content") for d in deltas)
     calls = [call for d in deltas for call in d.get("tool_calls", [])]
     assert [call["index"] for call in calls] == [0, 1]
     assert [
         c["choices"][0]["finish_reason"] for c in chunks if c["choices"][0]["finish_reason"]
     ] == ["tool_calls"]
+
+
+def test_reasoning_is_left_out_if_the_client_does_not_want_it(text: ChatTokenizer) -> None:
+    answer = f"<think>\nWell.\n</think>\n\nI look.\n{CALL}"
+    hidden = chat(tools=TOOLS, include_reasoning=False)
+    message = shape(text, hidden).whole([TextDelta(0, answer, [], "stop")], 9)["choices"][0]
+    assert message["message"]["content"] == "I look." and message["message"]["tool_calls"]
+    assert "Well" not in json.dumps(message) and "reasoning" not in message["message"]
+    chunks = shape(text, hidden).delta(TextDelta(0, answer, [], "stop"))
+    assert "Well" not in json.dumps(chunks) and len(chunks) == 2
+
+
+def test_a_call_that_a_stop_string_cuts_is_no_reason_to_run_it(text: ChatTokenizer) -> None:
+    cut = TextDelta(0, CALL[: CALL.index("Rome")], [], "stop", stop_string="Rome")
+    for choice in ("auto", "required"):
+        told = shape(text, chat(tools=TOOLS, tool_choice=choice)).whole([cut], 9)["choices"][0]
+        [call] = told["message"]["tool_calls"]
+        assert call["function"]["arguments"] == '{"city": "'
+        assert told["finish_reason"] == "stop"
+
+
+def test_without_parallel_calls_only_the_first_one_is_told(
+    text: ChatTokenizer, tmp_path: Path
+) -> None:
+    answer = f"I look.\n{CALL}\n{CALL}\nDone."
+    asked = chat(tools=TOOLS, parallel_tool_calls=False)
+    choice = shape(text, asked).whole([TextDelta(0, answer, [], "stop")], 9)["choices"][0]
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert choice["message"]["content"] == "I look.Done."
+    assert choice["finish_reason"] == "tool_calls"
+    chunks = shape(text, asked).delta(TextDelta(0, answer, [], "stop"))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert sum(len(delta.get("tool_calls", [])) for delta in deltas) == 1
+    llama = model(tmp_path, '{{ tools }} ipython "parameters" {{ messages[0].content }}')
+    called = '{"name": "weather", "parameters": {"city": "Rome"}}'
+    for fields, calls in (({}, 2), ({"parallel_tool_calls": False}, 1)):
+        made = shape(llama, chat(tools=TOOLS, **fields))
+        message = made.whole([TextDelta(0, f"{called}; {called}", [], "stop")], 9)["choices"][0]
+        assert len(message["message"]["tool_calls"]) == calls
 
 
 def test_a_forced_call_is_no_reason_to_end(text: ChatTokenizer) -> None:
@@ -154,9 +274,9 @@ def test_a_forced_call_is_no_reason_to_end(text: ChatTokenizer) -> None:
     assert choice["finish_reason"] == "stop" and choice["message"]["content"] is None
 
 
-def ask(**fields: Any) -> MessagesRequest:
+def ask(reading: Reading = Reading.LENIENT, **fields: Any) -> MessagesRequest:
     body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
-    return parse_body(MessagesRequest, json.dumps({**body, **fields}).encode())
+    return parse_body(MessagesRequest, json.dumps({**body, **fields}).encode(), reading)
 
 
 def test_anthropic_s_messages_are_a_chat(text: ChatTokenizer) -> None:
@@ -176,8 +296,31 @@ def test_anthropic_s_messages_are_a_chat(text: ChatTokenizer) -> None:
     assert asked.as_chat(text).tool_choice == "required"
     thinking = ask(thinking={"type": "adaptive"}).as_chat(text)
     assert rendered(text, thinking).endswith("<assistant>")
+    budgeted = {"type": "enabled", "budget_tokens": 1024}
     with pytest.raises(ApiError, match="a budget cannot be kept"):
-        ask(thinking={"type": "enabled", "budget_tokens": 1024}).as_chat(text)
+        ask(reading=Reading.STRICT, thinking=budgeted).as_chat(text)
+
+
+def test_anthropic_s_thinking_is_accepted_of_models_that_do_not_think(
+    text: ChatTokenizer, tmp_path: Path
+) -> None:
+    budgeted = {"type": "enabled", "budget_tokens": 1024}
+    thinking = ask(thinking=budgeted).as_chat(text)
+    assert rendered(text, thinking).endswith("<assistant>")
+    assert thinking.ignored_fields.headers() == {"x-ignored-fields": "thinking.budget_tokens"}
+    plain = model(tmp_path, "{{ messages[0].content }}")
+    for mode in (budgeted, {"type": "adaptive"}):
+        thinking = ask(thinking=mode).as_chat(plain)
+        assert rendered(plain, thinking) == "hi"
+        assert thinking.ignored_fields.headers() == {"x-ignored-fields": "thinking"}
+        with pytest.raises(ApiError, match="thinking"):
+            ask(reading=Reading.STRICT, thinking=mode).as_chat(plain)
+
+
+def test_reasoning_that_only_anthropic_can_read_is_left_out(text: ChatTokenizer) -> None:
+    blocks = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "well"}]
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": blocks}]
+    assert rendered(text, ask(messages=turns).as_chat(text)) == "<user>hi<assistant>well"
 
 
 def test_anthropic_s_blocks_whole_and_streamed(text: ChatTokenizer) -> None:
@@ -224,6 +367,19 @@ def test_templates_find_what_transformers_gives_them(tmp_path: Path) -> None:
     year = str(datetime.now().year)
     said = rendered(model(tmp_path, template), chat())
     assert said.startswith(year) and said[10:] == 'hi{"a": "é", "b": 1}[1,2]'
+
+
+def test_a_message_is_continued_as_the_template_strips_it_and_never_if_it_is_left_out(
+    tmp_path: Path,
+) -> None:
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": " So it "}]
+    asked = chat(*turns, continue_final_message=True)
+    template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    assert rendered(model(tmp_path, template), asked) == "<hi>< So it "
+    stripping = template.replace("content", "content | trim")
+    assert rendered(model(tmp_path, stripping), asked) == "<hi><So it"
+    with pytest.raises(ApiError, match="leaves out the final message"):
+        rendered(model(tmp_path, "{{ messages[0].content }}"), asked)
 
 
 def test_a_model_with_several_templates_uses_the_one_for_tools(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from diptych.cluster.gateway.text.content import ContentParser, ContentRules, initial_state_of
-from diptych.cluster.gateway.text.tools import HERMES, LLAMA3, ToolCall, tool_format_of
+from diptych.cluster.gateway.text.tools import HERMES, LLAMA3, ToolCall, ToolFormat, tool_format_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -117,3 +117,22 @@ def test_a_grammar_of_calls_admits_what_the_parser_reads() -> None:
     assert not admits(HERMES, False, CALL.replace("city", "town")), "city is required"
     assert admits(LLAMA3, False, LLAMA) and admits(LLAMA3, True, f"{LLAMA}; {LLAMA}")
     assert not admits(LLAMA3, True, LLAMA.replace("weather", "other"))
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA3])
+@pytest.mark.parametrize("forced", [True, False])
+def test_a_call_that_is_cut_is_never_silent_text(form: ToolFormat, forced: bool) -> None:
+    arguments = '{"city": "Köln", "note": "<a"}'
+    called = f'{{"name": "weather", "{form.arguments_key}": {arguments}}}'
+    answer = f"{form.call_prefix}{called}{form.call_suffix}"
+    rules = ContentRules("text", form, ["weather"], only_calls=forced)
+    for size in range(1, len(answer)):
+        parser = ContentParser(rules)
+        got = [*parser.feed(answer[:size]), *parser.end(is_cut=True)]
+        calls = [value for kind, value in got if kind == "call"]
+        content = "".join(str(value) for kind, value in got if kind == "content")
+        assert not (content and (forced or calls))
+        for call in calls:
+            assert call.name == "weather" and arguments.startswith(call.arguments)
+        begun = size >= len(form.call_prefix) + called.index(arguments) - 1
+        assert bool(calls) == begun, (size, got)

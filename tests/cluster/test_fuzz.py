@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from diptych.cluster.gateway.apis.ignored_fields import HEADER_CHARS_MAX, HEADER_NAME
 from diptych.cluster.gateway.text import tokenizer as text
 
 from tests.support.malformed import VALID, mutant, sentence
@@ -55,6 +56,9 @@ def throw(gateway: StandIn, seed: int, bodies: int) -> Counter[int]:
             body = mutant(order, VALID[path])
             response = await client.post(path, content=body)
             seen[response.status_code] += 1
+            ignored = response.headers.get(HEADER_NAME, "")
+            assert ignored.isascii() and ignored.isprintable(), body[:2000]
+            assert len(ignored) <= HEADER_CHARS_MAX and "set-cookie" not in response.headers
             if response.status_code == 200:
                 continue
             said = path, body[:2000], response.status_code, response.text

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from diptych.cluster.config import ClusterConfig, ObservabilitySettings
+from diptych.cluster.gateway.apis.ignored_fields import IgnoredKind
 from diptych.cluster.gateway.attempt.request import Answer, Request
 from diptych.cluster.gateway.attempt.terms import Terms
 from diptych.cluster.telemetry import ControlTally, Exporter, GatewayTally, RouterTally
@@ -91,6 +92,7 @@ def pages(settings: ObservabilitySettings = BOTH) -> list[Exporter]:
     tally, router, control = gateway(), Router(RouterConfig(), 1), ControlTally()
     ended = request([100.5, 100.6])
     tally.count_ended(ended, outcome_of(ended, "stop"), CODE_COMPLETE)
+    tally.count_ignored_fields("chat", {IgnoredKind.UNKNOWN: 1})
     router.counts.count_placement(True, "push", 0.1)
     router.counts.count_first_token(0.2, 0.3)
     router.counts.refused["queue_full"] += 1

@@ -12,7 +12,9 @@ import httpx
 import hypothesis
 import pytest
 import schemathesis
+from diptych.cluster.gateway.apis.known_fields import Treatment, known_fields_of
 from diptych.cluster.gateway.apis.openapi import POST_OPERATIONS, openapi_document
+from diptych.cluster.gateway.apis.schema import Reading
 from diptych.cluster.gateway.edge import http
 from diptych.cluster.gateway.errors import ERROR_KINDS
 from hypothesis import HealthCheck, Phase, settings
@@ -63,14 +65,35 @@ class _Nothing:
         return self
 
 
+def validator_of(document: dict, path: str) -> Draft202012Validator:
+    schema = {"$ref": f"#/components/schemas/{POST_OPERATIONS[path].body.__name__}"}
+    return Draft202012Validator({**schema, "components": document["components"]})
+
+
 def test_bodies_that_are_taken_are_bodies_of_the_document(gateway: StandIn) -> None:
     told = httpx.get(f"{gateway.url}/openapi.json").json()
     for path, body in VALID.items():
-        schema = {"$ref": f"#/components/schemas/{POST_OPERATIONS[path].body.__name__}"}
-        whole = Draft202012Validator({**schema, "components": told["components"]})
+        whole = validator_of(told, path)
+        nulls = dict.fromkeys(POST_OPERATIONS[path].body.read_names - body.keys() - {"prompt"})
+        for taken in (body, {**body, "no_such_field": 1}, {**nulls, **body}):
+            whole.validate(taken)
+            assert httpx.post(gateway.url + path, json=taken).status_code == 200
+
+
+@pytest.mark.parametrize("reading", list(Reading))
+def test_the_document_says_what_becomes_of_fields_that_other_servers_have(reading: Reading) -> None:
+    document = openapi_document(reading)
+    for path, body in VALID.items():
+        whole = validator_of(document, path)
         whole.validate(body)
-        assert httpx.post(gateway.url + path, json=body).status_code == 200
-        assert not whole.is_valid({**body, "no_such_field": 1})
+        assert whole.is_valid({**body, "no_such_field": 1}) == (reading is Reading.LENIENT)
+        for name, field in known_fields_of(POST_OPERATIONS[path].body.api).items():
+            is_lenient = reading is Reading.LENIENT
+            for value in (None, *field.neutral_values):
+                expected = is_lenient or field.neutral_if_strict
+                assert whole.is_valid({**body, name: value}) == expected, (path, name, value)
+            expected = is_lenient and field.treatment is Treatment.IGNORED
+            assert whole.is_valid({**body, name: {"odd": 1}}) == expected, (path, name)
 
 
 def examine(gateway: StandIn, seed: int, examples: int) -> Counter[int]:

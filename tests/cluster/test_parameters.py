@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from diptych.cluster.gateway.apis.chat import ChatRequest, check_conversation_length
 from diptych.cluster.gateway.apis.parameters import ModelLimits, sampling_of
-from diptych.cluster.gateway.apis.schema import parse_body
+from diptych.cluster.gateway.apis.schema import Reading, parse_body
 from diptych.cluster.gateway.errors import ApiError
 from diptych.protos.frames import Grammar, Sampling
 
@@ -19,8 +19,10 @@ def body(**fields: Any) -> bytes:
     return json.dumps({"messages": [{"role": "user", "content": "hi"}], **fields}).encode()
 
 
-def sampled(request_id: str = "r", prompt: int = 1, **fields: Any) -> Sampling:
-    chat = parse_body(ChatRequest, body(**fields))
+def sampled(
+    request_id: str = "r", prompt: int = 1, reading: Reading = Reading.LENIENT, **fields: Any
+) -> Sampling:
+    chat = parse_body(ChatRequest, body(**fields), reading)
     return sampling_of(chat, request_id, prompt, LIMITS, max_tokens=chat.max_completion_tokens)
 
 
@@ -122,8 +124,6 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenized() -> None:
         ({"presence_penalty": 2.1}, "presence_penalty"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
-        ({"functions": []}, "functions is not supported"),
-        ({"store": True}, "store is not supported, except as False"),
         ({"modalities": ["audio"]}, "modalities is not supported"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": 3}, "temperature"),
@@ -135,16 +135,44 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenized() -> None:
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9, but the answer has 8"),
     ],
 )
-def test_what_we_cannot_do_is_refused_by_name_never_dropped(fields: dict, says: str) -> None:
+@pytest.mark.parametrize("reading", list(Reading))
+def test_what_we_cannot_do_is_refused_by_name_never_dropped(
+    fields: dict, says: str, reading: Reading
+) -> None:
     with pytest.raises(ApiError) as error:
-        sampled(**fields)
+        sampled(reading=reading, **fields)
     assert says in error.value.message and error.value.kind.http_status == 400
     assert "\n" not in error.value.message
 
 
-def test_what_changes_nothing_is_accepted() -> None:
-    parse_body(ChatRequest, body(n=1, top_p=1, presence_penalty=0, stop=[], user="u", store=False))
-    parse_body(ChatRequest, body(service_tier="auto", metadata={"a": "b"}, stop=None, tools=None))
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"functions": []}, "functions is not supported"),
+        ({"store": True}, "store is not supported, except as False"),
+        ({"no_such_field": 1}, "no_such_field is not supported"),
+        ({"no_such_field": None}, "no_such_field is not supported"),
+        ({"use_beam_search": False}, "use_beam_search is not supported"),
+        ({"stream_options": {"x": 1}}, "stream_options.x is not supported"),
+        ({"messages": [{"role": "user", "content": "", "mood": 1}]}, "messages.0.mood is not"),
+        ({"messages": [{"role": "critic", "content": ""}]}, "role must be one of system,"),
+        ({"stream": None}, "stream: input should be a valid boolean"),
+    ],
+)
+def test_a_strict_gateway_refuses_what_it_has_nothing_to_set_by(fields: dict, says: str) -> None:
+    with pytest.raises(ApiError) as error:
+        sampled(reading=Reading.STRICT, **fields)
+    assert says in error.value.message and error.value.kind.http_status == 400
+
+
+@pytest.mark.parametrize("reading", list(Reading))
+def test_what_changes_nothing_is_accepted(reading: Reading) -> None:
+    for fields in (
+        {"n": 1, "top_p": 1, "presence_penalty": 0, "stop": [], "user": "u", "store": False},
+        {"service_tier": "auto", "metadata": {"a": "b"}, "stop": None, "tools": None},
+    ):
+        taken = parse_body(ChatRequest, body(**fields), reading)
+        assert taken.ignored_fields.headers() == {}
 
 
 def test_numbers_that_no_json_has_are_refused() -> None:

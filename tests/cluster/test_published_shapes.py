@@ -24,7 +24,7 @@ from tests.support.malformed import ASK, TOOLS
 from tests.support.standin import StandIn, checkpoint, standing_in
 
 #: fields beyond the published types: as vLLM and SGLang name it, as the examples of OpenAI have it
-BEYOND = {"reasoning_content", "store"}
+BEYOND = {"reasoning_content", "reasoning", "store"}
 CITY = TOOLS[0]["function"]["parameters"]
 LOGPROBS = {"logprobs": True, "top_logprobs": 2}
 FORCED = {"tools": TOOLS, "tool_choice": "required"}

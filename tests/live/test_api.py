@@ -173,8 +173,10 @@ def test_responses_whole_and_streamed(sdk: openai.OpenAI) -> None:
     short = sdk.responses.create(model="demo", input=QUESTION, max_output_tokens=3)
     assert short.status == "incomplete"
     assert short.incomplete_details.reason == "max_output_tokens"
-    with pytest.raises(openai.BadRequestError, match="store is not supported"):
-        sdk.responses.create(model="demo", input=QUESTION, store=True)
+    kept = sdk.responses.with_raw_response.create(model="demo", input=QUESTION, store=True)
+    assert kept.headers["x-ignored-fields"] == "store" and kept.parse().output_text == ANSWER
+    with pytest.raises(openai.BadRequestError, match="background is not supported"):
+        sdk.responses.create(model="demo", input=QUESTION, background=True)
 
 
 def test_anthropic_sdk_gets_the_answer_whole_streamed_and_counted(

@@ -14,9 +14,9 @@ from diptych.loadtests.plan import LoadPlan
 from diptych.loadtests.result import ClientCost, assemble
 from diptych.protos import frames as f
 from diptych.router.goodput import judge, p99
+from diptych.simulator.attempt import SimulatedAttempt
 from diptych.simulator.metrics import Slo
 from diptych.simulator.trace import WorkloadRequest
-from diptych.simulator.worker import Job
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,10 +57,13 @@ def test_the_cluster_and_the_simulator_judge_gaps_alike(late: int, others: int) 
     gaps, mean = one.gaps_s, one.tpot_s
     live = f.RequestOutcome("t", "c", "stop", 0.1, one.output_tokens, len(gaps), mean, p99(gaps))
     assert (judge(live, SLO.ttft_s, SLO.itl_s) == "both") == (not one.missed(SLO))
-    job = Job(WorkloadRequest(0.0, 1, one.output_tokens, "", [], 0, [], [], []), ("r", 0), 0.0)
-    job.first, job.ended, job.target = 0.1, 0.1 + sum(gaps), SLO.ttft_s
-    job.late = sum(gap > SLO.itl_s for gap in gaps)
-    assert SLO.is_met(job) == (not one.missed(SLO))
+    request = WorkloadRequest(0.0, 1, one.output_tokens, "", [], [], [])
+    attempt = SimulatedAttempt(request, ("r", 0), 0.0)
+    attempt.first_token_at = 0.1
+    attempt.ended_at = 0.1 + sum(gaps)
+    attempt.ttft_target_s = SLO.ttft_s
+    attempt.late_gaps = sum(gap > SLO.itl_s for gap in gaps)
+    assert SLO.is_met(attempt) == (not one.missed(SLO))
 
 
 def test_goodput_counts_failures_as_offered() -> None:

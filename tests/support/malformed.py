@@ -29,6 +29,19 @@ VALID: dict[str, dict] = {
 }
 ODD = [None, True, -1, 0, 1e308, 10**400, "", "\ud800", "x" * 9999, [], {}, [[[]]], [None]]
 ODD += [{"": {}}, float("nan"), float("-inf"), 2**63, -(2**63), "\0", "{{ 7*7 }}", [1, "a"]]
+#: Names of fields that no API has, and some that others have.
+ODD_NAMES = ["", " ", "\r\n", "a: b\r\nset-cookie: c", "\0", "é", "漢" * 300, "🙂" * 5000, "%0d%0a"]
+ODD_NAMES += [",", ";did-you-mean=", '"', "a.b", "x" * 99_999, "__class__", "model_fields", "*"]
+ODD_NAMES += ["model_extra", "__pydantic_extra__", "_reading", "_ignored_fields", "self", "cls"]
+ODD_NAMES += ["maxTokens", "temprature", "store", "use_beam_search", "best_of", "include", "thread"]
+ODD_NAMES += [f"field_{number}" for number in range(40)]
+#: Fields that are read, and that no body above has: they get odd values, too.
+ODD_NAMES += ["prompt_logprobs", "truncate_prompt_tokens", "truncation_side", "return_token_ids"]
+ODD_NAMES += ["continue_final_message", "add_generation_prompt", "tool_choice", "tool_calls"]
+ODD_NAMES += ["parallel_tool_calls", "include_reasoning", "reasoning_effort", "documents", "seed"]
+ODD_NAMES += ["chat_template_kwargs", "stream_options", "structured_outputs", "output_config"]
+ODD_NAMES += ["thinking", "cache_control", "refusal", "reasoning", "role", "add_special_tokens"]
+ODD_NAMES += ["logprobs", "top_logprobs", "echo", "stop_token_ids", "min_tokens", "stream"]
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
@@ -50,8 +63,11 @@ def mutant(order: random.Random, body: dict) -> bytes:
         kind = order.random()
         if kind < 0.7:
             target[last] = copy.deepcopy(order.choice(ODD))
-        elif kind < 0.85 and isinstance(target, dict):
+        elif kind < 0.8 and isinstance(target, dict):
             target[f"{last}x"] = target.pop(last)
+        elif kind < 0.9 and isinstance(target, dict):
+            names = order.choices(ODD_NAMES, k=order.choice([1, 1, 1, 40]))
+            target.update({name: copy.deepcopy(order.choice(ODD)) for name in names})
         elif not isinstance(target, list) or len(target) > 1:
             del target[last]
         if not body:

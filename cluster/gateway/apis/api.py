@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from starlette.requests import Request as HttpRequest
@@ -27,7 +27,7 @@ from .chat import ChatRequest, ChatShape
 from .completions import CompletionRequest, CompletionShape, DetokenizeRequest, TokenizeRequest
 from .messages import CountTokensRequest, MessageShape, MessagesRequest, anthropic_error_body
 from .responses import ResponseShape, ResponsesRequest
-from .schema import REQUEST_ID_PATTERN, parse_body
+from .schema import REQUEST_ID_PATTERN, ApiBody, BodyType, parse_body
 
 log = logging.getLogger(__name__)
 
@@ -73,9 +73,16 @@ class ApiCall:
     named_events: bool = False  #: Events have names.
     error_body: Callable[[ApiError, str], dict[str, Any]] = ApiError.body
 
+    #: The header that names what the client sent without effect; empty if there is nothing.
+    ignored_fields_headers: dict[str, str] = field(default_factory=dict)
+
     @property
     def id(self) -> str:
         return self.requests[0].id
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of the response, as they are known once there are tokens."""
+        return response_headers(self.requests[0]) | self.ignored_fields_headers
 
 
 class Api:
@@ -86,15 +93,22 @@ class Api:
 
     async def chat(self, http: HttpRequest) -> Response:
         request_id = identify(http, "chatcmpl-")
-        body = parse_body(ChatRequest, await sse.read_body(http))
+        body = await self._read(http, ChatRequest)
         terms = http.state.terms
         request, prompt = await self.service.prepare(body, request_id, terms)
         shape = ChatShape(body, request, self.service.text, model=self.service.model, prompt=prompt)
-        return await self._answer(http, ApiCall([request], shape, body.stream, terms.resume))
+        call = ApiCall(
+            [request],
+            shape,
+            body.stream,
+            terms.resume,
+            ignored_fields_headers=self._note_ignored(body),
+        )
+        return await self._answer(http, call)
 
     async def completions(self, http: HttpRequest) -> Response:
         request_id = identify(http, "cmpl-")
-        body = parse_body(CompletionRequest, await sse.read_body(http))
+        body = await self._read(http, CompletionRequest)
         terms = http.state.terms
         prompts = body.prompts()
         request_ids = [request_id]
@@ -106,23 +120,38 @@ class Api:
         ]
         text = self.service.text
         shape = CompletionShape(body, requests, text, self.service.model, request_id)
-        return await self._answer(http, ApiCall(requests, shape, body.stream, terms.resume))
+        call = ApiCall(
+            requests,
+            shape,
+            body.stream,
+            terms.resume,
+            ignored_fields_headers=self._note_ignored(body),
+        )
+        return await self._answer(http, call)
 
     async def responses(self, http: HttpRequest) -> Response:
         request_id = identify(http, "resp_")
-        body = parse_body(ResponsesRequest, await sse.read_body(http))
+        body = await self._read(http, ResponsesRequest)
         terms = http.state.terms
         chat = body.as_chat()
         request, prompt = await self.service.prepare(chat, request_id, terms)
         shape = ResponseShape(
             body, chat, request, self.service.text, model=self.service.model, prompt=prompt
         )
-        call = ApiCall([request], shape, body.stream, terms.resume, closing=b"", named_events=True)
+        call = ApiCall(
+            [request],
+            shape,
+            body.stream,
+            terms.resume,
+            closing=b"",
+            named_events=True,
+            ignored_fields_headers=self._note_ignored(body),
+        )
         return await self._answer(http, call)
 
     async def messages(self, http: HttpRequest) -> Response:
         request_id = identify(http, "msg_")
-        body = parse_body(MessagesRequest, await sse.read_body(http))
+        body = await self._read(http, MessagesRequest)
         terms = http.state.terms
         chat = body.as_chat(self.service.text)
         request, prompt = await self.service.prepare(chat, request_id, terms)
@@ -137,33 +166,44 @@ class Api:
             closing=b"",
             named_events=True,
             error_body=anthropic_error_body,
+            ignored_fields_headers=self._note_ignored(body),
         )
         return await self._answer(http, call)
 
     async def count_tokens(self, http: HttpRequest) -> Response:
         identify(http, "msg_")
-        body = parse_body(CountTokensRequest, await sse.read_body(http))
+        body = await self._read(http, CountTokensRequest)
         text = self.service.text
         self.service.check_model(body.model)
         chat = body.as_chat(text)
         chat.check(text, self.service.limits)
         prompt = await self.service.tokenize(lambda: chat.prompt(text))
-        return _json({"input_tokens": len(prompt.token_ids)})
+        return _json({"input_tokens": len(prompt.token_ids)}, self._note_ignored(body))
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        body = parse_body(TokenizeRequest, await sse.read_body(http))
+        body = await self._read(http, TokenizeRequest)
         text = self.service.text
         limits = self.service.limits
         self.service.check_model(body.model)
         body.check(text, limits)
         token_ids = await self.service.tokenize(lambda: body.token_ids(text))
-        return _json(body.response_body(token_ids, text, limits))
+        return _json(body.response_body(token_ids, text, limits), self._note_ignored(body))
 
     async def detokenize(self, http: HttpRequest) -> Response:
-        body = parse_body(DetokenizeRequest, await sse.read_body(http))
+        body = await self._read(http, DetokenizeRequest)
         text = self.service.text
         self.service.check_model(body.model)
-        return _json(await self.service.tokenize(lambda: body.response_body(text)))
+        texts = await self.service.tokenize(lambda: body.response_body(text))
+        return _json(texts, self._note_ignored(body))
+
+    async def _read(self, http: HttpRequest, model: type[BodyType]) -> BodyType:
+        """Read the body of a request. Raises ApiError."""
+        return parse_body(model, await sse.read_body(http), self.service.reading)
+
+    def _note_ignored(self, body: ApiBody) -> dict[str, str]:
+        """Count the fields that had no effect; return the header that names them."""
+        self.service.tally.count_ignored_fields(body.api, body.ignored_fields.counts)
+        return body.ignored_fields.headers()
 
     async def _answer(self, http: HttpRequest, call: ApiCall) -> Response:
         if call.resume.cursors and (len(call.requests) > 1 or not call.stream):
@@ -175,8 +215,8 @@ class Api:
 
         collector = DeltaCollector()
         await sse.while_connected(http.receive, answers.push_into(collector))
-        body = call.shape.whole(collector.joined(), answers.used_tokens)
-        return _json(body, response_headers(call.requests[0]))
+        answer = call.shape.whole(collector.joined(), answers.used_tokens)
+        return _json(answer, call.headers())
 
 
 class CallAnswers:
@@ -257,7 +297,7 @@ class CallStream(sse.EventStream):
         self._encoder = EventEncoder(call, answers)
 
     def late_headers(self) -> dict[str, str]:
-        return response_headers(self._call.requests[0])
+        return self._call.headers()
 
     def on_opened(self) -> None:
         if self._call.resume.cursors:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import xxhash
-from pydantic import Field, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from ....protos import frames
 from ..attempt.request import Request
@@ -27,33 +27,53 @@ from ..text.content import (
     PartKind,
     initial_state_of,
 )
-from ..text.tokenizer import ChatTokenizer, TokenizedPrompt
+from ..text.tokenizer import GATEWAY_VARIABLES, ChatTokenizer, PromptEnding, TokenizedPrompt
 from ..text.tools import ToolCall, tool_format_of
-from .parameters import ModelLimits, SamplingParameters, grammar_of, sampling_of, to_json
-from .schema import StrictModel
+from .known_fields import ApiName
+from .parameters import (
+    ModelLimits,
+    SamplingParameters,
+    grammar_of,
+    grammar_of_response_format,
+    sampling_of,
+    to_json,
+)
+from .schema import BodyPart, is_strict
 
 TOOLS_MAX = 128
 MESSAGES_MAX = 1000
+PART_TYPE_CHARS_MAX = 40  #: Of a type that is not read, as an error shows it.
+DOCUMENTS_MAX = 1000
+PUBLISHED_ROLES = ("system", "developer", "user", "assistant", "tool")
 #: How llguidance spaces the JSON text of arguments: as Python's `json` does, because models have
 #: learned from that.
 ARGUMENT_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+ANY_OBJECT_SCHEMA = '{"type": "object"}'
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 #: A JSON object of an answer or of an event.
 JsonObject = dict[str, Any]
 
 
-class _TextPart(StrictModel):
+class _TextPart(BodyPart):
     type: Literal["text"]
     text: str
 
+    @field_validator("type", mode="before")
+    @classmethod
+    def _check_type(cls, part_type: Any) -> Any:
+        if isinstance(part_type, str) and part_type != "text":
+            shown_type = part_type[:PART_TYPE_CHARS_MAX]
+            raise ValueError(f"parts of type {shown_type!r} are not read, only 'text' is")
+        return part_type
 
-class _CalledFunction(StrictModel):
+
+class _CalledFunction(BodyPart):
     name: str
     arguments: str = "{}"
 
 
-class _PastToolCall(StrictModel):
+class _PastToolCall(BodyPart):
     """A call in an assistant's earlier message."""
 
     id: str = ""
@@ -76,29 +96,31 @@ class _PastToolCall(StrictModel):
             return None
 
 
-class ChatMessage(StrictModel):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | None = None
+def _content_branch(content: Any) -> str:
+    return "#parts" if isinstance(content, list) else "#text"
+
+
+#: A message's text, whole or in parts. The branch is chosen first, so that a finding is about it.
+Content = Annotated[
+    Annotated[str, Tag("#text")] | Annotated[list[_TextPart], Tag("#parts")],
+    Discriminator(_content_branch),
+]
+
+
+class ChatMessage(BodyPart):
+    role: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    content: Content | None = None
     name: str | None = None
     tool_calls: list[_PastToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    # OpenAI's SDK sends these fields back with an assistant's message.
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-
-    @field_validator("content", mode="before", json_schema_input_type=str | list[_TextPart] | None)
-    @classmethod
-    def _join_parts(cls, value: Any) -> Any:
-        if isinstance(value, list):
-            return "".join(_TextPart.model_validate(part).text for part in value)
-        return value
+    refusal: str | None = None  #: What the assistant said instead of its content.
 
     @model_validator(mode="after")
-    def _check_role(self) -> ChatMessage:
+    def _check_role(self, info: ValidationInfo) -> ChatMessage:
+        if is_strict(info) and self.role not in PUBLISHED_ROLES:
+            raise ValueError(f"role must be one of {', '.join(PUBLISHED_ROLES)}")
         if self.content is None and self.role != "assistant":
             raise ValueError(f"a message of role {self.role} needs content")
         if self.tool_calls and self.role != "assistant":
@@ -107,13 +129,23 @@ class ChatMessage(StrictModel):
             raise ValueError("a message of role tool needs tool_call_id")
         return self
 
-    def template_message(self) -> JsonObject:
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or self.refusal or ""
+
+    def template_message(self, knows_developers: bool) -> JsonObject:
         """Return the message as chat templates read it.
 
-        The arguments of calls are objects there, not text.
+        The arguments of calls are objects there, not text. A developer's message is the system's,
+        unless the template `knows_developers`. All other roles are left to the template.
         """
-        role = "system" if self.role == "developer" else self.role
-        message: JsonObject = {"role": role, "content": self.content or ""}
+        role = self.role
+        if role == "developer" and not knows_developers:
+            role = "system"
+        message: JsonObject = {"role": role, "content": self.text}
         reasoning = self.reasoning_content or self.reasoning
         if reasoning:
             message["reasoning_content"] = reasoning
@@ -133,43 +165,50 @@ class ChatMessage(StrictModel):
         return message
 
 
-class _Function(StrictModel):
+class _Function(BodyPart):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ChatTool(StrictModel):
+class ChatTool(BodyPart):
     type: Literal["function"]
     function: _Function
 
 
-class _NamedFunction(StrictModel):
+class _NamedFunction(BodyPart):
     name: str
 
 
-class _NamedTool(StrictModel):
+class _NamedTool(BodyPart):
     type: Literal["function"] = "function"
     function: _NamedFunction
 
 
-class StreamOptions(StrictModel):
-    include_usage: bool = False
+class _AllowedTools(BodyPart):
+    """Which of the tools may be called, and whether one has to be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[_NamedTool], Field(min_length=1, max_length=TOOLS_MAX)]
+
+
+class _AllowedToolsChoice(BodyPart):
+    type: Literal["allowed_tools"]
+    allowed_tools: _AllowedTools
+
+
+class StreamOptions(BodyPart):
+    include_usage: bool = False  #: The last chunk of a stream has the usage.
+    continuous_usage_stats: bool = False  #: With `include_usage`, all chunks have it.
     include_obfuscation: bool = False
 
 
 class ChatRequest(SamplingParameters):
-    """What `/v1/chat/completions` takes. A field that is not here is refused by name."""
+    """What `/v1/chat/completions` takes."""
 
-    NEUTRAL_VALUES: ClassVar[dict[str, list[Any]]] = {
-        "store": [False],
-        "service_tier": ["auto", "default"],
-        "modalities": [["text"]],
-        "add_generation_prompt": [True],
-        "echo": [False],
-        "priority": [0],
-    }
+    api: ClassVar[ApiName] = ApiName.CHAT
+
     model: str = ""
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MESSAGES_MAX)]
     stream: bool = False
@@ -178,18 +217,21 @@ class ChatRequest(SamplingParameters):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[ChatTool], Field(max_length=TOOLS_MAX)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | _NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | _NamedTool | _AllowedToolsChoice | None = (
+        None
+    )
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    store: Any = None
-    service_tier: Any = None
-    modalities: Any = None
-    add_generation_prompt: Any = None
-    echo: Any = None
-    priority: Any = None
+    #: What the template is to show the model beside the conversation.
+    documents: Annotated[list[dict[str, Any]], Field(max_length=DOCUMENTS_MAX)] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
+    add_generation_prompt: bool = True  #: vLLM's: the prompt ends where an answer begins.
+    continue_final_message: bool = False  #: vLLM's: the answer continues the last message.
+    add_special_tokens: bool = False  #: vLLM's: those that the tokenizer puts around a text, too.
+    include_reasoning: bool = True  #: vLLM's: False leaves it out of the answer.
 
     @property
     def required_function(self) -> str | None:
@@ -201,26 +243,44 @@ class ChatRequest(SamplingParameters):
     @property
     def call_required(self) -> bool:
         """True if the answer must be a call."""
+        if isinstance(self.tool_choice, _AllowedToolsChoice):
+            return self.tool_choice.allowed_tools.mode == "required"
         return self.tool_choice == "required" or self.required_function is not None
+
+    @property
+    def chosen_functions(self) -> list[str]:
+        """The names of the functions that `tool_choice` names."""
+        if isinstance(self.tool_choice, _AllowedToolsChoice):
+            return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
+        return [] if self.required_function is None else [self.required_function]
 
     @property
     def usable_tools(self) -> list[ChatTool]:
         """The tools that the model gets to know."""
         if self.tool_choice == "none":
             return []
-        return self.tools or []
-
-    @property
-    def include_usage(self) -> bool:
-        """True if a stream ends with an event of its usage."""
-        return bool(self.stream_options and self.stream_options.include_usage)
+        tools = self.tools or []
+        if isinstance(self.tool_choice, _AllowedToolsChoice):
+            allowed_names = set(self.chosen_functions)
+            return [tool for tool in tools if tool.function.name in allowed_names]
+        return tools
 
     def check(self, tokenizer: ChatTokenizer, limits: ModelLimits) -> None:
         """Raise ApiError for what can be refused before the prompt is tokenized."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ApiError("invalid_request", "top_logprobs needs logprobs: true", "top_logprobs")
+        check_prompt_logprobs(self, self.stream)
+        begins_message = (
+            self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
+        )
+        if self.continue_final_message and begins_message:
+            message = "add_generation_prompt begins a message; continue_final_message does not"
+            raise ApiError("invalid_request", message, "continue_final_message")
         self._check_tools(tokenizer)
-        check_conversation_length([message.template_message() for message in self.messages], limits)
+        self._check_template_arguments(tokenizer)
+        messages = self._template_messages(tokenizer)
+        documents_chars = len(to_json(self.documents)) if self.documents else 0
+        check_conversation_length(messages, limits, documents_chars)
 
     def _check_tools(self, tokenizer: ChatTokenizer) -> None:
         names = [tool.function.name for tool in self.tools or []]
@@ -228,24 +288,80 @@ class ChatRequest(SamplingParameters):
             raise ApiError("invalid_request", "two tools have the same name", "tools")
         if self.call_required and not names:
             raise ApiError("invalid_request", "tool_choice needs tools", "tool_choice")
-        if self.required_function is not None and self.required_function not in names:
-            message = f"tool_choice: no tool is named {self.required_function!r}"
-            raise ApiError("invalid_request", message, "tool_choice")
+        for name in self.chosen_functions:
+            if name not in names:
+                message = f"tool_choice: no tool is named {name!r}"
+                raise ApiError("invalid_request", message, "tool_choice")
         if self.usable_tools and tool_format_of(tokenizer.tool_template) is None:
             message = "tools: this model's chat template has none of the formats Hermes and Llama 3"
             raise ApiError("invalid_request", message, "tools")
-        if self.parallel_tool_calls is False and self.usable_tools and not self.call_required:
-            message = "parallel_tool_calls: false needs tool_choice required, or a named function"
-            raise ApiError("invalid_request", message, "parallel_tool_calls")
+
+    def _check_template_arguments(self, tokenizer: ChatTokenizer) -> None:
+        """Note, or refuse if the gateway is strict, what the template has no variable for."""
+        settable_variables = frozenset(tokenizer.template_variables - GATEWAY_VARIABLES)
+        for name in self.chat_template_kwargs or {}:
+            if name in settable_variables:
+                continue
+            if self.is_strict:
+                message = f"chat_template_kwargs: this model's template knows no {name!r}"
+                raise ApiError("invalid_request", message, "chat_template_kwargs")
+            if name in GATEWAY_VARIABLES:
+                message = f"chat_template_kwargs: the gateway itself sets {name!r}"
+                raise ApiError("invalid_request", message, "chat_template_kwargs")
+            self.ignored_fields.add_unknown("chat_template_kwargs", name, settable_variables)
+        if self.documents and "documents" not in settable_variables:
+            message = "documents: this model's chat template has no place for them; use a message"
+            raise ApiError("invalid_request", message, "documents")
+        if self.reasoning_effort is not None and not self._effort_arguments(tokenizer):
+            if self.is_strict:
+                message = "reasoning_effort: this model's template knows no such variable"
+                raise ApiError("invalid_request", message, "reasoning_effort")
+            self.ignored_fields.add_documented("", "reasoning_effort")
+
+    def _effort_arguments(self, tokenizer: ChatTokenizer) -> dict[str, Any]:
+        """Return the template's variables that `reasoning_effort` sets."""
+        arguments: dict[str, Any] = {}
+        if self.reasoning_effort is None:
+            return arguments
+        if "reasoning_effort" in tokenizer.template_variables:
+            arguments["reasoning_effort"] = self.reasoning_effort
+        if "enable_thinking" in tokenizer.template_variables and self.reasoning_effort == "none":
+            arguments["enable_thinking"] = False
+        return arguments
+
+    def _template_arguments(self, tokenizer: ChatTokenizer) -> dict[str, Any]:
+        """Return the variables of the template that the body sets."""
+        arguments = self._effort_arguments(tokenizer)
+        if self.documents:
+            arguments["documents"] = self.documents
+        arguments |= self.chat_template_kwargs or {}
+        return {
+            name: value for name, value in arguments.items() if name in tokenizer.template_variables
+        }
+
+    def _template_messages(self, tokenizer: ChatTokenizer) -> list[JsonObject]:
+        return [message.template_message(tokenizer.knows_developers) for message in self.messages]
 
     def prompt(self, tokenizer: ChatTokenizer) -> TokenizedPrompt:
-        """Render and tokenize the conversation. Raises ApiError.
+        """Render and tokenize the conversation, which `check` has accepted. Raises ApiError.
 
         This takes seconds for a long conversation, so it does not belong on the event loop.
         """
-        messages = [message.template_message() for message in self.messages]
         tools = [tool.model_dump(exclude_none=True) for tool in self.usable_tools]
-        return tokenizer.tokenize_chat(messages, tools or None, self.chat_template_kwargs)
+        prompt = tokenizer.tokenize_chat(
+            self._template_messages(tokenizer),
+            tools or None,
+            self._template_arguments(tokenizer),
+            ending=self._prompt_ending,
+            add_special_tokens=self.add_special_tokens,
+        )
+        return self.truncated(prompt)
+
+    @property
+    def _prompt_ending(self) -> PromptEnding:
+        if self.continue_final_message:
+            return PromptEnding.OPEN_MESSAGE
+        return PromptEnding.ANSWER if self.add_generation_prompt else PromptEnding.CLOSED
 
     def sampling(
         self, tokenizer: ChatTokenizer, request_id: str, prompt_tokens: int, limits: ModelLimits
@@ -258,14 +374,31 @@ class ChatRequest(SamplingParameters):
             limits,
             max_tokens=self.max_completion_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            grammar=self._required_call_grammar(tokenizer),
+            grammar=self._grammar_of_calls(tokenizer),
         )
 
-    def _required_call_grammar(self, tokenizer: ChatTokenizer) -> frames.Grammar | None:
-        """Return the grammar that makes the answer a call; None if none is required."""
+    def _grammar_of_calls(self, tokenizer: ChatTokenizer) -> frames.Grammar | None:
+        """Return the grammar of an answer that has calls; None if no grammar binds calls.
+
+        `response_format` is about the text of an answer. So it does not bind required calls, and
+        an answer that may be either is a text of that format or calls. Raises ApiError if another
+        grammar would bind required calls.
+        """
         tool_format = tool_format_of(tokenizer.tool_template)
-        if tool_format is None or not self.call_required:
+        body_grammar = grammar_of(self)
+        binds_text_only = body_grammar is not None and body_grammar == grammar_of_response_format(
+            self.response_format
+        )
+        if tool_format is None or not self.usable_tools:
             return None
+        if not self.call_required and not binds_text_only:
+            return None
+        if body_grammar is not None and not binds_text_only:
+            message = "a structured answer and a tool call cannot both be required"
+            raise ApiError("invalid_request", message, "tool_choice")
+        text_schema = None
+        if body_grammar is not None and not self.call_required:
+            text_schema = body_grammar.text or ANY_OBJECT_SCHEMA
         tools = []
         for tool in self.usable_tools:
             function = tool.function
@@ -274,7 +407,7 @@ class ChatRequest(SamplingParameters):
                 schema_text = to_json({**schema, "x-guidance": ARGUMENT_SPACING})
                 tools.append((function.name, schema_text))
         several = self.required_function is None and self.parallel_tool_calls is not False
-        return tool_format.grammar(tools, several)
+        return tool_format.grammar(tools, several, text_schema)
 
     def content_rules(self, tokenizer: ChatTokenizer, prompt: TokenizedPrompt) -> ContentRules:
         """Return what the text of an answer to `prompt` is parsed for."""
@@ -287,15 +420,20 @@ class ChatRequest(SamplingParameters):
             initial_state=initial_state,
             tool_format=tool_format_of(template) if function_names else None,
             function_names=function_names,
+            one_call_only=self.parallel_tool_calls is False,
+            only_calls=self.call_required,
         )
 
 
-def check_conversation_length(messages: list[JsonObject], limits: ModelLimits) -> None:
-    """Raise ApiError for messages that are too long, whatever their tokens are.
+def check_conversation_length(
+    messages: list[JsonObject], limits: ModelLimits, documents_chars: int = 0
+) -> None:
+    """Raise ApiError for messages and documents that are too long, whatever their tokens are.
 
     To find out by tokenizing would take seconds.
     """
-    check_prompt_length(sum(len(message["content"]) for message in messages), limits)
+    message_chars = sum(len(message["content"]) for message in messages)
+    check_prompt_length(message_chars + documents_chars, limits)
 
 
 def check_prompt_length(prompt_chars: int, limits: ModelLimits) -> None:
@@ -308,6 +446,26 @@ def check_prompt_length(prompt_chars: int, limits: ModelLimits) -> None:
         raise ApiError("context_length_exceeded", message, "messages")
 
 
+class StreamUsage:
+    """Which chunks of a stream have usage, and the tokens of all answers so far."""
+
+    def __init__(self, options: StreamOptions | None) -> None:
+        #: True if the stream ends with a chunk of its usage.
+        self.at_end = options is not None and options.include_usage
+        #: True if all other chunks have it, too.
+        self.in_chunks = self.at_end and options is not None and options.continuous_usage_stats
+        self._tokens_by_answer: dict[int, int] = {}
+
+    def note(self, delta: TextDelta) -> None:
+        """Take note of the next piece of an answer."""
+        if self.in_chunks:
+            self._tokens_by_answer[delta.index] = delta.used_tokens
+
+    @property
+    def used_tokens(self) -> int:
+        return sum(self._tokens_by_answer.values())
+
+
 def usage_object(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> JsonObject:
     """Return OpenAI's `usage`."""
     return {
@@ -318,12 +476,43 @@ def usage_object(prompt_tokens: int, completion_tokens: int, cached_tokens: int)
     }
 
 
-def logprobs_object(tokens: list[frames.Token], tokenizer: ChatTokenizer) -> JsonObject:
+def check_prompt_logprobs(body: SamplingParameters, stream: bool) -> None:
+    """Raise ApiError if logprobs of the prompt are to go with a stream, as vLLM does."""
+    if stream and body.prompt_logprobs is not None:
+        message = "prompt_logprobs go with whole answers; leave stream out"
+        raise ApiError("invalid_request", message, "prompt_logprobs")
+
+
+def prompt_logprobs_object(
+    body: SamplingParameters, request: Request, tokenizer: ChatTokenizer
+) -> list[JsonObject | None]:
+    """Return vLLM's `prompt_logprobs`: for each token of the prompt, alternatives by their ids.
+
+    The first token has none, as nothing stands before it. A token that is not among the most
+    likely ones has no rank.
+    """
+
+    def entry(token_id: int, logprob: float | None, rank: int | None) -> JsonObject:
+        decoded_token = tokenizer.token_text(token_id)
+        return {"logprob": logprob, "rank": rank, "decoded_token": decoded_token}
+
+    rows: list[JsonObject | None] = [None]
+    for token in request.prompt_logprobs:
+        row = {str(token.id): entry(token.id, token.logprob, rank=None)}
+        for rank, (token_id, logprob) in enumerate(token.top[: body.prompt_logprobs], 1):
+            row[str(token_id)] = entry(token_id, logprob, rank)
+        rows.append(row)
+    return rows
+
+
+def logprobs_object(
+    body: SamplingParameters, tokens: list[frames.Token], tokenizer: ChatTokenizer
+) -> JsonObject:
     """Return OpenAI's `logprobs` of a chat's tokens."""
 
     def entry(token_id: int, logprob: float) -> JsonObject:
         return {
-            "token": tokenizer.token_text(token_id),
+            "token": body.token_label(token_id, tokenizer),
             "logprob": logprob,
             "bytes": list(tokenizer.token_bytes(token_id)),
         }
@@ -358,6 +547,7 @@ class ChatShape:
         if rules.initial_state != ContentState.TEXT or rules.tool_format is not None:
             self._parsers = [ContentParser(rules) for _ in request.answers]
         self._call_counts: dict[int, int] = {}  #: Calls that came out so far, by answer.
+        self._stream_usage = StreamUsage(body.stream_options)
         self._common_fields = {
             "id": request.id,
             "object": "chat.completion.chunk",
@@ -372,23 +562,29 @@ class ChatShape:
     def begin(self) -> list[JsonObject]:
         """Return the chunks that come before any text."""
         role = {"role": "assistant", "content": ""}
-        return [self._chunk(index, role) for index in range(len(self._request.answers))]
+        chunks = [self._chunk(index, role) for index in range(len(self._request.answers))]
+        if self._body.return_token_ids:
+            chunks[0]["prompt_token_ids"] = self._request.prompt_ids
+        return chunks
 
     def plain(self, index: int, text: str) -> JsonObject | None:
         """Return the chunk of nothing but `text`; None if chunks of this chat need more."""
-        if self._parsers is not None or self._body.logprobs:
+        if self._parsers is not None or self._body.logprobs or self._stream_usage.in_chunks:
+            return None
+        if self._body.return_token_ids:
             return None
         return self._chunk(index, {"content": text})
 
     def delta(self, delta: TextDelta) -> list[JsonObject]:
         """Return the chunks of a piece of an answer.
 
-        The first chunk has the logprobs, the last one the finish reason.
+        The first chunk has the logprobs and the token ids, the last one the finish reason.
         """
+        self._stream_usage.note(delta)
         logprobs = self._logprobs(delta)
         message_deltas = self._message_deltas(delta)
         finish_reason = self._finish_reason(delta)
-        if not message_deltas and logprobs and delta.tokens:
+        if not message_deltas and delta.tokens and (logprobs or self._body.return_token_ids):
             # The tokens' text is held back. Without a parser the chunk says that it is empty.
             message_deltas = [{"content": ""}] if self._parsers is None else [{}]
         if not message_deltas and finish_reason:
@@ -396,18 +592,20 @@ class ChatShape:
         chunks = [self._chunk(delta.index, message_delta) for message_delta in message_deltas]
         if chunks:
             chunks[0]["choices"][0]["logprobs"] = logprobs
+            if self._body.return_token_ids:
+                chunks[0]["choices"][0]["token_ids"] = [token.id for token in delta.tokens]
             chunks[-1]["choices"][0]["finish_reason"] = finish_reason
         return chunks
 
     def end(self, used_tokens: int) -> list[JsonObject]:
         """Return the chunks behind the answers, which have `used_tokens` tokens."""
-        if not self._body.include_usage:
+        if not self._stream_usage.at_end:
             return []
         return [{**self._common_fields, "choices": [], "usage": self._usage(used_tokens)}]
 
     def whole(self, deltas: list[TextDelta], used_tokens: int) -> JsonObject:
         """Return the `chat.completion` object of whole answers, which have `used_tokens` tokens."""
-        choices = [
+        choices: list[JsonObject] = [
             {
                 "index": delta.index,
                 "message": self._message(delta),
@@ -416,22 +614,43 @@ class ChatShape:
             }
             for delta in deltas
         ]
-        return {
+        completion = {
             **self._common_fields,
             "object": "chat.completion",
             "choices": choices,
             "usage": self._usage(used_tokens),
         }
+        if self._body.prompt_logprobs is not None:
+            completion["prompt_logprobs"] = prompt_logprobs_object(
+                self._body, self._request, self._tokenizer
+            )
+        if self._body.return_token_ids:
+            completion["prompt_token_ids"] = self._request.prompt_ids
+            for choice, delta in zip(choices, deltas, strict=True):
+                choice["token_ids"] = [token.id for token in delta.tokens]
+        return completion
 
     def _usage(self, used_tokens: int) -> JsonObject:
         return usage_object(len(self._request.prompt_ids), used_tokens, self._request.hit_tokens)
 
     def _logprobs(self, delta: TextDelta) -> JsonObject | None:
-        return logprobs_object(delta.tokens, self._tokenizer) if self._body.logprobs else None
+        if not self._body.logprobs:
+            return None
+        return logprobs_object(self._body, delta.tokens, self._tokenizer)
 
     def _chunk(self, index: int, message_delta: JsonObject) -> JsonObject:
-        choice = {"index": index, "delta": message_delta, "logprobs": None, "finish_reason": None}
-        return {**self._common_fields, "choices": [choice]}
+        choice: JsonObject = {
+            "index": index,
+            "delta": message_delta,
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = []
+        chunk = {**self._common_fields, "choices": [choice]}
+        if self._stream_usage.in_chunks:
+            chunk["usage"] = self._usage(self._stream_usage.used_tokens)
+        return chunk
 
     def _parse(self, delta: TextDelta) -> list[ContentPart]:
         if self._parsers is None:
@@ -439,7 +658,7 @@ class ChatShape:
         parser = self._parsers[delta.index]
         parts = parser.feed(delta.text)
         if delta.finish_reason:
-            parts += parser.end()
+            parts += parser.end(is_cut=delta.is_cut)
         return parts
 
     def _message_deltas(self, delta: TextDelta) -> list[JsonObject]:
@@ -449,7 +668,9 @@ class ChatShape:
             if isinstance(value, ToolCall):
                 message_deltas.append({"tool_calls": [self._tool_call(delta.index, value)]})
             elif kind == PartKind.REASONING:
-                message_deltas.append({"reasoning_content": value})
+                if self._body.include_reasoning:
+                    # vLLM's clients read one of these fields, SGLang's and DeepSeek's the other.
+                    message_deltas.append({"reasoning_content": value, "reasoning": value})
             else:
                 message_deltas.append({"content": value})
         return message_deltas
@@ -482,6 +703,7 @@ class ChatShape:
             message["content"] = None
         if reasoning:
             message["reasoning_content"] = reasoning
+            message["reasoning"] = reasoning
         if tool_calls:
             message["tool_calls"] = tool_calls
         return message
@@ -489,9 +711,13 @@ class ChatShape:
     def _finish_reason(self, delta: TextDelta) -> str | None:
         """Return OpenAI's finish reason.
 
-        An answer with calls ends with `tool_calls`, unless the client named the function.
+        An answer with calls ends with `tool_calls`, unless the client named the function, or a stop
+        string cut a call.
         """
-        has_calls = self._parsers is not None and self._parsers[delta.index].calls > 0
-        if has_calls and delta.finish_reason == "stop" and self._body.required_function is None:
+        if self._parsers is None or delta.finish_reason != "stop":
+            return delta.finish_reason
+        parser = self._parsers[delta.index]
+        has_whole_calls = parser.calls > 0 and not parser.has_cut_call
+        if has_whole_calls and self._body.required_function is None:
             return "tool_calls"
         return delta.finish_reason

@@ -25,9 +25,13 @@ from .chat import (
     ChatTool,
     JsonObject,
     StreamOptions,
+    StreamUsage,
     check_prompt_length,
+    check_prompt_logprobs,
+    prompt_logprobs_object,
     usage_object,
 )
+from .known_fields import ApiName
 from .parameters import ModelLimits, SamplingParameters, TokenId, sampling_of
 from .schema import ApiBody
 
@@ -39,13 +43,10 @@ PromptList = Annotated[list[str] | list[PromptIds], Field(min_length=1, max_leng
 
 
 class CompletionRequest(SamplingParameters):
-    """What `/v1/completions` takes. A field that is not here is refused by name."""
+    """What `/v1/completions` takes."""
 
-    NEUTRAL_VALUES: ClassVar[dict[str, list[Any]]] = {
-        "suffix": [""],
-        "store": [False],
-        "priority": [0],
-    }
+    api: ClassVar[ApiName] = ApiName.COMPLETIONS
+
     model: str = ""
     prompt: str | PromptIds | PromptList
     stream: bool = False
@@ -55,9 +56,6 @@ class CompletionRequest(SamplingParameters):
     echo: bool = False
     best_of: int | None = None
     add_special_tokens: bool = True
-    suffix: Any = None
-    store: Any = None
-    priority: Any = None
 
     def prompts(self) -> list[CompletionPrompt]:
         """Return the prompts, each of which becomes a request. Raises ApiError."""
@@ -65,6 +63,7 @@ class CompletionRequest(SamplingParameters):
             raise ApiError("invalid_request", "best_of is not supported, except as n", "best_of")
         if self.max_tokens == 0 and not self.echo:
             raise ApiError("invalid_request", "max_tokens 0 needs echo: true", "max_tokens")
+        check_prompt_logprobs(self, self.stream)
         if isinstance(self.prompt, str):
             return [CompletionPrompt(self, self.prompt)]
         if isinstance(self.prompt[0], int):
@@ -97,8 +96,9 @@ class CompletionPrompt:
         """Tokenize the prompt. A long one takes seconds, too long for the event loop."""
         if isinstance(self.prompt_input, str):
             token_ids = tokenizer.encode(self.prompt_input, self.body.add_special_tokens)
-            return TokenizedPrompt(token_ids, "")
-        return TokenizedPrompt(self.prompt_input, "")
+        else:
+            token_ids = self.prompt_input
+        return self.body.truncated(TokenizedPrompt(token_ids, text_end=""))
 
     def sampling(
         self, tokenizer: ChatTokenizer, request_id: str, prompt_tokens: int, limits: ModelLimits
@@ -118,7 +118,8 @@ class CompletionPrompt:
             logprobs=body.logprobs,
         )
         if body.echo and body.logprobs is not None:
-            sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.logprobs)
+            count = max(body.logprobs, body.prompt_logprobs or 0)
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=count)
         return sampling
 
 
@@ -152,6 +153,7 @@ class CompletionShape:
         #: True if only the prompt is sent back: the one token that was made is dropped.
         self._echo_only = body.max_tokens == 0
         self._begun_choices: set[int] = set()  #: Choices that something was sent of.
+        self._stream_usage = StreamUsage(body.stream_options)
         self._sent_chars: dict[int, int] = {}  #: Characters whose logprobs were sent, by choice.
         self._common_fields = {
             "id": call_id,
@@ -170,28 +172,39 @@ class CompletionShape:
 
     def plain(self, index: int, text: str) -> JsonObject | None:
         """Return the chunk of nothing but `text`; None if chunks of this call need more."""
-        if self._body.echo or self._body.logprobs is not None:
+        if self._body.echo or self._body.logprobs is not None or self._stream_usage.in_chunks:
+            return None
+        if self._body.return_token_ids:
             return None
         choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
         return {**self._common_fields, "choices": [choice]}
 
     def delta(self, delta: TextDelta) -> list[JsonObject]:
         """Return the chunk of a piece of an answer, or none if it has nothing to say."""
+        self._stream_usage.note(delta)
         choice = self._choice(delta)
-        if not choice["text"] and not delta.finish_reason and choice["logprobs"] is None:
+        has_tokens = choice["logprobs"] is not None or bool(choice.get("token_ids"))
+        if not choice["text"] and not delta.finish_reason and not has_tokens:
             return []
-        return [{**self._common_fields, "choices": [choice]}]
+        chunk = {**self._common_fields, "choices": [choice]}
+        if self._stream_usage.in_chunks:
+            chunk["usage"] = self._usage(self._stream_usage.used_tokens)
+        return [chunk]
 
     def end(self, used_tokens: int) -> list[JsonObject]:
         """Return the chunks behind the answers, which have `used_tokens` tokens."""
-        options = self._body.stream_options
-        if options is None or not options.include_usage:
+        if not self._stream_usage.at_end:
             return []
         return [{**self._common_fields, "choices": [], "usage": self._usage(used_tokens)}]
 
     def whole(self, deltas: list[TextDelta], used_tokens: int) -> JsonObject:
         """Return the object of whole answers, which have `used_tokens` tokens."""
         choices = [self._choice(delta) for delta in deltas]
+        if self._body.prompt_logprobs is not None:
+            for choice in choices:
+                choice["prompt_logprobs"] = prompt_logprobs_object(
+                    self._body, self._request_of(choice["index"]), self._tokenizer
+                )
         return {**self._common_fields, "choices": choices, "usage": self._usage(used_tokens)}
 
     def _usage(self, used_tokens: int) -> JsonObject:
@@ -200,6 +213,9 @@ class CompletionShape:
             completion_tokens=0 if self._echo_only else used_tokens,
             cached_tokens=sum(request.hit_tokens for request in self._requests),
         )
+
+    def _request_of(self, choice_index: int) -> Request:
+        return self._requests[choice_index // len(self._requests[0].answers)]
 
     def _choice(self, delta: TextDelta) -> JsonObject:
         text = delta.text
@@ -210,8 +226,10 @@ class CompletionShape:
             tokens = []
             if finish_reason:
                 finish_reason = "length"
-        if self._body.echo and delta.index not in self._begun_choices:
-            request = self._requests[delta.index // len(self._requests[0].answers)]
+        request = self._request_of(delta.index)
+        is_first = delta.index not in self._begun_choices
+        token_ids_fields = self._token_ids_fields(request, tokens, is_first)
+        if self._body.echo and is_first:
             text = self._tokenizer.decode(request.prompt_ids) + text
             # The prompt's first token has no logprob, as nothing stands before it.
             tokens = [frames.Token(request.prompt_ids[0]), *request.prompt_logprobs, *tokens]
@@ -224,7 +242,19 @@ class CompletionShape:
             "text": text,
             "logprobs": logprobs,
             "finish_reason": finish_reason,
+            **token_ids_fields,
         }
+
+    def _token_ids_fields(
+        self, request: Request, tokens: list[frames.Token], is_first: bool
+    ) -> JsonObject:
+        """Return the ids of `tokens`, and with a choice's first piece the prompt's, if asked."""
+        if not self._body.return_token_ids:
+            return {}
+        fields: JsonObject = {"token_ids": [token.id for token in tokens]}
+        if is_first:
+            fields["prompt_token_ids"] = request.prompt_ids
+        return fields
 
     def _logprobs(self, choice_index: int, tokens: list[frames.Token]) -> JsonObject:
         """Return OpenAI's `logprobs` of a completion; offsets are in characters of the choice."""
@@ -235,22 +265,31 @@ class CompletionShape:
             text_offsets.append(offset)
             offset += len(text)
         self._sent_chars[choice_index] = offset
-        top_logprobs = [
-            {self._tokenizer.token_text(token_id): logprob for token_id, logprob in token.top}
-            for token in tokens
-        ]
         return {
-            "tokens": texts,
+            "tokens": [self._body.token_label(token.id, self._tokenizer) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [top or None for top in top_logprobs],
+            "top_logprobs": [self._top_logprobs(token) for token in tokens],
             "text_offset": text_offsets,
+        }
+
+    def _top_logprobs(self, token: frames.Token) -> dict[str, float] | None:
+        """Return the chosen token and the most likely ones; None if there are no logprobs."""
+        if token.logprob is None:
+            return None
+        return {
+            self._body.token_label(token_id, self._tokenizer): logprob
+            for token_id, logprob in (
+                (token.id, token.logprob),
+                *token.top[: self._body.logprobs],
+            )
         }
 
 
 class TokenizeRequest(ApiBody):
     """What `/tokenize` takes, as vLLM has it: a prompt, or the messages of a chat."""
 
-    NEUTRAL_VALUES: ClassVar[dict[str, list[Any]]] = {"add_generation_prompt": [True]}
+    api: ClassVar[ApiName] = ApiName.TOKENIZE
+
     model: str = ""
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MESSAGES_MAX)] | None = (
@@ -260,7 +299,8 @@ class TokenizeRequest(ApiBody):
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
-    add_generation_prompt: Any = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
     def check(self, tokenizer: ChatTokenizer, limits: ModelLimits) -> None:
         """Raise ApiError for what can be refused before the prompt is tokenized."""
@@ -272,11 +312,17 @@ class TokenizeRequest(ApiBody):
             check_prompt_length(len(self.prompt or ""), limits)
 
     def _as_chat(self) -> ChatRequest:
-        return ChatRequest(
+        """Return the chat with the same messages, which notes here what it ignores."""
+        shared_names = {"add_generation_prompt", "continue_final_message", "add_special_tokens"}
+        shared_fields = self.model_dump(include=shared_names, exclude_unset=True, exclude_none=True)
+        chat = ChatRequest(
             messages=self.messages or [],
             tools=self.tools,
             chat_template_kwargs=self.chat_template_kwargs,
+            **shared_fields,
         )
+        chat.read_like(self)
+        return chat
 
     def token_ids(self, tokenizer: ChatTokenizer) -> list[int]:
         """Tokenize the prompt. A long one takes seconds, too long for the event loop."""
@@ -300,6 +346,8 @@ class TokenizeRequest(ApiBody):
 
 class DetokenizeRequest(ApiBody):
     """What `/detokenize` takes, as vLLM has it."""
+
+    api: ClassVar[ApiName] = ApiName.DETOKENIZE
 
     model: str = ""
     tokens: list[TokenId]

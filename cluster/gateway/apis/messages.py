@@ -6,10 +6,10 @@ An answer is a list of content blocks: thinking, text and tool uses. A streamed 
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, model_validator
+from pydantic_core import from_json
 
 from ..attempt.request import Request
 from ..errors import ApiError
@@ -18,8 +18,9 @@ from ..text.content import THINK_OPEN, ContentParser, ContentPart, PartKind
 from ..text.tokenizer import ChatTokenizer, TokenizedPrompt
 from ..text.tools import ToolCall
 from .chat import MESSAGES_MAX, TOOLS_MAX, ChatRequest, FunctionName, JsonObject
+from .known_fields import ApiName
 from .parameters import ID_MAX, StopString, UnitFraction, to_json
-from .schema import ApiBody, StrictModel, parse_body
+from .schema import ApiBody, BodyPart, is_strict, parse_body
 
 #: Anthropic's error types, by reason, where they differ from OpenAI's.
 ANTHROPIC_ERROR_TYPES = {
@@ -32,14 +33,20 @@ ANTHROPIC_ERROR_TYPES = {
 }
 
 
-class _Block(StrictModel):
+class _Block(BodyPart):
     cache_control: Any = None  #: Accepted without effect, because all prefixes are cached.
 
 
 class _TextBlock(_Block):
     type: Literal["text"]
     text: str
-    citations: None = None
+
+
+class _RedactedThinkingBlock(_Block):
+    """Reasoning that only Anthropic can read."""
+
+    type: Literal["redacted_thinking"]
+    data: str = ""
 
 
 class _ThinkingBlock(_Block):
@@ -53,7 +60,6 @@ class _ToolUseBlock(_Block):
     id: str
     name: str
     input: dict[str, Any]
-    caller: Any = None
 
 
 class _ToolResultBlock(_Block):
@@ -64,11 +70,12 @@ class _ToolResultBlock(_Block):
 
 
 _TurnBlock = Annotated[
-    _TextBlock | _ThinkingBlock | _ToolUseBlock | _ToolResultBlock, Field(discriminator="type")
+    _TextBlock | _ThinkingBlock | _RedactedThinkingBlock | _ToolUseBlock | _ToolResultBlock,
+    Field(discriminator="type"),
 ]
 
 
-class _AnthropicTurn(StrictModel):
+class _AnthropicTurn(BodyPart):
     role: Literal["user", "assistant"]
     content: str | list[_TurnBlock]
 
@@ -80,35 +87,57 @@ class _AnthropicTool(_Block):
     input_schema: dict[str, Any]
 
 
-class _ToolChoice(StrictModel):
+class _ToolChoice(BodyPart):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class _ThinkingMode(StrictModel):
+class _ThinkingMode(BodyPart):
     type: Literal["adaptive", "disabled", "enabled"]
     budget_tokens: int | None = None
-    display: Literal["summarized"] | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
-class _Metadata(StrictModel):
+class _OutputFormat(BodyPart):
+    type: Literal["json_schema"]
+    content: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class _OutputConfig(BodyPart):
+    format: _OutputFormat | None = None
+
+
+class _Metadata(BodyPart):
     user_id: str | None = None
 
 
 class CountTokensRequest(ApiBody):
     """What `/v1/messages/count_tokens` takes."""
 
-    model: str
+    api: ClassVar[ApiName] = ApiName.COUNT_TOKENS
+
+    model: str = ""
     messages: Annotated[list[_AnthropicTurn], Field(min_length=1, max_length=MESSAGES_MAX)]
     system: str | list[_TextBlock] | None = None
     tools: Annotated[list[_AnthropicTool], Field(max_length=TOOLS_MAX)] | None = None
     tool_choice: _ToolChoice | None = None
     thinking: _ThinkingMode | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  #: vLLM's.
+    output_config: _OutputConfig | None = None
+    cache_control: Any = None  #: Accepted without effect, because all prefixes are cached.
+
+    @model_validator(mode="after")
+    def _check_model(self, info: ValidationInfo) -> Self:
+        if is_strict(info) and "model" not in self.model_fields_set:
+            raise ValueError("model is required")
+        return self
 
     def as_chat(self, tokenizer: ChatTokenizer) -> ChatRequest:
-        """Return the same request as a chat. Raises ApiError."""
-        return parse_body(ChatRequest, to_json(self._chat_fields(tokenizer)).encode())
+        """Return the same request as a chat, which notes here what it ignores. Raises ApiError."""
+        chat = parse_body(ChatRequest, to_json(self._chat_fields(tokenizer)).encode())
+        chat.read_like(self)
+        return chat
 
     def _chat_fields(self, tokenizer: ChatTokenizer) -> JsonObject:
         """Return the fields of the chat's body."""
@@ -120,34 +149,47 @@ class CountTokensRequest(ApiBody):
         fields: JsonObject = {
             "model": self.model,
             "messages": messages,
-            "chat_template_kwargs": self._thinking_switch(tokenizer),
+            "chat_template_kwargs": (
+                self._thinking_switch(tokenizer) | (self.chat_template_kwargs or {})
+            ),
         }
+        if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+            fields["continue_final_message"] = True  # Anthropic's way to prefill an answer
         if self.tools:
             fields["tools"] = [_chat_tool(tool) for tool in self.tools]
         if self.tool_choice:
             fields |= _tool_choice_fields(self.tool_choice)
+        if self.output_config and self.output_config.format:
+            json_schema = {"schema": self.output_config.format.content}
+            fields["response_format"] = {"type": "json_schema", "json_schema": json_schema}
         return fields
 
-    def _thinking_switch(self, tokenizer: ChatTokenizer) -> dict[str, bool] | None:
+    def _thinking_switch(self, tokenizer: ChatTokenizer) -> dict[str, bool]:
         """Return the variable that turns thinking on or off in the model's chat template.
 
-        Without `thinking` in the body it is off. None if the template has no such variable.
+        Without `thinking` in the body it is off. Empty if the template has no such variable.
         """
         mode = self.thinking.type if self.thinking else "disabled"
-        if mode == "enabled":
+        thinks = THINK_OPEN in tokenizer.template
+        if self.is_strict and mode == "enabled":
             message = 'thinking: a budget cannot be kept to; use {"type": "adaptive"}'
             raise ApiError("invalid_request", message, "thinking")
-        if mode == "adaptive" and THINK_OPEN not in tokenizer.template:
+        if self.is_strict and mode == "adaptive" and not thinks:
             raise ApiError("invalid_request", "thinking: this model does not think", "thinking")
+        if mode != "disabled" and not thinks:
+            self.ignored_fields.add_documented("", "thinking")
+        elif mode == "enabled":
+            self.ignored_fields.add_documented("thinking", "budget_tokens")
         if "enable_thinking" not in tokenizer.template_variables:
-            return None
-        return {"enable_thinking": mode == "adaptive"}
+            return {}
+        return {"enable_thinking": mode != "disabled"}
 
 
 class MessagesRequest(CountTokensRequest):
     """What `/v1/messages` takes."""
 
-    NEUTRAL_VALUES: ClassVar[dict[str, list[Any]]] = {"service_tier": ["auto", "standard_only"]}
+    api: ClassVar[ApiName] = ApiName.MESSAGES
+
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool = False
     stop_sequences: list[StopString] | None = None
@@ -155,7 +197,6 @@ class MessagesRequest(CountTokensRequest):
     top_p: UnitFraction | None = None
     top_k: Annotated[int, Field(ge=0, le=ID_MAX)] | None = None
     metadata: _Metadata | None = None
-    service_tier: Any = None
 
     def _chat_fields(self, tokenizer: ChatTokenizer) -> JsonObject:
         fields = super()._chat_fields(tokenizer)
@@ -193,6 +234,8 @@ def _chat_messages(turn: _AnthropicTurn) -> list[JsonObject]:
                 texts.append(block.text)
             case _ThinkingBlock():
                 thoughts.append(block.thinking)
+            case _RedactedThinkingBlock():
+                pass
             case _ToolUseBlock():
                 function = {"name": block.name, "arguments": to_json(block.input)}
                 calls.append({"id": block.id, "type": "function", "function": function})
@@ -310,8 +353,8 @@ class MessageShape:
             last_type = blocks[-1]["type"] if blocks else None
             if isinstance(value, ToolCall):
                 self._block_count += 1
-                arguments = json.loads(value.arguments)
-                blocks.append({**self._tool_use_block(value), "input": arguments})
+                block = self._tool_use_block(value)
+                blocks.append({**block, "input": _parsed_arguments(value.arguments)})
             elif kind == PartKind.REASONING:
                 if last_type == "thinking":
                     blocks[-1]["thinking"] += value
@@ -328,7 +371,7 @@ class MessageShape:
         parts = self._parser.feed(delta.text)
         if not delta.finish_reason:
             return parts
-        parts += self._parser.end()
+        parts += self._parser.end(is_cut=delta.is_cut)
         self._stop_sequence = delta.stop_string
         if delta.stop_string is not None:
             self._stop_reason = "stop_sequence"
@@ -382,6 +425,15 @@ class MessageShape:
             return []
         self._open_block_kind = None
         return [{"type": "content_block_stop", "index": self._block_count - 1}]
+
+
+def _parsed_arguments(text: str) -> JsonObject:
+    """Return the arguments of a call; of one that was cut, as far as they are there."""
+    try:
+        arguments = from_json(text, allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def _text_block(text: str) -> JsonObject:

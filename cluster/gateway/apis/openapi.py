@@ -16,9 +16,11 @@ from pydantic.json_schema import models_json_schema
 from ..errors import ERROR_KINDS
 from .chat import ChatRequest
 from .completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .ignored_fields import HEADER_CHARS_MAX, HEADER_NAME
+from .known_fields import KnownField, Treatment, known_fields_of
 from .messages import ANTHROPIC_ERROR_TYPES, CountTokensRequest, MessagesRequest
 from .responses import ResponsesRequest
-from .schema import ApiBody
+from .schema import ApiBody, Reading
 
 Schema = dict[str, Any]
 
@@ -64,6 +66,8 @@ USAGE = record(
     prompt_tokens_details=record(cached_tokens=COUNT),
 )
 TOP_LOGPROB_FIELDS = {"token": TEXT, "logprob": NUMBER, "bytes": array(COUNT)}
+TOKEN_IDS = array(COUNT)
+PROMPT_LOGPROBS = array(nullable(ANY_OBJECT))
 LOGPROBS = nullable(
     record(
         content=array(
@@ -78,18 +82,20 @@ TOOL_CALL_FIELDS = {
     "function": record(name=TEXT, arguments=TEXT),
 }
 MESSAGE = record(
-    ("reasoning_content", "tool_calls"),
+    ("reasoning_content", "reasoning", "tool_calls"),
     role=const("assistant"),
     content=nullable(TEXT),
     refusal={"type": "null"},
     reasoning_content=nullable(TEXT),
+    reasoning=nullable(TEXT),
     tool_calls=array(record(**TOOL_CALL_FIELDS)),
 )
 MESSAGE_DELTA = record(
-    ("role", "content", "reasoning_content", "tool_calls"),
+    ("role", "content", "reasoning_content", "reasoning", "tool_calls"),
     role=const("assistant"),
     content=TEXT,
     reasoning_content=TEXT,
+    reasoning=TEXT,
     tool_calls=array(record(index=COUNT, **TOOL_CALL_FIELDS)),
 )
 COMMON_FIELDS = {"id": TEXT, "created": COUNT, "model": TEXT}
@@ -97,21 +103,39 @@ COMMON_FIELDS = {"id": TEXT, "created": COUNT, "model": TEXT}
 RESPONSE_SCHEMAS: dict[str, Schema] = {
     "Usage": USAGE,
     "ChatCompletion": record(
+        ("prompt_token_ids", "prompt_logprobs"),
         **COMMON_FIELDS,
         object=const("chat.completion"),
+        prompt_logprobs=PROMPT_LOGPROBS,
         choices=array(
-            record(index=COUNT, message=MESSAGE, logprobs=LOGPROBS, finish_reason=FINISH_REASON)
+            record(
+                ("token_ids",),
+                index=COUNT,
+                message=MESSAGE,
+                logprobs=LOGPROBS,
+                finish_reason=FINISH_REASON,
+                token_ids=TOKEN_IDS,
+            )
         ),
         usage=ref("Usage"),
+        prompt_token_ids=TOKEN_IDS,
     ),
     "ChatCompletionChunk": record(
-        ("usage",),
+        ("usage", "prompt_token_ids"),
         **COMMON_FIELDS,
         object=const("chat.completion.chunk"),
         choices=array(
-            record(index=COUNT, delta=MESSAGE_DELTA, logprobs=LOGPROBS, finish_reason=FINISH_REASON)
+            record(
+                ("token_ids",),
+                index=COUNT,
+                delta=MESSAGE_DELTA,
+                logprobs=LOGPROBS,
+                finish_reason=FINISH_REASON,
+                token_ids=TOKEN_IDS,
+            )
         ),
         usage=ref("Usage"),
+        prompt_token_ids=TOKEN_IDS,
     ),
     "Completion": record(
         ("usage",),
@@ -119,6 +143,8 @@ RESPONSE_SCHEMAS: dict[str, Schema] = {
         object=const("text_completion"),
         choices=array(
             record(
+                ("token_ids", "prompt_token_ids", "prompt_logprobs"),
+                prompt_logprobs=PROMPT_LOGPROBS,
                 index=COUNT,
                 text=TEXT,
                 logprobs=nullable(
@@ -130,6 +156,8 @@ RESPONSE_SCHEMAS: dict[str, Schema] = {
                     )
                 ),
                 finish_reason=FINISH_REASON,
+                token_ids=TOKEN_IDS,
+                prompt_token_ids=TOKEN_IDS,
             )
         ),
         usage=ref("Usage"),
@@ -278,10 +306,14 @@ HEADERS = {
     "x-resume": ("ids | keep: the client may come back", TEXT),
     "x-resume-from": ("tell only what comes behind this event", TEXT),
 }
+IGNORED_FIELDS_HEADER: Schema = {
+    "description": "names the fields of the body that had no effect, at most 16",
+    "schema": {"type": "string", "maxLength": HEADER_CHARS_MAX},
+}
 
 
-def openapi_document() -> Schema:
-    """Return the whole document."""
+def openapi_document(reading: Reading = Reading.LENIENT) -> Schema:
+    """Return the whole document of a gateway that reads bodies so."""
     paths: dict[str, Schema] = {}
     for path, post_route in POST_OPERATIONS.items():
         paths[path] = {"post": _post_operation(path, post_route)}
@@ -301,14 +333,14 @@ def openapi_document() -> Schema:
         },
         "paths": paths,
         "components": {
-            "schemas": _body_schemas() | RESPONSE_SCHEMAS,
+            "schemas": _body_schemas(reading) | RESPONSE_SCHEMAS,
             "securitySchemes": security_schemes,
         },
         "security": [{}, {"bearer": []}, {"key": []}],
     }
 
 
-def _body_schemas() -> dict[str, Schema]:
+def _body_schemas(reading: Reading) -> dict[str, Schema]:
     """Return the schemas of all bodies and of their parts, by the names of their models."""
     bodies = {route.body for route in POST_OPERATIONS.values()}
     sorted_bodies = sorted(bodies, key=lambda body: body.__name__)
@@ -317,12 +349,38 @@ def _body_schemas() -> dict[str, Schema]:
         ref_template="#/components/schemas/{model}",
     )
     schemas: dict[str, Schema] = made["$defs"]
+    for schema in schemas.values():
+        if "properties" not in schema:
+            continue
+        if reading is Reading.STRICT:
+            schema["additionalProperties"] = False
+        else:
+            _allow_nulls(schema)
     for body in sorted_bodies:
         properties = schemas[body.__name__]["properties"]
-        for name, neutral_values in body.NEUTRAL_VALUES.items():
-            accepted_values = [value for value in neutral_values if value is not None]
-            properties[name] = {"enum": [None, *accepted_values]}
+        for name, known_field in known_fields_of(body.api).items():
+            if reading is Reading.LENIENT or known_field.neutral_if_strict:
+                properties[name] = _known_field_schema(known_field, reading)
     return schemas
+
+
+def _allow_nulls(schema: Schema) -> None:
+    """Let each property that may be left out be null, too."""
+    required_names = schema.get("required", [])
+    for name, property_schema in schema["properties"].items():
+        alternatives = property_schema.get("anyOf", [])
+        if name not in required_names and {"type": "null"} not in alternatives:
+            schema["properties"][name] = nullable(property_schema)
+
+
+def _known_field_schema(known_field: KnownField, reading: Reading) -> Schema:
+    """Describe a field that is there for what other servers do with it."""
+    if reading is Reading.LENIENT and known_field.treatment is Treatment.IGNORED:
+        return {"description": f"ignored: {known_field.explanation}"}
+    accepted_values = [None, *known_field.neutral_values]
+    if reading is Reading.STRICT:
+        return {"enum": accepted_values}
+    return {"enum": accepted_values, "description": f"else refused: {known_field.explanation}"}
 
 
 def _error_responses(path: str) -> Schema:
@@ -357,7 +415,11 @@ def _post_operation(path: str, route: PostRoute) -> Schema:
         ],
         "requestBody": {"required": True, "content": body_content},
         "responses": {
-            "200": {"description": "answered", "content": content},
+            "200": {
+                "description": "answered",
+                "content": content,
+                "headers": {HEADER_NAME: IGNORED_FIELDS_HEADER},
+            },
             **_error_responses(path),
         },
     }

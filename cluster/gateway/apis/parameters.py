@@ -11,12 +11,13 @@ import json
 from typing import Annotated, Any, Literal
 
 import xxhash
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from ....protos import frames
 from ..errors import ApiError
 from ..text.answers import Output
-from .schema import ApiBody, StrictModel
+from ..text.tokenizer import ChatTokenizer, TokenizedPrompt
+from .schema import ApiBody, BodyPart
 
 #: Lower temperatures sample greedily, because dividing the logits by them would overflow.
 GREEDY_TEMPERATURE_LIMIT = 1e-5
@@ -45,25 +46,23 @@ StringOrStrings = Annotated[
 ]
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(BodyPart):
     """OpenAI's wrapping of a JSON schema. Only `schema` has an effect."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
     name: str | None = None
     description: str | None = None
     content: Annotated[dict[str, Any] | bool, Field(alias="schema")]
     strict: bool | None = None
 
 
-class ResponseFormat(StrictModel):
+class ResponseFormat(BodyPart):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(BodyPart):
     """vLLM's way to ask for a structured answer."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
     schema_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     regex: str | None = None
     choice: Choices | None = None
@@ -71,37 +70,66 @@ class StructuredOutputs(BaseModel):
     json_object: bool | None = None
 
 
-class SamplingParameters(ApiBody):
-    """Fields of `/v1/chat/completions` and `/v1/completions` that say how to sample."""
+class CommonSamplingFields(ApiBody):
+    """Fields that say how to sample, of all APIs that generate but Anthropic's."""
 
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[TokenId, LogitBias], Field(max_length=1024)] | None = None
-    n: Annotated[int, Field(ge=1, le=16)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: StringOrStrings | None = None
-    user: str | None = None
-    # The fields below are those of vLLM and SGLang.
+    # The fields below are those of vLLM.
     top_k: Annotated[int, Field(ge=-1, le=ID_MAX)] | None = None
     min_p: UnitFraction | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=ID_MAX)] | None = None
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     include_stop_str_in_output: bool = False
-    no_stop_trim: bool = False
     skip_special_tokens: bool = True
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+
+
+class SamplingParameters(CommonSamplingFields):
+    """Fields of `/v1/chat/completions` and `/v1/completions` that say how to sample."""
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=16)] | None = None
+    user: str | None = None
+    response_format: ResponseFormat | None = None
+    # The fields below are those of vLLM and SGLang.
+    min_tokens: Annotated[int, Field(ge=0, le=ID_MAX)] | None = None
+    no_stop_trim: bool = False
+    #: So many of the most likely tokens at each place of the prompt go with a whole answer.
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    #: The prompt is cut to so many tokens; -1: to none, as one that is too long is refused.
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**63 - 1)] | None = None
+    truncation_side: Literal["left", "right"] = "left"  #: Where tokens are taken away.
+    return_token_ids: bool = False  #: Ids of the prompt and of the answers go with their text.
+    return_tokens_as_token_ids: bool = False  #: Logprobs name tokens by their ids.
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
     regex: str | None = None
     json_schema: str | None = None
+
+    def truncated(self, prompt: TokenizedPrompt) -> TokenizedPrompt:
+        """Return the prompt, cut to as many tokens as the client wants."""
+        limit = self.truncate_prompt_tokens
+        if limit is None or limit < 0 or limit >= len(prompt.token_ids):
+            return prompt
+        if self.truncation_side == "right":
+            return TokenizedPrompt(prompt.token_ids[:limit], text_end="")
+        first = len(prompt.token_ids) - limit
+        return TokenizedPrompt(prompt.token_ids[first:], prompt.text_end)
+
+    def token_label(self, token_id: int, tokenizer: ChatTokenizer) -> str:
+        """Return what logprobs call a token: its text, or its id."""
+        if self.return_tokens_as_token_ids:
+            return f"token_id:{token_id}"
+        return tokenizer.token_text(token_id)
 
     def output(self) -> Output:
         """Return how the text of the answers is made."""
@@ -137,8 +165,7 @@ def sampling_of(
     """Return how the answers to a prompt of `prompt_tokens` tokens are sampled.
 
     What the body leaves out comes from `limits`; a missing seed derives from the request id, so
-    that the same request has the same answer. `max_tokens` replaces the body's own. `grammar` is
-    that of required tool calls.
+    that the same request has the same answer. `max_tokens` and `grammar` replace the body's own.
 
     Raises ApiError if the answer has no room, or if two grammars would bind it.
     """
@@ -150,11 +177,6 @@ def sampling_of(
             f"min_tokens is {min_tokens}, but the answer has {answer_tokens_limit} tokens at most"
         )
         raise ApiError("invalid_request", message, "min_tokens")
-
-    body_grammar = grammar_of(body)
-    if body_grammar and grammar:
-        message = "a structured answer and a tool call cannot both be required"
-        raise ApiError("invalid_request", message, "tool_choice")
 
     seed = body.seed
     if seed is None:
@@ -179,8 +201,9 @@ def sampling_of(
         repetition_penalty=body.repetition_penalty or 1.0,
         logit_bias=tuple((body.logit_bias or {}).items()),
         min_tokens=min_tokens,
-        grammar=body_grammar or grammar,
+        grammar=grammar or grammar_of(body),
         n=body.n or 1,
+        prompt_logprobs=body.prompt_logprobs,
     )
 
 
@@ -208,7 +231,7 @@ def grammar_of(body: SamplingParameters) -> frames.Grammar | None:
     """
     structured = body.structured_outputs or StructuredOutputs()
     grammar_by_field = {
-        **_response_format_grammar(body.response_format),
+        "response_format": grammar_of_response_format(body.response_format),
         "structured_outputs.json": _json_schema_grammar(structured.schema_),
         "structured_outputs.regex": _text_grammar("regex", structured.regex),
         "structured_outputs.choice": _choice_grammar(structured.choice),
@@ -232,18 +255,16 @@ def grammar_of(body: SamplingParameters) -> frames.Grammar | None:
     return grammar_by_field[used_fields[0]]
 
 
-def _response_format_grammar(
-    response_format: ResponseFormat | None,
-) -> dict[str, frames.Grammar | None]:
-    """Return the grammar of OpenAI's `response_format` by the field that sets it."""
+def grammar_of_response_format(response_format: ResponseFormat | None) -> frames.Grammar | None:
+    """Return the grammar of OpenAI's `response_format`. Raises ApiError if its schema is missing."""
     if response_format is None or response_format.type == "text":
-        return {}
+        return None
     if response_format.type == "json_object":
-        return {"response_format.type": frames.Grammar("json_object")}
+        return frames.Grammar("json_object")
     if response_format.json_schema is None:
         message = "response_format.json_schema is missing"
         raise ApiError("invalid_request", message, "response_format")
-    return {"response_format": _json_schema_grammar(response_format.json_schema.content)}
+    return _json_schema_grammar(response_format.json_schema.content)
 
 
 def _text_grammar(kind: str, text: str | None) -> frames.Grammar | None:

@@ -19,18 +19,17 @@ from ..text.answers import Output, TextDelta
 from ..text.content import ContentParser, ContentPart, PartKind
 from ..text.tokenizer import ChatTokenizer, TokenizedPrompt
 from .chat import MESSAGES_MAX, ChatRequest, JsonObject
-from .parameters import to_json
-from .schema import ApiBody, StrictModel, parse_body
+from .known_fields import ApiName
+from .parameters import CommonSamplingFields, to_json
+from .schema import BodyPart, parse_body
 
 
-class _InputPart(StrictModel):
+class _InputPart(BodyPart):
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    logprobs: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
-class _InputItem(StrictModel):
+class _InputItem(BodyPart):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[_InputPart]
@@ -47,7 +46,7 @@ class _InputItem(StrictModel):
         return {"role": self.role, "content": text}
 
 
-class _TextFormat(StrictModel):
+class _TextFormat(BodyPart):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     description: str | None = None
@@ -62,30 +61,19 @@ class _TextFormat(StrictModel):
         return {"type": self.type, "json_schema": schema}
 
 
-class _TextOptions(StrictModel):
+class _TextOptions(BodyPart):
     format: _TextFormat | None = None
 
 
-class ResponsesRequest(ApiBody):
-    """What `/v1/responses` takes. A field that is not here is refused by name."""
+class ResponsesRequest(CommonSamplingFields):
+    """What `/v1/responses` takes."""
 
-    NEUTRAL_VALUES: ClassVar[dict[str, list[Any]]] = {
-        "store": [False],
-        "background": [False],
-        "truncation": ["disabled"],
-        "tools": [[]],
-        "tool_choice": ["auto", "none"],
-        "service_tier": ["auto", "default"],
-        "include": [[]],
-        "previous_response_id": [None],
-        "reasoning": [{}],
-    }
+    api: ClassVar[ApiName] = ApiName.RESPONSES
+
     model: str = ""
     input: str | Annotated[list[_InputItem], Field(min_length=1, max_length=MESSAGES_MAX)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     stream: bool = False
     text: _TextOptions | None = None
     user: str | None = None
@@ -93,18 +81,10 @@ class ResponsesRequest(ApiBody):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     parallel_tool_calls: bool | None = None
-    store: Any = None
-    background: Any = None
-    truncation: Any = None
-    tools: Any = None
-    tool_choice: Any = None
-    service_tier: Any = None
-    include: Any = None
-    previous_response_id: Any = None
-    reasoning: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def as_chat(self) -> ChatRequest:
-        """Return the same request as a chat. Raises ApiError."""
+        """Return the same request as a chat, which notes here what it ignores. Raises ApiError."""
         messages: list[JsonObject] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
@@ -113,16 +93,22 @@ class ResponsesRequest(ApiBody):
         else:
             messages += [item.chat_message() for item in self.input]
 
-        chat: JsonObject = {"model": self.model, "messages": messages}
+        chat: JsonObject = self.model_dump(
+            include=set(CommonSamplingFields.model_fields),
+            exclude_unset=True,
+            exclude_none=True,
+            by_alias=True,
+        )
+        chat |= {"model": self.model, "messages": messages}
+        if self.chat_template_kwargs is not None:
+            chat["chat_template_kwargs"] = self.chat_template_kwargs
         if self.max_output_tokens is not None:
             chat["max_tokens"] = self.max_output_tokens
-        if self.temperature is not None:
-            chat["temperature"] = self.temperature
-        if self.top_p is not None:
-            chat["top_p"] = self.top_p
         if self.text and self.text.format:
             chat["response_format"] = self.text.format.response_format()
-        return parse_body(ChatRequest, to_json(chat).encode())
+        request = parse_body(ChatRequest, to_json(chat).encode())
+        request.read_like(self)
+        return request
 
 
 #: The empty content part of an item of each kind.
@@ -207,7 +193,7 @@ class ResponseShape:
         parts = self._parser.feed(delta.text)
         if delta.finish_reason:
             self._finish_reason = delta.finish_reason
-            parts += self._parser.end()
+            parts += self._parser.end(is_cut=delta.is_cut)
         return parts
 
     def _event(self, name: str, **fields: Any) -> JsonObject:

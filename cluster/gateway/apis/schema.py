@@ -1,66 +1,227 @@
 """How the body of a request is read: one function for all APIs.
 
-A body is a pydantic model. What the model does not accept is refused with one sentence that names
-the field.
+A body is a pydantic model. What has the wrong type or size is refused with one sentence that names
+the field. Fields that the model does not have are ignored and noted in `ApiBody.ignored_fields`, or
+refused as `known_fields` has it. A strict gateway refuses them all.
+
+Null stands for a field that was left out, wherever the field has a default.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from ..errors import ApiError
+from .ignored_fields import IgnoredFields
+from .known_fields import ApiName, KnownField, Treatment, known_fields_of
 
 REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 FIELD_PATH_CHARS_MAX = 200  #: A path is shortened to this, because it repeats the client's keys.
+#: Pydantic names the chosen branch of a union in the path of a finding; ours begin with this, and
+#: are left out.
+BRANCH_MARK = "#"
 BodyType = TypeVar("BodyType", bound="ApiBody")
 
 
-class StrictModel(BaseModel):
-    """A part of a body. A field that the model does not have is refused by name."""
+class Reading(StrEnum):
+    """What is done with fields that no model has."""
 
-    model_config = ConfigDict(extra="forbid")
+    LENIENT = "lenient"  #: They are ignored, unless the answer would not be what was asked for.
+    STRICT = "strict"  #: They are refused.
 
 
-class ApiBody(StrictModel):
+@dataclass(slots=True)
+class _ReadingContext:
+    """What the validators of one body know of it."""
+
+    reading: Reading
+    has_unread_fields: bool = False  #: True if some part has a field that its model does not have.
+
+
+def is_strict(info: ValidationInfo) -> bool:
+    """Return whether a validator is at work for a strict gateway."""
+    return isinstance(info.context, _ReadingContext) and info.context.reading is Reading.STRICT
+
+
+class BodyPart(BaseModel):
+    """A part of a body. What it has beyond the model's fields is in `model_extra` at first."""
+
+    model_config = ConfigDict(extra="allow")
+
+    #: The names that the model reads in JSON, and those of them that a client has to send.
+    read_names: ClassVar[frozenset[str]] = frozenset()
+    required_names: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        required_by_name = {
+            field.alias or name: field.is_required() for name, field in cls.model_fields.items()
+        }
+        cls.read_names = frozenset(required_by_name)
+        cls.required_names = frozenset(
+            name for name, required in required_by_name.items() if required
+        )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_nulls_out(cls, data: Any, info: ValidationInfo) -> Any:
+        if not isinstance(data, dict):
+            return data
+        if not is_strict(info) and None in data.values():
+            data = {
+                name: value
+                for name, value in data.items()
+                if value is not None or name in cls.required_names
+            }
+        if isinstance(info.context, _ReadingContext) and not data.keys() <= cls.read_names:
+            info.context.has_unread_fields = True
+        return data
+
+
+class ApiBody(BodyPart):
     """The whole body of a request."""
 
-    #: Fields that clients send although this server has nothing to set by them, each with the
-    #: values that change nothing. These values and null are accepted, all others are refused.
-    NEUTRAL_VALUES: ClassVar[dict[str, list[Any]]] = {}
+    api: ClassVar[ApiName]
+
+    _reading: Reading = PrivateAttr(default=Reading.LENIENT)
+    #: What the client sent without effect.
+    _ignored_fields: IgnoredFields = PrivateAttr(default_factory=IgnoredFields)
+
+    @property
+    def ignored_fields(self) -> IgnoredFields:
+        """What the client sent without effect."""
+        return self._ignored_fields
+
+    def read_like(self, body: ApiBody) -> None:
+        """Be as strict as `body`, and note there what is ignored."""
+        self._reading = body._reading
+        self._ignored_fields = body._ignored_fields
+
+    @property
+    def is_strict(self) -> bool:
+        """True if what cannot be kept to is refused, not ignored."""
+        return self._reading is Reading.STRICT
 
 
-def parse_body(model: type[BodyType], body: bytes) -> BodyType:
+def parse_body(model: type[BodyType], body: bytes, reading: Reading = Reading.LENIENT) -> BodyType:
     """Validate the JSON text `body`.
 
     Raises ApiError with one sentence about the first thing that is wrong.
     """
+    context = _ReadingContext(reading)
     try:
-        parsed = model.model_validate_json(body)
+        parsed = model.model_validate_json(body, context=context)
     except ValidationError as error:
         raise _invalid_body_error(error) from None
-    for name, neutral_values in model.NEUTRAL_VALUES.items():
-        value = getattr(parsed, name)
-        if value is not None and value not in neutral_values:
-            message = f"{name} is not supported, except as {neutral_values[0]!r}"
-            raise ApiError("invalid_request", message, name)
+    parsed._reading = reading
+    if context.has_unread_fields:
+        _settle_unread_fields(parsed)
     return parsed
+
+
+@dataclass(frozen=True, slots=True)
+class _PartOfBody:
+    """A part, and where it is."""
+
+    part: BodyPart
+    place: str  #: As in `messages.0`; empty for the body itself.
+    path: str  #: The same without indices, as in `messages`.
+
+
+def _settle_unread_fields(body: ApiBody) -> None:
+    """Ignore or refuse what the models of the body do not have, and forget it.
+
+    Raises ApiError for a field that is refused.
+    """
+    for located in _parts_of(_PartOfBody(body, place="", path="")):
+        extra = located.part.model_extra
+        if not extra:
+            continue
+        known_fields = known_fields_of(body.api, located.path)
+        expected_names = _expected_names(type(located.part), body.api, located.path)
+        for name, value in extra.items():
+            known_field = known_fields.get(name)
+            if body.is_strict:
+                _check_strictly(known_field, _joined(located.place, name), value)
+            elif known_field is None:
+                body.ignored_fields.add_unknown(located.path, name, expected_names)
+            elif not known_field.is_neutral(value):
+                if known_field.treatment is Treatment.REFUSED:
+                    raise _refused_field_error(known_field, _joined(located.place, name))
+                body.ignored_fields.add_documented(located.path, name)
+        extra.clear()  # a part that is dumped has its own fields only
+
+
+@cache
+def _expected_names(part: type[BodyPart], api: ApiName, path: str) -> frozenset[str]:
+    """Return the names that a client may have meant in a part of this path."""
+    return part.read_names.union(known_fields_of(api, path))
+
+
+def _parts_of(located: _PartOfBody) -> Iterator[_PartOfBody]:
+    """Yield a part, and all parts inside of it."""
+    yield located
+    for name in type(located.part).model_fields:
+        value = getattr(located.part, name)
+        place = _joined(located.place, name)
+        path = _joined(located.path, name)
+        if isinstance(value, BodyPart):
+            yield from _parts_of(_PartOfBody(value, place, path))
+        elif isinstance(value, list) and value and isinstance(value[0], BodyPart):
+            for index, element in enumerate(value):
+                yield from _parts_of(_PartOfBody(element, f"{place}.{index}", path))
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _check_strictly(known_field: KnownField | None, place: str, value: Any) -> None:
+    """Raise ApiError unless a strict gateway takes this value of a field."""
+    if known_field is None or not known_field.neutral_if_strict:
+        message = f"{_shortened(place)} is not supported"
+        raise ApiError("invalid_request", message, _shortened(place))
+    if not known_field.is_neutral(value):
+        neutral_value = (*known_field.neutral_values, None)[0]
+        message = f"{place} is not supported, except as {neutral_value!r}"
+        raise ApiError("invalid_request", message, place)
+
+
+def _refused_field_error(known_field: KnownField, place: str) -> ApiError:
+    message = f"{place} is not supported at this value: {known_field.explanation}"
+    return ApiError("invalid_request", message, place)
 
 
 def _invalid_body_error(error: ValidationError) -> ApiError:
     """Say the first of pydantic's findings in one sentence."""
     finding = error.errors(include_url=False, include_context=False)[0]
-    field_path = ".".join(str(part) for part in finding["loc"])
-    if len(field_path) > FIELD_PATH_CHARS_MAX:
-        field_path = field_path[:FIELD_PATH_CHARS_MAX] + ".."
-    match finding["type"]:
-        case "extra_forbidden":
-            message = f"{field_path} is not supported"
-        case "json_invalid":
-            message = f"the body is not valid JSON: {finding['msg'].split(': ', 1)[-1]}"
-        case _:
-            rule = finding["msg"].removeprefix("Value error, ")
-            message = f"{field_path or 'the body'}: {rule[:1].lower()}{rule[1:]}"
+    steps = [str(step) for step in finding["loc"]]
+    field_path = _shortened(".".join(step for step in steps if not step.startswith(BRANCH_MARK)))
+    if finding["type"] == "json_invalid":
+        message = f"the body is not valid JSON: {finding['msg'].split(': ', 1)[-1]}"
+    else:
+        rule = finding["msg"].removeprefix("Value error, ")
+        message = f"{field_path or 'the body'}: {rule[:1].lower()}{rule[1:]}"
     return ApiError("invalid_request", " ".join(message.split()), field_path or None)
+
+
+def _shortened(field_path: str) -> str:
+    """Return a path on one line and of a bounded length, as it repeats the client's own names."""
+    field_path = " ".join(field_path.split())
+    if len(field_path) > FIELD_PATH_CHARS_MAX:
+        return field_path[:FIELD_PATH_CHARS_MAX] + ".."
+    return field_path

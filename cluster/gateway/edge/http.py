@@ -94,7 +94,7 @@ class _StatusRoutes:
         return JSONResponse(self._gateway.model_card())
 
     async def openapi(self, _: HttpRequest) -> Response:
-        return JSONResponse(openapi_document())
+        return JSONResponse(openapi_document(self._gateway.reading))
 
     async def metrics(self, http: HttpRequest) -> Response:
         content_type, page = self._gateway.metrics.render(http.headers.get("accept", ""))

@@ -32,7 +32,7 @@ from ...config import GatewaySettings
 from ..apis.api import response_headers
 from ..apis.chat import ChatRequest, ChatShape
 from ..apis.completions import CompletionRequest
-from ..apis.schema import REQUEST_ID_PATTERN, parse_body
+from ..apis.schema import REQUEST_ID_PATTERN, Reading, parse_body
 from ..attempt.request import Request
 from ..attempt.terms import Terms, read_terms
 from ..errors import ApiError
@@ -127,7 +127,7 @@ async def _prepare_chat(
     service: GatewayService, message: pb.ChatRequest, request_id: str, terms: Terms
 ) -> PreparedCall[pb.ChatResponse]:
     """A chat's replies are the chunks of the HTTP API. Raises ApiError."""
-    body = parse_body(ChatRequest, _chat_body(message))
+    body = parse_body(ChatRequest, _chat_body(message), Reading.STRICT)
     request, prompt = await service.prepare(body, request_id, terms)
     shape = ChatShape(body, request, service.text, model=service.model, prompt=prompt)
 
@@ -144,7 +144,7 @@ async def _prepare_generate(
     service: GatewayService, message: pb.GenerateRequest, request_id: str, terms: Terms
 ) -> PreparedCall[pb.GenerateResponse]:
     """A plain prompt has one reply for each delta. Raises ApiError."""
-    body = parse_body(CompletionRequest, _generate_body(message))
+    body = parse_body(CompletionRequest, _generate_body(message), Reading.STRICT)
     request, _ = await service.prepare(body.prompts()[0], request_id, terms)
 
     def replies_of(delta: TextDelta) -> list[pb.GenerateResponse]:

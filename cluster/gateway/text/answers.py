@@ -39,6 +39,12 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     tokens: list[frames.Token]
     finish_reason: str | None = None  #: stop | length
     stop_string: str | None = None  #: The stop string that ended the answer.
+    used_tokens: int = 0  #: Of the answer so far, as usage counts them.
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the answer ended although the model would have gone on."""
+        return self.finish_reason == "length" or self.stop_string is not None
 
 
 class TextWriter(Protocol):
@@ -175,7 +181,7 @@ class _AnswerText:
         text = self._detokenizer.feed(token_ids)
         if finish_reason:
             text += self._detokenizer.flush()
-        return TextDelta(self._index, text, tokens, finish_reason)
+        return TextDelta(self._index, text, tokens, finish_reason, used_tokens=self.used_tokens)
 
     def _feed_watching(
         self, tokens: list[frames.Token], finish_reason: str | None, hides_last_token: bool
@@ -209,7 +215,14 @@ class _AnswerText:
         self, pieces: list[str], tokens: list[frames.Token], finish_reason: str | None
     ) -> TextDelta:
         text = "".join(pieces)
-        return TextDelta(self._index, text, tokens, finish_reason, stop_string=self.stop_string)
+        return TextDelta(
+            self._index,
+            text,
+            tokens,
+            finish_reason,
+            stop_string=self.stop_string,
+            used_tokens=self.used_tokens,
+        )
 
     def _hold_incomplete_tokens(self) -> None:
         self._held_tokens += [(self._decoded_chars, token) for token in self._incomplete_tokens]

@@ -28,6 +28,7 @@ from .tools import (
     ToolFormat,
     read_call,
     read_calls,
+    read_cut_call,
 )
 
 THINK_OPEN = "<think>"
@@ -65,6 +66,8 @@ class ContentRules:
     initial_state: ContentState = ContentState.TEXT
     tool_format: ToolFormat | None = None  #: None: calls are text.
     function_names: Sequence[str] = ()  #: Of the functions that the model may call.
+    one_call_only: bool = False  #: Calls behind the first one are left out.
+    only_calls: bool = False  #: The answer has nothing but calls: no text of it is content.
 
 
 def initial_state_of(template: str, prompt_end: str) -> ContentState:
@@ -91,6 +94,7 @@ class ContentParser:
         #: True while only white space has come since the last marker, or since the start.
         self._at_section_start = True
         self.calls = 0  #: Calls that came out so far.
+        self.has_cut_call = False  #: True if the last of them lacks its end.
 
     def feed(self, text: str) -> list[ContentPart]:
         """Take the next text; return the parts that are complete with it."""
@@ -104,8 +108,20 @@ class ContentParser:
             parts += self._step()
         return [part for part in parts if part.value]
 
-    def end(self) -> list[ContentPart]:
-        """Return what was held back, once the answer has ended."""
+    def end(self, *, is_cut: bool = False) -> list[ContentPart]:
+        """Return what was held back, once the answer has ended.
+
+        `is_cut`: the model would have gone on, so that a call may lack its end.
+        """
+        parts = self._end(is_cut)
+        self.has_cut_call = any(
+            isinstance(part.value, ToolCall) and part.value.is_cut for part in parts
+        )
+        if self._rules.only_calls:
+            return [part for part in parts if part.kind == PartKind.CALL]
+        return parts
+
+    def _end(self, is_cut: bool) -> list[ContentPart]:
         text = self._take_buffer()
         if not text:
             return []
@@ -113,9 +129,11 @@ class ContentParser:
             case ContentState.THINKING:
                 return [ContentPart(PartKind.REASONING, text)]
             case ContentState.CALL:
-                return self._call_parts(text, raw_text=CALL_OPEN + text)
+                return self._last_call_parts(text, is_cut)
             case ContentState.WHOLE:
-                calls = read_calls(text, self._rules.function_names)
+                calls = read_calls(text, self._rules.function_names, is_cut=is_cut)
+                if self._rules.one_call_only:
+                    calls = calls[:1]
                 self.calls += len(calls)
                 if calls:
                     return [ContentPart(PartKind.CALL, call) for call in calls]
@@ -211,11 +229,25 @@ class ContentParser:
 
     def _call_parts(self, text: str, raw_text: str) -> list[ContentPart]:
         """Return the call that `text` is; if it is none, `raw_text` as content."""
-        call = read_call(text)
+        return self._parts_of_call(read_call(text), raw_text)
+
+    def _parts_of_call(self, call: ToolCall | None, raw_text: str) -> list[ContentPart]:
+        """Return the call, if it is one and is wanted; if it is none, `raw_text` as content."""
         if call is None:
             return [ContentPart(PartKind.CONTENT, raw_text)]
+        if self._rules.one_call_only and self.calls > 0:
+            return []
         self.calls += 1
         return [ContentPart(PartKind.CALL, call)]
+
+    def _last_call_parts(self, text: str, is_cut: bool) -> list[ContentPart]:
+        """Return the call behind which no marker came; if it is none, its text as content."""
+        marker_chars = _possible_marker_chars(text, CALL_CLOSE)
+        call_text = text[: len(text) - marker_chars]
+        call = read_call(call_text)
+        if call is None and is_cut:
+            call = read_cut_call(text, self._rules.function_names)
+        return self._parts_of_call(call, raw_text=CALL_OPEN + text)
 
     def _take_buffer(self) -> str:
         text = self._buffer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,6 +56,9 @@ TEMPLATE_ERROR_CHARS_MAX = 300
 #: Markers that the gateway looks for in answers. A checkpoint may call them special tokens; they
 #: are text all the same.
 MARKERS = {"<tool_call>", "</tool_call>", "<think>", "</think>"}
+#: Stands behind the content of a message that is to be continued while a template is rendered. A
+#: template that strips contents takes the last space away.
+OPEN_END_MARK = "<|open-end-of-the-last-message|> "
 PROMPT_END_CHARS = 64  #: Enough of a prompt's end to see what the answer begins in.
 
 
@@ -64,6 +68,14 @@ class TokenizedPrompt:
 
     token_ids: list[int]
     text_end: str
+
+
+class PromptEnding(StrEnum):
+    """How the prompt of a conversation ends."""
+
+    ANSWER = "answer"  #: The assistant's message has begun.
+    OPEN_MESSAGE = "open_message"  #: The last message has not ended; the model continues it.
+    CLOSED = "closed"  #: The last message has ended, and nothing has begun.
 
 
 class Encoder(Protocol):
@@ -119,6 +131,11 @@ class ChatTokenizer:
         except jinja2.TemplateError as error:
             raise WeightsError(f"the chat template does not compile: {error}") from None
 
+    @property
+    def knows_developers(self) -> bool:
+        """True if the template has a place of its own for the messages of developers."""
+        return "developer" in self.template
+
     # ---- text to ids -----------------------------------------------------------------------------
 
     def tokenize_chat(
@@ -126,26 +143,26 @@ class ChatTokenizer:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         template_arguments: dict[str, Any] | None = None,
+        *,
+        ending: PromptEnding = PromptEnding.ANSWER,
+        add_special_tokens: bool = False,
     ) -> TokenizedPrompt:
-        """Return the prompt of a conversation, up to where the assistant's answer begins.
+        """Return the prompt of a conversation, up to where the model goes on.
 
-        `template_arguments` are further variables of the template. Raises ApiError for a variable
-        that the template does not read, and if the template refuses the conversation.
+        `template_arguments` are further variables of the template. `add_special_tokens`: with what
+        the tokenizer puts around a text, though templates have it already. Raises ApiError if the
+        template refuses the conversation.
         """
         template = self._compiled_tool_template if tools else self._chat_template
         if template is None:
             raise ApiError("invalid_request", "this model has no chat template")
-        for name in template_arguments or {}:
-            if name not in self.template_variables - GATEWAY_VARIABLES:
-                message = f"chat_template_kwargs: this model's template knows no {name!r}"
-                raise ApiError("invalid_request", message, "chat_template_kwargs")
         if tools and "tools" not in self.template_variables:
             message = "tools: this model's chat template has no place for them"
             raise ApiError("invalid_request", message, "tools")
         variables = {
             **(template_arguments or {}),
-            "messages": messages,
-            "add_generation_prompt": True,
+            "messages": _open_ended(messages) if ending is PromptEnding.OPEN_MESSAGE else messages,
+            "add_generation_prompt": ending is PromptEnding.ANSWER,
             "tools": tools,
             "bos_token": self._special_token("bos_token"),
             "eos_token": self._special_token("eos_token"),
@@ -157,8 +174,10 @@ class ChatTokenizer:
             cause = " ".join(str(error).split())[:TEMPLATE_ERROR_CHARS_MAX]
             message = f"the model's chat template refuses this: {cause}"
             raise ApiError("invalid_request", message, "messages") from None
+        if ending is PromptEnding.OPEN_MESSAGE:
+            text = _cut_at_open_end(text)
         return TokenizedPrompt(
-            token_ids=self.encode(text, add_special_tokens=False),
+            token_ids=self.encode(text, add_special_tokens),
             text_end=text[-PROMPT_END_CHARS:],
         )
 
@@ -255,6 +274,24 @@ class ChatTokenizer:
             if token_id < len(pieces):
                 pieces[token_id] = ""
         return pieces
+
+
+def _open_ended(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with a mark at the end of the last one."""
+    last = messages[-1]
+    return [*messages[:-1], {**last, "content": last["content"] + OPEN_END_MARK}]
+
+
+def _cut_at_open_end(text: str) -> str:
+    """Return a rendered text up to the mark, stripped there if the template strips contents.
+
+    Raises ApiError if the template left the mark out.
+    """
+    before, mark, after = text.rpartition(OPEN_END_MARK.strip())
+    if not mark:
+        message = "continue_final_message: this model's chat template leaves out the final message"
+        raise ApiError("invalid_request", message, "continue_final_message")
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _fast_encoder(path: Path, tokenizer: Tokenizer) -> Encoder:

@@ -10,6 +10,7 @@ A model's chat template shows which format it has learned.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,11 +22,18 @@ CALL_CLOSE = "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"  #: Llama 3 may write this before its calls.
 
 
+#: How a call begins, up to where its arguments do; the name is a JSON text.
+CALL_BEGINNING = re.compile(
+    r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*'
+)
+
+
 class ToolCall(NamedTuple):
     """A function that the model calls."""
 
     name: str
-    arguments: str  #: The JSON text of an object.
+    arguments: str  #: The JSON text of an object; of a call that was cut, the beginning of it.
+    is_cut: bool = False  #: True if the answer ended inside of the call.
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +46,20 @@ class ToolFormat:
     call_suffix: str = ""
     separator: str = ""  #: Stands between two calls.
 
-    def grammar(self, tools: Sequence[tuple[str, str]], several: bool) -> frames.Grammar:
+    def grammar(
+        self, tools: Sequence[tuple[str, str]], several: bool, text_schema: str | None = None
+    ) -> frames.Grammar:
         """Return the Lark grammar of an answer that is nothing but calls of `tools`.
 
         Each tool is its name and the JSON text of the schema of its arguments. The answer is one
-        call, or one and more if `several`.
+        call, or one and more if `several`. With `text_schema`, also the JSON text of a schema, the
+        answer may be a JSON text of that schema instead.
         """
         more_calls = f" ({json.dumps(self.separator)} call)*" if several else ""
         alternatives = " | ".join(f"call_{number}" for number in range(len(tools)))
         rules = [
-            f"start: call{more_calls}",
+            "start: calls" if text_schema is None else "start: calls | text",
+            f"calls: call{more_calls}",
             f"call: {_lark_literal(self.call_prefix)} one {_lark_literal(self.call_suffix)}",
             f"one: {alternatives}",
         ]
@@ -55,6 +67,8 @@ class ToolFormat:
             object_start = f'{{"name": {json.dumps(name)}, "{self.arguments_key}": '
             rules.append(f'call_{number}: {json.dumps(object_start)} args_{number} "}}"')
             rules.append(f"args_{number}: %json {schema}")
+        if text_schema is not None:
+            rules.append(f"text: %json {text_schema}")
         return frames.Grammar("lark", "\n".join(rules))
 
 
@@ -90,21 +104,39 @@ def read_call(text: str) -> ToolCall | None:
         return None
 
 
-def read_calls(text: str, function_names: Sequence[str]) -> list[ToolCall]:
-    """Read all calls of a Llama 3 answer.
+def read_cut_call(text: str, function_names: Sequence[str]) -> ToolCall | None:
+    """Read a call whose end is missing, in either format.
+
+    Returns None if the arguments have not begun, or if the function is not in `function_names`.
+    """
+    beginning = CALL_BEGINNING.match(text)
+    if beginning is None:
+        return None
+    try:
+        name = json.loads(beginning["name"])
+    except ValueError:
+        return None
+    if name not in function_names:
+        return None
+    return ToolCall(name, text[beginning.end() :], is_cut=True)
+
+
+def read_calls(text: str, function_names: Sequence[str], *, is_cut: bool = False) -> list[ToolCall]:
+    """Read all calls of a Llama 3 answer; if it `is_cut`, the last of them may lack its end.
 
     Returns none if the answer has anything else, or a call of a function that is not among
     `function_names`.
     """
     decoder = json.JSONDecoder()
-    calls = []
+    calls: list[ToolCall] = []
     text = text.strip().removeprefix(PYTHON_TAG).strip()
     position = 0
     while position < len(text):
         try:
             value, position = decoder.raw_decode(text, position)
         except (ValueError, RecursionError):
-            return []
+            cut_call = read_cut_call(text[position:], function_names) if is_cut else None
+            return [*calls, cut_call] if cut_call else []
         call = _call_of(value)
         if call is None or call.name not in function_names:
             return []

@@ -1,0 +1,378 @@
+"""What OpenAI's API and vLLM's extensions of it add to an answer, through a gateway."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from diptych.cluster.gateway.apis.chat import ChatRequest
+from diptych.cluster.gateway.apis.schema import parse_body
+
+from tests.support.malformed import CITY, TOOLS
+from tests.support.standin import ANSWER, QUESTION, StandIn, checkpoint, standing_in
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+MESSAGES = [{"role": "user", "content": QUESTION}]
+ASKED: dict[str, dict] = {CHAT: {"messages": MESSAGES}, COMPLETIONS: {"prompt": QUESTION}}
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIn]:
+    with standing_in(checkpoint(tmp_path_factory.mktemp("surface") / "demo")) as running:
+        yield running
+
+
+def whole(gateway: StandIn, path: str, **fields: Any) -> dict:
+    answer = httpx.post(gateway.url + path, json={**ASKED[path], **fields})
+    assert answer.status_code == 200, answer.text
+    body: dict = answer.json()
+    return body
+
+
+def streamed(gateway: StandIn, path: str, **fields: Any) -> list[dict]:
+    answer = httpx.post(gateway.url + path, json={**ASKED[path], **fields, "stream": True})
+    assert answer.status_code == 200, answer.text
+    events = [line.removeprefix("data: ") for line in answer.text.split("\n") if line]
+    assert events.pop() == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+def refused(gateway: StandIn, path: str, **fields: Any) -> str:
+    answer = httpx.post(gateway.url + path, json={**ASKED[path], **fields})
+    assert answer.status_code == 400, answer.text
+    message: str = answer.json()["error"]["message"]
+    return message
+
+
+# ---- usage ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"stop": ["in parallel"]}, {"logprobs": 1}])
+def test_continuous_usage_grows_with_every_chunk_up_to_the_last(
+    gateway: StandIn, path: str, fields: dict
+) -> None:
+    if path == CHAT and "logprobs" in fields:
+        fields = {"logprobs": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = streamed(gateway, path, stream_options=options, max_tokens=12, **fields)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and len(set(counts)) > 5
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == counts[-1] > 0
+    for chunk in [*chunks, last]:
+        usage = chunk["usage"]
+        assert usage["prompt_tokens"] > 0
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_continuous_usage_needs_include_usage(gateway: StandIn, path: str) -> None:
+    for options in ({"continuous_usage_stats": True}, {"include_usage": False}, None):
+        chunks = streamed(gateway, path, stream_options=options, max_tokens=5)
+        assert all("usage" not in chunk for chunk in chunks)
+    *chunks, last = streamed(gateway, path, stream_options={"include_usage": True}, max_tokens=5)
+    assert all("usage" not in chunk for chunk in chunks)
+    assert last["usage"]["completion_tokens"] == 5
+
+
+# ---- logprobs of completions ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", [0, 1, 3])
+def test_the_chosen_token_is_among_the_most_likely_even_of_none(
+    gateway: StandIn, asked: int
+) -> None:
+    for echo in (False, True):
+        told = whole(gateway, COMPLETIONS, logprobs=asked, echo=echo, max_tokens=4)
+        logprobs = told["choices"][0]["logprobs"]
+        rows = list(zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))
+        if echo:
+            assert rows.pop(0)[1] is None, "nothing stands before the first token"
+        for token, top in rows:
+            assert next(iter(top)) == token and max(asked, 1) <= len(top) <= asked + 1
+
+
+# ---- token ids -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [{}, {"stop": ["no such text"]}, {"logprobs": 1}, {"n": 2}])
+def test_token_ids_of_prompt_and_answer_come_with_the_text(gateway: StandIn, fields: dict) -> None:
+    tokenizer = gateway.gateway.text
+    ids = {"return_token_ids": True}
+    told = whole(gateway, COMPLETIONS, **ids, **fields)
+    prompt_ids = tokenizer.encode(QUESTION)
+    for choice in told["choices"]:
+        assert choice["prompt_token_ids"] == prompt_ids
+        assert tokenizer.decode(choice["token_ids"]) == choice["text"]
+    chunks = streamed(gateway, COMPLETIONS, **ids, **fields)
+    for index, choice in enumerate(told["choices"]):
+        pieces = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert pieces[0]["prompt_token_ids"] == prompt_ids
+        assert all("prompt_token_ids" not in piece for piece in pieces[1:])
+        assert [one for piece in pieces for one in piece["token_ids"]] == choice["token_ids"]
+
+    if "logprobs" in fields:
+        fields = {"logprobs": True}
+    told = whole(gateway, CHAT, **ids, **fields)
+    assert QUESTION in tokenizer.decode(told["prompt_token_ids"])
+    for choice in told["choices"]:
+        assert tokenizer.decode(choice["token_ids"]) == choice["message"]["content"] == ANSWER
+    chunks = streamed(gateway, CHAT, **ids, **fields)
+    assert chunks[0]["prompt_token_ids"] == told["prompt_token_ids"]
+    assert all("prompt_token_ids" not in chunk for chunk in chunks[1:])
+    for index, choice in enumerate(told["choices"]):
+        pieces = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert [one for piece in pieces for one in piece["token_ids"]] == choice["token_ids"]
+
+
+def test_token_ids_of_a_call_are_those_of_its_text(gateway: StandIn) -> None:
+    fields = {"tools": TOOLS, "tool_choice": "required", "return_token_ids": True}
+    choice = whole(gateway, CHAT, **fields)["choices"][0]
+    assert choice["message"]["tool_calls"]
+    assert "weather" in gateway.gateway.text.decode(choice["token_ids"])
+    pieces = [chunk["choices"][0] for chunk in streamed(gateway, CHAT, **fields)]
+    assert [one for piece in pieces for one in piece["token_ids"]] == choice["token_ids"]
+
+
+def test_without_the_wish_no_token_ids_come(gateway: StandIn) -> None:
+    for path in (CHAT, COMPLETIONS):
+        for fields in ({}, {"return_token_ids": False}, {"return_token_ids": None}):
+            assert "token_ids" not in json.dumps(whole(gateway, path, **fields))
+            assert "token_ids" not in json.dumps(streamed(gateway, path, **fields))
+
+
+def test_logprobs_name_tokens_by_their_ids_on_request(gateway: StandIn) -> None:
+    fields = {"return_tokens_as_token_ids": True, "return_token_ids": True, "max_tokens": 4}
+    choice = whole(gateway, COMPLETIONS, logprobs=2, echo=True, **fields)["choices"][0]
+    labels = [f"token_id:{one}" for one in (*choice["prompt_token_ids"], *choice["token_ids"])]
+    assert choice["logprobs"]["tokens"] == labels
+    assert all(name.startswith("token_id:") for name in choice["logprobs"]["top_logprobs"][-1])
+    choice = whole(gateway, CHAT, logprobs=True, top_logprobs=1, **fields)["choices"][0]
+    content = choice["logprobs"]["content"]
+    assert [row["token"] for row in content] == [f"token_id:{one}" for one in choice["token_ids"]]
+    assert content[0]["top_logprobs"][0]["token"].startswith("token_id:")
+    assert (
+        bytes(content[0]["bytes"]).decode()
+        == choice["message"]["content"][: len(content[0]["bytes"])]
+    )
+
+
+# ---- how prompts begin and end -------------------------------------------------------------------
+
+
+def prompt_ids(gateway: StandIn, path: str, **fields: Any) -> list[int]:
+    told = whole(gateway, path, return_token_ids=True, max_tokens=1, **fields)
+    ids: list[int] = (told if path == CHAT else told["choices"][0])["prompt_token_ids"]
+    return ids
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_prompt_is_cut_at_the_side_that_the_client_names(gateway: StandIn, path: str) -> None:
+    ids = prompt_ids(gateway, path)
+    assert len(ids) > 3
+    for fields, expected in (
+        ({"truncate_prompt_tokens": 2}, ids[-2:]),
+        ({"truncate_prompt_tokens": 2, "truncation_side": "left"}, ids[-2:]),
+        ({"truncate_prompt_tokens": 2, "truncation_side": "right"}, ids[:2]),
+        ({"truncate_prompt_tokens": len(ids)}, ids),
+        ({"truncate_prompt_tokens": 9999}, ids),
+        ({"truncate_prompt_tokens": -1}, ids),
+        ({"truncate_prompt_tokens": None, "truncation_side": "right"}, ids),
+    ):
+        assert prompt_ids(gateway, path, **fields) == expected
+    assert refused(gateway, path, truncate_prompt_tokens=0) == "the prompt has no tokens"
+    assert "truncation_side" in refused(gateway, path, truncation_side="top")
+
+
+def test_a_prompt_of_ids_is_cut_too(gateway: StandIn) -> None:
+    fields = {"prompt": [5, 6, 7, 8], "truncate_prompt_tokens": 3}
+    assert prompt_ids(gateway, COMPLETIONS, **fields) == [6, 7, 8]
+    assert prompt_ids(gateway, COMPLETIONS, **fields, truncation_side="right") == [5, 6, 7]
+
+
+def test_a_prompt_ends_where_the_client_wants_it(gateway: StandIn) -> None:
+    tokenizer = gateway.gateway.text
+
+    def said(*messages: tuple[str, str], **fields: Any) -> str:
+        turns = [{"role": role, "content": content} for role, content in messages]
+        return tokenizer.decode(prompt_ids(gateway, CHAT, messages=turns, **fields))
+
+    turns = [("user", "Hi"), ("assistant", "Sure, ")]
+    begun = said(*turns)
+    closed = said(*turns, add_generation_prompt=False)
+    assert begun.startswith(closed) and begun != closed
+    for fields in ({}, {"add_generation_prompt": False}):
+        continued = said(*turns, continue_final_message=True, **fields)
+        assert continued.endswith("Sure,"), "the demo's template strips contents"
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    assert "begins a message" in refused(gateway, CHAT, **both)
+
+
+def test_tokenize_shows_the_same_prompts(gateway: StandIn) -> None:
+    turns = [*MESSAGES, {"role": "assistant", "content": "Sure,"}]
+    for fields in ({}, {"add_generation_prompt": False}, {"continue_final_message": True}):
+        body = {"messages": turns, "add_special_tokens": False, **fields}
+        told = httpx.post(f"{gateway.url}/tokenize", json=body).json()
+        assert told["tokens"] == prompt_ids(gateway, CHAT, messages=turns, **fields)
+
+
+def test_anthropic_s_prefill_is_continued(gateway: StandIn) -> None:
+    def count(*contents: str) -> int:
+        roles = ["user", "assistant"]
+        turns = [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+        body = {"messages": turns}
+        told = httpx.post(f"{gateway.url}/v1/messages/count_tokens", json=body).json()
+        tokens: int = told["input_tokens"]
+        return tokens
+
+    added = len(gateway.gateway.text.encode("Sure", add_special_tokens=False))
+    assert count("Hi", "Sure") == count("Hi") + added, "nothing ends the message"
+
+
+# ---- calls that are cut --------------------------------------------------------------------------
+
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+def joined_call(chunks: list[dict]) -> tuple[str, str, str]:
+    """The name, the arguments and the finish reason of a streamed answer, which has one call."""
+    name = arguments = reason = ""
+    for chunk in chunks:
+        choice = chunk["choices"][0]
+        assert not choice["delta"].get("content"), chunk
+        for call in choice["delta"].get("tool_calls", []):
+            name += call["function"]["name"]
+            arguments += call["function"]["arguments"]
+        reason = choice["finish_reason"] or reason
+    return name, arguments, reason
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_forced_call_that_is_cut_is_a_call_with_partial_arguments(
+    gateway: StandIn, choice: Any
+) -> None:
+    fields = {"tools": TOOLS, "tool_choice": choice}
+    full = whole(gateway, CHAT, **fields, parallel_tool_calls=False)
+    complete = full["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]
+    tokens = full["usage"]["completion_tokens"]
+    seen = set()
+    for limit in range(1, tokens):
+        told = whole(gateway, CHAT, **fields, max_tokens=limit)["choices"][0]
+        calls = told["message"].get("tool_calls", [])
+        assert not told["message"]["content"] and told["finish_reason"] == "length"
+        name, arguments, reason = joined_call(streamed(gateway, CHAT, **fields, max_tokens=limit))
+        assert reason == "length"
+        assert [call["function"] for call in calls] == (
+            [{"name": name, "arguments": arguments}] if name else []
+        )
+        seen.add(arguments)
+        assert complete.startswith(arguments) and name in ("", "weather")
+    assert len(seen) > 3 and complete in seen, "cut at the name, in arguments, and behind them"
+
+
+def test_anthropic_s_call_that_is_cut_has_the_input_so_far(gateway: StandIn) -> None:
+    tools = [{"name": "weather", "input_schema": CITY}]
+    body = {"messages": MESSAGES, "tools": tools, "tool_choice": {"type": "any"}}
+    full = httpx.post(f"{gateway.url}/v1/messages", json={**body, "max_tokens": 200}).json()
+    assert full["stop_reason"] == "tool_use"
+    inputs = []
+    for limit in range(1, full["usage"]["output_tokens"]):
+        answer = httpx.post(f"{gateway.url}/v1/messages", json={**body, "max_tokens": limit})
+        told = answer.json()
+        assert answer.status_code == 200 and told["stop_reason"] == "max_tokens"
+        assert all(block["type"] == "tool_use" for block in told["content"])
+        inputs += [block["input"] for block in told["content"]]
+    assert inputs[0] == {} and inputs[-1] == full["content"][0]["input"]
+    assert len({str(one) for one in inputs}) > 2, "the city letter by letter"
+
+
+# ---- structured answers beside tools -------------------------------------------------------------
+
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+SHAPED = {"type": "json_schema", "json_schema": {"name": "point", "schema": POINT}}
+POINT_TEXT = '{"x": 1}'
+CALL_TEXT = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+def admits(gateway: StandIn, text: str, **fields: Any) -> bool:
+    """Whether an answer to a chat with these fields may be `text`."""
+    body = parse_body(ChatRequest, json.dumps({"messages": MESSAGES, **fields}).encode())
+    service = gateway.gateway
+    body.check(service.text, service.limits)
+    grammar = body.sampling(service.text, "r", 1, service.limits).grammar
+    if grammar is None:
+        return True
+    stop_ids = service.limits.stop_ids
+    matcher = gateway.workers._grammars.matcher(grammar, stop_ids)
+    for token_id in service.text.encode(text, add_special_tokens=False):
+        if not matcher.allowed[token_id]:
+            return False
+        matcher.consume([token_id])
+    return bool(matcher.complete or any(matcher.allowed[stop_id] for stop_id in stop_ids))
+
+
+@pytest.mark.parametrize("response_format", [SHAPED, {"type": "json_object"}])
+def test_a_response_format_binds_the_text_and_leaves_calls_alone(
+    gateway: StandIn, response_format: dict
+) -> None:
+    asked = {"tools": TOOLS, "response_format": response_format}
+    for choice in ("auto", None):
+        assert admits(gateway, POINT_TEXT, **asked, tool_choice=choice)
+        assert admits(gateway, CALL_TEXT, **asked, tool_choice=choice)
+        assert not admits(gateway, "Well.", **asked, tool_choice=choice)
+    for choice in ("required", NAMED):
+        assert admits(gateway, CALL_TEXT, **asked, tool_choice=choice)
+        assert not admits(gateway, POINT_TEXT, **asked, tool_choice=choice)
+    assert admits(gateway, POINT_TEXT, **asked, tool_choice="none")
+    assert not admits(gateway, CALL_TEXT, **asked, tool_choice="none")
+    assert admits(gateway, f"{CALL_TEXT}\n{CALL_TEXT}", **asked)
+    assert not admits(gateway, f"{CALL_TEXT}\n{CALL_TEXT}", **asked, parallel_tool_calls=False)
+
+
+def test_other_grammars_bind_the_whole_answer(gateway: StandIn) -> None:
+    assert not admits(gateway, CALL_TEXT, tools=TOOLS, guided_json=POINT)
+    fields = {"tools": TOOLS, "tool_choice": "required", "guided_json": POINT}
+    assert "cannot both be required" in refused(gateway, CHAT, **fields)
+
+
+def test_an_answer_with_tools_and_a_format_is_told_as_what_it_is(gateway: StandIn) -> None:
+    for choice in ("auto", "required"):
+        fields = {"tools": TOOLS, "tool_choice": choice, "response_format": SHAPED}
+        message = whole(gateway, CHAT, **fields, max_tokens=200)["choices"][0]["message"]
+        if message.get("tool_calls"):
+            assert json.loads(message["tool_calls"][0]["function"]["arguments"])["city"]
+        else:
+            assert choice == "auto" and isinstance(json.loads(message["content"])["x"], int)
+
+
+# ---- logprobs of prompts -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", [0, 2])
+def test_prompt_logprobs_come_with_whole_answers(gateway: StandIn, asked: int) -> None:
+    fields = {"prompt_logprobs": asked, "return_token_ids": True, "max_tokens": 2}
+    told = whole(gateway, CHAT, **fields)
+    completion = whole(gateway, COMPLETIONS, **fields, n=2)
+    echoed = whole(gateway, COMPLETIONS, **fields, echo=True, logprobs=1)
+    for part in (told, *completion["choices"], *echoed["choices"]):
+        first, *rows = part["prompt_logprobs"]
+        ids = part["prompt_token_ids"][1:]
+        assert first is None and len(rows) == len(ids) > 0
+        for token_id, row in zip(ids, rows, strict=True):
+            assert max(asked, 1) <= len(row) <= asked + 1
+            entry = row[str(token_id)]
+            assert entry["logprob"] == -0.25 and entry["rank"] == (1 if asked else None)
+            assert entry["decoded_token"] == gateway.gateway.text.token_text(token_id)
+    assert all(len(top) <= 2 for top in echoed["choices"][0]["logprobs"]["top_logprobs"][1:])
+    assert "prompt_logprobs" not in whole(gateway, CHAT)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_prompt_logprobs_go_with_no_stream_and_are_bounded(gateway: StandIn, path: str) -> None:
+    assert "leave stream out" in refused(gateway, path, prompt_logprobs=1, stream=True)
+    for odd in (-1, 21, "all"):
+        assert refused(gateway, path, prompt_logprobs=odd).startswith("prompt_logprobs: ")

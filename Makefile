@@ -1,4 +1,4 @@
-.PHONY: install serve test test-all test-long loadtest lint format protos
+.PHONY: install serve test test-all test-long test-compat test-clients loadtest lint format protos
 VENV := .venv
 PACKAGES := cluster decode_worker engine kv_transfer loadtests prefill_worker router simulator
 BIN := $(VENV)/bin
@@ -27,6 +27,13 @@ build/litellm: tests/support/litellm.txt | install
 
 test-long: install
 	$(BIN)/python -m pytest -m long --timeout 3600 --hypothesis-profile default $(ARGS)
+
+# On demand, and not in CI: others' tests and clients, which they fetch below build/ (tests/compat, tests/clients).
+test-compat: install
+	$(BIN)/python -m tests.compat.run_vllm_tests --write $(ARGS)
+
+test-clients: install
+	$(BIN)/python -m tests.clients.run --write $(ARGS)
 
 loadtest: $(VENV)/.installed-loadtest
 	@mkdir -p build

@@ -78,7 +78,13 @@ def test_a_worker_that_skips_repeated_steps_says_the_same_as_one_that_does_not(s
         play(1e9)
         outcomes.append(
             [
-                (filled_at.get(one, 0.0), ended_at[one], one.first_gap_s, one.late_gaps, one.hit_tokens)
+                (
+                    filled_at.get(one, 0.0),
+                    ended_at[one],
+                    one.first_gap_s,
+                    one.late_gaps,
+                    one.hit_tokens,
+                )
                 for one in attempts
             ]
         )

@@ -21,6 +21,7 @@ WALKS = ROOT / "docs/walks.md"
 RENAMED = ROOT / "docs/renamed.md"
 #: pages that speak of other times than now
 HISTORIES = {ROOT / "CHANGELOG.md", RENAMED}
+WRITTEN_BY_A_RUN = {ROOT / "docs/compatibility.md"}
 SOURCES = (".py", ".cpp", ".c", ".h", ".proto", ".yaml", ".sh", ".js", ".toml", ".tpl")
 PRODUCT = ("cluster", "engine", "kv_transfer", "simulator", "router", "loadtests", "protos")
 ROLES = ("prefill_worker", "decode_worker")
@@ -152,7 +153,7 @@ def test_every_class_that_a_page_names_is_there(page: Path) -> None:
             assert name in words_of_sources()
 
 
-@pytest.mark.parametrize("page", sorted(all_pages()), ids=page_name)
+@pytest.mark.parametrize("page", sorted({*all_pages()} - WRITTEN_BY_A_RUN), ids=page_name)
 def test_no_line_of_a_page_is_wider_than_120_characters(page: Path) -> None:
     lines = page.read_text().splitlines()
     assert [line for line in lines if len(line) > WIDEST_LINE and not line.startswith("|")] == []

@@ -301,7 +301,7 @@ KNOWN_FIELDS: tuple[KnownField, ...] = (
     *_refused("prompt_embeds", _COMPLETIONS, "send text, or token ids", [[]]),
     *_refused("cache_salt", _GENERATED | _MESSAGES, "all clients of a cluster share its cache"),
     *_refused("kv_transfer_params ec_transfer_params", _GENERATED | _MESSAGES, _OWN_TRANSFER, [{}]),
-    *_refused("repetition_detection", _SAMPLED, "use repetition_penalty, stop or max_tokens", [{}]),
+    *_refused("repetition_detection", _SAMPLED, "use a penalty, stop or max_tokens", [{}]),
     *_refused("return_weight_versions", _SAMPLED, "weights do not change while serving", [False]),
     *_refused("return_prompt_text", _CHAT, "/tokenize and /detokenize show the prompt", [False]),
     *_refused(

@@ -42,7 +42,7 @@ def test_long_prompts_and_a_tight_itl_make_disaggregation_pay():
 
 
 def test_short_prompts_and_a_loose_itl_do_not(tmp_path):
-    trace = load_trace("poisson:5-6:300-301:100")  # all decode: a prefill worker would idle
+    trace = load_trace("poisson:5-6:300-301:30")  # all decode: a prefill worker would idle
     found, _ = planned([("s", Fleet(((SIMPLE, 2),)))], PlanDemand(trace, "ttft=1s,itl=30ms", 0.9))
     assert found["verdict"].startswith("Disaggregation does not pay") and found["best"]["mixed"]
     path = tmp_path / "cluster.yaml"
@@ -98,7 +98,7 @@ def test_it_says_when_too_few_requests_tell_nothing(requests, known):
 def test_pools_of_two_gpu_types_get_a_split_each():
     fleet = Fleet.parse("H100:4,H200:4", MODEL, 4)
     found, _ = planned(
-        [("both", fleet)], PlanDemand(load_trace("synthetic:120"), "ttft=max(1s,3x),itl=50ms", 0.9)
+        [("both", fleet)], PlanDemand(load_trace("synthetic:40"), "ttft=max(1s,3x),itl=50ms", 0.9)
     )
     splits = {row["split"] for row in found["layouts"]}
     assert {"1M+1M", "1P+1D", "1D+1P"} <= splits

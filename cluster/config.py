@@ -26,7 +26,8 @@ from ..engine.options import (
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[float, Field(gt=0)]
-#: Of the ITL target, what a step may take; the rest is for the token's way to the client.
+#: The share of the ITL target that an engine's step may take by default; the rest is for the
+#: token's way to the client.
 STEP_SHARE = 0.9
 #: Environment variable with the cluster's secret, for where no file may hold the secret.
 SECRET = "DIPTYCH_SECRET"
@@ -43,6 +44,8 @@ class ConfigError(Exception):
 
 
 class ConfigSection(BaseModel):
+    """The base of every section: frozen, and it refuses keys that it does not know."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
@@ -62,6 +65,7 @@ class ModelSettings(ConfigSection):
 class EngineSettings(ConfigSection, SchedulerSettings, ComputeSettings):  # type: ignore[misc]
     """The engines of a pool. Each field of the two structs of `engine/options.py` is a setting."""
 
+    #: MiB of the KV pool of each process; a replica has `tensor_parallel` processes.
     kv_mib: Count = EngineOptions.kv_bytes >> 20
     #: The longest step that decodes answers: it bounds the prefill in such a step, except for one
     #: block in every eighth step. None: `STEP_SHARE` of slo.itl_ms.
@@ -99,14 +103,21 @@ class PoolsConfig(ConfigSection):
 class ClassSettings(ConfigSection):
     """A class of requests; see diptych.router.SloClass."""
 
+    #: The class with the lowest number is served first.
     priority: Annotated[int, Field(ge=0)] = 0
+    #: What one request is worth when not all of them can be served in time.
     weight: Positive = 1.0
+    #: True: a request that would miss its target is refused early, with status 429.
     early_reject: bool = False
 
 
 class RouterSettings(ConfigSection):
+    #: Whether another worker than the decode worker computes a prompt. With `auto` the router
+    #: chooses for each request, by the times that it predicts.
     disaggregate: Literal["always", "auto", "never"] = "always"
+    #: Requests that wait for a worker.
     queue_max: Count = 1024
+    #: How long a request waits for a worker, or until its TTFT target if that is longer.
     queue_ttl_s: Positive = 30.0
     #: One of diptych.router.policies.
     policy: str = "diptych"
@@ -151,7 +162,9 @@ class TierSettings(ConfigSection):
 
 
 class TransferSettings(ConfigSection):
+    #: `auto` is NIXL where it can run, else TCP. It is one transport for all pairs of workers.
     transport: Literal["auto", "nixl", "shm", "tcp"] = "auto"
+    #: From a worker's offer of blocks until all KV has arrived; a slower transfer fails.
     timeout_s: Positive = 30.0
     faults: FaultSettings = FaultSettings()
 

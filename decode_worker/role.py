@@ -4,10 +4,11 @@ Life of an attempt:
     RESERVING  The engine is asked for blocks. If it has none, the attempt fails (`no_capacity`).
     RECEIVING  The ticket is open: the prefill worker fills the blocks.
     RUNNING    Every block is verified: the sequence is decoded, each token goes to the gateway.
+               The first token of each answer has gone there from the prefill worker.
     DRAINING   The transfer failed or was cancelled: its blocks stay reserved until no write can
                land on them.
 An attempt without a prefill worker starts as RUNNING: the engine computes its prompt here, and the
-prefix may come from tiers or a peer (`PrefixExchange`).
+prefix may come from tiers or a peer (`PrefixExchange`). Its first tokens are sent from here.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class DecodeAttemptEnded:
     attempt_key: AttemptKey
 
 
+#: `PrefixAction` has `ReleaseSequence` and all commands about tickets (`OfferBlocks`, ...).
 DecodeAction: TypeAlias = (
     PrefixAction | ReserveBlocks | CommitBlocks | DeliverFrame | DecodeAttemptEnded
 )
@@ -73,7 +75,7 @@ class DecodeState(StrEnum):
 class DecodeAttempt:
     """One attempt at a request on this worker."""
 
-    gateway: str
+    gateway: str  #: Who gets the answers' tokens.
     sequence: Sequence
     prefill_worker: str | None  #: None: the prompt is computed here.
     state: DecodeState
@@ -208,7 +210,9 @@ class DecodeRole:
 
     def _failed(self, attempt: DecodeAttempt, reason: str) -> list[DecodeAction]:
         attempt.state = DecodeState.DRAINING
-        if attempt.cancelled or reason == "finished":  # each answer ended with its first token
+        # "finished": each answer ended with its first token. The prefill worker sent these tokens
+        # to the gateway, and cancelled the transfer.
+        if attempt.cancelled or reason == "finished":
             return []
         return [self._failure(attempt, f"kv_{reason}")]
 

@@ -345,7 +345,7 @@ def _account(documents: list[Manifest], binding: Manifest, service: Manifest) ->
 
 def _monitor(spec: Manifest, pod_templates: list[Manifest]) -> Iterator[str]:
     """The monitor picks every pod and asks for every port that metrics are on."""
-    if not _picks_every_pod(spec["selector"], pod_templates):
+    if not _picks_every_pod(spec.get("selector"), pod_templates):
         yield "does not pick every pod"
     port_names = {name for template in pod_templates for name in _named_ports(template)}
     metrics_ports = {name for name in port_names if name.startswith("metrics-")}

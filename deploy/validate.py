@@ -3,9 +3,9 @@
     .venv/bin/python deploy/validate.py deploy/rendered/h100-ib.yaml
     helm template ... | .venv/bin/python deploy/validate.py -
 
-Built-in kinds and the pods inside a RayService against Kubernetes' own schemas, the RayService
-against its CRD in `$DIPTYCH_CRD_DIR` (skipped, and said so, without it), KubeRay's own refusals by
-`kuberay.py`, the rest by `rules.py`.
+Built-in kinds and the pods inside a RayService against Kubernetes' own schemas, the kinds of
+`CUSTOM` against their CRDs in `$DIPTYCH_CRD_DIR` (skipped, and said so, without it), KubeRay's own
+refusals by `kuberay.py`, the rest by `rules.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ sys.path.insert(0, str(ROOT.parent))
 from deploy import crds, kuberay, rules  # noqa: E402
 from deploy.manifests import Manifest, templates  # noqa: E402
 
-KUBERNETES = "1.34.0"
+KUBERNETES = "1.34.0"  #: The version of Kubernetes' schemas.
+#: Kinds that CRDs define: KubeRay's, and two of the Prometheus operator.
 CUSTOM = ("RayService", "PodMonitor", "PrometheusRule")
 
 
@@ -41,12 +42,29 @@ def problems(text: str, folder: Path | None) -> list[str]:
         return [f"not YAML: {error}"]
     documents = [document for document in parsed if document is not None]
     kinds = [document.get("kind") for document in documents if isinstance(document, dict)]
-    if kinds.count("RayService") != 1 or len(kinds) != len(documents):
+    all_have_kinds = len(kinds) == len(documents) and None not in kinds
+    if kinds.count("RayService") != 1 or not all_have_kinds:
         return [f"one RayService is wanted, here are {kinds}"]
+    try:
+        return _problems_of(documents, folder)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        if folder is not None:
+            raise
+        return [f"the structure is wrong, which only CRDs say exactly: {error!r}"]
 
+
+def _problems_of(documents: list[Manifest], folder: Path | None) -> list[str]:
+    """Returns what is wrong with objects that have kinds, one of them a RayService.
+
+    Raises whatever comes of reading a custom object of wrong structure, if there are no CRDs.
+    """
     found: list[str] = []
     for document in documents:
-        where = f"{document['kind']} {document.get('metadata', {}).get('name')}"
+        metadata = document.get("metadata")
+        name = metadata.get("name") if isinstance(metadata, dict) else None
+        where = f"{document['kind']} {name}"
+        if name is None:  # a schema need not ask for it
+            found.append(f"{where}: no metadata.name")
         found += [f"{where}: {problem}" for problem in _structure(document, folder)]
     return found or _rules(documents)  # the rules may rely on the structure
 
@@ -87,8 +105,8 @@ def _rules(documents: list[Manifest]) -> list[str]:
     if found:
         return found
     return [
-        *rules.placement(service),
-        *rules.pods(service),
+        *rules.placement(service),  # the worker groups offer what Serve's replicas need
+        *rules.pods(service),  # what the pods refer to, their sizes, ports and times
         *rules.ray_token(service),
         *rules.selectors(documents),
     ]
@@ -100,7 +118,7 @@ def main(arguments: list[str]) -> int:
         return 2
     folder = crd_folder()
     if folder is None:
-        print("no CRDs (set DIPTYCH_CRD_DIR): RayService's own structure is not checked")
+        print(f"no CRDs (set DIPTYCH_CRD_DIR): the structure of {', '.join(CUSTOM)} is not checked")
     failed = False
     for name in arguments:
         text = sys.stdin.read() if name == "-" else Path(name).read_text()

@@ -1,7 +1,7 @@
 """What carries blocks and notes between two agents: the interface that every transport fulfils.
 
-An agent is one rank of one worker. One thread owns a transport; `conformance.py` is the suite that
-each transport passes.
+An agent is one rank of one worker. One thread owns a transport; `tests/kit/conformance.py` is the
+suite that each transport passes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ class PeerCard(msgspec.Struct, frozen=True):
 
     agent: str  #: Worker id, incarnation and rank; a name is never used twice.
     transport: str  #: The transport's name; a peer with another one is refused.
-    compatibility: bytes  #: Model, numbers and format; a peer with another value is refused.
+    #: A hash of the model, the type of its numbers and the format of blocks. The transfer service
+    #: refuses a peer with another value; transports do not look at it.
+    compatibility: bytes
     address: bytes  #: The transport's own contact data.
     base: int  #: Address of byte 0 of the pool in the owner's process.
     size: int  #: Bytes of the pool.
@@ -85,7 +87,9 @@ class PeerDisconnected:
 
 TransportEvent: TypeAlias = NotificationReceived | PostedWriteEnded | PeerDisconnected
 
-#: `(peer, note)` -> whether the data that comes with the note may be stored.
+#: `(peer, note)` -> whether the data that comes with the note may be stored. A transport that
+#: `refuses_late` gets the callable when it is made. Refused data is dropped: the note is delivered
+#: and the write ends well all the same, as the sender's ticket is over for the receiver.
 AdmitData: TypeAlias = Callable[[str, bytes], bool]
 
 
@@ -102,7 +106,10 @@ class Transport(Protocol):
 
     @property
     def moving(self) -> bool:
-        """True if bytes were on their way at the last `poll`, as far as this end can tell."""
+        """True if bytes were on their way at the last `poll`, as far as this end can tell.
+
+        The owner polls more often then.
+        """
         ...
 
     def address(self) -> bytes:
@@ -151,7 +158,10 @@ class LaidOutPool(Pool, Protocol):
 
 
 def card_of(agent: str, transport: Transport, pool: LaidOutPool) -> PeerCard:
-    """Returns the card of an agent that is compatible with all, the only rank of its worker."""
+    """Returns the card of an agent that is the only rank of its worker.
+
+    Its `compatibility` is empty, for uses of a transport without the service that compares them.
+    """
     return PeerCard(
         agent=agent,
         transport=transport.name,

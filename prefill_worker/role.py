@@ -52,8 +52,8 @@ class PrefillAttempt:
     """One attempt at a request on this worker."""
 
     attempt_key: AttemptKey
-    gateway: str
-    answer_count: int
+    gateway: str  #: Who gets the first tokens, or hears of the failure.
+    answer_count: int  #: The `n` of the request's sampling.
     state: PrefillState = PrefillState.COMPUTING
     first_outputs: dict[int, SequenceOutput] = field(default_factory=dict)  #: By answer index.
 
@@ -109,7 +109,7 @@ class PrefillRole:
                 assert_never(event)
 
     def hand_over(self) -> list[PrefillAction]:
-        """Gives up the attempts that lack a first token: they go on at another worker.
+        """Gives up the attempts of which an answer lacks its first token: they go on elsewhere.
 
         The transfers of the other attempts end soon by themselves.
         """
@@ -132,6 +132,7 @@ class PrefillRole:
         return failure_frame(attempt.gateway, attempt.attempt_key, self.name, reason)
 
     def _push(self, filled: BlocksFilled) -> list[PrefillAction]:
+        """Pushes blocks of which a piece is computed. A cancelled ticket ignores them."""
         ticket_id = ticket_id_of(filled.attempt_key)
         if ticket_id not in self.attempts:
             return []
@@ -163,12 +164,15 @@ class PrefillRole:
         if len(ended_answers) == attempt.answer_count:
             return self._cancel(ticket_id, "finished")
         attempt.state = PrefillState.SENDING
-        tokens = [output.token for output in outputs if output.token]
+        tokens = [output.token for output in outputs if output.token is not None]
         meta = msgspec.msgpack.encode(FirstTokens(tokens, ended_answers))
         return [FinishPush(ticket_id, meta)]
 
     def _cancel(self, ticket_id: str, reason: str) -> list[PrefillAction]:
-        """Cancels an attempt's ticket, and its fetch. Blocks stay until `PushEnded`."""
+        """Cancels an attempt's ticket, and its fetch. Blocks stay until `PushEnded`.
+
+        A second cancel of the same ticket changes nothing.
+        """
         attempt = self.attempts.get(ticket_id)
         if attempt is None:
             return []

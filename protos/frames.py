@@ -97,8 +97,9 @@ class Heartbeat(msgspec.Struct, tag="beat", frozen=True):
 class Coefficients(msgspec.Struct, frozen=True):
     """One worker's speed in closed form, for one GPU type, tensor parallelism and model.
 
-    All fields are seconds: for each call (`..._base`), token, row, or pair of query and key. They
-    are fitted to measurements (`diptych calibrate`); the methods are the only home of the formulas.
+    All fields but `exposed_share` are seconds: for each call (`..._base`), token, row, or pair of
+    query and key. They are fitted to measurements (`diptych calibrate`). The methods are the only
+    home of the formulas.
     """
 
     prefill_base: float
@@ -178,15 +179,16 @@ class WorkerCard(msgspec.Struct, frozen=True):
     """Says who a worker is, how to reach it, and how much it holds."""
 
     id: str  #: "prefill/ab12cd34", unique for each start of a process
-    pool: str = msgspec.field(name="home")  #: the pool it belongs to
+    pool: str = msgspec.field(name="home")  #: the pool of workers that it belongs to
     role: str  #: what the worker may be given now: prefill | decode | mixed, or "": nothing new
     address: str  #: host:port of its listener for frames
-    replica: str  #: Serve's id of the replica
+    replica: str  #: Ray Serve's id of the replica
     pid: int
     kv_card: bytes = b""  #: how KV peers reach it: msgpack of its ranks' kv_transfer.PeerCard
-    blocks: int = 0  #: in the KV pool
+    blocks: int = 0  #: in its KV pool, the memory that holds KV
     block_tokens: int = 64
-    #: blocks that a reservation beside others leaves free for the growth of sequences, at most
+    #: blocks that a reservation leaves free for the growth of the sequences that are there; the
+    #: first one, beside which there is none, may take them too
     growth_reserve_blocks: int = msgspec.field(default=0, name="kept")
     gpu: str = "cpu"
     tensor_parallel: int = msgspec.field(default=1, name="tp")
@@ -286,8 +288,8 @@ class AttemptPlaced(msgspec.Struct, tag="placed", frozen=True):
     #: None: the decode worker computes the prompt itself
     prefill_worker: str | None = msgspec.field(name="prefill")
     decode_worker: str = msgspec.field(name="decode")
-    hit_tokens: int
-    predicted_wait_ms: float
+    hit_tokens: int  #: of the prompt, that the worker which computes it should have in its cache
+    predicted_wait_ms: float  #: until the prefill begins
     predicted_ttft_ms: float = 0.0  #: from the request's arrival
     predicted_itl_ms: float = 0.0
     decision_id: int = msgspec.field(default=0, name="decision")  #: number of the decision record
@@ -353,8 +355,9 @@ class PromptPrefilled(msgspec.Struct, tag="prefilled", frozen=True):
 
 
 class StartPrefill(msgspec.Struct, tag="prefill", frozen=True):
-    """Orders a worker to compute the KV of a prompt, to send one token back and to push the KV.
+    """Orders a worker to compute the KV of a prompt and to push the KV to the decode worker.
 
+    The first token of each answer goes back to the gateway.
     With resumed tokens the answer goes on where another worker left it; it is the only answer then.
     """
 
@@ -436,6 +439,8 @@ class PromptArrived(msgspec.Struct, tag="moved", frozen=True):
 
 
 # ---- calls, answered by `CallReply` --------------------------------------------------------------
+# Control calls the router (`InspectProcess`) and the workers. The router calls the gateways, for
+# their statistics and when it is stopped.
 
 
 class InspectProcess(msgspec.Struct, tag="inspect", frozen=True):

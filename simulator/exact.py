@@ -178,7 +178,7 @@ class ExactSimulation(Simulation):
         """No write is under way any more: the blocks are free again."""
         attempt = worker.attempts.get(attempt_key_of(ticket_id))
         if attempt is not None:
-            worker.now = self.now
+            worker.set_time(self.now)
             worker.release(attempt)
             self._schedule_worker(worker)
 

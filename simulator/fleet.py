@@ -14,6 +14,7 @@ from .errors import SimulationError
 from .hardware import Hardware
 
 NUMBER = r"(\d+\.?\d*|\.\d+)"
+#: By the name of a fault, what its value looks like; `Faults` says what the values mean.
 FAULT_PATTERNS = {
     "stale": rf"{NUMBER}s",
     "wrong": rf"{NUMBER}%",
@@ -32,7 +33,10 @@ class Split:
 
     @staticmethod
     def parse(text: str) -> Split:
-        """Raises SimulationError."""
+        """Return the split of a text like `5P2D1M`; of a role named twice both numbers count.
+
+        Raises SimulationError.
+        """
         if not re.fullmatch(r"(\d+[PDM])+", text):
             raise SimulationError(f"split {text}: expected replicas by role, like 6P2D or 8M")
         counts = dict.fromkeys("PDM", 0)
@@ -100,8 +104,10 @@ class Fleet:
         return self.pools[0][0]
 
     def workers(self, split: FleetSplit) -> list[tuple[str, Hardware]]:
-        """Return (role, hardware) of every replica. Raises SimulationError if the split is not
-        one of so many replicas."""
+        """Return (role, hardware) of every replica.
+
+        Raises SimulationError if the split has another number of replicas, or of pools.
+        """
         pools = [[hardware] * count for hardware, count in self.pools]
         if isinstance(split, Split):
             replicas = [hardware for pool in pools for hardware in pool]
@@ -109,6 +115,8 @@ class Fleet:
                 raise SimulationError(f"split {split}: the fleet has {len(replicas)} replicas")
             return list(zip(split.roles(), replicas, strict=True))
 
+        if len(split) != len(pools):
+            raise SimulationError(f"{len(split)} splits: the fleet has {len(pools)} pools")
         workers: list[tuple[str, Hardware]] = []
         for pool_split, pool in zip(split, pools, strict=True):
             if pool_split.replicas != len(pool):

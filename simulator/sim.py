@@ -5,7 +5,8 @@ Life of a request here:
 1. It arrives: the router gets `PlacementRequested` with its lengths, block hashes and targets.
 2. `AttemptPlaced` reaches the workers two hops later, through the gateway.
 3. The prefill worker computes the prompt, the decode worker reserves blocks. The first token goes to
-   the client, and `FirstTokenSent` to the router.
+   the client, and `FirstTokenSent` to the router. (With the handoff `decode`, the client gets the
+   first token from the decode worker, after the KV has moved.)
 4. The KV moves while the prompt is computed; what is left of it, behind.
 5. The sequence decodes on its decode worker. With its last token comes `AttemptEnded`.
 
@@ -36,6 +37,7 @@ from ..protos.frames import (
 from ..router import Router, RouterConfig
 from ..router import events as router_events
 from .attempt import SimulatedAttempt
+from .errors import SimulationError
 from .fleet import Faults, Fleet, Split
 from .hardware import Hardware
 from .metrics import SimulatedOutcome, Slo
@@ -45,27 +47,32 @@ from .worker import DEFAULT_MAX_TOKENS, HOP_S, SimulatedWorker
 REPORT_INTERVAL_S = 0.5
 TICK_S = 1e-3  #: between two ticks of the router, at least
 SETTLE_S = 5.0  #: before the first arrival: the router has seen every worker join
-SAME_TIME_S = 1e-9
+SAME_TIME_S = 1e-9  #: Moments that are this close count as the same.
+ROUTER_TERM = 1  #: There is one router in a run, the first.
 
 
 class Moment(IntEnum):
-    """What an entry of the simulation's clock is about."""
+    """What an entry of the simulation's clock is about.
+
+    The last three occur in a run of `exact.py` only, whose class derives from `Simulation` and
+    handles them. A ticket is one transfer of KV in `kv_transfer`, whose two ends exchange messages.
+    """
 
     ARRIVAL = 0  #: of a request: the next turn of a session
     WORK = 1  #: a worker's step ends
-    FIRST_TOKEN = 2  #: the router hears of it
+    FIRST_TOKEN = 2  #: the router hears that a prompt is computed
     KV_ARRIVED = 3
     REPORT = 4  #: all workers report
     ROUTER_WAKE = 5
     LATE_REPORT = 6  #: a report that was held back
     KILL = 7
-    NEXT_ATTEMPT = 8
+    NEXT_ATTEMPT = 8  #: a request whose workers gave up is placed again
     PLANNER = 9
     WORKER_JOINS = 10
     PLACED = 11  #: a placement reaches the workers
-    MESSAGE = 12  #: between tickets (`exact.py`)
-    FLOWS = 13  #: a transfer over shared links ends (`exact.py`)
-    TICKET = 14  #: something for a ticket to send (`exact.py`)
+    MESSAGE = 12  #: from one end of a ticket to the other
+    FLOWS = 13  #: a write over shared links ends
+    TICKET = 14  #: the sending end of a ticket has something to do
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +83,8 @@ class Setting:
     split: Split | tuple[Split, ...]
     config: RouterConfig = field(default_factory=RouterConfig)
     slo: Slo = field(default_factory=Slo)
-    handoff: str = "prefill"  #: which worker sends the first token: prefill | decode
+    #: which worker sends the first token to the client: prefill | decode
+    handoff: str = "prefill"
     faults: Faults = field(default_factory=Faults)
     #: share of the ITL target that a step with prefill and decode may take
     budget_share: float = 0.9
@@ -86,7 +94,10 @@ class Setting:
 
 
 class Simulation:
-    """`run(requests)` returns one `SimulatedOutcome` for each, in their order.
+    """One run of a setting: `run(requests)` returns a `SimulatedOutcome` for each request.
+
+    A worker has a role, which a planner may change, and belongs to the pool of its first role. (The
+    pools of `Fleet` are another thing: groups of equal hardware.)
 
     `on_event(simulation, event)` hears each event before the router does.
     `planner(simulation, now)` is called every `plan_every_s`; it reads `router` and `workers`, and
@@ -113,7 +124,7 @@ class Simulation:
         self.now = -SETTLE_S
         self.clock: list[tuple[float, int, Moment, Any]] = []  #: a heap of what is to come
         self.entries = 0  #: that the clock ever had: equal times go in order of entry
-        self.router = Router(setting.config, term=1)
+        self.router = Router(setting.config, term=ROUTER_TERM)
         self.router_wake_at = inf
         self.workers: dict[str, SimulatedWorker] = {}
         self.cards: dict[str, WorkerCard] = {}
@@ -147,8 +158,11 @@ class Simulation:
         for role, hardware in self.setting.fleet.workers(self.setting.split):
             name = self._make_worker(role, hardware)
             self.lifetimes[name] = [0.0, inf]
-            self._tell_router(router_events.WorkerJoined(self.cards[name], 1, []))
+            self._tell_router(
+                router_events.WorkerJoined(self.cards[name], term=ROUTER_TERM, cached_hashes=[])
+            )
         names = list(self.workers)
+        self._check_faults(len(names))
         for index, slowness in self.faults.slow_workers:
             self.workers[names[index]].slowness = slowness
         for index, killed_at in self.faults.killed_workers:
@@ -156,6 +170,12 @@ class Simulation:
         self._tell_router(router_events.GatewayJoined("gateway"))
         self.now = 0.0
         self._tell_router(router_events.RouterTick())
+
+    def _check_faults(self, replicas: int) -> None:
+        """Raises SimulationError if a fault names a worker that the fleet does not have."""
+        for index, _ in (*self.faults.slow_workers, *self.faults.killed_workers):
+            if index >= replicas:
+                raise SimulationError(f"faults: no worker {index}, the fleet has {replicas}")
 
     def _make_worker(self, role: str, hardware: Hardware) -> str:
         index = len(self.workers)
@@ -194,7 +214,11 @@ class Simulation:
     def run(
         self, requests: list[WorkloadRequest], give_up: float = inf
     ) -> list[SimulatedOutcome] | None:
-        """Returns the outcome of each request; None if more than `give_up` of them missed."""
+        """Returns the outcome of each request, in the order of their numbers, when all have ended.
+
+        Returns None as soon as more than `give_up` of them have missed their targets. `requests`
+        are in order of arrival; further turns of their sessions arrive by themselves.
+        """
         self.last_attempts = [None] * count_turns(requests)
         self._schedule(REPORT_INTERVAL_S, Moment.REPORT, None)
         if self.planner is not None:
@@ -299,10 +323,10 @@ class Simulation:
             return  # a worker died meanwhile
         prefill_worker, decode_worker = self._workers_of(attempt)
         if attempt.is_remote:
-            decode_worker.now = self.now
+            decode_worker.set_time(self.now)
             decode_worker.reserve(attempt)
             self._look_at_reservations(decode_worker)
-        prefill_worker.now = self.now
+        prefill_worker.set_time(self.now)
         prefill_worker.add_prompt(attempt)
         self._schedule_worker(prefill_worker)
 
@@ -341,7 +365,11 @@ class Simulation:
             self._ended(attempt)
 
     def _filled(self, worker: SimulatedWorker, attempt: SimulatedAttempt) -> None:
-        """The prompt is computed: there is a first token, and the KV goes on its way."""
+        """The prompt is computed: there is a first token, and the KV goes on its way.
+
+        The router hears of it in any case, also when the decode worker is to send the first token
+        to the client: `FirstTokenSent` tells the router that the prefill is over.
+        """
         token_at = self.now + HOP_S
         self._schedule(token_at, Moment.FIRST_TOKEN, attempt.key)
         is_handed_over = self.decode_sends_first_token and attempt.is_remote
@@ -352,8 +380,10 @@ class Simulation:
             if token_at - attempt.arrived_at > attempt.ttft_target_s:
                 self.misses += 1
                 attempt.counted_as_miss = True
-        answer_tokens = attempt.answer_tokens + (not is_handed_over)
-        if answer_tokens >= attempt.request.output_tokens:
+        sent_tokens = attempt.answer_tokens
+        if not is_handed_over:
+            sent_tokens += 1
+        if sent_tokens >= attempt.request.output_tokens:
             self._answer_filled(worker, attempt)
         elif attempt.is_remote:
             self._start_transfer(worker, attempt)
@@ -362,7 +392,7 @@ class Simulation:
         """An answer of one token: nothing has to move."""
         if attempt.is_remote:
             for other in self._workers_of(attempt):
-                other.now = self.now
+                other.set_time(self.now)
                 other.release(attempt)
                 self._schedule_worker(other)
         self._ended(attempt)
@@ -419,14 +449,14 @@ class Simulation:
 
     def _kv_arrived(self, attempt: SimulatedAttempt) -> None:
         source, sink = self._workers_of(attempt)
-        source.now = self.now
+        source.set_time(self.now)
         source.release(attempt)
         self._schedule_worker(source)
         if sink.is_alive and attempt.key in self.attempts:
             self._commit(sink, attempt)
 
     def _commit(self, worker: SimulatedWorker, attempt: SimulatedAttempt) -> None:
-        worker.now = self.now
+        worker.set_time(self.now)
         worker.commit(attempt, has_first_token=not self.decode_sends_first_token)
         self._schedule_worker(worker)
 
@@ -476,8 +506,12 @@ class Simulation:
 
     def _rejoin(self, name: str) -> None:
         """A whole snapshot: the router asked for it, or the worker has another role."""
-        cached_marks = self.workers[name].restart_reports()
-        self._tell_router(router_events.WorkerJoined(self.cards[name], 1, cached_marks))
+        cached_hashes = self.workers[name].restart_reports()
+        self._tell_router(
+            router_events.WorkerJoined(
+                self.cards[name], term=ROUTER_TERM, cached_hashes=cached_hashes
+            )
+        )
 
     def _kill(self, name: str) -> None:
         """The worker dies; its requests are placed again, what was generated is prompt now."""
@@ -537,7 +571,10 @@ class Simulation:
         self._schedule(self.now + self.setting.flip_s, Moment.WORKER_JOINS, (name, role))
 
     def add(self, role: str, pool: int = 0) -> str:
-        """Orders a replica like those of the fleet's pool; it joins `start_s` later."""
+        """Orders a replica with the hardware of the fleet's pool number `pool`; returns its name.
+
+        The replica joins `start_s` later.
+        """
         name = self._make_worker(role, self.setting.fleet.pools[pool][0])
         self.workers[name].is_alive = False
         self.starting[name] = role
@@ -546,7 +583,11 @@ class Simulation:
         return name
 
     def remove(self, pool: str) -> str | None:
-        """The youngest replica of the pool, one that starts first, hands over and is gone."""
+        """Takes away the replica of the pool (a role) that was ordered last; returns its name.
+
+        A replica that has not joined yet never does; another one hands over its work first.
+        Returns None if the pool has no replica.
+        """
         names = [
             name
             for name, card in self.cards.items()
@@ -602,18 +643,18 @@ class Simulation:
         if is_served and gaps:
             tpot_s = (attempt.ended_at - attempt.first_token_at) / gaps
         return SimulatedOutcome(
-            request.arrival_s,
-            request.prompt_tokens,
-            request.output_tokens,
-            request.tenant,
-            attempt.refusal,
-            ttft_s,
-            attempt.ttft_target_s,
-            tpot_s,
-            attempt.first_gap_s,
-            attempt.late_gaps,
-            attempt.hit_tokens,
-            attempt.moved_tokens,
-            self.slo.is_met(attempt),
-            attempt.predicted_ttft_s,
+            arrival_s=request.arrival_s,
+            prompt_tokens=request.prompt_tokens,
+            output_tokens=request.output_tokens,
+            tenant=request.tenant,
+            refusal_reason=attempt.refusal,
+            ttft_s=ttft_s,
+            ttft_target_s=attempt.ttft_target_s,
+            tpot_s=tpot_s,
+            first_gap_s=attempt.first_gap_s,
+            late_gaps=attempt.late_gaps,
+            cached_tokens=attempt.hit_tokens,
+            moved_tokens=attempt.moved_tokens,
+            targets_met=self.slo.is_met(attempt),
+            predicted_ttft_s=attempt.predicted_ttft_s,
         )

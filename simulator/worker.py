@@ -7,7 +7,8 @@ tokens reach clients, and what the worker reports. Steps that repeat are planned
 
 Life of a worker between two events of the simulation:
 
-    catch_up(now)       books the steps that are over by now
+    set_time(now)       says what time it is, before anything else is called
+    catch_up(now)       as set_time; and books the steps that are over by now
     add_prompt, ...     something new; it interrupts the steps that repeat
     next_event_at       when a step ends that ends a prompt or an answer, or that was interrupted
     settle(now)         books what is over, says what has ended, and plans the next steps
@@ -206,8 +207,18 @@ class SimulatedWorker:
             return self.steps.ends_at
         return self.now if self.has_news else inf
 
+    def set_time(self, now: float) -> None:
+        """Says what time it is. The steps that are under way are booked later, by `settle`.
+
+        That is enough unless the caller reads what those steps have made: see `catch_up`.
+        """
+        self.now = now
+
     def catch_up(self, now: float) -> None:
-        """Books the steps that are over by `now`, except one that ends a prompt or an answer."""
+        """Books the steps that are over by `now`, except one that ends a prompt or an answer.
+
+        Then `answer_tokens` and a report are those of this moment.
+        """
         self.now = now
         steps = self.steps
         if steps is None or steps.plan.prefill:

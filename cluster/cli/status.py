@@ -18,13 +18,17 @@ CLEAR_SCREEN = "\x1b[2J\x1b[H"
 
 
 class PoolRow(NamedTuple):
-    """One pool's cells."""
+    """One pool's cells; the defaults are the heading.
+
+    Replicas are counted in the pool that they belong to, even when they have another role for now.
+    Requests and KV blocks are counted by the role of their worker.
+    """
 
     pool: str = "POOL"
     ready: str = "READY"
     target: str = "TARGET"
-    roles: str = "ROLES"
-    gpu: str = "GPU"
+    roles: str = "ROLES"  #: How many of the pool's workers have which role now.
+    gpu: str = "GPU"  #: Names of the GPU types, or `cpu`.
     queue: str = "QUEUE"
     running: str = "RUNNING"
     kv_used: str = "KV USED"
@@ -35,14 +39,14 @@ class PoolRow(NamedTuple):
 
 
 class WorkerRow(NamedTuple):
-    """One worker's cells."""
+    """One worker's cells; the defaults are the heading."""
 
     worker: str = "WORKER"
     role: str = "ROLE"
     state: str = "STATE"
     pid: str = "PID"
     rss: str = "RSS"
-    running: str = "RUNNING"
+    running: str = "RUNNING"  #: All sequences on the worker: those that wait there count too.
     kv: str = "KV"
     transport: str = "TRANSPORT"
     sent: str = "SENT"
@@ -90,7 +94,10 @@ def show(cluster: dict[str, Any], output: str) -> None:
 
 
 def headline(cluster: dict[str, Any]) -> str:
-    """Return the cluster's state, model, age, load and goodput in one line."""
+    """Return the cluster's state, model, age, load and goodput in one line.
+
+    `missing` are roles and processes without which no request can be served.
+    """
     slo = cluster["slo"]
     missing = f" (missing: {', '.join(cluster['missing'])})" if cluster["missing"] else ""
     window = (cluster["router"] or {}).get("goodput", {"requests": 0})

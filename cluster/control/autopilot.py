@@ -39,8 +39,9 @@ class Autopilot:
         self._settings = operations.config.scaling
         self._planner = Planner(planner_config(operations.config))
         self._orders: deque[dict[str, Any]] = deque(maxlen=ORDERS_LIMIT)
-        #: The planner's pressure at the last observation; None before the first one, and while
-        #: there is no demand.
+        #: The planner's pressure at the last observation: the load over the capacity within the
+        #: targets, so above 1 targets are missed. None before the first observation, without
+        #: demand, and while a role has no worker.
         self._pressure: float | None = None
 
     async def run(self) -> None:
@@ -65,12 +66,12 @@ class Autopilot:
             self._operations.plane.inspect(), self._operations.pool_scaler.observe()
         )
         observation = observe_fleet(
-            router or {},
-            self._operations.plane.cards.values(),
-            workers,
-            {name: len(pool.starting) for name, pool in pools.items()},
+            router=router or {},  # statistics; None: no router answers
+            cards=self._operations.plane.cards.values(),  # what each worker says that it can do
+            workers=workers,  # statistics
+            starting_replicas={name: len(pool.starting) for name, pool in pools.items()},
         )
-        if observation is None:
+        if observation is None:  # there is no router, so no demand is known
             return
         self._pressure = self._planner.present_pressure(observation)
         for action in self._planner.handle(observation, now):

@@ -24,10 +24,14 @@ AuthMode = Literal["token", "disabled"]
 
 #: Defaults that every Ray process inherits and reads at import. Variables that are set already win.
 ENVIRONMENT = {
+    # A replica has one event loop, its main one, instead of one more thread for user code and for
+    # Serve's router each: streams need not change threads.
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray's periodic work is done less often than by default, or never (task events at 0, and
+    # metrics): it takes CPU from the engines.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
     "RAY_raylet_report_resources_period_milliseconds": "1000",
@@ -35,7 +39,7 @@ ENVIRONMENT = {
     "RAY_task_events_report_interval_ms": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_worker_niceness": "0",  # 15 by default: replicas would yield to whatever else runs here
-    "OMP_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",  # an engine sets its own number (`threads` of the engine's options)
     "OMP_WAIT_POLICY": "passive",
     # How often libgomp looks before it sleeps at a barrier. Its default (300,000: 3 ms and more)
     # holds a core that another process wants; 0, as "passive" alone has it, makes a system call of
@@ -49,7 +53,8 @@ ENVIRONMENT = {
 
 AUTH_MODE = "RAY_AUTH_MODE"
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
-#: Variables by which Ray would take a token from elsewhere: they take precedence over `TOKEN_PATH`.
+#: Variables that would make `start_ray`'s token worthless: the first takes precedence over
+#: `TOKEN_PATH`, and with the second Ray's processes ask Kubernetes whether a token is right.
 OVERRIDING_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_ENABLE_K8S_TOKEN_AUTH")
 #: Ray replaces 127.0.0.1 by the machine's own address, unless this variable says that there are no
 #: clusters of several nodes here, as on Windows. Then Ray's own processes listen on 127.0.0.1 only,
@@ -77,8 +82,8 @@ class RayAccess:
     def export_line(self, dashboard_url: str) -> str:
         """Return the shell command after which `ray status` and `serve status` work.
 
-        `dashboard_url` is where Ray's command `serve` asks; Control answers there
-        (control/ray_dashboard.py).
+        `dashboard_url` is where Ray's command `serve` asks. Ray's own dashboard does not run: the
+        cluster's Control process answers there (control/ray_dashboard.py).
         """
         variables = {AUTH_MODE: "disabled"}
         if self.token_file:
@@ -127,7 +132,7 @@ def start_ray(folder: Path, auth: AuthMode, cpus: int) -> RayAccess:
         address="local",
         num_cpus=cpus,
         include_dashboard=False,
-        object_store_memory=100 << 20,
+        object_store_memory=100 << 20,  # hardly used: KV and frames do not travel through Ray
         log_to_driver=False,
         logging_level=logging.ERROR,
         _temp_dir=str(folder / "ray"),
@@ -151,7 +156,9 @@ def join_ray(address: str, auth: AuthMode) -> None:
     """
     check_environment(auth)
     _set_environment(auth)
-    for name in LOOPBACK_ONLY:  # from the export line of a cluster on this machine
+    # Set by the export line of a cluster on this machine. With it Ray would take 127.0.0.1 for this
+    # machine's address, also towards a cluster of several nodes.
+    for name in LOOPBACK_ONLY:
         os.environ.pop(name, None)
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS") or address

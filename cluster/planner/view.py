@@ -17,12 +17,14 @@ def observe_fleet(
     workers: list[dict[str, Any]],
     starting_replicas: dict[str, int],
 ) -> FleetObservation | None:
-    """Return the planner's view, or None while the router's statistics have no outlook yet.
+    """Return the planner's view, or None if `router` is empty since no router answers.
 
     `router` and `workers` are the statistics of these processes. `starting_replicas` counts by pool
-    the replicas that Serve is starting.
+    the replicas that Serve is starting. A worker that the router does not know yet has no cost
+    there: it is left out until the next observation. A card has no role while its worker is
+    drained, changes its role, or leaves for good.
     """
-    outlook = router.get("outlook")
+    outlook = router.get("outlook")  # made by `router.demand.outlook`
     if outlook is None:
         return None
     replicas = tuple(
@@ -51,7 +53,10 @@ def observe_fleet(
 
 
 def _kv_used_share(workers: list[dict[str, Any]]) -> float:
-    """Return which share of the decode workers' KV blocks running answers hold."""
+    """Return which share of the decode workers' KV blocks running answers hold.
+
+    A live worker's role is prefill or decode; `mixed` workers exist in the simulator only.
+    """
     block_counts = [
         worker["engine"]["kv_blocks"] for worker in workers if worker["role"] == "decode"
     ]

@@ -45,6 +45,7 @@ GATEWAY = _metrics_of(
     "gateway",
     requests_total=_counter("Requests by HTTP status, or its equivalent", "code", "slo_class"),
     request_ttft_seconds=_histogram("From arrival to the first token", "slo_class"),
+    # A gap lies between two tokens of one answer; "the first" is that before its second token.
     request_itl_seconds=_histogram("Gaps between tokens, the first included", "slo_class"),
     request_first_gap_seconds=_histogram("Between first and second token", "slo_class"),
     request_tpot_seconds=_histogram("Mean gap of a request", "slo_class"),
@@ -53,14 +54,18 @@ GATEWAY = _metrics_of(
     request_output_tokens=_histogram("Tokens generated, of all answers", "slo_class"),
     inflight_requests=_gauge("Requests that run now"),
     request_retries_total=_counter("Attempts that failed and were made again"),
+    # A healthy worker hands its work over when it is drained, leaves or changes its role.
     request_handovers_total=_counter("Attempts that a worker handed over"),
     ignored_fields_total=_counter("Fields of requests that had no effect", "api", "kind"),
 )
 ROUTER = _metrics_of(
     "router",
+    # `met`: the targets that the request met, `both`, `ttft`, `itl` or `none`.
     goodput_requests_total=_counter("By the targets that were met", "slo_class", "tenant", "met"),
     routing_decisions_total=_counter("Placements, and refusals", "decision", "reason"),
+    # The time in which the router handles one of its events, say the arrival of a request.
     routing_duration_seconds=_histogram("CPU time of an event that placed a request"),
+    # `side`: the first token came `late` or `early`; the value is the difference, never negative.
     ttft_prediction_error_seconds=_histogram("TTFT observed, against predicted", "side"),
     prefix_hit_tokens_total=_counter("Prompt tokens that the workers chosen held"),
     prefix_query_tokens_total=_counter("Prompt tokens of requests that were placed"),
@@ -73,6 +78,8 @@ ROUTER = _metrics_of(
 ENGINE = _metrics_of(
     "worker",
     worker_info=_gauge("1 for what this worker is now", "role", "state"),
+    # A quarantined block may still be written by a peer that fell silent. An orphaned one belongs
+    # to an attempt that the worker does not know.
     kv_blocks=_gauge("KV blocks; quarantined and orphaned ones should be 0", "state"),
     running_requests=_gauge("Sequences in the running batch"),
     waiting_requests=_gauge("Sequences that wait for blocks or for their turn"),
@@ -85,6 +92,8 @@ ENGINE = _metrics_of(
 TRANSFER = _metrics_of(
     "worker",
     kv_transfer_bytes_total=_counter("KV that was sent, or has arrived", "direction"),
+    # Of each transfer that arrived: how long at least one of its writes was under way, and how much
+    # time there was between the end of the prefill and the arrival.
     kv_transfer_duration_seconds=_histogram("Of what arrived: with a write under way"),
     kv_transfer_exposed_seconds=_histogram("Of these: after the prefill's end"),
     kv_transfer_checksum_seconds_total=_counter("CPU time of checksums"),

@@ -29,8 +29,8 @@ BUSY_HEARTBEAT_S = 0.25  #: Between heartbeats while there is traffic, and for `
 BUSY_FOR_S = 5.0
 IDLE_HEARTBEAT_S = 1.0  #: Between heartbeats otherwise.
 SUSPECT_AFTER_S = 1.0  #: A busy peer that is silent for longer is suspected to be frozen.
-FRAME_BYTES_MAX = 64 << 20
-BUFFER_BYTES_MAX = 16 << 20
+BUFFER_BYTES_MAX = 16 << 20  #: Unsent bytes; a peer that lets more pile up is cut off.
+FRAME_BYTES_MAX = BUFFER_BYTES_MAX  #: A longer frame could cut its own connection off.
 HANDSHAKE_TIMEOUT_S = 5.0  #: For the TCP connection and the handshake together.
 TURN_S = 0.005  #: A peer that never ceases to speak leaves the loop to others after this.
 _LENGTH = struct.Struct(">I")
@@ -214,7 +214,7 @@ class FrameListener:
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 hello = await admit(reader, writer, self._secret)
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError) as error:  # a ConnectionError of `admit` is an OSError
             log.warning("refused a connection: %s", error or type(error).__name__)
             writer.transport.abort()
             return

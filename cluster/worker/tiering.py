@@ -22,8 +22,10 @@ FOLDER_LIMIT = 64  #: workers of one pool on one machine that can have a folder
 class Tiering:
     """Moves blocks between the engine's pool and the tiers, on the tiers' thread.
 
-    `tell_role` gets a `BlocksLoaded` for each `LoadBlocks`, and `submit_to_engine` a `BlockDemoted` for each
-    block of a `DemoteBlocks`. Both may be called from any thread.
+    Prefixes are loaded for the worker's role, the pure core that knows its attempts: `tell_role`
+    gets a `BlocksLoaded` for each `LoadBlocks`. The engine demotes blocks by itself:
+    `submit_to_engine` gets a `BlockDemoted` for each block of a `DemoteBlocks`. Both callables may
+    be called from any thread. `pool` names the pool of workers, `prefill` or `decode`.
     """
 
     def __init__(
@@ -41,7 +43,9 @@ class Tiering:
         folder = self._claim_folder(Path(settings.folder), pool) if settings.folder else None
         disk_bytes = settings.disk_mib << 20 if folder else 0
         limits = TierLimits(settings.memory_mib << 20, disk_bytes)
+        # Files that another model or KV layout has left in the folder are of another compatibility.
         self.tiers = TieredStore(self._kv.block_bytes, engine.compatibility, limits, folder)
+        # The engine asks how much of a prefix the tiers hold, before it reserves blocks for a load.
         engine.count_tier_blocks = self.tiers.count_held_blocks
 
     def _claim_folder(self, root: Path, pool: str) -> Path | None:
@@ -73,24 +77,29 @@ class Tiering:
         return self._kv.view[block * size : (block + 1) * size]
 
     def load(self, command: LoadBlocks) -> None:
-        """Copy content of the tiers into the pool; answered by `BlocksLoaded`, whatever happens."""
+        """Copy content of the tiers into the pool; answered by `BlocksLoaded`, whatever happens.
+
+        The command's blocks follow the `held_blocks` leading blocks of a prompt that the pool has.
+        """
         pairs = [
             (content, self._block_view(block))
             for content, block in zip(command.hashes, command.blocks, strict=True)
         ]
 
-        def loading_ended(loaded: list[bytes]) -> None:
+        def loading_ended(loaded: list[bytes]) -> None:  # the leading ones that the tiers held
             block_count = command.held_blocks + len(loaded)
             self._tell_role(BlocksLoaded(command.attempt_key, block_count))
 
-        if not self.tiers.load(pairs, loading_ended):
+        accepted = self.tiers.load(pairs, loading_ended)
+        if not accepted:  # too much waits there: `loading_ended` is not going to be called
             loading_ended([])
 
     def demote(self, command: DemoteBlocks) -> None:
         """Copy blocks of the pool into the tiers; each is answered by `BlockDemoted`."""
         for block, content in command.blocks:
             copying_ended = partial(self._copying_ended, block)
-            if not self.tiers.store(content, self._block_view(block), copying_ended):
+            accepted = self.tiers.store(content, self._block_view(block), copying_ended)
+            if not accepted:
                 copying_ended(copied=False)
 
     def _copying_ended(self, block: int, copied: bool) -> None:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ..ops import Ops
-from .fp8 import E4M3, quantize_rows
+from .fp8 import quantize_rows
 
 #: Pairs of a tile: the first where pairs are spread thin over the experts, else the second.
 FEW_ROWS, MANY_ROWS = 16, 64
@@ -67,7 +67,8 @@ def _grouped(
 class ExpertTiles:
     """Which pairs a tile computes, for one choice of experts. Tensors are int64 on the device."""
 
-    order: torch.Tensor  #: [pairs] pairs sorted by expert; a pair is row * chosen + rank.
+    #: [pairs] pairs sorted by expert; pair p is that of row p // k, if each row has k experts.
+    order: torch.Tensor
     experts: torch.Tensor  #: [tiles] the expert of each tile; -1 for a tile in excess.
     firsts: torch.Tensor  #: [tiles] where a tile's pairs begin in `order`.
     ends: torch.Tensor  #: [tiles] where the pairs of a tile's expert end in `order`.
@@ -150,7 +151,7 @@ class ExpertWeights:
             ROWS=tiles.rows,
             COLUMNS=COLUMNS,
             DEPTH=DEPTH,
-            SCALED=self._values.dtype == E4M3,
+            SCALED=self._fp8,
             num_warps=4 if tiles.rows == FEW_ROWS else 8,
             num_stages=3,
         )
@@ -169,7 +170,13 @@ class GroupedExperts:
         fp8: bool,
         exact: bool,
     ) -> None:
-        """The parameters are those of `ops.Ops.experts`; with `exact` all tiles have one size."""
+        """Stack the experts' matrices, copied to the device by `ops.keep`.
+
+        `matrices` gives the `count` experts' [2 * size, hidden] (gates, then what they gate) and
+        [hidden, size]. Where several ranks have a part of each expert, `combine` sums the parts of
+        all ranks; None for a single rank. With `fp8` the matrices are quantized. With `exact` all
+        tiles have one size, so a result's bits do not depend on the other rows.
+        """
         self._ops = ops
         self._count = count
         self._combine = combine
@@ -181,7 +188,10 @@ class GroupedExperts:
             self._down.put(expert, ops.keep(down))
 
     def __call__(self, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Return the results [T, chosen, hidden] of `rows` [T, hidden] and int64 [T, chosen]."""
+        """Return the results [T, chosen, hidden] of `rows` [T, hidden] and int64 [T, chosen].
+
+        They are not weighted, nor summed over the experts of a row: that is the caller's.
+        """
         spread_thin = chosen.numel() < self._count * MANY_ROWS // 2
         tile_rows = FEW_ROWS if spread_thin and not self._exact else MANY_ROWS
         tiles = cut_tiles(chosen.flatten(), self._count, tile_rows)

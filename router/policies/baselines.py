@@ -1,4 +1,8 @@
-"""The ten baselines: early policies, written from their published formulas (sources: README).
+"""The ten baselines, written from their published formulas (named in the README).
+
+They are early policies: a request gets its workers as soon as a decode worker has room. (The
+router's own policy, `deadline.py`, keeps requests in the queue until a worker can begin.) A
+baseline says what each worker would cost; the least wins. What it does not say is `EarlyPolicy`'s.
 
 They see our prefix index, which is at least as true as trees of their own, and no policy moves KV
 between prefill workers on its own. Room, ties, the hand-over of the first token and conditional
@@ -18,7 +22,7 @@ from ..request_queue import QueuedRequest
 from ..worker_state import WorkerState
 from .policy import EarlyPolicy
 
-BLOCK_TOKENS = 64
+BLOCK_TOKENS = 64  #: Dynamo's costs count in blocks of so many tokens.
 
 
 def decoded_tokens(workers: Sequence[WorkerState]) -> list[float]:
@@ -41,11 +45,14 @@ def two_random_choices(
 
 
 class MinTtft(EarlyPolicy):
-    """Chooses the least predicted sum of queue and prefill, and the least predicted decode step."""
+    """Chooses as `EarlyPolicy` does by default.
+
+    That is the least predicted sum of queue and prefill, and for decode the least predicted step.
+    """
 
 
 class RoundRobin(EarlyPolicy):
-    """Lets the workers take turns, in order of their slots."""
+    """Lets the workers take turns, in order of their slots: their numbers in the router's fleet."""
 
     def __init__(self, placer: Placer) -> None:
         super().__init__(placer)
@@ -115,7 +122,9 @@ class LongestPrefix(EarlyPolicy):
 
 
 class Dynamo(EarlyPolicy):
-    """The cost of Dynamo's KV router, with its weights at their defaults (1, 1, 0).
+    """The cost of Dynamo's KV router with its defaults.
+
+    These are overlap credit 1, prefill load scale 1, and temperature 0: the least cost wins.
 
     Prefill: max((pending + incoming tokens) / block - overlap blocks, 0) + blocks of all prompts.
     Decode: blocks of KV.
@@ -161,6 +170,7 @@ class LMetric(EarlyPolicy):
     def decode_costs(
         self, request: QueuedRequest, workers: Sequence[WorkerState], span: PrefillSpan
     ) -> list[float]:
+        # A decode worker has no new prefill tokens: of the product, the batch size is left.
         return [worker.rows + 1 for worker in workers]
 
 
@@ -238,4 +248,5 @@ class Mooncake(EarlyPolicy):
     def decode_costs(
         self, request: QueuedRequest, workers: Sequence[WorkerState], span: PrefillSpan
     ) -> list[float]:
+        # `memory_s` makes a worker whose KV pool fills up dearer: it would soon have to preempt.
         return [worker.step_with(request.kv_tokens_read) + worker.memory_s for worker in workers]

@@ -284,6 +284,19 @@ def test_heartbeats_keep_an_idle_connection_and_silence_ends_it() -> None:
     run(test)
 
 
+def test_the_longest_frame_does_not_cut_its_own_connection_off() -> None:
+    async def test() -> None:
+        server = Server()
+        peer = await dialled(await server.listener.start("127.0.0.1"))
+        request_id = "r" * (wire.FRAME_BYTES_MAX - 100)
+        peer.send(f.CancelAttempt((request_id, 0)))  # not a byte is taken meanwhile, at worst
+        assert isinstance(await peer.receive(), f.AttemptFailed)
+        assert server.frames == [f.CancelAttempt((request_id, 0))]
+        peer.abort()
+
+    run(test)
+
+
 def test_a_peer_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         server = Server()

@@ -28,6 +28,25 @@ def test_the_committed_manifests_are_right(path: Path) -> None:
     assert validate.problems(path.read_text(), FOLDER) == []
 
 
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ("metadata: {name: x}", "one RayService is wanted, here are"),
+        ("{apiVersion: v1, kind: Secret, metadata: null}", "Secret None: "),
+        ("{apiVersion: v1, kind: Secret, metadata: x}", "Secret None: "),
+    ],
+)
+def test_an_object_without_a_kind_or_a_name_is_reported(extra: str, expected: str) -> None:
+    text = f"{FILES[0].read_text()}\n---\n{extra}\n"
+    assert any(problem.startswith(expected) for problem in validate.problems(text, None))
+
+
+def test_a_wrong_structure_is_reported_without_crds_too() -> None:
+    text = "{apiVersion: ray.io/v1, kind: RayService, metadata: {name: x}, spec: {}}"
+    (problem,) = validate.problems(text, None)
+    assert "structure is wrong" in problem and "rayClusterConfig" in problem
+
+
 # ---- mutations -------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from diptych.simulator.case import Case
+from diptych.simulator.errors import SimulationError
 from diptych.simulator.fleet import Faults, Split
 from diptych.simulator.metrics import summarize
 from diptych.simulator.sim import Simulation
@@ -65,6 +66,18 @@ def test_another_seed_writes_another_log():
         Simulation(setting, TRACE, seed, lines.append).run(TRACE.workload(8.0, seed))
         digests.add(hashlib.sha256("\n".join(lines).encode()).hexdigest())
     assert len(digests) == 2
+
+
+@pytest.mark.parametrize("faults", ["slow=3x@8", "kill=8@1s"])
+def test_a_fault_of_a_worker_that_is_not_there_is_refused(faults):
+    with pytest.raises(SimulationError, match="no worker 8, the fleet has 8"):
+        outcomes(faults=Faults.parse(faults))
+
+
+def test_another_number_of_splits_than_pools_is_refused():
+    fleet, _ = h200()
+    with pytest.raises(SimulationError, match="2 splits: the fleet has 1 pools"):
+        fleet.workers((Split.parse("6P2D"), Split.parse("6P2D")))
 
 
 @pytest.mark.parametrize("split", ["1P7D", "6P2D", "5P2D1M", "8M"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-#: By part of the cluster: what the titles of its processes contain.
+#: By part of the cluster: what the titles of its processes contain. Serve has two proxies: its own
+#: in Python, and HAProxy, which it starts in the bench's runs with proxy `haproxy`.
 TITLES = {
     "gateway": ("diptych:Gateway",),
     "worker": ("diptych:PrefillWorker", "diptych:DecodeWorker"),
@@ -24,7 +25,10 @@ class Processes:
     """The processes that descend from this one, by part of the cluster."""
 
     def cpu_s(self) -> dict[str, float]:
-        """Return the CPU seconds of each part since it started, and of the rest."""
+        """Return the CPU seconds of each part, and of the rest, since their processes started.
+
+        A process that has ended counts no more.
+        """
         cpu_s = dict.fromkeys((*TITLES, REST), 0.0)
         for pid in descendants():
             cpu_s[_part_of(pid)] += _cpu_s_of(pid)

@@ -12,7 +12,8 @@ ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}
 def kv_layout(spec: ModelSpec, dtype: str, block_tokens: int) -> KVLayout:
     """Returns the layout of one rank's pool for `spec`, that rank's share of the model.
 
-    Groups of one layer: attention then reads the heads of a block one after the other.
+    In a block the layers lie in groups, and in each group one head behind the other with all layers
+    of the group. Groups of one layer: then the heads that one layer's attention reads lie together.
     """
     return KVLayout(
         layers=spec.layers,
@@ -28,7 +29,8 @@ def kv_layout(spec: ModelSpec, dtype: str, block_tokens: int) -> KVLayout:
 def context_limit(
     spec: ModelSpec, layout: KVLayout, kv_bytes: int, requested_tokens: int | None
 ) -> int:
-    """Returns the longest sequence in tokens: the model's, the request's, and what the pool holds.
+    """Returns the longest sequence in tokens: the least of what the model, the operator
+    (`requested_tokens`, model.max_model_len) and the pool allow.
 
     Raises UnsupportedModel if `requested_tokens` is more than the model's positions, and
     OutOfMemory if the pool cannot hold a sequence of that length, or not even one block.
@@ -48,7 +50,8 @@ def context_limit(
         return pool_tokens
     needed_tokens = limit if requested_tokens else block
     needed_blocks = -(-needed_tokens // block) + 1
-    needed_mib = -(-needed_blocks * layout.block_bytes >> 20) + 1
+    needed_bytes = needed_blocks * layout.block_bytes
+    needed_mib = -(-needed_bytes // (1 << 20))
     raise OutOfMemory(
         f"a KV pool of {kv_bytes >> 20} MiB holds {max(pool_tokens, 0)} tokens of this model, "
         f"{needed_tokens} are needed: raise engine.kv_mib to {needed_mib}"

@@ -47,7 +47,9 @@ class HostEnvironment(msgspec.Struct, frozen=True):
     worker: str
     host: str
     boot: str  #: id of this boot of the kernel: equal for all containers of one host
-    process: str  #: identity for peers (`transports.process.here`); empty: nobody watches it
+    #: Identity of the process (`transports.process.own_process_identity`), by which peers on the
+    #: host see whether it is gone; empty where the system gives none.
+    process: str
     pid: int
     transport: str  #: what its transfer service opened; empty outside a cluster
     pool_bytes: int  #: registered memory of one rank

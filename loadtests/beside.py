@@ -2,9 +2,15 @@
 
     python loadtests/beside.py [URL [ROUNDS]]
 
-Each round: a stream of 60 tokens, and 1.2 s later a prompt of 900 ids. Milliseconds between the
-tokens of the first one while the second prompt is computed (`beside`), and else (`alone`); the gap
-between the second's first two tokens (`hand-over`), and its TTFT. As the client sees it.
+Each round: a stream of 60 tokens, and 1.2 s later a second stream, with a prompt of 900 ids. It
+prints milliseconds, as the client sees them:
+
+* `alone`: between tokens of the first stream before the second begins and after it ends;
+* `beside`: between tokens of the first stream while the second's prompt is computed. Where both
+  streams decode, the first one's gaps count as neither;
+* `hand-over`: between the first two tokens of the second stream. The prefill worker gives the first
+  one, the decode worker the others, so this gap shows what moving the KV leaves to wait for;
+* `TTFT`: of the second stream.
 """
 
 from __future__ import annotations
@@ -18,9 +24,9 @@ import time
 import httpx
 import numpy as np
 
-PROMPT_TOKENS = 900
-LATER_S = 1.2
-STREAM_TOKENS = 60
+PROMPT_TOKENS = 900  #: of the second stream; the first has a third
+LATER_S = 1.2  #: from the first stream's begin to the second's
+STREAM_TOKENS = 60  #: of the first stream's answer
 LETTER = 100  #: an id that is always text of its own, and so always a chunk
 
 
@@ -32,6 +38,7 @@ class TimedStream(threading.Thread):
         self._client = client
         self._body = {
             "model": client.get("/v1/models").json()["data"][0]["id"],
+            # ids that any vocabulary has, behind the usual special ids
             "prompt": [random.randrange(3, 256) for _ in range(prompt_tokens)],
             "max_tokens": tokens,
             "ignore_eos": True,
@@ -60,11 +67,7 @@ class TimedStream(threading.Thread):
 
 
 def measure(url: str, rounds: int) -> dict[str, list[float]]:
-    """Returns the gaps of a stream alone, beside another's prefill and at its hand-over, and the
-    other's TTFT.
-
-    All are in milliseconds.
-    """
+    """Returns the milliseconds of all rounds by the names that the module's docstring explains."""
     alone: list[float] = []
     beside: list[float] = []
     hand_overs: list[float] = []

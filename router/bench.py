@@ -45,6 +45,7 @@ from .events import (
 from .index import BLOCK_TOKENS, STRIDE, positions
 
 GATEWAY = "g"
+TERM = 1  #: of the router; a cluster that restarts its router gives the new one a higher term
 SYSTEM_BLOCKS = 8  #: of a system prompt: 512 tokens
 SYSTEM_PROMPTS = 16
 HISTORY_BLOCKS = (40, 300)  #: of 64 tokens: 2.6 k to 19 k
@@ -60,11 +61,11 @@ COST = Coefficients(
     prefill_pair=1.5e-9,
     step_base=0.005,
     step_row=2e-5,
-    step_weights=4e-3,
+    step_weights=4e-3,  # for reading the weights, unless the rows take longer
     step_token=3e-9,
     transfer_base=1e-4,
     transfer_token=5e-7,
-    exposed_share=0.02,
+    exposed_share=0.02,  # of a transfer, what the prefill does not hide
 )
 
 
@@ -101,10 +102,12 @@ class BenchCluster:
 def build(workers: int, entries: int, seed: int, decisions: int) -> BenchCluster:
     """Return a cluster, half prefill and half decode workers.
 
-    Its index has `entries` pairs of a worker and a prefix that the worker holds.
+    Its index has `entries` pairs of a worker and a prefix that the worker holds. The router keeps
+    records of its last `decisions` decisions.
     """
+    # settle_s=0: the router does not wait for workers that may join late
     config = RouterConfig(queue_max=4096, settle_s=0.0, decisions=decisions, ttft_s=10.0)
-    cluster = BenchCluster(Router(config, 1), np.random.default_rng(seed))
+    cluster = BenchCluster(Router(config, term=TERM), np.random.default_rng(seed))
     half = workers // 2
     names = [f"{role}/{number}" for role in ("prefill", "decode") for number in range(half)]
     held = _make_histories(cluster, names, entries)
@@ -113,7 +116,7 @@ def build(workers: int, entries: int, seed: int, decisions: int) -> BenchCluster
         cluster.report_numbers[name] = 0
         cluster.unreported[name] = []
         cluster.held[name] = deque(dict.fromkeys(hashes))
-        joined = WorkerJoined(_card(name), 1, list(cluster.held[name]))
+        joined = WorkerJoined(_card(name), term=TERM, cached_hashes=list(cluster.held[name]))
         cluster.router.handle(joined, 0.0)
     return cluster
 
@@ -267,12 +270,13 @@ def run(
     The best of some rounds counts, as others may use the machine meanwhile. `least_`: the same
     placements a second time, and the shorter time of each, which leaves out what interrupts cost.
 
-    A placement is an event by which one request is placed: a worker has credit and one of the most
-    urgent is chosen for it, or a newcomer finds a worker that takes it; in both cases with the
-    choice of the decode worker and everything that is noted. `Router.tidy`, which comes after the
-    answer is sent, counts in the mix. The mix has, for each placement, its request, its first
-    token, its end, and at 3,500 placements a second what each worker reports every `REPORT_S`: the
-    blocks stored and evicted, at the index's grain.
+    A placement is an event by which one request is placed: a prefill worker has credit (so little to
+    compute that it may take another prompt) and one of the most urgent is chosen for it, or a
+    newcomer finds a worker that takes it; in both cases with the choice of the decode worker and
+    everything that is noted. `Router.tidy`, which comes after the answer is sent, counts in the
+    mix. The mix has, for each placement, its request, its first token, its end, and at 3,500
+    placements a second what each worker reports every `REPORT_S`: the blocks stored and evicted, at
+    the index's grain.
     """
     share = placements // rounds
     cluster = _ready(workers, entries, queued, seed)

@@ -1,6 +1,11 @@
 """What happens to the router, and what the router wants done: its events and actions.
 
 Frames arrive as they are, with the name of the peer that sent them.
+
+Most events are logged as JSON, and read again by `replay.py`. The log's keys never change: a field that
+has another name there says so by `name`, in a msgspec struct, as dataclasses have no such thing.
+
+A `term` numbers routers: each new one has a higher term than those before it.
 """
 
 from __future__ import annotations
@@ -24,8 +29,9 @@ from ..protos.frames import (
 class WorkerJoined(msgspec.Struct, frozen=True):
     """A worker is ready, or back after a lost connection.
 
-    `cached_hashes` are the prefixes that it holds; `held_reservations` has (request, attempt,
-    blocks) of each attempt that decodes there.
+    `term` is the highest term of a router that the worker has seen. `cached_hashes` are the
+    prefixes that it holds, each root first. `held_reservations` has (request, attempt, blocks) of
+    each attempt that decodes there.
     """
 
     card: WorkerCard
@@ -64,7 +70,10 @@ class FirstTokenSent(msgspec.Struct, frozen=True):
 
 
 class AttemptEnded(msgspec.Struct, frozen=True):
-    """The attempt is over; `outcome` says what came of it, as the gateway saw it."""
+    """The attempt is over; `outcome` says what came of it, as the gateway saw it.
+
+    It is None in simulations and tests, where nobody has one.
+    """
 
     attempt_key: AttemptKey = msgspec.field(name="key")
     outcome: AttemptOutcome | None = None
@@ -127,7 +136,7 @@ class DisconnectWorker:
 
 @dataclass(frozen=True, slots=True)
 class StepDown:
-    """A newer router is active; this one must not place anything any more."""
+    """A router of a higher term, `term`, is active: this one must not place anything any more."""
 
     term: int
 

@@ -20,7 +20,7 @@ from math import inf
 from operator import itemgetter
 
 BLOCK_TOKENS = 64  #: of a hashed block
-#: as `kv_transfer.identity.looked_up`, by which workers report
+#: Workers report the same positions: `kv_transfer.identity.is_looked_up` has equal constants.
 FRONT_BLOCKS = 16
 STRIDE = 8
 SHARED_MASKS_MAX = 1 << 16  #: masks that entries share; more are not shared
@@ -98,9 +98,11 @@ NOBODY = Hits()
 
 
 class PrefixIndex:
-    """Workers are small numbers (slots). Masks are shared between entries, keys with senders."""
+    """The prefixes of all workers, which are small numbers here (slots): bits of the masks.
 
-    positions = staticmethod(positions)
+    A worker's entries are `per_worker` at most. To save memory, entries share equal masks, and the
+    hashes are the caller's own objects, not copies.
+    """
 
     def __init__(self, per_worker: int = 65536, predicted_ttl_s: float = 120.0) -> None:
         self._per_worker = per_worker
@@ -114,8 +116,9 @@ class PrefixIndex:
     # ---- what workers hold -----------------------------------------------------------------------
 
     def store(self, slot: int, hashes: Sequence[bytes]) -> None:
-        """Note that the worker says that it holds these prefixes."""
-        self._insert(slot, hashes, inf)
+        """Note that the worker says that it holds these prefixes, each root first."""
+        tail_first = hashes[::-1]
+        self._insert(slot, tail_first, inf)
 
     def predict(self, slot: int, sampled: Sequence[bytes], now: float) -> None:
         """Note that the worker is about to compute the prefixes `sampled`, root first."""
@@ -124,12 +127,13 @@ class PrefixIndex:
         self._insert(slot, tail_first, until)
         self._predicted.append((until, slot, tail_first))
 
-    def _insert(self, slot: int, hashes: Sequence[bytes], until: float) -> None:
+    def _insert(self, slot: int, tail_first: Sequence[bytes], until: float) -> None:
+        """Add or renew entries; those that come first are the first to go when there are too many."""
         held = self._held.setdefault(slot, {})
         holders = self._holders
         shared_masks = self._shared_masks
         own_mask = shared_masks.setdefault(1 << slot, 1 << slot)
-        for content in hashes:
+        for content in tail_first:
             previous_until = held.pop(content, None)
             if previous_until is not None:
                 held[content] = max(until, previous_until)  # behind all others: used last
@@ -277,8 +281,9 @@ class PrefixIndex:
         return depth == len(sampled) or not self._holders.get(sampled[depth])
 
     def reported_hashes(self, slot: int) -> list[bytes]:
-        """Return the prefixes that the worker has said that it holds."""
-        return [content for content, until in self._held.get(slot, {}).items() if until == inf]
+        """Return the prefixes that the worker has said that it holds, in the order of `store`."""
+        held = self._held.get(slot, {})
+        return [content for content in reversed(held) if held[content] == inf]
 
     def held_count(self, slot: int) -> int:
         """Return how many prefixes the worker holds."""

@@ -3,8 +3,8 @@
 `protos.frames.Coefficients` says how long a prefill, a step and a transfer take. Here is what
 corrects it: a log-EWMA of observed over predicted, in two layers. The slow layer is shared by all
 workers of a type (GPU, tensor parallelism); the fast one is a worker's own, relative to its type.
-What a request does not say, its output length, is a moving average per tenant and class: it ranks
-choices, and correctness never depends on it.
+What a request does not say, its output length, is a moving average per tenant and SLO class: it
+ranks choices, and correctness never depends on it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from ..protos.frames import Coefficients
 FAST = 1 / 20  #: weight of a new sample in a worker's own layer
 SLOW = 1 / 1000  #: the same, in the layer of its type
 LEARNING_WEIGHT = 1 / 10  #: the same, of a closed form that is learned
-FIRST_SAMPLES_KEPT = 3  #: after half of a correction is forgotten, new samples count as much again
+#: A correction that fades counts as made of so many samples at most: the next one weighs 1/5 again.
+FIRST_SAMPLES_KEPT = 3
 RATIO_LIMIT = 8.0  #: a sample beyond counts as this
 CORRECTION_LIMIT = 8.0  #: of a worker against its type
 RESIDUALS_KEPT = 256
 RECOMPUTE_EVERY = 32  #: errors between two looks at their quantile
 UPPER_LIMIT = 2.0  #: of the error quantile
-TENANTS_MAX = 10_000
-PRIOR_STEP_S = 0.02
-PRIOR_ROW_S = 0.001
+MEANS_MAX = 10_000  #: of output lengths, by tenant and class; the one updated longest ago goes
+PRIOR_STEP_S = 0.02  #: assumed seconds of each decode step, with the reading of the weights
+PRIOR_ROW_S = 0.001  #: assumed seconds that each sequence adds to a step
 
 
 def clamp(value: float, lower: float, upper: float) -> float:
@@ -36,7 +37,12 @@ def clamp(value: float, lower: float, upper: float) -> float:
 
 
 def prior(tokens_per_s: float) -> Coefficients:
-    """Return the speed that is assumed of a worker whose card says nothing of it."""
+    """Return the speed that is assumed of a worker whose card says nothing of it.
+
+    Costs that grow with the length of a sequence (`prefill_pair`, `step_token`) are left out.
+    `step_weights` is a step's minimum for reading the weights: `step_base` has it already. Transfers
+    count as free.
+    """
     return Coefficients(
         prefill_base=0.0,
         prefill_token=1.0 / tokens_per_s,
@@ -67,7 +73,10 @@ class Drift:
 
 
 class Correction:
-    """One worker's factor on a closed form; `shared` is the slow layer of its type."""
+    """One worker's factor on a closed form; `shared` is the slow layer of its type.
+
+    `factor` follows `shared` when this worker observes or fades, not when others of its type do.
+    """
 
     __slots__ = ("factor", "own", "shared")
 
@@ -161,5 +170,5 @@ class OutputLengths:
         for key in {("", slo_class), (tenant, slo_class)}:
             previous = self._means.pop(key, self._first)
             self._means[key] = previous + self._weight * (tokens - previous)
-        while len(self._means) > TENANTS_MAX:
+        while len(self._means) > MEANS_MAX:
             self._means.popitem(last=False)

@@ -3,9 +3,9 @@
 `python -m diptych.simulator.fit [--calibration FOLDER] [--write]` prints the errors and, with
 `--write`, writes `coefficients.yaml`.
 
-The measured engines are dense models (Llama-3.1-70B fp8, Qwen3-32B bf16 and fp8) under vLLM,
-aggregated, on H100, H200 and B200 SXM with tp 1 to 8, where the load's concurrency is stated. The
-fit sees those on H200; those on H100 and B200 test it. With B sequences that decode at a time in a
+The measured engines are dense models under vLLM, aggregated, with tp 1 to 8, where the load's
+concurrency is stated: Llama-3.1-70B in fp8 on H100, H200 and B200 SXM, and Qwen3-32B in bf16 on
+H100. The fit sees those on H200; those on H100 and B200 test it. With B sequences that decode at a time in a
 closed loop, an engine's time per output token is predicted as
 
     TPOT = step_s(B, B * (isl + osl / 2)) + B * prefill_s(isl, isl) / osl
@@ -47,7 +47,8 @@ FITTED_GPU = "H200"
 LARGE_ERROR = 0.1  #: relative; larger errors count linearly, not squared
 
 #: The fitted engines run one model, so they tell only the sum of a step's overhead and its layers'.
-#: Therefore `step_s` is held at the value of the first fit.
+#: The share of `step_s` in this sum is therefore arbitrary, and would differ from one processor to
+#: the next. It is held at what a fit with a free `step_s` once ended at: 4 % of the sum.
 HELD_STEP_S = 1.858e-4
 START = Overheads(
     weights_efficiency=0.9,
@@ -65,7 +66,8 @@ LOWER_BOUNDS = Overheads(
     prefill_efficiency=0.3,
     prompt_s=0.0,
 )
-#: Nothing is better than the kernels alone.
+#: Nothing is better than the kernels alone: they reach 0.9 of the data sheet's memory bandwidth
+#: (`bound.KERNEL_MEMORY_SHARE`), and a prefill's efficiency is a share of their own speed.
 UPPER_BOUNDS = Overheads(
     weights_efficiency=0.9,
     kv_efficiency=0.9,

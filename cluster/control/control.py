@@ -37,6 +37,8 @@ class Control:
         settings = cluster_config.control
         logs.configure(cluster_config.observability.log, "control")
 
+        # Connections to the router and to every worker; a peer that is silent for `silence_s` is
+        # given up. They begin with the plane, and end with the process.
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._plane = Plane(
             f"control/{replica_id}",
@@ -61,9 +63,10 @@ class Control:
 
         application = http.build(
             operations,
+            # for `diptych doctor`, which tells when workers use another transport than configured
             doctor=Doctor(self._plane, cluster_config.kv_transfer.transport),
             autopilot=autopilot,
-            metrics_address=self._metrics.address,
+            metrics_address=self._metrics.address,  # for the list of what Prometheus scrapes
         )
         self._http_server = http.AdminHttpServer(application, settings)
         await self._http_server.start()

@@ -31,7 +31,9 @@ def last_rows(block_tables: list[list[int]]) -> StepRows:
     """Return a decoding row of each sequence, the last of its context."""
     unused = torch.empty(0)  # attention reads the spans alone
     spans = [
-        RowSpan(row, 1, CONTEXT - 1, table, is_decode=True)
+        RowSpan(
+            first_row=row, row_count=1, first_position=CONTEXT - 1, blocks=table, is_decode=True
+        )
         for row, table in enumerate(block_tables)
     ]
     return StepRows(unused, unused, unused, spans)
@@ -51,7 +53,15 @@ def main() -> None:
     torch.set_num_threads(threads)
     ops = native_ops(HEAD_DIM, threads)
     blocks_per_row = CONTEXT // KERNEL_BLOCK_TOKENS
-    layout = KVLayout(LAYERS, KV_HEADS, HEAD_DIM, KERNEL_BLOCK_TOKENS, 2, "bfloat16", 1)
+    layout = KVLayout(
+        layers=LAYERS,
+        heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        block_tokens=KERNEL_BLOCK_TOKENS,
+        item_bytes=2,
+        dtype="bfloat16",
+        group_layers=1,
+    )
     pool = KVPool(layout, 1 + BATCH * blocks_per_row, torch.bfloat16)
     kv = torch.frombuffer(pool.view, dtype=torch.bfloat16)[layout.block_items :]  # behind block 0
     kv.normal_()

@@ -68,6 +68,11 @@ class _Handover:
     order: list[int]  #: Where each block of the sender's goes in the receiver's pool.
 
 
+def _admit_all(peer: str, note: bytes) -> bool:
+    """Let TCP store the data of every write: none comes too late to be wanted here."""
+    return True
+
+
 class _Endpoint:
     """One process's pool and transport, and bytes that both ends can draw."""
 
@@ -83,12 +88,12 @@ class _Endpoint:
             self.pool = DevicePool(layout, blocks, dtype, device)
         self.agent = f"{name}-{os.getpid()}"
         self.transport: Transport = open_transport(
-            handover.transport, self.agent, self.pool, admit=lambda *_: True, host="127.0.0.1"
+            handover.transport, self.agent, self.pool, admit=_admit_all, host="127.0.0.1"
         )
         generator = torch.Generator(device).manual_seed(1)
 
         #: What the sender's pool holds, uint8 [blocks, block_bytes].
-        self.drawn = torch.randint(
+        self.drawn_bytes = torch.randint(
             0,
             256,
             (blocks, layout.block_bytes),
@@ -118,19 +123,22 @@ def _receive(handover: _Handover, pipe: Connection) -> None:
     """Run the receiving process: open a pool, wait for the last write, compare."""
     endpoint = _Endpoint(handover, "receiver")
     endpoint.wait_for_device()  # the pool's zeros are written before any byte arrives
-    endpoint.transport.add_peer(pipe.recv())
+    endpoint.transport.add_peer(pipe.recv())  # as workers do, which know each other
     pipe.send(endpoint.card())
     endpoint.wait_for_event(
         lambda event: isinstance(event, NotificationReceived) and event.data == LAST_WRITE
     )
-    pipe.send(bool(torch.equal(endpoint.bytes()[handover.order], endpoint.drawn)))
+    pipe.send(bool(torch.equal(endpoint.bytes()[handover.order], endpoint.drawn_bytes)))
     endpoint.transport.close()
 
 
 def _send(handover: _Handover, pipe: Connection) -> HandoverResult:
-    """Write all blocks to the receiver's, ROUNDS times. Raises TimeoutError."""
+    """Write all blocks to the receiver's, ROUNDS times.
+
+    Raises TimeoutError, also where a write fails: only a good end is waited for.
+    """
     endpoint = _Endpoint(handover, "sender")
-    endpoint.bytes().copy_(endpoint.drawn)
+    endpoint.bytes().copy_(endpoint.drawn_bytes)
     endpoint.wait_for_device()  # NIXL does not know the stream that writes these bytes
     pipe.send(endpoint.card())
     if not pipe.poll(PATIENCE_S):
@@ -142,10 +150,10 @@ def _send(handover: _Handover, pipe: Connection) -> HandoverResult:
     spans = Spans(handover.layout.block_bytes, source_blocks, target_blocks)
     best_s = float("inf")
     for round_index in range(ROUNDS):
-        note = LAST_WRITE if round_index == ROUNDS - 1 else b""
+        note = LAST_WRITE if round_index == ROUNDS - 1 else b""  # the receiver ignores empty notes
         started_at = time.perf_counter()
         handle = endpoint.transport.write(peer.agent, spans, note)
-        endpoint.wait_for_event(partial(eq, PostedWriteEnded(handle, True)))
+        endpoint.wait_for_event(partial(eq, PostedWriteEnded(handle, ok=True)))
         best_s = min(best_s, time.perf_counter() - started_at)
     intact = pipe.poll(PATIENCE_S) and pipe.recv()
     endpoint.transport.close()

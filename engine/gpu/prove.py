@@ -78,6 +78,7 @@ BF16 = DecodeVariant("Decode, bf16", {})
 OTHER_VARIANTS = (
     DecodeVariant("Decode, FP8 weights", {"fp8": True}, weight_number_bytes=1),
     DecodeVariant("Decode, FP8 KV", {"kv_dtype": "float8_e4m3fn"}, kv_number_bytes=1),
+    # bits of a sequence that do not depend on the others in its batch, which costs time
     DecodeVariant("Decode, exact", {"exact": True}),
 )
 
@@ -162,7 +163,7 @@ class DecodeBench:
                 position=context - 40 + ahead,
                 blocks=blocks,
                 seed=index,
-                draw=context,
+                draw=context,  # where the random draw is taken; greedy rows need none
                 temperature=0.0,
             )
             for index, blocks in enumerate(self._blocks)
@@ -189,7 +190,7 @@ def decode_section(
     variant: DecodeVariant,
     cases: Sequence[tuple[int, int]],
 ) -> ProofSection:
-    """Time decode steps, beside their floors and, in bf16, beside the predictions."""
+    """Time decode steps, beside their floors; those of Llama-3-8B in bf16 beside predictions."""
     rows = [["batch x context", "ms", "tokens/s", "floor ms", "of the floor", "predicted ms"]]
     for batch, context in cases:
         step_s = bench.steps(batch, context, STEPS)
@@ -202,6 +203,7 @@ def decode_section(
         ).seconds(top)
         predicted_ms = roofline.PREDICTED_MS.get((batch, context))
         is_bf16 = variant.weight_number_bytes == variant.kv_number_bytes == 2
+        is_predicted = bench.decoder.spec == LLAMA_3_8B and is_bf16
         rows.append(
             [
                 f"{batch} x {context}",
@@ -209,7 +211,7 @@ def decode_section(
                 f"{batch / step_s:.0f}",
                 f"{floor_s * 1e3:.2f}",
                 f"{floor_s / step_s:.0%}",
-                f"{predicted_ms:.1f}" if predicted_ms and is_bf16 else "-",
+                f"{predicted_ms:.1f}" if predicted_ms and is_predicted else "-",
             ]
         )
     lines = [f"attention: {bench.ops.attention.name}", "", markdown_table(rows)]
@@ -219,13 +221,13 @@ def decode_section(
 def prefill_section(
     bench: DecodeBench, top: DeviceCeilings, prompts: Sequence[int]
 ) -> ProofSection:
-    """Time prompts in one chunk, beside the matmul rate and the predictions."""
+    """Time prompts in one chunk, beside the matmul rate; Llama-3-8B's beside predictions."""
     spec = bench.decoder.spec
     rows = [["prompt", "ms", "tokens/s", "of the matmul rate", "predicted tokens/s"]]
     for tokens in prompts:
         prefill_s = seconds(prefill(bench.decoder, tokens), 5)
         share = prefill_flops(spec, tokens) / prefill_s / top.matmul_flops_s
-        predicted = roofline.PREDICTED_TOKENS_S.get(tokens)
+        predicted = roofline.PREDICTED_TOKENS_S.get(tokens) if spec == LLAMA_3_8B else None
         rows.append(
             [
                 str(tokens),
@@ -252,7 +254,7 @@ def _one_chunk(tokens: int, blocks: list[int]) -> StepRows:
     positions = torch.arange(tokens)
     table = torch.tensor(blocks)
     used = blocks[: -(-tokens // BLOCK_TOKENS)]
-    span = RowSpan(0, tokens, 0, used, is_decode=False)
+    span = RowSpan(first_row=0, row_count=tokens, first_position=0, blocks=used, is_decode=False)
     slot_blocks = table[positions // BLOCK_TOKENS]
     return StepRows(positions, slot_blocks, positions % BLOCK_TOKENS, [span])
 
@@ -299,7 +301,7 @@ def _greedy_on_device(
             position=len(prompt) + step,
             blocks=blocks,
             seed=0,
-            draw=0,
+            draw=0,  # greedy: no random draw
             temperature=0.0,
         )
         token_ids, _ = bench.runner.launch([row]).read()
@@ -377,16 +379,18 @@ def handover_section(device: torch.device, blocks: int) -> ProofSection:
 
 
 def ranks_section(device: torch.device) -> ProofSection:
-    """Prove that NCCL's calls can be captured.
+    """Prove that NCCL's calls can be captured: the sum over ranks, and what puts parts side by side.
 
-    One rank does, which sums nothing: more ranks would need more GPUs.
+    NCCL sums by itself (`reduced`), or each rank gathers the others' parts and adds them in rank
+    order (`gathered`). There is one rank, so both must return what went in: more ranks would need
+    more GPUs.
     """
     store = dist.HashStore()
     dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
     x = torch.empty(8, 4096, dtype=torch.bfloat16, device=device)
     section = ProofSection("Sums of ranks inside a graph (NCCL, one rank)", [])
-    for reduce in (True, False):
-        ranks = Collectives(0, 1, reduce)
+    for any_order in (True, False):
+        ranks = Collectives(rank=0, size=1, any_order=any_order)
         ranks.sum(x.clone())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -395,7 +399,7 @@ def ranks_section(device: torch.device) -> ProofSection:
         graph.replay()
         right = torch.equal(out, x)
         section.failed |= not right
-        method = "reduced" if reduce else "gathered"
+        method = "reduced" if any_order else "gathered"
         section.lines.append(f"- {method}: {'right' if right else 'WRONG'}")
     dist.destroy_process_group()
     return section

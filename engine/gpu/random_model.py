@@ -27,7 +27,10 @@ def make_random_model(
     """Return a decoder of a dense model, with a pool of `blocks` blocks, and its operations.
 
     Weights are normal with a deviation that keeps activations near 1, and the same at every call.
-    `kv_dtype` None is the model's dtype. Raises KernelUnavailable and OutOfMemory.
+    `attention` is a backend's name, or `auto` for the best that fits. `fp8` is for the weights of
+    linear layers; `kv_dtype` None is the model's dtype. With `exact`, the bits of a sequence do not
+    depend on what else is in its batch. Raises KernelUnavailable where the device lacks a kernel
+    for this, and OutOfMemory.
     """
     needs = AttentionNeeds(
         dtype=spec.dtype,
@@ -56,6 +59,7 @@ class _RandomWeights:
     def make(self) -> DecoderWeights:
         """Draw the head, the layers and the embedding, in this order."""
         spec = self._spec
+        # `precise`: the head stays in the model's dtype even with fp8
         head = make_linear(self._matrix(spec.vocab, spec.hidden), ops=self._ops, precise=True)
         layers = [self._layer() for _ in range(spec.layers)]
         embedding = self._matrix(spec.vocab, spec.hidden)

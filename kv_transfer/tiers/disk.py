@@ -57,6 +57,7 @@ def align(size: int, unit: int = PAGE) -> int:
 
 
 def with_checksum(data: bytes, seed: int) -> bytes:
+    """Returns `data` and its checksum. The seed of a header is its slot, of the superblock 0."""
     return data + TAIL.pack(xxhash.xxh3_64_intdigest(data, seed=seed))
 
 
@@ -64,7 +65,7 @@ class DiskStore:
     """Owns the folder (a lock; a second process is refused) and the file in it.
 
     `capacity_bytes` bounds the file's size; `compatibility` is 16 bytes. Raises DiskUnavailable
-    when the folder cannot be used; afterwards every access returns a `TierFault` instead of
+    when the folder cannot be used. Afterwards `write` and `read` return a `TierFault` instead of
     raising.
     """
 
@@ -180,12 +181,17 @@ class DiskStore:
         )
 
     def checksum_of(self, slot: int) -> int:
+        """Returns the checksum of the payload that was written to the slot, or found there."""
         return self._checksums[slot]
 
     def write(
         self, slot: int, content: bytes, data: memoryview, payload_checksum: int
     ) -> TierFault | None:
-        """Stores a block. After a fault the slot holds no block."""
+        """Stores a block; `payload_checksum` is `faults.checksum` of it with the block's seed.
+
+        After a fault, the caller must not `read` the slot before it was written again. A restart
+        finds there the previous block, this one or none, but never a part of one.
+        """
         try:
             if not self._is_still_in_place():
                 return TierFault.VANISHED
@@ -207,7 +213,11 @@ class DiskStore:
         return os.path.samestat(os.stat(self.path), os.fstat(self._fd))
 
     def read(self, slot: int, target: memoryview, seed: int) -> TierFault | None:
-        """Reads a block into `target` (uint8 [block_bytes]) and verifies it there."""
+        """Reads a block into `target` (uint8 [block_bytes]) and verifies it there.
+
+        `seed` is `faults.checksum_seed` of the block, with which its checksum was made: another
+        block's bytes do not pass.
+        """
         offset = self._offset(slot)
         read_bytes = 0
         try:
@@ -223,9 +233,10 @@ class DiskStore:
         return None
 
     def erase(self, slot: int) -> None:
-        """Keeps a restart from finding this slot's block.
+        """Keeps a restart from finding this slot's block. It is for blocks that could not be read.
 
-        Best effort: if it fails, the block is found and does not pass its checksum.
+        Best effort: if the header cannot be erased, a restart finds the block, and `read` decides
+        again whether it is whole.
         """
         try:
             self._erase_header(slot)

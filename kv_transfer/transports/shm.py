@@ -84,7 +84,8 @@ class MappedPool:
     def copy(self, pool: Pool, spans: Spans) -> None:
         """Copies `spans` from `pool`, in pieces; the gate is held for one piece at a time.
 
-        Raises PeerLost when the gate is shut, or a unit lies outside of a pool.
+        A piece is a run of units that lie together in both pools. Raises PeerLost when the gate is
+        shut, or a piece lies outside of a pool.
         """
         pieces = bounded_pieces(spans, HOLD_BYTES)
         source, target, size = pieces.T
@@ -124,7 +125,9 @@ class ShmTransport(SocketTransport):
     """Listens on an abstract unix socket; hands its pool to processes of the same user."""
 
     name = "shm"
-    refuses_late = False
+    refuses_late = (
+        False  #: the writer copies by itself: nobody asks here whether data may be stored
+    )
 
     def __init__(self, agent: str, pool: Pool) -> None:
         """Raises TransportUnavailable when no file is behind the pool."""
@@ -146,6 +149,11 @@ class ShmTransport(SocketTransport):
     # ---- as the writer ---------------------------------------------------------------------------
 
     def write(self, peer: str, spans: Spans, note: bytes) -> int:
+        """Queues a copy of `spans` and the note behind it. Raises PeerLost.
+
+        Returns a handle: `poll` returns one `PostedWriteEnded` with it. What waits in the queue is
+        the note and the list of units, not the data.
+        """
         connection = self._dial(peer)
         handle = next(self._handles)
         waiting_bytes = len(note) + spans.source_units.nbytes + spans.target_units.nbytes
@@ -196,6 +204,7 @@ class ShmTransport(SocketTransport):
         except OSError:
             self._hang_up(connection)
             return
+        self._gates.setdefault(connection.peer, []).append(gate)
         try:
             size = _POOL_SIZE.pack(self.pool.size)
             socket.send_fds(connection.sock, [size], [self._pool_file, gate.writer_file])
@@ -203,7 +212,6 @@ class ShmTransport(SocketTransport):
             self._hang_up(connection)
         finally:
             os.close(gate.writer_file)
-        self._gates.setdefault(connection.peer, []).append(gate)
 
     def _hang_up(self, connection: IncomingConnection | OutgoingConnection) -> None:
         super()._hang_up(connection)

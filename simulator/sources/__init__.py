@@ -16,8 +16,14 @@ __all__ = ["load_trace"]
 def load_trace(source: str, seed: int = 0) -> Trace:
     """Return the trace that `source` names; the seed is for what is drawn.
 
-    `source` is a file (.jsonl, .jsonl.gz, ServeGen's .npz), `synthetic[:REQUESTS]`, or
-    `poisson:LOW-HIGH:LOW-HIGH[:REQUESTS]` (uniform tokens of the prompt and of the answer).
+    `source` is one of
+
+    * a file: recorded requests (.jsonl, .jsonl.gz), or ServeGen's client models (.npz), from which
+      a window of 600 s is drawn;
+    * `synthetic[:REQUESTS]`: sessions of tenants with bursts, 4,000 requests by default;
+    * `poisson:LOW-HIGH:LOW-HIGH[:REQUESTS]`: on average one request a second, 600 by default, with
+      uniform tokens of the prompt and of the answer.
+
     Raises SimulationError.
     """
     if source.split(":")[0] in GENERATORS:

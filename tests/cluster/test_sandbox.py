@@ -1,4 +1,4 @@
-"""A chat template may not reach Python, run for ever, or fill the memory."""
+"""A chat template may not reach Python, run for ever, or return a text without end."""
 
 from __future__ import annotations
 

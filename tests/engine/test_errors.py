@@ -336,6 +336,8 @@ def test_a_pool_that_cannot_hold_one_sequence_says_what_to_raise(llama: Path) ->
     assert "engine.kv_mib" in message and "model.max_model_len" in message
     most = int(message.split("kv_mib to ")[1].split()[0])
     Engine(EngineOptions(llama, kv_bytes=most << 20, max_model_len=MAX_LEN))
+    with pytest.raises(OutOfMemory):
+        Engine(EngineOptions(llama, kv_bytes=most - 1 << 20, max_model_len=MAX_LEN))
 
 
 def test_without_a_wish_the_context_is_what_the_pool_holds(llama: Path) -> None:

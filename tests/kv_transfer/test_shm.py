@@ -1,5 +1,6 @@
 """What shared memory promises besides the conformance kit: the gate, and whom it lets in."""
 
+import errno
 import fcntl
 import os
 
@@ -103,6 +104,25 @@ def test_nothing_is_left_open(both):
     for _ in range(100):
         around()
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_caller_that_the_pool_does_not_reach_leaves_no_gate_open(both, monkeypatch):
+    left, right = both.left, both.right
+    cards = left.card(), right.card()
+    left.transport.remove_peer(right.agent)
+    right.transport.remove_peer(left.agent)
+    left.transport.add_peer(cards[1])
+    right.transport.add_peer(cards[0])
+    files = len(os.listdir("/proc/self/fd"))
+
+    def send_nothing(*_: object) -> int:
+        raise OSError(errno.EPIPE, "the caller has left")
+
+    monkeypatch.setattr(shm.socket, "send_fds", send_nothing)
+    write(left, right, [1], [2], b"unsent")
+    both.until(lambda: left.downs() == 1, "the writer hears of it")
+    assert right.transport._gates == {}
+    assert len(os.listdir("/proc/self/fd")) <= files
 
 
 def test_an_owner_that_leaves_with_unread_notes_is_a_lost_peer():

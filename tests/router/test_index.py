@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from diptych.router.index import PrefixIndex, blocks_at, positions, sample
 from hypothesis import given
 from hypothesis import strategies as st
 
-A, B, C, D = (bytes([i]) for i in range(4))
+A, B, C, D, E, F, G = (bytes([i]) for i in range(7))
 
 
 def index(**held: list[bytes]) -> PrefixIndex:
@@ -60,6 +62,26 @@ def test_a_dropped_worker_holds_nothing_and_leaves_nothing_behind() -> None:
     made.drop(1)
     made.drop(1)
     assert len(made) == 0 and made.match([A]).deepest == 0
+
+
+def test_a_surplus_takes_the_oldest_prefix_from_its_tail() -> None:
+    for note in (PrefixIndex.store, partial(PrefixIndex.predict, now=0.0)):
+        made = PrefixIndex(per_worker=4)
+        note(made, 0, [A, B, C])
+        note(made, 0, [D, E])
+        assert made.depth(0, [A, B, C]) == 2, note
+        assert made.depth(0, [D, E]) == 2, note
+        note(made, 0, [A, B])
+        note(made, 0, [F, G])
+        assert [made.depth(0, hashes) for hashes in ([A, B], [D, E], [F, G])] == [2, 0, 2], note
+
+
+def test_what_was_reported_can_be_stored_in_another_index_as_it_is() -> None:
+    made = index(x=[A, B, C])
+    made.store(0, [D, E])
+    other = PrefixIndex(per_worker=4)
+    other.store(0, made.reported_hashes(0))
+    assert [other.depth(0, hashes) for hashes in ([A, B, C], [D, E])] == [2, 2]
 
 
 def test_storing_twice_is_storing_once() -> None:

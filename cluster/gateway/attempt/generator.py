@@ -53,6 +53,8 @@ def end_reason_of(failure: frames.AttemptFailed) -> EndReason:
     """Returns how an attempt ended that a worker has reported as failed."""
     if failure.final or failure.reason in FAULTS_OF_REQUEST:
         return EndReason.REFUSED
+    # With `kv_` a worker reports why the other end of the KV transfer ended it. If that end hands
+    # over (`kv_handover`), so does this attempt.
     if failure.reason.removeprefix("kv_") in HANDOVER_REASONS:
         return EndReason.HANDED_OVER
     if failure.reason == "worker_lost":
@@ -114,7 +116,10 @@ class RetryState:
 
 
 class PartSink:
-    """Leads the tokens of an answer that runs by itself into the sink of the whole request."""
+    """Leads the tokens of an answer that runs by itself into the sink of the whole request.
+
+    A part has one answer, number 0; the request's sink gets the number it has there.
+    """
 
     def __init__(self, sink: PushSink, answer_index: int) -> None:
         self._sink = sink
@@ -124,6 +129,7 @@ class PartSink:
         return self._sink.push(self._renumbered(updates))
 
     def replay(self, updates: list[AnswerUpdate]) -> None:
+        """Tells the sink of tokens that the client has already (`PushSink.replay`)."""
         self._sink.replay(self._renumbered(updates))
 
     async def drain(self) -> None:
@@ -258,7 +264,11 @@ class Generator:
     def _submit(
         self, request: Request, attempt: RunningAttempt, placed: frames.AttemptPlaced
     ) -> None:
-        """Sends the attempt to its workers, the decode worker first: it has to reserve blocks."""
+        """Sends the attempt to its workers, the decode worker first: it has to reserve blocks.
+
+        `term` numbers the routers one after the other: a worker refuses an attempt that was placed
+        by an older router than it has seen.
+        """
         attempt_input = request.attempt_input()
         decode = frames.StartDecode(
             attempt_key=attempt.key,
@@ -267,6 +277,7 @@ class Generator:
             sampling=attempt_input.sampling,
             prefill_worker=placed.prefill_worker,
             prefix_holder=None if placed.prefill_worker else placed.prefix_holder,
+            # when the prompt should be computed: matters to the worker that computes it
             deadline_s=0.0 if placed.prefill_worker else placed.deadline_s,
             resumed_tokens=attempt.resumed_tokens,
             trace=request.trace,
@@ -338,6 +349,7 @@ class Generator:
         if retries.exhausted:
             failures = "; ".join(f"{failed.worker}: {failed.reason}" for failed in request.failures)
             message = f"gave up after {request.attempt_count} attempts: {failures}"
+            # for clients the one reason of this case, whatever the failures: the message has them
             raise ApiError("kv_transfer_failed", message)
 
 
@@ -390,6 +402,7 @@ def _journal_events(
                 request.prompt_arrived = event
             case frames.AttemptFailed(worker=worker, reason=reason):
                 # A prefill worker is not needed any more once the first token is there.
+                # `all_answers_begun` is about the attempt under way.
                 prefill_is_done = request.all_answers_begun and worker == placed.prefill_worker
                 if not (prefill_is_done and reason in ("worker_lost", "silent")):
                     failure = failure or event

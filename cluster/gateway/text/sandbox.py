@@ -1,9 +1,15 @@
 """The sandbox that chat templates run in.
 
 Templates come with checkpoints, from strangers. Jinja's immutable sandbox gives them no way to
-Python, files or the network; this one also bounds their time and their size. The clock is read
-when a template outputs, calls or looks something up. A loop that does none of these is bounded by
-Jinja's own limit of `range` and by the size of the request.
+Python, files or the network. This one also bounds
+
+* the text that comes out, what `*` repeats, and the exponent of `**`;
+* the time, as the clock is read when a template outputs, looks something up, calls, or uses `*` or
+  `**`. A loop that does none of these is bounded by Jinja's own limit of `range` and by the size of
+  the request.
+
+It does not bound memory: a template can still make a huge text with `~` or by padding, and one
+such step is not interrupted by the clock. A checkpoint that may do that should not be served.
 """
 
 from __future__ import annotations
@@ -19,16 +25,18 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 LIMIT_S = 10.0  #: Of one rendering.
-LIMIT_CHARS = 16 << 20  #: Of a rendered text, and of anything that a template multiplies.
-POWER_MAX = 1024
+LIMIT_CHARS = 16 << 20  #: Of a rendered text, and of a text or list that `*` repeats.
+POWER_MAX = 1024  #: Of an exponent, whatever its sign.
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
     """Renders chat templates with what they expect of transformers, and no more.
 
-    Raises SecurityError, a TemplateError, when a template takes too long or grows too large.
+    `render` raises SecurityError, a TemplateError, when a template goes beyond a limit. The other
+    public methods are hooks that Jinja calls; they add the checks.
     """
 
+    #: Operators that Jinja leaves to `call_binop`.
     intercepted_binops = frozenset({"*", "**"})
 
     def __init__(self) -> None:
@@ -44,7 +52,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self._rendering = threading.local()
 
     def render(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
-        """Return the text of a template of this sandbox."""
+        """Return the text of a template of this sandbox. Raises TemplateError."""
         self._rendering.deadline = time.monotonic() + LIMIT_S
         pieces = []
         size = 0

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from diptych.engine.gpu import prove, prove_attention
+from diptych.engine.gpu import prove, prove_attention, roofline
 from diptych.engine.gpu.report import markdown_table
 from diptych.engine.gpu.roofline import (
     LLAMA_3_8B,
@@ -85,13 +85,16 @@ def test_without_a_device_it_says_so(
 
 
 @pytest.mark.long
-def test_sections_of_a_model_run() -> None:
+def test_sections_of_a_model_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(roofline.PREDICTED_MS, (2, 128), 4.3)
+    monkeypatch.setitem(roofline.PREDICTED_TOKENS_S, 64, 41_000)
     with torch.inference_mode():
         bench = prove.DecodeBench(TINY, CPU, 5, 5 * 256)
         decode = prove.decode_section(bench, H200, prove.BF16, ((2, 128),))
         assert "| 2 x 128 |" in decode.lines[-1]
+        assert decode.lines[-1].endswith("| - |"), "the predictions are of another model"
         (prefill,) = prove.prefill_section(bench, H200, (64,)).lines
-        assert "| 64 |" in prefill
+        assert "| 64 |" in prefill and prefill.endswith("| - |")
         assert not prove.graphs_section(bench).failed
 
 

@@ -45,6 +45,7 @@ from .trace import HASH_TOKENS, Trace, WorkloadRequest, count_turns
 from .worker import DEFAULT_MAX_TOKENS, HOP_S, SimulatedWorker
 
 REPORT_INTERVAL_S = 0.5
+CONTEXT_TOO_LONG = "context_length_exceeded"  #: why the gateway refuses what no pool holds
 TICK_S = 1e-3  #: between two ticks of the router, at least
 SETTLE_S = 5.0  #: before the first arrival: the router has seen every worker join
 SAME_TIME_S = 1e-9  #: Moments that are this close count as the same.
@@ -128,6 +129,8 @@ class Simulation:
         self.router_wake_at = inf
         self.workers: dict[str, SimulatedWorker] = {}
         self.cards: dict[str, WorkerCard] = {}
+        #: tokens that every worker's KV pool holds: longer requests are refused, as by a gateway
+        self.context_limit_tokens: float = inf
         self.starting: dict[str, str] = {}  #: replicas that were ordered and are not up -> pool
         self.lifetimes: dict[str, list[float]] = {}  #: worker -> [ordered at, gone at]
         self.attempts: dict[AttemptKey, SimulatedAttempt] = {}  #: that have not ended
@@ -181,7 +184,9 @@ class Simulation:
         index = len(self.workers)
         name = f"{role}/{index}"
         step_budget_s = hardware.itl_budget_s or self.slo.itl_s * self.setting.budget_share
-        self.workers[name] = self._new_worker(name, role, hardware, step_budget_s)
+        worker = self._new_worker(name, role, hardware, step_budget_s)
+        self.workers[name] = worker
+        self.context_limit_tokens = min(self.context_limit_tokens, worker.capacity_tokens)
         self.cards[name] = WorkerCard(
             id=name,
             pool=role,
@@ -270,7 +275,12 @@ class Simulation:
             self._tell_router(router_events.RouterTick())
 
     def _arrive(self, request: WorkloadRequest) -> None:
-        self._place(SimulatedAttempt(request, (str(request.index), 0), self.now), [])
+        attempt = SimulatedAttempt(request, (str(request.index), 0), self.now)
+        if request.prompt_tokens + request.output_tokens > self.context_limit_tokens:
+            attempt.refusal = CONTEXT_TOO_LONG
+            self._end(attempt)
+        else:
+            self._place(attempt, [])
 
     def _attempt_again(self, subject: tuple[SimulatedAttempt, list[str]]) -> None:
         attempt, lost_workers = subject

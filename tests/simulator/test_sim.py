@@ -9,12 +9,12 @@ import pytest
 from diptych.simulator.case import Case
 from diptych.simulator.errors import SimulationError
 from diptych.simulator.fleet import Faults, Split
-from diptych.simulator.metrics import summarize
+from diptych.simulator.metrics import Slo, summarize
 from diptych.simulator.sim import Simulation
 from diptych.simulator.sources import load_trace
 from diptych.simulator.trace import Trace, TraceRequest, count_turns
 
-from .support import h200, simple
+from .support import SIMPLE, h200, simple
 
 TRACE = load_trace("synthetic:600")
 
@@ -100,6 +100,19 @@ def test_who_gives_up_stops_early():
     simulation = Simulation(Case(TRACE, fleet, slo).setting(Split.parse("6P2D")), TRACE)
     assert simulation.run(TRACE.workload(60.0, 0), give_up=5) is None
     assert simulation.misses == 6
+
+
+@pytest.mark.parametrize("split", ["1P1D", "2M"])
+def test_what_no_pool_holds_is_refused_and_the_others_are_served(split):
+    lengths = [(200_000, 10), (99_000, 5000), (90_000, 100), (100, 10)]
+    items = [TraceRequest(float(at), *both) for at, both in enumerate(lengths)]
+    trace = Trace("t", items, 64, span_s=10.0)
+    fleet, slo = simple(2, Slo(500.0, 0.0, 1.0, SIMPLE))
+    found = Simulation(Case(trace, fleet, slo).setting(Split.parse(split)), trace).run(
+        trace.workload(trace.rate, 0)
+    )
+    refusals = [one.refusal_reason for one in found]
+    assert refusals == ["context_length_exceeded", "context_length_exceeded", "", ""]
 
 
 def test_a_baseline_as_shipped_gets_its_first_token_later():

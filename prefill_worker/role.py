@@ -142,6 +142,7 @@ class PrefillRole:
         ticket_id = ticket_id_of(output.attempt_key)
         attempt = self.attempts.get(ticket_id)
         if attempt is None:
+            # it ended while this step ran; a release that is repeated changes nothing
             return [ReleaseSequence(output.attempt_key)]
         closing = attempt.state is PrefillState.CLOSING
         if output.error is not None:

@@ -23,7 +23,7 @@ BLOCK_TOKENS = 64  #: of a hashed block
 #: Workers report the same positions: `kv_transfer.identity.is_looked_up` has equal constants.
 FRONT_BLOCKS = 16
 STRIDE = 8
-SHARED_MASKS_MAX = 1 << 16  #: masks that entries share; more are not shared
+SHARED_MASKS_MAX = 1 << 16  #: masks that entries share; with more, sharing begins anew
 LISTED_HOLDERS_MAX = 8  #: so many workers are noted one by one
 
 
@@ -220,7 +220,7 @@ class PrefixIndex:
         if not root_holders:
             return NOBODY
         hits = Hits()
-        probes = [(0, root_holders)]  #: (position, holders): strictly deeper, with other holders
+        probes = [(0, root_holders)]  #: (position, who holds it), each deeper than the one before
         self._bisect_last_held(sampled, probes)
         position, mask = probes.pop()
         hits.deepest = position + 1

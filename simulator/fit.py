@@ -11,8 +11,9 @@ closed loop, an engine's time per output token is predicted as
     TPOT = step_s(B, B * (isl + osl / 2)) + B * prefill_s(isl, isl) / osl
     B    = min(concurrency, KV tokens of the replica / (isl + osl / 2))
 
-where isl and osl are the lengths of prompt and answer in tokens. The fit minimises the squares of
-log(predicted / measured), in which the overheads are not linear.
+where isl and osl are the lengths of prompt and answer in tokens, and nothing of a prompt is
+cached. The fit minimises the squares of log(predicted / measured), in which the overheads are not
+linear.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def main() -> None:
         block_tokens=KERNEL_BLOCK_TOKENS,
         item_bytes=2,
         dtype="bfloat16",
-        group_layers=1,
+        group_layers=1,  # a block holds layer 0's K and V, then layer 1's, and so on
     )
     pool = KVPool(layout, 1 + BATCH * blocks_per_row, torch.bfloat16)
     kv = torch.frombuffer(pool.view, dtype=torch.bfloat16)[layout.block_items :]  # behind block 0

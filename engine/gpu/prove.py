@@ -160,6 +160,7 @@ class DecodeBench:
         return [
             DecodeRow(
                 source=7 if ahead == 0 else -1 - index,
+                # somewhat less than `context`, so that the steps ahead stay within its blocks
                 position=context - 40 + ahead,
                 blocks=blocks,
                 seed=index,

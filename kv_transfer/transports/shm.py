@@ -125,9 +125,8 @@ class ShmTransport(SocketTransport):
     """Listens on an abstract unix socket; hands its pool to processes of the same user."""
 
     name = "shm"
-    refuses_late = (
-        False  #: the writer copies by itself: nobody asks here whether data may be stored
-    )
+    #: The writer copies by itself, so data cannot be refused here when it comes in.
+    refuses_late = False
 
     def __init__(self, agent: str, pool: Pool) -> None:
         """Raises TransportUnavailable when no file is behind the pool."""

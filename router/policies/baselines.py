@@ -239,10 +239,10 @@ class RayPrefix(EarlyPolicy):
 class Mooncake(EarlyPolicy):
     """Mooncake's algorithm 1, without its migration of hot prefixes.
 
-    It chooses the least queue and prefill, and for decode the least time between tokens. It rejects
-    early where the class allows that.
+    It chooses the least queue and prefill, and for decode the least time between tokens.
     """
 
+    #: Refuses a request that would miss its TTFT target, if its SLO class prefers an early no.
     rejects_late = True
 
     def decode_costs(

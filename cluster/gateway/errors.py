@@ -7,6 +7,7 @@ for each reason which status both protocols send and whether another try may hel
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import grpc
@@ -69,7 +70,8 @@ class ApiError(Exception):
     """An error that a client gets, with its sentence.
 
     `reason` is a key of `ERROR_KINDS`; `param` names the field or header that is wrong.
-    `http_status` replaces the status of the table where it is not 0.
+    `http_status` replaces the status of the table where it is not 0. `details` are what clients of
+    Anthropic read beside the sentence.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after_s: float = 1.0,
         http_status: int = 0,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         if len(message) > MESSAGE_CHARS_MAX:
             message = message[:MESSAGE_CHARS_MAX] + ".."
@@ -86,6 +89,7 @@ class ApiError(Exception):
         self.reason = reason
         self.message = message
         self.param = param
+        self.details = details
         self.kind = ERROR_KINDS[reason]
         self.http_status = http_status or self.kind.http_status
         #: True once the metrics count this error as the end of a request that ran.

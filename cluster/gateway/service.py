@@ -277,6 +277,7 @@ def _limits(folder: Path, config: ClusterConfig, token_chars: int) -> ModelLimit
     return ModelLimits(
         max_model_len=max_model_len,
         longest_token_chars=token_chars,
+        block_tokens=config.model.block_tokens,
         stop_ids=spec.eos_ids,
         temperature=temperature,
         top_p=top_p,

@@ -222,7 +222,12 @@ def test_a_call_is_told_whole_and_streamed_alike(text: ChatTokenizer) -> None:
     assert "".join(d.get("reasoning_content", "") for d in deltas) == "Well."
     assert all(d.get("reasoning") == d.get("reasoning_content") for d in deltas)
     calls = [call for d in deltas for call in d.get("tool_calls", [])]
-    assert [call["index"] for call in calls] == [0, 1]
+    begun = [call for call in calls if "id" in call]
+    assert [call["index"] for call in begun] == [0, 1] and len(calls) > 8
+    assert all(call["function"] == {"name": "weather", "arguments": ""} for call in begun)
+    for number, call in enumerate(message["tool_calls"]):
+        pieces = [c["function"]["arguments"] for c in calls if c["index"] == number]
+        assert "".join(pieces) == call["function"]["arguments"]
     assert [
         c["choices"][0]["finish_reason"] for c in chunks if c["choices"][0]["finish_reason"]
     ] == ["tool_calls"]
@@ -235,7 +240,7 @@ def test_reasoning_is_left_out_if_the_client_does_not_want_it(text: ChatTokenize
     assert message["message"]["content"] == "I look." and message["message"]["tool_calls"]
     assert "Well" not in json.dumps(message) and "reasoning" not in message["message"]
     chunks = shape(text, hidden).delta(TextDelta(0, answer, [], "stop"))
-    assert "Well" not in json.dumps(chunks) and len(chunks) == 2
+    assert "Well" not in json.dumps(chunks) and len(chunks) == 3
 
 
 def test_a_call_that_a_stop_string_cuts_is_no_reason_to_run_it(text: ChatTokenizer) -> None:
@@ -258,7 +263,8 @@ def test_without_parallel_calls_only_the_first_one_is_told(
     assert choice["finish_reason"] == "tool_calls"
     chunks = shape(text, asked).delta(TextDelta(0, answer, [], "stop"))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    assert sum(len(delta.get("tool_calls", [])) for delta in deltas) == 1
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [call["index"] for call in calls] == [0, 0] and "id" in calls[0]
     llama = model(tmp_path, '{{ tools }} ipython "parameters" {{ messages[0].content }}')
     called = '{"name": "weather", "parameters": {"city": "Rome"}}'
     for fields, calls in (({}, 2), ({"parallel_tool_calls": False}, 1)):
@@ -330,7 +336,8 @@ def test_anthropic_s_blocks_whole_and_streamed(text: ChatTokenizer) -> None:
 
     def made() -> MessageShape:
         request = Request("r", [1, 2], [], f.Sampling(9))
-        return MessageShape(asked, request, text, "m", TokenizedPrompt([1, 2], ""))
+        prompt = TokenizedPrompt([1, 2], "")
+        return MessageShape(asked, request, text, model="m", prompt=prompt, block_tokens=64)
 
     whole = made().whole([TextDelta(0, answer, [], "stop")], 7)
     assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use"]
@@ -345,7 +352,7 @@ def test_anthropic_s_blocks_whole_and_streamed(text: ChatTokenizer) -> None:
     stops = [e["index"] for e in events if e["type"] == "content_block_stop"]
     assert [e["index"] for e in starts] == stops == [0, 1, 2]
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
-    assert events[-2]["usage"] == {"output_tokens": 7} and events[-1] == {"type": "message_stop"}
+    assert events[-2]["usage"]["output_tokens"] == 7 and events[-1] == {"type": "message_stop"}
 
 
 # ---- what checkpoints bring ----------------------------------------------------------------------

@@ -245,7 +245,7 @@ def joined_call(chunks: list[dict]) -> tuple[str, str, str]:
         choice = chunk["choices"][0]
         assert not choice["delta"].get("content"), chunk
         for call in choice["delta"].get("tool_calls", []):
-            name += call["function"]["name"]
+            name += call["function"].get("name", "")
             arguments += call["function"]["arguments"]
         reason = choice["finish_reason"] or reason
     return name, arguments, reason

@@ -156,7 +156,12 @@ class Api:
         chat = body.as_chat(self.service.text)
         request, prompt = await self.service.prepare(chat, request_id, terms)
         shape = MessageShape(
-            chat, request, self.service.text, model=self.service.model, prompt=prompt
+            chat,
+            request,
+            self.service.text,
+            model=self.service.model,
+            prompt=prompt,
+            block_tokens=self.service.limits.block_tokens,
         )
         call = ApiCall(
             [request],

@@ -28,7 +28,7 @@ from ..text.content import (
     initial_state_of,
 )
 from ..text.tokenizer import GATEWAY_VARIABLES, ChatTokenizer, PromptEnding, TokenizedPrompt
-from ..text.tools import ToolCall, tool_format_of
+from ..text.tools import tool_format_of
 from .known_fields import ApiName
 from .parameters import (
     ModelLimits,
@@ -49,7 +49,8 @@ PUBLISHED_ROLES = ("system", "developer", "user", "assistant", "tool")
 #: learned from that.
 ARGUMENT_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY_OBJECT_SCHEMA = '{"type": "object"}'
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+#: OpenAI allows names of 64 characters, Anthropic of 128.
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 #: A JSON object of an answer or of an event.
 JsonObject = dict[str, Any]
@@ -96,14 +97,15 @@ class _PastToolCall(BodyPart):
             return None
 
 
-def _content_branch(content: Any) -> str:
+def content_branch(content: Any) -> str:
+    """Return the branch of a union of a text and a list that a value is to be read as."""
     return "#parts" if isinstance(content, list) else "#text"
 
 
 #: A message's text, whole or in parts. The branch is chosen first, so that a finding is about it.
 Content = Annotated[
     Annotated[str, Tag("#text")] | Annotated[list[_TextPart], Tag("#parts")],
-    Discriminator(_content_branch),
+    Discriminator(content_branch),
 ]
 
 
@@ -664,18 +666,24 @@ class ChatShape:
     def _message_deltas(self, delta: TextDelta) -> list[JsonObject]:
         """Return the `delta` of a chunk for each part of the text."""
         message_deltas: list[JsonObject] = []
-        for kind, value in self._parse(delta):
-            if isinstance(value, ToolCall):
-                message_deltas.append({"tool_calls": [self._tool_call(delta.index, value)]})
-            elif kind == PartKind.REASONING:
-                if self._body.include_reasoning:
-                    # vLLM's clients read one of these fields, SGLang's and DeepSeek's the other.
-                    message_deltas.append({"reasoning_content": value, "reasoning": value})
-            else:
-                message_deltas.append({"content": value})
+        for kind, text in self._parse(delta):
+            match kind:
+                case PartKind.CALL:
+                    message_deltas.append({"tool_calls": [self._tool_call(delta.index, text)]})
+                case PartKind.ARGUMENTS:
+                    call_number = self._call_counts[delta.index] - 1
+                    piece = {"index": call_number, "function": {"arguments": text}}
+                    message_deltas.append({"tool_calls": [piece]})
+                case PartKind.REASONING:
+                    if self._body.include_reasoning:
+                        # vLLM's clients read one of these, SGLang's and DeepSeek's the other.
+                        message_deltas.append({"reasoning_content": text, "reasoning": text})
+                case PartKind.CONTENT:
+                    message_deltas.append({"content": text})
         return message_deltas
 
-    def _tool_call(self, answer_index: int, call: ToolCall) -> JsonObject:
+    def _tool_call(self, answer_index: int, function_name: str) -> JsonObject:
+        """Return a call that begins; its arguments come in pieces."""
         call_number = self._call_counts.get(answer_index, 0)
         self._call_counts[answer_index] = call_number + 1
         hashed_text = f"{self._request.wire_id}/{answer_index}/{call_number}"
@@ -684,7 +692,7 @@ class ChatShape:
             "index": call_number,
             "id": f"call_{digest[:24]}",
             "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
+            "function": {"name": function_name, "arguments": ""},
         }
 
     def _message(self, delta: TextDelta) -> JsonObject:
@@ -697,7 +705,10 @@ class ChatShape:
             reasoning += message_delta.get("reasoning_content", "")
             for call in message_delta.get("tool_calls", []):
                 del call["index"]  # only chunks have it
-                tool_calls.append(call)
+                if "id" in call:
+                    tool_calls.append(call)
+                else:
+                    tool_calls[-1]["function"]["arguments"] += call["function"]["arguments"]
         message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
         if tool_calls and not content:
             message["content"] = None

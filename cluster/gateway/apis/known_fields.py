@@ -46,6 +46,15 @@ class KnownField:
     neutral_values: tuple[Any, ...] = ()  #: They change nothing; null is always neutral.
     #: True if a strict gateway takes the neutral values, too.
     neutral_if_strict: bool = False
+    #: What the details of the refusal say, for SDKs that then do without the field.
+    error_code: str = ""
+
+    @property
+    def refusal_details(self) -> Mapping[str, Any] | None:
+        """The details of the refusal, as Anthropic's SDKs read them; None if there are none."""
+        if not self.error_code:
+            return None
+        return {"error_code": self.error_code, "unsupported": [self.path]}
 
     def is_neutral(self, value: Any) -> bool:
         return value is None or value in self.neutral_values
@@ -70,6 +79,7 @@ def _rows(
     neutral_values: Iterable[Any] = (),
     *,
     neutral_if_strict: bool = False,
+    error_code: str = "",
 ) -> list[KnownField]:
     """Return a row for each of the paths, which are separated by spaces."""
     return [
@@ -80,6 +90,7 @@ def _rows(
             explanation,
             neutral_values=tuple(neutral_values),
             neutral_if_strict=neutral_if_strict,
+            error_code=error_code,
         )
         for path in paths.split()
     ]
@@ -256,7 +267,12 @@ KNOWN_FIELDS: tuple[KnownField, ...] = (
     *_refused("container", _MESSAGES, "no code is run; give the model a tool that runs it"),
     *_refused("mcp_servers", _ANTHROPIC, "call the servers yourself, and name them in tools", [[]]),
     *_refused("compaction", _MESSAGES, "ask for a summary in a message"),
-    *_refused("thread", _MESSAGES, "send the whole conversation as messages"),
+    *_refused(
+        "thread",
+        _MESSAGES,
+        "send the whole conversation as messages; Anthropic's SDKs then do so by themselves",
+        error_code="thread_unsupported_request",
+    ),
     # ---- vLLM ------------------------------------------------------------------------------------
     *_ignored(
         "priority",

@@ -6,9 +6,18 @@ An answer is a list of content blocks: thinking, text and tool uses. A streamed 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from ..attempt.request import Request
@@ -16,8 +25,15 @@ from ..errors import ApiError
 from ..text.answers import Output, TextDelta
 from ..text.content import THINK_OPEN, ContentParser, ContentPart, PartKind
 from ..text.tokenizer import ChatTokenizer, TokenizedPrompt
-from ..text.tools import ToolCall
-from .chat import MESSAGES_MAX, TOOLS_MAX, ChatRequest, FunctionName, JsonObject
+from .chat import (
+    MESSAGES_MAX,
+    PART_TYPE_CHARS_MAX,
+    TOOLS_MAX,
+    ChatRequest,
+    FunctionName,
+    JsonObject,
+    content_branch,
+)
 from .known_fields import ApiName
 from .parameters import ID_MAX, StopString, UnitFraction, to_json
 from .schema import ApiBody, BodyPart, is_strict, parse_body
@@ -62,22 +78,58 @@ class _ToolUseBlock(_Block):
     input: dict[str, Any]
 
 
+def _check_block_type(block: Any, read_types: tuple[str, ...]) -> Any:
+    """Return a block. Raises ValueError, which names its type, if blocks of this type are not read."""
+    if not isinstance(block, dict):
+        raise ValueError("a block must be an object")
+    block_type = block.get("type")
+    if block_type not in read_types:
+        shown_type = str(block_type)[:PART_TYPE_CHARS_MAX]
+        read = ", ".join(read_types)
+        raise ValueError(f"blocks of type {shown_type!r} are not read, only of type {read}")
+    return block
+
+
+def _block_branch(block: dict[str, Any]) -> str:
+    return f"#{block['type']}"
+
+
+_TURN_BLOCK_TYPES = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+
+#: Texts, where there may be blocks of other types elsewhere.
+_OnlyTextBlock = Annotated[
+    _TextBlock, BeforeValidator(partial(_check_block_type, read_types=("text",)))
+]
+_TextContent = Annotated[
+    Annotated[str, Tag("#text")] | Annotated[list[_OnlyTextBlock], Tag("#parts")],
+    Discriminator(content_branch),
+]
+
+
 class _ToolResultBlock(_Block):
     type: Literal["tool_result"]
     tool_use_id: Annotated[str, Field(min_length=1)]
-    content: str | list[_TextBlock] = ""
+    content: _TextContent = ""
     is_error: bool = False
 
 
 _TurnBlock = Annotated[
-    _TextBlock | _ThinkingBlock | _RedactedThinkingBlock | _ToolUseBlock | _ToolResultBlock,
-    Field(discriminator="type"),
+    Annotated[_TextBlock, Tag("#text")]
+    | Annotated[_ThinkingBlock, Tag("#thinking")]
+    | Annotated[_RedactedThinkingBlock, Tag("#redacted_thinking")]
+    | Annotated[_ToolUseBlock, Tag("#tool_use")]
+    | Annotated[_ToolResultBlock, Tag("#tool_result")],
+    Discriminator(_block_branch),
+    BeforeValidator(partial(_check_block_type, read_types=_TURN_BLOCK_TYPES)),
 ]
 
 
 class _AnthropicTurn(BodyPart):
-    role: Literal["user", "assistant"]
-    content: str | list[_TurnBlock]
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[
+        Annotated[str, Tag("#text")] | Annotated[list[_TurnBlock], Tag("#parts")],
+        Discriminator(content_branch),
+    ]
 
 
 class _AnthropicTool(_Block):
@@ -85,6 +137,16 @@ class _AnthropicTool(_Block):
     name: FunctionName
     description: str | None = None
     input_schema: dict[str, Any]
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _check_type(cls, tool_type: Any) -> Any:
+        if isinstance(tool_type, str) and tool_type != "custom":
+            shown_type = tool_type[:PART_TYPE_CHARS_MAX]
+            raise ValueError(
+                f"tools of type {shown_type!r} are not there; describe yours by input_schema"
+            )
+        return tool_type
 
 
 class _ToolChoice(BodyPart):
@@ -119,7 +181,7 @@ class CountTokensRequest(ApiBody):
 
     model: str = ""
     messages: Annotated[list[_AnthropicTurn], Field(min_length=1, max_length=MESSAGES_MAX)]
-    system: str | list[_TextBlock] | None = None
+    system: _TextContent | None = None
     tools: Annotated[list[_AnthropicTool], Field(max_length=TOOLS_MAX)] | None = None
     tool_choice: _ToolChoice | None = None
     thinking: _ThinkingMode | None = None
@@ -146,6 +208,8 @@ class CountTokensRequest(ApiBody):
             messages.append({"role": "system", "content": _join_texts(self.system)})
         for turn in self.messages:
             messages += _chat_messages(turn)
+            if _has_failed_result(turn):
+                self.ignored_fields.add_documented("messages.content", "is_error")
         fields: JsonObject = {
             "model": self.model,
             "messages": messages,
@@ -211,6 +275,11 @@ class MessagesRequest(CountTokensRequest):
         return fields
 
 
+def _has_failed_result(turn: _AnthropicTurn) -> bool:
+    blocks = turn.content if isinstance(turn.content, list) else []
+    return any(isinstance(block, _ToolResultBlock) and block.is_error for block in blocks)
+
+
 def _join_texts(content: str | list[_TextBlock]) -> str:
     if isinstance(content, str):
         return content
@@ -240,12 +309,11 @@ def _chat_messages(turn: _AnthropicTurn) -> list[JsonObject]:
                 function = {"name": block.name, "arguments": to_json(block.input)}
                 calls.append({"id": block.id, "type": "function", "function": function})
             case _ToolResultBlock():
+                result = _join_texts(block.content)
+                if block.is_error and not result:
+                    result = "error"  # templates have no other place for it
                 tool_results.append(
-                    {
-                        "role": "tool",
-                        "tool_call_id": block.tool_use_id,
-                        "content": _join_texts(block.content),
-                    }
+                    {"role": "tool", "tool_call_id": block.tool_use_id, "content": result}
                 )
     if tool_results and not texts and not calls:
         return tool_results
@@ -290,10 +358,12 @@ class MessageShape:
         tokenizer: ChatTokenizer,
         model: str,
         prompt: TokenizedPrompt,
+        block_tokens: int,
     ) -> None:
         self._chat = chat
         self._request = request
         self._model = model
+        self._block_tokens = block_tokens  #: Tokens of a block of the cache.
         self._parser = ContentParser(chat.content_rules(tokenizer, prompt))
         self._open_block_kind: PartKind | None = None
         self._block_count = 0  #: Blocks that have begun.
@@ -306,7 +376,13 @@ class MessageShape:
 
     def begin(self) -> list[JsonObject]:
         """Return the event that comes before any text."""
-        message = {**self._message([]), "stop_reason": None, "usage": self._usage(1)}
+        usage = {
+            "input_tokens": len(self._request.prompt_ids),  # the last event tells cached ones apart
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": 0,
+        }
+        message = {**self._message([]), "stop_reason": None, "usage": usage}
         return [{"type": "message_start", "message": message}]
 
     def plain(self, index: int, text: str) -> JsonObject | None:
@@ -316,18 +392,21 @@ class MessageShape:
     def delta(self, delta: TextDelta) -> list[JsonObject]:
         """Return the events of a piece of the answer."""
         events = []
-        for kind, value in self._parse(delta):
-            if isinstance(value, ToolCall):
-                events += self._open_block(kind, {**self._tool_use_block(value), "input": {}})
-                block_delta = {"type": "input_json_delta", "partial_json": value.arguments}
-            elif kind == PartKind.REASONING:
-                if self._open_block_kind != kind:
-                    events += self._open_block(kind, _thinking_block(""))
-                block_delta = {"type": "thinking_delta", "thinking": value}
-            else:
-                if self._open_block_kind != kind:
-                    events += self._open_block(kind, _text_block(""))
-                block_delta = {"type": "text_delta", "text": value}
+        for kind, text in self._parse(delta):
+            match kind:
+                case PartKind.CALL:
+                    events += self._open_block(kind, {**self._tool_use_block(text), "input": {}})
+                    continue
+                case PartKind.ARGUMENTS:
+                    block_delta = {"type": "input_json_delta", "partial_json": text}
+                case PartKind.REASONING:
+                    if self._open_block_kind != kind:
+                        events += self._open_block(kind, _thinking_block(""))
+                    block_delta = {"type": "thinking_delta", "thinking": text}
+                case PartKind.CONTENT:
+                    if self._open_block_kind != kind:
+                        events += self._open_block(kind, _text_block(""))
+                    block_delta = {"type": "text_delta", "text": text}
             events.append(
                 {
                     "type": "content_block_delta",
@@ -342,28 +421,35 @@ class MessageShape:
         ending = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
         return [
             *self._close_block(),
-            {"type": "message_delta", "delta": ending, "usage": {"output_tokens": used_tokens}},
+            {"type": "message_delta", "delta": ending, "usage": self._usage(used_tokens)},
             {"type": "message_stop"},
         ]
 
     def whole(self, deltas: list[TextDelta], used_tokens: int) -> JsonObject:
         """Return the message of the whole answer, which has `used_tokens` tokens."""
         blocks: list[JsonObject] = []
-        for kind, value in self._parse(deltas[0]):
+        arguments: dict[int, str] = {}  # of the calls, by the number of the block
+        for kind, text in self._parse(deltas[0]):
             last_type = blocks[-1]["type"] if blocks else None
-            if isinstance(value, ToolCall):
-                self._block_count += 1
-                block = self._tool_use_block(value)
-                blocks.append({**block, "input": _parsed_arguments(value.arguments)})
-            elif kind == PartKind.REASONING:
-                if last_type == "thinking":
-                    blocks[-1]["thinking"] += value
-                else:
-                    blocks.append(_thinking_block(value))
-            elif last_type == "text":
-                blocks[-1]["text"] += value
-            else:
-                blocks.append(_text_block(value))
+            match kind:
+                case PartKind.CALL:
+                    self._block_count += 1
+                    blocks.append(self._tool_use_block(text))
+                    arguments[len(blocks) - 1] = ""
+                case PartKind.ARGUMENTS:
+                    arguments[len(blocks) - 1] += text
+                case PartKind.REASONING:
+                    if last_type != "thinking":
+                        blocks.append(_thinking_block(""))
+                    blocks[-1]["thinking"] += text
+                case PartKind.CONTENT:
+                    if last_type != "text":
+                        blocks.append(_text_block(""))
+                    blocks[-1]["text"] += text
+        for number, arguments_text in arguments.items():
+            is_last_call = number == max(arguments)
+            is_cut = deltas[0].is_cut and is_last_call and self._parser.has_cut_call
+            blocks[number]["input"] = _tool_input(arguments_text, is_cut=is_cut)
         return {**self._message(blocks), "usage": self._usage(used_tokens)}
 
     def _parse(self, delta: TextDelta) -> list[ContentPart]:
@@ -377,7 +463,7 @@ class MessageShape:
             self._stop_reason = "stop_sequence"
         elif delta.finish_reason == "length":
             self._stop_reason = "max_tokens"
-        elif self._parser.calls:
+        elif self._parser.calls and not self._parser.has_cut_call:
             self._stop_reason = "tool_use"
         else:
             self._stop_reason = "end_turn"
@@ -395,19 +481,26 @@ class MessageShape:
         }
 
     def _usage(self, used_tokens: int) -> JsonObject:
-        cached_tokens = self._request.hit_tokens
+        """Return Anthropic's usage: each token of the prompt is in one of three counts.
+
+        Whole blocks of a prompt are cached, so those that were not there before are created.
+        """
+        prompt_tokens = len(self._request.prompt_ids)
+        read_tokens = self._request.hit_tokens
+        cacheable_tokens = prompt_tokens - prompt_tokens % self._block_tokens
+        created_tokens = max(cacheable_tokens - read_tokens, 0)
         return {
-            "input_tokens": len(self._request.prompt_ids) - cached_tokens,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached_tokens,
+            "input_tokens": prompt_tokens - read_tokens - created_tokens,
+            "cache_creation_input_tokens": created_tokens,
+            "cache_read_input_tokens": read_tokens,
             "output_tokens": used_tokens,
         }
 
-    def _tool_use_block(self, call: ToolCall) -> JsonObject:
+    def _tool_use_block(self, function_name: str) -> JsonObject:
         """Return the block of a call without its input; the id is unique among all requests."""
         request_suffix = self._request.wire_id.rpartition("~")[2]
         tool_use_id = f"toolu_{request_suffix}{self._block_count:04d}"
-        return {"type": "tool_use", "id": tool_use_id, "name": call.name}
+        return {"type": "tool_use", "id": tool_use_id, "name": function_name}
 
     def _open_block(self, kind: PartKind, block: JsonObject) -> list[JsonObject]:
         """Begin a block; return the events that end the last one and start this one."""
@@ -427,13 +520,20 @@ class MessageShape:
         return [{"type": "content_block_stop", "index": self._block_count - 1}]
 
 
-def _parsed_arguments(text: str) -> JsonObject:
-    """Return the arguments of a call; of one that was cut, as far as they are there."""
+def _tool_input(arguments: str, *, is_cut: bool) -> JsonObject:
+    """Return the input of a call; of one that was cut, as far as it is there.
+
+    Of arguments that are no JSON, the input is what Anthropic proposes: their text, named so that
+    no tool takes it for its own.
+    """
+    partial_mode: Literal["trailing-strings", "off"] = "trailing-strings" if is_cut else "off"
     try:
-        arguments = from_json(text, allow_partial="trailing-strings")
+        tool_input = from_json(arguments, allow_inf_nan=False, allow_partial=partial_mode)
     except ValueError:
-        return {}
-    return arguments if isinstance(arguments, dict) else {}
+        tool_input = None
+    if isinstance(tool_input, dict):
+        return tool_input
+    return {} if is_cut else {"INVALID_JSON": arguments}
 
 
 def _text_block(text: str) -> JsonObject:
@@ -447,8 +547,7 @@ def _thinking_block(thinking: str) -> JsonObject:
 def anthropic_error_body(error: ApiError, request_id: str) -> JsonObject:
     """Return Anthropic's error object."""
     error_type = ANTHROPIC_ERROR_TYPES.get(error.reason, error.kind.error_type)
-    return {
-        "type": "error",
-        "error": {"type": error_type, "message": error.message},
-        "request_id": request_id,
-    }
+    described: JsonObject = {"type": error_type, "message": error.message}
+    if error.details:
+        described["details"] = dict(error.details)
+    return {"type": "error", "error": described, "request_id": request_id}

@@ -146,6 +146,7 @@ class ModelLimits(BaseModel):
 
     max_model_len: int  #: Tokens of prompt and answer together.
     longest_token_chars: int = 1 << 20  #: Characters of the vocabulary's longest token.
+    block_tokens: int = 64  #: Tokens of a block of the cache.
     stop_ids: tuple[int, ...]
     temperature: float
     top_p: float = 1.0

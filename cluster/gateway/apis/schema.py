@@ -194,7 +194,8 @@ def _check_strictly(known_field: KnownField | None, place: str, value: Any) -> N
     """Raise ApiError unless a strict gateway takes this value of a field."""
     if known_field is None or not known_field.neutral_if_strict:
         message = f"{_shortened(place)} is not supported"
-        raise ApiError("invalid_request", message, _shortened(place))
+        details = known_field.refusal_details if known_field else None
+        raise ApiError("invalid_request", message, _shortened(place), details=details)
     if not known_field.is_neutral(value):
         neutral_value = (*known_field.neutral_values, None)[0]
         message = f"{place} is not supported, except as {neutral_value!r}"
@@ -203,7 +204,7 @@ def _check_strictly(known_field: KnownField | None, place: str, value: Any) -> N
 
 def _refused_field_error(known_field: KnownField, place: str) -> ApiError:
     message = f"{place} is not supported at this value: {known_field.explanation}"
-    return ApiError("invalid_request", message, place)
+    return ApiError("invalid_request", message, place, details=known_field.refusal_details)
 
 
 def _invalid_body_error(error: ValidationError) -> ApiError:

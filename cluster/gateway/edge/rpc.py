@@ -320,7 +320,7 @@ def _chat_reply(choice: dict[str, Any], request: Request) -> pb.ChatResponse:
     """A choice of a chunk of the HTTP API as a reply."""
     delta = choice["delta"]
     tool_calls = [
-        pb.ToolCall(index=tool_call["index"], id=tool_call["id"], **tool_call["function"])
+        pb.ToolCall(index=tool_call["index"], id=tool_call.get("id", ""), **tool_call["function"])
         for tool_call in delta.get("tool_calls", ())
     ]
     return pb.ChatResponse(

@@ -1,4 +1,4 @@
-"""How models write tool calls: the formats, a reader, and grammars that force calls (pure).
+"""How models write tool calls: the formats, readers, and grammars that force calls (pure).
 
 - Hermes (Qwen 2.5 and 3): `{"name": .., "arguments": {..}}` between `<tool_call>` and
   `</tool_call>`, each on a line of its own. A text may have several such calls anywhere.
@@ -28,12 +28,87 @@ CALL_BEGINNING = re.compile(
 )
 
 
+#: Only so many characters of a call are looked at for its beginning, whatever pieces it comes in.
+CALL_BEGINNING_CHARS_MAX = 1024
+_MARKS_IN_STRINGS = re.compile(r'["\\<\x00-\x1f]')
+_MARKS_BETWEEN_STRINGS = re.compile(r'["<{}\[\]]')
+
+
 class ToolCall(NamedTuple):
     """A function that the model calls."""
 
     name: str
     arguments: str  #: The JSON text of an object; of a call that was cut, the beginning of it.
     is_cut: bool = False  #: True if the answer ended inside of the call.
+
+
+class CallBeginning(NamedTuple):
+    """What a call begins with."""
+
+    name: str
+    arguments_start: int  #: Where in the text the arguments' `{` is.
+
+
+class ObjectScanner:
+    """Finds the end of a JSON object in a text that comes in pieces.
+
+    It follows brackets and strings only, so that an object with a flaw passes as it is. The object
+    ends with the bracket that closes it, or in front of `end_marker`. JSON has this marker nowhere
+    but in strings. A line break inside of a string is no JSON, so the string probably lacks its
+    end: from there on the marker counts in strings, too.
+    """
+
+    def __init__(self, end_marker: str = "", depth: int = 0) -> None:
+        self._end_marker = end_marker
+        self._depth = depth  #: Brackets that are open.
+        self._in_string = False
+        self._is_escaped = False  #: The next character is behind a backslash.
+        self._is_broken = False  #: A string had a line break.
+        self.has_ended = False
+        self.is_closed = False  #: True if a bracket ended the object.
+
+    def take(self, text: str) -> int:
+        """Return how many of the next characters belong to the object.
+
+        Those that may become the end marker do not, yet: they belong to the next text, too.
+        """
+        position = 0
+        if self._is_escaped and text:
+            self._is_escaped = False
+            position = 1
+        while True:
+            marks = _MARKS_IN_STRINGS if self._in_string else _MARKS_BETWEEN_STRINGS
+            mark = marks.search(text, position)
+            if mark is None:
+                return len(text)
+            position = mark.end()
+            match mark.group():
+                case '"':
+                    self._in_string = not self._in_string
+                case "\\":
+                    self._is_escaped = position == len(text)
+                    position += 1
+                case "<":
+                    if self._may_be_end_marker(text, mark.start()):
+                        return mark.start()
+                case "{" | "[":
+                    self._depth += 1
+                case "}" | "]":
+                    self._depth -= 1
+                    if self._depth == 0:
+                        self.has_ended = True
+                        self.is_closed = True
+                        return position
+                case _:
+                    self._is_broken = True
+
+    def _may_be_end_marker(self, text: str, start: int) -> bool:
+        """Return whether the end marker is at `start`, or may be; notes that it is."""
+        if not self._end_marker or (self._in_string and not self._is_broken):
+            return False
+        found_text = text[start : start + len(self._end_marker)]
+        self.has_ended = found_text == self._end_marker
+        return self._end_marker.startswith(found_text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +179,29 @@ def read_call(text: str) -> ToolCall | None:
         return None
 
 
+def read_call_beginning(text: str, function_names: Sequence[str]) -> CallBeginning | None:
+    """Read the beginning of a call, in either format, up to the `{` of its arguments.
+
+    Returns None if there is no such beginning, or if it is not complete, or if the function is not
+    in `function_names`.
+    """
+    beginning = CALL_BEGINNING.match(text, 0, CALL_BEGINNING_CHARS_MAX)
+    if beginning is None or not text.startswith("{", beginning.end()):
+        return None
+    name = _beginning_name(beginning)
+    if name is None or name not in function_names:
+        return None
+    return CallBeginning(name, beginning.end())
+
+
+def _beginning_name(beginning: re.Match[str]) -> str | None:
+    """Return the name of the function that a call begins with; None if it is no JSON text."""
+    try:
+        return str(json.loads(beginning["name"]))
+    except ValueError:
+        return None
+
+
 def read_cut_call(text: str, function_names: Sequence[str]) -> ToolCall | None:
     """Read a call whose end is missing, in either format.
 
@@ -112,11 +210,8 @@ def read_cut_call(text: str, function_names: Sequence[str]) -> ToolCall | None:
     beginning = CALL_BEGINNING.match(text)
     if beginning is None:
         return None
-    try:
-        name = json.loads(beginning["name"])
-    except ValueError:
-        return None
-    if name not in function_names:
+    name = _beginning_name(beginning)
+    if name is None or name not in function_names:
         return None
     return ToolCall(name, text[beginning.end() :], is_cut=True)
 
@@ -148,7 +243,7 @@ def read_calls(text: str, function_names: Sequence[str], *, is_cut: bool = False
 
 def _call_of(value: object) -> ToolCall | None:
     """Return the call that a parsed JSON value describes, or None if it describes none."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(arguments, dict):

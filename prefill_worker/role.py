@@ -151,7 +151,7 @@ class PrefillRole:
         if closing:
             return []
         actions: list[PrefillAction] = [tokens_frame(attempt.gateway, output)]
-        if output.token is not None:
+        if output.token is not None:  # else it brings logprobs of a chunk of the prompt only
             attempt.first_outputs[output.answer_index] = output
             if len(attempt.first_outputs) == attempt.answer_count:
                 actions += self._finish(ticket_id, attempt)

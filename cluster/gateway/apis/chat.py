@@ -559,6 +559,7 @@ class ChatShape:
 
     @property
     def output(self) -> Output:
+        """How the text of each answer is made: stop strings, special tokens."""
         return self._body.output()
 
     def begin(self) -> list[JsonObject]:

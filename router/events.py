@@ -72,7 +72,7 @@ class FirstTokenSent(msgspec.Struct, frozen=True):
 class AttemptEnded(msgspec.Struct, frozen=True):
     """The attempt is over; `outcome` says what came of it, as the gateway saw it.
 
-    It is None in simulations and tests, where nobody has one.
+    It is None where an attempt is given up for another one and nobody judges it, as in simulations.
     """
 
     attempt_key: AttemptKey = msgspec.field(name="key")

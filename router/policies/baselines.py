@@ -80,7 +80,7 @@ class RoundRobin(EarlyPolicy):
 
 
 class LeastWork(EarlyPolicy):
-    """Chooses the fewest pending prompt tokens, and for decode the fewest KV tokens."""
+    """Chooses the fewest pending tokens (uncached ones of prompts), and for decode the fewest KV tokens."""
 
     def prefill_costs(
         self, request: QueuedRequest, workers: Sequence[WorkerState], now: float

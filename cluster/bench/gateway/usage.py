@@ -13,7 +13,7 @@ TITLES = {
     "proxy": ("ProxyActor", "haproxy"),
     "router": ("diptych:Router",),
 }
-REST = "rest"  #: All other processes, which are Ray's own.
+REST = "rest"  #: All other processes: Ray's own, and the load generator.
 
 # Fields of /proc/PID/stat, counted behind the process's name (proc_pid_stat(5)).
 PARENT_FIELD = 1

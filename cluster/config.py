@@ -192,6 +192,12 @@ class GatewaySettings(ConfigSection):
     body_timeout_s: Positive = 30.0
     #: For this long a client may come back for its answer.
     resume_s: Annotated[float, Field(ge=0)] = 60.0
+    #: How many responses of `/v1/responses` a gateway keeps for `previous_response_id`; 0: none.
+    stored_responses: Annotated[int, Field(ge=0)] = 4096
+    #: What they may take of the gateway's memory, in MiB.
+    stored_responses_mib: Count = 64
+    #: For this long after its last use a response is kept.
+    stored_responses_s: Positive = 21600.0
     #: PEM files on each gateway's machine: HTTPS, and TLS for gRPC.
     tls_cert: str | None = None
     tls_key: str | None = None

@@ -30,6 +30,7 @@ from ..telemetry.gateway_metrics import CODE_CLIENT_LEFT, CODE_COMPLETE, outcome
 from ..telemetry.page import MetricRow
 from ..telemetry.tracing import end_request_span, tracer_of
 from .apis.parameters import ModelLimits
+from .apis.response_store import ResponseStore
 from .apis.schema import Reading
 from .attempt.generator import Generator
 from .attempt.plane import Plane
@@ -90,6 +91,11 @@ class GatewayService:
         place_timeout_s = config.router.queue_ttl_s + PLACE_MARGIN_S
         self._generator = Generator(plane, config.gateway.max_attempts, place_timeout_s)
         self.shelf = Shelf(self, config.gateway.resume_s)
+        self.responses = ResponseStore(
+            config.gateway.stored_responses,
+            config.gateway.stored_responses_mib << 20,
+            config.gateway.stored_responses_s,
+        )
         self._salt = fingerprint(folder)
         self._tokenizer_threads = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")
 

@@ -24,12 +24,14 @@ from tests.support.malformed import ASK, TOOLS
 from tests.support.standin import StandIn, checkpoint, standing_in
 
 #: fields beyond the published types: as vLLM and SGLang name it, as the examples of OpenAI have it
-BEYOND = {"reasoning_content", "reasoning", "store"}
+BEYOND = {"reasoning_content", "reasoning", "store", "name"}
 CITY = TOOLS[0]["function"]["parameters"]
 LOGPROBS = {"logprobs": True, "top_logprobs": 2}
 FORCED = {"tools": TOOLS, "tool_choice": "required"}
 USAGE = {"stream_options": {"include_usage": True}}
 SHAPED = {"type": "json_schema", "json_schema": {"name": "c", "schema": CITY, "strict": True}}
+FUNCTIONS = [{"type": "function", "name": "weather", "parameters": CITY, "strict": True}]
+NAMED = {"type": "function", "name": "weather"}
 CALLED = {"tools": [{"name": "weather", "input_schema": CITY}], "tool_choice": {"type": "any"}}
 
 
@@ -78,7 +80,15 @@ CASES += [
 ]
 CASES += [
     ("/v1/responses", given, Response, ResponseStreamEvent)
-    for given in ({"input": "What is prefill?"}, {"input": ASK, "max_output_tokens": 3})
+    for given in (
+        {"input": "What is prefill?"},
+        {"input": ASK, "max_output_tokens": 3, "reasoning": {"effort": "low"}},
+        {"input": ASK, "tools": FUNCTIONS, "top_logprobs": 2},
+        {"input": ASK, "tools": FUNCTIONS, "tool_choice": "required"},
+        {"input": ASK, "tools": FUNCTIONS, "tool_choice": NAMED, "max_output_tokens": 20},
+        {"input": ASK, "tools": FUNCTIONS, "tool_choice": "required", "max_output_tokens": 1},
+        {"input": ASK, "text": {"format": {"type": "json_schema", "name": "c", "schema": CITY}}},
+    )
 ]
 CASES += [
     ("/v1/messages", {"model": "demo", "max_tokens": 99, "messages": ASK, **given}, *types)

@@ -11,6 +11,12 @@ ASK: Any = [{"role": "user", "content": "What is prefill?"}]
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
 CITY["additionalProperties"] = False
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": CITY}}]
+ITEMS: Any = [
+    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}], "summary": []},
+    {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "dry"},
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]},
+]
 CHAT = {"messages": ASK, "max_tokens": 2, "stop": ["x"], "n": 1, "temperature": 0.5, "tools": TOOLS}
 VALID: dict[str, dict] = {
     "/v1/chat/completions": CHAT | {"logit_bias": {"5": 1}, "response_format": {"type": "text"}},
@@ -23,7 +29,14 @@ VALID: dict[str, dict] = {
         "tools": [{"name": "weather", "input_schema": CITY}],
     },
     "/v1/messages/count_tokens": {"model": "demo", "messages": ASK},
-    "/v1/responses": {"input": ASK, "max_output_tokens": 2, "text": {"format": {"type": "text"}}},
+    "/v1/responses": {
+        "input": [*ASK, *ITEMS],
+        "max_output_tokens": 2,
+        "text": {"format": {"type": "text"}},
+        "tools": [{"type": "function", "name": "weather", "parameters": CITY}],
+        "tool_choice": "auto",
+        "reasoning": {},
+    },
     "/tokenize": {"messages": ASK},
     "/detokenize": {"tokens": [1, 2]},
 }
@@ -41,6 +54,7 @@ ODD_NAMES += ["continue_final_message", "add_generation_prompt", "tool_choice", 
 ODD_NAMES += ["parallel_tool_calls", "include_reasoning", "reasoning_effort", "documents", "seed"]
 ODD_NAMES += ["chat_template_kwargs", "stream_options", "structured_outputs", "output_config"]
 ODD_NAMES += ["thinking", "cache_control", "refusal", "reasoning", "role", "add_special_tokens"]
+ODD_NAMES += ["previous_response_id", "truncation", "enable_response_messages", "tools", "status"]
 ODD_NAMES += ["logprobs", "top_logprobs", "echo", "stop_token_ids", "min_tokens", "stream"]
 
 

@@ -26,7 +26,10 @@ from ..text.answers import AnswerTexts, Output, TextDelta, TextSink, TextWriter
 from .chat import ChatRequest, ChatShape
 from .completions import CompletionRequest, CompletionShape, DetokenizeRequest, TokenizeRequest
 from .messages import CountTokensRequest, MessageShape, MessagesRequest, anthropic_error_body
-from .responses import ResponseShape, ResponsesRequest
+from .response_items import InputItem, ItemReference, read_items
+from .response_shape import ResponseShape
+from .response_store import Turn, deleted_response
+from .responses import ResponsesRequest
 from .schema import REQUEST_ID_PATTERN, ApiBody, BodyType, parse_body
 
 log = logging.getLogger(__name__)
@@ -72,6 +75,8 @@ class ApiCall:
     closing: bytes = OPENAI_CLOSING  #: The last bytes of a stream.
     named_events: bool = False  #: Events have names.
     error_body: Callable[[ApiError, str], dict[str, Any]] = ApiError.body
+    #: Makes what comes in front of the `error` event of a stream that breaks off.
+    failure_events: Callable[[ApiError], list[Event]] = lambda _: []
 
     #: The header that names what the client sent without effect; empty if there is nothing.
     ignored_fields_headers: dict[str, str] = field(default_factory=dict)
@@ -133,10 +138,30 @@ class Api:
         request_id = identify(http, "resp_")
         body = await self._read(http, ResponsesRequest)
         terms = http.state.terms
-        chat = body.as_chat()
+        store = self.service.responses
+        previous_turns: tuple[Turn, ...] = ()
+        if body.previous_response_id is not None:
+            previous_turns = store.turns(terms.tenant, body.previous_response_id)
+        input_items = self._resolved_items(body.input_items, terms.tenant)
+        earlier_items = [item for turn in previous_turns for item in read_items(turn.items)]
+        items = [*earlier_items, *input_items]
+        chat = await self.service.tokenize(
+            lambda: body.as_chat(self.service.text, self.service.limits, items)
+        )
         request, prompt = await self.service.prepare(chat, request_id, terms)
+
+        def keep(response: dict[str, Any]) -> None:
+            items = [item.model_dump(exclude_none=True) for item in input_items]
+            store.put(terms.tenant, response, items, previous_turns)
+
         shape = ResponseShape(
-            body, chat, request, self.service.text, model=self.service.model, prompt=prompt
+            body,
+            chat,
+            request,
+            self.service.text,
+            model=self.service.model,
+            prompt=prompt,
+            store=keep if store.is_enabled and body.store is not False else None,
         )
         call = ApiCall(
             [request],
@@ -145,9 +170,33 @@ class Api:
             terms.resume,
             closing=b"",
             named_events=True,
+            failure_events=shape.failed,
             ignored_fields_headers=self._note_ignored(body),
         )
         return await self._answer(http, call)
+
+    def _resolved_items(self, items: list[InputItem], tenant: str) -> list[InputItem]:
+        """Return the items; those of stored responses for what refers to them. Raises ApiError."""
+        resolved: list[InputItem] = []
+        for item in items:
+            if isinstance(item, ItemReference):
+                resolved += read_items(sse.encode([self.service.responses.item(tenant, item.id)]))
+            else:
+                resolved.append(item)
+        return resolved
+
+    async def stored_response(self, http: HttpRequest) -> Response:
+        """Return a response that the tenant has stored, or delete it."""
+        response_id = http.path_params["response_id"]
+        tenant = http.state.terms.tenant
+        if http.method == "DELETE":
+            self.service.responses.delete(tenant, response_id)
+            return _json(deleted_response(response_id))
+        if http.query_params.get("stream", "").lower() == "true":
+            message = "stream: a stored response is whole; leave it out"
+            raise ApiError("invalid_request", message, "stream")
+        stored = self.service.responses.get(tenant, response_id)
+        return Response(stored.response, 200, media_type="application/json")
 
     async def messages(self, http: HttpRequest) -> Response:
         request_id = identify(http, "msg_")
@@ -363,7 +412,8 @@ class EventEncoder:
         return self._events(self._shape.end(used_tokens)) + self._call.closing
 
     def error(self, error: ApiError) -> bytes:
-        return sse.event(self._call.error_body(error, self._call.id), "error")
+        failure = self._events(self._call.failure_events(error))
+        return failure + sse.event(self._call.error_body(error, self._call.id), "error")
 
     def _events(self, events: Iterable[Event]) -> bytes:
         named = self._call.named_events

@@ -314,26 +314,17 @@ class ChatRequest(SamplingParameters):
         if self.documents and "documents" not in settable_variables:
             message = "documents: this model's chat template has no place for them; use a message"
             raise ApiError("invalid_request", message, "documents")
-        if self.reasoning_effort is not None and not self._effort_arguments(tokenizer):
+        if self.reasoning_effort is not None and not effort_arguments(
+            self.reasoning_effort, tokenizer
+        ):
             if self.is_strict:
                 message = "reasoning_effort: this model's template knows no such variable"
                 raise ApiError("invalid_request", message, "reasoning_effort")
             self.ignored_fields.add_documented("", "reasoning_effort")
 
-    def _effort_arguments(self, tokenizer: ChatTokenizer) -> dict[str, Any]:
-        """Return the template's variables that `reasoning_effort` sets."""
-        arguments: dict[str, Any] = {}
-        if self.reasoning_effort is None:
-            return arguments
-        if "reasoning_effort" in tokenizer.template_variables:
-            arguments["reasoning_effort"] = self.reasoning_effort
-        if "enable_thinking" in tokenizer.template_variables and self.reasoning_effort == "none":
-            arguments["enable_thinking"] = False
-        return arguments
-
     def _template_arguments(self, tokenizer: ChatTokenizer) -> dict[str, Any]:
         """Return the variables of the template that the body sets."""
-        arguments = self._effort_arguments(tokenizer)
+        arguments = effort_arguments(self.reasoning_effort, tokenizer)
         if self.documents:
             arguments["documents"] = self.documents
         arguments |= self.chat_template_kwargs or {}
@@ -425,6 +416,18 @@ class ChatRequest(SamplingParameters):
             one_call_only=self.parallel_tool_calls is False,
             only_calls=self.call_required,
         )
+
+
+def effort_arguments(effort: str | None, tokenizer: ChatTokenizer) -> dict[str, Any]:
+    """Return the variables of the chat template that a `reasoning_effort` sets."""
+    arguments: dict[str, Any] = {}
+    if effort is None:
+        return arguments
+    if "reasoning_effort" in tokenizer.template_variables:
+        arguments["reasoning_effort"] = effort
+    if "enable_thinking" in tokenizer.template_variables and effort == "none":
+        arguments["enable_thinking"] = False
+    return arguments
 
 
 def check_conversation_length(

@@ -168,20 +168,23 @@ KNOWN_FIELDS: tuple[KnownField, ...] = (
     ),
     *_refused("best_of", _CHAT, "use n, and choose among the answers", [1]),
     # ---- OpenAI: responses -----------------------------------------------------------------------
-    *_ignored("store", _RESPONSES, "answers are not stored", [False], neutral_if_strict=True),
     *_ignored(
-        "truncation",
+        "reasoning.summary reasoning.generate_summary",
         _RESPONSES,
-        "an input that is too long gets an error",
-        ["disabled"],
-        neutral_if_strict=True,
+        "the reasoning itself is in its item",
+        ["auto"],
     ),
     *_ignored(
-        "reasoning",
+        "reasoning.mode reasoning.context",
         _RESPONSES,
         "a model that thinks does so as its chat template has it",
-        [{}],
-        neutral_if_strict=True,
+        ["standard", "auto"],
+    ),
+    *_ignored(
+        "tools.allowed_callers tools.defer_loading tools.output_schema",
+        _RESPONSES,
+        "the model sees name, description and schema",
+        [False],
     ),
     *_ignored("text.verbosity", _RESPONSES, "say in the instructions how long the answer is to be"),
     *_ignored("context_management", _RESPONSES, "nothing is taken out of the input"),
@@ -202,31 +205,8 @@ KNOWN_FIELDS: tuple[KnownField, ...] = (
         [False],
         neutral_if_strict=True,
     ),
-    *_refused(
-        "previous_response_id",
-        _RESPONSES,
-        "answers are not stored; send the whole conversation as input",
-        neutral_if_strict=True,
-    ),
     *_refused("conversation", _RESPONSES, "send the whole conversation as input"),
     *_refused("prompt", _RESPONSES, "send the text of the stored prompt as instructions"),
-    *_refused(
-        "tools", _RESPONSES, "tools are in /v1/chat/completions", [[]], neutral_if_strict=True
-    ),
-    *_refused(
-        "tool_choice",
-        _RESPONSES,
-        "tools are in /v1/chat/completions",
-        ["auto", "none"],
-        neutral_if_strict=True,
-    ),
-    *_refused("top_logprobs", _RESPONSES, "logprobs are in /v1/chat/completions", [0]),
-    *_refused(
-        "include",
-        _RESPONSES,
-        "nothing can be added to the response; leave it out",
-        [[], ["reasoning.encrypted_content"]],
-    ),
     # ---- Anthropic -------------------------------------------------------------------------------
     *_ignored(
         "service_tier",
@@ -321,10 +301,10 @@ KNOWN_FIELDS: tuple[KnownField, ...] = (
     *_refused("return_weight_versions", _SAMPLED, "weights do not change while serving", [False]),
     *_refused("return_prompt_text", _CHAT, "/tokenize and /detokenize show the prompt", [False]),
     *_refused(
-        "enable_response_messages previous_input_messages",
+        "previous_input_messages",
         _RESPONSES,
-        "what is rendered of the input is in /tokenize",
-        [False, []],
+        "send the whole conversation as input",
+        [[]],
     ),
     *_refused("thinking_token_budget", _SAMPLED, "use max_tokens", [-1]),
     *_ignored("include_reasoning", _COMPLETIONS, "no reasoning is told apart", [True, False]),

@@ -7,6 +7,7 @@ written here, as far as the published APIs name their fields. Errors come from t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ def ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def const(value: str) -> Schema:
+def const(value: str | bool) -> Schema:
     return {"const": value}
 
 
@@ -183,6 +184,7 @@ RESPONSE_SCHEMAS: dict[str, Schema] = {
         stop_sequence=nullable(TEXT),
         usage={"type": "object", "required": ["input_tokens", "output_tokens"]},
     ),
+    "DeletedResponse": record(id=TEXT, object=const("response"), deleted=const(True)),
     "TokenCount": record(input_tokens=COUNT),
     "Tokens": {
         "type": "object",
@@ -288,9 +290,11 @@ POST_OPERATIONS = {
     "/tokenize": PostRoute("tokenize", "Text to ids", TokenizeRequest, "Tokens"),
     "/detokenize": PostRoute("detokenize", "Ids to text", DetokenizeRequest, "Text"),
 }
+STORED_RESPONSE_PATH = "/v1/responses/{response_id}"
 GET_OPERATIONS = {
     "/v1/models": GetRoute("models", "What is served", "ModelList"),
     "/v1/models/{model}": GetRoute("model", "One of these", "Model"),
+    STORED_RESPONSE_PATH: GetRoute("stored_response", "A response that is stored", "Response"),
     "/health": GetRoute("health", "The process lives", "Status"),
     "/ready": GetRoute("ready", "Requests would be served", "Status"),
     "/openapi.json": GetRoute("openapi", "This document", ""),
@@ -319,6 +323,8 @@ def openapi_document(reading: Reading = Reading.LENIENT) -> Schema:
         paths[path] = {"post": _post_operation(path, post_route)}
     for path, get_route in GET_OPERATIONS.items():
         paths[path] = {"get": _get_operation(path, get_route)}
+    deletion = GetRoute("delete_response", "Forget a stored response", "DeletedResponse")
+    paths[STORED_RESPONSE_PATH]["delete"] = _get_operation(STORED_RESPONSE_PATH, deletion)
     paths["/metrics"] = {"get": _metrics_operation()}
     security_schemes: Schema = {
         "bearer": {"type": "http", "scheme": "bearer"},
@@ -447,9 +453,11 @@ def _get_operation(path: str, route: GetRoute) -> Schema:
         "summary": route.summary,
         "responses": responses,
     }
-    if "{model}" in path:
+    parameter_names = re.findall(r"{(\w+)}", path)
+    if parameter_names:
         operation["parameters"] = [
-            {"name": "model", "in": "path", "required": True, "schema": TEXT}
+            {"name": name, "in": "path", "required": True, "schema": TEXT}
+            for name in parameter_names
         ]
     return operation
 

@@ -1,49 +1,46 @@
-"""OpenAI's `/v1/responses`, the part without tools and stored state: read as a chat (pure).
+"""OpenAI's `/v1/responses`: its body, read as a chat (pure).
 
-A response is a list of output items: reasoning, if the model thinks, then a message. A streamed
-item goes through these events, whose names begin with `response.`:
-
-    output_item.added -> content_part.added -> <text>.delta ... -> <text>.done
-        -> content_part.done -> output_item.done
+What the answer becomes is in `response_shape`.
 """
 
 from __future__ import annotations
 
-import time
+from bisect import bisect_left
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
-from ..attempt.request import Request
-from ..text.answers import Output, TextDelta
-from ..text.content import ContentParser, ContentPart, PartKind
-from ..text.tokenizer import ChatTokenizer, TokenizedPrompt
-from .chat import MESSAGES_MAX, ChatRequest, JsonObject
+from ..errors import ApiError
+from ..text.tokenizer import ChatTokenizer
+from .chat import MESSAGES_MAX, TOOLS_MAX, ChatRequest, JsonObject, effort_arguments
 from .known_fields import ApiName
-from .parameters import CommonSamplingFields, to_json
+from .parameters import CommonSamplingFields, ModelLimits, to_json
+from .response_items import (
+    FunctionTool,
+    InputItem,
+    ToolChoice,
+    chat_messages,
+    is_message_of,
+    user_message,
+)
 from .schema import BodyPart, parse_body
 
-
-class _InputPart(BodyPart):
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-
-
-class _InputItem(BodyPart):
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[_InputPart]
-    id: str | None = None
-    status: str | None = None
-    phase: str | None = None
-
-    def chat_message(self) -> JsonObject:
-        """Return the item as a chat's message."""
-        if isinstance(self.content, str):
-            text = self.content
-        else:
-            text = "".join(part.text for part in self.content)
-        return {"role": self.role, "content": text}
+LOGPROBS_INCLUDABLE = "message.output_text.logprobs"
+#: What a response can be asked to include. All but the logprobs are about tools and files that are
+#: not offered, or about reasoning, which is never encrypted: there is nothing to include.
+INCLUDABLES = frozenset(
+    {
+        LOGPROBS_INCLUDABLE,
+        "file_search_call.results",
+        "web_search_call.results",
+        "web_search_call.action.sources",
+        "message.input_image.image_url",
+        "computer_call_output.output.image_url",
+        "code_interpreter_call.outputs",
+        "reasoning.encrypted_content",
+    }
+)
+INCLUDES_MAX = 32
 
 
 class _TextFormat(BodyPart):
@@ -65,33 +62,119 @@ class _TextOptions(BodyPart):
     format: _TextFormat | None = None
 
 
+class _ReasoningOptions(BodyPart):
+    effort: Annotated[str, Field(max_length=64)] | None = None
+
+
+def _input_branch(value: Any) -> str:
+    return "#items" if isinstance(value, list) else "#text"
+
+
+_Input = Annotated[
+    Annotated[str, Tag("#text")]
+    | Annotated[
+        list[InputItem],
+        Tag("#items"),
+        Field(min_length=1, max_length=MESSAGES_MAX),
+    ],
+    Discriminator(_input_branch),
+]
+
+
 class ResponsesRequest(CommonSamplingFields):
     """What `/v1/responses` takes."""
 
     api: ClassVar[ApiName] = ApiName.RESPONSES
 
     model: str = ""
-    input: str | Annotated[list[_InputItem], Field(min_length=1, max_length=MESSAGES_MAX)]
+    input: _Input
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     stream: bool = False
     text: _TextOptions | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=TOOLS_MAX)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: _ReasoningOptions | None = None
+    include: Annotated[list[str], Field(max_length=INCLUDES_MAX)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    #: auto: the oldest items are left out if the input is too long; otherwise it is refused.
+    truncation: Literal["auto", "disabled"] | None = None
+    store: bool | None = None  #: False: the response is not kept.
+    previous_response_id: str | None = None  #: The input goes on behind this response.
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_response_messages: bool = False  #: vLLM's: what the model read and wrote goes along.
 
-    def as_chat(self) -> ChatRequest:
-        """Return the same request as a chat, which notes here what it ignores. Raises ApiError."""
+    @property
+    def wants_logprobs(self) -> bool:
+        """True if texts of the answer have the logprobs of their tokens."""
+        return LOGPROBS_INCLUDABLE in (self.include or []) or bool(self.top_logprobs)
+
+    @property
+    def input_items(self) -> list[InputItem]:
+        """The items of the input."""
+        return [user_message(self.input)] if isinstance(self.input, str) else self.input
+
+    def as_chat(
+        self, tokenizer: ChatTokenizer, limits: ModelLimits, items: list[InputItem]
+    ) -> ChatRequest:
+        """Return the same request as a chat, which notes here what it ignores. Raises ApiError.
+
+        `items` are those of the whole conversation; none of them is a reference. With `truncation:
+        auto` the chat lacks the oldest of them if it would be too long. To find out takes seconds,
+        so it does not belong on the event loop.
+        """
+        if self.truncation == "auto":
+            items = self._fitting_items(tokenizer, limits, items)
+        self._note_unused(tokenizer)
+        chat = self._chat(tokenizer, items)
+        chat.read_like(self)
+        return chat
+
+    def _fitting_items(
+        self, tokenizer: ChatTokenizer, limits: ModelLimits, items: list[InputItem]
+    ) -> list[InputItem]:
+        """Return the conversation without as many of its oldest items as it takes to fit.
+
+        The items left begin with a user's message, so that no output of a call is without its call.
+        Messages of the system stay. If the last message of the user is too long, it stays too.
+        """
+        user_indices = [index for index, item in enumerate(items) if is_message_of(item, "user")]
+        starts = [0, *(index for index in user_indices if index > 0)]
+        candidates = [
+            [item for item in items[:start] if is_message_of(item, "system", "developer")]
+            + items[start:]
+            for start in starts
+        ]
+
+        def is_fitting(candidate: list[InputItem]) -> bool:
+            return self._fits(tokenizer, limits, candidate)
+
+        number = bisect_left(candidates, True, hi=len(candidates) - 1, key=is_fitting)
+        return candidates[number]
+
+    def _fits(self, tokenizer: ChatTokenizer, limits: ModelLimits, items: list[InputItem]) -> bool:
+        """Return whether the prompt has room for an answer of the length that is asked for."""
+        chat = self._chat(tokenizer, items)
+        try:
+            chat.check(tokenizer, limits)
+        except ApiError as error:
+            if error.reason == "context_length_exceeded":
+                return False
+            raise
+        prompt_tokens = len(chat.prompt(tokenizer).token_ids)
+        return prompt_tokens + (self.max_output_tokens or 1) <= limits.max_model_len
+
+    def _chat(self, tokenizer: ChatTokenizer, items: list[InputItem]) -> ChatRequest:
+        """Return a chat of these items. Raises ApiError."""
         messages: list[JsonObject] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
-        if isinstance(self.input, str):
-            messages.append({"role": "user", "content": self.input})
-        else:
-            messages += [item.chat_message() for item in self.input]
+        messages += chat_messages(items)
 
         chat: JsonObject = self.model_dump(
             include=set(CommonSamplingFields.model_fields),
@@ -99,202 +182,42 @@ class ResponsesRequest(CommonSamplingFields):
             exclude_none=True,
             by_alias=True,
         )
-        chat |= {"model": self.model, "messages": messages}
+        chat |= {"model": self.model, "messages": messages, **self._tool_fields()}
         if self.chat_template_kwargs is not None:
             chat["chat_template_kwargs"] = self.chat_template_kwargs
+        if self.wants_logprobs:
+            chat |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
         if self.max_output_tokens is not None:
             chat["max_tokens"] = self.max_output_tokens
         if self.text and self.text.format:
             chat["response_format"] = self.text.format.response_format()
-        request = parse_body(ChatRequest, to_json(chat).encode())
-        request.read_like(self)
-        return request
+        effort = self.reasoning.effort if self.reasoning else None
+        if effort is not None and (self.is_strict or effort_arguments(effort, tokenizer)):
+            chat["reasoning_effort"] = effort
+        return parse_body(ChatRequest, to_json(chat).encode())
 
+    def _note_unused(self, tokenizer: ChatTokenizer) -> None:
+        """Note, or refuse if the gateway is strict, what fields that are read ask for in vain."""
+        effort = self.reasoning.effort if self.reasoning else None
+        if effort is not None and not self.is_strict and not effort_arguments(effort, tokenizer):
+            self.ignored_fields.add_documented("reasoning", "effort")
+        for name in self.include or []:
+            if name in INCLUDABLES:
+                continue
+            if self.is_strict:
+                message = "include: only what OpenAI names can be included"
+                raise ApiError("invalid_request", message, "include")
+            self.ignored_fields.add_unknown("include", name, INCLUDABLES)
 
-#: The empty content part of an item of each kind.
-_EMPTY_PARTS: dict[PartKind, JsonObject] = {
-    PartKind.REASONING: {"type": "reasoning_text"},
-    PartKind.CONTENT: {"type": "output_text", "annotations": [], "logprobs": []},
-}
-#: What the events of an item's text are called.
-_TEXT_EVENT_NAMES = {
-    PartKind.REASONING: "response.reasoning_text",
-    PartKind.CONTENT: "response.output_text",
-}
-_ITEM_ID_PREFIXES = {PartKind.REASONING: "rs", PartKind.CONTENT: "msg"}
-
-
-class ResponseShape:
-    """Makes the `response` object, or its events, of the answer to one request."""
-
-    def __init__(
-        self,
-        body: ResponsesRequest,
-        chat: ChatRequest,
-        request: Request,
-        tokenizer: ChatTokenizer,
-        model: str,
-        prompt: TokenizedPrompt,
-    ) -> None:
-        self._body = body
-        self._chat = chat
-        self._request = request
-        self._model = model
-        self._parser = ContentParser(chat.content_rules(tokenizer, prompt))
-        self._created_at_s = int(time.time())
-        self._next_event_number = 0
-        #: The text of each item that has begun, by the item's kind and in the order of the items.
-        self._item_texts: dict[PartKind, str] = {}
-        self._finish_reason: str | None = None
-
-    @property
-    def output(self) -> Output:
-        return self._chat.output()
-
-    def begin(self) -> list[JsonObject]:
-        """Return the events that come before any text."""
-        response = self._response("in_progress", items=[], usage=None)
-        return [
-            self._event("response.created", response=response),
-            self._event("response.in_progress", response=response),
-        ]
-
-    def plain(self, index: int, text: str) -> JsonObject | None:
-        """Return None: every event has a number of its own, so `delta` makes them all."""
-        return None
-
-    def delta(self, delta: TextDelta) -> list[JsonObject]:
-        """Return the events of a piece of the answer."""
-        events = []
-        for kind, text in self._parse(delta):
-            assert isinstance(text, str), "calls need tools, which this API does not take"
-            if kind not in self._item_texts:
-                events += self._close_last_item()
-                events += self._open_item(kind)
-            self._item_texts[kind] += text
-            event_name = f"{_TEXT_EVENT_NAMES[kind]}.delta"
-            events.append(self._part_event(event_name, kind, delta=text, **_empty_logprobs(kind)))
-        return events
-
-    def end(self, used_tokens: int) -> list[JsonObject]:
-        """Return the events behind the answer, which has `used_tokens` tokens."""
-        events = self._close_last_item()
-        response = self._ended_response(used_tokens)
-        return [*events, self._event(f"response.{response['status']}", response=response)]
-
-    def whole(self, deltas: list[TextDelta], used_tokens: int) -> JsonObject:
-        """Return the `response` object of the whole answer, which has `used_tokens` tokens."""
-        for kind, text in self._parse(deltas[0]):
-            assert isinstance(text, str), "calls need tools, which this API does not take"
-            self._item_texts[kind] = self._item_texts.get(kind, "") + text
-        return self._ended_response(used_tokens)
-
-    def _parse(self, delta: TextDelta) -> list[ContentPart]:
-        parts = self._parser.feed(delta.text)
-        if delta.finish_reason:
-            self._finish_reason = delta.finish_reason
-            parts += self._parser.end(is_cut=delta.is_cut)
-        return parts
-
-    def _event(self, name: str, **fields: Any) -> JsonObject:
-        event = {"type": name, "sequence_number": self._next_event_number, **fields}
-        self._next_event_number += 1
-        return event
-
-    def _part_event(self, name: str, kind: PartKind, **fields: Any) -> JsonObject:
-        """Return an event about the content part of an item."""
-        return self._event(
-            name,
-            item_id=self._item_id(kind),
-            output_index=list(self._item_texts).index(kind),
-            content_index=0,
-            **fields,
-        )
-
-    def _open_item(self, kind: PartKind) -> list[JsonObject]:
-        """Begin an item; return the events that say so."""
-        output_index = len(self._item_texts)
-        self._item_texts[kind] = ""
-        item = self._item(kind, text="", status="in_progress")
-        part = {**_EMPTY_PARTS[kind], "text": ""}
-        return [
-            self._event("response.output_item.added", output_index=output_index, item=item),
-            self._part_event("response.content_part.added", kind, part=part),
-        ]
-
-    def _close_last_item(self) -> list[JsonObject]:
-        """Return the events that end the last item, or none if no item has begun."""
-        if not self._item_texts:
-            return []
-        kind, text = list(self._item_texts.items())[-1]
-        output_index = len(self._item_texts) - 1
-        part = {**_EMPTY_PARTS[kind], "text": text}
-        item = self._item(kind, text, status="completed")
-        text_event_name = f"{_TEXT_EVENT_NAMES[kind]}.done"
-        return [
-            self._part_event(text_event_name, kind, text=text, **_empty_logprobs(kind)),
-            self._part_event("response.content_part.done", kind, part=part),
-            self._event("response.output_item.done", output_index=output_index, item=item),
-        ]
-
-    def _item_id(self, kind: PartKind) -> str:
-        return f"{_ITEM_ID_PREFIXES[kind]}_{self._request.id}"
-
-    def _item(self, kind: PartKind, text: str, status: str) -> JsonObject:
-        parts = [{**_EMPTY_PARTS[kind], "text": text}] if text else []
-        common_fields = {"id": self._item_id(kind), "status": status, "content": parts}
-        if kind == PartKind.REASONING:
-            return {"type": "reasoning", "summary": [], **common_fields}
-        return {"type": "message", "role": "assistant", **common_fields}
-
-    def _ended_response(self, used_tokens: int) -> JsonObject:
-        status = "incomplete" if self._finish_reason == "length" else "completed"
-        items = [self._item(kind, text, "completed") for kind, text in self._item_texts.items()]
-        return self._response(status, items, self._usage(used_tokens))
-
-    def _response(
-        self, status: str, items: list[JsonObject], usage: JsonObject | None
-    ) -> JsonObject:
-        incomplete_details = None
-        if status == "incomplete":
-            incomplete_details = {"reason": "max_output_tokens"}
-        return {
-            "id": self._request.id,
-            "object": "response",
-            "created_at": self._created_at_s,
-            "status": status,
-            "error": None,
-            "incomplete_details": incomplete_details,
-            "instructions": self._body.instructions,
-            "max_output_tokens": self._body.max_output_tokens,
-            "metadata": self._body.metadata or {},
-            "model": self._model,
-            "output": items,
-            "parallel_tool_calls": True,
-            "previous_response_id": None,
-            "store": False,
-            "temperature": self._request.sampling.temperature,
-            "tool_choice": "auto",
-            "tools": [],
-            "top_p": self._request.sampling.top_p,
-            "truncation": "disabled",
-            "usage": usage,
-        }
-
-    def _usage(self, used_tokens: int) -> JsonObject:
-        prompt_tokens = len(self._request.prompt_ids)
-        return {
-            "input_tokens": prompt_tokens,
-            "input_tokens_details": {
-                "cached_tokens": self._request.hit_tokens,
-                "cache_write_tokens": 0,
-            },
-            "output_tokens": used_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": prompt_tokens + used_tokens,
-        }
-
-
-def _empty_logprobs(kind: PartKind) -> dict[str, list[Any]]:
-    """Return the field that events of a message's text have, and those of reasoning do not."""
-    return {"logprobs": []} if kind == PartKind.CONTENT else {}
+    def _tool_fields(self) -> JsonObject:
+        """Return the fields of a chat about tools."""
+        fields: JsonObject = {}
+        if self.tools:
+            fields["tools"] = [tool.chat_tool() for tool in self.tools]
+        if isinstance(self.tool_choice, str):
+            fields["tool_choice"] = self.tool_choice
+        elif self.tool_choice is not None:
+            fields["tool_choice"] = self.tool_choice.chat_tool()
+        if self.parallel_tool_calls is not None:
+            fields["parallel_tool_calls"] = self.parallel_tool_calls
+        return fields

@@ -1,0 +1,310 @@
+"""The items and the tools that a body of `/v1/responses` has, as parts of a chat (pure).
+
+An item is a message, a piece of reasoning, a call, or the output of a call. Clients send back the
+items that they got, with ids and statuses. A chat has all that the assistant says at a time in one
+message, so `chat_messages` joins items that follow each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import (
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    field_validator,
+    model_validator,
+)
+
+from .chat import PART_TYPE_CHARS_MAX, TOOLS_MAX, FunctionName, JsonObject
+from .schema import BodyPart
+
+TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+INCOMPLETE = "incomplete"  #: The status of an item that the answer's end cut.
+_OWN_FUNCTION_HINT = "give the model a function of your own that does it"
+#: What works instead of the tools that run on OpenAI's servers, by the beginning of their type.
+_TOOL_HINTS = {
+    "custom": "give the model a function whose one parameter is the text",
+    "mcp": "call the server yourself, and name its tools as functions",
+    "namespace": "name its tools as functions",
+}
+
+
+def _check_tool_type(tool_type: Any) -> None:
+    """Raise ValueError for a type of tool that only OpenAI's own servers have."""
+    if not isinstance(tool_type, str) or tool_type in ("function", "allowed_tools"):
+        return
+    hint = _TOOL_HINTS.get(tool_type, _OWN_FUNCTION_HINT)
+    shown_type = tool_type[:PART_TYPE_CHARS_MAX]
+    raise ValueError(f"tools of type {shown_type!r} are not offered, only 'function' is: {hint}")
+
+
+# ---- tools ---------------------------------------------------------------------------------------
+
+
+class FunctionTool(BodyPart):
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _check_type(cls, tool_type: Any) -> Any:
+        _check_tool_type(tool_type)
+        return tool_type
+
+    def chat_tool(self) -> JsonObject:
+        """Return the tool as a chat's body has it."""
+        fields = self.model_dump(exclude={"type"}, exclude_none=True)
+        return {"type": "function", "function": fields}
+
+    def response_tool(self) -> JsonObject:
+        """Return the tool as a response repeats it: with all of its fields."""
+        return self.model_dump(include=set(type(self).model_fields))
+
+
+class _NamedFunction(BodyPart):
+    type: Literal["function"]
+    name: str
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _check_type(cls, tool_type: Any) -> Any:
+        _check_tool_type(tool_type)
+        return tool_type
+
+    def chat_tool(self) -> JsonObject:
+        """Return the name of the function as a chat's `tool_choice` has it."""
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class _AllowedFunctions(BodyPart):
+    """Which of the tools may be called, and whether one has to be."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[_NamedFunction], Field(min_length=1, max_length=TOOLS_MAX)]
+
+    def chat_tool(self) -> JsonObject:
+        """Return the same as a chat's `tool_choice`."""
+        allowed_tools = {"mode": self.mode, "tools": [tool.chat_tool() for tool in self.tools]}
+        return {"type": self.type, "allowed_tools": allowed_tools}
+
+
+def _type_of(value: Any) -> Any:
+    """Return the `type` of an object that is to be read, or of one that was read."""
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+def _choice_branch(choice: Any) -> str:
+    if isinstance(choice, str):
+        return "#mode"
+    return "#allowed_tools" if _type_of(choice) == "allowed_tools" else "#function"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("#mode")]
+    | Annotated[_NamedFunction, Tag("#function")]
+    | Annotated[_AllowedFunctions, Tag("#allowed_tools")],
+    Discriminator(_choice_branch),
+]
+
+
+# ---- items ---------------------------------------------------------------------------------------
+
+
+class _ItemPart(BodyPart):
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"]
+    text: str = ""
+    refusal: str = ""  #: What the assistant said instead of a text.
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, part: Any) -> Any:
+        part_type = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(part_type, str):
+            return part
+        if part_type in TEXT_PART_TYPES:
+            if not isinstance(part.get("text"), str):
+                raise ValueError(f"a part of type {part_type!r} needs a text")
+        elif part_type != "refusal":
+            shown_type = part_type[:PART_TYPE_CHARS_MAX]
+            raise ValueError(f"parts of type {shown_type!r} are not read, only texts are")
+        return part
+
+
+def _content_branch(content: Any) -> str:
+    return "#parts" if isinstance(content, list) else "#text"
+
+
+_Content = Annotated[
+    Annotated[str, Tag("#text")] | Annotated[list[_ItemPart], Tag("#parts")],
+    Discriminator(_content_branch),
+]
+
+
+def _text_of(content: str | list[_ItemPart] | None) -> str:
+    if isinstance(content, list):
+        return "".join(part.text or part.refusal for part in content)
+    return content or ""
+
+
+class _Item(BodyPart):
+    """What all items may have."""
+
+    id: str | None = None
+    status: str | None = None
+
+
+class _MessageItem(_Item):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: _Content
+    phase: str | None = None
+
+
+class _ReasoningItem(_Item):
+    type: Literal["reasoning"]
+    content: list[_ItemPart] | None = None
+    summary: list[_ItemPart] | None = None
+    encrypted_content: str | None = None  #: Only who wrote it can read it; the content is read.
+
+
+class _CallItem(_Item):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str = "{}"
+
+    @model_validator(mode="after")
+    def _check_arguments(self) -> _CallItem:
+        if self.status == INCOMPLETE:
+            return self
+        try:
+            arguments = msgspec.json.decode(self.arguments or "{}")
+        except msgspec.DecodeError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise ValueError("arguments must be the JSON text of an object")
+        return self
+
+
+class _CallOutputItem(_Item):
+    type: Literal["function_call_output"]
+    call_id: Annotated[str, Field(min_length=1)]
+    output: _Content
+    name: str | None = None
+
+
+class ItemReference(_Item):
+    """An item that a stored response has."""
+
+    type: Literal["item_reference"] = "item_reference"
+    id: str
+
+
+class _UnreadItem(BodyPart):
+    """An item of a type that is not read."""
+
+    model_config = ConfigDict(json_schema_extra={"not": {}})  # OpenAPI: nothing is such an item
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, item: Any) -> Any:
+        item_type = item.get("type") if isinstance(item, dict) else None
+        if not isinstance(item_type, str):
+            raise ValueError("an item is an object with a type")
+        shown_type = item_type[:PART_TYPE_CHARS_MAX]
+        raise ValueError(
+            f"items of type {shown_type!r} are not read; send messages, reasoning, "
+            "function_call and function_call_output"
+        )
+
+
+_ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output", "item_reference")
+
+
+def _item_branch(item: Any) -> str:
+    item_type = _type_of(item)
+    if item_type is None and isinstance(item, dict):
+        # As in a chat; what has nothing but an id refers to another item.
+        item_type = "item_reference" if item.keys() == {"id"} else "message"
+    return f"#{item_type}" if item_type in _ITEM_TYPES else "#unread"
+
+
+InputItem = Annotated[
+    Annotated[_MessageItem, Tag("#message")]
+    | Annotated[_ReasoningItem, Tag("#reasoning")]
+    | Annotated[_CallItem, Tag("#function_call")]
+    | Annotated[_CallOutputItem, Tag("#function_call_output")]
+    | Annotated[ItemReference, Tag("#item_reference")]
+    | Annotated[_UnreadItem, Tag("#unread")],
+    Discriminator(_item_branch),
+]
+_ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
+
+
+def read_items(text: bytes) -> list[InputItem]:
+    """Read the JSON text of items that were checked before."""
+    return _ITEMS.validate_json(text)
+
+
+def is_message_of(item: InputItem, *roles: str) -> bool:
+    """Return whether an item is a message of one of these roles."""
+    return isinstance(item, _MessageItem) and item.role in roles
+
+
+def user_message(text: str) -> InputItem:
+    """Return the item that an input stands for which is nothing but text."""
+    return _MessageItem(role="user", content=text)
+
+
+# ---- a chat's messages ---------------------------------------------------------------------------
+
+
+def chat_messages(items: Iterable[InputItem]) -> list[JsonObject]:
+    """Return the items as messages of a chat.
+
+    Reasoning, text and calls of the assistant that follow each other become one message. A call
+    that was cut is left out, as nobody can have run it.
+    """
+    messages: list[JsonObject] = []
+    for item in items:
+        match item:
+            case _MessageItem(role="assistant"):
+                message = _assistant_message(messages, {"content", "tool_calls"})
+                message["content"] = _text_of(item.content)
+            case _MessageItem():
+                messages.append({"role": item.role, "content": _text_of(item.content)})
+            case _ReasoningItem():
+                message = _assistant_message(messages, {"content", "tool_calls"})
+                reasoning = _text_of(item.content) or _text_of(item.summary)
+                message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
+            case _CallItem():
+                if item.status != INCOMPLETE:
+                    message = _assistant_message(messages, set())
+                    function = {"name": item.name, "arguments": item.arguments or "{}"}
+                    call = {"id": item.call_id, "type": "function", "function": function}
+                    message.setdefault("tool_calls", []).append(call)
+            case _CallOutputItem():
+                output = _text_of(item.output)
+                message = {"role": "tool", "tool_call_id": item.call_id, "content": output}
+                messages.append(message)
+    return messages
+
+
+def _assistant_message(messages: list[JsonObject], ending_fields: set[str]) -> JsonObject:
+    """Return the assistant's message that the next item belongs to, which may be a new one.
+
+    It is a new one if the last message is not the assistant's, or has one of `ending_fields`.
+    """
+    if not messages or messages[-1]["role"] != "assistant" or messages[-1].keys() & ending_fields:
+        messages.append({"role": "assistant"})
+    return messages[-1]

@@ -1,0 +1,417 @@
+"""The `response` object of `/v1/responses`, and the events of a streamed one (pure).
+
+A response is a list of output items: reasoning, messages, and calls. A streamed item goes through
+these events, whose names begin with `response.`:
+
+    text:  output_item.added -> content_part.added -> <text>.delta ... -> <text>.done
+               -> content_part.done -> output_item.done
+    call:  output_item.added -> function_call_arguments.delta ... -> function_call_arguments.done
+               -> output_item.done
+
+An item ends when the next one begins. The last item of an answer that was cut is `incomplete`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, assert_never
+
+from ....protos import frames
+from ..attempt.request import Request
+from ..errors import ApiError
+from ..text.answers import Output, TextDelta
+from ..text.content import ContentParser, ContentPart, PartKind
+from ..text.tokenizer import ChatTokenizer, TokenizedPrompt
+from .chat import ChatRequest, JsonObject, logprobs_object
+from .responses import ResponsesRequest
+
+
+class _ItemStatus(StrEnum):
+    """The values of `status` of an output item."""
+
+    IN_PROGRESS = "in_progress"
+    COMPLETED = "completed"
+    INCOMPLETE = "incomplete"
+
+
+#: The empty content part of an item of text.
+_EMPTY_PARTS: dict[PartKind, JsonObject] = {
+    PartKind.REASONING: {"type": "reasoning_text"},
+    PartKind.CONTENT: {"type": "output_text", "annotations": []},
+}
+#: What the events of an item's text are called.
+_TEXT_EVENT_NAMES = {
+    PartKind.REASONING: "response.reasoning_text",
+    PartKind.CONTENT: "response.output_text",
+}
+_ITEM_ID_PREFIXES = {PartKind.REASONING: "rs", PartKind.CONTENT: "msg", PartKind.CALL: "fc"}
+
+
+@dataclass(slots=True)
+class _OutputItem:
+    """An item of the answer, as far as it has come."""
+
+    id: str
+    kind: PartKind
+    output_index: int
+    text: str = ""  #: Of a call, its arguments.
+    call_id: str = ""
+    function_name: str = ""
+    status: _ItemStatus = _ItemStatus.IN_PROGRESS
+    logprobs: list[JsonObject] = field(default_factory=list)  #: Of the tokens of a message.
+
+    def object(self) -> JsonObject:
+        """Return the item as responses and events have it."""
+        common_fields = {"id": self.id, "status": self.status}
+        if self.kind == PartKind.CALL:
+            return {
+                "type": "function_call",
+                **common_fields,
+                "call_id": self.call_id,
+                "name": self.function_name,
+                "arguments": self.text,
+            }
+        content = [] if self.status == _ItemStatus.IN_PROGRESS else [self.part()]
+        if self.kind == PartKind.REASONING:
+            return {"type": "reasoning", "summary": [], **common_fields, "content": content}
+        return {"type": "message", "role": "assistant", **common_fields, "content": content}
+
+    def part(self) -> JsonObject:
+        """Return the content part of an item of text."""
+        part = {**_EMPTY_PARTS[self.kind], "text": self.text}
+        if self.kind == PartKind.CONTENT:
+            part["logprobs"] = self.logprobs
+        return part
+
+
+class _TextTokens:
+    """Finds the tokens that a piece of the parsed text is made of.
+
+    The parser holds text back, and takes markers and white space away, so its parts are not the
+    texts of the tokens that came last.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[frames.Token] = []  #: Those that no part was made of, so far.
+
+    def add(self, tokens: list[frames.Token]) -> None:
+        """Take the next tokens of the answer."""
+        self._tokens += tokens
+
+    def take(self, text: str) -> list[frames.Token]:
+        """Return the tokens of the next part of the text, and forget all up to its end."""
+        pieces = [self._tokenizer.token_bytes(token.id) for token in self._tokens]
+        start = max(0, b"".join(pieces).find(text.encode()))
+        end = start + len(text.encode())
+        taken = []
+        count = 0  # tokens that begin in front of `end`
+        position = 0
+        for token, piece in zip(self._tokens, pieces, strict=True):
+            if position >= end:
+                break
+            count += 1
+            position += len(piece)
+            if position > start:
+                taken.append(token)
+        self._tokens = self._tokens[count:]
+        return taken
+
+
+class ResponseShape:
+    """Makes the `response` object, or its events, of the answer to one request."""
+
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        chat: ChatRequest,
+        request: Request,
+        tokenizer: ChatTokenizer,
+        model: str,
+        prompt: TokenizedPrompt,
+        store: Callable[[JsonObject], None] | None = None,
+    ) -> None:
+        """Call `store`, if there is one, with the response when it has ended."""
+        self._body = body
+        self._store = store
+        self._chat = chat
+        self._request = request
+        self._model = model
+        self._parser = ContentParser(chat.content_rules(tokenizer, prompt))
+        self._created_at_s = int(time.time())
+        self._next_event_number = 0
+        self._items: list[_OutputItem] = []
+        self._finish_reason: str | None = None
+        self._tokenizer = tokenizer
+        #: None if the client wants no logprobs.
+        self._text_tokens = _TextTokens(tokenizer) if body.wants_logprobs else None
+
+    @property
+    def output(self) -> Output:
+        return self._chat.output()
+
+    def begin(self) -> list[JsonObject]:
+        """Return the events that come before any text."""
+        response = self._response("in_progress")
+        return [
+            self._event("response.created", response=response),
+            self._event("response.in_progress", response=response),
+        ]
+
+    def plain(self, index: int, text: str) -> JsonObject | None:
+        """Return None: every event has a number of its own, so `delta` makes them all."""
+        return None
+
+    def delta(self, delta: TextDelta) -> list[JsonObject]:
+        """Return the events of a piece of the answer."""
+        events = []
+        for part in self._parse(delta):
+            events += self._add_part(part)
+        return events
+
+    def end(self, used_tokens: int) -> list[JsonObject]:
+        """Return the events behind the answer, which has `used_tokens` tokens."""
+        events = self._end_items()
+        response = self._ended_response(used_tokens)
+        return [*events, self._event(f"response.{response['status']}", response=response)]
+
+    def failed(self, error: ApiError) -> list[JsonObject]:
+        """Return the event that says that the answer cannot be completed."""
+        response = self._response("failed")
+        response["error"] = {"code": "server_error", "message": error.message}
+        return [self._event("response.failed", response=response)]
+
+    def whole(self, deltas: list[TextDelta], used_tokens: int) -> JsonObject:
+        """Return the `response` object of the whole answer, which has `used_tokens` tokens."""
+        self.delta(deltas[0])
+        self._end_items()
+        return self._ended_response(used_tokens)
+
+    # ---- items -----------------------------------------------------------------------------------
+
+    def _parse(self, delta: TextDelta) -> list[ContentPart]:
+        if self._text_tokens is not None:
+            self._text_tokens.add(delta.tokens)
+        parts = self._parser.feed(delta.text)
+        if delta.finish_reason:
+            self._finish_reason = delta.finish_reason
+            parts += self._parser.end(is_cut=delta.is_cut)
+        return parts
+
+    def _add_part(self, part: ContentPart) -> list[JsonObject]:
+        """Add a part of the answer to the items; return its events."""
+        match part.kind:
+            case PartKind.CALL:
+                return self._begin_item(PartKind.CALL, function_name=part.text)
+            case PartKind.ARGUMENTS:
+                return self._add_text(part.text)
+            case PartKind.REASONING | PartKind.CONTENT:
+                events = [] if self._open_kind == part.kind else self._begin_item(part.kind)
+                return events + self._add_text(part.text)
+            case _:
+                assert_never(part.kind)
+
+    @property
+    def _open_kind(self) -> PartKind | None:
+        """The kind of the item that has not ended; None if all have."""
+        if self._items and self._items[-1].status == _ItemStatus.IN_PROGRESS:
+            return self._items[-1].kind
+        return None
+
+    def _begin_item(self, kind: PartKind, function_name: str = "") -> list[JsonObject]:
+        """Begin an item, which ends the last one; return the events that say so."""
+        events = self._end_last_item(_ItemStatus.COMPLETED)
+        number = len(self._items)
+        item = _OutputItem(
+            id=f"{_ITEM_ID_PREFIXES[kind]}_{self._request.id}_{number}",
+            kind=kind,
+            output_index=number,
+        )
+        if kind == PartKind.CALL:
+            request_suffix = self._request.wire_id.rpartition("~")[2]  # unique among all requests
+            item.call_id = f"call_{request_suffix}{number:04d}"
+            item.function_name = function_name
+        self._items.append(item)
+        events.append(
+            self._event(
+                "response.output_item.added",
+                output_index=item.output_index,
+                item=item.object(),
+            )
+        )
+        if kind != PartKind.CALL:
+            part = item.part()
+            events.append(self._part_event("response.content_part.added", item, part=part))
+        return events
+
+    def _add_text(self, text: str) -> list[JsonObject]:
+        """Add text, or arguments, to the last item; return the event that says so."""
+        item = self._items[-1]
+        item.text += text
+        logprobs = self._logprobs(text)
+        if item.kind == PartKind.CALL:
+            event_name = "response.function_call_arguments.delta"
+            return [self._item_event(event_name, item, delta=text)]
+        event_name = f"{_TEXT_EVENT_NAMES[item.kind]}.delta"
+        if item.kind == PartKind.REASONING:
+            return [self._part_event(event_name, item, delta=text)]
+        item.logprobs += logprobs
+        event_logprobs = _event_logprobs(logprobs)
+        return [self._part_event(event_name, item, delta=text, logprobs=event_logprobs)]
+
+    def _logprobs(self, text: str) -> list[JsonObject]:
+        """Return the logprobs of the tokens of the answer's next text, if they are wanted."""
+        if self._text_tokens is None:
+            return []
+        tokens = self._text_tokens.take(text)
+        logprobs: list[JsonObject] = logprobs_object(self._chat, tokens, self._tokenizer)["content"]
+        return logprobs
+
+    def _end_last_item(self, status: _ItemStatus) -> list[JsonObject]:
+        """End the last item; return the events that say so, or none if no item is open."""
+        if self._open_kind is None:
+            return []
+        item = self._items[-1]
+        item.status = status
+        if item.kind == PartKind.CALL:
+            events = [
+                self._item_event(
+                    "response.function_call_arguments.done",
+                    item,
+                    name=item.function_name,
+                    arguments=item.text,
+                )
+            ]
+        else:
+            event_name = f"{_TEXT_EVENT_NAMES[item.kind]}.done"
+            logprobs_field = {}
+            if item.kind == PartKind.CONTENT:
+                logprobs_field["logprobs"] = _event_logprobs(item.logprobs)
+            events = [
+                self._part_event(event_name, item, text=item.text, **logprobs_field),
+                self._part_event("response.content_part.done", item, part=item.part()),
+            ]
+        events.append(
+            self._event(
+                "response.output_item.done",
+                output_index=item.output_index,
+                item=item.object(),
+            )
+        )
+        return events
+
+    def _end_items(self) -> list[JsonObject]:
+        """End the answer's last item; return the events that say so.
+
+        A cut answer has an empty message if nothing of it can be shown.
+        """
+        events = []
+        is_cut = self._finish_reason == "length"
+        if is_cut and not self._items:
+            events += self._begin_item(PartKind.CONTENT)
+        if self._open_kind == PartKind.CALL:
+            is_cut = self._parser.has_cut_call
+        status = _ItemStatus.INCOMPLETE if is_cut else _ItemStatus.COMPLETED
+        return events + self._end_last_item(status)
+
+    # ---- events ----------------------------------------------------------------------------------
+
+    def _event(self, event_name: str, /, **fields: Any) -> JsonObject:
+        event = {"type": event_name, "sequence_number": self._next_event_number, **fields}
+        self._next_event_number += 1
+        return event
+
+    def _item_event(self, event_name: str, item: _OutputItem, /, **fields: Any) -> JsonObject:
+        """Return an event about an item."""
+        return self._event(event_name, item_id=item.id, output_index=item.output_index, **fields)
+
+    def _part_event(self, event_name: str, item: _OutputItem, /, **fields: Any) -> JsonObject:
+        """Return an event about the content part of an item."""
+        return self._item_event(event_name, item, content_index=0, **fields)
+
+    # ---- the response ----------------------------------------------------------------------------
+
+    def _ended_response(self, used_tokens: int) -> JsonObject:
+        status = "incomplete" if self._finish_reason == "length" else "completed"
+        response = self._response(status)
+        if status == "incomplete":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        response["usage"] = self._usage(used_tokens)
+        if self._body.enable_response_messages:
+            answer_ids = [token.id for token in self._request.answers[0].journal[:used_tokens]]
+            response["input_messages"] = [self._raw_message(self._request.prompt_ids)]
+            response["output_messages"] = [self._raw_message(answer_ids)]
+        if self._store is not None:
+            self._store(response)
+        return response
+
+    def _raw_message(self, token_ids: list[int]) -> JsonObject:
+        """Return what vLLM calls a message: a text as the model has it, with its token ids."""
+        text = self._tokenizer.decode(token_ids)
+        return {"type": "raw_message_tokens", "message": text, "tokens": token_ids}
+
+    def _response(self, status: str) -> JsonObject:
+        body = self._body
+        tool_choice: str | JsonObject = "auto"
+        if isinstance(body.tool_choice, str):
+            tool_choice = body.tool_choice
+        elif body.tool_choice is not None:
+            tool_choice = body.tool_choice.model_dump()
+        text: JsonObject = {"format": {"type": "text"}}
+        if body.text and body.text.format:
+            text["format"] = body.text.format.model_dump(by_alias=True, exclude_none=True)
+        return {
+            "id": self._request.id,
+            "object": "response",
+            "created_at": self._created_at_s,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self._model,
+            "output": [item.object() for item in self._items],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": body.reasoning.effort} if body.reasoning else None,
+            "store": self._store is not None,
+            "temperature": self._request.sampling.temperature,
+            "text": text,
+            "tool_choice": tool_choice,
+            "tools": [tool.response_tool() for tool in body.tools or []],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": self._request.sampling.top_p,
+            "truncation": body.truncation or "disabled",
+            "usage": None,
+        }
+
+    def _usage(self, used_tokens: int) -> JsonObject:
+        prompt_tokens = len(self._request.prompt_ids)
+        return {
+            "input_tokens": prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": self._request.hit_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": used_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt_tokens + used_tokens,
+        }
+
+
+def _event_logprobs(logprobs: list[JsonObject]) -> list[JsonObject]:
+    """Return logprobs as events have them: without the bytes of the tokens."""
+    return [
+        {
+            "token": entry["token"],
+            "logprob": entry["logprob"],
+            "top_logprobs": [
+                {"token": top["token"], "logprob": top["logprob"]} for top in entry["top_logprobs"]
+            ],
+        }
+        for entry in logprobs
+    ]

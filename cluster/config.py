@@ -26,6 +26,9 @@ from ..engine.options import (
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[float, Field(gt=0)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+ModelName = Annotated[str, Field(min_length=1, max_length=200)]
+Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s*]+)$")]
 #: The share of the ITL target that an engine's step may take by default; the rest is for the
 #: token's way to the client.
 STEP_SHARE = 0.9
@@ -54,6 +57,10 @@ class ModelSettings(ConfigSection):
     path: str | None = None
     #: The name in the API; None: the folder's name, and `demo` for the bundled model.
     name: str | None = None
+    #: Further names: the API lists them, takes them, and answers under `name`.
+    served_names: tuple[ModelName, ...] = ()
+    #: A file with the chat template (Jinja), on each gateway's machine; None: the checkpoint's.
+    chat_template: str | None = None
     dtype: Dtype = EngineOptions.dtype
     #: Tokens of a prompt and its answer; None: what the model allows, or what the pools hold.
     max_model_len: Count | None = EngineOptions.max_model_len
@@ -185,9 +192,15 @@ class GatewaySettings(ConfigSection):
     max_streams: Count = 1024
     #: On each gateway's machine; `diptych keys` writes the file.
     api_keys_file: str | None = None
+    #: SHA-256, in hex, of more keys: without limits, of the tenant `default`
+    #: (`diptych serve --api-key`).
+    api_key_hashes: tuple[Sha256, ...] = ()
     #: True: a field that the gateway has nothing to set by is refused, not ignored
     #: (docs/http.md).
     strict: bool = False
+    #: Origins of web pages that may read answers (CORS); `*`: all. Cookies never count, and keys
+    #: are needed all the same. Empty: no page of another origin (docs/http.md).
+    cors_origins: tuple[Origin, ...] = ("*",)
     #: For a client to send its request's body.
     body_timeout_s: Positive = 30.0
     #: For this long a client may come back for its answer.
@@ -215,7 +228,8 @@ class GatewaySettings(ConfigSection):
     @property
     def exposed(self) -> bool:
         """Return whether anybody who reaches the machine can use the models."""
-        return self.api_keys_file is None and self.host not in LOOPBACK
+        asks_for_keys = self.api_keys_file is not None or bool(self.api_key_hashes)
+        return not asks_for_keys and self.host not in LOOPBACK
 
 
 class ScalingSettings(ConfigSection):

@@ -19,7 +19,7 @@ import torch
 
 from ..kv_transfer.slices import piece_count
 from ..kv_transfer.statistics import Histogram
-from ..protos.frames import AttemptKey, Token
+from ..protos.frames import AttemptKey, ScoredToken, Token
 from .backend_registry import open_backend
 from .batch import StepBatch, build_batch
 from .blocks import BlockPool
@@ -57,6 +57,7 @@ STEP_SECONDS_BOUNDS = (
     2.0,
     5.0,
 )
+PREEMPTION_BOUNDS = (0, 1, 2, 5, 10, 20)
 STEP_ROWS_BOUNDS = tuple(2**power for power in range(15))
 
 
@@ -128,6 +129,8 @@ class Engine:
             "decode": Histogram(STEP_SECONDS_BOUNDS),
         }
         self.step_tokens = Histogram(STEP_ROWS_BOUNDS)
+        #: How often each answer that ended here had been preempted.
+        self.request_preemptions = Histogram(PREEMPTION_BOUNDS)
 
     @property
     def rank_sockets(self) -> list[socket.socket]:
@@ -368,9 +371,9 @@ class Engine:
 
     def _score_prompts(
         self, batch: StepBatch, hidden: torch.Tensor
-    ) -> dict[AttemptKey, list[Token | SamplingFault]]:
+    ) -> dict[AttemptKey, list[ScoredToken | SamplingFault]]:
         """Logprobs of prompt ids, for the sequences of the step that ask for them."""
-        scored: dict[AttemptKey, list[Token | SamplingFault]] = {}
+        scored: dict[AttemptKey, list[ScoredToken | SamplingFault]] = {}
         for (sequence, count), piece in zip(batch.sequences, batch.step_rows.spans, strict=True):
             if sequence.sampling.prompt_logprobs is not None:
                 scored[sequence.attempt_key] = self._score_prompt(
@@ -380,14 +383,14 @@ class Engine:
 
     def _score_prompt(
         self, sequence: Sequence, count: int, hidden: torch.Tensor, *, first_row: int
-    ) -> list[Token | SamplingFault]:
+    ) -> list[ScoredToken | SamplingFault]:
         """Logprobs of the ids behind `count` rows of `hidden`, as far as they are not sent yet."""
         logprob_count = sequence.sampling.prompt_logprobs
         assert logprob_count is not None
         computed = sequence.computed_tokens
         first = max(computed, sequence.prompt_logprobs_sent - 1)
         end = min(computed + count, sequence.prompt_tokens - 1)
-        tokens: list[Token | SamplingFault] = []
+        tokens: list[ScoredToken | SamplingFault] = []
         for start in range(
             first, end, SCORED_ROWS
         ):  # float32 logits of all rows would be gigabytes
@@ -402,7 +405,7 @@ class Engine:
         self,
         batch: StepBatch,
         logits: torch.Tensor,
-        scored: dict[AttemptKey, list[Token | SamplingFault]],
+        scored: dict[AttemptKey, list[ScoredToken | SamplingFault]],
     ) -> list[SequenceOutput]:
         """Moves every sequence on by its rows, and those whose ids are all computed by a token.
 
@@ -461,10 +464,10 @@ class Engine:
         self,
         sequence: Sequence,
         token: Token | SamplingFault | None,
-        prompt_scores: Iterable[Token | SamplingFault] = (),
+        prompt_scores: Iterable[ScoredToken | SamplingFault] = (),
     ) -> SequenceOutput | None:
         """Moves a sequence on by a token, or ends it by a fault; returns what to deliver."""
-        prompt_logprobs: list[Token] = []
+        prompt_logprobs: list[ScoredToken] = []
         for entry in prompt_scores:
             if isinstance(entry, SamplingFault):
                 return self._book_fault(sequence, entry)
@@ -480,6 +483,8 @@ class Engine:
             return SequenceOutput(sequence.attempt_key, prompt_logprobs=prompt_logprobs)
         offset = sequence.generated_tokens
         finish_reason = self.scheduler.append_token(sequence, token.id)
+        if finish_reason:
+            self.request_preemptions.observe(sequence.preemptions)
         return SequenceOutput(
             sequence.attempt_key,
             offset,
@@ -545,6 +550,7 @@ class Engine:
             "ready": len(scheduler.ready),
             "running": len(scheduler.running),
             "preemptions": scheduler.preemptions,
+            "request_preemptions": self.request_preemptions.values(),
             "drafted": self.drafted_tokens,
             "accepted": self.accepted_tokens,
             "prefill_tokens": self.prefill_tokens,

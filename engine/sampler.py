@@ -18,7 +18,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from ..protos.frames import Sampling, Token
+from ..protos.frames import Sampling, ScoredToken, Token
 from .errors import InvalidRequest
 from .grammar import GrammarCompiler, GrammarMatcher
 from .sequence import Sequence
@@ -38,6 +38,7 @@ ORDER_KEEPING = frozenset(
         "seed",
         "stop_ids",
         "logprobs",
+        "logprob_ids",
         "min_tokens",
         "prompt_logprobs",
         "n",
@@ -127,29 +128,31 @@ def sample_tokens(
             log.exception("sampling for %s", sequence.attempt_key[0])
             results.append(SamplingFault("no token could be sampled: the worker's log says why"))
             continue
-        logprobs = sequence.sampling.logprobs
+        sampling = sequence.sampling
         if token_id is None:
             results.append(SamplingFault(f"no token is possible at position {position}"))
-        elif logprobs is None:
+        elif sampling.logprobs is None:
             results.append(Token(token_id))
+        elif sampling.logprob_ids:
+            results.append(_with_logprobs_of(row, token_id, sampling.logprob_ids))
         else:
-            results.append(_with_logprobs(row, token_id, logprobs))
+            results.append(_with_logprobs(row, token_id, sampling.logprobs))
     return results
 
 
 def score_prompt(
     logits: torch.Tensor, token_ids: list[int], count: int, position: int
-) -> list[Token | SamplingFault]:
-    """Return the prompt's own ids with their logprobs and those of the `count` largest.
+) -> list[ScoredToken | SamplingFault]:
+    """Return the prompt's own ids with their logprobs and ranks, and the `count` largest.
 
     `token_ids` [T] stand at `position` and behind; `logits` [T, vocab] are those that predict them.
     """
     rows = logits.float().cpu().numpy()
     peaks = rows.max(axis=1).tolist()
-    results: list[Token | SamplingFault] = []
+    results: list[ScoredToken | SamplingFault] = []
     for index, (row, token_id, peak) in enumerate(zip(rows, token_ids, peaks, strict=True)):
         fault = find_damage(peak, position + index)
-        results.append(fault or _with_logprobs(row, token_id, count))
+        results.append(fault or _with_rank(row, token_id, count))
     return results
 
 
@@ -253,11 +256,23 @@ def _adjusted_logits(row: np.ndarray, sequence: Sequence, state: SamplerState) -
         if not 0 <= token_id < len(row):
             raise InvalidRequest(f"logit_bias: {token_id} is none of the model's {len(row)} ids")
         row[token_id] += np.float32(bias)
+    if sampling.allowed_ids:
+        row = _only(row, sampling.allowed_ids)
     if sequence.generated_tokens < sampling.min_tokens:
         row[[stop_id for stop_id in sampling.stop_ids if 0 <= stop_id < len(row)]] = -np.inf
     if state.matcher:
         row[~state.matcher.allowed] = -np.inf
     return row
+
+
+def _only(row: np.ndarray, allowed_ids: tuple[int, ...]) -> np.ndarray:
+    """Return the row with -inf at all ids but these. Raises InvalidRequest."""
+    if not all(0 <= token_id < len(row) for token_id in allowed_ids):
+        raise InvalidRequest(f"allowed_token_ids: the model has {len(row)} ids, and one is none")
+    allowed_row = np.full_like(row, -np.inf)
+    indices = np.array(allowed_ids, np.int64)
+    allowed_row[indices] = row[indices]
+    return allowed_row
 
 
 def _apply_penalties(row: np.ndarray, sequence: Sequence, state: SamplerState) -> None:
@@ -321,8 +336,37 @@ def _at_least(values: np.ndarray, threshold: float, count: int) -> np.ndarray:
 
 def _with_logprobs(row: np.ndarray, token_id: int, count: int) -> Token:
     """Return the token with its logprob and the `count` largest, of float32 logits [vocab]."""
-    logprobs = torch.log_softmax(torch.from_numpy(row), dim=-1).numpy()
-    top_ids = np.sort(_largest(logprobs, count))
+    logprobs = _logprobs_of(row)
+    return _token_of(logprobs, token_id, np.sort(_largest(logprobs, count)))
+
+
+def _with_rank(row: np.ndarray, token_id: int, count: int) -> ScoredToken:
+    """As `_with_logprobs`, with the token's rank: of equal logprobs the lower id comes first."""
+    logprobs = _logprobs_of(row)
+    token = _token_of(logprobs, token_id, np.sort(_largest(logprobs, count)))
+    larger = int((logprobs > logprobs[token_id]).sum())
+    equal_before = int((logprobs[:token_id] == logprobs[token_id]).sum())
+    return ScoredToken(token.id, token.logprob, token.top, 1 + larger + equal_before)
+
+
+def _with_logprobs_of(
+    row: np.ndarray, token_id: int, asked_ids: tuple[int, ...]
+) -> Token | SamplingFault:
+    """Return the token with its logprob and those of the ids that were asked for and its own."""
+    if not all(0 <= asked_id < len(row) for asked_id in asked_ids):
+        return SamplingFault(f"logprob_token_ids: the model has {len(row)} ids, and one is none")
+    top_ids = np.unique(np.array([*asked_ids, token_id], np.int64))
+    return _token_of(_logprobs_of(row), token_id, top_ids)
+
+
+def _logprobs_of(row: np.ndarray) -> np.ndarray:
+    """Return the logprobs of float32 logits [vocab]."""
+    logprobs: np.ndarray = torch.log_softmax(torch.from_numpy(row), dim=-1).numpy()
+    return logprobs
+
+
+def _token_of(logprobs: np.ndarray, token_id: int, top_ids: np.ndarray) -> Token:
+    """Return the token with the logprobs of `top_ids`, which are sorted, the largest first."""
     top_ids = top_ids[np.argsort(-logprobs[top_ids], kind="stable")]
     top = tuple(zip(top_ids.tolist(), logprobs[top_ids].tolist(), strict=True))
     return Token(token_id, float(logprobs[token_id]), top)

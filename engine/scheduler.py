@@ -431,6 +431,7 @@ class Scheduler:
         sequence.published_blocks = 0
         sequence.drafts.clear()
         sequence.was_preempted = True
+        sequence.preemptions += 1
         self.waiting.enter(sequence)
         self.preemptions += 1
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from ..protos.frames import AnswerTokens, AttemptKey, DeliverFrame, Sampling, Token
+from ..protos.frames import AnswerTokens, AttemptKey, DeliverFrame, Sampling, ScoredToken, Token
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +41,7 @@ class Sequence:
     waited_s: float = 0.0  #: from its last token to its commit
     arrival_number: int = 0  #: its age, set by the scheduler; a resumed sequence keeps it
     was_preempted: bool = False
+    preemptions: int = 0  #: so often its blocks were taken away on this engine
     answer_index: int = 0  #: which of the answers to its prompt
     #: leading prompt ids whose logprobs were delivered; the first id has none
     prompt_logprobs_sent: int = 1
@@ -159,7 +160,7 @@ class SequenceOutput:
     finish_reason: str | None = None
     hit_tokens: int = 0
     #: the next ids of the prompt with their logprobs, from the second id on, each once
-    prompt_logprobs: list[Token] = field(default_factory=list)
+    prompt_logprobs: list[ScoredToken] = field(default_factory=list)
     error: str | None = None  #: why the sequence ended without an answer
     answer_index: int = 0
     request_at_fault: bool = False  #: the error is the request's, not the engine's

@@ -29,8 +29,8 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """What the engine samples by. Randomness is a function of (seed, position) alone.
 
-    The parameters apply in this order: penalties, `logit_bias`, `min_tokens`, `grammar`,
-    `temperature`, `min_p`, `top_k`, `top_p`, draw. The model's end ids end an answer only where
+    The parameters apply in this order: penalties, `logit_bias`, `allowed_ids`, `min_tokens`,
+    `grammar`, `temperature`, `min_p`, `top_k`, `top_p`, draw. The model's end ids end an answer only where
     they stand in `stop_ids`.
     """
 
@@ -52,6 +52,9 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     n: int = 1  #: answers to one prompt; the seed of answer i > 0 is a hash of `seed` and i
+    allowed_ids: tuple[int, ...] = ()  #: no other id is drawn; empty: any id may be
+    #: with `logprobs`: those of these ids and of the chosen one, in place of the likeliest
+    logprob_ids: tuple[int, ...] = ()
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -59,7 +62,14 @@ class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     id: int
     logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()  #: (id, logprob) of the likeliest, largest first
+    top: tuple[tuple[int, float], ...] = ()  #: (id, logprob) of those asked for, largest first
+
+
+class ScoredToken(Token, frozen=True, array_like=True, gc=False):
+    """One id of a prompt, and what the model thought of it."""
+
+    #: Its place among all ids by logprob, of equal ones by id; 1 is the likeliest.
+    rank: int | None = None
 
 
 # ---- anyone -> anyone ----------------------------------------------------------------------------
@@ -407,7 +417,7 @@ class AnswerTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish_reason: str | None = None  #: stop | length
     answer_index: int = 0  #: which of the `n` answers
     #: the next ids of the prompt with their logprobs, from the second id on, if asked for
-    prompt_logprobs: list[Token] = []
+    prompt_logprobs: list[ScoredToken] = []
 
 
 class EngineStepTokens(msgspec.Struct, tag="step", frozen=True, gc=False):

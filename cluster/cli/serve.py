@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -35,6 +35,7 @@ RAY_STARTED = """ray status, serve status, after
 EXPOSED_WARNING = """
   WARNING  The gateway listens on {host} and asks nobody for a key: whoever reaches it can use it.
            diptych keys add --file keys.yaml --tenant NAME, then --set gateway.api_keys_file=...
+           Or: diptych serve --api-key KEY
 """
 OPEN_RAY_WARNING = """
   WARNING  Ray asks nobody for a token (ray.auth: disabled): whoever reaches one of its ports can
@@ -49,8 +50,28 @@ def serve(
     ] = None,
     prefill: Annotated[int | None, typer.Option(help="Prefill workers.")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address of HTTP and gRPC. Default: this machine only.")
+    ] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="gRPC port.")] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="DIPTYCH_API_KEYS",
+            help="A key that clients need; may be given again. See also: diptych keys.",
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="The model's name in the API; if given again, further names."),
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of a prompt and its answer, at most.")
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="A file with a chat template, for the checkpoint's own.")
+    ] = None,
     config: Annotated[Path | None, typer.Option("-c", "--config", help="cluster.yaml")] = None,
     ray_address: Annotated[
         str | None, typer.Option(help="Serve on the Ray cluster there, all nodes of it.")
@@ -63,13 +84,20 @@ def serve(
     from ..config import ConfigError, load_config, parse_overrides
 
     began = time.monotonic()
-    flags = {
+    flags: dict[str, Any] = {
         "model.path": model,
         "pools.prefill.replicas": prefill,
         "pools.decode.replicas": decode,
+        "gateway.host": host,
         "gateway.http_port": port,
         "gateway.grpc_port": grpc_port,
+        "gateway.api_key_hashes": _key_hashes(api_key or []) or None,
+        "model.max_model_len": max_model_len,
+        "model.chat_template": str(chat_template.absolute()) if chat_template else None,
     }
+    if served_model_name:
+        flags["model.name"] = served_model_name[0]
+        flags["model.served_names"] = served_model_name[1:]
     overrides = {key: value for key, value in flags.items() if value is not None}
     try:
         settings = load_config(config, overrides | parse_overrides(override or []))
@@ -87,6 +115,17 @@ def serve(
     if failure:
         fail(failure)
     report_progress("stopped")
+
+
+def _key_hashes(keys: list[str]) -> list[str]:
+    """Return the SHA-256 of keys, as the configuration has them; their text goes nowhere."""
+    if not keys:
+        return []
+    from ..gateway.edge.keys import KEY_CHARS_MAX, sha256_of
+
+    if not all(0 < len(key) <= KEY_CHARS_MAX for key in keys):
+        fail(f"--api-key: a key has 1 to {KEY_CHARS_MAX} characters")
+    return [sha256_of(key) for key in keys]
 
 
 def _run_until_interrupted(

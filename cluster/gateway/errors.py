@@ -49,6 +49,7 @@ ERROR_KINDS = {
     ),
     "busy": ErrorKind(409, grpc.StatusCode.ABORTED, "conflict_error", retryable=True),
     "too_large": _INVALID._replace(http_status=413),
+    "unsupported_media_type": _INVALID._replace(http_status=415),
     "queue_full": _RATE_LIMIT,
     "slo_unattainable": _RATE_LIMIT,
     "rate_limited": _RATE_LIMIT,
@@ -115,7 +116,7 @@ class ApiError(Exception):
         """Return the HTTP headers that go with this error."""
         if self.reason == "bad_key":
             return {"www-authenticate": "Bearer"}
-        if self.reason in ("slow_body", "too_large"):
+        if self.reason in ("slow_body", "too_large", "unsupported_media_type"):
             # The rest of the body is never read, so the connection cannot be used again.
             return {"connection": "close"}
         if self.retry_after_s is None:

@@ -29,6 +29,7 @@ from ..telemetry import Exporter, GatewayTally, logs
 from ..telemetry.gateway_metrics import CODE_CLIENT_LEFT, CODE_COMPLETE, outcome_of
 from ..telemetry.page import MetricRow
 from ..telemetry.tracing import end_request_span, tracer_of
+from ..telemetry.vllm_metrics import cluster_rows
 from .apis.parameters import ModelLimits
 from .apis.response_store import ResponseStore
 from .apis.schema import Reading
@@ -47,6 +48,7 @@ Result = TypeVar("Result")
 
 CLOSE_S = 0.5  #: for open answers to end when the gateway does
 CLOSE_POLL_S = 0.01
+INSPECTION_AGE_S = 0.05  #: So old the numbers of router and workers may be.
 PLACE_MARGIN_S = 5.0  #: beyond the router's own limit: a request that it does not answer ends
 TOKENIZER_THREADS = 2  #: conversations that are rendered and tokenized at a time
 
@@ -79,14 +81,19 @@ class GatewayService:
         """Serves the model in `folder` under the name `model`, over the connections of `plane`."""
         self.config = config
         self.model = model
+        #: All names of the model that a request may have. Answers have the first one.
+        self.model_names = list(dict.fromkeys([model, *config.model.served_names]))
         self.plane = plane
-        self.text = ChatTokenizer(folder)
+        template = config.model.chat_template
+        self.text = ChatTokenizer(folder, Path(template) if template else None)
         #: What is done with fields of bodies that nothing here reads.
         self.reading = Reading.STRICT if config.gateway.strict else Reading.LENIENT
         self.limits = _limits(folder, config, self.text.longest_token_chars)
         self.classes = tuple(config.router.classes or CLASSES)
         keys_file = config.gateway.api_keys_file
-        self.door = AccessControl(Path(keys_file) if keys_file else None)
+        self.door = AccessControl(
+            Path(keys_file) if keys_file else None, config.gateway.api_key_hashes
+        )
 
         place_timeout_s = config.router.queue_ttl_s + PLACE_MARGIN_S
         self._generator = Generator(plane, config.gateway.max_attempts, place_timeout_s)
@@ -101,6 +108,9 @@ class GatewayService:
 
         self.tally = GatewayTally(config, list(self.classes))
         self.metrics = Exporter(config.observability, {"model": model}, self._metric_rows)
+        self._inspecting = asyncio.Lock()
+        self._inspected_s = -INSPECTION_AGE_S  #: When the router and the workers were asked.
+        self._cluster_rows: list[MetricRow] = []  #: What they said.
         self.tracer = tracer_of(config.observability, "gateway", plane.hello.name)
         self._created = time.time()
         self._live: set[str] = set()  #: Ids on the wire of the requests that run.
@@ -113,7 +123,7 @@ class GatewayService:
 
     def check_model(self, name: str) -> None:
         """Raises ApiError if a model is named that is not the served one."""
-        if name not in ("", self.model):
+        if name and name not in self.model_names:
             raise ApiError("model_not_found", f"model {name!r} is not served; try {self.model!r}")
 
     async def prepare(
@@ -231,9 +241,15 @@ class GatewayService:
             return ["connections"]
         return missing_roles
 
-    def model_card(self) -> dict[str, Any]:
+    @property
+    def running(self) -> int:
+        """How many requests run now."""
+        return len(self._live)
+
+    def model_card(self, name: str) -> dict[str, Any]:
+        """Returns what `/v1/models` says of the model under one of its names."""
         return {
-            "id": self.model,
+            "id": name,
             "object": "model",
             "created": int(self._created),
             "owned_by": "diptych",
@@ -258,6 +274,21 @@ class GatewayService:
                 "retries": self._generator.retries,
             },
         }
+
+    async def metrics_page(self, accept: str) -> tuple[str, bytes]:
+        """Returns content type and text of the page of the main port, with all of vLLM's names.
+
+        The router and the workers are asked for their numbers, at most 20 times a second.
+        """
+        async with self._inspecting:
+            if time.monotonic() - self._inspected_s > INSPECTION_AGE_S:
+                router, workers = await self.plane.inspect()
+                model = self.config.model
+                self._cluster_rows = list(
+                    cluster_rows(router, workers, model.block_tokens, self.limits.max_model_len)
+                )
+                self._inspected_s = time.monotonic()
+        return self.metrics.render_with([*self.tally.vllm_rows(), *self._cluster_rows], accept)
 
     def _metric_rows(self) -> Iterator[MetricRow]:
         generator = self._generator

@@ -270,6 +270,7 @@ def prepare(config: ClusterConfig, ray_address: str | None = None) -> LocalClust
     if ray_address is None:
         check_memory(config, checkpoint.spec)
         check_gateway(config.gateway)
+        check_chat_template(config.model.chat_template)
     return LocalCluster(config, checkpoint, ray_address)
 
 
@@ -287,6 +288,17 @@ def check_gateway(settings: GatewaySettings) -> None:
         raise ConfigError(f"gateway.api_keys_file: {error}; make one: diptych keys add") from None
     except OSError as error:
         raise ConfigError(f"gateway.tls_*: {error.filename}: {error.strerror}") from None
+
+
+def check_chat_template(template_file: str | None) -> None:
+    """Check that a file with a chat template can be read. Raises ConfigError."""
+    if template_file is None:
+        return
+    try:
+        Path(template_file).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no text"
+        raise ConfigError(f"model.chat_template: {template_file}: {reason}") from None
 
 
 def check_port(host: str, port: int, key: str) -> None:

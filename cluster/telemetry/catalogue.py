@@ -136,3 +136,30 @@ VLLM_METRICS = {
         e2e_request_latency_seconds=_histogram("As request_e2e"),
     ),
 }
+#: What only the page on a gateway's main port has, under vLLM's names (`vllm_metrics.py`).
+VLLM_PAGE_METRICS = _metrics_of(
+    "gateway",
+    VLLM_PREFIX,
+    num_requests_waiting_by_reason=_gauge("At the router, and on workers", "reason"),
+    cache_config_info=_gauge(
+        "1; the KV of all workers together",
+        "block_size",
+        "num_gpu_blocks",
+        "kv_cache_size_tokens",
+        "kv_cache_max_concurrency",
+    ),
+    num_preemptions_total=_counter("As preemptions, of all workers"),
+    iteration_tokens_total=_histogram("As batch_tokens, of all workers"),
+    request_num_preemptions=_histogram("How often an answer was preempted, of all workers"),
+    admission_rejections_total=_counter("Requests refused because of load", "reason"),
+    prompt_tokens_total=_counter("Tokens of prompts"),
+    generation_tokens_total=_counter("Tokens generated"),
+    request_success_total=_counter("Requests that ended", "finished_reason"),
+    request_prompt_tokens=_histogram("As request_prompt_tokens, without classes"),
+    request_generation_tokens=_histogram("As request_output_tokens, without classes"),
+    request_params_n=_histogram("Answers asked for"),
+    request_params_max_tokens=_histogram("Tokens that an answer might have"),
+    request_inference_time_seconds=_histogram("From the placement to the last token"),
+    request_prefill_time_seconds=_histogram("From the placement to the first token"),
+    request_decode_time_seconds=_histogram("From the first token to the last"),
+)

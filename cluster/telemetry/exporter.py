@@ -13,7 +13,7 @@ from typing import NamedTuple
 from prometheus_client.exposition import choose_encoder
 
 from ..config import ObservabilitySettings, host_and_port
-from .page import MetricsPage, RowSource, build_registry
+from .page import MetricRow, MetricsPage, RowSource, build_registry
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ class Exporter:
     def __init__(
         self, settings: ObservabilitySettings, labels: dict[str, str], read_rows: RowSource
     ) -> None:
+        self._labels = labels
+        self._read_rows = read_rows
         vllm_names = "vllm" in settings.metrics_compat
         self._registry = build_registry(MetricsPage(labels, read_rows, vllm_names))
         self._first_port = settings.metrics_port
@@ -68,6 +70,12 @@ class Exporter:
         """Return content type and text of the page, in the format that the client prefers."""
         encode, content_type = choose_encoder(accept)
         return content_type, encode(self._registry)
+
+    def render_with(self, more_rows: list[MetricRow], accept: str = "") -> tuple[str, bytes]:
+        """As `render`, with these rows and all of vLLM's names."""
+        encode, content_type = choose_encoder(accept)
+        page = MetricsPage(self._labels, lambda: [*self._read_rows(), *more_rows], vllm_names=True)
+        return content_type, encode(build_registry(page))
 
     def close(self) -> None:
         """Accept no more connections."""

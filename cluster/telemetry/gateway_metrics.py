@@ -14,6 +14,7 @@ from ...kv_transfer.statistics import Histogram
 from ...protos import frames
 from ...router.goodput import p99
 from .page import MetricRow
+from .vllm_metrics import VllmTally
 
 if TYPE_CHECKING:
     from ..config import ClusterConfig
@@ -29,6 +30,7 @@ TOKENS = tuple(2.0**power for power in range(18))
 CLASSES_MAX = 16
 OTHER_CLASS = "other"  #: Stands for all classes that the configuration does not have.
 CODE_CLIENT_LEFT = 499  #: The client went away before the answer's end.
+CODE_TOO_MANY_REQUESTS = 429  #: The cluster, or its key, has no room for the request.
 CODE_COMPLETE = 200
 
 #: vLLM's histograms, and ours that they are the sum of, over all classes.
@@ -61,6 +63,7 @@ class GatewayTally:
         }
         #: Requests by the HTTP status that they ended with (or its equivalent), and class.
         self.codes: Counter[tuple[int, str]] = Counter()
+        self.vllm = VllmTally()
         #: Fields of bodies that had no effect, by the API that got them, and by why.
         self.ignored_fields: Counter[tuple[str, str]] = Counter()
 
@@ -77,6 +80,7 @@ class GatewayTally:
         """Count a request that ran, with all its latencies."""
         slo_class = self._counted_class(outcome.slo_class)
         self.codes[code, slo_class] += 1
+        self.vllm.count_ended(request, outcome.reason)
         histograms = self._histograms_by_class[slo_class]
         histograms["request_prompt_tokens"].observe(len(request.prompt_ids))
         if request.ttft_s is not None:
@@ -94,6 +98,13 @@ class GatewayTally:
             histograms["request_first_gap_seconds"].observe_all(first_gaps_s)
         if code == CODE_COMPLETE:
             histograms["request_e2e_seconds"].observe(request.age_s)
+
+    def vllm_rows(self) -> Iterator[MetricRow]:
+        """Yield what vLLM counts beyond `rows`, of this gateway's requests."""
+        rejected = sum(
+            count for (code, _), count in self.codes.items() if code == CODE_TOO_MANY_REQUESTS
+        )
+        return self.vllm.rows(rejected)
 
     def _counted_class(self, slo_class: str) -> str:
         return slo_class if slo_class in self._classes else OTHER_CLASS

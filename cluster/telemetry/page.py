@@ -19,9 +19,17 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from .catalogue import METRICS, PREFIX, VLLM_METRICS, VLLM_PREFIX, MetricDefinition
+from .catalogue import (
+    METRICS,
+    PREFIX,
+    VLLM_METRICS,
+    VLLM_PAGE_METRICS,
+    VLLM_PREFIX,
+    MetricDefinition,
+)
 
 LABEL_VALUES_MAX = 64  #: Values of one label that come from outside; the rest count as `other`.
+VLLM_DEFINITIONS = VLLM_METRICS | VLLM_PAGE_METRICS
 READ_ATTEMPTS = 3  #: Another thread may change the dictionaries that rows are made of.
 
 
@@ -63,7 +71,7 @@ class MetricsPage(Collector):
                 name = f"{PREFIX}{row.name}"
                 self._add_row(families, row, name, METRICS[name])
             elif self._vllm_names:
-                self._add_row(families, row, row.name, VLLM_METRICS[row.name])
+                self._add_row(families, row, row.name, VLLM_DEFINITIONS[row.name])
         yield from families.values()
 
     def _add_row(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from diptych.cluster.config import ClusterConfig, ObservabilitySettings
+from diptych.cluster.gateway import service
 from diptych.cluster.gateway.apis.ignored_fields import IgnoredKind
 from diptych.cluster.gateway.attempt.request import Answer, Request
 from diptych.cluster.gateway.attempt.terms import Terms
@@ -19,6 +21,7 @@ from diptych.cluster.telemetry.exporter import PORTS_TRIED
 from diptych.cluster.telemetry.gateway_metrics import CODE_COMPLETE, outcome_of
 from diptych.cluster.telemetry.page import MetricRow, cumulative_buckets, limit_label_values
 from diptych.cluster.telemetry.targets import scrape_targets
+from diptych.cluster.telemetry.vllm_metrics import cluster_rows
 from diptych.cluster.telemetry.worker_metrics import (
     MINIMUM_KV_BYTES,
     TransportDetector,
@@ -31,8 +34,40 @@ from diptych.router import Router, RouterConfig
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.live import free_port
+from tests.support.standin import checkpoint, standing_in
 
 BASE = {"model": "m"}
+#: EXPECTED_METRICS_V1 of vLLM 0.33.0's test_metrics.py; of a histogram the name alone.
+VLLM_EXPECTED = [
+    "num_requests_running",
+    "num_requests_waiting",
+    "num_requests_waiting_by_reason",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "num_preemptions_total",
+    "admission_rejections_total",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "iteration_tokens_total",
+    "cache_config_info",
+    "request_success_total",
+    "request_prompt_tokens_sum",
+    "request_prompt_tokens_bucket",
+    "request_generation_tokens_bucket",
+    "request_params_n_bucket",
+    "request_params_max_tokens_count",
+    "time_to_first_token_seconds_sum",
+    "inter_token_latency_seconds_bucket",
+    "e2e_request_latency_seconds_sum",
+    "request_queue_time_seconds_bucket",
+    "request_inference_time_seconds_bucket",
+    "request_prefill_time_seconds_bucket",
+    "request_decode_time_seconds_bucket",
+    "request_num_preemptions_sum",
+    "request_num_preemptions_bucket",
+    "request_num_preemptions_count",
+]
 BOTH = ObservabilitySettings(metrics_compat=("vllm",))
 
 
@@ -117,6 +152,75 @@ def test_every_metric_of_the_catalogue_is_exported_and_no_other() -> None:
     lines = [line.split()[2:4] for line in text.splitlines() if line.startswith("# TYPE")]
     found = {name: kind for name, kind in lines if not name.startswith("process_")}
     assert found == {name: metric.kind for name, metric in {**METRICS, **VLLM_METRICS}.items()}
+
+
+def test_the_main_port_s_page_has_what_vllm_s_own_test_expects() -> None:
+    tally = gateway()
+    ended = request([100.5, 100.6, 101.0])
+    ended.times.placed_s = 100.2
+    tally.count_ended(ended, outcome_of(ended, "stop"), CODE_COMPLETE)
+    tally.count_refused(429)
+    workers = [worker_statistics(), worker_statistics()]
+    for worker in workers:
+        worker["engine"]["request_preemptions"] = {"0": 2, "1": 1, "inf": 0, "sum": 1}
+    router = {"waiting": 5, "hit_tokens": 7, "prompt_tokens": 9}
+    exporter = Exporter(ObservabilitySettings(), BASE, lambda: tally.rows(0, 0, 0))
+    rows = [*tally.vllm_rows(), *cluster_rows(router, workers, 16, 96)]
+    page = exporter.render_with(rows)[1].decode()
+    for name in VLLM_EXPECTED:
+        assert f"vllm:{name}" in page, name
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    values = {
+        sample.name: sample.value
+        for name, family in families.items()
+        if name.startswith("vllm:")
+        for sample in family.samples
+        if "le" not in sample.labels
+    }
+    assert values["vllm:num_requests_running"] == 8 and values["vllm:num_requests_waiting"] == 11
+    assert values["vllm:kv_cache_usage_perc"] == pytest.approx(40 / 60)
+    assert values["vllm:num_preemptions_total"] == 8
+    assert values["vllm:request_num_preemptions_count"] == 6
+    assert values["vllm:prefix_cache_hits_total"] == 7
+    assert values["vllm:prompt_tokens_total"] == 10
+    assert values["vllm:generation_tokens_total"] == 3
+    assert values["vllm:request_queue_time_seconds_sum"] == pytest.approx(0.2)
+    assert values["vllm:request_prefill_time_seconds_sum"] == pytest.approx(0.3)
+    assert values["vllm:request_decode_time_seconds_sum"] == pytest.approx(0.5)
+    assert values["vllm:request_inference_time_seconds_sum"] == pytest.approx(0.8)
+    assert values["vllm:admission_rejections_total"] == 1
+    (cache,) = families["vllm:cache_config_info"].samples
+    assert cache.labels["kv_cache_size_tokens"] == "960"
+    assert cache.labels["kv_cache_max_concurrency"] == "10.00"
+    assert "vllm:" not in exporter.render()[1].decode(), "Prometheus reads the other page"
+
+
+def test_the_main_port_s_page_is_whole_without_router_and_workers() -> None:
+    exporter = Exporter(ObservabilitySettings(), BASE, lambda: gateway().rows(0, 0, 0))
+    rows = [*gateway().vllm_rows(), *cluster_rows(None, [], 16, 96)]
+    page = exporter.render_with(rows)[1].decode()
+    assert "vllm:num_requests_running" in page and "vllm:kv_cache_usage_perc" in page
+
+
+def test_a_gateway_asks_the_cluster_once_for_scrapes_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "INSPECTION_AGE_S", 5.0)
+    with standing_in(checkpoint(tmp_path / "demo")) as running:
+        pages = [httpx.get(f"{running.url}/metrics").text for _ in range(3)]
+        assert 'vllm:num_requests_waiting{model_name="demo"} 5.0' in pages[0]
+        asked = []
+        inspect = running.workers.inspect
+
+        async def counted() -> tuple[dict, list[dict]]:
+            asked.append(1)
+            return await inspect()
+
+        running.workers.inspect = counted  # type: ignore[method-assign]
+        running.gateway._inspected_s -= 10
+        for _ in range(5):
+            assert "vllm:cache_config_info" in httpx.get(f"{running.url}/metrics").text
+        assert len(asked) == 1
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from diptych.cluster.gateway.apis.chat import ChatRequest
 from diptych.cluster.gateway.apis.schema import parse_body
+from tokenizers import Tokenizer
 
 from tests.support.malformed import CITY, TOOLS
 from tests.support.standin import ANSWER, QUESTION, StandIn, checkpoint, standing_in
@@ -48,6 +49,49 @@ def refused(gateway: StandIn, path: str, **fields: Any) -> str:
     return message
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_all_wrong_keys_of_a_logit_bias_are_named(gateway: StandIn, path: str) -> None:
+    message = refused(gateway, path, logit_bias={"bad1": 50.0, "7": 1, "bad2": 20.0})
+    assert message.startswith("logit_bias: ") and "'bad1', 'bad2'" in message
+    many = {f"bad{number}" + 99 * "x": 1 for number in range(100)}
+    assert len(refused(gateway, path, logit_bias=many)) < 500
+    assert "2147483647" in refused(gateway, path, logit_bias={str(2**40): 1})
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/messages", "/tokenize"])
+def test_a_body_that_is_declared_something_else_is_a_415(gateway: StandIn, path: str) -> None:
+    body = json.dumps({"messages": MESSAGES, "max_tokens": 5, **ASKED.get(path, {})})
+    for kind in ("application/x-www-form-urlencoded", "text/plain; charset=utf-8", "x" * 300):
+        headers = {"content-type": kind}
+        answer = httpx.post(gateway.url + path, content=body, headers=headers)
+        assert answer.status_code == 415 and kind.partition(";")[0][:60] in answer.text
+    for kind in ("application/json", "Application/JSON; charset=utf-8", "application/x+json", ""):
+        headers = {"content-type": kind} if kind else {}
+        answer = httpx.post(gateway.url + path, content=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+
+
+def test_a_budget_of_thinking_means_nothing_to_a_model_that_does_not_think(
+    gateway: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(budget: int) -> httpx.Response:
+        body = {"messages": MESSAGES, "thinking_token_budget": budget}
+        return httpx.post(gateway.url + CHAT, json=body)
+
+    assert ask(5).headers["x-ignored-fields"] == "thinking_token_budget"
+    assert ask(5).json()["choices"][0]["message"]["content"] == ANSWER
+    assert "x-ignored-fields" not in ask(-1).headers
+    tokenizer = gateway.gateway.text
+    monkeypatch.setattr(tokenizer, "template", tokenizer.template + "{# <think> #}")
+    assert ask(5).status_code == 200, "the marker is no token of the model"
+    thinking = Tokenizer.from_str(tokenizer.tokenizer.to_str())
+    thinking.add_tokens(["<think>", "</think>"])
+    monkeypatch.setattr(tokenizer, "tokenizer", thinking)
+    answer = ask(5)
+    assert answer.status_code == 400 and "max_tokens" in answer.text
+    assert ask(-1).status_code == 200
+
+
 # ---- usage ---------------------------------------------------------------------------------------
 
 
@@ -79,6 +123,17 @@ def test_continuous_usage_needs_include_usage(gateway: StandIn, path: str) -> No
     assert last["usage"]["completion_tokens"] == 5
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    "options", [{"include_usage": True}, {"include_usage": None}, {"continuous_usage_stats": True}]
+)
+def test_options_of_a_stream_need_a_stream(gateway: StandIn, path: str, options: dict) -> None:
+    for fields in ({}, {"stream": False}, {"stream": None}):
+        message = refused(gateway, path, stream_options=options, **fields)
+        assert message == "stream_options need stream: true"
+    assert whole(gateway, path, stream_options=None)["usage"]
+
+
 # ---- logprobs of completions ---------------------------------------------------------------------
 
 
@@ -94,6 +149,47 @@ def test_the_chosen_token_is_among_the_most_likely_even_of_none(
             assert rows.pop(0)[1] is None, "nothing stands before the first token"
         for token, top in rows:
             assert next(iter(top)) == token and max(asked, 1) <= len(top) <= asked + 1
+
+
+@pytest.mark.parametrize(("named", "sampled"), [([50], 42), ([10, 20, 50], 42), ([10, 20, 50], 50)])
+def test_logprobs_of_named_ids_are_those_and_the_chosen_one_s(
+    gateway: StandIn, named: list[int], sampled: int
+) -> None:
+    """As vLLM's test asks: whole and streamed, whatever the number of most likely tokens."""
+    fields: dict[str, Any] = {"logprob_token_ids": named, "allowed_token_ids": [sampled]}
+    fields |= {"return_tokens_as_token_ids": True, "max_tokens": 1}
+    expected = sorted(f"token_id:{one}" for one in {*named, sampled})
+    for top in (None, 0, 5):
+        asked = {**fields, "logprobs": True, "top_logprobs": top}
+        for choice in (
+            whole(gateway, CHAT, **asked)["choices"][0],
+            next(
+                chunk["choices"][0]
+                for chunk in streamed(gateway, CHAT, **asked)
+                if chunk["choices"][0]["logprobs"]
+            ),
+        ):
+            (entry,) = choice["logprobs"]["content"]
+            assert entry["token"] == f"token_id:{sampled}"
+            assert sorted(one["token"] for one in entry["top_logprobs"]) == expected
+    for count in (0, 5):
+        asked = {**fields, "logprobs": count}
+        for choice in (
+            whole(gateway, COMPLETIONS, **asked)["choices"][0],
+            streamed(gateway, COMPLETIONS, **asked)[0]["choices"][0],
+        ):
+            assert choice["logprobs"]["tokens"] == [f"token_id:{sampled}"]
+            assert sorted(choice["logprobs"]["top_logprobs"][0]) == expected
+
+
+def test_logprobs_of_named_ids_need_logprobs_and_tokens(gateway: StandIn) -> None:
+    for path in (CHAT, COMPLETIONS):
+        assert "needs logprobs" in refused(gateway, path, logprob_token_ids=[5])
+        assert refused(gateway, path, logprob_token_ids=[-1]).startswith("logprob_token_ids.0: ")
+        assert refused(gateway, path, allowed_token_ids=["a"]).startswith("allowed_token_ids.0: ")
+        assert whole(gateway, path, logprob_token_ids=[], allowed_token_ids=[])["choices"]
+    fields = {"logprob_token_ids": [5], "logprobs": 1, "max_tokens": 0, "echo": True}
+    assert "max_tokens is 0" in refused(gateway, COMPLETIONS, **fields)
 
 
 # ---- token ids -----------------------------------------------------------------------------------
@@ -141,7 +237,12 @@ def test_token_ids_of_a_call_are_those_of_its_text(gateway: StandIn) -> None:
 def test_without_the_wish_no_token_ids_come(gateway: StandIn) -> None:
     for path in (CHAT, COMPLETIONS):
         for fields in ({}, {"return_token_ids": False}, {"return_token_ids": None}):
-            assert "token_ids" not in json.dumps(whole(gateway, path, **fields))
+            told = whole(gateway, path, **fields)
+            (choice,) = told["choices"]
+            for part in (choice, told if path == CHAT else choice):
+                assert all(part[name] is None for name in part if name.endswith("token_ids"))
+            assert choice["token_ids"] is None
+            assert (told if path == CHAT else choice)["prompt_token_ids"] is None
             assert "token_ids" not in json.dumps(streamed(gateway, path, **fields))
 
 
@@ -231,6 +332,23 @@ def test_anthropic_s_prefill_is_continued(gateway: StandIn) -> None:
 
     added = len(gateway.gateway.text.encode("Sure", add_special_tokens=False))
     assert count("Hi", "Sure") == count("Hi") + added, "nothing ends the message"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_echo_puts_the_assistant_s_last_message_before_the_answer(gateway: StandIn, n: int) -> None:
+    turns = [*MESSAGES, {"role": "assistant", "content": "It is this: "}]
+    fields = {"messages": turns, "continue_final_message": True, "n": n}
+    plain = whole(gateway, CHAT, **fields)["choices"]
+    echoed = whole(gateway, CHAT, **fields, echo=True)["choices"]
+    for one, other in zip(plain, echoed, strict=True):
+        assert other["message"]["content"] == "It is this: " + one["message"]["content"]
+    texts = ["" for _ in range(n)]
+    for chunk in streamed(gateway, CHAT, **fields, echo=True):
+        choice = chunk["choices"][0]
+        texts[choice["index"]] += choice["delta"].get("content", "")
+    assert texts == [choice["message"]["content"] for choice in echoed]
+    content = whole(gateway, CHAT, echo=True)["choices"][0]["message"]["content"]
+    assert content == ANSWER, "the user's own message is not echoed"
 
 
 # ---- calls that are cut --------------------------------------------------------------------------
@@ -333,6 +451,14 @@ def test_a_response_format_binds_the_text_and_leaves_calls_alone(
     assert not admits(gateway, f"{CALL_TEXT}\n{CALL_TEXT}", **asked, parallel_tool_calls=False)
 
 
+def test_one_grammar_under_two_names_is_taken_once(gateway: StandIn) -> None:
+    grammar = 'start: "yes"'
+    fields = {"guided_grammar": grammar, "structured_outputs": {"grammar": grammar}}
+    assert admits(gateway, "yes", **fields) and not admits(gateway, "no", **fields)
+    fields["guided_grammar"] = 'start: "no"'
+    assert "only one of" in refused(gateway, CHAT, **fields)
+
+
 def test_other_grammars_bind_the_whole_answer(gateway: StandIn) -> None:
     assert not admits(gateway, CALL_TEXT, tools=TOOLS, guided_json=POINT)
     fields = {"tools": TOOLS, "tool_choice": "required", "guided_json": POINT}
@@ -365,10 +491,11 @@ def test_prompt_logprobs_come_with_whole_answers(gateway: StandIn, asked: int) -
         for token_id, row in zip(ids, rows, strict=True):
             assert max(asked, 1) <= len(row) <= asked + 1
             entry = row[str(token_id)]
-            assert entry["logprob"] == -0.25 and entry["rank"] == (1 if asked else None)
+            assert entry["logprob"] == -0.25 and entry["rank"] == 1
             assert entry["decoded_token"] == gateway.gateway.text.token_text(token_id)
     assert all(len(top) <= 2 for top in echoed["choices"][0]["logprobs"]["top_logprobs"][1:])
-    assert "prompt_logprobs" not in whole(gateway, CHAT)
+    assert whole(gateway, CHAT)["prompt_logprobs"] is None
+    assert whole(gateway, COMPLETIONS)["choices"][0]["prompt_logprobs"] is None
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

@@ -64,6 +64,9 @@ class _Nothing:
     def __getattr__(self, name: str) -> Any:
         return self
 
+    def __iter__(self) -> Any:
+        return iter(())
+
 
 def validator_of(document: dict, path: str) -> Draft202012Validator:
     schema = {"$ref": f"#/components/schemas/{POST_OPERATIONS[path].body.__name__}"}

@@ -25,6 +25,7 @@ from tests.support.standin import StandIn, checkpoint, standing_in
 
 #: fields beyond the published types: as vLLM and SGLang name it, as the examples of OpenAI have it
 BEYOND = {"reasoning_content", "reasoning", "store", "name"}
+BEYOND |= {"prompt_logprobs", "prompt_token_ids", "token_ids"}
 CITY = TOOLS[0]["function"]["parameters"]
 LOGPROBS = {"logprobs": True, "top_logprobs": 2}
 FORCED = {"tools": TOOLS, "tool_choice": "required"}

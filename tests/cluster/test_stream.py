@@ -319,7 +319,7 @@ def repeated(answers: list[list[int]], order: random.Random) -> Callable:
         else:
             assert frame.resumed_tokens == 0 and frame.token_ids == [1, 2, 3]
             scored = [
-                f.AnswerTokens(frame.attempt_key, 0, [], prompt_logprobs=[f.Token(i, -1.0)])
+                f.AnswerTokens(frame.attempt_key, 0, [], prompt_logprobs=[f.ScoredToken(i, -1.0)])
                 for i in (2, 3)
             ]
             told = [

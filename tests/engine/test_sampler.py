@@ -16,7 +16,7 @@ import torch
 from diptych.engine import sampler
 from diptych.engine.sampler import SamplingFault, gumbel_noise, sample_tokens, score_prompt
 from diptych.engine.sequence import Sequence
-from diptych.protos.frames import Grammar, Sampling, Token
+from diptych.protos.frames import Grammar, Sampling, ScoredToken, Token
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
@@ -273,6 +273,28 @@ def test_top_logprobs_are_the_largest_first_ties_by_id() -> None:
     assert list(tied) == sorted(tied, key=lambda entry: (-entry[1], entry[0]))
 
 
+def test_logprobs_of_named_ids_are_those_and_the_chosen_one_s() -> None:
+    expected = torch.log_softmax(LOGITS, -1)
+    for named in ((1,), (5, 1), (2,), (1, 2, 1, 5)):
+        token = one(LOGITS, Sampling(1, logprobs=2, logprob_ids=named))
+        assert token.id == 2 and {index for index, _ in token.top} == {*named, 2}
+        assert len(token.top) == len({*named, 2}) and token.top[0] == (2, token.logprob)
+        for index, logprob in token.top:
+            assert logprob == pytest.approx(float(expected[index]))
+    assert one(LOGITS, Sampling(1, logprob_ids=(1,))) == Token(2, None, ())
+    (fault,) = sample_tokens(LOGITS[None], [asking(Sampling(1, logprobs=0, logprob_ids=(6,)), [0])])
+    assert fault == SamplingFault("logprob_token_ids: the model has 6 ids, and one is none")
+
+
+def test_no_id_is_drawn_that_is_not_allowed() -> None:
+    assert one(LOGITS, Sampling(1, allowed_ids=(5, 1))).id == 1
+    assert set(draws(LOGITS, Sampling(1, 3.0, allowed_ids=(0, 1, 3)), 300)) == {0, 1, 3}
+    assert one(LOGITS, Sampling(1, allowed_ids=(5,), logit_bias=((2, 100.0),))).id == 5
+    assert one(LOGITS, Sampling(1, logprobs=1, allowed_ids=(5,))).top[0][0] == 2, "the model's own"
+    (fault,) = sample_tokens(LOGITS[None], [asking(Sampling(1, allowed_ids=(1, 6)), [0])])
+    assert fault == SamplingFault("allowed_token_ids: the model has 6 ids, and one is none")
+
+
 def test_logprobs_are_of_the_model_whatever_is_done_to_its_logits() -> None:
     """Raw logprobs: neither temperature nor penalties, bias, cuts nor masks show in them."""
     changed = {"top_k": 1, "logit_bias": ((1, 50.0),), "repetition_penalty": 3.0, "min_p": 0.5}
@@ -288,7 +310,21 @@ def test_known_ids_are_scored_as_sampled_ones_are(rows: int) -> None:
     wide = torch.stack([noisy(1000, seed, ties=True) for seed in range(rows)])
     ids = wide.argmax(-1).tolist()
     asks = [asking(Sampling(1, logprobs=4), [0])] * rows
-    assert score_prompt(wide, ids, 4, 10) == sample_tokens(wide, asks)
+    scored = score_prompt(wide, ids, 4, 10)
+    assert all(isinstance(token, ScoredToken) and token.rank == 1 for token in scored)
+    plain = [Token(token.id, token.logprob, token.top) for token in scored]
+    assert plain == sample_tokens(wide, asks)
+
+
+def test_a_scored_id_has_its_place_among_all_ids() -> None:
+    row = noisy(1000, 3, ties=True)
+    (token,) = score_prompt(row[None], [0], 1000, 1)
+    assert isinstance(token, ScoredToken)
+    order = [index for index, _ in token.top]
+    for token_id in (*order[:5], 17, 500, 999, *order[-5:]):
+        (scored,) = score_prompt(row[None], [token_id], 2, 1)
+        assert isinstance(scored, ScoredToken)
+        assert scored.rank == 1 + order.index(token_id) and len(scored.top) == 2
 
 
 # ---- a row among others --------------------------------------------------------------------------

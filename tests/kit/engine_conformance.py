@@ -36,6 +36,7 @@ STATISTICS = (
     "waiting",
     "ready",
     "step_tokens",
+    "request_preemptions",
     "step_s",
     "prefill_tokens",
     "preemptions",

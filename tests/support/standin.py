@@ -89,6 +89,15 @@ class Workers:
         if task:
             task.cancel()
 
+    async def inspect(self) -> tuple[dict, list[dict]]:
+        running = {"running": len(self.tasks), "prefilling": 0, "waiting": 1, "ready": 0}
+        blocks = {"total": 40, "free": 20, "cached": 10}
+        counts = {"1": 4, "inf": 0, "sum": 3.0}
+        engine = {**running, "kv_blocks": blocks, "preemptions": 2, "step_tokens": counts}
+        engine["request_preemptions"] = counts
+        router = {"waiting": 3, "hit_tokens": 7, "prompt_tokens": 9}
+        return router, [{"engine": engine}, {"engine": engine}]
+
     def send(self, frame: Any) -> None: ...
     def end_requests(self, error: Exception, wire_id: str = "") -> None: ...
     def connected(self, worker: str = "") -> bool:
@@ -106,12 +115,16 @@ class Workers:
     async def _say(self, asked: f.StartDecode) -> None:
         inbox, sampling, at = self._inboxes[asked.attempt_key], asked.sampling, -1
         if sampling.prompt_logprobs is not None:
-            prompt = [self._token(one, sampling.prompt_logprobs) for one in asked.token_ids[1:]]
+            prompt = [self._scored(one, sampling.prompt_logprobs) for one in asked.token_ids[1:]]
             inbox.put_nowait(f.AnswerTokens(asked.attempt_key, 0, [], prompt_logprobs=prompt))
         for at, one in enumerate(self._ids(asked)):
             ended = "stop" if one in sampling.stop_ids else None
             ended = ended or ("length" if at + 1 >= sampling.max_tokens else None)
-            token = [] if ended == "stop" else [self._token(one, sampling.logprobs)]
+            token = (
+                []
+                if ended == "stop"
+                else [self._token(one, sampling.logprobs, sampling.logprob_ids)]
+            )
             for index in range(sampling.n):
                 inbox.put_nowait(f.AnswerTokens(asked.attempt_key, at, token, ended, index))
             if ended:
@@ -120,16 +133,25 @@ class Workers:
         for index in range(sampling.n):  # its grammar is complete
             inbox.put_nowait(f.AnswerTokens(asked.attempt_key, at + 1, [], "stop", index))
 
-    def _token(self, one: int, logprobs: int | None) -> f.Token:
+    def _token(self, one: int, logprobs: int | None, named: tuple[int, ...] = ()) -> f.Token:
         if logprobs is None:
             return f.Token(one)
         top = [(one, -0.25), *((i, -2.0 - i) for i in range(5, 25) if i != one)]
+        if named:
+            others = [(other, -3.0) for other in sorted({*named} - {one})]
+            return f.Token(one, -0.25, ((one, -0.25), *others))
         return f.Token(one, -0.25, tuple(top[:logprobs]))
+
+    def _scored(self, one: int, count: int) -> f.ScoredToken:
+        token = self._token(one, count)
+        return f.ScoredToken(token.id, token.logprob, token.top, 1)
 
     def _ids(self, asked: f.StartDecode) -> Iterator[int]:
         if asked.sampling.grammar:
             matcher = self._grammars.matcher(asked.sampling.grammar, asked.sampling.stop_ids)
             return self._admitted(matcher, asked.sampling.stop_ids)
+        if asked.sampling.allowed_ids:
+            return self._forever([], asked.sampling.allowed_ids)
         prompt = self.text.tokenizer.decode(asked.token_ids)
         said = next((a for q, a in PAIRS.items() if q in prompt), ELSE)
         end = asked.sampling.stop_ids or (self.text.encode(ELSE, add_special_tokens=False)[0],)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -38,6 +39,7 @@ Event = dict[str, Any]
 
 #: Stands for the text of an event that is encoded once, and split there.
 TEXT_MARK = "\x1dtext\x1d"
+MEDIA_TYPE_CHARS_MAX = 60
 OPENAI_CLOSING = b"data: [DONE]\n\n"
 
 
@@ -133,6 +135,16 @@ class Api:
             ignored_fields_headers=self._note_ignored(body),
         )
         return await self._answer(http, call)
+
+    async def invocations(self, http: HttpRequest) -> Response:
+        """Answer SageMaker's route: a body with `messages` is a chat's, else a completion's."""
+        http.state.body = await sse.read_body(http)
+        try:
+            fields = msgspec.json.decode(http.state.body, type=dict[str, msgspec.Raw])
+        except (msgspec.MsgspecError, RecursionError):
+            return await self.chat(http)  # which says what is wrong
+        is_completion = "prompt" in fields and "messages" not in fields
+        return await (self.completions(http) if is_completion else self.chat(http))
 
     async def responses(self, http: HttpRequest) -> Response:
         request_id = identify(http, "resp_")
@@ -252,7 +264,11 @@ class Api:
 
     async def _read(self, http: HttpRequest, model: type[BodyType]) -> BodyType:
         """Read the body of a request. Raises ApiError."""
-        return parse_body(model, await sse.read_body(http), self.service.reading)
+        check_content_type(http.headers.get("content-type", ""))
+        body = getattr(http.state, "body", None)
+        if body is None:
+            body = await sse.read_body(http)
+        return parse_body(model, body, self.service.reading)
 
     def _note_ignored(self, body: ApiBody) -> dict[str, str]:
         """Count the fields that had no effect; return the header that names them."""
@@ -464,6 +480,16 @@ class EventWriter:
 
     async def drain(self) -> None:
         await self._body.drain()
+
+
+def check_content_type(content_type: str) -> None:
+    """Raise ApiError for a body that the client declares to be something else than JSON."""
+    media_type = content_type.partition(";")[0].strip().lower()
+    is_json = media_type in ("", "application/json") or media_type.endswith("+json")
+    if not is_json:
+        shown_type = media_type[:MEDIA_TYPE_CHARS_MAX]
+        message = f"bodies are application/json, not {shown_type!r}"
+        raise ApiError("unsupported_media_type", message, "content-type")
 
 
 def _json(body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:

@@ -20,6 +20,7 @@ from ..attempt.request import Request
 from ..errors import ApiError
 from ..text.answers import Output, TextDelta
 from ..text.content import (
+    THINK_OPEN,
     ContentParser,
     ContentPart,
     ContentRules,
@@ -234,6 +235,8 @@ class ChatRequest(SamplingParameters):
     continue_final_message: bool = False  #: vLLM's: the answer continues the last message.
     add_special_tokens: bool = False  #: vLLM's: those that the tokenizer puts around a text, too.
     include_reasoning: bool = True  #: vLLM's: False leaves it out of the answer.
+    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None  #: vLLM's; -1: no limit.
+    echo: bool = False  #: vLLM's: the answer begins with the last message, if the assistant's.
 
     @property
     def required_function(self) -> str | None:
@@ -271,6 +274,7 @@ class ChatRequest(SamplingParameters):
         """Raise ApiError for what can be refused before the prompt is tokenized."""
         if self.top_logprobs and not self.logprobs:
             raise ApiError("invalid_request", "top_logprobs needs logprobs: true", "top_logprobs")
+        check_stream_options(self.stream_options, self.stream)
         check_prompt_logprobs(self, self.stream)
         begins_message = (
             self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
@@ -321,6 +325,11 @@ class ChatRequest(SamplingParameters):
                 message = "reasoning_effort: this model's template knows no such variable"
                 raise ApiError("invalid_request", message, "reasoning_effort")
             self.ignored_fields.add_documented("", "reasoning_effort")
+        if self.thinking_token_budget not in (None, -1):
+            if self.is_strict or _thinks(tokenizer):
+                message = "thinking_token_budget: thinking cannot be bounded; use max_tokens"
+                raise ApiError("invalid_request", message, "thinking_token_budget")
+            self.ignored_fields.add_documented("", "thinking_token_budget")
 
     def _template_arguments(self, tokenizer: ChatTokenizer) -> dict[str, Any]:
         """Return the variables of the template that the body sets."""
@@ -349,6 +358,12 @@ class ChatRequest(SamplingParameters):
             add_special_tokens=self.add_special_tokens,
         )
         return self.truncated(prompt)
+
+    @property
+    def echoed_text(self) -> str:
+        """What the client wants to see of its last message before the answer."""
+        last_message = self.messages[-1]
+        return last_message.text if self.echo and last_message.role == "assistant" else ""
 
     @property
     def _prompt_ending(self) -> PromptEnding:
@@ -430,6 +445,12 @@ def effort_arguments(effort: str | None, tokenizer: ChatTokenizer) -> dict[str, 
     return arguments
 
 
+def _thinks(tokenizer: ChatTokenizer) -> bool:
+    """Return whether the model was trained to think: its marker is in template and vocabulary."""
+    marker_id = tokenizer.tokenizer.token_to_id(THINK_OPEN)
+    return THINK_OPEN in tokenizer.template and marker_id is not None
+
+
 def check_conversation_length(
     messages: list[JsonObject], limits: ModelLimits, documents_chars: int = 0
 ) -> None:
@@ -481,6 +502,13 @@ def usage_object(prompt_tokens: int, completion_tokens: int, cached_tokens: int)
     }
 
 
+def check_stream_options(options: StreamOptions | None, stream: bool) -> None:
+    """Raise ApiError for options of a stream where there is none, as OpenAI and vLLM do."""
+    if options is not None and not stream:
+        message = "stream_options need stream: true"
+        raise ApiError("invalid_request", message, "stream_options")
+
+
 def check_prompt_logprobs(body: SamplingParameters, stream: bool) -> None:
     """Raise ApiError if logprobs of the prompt are to go with a stream, as vLLM does."""
     if stream and body.prompt_logprobs is not None:
@@ -490,12 +518,13 @@ def check_prompt_logprobs(body: SamplingParameters, stream: bool) -> None:
 
 def prompt_logprobs_object(
     body: SamplingParameters, request: Request, tokenizer: ChatTokenizer
-) -> list[JsonObject | None]:
+) -> list[JsonObject | None] | None:
     """Return vLLM's `prompt_logprobs`: for each token of the prompt, alternatives by their ids.
 
-    The first token has none, as nothing stands before it. A token that is not among the most
-    likely ones has no rank.
+    The first token has none, as nothing stands before it. None if the client did not ask for them.
     """
+    if body.prompt_logprobs is None:
+        return None
 
     def entry(token_id: int, logprob: float | None, rank: int | None) -> JsonObject:
         decoded_token = tokenizer.token_text(token_id)
@@ -503,7 +532,7 @@ def prompt_logprobs_object(
 
     rows: list[JsonObject | None] = [None]
     for token in request.prompt_logprobs:
-        row = {str(token.id): entry(token.id, token.logprob, rank=None)}
+        row = {str(token.id): entry(token.id, token.logprob, token.rank)}
         for rank, (token_id, logprob) in enumerate(token.top[: body.prompt_logprobs], 1):
             row[str(token_id)] = entry(token_id, logprob, rank)
         rows.append(row)
@@ -569,6 +598,12 @@ class ChatShape:
         """Return the chunks that come before any text."""
         role = {"role": "assistant", "content": ""}
         chunks = [self._chunk(index, role) for index in range(len(self._request.answers))]
+        echoed_text = self._body.echoed_text
+        if echoed_text:
+            chunks += [
+                self._chunk(chunk["choices"][0]["index"], {"content": echoed_text})
+                for chunk in chunks
+            ]
         if self._body.return_token_ids:
             chunks[0]["prompt_token_ids"] = self._request.prompt_ids
         return chunks
@@ -620,21 +655,18 @@ class ChatShape:
             }
             for delta in deltas
         ]
-        completion = {
+        with_token_ids = self._body.return_token_ids
+        for choice, delta in zip(choices, deltas, strict=True):
+            token_ids = [token.id for token in delta.tokens]
+            choice["token_ids"] = token_ids if with_token_ids else None
+        return {
             **self._common_fields,
             "object": "chat.completion",
             "choices": choices,
             "usage": self._usage(used_tokens),
+            "prompt_logprobs": prompt_logprobs_object(self._body, self._request, self._tokenizer),
+            "prompt_token_ids": self._request.prompt_ids if with_token_ids else None,
         }
-        if self._body.prompt_logprobs is not None:
-            completion["prompt_logprobs"] = prompt_logprobs_object(
-                self._body, self._request, self._tokenizer
-            )
-        if self._body.return_token_ids:
-            completion["prompt_token_ids"] = self._request.prompt_ids
-            for choice, delta in zip(choices, deltas, strict=True):
-                choice["token_ids"] = [token.id for token in delta.tokens]
-        return completion
 
     def _usage(self, used_tokens: int) -> JsonObject:
         return usage_object(len(self._request.prompt_ids), used_tokens, self._request.hit_tokens)
@@ -701,7 +733,7 @@ class ChatShape:
 
     def _message(self, delta: TextDelta) -> JsonObject:
         """Return the `message` of a whole answer."""
-        content = ""
+        content = self._body.echoed_text
         reasoning = ""
         tool_calls = []
         for message_delta in self._message_deltas(delta):

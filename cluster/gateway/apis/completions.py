@@ -28,6 +28,7 @@ from .chat import (
     StreamUsage,
     check_prompt_length,
     check_prompt_logprobs,
+    check_stream_options,
     prompt_logprobs_object,
     usage_object,
 )
@@ -63,6 +64,10 @@ class CompletionRequest(SamplingParameters):
             raise ApiError("invalid_request", "best_of is not supported, except as n", "best_of")
         if self.max_tokens == 0 and not self.echo:
             raise ApiError("invalid_request", "max_tokens 0 needs echo: true", "max_tokens")
+        if self.max_tokens == 0 and self.logprob_token_ids:
+            message = "logprob_token_ids are of generated tokens, and max_tokens is 0"
+            raise ApiError("invalid_request", message, "logprob_token_ids")
+        check_stream_options(self.stream_options, self.stream)
         check_prompt_logprobs(self, self.stream)
         if isinstance(self.prompt, str):
             return [CompletionPrompt(self, self.prompt)]
@@ -200,11 +205,13 @@ class CompletionShape:
     def whole(self, deltas: list[TextDelta], used_tokens: int) -> JsonObject:
         """Return the object of whole answers, which have `used_tokens` tokens."""
         choices = [self._choice(delta) for delta in deltas]
-        if self._body.prompt_logprobs is not None:
-            for choice in choices:
-                choice["prompt_logprobs"] = prompt_logprobs_object(
-                    self._body, self._request_of(choice["index"]), self._tokenizer
-                )
+        for choice in choices:
+            choice["prompt_logprobs"] = prompt_logprobs_object(
+                self._body, self._request_of(choice["index"]), self._tokenizer
+            )
+            if not self._body.return_token_ids:
+                choice["token_ids"] = None
+                choice["prompt_token_ids"] = None
         return {**self._common_fields, "choices": choices, "usage": self._usage(used_tokens)}
 
     def _usage(self, used_tokens: int) -> JsonObject:
@@ -276,11 +283,13 @@ class CompletionShape:
         """Return the chosen token and the most likely ones; None if there are no logprobs."""
         if token.logprob is None:
             return None
+        # Ids that the client named all count, however many most likely ones it wants.
+        count = None if self._body.logprob_token_ids else self._body.logprobs
         return {
             self._body.token_label(token_id, self._tokenizer): logprob
             for token_id, logprob in (
                 (token.id, token.logprob),
-                *token.top[: self._body.logprobs],
+                *token.top[:count],
             )
         }
 

@@ -279,16 +279,7 @@ KNOWN_FIELDS: tuple[KnownField, ...] = (
     *_ignored("guided_decoding_backend", _SAMPLED, "llguidance is the only one", ["auto"]),
     *_refused("use_beam_search", _SAMPLED, "use n, and choose among the answers", [False]),
     *_refused("watermarking", _GENERATED | _MESSAGES, "leave it out", [False]),
-    *_refused("logprob_token_ids", _SAMPLED, "ask for the most likely tokens (top_logprobs)", [[]]),
-    *_refused("allowed_token_ids", _SAMPLED, "use structured_outputs, or logit_bias", [[]]),
     *_refused("bad_words", _SAMPLED, _LOGIT_BIAS, [[]]),
-    *_refused(
-        "echo",
-        _CHAT,
-        "the client has the last message; put it before the answer",
-        [False],
-        neutral_if_strict=True,
-    ),
     *_refused(
         "chat_template",
         _CHAT | _TOKENIZED,
@@ -306,7 +297,7 @@ KNOWN_FIELDS: tuple[KnownField, ...] = (
         "send the whole conversation as input",
         [[]],
     ),
-    *_refused("thinking_token_budget", _SAMPLED, "use max_tokens", [-1]),
+    *_ignored("thinking_token_budget", _COMPLETIONS, "no reasoning is told apart", [-1]),
     *_ignored("include_reasoning", _COMPLETIONS, "no reasoning is told apart", [True, False]),
     *_refused("include_reasoning", _RESPONSES, "leave out the items of reasoning yourself", [True]),
     *_refused(

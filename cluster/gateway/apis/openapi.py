@@ -104,22 +104,20 @@ COMMON_FIELDS = {"id": TEXT, "created": COUNT, "model": TEXT}
 RESPONSE_SCHEMAS: dict[str, Schema] = {
     "Usage": USAGE,
     "ChatCompletion": record(
-        ("prompt_token_ids", "prompt_logprobs"),
         **COMMON_FIELDS,
         object=const("chat.completion"),
-        prompt_logprobs=PROMPT_LOGPROBS,
+        prompt_logprobs=nullable(PROMPT_LOGPROBS),
         choices=array(
             record(
-                ("token_ids",),
                 index=COUNT,
                 message=MESSAGE,
                 logprobs=LOGPROBS,
                 finish_reason=FINISH_REASON,
-                token_ids=TOKEN_IDS,
+                token_ids=nullable(TOKEN_IDS),
             )
         ),
         usage=ref("Usage"),
-        prompt_token_ids=TOKEN_IDS,
+        prompt_token_ids=nullable(TOKEN_IDS),
     ),
     "ChatCompletionChunk": record(
         ("usage", "prompt_token_ids"),
@@ -145,7 +143,7 @@ RESPONSE_SCHEMAS: dict[str, Schema] = {
         choices=array(
             record(
                 ("token_ids", "prompt_token_ids", "prompt_logprobs"),
-                prompt_logprobs=PROMPT_LOGPROBS,
+                prompt_logprobs=nullable(PROMPT_LOGPROBS),
                 index=COUNT,
                 text=TEXT,
                 logprobs=nullable(
@@ -157,8 +155,8 @@ RESPONSE_SCHEMAS: dict[str, Schema] = {
                     )
                 ),
                 finish_reason=FINISH_REASON,
-                token_ids=TOKEN_IDS,
-                prompt_token_ids=TOKEN_IDS,
+                token_ids=nullable(TOKEN_IDS),
+                prompt_token_ids=nullable(TOKEN_IDS),
             )
         ),
         usage=ref("Usage"),
@@ -206,6 +204,8 @@ RESPONSE_SCHEMAS: dict[str, Schema] = {
     ),
     "ModelList": record(object=const("list"), data=array(ref("Model"))),
     "Status": record(("missing",), status=TEXT, missing=array(TEXT)),
+    "Version": record(version=TEXT),
+    "Load": record(server_load=COUNT),
     "Error": record(
         error=record(
             message={"type": "string", "minLength": 1, "maxLength": 502},
@@ -297,6 +297,9 @@ GET_OPERATIONS = {
     STORED_RESPONSE_PATH: GetRoute("stored_response", "A response that is stored", "Response"),
     "/health": GetRoute("health", "The process lives", "Status"),
     "/ready": GetRoute("ready", "Requests would be served", "Status"),
+    "/ping": GetRoute("ping", "As /health, for SageMaker", "Status"),
+    "/version": GetRoute("version", "The version of this server", "Version"),
+    "/load": GetRoute("load", "How many requests run on this gateway", "Load"),
     "/openapi.json": GetRoute("openapi", "This document", ""),
 }
 #: What each header of a request means, and its schema.
@@ -325,7 +328,11 @@ def openapi_document(reading: Reading = Reading.LENIENT) -> Schema:
         paths[path] = {"get": _get_operation(path, get_route)}
     deletion = GetRoute("delete_response", "Forget a stored response", "DeletedResponse")
     paths[STORED_RESPONSE_PATH]["delete"] = _get_operation(STORED_RESPONSE_PATH, deletion)
+    ping = GetRoute("post_ping", "As /health, for SageMaker", "Status")
+    paths["/ping"]["post"] = _get_operation("/ping", ping)
+    paths["/invocations"] = {"post": _invocations_operation()}
     paths["/metrics"] = {"get": _metrics_operation()}
+    paths["/docs"] = {"get": _docs_operation()}
     security_schemes: Schema = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -431,6 +438,28 @@ def _post_operation(path: str, route: PostRoute) -> Schema:
     }
 
 
+def _invocations_operation() -> Schema:
+    """Describe SageMaker's route: a body with `messages` is a chat's, another one a completion's."""
+    chat_operation = _post_operation("/invocations", POST_OPERATIONS["/v1/chat/completions"])
+    bodies = [ref("ChatRequest"), ref("CompletionRequest")]
+    answers = [ref("ChatCompletion"), ref("Completion")]
+    content: Schema = {
+        "application/json": {"schema": {"anyOf": answers}},
+        "text/event-stream": {"schema": _event_schema("ChatCompletionChunk or Completion")},
+    }
+    answered = {**chat_operation["responses"]["200"], "content": content}
+    return {
+        **chat_operation,
+        "operationId": "invoke",
+        "summary": "A chat or a completion, by its body",
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": {"anyOf": bodies}}},
+        },
+        "responses": {**chat_operation["responses"], "200": answered},
+    }
+
+
 def _event_schema(event_data: str) -> Schema:
     return {
         "type": "object",
@@ -460,6 +489,17 @@ def _get_operation(path: str, route: GetRoute) -> Schema:
             for name in parameter_names
         ]
     return operation
+
+
+def _docs_operation() -> Schema:
+    return {
+        "operationId": "docs",
+        "summary": "This document, as a page",
+        "responses": {
+            "200": {"description": "told", "content": {"text/html": {"schema": TEXT}}},
+            **_error_responses("/docs"),
+        },
+    }
 
 
 def _metrics_operation() -> Schema:

@@ -24,6 +24,10 @@ GREEDY_TEMPERATURE_LIMIT = 1e-5
 STOP_STRINGS_MAX = 16
 STOP_STRING_CHARS_MAX = 1000
 CHOICES_MAX = 1000
+LOGPROB_IDS_MAX = 128
+ALLOWED_IDS_MAX = 4096
+KEYS_MAX = 8  #: So many wrong keys are named in an error, each with so many characters:
+KEY_CHARS_MAX = 40
 ID_MAX = 2**31 - 1
 
 UnitFraction = Annotated[float, Field(ge=0, le=1)]
@@ -44,6 +48,16 @@ StringOrStrings = Annotated[
     StopStrings,
     BeforeValidator(_string_to_list, json_schema_input_type=StopString | StopStrings),
 ]
+
+
+def _check_keys(value: Any) -> Any:
+    """Name all keys of a `logit_bias` that are no ids; pydantic would name the first."""
+    if isinstance(value, dict):
+        wrong_keys = [key for key in value if not str(key).strip().lstrip("+-").isdecimal()]
+        if wrong_keys:
+            named_keys = ", ".join(repr(str(key)[:KEY_CHARS_MAX]) for key in wrong_keys[:KEYS_MAX])
+            raise ValueError(f"keys must be token ids, which these are not: {named_keys}")
+    return value
 
 
 class JsonSchema(BodyPart):
@@ -77,7 +91,10 @@ class CommonSamplingFields(ApiBody):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[TokenId, LogitBias], Field(max_length=1024)] | None = None
+    logit_bias: (
+        Annotated[dict[TokenId, LogitBias], Field(max_length=1024), BeforeValidator(_check_keys)]
+        | None
+    ) = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: StringOrStrings | None = None
     # The fields below are those of vLLM.
@@ -106,6 +123,10 @@ class SamplingParameters(CommonSamplingFields):
     #: The prompt is cut to so many tokens; -1: to none, as one that is too long is refused.
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**63 - 1)] | None = None
     truncation_side: Literal["left", "right"] = "left"  #: Where tokens are taken away.
+    #: Logprobs of these ids and of the chosen one, in place of the most likely ones.
+    logprob_token_ids: Annotated[list[TokenId], Field(max_length=LOGPROB_IDS_MAX)] | None = None
+    #: No other id is ever drawn.
+    allowed_token_ids: Annotated[list[TokenId], Field(max_length=ALLOWED_IDS_MAX)] | None = None
     return_token_ids: bool = False  #: Ids of the prompt and of the answers go with their text.
     return_tokens_as_token_ids: bool = False  #: Logprobs name tokens by their ids.
     guided_json: dict[str, Any] | str | None = None
@@ -168,8 +189,12 @@ def sampling_of(
     What the body leaves out comes from `limits`; a missing seed derives from the request id, so
     that the same request has the same answer. `max_tokens` and `grammar` replace the body's own.
 
-    Raises ApiError if the answer has no room, or if two grammars would bind it.
+    Raises ApiError if the answer has no room, if two grammars would bind it, or if logprobs of
+    certain ids are wanted without logprobs.
     """
+    if body.logprob_token_ids and logprobs is None:
+        message = "logprob_token_ids needs logprobs"
+        raise ApiError("invalid_request", message, "logprob_token_ids")
     room = output_limit(prompt_tokens, limits)
     answer_tokens_limit = min(max_tokens or body.max_tokens or room, room)
     min_tokens = body.min_tokens or 0
@@ -204,6 +229,8 @@ def sampling_of(
         min_tokens=min_tokens,
         grammar=grammar or grammar_of(body),
         n=body.n or 1,
+        allowed_ids=tuple(body.allowed_token_ids or ()),
+        logprob_ids=tuple(body.logprob_token_ids or ()),
         prompt_logprobs=body.prompt_logprobs,
     )
 
@@ -228,7 +255,8 @@ def output_limit(prompt_tokens: int, limits: ModelLimits) -> int:
 def grammar_of(body: SamplingParameters) -> frames.Grammar | None:
     """Return the grammar that the body asks for under any of its names.
 
-    Raises ApiError if the body asks for several grammars.
+    The same grammar may stand under several names, as clients send it for several releases of a
+    server. Raises ApiError if the body asks for several grammars.
     """
     structured = body.structured_outputs or StructuredOutputs()
     grammar_by_field = {
@@ -250,7 +278,7 @@ def grammar_of(body: SamplingParameters) -> frames.Grammar | None:
     used_fields = [name for name, grammar in grammar_by_field.items() if grammar]
     if not used_fields:
         return None
-    if len(used_fields) > 1:
+    if len({grammar_by_field[name] for name in used_fields}) > 1:
         message = f"only one of {' and '.join(used_fields)} can be asked for"
         raise ApiError("invalid_request", message, used_fields[0])
     return grammar_by_field[used_fields[0]]

@@ -191,7 +191,7 @@ class Request(RequestInput):
 
         self.answers: list[Answer] = answers or [Answer() for _ in range(sampling.n)]
         #: The prompt's tokens with their logprobs, from the second on, if they were asked for.
-        self.prompt_logprobs: list[frames.Token] = []
+        self.prompt_logprobs: list[frames.ScoredToken] = []
 
         self.attempt_count = 0  #: Attempts that were begun.
         self.attempt: RunningAttempt | None = None

@@ -20,7 +20,8 @@ from ..errors import ApiError
 from .keys import AccessControl, ApiKey
 from .sse import BODY_MAX
 
-UNGUARDED_PATHS = {"/health", "/ready"}  #: For probes, which have no keys.
+#: For probes, and for people with a browser: both have no keys.
+UNGUARDED_PATHS = {"/health", "/ready", "/ping", "/docs"}
 HEADERS_MAX = 32 << 10  #: Bytes of all names and values.
 #: Of an ASGI scope: when the request's headers were there, on the monotonic clock.
 ARRIVED_SCOPE_KEY = "diptych.arrived"

@@ -7,17 +7,21 @@ error is a response in the shape of the API that was called.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..apis.api import Api
+from ..apis.docs_page import CONTENT_SECURITY_POLICY, docs_page
 from ..apis.messages import anthropic_error_body
 from ..apis.openapi import openapi_document
 from ..apis.schema import REQUEST_ID_PATTERN
@@ -27,6 +31,16 @@ from .guard import RequestGuard
 
 log = logging.getLogger(__name__)
 
+#: Headers of answers that pages of other origins may read.
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "x-ignored-fields",
+    "x-route",
+    "x-prefix-hit-tokens",
+    "server-timing",
+    "retry-after",
+)
+PREFLIGHT_AGE_S = 600  #: For so long a browser need not ask again.
 CLIENT_LEFT_STATUS = 499  #: nginx's code for a client that closed its connection.
 
 
@@ -43,9 +57,14 @@ def build_app(gateway: GatewayService) -> ASGIApp:
         Route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"]),
         Route("/tokenize", api.tokenize, methods=["POST"]),
         Route("/detokenize", api.detokenize, methods=["POST"]),
+        Route("/invocations", api.invocations, methods=["POST"]),
         Route("/v1/models", status_routes.models),
         Route("/v1/models/{model:path}", status_routes.model),
         Route("/health", status_routes.health),
+        Route("/ping", status_routes.health, methods=["GET", "POST"]),
+        Route("/version", status_routes.version),
+        Route("/load", status_routes.load),
+        Route("/docs", status_routes.docs),
         Route("/ready", status_routes.ready),
         Route("/metrics", status_routes.metrics),
         Route("/openapi.json", status_routes.openapi),
@@ -63,12 +82,32 @@ def build_app(gateway: GatewayService) -> ASGIApp:
         Exception: _internal_error_response,
     }
     app = Starlette(routes=routes, exception_handlers=exception_handlers)  # type: ignore[arg-type]
-    return RequestGuard(
+    guarded_app = RequestGuard(
         app,
         access_control=gateway.door,
         classes=gateway.classes,
         body_timeout_s=gateway.config.gateway.body_timeout_s,
         make_error_response=counted_error_response,
+    )
+    return _open_to_pages(guarded_app, gateway.config.gateway.cors_origins)
+
+
+def _open_to_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Return `app`, whose answers pages of these origins may read.
+
+    Browsers ask before they send a key, so the question itself (`OPTIONS`) needs none. Cookies and
+    the like never count: no answer is opened to a page that has no key where one is needed.
+    """
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        allow_credentials=False,
+        expose_headers=EXPOSED_HEADERS,
+        max_age=PREFLIGHT_AGE_S,
     )
 
 
@@ -88,17 +127,29 @@ class _StatusRoutes:
         return JSONResponse({"status": "ready"})
 
     async def models(self, _: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": [self._gateway.model_card()]})
+        cards = [self._gateway.model_card(name) for name in self._gateway.model_names]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, http: HttpRequest) -> Response:
-        self._gateway.check_model(http.path_params["model"])
-        return JSONResponse(self._gateway.model_card())
+        name = http.path_params["model"]
+        self._gateway.check_model(name)
+        return JSONResponse(self._gateway.model_card(name or self._gateway.model))
+
+    async def version(self, _: HttpRequest) -> Response:
+        return JSONResponse({"version": version("diptych")})
+
+    async def load(self, _: HttpRequest) -> Response:
+        return JSONResponse({"server_load": self._gateway.running})
+
+    async def docs(self, _: HttpRequest) -> Response:
+        page = docs_page(openapi_document(self._gateway.reading))
+        return HTMLResponse(page, headers={"content-security-policy": CONTENT_SECURITY_POLICY})
 
     async def openapi(self, _: HttpRequest) -> Response:
         return JSONResponse(openapi_document(self._gateway.reading))
 
     async def metrics(self, http: HttpRequest) -> Response:
-        content_type, page = self._gateway.metrics.render(http.headers.get("accept", ""))
+        content_type, page = await self._gateway.metrics_page(http.headers.get("accept", ""))
         return Response(page, headers={"content-type": content_type})
 
 

@@ -21,7 +21,7 @@ import math
 import os
 import secrets
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -35,8 +35,10 @@ log = logging.getLogger(__name__)
 
 FILE_CHECK_INTERVAL_S = 1.0
 ID_BYTES = 4
+ID_CHARS = 2 * ID_BYTES
 SECRET_BYTES = 24
 KEY_CHARS_MAX = 200  #: No key is as long, so that a longer text is not even split.
+GIVEN_KEY_TENANT = "default"  #: Of keys that are in no file.
 #: Compared in place of the hash of an unknown id, so that it takes as long as for a known one.
 UNKNOWN_KEY_SHA256 = "0" * 64
 KeyWord = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
@@ -79,7 +81,7 @@ class Keyring(BaseModel):
         key_id = _id_of(key_text)
         key = next((key for key in self.keys if key.id == key_id), None)
         expected_sha256 = key.sha256 if key else UNKNOWN_KEY_SHA256
-        if not hmac.compare_digest(_sha256(key_text), expected_sha256):
+        if not hmac.compare_digest(sha256_of(key_text), expected_sha256):
             return None
         return key
 
@@ -142,12 +144,17 @@ class FileVersion(NamedTuple):
 class AccessControl:
     """Finds out whose key a request has, and holds the key to its limits.
 
-    Without a `path` no request needs a key. Raises KeyFileError if the file cannot be read at the
+    Without a `path` and `key_hashes` no request needs a key. The keys with these hashes (SHA-256)
+    have no limits, and any text may be one. Raises KeyFileError if the file cannot be read at the
     start.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, key_hashes: Iterable[str] = ()) -> None:
         self._path = path
+        self._given_keys = [
+            ApiKey(id=sha256[:ID_CHARS], sha256=sha256, tenant=GIVEN_KEY_TENANT)
+            for sha256 in key_hashes
+        ]
         self._limiter = KeyLimiter()
         self._checked_at_s = -math.inf
         self._read_error = ""  #: Why the file could not be read at the last look.
@@ -164,9 +171,10 @@ class AccessControl:
 
         Raises ApiError without a key, or with one that is not valid.
         """
-        if self._path is None:
+        if self._path is None and not self._given_keys:
             return None
-        self._read_if_changed(self._path, now)
+        if self._path is not None:
+            self._read_if_changed(self._path, now)
         scheme, _, bearer_text = (authorization or "").partition(" ")
         key_text = api_key or ""
         if not key_text and scheme.lower() == "bearer":
@@ -174,10 +182,18 @@ class AccessControl:
         if not key_text:
             message = "an API key is needed: authorization: Bearer dk_..., or x-api-key: dk_..."
             raise ApiError("bad_key", message)
-        key = self._keyring.find(key_text)
+        key = self._keyring.find(key_text) or self._find_given(key_text)
         if key is None:
             raise ApiError("bad_key", "this API key is not known")
         return key
+
+    def _find_given(self, key_text: str) -> ApiKey | None:
+        """Return the key without a file whose text this is; all are compared, in equal times."""
+        if len(key_text) > KEY_CHARS_MAX:
+            return None
+        sha256 = sha256_of(key_text)
+        matching_keys = [key for key in self._given_keys if hmac.compare_digest(key.sha256, sha256)]
+        return matching_keys[0] if matching_keys else None
 
     @contextlib.contextmanager
     def admit(self, key: ApiKey | None, now: float) -> Iterator[None]:
@@ -249,7 +265,7 @@ def add_key(
         try:
             key = ApiKey(
                 id=key_id,
-                sha256=_sha256(key_text),
+                sha256=sha256_of(key_text),
                 tenant=tenant,
                 slo_class=slo_class,
                 classes=classes,
@@ -328,5 +344,6 @@ def _id_of(key_text: str) -> str:
     return parts[1]
 
 
-def _sha256(text: str) -> str:
+def sha256_of(text: str) -> str:
+    """Return the SHA-256 of a key's text, in hex."""
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

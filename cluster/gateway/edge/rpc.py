@@ -230,7 +230,7 @@ class Inference:
             self._admit(grpc_context, time.monotonic())
         except ApiError as error:
             _set_status(grpc_context, error, "")
-        return pb.ListModelsResponse(models=[self.service.model])
+        return pb.ListModelsResponse(models=self.service.model_names)
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, grpc_context: Any

@@ -87,10 +87,11 @@ class Encoder(Protocol):
 class ChatTokenizer:
     """The chat template and the tokenizer of the checkpoint in `folder`.
 
+    The file `template_path`, if there is one, takes the place of the checkpoint's own template.
     Raises WeightsError if the checkpoint has no fast tokenizer, or a template that is none.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, template_path: Path | None = None) -> None:
         tokenizer_path = folder / "tokenizer.json"
         if not tokenizer_path.exists():
             raise WeightsError(f"tokenizer.json is missing in {folder}: export a fast tokenizer")
@@ -105,14 +106,20 @@ class ChatTokenizer:
         self._settings = read_json(settings_path) if settings_path.exists() else {}
 
         #: Sources of the templates for chats without and with tools. Empty: there is none.
-        self.template, self.tool_template = self._find_templates(folder)
+        self.template, self.tool_template = self._find_templates(folder, template_path)
         self.template_variables: set[str] = set()  #: Variables that either template reads.
         self._sandbox = TemplateSandbox()
         self._chat_template = self._compile(self.template)
         self._compiled_tool_template = self._compile(self.tool_template)
 
-    def _find_templates(self, folder: Path) -> tuple[str, str]:
+    def _find_templates(self, folder: Path, template_path: Path | None) -> tuple[str, str]:
         """Return the sources of the templates for chats without and with tools."""
+        if template_path is not None:
+            try:
+                template_text = template_path.read_text()
+            except (OSError, UnicodeDecodeError) as error:
+                raise WeightsError(f"cannot read the chat template: {error}") from None
+            return template_text, template_text
         path = folder / "chat_template.jinja"
         template = path.read_text() if path.exists() else self._settings.get("chat_template")
         if isinstance(template, list):  # a checkpoint may have several templates, by name

@@ -1,0 +1,208 @@
+"""Routes beside the APIs: what monitors, SageMaker, browsers and people with a browser ask for."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from diptych.cluster.config import ConfigError, load_config
+from diptych.cluster.gateway.apis.docs_page import docs_page
+from diptych.cluster.gateway.edge.keys import add_key
+
+from tests.support.malformed import ASK
+from tests.support.standin import ANSWER, StandIn, checkpoint, standing_in
+
+CHAT = "/v1/chat/completions"
+PAGE = {"origin": "http://ui.example"}
+PREFLIGHT = {
+    **PAGE,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type,x-stainless-os",
+}
+ALLOWED = "access-control-allow-origin"
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIn]:
+    folder = checkpoint(tmp_path_factory.mktemp("routes") / "demo")
+    with standing_in(folder, model={"served_names": ["gpt-4o", "org/name", "demo"]}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[StandIn, str]]:
+    """A gateway that needs a key and is open to one page, and the key."""
+    folder = tmp_path_factory.mktemp("locked")
+    _, key = add_key(folder / "keys", "acme")
+    settings = {"api_keys_file": str(folder / "keys"), "cors_origins": [PAGE["origin"]]}
+    with standing_in(checkpoint(folder / "demo"), gateway=settings) as running:
+        yield running, key
+
+
+# ---- what monitors ask for -----------------------------------------------------------------------
+
+
+def test_version_and_ping_answer(gateway: StandIn) -> None:
+    assert httpx.get(f"{gateway.url}/version").json() == {"version": version("diptych")}
+    for method in ("GET", "POST"):
+        assert httpx.request(method, f"{gateway.url}/ping").json() == {"status": "ok"}
+
+
+def test_load_counts_the_requests_that_run(
+    gateway: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load() -> int:
+        count: int = httpx.get(f"{gateway.url}/load").json()["server_load"]
+        return count
+
+    assert load() == 0
+    monkeypatch.setattr(gateway.workers, "submit", lambda *_: None)  # nobody answers
+    body = {"messages": ASK}
+    timeouts = httpx.Timeout(3, read=1.0)
+
+    def ask() -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(gateway.url + CHAT, json=body, timeout=timeouts)
+
+    asking = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in asking:
+        thread.start()
+    counts = set()
+    while any(thread.is_alive() for thread in asking):
+        counts.add(load())
+    assert max(counts) == 3
+    for thread in asking:
+        thread.join()
+    for _ in range(100):
+        if load() == 0:
+            return
+    raise AssertionError("requests of clients that left still run")
+
+
+# ---- names of the model --------------------------------------------------------------------------
+
+
+def test_a_model_is_listed_and_answers_under_all_of_its_names(gateway: StandIn) -> None:
+    cards = httpx.get(f"{gateway.url}/v1/models").json()["data"]
+    assert [card["id"] for card in cards] == ["demo", "gpt-4o", "org/name"]
+    for name in ("demo", "gpt-4o", "org/name"):
+        assert httpx.get(f"{gateway.url}/v1/models/{name}").json()["id"] == name
+        answer = httpx.post(gateway.url + CHAT, json={"model": name, "messages": ASK})
+        assert answer.json()["model"] == "demo" and ANSWER in answer.text
+    for path in ("/v1/models/other", CHAT):
+        method, body = (
+            ("POST", {"model": "other", "messages": ASK}) if path == CHAT else ("GET", None)
+        )
+        answer = httpx.request(method, gateway.url + path, json=body)
+        assert answer.status_code == 404 and "'demo'" in answer.text
+
+
+# ---- SageMaker -----------------------------------------------------------------------------------
+
+
+def test_invocations_are_chats_or_completions_by_their_body(gateway: StandIn) -> None:
+    def invoke(body: Any) -> httpx.Response:
+        return httpx.post(f"{gateway.url}/invocations", json=body)
+
+    chat = invoke({"messages": ASK, "store": True})
+    assert chat.json()["object"] == "chat.completion" and ANSWER in chat.text
+    assert chat.headers["x-ignored-fields"] == "store"
+    completion = invoke({"prompt": ASK[0]["content"], "max_tokens": 5})
+    assert completion.json()["object"] == "text_completion"
+    stream = invoke({"messages": ASK, "stream": True})
+    assert stream.text.endswith("data: [DONE]\n\n") and "chat.completion.chunk" in stream.text
+    for wrong in ({}, {"input": "x"}, [], None, {"prompt": 1}):
+        assert invoke(wrong).status_code == 400
+    for wrong_bytes in (b"", b"{", b"[" * 100_000, b"\xff", b'{"a":' * 100_000):
+        assert httpx.post(f"{gateway.url}/invocations", content=wrong_bytes).status_code == 400
+
+
+# ---- pages of other origins ----------------------------------------------------------------------
+
+
+def test_by_default_any_page_may_ask_and_read(gateway: StandIn) -> None:
+    asked = httpx.options(gateway.url + CHAT, headers=PREFLIGHT)
+    assert asked.status_code == 200 and asked.headers[ALLOWED] == "*"
+    assert "POST" in asked.headers["access-control-allow-methods"]
+    assert "x-stainless-os" in asked.headers["access-control-allow-headers"]
+    assert "access-control-allow-credentials" not in asked.headers
+    for stream in (False, True):
+        body = {"messages": ASK, "stream": stream}
+        answer = httpx.post(gateway.url + CHAT, json=body, headers=PAGE)
+        assert answer.status_code == 200 and answer.headers[ALLOWED] == "*"
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+        assert "access-control-allow-credentials" not in answer.headers
+    refused = httpx.post(gateway.url + CHAT, json={}, headers=PAGE)
+    assert refused.status_code == 400 and refused.headers[ALLOWED] == "*", "the page reads why"
+    assert ALLOWED not in httpx.post(gateway.url + CHAT, json={"messages": ASK}).headers
+    assert httpx.options(gateway.url + CHAT).status_code == 405, "no page asks"
+
+
+def test_a_page_needs_a_key_where_one_is_needed(locked: tuple[StandIn, str]) -> None:
+    gateway, key = locked
+    url = gateway.url + CHAT
+    assert httpx.options(url, headers=PREFLIGHT).headers[ALLOWED] == PAGE["origin"]
+    without = httpx.post(url, json={"messages": ASK}, headers=PAGE)
+    assert without.status_code == 401 and without.headers[ALLOWED] == PAGE["origin"]
+    headers = {**PAGE, "authorization": f"Bearer {key}"}
+    assert httpx.post(url, json={"messages": ASK}, headers=headers).status_code == 200
+
+
+def test_pages_of_origins_that_are_not_named_read_nothing(locked: tuple[StandIn, str]) -> None:
+    gateway, key = locked
+    other = {"origin": "http://other.example"}
+    asked = httpx.options(gateway.url + CHAT, headers={**PREFLIGHT, **other})
+    assert asked.status_code == 400 and ALLOWED not in asked.headers
+    headers = {**other, "authorization": f"Bearer {key}"}
+    answer = httpx.get(f"{gateway.url}/v1/models", headers=headers)
+    assert ALLOWED not in answer.headers
+
+
+def test_without_origins_no_page_is_let_in(tmp_path: Path) -> None:
+    with standing_in(checkpoint(tmp_path / "demo"), gateway={"cors_origins": []}) as gateway:
+        assert httpx.options(gateway.url + CHAT, headers=PREFLIGHT).status_code == 405
+        assert ALLOWED not in httpx.get(f"{gateway.url}/health", headers=PAGE).headers
+
+
+@pytest.mark.parametrize("origin", ["ui.example", "http://ui.example/", "http://*.example", ""])
+def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match="cors_origins"):
+        load_config(None, {"gateway.cors_origins": [origin]})
+
+
+# ---- people --------------------------------------------------------------------------------------
+
+
+def test_the_page_of_the_document_has_every_route_and_loads_nothing(
+    locked: tuple[StandIn, str],
+) -> None:
+    gateway, key = locked
+    page = httpx.get(f"{gateway.url}/docs")
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
+    document = httpx.get(f"{gateway.url}/openapi.json", headers={"x-api-key": key}).json()
+    for path in document["paths"]:
+        assert f"<code>{path}</code>" in page.text
+    assert "temperature" in page.text and 'id="ChatRequest"' in page.text
+    assert not re.search(r"<script|<link|src=|url\(|https?://", page.text)
+    targets = set(re.findall(r'href="#([^"]+)"', page.text))
+    assert targets <= set(re.findall(r'id="([^"]+)"', page.text))
+
+
+def test_the_page_takes_no_text_for_html() -> None:
+    operation = {"summary": "<b>", "responses": {"200": {"description": "<i>"}}}
+    schema = {"properties": {"<p>": {"enum": ["<u>"], "description": "<s>"}}}
+    document = {
+        "info": {"title": "<h1>", "version": "1"},
+        "paths": {"/<a>": {"get": operation}},
+        "components": {"schemas": {"<q>": schema}},
+    }
+    page = docs_page(document)
+    for tag in ("<b>", "<i>", "<code><p>", "<u>", "<s>", "<q>", "/<a>"):
+        assert tag not in page

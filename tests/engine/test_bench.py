@@ -127,6 +127,7 @@ def test_a_random_checkpoint_is_one_that_the_engine_reads(tmp_path: Path) -> Non
 # ---- the command ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_measures_every_cell(checkpoint: Path) -> None:
     code, out, err = bench("--model", str(checkpoint), *SMALL, "-o", "json")
     assert code == 0, err
@@ -146,6 +147,7 @@ def test_measures_every_cell(checkpoint: Path) -> None:
     assert "decode batch 3, context 70" in err
 
 
+@pytest.mark.slow
 def test_alternates_with_a_peer_and_leaves_no_process(checkpoint: Path, tmp_path: Path) -> None:
     against = ["--against", "vllm", "--vllm-python", str(fake_python(tmp_path, PEER))]
     arguments = ["--model", str(checkpoint), *SMALL, *against]

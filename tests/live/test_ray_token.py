@@ -41,6 +41,8 @@ def listening(live: Live) -> list[tuple[str, str, int]]:
         for connection in process.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN:
                 title = " ".join(process.cmdline())[:60]
+                if title.startswith("ray::"):  # Ray appends the method that runs: `...Router.ask`
+                    title = title.partition(".")[0].strip()
                 host = connection.laddr.ip.removeprefix("::ffff:")
                 sockets.append((title, host, connection.laddr.port))
     return sockets

@@ -55,9 +55,8 @@ class RepeatedSteps:
         if span <= 0:
             return 0
         steps = int(span / self.first_s)
-        if (
-            self.growth_s > 0
-        ):  # the root of growth_s / 2 * n^2 + (first_s - growth_s / 2) * n = span
+        if self.growth_s > 0:
+            # the root of growth_s / 2 * n^2 + (first_s - growth_s / 2) * n = span
             linear = self.first_s - self.growth_s / 2
             steps = int(2 * span / (linear + sqrt(linear * linear + 2 * self.growth_s * span)))
         while steps > 0 and self.end_of(steps) > now + SAME_MOMENT_S:

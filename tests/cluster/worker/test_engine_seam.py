@@ -65,12 +65,12 @@ async def serve_prompts(folder: Path, open_engine: Any) -> None:
         assert [token.id for token in shared] == [token.id for token in alone]
         probed = await bench.nodes["decode/x"].probe("prefill/x", 1 << 20)
         assert probed["reason"] == "" and probed["bytes"] > 0
+        assert SHORT.max_tokens == len(shared)
+        await bench.until(bench.whole)
         for node in bench.nodes.values():
             node.observe()
             assert node.decode_reservations() == []
             assert node.statistics()["engine"]["kv_blocks"]["orphaned"] == 0
-        assert SHORT.max_tokens == len(shared)
-        await bench.until(bench.whole)
     finally:
         for node in bench.nodes.values():
             node.stop()

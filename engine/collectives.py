@@ -10,6 +10,8 @@ Which processes the ranks are, and what they are told to compute, is `rank_proce
 from __future__ import annotations
 
 import datetime
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,8 +69,11 @@ def join_process_group(
 ) -> None:
     """Connects this process with the other ranks, which call this too. Waits for them.
 
-    `library`: gloo or nccl. `device`: the GPU that NCCL binds this rank to; None for gloo.
+    `library`: gloo or nccl. `device`: the GPU that NCCL binds this rank to; None for gloo. Gloo asks
+    nobody for a secret and all ranks are on one node, so that it listens on loopback.
     """
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         library,
         store=store,

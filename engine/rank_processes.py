@@ -106,8 +106,7 @@ class RankProcesses:
 
         The ranks load their shares while this one loads its own. Raises RankLost.
         """
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        ranks = cls(store)
+        ranks = cls(_open_store())
         for rank in range(1, options.tensor_parallel):
             ranks._start_process(rank, options)
         ranks.wait_until("started")
@@ -186,6 +185,22 @@ class RankProcesses:
                 process.kill()
                 process.wait()
         leave_process_group()
+
+
+def _open_store() -> dist.TCPStore:
+    """Opens the store where ranks meet, on loopback.
+
+    The store asks nobody for a secret, and would listen on every address by itself.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def report_point(store: dist.Store, rank: int, point: str) -> None:

@@ -228,7 +228,9 @@ def poll_until(
 
 def _open(name: str, agent: str, size: int) -> tuple[SpeedPool, Transport]:
     pool = SpeedPool(size, shared=name == "shm")
-    transport = open_transport(name, agent, pool, admit=lambda *_: True, host="127.0.0.1")
+    transport = open_transport(
+        name, agent, pool, admit=lambda *_: True, host="127.0.0.1", secret="speed"
+    )
     return pool, transport
 
 

@@ -76,7 +76,7 @@ class ScoredToken(Token, frozen=True, array_like=True, gc=False):
 
 
 class Challenge(msgspec.Struct, tag="challenge", frozen=True):
-    """First frame of a connection, from the end that was dialled; see `cluster/wire/handshake.py`."""
+    """First frame of a connection, from the end that was dialled; see `handshake.py`."""
 
     nonce: bytes
 

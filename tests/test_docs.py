@@ -13,6 +13,7 @@ import pytest
 import typer
 from diptych.cluster.cli import app
 
+from .live.test_sockets import CHANNELS
 from .measures import Function, only_forwards, product_files
 
 ROOT = Path(__file__).parent.parent
@@ -253,3 +254,11 @@ def test_no_generator_only_forwards() -> None:
         if isinstance(node, Function) and only_forwards(node)
     ]
     assert forwarding == []
+
+
+def test_the_table_of_sockets_is_the_one_that_a_running_cluster_is_compared_with() -> None:
+    """`tests/live/test_sockets.py` compares it with what listens."""
+    page = (ROOT / "docs/security.md").read_text()
+    section = page.partition("## Sockets")[2].partition("## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    assert rows == [channel.row() for channel in CHANNELS]

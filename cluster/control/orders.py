@@ -62,12 +62,12 @@ def undo_command(changes: list[PoolChange]) -> str | None:
 def find_workers(workers: list[WorkerStatistics], name: str) -> list[WorkerStatistics]:
     """Return the workers that `name` means.
 
-    A pool's name means all its workers. Else `name` is a worker's id, or the beginning of the id or
-    of its replica part. A beginning that several workers share means none of them.
+    A pool's name means all its workers. Else `name` is a worker's id or alias, or the beginning of
+    the id or of its replica part. A beginning that several workers share means none of them.
     """
     if name in ROLES:
         return [worker for worker in workers if worker["home"] == name]
-    exact_matches = [worker for worker in workers if worker["id"] == name]
+    exact_matches = [worker for worker in workers if name in (worker["id"], worker.get("alias"))]
     if exact_matches:
         return exact_matches
     prefix_matches = [

@@ -60,6 +60,9 @@ OVERRIDING_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_ENABLE_K8S_TOKEN_AUTH")
 #: clusters of several nodes here, as on Windows. Then Ray's own processes listen on 127.0.0.1 only,
 #: and the token, which travels unencrypted, does not leave the machine.
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+#: UCX, below NIXL, asks nobody for a proof: whoever reaches its port can write a worker's memory.
+#: Workers on one machine need no other network device; a value that is set already is kept.
+UCX_DEVICES = {"UCX_NET_DEVICES": "lo"}
 
 #: Ray's GCS answers this call, sent with an empty message, and changes nothing.
 HARMLESS_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
@@ -122,7 +125,7 @@ def start_ray(folder: Path, auth: AuthMode, cpus: int) -> RayAccess:
     """
     check_environment(auth)
     _set_environment(auth)
-    os.environ |= LOOPBACK_ONLY
+    os.environ |= {**UCX_DEVICES, **os.environ, **LOOPBACK_ONLY}
     for name in OVERRIDING_VARIABLES:
         os.environ.pop(name, None)
     token_file = _make_and_export_token(folder) if auth == "token" else None

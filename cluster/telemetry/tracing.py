@@ -127,7 +127,7 @@ def end_request_span(span: Span, request: Request, outcome: frames.RequestOutcom
     attributes: dict[str, Any] = {
         "gen_ai.usage.output_tokens": outcome.tokens,
         "gen_ai.response.finish_reasons": [outcome.reason],
-        "diptych.route": request.route,
+        "diptych.route": ",".join(request.workers),
         "diptych.prefix_hit_tokens": request.hit_tokens,
         "diptych.attempts": request.attempt_count,
     }

@@ -21,7 +21,8 @@ from typing import Any
 import msgspec
 
 from ...protos.frames import Heartbeat, Hello
-from .handshake import PeerIdentity, admit, greet
+from ...protos.handshake import HANDSHAKE_TIMEOUT_S, UNPROVED_CALLERS_MAX, PeerIdentity
+from .handshake import admit, greet
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,6 @@ IDLE_HEARTBEAT_S = 1.0  #: Between heartbeats otherwise.
 SUSPECT_AFTER_S = 1.0  #: A busy peer that is silent for longer is suspected to be frozen.
 BUFFER_BYTES_MAX = 16 << 20  #: Unsent bytes; a peer that lets more pile up is cut off.
 FRAME_BYTES_MAX = BUFFER_BYTES_MAX  #: A longer frame could cut its own connection off.
-HANDSHAKE_TIMEOUT_S = 5.0  #: For the TCP connection and the handshake together.
 TURN_S = 0.005  #: A peer that never ceases to speak leaves the loop to others after this.
 _LENGTH = struct.Struct(">I")
 _HEARTBEAT = Heartbeat()
@@ -204,6 +204,8 @@ class FrameListener:
         self._receives = receives
         self._serve = serve
         self._server: asyncio.Server | None = None
+        #: Callers that have proved nothing yet, the oldest first.
+        self._unproved: dict[asyncio.StreamWriter, None] = {}
 
     async def start(self, host: str) -> str:
         """Listen on a free port of `host`; return "host:port"."""
@@ -211,6 +213,11 @@ class FrameListener:
         return f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._unproved[writer] = None
+        if len(self._unproved) > UNPROVED_CALLERS_MAX:
+            oldest = next(iter(self._unproved))
+            del self._unproved[oldest]
+            oldest.transport.abort()
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 hello = await admit(reader, writer, self._secret)
@@ -218,6 +225,8 @@ class FrameListener:
             log.warning("refused a connection: %s", error or type(error).__name__)
             writer.transport.abort()
             return
+        finally:
+            self._unproved.pop(writer, None)
         connection = FrameConnection(reader, writer, self._receives, hello.name)
         await self._serve(connection, hello)
 

@@ -1,41 +1,18 @@
-"""How two ends of a connection prove that they know the cluster's secret without saying it.
-
-    listener -> dialler   Challenge(a)
-    dialler -> listener   Hello(name, kind, b, HMAC(secret, "dial", a, b, name, kind, protocol))
-    listener -> dialler   Welcome(HMAC(secret, "listen", a, b))
-
-HMAC is HMAC-SHA256 (RFC 2104) over the parts, each behind its length. `a` and `b` are random, so
-that a proof is good for one connection. What follows is neither encrypted nor signed: an attacker
-who can change packets on the way can still read it, and take a connection over.
-"""
+"""The handshake of `protos/handshake.py` on an asyncio connection."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-import secrets
-import struct
-from dataclasses import dataclass, field
-from typing import TypeVar
 
-import msgspec
-
-from ...protos.frames import PROTOCOL, Challenge, Hello, Welcome
-
-HANDSHAKE_BYTES_MAX = 4096  #: Of a frame whose sender has proved nothing yet.
-NONCE_BYTES = 16
-_LENGTH = struct.Struct(">I")
-_encode = msgspec.msgpack.Encoder().encode
-Frame = TypeVar("Frame")
-
-
-@dataclass(frozen=True, slots=True)
-class PeerIdentity:
-    """What a dialling process says of itself, and the secret that it proves to know."""
-
-    name: str
-    kind: str  #: gateway | worker | control
-    secret: str = field(repr=False)
+from ...protos.frames import Hello
+from ...protos.handshake import (
+    LENGTH,
+    DiallerHandshake,
+    ListenerHandshake,
+    PeerIdentity,
+    message_size,
+    with_length,
+)
 
 
 async def greet(
@@ -45,15 +22,10 @@ async def greet(
 
     Raises ConnectionError if the listener does not know the secret, or hangs up.
     """
-    challenge = await _receive(reader, Challenge)
-    own_nonce = secrets.token_bytes(NONCE_BYTES)
-    unproved = Hello(name=identity.name, kind=identity.kind, nonce=own_nonce, proof=b"")
-    proof = _dialler_proof(identity.secret, challenge.nonce, unproved)
-    _send(writer, msgspec.structs.replace(unproved, proof=proof))
-    welcome = await _receive(reader, Welcome)
-    expected_proof = _listener_proof(identity.secret, challenge.nonce, own_nonce)
-    if not hmac.compare_digest(welcome.proof, expected_proof):
-        raise ConnectionError("who answers does not know the cluster's secret")
+    handshake = DiallerHandshake(identity)
+    challenge = await _receive(reader, "Challenge")
+    writer.write(with_length(handshake.answer(challenge)))
+    handshake.conclude(await _receive(reader, "Welcome"))
 
 
 async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: str) -> Hello:
@@ -62,53 +34,18 @@ async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secr
     Raises ConnectionError if the dialler does not know the secret, speaks another protocol, or
     hangs up.
     """
-    own_nonce = secrets.token_bytes(NONCE_BYTES)
-    _send(writer, Challenge(own_nonce))
-    hello = await _receive(reader, Hello)
-    if not hmac.compare_digest(hello.proof, _dialler_proof(secret, own_nonce, hello)):
-        raise ConnectionError(f"{hello.name[:80]!r} does not know the cluster's secret")
-    if hello.protocol != PROTOCOL:
-        raise ConnectionError(f"{hello.name} speaks protocol {hello.protocol}")
-    _send(writer, Welcome(_listener_proof(secret, own_nonce, hello.nonce)))
-    return hello
+    handshake = ListenerHandshake(secret)
+    writer.write(with_length(handshake.challenge()))
+    welcome = handshake.admit(await _receive(reader, "Hello"))
+    writer.write(with_length(welcome))
+    assert handshake.hello is not None
+    return handshake.hello
 
 
-def _dialler_proof(secret: str, listener_nonce: bytes, hello: Hello) -> bytes:
-    return _hmac(
-        secret,
-        [
-            b"dial",
-            listener_nonce,
-            hello.nonce,
-            hello.name.encode(),
-            hello.kind.encode(),
-            str(hello.protocol).encode(),
-        ],
-    )
-
-
-def _listener_proof(secret: str, listener_nonce: bytes, dialler_nonce: bytes) -> bytes:
-    return _hmac(secret, [b"listen", listener_nonce, dialler_nonce])
-
-
-def _hmac(secret: str, parts: list[bytes]) -> bytes:
-    message = b"".join(_LENGTH.pack(len(part)) + part for part in parts)
-    return hmac.digest(secret.encode(), message, "sha256")
-
-
-def _send(writer: asyncio.StreamWriter, frame: Challenge | Hello | Welcome) -> None:
-    data = _encode(frame)
-    writer.write(_LENGTH.pack(len(data)) + data)
-
-
-async def _receive(reader: asyncio.StreamReader, frame_type: type[Frame]) -> Frame:
-    """Read a frame of one type. Raises ConnectionError for anything else."""
+async def _receive(reader: asyncio.StreamReader, name: str) -> bytes:
+    """Read one message, which should be a `name`. Raises ConnectionError at the end."""
     try:
-        (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-        if size > HANDSHAKE_BYTES_MAX:
-            raise ConnectionError(f"{size} bytes where a {frame_type.__name__} was expected")
-        return msgspec.msgpack.decode(await reader.readexactly(size), type=frame_type)
+        header = await reader.readexactly(LENGTH.size)
+        return await reader.readexactly(message_size(header))
     except asyncio.IncompleteReadError:
-        raise ConnectionError(f"the other end hung up before its {frame_type.__name__}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise ConnectionError(f"what came is no {frame_type.__name__}") from None
+        raise ConnectionError(f"the other end hung up before its {name}") from None

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from ...protos import frames
+from ...protos.handshake import PeerIdentity
 from .connection import FrameConnection, dial
-from .handshake import PeerIdentity
 
 log = logging.getLogger(__name__)
 

@@ -151,6 +151,7 @@ class WorkerCore:
             self.engine,
             settings,
             host,
+            secret=self.config.secret,
             corrupt_writes=corrupt_writes,
             on_outcomes=self._handle_events,
             cores=() if engines_leave_a_core else self._claimed_cores.cores,

@@ -25,14 +25,15 @@ from ray.serve._private.constants import SERVE_NAMESPACE
 from ...engine.commands import EngineObservation
 from ...kv_transfer import PeerCard, diagnosis
 from ...protos import frames
+from ...protos.handshake import PeerIdentity
 from ..config import ClusterConfig, EngineSettings, PoolConfig
 from ..router_service import node_host
 from ..telemetry import Exporter, logs
 from ..telemetry.tracing import WorkerSpans, tracer_of
 from ..telemetry.worker_metrics import TransportDetector
 from ..telemetry.worker_metrics import worker_rows as worker_rows
+from ..wire.aliases import worker_alias
 from ..wire.connection import FrameConnection, FrameListener
-from ..wire.handshake import PeerIdentity
 from ..wire.router_link import RouterLink
 from .lifecycle import (
     ChangeTick,
@@ -368,6 +369,7 @@ class WorkerProcess:
         """Return a snapshot for people, `diptych status` and Prometheus."""
         return {
             "id": self.name,
+            "alias": worker_alias(self.config.secret, self.name),
             "pid": os.getpid(),
             "home": self.pool,
             "role": self.lifecycle.role,

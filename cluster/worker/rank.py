@@ -57,6 +57,7 @@ class RankSetup(msgspec.Struct, frozen=True, tag=True):
     transport: str
     host: str
     timeout_s: float
+    secret: str  #: the cluster's, which the transport asks peers for
 
 
 class RankStatisticsRequest(msgspec.Struct, frozen=True, tag=True):
@@ -177,7 +178,9 @@ def serve(pool: EnginePool, rank: int, rank_count: int, control: socket.socket) 
         return  # the leader ended first
 
     def open_own_transport(admit: AdmitData) -> Transport:
-        return open_transport(setup.transport, setup.agent, pool, admit, setup.host)
+        return open_transport(
+            setup.transport, setup.agent, pool, admit, setup.host, secret=setup.secret
+        )
 
     service = TransferService(
         setup.agent,

@@ -29,7 +29,7 @@ from .rank import RankSetup, RemoteService
 class Transfers:
     """Owned by the event loop. `on_outcomes` gets what happened to whole tickets, on the loop.
 
-    Rank 0's thread is bound to `cores`, if any are named.
+    `secret` is the cluster's, which transports ask peers for. Rank 0's thread is bound to `cores`, if any are named.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class Transfers:
         settings: TransferSettings,
         host: str,
         *,
+        secret: str,
         corrupt_writes: int,
         on_outcomes: Callable[[Collection[TransferOutcome]], None],
         cores: tuple[int, ...] = (),
@@ -53,7 +54,9 @@ class Transfers:
             if cores:  # this runs on the transfer thread
                 os.sched_setaffinity(0, cores)
             agent = f"{worker}:0"
-            return open_transport(settings.transport, agent, pool, admit, host, corrupt_writes)
+            return open_transport(
+                settings.transport, agent, pool, admit, host, corrupt_writes, secret=secret
+            )
 
         own_service = TransferService(
             f"{worker}:0",
@@ -73,6 +76,7 @@ class Transfers:
                 transport=settings.transport,
                 host=host,
                 timeout_s=settings.timeout_s,
+                secret=secret,
             )
             self._services.append(RemoteService(rank, control, setup, self._take_outcome))
 

@@ -184,7 +184,9 @@ class OverlapRig:
             def open_throttled(
                 admit: AdmitData, rank_name: str = rank_name, pool: KVPool = pool
             ) -> Transport:
-                tcp = open_transport("tcp", rank_name, pool, admit, host="127.0.0.1")
+                tcp = open_transport(
+                    "tcp", rank_name, pool, admit, host="127.0.0.1", secret="overlap"
+                )
                 return ThrottledTransport(tcp, bytes_s)
 
             services[name] = TransferService(

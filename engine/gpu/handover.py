@@ -88,7 +88,12 @@ class _Endpoint:
             self.pool = DevicePool(layout, blocks, dtype, device)
         self.agent = f"{name}-{os.getpid()}"
         self.transport: Transport = open_transport(
-            handover.transport, self.agent, self.pool, admit=_admit_all, host="127.0.0.1"
+            handover.transport,
+            self.agent,
+            self.pool,
+            admit=_admit_all,
+            host="127.0.0.1",
+            secret="handover",
         )
         generator = torch.Generator(device).manual_seed(1)
 

@@ -7,14 +7,23 @@ from ..transport import AdmitData, Pool, Transport
 
 
 def open_transport(
-    name: str, agent: str, pool: Pool, admit: AdmitData, host: str, corrupt: int = 0
+    name: str,
+    agent: str,
+    pool: Pool,
+    admit: AdmitData,
+    host: str,
+    corrupt: int = 0,
+    *,
+    secret: str,
 ) -> Transport:
     """Opens `nixl`, `shm`, `tcp`, or `auto`: NIXL wherever it is installed, else TCP.
 
-    `host` is where TCP listens. The first `corrupt` writes are damaged, for tests. Raises
-    TransportUnavailable when the library is missing, or `shm` got a pool that no file is behind.
+    `host` is where TCP listens. `secret` is the cluster's; peers prove to `shm` and `tcp` that they
+    know it. UCX, below NIXL, asks for none. The first `corrupt` writes are damaged, for tests.
+    Raises TransportUnavailable when the library is missing, or `shm` got a pool that no file is
+    behind.
     """
-    transport = _open_by_name(name, agent, pool, admit, host=host)
+    transport = _open_by_name(name, agent, pool, admit, host=host, secret=secret)
     if corrupt:
         from .faulty import FaultyTransport
 
@@ -22,7 +31,9 @@ def open_transport(
     return transport
 
 
-def _open_by_name(name: str, agent: str, pool: Pool, admit: AdmitData, host: str) -> Transport:
+def _open_by_name(
+    name: str, agent: str, pool: Pool, admit: AdmitData, *, host: str, secret: str
+) -> Transport:
     # Each transport is imported when it is opened: nobody loads NIXL who does not use it.
     if name in ("auto", "nixl"):
         from .nixl import NixlTransport
@@ -35,7 +46,7 @@ def _open_by_name(name: str, agent: str, pool: Pool, admit: AdmitData, host: str
     if name == "shm":
         from .shm import ShmTransport
 
-        return ShmTransport(agent, pool)
+        return ShmTransport(agent, pool, secret=secret)
     from .tcp import TcpTransport
 
-    return TcpTransport(agent, pool, admit, host)
+    return TcpTransport(agent, pool, admit, host, secret=secret)

@@ -1,7 +1,7 @@
 """Shared memory on one host: the writer maps the peer's pool and copies into it by itself.
 
-The pool lies in a memory file. Its owner hands the file to every process that dials in, over a unix
-socket. The same connection carries the notes and, when it closes, tells of a death. It needs
+The pool lies in a memory file. Its owner hands the file to every peer that dials in, over a unix
+socket, behind the handshake. The same connection carries the notes and, when it closes, tells of a death. It needs
 neither ptrace permission (CMA) nor a network.
 
 A lost peer is fenced by its *gate*, one file per caller. The writer holds a shared lock on the file
@@ -122,13 +122,13 @@ def _is_outside(starts: np.ndarray, sizes: np.ndarray, pool_bytes: int) -> bool:
 
 
 class ShmTransport(SocketTransport):
-    """Listens on an abstract unix socket; hands its pool to processes of the same user."""
+    """Listens on an abstract unix socket; hands its pool to peers of the same user."""
 
     name = "shm"
     #: The writer copies by itself, so data cannot be refused here when it comes in.
     refuses_late = False
 
-    def __init__(self, agent: str, pool: Pool) -> None:
+    def __init__(self, agent: str, pool: Pool, *, secret: str) -> None:
         """Raises TransportUnavailable when no file is behind the pool."""
         if pool.fd is None:
             raise TransportUnavailable("the pool is not in shared memory, or has no file there")
@@ -140,7 +140,7 @@ class ShmTransport(SocketTransport):
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(f"\0{self._socket_name}")
         listener.listen(1024)
-        super().__init__(agent, listener)
+        super().__init__(agent, listener, secret)
 
     def address(self) -> bytes:
         return self._socket_name.encode()
@@ -168,10 +168,8 @@ class ShmTransport(SocketTransport):
     def _socket_for(self, card: PeerCard) -> tuple[socket.socket, SocketAddress]:
         return socket.socket(socket.AF_UNIX), b"\0" + card.address
 
-    def _on_connected(self, connection: OutgoingConnection) -> None:
-        """Sends this agent's name, then waits for the peer's pool before anything else is sent."""
-        self._flush(connection)
-        connection.frames_paused = True
+    def _on_peer_proved(self, connection: OutgoingConnection) -> None:
+        """Waits for the peer's pool, which follows, before anything is sent."""
 
     def _read_reply(self, connection: OutgoingConnection) -> bool:
         """Maps the pool that the peer hands over."""
@@ -192,11 +190,10 @@ class ShmTransport(SocketTransport):
         raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         _, user_id, _ = _CREDENTIALS.unpack(raw)
         if user_id != os.getuid():
-            sock.close()
             raise PermissionError("another user")
-        return IncomingConnection(sock)
+        return super()._accept_caller(sock)
 
-    def _on_caller_named(self, connection: IncomingConnection) -> None:
+    def _on_caller_proved(self, connection: IncomingConnection) -> None:
         """Hands the pool to the caller, behind a gate of its own."""
         try:
             gate = WriterGate()

@@ -3,10 +3,13 @@
 Life of a connection:
 
 1. The first `notify` or `write` to a peer dials it. Frames wait in the connection's queue until the
-   peer has accepted, or the dial fails after `DIAL_TIMEOUT_S`.
-2. The first frame names the writer. Every later frame is a notification, or a write with its data
-   and its notification. A frame is `HEADER`, the note, and for a write the table of its runs.
-3. When either end closes, or a peer does not read, the agent hangs up in both directions, ends all
+   peer has accepted (`DIAL_TIMEOUT_S`) and the handshake is done (`HANDSHAKE_TIMEOUT_S`).
+2. The handshake (`protos/handshake.py`) proves to both ends that the other one knows the cluster's
+   secret, to the reader the writer's agent name, and to the writer that it reached the agent which
+   it dialled. A caller that has proved nothing is nobody: however it ends, no peer is lost by it.
+3. Every frame is a notification, or a write with its data and its notification. A frame is
+   `HEADER`, the note, and for a write the table of its runs.
+4. When either end closes, or a peer does not read, the agent hangs up in both directions, ends all
    writes to the peer and reports one `PeerDisconnected`.
 
 No call blocks: sockets are non-blocking, and `poll` drives all progress.
@@ -14,10 +17,10 @@ No call blocks: sockets are non-blocking, and `poll` drives all progress.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import errno
 import itertools
+import logging
 import os
 import selectors
 import socket
@@ -27,6 +30,18 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
+from ...protos.handshake import (
+    HANDSHAKE_TIMEOUT_S,
+    LENGTH,
+    UNPROVED_CALLERS_MAX,
+    DiallerHandshake,
+    HandshakeRefused,
+    ListenerHandshake,
+    PeerIdentity,
+    message_size,
+    secret_of_listener,
+    with_length,
+)
 from ..errors import PeerLost
 from ..transport import (
     NotificationReceived,
@@ -36,11 +51,12 @@ from ..transport import (
     TransportEvent,
 )
 
+log = logging.getLogger(__name__)
+
 
 class FrameKind(enum.IntEnum):
     """What a frame carries; the values travel on the wire."""
 
-    NAME = 0  #: the note is the writer's agent name; the first frame of a connection, and no other
     NOTIFICATION = 1
     WRITE = 2  #: the table of runs follows, then their bytes; the note is delivered after these
 
@@ -50,6 +66,7 @@ RUN_BYTES = 8  #: one run in a frame's table: first unit and number of units, in
 NOTE_BYTES_LIMIT = 1 << 20
 WAITING_BYTES_LIMIT = 16 << 20  #: notes and tables of runs that wait for one peer
 DIAL_TIMEOUT_S = 2.0
+ACCEPT_LIMIT = 64  #: callers that one poll accepts
 SYSTEM_CALL_LIMIT = 64  #: system calls at one look at a socket: one busy peer starves no other
 SEND_BUFFER_LIMIT = 64  #: buffers in one `sendmsg`
 
@@ -65,6 +82,7 @@ FramePart = memoryview | EndOfWrite
 #: Yields the buffers to fill next, and is sent the number of bytes that were read into them.
 FrameParser = Generator[list[memoryview], int, None]
 SocketAddress = tuple[str, int] | bytes
+KIND = "kv"  #: what a dialling agent calls itself in the handshake
 
 
 def frame_header(kind: FrameKind, note: bytes, unit: int = 0, table: bytes = b"") -> memoryview:
@@ -81,16 +99,39 @@ def read_exactly(buffer: memoryview) -> FrameParser:
         buffer = buffer[received_bytes:]
 
 
+def read_message() -> Generator[list[memoryview], int, bytes]:
+    """Reads one message of the handshake, as a part of a parser. Raises HandshakeRefused."""
+    header = memoryview(bytearray(LENGTH.size))
+    yield from read_exactly(header)
+    message = memoryview(bytearray(message_size(header)))
+    yield from read_exactly(message)
+    return bytes(message)
+
+
+def send_message(sock: socket.socket, message: bytes) -> None:
+    """Sends one message of the handshake. Raises OSError.
+
+    The socket takes the message at once: nothing was sent before but a shorter message.
+    """
+    data = with_length(message)
+    if sock.send(data) != len(data):
+        raise BlockingIOError("the socket does not take a message of the handshake")
+
+
 class OutgoingConnection:
     """The connection to a peer that this agent writes to, and the frames that wait for it."""
 
-    def __init__(self, peer: str, sock: socket.socket) -> None:
+    def __init__(self, peer: str, sock: socket.socket, handshake: DiallerHandshake) -> None:
         self.peer = peer
         self.sock = sock
         self.connected = False  #: True once the peer has accepted the connection.
-        self.dial_deadline_s = time.monotonic() + DIAL_TIMEOUT_S
-        #: True while no further frame may begin, although the peer has accepted.
-        self.frames_paused = False
+        self.proved = False  #: True once both ends have proved who they are.
+        self.frames_paused = True  #: True while no frame may begin: the connection is set up.
+        #: When the setting up fails; the peer's accepting gives it `HANDSHAKE_TIMEOUT_S` more.
+        self.setup_deadline_s = time.monotonic() + DIAL_TIMEOUT_S
+        self._handshake = handshake
+        self._replies = self._parse_replies()
+        self._buffers: list[memoryview] = next(self._replies)  #: where the next bytes go
         #: Frames with the bytes that exist only because they wait (not those of the pool).
         self._frames: deque[tuple[int, Iterator[FramePart]]] = deque()
         self._parts: deque[FramePart] = deque()  #: the frames whose turn has come, in parts
@@ -105,6 +146,35 @@ class OutgoingConnection:
             raise PeerLost(f"{self.peer}: it does not read")
         self._waiting_bytes += waiting_bytes
         self._frames.append((waiting_bytes, frame))
+
+    def accepted(self) -> None:
+        """The peer has accepted the connection; the handshake follows."""
+        self.connected = True
+        self.setup_deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
+
+    def read_handshake(self) -> bool:
+        """Reads what is there of the handshake; returns False at the end of the connection.
+
+        Not a byte behind the handshake is read. Raises HandshakeRefused and OSError.
+        """
+        while not self.proved:
+            try:
+                received_bytes = self.sock.recvmsg_into(self._buffers)[0]
+            except BlockingIOError:
+                return True
+            if received_bytes == 0:
+                return False
+            try:
+                self._buffers = self._replies.send(received_bytes)
+            except StopIteration:
+                self.proved = True
+        return True
+
+    def _parse_replies(self) -> FrameParser:
+        challenge = yield from read_message()
+        send_message(self.sock, self._handshake.answer(challenge))
+        welcome = yield from read_message()
+        self._handshake.conclude(welcome)
 
     @property
     def idle(self) -> bool:
@@ -172,19 +242,24 @@ class OutgoingConnection:
 class IncomingConnection:
     """The connection of a peer that writes to this agent, and the parser of its frames."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, secret: str) -> None:
+        """Sends the first message of the handshake. Raises OSError."""
         self.sock = sock
-        self.peer = ""  #: the writer's agent name; empty until it has sent it
+        self.peer = ""  #: the writer's agent name; empty until the writer has proved it
+        self.handshake_deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
+        self._handshake = ListenerHandshake(secret)
         self.notifications: list[NotificationReceived] = []  #: parsed, and not taken yet
         #: True after a pause between two looks at the socket; a parser that cares resets it.
         self.resumed = False
         self._parser = self._parse()
         self._buffers: list[memoryview] = next(self._parser)  #: where the next bytes go
+        send_message(sock, self._handshake.challenge())
 
     def read(self) -> bool:
         """Reads what is there; returns False at the end of the connection.
 
-        Raises ValueError when the bytes are no frame, or the writer's name is no text.
+        Raises ValueError when the bytes are no frame, HandshakeRefused when the caller proves
+        nothing, and OSError when it has left before its Welcome.
         """
         self.resumed = True
         self._buffers = self._parser.send(0)
@@ -201,6 +276,11 @@ class IncomingConnection:
         return True
 
     def _parse(self) -> FrameParser:
+        hello = yield from read_message()
+        send_message(self.sock, self._handshake.admit(hello))
+        assert self._handshake.hello is not None
+        self.peer = self._handshake.hello.name
+
         header = memoryview(bytearray(HEADER.size))
         while True:
             yield from read_exactly(header)
@@ -210,17 +290,11 @@ class IncomingConnection:
             body = memoryview(bytearray(note_bytes))
             yield from read_exactly(body)
             note = bytes(body)
-            if kind == FrameKind.NAME:
-                self.peer = note.decode()
-                continue
             if kind == FrameKind.WRITE:
                 yield from self._read_write(note, unit, run_count)
             self.notifications.append(NotificationReceived(self.peer, note))
 
     def _check_header(self, kind: FrameKind, note_bytes: int, run_count: int) -> None:
-        name_expected = not self.peer
-        if (kind is FrameKind.NAME) != name_expected:
-            raise ValueError("malformed frame: the name comes first, and once")
         if note_bytes > NOTE_BYTES_LIMIT:
             raise ValueError(f"malformed frame: a note of {note_bytes} bytes")
         if (run_count > 0) != (kind is FrameKind.WRITE):
@@ -239,8 +313,11 @@ class SocketTransport:
 
     name: str
 
-    def __init__(self, agent: str, listener: socket.socket) -> None:
+    def __init__(self, agent: str, listener: socket.socket, secret: str) -> None:
+        """`secret` is the cluster's: whoever does not know it is nobody's peer."""
         self.agent = agent
+        self._secret = secret
+        self._own_secret = secret_of_listener(secret, KIND, agent)
         self.moving = False  #: True when the last `poll` found bytes under way.
         self._listener = listener
         self._listener.setblocking(False)
@@ -248,6 +325,8 @@ class SocketTransport:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._cards: dict[str, PeerCard] = {}
         self._outgoing: dict[str, OutgoingConnection] = {}  #: by peer
+        #: Callers that have proved nothing yet, the oldest first.
+        self._unproved: dict[IncomingConnection, None] = {}
         self._writes: dict[int, str] = {}  #: handle -> peer, of the writes under way
         #: Peers that were lost and not removed since; nobody dials them.
         self._disconnected: set[str] = set()
@@ -262,16 +341,17 @@ class SocketTransport:
 
     def _accept_caller(self, sock: socket.socket) -> IncomingConnection:
         """Wraps a caller's socket. Raises OSError when the caller may not connect."""
-        return IncomingConnection(sock)
+        return IncomingConnection(sock, self._own_secret)
 
-    def _on_caller_named(self, connection: IncomingConnection) -> None:
-        """The caller's name has just arrived."""
+    def _on_caller_proved(self, connection: IncomingConnection) -> None:
+        """The caller has just proved its name."""
 
-    def _on_connected(self, connection: OutgoingConnection) -> None:
-        """The peer has just accepted the connection."""
+    def _on_peer_proved(self, connection: OutgoingConnection) -> None:
+        """The peer has just proved to be who was dialled."""
+        connection.frames_paused = False
 
     def _read_reply(self, connection: OutgoingConnection) -> bool:
-        """Reads what the peer sent on a connection that this agent dialled.
+        """Reads what the peer sent, behind the handshake, on a connection that this agent dialled.
 
         Returns False when the peer hung up, or sent what it must not.
         """
@@ -327,15 +407,13 @@ class SocketTransport:
             self._disconnect(peer, "unreachable")
             raise PeerLost(f"{peer}: {error}") from error
 
-        connection = OutgoingConnection(peer, sock)
+        peer_secret = secret_of_listener(self._secret, KIND, peer)
+        handshake = DiallerHandshake(PeerIdentity(self.agent, KIND, peer_secret))
+        connection = OutgoingConnection(peer, sock, handshake)
         self._outgoing[peer] = connection
         self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
-        own_name = frame_header(FrameKind.NAME, self.agent.encode())
-        connection.put(len(own_name), iter((own_name,)))
         if error_number == 0:
             self._finish_dial(connection)
-            if peer not in self._outgoing:  # it hung up at once
-                raise PeerLost(peer)
         return connection
 
     def _begin_dial(self, card: PeerCard) -> tuple[socket.socket, int]:
@@ -349,9 +427,8 @@ class SocketTransport:
         return sock, error_number
 
     def _finish_dial(self, connection: OutgoingConnection) -> None:
-        connection.connected = True
+        connection.accepted()
         self._selector.modify(connection.sock, selectors.EVENT_READ, connection)
-        self._on_connected(connection)
 
     def _flush(self, connection: OutgoingConnection) -> None:
         try:
@@ -387,6 +464,8 @@ class SocketTransport:
                 self._events.append(PeerDisconnected(peer))
 
     def _hang_up(self, connection: IncomingConnection | OutgoingConnection) -> None:
+        if isinstance(connection, IncomingConnection):
+            self._unproved.pop(connection, None)
         self._selector.unregister(connection.sock)
         connection.sock.close()
 
@@ -409,6 +488,7 @@ class SocketTransport:
                 self._receive_reply(connection)
 
         self._send_what_waits()
+        self._drop_slow_callers()
         events = self._events
         self._events = []
         return events
@@ -416,18 +496,37 @@ class SocketTransport:
     def _send_what_waits(self) -> None:
         now = time.monotonic()
         for connection in list(self._outgoing.values()):
-            if not connection.connected:
-                if now > connection.dial_deadline_s:
-                    self._disconnect(connection.peer, "unreachable")
-            elif not connection.idle:
+            if connection.frames_paused and now > connection.setup_deadline_s:
+                self._disconnect(connection.peer, "unreachable")
+            elif connection.connected and not connection.idle:
                 self.moving = True
                 self._flush(connection)
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # the caller has left again, or is refused
-            sock, _ = self._listener.accept()
+        for _ in range(ACCEPT_LIMIT):
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:  # nobody is left, or the caller has left again
+                return
             sock.setblocking(False)
-            self._selector.register(sock, selectors.EVENT_READ, self._accept_caller(sock))
+            try:
+                connection = self._accept_caller(sock)
+            except OSError:
+                sock.close()
+                continue
+            self._selector.register(sock, selectors.EVENT_READ, connection)
+            self._unproved[connection] = None
+            if len(self._unproved) > UNPROVED_CALLERS_MAX:
+                self._hang_up(next(iter(self._unproved)))
+
+    def _drop_slow_callers(self) -> None:
+        """Hangs up on callers that have proved nothing in time."""
+        now = time.monotonic()
+        while self._unproved:
+            oldest = next(iter(self._unproved))
+            if now <= oldest.handshake_deadline_s:
+                return
+            self._hang_up(oldest)
 
     def _conclude_dial(self, connection: OutgoingConnection) -> None:
         if connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -436,21 +535,30 @@ class SocketTransport:
             self._finish_dial(connection)
 
     def _receive_reply(self, connection: OutgoingConnection) -> None:
+        was_unproved = not connection.proved
         try:
-            peer_alive = self._read_reply(connection)
+            peer_alive = (
+                connection.read_handshake() if was_unproved else self._read_reply(connection)
+            )
+        except HandshakeRefused as error:
+            log.warning("%s at the address of %s: hung up", error, connection.peer)
+            peer_alive = False
         except OSError:
             peer_alive = False
+        if peer_alive and was_unproved and connection.proved:
+            self._on_peer_proved(connection)
         if not peer_alive:
             self._disconnect(connection.peer, "closed")
 
     def _receive(self, connection: IncomingConnection) -> None:
-        was_unnamed = not connection.peer
+        was_unproved = not connection.peer
         try:
             alive = connection.read()
-        except ValueError:  # malformed: whoever sent it is hung up on
+        except (ValueError, OSError):  # malformed, or no proof: whoever sent it is hung up on
             alive = False
-        if was_unnamed and connection.peer:
-            self._on_caller_named(connection)
+        if was_unproved and connection.peer:
+            del self._unproved[connection]
+            self._on_caller_proved(connection)
 
         self._events += connection.notifications
         connection.notifications = []

@@ -3,7 +3,8 @@
 A write's frame names the runs of the target pool, and their bytes follow. The reader asks `admit`
 before it stores data, and again whenever the connection goes on after a pause. Data that is not
 admitted is read into scratch memory and dropped: its ticket is closed, and its blocks may belong to
-somebody else. A lost peer is fenced by hanging up on it.
+somebody else. A lost peer is fenced by hanging up on it. Who is not known to be a peer, by the
+handshake of `stream`, gets neither data nor notes in.
 """
 
 from __future__ import annotations
@@ -61,11 +62,11 @@ class WriteProgress:
 class StoringConnection(IncomingConnection):
     """A peer's connection whose writes go straight into the pool, as long as they are admitted."""
 
-    def __init__(self, sock: socket.socket, pool: Pool, admit: AdmitData) -> None:
+    def __init__(self, sock: socket.socket, secret: str, pool: Pool, admit: AdmitData) -> None:
         self._pool = pool
         self._admit = admit
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
-        super().__init__(sock)
+        super().__init__(sock, secret)
 
     def _read_write(self, note: bytes, unit: int, run_count: int) -> FrameParser:
         if run_count > RUN_LIMIT:
@@ -113,10 +114,18 @@ class TcpTransport(SocketTransport):
     name = "tcp"
     refuses_late = True
 
-    def __init__(self, agent: str, pool: Pool, admit: AdmitData, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        agent: str,
+        pool: Pool,
+        admit: AdmitData,
+        host: str = "127.0.0.1",
+        *,
+        secret: str,
+    ) -> None:
         self.pool = pool
         self.admit = admit
-        super().__init__(agent, socket.create_server((host, 0), family=_family_of(host)))
+        super().__init__(agent, socket.create_server((host, 0), family=_family_of(host)), secret)
 
     def address(self) -> bytes:
         host, port = self._listener.getsockname()[:2]
@@ -129,7 +138,7 @@ class TcpTransport(SocketTransport):
         return sock, (host, int(port))
 
     def _accept_caller(self, sock: socket.socket) -> IncomingConnection:
-        return StoringConnection(sock, self.pool, self.admit)
+        return StoringConnection(sock, self._own_secret, self.pool, self.admit)
 
     def write(self, peer: str, spans: Spans, note: bytes) -> int:
         connection = self._dial(peer)

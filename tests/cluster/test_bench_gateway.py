@@ -23,9 +23,9 @@ from diptych.cluster.cli import app
 from diptych.cluster.cli.bench_gateway import table
 from diptych.cluster.gateway.text.tokenizer import ChatTokenizer
 from diptych.cluster.wire.connection import FrameConnection, FrameListener, dial
-from diptych.cluster.wire.handshake import PeerIdentity
 from diptych.engine.demo import CHECKPOINT
 from diptych.protos import frames as f
+from diptych.protos.handshake import PeerIdentity
 from typer.testing import CliRunner
 
 IDS = [7, 8, 9]

@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 from diptych.cluster.wire.connection import FrameConnection, FrameListener
-from diptych.cluster.wire.handshake import PeerIdentity
 from diptych.cluster.wire.router_link import RouterLink
 from diptych.protos import frames as f
+from diptych.protos.handshake import PeerIdentity
 
 
 class FakeRouter:

@@ -58,6 +58,9 @@ class Plane:
     def connected(self, worker: str) -> bool:
         return True
 
+    def alias(self, worker: str) -> str:
+        return worker
+
 
 class Gateway:
     """As much of one as a stream needs."""

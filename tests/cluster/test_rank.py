@@ -27,7 +27,7 @@ def test_a_ranks_checksums_are_its_pools_own(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(rank, "TransferService", Service)
     leader, control = socket.socketpair()
-    setup = rank.RankSetup("a#1", b"", "nixl", "127.0.0.1", 1.0)
+    setup = rank.RankSetup("a#1", b"", "nixl", "127.0.0.1", 1.0, "secret")
     rank.RankChannel(leader, rank.MessageFromRank).send(setup)
     leader.shutdown(socket.SHUT_WR)
     pool = SimpleNamespace(layout=None, digest=object())

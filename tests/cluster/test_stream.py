@@ -41,6 +41,9 @@ class ScriptedPlane:
     def connected(self, worker: str) -> bool:
         return False
 
+    def alias(self, worker: str) -> str:
+        return f"alias of {worker}"
+
     def send(self, frame: Any) -> None:
         self.said.append(frame)
 
@@ -116,7 +119,7 @@ def test_first_token_comes_from_prefill_and_the_rest_from_decode() -> None:
         )
 
     got, plane, request = run(script)
-    assert got == [10, 11, 12] and request.route == "p,d"
+    assert got == [10, 11, 12] and request.route == "alias of p,alias of d"
     assert plane.said[-2] == ("over", ("r", 0)), "an answer that ended is not aborted"
 
 
@@ -256,7 +259,7 @@ def test_the_last_attempt_does_without_a_transfer_then_the_client_is_told() -> N
     with pytest.raises(ApiError) as error:
         run(script)
     assert error.value.reason == "kv_transfer_failed"
-    assert "gave up after 3 attempts" in error.value.message
+    assert "gave up after 3 attempts: alias of d: kv_checksum" in error.value.message
 
 
 def test_a_refusal_reaches_the_client_with_its_retry_time() -> None:

@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 import pytest
 from diptych.cluster.wire import connection as wire
-from diptych.cluster.wire import handshake
-from diptych.cluster.wire.handshake import PeerIdentity
+from diptych.cluster.wire import handshake as asyncio_handshake
 from diptych.protos import frames as f
+from diptych.protos import handshake
+from diptych.protos.handshake import PeerIdentity, with_length
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -42,6 +43,10 @@ class Server:
             self.frames.append(frame)
             peer.send(f.AttemptFailed(("r", 0), "w", "seen"))
         self.ended.set()
+
+
+def encoded(frame: msgspec.Struct) -> bytes:
+    return with_length(msgspec.msgpack.encode(frame))
 
 
 async def dialled(address: str, **changes: Any) -> wire.FrameConnection:
@@ -115,12 +120,13 @@ def test_a_peer_of_another_version_is_refused() -> None:
         server = Server()
         address = await server.listener.start("127.0.0.1")
         reader, writer = await asyncio.open_connection(*address.split(":"))
-        nonce = (await handshake._receive(reader, f.Challenge)).nonce
+        challenge = await asyncio_handshake._receive(reader, "Challenge")
+        nonce = msgspec.msgpack.decode(challenge, type=f.Challenge).nonce
         unproved = f.Hello("g", "gateway", b"n", b"", 99)
-        proof = handshake._dialler_proof("secret", nonce, unproved)
-        handshake._send(writer, f.Hello("g", "gateway", b"n", proof, 99))
+        proof = handshake.dialler_proof("secret", nonce, unproved)
+        writer.write(encoded(f.Hello("g", "gateway", b"n", proof, 99)))
         with pytest.raises(ConnectionError):
-            await handshake._receive(reader, f.Welcome)
+            await asyncio_handshake._receive(reader, "Welcome")
         assert server.names == []
 
     run(test)
@@ -131,9 +137,9 @@ def test_who_listens_must_know_the_secret_too_and_never_sees_it() -> None:
         seen = bytearray()
 
         async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            handshake._send(writer, f.Challenge(b"a" * 16))
+            writer.write(encoded(f.Challenge(b"a" * 16)))
             seen.extend(await reader.read(4096))
-            handshake._send(writer, f.Welcome(b"b" * 32))
+            writer.write(encoded(f.Welcome(b"b" * 32)))
 
         listener = await asyncio.start_server(impostor, "127.0.0.1", 0)
         host, port = listener.sockets[0].getsockname()
@@ -160,12 +166,53 @@ def test_a_proof_that_was_overheard_opens_no_other_connection() -> None:
 
         reader, writer = await asyncio.open_connection(*address.split(":"))
         recorder: Any = Recorder(writer)
-        await handshake.greet(reader, recorder, PeerIdentity("g", "gateway", "secret"))
+        await asyncio_handshake.greet(reader, recorder, PeerIdentity("g", "gateway", "secret"))
         reader, writer = await asyncio.open_connection(*address.split(":"))
         writer.write(bytes(said))
-        await handshake._receive(reader, f.Challenge)
+        await asyncio_handshake._receive(reader, "Challenge")
         with pytest.raises(ConnectionError):
-            await handshake._receive(reader, f.Welcome)
+            await asyncio_handshake._receive(reader, "Welcome")
+
+    run(test)
+
+
+def test_a_proof_for_a_kv_agent_opens_no_connection_for_frames() -> None:
+    async def test() -> None:
+        server = Server()
+        address = await server.listener.start("127.0.0.1")
+        of_agent = handshake.secret_of_listener("secret", "kv", "decode/a:0")
+        with pytest.raises(ConnectionError):
+            await dialled(address, secret=of_agent)
+        assert server.names == []
+
+    run(test)
+
+
+def test_strangers_are_bounded_and_keep_no_peer_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold as many connections as they like: the oldest go, and a peer still comes in."""
+    monkeypatch.setattr(wire, "UNPROVED_CALLERS_MAX", 8)
+    monkeypatch.setattr(wire, "HANDSHAKE_TIMEOUT_S", 3600.0)
+
+    async def test() -> None:
+        server = Server()
+        address = await server.listener.start("127.0.0.1")
+        early = await dialled(address)
+        strangers = []
+        for _ in range(50):
+            reader, writer = await asyncio.open_connection(*address.split(":"))
+            await asyncio_handshake._receive(reader, "Challenge")
+            strangers.append((reader, writer))
+        for reader, _ in strangers[:42]:  # the oldest ones: others hang on
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read(1) == b""
+        peer = await dialled(address)
+        for member in (early, peer):
+            member.send(f.CancelAttempt(("r", 0)))
+            assert isinstance(await member.receive(), f.AttemptFailed)
+            member.abort()
+        assert not any(reader.at_eof() for reader, _ in strangers[43:])
+        for _, writer in strangers:
+            writer.transport.abort()
 
     run(test)
 
@@ -215,7 +262,9 @@ def test_a_frame_that_is_too_long_is_refused_unread(monkeypatch: pytest.MonkeyPa
         ):
             reader, writer = await asyncio.open_connection(*address.split(":"))
             if known:
-                await handshake.greet(reader, writer, PeerIdentity("g", "gateway", "secret"))
+                await asyncio_handshake.greet(
+                    reader, writer, PeerIdentity("g", "gateway", "secret")
+                )
             writer.write(size.to_bytes(4, "big"))
             with contextlib.suppress(ConnectionError):
                 while await reader.read(4096):
@@ -237,7 +286,7 @@ async def fuzz(count: int, caplog: pytest.LogCaptureFixture) -> None:
             tracemalloc.start()
         reader, writer = await asyncio.open_connection(*address.split(":"))
         if number % 2:
-            await handshake.greet(reader, writer, PeerIdentity("g", "gateway", "secret"))
+            await asyncio_handshake.greet(reader, writer, PeerIdentity("g", "gateway", "secret"))
             writer.write(spoiled(number // 2))
         else:
             writer.write(rubbish(number // 2))

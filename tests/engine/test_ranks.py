@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from diptych.engine.collectives import RankLost
@@ -68,6 +69,26 @@ def test_two_ranks_are_exact_in_bf16(checkpoint) -> None:
             assert answers(pair, sampling, [ids])["r0"] == together[f"r{index}"]
     with on(2, checkpoint("llama"), "bfloat16", max_step_tokens=64) as pair:
         assert answers(pair, sampling) == together
+
+
+def test_ranks_meet_on_loopback(checkpoint) -> None:
+    """Neither the store nor gloo asks for a secret."""
+    this_process = psutil.Process()
+    listening_before = set(_listening(this_process))
+    with on(2, checkpoint("llama"), "float32") as _:
+        processes = [this_process, *this_process.children()]
+        found = {address for process in processes for address in _listening(process)}
+        assert len(found - listening_before) >= 3, "the store, and gloo in both ranks"
+        assert {host for host, _ in found - listening_before} == {"127.0.0.1"}
+
+
+def _listening(process: psutil.Process) -> list[tuple[str, int]]:
+    connections = process.net_connections("tcp")
+    return [
+        (connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port)
+        for connection in connections
+        if connection.status == psutil.CONN_LISTEN
+    ]
 
 
 def test_prompt_logprobs_are_joined_from_all_ranks(checkpoint) -> None:

@@ -16,7 +16,7 @@ needs_nixl = pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None, reason="NIXL is not installed here"
 )
 
-
+SECRET = "the cluster's"
 BLOCK = KVLayout(1, 1, 32, 64, 1, "uint8", 1)  #: 4 KiB, one piece
 
 
@@ -37,7 +37,7 @@ class Worker:
             end,
             compatibility,
             lambda admit: (wrap or (lambda inner: inner))(
-                open_transport(kind, agent, self.pool, admit, "127.0.0.1", corrupt)
+                open_transport(kind, agent, self.pool, admit, "127.0.0.1", corrupt, secret=SECRET)
             ),
             self.outcomes.put,
             **more,

@@ -7,7 +7,7 @@ from diptych.kv_transfer.transports import open_transport
 
 from ..kit.conformance import CHECKS, TransportPair, run, write
 from ..kit.fabric import Fabric, FabricLink, FenceKind
-from .support import needs_nixl
+from .support import SECRET, needs_nixl
 
 KINDS = [
     pytest.param(("tcp", 0), id="tcp"),
@@ -26,7 +26,11 @@ def opener(kind):
     if isinstance(kind, FenceKind):
         return Fabric(time.monotonic, 0, WELL_BEHAVED, kind, grace_s=0.2).open
     name, corrupt = kind
-    return lambda agent, pool, admit: open_transport(name, agent, pool, admit, "127.0.0.1", corrupt)
+
+    def open_named(agent, pool, admit):
+        return open_transport(name, agent, pool, admit, "127.0.0.1", corrupt, secret=SECRET)
+
+    return open_named
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,14 +12,14 @@ from diptych.kv_transfer.transport import NotificationReceived, card_of
 from diptych.kv_transfer.transports import nixl, open_transport, process
 
 from ..kit.conformance import DEADLINE_S, MemoryPool, spans
-from .support import eventually, needs_nixl
+from .support import SECRET, eventually, needs_nixl
 
 KINDS = ["tcp", "shm", pytest.param("nixl", marks=needs_nixl)]
 
 
 def open_end(kind, agent, seed):
     pool = MemoryPool(seed=seed)
-    return pool, open_transport(kind, agent, pool, lambda *_: True, "127.0.0.1")
+    return pool, open_transport(kind, agent, pool, lambda *_: True, "127.0.0.1", secret=SECRET)
 
 
 def writer(kind, pipe):

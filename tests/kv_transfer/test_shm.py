@@ -9,13 +9,14 @@ from diptych.kv_transfer.errors import TransportUnavailable
 from diptych.kv_transfer.transports import open_transport, shm
 
 from ..kit.conformance import MemoryPool, TransportPair, spans, write
+from .support import SECRET
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory files are Linux's")
 
 
 @pytest.fixture
 def both():
-    pair = TransportPair(lambda agent, pool, admit: shm.ShmTransport(agent, pool))
+    pair = TransportPair(lambda agent, pool, admit: shm.ShmTransport(agent, pool, secret=SECRET))
     yield pair.connect()
     pair.close()
 
@@ -83,7 +84,7 @@ def test_a_pool_without_a_file_is_refused():
     pool = MemoryPool()
     kept, pool.fd = pool.fd, None
     with pytest.raises(TransportUnavailable):
-        open_transport("shm", "near#0", pool, lambda *_: True, "127.0.0.1")
+        open_transport("shm", "near#0", pool, lambda *_: True, "127.0.0.1", secret=SECRET)
     pool.fd = kept
 
 
@@ -127,7 +128,7 @@ def test_a_caller_that_the_pool_does_not_reach_leaves_no_gate_open(both, monkeyp
 
 def test_an_owner_that_leaves_with_unread_notes_is_a_lost_peer():
     """It never dialled back: the news comes by the one connection that there is."""
-    pair = TransportPair(lambda agent, pool, admit: shm.ShmTransport(agent, pool))
+    pair = TransportPair(lambda agent, pool, admit: shm.ShmTransport(agent, pool, secret=SECRET))
     left, right = pair.left, pair.right
     left.transport.add_peer(right.card())
     left.transport.notify(right.agent, b"read")

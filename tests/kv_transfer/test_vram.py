@@ -72,5 +72,5 @@ def test_a_pool_that_the_cpu_cannot_read_needs_checksums_of_its_own() -> None:
 def test_a_gpu_pool_is_registered_and_reached_by_nixl() -> None:
     layout = KVLayout(1, 1, 32, 64, 2, "bfloat16", 1)
     pool = DevicePool(layout, 2, torch.bfloat16, torch.device("cuda", 0))
-    transport = open_transport("nixl", "gpu#0", pool, lambda *_: True, "127.0.0.1")
+    transport = open_transport("nixl", "gpu#0", pool, lambda *_: True, "127.0.0.1", secret="")
     transport.close()

@@ -56,6 +56,21 @@ def test_http_answers_exactly_and_names_both_workers(live: Live) -> None:
     assert "queue;dur=" in response.headers["server-timing"]
 
 
+def test_clients_see_aliases_and_operators_both(live: Live) -> None:
+    response = live.chat(QUESTION)
+    cluster = live.status()
+    aliases = {worker["alias"] for worker in cluster["workers"]}
+    assert set(response.headers["x-route"].split(",")) == aliases
+    answers = [response, live.chat("?", model="nope")]
+    answers += [
+        httpx.get(f"{live.url}{path}", timeout=10)
+        for path in ("/ready", "/health", "/load", "/version", "/metrics", "/v1/models")
+    ]
+    shown = "".join(f"{answer.headers}{answer.text}" for answer in answers)
+    processes = [*cluster["workers"], *cluster["gateways"], cluster["control"]]
+    assert not [one["id"] for one in processes if one["id"].partition("/")[2] in shown]
+
+
 def test_every_question_of_a_sample_is_answered_exactly(live: Live) -> None:
     questions = sorted(PAIRS)[::11]
     wrong = [

@@ -41,7 +41,8 @@ def test_a_request_is_explained_and_its_log_replayed(tmp_path: Path) -> None:
         assert answers[0].json()["choices"][0]["message"]["content"] == ANSWER
         request = answers[0].json()["id"]
         (decision,) = eventually(lambda: ended(live, request))
-        route = answers[0].headers["x-route"].split(",")
+        ids = {worker["alias"]: worker["id"] for worker in live.status()["workers"]}
+        route = [ids[alias] for alias in answers[0].headers["x-route"].split(",")]
         assert [decision["prefill"], decision["decode"]] == route
         assert decision["observed"]["reason"] == "stop" and decision["observed"]["ttft_ms"] > 0
         assert decision["ttft_s"] > 0 and decision["itl_s"] > 0

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
-import psutil
 import pytest
 from diptych.cluster.launch.ray_cluster import AUTH_MODE, HARMLESS_CALL, TOKEN_PATH
 
@@ -26,26 +25,17 @@ from tests.support.ray_token import (
     run_code,
     token_environment,
 )
+from tests.support.sockets import WILDCARDS, listening_sockets
 
 pytestmark = pytest.mark.cluster
 
-WILDCARDS = ("0.0.0.0", "::")
 RAY_PREFIXES = ("RAY_", "SERVE_")
 REPLICAS = 5  #: Gateway, Router, Control, one prefill and one decode worker
 
 
 def listening(live: Live) -> list[tuple[str, str, int]]:
     """Return process title, host and port of every TCP socket on which the cluster listens."""
-    sockets = []
-    for process in psutil.Process(live.process.pid).children(recursive=True):
-        for connection in process.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN:
-                title = " ".join(process.cmdline())[:60]
-                if title.startswith("ray::"):  # Ray appends the method that runs: `...Router.ask`
-                    title = title.partition(".")[0].strip()
-                host = connection.laddr.ip.removeprefix("::ffff:")
-                sockets.append((title, host, connection.laddr.port))
-    return sockets
+    return [(one.title, one.host, one.port) for one in listening_sockets(live)]
 
 
 def reachable(host: str, port: int) -> str:

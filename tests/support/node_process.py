@@ -119,8 +119,8 @@ def _trap(transfers: Any, order: Order) -> None:
     log = os.open(f"{order.folder}/traps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     opened = transfers.open_transport
 
-    def trapped(name: str, agent: str, pool: Any, admit: Any, *more: Any) -> Any:
-        transport = opened(name, agent, pool, admit, *more)
+    def trapped(name: str, agent: str, pool: Any, admit: Any, *more: Any, **named: Any) -> Any:
+        transport = opened(name, agent, pool, admit, *more, **named)
         return TrappedTransport(transport, order.home, admit.__self__, log)
 
     transfers.open_transport = trapped

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from ....protos import frames
+from ....protos.handshake import PeerIdentity
 from ...wire.connection import FrameConnection, FrameListener
-from ...wire.handshake import PeerIdentity
 from ...wire.router_link import RouterLink
 
 SILENCE_S = 10.0

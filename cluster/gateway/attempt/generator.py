@@ -232,9 +232,10 @@ class Generator:
         if not request.times.placed_s:
             request.times.placed_s = time.monotonic()
             request.hit_tokens = event.hit_tokens
-        request.route = event.decode_worker
+        request.workers = [event.decode_worker]
         if event.prefill_worker:
-            request.route = f"{event.prefill_worker},{event.decode_worker}"
+            request.workers.insert(0, event.prefill_worker)
+        request.route = ",".join(self.plane.alias(worker) for worker in request.workers)
         return event
 
     def _place_frame(
@@ -347,7 +348,9 @@ class Generator:
             failure,
         )
         if retries.exhausted:
-            failures = "; ".join(f"{failed.worker}: {failed.reason}" for failed in request.failures)
+            failures = "; ".join(
+                f"{self.plane.alias(failed.worker)}: {failed.reason}" for failed in request.failures
+            )
             message = f"gave up after {request.attempt_count} attempts: {failures}"
             # for clients the one reason of this case, whatever the failures: the message has them
             raise ApiError("kv_transfer_failed", message)

@@ -18,8 +18,9 @@ from typing import Any, TypeAlias, assert_never
 import msgspec
 
 from ....protos import frames
+from ....protos.handshake import PeerIdentity
+from ...wire.aliases import worker_alias
 from ...wire.connection import FrameConnection, dial
-from ...wire.handshake import PeerIdentity
 from ...wire.router_link import RouterLink
 from ..errors import ApiError
 
@@ -103,6 +104,7 @@ class Plane:
         self._closing: asyncio.Task[None] | None = None
 
         self.cards: dict[str, frames.WorkerCard] = {}  #: Workers that the directory names.
+        self._aliases: dict[str, str] = {}  #: Of workers that the directory named of late.
         self._workers: dict[str, FrameConnection] = {}
         self._dialing: dict[str, asyncio.Task[None]] = {}  #: Keeps each worker connected.
         #: Frames that wait until their worker is connected.
@@ -137,6 +139,13 @@ class Plane:
     def connected(self, worker: str) -> bool:
         connection = self._workers.get(worker)
         return connection is not None and not connection.closed
+
+    def alias(self, worker: str) -> str:
+        """Returns what clients are told in place of a worker's id."""
+        alias = self._aliases.get(worker)
+        if alias is None:
+            alias = self._aliases[worker] = worker_alias(self.hello.secret, worker)
+        return alias
 
     # ---- attempts --------------------------------------------------------------------------------
 
@@ -225,6 +234,7 @@ class Plane:
                 self._dialing.pop(name).cancel()
                 self._worker_lost(name)
         self.cards = cards
+        self._aliases.clear()
         for name, card in cards.items():
             if name not in self._dialing:
                 dialing = self._keep_connected(card)

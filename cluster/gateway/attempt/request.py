@@ -196,7 +196,8 @@ class Request(RequestInput):
         self.attempt_count = 0  #: Attempts that were begun.
         self.attempt: RunningAttempt | None = None
         self.failures: list[frames.AttemptFailed] = []  #: Of all attempts.
-        self.route = ""  #: The workers of the last attempt.
+        self.workers: list[str] = []  #: Those of the last attempt.
+        self.route = ""  #: The same workers by their aliases, as clients are told.
         self.hit_tokens = 0  #: Prompt tokens that were in a cache when the request was placed.
         #: About the KV transfer of the last attempt that had one.
         self.prompt_arrived: frames.PromptArrived | None = None
@@ -229,6 +230,7 @@ class Request(RequestInput):
         behind it.
         """
         self.prompt_logprobs = list(other.prompt_logprobs)
+        self.workers = list(other.workers)
         self.route = other.route
         self.hit_tokens = other.hit_tokens
         for answer, other_answer in zip(self.answers, other.answers, strict=True):
@@ -254,6 +256,7 @@ class Request(RequestInput):
         part.times = self.times
         part.prompt_logprobs = self.prompt_logprobs
         part.failures = self.failures
+        part.workers = list(self.workers)
         part.route = self.route
         part.hit_tokens = self.hit_tokens
         part.trace = self.trace

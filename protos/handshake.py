@@ -1,0 +1,149 @@
+"""How two ends of a connection prove that they know the cluster's secret without saying it.
+
+    listener -> dialler   Challenge(a)
+    dialler -> listener   Hello(name, kind, b, HMAC(secret, "dial", a, b, name, kind, protocol))
+    listener -> dialler   Welcome(HMAC(secret, "listen", a, b))
+
+HMAC is HMAC-SHA256 (RFC 2104) over the parts, each behind its length. `a` and `b` are random, so
+that a proof is good for one connection. What follows is neither encrypted nor signed: an attacker
+who can change packets on the way can still read it, and take a connection over.
+
+`DiallerHandshake` and `ListenerHandshake` take and return messages, without their lengths, and do
+no I/O. `cluster/wire/handshake.py` carries them out for frames, `kv_transfer/transports/stream.py`
+for KV. A KV agent asks for a secret of its own (`secret_of_listener`): a proof for one agent opens
+no other agent, and no connection for frames.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import struct
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from .frames import PROTOCOL, Challenge, Hello, Welcome
+
+HANDSHAKE_BYTES_MAX = 4096  #: Of a message whose sender has proved nothing yet.
+HANDSHAKE_TIMEOUT_S = 5.0  #: A caller that has proved nothing for so long is hung up on.
+#: Callers of one listener that have proved nothing yet. One more, and the oldest is hung up on: a
+#: flood must be faster than a peer's two round trips to keep the peer out.
+UNPROVED_CALLERS_MAX = 64
+NONCE_BYTES = 16
+LENGTH = struct.Struct(">I")  #: Stands in front of each message.
+_encode = msgspec.msgpack.Encoder().encode
+Message = TypeVar("Message", Challenge, Hello, Welcome)
+
+
+class HandshakeRefused(ConnectionError):
+    """The other end does not know the secret, or does not speak this protocol."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerIdentity:
+    """What a dialling process says of itself, and the secret that it proves to know."""
+
+    name: str
+    kind: str  #: gateway | worker | control | kv
+    secret: str = field(repr=False)
+
+
+class DiallerHandshake:
+    """The side of the end that dials: `answer` the Challenge, then `conclude` with the Welcome."""
+
+    def __init__(self, identity: PeerIdentity) -> None:
+        self._identity = identity
+        self._expected_proof = b""
+
+    def answer(self, challenge_message: bytes) -> bytes:
+        """Return the Hello for a Challenge. Raises HandshakeRefused."""
+        challenge = _decoded(challenge_message, Challenge)
+        identity = self._identity
+        own_nonce = secrets.token_bytes(NONCE_BYTES)
+        unproved = Hello(name=identity.name, kind=identity.kind, nonce=own_nonce, proof=b"")
+        proof = dialler_proof(identity.secret, challenge.nonce, unproved)
+        self._expected_proof = listener_proof(identity.secret, challenge.nonce, own_nonce)
+        return _encode(msgspec.structs.replace(unproved, proof=proof))
+
+    def conclude(self, welcome_message: bytes) -> None:
+        """Check the Welcome. Raises HandshakeRefused if the listener does not know the secret."""
+        welcome = _decoded(welcome_message, Welcome)
+        if not hmac.compare_digest(welcome.proof, self._expected_proof):
+            raise HandshakeRefused("who answers does not know the cluster's secret")
+
+
+class ListenerHandshake:
+    """The side of the end that was dialled: send the `challenge`, then `admit` the Hello."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self.hello: Hello | None = None  #: What the dialler says of itself; None until it is true.
+
+    def challenge(self) -> bytes:
+        """Return the Challenge."""
+        return _encode(Challenge(self._nonce))
+
+    def admit(self, hello_message: bytes) -> bytes:
+        """Return the Welcome for a Hello.
+
+        Raises HandshakeRefused if the dialler does not know the secret, or speaks another protocol.
+        """
+        hello = _decoded(hello_message, Hello)
+        if not hmac.compare_digest(hello.proof, dialler_proof(self._secret, self._nonce, hello)):
+            raise HandshakeRefused(f"{hello.name[:80]!r} does not know the cluster's secret")
+        if hello.protocol != PROTOCOL:
+            raise HandshakeRefused(f"{hello.name} speaks protocol {hello.protocol}")
+        self.hello = hello
+        return _encode(Welcome(listener_proof(self._secret, self._nonce, hello.nonce)))
+
+
+def with_length(message: bytes) -> bytes:
+    """Return what travels: the message behind its length."""
+    return LENGTH.pack(len(message)) + message
+
+
+def message_size(header: bytes | memoryview) -> int:
+    """Return the length of the message behind `header`. Raises HandshakeRefused for a long one."""
+    size: int = LENGTH.unpack(header)[0]
+    if size > HANDSHAKE_BYTES_MAX:
+        raise HandshakeRefused(f"{size} bytes where a message of a handshake was expected")
+    return size
+
+
+def secret_of_listener(secret: str, kind: str, name: str) -> str:
+    """Return the secret that only the listener `name` of this kind, and who dials it, compute."""
+    return _hmac(secret, [b"listener", kind.encode(), name.encode()]).hex()
+
+
+def dialler_proof(secret: str, listener_nonce: bytes, hello: Hello) -> bytes:
+    """Return the proof that belongs into `hello`; the one that is there does not count."""
+    return _hmac(
+        secret,
+        [
+            b"dial",
+            listener_nonce,
+            hello.nonce,
+            hello.name.encode(),
+            hello.kind.encode(),
+            str(hello.protocol).encode(),
+        ],
+    )
+
+
+def listener_proof(secret: str, listener_nonce: bytes, dialler_nonce: bytes) -> bytes:
+    """Return the proof that belongs into a Welcome."""
+    return _hmac(secret, [b"listen", listener_nonce, dialler_nonce])
+
+
+def _hmac(secret: str, parts: list[bytes]) -> bytes:
+    return hmac.digest(secret.encode(), b"".join(with_length(part) for part in parts), "sha256")
+
+
+def _decoded(data: bytes, message_type: type[Message]) -> Message:
+    try:
+        return msgspec.msgpack.decode(data, type=message_type)
+    except (msgspec.DecodeError, UnicodeError):
+        raise HandshakeRefused(f"what came is no {message_type.__name__}") from None

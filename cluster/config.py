@@ -29,6 +29,7 @@ Positive = Annotated[float, Field(gt=0)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 ModelName = Annotated[str, Field(min_length=1, max_length=200)]
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s*]+)$")]
+HostName = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*)$")]
 #: The share of the ITL target that an engine's step may take by default; the rest is for the
 #: token's way to the client.
 STEP_SHARE = 0.9
@@ -198,9 +199,13 @@ class GatewaySettings(ConfigSection):
     #: True: a field that the gateway has nothing to set by is refused, not ignored
     #: (docs/http.md).
     strict: bool = False
-    #: Origins of web pages that may read answers (CORS); `*`: all. Cookies never count, and keys
-    #: are needed all the same. Empty: no page of another origin (docs/http.md).
-    cors_origins: tuple[Origin, ...] = ("*",)
+    #: Origins of web pages that may ask, and read answers (CORS); `*`: all, where keys are needed.
+    #: Cookies never count. None: all where keys are needed; else this machine's own pages, which
+    #: may always (docs/http.md).
+    origins: tuple[Origin, ...] | None = None
+    #: Where no key is needed: names by which clients call the gateway, beside addresses and
+    #: `localhost`; `*.example.com` is all of them in a domain, `*` any name (docs/http.md).
+    hosts: tuple[HostName, ...] = ()
     #: For a client to send its request's body.
     body_timeout_s: Positive = 30.0
     #: For this long a client may come back for its answer.
@@ -223,13 +228,29 @@ class GatewaySettings(ConfigSection):
         _check_tls_files(self.tls_cert, self.tls_key)
         if self.tls_cert and self.listen == "serve":
             raise ValueError("Serve's gRPC proxies know no TLS: no tls_cert, or listen: gateway")
+        if "*" in (self.origins or ()) and not self.asks_for_keys:
+            raise ValueError(
+                "origins: * without keys lets every web page use the models: name the origins, or "
+                "set api_keys_file"
+            )
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_new_setting(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "cors_origins" in values:
+            raise ValueError("cors_origins is called origins now")
+        return values
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Return whether clients need a key."""
+        return self.api_keys_file is not None or bool(self.api_key_hashes)
 
     @property
     def exposed(self) -> bool:
         """Return whether anybody who reaches the machine can use the models."""
-        asks_for_keys = self.api_keys_file is not None or bool(self.api_key_hashes)
-        return not asks_for_keys and self.host not in LOOPBACK
+        return not self.asks_for_keys and self.host not in LOOPBACK
 
 
 class ScalingSettings(ConfigSection):

@@ -19,7 +19,7 @@ import torch
 
 from ..kv_transfer.slices import piece_count
 from ..kv_transfer.statistics import Histogram
-from ..protos.frames import AttemptKey, ScoredToken, Token
+from ..protos.frames import AttemptKey, Grammar, ScoredToken, Token
 from .backend_registry import open_backend
 from .batch import StepBatch, build_batch
 from .blocks import BlockPool
@@ -160,6 +160,14 @@ class Engine:
             self._model.rank_processes.close()
 
     # ---- sequences ---------------------------------------------------------------------------
+
+    def has_grammar(self, grammar: Grammar) -> bool:
+        """Returns whether the grammar is compiled, so that sampling need not do it. Any thread."""
+        return self._grammars.is_prepared(grammar)
+
+    def compile_grammar(self, grammar: Grammar) -> None:
+        """Compiles the grammar, in the calling thread's time. Any thread."""
+        self._grammars.prepare(grammar)
 
     def add(self, sequence: Sequence) -> None:
         """Prefills the sequence, then decodes it (or holds its blocks, if it stops there)."""

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeAlias
 from ..kv_transfer.lanes import Digest
 from ..kv_transfer.layout import KVLayout
 from ..kv_transfer.transport import Pool
-from ..protos.frames import AttemptKey
+from ..protos.frames import AttemptKey, Grammar
 from .commands import EngineEvent, EngineObservation, PrefixStaged, StagePrefix
 from .options import EngineOptions, SchedulerLimits
 from .sequence import BlocksFilled, Sequence, SequenceOutput
@@ -101,6 +101,17 @@ class EngineLike(Protocol):
     @property
     def cores(self) -> tuple[int, ...]:
         """Cores that the engine's thread is to be bound to; none: any."""
+        ...
+
+    def has_grammar(self, grammar: Grammar) -> bool:
+        """Returns whether the grammar is compiled: sampling by it takes no more time. Any thread.
+
+        A wrong grammar counts as compiled; it fails the sequences that have it.
+        """
+        ...
+
+    def compile_grammar(self, grammar: Grammar) -> None:
+        """Compiles the grammar, in the calling thread's time. Any thread."""
         ...
 
     def add(self, sequence: Sequence) -> None:

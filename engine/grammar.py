@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import threading
-from functools import cached_property, lru_cache
+from collections import OrderedDict
+from functools import cached_property
 from pathlib import Path
 
 import llguidance
@@ -17,8 +18,9 @@ import numpy as np
 from ..protos.frames import Grammar
 from .errors import InvalidRequest
 
-#: So many grammars are kept compiled, the least recently used one goes first.
-COMPILED_LIMIT = 64
+#: So many grammars are kept compiled, the least recently used one goes first. That is more than the
+#: sequences of an engine have, so that a grammar compiled for one is there when it is sampled.
+COMPILED_LIMIT = 256
 
 #: Characters of a grammar.
 TEXT_LIMIT = 64 << 10
@@ -35,7 +37,7 @@ KINDS = ("json_schema", "json_object", "regex", "lark")
 
 
 class GrammarCompiler:
-    """Compiles grammars for one checkpoint, and keeps those used last.
+    """Compiles grammars for one checkpoint, and keeps those used last. Any thread may call it.
 
     The checkpoint's tokenizer is read when the first grammar is compiled. `end_ids` are the ids
     that end an answer by the checkpoint's configuration.
@@ -45,10 +47,18 @@ class GrammarCompiler:
         self._folder = folder
         self._vocab = vocab
         self._end_ids = end_ids
-        self._compiled = lru_cache(COMPILED_LIMIT)(self._compile)
+        #: What came of each grammar, those used last at the end.
+        self._compiled: OrderedDict[Grammar, llguidance.LLMatcher | InvalidRequest] = OrderedDict()
+        self._lock = threading.Lock()
+        self._tokenizer_lock = threading.Lock()
+
+    @property
+    def _tokenizer(self) -> llguidance.LLTokenizer:
+        with self._tokenizer_lock:
+            return self._read_tokenizer
 
     @cached_property
-    def _tokenizer(self) -> llguidance.LLTokenizer:
+    def _read_tokenizer(self) -> llguidance.LLTokenizer:
         path = self._folder / "tokenizer.json"
         try:
             return llguidance.LLTokenizer(
@@ -63,9 +73,38 @@ class GrammarCompiler:
         Compiles the grammar if that is not kept, which takes the calling thread's time. Raises
         InvalidRequest where the grammar, or the model's tokenizer, cannot be used.
         """
-        matcher = self._compiled(grammar).deep_copy()
+        compiled = self.prepare(grammar)
+        if isinstance(compiled, InvalidRequest):
+            raise compiled
+        matcher = compiled.deep_copy()
         end_ids = tuple(self._tokenizer.eos_tokens)
         return GrammarMatcher(matcher, self._vocab, end_ids=end_ids, stop_ids=stop_ids)
+
+    def is_prepared(self, grammar: Grammar) -> bool:
+        """Return whether `matcher` need not compile the grammar any more."""
+        return self._find(grammar) is not None
+
+    def prepare(self, grammar: Grammar) -> llguidance.LLMatcher | InvalidRequest:
+        """Compile the grammar if that is not kept; return what came of it."""
+        compiled = self._find(grammar)
+        if compiled is not None:
+            return compiled
+        try:
+            compiled = self._compile(grammar)
+        except InvalidRequest as error:
+            compiled = error
+        with self._lock:
+            self._compiled[grammar] = compiled
+            if len(self._compiled) > COMPILED_LIMIT:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def _find(self, grammar: Grammar) -> llguidance.LLMatcher | InvalidRequest | None:
+        with self._lock:
+            compiled = self._compiled.get(grammar)
+            if compiled is not None:
+                self._compiled.move_to_end(grammar)
+            return compiled
 
     def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
         """Compile on a thread of its own, because only a new thread can have a larger stack."""
@@ -77,12 +116,13 @@ class GrammarCompiler:
             matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=TERSE_ERRORS)
             compiled.append(matcher)
 
-        thread = threading.Thread(target=compile_source, name="grammar")
-        usual_stack_bytes = threading.stack_size(STACK_BYTES)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(usual_stack_bytes)
+        thread = threading.Thread(target=compile_source, name="grammar", daemon=True)
+        with self._lock:  # the size of stacks is one for all threads that are started
+            usual_stack_bytes = threading.stack_size(STACK_BYTES)
+            try:
+                thread.start()
+            finally:
+                threading.stack_size(usual_stack_bytes)
         thread.join()
         (matcher,) = compiled
         if matcher.is_error():

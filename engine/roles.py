@@ -48,6 +48,7 @@ def sequence_of(
         prompt_tokens=len(frame.token_ids) - frame.resumed_tokens,
         sampling=frame.sampling,
         block_hashes=block_hashes,
+        cache_partition=frame.cache_partition,
         stop_after_first=stop_after_first,
         deadline_s=deadline_s,
     )

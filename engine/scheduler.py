@@ -22,7 +22,13 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from ..kv_transfer.identity import FRONT_BLOCKS, block_hashes, hashes_per_block, is_looked_up
+from ..kv_transfer.identity import (
+    FRONT_BLOCKS,
+    block_hashes,
+    hashes_per_block,
+    is_looked_up,
+    partition_salt,
+)
 from ..protos.frames import AttemptKey
 from .blocks import BlockPool
 from .options import SchedulerLimits
@@ -56,7 +62,8 @@ class PrefillBudget:
 class Scheduler:
     """Owns every live sequence and the block pool. An empty plan stays empty until a command.
 
-    `salt`: the parent of a first block's content hash, as for the hashes that sequences bring.
+    `salt`: with a sequence's partition of the cache, the parent of its first block's content hash,
+    as for the hashes that sequences bring.
     """
 
     def __init__(self, pool: BlockPool, limits: SchedulerLimits, salt: bytes = b"") -> None:
@@ -512,7 +519,9 @@ class Scheduler:
 
     def _parent(self, sequence: Sequence, index: int) -> bytes:
         """The content hash in front of block `index`."""
-        return sequence.block_hashes[index - 1] if index else self.salt
+        if index:
+            return sequence.block_hashes[index - 1]
+        return partition_salt(self.salt, sequence.cache_partition)
 
     def _match(self, sequence: Sequence, block_limit: int) -> list[int]:
         """References the cached blocks of the sequence, among its first `block_limit`.

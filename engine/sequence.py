@@ -50,6 +50,7 @@ class Sequence:
     sampler_state: Any = field(default=None, repr=False)
     ngrams: Any = field(default=None, repr=False)  #: a `drafts.NGramDrafter`, once it is needed
     drafts: list[int] = field(default_factory=list)  #: guesses to verify; cut if there is no room
+    cache_partition: bytes = b""  #: who shares the blocks: `kv_transfer.identity.partition_salt`
     #: the scheduler's queue in which it stands; None: a transfer reads or writes its blocks
     queue: SequenceQueue | None = field(default=None, repr=False)
 
@@ -73,6 +74,7 @@ class Sequence:
             prompt_tokens=self.prompt_tokens,
             sampling=sampling_of_answer(self.sampling, index),
             block_hashes=list(self.block_hashes),
+            cache_partition=self.cache_partition,
             stop_after_first=self.stop_after_first,
             hit_tokens=self.hit_tokens,
             deadline_s=self.deadline_s,

@@ -1,9 +1,9 @@
 """What a KV block is: the content hash of a prefix, and the checksum of a block on its way.
 
-Content hashes are chained (`hash(parent, token_ids)`), salted by the model, and stable across
-processes: gateway, router and workers compute the same ones. Checksums are salted by everything
-that must agree at the two ends, because bytes that are right for another model, layout, ticket or
-position are wrong bytes.
+Content hashes are chained (`hash(parent, token_ids)`), salted by the model and by the partition of
+the cache (a tenant's, for instance), and stable across processes: gateway, router and workers
+compute the same ones. Checksums are salted by everything that must agree at the two ends, because
+bytes that are right for another model, layout, ticket or position are wrong bytes.
 """
 
 from __future__ import annotations
@@ -39,6 +39,17 @@ def block_hashes(
         hashes.append(parent)
     per_block = hashes_per_block(block_tokens)
     return hashes if per_block == 1 else hashes[per_block - 1 :: per_block]
+
+
+def partition_salt(model_salt: bytes, cache_partition: bytes) -> bytes:
+    """Returns the salt of a prompt's first hash: of the model, and of who shares the cache.
+
+    Contents of two partitions have no hash in common, so neither ever finds the other's blocks. An
+    empty partition has the model's own salt.
+    """
+    if not cache_partition:
+        return model_salt
+    return xxhash.xxh3_128_digest(cache_partition + model_salt)
 
 
 def hashes_per_block(block_tokens: int) -> int:

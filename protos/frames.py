@@ -382,6 +382,8 @@ class StartPrefill(msgspec.Struct, tag="prefill", frozen=True):
     #: how many ids at the end of `token_ids` are an answer that goes on
     resumed_tokens: int = msgspec.field(default=0, name="given")
     trace: str = ""  #: as in `PlaceAttempt`
+    #: who shares the prefix cache (`kv_transfer.identity.partition_salt`); empty: all without one
+    cache_partition: bytes = b""
 
 
 class StartDecode(msgspec.Struct, tag="decode", frozen=True):
@@ -400,6 +402,7 @@ class StartDecode(msgspec.Struct, tag="decode", frozen=True):
     deadline_s: float = 0.0
     resumed_tokens: int = msgspec.field(default=0, name="given")
     trace: str = ""
+    cache_partition: bytes = b""
 
 
 class CancelAttempt(msgspec.Struct, tag="abort", frozen=True):

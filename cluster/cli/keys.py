@@ -30,10 +30,14 @@ def add(
         list[str] | None, typer.Option(help="A class that requests may name. Default: all.")
     ] = None,
     rate: Annotated[
-        int | None, typer.Option(help="Requests a minute, at each gateway. Default: no limit.")
+        int | None, typer.Option(help="Answers a minute, at each gateway. Default: no limit.")
     ] = None,
     concurrency: Annotated[
-        int | None, typer.Option(help="Requests at a time, at each gateway. Default: no limit.")
+        int | None, typer.Option(help="Answers at a time, at each gateway. Default: no limit.")
+    ] = None,
+    cache_group: Annotated[
+        str | None,
+        typer.Option(help="Share the prefix cache with all keys of this group. Default: tenant."),
     ] = None,
 ) -> None:
     """Add a key and print it: the file has only its hash."""
@@ -47,6 +51,7 @@ def add(
             classes=tuple(allow or ()),
             requests_per_min=rate,
             concurrency=concurrency,
+            cache_group=cache_group,
         )
     except (KeyFileError, OSError) as error:
         fail(str(error))

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 from ...engine.sizing import context_limit, kv_layout
 from ...engine.spec import fingerprint, read_json, read_spec
-from ...kv_transfer.identity import block_hashes
+from ...kv_transfer.identity import block_hashes, partition_salt
 from ...protos import frames
 from ...router.config import CLASSES
 from ...router.goodput import judge
@@ -34,6 +34,7 @@ from .apis.parameters import ModelLimits
 from .apis.response_store import ResponseStore
 from .apis.schema import Reading
 from .attempt.generator import Generator
+from .attempt.partitions import CachePartitions
 from .attempt.plane import Plane
 from .attempt.request import EndReason, PushSink, Request, SinkError
 from .attempt.shelf import Shelf
@@ -41,6 +42,7 @@ from .attempt.terms import Terms
 from .edge.keys import AccessControl
 from .errors import ApiError
 from .text.answers import Output
+from .text.grammars import GrammarChecks
 from .text.tokenizer import ChatTokenizer, TokenizedPrompt
 
 log = logging.getLogger(__name__)
@@ -58,6 +60,12 @@ class PromptBody(Protocol):
 
     @property
     def model(self) -> str: ...
+
+    @property
+    def cache_salt(self) -> str | None: ...
+
+    @property
+    def prompt_cache_key(self) -> str | None: ...
 
     def check(self, text: ChatTokenizer, limits: ModelLimits, /) -> None:
         """Refuses what is wrong before a token is counted. Raises ApiError."""
@@ -86,6 +94,7 @@ class GatewayService:
         self.plane = plane
         template = config.model.chat_template
         self.text = ChatTokenizer(folder, Path(template) if template else None)
+        self.text.start()
         #: What is done with fields of bodies that nothing here reads.
         self.reading = Reading.STRICT if config.gateway.strict else Reading.LENIENT
         self.limits = _limits(folder, config, self.text.longest_token_chars)
@@ -104,6 +113,9 @@ class GatewayService:
             config.gateway.stored_responses_s,
         )
         self._salt = fingerprint(folder)
+        self._partitions = CachePartitions(config.secret)
+        self._grammars = GrammarChecks(folder)
+        self._grammar_thread = ThreadPoolExecutor(1, "grammars")
         self._tokenizer_threads = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")
 
         self.tally = GatewayTally(config, list(self.classes))
@@ -138,25 +150,47 @@ class GatewayService:
         body.check(self.text, self.limits)
         prompt = await self.tokenize(lambda: body.prompt(self.text))
         sampling = body.sampling(self.text, request_id, len(prompt.token_ids), self.limits)
+        self.door.check_answers(terms.api_key, sampling.n)
+        if sampling.grammar:
+            await self._check_grammar(sampling.grammar)
 
+        partition = self._partitions.name_of(terms.api_key, body.cache_salt, body.prompt_cache_key)
+        salt = partition_salt(self._salt, partition)
         request = Request(
             request_id,
             prompt.token_ids,
-            block_hashes(prompt.token_ids, self._salt),
+            block_hashes(prompt.token_ids, salt),
             sampling,
-            salt=self._salt,
+            salt=salt,
+            cache_partition=partition,
             terms=terms,
         )
         if terms.arrived_s:
             request.times.arrived_s = terms.arrived_s
         return self.shelf.find(request, body.output(), terms.resume), prompt
 
+    async def _check_grammar(self, grammar: frames.Grammar) -> None:
+        """Raises ApiError for a grammar that no worker should compile."""
+        if self._grammars.is_known(grammar):
+            self._grammars.check(grammar)
+            return
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._grammar_thread, self._grammars.check, grammar)
+
     async def tokenize(self, work: Callable[[], Result]) -> Result:
         """Runs `work` in a tokenizer's thread, as a long text takes seconds."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizer_threads, work)
 
     async def run(self, request: Request, sink: PushSink) -> None:
-        """Generates what the request lacks, and counts how it ended. Raises ApiError."""
+        """Generates what the request lacks, and counts how it ended. Raises ApiError.
+
+        The answers count for the request's key until they have ended, with or without a reader.
+        """
+        open_answers = sum(not answer.ended for answer in request.answers)
+        with self.door.generating(request.terms.api_key, open_answers):
+            await self._run_counted(request, sink)
+
+    async def _run_counted(self, request: Request, sink: PushSink) -> None:
         self._live.add(request.wire_id)
         self.started += 1
         end_reason = EndReason.CANCELLED.value
@@ -220,6 +254,9 @@ class GatewayService:
         """Ends the threads, the metrics and the traces. The requests have ended before."""
         self.shelf.close()
         self._tokenizer_threads.shutdown(wait=False, cancel_futures=True)
+        self._grammar_thread.shutdown(wait=False, cancel_futures=True)
+        self.text.close()
+        self._grammars.close()
         self.metrics.close()
         if self.tracer:
             await asyncio.to_thread(self.tracer.close)

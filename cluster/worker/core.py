@@ -46,6 +46,7 @@ from ...engine.options import (
     SchedulerSettings,
 )
 from ...engine.prefixes import ProbeEnded
+from ...engine.roles import failure_frame
 from ...engine.sequence import BlocksFilled, SequenceOutput
 from ...engine.spec import fingerprint
 from ...kv_transfer import PeerCard, diagnosis
@@ -64,12 +65,13 @@ from ...kv_transfer.commands import (
     TransferFailed,
     TransferOutcome,
 )
-from ...kv_transfer.identity import block_hashes, ticket_id_of
+from ...kv_transfer.identity import block_hashes, partition_salt, ticket_id_of
 from ...prefill_worker import PrefillRole
 from ...prefill_worker.role import PrefillAction
 from ...protos import frames
 from ..config import STEP_SHARE, ClusterConfig, EngineSettings, PoolConfig
 from .cores import claim, spare, usable
+from .grammars import GrammarQueue, StartFrame
 from .tiering import Tiering
 from .transfers import Transfers
 
@@ -124,6 +126,7 @@ class WorkerCore:
         self.engine: EngineLike = await asyncio.to_thread(self._open_engine, options, progress)
         self.weight_loads += 1
         self._salt = fingerprint(self._model)
+        self._grammars = GrammarQueue(self.engine, self._begin, self._refuse)
         self.engine_thread = EngineThread(self.engine, self._from_thread)
         self.tiering = self._open_tiers()
         self.transfers = self._make_transfers(host)
@@ -198,9 +201,19 @@ class WorkerCore:
         return any(card.layout.block_tokens == block_tokens for card in cards)
 
     def submit(self, gateway: str, frame: frames.StartPrefill | frames.StartDecode) -> None:
-        """Begin a gateway's new attempt, which fits the role. A duplicate changes nothing."""
+        """Begin a gateway's new attempt, which fits the role. A duplicate changes nothing.
+
+        An attempt with a grammar begins when the grammar is compiled.
+        """
+        if frame.sampling.grammar is None:
+            self._begin(gateway, frame)
+        else:
+            self._grammars.begin_when_compiled(gateway, frame)
+
+    def _begin(self, gateway: str, frame: StartFrame) -> None:
         block_tokens = self.engine.kv_pool.layout.block_tokens
-        hashes = block_hashes(frame.token_ids, self._salt, block_tokens)
+        salt = partition_salt(self._salt, frame.cache_partition)
+        hashes = block_hashes(frame.token_ids, salt, block_tokens)
         if frame.prefix_holder and not self._names_blocks_alike(frame.prefix_holder):
             frame = msgspec.structs.replace(frame, prefix_holder=None)
         deadline_s = time.monotonic() + frame.deadline_s if frame.deadline_s else 0.0
@@ -221,7 +234,13 @@ class WorkerCore:
                 assert_never(frame)
         self._carry_out(actions)
 
+    def _refuse(self, gateway: str, attempt_key: frames.AttemptKey, reason: str) -> None:
+        """Tell the gateway that no worker can carry out the attempt."""
+        failed = frames.AttemptFailed(attempt_key, self.name, reason, final=True)
+        self._send(gateway, failed)
+
     def cancel(self, frame: frames.CancelAttempt) -> None:
+        self._grammars.forget(frame.attempt_key)
         self._carry_out(self.role.handle(frame))
 
     def hand_over(self) -> int:
@@ -231,11 +250,15 @@ class WorkerCore:
         first: the worker is idle when `attempts` is 0. The caller refuses new attempts before.
         """
         actions = self.role.hand_over()
+        for attempt in self._grammars.forget_all():
+            key = attempt.frame.attempt_key
+            actions.append(failure_frame(attempt.gateway, key, self.name, frames.HANDOVER))
         self._carry_out(actions)
         return sum(isinstance(action, frames.DeliverFrame) for action in actions)
 
     def gateway_gone(self, gateway: str) -> None:
         """Cancel all attempts of a gateway whose connection has ended."""
+        self._grammars.forget_gateway(gateway)
         self._carry_out(self.role.lose_gateway(gateway))
 
     def observe(self) -> None:
@@ -245,7 +268,7 @@ class WorkerCore:
     @property
     def attempts(self) -> int:
         """Attempts that hold something on this worker."""
-        return len(self.role.attempts)
+        return len(self.role.attempts) + len(self._grammars)
 
     @property
     def open_tickets(self) -> int:

@@ -76,14 +76,20 @@ class Bench:
         raise AssertionError("not within 20 seconds")
 
     async def ask(
-        self, ids: list[int], name: str, sampling: f.Sampling = SHORT, **fields: str
+        self,
+        ids: list[int],
+        name: str,
+        sampling: f.Sampling = SHORT,
+        partition: bytes = b"",
+        **fields: str,
     ) -> list[list[f.Token]]:
         """The answers of a prompt that one node prefills and the other decodes."""
         key = (name, 0)
+        frames = {"cache_partition": partition}
         self.nodes["decode/x"].submit(
-            GATEWAY, f.StartDecode(key, 1, list(ids), sampling, "prefill/x")
+            GATEWAY, f.StartDecode(key, 1, list(ids), sampling, "prefill/x", **frames)
         )
-        frame = f.StartPrefill(key, 1, list(ids), sampling, "decode/x", **fields)
+        frame = f.StartPrefill(key, 1, list(ids), sampling, "decode/x", **fields, **frames)
         self.nodes["prefill/x"].submit(GATEWAY, frame)
         return await self._answers(key, sampling.n)
 
@@ -241,6 +247,24 @@ async def test_a_prefix_is_fetched_from_the_peer_that_holds_it(folder: Path) -> 
         block = bench.nodes["prefill/x"].engine.kv_pool.layout.block_bytes
         assert received(bench, "prefill/x") == 6 * block
         assert computed(bench, "prefill/x") - before == 400 - 6 * 64
+
+
+async def test_no_partition_finds_or_fetches_blocks_of_another(folder: Path) -> None:
+    async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
+        ids = prompt(21, 400)
+
+        async def computed_of(name: str, partition: bytes, **fields: str) -> int:
+            before = computed(bench, "prefill/x")
+            assert await bench.ask(ids, name, partition=partition, **fields) == expected
+            return computed(bench, "prefill/x") - before
+
+        expected = await bench.ask(ids, "a", partition=b"acme")
+        assert await computed_of("b", b"spy") == 400
+        assert await computed_of("c", b"another", prefix_holder="decode/x") == 400
+        assert await computed_of("d", b"acme") == 400 - 6 * 64
+        assert await bench.alone(ids, "e", cache_partition=b"") == expected  # type: ignore[arg-type]
+        assert computed(bench, "decode/x") == 400, "not what decode got for others"
+        assert bench.whole()
 
 
 async def test_a_prompt_that_its_decode_worker_computes_is_fetched_too(folder: Path) -> None:

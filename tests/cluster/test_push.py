@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -397,8 +398,22 @@ def test_ids_of_a_known_conversation_are_those_of_its_whole_text() -> None:
             content = "".join(turn.choices(words, k=30))
             messages.append({"role": ("user", "assistant")[number % 2], "content": content})
             prompt = TEXT.tokenize_chat(messages)
-            whole = TEXT._sandbox.render(
-                TEXT._chat_template,
+            whole = TEXT._templates.render(
                 {"messages": messages, "add_generation_prompt": True, "bos_token": "<|bos|>"},
+                tools=False,
             )
             assert prompt.token_ids == TEXT.tokenizer.encode(whole, add_special_tokens=False).ids
+
+
+def test_a_long_text_of_ids_is_the_librarys_and_others_go_on_meanwhile() -> None:
+    ids = random.Random(5).choices(range(TEXT.vocabulary_size), k=200_000)
+    ids += TEXT.encode("wörld 👩‍💻", add_special_tokens=False)
+    texts: list[str] = []
+    working = threading.Thread(target=lambda: texts.append(TEXT.decode_in_steps(ids)))
+    turns = 0
+    working.start()
+    while working.is_alive():  # the library would let nobody have a turn
+        time.sleep(0.001)
+        turns += 1
+    assert texts == [TEXT.decode(ids)]
+    assert turns > 3

@@ -12,8 +12,11 @@ from typing import Any
 import httpx
 import pytest
 from diptych.cluster.config import ConfigError, load_config
+from diptych.cluster.gateway.apis import api
 from diptych.cluster.gateway.apis.docs_page import docs_page
+from diptych.cluster.gateway.edge.browsers import BrowserPolicy
 from diptych.cluster.gateway.edge.keys import add_key
+from diptych.cluster.gateway.errors import ApiError
 
 from tests.support.malformed import ASK
 from tests.support.standin import ANSWER, StandIn, checkpoint, standing_in
@@ -40,7 +43,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[StandIn, 
     """A gateway that needs a key and is open to one page, and the key."""
     folder = tmp_path_factory.mktemp("locked")
     _, key = add_key(folder / "keys", "acme")
-    settings = {"api_keys_file": str(folder / "keys"), "cors_origins": [PAGE["origin"]]}
+    settings = {"api_keys_file": str(folder / "keys"), "origins": [PAGE["origin"]]}
     with standing_in(checkpoint(folder / "demo"), gateway=settings) as running:
         yield running, key
 
@@ -126,22 +129,121 @@ def test_invocations_are_chats_or_completions_by_their_body(gateway: StandIn) ->
 # ---- pages of other origins ----------------------------------------------------------------------
 
 
-def test_by_default_any_page_may_ask_and_read(gateway: StandIn) -> None:
-    asked = httpx.options(gateway.url + CHAT, headers=PREFLIGHT)
-    assert asked.status_code == 200 and asked.headers[ALLOWED] == "*"
-    assert "POST" in asked.headers["access-control-allow-methods"]
-    assert "x-stainless-os" in asked.headers["access-control-allow-headers"]
-    assert "access-control-allow-credentials" not in asked.headers
-    for stream in (False, True):
-        body = {"messages": ASK, "stream": stream}
-        answer = httpx.post(gateway.url + CHAT, json=body, headers=PAGE)
-        assert answer.status_code == 200 and answer.headers[ALLOWED] == "*"
-        assert "x-request-id" in answer.headers["access-control-expose-headers"]
-        assert "access-control-allow-credentials" not in answer.headers
-    refused = httpx.post(gateway.url + CHAT, json={}, headers=PAGE)
-    assert refused.status_code == 400 and refused.headers[ALLOWED] == "*", "the page reads why"
-    assert ALLOWED not in httpx.post(gateway.url + CHAT, json={"messages": ASK}).headers
-    assert httpx.options(gateway.url + CHAT).status_code == 405, "no page asks"
+def test_by_default_any_page_with_a_key_may_ask_and_read(tmp_path: Path) -> None:
+    _, key = add_key(tmp_path / "keys", "acme")
+    settings = {"api_keys_file": str(tmp_path / "keys")}
+    with standing_in(checkpoint(tmp_path / "demo"), gateway=settings) as gateway:
+        asked = httpx.options(gateway.url + CHAT, headers=PREFLIGHT)
+        assert asked.status_code == 200 and asked.headers[ALLOWED] == "*"
+        assert "POST" in asked.headers["access-control-allow-methods"]
+        assert "x-stainless-os" in asked.headers["access-control-allow-headers"]
+        assert "access-control-allow-credentials" not in asked.headers
+        page = {**PAGE, "x-api-key": key}
+        for stream in (False, True):
+            body = {"messages": ASK, "stream": stream}
+            answer = httpx.post(gateway.url + CHAT, json=body, headers=page)
+            assert answer.status_code == 200 and answer.headers[ALLOWED] == "*"
+            assert "x-request-id" in answer.headers["access-control-expose-headers"]
+            assert "access-control-allow-credentials" not in answer.headers
+        refused = httpx.post(gateway.url + CHAT, json={}, headers=page)
+        assert refused.status_code == 400 and refused.headers[ALLOWED] == "*", "the page reads why"
+        without_page = httpx.post(
+            gateway.url + CHAT, json={"messages": ASK}, headers={"x-api-key": key}
+        )
+        assert ALLOWED not in without_page.headers
+        no_page_asks = httpx.options(gateway.url + CHAT, headers={"x-api-key": key})
+        assert no_page_asks.status_code == 405
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["http://ui.example", "https://evil.example", "null", "http://localhost.evil.example", "x", ""],
+)
+def test_foreign_pages_neither_use_nor_read_a_gateway_without_keys(
+    gateway: StandIn, origin: str
+) -> None:
+    page = {"origin": origin}
+    stored = httpx.post(f"{gateway.url}/v1/responses", json={"input": "hello"}).json()["id"]
+    for method, path, body in [
+        ("POST", CHAT, {"messages": ASK}),
+        ("GET", "/v1/models", None),
+        ("GET", f"/v1/responses/{stored}", None),
+        ("DELETE", f"/v1/responses/{stored}", None),
+    ]:
+        answer = httpx.request(method, gateway.url + path, json=body, headers=page)
+        assert answer.status_code == 403 and ALLOWED not in answer.headers, path
+    assert "gateway.origins" in answer.json()["error"]["message"]
+    asked = httpx.options(gateway.url + CHAT, headers={**PREFLIGHT, **page})
+    assert ALLOWED not in asked.headers and asked.status_code in (400, 403)
+    assert httpx.get(f"{gateway.url}/v1/responses/{stored}").status_code == 200, "it is there"
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "10.1.2.3", "gateway", ""])
+def test_a_name_that_leads_to_loopback_is_no_name_of_the_gateway(
+    gateway: StandIn, host: str
+) -> None:
+    """A page of such a name is of the same origin, so it sends no Origin that says more."""
+    headers = {"host": host, "origin": f"http://{host}"}
+    answer = httpx.post(gateway.url + CHAT, json={"messages": ASK}, headers=headers)
+    assert answer.status_code == 403
+    assert "gateway.hosts" in answer.json()["error"]["message"]
+    assert httpx.get(f"{gateway.url}/health", headers={"host": host}).status_code == 200, "probes"
+
+
+@pytest.mark.parametrize(
+    "page", ["http://localhost:3000", "https://127.0.0.1", "http://[::1]:5173"]
+)
+def test_pages_of_this_machine_may_use_a_gateway_without_keys(gateway: StandIn, page: str) -> None:
+    headers = {"origin": page}
+    asked = httpx.options(gateway.url + CHAT, headers={**PREFLIGHT, **headers})
+    assert asked.status_code == 200 and asked.headers[ALLOWED] == page
+    for host in ("localhost", "127.0.0.1:1234", "[::1]:8000", "ui.localhost:1"):
+        answer = httpx.post(
+            gateway.url + CHAT, json={"messages": ASK}, headers={**headers, "host": host}
+        )
+        assert answer.status_code == 200 and answer.headers[ALLOWED] == page
+
+
+def browsers(**settings: Any) -> BrowserPolicy:
+    return BrowserPolicy(load_config(None, {"gateway": settings}).gateway)
+
+
+def test_on_other_addresses_a_gateway_answers_to_addresses_and_its_names() -> None:
+    settings = {"host": "0.0.0.0", "hosts": ["llm.example", "*.svc.cluster.local"]}
+    policy = browsers(**settings, origins=["https://ui.example"])
+    pod = "10.244.0.7:8000"  # what kubelet and Prometheus call it
+    for host in (pod, "[fd00::7]:8000", "LLM.example.", "a.ns.svc.cluster.local:80", "localhost"):
+        policy.check(host, None)
+        policy.check(host, f"http://{host}")  # a page of its own, as /docs
+        policy.check(host, "https://ui.example")
+        with pytest.raises(ApiError, match="origins"):
+            policy.check(host, "https://evil.example")
+    for host in ("evil.example", "svc.cluster.local", "llm.example.evil", "xllm.example", None):
+        with pytest.raises(ApiError, match="hosts"):
+            policy.check(host, None)
+    browsers(listen="serve").check(pod, None)  # Serve's proxies listen elsewhere
+    browsers(host="0.0.0.0", hosts=["*"]).check("any.example", None)
+    browsers(host="0.0.0.0", api_keys_file="keys").check("any.example", "https://evil.example")
+
+
+def test_a_star_without_keys_is_refused() -> None:
+    with pytest.raises(ConfigError, match="origins: \\* without keys"):
+        load_config(None, {"gateway.origins": ["*"]})
+    load_config(None, {"gateway.origins": ["*"], "gateway.api_keys_file": "keys"})
+    with pytest.raises(ConfigError, match="called origins now"):
+        load_config(None, {"gateway.cors_origins": []})
+
+
+def test_a_websocket_is_refused_with_a_status(gateway: StandIn) -> None:
+    upgrade = {
+        "connection": "Upgrade",
+        "upgrade": "websocket",
+        "sec-websocket-version": "13",
+        "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ==",
+    }
+    for path in ("/", CHAT, "/v1/realtime", "/v1/models"):
+        answer = httpx.get(gateway.url + path, headers=upgrade)
+        assert answer.status_code == 400 and "WebSockets" in answer.json()["error"]["message"]
 
 
 def test_a_page_needs_a_key_where_one_is_needed(locked: tuple[StandIn, str]) -> None:
@@ -165,15 +267,17 @@ def test_pages_of_origins_that_are_not_named_read_nothing(locked: tuple[StandIn,
 
 
 def test_without_origins_no_page_is_let_in(tmp_path: Path) -> None:
-    with standing_in(checkpoint(tmp_path / "demo"), gateway={"cors_origins": []}) as gateway:
-        assert httpx.options(gateway.url + CHAT, headers=PREFLIGHT).status_code == 405
+    add_key(tmp_path / "keys", "acme")
+    settings = {"api_keys_file": str(tmp_path / "keys"), "origins": []}
+    with standing_in(checkpoint(tmp_path / "demo"), gateway=settings) as gateway:
+        assert httpx.options(gateway.url + CHAT, headers=PREFLIGHT).status_code == 401
         assert ALLOWED not in httpx.get(f"{gateway.url}/health", headers=PAGE).headers
 
 
 @pytest.mark.parametrize("origin", ["ui.example", "http://ui.example/", "http://*.example", ""])
 def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
-    with pytest.raises(ConfigError, match="cors_origins"):
-        load_config(None, {"gateway.cors_origins": [origin]})
+    with pytest.raises(ConfigError, match="origins"):
+        load_config(None, {"gateway.origins": [origin]})
 
 
 # ---- people --------------------------------------------------------------------------------------
@@ -206,3 +310,17 @@ def test_the_page_takes_no_text_for_html() -> None:
     page = docs_page(document)
     for tag in ("<b>", "<i>", "<code><p>", "<u>", "<s>", "<q>", "/<a>"):
         assert tag not in page
+
+
+def test_more_ids_than_a_context_are_refused_before_they_are_read(
+    gateway: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(api, "parse_body", lambda *_: read.append(1))
+    answer = httpx.post(f"{gateway.url}/detokenize", json={"tokens": [5] * 1_000_000})
+    assert answer.status_code == 400 and not read
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    monkeypatch.undo()
+    tokens = [5] * gateway.gateway.limits.max_model_len
+    answer = httpx.post(f"{gateway.url}/detokenize", json={"tokens": tokens})
+    assert answer.status_code == 200

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+import threading
+import time
 from pathlib import Path
 
+import jinja2
 import pytest
 from diptych.cluster.gateway.errors import ApiError
-from diptych.cluster.gateway.text import sandbox
+from diptych.cluster.gateway.text import sandbox, templates
 from diptych.cluster.gateway.text.tokenizer import ChatTokenizer
 from diptych.engine.demo import CHECKPOINT
+from diptych.engine.errors import WeightsError
 
 ASK = [{"role": "user", "content": "hi"}] * 3
 
@@ -43,13 +48,96 @@ def test_a_hostile_template_is_refused_in_one_sentence(tmp_path: Path, template:
     assert error.value.reason == "invalid_request" and "\n" not in error.value.message
 
 
-def test_a_template_that_outputs_nothing_is_stopped_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_template_that_outputs_nothing_is_stopped_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "LIMIT_S", 0.05)
-    loops = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
-    with pytest.raises(ApiError, match=r"more than 0\.05 s"):
-        text_with(tmp_path, loops).tokenize_chat(ASK)
+    loops = "{% for i in range(99999) %}" * 3 + "{{ i.x }}" + "{% endfor %}" * 3
+    jail = sandbox.TemplateSandbox()
+    with pytest.raises(jinja2.TemplateError, match=r"more than 0\.05 s"):
+        jail.render(jail.from_string(loops), {})
+
+
+#: Each takes all memory or all time in one operation, or in operations that no hook sees.
+UNBOUNDED = [
+    "{{ 'x'.ljust(10 ** 10) }}",
+    "{{ 'x'.center(10 ** 10) | length }}",
+    "{{ 'x' | center(10 ** 10) }}",
+    "{% set a = namespace(t='x') %}{% for i in range(60) %}{% set a.t = a.t ~ a.t %}{% endfor %}",
+    "{{ ('a' * 10 ** 6).replace('a', 'b' * 10 ** 6) | length }}",
+    "{{ ('b' * 10 ** 6).join('a' * 10 ** 6) | length }}",
+    "{{ (['b'] * 10 ** 6) | join('c' * 10 ** 6) }}",
+    "{{ '%99999999999d' % 1 }}",
+    "{{ '{:99999999999}'.format('x') }}",
+    "{{ 'a b' | wordwrap(1, wrapstring='x' * 10 ** 7) | wordwrap(1, wrapstring='y' * 10 ** 7) }}",
+    "{{ lipsum(n=10 ** 9) }}",
+    "{{ range(99999) | batch(10 ** 10, 'x') | list }}",
+    "{{ messages | tojson(indent=10 ** 10) }}",
+    "{{ 'x'.zfill(10 ** 11) }}",
+    "{{ 'x\t'.expandtabs(2 ** 31 - 1) * 3 | length }}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(1) }}",
+]
+
+
+@pytest.fixture
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "LIMIT_S", 1.0)
+    monkeypatch.setattr(templates, "KILL_MARGIN_S", 0.0)
+    monkeypatch.setattr(templates, "MEMORY_MIB", 128)
+
+
+@pytest.mark.usefixtures("small_limits")
+@pytest.mark.parametrize("template", UNBOUNDED)
+def test_a_template_takes_neither_all_memory_nor_all_time(tmp_path: Path, template: str) -> None:
+    text = text_with(tmp_path, template)
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began_s = time.monotonic()
+    with pytest.raises(ApiError) as error:
+        text.tokenize_chat(ASK)
+    assert error.value.reason == "invalid_request"
+    assert time.monotonic() - began_s < 20  # hours, without a limit
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 256 << 10
+    text.close()
+
+
+@pytest.mark.usefixtures("small_limits")
+def test_others_are_served_behind_one_that_was_killed(tmp_path: Path) -> None:
+    template = "{% if kill %}{{ 'x'.center(10 ** 10) }}{% endif %}{{ messages[0].content }}"
+    text = text_with(tmp_path, template)
+    for _ in range(2 * templates.PROCESSES):
+        with pytest.raises(ApiError, match="memory"):
+            text.tokenize_chat(ASK, template_arguments={"kill": True})
+        assert text.tokenize_chat(ASK).text_end == "hi"
+    text.close()
+
+
+def test_a_process_that_renders_inherits_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPTYCH_SECRET", "hush")
+    text = ChatTokenizer(CHECKPOINT)
+    text.tokenize_chat(ASK)
+    children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+    renderers = [
+        pid for pid in children if b"templates" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    assert renderers
+    for pid in renderers:
+        assert b"hush" not in Path(f"/proc/{pid}/environ").read_bytes()
+    text.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in renderers[-1:])
+
+
+def test_text_of_any_characters_comes_back_whole() -> None:
+    text = templates.ChatTemplates("{{ messages }}", "")
+    for words in ("\U0001f469\u200d\U0001f4bb", "\ud800 alone", "\x00", "x" * (1 << 20), ""):
+        assert text.render({"messages": words}, tools=False) == words
+    text.close()
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ 'x' | nothing }}", "{{ 1 is nothing }}", "{{ " + "(" * 9999]
+)
+def test_what_is_no_template_is_refused_when_it_is_read(tmp_path: Path, source: str) -> None:
+    with pytest.raises(WeightsError, match="does not compile"):
+        text_with(tmp_path, source)
 
 
 def test_an_honest_template_renders_as_before(tmp_path: Path) -> None:

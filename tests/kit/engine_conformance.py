@@ -10,6 +10,7 @@ scheduler or pool. A broken contract raises `AssertionError`.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ from diptych.engine.engine_like import EngineLike
 from diptych.engine.options import SchedulerLimits
 from diptych.engine.sequence import BlocksFilled, Sequence, SequenceOutput
 from diptych.kv_transfer.identity import block_hashes
-from diptych.protos.frames import AttemptKey, Sampling
+from diptych.protos.frames import AttemptKey, Grammar, Sampling
 
 #: Opens an engine whose pool has so many usable blocks; all that it opens have the same weights.
 OpenWithBlocks = Callable[[SchedulerLimits, int], EngineLike]
@@ -531,7 +532,19 @@ def an_observation_says_what_is_cached_and_what_changed(kit: EngineKit) -> None:
     assert expected - cached_hashes, "nothing was evicted"
 
 
+def grammars_are_compiled_by_other_threads(kit: EngineKit) -> None:
+    """A grammar is there once another thread has compiled it, a wrong one too."""
+    engine = kit.open()
+    for grammar in (Grammar("regex", "[a-z]{2}"), Grammar("regex", "(")):
+        assert not engine.has_grammar(grammar)
+        compiling = threading.Thread(target=engine.compile_grammar, args=(grammar,))
+        compiling.start()
+        compiling.join(60)
+        assert engine.has_grammar(grammar)
+
+
 CHECKS: tuple[Callable[[EngineKit], None], ...] = (
+    grammars_are_compiled_by_other_threads,
     what_peers_and_the_router_ask_is_there,
     engines_of_one_model_are_compatible,
     statistics_have_what_the_metrics_read,

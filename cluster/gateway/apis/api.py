@@ -118,6 +118,7 @@ class Api:
         body = await self._read(http, CompletionRequest)
         terms = http.state.terms
         prompts = body.prompts()
+        self.service.door.check_answers(terms.api_key, len(prompts) * (body.n or 1))
         request_ids = [request_id]
         if len(prompts) > 1:
             request_ids = [f"{request_id[:120]}-{number}" for number in range(len(prompts))]
@@ -256,6 +257,8 @@ class Api:
         return _json(body.response_body(token_ids, text, limits), self._note_ignored(body))
 
     async def detokenize(self, http: HttpRequest) -> Response:
+        http.state.body = await sse.read_body(http)
+        DetokenizeRequest.check_size(http.state.body, self.service.limits)
         body = await self._read(http, DetokenizeRequest)
         text = self.service.text
         self.service.check_model(body.model)

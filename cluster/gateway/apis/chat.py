@@ -227,7 +227,6 @@ class ChatRequest(SamplingParameters):
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     #: What the template is to show the model beside the conversation.
     documents: Annotated[list[dict[str, Any]], Field(max_length=DOCUMENTS_MAX)] | None = None
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None

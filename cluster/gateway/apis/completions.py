@@ -38,6 +38,7 @@ from .schema import ApiBody
 
 PROMPTS_MAX = 64
 DEFAULT_ANSWER_TOKENS = 16  #: OpenAI's default for plain completions.
+OTHER_FIELDS_MAX = 64  #: of a body, beside its ids
 
 PromptIds = Annotated[list[TokenId], Field(min_length=1)]
 PromptList = Annotated[list[str] | list[PromptIds], Field(min_length=1, max_length=PROMPTS_MAX)]
@@ -87,6 +88,14 @@ class CompletionPrompt:
     def model(self) -> str:
         return self.body.model
 
+    @property
+    def cache_salt(self) -> str | None:
+        return self.body.cache_salt
+
+    @property
+    def prompt_cache_key(self) -> str | None:
+        return self.body.prompt_cache_key
+
     def output(self) -> Output:
         return self.body.output()
 
@@ -130,12 +139,12 @@ class CompletionPrompt:
 
 def check_token_ids(token_ids: list[int], tokenizer: ChatTokenizer) -> None:
     """Raise ApiError for an id that the vocabulary does not have."""
-    for token_id in token_ids:
-        if token_id >= tokenizer.vocabulary_size:
-            message = (
-                f"the prompt has the id {token_id}, but ids are below {tokenizer.vocabulary_size}"
-            )
-            raise ApiError("invalid_request", message, "prompt")
+    highest_id = max(token_ids, default=0)
+    if highest_id >= tokenizer.vocabulary_size:
+        message = (
+            f"the prompt has the id {highest_id}, but ids are below {tokenizer.vocabulary_size}"
+        )
+        raise ApiError("invalid_request", message, "prompt")
 
 
 class CompletionShape:
@@ -361,7 +370,20 @@ class DetokenizeRequest(ApiBody):
     model: str = ""
     tokens: list[TokenId]
 
+    @staticmethod
+    def check_size(body: bytes, limits: ModelLimits) -> None:
+        """Raise ApiError for more ids than the model's context has, before they are read.
+
+        Reading a million ids would hold up all answers of the gateway.
+        """
+        elements = body.count(b",")
+        if elements > limits.max_model_len + OTHER_FIELDS_MAX:
+            message = (
+                f"tokens: {elements} ids, more than the model's context of {limits.max_model_len}"
+            )
+            raise ApiError("context_length_exceeded", message, "tokens")
+
     def response_body(self, tokenizer: ChatTokenizer) -> JsonObject:
         """Raises ApiError for an id that the vocabulary does not have."""
         check_token_ids(self.tokens, tokenizer)
-        return {"prompt": tokenizer.decode(self.tokens)}
+        return {"prompt": tokenizer.decode_in_steps(self.tokens)}

@@ -122,7 +122,7 @@ KNOWN_FIELDS: tuple[KnownField, ...] = (
         "the header x-slo-class names a class of service",
         ["auto", "default"],
     ),
-    *_ignored("metadata safety_identifier prompt_cache_key", _COMPLETIONS, _IDENTITY, [{}]),
+    *_ignored("metadata safety_identifier", _COMPLETIONS, _IDENTITY, [{}]),
     *_ignored("prompt_cache_options prompt_cache_retention", _GENERATED, _CACHE_HINT),
     *_ignored("prompt_cache_breakpoint messages.prompt_cache_breakpoint", _CHAT, _CACHE_HINT),
     *_ignored(
@@ -286,7 +286,6 @@ KNOWN_FIELDS: tuple[KnownField, ...] = (
         "templates are the server's; send the rendered prompt to /v1/completions",
     ),
     *_refused("prompt_embeds", _COMPLETIONS, "send text, or token ids", [[]]),
-    *_refused("cache_salt", _GENERATED | _MESSAGES, "all clients of a cluster share its cache"),
     *_refused("kv_transfer_params ec_transfer_params", _GENERATED | _MESSAGES, _OWN_TRANSFER, [{}]),
     *_refused("repetition_detection", _SAMPLED, "use a penalty, stop or max_tokens", [{}]),
     *_refused("return_weight_versions", _SAMPLED, "weights do not change while serving", [False]),

@@ -35,7 +35,7 @@ from .chat import (
     content_branch,
 )
 from .known_fields import ApiName
-from .parameters import ID_MAX, StopString, UnitFraction, to_json
+from .parameters import CACHE_NAME_CHARS_MAX, ID_MAX, StopString, UnitFraction, to_json
 from .schema import ApiBody, BodyPart, is_strict, parse_body
 
 #: Anthropic's error types, by reason, where they differ from OpenAI's.
@@ -261,6 +261,8 @@ class MessagesRequest(CountTokensRequest):
     top_p: UnitFraction | None = None
     top_k: Annotated[int, Field(ge=0, le=ID_MAX)] | None = None
     metadata: _Metadata | None = None
+    #: vLLM's: requests that differ in it share no prefix in the cache.
+    cache_salt: Annotated[str, Field(min_length=1, max_length=CACHE_NAME_CHARS_MAX)] | None = None
 
     def _chat_fields(self, tokenizer: ChatTokenizer) -> JsonObject:
         fields = super()._chat_fields(tokenizer)
@@ -270,6 +272,7 @@ class MessagesRequest(CountTokensRequest):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
+            "cache_salt": self.cache_salt,
         }
         fields |= {name: value for name, value in sampling_fields.items() if value is not None}
         return fields

@@ -26,6 +26,7 @@ STOP_STRING_CHARS_MAX = 1000
 CHOICES_MAX = 1000
 LOGPROB_IDS_MAX = 128
 ALLOWED_IDS_MAX = 4096
+CACHE_NAME_CHARS_MAX = 1024
 KEYS_MAX = 8  #: So many wrong keys are named in an error, each with so many characters:
 KEY_CHARS_MAX = 40
 ID_MAX = 2**31 - 1
@@ -106,6 +107,9 @@ class CommonSamplingFields(ApiBody):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
+    # Requests that differ in one of these share no prefix in the cache. The first one is vLLM's.
+    cache_salt: Annotated[str, Field(min_length=1, max_length=CACHE_NAME_CHARS_MAX)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=CACHE_NAME_CHARS_MAX)] | None = None
 
 
 class SamplingParameters(CommonSamplingFields):

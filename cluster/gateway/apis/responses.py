@@ -105,7 +105,6 @@ class ResponsesRequest(CommonSamplingFields):
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_response_messages: bool = False  #: vLLM's: what the model read and wrote goes along.
 

@@ -282,6 +282,7 @@ class Generator:
             deadline_s=0.0 if placed.prefill_worker else placed.deadline_s,
             resumed_tokens=attempt.resumed_tokens,
             trace=request.trace,
+            cache_partition=attempt_input.cache_partition,
         )
         self.plane.submit(placed.decode_worker, decode)
         if not placed.prefill_worker:
@@ -297,6 +298,7 @@ class Generator:
             deadline_s=placed.deadline_s,
             resumed_tokens=attempt.resumed_tokens,
             trace=request.trace,
+            cache_partition=attempt_input.cache_partition,
         )
         self.plane.submit(placed.prefill_worker, prefill)
 

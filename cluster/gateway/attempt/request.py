@@ -150,6 +150,7 @@ class RequestInput:
     hashes: list[bytes]  #: Of the prompt's blocks, one for each `HASH_TOKENS` ids.
     sampling: frames.Sampling
     salt: bytes = b""  #: The parent of the first hash.
+    cache_partition: bytes = b""  #: What the salt has beside the model (`partitions`).
 
     def continued(self, journal: list[frames.Token]) -> RequestInput:
         """Returns the input of an attempt that goes on behind `journal`: its tokens join the
@@ -162,7 +163,14 @@ class RequestInput:
             hashed_tokens = len(hashes) * HASH_TOKENS
             hashes = hashes + block_hashes(prompt_ids[hashed_tokens:], parent)
         sampling = _without_prompt_logprobs(self.sampling)
-        return RequestInput(self.id, prompt_ids, hashes, sampling, salt=self.salt)
+        return RequestInput(
+            self.id,
+            prompt_ids,
+            hashes,
+            sampling,
+            salt=self.salt,
+            cache_partition=self.cache_partition,
+        )
 
 
 class Request(RequestInput):
@@ -179,11 +187,12 @@ class Request(RequestInput):
         hashes: list[bytes],
         sampling: frames.Sampling,
         salt: bytes = b"",
+        cache_partition: bytes = b"",
         terms: Terms | None = None,
         wire_id: str = "",
         answers: list[Answer] | None = None,
     ) -> None:
-        super().__init__(id, prompt_ids, hashes, sampling, salt=salt)
+        super().__init__(id, prompt_ids, hashes, sampling, salt, cache_partition)
         self.terms = terms or Terms()
         #: The request's id on the wire. It is unique, as clients use their ids again.
         self.wire_id = wire_id or f"{id}~{secrets.token_hex(4)}"
@@ -248,6 +257,7 @@ class Request(RequestInput):
             self.hashes,
             _without_prompt_logprobs(sampling),
             salt=self.salt,
+            cache_partition=self.cache_partition,
             terms=self.terms,
             # The number of attempts makes the id unique: the answer may be taken apart again.
             wire_id=f"{self.wire_id}.{answer_index}.{self.attempt_count}",

@@ -42,6 +42,7 @@ class Terms:
     traceparent: str = ""  #: W3C trace context of the client; empty: it sent none.
     #: On the monotonic clock: when the headers were there, before the body was read.
     arrived_s: float | None = field(default=None, compare=False)
+    api_key: ApiKey | None = field(default=None, compare=False)  #: None: no key is needed.
 
 
 def read_terms(
@@ -59,6 +60,7 @@ def read_terms(
         raise ApiError("invalid_request", message, "x-session-id")
     return Terms(
         tenant=api_key.tenant if api_key else "",
+        api_key=api_key,
         slo_class=_choose_class(get_header("x-slo-class"), api_key, classes),
         ttft_target_s=_read_milliseconds(get_header, "x-slo-ttft-ms") / 1e3,
         itl_target_s=_read_milliseconds(get_header, "x-slo-itl-ms") / 1e3,

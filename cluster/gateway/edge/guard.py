@@ -1,4 +1,4 @@
-"""What every HTTP request passes before its route: its key, its limits, its headers.
+"""What every HTTP request passes before its route: its page, its key, its limits, its headers.
 
 A request passes with its terms in `state.terms`. Its route sees a body that ends in time, or gets
 an error when it reads.
@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..attempt.terms import read_terms
 from ..errors import ApiError
+from .browsers import BrowserPolicy
 from .keys import AccessControl, ApiKey
 from .sse import BODY_MAX
 
@@ -32,7 +33,8 @@ MakeErrorResponse = Callable[[HttpRequest, ApiError], Awaitable[Response]]
 class RequestGuard:
     """ASGI middleware around the routes of a gateway.
 
-    `classes` are those of the configuration, `body_timeout_s` is how long a body may take.
+    `classes` are those of the configuration, `body_timeout_s` is how long a body may take. Without
+    a `browser_policy` any page may ask.
     """
 
     def __init__(
@@ -42,14 +44,19 @@ class RequestGuard:
         classes: Collection[str],
         body_timeout_s: float,
         make_error_response: MakeErrorResponse,
+        browser_policy: BrowserPolicy | None = None,
     ) -> None:
         self._app = app
         self._access_control = access_control
         self._classes = classes
         self._body_timeout_s = body_timeout_s
         self._make_error_response = make_error_response
+        self._browser_policy = browser_policy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close"})  # before it is accepted: the client gets a 403
+            return
         if scope["type"] != "http" or scope["path"] in UNGUARDED_PATHS:
             await self._app(scope, receive, send)
             return
@@ -70,6 +77,10 @@ class RequestGuard:
         if headers_bytes > HEADERS_MAX:
             message = f"the headers have {headers_bytes} bytes, the limit is {HEADERS_MAX}"
             raise ApiError("headers_too_large", message)
+        if headers.get("upgrade", "").lower() == "websocket":
+            raise ApiError("invalid_request", "no WebSockets here: use HTTP, with stream: true")
+        if self._browser_policy:
+            self._browser_policy.check(headers.get("host"), headers.get("origin"))
         api_key = self._access_control.authenticate(
             headers.get("authorization"), headers.get("x-api-key"), arrived_s
         )

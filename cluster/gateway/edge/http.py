@@ -7,7 +7,6 @@ error is a response in the shape of the API that was called.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -27,6 +26,7 @@ from ..apis.openapi import openapi_document
 from ..apis.schema import REQUEST_ID_PATTERN
 from ..errors import ApiError
 from ..service import GatewayService
+from .browsers import BrowserPolicy
 from .guard import RequestGuard
 
 log = logging.getLogger(__name__)
@@ -81,28 +81,31 @@ def build_app(gateway: GatewayService) -> ASGIApp:
         ClientDisconnect: _client_left_response,
         Exception: _internal_error_response,
     }
+    browser_policy = BrowserPolicy(gateway.config.gateway)
     app = Starlette(routes=routes, exception_handlers=exception_handlers)  # type: ignore[arg-type]
     guarded_app = RequestGuard(
         app,
         access_control=gateway.door,
+        browser_policy=browser_policy,
         classes=gateway.classes,
         body_timeout_s=gateway.config.gateway.body_timeout_s,
         make_error_response=counted_error_response,
     )
-    return _open_to_pages(guarded_app, gateway.config.gateway.cors_origins)
+    return _open_to_pages(guarded_app, browser_policy)
 
 
-def _open_to_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Return `app`, whose answers pages of these origins may read.
+def _open_to_pages(app: ASGIApp, browser_policy: BrowserPolicy) -> ASGIApp:
+    """Return `app`, whose answers pages may read as far as the policy lets them.
 
     Browsers ask before they send a key, so the question itself (`OPTIONS`) needs none. Cookies and
     the like never count: no answer is opened to a page that has no key where one is needed.
     """
-    if not origins:
+    cors_arguments = browser_policy.cors_arguments()
+    if cors_arguments is None:
         return app
     return CORSMiddleware(
         app,
-        allow_origins=origins,
+        **cors_arguments,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         allow_credentials=False,

@@ -21,6 +21,7 @@ import math
 import os
 import secrets
 import tempfile
+import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,8 @@ class ApiKey(BaseModel):
     classes: tuple[KeyWord, ...] = ()  #: Classes that a request may name. Empty: all.
     requests_per_min: Annotated[int, Field(ge=1)] | None = None
     concurrency: Annotated[int, Field(ge=1)] | None = None
+    #: Keys of one group share the prefix cache. None: the key shares it with its tenant only.
+    cache_group: KeyWord | None = None
 
 
 class Keyring(BaseModel):
@@ -90,47 +93,82 @@ class Keyring(BaseModel):
 class KeyUsage:
     """What one key has used of its limits: a bucket that leaks `requests_per_min` a minute."""
 
-    bucket_requests: float = 0.0  #: Requests in the bucket, as of `updated_at_s`.
+    bucket_answers: float = 0.0  #: Answers in the bucket, as of `updated_at_s`.
     updated_at_s: float = 0.0
-    running: int = 0
+    open_calls: int = 0
+    running_answers: int = 0  #: Answers that are generated, whether or not anybody reads them.
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.open_calls and not self.running_answers
 
 
 class KeyLimiter:
-    """Holds each key to its limits of rate and concurrency."""
+    """Holds each key to its limits of rate and concurrency.
+
+    A call counts while it is open. Its answers count while they are generated, and that can be for
+    longer: a client may hang up and have its answer kept. A call has as many answers as prompts
+    times `n`. A call alone takes one place in the bucket, and each further answer another one.
+    """
 
     def __init__(self) -> None:
         self._usage_by_id: dict[str, KeyUsage] = {}
 
-    def enter(self, key: ApiKey, now: float) -> None:
-        """Count one more running request, until `leave`. Raises ApiError above a limit."""
+    def open_call(self, key: ApiKey, now: float) -> None:
+        """Count one more open call, until `close_call`. Raises ApiError above a limit."""
         usage = self._usage_by_id.setdefault(key.id, KeyUsage())
-        if key.concurrency and usage.running >= key.concurrency:
-            message = f"this key has {usage.running} requests running, its limit"
+        if key.concurrency and usage.open_calls >= key.concurrency:
+            message = f"this key has {usage.open_calls} calls open, its limit"
             raise ApiError("rate_limited", message)
-        if key.requests_per_min:
-            requests_per_s = key.requests_per_min / 60
-            leaked_requests = (now - usage.updated_at_s) * requests_per_s
-            usage.bucket_requests = max(0.0, usage.bucket_requests - leaked_requests)
-            usage.updated_at_s = now
-            excess_requests = usage.bucket_requests + 1 - key.requests_per_min
-            if excess_requests > 0:
-                message = f"this key may make {key.requests_per_min} requests a minute"
-                wait_s = math.ceil(excess_requests / requests_per_s)
-                raise ApiError("rate_limited", message, retry_after_s=wait_s)
-            usage.bucket_requests += 1
-        usage.running += 1
+        _fill_bucket(key, usage, 1, now)
+        usage.open_calls += 1
 
-    def leave(self, key: ApiKey) -> None:
-        """Count a request that `enter` counted as ended."""
-        self._usage_by_id[key.id].running -= 1
+    def close_call(self, key: ApiKey) -> None:
+        """Count a call that `open_call` counted as over."""
+        self._usage_by_id[key.id].open_calls -= 1
+
+    def begin_answers(self, key: ApiKey, count: int, now: float) -> None:
+        """Count answers as generated, until `end_answers`. Raises ApiError above a limit.
+
+        One of them is in the bucket already, as a call.
+        """
+        usage = self._usage_by_id.setdefault(key.id, KeyUsage())
+        if key.concurrency and usage.running_answers + count > key.concurrency:
+            message = (
+                f"this key may have {key.concurrency} answers generated at a time; "
+                f"{usage.running_answers} are, and this call asks for {count} more"
+            )
+            raise ApiError("rate_limited", message)
+        _fill_bucket(key, usage, count - 1, now)
+        usage.running_answers += count
+
+    def end_answers(self, key: ApiKey, count: int) -> None:
+        """Count answers that `begin_answers` counted as over."""
+        self._usage_by_id[key.id].running_answers -= count
 
     def forget_all_but(self, key_ids: Collection[str]) -> None:
         """Forget keys that the file no longer has, once none of their requests is running."""
         self._usage_by_id = {
             key_id: usage
             for key_id, usage in self._usage_by_id.items()
-            if key_id in key_ids or usage.running
+            if key_id in key_ids or not usage.is_idle
         }
+
+
+def _fill_bucket(key: ApiKey, usage: KeyUsage, count: int, now: float) -> None:
+    """Let the key's bucket leak until `now`, and put `count` more into it. Raises ApiError."""
+    if not key.requests_per_min:
+        return
+    answers_per_s = key.requests_per_min / 60
+    leaked_answers = max(0.0, now - usage.updated_at_s) * answers_per_s
+    usage.bucket_answers = max(0.0, usage.bucket_answers - leaked_answers)
+    usage.updated_at_s = max(usage.updated_at_s, now)
+    excess_answers = usage.bucket_answers + count - key.requests_per_min
+    if count and excess_answers > 0:
+        message = f"this key may ask for {key.requests_per_min} answers a minute"
+        wait_s = math.ceil(excess_answers / answers_per_s)
+        raise ApiError("rate_limited", message, retry_after_s=wait_s)
+    usage.bucket_answers += count
 
 
 class FileVersion(NamedTuple):
@@ -197,18 +235,42 @@ class AccessControl:
 
     @contextlib.contextmanager
     def admit(self, key: ApiKey | None, now: float) -> Iterator[None]:
-        """Count a request as running for as long as the context is open.
+        """Count a call as open for as long as the context is.
 
         Raises ApiError above one of the key's limits.
         """
         if key is None:
             yield
             return
-        self._limiter.enter(key, now)
+        self._limiter.open_call(key, now)
         try:
             yield
         finally:
-            self._limiter.leave(key)
+            self._limiter.close_call(key)
+
+    @contextlib.contextmanager
+    def generating(self, key: ApiKey | None, answers: int) -> Iterator[None]:
+        """Count answers as generated for as long as the context is open.
+
+        Raises ApiError above one of the key's limits.
+        """
+        if key is None:
+            yield
+            return
+        self._limiter.begin_answers(key, answers, time.monotonic())
+        try:
+            yield
+        finally:
+            self._limiter.end_answers(key, answers)
+
+    def check_answers(self, key: ApiKey | None, answers: int) -> None:
+        """Raise ApiError if a call asks for more answers than its key may ever have."""
+        if key is None:
+            return
+        limits = [limit for limit in (key.concurrency, key.requests_per_min) if limit]
+        if limits and answers > min(limits):
+            message = f"this key may ask for {min(limits)} answers in a call, not for {answers}"
+            raise ApiError("forbidden", message)
 
     def _read_if_changed(self, path: Path, now: float) -> None:
         if now - self._checked_at_s < FILE_CHECK_INTERVAL_S:
@@ -251,6 +313,7 @@ def add_key(
     classes: tuple[str, ...] = (),
     requests_per_min: int | None = None,
     concurrency: int | None = None,
+    cache_group: str | None = None,
 ) -> tuple[ApiKey, str]:
     """Add a key to the file, which is made if it is missing.
 
@@ -271,6 +334,7 @@ def add_key(
                 classes=classes,
                 requests_per_min=requests_per_min,
                 concurrency=concurrency,
+                cache_group=cache_group,
             )
         except ValidationError as error:
             finding = error.errors(include_url=False)[0]

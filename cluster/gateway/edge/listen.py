@@ -98,6 +98,7 @@ class HttpListener:
         config = uvicorn.Config(
             with_request_id(app),
             http=HeaderLimitProtocol,
+            ws="none",  # an upgrade is a request like others, which the guard refuses
             log_config=None,
             access_log=False,
             server_header=False,
@@ -135,6 +136,7 @@ def with_request_id(app: ASGIApp) -> ASGIApp:
 
     async def app_with_request_id(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
+            await app(scope, receive, send)
             return
         headers = scope["headers"]
         request_id = next((value for name, value in headers if name == REQUEST_ID_HEADER), b"")

@@ -9,7 +9,8 @@ Python, files or the network. This one also bounds
   the request.
 
 It does not bound memory: a template can still make a huge text with `~` or by padding, and one
-such step is not interrupted by the clock. A checkpoint that may do that should not be served.
+such step is not interrupted by the clock. So templates run in processes with limits (`templates`);
+this sandbox says in clear words what went wrong, where it can.
 """
 
 from __future__ import annotations

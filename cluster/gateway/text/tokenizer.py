@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jinja2
-import jinja2.meta
 from tokenizers import Encoding, Tokenizer
 
 from ....engine.errors import WeightsError
 from ....engine.spec import read_json
 from ..errors import ApiError
 from .detokenizer import LibraryDetokenizer, PieceDetokenizer
-from .sandbox import TemplateSandbox
+from .limited import RefusedError
+from .templates import ChatTemplates
 
 log = logging.getLogger(__name__)
 
@@ -43,15 +43,6 @@ GATEWAY_VARIABLES = {
     "eos_token",
     "pad_token",
 }
-#: What a chat template raises for input that it does not like.
-TEMPLATE_ERRORS = (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    ArithmeticError,
-    RecursionError,
-)
 TEMPLATE_ERROR_CHARS_MAX = 300
 #: Markers that the gateway looks for in answers. A checkpoint may call them special tokens; they
 #: are text all the same.
@@ -59,6 +50,7 @@ MARKERS = {"<tool_call>", "</tool_call>", "<think>", "</think>"}
 #: Stands behind the content of a message that is to be continued while a template is rendered. A
 #: template that strips contents takes the last space away.
 OPEN_END_MARK = "<|open-end-of-the-last-message|> "
+DECODED_AT_ONCE = 2048  #: ids; more of them would hold up other threads
 PROMPT_END_CHARS = 64  #: Enough of a prompt's end to see what the answer begins in.
 
 
@@ -107,10 +99,19 @@ class ChatTokenizer:
 
         #: Sources of the templates for chats without and with tools. Empty: there is none.
         self.template, self.tool_template = self._find_templates(folder, template_path)
-        self.template_variables: set[str] = set()  #: Variables that either template reads.
-        self._sandbox = TemplateSandbox()
-        self._chat_template = self._compile(self.template)
-        self._compiled_tool_template = self._compile(self.tool_template)
+        try:
+            self._templates = ChatTemplates(self.template, self.tool_template)
+        except jinja2.TemplateError as error:
+            raise WeightsError(f"the chat template does not compile: {error}") from None
+        self.template_variables = self._templates.variables  #: Those that either template reads.
+
+    def start(self) -> None:
+        """Start what renders templates, so that the first conversation need not wait for it."""
+        self._templates.start()
+
+    def close(self) -> None:
+        """End what renders templates."""
+        self._templates.close()
 
     def _find_templates(self, folder: Path, template_path: Path | None) -> tuple[str, str]:
         """Return the sources of the templates for chats without and with tools."""
@@ -127,16 +128,6 @@ class ChatTokenizer:
             default = templates.get("default", "")
             return default, templates.get("tool_use", default)
         return template or "", template or ""
-
-    def _compile(self, source: str) -> jinja2.Template | None:
-        if not source:
-            return None
-        try:
-            parsed = self._sandbox.parse(source)
-            self.template_variables |= jinja2.meta.find_undeclared_variables(parsed)
-            return self._sandbox.from_string(source)
-        except jinja2.TemplateError as error:
-            raise WeightsError(f"the chat template does not compile: {error}") from None
 
     @property
     def knows_developers(self) -> bool:
@@ -160,8 +151,8 @@ class ChatTokenizer:
         the tokenizer puts around a text, though templates have it already. Raises ApiError if the
         template refuses the conversation.
         """
-        template = self._compiled_tool_template if tools else self._chat_template
-        if template is None:
+        has_tools = bool(tools)
+        if not self._templates.has(tools=has_tools):
             raise ApiError("invalid_request", "this model has no chat template")
         if tools and "tools" not in self.template_variables:
             message = "tools: this model's chat template has no place for them"
@@ -176,8 +167,8 @@ class ChatTokenizer:
             "pad_token": self._special_token("pad_token"),
         }
         try:
-            text = self._sandbox.render(template, variables)
-        except TEMPLATE_ERRORS as error:
+            text = self._templates.render(variables, tools=has_tools)
+        except RefusedError as error:
             cause = " ".join(str(error).split())[:TEMPLATE_ERROR_CHARS_MAX]
             message = f"the model's chat template refuses this: {cause}"
             raise ApiError("invalid_request", message, "messages") from None
@@ -215,6 +206,16 @@ class ChatTokenizer:
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of ids, with the special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def decode_in_steps(self, token_ids: list[int]) -> str:
+        """Return the same text, and let other threads run meanwhile.
+
+        The library decodes without letting go of the interpreter: 1 us an id.
+        """
+        if len(token_ids) <= DECODED_AT_ONCE:
+            return self.decode(token_ids)
+        detokenizer = self.detokenizer(specials=True)
+        return detokenizer.feed(token_ids) + detokenizer.flush()
 
     def token_text(self, token_id: int) -> str:
         """Return what `decode` makes of this id alone."""

@@ -103,9 +103,14 @@ grpc_port: 9001
 key_file: /etc/diptych/admin
 {{- end }}
 
-{{/* What Kubernetes decides of the gateways: Serve's proxies listen; keys come from a Secret. */}}
+{{/* What Kubernetes decides of the gateways: Serve's proxies listen, under the Service's names and
+     those of config.gateway.hosts; keys come from a Secret. */}}
 {{- define "diptych.gateway" -}}
+{{- $service := printf "%s-serve-svc" .Release.Name -}}
+{{- $inNamespace := printf "%s.%s" $service .Release.Namespace -}}
+{{- $own := list $service $inNamespace (printf "%s.svc" $inNamespace) (printf "%s.svc.cluster.local" $inNamespace) -}}
 listen: serve
+hosts: {{ concat $own (dig "gateway" "hosts" list .Values.config) | toJson }}
 {{- if .Values.gateway.keysSecret }}
 api_keys_file: /etc/diptych/keys/keys.yaml
 {{- end }}

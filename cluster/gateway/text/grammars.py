@@ -1,0 +1,98 @@
+"""Whether a grammar compiles, found out in a process with limits (`limited`).
+
+A grammar of a few hundred characters can take minutes to compile, and nothing in a thread can stop
+that. So the gateway compiles each one first, and refuses what goes beyond a limit. Workers compile
+it again, where it is known to take seconds at most. The grammars seen last are remembered.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from ....protos.frames import Grammar
+from ..errors import ApiError
+from .limited import LimitedProcesses, OverLimitError, ProcessLimits, RefusedError, serve
+
+COMPILE_LIMIT_S = 5.0
+MEMORY_MIB = 1024  #: The stack that compiling recurses on takes 256 of them.
+REPLY_BYTES = 1 << 10
+PROCESSES = 1
+REMEMBERED = 1024  #: grammars, each of at most 64 Ki characters
+
+
+class GrammarChecks:
+    """The grammars of the checkpoint in `folder`. Any thread may check one."""
+
+    def __init__(self, folder: Path) -> None:
+        limits = ProcessLimits(COMPILE_LIMIT_S, MEMORY_MIB, REPLY_BYTES)
+        setup = json.dumps(str(folder.resolve())).encode()
+        self._processes = LimitedProcesses(__name__, setup, limits, PROCESSES)
+        #: Why each grammar is refused, those used last at the end; empty: it compiles.
+        self._refusals: OrderedDict[bytes, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def is_known(self, grammar: Grammar) -> bool:
+        """Return whether `check` takes no time."""
+        return _key_of(grammar) in self._refusals
+
+    def check(self, grammar: Grammar) -> None:
+        """Raise ApiError for a grammar that does not compile within the limits."""
+        key = _key_of(grammar)
+        with self._lock:
+            refusal = self._refusals.get(key)
+        if refusal is None:
+            refusal = self._compile(grammar)
+        with self._lock:
+            self._refusals[key] = refusal
+            self._refusals.move_to_end(key)
+            if len(self._refusals) > REMEMBERED:
+                self._refusals.popitem(last=False)
+        if refusal:
+            raise ApiError("invalid_request", refusal)
+
+    def _compile(self, grammar: Grammar) -> str:
+        """Return why the grammar is refused; empty if it compiles."""
+        try:
+            self._processes.ask(msgspec.msgpack.encode(grammar))
+        except OverLimitError as error:
+            return f"invalid grammar: {error}"
+        except RefusedError as error:
+            return str(error)
+        return ""
+
+    def close(self) -> None:
+        self._processes.close()
+
+
+def _key_of(grammar: Grammar) -> bytes:
+    return blake2b(msgspec.msgpack.encode(grammar), digest_size=32).digest()
+
+
+def _make_compiler(setup: bytes) -> Callable[[bytes], bytes]:
+    """Read the checkpoint, and return what compiles a grammar for it. This runs in a process."""
+    from ....engine.grammar import GrammarCompiler
+    from ....engine.spec import read_spec
+
+    folder = Path(json.loads(setup))
+    spec = read_spec(folder)
+    compiler = GrammarCompiler(folder, spec.vocab, spec.eos_ids)
+    # What reads the tokenizer, and takes threads, memory and time of its own.
+    compiler.prepare(Grammar("json_object"))
+
+    def compile_grammar(request: bytes) -> bytes:
+        grammar = msgspec.msgpack.decode(request, type=Grammar)
+        compiler.matcher(grammar, spec.eos_ids)
+        return b""
+
+    return compile_grammar
+
+
+if __name__ == "__main__":
+    serve(_make_compiler)

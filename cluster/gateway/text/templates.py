@@ -1,0 +1,99 @@
+"""Chat templates, rendered in processes of their own (`limited`).
+
+A template comes with a checkpoint, from a stranger, and one operation of it can take any amount of
+memory or time (`'%99999999d' % 1`, `center`, `a ~ a` in a loop). The gateway only parses it, which
+takes time by its length; compiling already computes constants, so that happens in the process too.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jinja2
+import jinja2.meta
+import jinja2.nodes
+
+from .limited import LimitedProcesses, ProcessLimits, serve
+from .sandbox import LIMIT_CHARS, LIMIT_S, TemplateSandbox
+
+#: A rendering over its limit of time ends by itself where it can, and says so. Else it is killed.
+KILL_MARGIN_S = 1.0
+MEMORY_MIB = 512  #: Of one process, beyond Python's own.
+BYTES_PER_CHARACTER = 4
+SOURCE_CHARS_MAX = 1 << 20  #: Of a template.
+PROCESSES = 2  #: As many conversations are rendered at a time.
+
+
+class ChatTemplates:
+    """The templates of a checkpoint for chats without and with tools; empty sources: there is none.
+
+    Raises TemplateError for a source that is no template.
+    """
+
+    def __init__(self, source: str, tool_source: str) -> None:
+        self._sources = [source, tool_source]
+        self.variables: set[str] = set()  #: Variables that either template reads.
+        sandbox = TemplateSandbox()
+        for text in {source, tool_source}:
+            self.variables |= _check(sandbox, text)
+        limits = ProcessLimits(
+            request_s=LIMIT_S + KILL_MARGIN_S,
+            memory_mib=MEMORY_MIB,
+            reply_bytes=LIMIT_CHARS * BYTES_PER_CHARACTER,
+        )
+        setup = json.dumps(self._sources).encode()
+        self._processes = LimitedProcesses(__name__, setup, limits, PROCESSES)
+
+    def start(self) -> None:
+        """Start a process, so that the first conversation need not wait for one."""
+        if any(self._sources):
+            self._processes.start()
+
+    def close(self) -> None:
+        self._processes.close()
+
+    def has(self, *, tools: bool) -> bool:
+        """Return whether there is a template for chats with, or without, tools."""
+        return bool(self._sources[tools])
+
+    def render(self, variables: Mapping[str, Any], *, tools: bool) -> str:
+        """Return the text of a conversation. Raises RefusedError."""
+        request = pickle.dumps((tools, variables), protocol=pickle.HIGHEST_PROTOCOL)
+        return self._processes.ask(request).decode("utf-8", "surrogatepass")
+
+
+def _check(sandbox: TemplateSandbox, source: str) -> set[str]:
+    """Return the variables that a template reads. Raises TemplateError."""
+    if len(source) > SOURCE_CHARS_MAX:
+        raise jinja2.TemplateError(f"it has more than {SOURCE_CHARS_MAX} characters")
+    try:
+        tree = sandbox.parse(source)
+        for node in tree.find_all((jinja2.nodes.Filter, jinja2.nodes.Test)):
+            is_filter = isinstance(node, jinja2.nodes.Filter)
+            known_names = sandbox.filters if is_filter else sandbox.tests
+            if node.name not in known_names:
+                kind = "filter" if is_filter else "test"
+                raise jinja2.TemplateError(f"no {kind} named {node.name!r}")
+        return jinja2.meta.find_undeclared_variables(tree)
+    except RecursionError:
+        raise jinja2.TemplateError("it is nested too deeply") from None
+
+
+def _make_renderer(setup: bytes) -> Callable[[bytes], bytes]:
+    """Compile the templates, and return what renders a conversation. This runs in a process."""
+    sandbox = TemplateSandbox()
+    templates = [sandbox.from_string(source) for source in json.loads(setup)]
+
+    def render(request: bytes) -> bytes:
+        tools, variables = pickle.loads(request)  # the gateway's own: nobody else writes here
+        text = sandbox.render(templates[tools], variables)
+        return text.encode("utf-8", "surrogatepass")
+
+    return render
+
+
+if __name__ == "__main__":
+    serve(_make_renderer)

@@ -1,0 +1,126 @@
+"""Attempts whose grammar is being compiled: they begin when it is.
+
+Compiling takes milliseconds, and seconds for a grammar that somebody made to be slow. The engine's
+thread would hold up every sequence meanwhile, so other threads compile. Gateways have compiled the
+grammar before, within limits of time and memory (`cluster/gateway/text/grammars.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ...engine.engine_like import EngineLike
+from ...protos import frames
+
+log = logging.getLogger(__name__)
+
+COMPILE_LIMIT_S = 30.0  #: for an attempt to wait for its grammar
+THREADS = 2  #: grammars that are compiled at a time
+
+StartFrame: TypeAlias = frames.StartPrefill | frames.StartDecode
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingAttempt:
+    """An attempt whose grammar is not compiled yet."""
+
+    gateway: str
+    frame: StartFrame
+    refusal: asyncio.TimerHandle  #: Refuses the attempt when it has waited too long.
+
+
+class GrammarQueue:
+    """The attempts of one worker that wait for their grammars. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        engine: EngineLike,
+        begin: Callable[[str, StartFrame], None],
+        refuse: Callable[[str, frames.AttemptKey, str], None],
+    ) -> None:
+        self._engine = engine
+        self._begin = begin
+        self._refuse = refuse
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[frames.AttemptKey, WaitingAttempt] = {}
+        #: Grammars that no thread has begun, each once, and those that threads compile.
+        self._queue: deque[frames.Grammar] = deque()
+        self._compiling: set[frames.Grammar] = set()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def begin_when_compiled(self, gateway: str, frame: StartFrame) -> None:
+        """Begin the attempt now, or once its grammar is compiled. A duplicate changes nothing."""
+        grammar = frame.sampling.grammar
+        if grammar is None or self._engine.has_grammar(grammar):
+            self._begin(gateway, frame)
+            return
+        if frame.attempt_key in self._waiting:
+            return
+        refusal = self._loop.call_later(COMPILE_LIMIT_S, self._give_up, frame.attempt_key)
+        self._waiting[frame.attempt_key] = WaitingAttempt(gateway, frame, refusal)
+        if grammar not in self._compiling and grammar not in self._queue:
+            self._queue.append(grammar)
+            self._compile_next()
+
+    def forget(self, attempt_key: frames.AttemptKey) -> WaitingAttempt | None:
+        """Take out an attempt that shall not begin, and return it; None if it does not wait."""
+        attempt = self._waiting.pop(attempt_key, None)
+        if attempt is not None:
+            attempt.refusal.cancel()
+        return attempt
+
+    def forget_all(self) -> list[WaitingAttempt]:
+        """Take out all attempts."""
+        forgotten = [self.forget(key) for key in list(self._waiting)]
+        return [attempt for attempt in forgotten if attempt is not None]
+
+    def forget_gateway(self, gateway: str) -> None:
+        """Take out the attempts of a gateway that is gone."""
+        for key, attempt in list(self._waiting.items()):
+            if attempt.gateway == gateway:
+                self.forget(key)
+
+    def _give_up(self, attempt_key: frames.AttemptKey) -> None:
+        attempt = self.forget(attempt_key)
+        if attempt is not None:
+            reason = f"the grammar takes more than {COMPILE_LIMIT_S:g} s to compile"
+            self._refuse(attempt.gateway, attempt_key, reason)
+
+    def _compile_next(self) -> None:
+        """Let a thread compile the next grammar, if one is free."""
+        if not self._queue or len(self._compiling) >= THREADS:
+            return
+        grammar = self._queue.popleft()
+        if not self._is_awaited(grammar):
+            self._compile_next()
+            return
+        self._compiling.add(grammar)
+        # A thread of its own, as nothing waits for it when the process ends.
+        threading.Thread(target=self._compile, args=(grammar,), daemon=True).start()
+
+    def _compile(self, grammar: frames.Grammar) -> None:
+        try:
+            self._engine.compile_grammar(grammar)
+        except Exception:
+            log.exception("a grammar of %d characters does not compile", len(grammar.text))
+        self._loop.call_soon_threadsafe(self._compiled, grammar)
+
+    def _compiled(self, grammar: frames.Grammar) -> None:
+        """Begin what waited for this grammar; where it is wrong, the engine says so."""
+        self._compiling.discard(grammar)
+        for key, attempt in list(self._waiting.items()):
+            if attempt.frame.sampling.grammar == grammar:
+                self.forget(key)
+                self._begin(attempt.gateway, attempt.frame)
+        self._compile_next()
+
+    def _is_awaited(self, grammar: frames.Grammar) -> bool:
+        return any(attempt.frame.sampling.grammar == grammar for attempt in self._waiting.values())

@@ -13,14 +13,17 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt deploy/install.sh
 serve: $(VENV)/.installed-serve
 	@exec $(BIN)/diptych serve $(ARGS)
 
-test: install build/litellm
+test: install build/litellm build/quick-clients
 	$(BIN)/python -m pytest -m "not slow and not long" $(ARGS)
 
 test-all: test
 	$(BIN)/python -m pytest -m "slow and not long" $(ARGS)
 
-# A client for tests/cluster/test_sdks.py, which skips without it. It wants an older openai than ours.
-build/litellm: tests/support/litellm.txt | install
+# Clients for tests/cluster/test_sdks.py and test_clients.py, which skip without them. litellm wants an older openai than
+# ours; the others lack a few packages only.
+build/litellm: tests/support/litellm.txt
+build/quick-clients: tests/support/quick_clients.txt
+build/litellm build/quick-clients: | install
 	@rm -rf $@
 	-$(BIN)/python -m pip --disable-pip-version-check -q install --no-deps --target $@ -r $<
 	@[ ! -d $@ ] || touch $@

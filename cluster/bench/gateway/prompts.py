@@ -102,7 +102,7 @@ async def _prepare(text: ChatTokenizer, bodies: list[bytes], lanes: int) -> Prep
 
 def _new_prompts(text: ChatTokenizer, generator: random.Random) -> Iterator[bytes]:
     """Yield bodies with one message whose text was never seen."""
-    words = _words(text)
+    words = tokenizer_words(text)
     while True:
         content = prose(words, generator, PROMPT_TOKENS)
         yield _body([{"role": "user", "content": content}])
@@ -110,7 +110,7 @@ def _new_prompts(text: ChatTokenizer, generator: random.Random) -> Iterator[byte
 
 def _next_turns(text: ChatTokenizer, generator: random.Random) -> Iterator[bytes]:
     """Yield bodies with a conversation whose turns were all tokenized before, except the last."""
-    words = _words(text)
+    words = tokenizer_words(text)
     messages_count = PROMPT_TOKENS // TURN_TOKENS - 1
     while True:
         messages = [
@@ -138,7 +138,7 @@ def prose(words: list[str], generator: random.Random, tokens: int) -> str:
     return "".join(pieces)
 
 
-def _words(text: ChatTokenizer) -> list[str]:
+def tokenizer_words(text: ChatTokenizer) -> list[str]:
     """Return the tokenizer's pieces that are a space and letters."""
     pieces = [
         text.token_text(token_id) for token_id in range(min(text.vocabulary_size, WORDS_LIMIT))

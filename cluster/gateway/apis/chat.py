@@ -122,7 +122,7 @@ class ChatMessage(BodyPart):
 
     @model_validator(mode="after")
     def _check_role(self, info: ValidationInfo) -> ChatMessage:
-        if is_strict(info) and self.role not in PUBLISHED_ROLES:
+        if self.role not in PUBLISHED_ROLES and is_strict(info):
             raise ValueError(f"role must be one of {', '.join(PUBLISHED_ROLES)}")
         if self.content is None and self.role != "assistant":
             raise ValueError(f"a message of role {self.role} needs content")
@@ -230,7 +230,8 @@ class ChatRequest(SamplingParameters):
     #: What the template is to show the model beside the conversation.
     documents: Annotated[list[dict[str, Any]], Field(max_length=DOCUMENTS_MAX)] | None = None
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
-    add_generation_prompt: bool = True  #: vLLM's: the prompt ends where an answer begins.
+    #: vLLM's: the prompt ends where an answer begins. None: it does, unless a message is continued.
+    add_generation_prompt: bool | None = None
     continue_final_message: bool = False  #: vLLM's: the answer continues the last message.
     add_special_tokens: bool = False  #: vLLM's: those that the tokenizer puts around a text, too.
     include_reasoning: bool = True  #: vLLM's: False leaves it out of the answer.
@@ -275,19 +276,18 @@ class ChatRequest(SamplingParameters):
             raise ApiError("invalid_request", "top_logprobs needs logprobs: true", "top_logprobs")
         check_stream_options(self.stream_options, self.stream)
         check_prompt_logprobs(self, self.stream)
-        begins_message = (
-            self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
-        )
-        if self.continue_final_message and begins_message:
+        if self.continue_final_message and self.add_generation_prompt:
             message = "add_generation_prompt begins a message; continue_final_message does not"
             raise ApiError("invalid_request", message, "continue_final_message")
         self._check_tools(tokenizer)
         self._check_template_arguments(tokenizer)
-        messages = self._template_messages(tokenizer)
         documents_chars = len(to_json(self.documents)) if self.documents else 0
-        check_conversation_length(messages, limits, documents_chars)
+        message_chars = sum([len(message.text) for message in self.messages])
+        check_prompt_length(message_chars + documents_chars, limits)
 
     def _check_tools(self, tokenizer: ChatTokenizer) -> None:
+        if not self.tools and self.tool_choice is None:
+            return
         names = [tool.function.name for tool in self.tools or []]
         if len(set(names)) < len(names):
             raise ApiError("invalid_request", "two tools have the same name", "tools")
@@ -303,7 +303,7 @@ class ChatRequest(SamplingParameters):
 
     def _check_template_arguments(self, tokenizer: ChatTokenizer) -> None:
         """Note, or refuse if the gateway is strict, what the template has no variable for."""
-        settable_variables = frozenset(tokenizer.template_variables - GATEWAY_VARIABLES)
+        settable_variables = tokenizer.settable_variables
         for name in self.chat_template_kwargs or {}:
             if name in settable_variables:
                 continue
@@ -341,7 +341,8 @@ class ChatRequest(SamplingParameters):
         }
 
     def _template_messages(self, tokenizer: ChatTokenizer) -> list[JsonObject]:
-        return [message.template_message(tokenizer.knows_developers) for message in self.messages]
+        knows_developers = tokenizer.knows_developers
+        return [message.template_message(knows_developers) for message in self.messages]
 
     def prompt(self, tokenizer: ChatTokenizer) -> TokenizedPrompt:
         """Render and tokenize the conversation, which `check` has accepted. Raises ApiError.
@@ -368,7 +369,7 @@ class ChatRequest(SamplingParameters):
     def _prompt_ending(self) -> PromptEnding:
         if self.continue_final_message:
             return PromptEnding.OPEN_MESSAGE
-        return PromptEnding.ANSWER if self.add_generation_prompt else PromptEnding.CLOSED
+        return PromptEnding.CLOSED if self.add_generation_prompt is False else PromptEnding.ANSWER
 
     def sampling(
         self, tokenizer: ChatTokenizer, request_id: str, prompt_tokens: int, limits: ModelLimits
@@ -391,13 +392,15 @@ class ChatRequest(SamplingParameters):
         an answer that may be either is a text of that format or calls. Raises ApiError if another
         grammar would bind required calls.
         """
+        if not self.usable_tools:
+            return None
         tool_format = tool_format_of(tokenizer.tool_template)
+        if tool_format is None:
+            return None
         body_grammar = grammar_of(self)
         binds_text_only = body_grammar is not None and body_grammar == grammar_of_response_format(
             self.response_format
         )
-        if tool_format is None or not self.usable_tools:
-            return None
         if not self.call_required and not binds_text_only:
             return None
         if body_grammar is not None and not binds_text_only:
@@ -448,17 +451,6 @@ def _thinks(tokenizer: ChatTokenizer) -> bool:
     """Return whether the model was trained to think: its marker is in template and vocabulary."""
     marker_id = tokenizer.tokenizer.token_to_id(THINK_OPEN)
     return THINK_OPEN in tokenizer.template and marker_id is not None
-
-
-def check_conversation_length(
-    messages: list[JsonObject], limits: ModelLimits, documents_chars: int = 0
-) -> None:
-    """Raise ApiError for messages and documents that are too long, whatever their tokens are.
-
-    To find out by tokenizing would take seconds.
-    """
-    message_chars = sum(len(message["content"]) for message in messages)
-    check_prompt_length(message_chars + documents_chars, limits)
 
 
 def check_prompt_length(prompt_chars: int, limits: ModelLimits) -> None:

@@ -317,7 +317,7 @@ class TokenizeRequest(ApiBody):
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None  #: As of a chat.
     continue_final_message: bool = False
 
     def check(self, tokenizer: ChatTokenizer, limits: ModelLimits) -> None:
@@ -332,7 +332,7 @@ class TokenizeRequest(ApiBody):
     def _as_chat(self) -> ChatRequest:
         """Return the chat with the same messages, which notes here what it ignores."""
         shared_names = {"add_generation_prompt", "continue_final_message", "add_special_tokens"}
-        shared_fields = self.model_dump(include=shared_names, exclude_unset=True, exclude_none=True)
+        shared_fields = self.model_dump(include=shared_names, exclude_none=True)
         chat = ChatRequest(
             messages=self.messages or [],
             tools=self.tools,

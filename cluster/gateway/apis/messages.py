@@ -36,7 +36,7 @@ from .chat import (
 )
 from .known_fields import ApiName
 from .parameters import CACHE_NAME_CHARS_MAX, ID_MAX, StopString, UnitFraction, to_json
-from .schema import ApiBody, BodyPart, is_strict, parse_body
+from .schema import ApiBody, BodyPart, is_strict, read_fields
 
 #: Anthropic's error types, by reason, where they differ from OpenAI's.
 ANTHROPIC_ERROR_TYPES = {
@@ -197,7 +197,7 @@ class CountTokensRequest(ApiBody):
 
     def as_chat(self, tokenizer: ChatTokenizer) -> ChatRequest:
         """Return the same request as a chat, which notes here what it ignores. Raises ApiError."""
-        chat = parse_body(ChatRequest, to_json(self._chat_fields(tokenizer)).encode())
+        chat = read_fields(ChatRequest, self._chat_fields(tokenizer))
         chat.read_like(self)
         return chat
 

@@ -30,6 +30,19 @@ CACHE_NAME_CHARS_MAX = 1024
 KEYS_MAX = 8  #: So many wrong keys are named in an error, each with so many characters:
 KEY_CHARS_MAX = 40
 ID_MAX = 2**31 - 1
+#: Fields that ask for a grammar, under the names of several servers.
+GRAMMAR_FIELDS = frozenset(
+    {
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "regex",
+        "json_schema",
+    }
+)
 
 UnitFraction = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -262,6 +275,8 @@ def grammar_of(body: SamplingParameters) -> frames.Grammar | None:
     The same grammar may stand under several names, as clients send it for several releases of a
     server. Raises ApiError if the body asks for several grammars.
     """
+    if GRAMMAR_FIELDS.isdisjoint(body.model_fields_set):
+        return None
     structured = body.structured_outputs or StructuredOutputs()
     grammar_by_field = {
         "response_format": grammar_of_response_format(body.response_format),

@@ -14,7 +14,7 @@ from ..errors import ApiError
 from ..text.tokenizer import ChatTokenizer
 from .chat import MESSAGES_MAX, TOOLS_MAX, ChatRequest, JsonObject, effort_arguments
 from .known_fields import ApiName
-from .parameters import CommonSamplingFields, ModelLimits, to_json
+from .parameters import CommonSamplingFields, ModelLimits
 from .response_items import (
     FunctionTool,
     InputItem,
@@ -23,7 +23,7 @@ from .response_items import (
     is_message_of,
     user_message,
 )
-from .schema import BodyPart, parse_body
+from .schema import BodyPart, read_fields
 
 LOGPROBS_INCLUDABLE = "message.output_text.logprobs"
 #: What a response can be asked to include. All but the logprobs are about tools and files that are
@@ -193,7 +193,7 @@ class ResponsesRequest(CommonSamplingFields):
         effort = self.reasoning.effort if self.reasoning else None
         if effort is not None and (self.is_strict or effort_arguments(effort, tokenizer)):
             chat["reasoning_effort"] = effort
-        return parse_body(ChatRequest, to_json(chat).encode())
+        return read_fields(ChatRequest, chat)
 
     def _note_unused(self, tokenizer: ChatTokenizer) -> None:
         """Note, or refuse if the gateway is strict, what fields that are read ask for in vain."""

@@ -13,17 +13,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
-from typing import Any, ClassVar, TypeVar
+from functools import cache, cached_property
+from typing import Any, ClassVar, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
     ConfigDict,
-    PrivateAttr,
+    GetCoreSchemaHandler,
     ValidationError,
     ValidationInfo,
-    model_validator,
 )
+from pydantic_core import CoreSchema, PydanticUseDefault
+from pydantic_core.core_schema import with_info_before_validator_function
 
 from ..errors import ApiError
 from .ignored_fields import IgnoredFields
@@ -44,17 +45,16 @@ class Reading(StrEnum):
     STRICT = "strict"  #: They are refused.
 
 
-@dataclass(slots=True)
-class _ReadingContext:
-    """What the validators of one body know of it."""
-
-    reading: Reading
-    has_unread_fields: bool = False  #: True if some part has a field that its model does not have.
-
-
 def is_strict(info: ValidationInfo) -> bool:
     """Return whether a validator is at work for a strict gateway."""
-    return isinstance(info.context, _ReadingContext) and info.context.reading is Reading.STRICT
+    return info.context is Reading.STRICT
+
+
+def _default_for_null(value: Any, info: ValidationInfo) -> Any:
+    """Let null stand for a field that was left out."""
+    if value is None and not is_strict(info):
+        raise PydanticUseDefault
+    return value
 
 
 class BodyPart(BaseModel):
@@ -65,6 +65,8 @@ class BodyPart(BaseModel):
     #: The names that the model reads in JSON, and those of them that a client has to send.
     read_names: ClassVar[frozenset[str]] = frozenset()
     required_names: ClassVar[frozenset[str]] = frozenset()
+    #: The fields that may hold a part or a list of parts, by their names in Python.
+    part_fields: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -75,21 +77,46 @@ class BodyPart(BaseModel):
         cls.required_names = frozenset(
             name for name, required in required_by_name.items() if required
         )
+        cls.part_fields = tuple(
+            name for name, field in cls.model_fields.items() if _may_hold_parts(field.annotation)
+        )
 
-    @model_validator(mode="before")
     @classmethod
-    def _leave_nulls_out(cls, data: Any, info: ValidationInfo) -> Any:
-        if not isinstance(data, dict):
-            return data
-        if not is_strict(info) and None in data.values():
-            data = {
-                name: value
-                for name, value in data.items()
-                if value is not None or name in cls.required_names
-            }
-        if isinstance(info.context, _ReadingContext) and not data.keys() <= cls.read_names:
-            info.context.has_unread_fields = True
-        return data
+    def __get_pydantic_core_schema__(
+        cls, source: type[BaseModel], handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Let null stand for fields with a default.
+
+        Only fields that do not take null as a value get a validator: one in Python for each part of
+        a body took as long as all else that is done to read a long conversation.
+        """
+        schema = handler(source)
+        fields_schema: Any = handler.resolve_ref_schema(schema)
+        while fields_schema["type"] != "model-fields":
+            fields_schema = handler.resolve_ref_schema(fields_schema["schema"])
+        for field_schema in fields_schema["fields"].values():
+            if _needs_value(field_schema["schema"]):
+                field_schema["schema"]["schema"] = with_info_before_validator_function(
+                    _default_for_null, field_schema["schema"]["schema"]
+                )
+        return schema
+
+
+def _needs_value(field_schema: Any) -> bool:
+    """Return whether a field has a default and yet refuses null; not so once that was mended."""
+    if field_schema["type"] != "default":
+        return False
+    value_schema = field_schema["schema"]
+    if value_schema["type"] == "function-before":
+        return value_schema["function"]["function"] is not _default_for_null
+    return value_schema["type"] not in ("nullable", "any")
+
+
+def _may_hold_parts(annotation: Any) -> bool:
+    """Return whether a value of this type may be a part of a body, or a list of parts."""
+    if isinstance(annotation, type) and issubclass(annotation, BodyPart):
+        return True
+    return any(_may_hold_parts(argument) for argument in get_args(annotation))
 
 
 class ApiBody(BodyPart):
@@ -97,24 +124,28 @@ class ApiBody(BodyPart):
 
     api: ClassVar[ApiName]
 
-    _reading: Reading = PrivateAttr(default=Reading.LENIENT)
-    #: What the client sent without effect.
-    _ignored_fields: IgnoredFields = PrivateAttr(default_factory=IgnoredFields)
+    # These two are no private attributes of pydantic: to make those takes as long as to read ten
+    # fields, for each body.
 
-    @property
+    @cached_property
+    def reading(self) -> Reading:
+        """How the body was read; `parse_body` sets it."""
+        return Reading.LENIENT
+
+    @cached_property
     def ignored_fields(self) -> IgnoredFields:
         """What the client sent without effect."""
-        return self._ignored_fields
+        return IgnoredFields()
 
     def read_like(self, body: ApiBody) -> None:
         """Be as strict as `body`, and note there what is ignored."""
-        self._reading = body._reading
-        self._ignored_fields = body._ignored_fields
+        self.reading = body.reading
+        self.ignored_fields = body.ignored_fields
 
     @property
     def is_strict(self) -> bool:
         """True if what cannot be kept to is refused, not ignored."""
-        return self._reading is Reading.STRICT
+        return self.reading is Reading.STRICT
 
 
 def parse_body(model: type[BodyType], body: bytes, reading: Reading = Reading.LENIENT) -> BodyType:
@@ -122,15 +153,39 @@ def parse_body(model: type[BodyType], body: bytes, reading: Reading = Reading.LE
 
     Raises ApiError with one sentence about the first thing that is wrong.
     """
-    context = _ReadingContext(reading)
     try:
-        parsed = model.model_validate_json(body, context=context)
+        parsed = model.model_validate_json(body, context=reading)
     except ValidationError as error:
         raise _invalid_body_error(error) from None
-    parsed._reading = reading
-    if context.has_unread_fields:
+    parsed.reading = reading
+    if _has_unread_fields(parsed):
         _settle_unread_fields(parsed)
     return parsed
+
+
+def read_fields(model: type[BodyType], fields: dict[str, Any]) -> BodyType:
+    """Validate fields that were read from JSON as another API's. Raises ApiError as `parse_body`."""
+    try:
+        return model.model_validate(fields, context=Reading.LENIENT)
+    except ValidationError as error:
+        raise _invalid_body_error(error) from None
+
+
+def _has_unread_fields(part: BodyPart) -> bool:
+    """Return whether a part, or one inside of it, has a field that its model does not have."""
+    if part.__pydantic_extra__:
+        return True
+    for name in part.part_fields:
+        # `isinstance` is slow with pydantic's classes, and a conversation has hundreds of parts.
+        value = getattr(part, name)
+        if value is None or type(value) is str:
+            continue
+        if type(value) is list:
+            if any(map(_has_unread_fields, value)):
+                return True
+        elif _has_unread_fields(value):
+            return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +212,8 @@ def _settle_unread_fields(body: ApiBody) -> None:
             known_field = known_fields.get(name)
             if body.is_strict:
                 _check_strictly(known_field, _joined(located.place, name), value)
+            elif value is None:
+                continue  # as if the field had been left out
             elif known_field is None:
                 body.ignored_fields.add_unknown(located.path, name, expected_names)
             elif not known_field.is_neutral(value):
@@ -175,13 +232,13 @@ def _expected_names(part: type[BodyPart], api: ApiName, path: str) -> frozenset[
 def _parts_of(located: _PartOfBody) -> Iterator[_PartOfBody]:
     """Yield a part, and all parts inside of it."""
     yield located
-    for name in type(located.part).model_fields:
+    for name in located.part.part_fields:
         value = getattr(located.part, name)
         place = _joined(located.place, name)
         path = _joined(located.path, name)
         if isinstance(value, BodyPart):
             yield from _parts_of(_PartOfBody(value, place, path))
-        elif isinstance(value, list) and value and isinstance(value[0], BodyPart):
+        elif isinstance(value, list):
             for index, element in enumerate(value):
                 yield from _parts_of(_PartOfBody(element, f"{place}.{index}", path))
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from datetime import datetime
+from time import monotonic
 from typing import Any
 
 import jinja2
@@ -28,6 +28,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 LIMIT_S = 10.0  #: Of one rendering.
 LIMIT_CHARS = 16 << 20  #: Of a rendered text, and of a text or list that `*` repeats.
 POWER_MAX = 1024  #: Of an exponent, whatever its sign.
+
+DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
@@ -49,16 +51,17 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
         self.filters["tojson"] = _to_json
-        #: The rendering of each thread: its `deadline` on the monotonic clock.
-        self._rendering = threading.local()
+        self._rendering = _Rendering()
 
     def render(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
         """Return the text of a template of this sandbox. Raises TemplateError."""
-        self._rendering.deadline = time.monotonic() + LIMIT_S
+        deadline_s = monotonic() + LIMIT_S
+        self._rendering.deadline_s = deadline_s
         pieces = []
         size = 0
         for piece in template.generate(variables):
-            self._check_time()
+            if monotonic() > deadline_s:
+                raise _too_slow()
             size += len(piece)
             if size > LIMIT_CHARS:
                 raise SecurityError(f"its text has more than {LIMIT_CHARS} characters")
@@ -66,11 +69,22 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return "".join(pieces)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        self._check_time()
-        return super().getitem(obj, argument)
+        if monotonic() > self._rendering.deadline_s:
+            raise _too_slow()
+        try:
+            return obj[argument]  # as Jinja does first
+        except (TypeError, LookupError):
+            return super().getitem(obj, argument)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        self._check_time()
+        if monotonic() > self._rendering.deadline_s:
+            raise _too_slow()
+        if type(obj) is dict and attribute not in DICT_ATTRIBUTES:
+            # Jinja gets here by an exception, for each field of each message.
+            try:
+                return obj[attribute]
+            except LookupError:
+                pass
         return super().getattr(obj, attribute)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,8 +101,18 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def _check_time(self) -> None:
-        if time.monotonic() > getattr(self._rendering, "deadline", float("inf")):
-            raise SecurityError(f"it takes more than {LIMIT_S:g} s")
+        if monotonic() > self._rendering.deadline_s:
+            raise _too_slow()
+
+
+class _Rendering(threading.local):
+    """What a thread renders."""
+
+    deadline_s = float("inf")  #: On the monotonic clock.
+
+
+def _too_slow() -> SecurityError:
+    return SecurityError(f"it takes more than {LIMIT_S:g} s")
 
 
 def _check_repetition(count: Any, repeated: Any) -> None:

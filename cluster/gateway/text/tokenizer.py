@@ -134,6 +134,11 @@ class ChatTokenizer:
         """True if the template has a place of its own for the messages of developers."""
         return "developer" in self.template
 
+    @cached_property
+    def settable_variables(self) -> frozenset[str]:
+        """Variables of the templates that requests may set."""
+        return frozenset(self.template_variables - GATEWAY_VARIABLES)
+
     # ---- text to ids -----------------------------------------------------------------------------
 
     def tokenize_chat(

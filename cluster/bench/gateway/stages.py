@@ -1,0 +1,106 @@
+"""Where the time of a prompt goes: `python -m diptych.cluster.bench.gateway.stages`.
+
+Each row is a conversation's length, each column a step from the body's bytes to encoded frames, in
+microseconds of CPU time. A step's time is the least of several passes over the same conversations, so all
+turns are known to the tokenizer. HTTP, sockets and the thread of the tokenizer are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from ....engine.demo import CHECKPOINT
+from ....kv_transfer.identity import block_hashes
+from ....protos import frames
+from ...gateway.apis.chat import ChatRequest
+from ...gateway.apis.schema import parse_body
+from ...gateway.text.tokenizer import ChatTokenizer
+from .prompts import LIMITS, SALT, TEMPLATE_TOKENS, TURN_TOKENS, prose, tokenizer_words
+
+MESSAGE_COUNTS = (1, 20, 200)
+CONVERSATIONS = 50
+PASSES = 10
+
+Result = TypeVar("Result")
+
+
+class StageTimer:
+    """The times of the steps of one pass."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def run(self, stage: str, work: Callable[[], Result]) -> Result:
+        """Return what `work` returns, and add its time to the stage's."""
+        began_s = time.thread_time()
+        result = work()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.thread_time() - began_s
+        return result
+
+
+def measure_stages(text: ChatTokenizer, messages_count: int) -> dict[str, float]:
+    """Return the microseconds of each step for one conversation of so many messages."""
+    words = tokenizer_words(text)
+    generator = random.Random(messages_count)
+    bodies = []
+    for _ in range(CONVERSATIONS):
+        messages = [
+            {
+                "role": ("user", "assistant")[index % 2],
+                "content": prose(words, generator, TURN_TOKENS - TEMPLATE_TOKENS),
+            }
+            for index in range(messages_count)
+        ]
+        bodies.append(json.dumps({"messages": messages, "stream": True}).encode())
+    passes = [_timed_pass(text, bodies) for _ in range(PASSES)]
+    return {
+        stage: min(seconds[stage] for seconds in passes) / CONVERSATIONS * 1e6
+        for stage in passes[0]
+    }
+
+
+def _timed_pass(text: ChatTokenizer, bodies: list[bytes]) -> dict[str, float]:
+    timer = StageTimer()
+    for number, body in enumerate(bodies):
+        _prepare(timer, text, body, str(number))
+    return timer.seconds
+
+
+def _prepare(timer: StageTimer, text: ChatTokenizer, body: bytes, request_id: str) -> None:
+    """Do what a gateway does with a body, step by step."""
+    request = timer.run("read", lambda: parse_body(ChatRequest, body))
+    timer.run("check", lambda: request.check(text, LIMITS))
+    token_ids = timer.run("render, tokenize", lambda: request.prompt(text)).token_ids
+    count = len(token_ids)
+    sampling = timer.run("sampling", lambda: request.sampling(text, request_id, count, LIMITS))
+    hashes = timer.run("hashes", lambda: block_hashes(token_ids, SALT))
+    key = (request_id, 0)
+
+    def encode_frames() -> None:
+        encode: Callable[[Any], bytes] = msgspec.msgpack.encode
+        encode(frames.PlaceAttempt(key, count, sampling.max_tokens, hashes))
+        encode(frames.StartDecode(key, 1, token_ids, sampling, prefill_worker="prefill"))
+        encode(frames.StartPrefill(key, 1, token_ids, sampling, decode_worker="decode"))
+
+    timer.run("frames", encode_frames)
+
+
+def main() -> None:
+    text = ChatTokenizer(CHECKPOINT)
+    rows = {count: measure_stages(text, count) for count in MESSAGE_COUNTS}
+    stages = list(rows[MESSAGE_COUNTS[0]])
+    print("| messages | " + " | ".join([*stages, "sum"]) + " |")
+    print("|---" * (len(stages) + 2) + "|")
+    for count, row in rows.items():
+        cells = [f"{row[stage]:.0f}" for stage in stages]
+        print(f"| {count} | " + " | ".join([*cells, f"{sum(row.values()):.0f}"]) + " |")
+
+
+if __name__ == "__main__":
+    main()

@@ -27,6 +27,7 @@ from ..engine.options import (
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[float, Field(gt=0)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+FormatName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,40}$")]
 ModelName = Annotated[str, Field(min_length=1, max_length=200)]
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s*]+)$")]
 HostName = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*)$")]
@@ -62,6 +63,10 @@ class ModelSettings(ConfigSection):
     served_names: tuple[ModelName, ...] = ()
     #: A file with the chat template (Jinja), on each gateway's machine; None: the checkpoint's.
     chat_template: str | None = None
+    #: How the model writes tool calls, and how it marks its reasoning: `auto` (what the chat
+    #: template shows), `none`, or a name of docs/formats.md; vLLM's names are taken, too.
+    tool_format: FormatName = "auto"
+    reasoning_format: FormatName = "auto"
     dtype: Dtype = EngineOptions.dtype
     #: Tokens of a prompt and its answer; None: what the model allows, or what the pools hold.
     max_model_len: Count | None = EngineOptions.max_model_len

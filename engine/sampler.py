@@ -22,6 +22,7 @@ from ..protos.frames import Sampling, ScoredToken, Token
 from .errors import InvalidRequest
 from .grammar import GrammarCompiler, GrammarMatcher
 from .sequence import Sequence
+from .thinking import ThinkingWatch
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,9 @@ class SamplerState:
     counted_tokens: int = 0
 
     matcher: GrammarMatcher | None = None
+
+    #: Follows the answer's thinking; None if that is not bounded.
+    thinking: ThinkingWatch | None = None
 
 
 def gumbel_noise(seed: int, position: int, vocab: int, token_ids: np.ndarray | slice) -> np.ndarray:
@@ -249,6 +253,11 @@ def _count_tokens(
 def _adjusted_logits(row: np.ndarray, sequence: Sequence, state: SamplerState) -> np.ndarray:
     """Return a copy of the row with penalties, bias and masks; an id at -inf must not come."""
     sampling = sequence.sampling
+    required_id = _required_id(sequence, state)
+    if required_id is not None and 0 <= required_id < len(row):
+        required_row = np.full_like(row, -np.inf)
+        required_row[required_id] = 0
+        return required_row
     row = row.copy()
     if sampling.repetition_penalty != 1 or sampling.frequency_penalty or sampling.presence_penalty:
         _apply_penalties(row, sequence, state)
@@ -263,6 +272,15 @@ def _adjusted_logits(row: np.ndarray, sequence: Sequence, state: SamplerState) -
     if state.matcher:
         row[~state.matcher.allowed] = -np.inf
     return row
+
+
+def _required_id(sequence: Sequence, state: SamplerState) -> int | None:
+    """Return the id that must come, as the budget of thinking is spent; None if any may."""
+    if sequence.sampling.thinking is None:
+        return None
+    if state.thinking is None:
+        state.thinking = ThinkingWatch(sequence.sampling.thinking)
+    return state.thinking.required_id(sequence.token_ids, sequence.prompt_tokens)
 
 
 def _only(row: np.ndarray, allowed_ids: tuple[int, ...]) -> np.ndarray:

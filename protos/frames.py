@@ -26,6 +26,15 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     text: str = ""  #: the schema, the expression or the Lark grammar
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
+    """How many tokens of an answer may be its thinking, the opening tag not counted."""
+
+    tokens: int
+    end_id: int  #: the closing tag; it must come when the budget is spent
+    #: tags that thinking begins with; empty: the answer begins inside of it
+    start_ids: tuple[int, ...] = ()
+
+
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """What the engine samples by. Randomness is a function of (seed, position) alone.
 
@@ -55,6 +64,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     allowed_ids: tuple[int, ...] = ()  #: no other id is drawn; empty: any id may be
     #: with `logprobs`: those of these ids and of the chosen one, in place of the likeliest
     logprob_ids: tuple[int, ...] = ()
+    thinking: ThinkingBudget | None = None  #: None: thinking is not bounded
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -72,6 +72,22 @@ def serve(
     chat_template: Annotated[
         Path | None, typer.Option(help="A file with a chat template, for the checkpoint's own.")
     ] = None,
+    tool_format: Annotated[
+        str | None,
+        typer.Option(
+            "--tool-format",
+            "--tool-call-parser",
+            help="How the model writes calls. Default: what its chat template shows.",
+        ),
+    ] = None,
+    reasoning_format: Annotated[
+        str | None,
+        typer.Option(
+            "--reasoning-format",
+            "--reasoning-parser",
+            help="How the model marks its reasoning. Default: what its chat template shows.",
+        ),
+    ] = None,
     config: Annotated[Path | None, typer.Option("-c", "--config", help="cluster.yaml")] = None,
     ray_address: Annotated[
         str | None, typer.Option(help="Serve on the Ray cluster there, all nodes of it.")
@@ -93,6 +109,8 @@ def serve(
         "gateway.grpc_port": grpc_port,
         "gateway.api_key_hashes": _key_hashes(api_key or []) or None,
         "model.max_model_len": max_model_len,
+        "model.tool_format": tool_format,
+        "model.reasoning_format": reasoning_format,
         "model.chat_template": str(chat_template.absolute()) if chat_template else None,
     }
     if served_model_name:

@@ -93,7 +93,12 @@ class GatewayService:
         self.model_names = list(dict.fromkeys([model, *config.model.served_names]))
         self.plane = plane
         template = config.model.chat_template
-        self.text = ChatTokenizer(folder, Path(template) if template else None)
+        self.text = ChatTokenizer(
+            folder,
+            Path(template) if template else None,
+            tool_format=config.model.tool_format,
+            reasoning_format=config.model.reasoning_format,
+        )
         self.text.start()
         #: What is done with fields of bodies that nothing here reads.
         self.reading = Reading.STRICT if config.gateway.strict else Reading.LENIENT
@@ -119,6 +124,7 @@ class GatewayService:
         self._tokenizer_threads = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")
 
         self.tally = GatewayTally(config, list(self.classes))
+        self.tally.call_flaws = self.text.call_flaws
         self.metrics = Exporter(config.observability, {"model": model}, self._metric_rows)
         self._inspecting = asyncio.Lock()
         self._inspected_s = -INSPECTION_AGE_S  #: When the router and the workers were asked.

@@ -23,7 +23,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import SECRET, ClusterConfig, ConfigError, GatewaySettings, host_and_port
+from ..config import (
+    SECRET,
+    ClusterConfig,
+    ConfigError,
+    GatewaySettings,
+    ModelSettings,
+    host_and_port,
+)
 from ..control.serve import APPLICATION_NAME, POOL_DEPLOYMENTS
 from ..worker import cores
 from .checkpoint import Checkpoint, check_memory, find_checkpoint
@@ -266,6 +273,7 @@ def serve_config(config: ClusterConfig, checkpoint: Checkpoint) -> dict[str, Any
 def prepare(config: ClusterConfig, ray_address: str | None = None) -> LocalCluster:
     """Check everything that can be checked before a process starts. Raises ConfigError."""
     check_environment(config.ray.auth)
+    check_formats(config.model)
     checkpoint = find_checkpoint(config)
     if ray_address is None:
         check_memory(config, checkpoint.spec)
@@ -288,6 +296,20 @@ def check_gateway(settings: GatewaySettings) -> None:
         raise ConfigError(f"gateway.api_keys_file: {error}; make one: diptych keys add") from None
     except OSError as error:
         raise ConfigError(f"gateway.tls_*: {error.filename}: {error.strerror}") from None
+
+
+def check_formats(settings: ModelSettings) -> None:
+    """Check that there are formats of the names that are configured. Raises ConfigError."""
+    from ..gateway.text.formats.registry import find_reasoning_format, find_tool_format
+
+    try:
+        find_tool_format(settings.tool_format, template="")
+    except ValueError as error:
+        raise ConfigError(f"model.tool_format: {error}") from None
+    try:
+        find_reasoning_format(settings.reasoning_format, template="")
+    except ValueError as error:
+        raise ConfigError(f"model.reasoning_format: {error}") from None
 
 
 def check_chat_template(template_file: str | None) -> None:

@@ -56,6 +56,8 @@ GATEWAY = _metrics_of(
     request_retries_total=_counter("Attempts that failed and were made again"),
     # A healthy worker hands its work over when it is drained, leaves or changes its role.
     request_handovers_total=_counter("Attempts that a worker handed over"),
+    # `flaw`: `unread` came out as content, `cut` and `no_json` are calls all the same.
+    tool_call_flaws_total=_counter("Calls that models wrote with a flaw", "flaw"),
     ignored_fields_total=_counter("Fields of requests that had no effect", "api", "kind"),
 )
 ROUTER = _metrics_of(

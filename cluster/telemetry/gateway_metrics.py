@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..config import ClusterConfig
     from ..gateway.apis.ignored_fields import IgnoredKind
     from ..gateway.attempt.request import Request
+    from ..gateway.text.formats.parts import CallFlaw
 
 # Upper bounds of buckets. Those in seconds get one more, which is the configured target.
 TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0)
@@ -66,6 +67,8 @@ class GatewayTally:
         self.vllm = VllmTally()
         #: Fields of bodies that had no effect, by the API that got them, and by why.
         self.ignored_fields: Counter[tuple[str, str]] = Counter()
+        #: What was wrong with calls in answers. The gateway's parsers count here.
+        self.call_flaws: Counter[CallFlaw] = Counter()
 
     def count_refused(self, code: int, slo_class: str = "") -> None:
         """Count a request that never ran, or whose latencies are counted already."""
@@ -125,6 +128,8 @@ class GatewayTally:
                 yield MetricRow(name, histogram.values(), {"slo_class": slo_class})
         for (api, kind), count in sorted(self.ignored_fields.items()):
             yield MetricRow("ignored_fields_total", count, {"api": api, "kind": kind})
+        for flaw, count in sorted(self.call_flaws.items()):
+            yield MetricRow("tool_call_flaws_total", count, {"flaw": flaw})
         yield MetricRow("inflight_requests", running)
         yield MetricRow("request_retries_total", retries)
         yield MetricRow("request_handovers_total", handovers)

@@ -15,8 +15,8 @@ from diptych.cluster.gateway.apis.schema import Reading, parse_body
 from diptych.cluster.gateway.attempt.request import Request
 from diptych.cluster.gateway.errors import ApiError
 from diptych.cluster.gateway.text.answers import TextDelta
+from diptych.cluster.gateway.text.formats.json_calls import read_call, read_calls
 from diptych.cluster.gateway.text.tokenizer import ChatTokenizer, TokenizedPrompt
-from diptych.cluster.gateway.text.tools import read_call, read_calls
 from diptych.engine.demo import CHECKPOINT
 from diptych.protos import frames as f
 from tokenizers import Tokenizer

@@ -7,13 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from diptych.cluster.gateway.text.content import (
-    ContentParser,
-    ContentPart,
-    ContentRules,
-    initial_state_of,
+from diptych.cluster.gateway.text.content import ContentParser, ContentRules
+from diptych.cluster.gateway.text.formats.json_calls import ToolCall
+from diptych.cluster.gateway.text.formats.parts import ContentPart
+from diptych.cluster.gateway.text.formats.reasoning import NO_REASONING
+from diptych.cluster.gateway.text.formats.registry import (
+    HERMES,
+    LLAMA3,
+    ToolFormat,
+    reasoning_format_of,
+    tool_format_of,
 )
-from diptych.cluster.gateway.text.tools import HERMES, LLAMA3, ToolCall, ToolFormat, tool_format_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,10 +117,12 @@ def test_content_comes_as_soon_as_it_is_known_to_be_content() -> None:
 
 def test_where_an_answer_begins_is_seen_in_the_prompt() -> None:
     thinks = "{% if enable_thinking %}<think>{% endif %}"
-    assert initial_state_of("{{ messages }}", "<think>") == "text"
-    assert initial_state_of(thinks, "assistant\n") == "start"
-    assert initial_state_of(thinks, "assistant\n<think>\n") == "thinking"
-    assert initial_state_of(thinks, "<think>\n\n</think>\n\n") == "text"
+    assert reasoning_format_of("{{ messages }}") is NO_REASONING
+    assert NO_REASONING.state_behind("<think>") == "text"
+    reasoning = reasoning_format_of(thinks)
+    assert reasoning.state_behind("assistant\n") == "start"
+    assert reasoning.state_behind("assistant\n<think>\n") == "thinking"
+    assert reasoning.state_behind("<think>\n\n</think>\n\n") == "text"
 
 
 def test_the_format_of_tool_calls_is_seen_in_the_template() -> None:
@@ -131,10 +137,11 @@ def test_a_grammar_of_calls_admits_what_the_parser_reads() -> None:
 
     tokens = llguidance.LLTokenizer(str(CHECKPOINT / "tokenizer.json"), n_vocab=1536, eos_token=[5])
 
-    def admits(format: object, several: bool, text: str) -> bool:
+    def admits(format: ToolFormat, several: bool, text: str) -> bool:
         schema = {"type": "object", "properties": {"city": {"type": "string"}}}
         tools = [('we"ird', "{}"), ("weather", json.dumps({**schema, "required": ["city"]}))]
-        lark = format.grammar(tools, several).text  # type: ignore[attr-defined]
+        assert format.grammar is not None
+        lark = format.grammar.lark(tools, several).text
         matcher = llguidance.LLMatcher(tokens, llguidance.LLMatcher.grammar_from_lark(lark))
         assert not matcher.is_error(), matcher.get_error()
         ids = tokens.tokenize_str(text)
@@ -147,12 +154,20 @@ def test_a_grammar_of_calls_admits_what_the_parser_reads() -> None:
     assert not admits(LLAMA3, True, LLAMA.replace("weather", "other"))
 
 
+def written(form: ToolFormat, arguments: str) -> tuple[str, str, str]:
+    """A call of `weather`: its object, and what stands around that."""
+    if form is HERMES:
+        called = f'{{"name": "weather", "arguments": {arguments}}}'
+        return "<tool_call>\n", called, "\n</tool_call>"
+    return "", f'{{"name": "weather", "parameters": {arguments}}}', ""
+
+
 @pytest.mark.parametrize("form", [HERMES, LLAMA3])
 @pytest.mark.parametrize("forced", [True, False])
 def test_a_call_that_is_cut_is_never_silent_text(form: ToolFormat, forced: bool) -> None:
     arguments = '{"city": "Köln", "note": "<a"}'
-    called = f'{{"name": "weather", "{form.arguments_key}": {arguments}}}'
-    answer = f"{form.call_prefix}{called}{form.call_suffix}"
+    prefix, called, suffix = written(form, arguments)
+    answer = prefix + called + suffix
     rules = ContentRules("text", form, ["weather"], only_calls=forced)
     for size in range(1, len(answer)):
         parser = ContentParser(rules)
@@ -161,9 +176,9 @@ def test_a_call_that_is_cut_is_never_silent_text(form: ToolFormat, forced: bool)
         assert not (got["content"] and (forced or calls))
         for call in calls:
             assert call.name == "weather" and arguments.startswith(call.arguments)
-        begun = size >= len(form.call_prefix) + called.index(arguments) - 1
+        begun = size >= len(prefix) + called.index(arguments) - 1
         assert bool(calls) == begun, (size, got)
-        complete = size >= len(form.call_prefix) + len(called)
+        complete = size >= len(prefix) + len(called)
         assert parser.has_cut_call == (begun and not complete), size
 
 
@@ -179,8 +194,7 @@ def streamed(form: ToolFormat, text: str, names: list[str], **rules: Any) -> lis
 @pytest.mark.parametrize("form", [HERMES, LLAMA3])
 def test_arguments_come_out_as_they_are_generated(form: ToolFormat) -> None:
     arguments = '{"city": "K\\u00f6ln } </tool_call> \\" <", "at": [1, {"x": 2}], "big": 1e999}'
-    called = f'{{"name": "weather", "{form.arguments_key}": {arguments}}}'
-    text = f"{form.call_prefix}{called}{form.call_suffix}"
+    text = "".join(written(form, arguments))
     steps = streamed(form, text, ["weather"])
     begun = text.index(arguments)
     assert not any(steps[:begun])

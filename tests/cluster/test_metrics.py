@@ -15,6 +15,7 @@ from diptych.cluster.gateway import service
 from diptych.cluster.gateway.apis.ignored_fields import IgnoredKind
 from diptych.cluster.gateway.attempt.request import Answer, Request
 from diptych.cluster.gateway.attempt.terms import Terms
+from diptych.cluster.gateway.text.formats.parts import CallFlaw
 from diptych.cluster.telemetry import ControlTally, Exporter, GatewayTally, RouterTally
 from diptych.cluster.telemetry.catalogue import METRICS, VLLM_METRICS
 from diptych.cluster.telemetry.exporter import PORTS_TRIED
@@ -128,6 +129,7 @@ def pages(settings: ObservabilitySettings = BOTH) -> list[Exporter]:
     ended = request([100.5, 100.6])
     tally.count_ended(ended, outcome_of(ended, "stop"), CODE_COMPLETE)
     tally.count_ignored_fields("chat", {IgnoredKind.UNKNOWN: 1})
+    tally.call_flaws[CallFlaw.CUT] += 1
     router.counts.count_placement(True, "push", 0.1)
     router.counts.count_first_token(0.2, 0.3)
     router.counts.refused["queue_full"] += 1

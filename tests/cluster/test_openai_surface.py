@@ -10,6 +10,7 @@ import httpx
 import pytest
 from diptych.cluster.gateway.apis.chat import ChatRequest
 from diptych.cluster.gateway.apis.schema import parse_body
+from diptych.cluster.gateway.text.formats.reasoning import THINK
 from tokenizers import Tokenizer
 
 from tests.support.malformed import CITY, TOOLS
@@ -84,9 +85,14 @@ def test_a_budget_of_thinking_means_nothing_to_a_model_that_does_not_think(
     tokenizer = gateway.gateway.text
     monkeypatch.setattr(tokenizer, "template", tokenizer.template + "{# <think> #}")
     assert ask(5).status_code == 200, "the marker is no token of the model"
+    monkeypatch.setattr(tokenizer, "reasoning_format", THINK)
+    half = Tokenizer.from_str(tokenizer.tokenizer.to_str())
+    half.add_tokens(["<think>"])
     thinking = Tokenizer.from_str(tokenizer.tokenizer.to_str())
     thinking.add_tokens(["<think>", "</think>"])
     monkeypatch.setattr(tokenizer, "tokenizer", thinking)
+    assert "x-ignored-fields" not in ask(5).headers, "now it bounds the thinking"
+    monkeypatch.setattr(tokenizer, "tokenizer", half)
     answer = ask(5)
     assert answer.status_code == 400 and "max_tokens" in answer.text
     assert ask(-1).status_code == 200

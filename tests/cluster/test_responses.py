@@ -22,7 +22,7 @@ from diptych.cluster.gateway.edge.keys import add_key
 from diptych.cluster.gateway.errors import ApiError
 from diptych.cluster.gateway.text.answers import TextDelta
 from diptych.cluster.gateway.text.content import ContentParser, ContentRules, ContentState
-from diptych.cluster.gateway.text.tools import HERMES
+from diptych.cluster.gateway.text.formats.registry import HERMES
 from diptych.protos import frames
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter

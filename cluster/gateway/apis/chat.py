@@ -13,23 +13,26 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import xxhash
-from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from ....protos import frames
 from ..attempt.request import Request
 from ..errors import ApiError
 from ..text.answers import Output, TextDelta
-from ..text.content import (
-    THINK_OPEN,
-    ContentParser,
-    ContentPart,
-    ContentRules,
-    ContentState,
-    PartKind,
-    initial_state_of,
-)
+from ..text.content import ContentParser, ContentRules
+from ..text.formats.parts import ContentPart, PartKind
+from ..text.formats.reasoning import HARMONY_REASONING, ContentState
+from ..text.formats.registry import HARMONY, JSON_OBJECTS, LLAMA3
+from ..text.reasoning_tokens import ReasoningCounter
 from ..text.tokenizer import GATEWAY_VARIABLES, ChatTokenizer, PromptEnding, TokenizedPrompt
-from ..text.tools import tool_format_of
 from .known_fields import ApiName
 from .parameters import (
     ModelLimits,
@@ -236,6 +239,7 @@ class ChatRequest(SamplingParameters):
     add_special_tokens: bool = False  #: vLLM's: those that the tokenizer puts around a text, too.
     include_reasoning: bool = True  #: vLLM's: False leaves it out of the answer.
     thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None  #: vLLM's; -1: no limit.
+    _prompt_end: str = PrivateAttr("")  #: The last characters of the prompt, once it is rendered.
     echo: bool = False  #: vLLM's: the answer begins with the last message, if the assistant's.
 
     @property
@@ -297,8 +301,11 @@ class ChatRequest(SamplingParameters):
             if name not in names:
                 message = f"tool_choice: no tool is named {name!r}"
                 raise ApiError("invalid_request", message, "tool_choice")
-        if self.usable_tools and tool_format_of(tokenizer.tool_template) is None:
-            message = "tools: this model's chat template has none of the formats Hermes and Llama 3"
+        if self.usable_tools and tokenizer.tool_format is None:
+            message = (
+                "tools: this model's chat template shows no known format of calls; "
+                "the server's model.tool_format names one"
+            )
             raise ApiError("invalid_request", message, "tools")
 
     def _check_template_arguments(self, tokenizer: ChatTokenizer) -> None:
@@ -325,10 +332,39 @@ class ChatRequest(SamplingParameters):
                 raise ApiError("invalid_request", message, "reasoning_effort")
             self.ignored_fields.add_documented("", "reasoning_effort")
         if self.thinking_token_budget not in (None, -1):
-            if self.is_strict or _thinks(tokenizer):
-                message = "thinking_token_budget: thinking cannot be bounded; use max_tokens"
+            self._check_thinking_budget(tokenizer)
+
+    def _check_thinking_budget(self, tokenizer: ChatTokenizer) -> None:
+        if not thinks(tokenizer) and tokenizer.reasoning_format is not HARMONY_REASONING:
+            if self.is_strict:
+                message = "thinking_token_budget: this model does not think"
                 raise ApiError("invalid_request", message, "thinking_token_budget")
             self.ignored_fields.add_documented("", "thinking_token_budget")
+        elif closing_tag_id(tokenizer) is None:
+            message = (
+                "thinking_token_budget: what ends this model's thinking is not one token; "
+                "use max_tokens"
+            )
+            raise ApiError("invalid_request", message, "thinking_token_budget")
+
+    def _thinking_budget(self, tokenizer: ChatTokenizer) -> frames.ThinkingBudget | None:
+        """Return the bound of the answer's thinking; None where it has none."""
+        budget = self.thinking_token_budget
+        end_id = closing_tag_id(tokenizer)
+        if budget is None or budget < 0 or end_id is None or not thinks(tokenizer):
+            return None
+        state = tokenizer.reasoning_format.state_behind(self._prompt_end)
+        if self._is_bound or state is ContentState.TEXT:
+            return None
+        start_ids: tuple[int, ...] = ()
+        if state is ContentState.START:
+            start_ids = tuple(opening_tag_ids(tokenizer))
+        return frames.ThinkingBudget(budget, end_id, start_ids)
+
+    @property
+    def _is_bound(self) -> bool:
+        """True if a grammar covers all text of the answer, so that it has no reasoning."""
+        return self.call_required or grammar_of(self) is not None
 
     def _template_arguments(self, tokenizer: ChatTokenizer) -> dict[str, Any]:
         """Return the variables of the template that the body sets."""
@@ -342,7 +378,10 @@ class ChatRequest(SamplingParameters):
 
     def _template_messages(self, tokenizer: ChatTokenizer) -> list[JsonObject]:
         knows_developers = tokenizer.knows_developers
-        return [message.template_message(knows_developers) for message in self.messages]
+        messages = [message.template_message(knows_developers) for message in self.messages]
+        if tokenizer.tool_format is not None and tokenizer.tool_format.prepare_messages:
+            tokenizer.tool_format.prepare_messages(messages)
+        return messages
 
     def prompt(self, tokenizer: ChatTokenizer) -> TokenizedPrompt:
         """Render and tokenize the conversation, which `check` has accepted. Raises ApiError.
@@ -357,7 +396,9 @@ class ChatRequest(SamplingParameters):
             ending=self._prompt_ending,
             add_special_tokens=self.add_special_tokens,
         )
-        return self.truncated(prompt)
+        prompt = self.truncated(prompt)
+        self._prompt_end = prompt.text_end
+        return prompt
 
     @property
     def echoed_text(self) -> str:
@@ -383,6 +424,7 @@ class ChatRequest(SamplingParameters):
             max_tokens=self.max_completion_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             grammar=self._grammar_of_calls(tokenizer),
+            thinking=self._thinking_budget(tokenizer),
         )
 
     def _grammar_of_calls(self, tokenizer: ChatTokenizer) -> frames.Grammar | None:
@@ -394,7 +436,7 @@ class ChatRequest(SamplingParameters):
         """
         if not self.usable_tools:
             return None
-        tool_format = tool_format_of(tokenizer.tool_template)
+        tool_format = tokenizer.tool_format
         if tool_format is None:
             return None
         body_grammar = grammar_of(self)
@@ -417,21 +459,29 @@ class ChatRequest(SamplingParameters):
                 schema_text = to_json({**schema, "x-guidance": ARGUMENT_SPACING})
                 tools.append((function.name, schema_text))
         several = self.required_function is None and self.parallel_tool_calls is not False
-        return tool_format.grammar(tools, several, text_schema)
+        grammar = tool_format.grammar or JSON_OBJECTS
+        return grammar.lark(tools, several, text_schema, tokenizer.special_ids)
 
     def content_rules(self, tokenizer: ChatTokenizer, prompt: TokenizedPrompt) -> ContentRules:
         """Return what the text of an answer to `prompt` is parsed for."""
-        function_names = [tool.function.name for tool in self.usable_tools]
-        template = tokenizer.tool_template if function_names else tokenizer.template
-        initial_state = initial_state_of(template, prompt.text_end)
-        if self.call_required or grammar_of(self):
+        functions = [tool.function for tool in self.usable_tools]
+        is_bound = self._is_bound
+        tool_format = tokenizer.tool_format if functions else None
+        if tool_format is not None and is_bound and tool_format.grammar is None:
+            tool_format = LLAMA3  # which is how forced calls are written
+        if tokenizer.reasoning_format is HARMONY_REASONING and not is_bound:
+            tool_format = HARMONY
+        initial_state = tokenizer.reasoning_format.state_behind(prompt.text_end)
+        if is_bound:
             initial_state = ContentState.TEXT  # a grammar covers all text and has no reasoning
         return ContentRules(
             initial_state=initial_state,
-            tool_format=tool_format_of(template) if function_names else None,
-            function_names=function_names,
+            tool_format=tool_format,
+            function_names=[function.name for function in functions],
             one_call_only=self.parallel_tool_calls is False,
             only_calls=self.call_required,
+            reasoning_format=tokenizer.reasoning_format,
+            parameter_schemas={function.name: function.parameters or {} for function in functions},
         )
 
 
@@ -447,10 +497,29 @@ def effort_arguments(effort: str | None, tokenizer: ChatTokenizer) -> dict[str, 
     return arguments
 
 
-def _thinks(tokenizer: ChatTokenizer) -> bool:
-    """Return whether the model was trained to think: its marker is in template and vocabulary."""
-    marker_id = tokenizer.tokenizer.token_to_id(THINK_OPEN)
-    return THINK_OPEN in tokenizer.template and marker_id is not None
+def thinks(tokenizer: ChatTokenizer) -> bool:
+    """Return whether the model was trained to think: its tag is in template and vocabulary."""
+    return any(
+        tag in tokenizer.template and tokenizer.tokenizer.token_to_id(tag) is not None
+        for tag in tokenizer.reasoning_format.markers
+    )
+
+
+def closing_tag_id(tokenizer: ChatTokenizer) -> int | None:
+    """Return the id of the tag that ends the model's thinking; None if it is not one token."""
+    for tag in tokenizer.reasoning_format.closing:
+        token_id: int | None = tokenizer.tokenizer.token_to_id(tag)
+        if token_id is not None:
+            return token_id
+    return None
+
+
+def opening_tag_ids(tokenizer: ChatTokenizer) -> list[int]:
+    """Return the ids of the tags that thinking may begin with."""
+    reasoning = tokenizer.reasoning_format
+    tags = (*reasoning.opening, *reasoning.special_tokens)
+    token_ids = (tokenizer.tokenizer.token_to_id(tag) for tag in tags)
+    return [token_id for token_id in token_ids if token_id is not None]
 
 
 def check_prompt_length(prompt_chars: int, limits: ModelLimits) -> None:
@@ -569,8 +638,13 @@ class ChatShape:
         rules = body.content_rules(tokenizer, prompt)
         #: One parser for each answer; None where all text is content.
         self._parsers: list[ContentParser] | None = None
-        if rules.initial_state != ContentState.TEXT or rules.tool_format is not None:
+        self._markers = rules.markers
+        if not rules.is_plain:
             self._parsers = [ContentParser(rules) for _ in request.answers]
+        #: One counter for each answer; none where nothing is reasoning.
+        self._reasoning_counters: list[ReasoningCounter] = []
+        if not rules.is_plain:
+            self._reasoning_counters = [ReasoningCounter(tokenizer, rules) for _ in request.answers]
         self._call_counts: dict[int, int] = {}  #: Calls that came out so far, by answer.
         self._stream_usage = StreamUsage(body.stream_options)
         self._common_fields = {
@@ -583,7 +657,7 @@ class ChatShape:
     @property
     def output(self) -> Output:
         """How the text of each answer is made: stop strings, special tokens."""
-        return self._body.output()
+        return self._body.output(self._markers)
 
     def begin(self) -> list[JsonObject]:
         """Return the chunks that come before any text."""
@@ -660,7 +734,10 @@ class ChatShape:
         }
 
     def _usage(self, used_tokens: int) -> JsonObject:
-        return usage_object(len(self._request.prompt_ids), used_tokens, self._request.hit_tokens)
+        usage = usage_object(len(self._request.prompt_ids), used_tokens, self._request.hit_tokens)
+        reasoning_tokens = sum(counter.tokens for counter in self._reasoning_counters)
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+        return usage
 
     def _logprobs(self, delta: TextDelta) -> JsonObject | None:
         if not self._body.logprobs:
@@ -688,6 +765,9 @@ class ChatShape:
         parts = parser.feed(delta.text)
         if delta.finish_reason:
             parts += parser.end(is_cut=delta.is_cut)
+            self._tokenizer.call_flaws.update(parser.flaws)
+        has_ended = delta.finish_reason is not None
+        self._reasoning_counters[delta.index].feed(delta.tokens, parts, has_ended=has_ended)
         return parts
 
     def _message_deltas(self, delta: TextDelta) -> list[JsonObject]:

@@ -23,7 +23,10 @@ from pydantic_core import from_json
 from ..attempt.request import Request
 from ..errors import ApiError
 from ..text.answers import Output, TextDelta
-from ..text.content import THINK_OPEN, ContentParser, ContentPart, PartKind
+from ..text.content import ContentParser
+from ..text.formats.parts import ContentPart, PartKind
+from ..text.formats.reasoning import NO_REASONING
+from ..text.reasoning_tokens import ReasoningCounter
 from ..text.tokenizer import ChatTokenizer, TokenizedPrompt
 from .chat import (
     MESSAGES_MAX,
@@ -32,7 +35,9 @@ from .chat import (
     ChatRequest,
     FunctionName,
     JsonObject,
+    closing_tag_id,
     content_branch,
+    thinks,
 )
 from .known_fields import ApiName
 from .parameters import CACHE_NAME_CHARS_MAX, ID_MAX, StopString, UnitFraction, to_json
@@ -219,6 +224,9 @@ class CountTokensRequest(ApiBody):
         }
         if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
             fields["continue_final_message"] = True  # Anthropic's way to prefill an answer
+        budget = self._budget(tokenizer)
+        if budget is not None:
+            fields["thinking_token_budget"] = budget
         if self.tools:
             fields["tools"] = [_chat_tool(tool) for tool in self.tools]
         if self.tool_choice:
@@ -234,19 +242,29 @@ class CountTokensRequest(ApiBody):
         Without `thinking` in the body it is off. Empty if the template has no such variable.
         """
         mode = self.thinking.type if self.thinking else "disabled"
-        thinks = THINK_OPEN in tokenizer.template
-        if self.is_strict and mode == "enabled":
+        has_budget = self._budget(tokenizer) is not None
+        thinks = tokenizer.reasoning_format is not NO_REASONING
+        if self.is_strict and mode == "enabled" and not has_budget:
             message = 'thinking: a budget cannot be kept to; use {"type": "adaptive"}'
             raise ApiError("invalid_request", message, "thinking")
         if self.is_strict and mode == "adaptive" and not thinks:
             raise ApiError("invalid_request", "thinking: this model does not think", "thinking")
         if mode != "disabled" and not thinks:
             self.ignored_fields.add_documented("", "thinking")
-        elif mode == "enabled":
+        elif mode == "enabled" and not has_budget:
             self.ignored_fields.add_documented("thinking", "budget_tokens")
         if "enable_thinking" not in tokenizer.template_variables:
             return {}
         return {"enable_thinking": mode != "disabled"}
+
+    def _budget(self, tokenizer: ChatTokenizer) -> int | None:
+        """Return how many tokens the model may think; None where that cannot be bounded."""
+        if self.thinking is None or self.thinking.type != "enabled":
+            return None
+        if not thinks(tokenizer) or closing_tag_id(tokenizer) is None:
+            return None
+        budget = self.thinking.budget_tokens
+        return None if budget is None else max(0, budget)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -367,7 +385,11 @@ class MessageShape:
         self._request = request
         self._model = model
         self._block_tokens = block_tokens  #: Tokens of a block of the cache.
-        self._parser = ContentParser(chat.content_rules(tokenizer, prompt))
+        rules = chat.content_rules(tokenizer, prompt)
+        self._tokenizer = tokenizer
+        self._markers = rules.markers
+        self._parser = ContentParser(rules)
+        self._reasoning_counter = ReasoningCounter(tokenizer, rules)
         self._open_block_kind: PartKind | None = None
         self._block_count = 0  #: Blocks that have begun.
         self._stop_reason: str | None = None
@@ -375,7 +397,7 @@ class MessageShape:
 
     @property
     def output(self) -> Output:
-        return self._chat.output()
+        return self._chat.output(self._markers)
 
     def begin(self) -> list[JsonObject]:
         """Return the event that comes before any text."""
@@ -458,9 +480,13 @@ class MessageShape:
     def _parse(self, delta: TextDelta) -> list[ContentPart]:
         """Return the parts of a delta's text; notes why the answer stopped."""
         parts = self._parser.feed(delta.text)
-        if not delta.finish_reason:
+        has_ended = delta.finish_reason is not None
+        if has_ended:
+            parts += self._parser.end(is_cut=delta.is_cut)
+        self._reasoning_counter.feed(delta.tokens, parts, has_ended=has_ended)
+        if not has_ended:
             return parts
-        parts += self._parser.end(is_cut=delta.is_cut)
+        self._tokenizer.call_flaws.update(self._parser.flaws)
         self._stop_sequence = delta.stop_string
         if delta.stop_string is not None:
             self._stop_reason = "stop_sequence"
@@ -497,6 +523,7 @@ class MessageShape:
             "cache_creation_input_tokens": created_tokens,
             "cache_read_input_tokens": read_tokens,
             "output_tokens": used_tokens,
+            "output_tokens_details": {"thinking_tokens": self._reasoning_counter.tokens},
         }
 
     def _tool_use_block(self, function_name: str) -> JsonObject:

@@ -169,13 +169,14 @@ class SamplingParameters(CommonSamplingFields):
             return f"token_id:{token_id}"
         return tokenizer.token_text(token_id)
 
-    def output(self) -> Output:
-        """Return how the text of the answers is made."""
+    def output(self, markers: frozenset[str] = frozenset()) -> Output:
+        """Return how the text of the answers is made; `markers` are special tokens in it."""
         return Output(
             stop_strings=tuple(self.stop or ()),
             keep_stop_string=self.include_stop_str_in_output or self.no_stop_trim,
             min_tokens=self.min_tokens or 0,
             special_tokens=not self.skip_special_tokens,
+            markers=markers,
         )
 
 
@@ -200,6 +201,7 @@ def sampling_of(
     max_tokens: int | None = None,
     logprobs: int | None = None,
     grammar: frames.Grammar | None = None,
+    thinking: frames.ThinkingBudget | None = None,
 ) -> frames.Sampling:
     """Return how the answers to a prompt of `prompt_tokens` tokens are sampled.
 
@@ -249,6 +251,7 @@ def sampling_of(
         allowed_ids=tuple(body.allowed_token_ids or ()),
         logprob_ids=tuple(body.logprob_token_ids or ()),
         prompt_logprobs=body.prompt_logprobs,
+        thinking=thinking,
     )
 
 

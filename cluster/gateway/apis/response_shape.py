@@ -23,7 +23,9 @@ from ....protos import frames
 from ..attempt.request import Request
 from ..errors import ApiError
 from ..text.answers import Output, TextDelta
-from ..text.content import ContentParser, ContentPart, PartKind
+from ..text.content import ContentParser
+from ..text.formats.parts import ContentPart, PartKind
+from ..text.reasoning_tokens import ReasoningCounter
 from ..text.tokenizer import ChatTokenizer, TokenizedPrompt
 from .chat import ChatRequest, JsonObject, logprobs_object
 from .responses import ResponsesRequest
@@ -140,7 +142,10 @@ class ResponseShape:
         self._chat = chat
         self._request = request
         self._model = model
-        self._parser = ContentParser(chat.content_rules(tokenizer, prompt))
+        rules = chat.content_rules(tokenizer, prompt)
+        self._markers = rules.markers
+        self._parser = ContentParser(rules)
+        self._reasoning_counter = ReasoningCounter(tokenizer, rules)
         self._created_at_s = int(time.time())
         self._next_event_number = 0
         self._items: list[_OutputItem] = []
@@ -151,7 +156,7 @@ class ResponseShape:
 
     @property
     def output(self) -> Output:
-        return self._chat.output()
+        return self._chat.output(self._markers)
 
     def begin(self) -> list[JsonObject]:
         """Return the events that come before any text."""
@@ -199,6 +204,9 @@ class ResponseShape:
         if delta.finish_reason:
             self._finish_reason = delta.finish_reason
             parts += self._parser.end(is_cut=delta.is_cut)
+            self._tokenizer.call_flaws.update(self._parser.flaws)
+        has_ended = delta.finish_reason is not None
+        self._reasoning_counter.feed(delta.tokens, parts, has_ended=has_ended)
         return parts
 
     def _add_part(self, part: ContentPart) -> list[JsonObject]:
@@ -398,7 +406,7 @@ class ResponseShape:
                 "cache_write_tokens": 0,
             },
             "output_tokens": used_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_counter.tokens},
             "total_tokens": prompt_tokens + used_tokens,
         }
 

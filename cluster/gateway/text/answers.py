@@ -29,6 +29,7 @@ class Output:
     keep_stop_string: bool = False  #: The stop string, or the stop token, is part of the text.
     min_tokens: int = 0  #: No stop string counts before so many tokens.
     special_tokens: bool = False  #: Special tokens are part of the text.
+    markers: frozenset[str] = frozenset()  #: Special tokens that are so in any case.
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
@@ -149,7 +150,7 @@ class _AnswerText:
         self._index = index
         self._stop_ids = stop_ids
         self._min_tokens = output.min_tokens
-        self._detokenizer = text.detokenizer(output.special_tokens)
+        self._detokenizer = text.detokenizer(output.special_tokens, output.markers)
         self._stops = StopStringFilter(output.stop_strings, output.keep_stop_string)
         self._has_stop_strings = bool(output.stop_strings)
         #: Tokens whose text is not out, each with the number of characters up to its end.

@@ -7,6 +7,7 @@ tokenizer, and the ids of an answer become text again, by a detokenizer for each
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -20,6 +21,14 @@ from ....engine.errors import WeightsError
 from ....engine.spec import read_json
 from ..errors import ApiError
 from .detokenizer import LibraryDetokenizer, PieceDetokenizer
+from .formats.parts import CallFlaw
+from .formats.reasoning import ReasoningFormat
+from .formats.registry import (
+    AUTO,
+    ToolFormat,
+    find_reasoning_format,
+    find_tool_format,
+)
 from .limited import RefusedError
 from .templates import ChatTemplates
 
@@ -44,8 +53,8 @@ GATEWAY_VARIABLES = {
     "pad_token",
 }
 TEMPLATE_ERROR_CHARS_MAX = 300
-#: Markers that the gateway looks for in answers. A checkpoint may call them special tokens; they
-#: are text all the same.
+#: Markers that are text in any answer, though a checkpoint may call them special tokens. Further
+#: ones are so in answers that are parsed for them.
 MARKERS = {"<tool_call>", "</tool_call>", "<think>", "</think>"}
 #: Stands behind the content of a message that is to be continued while a template is rendered. A
 #: template that strips contents takes the last space away.
@@ -83,7 +92,14 @@ class ChatTokenizer:
     Raises WeightsError if the checkpoint has no fast tokenizer, or a template that is none.
     """
 
-    def __init__(self, folder: Path, template_path: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        template_path: Path | None = None,
+        *,
+        tool_format: str = AUTO,
+        reasoning_format: str = AUTO,
+    ) -> None:
         tokenizer_path = folder / "tokenizer.json"
         if not tokenizer_path.exists():
             raise WeightsError(f"tokenizer.json is missing in {folder}: export a fast tokenizer")
@@ -94,6 +110,9 @@ class ChatTokenizer:
             raise WeightsError(f"{tokenizer_path} is not a tokenizer: {error}") from None
         self._encoder = _fast_encoder(tokenizer_path, self.tokenizer)
         self._added_tokens = self.tokenizer.get_added_tokens_decoder()
+        #: A model has one set of markers, and answers that are not parsed have none.
+        self._hidden_ids_by_markers: dict[frozenset[str], frozenset[int]] = {}
+        self._pieces_by_hidden_ids: dict[frozenset[int], list[str | bytes]] = {}
         settings_path = folder / "tokenizer_config.json"
         self._settings = read_json(settings_path) if settings_path.exists() else {}
 
@@ -104,6 +123,10 @@ class ChatTokenizer:
         except jinja2.TemplateError as error:
             raise WeightsError(f"the chat template does not compile: {error}") from None
         self.template_variables = self._templates.variables  #: Those that either template reads.
+        #: How the model marks calls and reasoning; None: it has learned no format of calls.
+        self.tool_format, self.reasoning_format = self._formats(tool_format, reasoning_format)
+        #: What was wrong with calls, in all answers.
+        self.call_flaws: Counter[CallFlaw] = Counter()
 
     def start(self) -> None:
         """Start what renders templates, so that the first conversation need not wait for it."""
@@ -112,6 +135,16 @@ class ChatTokenizer:
     def close(self) -> None:
         """End what renders templates."""
         self._templates.close()
+
+    def _formats(self, tools: str, reasoning: str) -> tuple[ToolFormat | None, ReasoningFormat]:
+        """Return the formats of these names; `auto` stands for what the templates show."""
+        templates = self.template + self.tool_template
+        try:
+            tool_format = find_tool_format(tools, self.tool_template)
+            reasoning_format = find_reasoning_format(reasoning, templates)
+        except ValueError as error:
+            raise WeightsError(f"model.tool_format, model.reasoning_format: {error}") from None
+        return tool_format, reasoning_format
 
     def _find_templates(self, folder: Path, template_path: Path | None) -> tuple[str, str]:
         """Return the sources of the templates for chats without and with tools."""
@@ -237,26 +270,42 @@ class ChatTokenizer:
             return self.token_text(token_id).encode()
         return bytes(BYTE_OF_CHARACTER.get(character, 0) for character in name)
 
-    def detokenizer(self, specials: bool = False) -> LibraryDetokenizer | PieceDetokenizer:
-        """Return what turns the ids of one answer into text; with the special tokens or not."""
-        pieces = self._all_pieces if specials else self._visible_pieces
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """The ids of the special tokens by their texts."""
+        return {
+            token.content: token_id
+            for token_id, token in self._added_tokens.items()
+            if token.special
+        }
+
+    def detokenizer(
+        self, specials: bool = False, markers: frozenset[str] = frozenset()
+    ) -> LibraryDetokenizer | PieceDetokenizer:
+        """Return what turns the ids of one answer into text; with the special tokens or not.
+
+        Of the special tokens, `markers` are text in any case.
+        """
+        pieces = self._all_pieces if specials else self._visible_pieces(markers)
         if pieces:
             return PieceDetokenizer(pieces)
-        return LibraryDetokenizer(self.tokenizer, frozenset() if specials else self._hidden_ids)
+        hidden_ids = frozenset() if specials else self._hidden_ids(markers)
+        return LibraryDetokenizer(self.tokenizer, hidden_ids)
 
     @cached_property
     def _decodes_bytes(self) -> bool:
         """True if the tokenizer's decoder puts bytes together, among what else it may do."""
         return "ByteLevel" in repr(self.tokenizer.decoder)
 
-    @cached_property
-    def _hidden_ids(self) -> frozenset[int]:
-        """Ids of the special tokens, which are no text, but for the markers."""
-        return frozenset(
-            token_id
-            for token_id, token in self._added_tokens.items()
-            if token.special and token.content not in MARKERS
-        )
+    def _hidden_ids(self, markers: frozenset[str]) -> frozenset[int]:
+        """Return the ids of the special tokens, which are no text, but for the markers."""
+        if markers not in self._hidden_ids_by_markers:
+            self._hidden_ids_by_markers[markers] = frozenset(
+                token_id
+                for token, token_id in self.special_ids.items()
+                if token not in MARKERS and token not in markers
+            )
+        return self._hidden_ids_by_markers[markers]
 
     @cached_property
     def _all_pieces(self) -> list[str | bytes]:
@@ -279,14 +328,16 @@ class ChatTokenizer:
                 pieces[token_id] = data
         return pieces
 
-    @cached_property
-    def _visible_pieces(self) -> list[str | bytes]:
-        """`_all_pieces`, where hidden tokens add nothing."""
-        pieces = list(self._all_pieces)
-        for token_id in self._hidden_ids:
-            if token_id < len(pieces):
-                pieces[token_id] = ""
-        return pieces
+    def _visible_pieces(self, markers: frozenset[str]) -> list[str | bytes]:
+        """Return `_all_pieces`, where hidden tokens add nothing."""
+        hidden_ids = self._hidden_ids(markers)
+        if hidden_ids not in self._pieces_by_hidden_ids:
+            pieces = list(self._all_pieces)
+            for token_id in hidden_ids:
+                if token_id < len(pieces):
+                    pieces[token_id] = ""
+            self._pieces_by_hidden_ids[hidden_ids] = pieces
+        return self._pieces_by_hidden_ids[hidden_ids]
 
 
 def _open_ended(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

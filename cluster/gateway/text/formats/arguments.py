@@ -1,0 +1,145 @@
+"""Makes JSON arguments of values that a model wrote in another way (pure)."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from .reader import AnswerReader, json_string
+
+#: What a JSON schema calls the types of Python's values.
+_TYPE_NAMES: dict[type, set[str]] = {
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number", "integer"},
+    dict: {"object"},
+    list: {"array"},
+    type(None): {"null"},
+}
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+
+
+class ArgumentWriter:
+    """Writes the arguments of the call under way, field by field, as JSON."""
+
+    def __init__(self, reader: AnswerReader, function_name: str) -> None:
+        self._reader = reader
+        self._schema = reader.parameter_schemas.get(function_name, {})
+        self._has_fields = False
+        self._in_string = False
+
+    def types_of(self, key: str) -> set[str]:
+        """Return the types that the schema declares for a field; empty if it says nothing."""
+        properties = self._schema.get("properties")
+        field = properties.get(key) if isinstance(properties, dict) else None
+        return _declared_types(field)
+
+    def is_string(self, key: str) -> bool:
+        """Return whether the field can only be a string, so that it can be written as it comes."""
+        return self.types_of(key) == {"string"}
+
+    def begin_field(self, key: str) -> None:
+        separator = ", " if self._has_fields else "{"
+        self._has_fields = True
+        self._reader.add_arguments(f"{separator}{json_string(key)}: ")
+
+    def add_value(self, key: str, text: str) -> None:
+        """Write the value of a field that has begun, of the type that the schema declares."""
+        self._reader.add_arguments(json_of_text(text, self.types_of(key)))
+
+    def add_json(self, json_text: str) -> None:
+        self._reader.add_arguments(json_text)
+
+    def begin_string(self) -> None:
+        self._reader.add_arguments('"')
+
+    def add_to_string(self, text: str) -> None:
+        self._reader.add_arguments(json_string(text)[1:-1])
+
+    def end_string(self) -> None:
+        self._reader.add_arguments('"')
+
+    def end(self) -> None:
+        self._reader.add_arguments("}" if self._has_fields else "{}")
+
+
+def json_of_text(text: str, types: set[str]) -> str:
+    """Return the JSON text of a raw value; a string if it is of no other declared type."""
+    if types == {"string"}:
+        return json_string(text)
+    stripped_text = text.strip()
+    candidate = _CONSTANTS.get(stripped_text, stripped_text)
+    try:
+        value = json.loads(candidate, parse_constant=_refuse_constant)
+        json_text = candidate
+    except (ValueError, RecursionError):
+        value = _python_value(stripped_text)
+        json_text = _json_of_value(value)
+    value_types = _TYPE_NAMES.get(type(value), set())
+    if not json_text or not value_types or (types and not types & value_types):
+        return json_string(text)
+    return json_text
+
+
+def json_of_python(text: str) -> str:
+    """Return the JSON text of a literal of Python; a string of the text if it is none."""
+    candidate = _CONSTANTS.get(text.strip(), text.strip())
+    try:
+        json.loads(candidate, parse_constant=_refuse_constant)
+        return candidate
+    except (ValueError, RecursionError):
+        pass
+    try:
+        value = ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+        return json_string(text.strip())
+    return _json_of_value(value) or json_string(text.strip())
+
+
+def _python_value(text: str) -> Any:
+    """Return a list or a mapping that is written as in Python; the text itself otherwise."""
+    if not text.startswith(("[", "{")):
+        return text
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+        return text
+
+
+def _json_of_value(value: Any) -> str:
+    """Return the JSON text of a value of Python; empty if it has none."""
+    try:
+        json_text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        json_text.encode()
+    except (ValueError, TypeError, RecursionError):
+        return ""
+    return json_text
+
+
+def _declared_types(schema: Any) -> set[str]:
+    """Return the types that a schema of one value allows; empty if it does not say."""
+    if not isinstance(schema, Mapping):
+        return set()
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return {declared}
+    if isinstance(declared, list):
+        return {name for name in declared if isinstance(name, str)}
+    choices = schema.get("enum")
+    if isinstance(choices, list) and choices and all(isinstance(one, str) for one in choices):
+        return {"string"}
+    types: set[str] = set()
+    for name in ("anyOf", "oneOf"):
+        alternatives = schema.get(name)
+        for alternative in alternatives if isinstance(alternatives, list) else []:
+            alternative_types = _declared_types(alternative)
+            if not alternative_types:
+                return set()
+            types |= alternative_types
+    return types
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON")

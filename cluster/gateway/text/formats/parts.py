@@ -1,0 +1,31 @@
+"""What an answer's text consists of (pure): reasoning, content, and calls with their arguments."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class PartKind(StrEnum):
+    REASONING = "reasoning"
+    CONTENT = "content"
+    CALL = "call"  #: A call begins; the text is the name of its function.
+    ARGUMENTS = "arguments"  #: The next piece of the last call's arguments.
+
+
+CALL_KINDS = (PartKind.CALL, PartKind.ARGUMENTS)
+
+
+class ContentPart(NamedTuple):
+    """A piece of an answer."""
+
+    kind: PartKind
+    text: str
+
+
+class CallFlaw(StrEnum):
+    """What was wrong with something that looked like a call; metrics count these."""
+
+    UNREAD = "unread"  #: It could not be read, and came out as content, markers included.
+    CUT = "cut"  #: The answer ended inside of it; it came out with the beginning of its arguments.
+    NO_JSON = "no_json"  #: Its arguments are no JSON object; they came out as the model wrote them.

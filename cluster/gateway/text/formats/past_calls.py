@@ -1,0 +1,61 @@
+"""Makes earlier calls of a conversation what the chat templates of some families expect (pure).
+
+The functions change messages as templates read them: calls have their arguments as objects, and the
+ids that the gateway, or another server, gave them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import xxhash
+
+#: A message as chat templates read it.
+Message = dict[str, Any]
+
+_MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
+MISTRAL_ID_CHARS = 9
+
+
+def write_arguments_as_text(messages: list[Message]) -> None:
+    """Make the arguments JSON texts: DeepSeek's templates join them to other texts."""
+    for call in _calls(messages):
+        function = call["function"]
+        if not isinstance(function["arguments"], str):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+
+
+def shorten_ids(messages: list[Message]) -> None:
+    """Make all ids 9 letters and digits: Mistral's templates refuse others."""
+    for call in _calls(messages):
+        call["id"] = _short_id(call["id"])
+    for message in messages:
+        if "tool_call_id" in message:
+            message["tool_call_id"] = _short_id(message["tool_call_id"])
+
+
+def number_ids(messages: list[Message]) -> None:
+    """Make all ids `functions.NAME:NUMBER`: Kimi K2 reads the name of the function there."""
+    new_ids = {}
+    for number, call in enumerate(_calls(messages)):
+        new_id = f"functions.{call['function']['name']}:{number}"
+        new_ids[call["id"]] = new_id
+        call["id"] = new_id
+    for message in messages:
+        if "tool_call_id" in message:
+            call_id = message["tool_call_id"]
+            message["tool_call_id"] = new_ids.get(call_id, call_id)
+
+
+def _calls(messages: list[Message]) -> Iterator[Message]:
+    for message in messages:
+        yield from message.get("tool_calls", ())
+
+
+def _short_id(call_id: str) -> str:
+    if _MISTRAL_ID.fullmatch(call_id):
+        return call_id
+    return xxhash.xxh3_64_hexdigest(call_id.encode("utf-8", "replace"))[:MISTRAL_ID_CHARS]

@@ -1,0 +1,198 @@
+"""Calls that are written as in Python (pure).
+
+- Llama 4, Llama 3.2: the answer is `[name(key="value"), other()]`, in `<|python_start|>` and
+  `<|python_end|>` or not.
+- Gemma 3: the same, or a call without the list, in a fence of Markdown that begins with
+  "```tool_code" or not.
+
+A call is announced at its opening bracket. Arguments come out one by one, when they are complete.
+"""
+
+from __future__ import annotations
+
+import re
+
+from .arguments import json_of_python
+from .json_calls import PYTHON_TAG, read_objects
+from .parts import PartKind
+from .reader import AnswerReader, Markers, Reading, json_string
+
+PYTHON_START = "<|python_start|>"
+PYTHON_END = "<|python_end|>"
+FENCE_OPEN = "```tool_code"
+FENCE_CLOSE = "```"
+NAME_CHARS_MAX = 128
+_CALL_BEGINNING = re.compile(r"\s*(?P<name>[A-Za-z_][\w.\-]*)\s*\(")
+_POSSIBLE_BEGINNING = re.compile(r"\s*(?:[A-Za-z_][\w.\-]*\s*)?")
+_KEY = re.compile(r"\s*(?P<key>[A-Za-z_]\w*)\s*=(?!=)\s*")
+_POSSIBLE_KEY = re.compile(r"\s*(?:[A-Za-z_]\w*\s*=?\s*)?")
+_BRACKETS = {"(": ")", "[": "]", "{": "}"}
+
+
+def read_llama4(reader: AnswerReader) -> Reading[None]:
+    """Read an answer that is nothing but calls, as Python or as JSON, or nothing but content."""
+    opening = yield from reader.skip_space()
+    opening += yield from reader.takes(PYTHON_START, PYTHON_TAG)
+    if opening.strip():
+        opening += yield from reader.skip_space()
+    if reader.buffer.startswith("{"):
+        yield from read_objects(reader, opening, separators="; \t\r\n")
+        return
+    yield from _read_calls_or_content(reader, opening)
+
+
+def read_gemma3(reader: AnswerReader) -> Reading[None]:
+    """Read an answer that is calls, with content in front of a fence of them or not."""
+    space = yield from reader.skip_space()
+    if reader.buffer.startswith("["):
+        yield from _read_calls_or_content(reader, space)
+        return
+    reader.buffer = space + reader.buffer
+    while (yield from reader.release_until(Markers(FENCE_OPEN), PartKind.CONTENT)):
+        opening = FENCE_OPEN + (yield from reader.skip_space())
+        has_list = yield from reader.takes("[")
+        if not (yield from _read_calls(reader, has_list)):
+            text, closing = yield from reader.hold_until(Markers(FENCE_CLOSE))
+            reader.add_unread(opening + has_list + text + closing)
+            continue
+        yield from reader.skip_space()
+        yield from reader.takes(FENCE_CLOSE)
+
+
+def _read_calls_or_content(reader: AnswerReader, opening: str) -> Reading[None]:
+    """Read a list of calls and what is behind it, or content if the answer is no such list."""
+    has_list = yield from reader.takes("[")
+    if has_list and (yield from _read_calls(reader, has_list)):
+        yield from reader.skip_space()
+        yield from reader.takes(PYTHON_END)
+        yield from reader.release_content()
+        reader.release_rest()
+        return
+    reader.buffer = opening + has_list + reader.buffer
+    yield from reader.release_content()
+
+
+def _read_calls(reader: AnswerReader, has_list: str) -> Reading[bool]:
+    """Read calls up to the end of their list. Return False if there is not one."""
+    has_calls = False
+    while True:
+        name = yield from _read_beginning(reader)
+        if not name:
+            break
+        has_calls = True
+        reader.begin_call(name)
+        is_whole = yield from _read_arguments(reader)
+        reader.end_call(is_cut=not is_whole)
+        if not is_whole or not has_list:
+            break
+        yield from reader.skip_space()
+        if not (yield from reader.takes(",")):
+            yield from reader.takes("]")
+            break
+    return has_calls
+
+
+def _read_beginning(reader: AnswerReader) -> Reading[str]:
+    """Take a name and its bracket, and return the name; empty if no call of a function begins."""
+    while True:
+        beginning = _CALL_BEGINNING.match(reader.buffer)
+        if beginning is not None:
+            if beginning["name"] not in reader.function_names:
+                return ""
+            reader.take(beginning.end())
+            return beginning["name"]
+        is_possible = _POSSIBLE_BEGINNING.fullmatch(reader.buffer) is not None
+        if not is_possible or len(reader.buffer) > NAME_CHARS_MAX:
+            return ""
+        if not (yield from reader.more()):
+            return ""
+
+
+def _read_arguments(reader: AnswerReader) -> Reading[bool]:
+    """Read `key=value` pairs up to the closing bracket. Return False if the answer ended before.
+
+    A value without a key gets the name of the parameter that stands at its place.
+    """
+    separator = "{"
+    count = 0
+    while True:
+        yield from reader.skip_space()
+        if (yield from reader.takes(")")):
+            reader.add_arguments("}" if count else "{}")
+            return True
+        if not reader.buffer:
+            return False
+        key = yield from _read_key(reader)
+        value, end = yield from _hold_value(reader)
+        if value.strip() or key:
+            reader.add_arguments(separator + json_string(key or f"argument_{count + 1}") + ": ")
+            separator = ", "
+            count += 1
+            reader.add_arguments(json_of_python(value) if end else value.lstrip())
+        if not end:
+            return False
+        if end == ")":
+            reader.add_arguments("}" if count else "{}")
+            return True
+
+
+def _read_key(reader: AnswerReader) -> Reading[str]:
+    """Take a key and its `=`; return the key, or nothing for a value without one."""
+    while True:
+        key = _KEY.match(reader.buffer)
+        if key is not None and key.end() < len(reader.buffer):
+            reader.take(key.end())
+            return key["key"]
+        if _POSSIBLE_KEY.fullmatch(reader.buffer) is None:
+            return ""
+        if not (yield from reader.more()):
+            if key is not None:
+                reader.take(key.end())
+                return key["key"]
+            return ""
+
+
+def _hold_value(reader: AnswerReader) -> Reading[tuple[str, str]]:
+    """Take a value up to the `,` or `)` behind it; return both. Without an end: the answer ended."""
+    scanner = _LiteralScanner()
+    scanned_chars = 0
+    while True:
+        end = scanner.find_end(reader.buffer, scanned_chars)
+        if end is not None:
+            value = reader.take(end)
+            return value, reader.take(1)
+        scanned_chars = len(reader.buffer)
+        if not (yield from reader.more()):
+            return reader.take_all(), ""
+
+
+class _LiteralScanner:
+    """Finds the end of a literal of Python in a text that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._open_brackets: list[str] = []
+        self._quote = ""  #: What closes the string that is open.
+        self._is_escaped = False
+
+    def find_end(self, text: str, start: int) -> int | None:
+        """Return where the `,` or `)` behind the literal is; characters before `start` are read."""
+        for position in range(start, len(text)):
+            character = text[position]
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._quote:
+                self._is_escaped = character == "\\"
+                if character == self._quote:
+                    self._quote = ""
+            elif character in "\"'":
+                self._quote = character
+            elif self._open_brackets:
+                if character in _BRACKETS:
+                    self._open_brackets.append(_BRACKETS[character])
+                elif character == self._open_brackets[-1]:
+                    self._open_brackets.pop()
+            elif character in _BRACKETS:
+                self._open_brackets.append(_BRACKETS[character])
+            elif character in ",)":
+                return position
+        return None

@@ -1,0 +1,312 @@
+"""Calls whose arguments are values between tags (pure).
+
+- Qwen 3 Coder, Qwen 3.5: `<function=NAME>`, `<parameter=KEY>` value `</parameter>`, in
+  `<tool_call>` or without it.
+- GLM 4.5 and later: `<tool_call>NAME`, `<arg_key>KEY</arg_key>`, `<arg_value>` value `</arg_value>`.
+- DeepSeek V3.2 and later: `<｜DSML｜invoke name="NAME">`, and
+  `<｜DSML｜parameter name="KEY" string="true">` value `</｜DSML｜parameter>`.
+
+Values are raw text, so the schema of a function says which of them are strings. Strings come out
+as they are generated, all other values when they are complete. A closing tag inside of a value ends
+the value only if the next tag of a call follows it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from .arguments import ArgumentWriter
+from .json_calls import CALL_CLOSE, CALL_OPEN, read_call
+from .parts import PartKind
+from .reader import AnswerReader, Markers, Reading
+
+DSML = "｜DSML｜"
+_KEY = re.compile(r'name="(?P<name>[^"]*)"(?:\s+string="(?P<is_string>true|false)")?')
+
+
+@dataclass(frozen=True, slots=True)
+class TagStyle:
+    """The tags of one format."""
+
+    value_closing: str
+    fields_closing: str  #: Ends the fields of a call.
+    #: What may follow a closing tag, behind white space, if it is one.
+    followers: Mapping[str, tuple[str, ...]]
+    strips_line_breaks: bool = False  #: A value stands on lines of its own.
+
+    @property
+    def field_ends(self) -> set[str]:
+        """What text between fields ends in front of."""
+        return {self.fields_closing, *self.followers[self.value_closing]}
+
+
+QWEN = TagStyle(
+    value_closing="</parameter>",
+    fields_closing="</function>",
+    followers={
+        "</parameter>": ("<parameter=", "</function>", CALL_CLOSE),
+        # The value lacks its own tag:
+        "</function>": (CALL_CLOSE,),
+        "\n<parameter=": ("",),
+    },
+    strips_line_breaks=True,
+)
+GLM = TagStyle(
+    value_closing="</arg_value>",
+    fields_closing=CALL_CLOSE,
+    followers={"</arg_value>": ("<arg_key>", CALL_CLOSE)},
+)
+
+
+def _dsml_style(space: str) -> TagStyle:
+    value_closing = f"</{DSML}{space}parameter>"
+    fields_closing = f"</{DSML}{space}invoke>"
+    return TagStyle(
+        value_closing,
+        fields_closing,
+        followers={value_closing: (f"<{DSML}{space}parameter", fields_closing)},
+    )
+
+
+class _ValueReader:
+    """Finds the end of a value, and gives it out as it comes."""
+
+    def __init__(self, reader: AnswerReader, style: TagStyle) -> None:
+        self._reader = reader
+        self._style = style
+        self._closings = Markers(*style.followers)
+
+    def next_piece(self) -> tuple[str, bool]:
+        """Take the next piece of the value that is certain; True: the value has ended."""
+        reader = self._reader
+        certain_chars = len(reader.buffer) - self._closings.possible_chars(reader.buffer)
+        search_start = 0
+        while found := self._closings.find(reader.buffer, search_start):
+            rest = reader.buffer[found.end() :].lstrip()
+            followers = self._style.followers[found.group()]
+            may_follow = any(follower.startswith(rest) for follower in followers)
+            if rest.startswith(followers) or (reader.has_ended and may_follow):
+                piece = reader.take(found.start())
+                if found.group() == self._style.value_closing:
+                    reader.take(len(found.group()))
+                return self._without_line_break(piece), True
+            if may_follow:
+                certain_chars = found.start()
+                break
+            search_start = found.end()
+        if reader.has_ended:
+            return reader.take_all(), False
+        return reader.take(self._line_break_before(certain_chars)), False
+
+    def _line_break_before(self, chars: int) -> int:
+        """Return how many characters are certain, if a line break before a tag is no part."""
+        if self._style.strips_line_breaks and self._reader.buffer[:chars].endswith("\n"):
+            return chars - 1
+        return chars
+
+    def _without_line_break(self, text: str) -> str:
+        return text.removesuffix("\n") if self._style.strips_line_breaks else text
+
+    def read(self, writer: ArgumentWriter, key: str, is_string: bool | None) -> Reading[bool]:
+        """Write the value of a field. Return False if the answer ended inside of it."""
+        reader = self._reader
+        if self._style.strips_line_breaks:
+            yield from reader.takes("\n")
+        if is_string is None:
+            is_string = writer.is_string(key)
+        if is_string:
+            writer.begin_string()
+        text = ""
+        while True:
+            ended_before = reader.has_ended
+            piece, is_complete = self.next_piece()
+            if is_string:
+                writer.add_to_string(piece)
+            else:
+                text += piece
+            if is_complete:
+                break
+            if ended_before:
+                if not is_string:
+                    writer.add_json(text)
+                return False
+            yield from reader.more()
+        if is_string:
+            writer.end_string()
+        else:
+            writer.add_value(key, text)
+        return True
+
+
+# ---- Qwen ------------------------------------------------------------------------------------
+
+_QWEN_OPENING = Markers(CALL_OPEN, "<function=")
+_QWEN_NAME_END = Markers(">", "\n", CALL_CLOSE)
+_QWEN_CLOSING = Markers(CALL_CLOSE)
+
+
+def read_qwen_xml(reader: AnswerReader) -> Reading[None]:
+    """Read content with calls in it. Some models leave `<tool_call>` out."""
+    while marker := (yield from reader.release_until(_QWEN_OPENING, PartKind.CONTENT)):
+        opening = marker
+        if marker == CALL_OPEN:
+            opening += yield from reader.skip_space()
+            function = yield from reader.takes("<function=")
+            if not function:
+                yield from _read_other_block(reader, opening)
+                continue
+            opening += function
+        name, end = yield from reader.hold_until(_QWEN_NAME_END)
+        opening += name + end
+        if end != ">" or name.strip() not in reader.function_names:
+            yield from _read_other_block(reader, opening)
+            continue
+        yield from _read_fields(reader, name.strip(), QWEN, _read_qwen_key)
+        yield from reader.skip_space()
+        yield from reader.takes(CALL_CLOSE)
+
+
+def _read_other_block(reader: AnswerReader, opening: str) -> Reading[None]:
+    """Read up to `</tool_call>` what is no call of one of the functions in this format."""
+    text = ""
+    marker = CALL_CLOSE if opening.endswith(CALL_CLOSE) else ""
+    if not marker:
+        text, marker = yield from reader.hold_until(_QWEN_CLOSING)
+    call = read_call(text)
+    if call is not None and opening.strip() == CALL_OPEN:
+        reader.add_whole_call(call.name, call.arguments)
+    else:
+        reader.add_unread(opening + text + marker)
+
+
+@dataclass(slots=True)
+class _Key:
+    """A field that begins."""
+
+    name: str
+    is_string: bool | None = None  #: None: the schema says whether it is.
+
+
+KeyReader = Callable[[AnswerReader], Reading["_Key | None"]]
+_QWEN_KEY_END = Markers(">", "\n")
+
+
+def _read_qwen_key(reader: AnswerReader) -> Reading[_Key | None]:
+    """Take the tag of the next field; None if there is none."""
+    if not (yield from reader.takes("<parameter=")):
+        return None
+    name, _ = yield from reader.hold_until(_QWEN_KEY_END)
+    return _Key(name.strip().strip('"'))
+
+
+def _read_fields(
+    reader: AnswerReader, name: str, style: TagStyle, read_key: KeyReader
+) -> Reading[None]:
+    """Read the fields of a call of one of the functions, up to the tag that ends them."""
+    reader.begin_call(name)
+    writer = ArgumentWriter(reader, name)
+    values = _ValueReader(reader, style)
+    while True:
+        yield from reader.skip_space()
+        key = yield from read_key(reader)
+        if key is not None:
+            writer.begin_field(key.name)
+            if not (yield from values.read(writer, key.name, key.is_string)):
+                reader.end_call(is_cut=True)
+                return
+            continue
+        if (yield from reader.takes(style.fields_closing)):
+            break
+        if not reader.buffer:
+            if reader.is_cut:
+                reader.end_call(is_cut=True)
+                return
+            break
+        stray_text, marker = yield from reader.hold_until(Markers(*style.field_ends))
+        reader.add_stray(stray_text)
+        reader.buffer = marker + reader.buffer
+        if marker == CALL_CLOSE:
+            break
+    writer.end()
+    reader.end_call()
+
+
+# ---- GLM -------------------------------------------------------------------------------------
+
+_GLM_OPENING = Markers(CALL_OPEN)
+_GLM_NAME_END = Markers("\n", "<arg_key>", CALL_CLOSE)
+_GLM_KEY_END = Markers("</arg_key>")
+
+
+def read_glm(reader: AnswerReader) -> Reading[None]:
+    """Read content with calls in it."""
+    while (yield from reader.release_until(_GLM_OPENING, PartKind.CONTENT)):
+        opening = CALL_OPEN + (yield from reader.skip_space())
+        name, end = yield from reader.hold_until(_GLM_NAME_END)
+        if not end or name.strip() not in reader.function_names:
+            yield from _read_other_block(reader, opening + name + end)
+            continue
+        if end != "\n":
+            reader.buffer = end + reader.buffer
+        yield from _read_fields(reader, name.strip(), GLM, _read_glm_key)
+
+
+def _read_glm_key(reader: AnswerReader) -> Reading[_Key | None]:
+    if not (yield from reader.takes("<arg_key>")):
+        return None
+    name, _ = yield from reader.hold_until(_GLM_KEY_END)
+    yield from reader.skip_space()
+    yield from reader.takes("<arg_value>")
+    return _Key(name.strip())
+
+
+# ---- DeepSeek V3.2 ---------------------------------------------------------------------------
+
+_DSML_OPENING = Markers(f"<{DSML}function_calls>", f"<{DSML}tool_calls>", f"<{DSML} calls>")
+_DSML_INVOKE = (f"<{DSML}invoke", f"<{DSML} invoke")
+_DSML_CALLS_END = Markers(
+    *_DSML_INVOKE, f"</{DSML}function_calls>", f"</{DSML}tool_calls>", f"</{DSML} calls>"
+)
+_DSML_PARAMETER = (f"<{DSML}parameter", f"<{DSML} parameter")
+_DSML_TAG_END = Markers(">")
+
+
+def read_deepseek_dsml(reader: AnswerReader) -> Reading[None]:
+    """Read content with sections of calls in it. V4.1 has a space in its tags."""
+    while (yield from reader.release_until(_DSML_OPENING, PartKind.CONTENT)):
+        while True:
+            stray_text, marker = yield from reader.hold_until(_DSML_CALLS_END)
+            reader.add_unread(stray_text)
+            if marker not in _DSML_INVOKE:
+                break
+            yield from _read_invocation(reader, marker)
+
+
+def _read_invocation(reader: AnswerReader, marker: str) -> Reading[None]:
+    style = _dsml_style(" " if marker.endswith(" invoke") else "")
+    tag, end = yield from reader.hold_until(_DSML_TAG_END)
+    parsed_tag = _KEY.search(tag)
+    name = parsed_tag["name"] if parsed_tag else ""
+    is_known = bool(end) and name in reader.function_names
+    if is_known and tag.endswith("/"):
+        reader.add_whole_call(name, "{}")
+    elif is_known:
+        yield from _read_fields(reader, name, style, _read_dsml_key)
+    else:
+        text, closing = "", ""
+        if end:
+            text, closing = yield from reader.hold_until(Markers(style.fields_closing))
+        reader.add_unread(marker + tag + end + text + closing)
+
+
+def _read_dsml_key(reader: AnswerReader) -> Reading[_Key | None]:
+    if not (yield from reader.takes(*_DSML_PARAMETER)):
+        return None
+    tag, _ = yield from reader.hold_until(_DSML_TAG_END)
+    parsed_tag = _KEY.search(tag)
+    if parsed_tag is None:
+        return _Key(tag.strip())
+    is_string = parsed_tag["is_string"]
+    return _Key(parsed_tag["name"], None if is_string is None else is_string == "true")

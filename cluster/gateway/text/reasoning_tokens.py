@@ -1,0 +1,87 @@
+"""Counts the tokens of an answer that are its reasoning (pure).
+
+The tags of most formats are tokens, and then the tokens between them count, without the tags. So do
+those of Harmony's analysis. Where a tag is several tokens, the text of the reasoning is encoded.
+"""
+
+from __future__ import annotations
+
+from ....protos import frames
+from .content import ContentRules
+from .formats import harmony
+from .formats.parts import ContentPart, PartKind
+from .formats.reasoning import HARMONY_REASONING, ContentState
+from .tokenizer import ChatTokenizer
+
+
+class ReasoningCounter:
+    """Counts for one answer, as its tokens come."""
+
+    def __init__(self, tokenizer: ChatTokenizer, rules: ContentRules) -> None:
+        self.tokens = 0
+        self._tokenizer = tokenizer
+        self._text: list[str] = []  #: Of the reasoning, where its tags are no tokens.
+        token_to_id = tokenizer.tokenizer.token_to_id
+        reasoning = rules.reasoning_format
+        self._is_harmony = reasoning is HARMONY_REASONING and rules.tool_format is not None
+        self._opening_ids = _ids_of(tokenizer, reasoning.opening + reasoning.special_tokens)
+        call_openings = rules.tool_format.ends_reasoning if rules.tool_format is not None else ()
+        tags = (*reasoning.closing, *(opening.partition("\n")[0] for opening in call_openings))
+        self._closing_ids = _ids_of(tokenizer, tags)
+        self._counts_ids = self._is_harmony or bool(self._closing_ids)
+        self._is_inside = rules.initial_state is ContentState.THINKING
+        self._may_begin = rules.initial_state is ContentState.START
+        self._channel_id = token_to_id(harmony.CHANNEL)
+        self._message_id = token_to_id(harmony.MESSAGE)
+        self._body_end_ids = _ids_of(
+            tokenizer,
+            (harmony.END, harmony.CALL, harmony.RETURN, harmony.START, harmony.CHANNEL),
+        )
+        self._header_ids: list[int] | None = None  #: Of the channel that begins; None: none does.
+
+    def feed(
+        self, tokens: list[frames.Token], parts: list[ContentPart], *, has_ended: bool
+    ) -> None:
+        """Take the next tokens of the answer, and the parts that came out with them."""
+        if self._is_harmony:
+            for token in tokens:
+                self._feed_harmony(token.id)
+        elif self._counts_ids:
+            for token in tokens:
+                self._feed_tagged(token.id)
+        else:
+            self._text += [text for kind, text in parts if kind is PartKind.REASONING]
+            if has_ended and self._text:
+                text = "".join(self._text)
+                self.tokens = len(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _feed_tagged(self, token_id: int) -> None:
+        if self._is_inside and token_id in self._closing_ids:
+            self._is_inside = False
+        elif self._is_inside:
+            self.tokens += 1
+        elif self._may_begin:
+            self._is_inside = token_id in self._opening_ids
+            self._may_begin = (
+                not self._is_inside and not self._tokenizer.token_text(token_id).strip()
+            )
+
+    def _feed_harmony(self, token_id: int) -> None:
+        if self._is_inside and token_id not in self._body_end_ids:
+            self.tokens += 1
+            return
+        self._is_inside = False
+        if token_id == self._channel_id:
+            self._header_ids = []
+        elif token_id == self._message_id and self._header_ids is not None:
+            header = self._tokenizer.decode(self._header_ids)
+            self._is_inside = header.strip() == harmony.ANALYSIS
+            self._header_ids = None
+        elif self._header_ids is not None:
+            self._header_ids.append(token_id)
+
+
+def _ids_of(tokenizer: ChatTokenizer, tokens: tuple[str, ...]) -> set[int]:
+    """Return the ids of those of the texts that are tokens."""
+    token_ids = (tokenizer.tokenizer.token_to_id(token) for token in tokens)
+    return {token_id for token_id in token_ids if token_id is not None}

@@ -87,7 +87,7 @@ ACTIVE_POLL_S = 0.0003
 SLOW_POLL_S = 0.005
 IDLE_POLL_S = 0.1
 QUIET_SHARE = 0.25  #: Of the time that nothing has come: what comes next may be seen so much later.
-SPIN_ROUNDS = 8  #: Quiet rounds of the loop before it waits between two polls.
+SPIN_ROUNDS = 2  #: Quiet rounds of the loop before it waits between two polls.
 TICK_S = 0.05
 
 OpenTransport = Callable[[AdmitData], Transport]
@@ -525,7 +525,7 @@ class TransferService:
         open_lane = self._lanes[action.ticket_id]
         lane = open_lane.lane
         checksums = self._checksums(open_lane, lane.target, action.tiles, chunk)
-        size = len(lane.target.units(action.tiles, chunk.piece)) * lane.unit_bytes
+        size = len(action.tiles) * lane.piece_bytes(chunk.piece)
         self.gauges.record_received_bytes(self._receiver.tickets[action.ticket_id].peer, size)
         ok = checksums == chunk.checksums and chunk.pieces == lane.pieces
         self._to_receiver(ChunkVerified(action.ticket_id, chunk.chunk_number, ok))

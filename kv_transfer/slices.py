@@ -53,7 +53,9 @@ class LaneSide:
         self, piece_offsets: list[np.ndarray], block_units: int, tiles_per_block: int
     ) -> None:
         """`piece_offsets` has, for each piece, the units of a block's first tile."""
-        self._offsets = [*piece_offsets, np.concatenate(piece_offsets)]  # the last is ALL_PIECES
+        # The last is ALL_PIECES. Units are numbered in 32 bits (`Spans`).
+        every_offset = [*piece_offsets, np.concatenate(piece_offsets)]
+        self._offsets = [offsets.astype(np.int32) for offsets in every_offset]
         self._runs = [_runs(offsets) for offsets in self._offsets]
         self._block_units = block_units
         self.tiles_per_block = tiles_per_block
@@ -65,8 +67,12 @@ class LaneSide:
 
     def units(self, tiles: Sequence[int], piece: int) -> np.ndarray:
         """The units of a piece (or `ALL_PIECES`) of all `tiles`, int32, tile by tile."""
-        starts = np.array([self.start(tile) for tile in tiles], np.int64)
-        return (starts[:, None] + self._offsets[piece]).ravel().astype(np.int32)
+        starts = np.array([self.start(tile) for tile in tiles], np.int32)
+        return (starts[:, None] + self._offsets[piece]).ravel()
+
+    def unit_count(self, piece: int) -> int:
+        """How many units a piece (or `ALL_PIECES`) of one tile has."""
+        return len(self._offsets[piece])
 
     def runs(self, tile: int, piece: int) -> list[tuple[int, int]]:
         """The units of one tile as (first unit, number of contiguous units)."""
@@ -126,6 +132,10 @@ class Lane:
             ]
             pieces.append(np.array(offsets, np.int64) // grain_items)
         return pieces
+
+    def piece_bytes(self, piece: int) -> int:
+        """Bytes of a piece (or `ALL_PIECES`) of one tile."""
+        return self.unit_bytes * self.source.unit_count(piece)
 
     def spans(self, source_tiles: Sequence[int], target_tiles: Sequence[int], piece: int) -> Spans:
         """What to copy so that each source tile reaches the target tile in the same place."""

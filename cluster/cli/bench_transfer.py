@@ -16,6 +16,7 @@ from .common import check_output, fail, interrupt_on, table_lines
 TRANSPORTS = ("nixl", "shm", "tcp")
 RUN_BYTES = (64 << 10, 256 << 10, 1 << 20)
 COLUMNS = ("TRANSPORT", "OP", "RUN", "GIB/S", "OF MEMCPY", "CHECKSUMS")
+TICKET_COLUMNS = ("TICKETS OVER", "GIB/S", "CPU MS/GIB", "", "RATE OF RAW", "CPU OF RAW")
 
 
 def transfer(
@@ -26,18 +27,37 @@ def transfer(
     tokens: Annotated[int, typer.Option(min=128, help="Of its prompt.")] = 2048,
     output: Annotated[str, typer.Option("-o", "--output", help="table or json")] = "table",
 ) -> None:
-    """Measure the transports between two processes here, and their overlap with prefill."""
+    """Measure tickets and bare transports between two processes here; what a prefill hides."""
     check_output(output)
     interrupt_on(signal.SIGINT)
     try:
         # A wrong name is found before anything is measured.
         with checkpoint(model) if model else nullcontext() as folder:
-            result = _measure_transports(mib << 20)
+            result = _measure_tickets(tokens)
+            result |= _measure_transports(mib << 20)
             if folder:
                 result |= _measure_overlap(folder, tokens)
     except KeyboardInterrupt:
         fail("interrupted", 130)
     typer.echo(json.dumps(result, indent=2) if output == "json" else _table(result))
+
+
+def _measure_tickets(tokens: int) -> dict[str, Any]:
+    """Send whole tickets, with checksums, beside raw NIXL. Torch is not needed."""
+    import msgspec
+
+    from ...kv_transfer.errors import TransportUnavailable
+    from ...kv_transfer.ticket_speed import measure_tickets
+
+    rows: list[dict[str, Any]] = []
+    for transport in TRANSPORTS:
+        typer.echo(f"sending tickets of {tokens} tokens over {transport}", err=True)
+        try:
+            row = measure_tickets(transport, tokens)
+        except (TransportUnavailable, TimeoutError):
+            continue  # `missing` says why
+        rows.append(msgspec.to_builtins(row))
+    return {"tickets": rows}
 
 
 def _measure_transports(size_bytes: int) -> dict[str, Any]:
@@ -74,16 +94,16 @@ def _measure_transports(size_bytes: int) -> dict[str, Any]:
 
 
 def _measure_overlap(folder: Path, tokens: int) -> dict[str, Any]:
-    """Prefill a prompt while its KV moves over slow links, and see how much the prefill hides."""
+    """Prefill a prompt while its KV moves to another process, and see how much that hides."""
     import msgspec
 
     from ...engine.bench.overlap import measure_overlap
     from ...engine.errors import EngineError
 
     try:
-        typer.echo(f"prefilling {tokens} tokens over a throttled link", err=True)
+        typer.echo(f"prefilling {tokens} tokens, at full speed and over throttled links", err=True)
         measurements = measure_overlap(folder, tokens)
-    except EngineError as error:
+    except (EngineError, TimeoutError) as error:
         fail(str(error))
     worst_share = max(measurement.exposed_of_transfer for measurement in measurements)
     rows = [
@@ -108,12 +128,36 @@ def _table(result: dict[str, Any]) -> str:
     lines = [
         f"memcpy {result['memcpy_gib_s']} GiB/s, checksum {result['checksum_gib_s']} GiB/s a core",
         *table_lines([COLUMNS, *rows]),
+        "",
+        *table_lines([TICKET_COLUMNS, *_ticket_rows(result["tickets"])]),
+        "",
     ]
     for transport, reason in result["missing"].items():
         lines.append(f"{transport}: not here ({reason})")
     for row in result.get("overlap", ()):
+        link = "throttled " if row["throttled"] else ""
         lines.append(
-            f"transfer of {row['of_prefill']:.0%} of the prefill's time: "
-            f"{row['exposed_of_transfer']:.1%} of it exposed"
+            f"{link}transfer of {row['of_prefill']:.1%} of the prefill's time: "
+            f"{row['exposed_of_transfer']:.1%} of it exposed ({row['exposed_s'] * 1e3:.1f} ms)"
         )
     return "\n".join(lines)
+
+
+def _ticket_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """A line for the tickets of each transport, and one for either kind of raw NIXL beside them."""
+    lines: list[tuple[str, ...]] = []
+    for row in rows:
+        lines.append((row["transport"], *_figures(row["ticket"]), "", ""))
+        for key, name in (("raw", "raw NIXL"), ("raw_pieces", "raw NIXL, in pieces")):
+            raw = row[key]
+            if raw is None:
+                continue
+            ratios = (f"{raw['rate_ratio']:.2f}", f"{raw['cpu_ratio']:.2f}")
+            lines.append((f"  {name}", *_figures(raw["figures"]), *ratios))
+    return lines
+
+
+def _figures(figures: dict[str, float]) -> tuple[str, str, str]:
+    sender = f"{figures['sender_cpu_ms']:.0f} sender"
+    receiver = f"{figures['receiver_cpu_ms']:.0f} receiver"
+    return f"{figures['gib_s']:.2f}", sender, receiver

@@ -178,8 +178,19 @@ class NixlTransport:
             self._agent.release_xfer_handle(transfer)
             self._events.append(PostedWriteEnded(handle, ok=True))
         else:
+            self._end_leading_writes()
             self._writes[handle] = NixlWrite(peer, transfer)
         return handle
+
+    def _end_leading_writes(self) -> None:
+        """Ends the oldest writes that are done: NIXL sends the note of a write only when asked.
+
+        A burst of writes would keep all notes back until the next `poll`, and the peer would begin
+        to verify only then.
+        """
+        for handle, write in list(self._writes.items()):
+            if not self._end_write(handle, write):
+                return
 
     def notify(self, peer: str, note: bytes) -> None:
         self._reachable_peer(peer)
@@ -207,22 +218,26 @@ class NixlTransport:
 
     def poll(self) -> list[TransportEvent]:
         for handle, write in list(self._writes.items()):
-            reason = ""
-            try:
-                if self._agent.check_xfer_state(write.transfer) != _DONE:
-                    continue
-            except Exception as error:
-                reason = type(error).__name__
-                self._lose_peer(write.peer)
-            del self._writes[handle]
-            self._agent.release_xfer_handle(write.transfer)
-            self._events.append(PostedWriteEnded(handle, ok=not reason, reason=reason))
-
+            self._end_write(handle, write)
         for peer, notes in self._agent.get_new_notifs().items():
             self._events += [NotificationReceived(peer, note) for note in notes]
         events = self._events
         self._events = []
         return events
+
+    def _end_write(self, handle: int, write: NixlWrite) -> bool:
+        """Returns False, and changes nothing, while the write is under way."""
+        reason = ""
+        try:
+            if self._agent.check_xfer_state(write.transfer) != _DONE:
+                return False
+        except Exception as error:
+            reason = type(error).__name__
+            self._lose_peer(write.peer)
+        del self._writes[handle]
+        self._agent.release_xfer_handle(write.transfer)
+        self._events.append(PostedWriteEnded(handle, ok=not reason, reason=reason))
+        return True
 
     def fenced(self, peer: str) -> bool:
         """Returns True a grace period after the peer's process is gone.

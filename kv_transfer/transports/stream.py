@@ -203,14 +203,21 @@ class OutgoingConnection:
         return completed
 
     def _begin_frames(self) -> None:
+        """Makes parts until there are enough for one `sendmsg`, or the frame has no more.
+
+        Where making a part copies the data (`shm`), the peer must hear of each write before the
+        next one is copied: otherwise it would begin to verify when all have been copied.
+        """
         while self._frames and not self.frames_paused and len(self._parts) < SEND_BUFFER_LIMIT:
             waiting_bytes, frame = self._frames[0]
             part = next(frame, None)
             if part is not None:
                 self._parts.append(part)
-            else:
-                self._frames.popleft()
-                self._waiting_bytes -= waiting_bytes
+                continue
+            self._frames.popleft()
+            self._waiting_bytes -= waiting_bytes
+            if self._parts:
+                return
 
     def _take_ended_writes(self) -> list[int]:
         ended: list[int] = []

@@ -1,4 +1,4 @@
-"""`diptych bench transfer`: transports between two processes, a prefill over a slow link."""
+"""`diptych bench transfer`: tickets and transports between two processes, under a prefill too."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 
 import pytest
 from diptych.cluster.cli import app
+from diptych.cluster.cli.bench_transfer import _ticket_rows
 from typer.testing import CliRunner
 
 
@@ -23,7 +24,13 @@ def test_it_prints_what_scripts_read() -> None:
         assert (name, "write", 262144) in cells
     for row in result["rows"]:
         assert row["gib_s"] > 0 and row["of_memcpy"] > 0 and 0 < row["checksum_share"] < 1
-    assert len(result["overlap"]) == 3
+    measured = {row["transport"] for row in result["tickets"]}
+    assert measured == {"nixl", "shm", "tcp"} - result["missing"].keys()
+    for row in result["tickets"]:
+        assert row["ticket"]["gib_s"] > 0 and row["ticket"]["sender_cpu_ms"] > 0
+        if "nixl" in measured:
+            assert row["raw"]["rate_ratio"] > 0 and row["raw_pieces"]["cpu_ratio"] > 0
+    assert [row["throttled"] for row in result["overlap"]] == [False, True, True, True]
     worst = max(row["exposed_of_transfer"] for row in result["overlap"])
     assert result["exposed_of_transfer"] == pytest.approx(worst, abs=1e-3)
     assert all(row["transfer_s"] > 0 and row["prefill_s"] > 0 for row in result["overlap"])
@@ -34,3 +41,20 @@ def test_a_wrong_output_or_model_is_refused_by_name() -> None:
         result = CliRunner().invoke(app, ["bench", "transfer", *arguments])
         assert result.exit_code == 2
         assert arguments[-1] in result.output
+
+
+def test_the_table_puts_raw_nixl_under_the_tickets_that_it_ran_beside() -> None:
+    figures = {"gib_s": 8.0, "sender_cpu_ms": 120.0, "receiver_cpu_ms": 60.0}
+    raw = {"figures": figures | {"gib_s": 10.0}, "rate_ratio": 0.8, "cpu_ratio": 1.5}
+    rows = _ticket_rows(
+        [
+            {"transport": "nixl", "ticket": figures, "raw": raw, "raw_pieces": raw},
+            {"transport": "tcp", "ticket": figures, "raw": None, "raw_pieces": None},
+        ]
+    )
+    assert rows == [
+        ("nixl", "8.00", "120 sender", "60 receiver", "", ""),
+        ("  raw NIXL", "10.00", "120 sender", "60 receiver", "0.80", "1.50"),
+        ("  raw NIXL, in pieces", "10.00", "120 sender", "60 receiver", "0.80", "1.50"),
+        ("tcp", "8.00", "120 sender", "60 receiver", "", ""),
+    ]

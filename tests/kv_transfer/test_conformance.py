@@ -64,3 +64,16 @@ def test_faulty_spoils_the_first_unit_of_the_first_write_and_nothing_else(pair, 
     assert right.pool.block(11) != left.pool.block(1)
     assert [right.pool.block(i) for i in (12, 13, 14)] == [left.pool.block(i) for i in (2, 3, 4)]
     assert bytes(left.pool.view) == mine
+
+
+@needs_nixl
+def test_nixl_sends_the_notes_of_a_burst_while_the_burst_goes_on(pair):
+    """NIXL sends the note of a write only when it is asked about that write."""
+    both = pair(("nixl", 0)).connect()
+    left, right = both.left, both.right
+    for index in range(20):
+        write(left, right, [index], [index], b"%d" % index)
+        for _ in range(200):
+            right.poll()
+    assert len(right.notes()) >= 10, "the notes wait for the writer's next poll"
+    both.until(lambda: len(right.notes()) == 20 == len(left.wrote()), "every note and end")

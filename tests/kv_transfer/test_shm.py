@@ -7,6 +7,7 @@ import os
 import pytest
 from diptych.kv_transfer.errors import TransportUnavailable
 from diptych.kv_transfer.transports import open_transport, shm
+from diptych.kv_transfer.transports.stream import EndOfWrite, OutgoingConnection
 
 from ..kit.conformance import MemoryPool, TransportPair, spans, write
 from .support import SECRET
@@ -137,3 +138,32 @@ def test_an_owner_that_leaves_with_unread_notes_is_a_lost_peer():
     right.close()
     pair.until(lambda: left.downs() == 1, "the peer's end")
     pair.close()
+
+
+class RecordingSocket:
+    """Takes every byte, and notes that it did."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def sendmsg(self, buffers):
+        self.log.append("sent")
+        return sum(map(len, buffers))
+
+
+def test_a_peer_hears_of_each_write_before_the_next_one_is_copied():
+    """Otherwise it would begin to verify a burst of writes when the last one is copied."""
+    log = []
+
+    def frame(number):
+        log.append(f"copied {number}")
+        yield EndOfWrite(number)
+        yield memoryview(b"note")
+
+    connection = OutgoingConnection("peer", RecordingSocket(log))
+    connection.connected = True
+    for number in (1, 2, 3):
+        connection.put(4, frame(number))
+    assert connection.flush() == [1, 2, 3]
+    assert log == ["copied 1", "sent", "copied 2", "sent", "copied 3", "sent"]
+    assert connection.idle

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from diptych.kv_transfer import speed
+from diptych.kv_transfer import speed, ticket_speed
 
 from .support import needs_nixl
 
@@ -27,3 +27,30 @@ def test_memcpy_and_checksum_are_measured():
     if hasattr(os, "memfd_create"):
         assert speed.memcpy(1 << 20, shared=True) > speed.first_copy(1 << 20) > 0
     assert speed.checksum(1 << 20) > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["tcp", pytest.param("shm", marks=LINUX), pytest.param("nixl", marks=needs_nixl)]
+)
+def test_tickets_between_two_processes_get_a_row_beside_raw_nixl(name):
+    row = ticket_speed.measure_tickets(name, tokens=128, rounds=2)
+    assert row.transport == name
+    figures = [row.ticket]
+    for raw in (row.raw, row.raw_pieces):
+        assert (raw is None) == (row.raw is None)
+        if raw is not None:
+            assert raw.rate_ratio > 0 and raw.cpu_ratio > 0
+            figures.append(raw.figures)
+    assert all(each.gib_s > 0 and each.sender_cpu_ms > 0 for each in figures)
+    assert all(each.receiver_cpu_ms > 0 for each in figures)
+
+
+def test_a_receiver_that_cannot_open_its_transport_is_reported():
+    with pytest.raises(TimeoutError, match="did not open"):
+        ticket_speed.ReceiverProcess(
+            "tcp",
+            layout=ticket_speed.LAYOUT,
+            tokens=-64,  # no pool has so many bytes
+            with_raw=False,
+            before_others=False,
+        )

@@ -30,7 +30,9 @@ class LaptopCluster:
 
 
 @contextmanager
-def cluster(diptych: str, arguments: list[str]) -> Iterator[LaptopCluster]:
+def cluster(
+    diptych: str, arguments: list[str], start_limit_s: float = START_S
+) -> Iterator[LaptopCluster]:
     """Starts a cluster by the command `diptych`, and stops it afterwards.
 
     Raises LoadError with the log's last line if it does not start.
@@ -47,7 +49,7 @@ def cluster(diptych: str, arguments: list[str]) -> Iterator[LaptopCluster]:
                 command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
             )
         try:
-            _wait_until_ready(process, log)
+            _wait_until_ready(process, log, start_limit_s)
             yield LaptopCluster(
                 url=f"http://{HOST}:{http_port}",
                 grpc=f"{HOST}:{grpc_port}",
@@ -57,8 +59,8 @@ def cluster(diptych: str, arguments: list[str]) -> Iterator[LaptopCluster]:
             _stop(process)
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_S
+def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, start_limit_s: float) -> None:
+    deadline = time.monotonic() + start_limit_s
     while "] ready" not in log.read_text():
         if process.poll() is not None or time.monotonic() > deadline:
             lines = log.read_text().strip().splitlines()

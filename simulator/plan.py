@@ -4,121 +4,80 @@ A layout gives the replicas of each pool of a fleet their roles. Planning takes 
 
 1. `_candidate_layouts` orders the layouts of each fleet by what they would serve as a fluid, and
    keeps the first ones, the mixed one, and two that are partly mixed.
-2. `_simulate` finds out what each of them serves, in several processes.
+2. `simulate_layout` finds out what each of them serves, in several processes.
 3. `choose_layout` takes the best.
 4. `describe_verdict` says whether separate prefill and decode workers pay against mixed ones.
+5. `reach.py` says whether the targets are within reach, what is reachable if not, and what other
+   targets would give.
 
-At a given rate they pay if the mixed layout misses its target and the separated one misses less.
-Without a rate they pay if they serve at least `PAYS_FACTOR` times as much. Where they do not pay, the
-plan takes the mixed layout.
+At a given rate separate workers pay if the mixed layout misses its target and the separated one
+misses less. Without a rate they pay if they serve at least `PAYS_FACTOR` times as much. In both
+cases the interval of the ratio, of requests in time at one rate, has to exclude 1: else the verdict
+is that disaggregation may pay.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from math import ceil, inf, sqrt
+from collections.abc import Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from math import inf
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import yaml
 
 from .bound import RequestClasses, classify_requests, mean_request_seconds
-from .case import Case
 from .errors import SimulationError
 from .fleet import Fleet, Split
 from .hardware import Hardware
+from .intervals import Interval, ratio_interval
 from .metrics import Slo
-from .search import Search, split_text
-from .trace import Trace
+from .planned_layout import (
+    FleetLayout,
+    FleetOption,
+    LayoutTask,
+    PlanDemand,
+    Splits,
+    simulate_at,
+    simulate_layout,
+)
+from .reach import ReachStudy, find_reach, target_curve
+from .search import ProgressReporter, no_progress, split_text
 
 SIMULATED_LAYOUTS = 6  #: separated layouts of a fleet that are simulated
 #: A separated layout must serve this times the mixed one's requests/s: mixed is simpler.
 PAYS_FACTOR = 1.05
-SEARCH_TOLERANCE = 0.03  #: relative, of the rates found
-
-#: One split for each pool of a fleet.
-Splits = tuple[Split, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PlanDemand:
-    """The load, and how well it has to be served."""
-
-    trace: Trace
-    slo: str  #: the targets, as in `ttft=2s,itl=50ms`
-    share: float = 0.99  #: of the requests that must be within their targets
-    rate: float | None = None  #: requests/s to serve; None: as many as can be
-    seeds: int = 1
-    closed_loop: bool = False  #: True: a session's next turn waits for the end of the one before
-
-
-@dataclass(frozen=True, slots=True)
-class FleetOption:
-    """A fleet that may be taken, by a name such as `H200:32` or `cpu-1t:2`."""
-
-    name: str
-    fleet: Fleet
-
-    def slo(self, demand: PlanDemand) -> Slo:
-        """Return the demand's targets, as multiples of what a prefill takes on this fleet."""
-        return Slo.parse(demand.slo, self.fleet.reference)
-
-
-@dataclass(frozen=True, slots=True)
-class FleetLayout:
-    """The roles of a fleet's replicas, and what the fleet serves with them."""
-
-    fleet_name: str
-    gpus: int
-    splits: Splits
-    rate: float  #: requests/s
-    attainment: float  #: share of the requests within their targets at this rate
-
-    @property
-    def mixed(self) -> bool:
-        """Whether no replica is a prefill or decode worker only."""
-        return _is_mixed(self.splits)
-
-
-def _is_mixed(splits: Splits) -> bool:
-    return all(split.mixed == split.replicas for split in splits)
 
 
 def plan_layouts(
     options: list[FleetOption],
     demand: PlanDemand,
     jobs: int,
-    report_progress: Callable[[str], None],
+    report_progress: ProgressReporter,
 ) -> dict[str, Any]:
     """Return what each layout serves, the best one, and whether disaggregation pays.
 
     The result is the document of `diptych plan -o json`. `jobs` processes simulate, and each result
     is a line for `report_progress`. Raises SimulationError if there is no fleet.
     """
-    load = classify_requests(demand.trace)
-    tasks = [
-        _LayoutTask(option, splits, demand)
-        for option in options
-        for splits in _candidate_layouts(option.fleet, load, option.slo(demand))
-    ]
-    if not tasks:
-        raise SimulationError("no fleet to plan for")
-    report_progress(f"{len(tasks)} layouts of {len(options)} fleets")
-
-    layouts: list[FleetLayout] = []
     with ProcessPoolExecutor(max(1, jobs), get_context("fork")) as pool:
-        for layout in pool.map(_simulate, tasks):
-            served = _describe_served(layout, demand)
-            report_progress(f"{layout.fleet_name} {split_text(layout.splits)}: {served}")
-            layouts.append(layout)
-
-    best = choose_layout(layouts, demand)
-    same_size = [layout for layout in layouts if layout.gpus == best.gpus]
-    mixed = [layout for layout in same_size if layout.mixed]
-    separated = [layout for layout in same_size if not layout.mixed]
+        layouts = _simulate_layouts(options, demand, pool, report_progress)
+        best = choose_layout(layouts, demand)
+        contest = _find_contest(layouts, best, demand)
+        study = ReachStudy(
+            option_of={option.name: option for option in options},
+            demand=demand,
+            rate=best.rate or demand.trace.rate,
+            pool=pool,
+        )
+        comparison = None
+        if contest is not None:
+            comparison = _compare(contest, study)
+        contenders = [best] if contest is None else [contest.separated, contest.mixed]
+        report_progress("targets that are within reach, and others")
+        reach = find_reach(study, contenders)
+        curve = target_curve(study, contenders)
     return {
         "trace": demand.trace.name,
         "slo": demand.slo,
@@ -126,9 +85,42 @@ def plan_layouts(
         "rate": demand.rate,
         "layouts": [_layout_entry(layout) for layout in layouts],
         "best": _layout_entry(best),
-        "verdict": describe_verdict(mixed, separated, demand),
+        "verdict": describe_verdict(contest, comparison, demand),
+        "comparison": comparison and comparison.entry(),
+        "reach": reach,
+        "curve": curve,
         "cluster": cluster_settings(best, demand, options),
     }
+
+
+def pick_layout(options: list[FleetOption], demand: PlanDemand, jobs: int) -> FleetLayout:
+    """Return the best layout alone. Raises SimulationError if there is no fleet."""
+    with ProcessPoolExecutor(max(1, jobs), get_context("fork")) as pool:
+        return choose_layout(_simulate_layouts(options, demand, pool, no_progress), demand)
+
+
+def _simulate_layouts(
+    options: list[FleetOption],
+    demand: PlanDemand,
+    pool: Executor,
+    report_progress: ProgressReporter,
+) -> list[FleetLayout]:
+    """Return what the candidates of all fleets serve. Raises SimulationError if there is no fleet."""
+    load = classify_requests(demand.trace)
+    tasks = [
+        LayoutTask(option, splits, demand)
+        for option in options
+        for splits in _candidate_layouts(option.fleet, load, option.slo(demand))
+    ]
+    if not tasks:
+        raise SimulationError("no fleet to plan for")
+    report_progress(f"{len(tasks)} layouts of {len(options)} fleets")
+    layouts: list[FleetLayout] = []
+    for layout in pool.map(simulate_layout, tasks):
+        served = _describe_served(layout, demand)
+        report_progress(f"{layout.fleet_name} {split_text(layout.splits)}: {served}")
+        layouts.append(layout)
+    return layouts
 
 
 # ---- candidates ----------------------------------------------------------------------------------
@@ -174,52 +166,6 @@ def _fluid_rate(fleet: Fleet, splits: Splits, load: RequestClasses, slo: Slo) ->
     return min(prefill_rate, decode_rate)
 
 
-# ---- simulation ----------------------------------------------------------------------------------
-
-
-class _LayoutTask(NamedTuple):
-    """One layout to simulate, as it is sent to a process."""
-
-    option: FleetOption
-    splits: Splits
-    demand: PlanDemand
-
-
-def _simulate(task: _LayoutTask) -> FleetLayout:
-    """Return what the layout serves: at the demand's rate, or the largest rate that it serves."""
-    fleet = task.option.fleet
-    demand = task.demand
-    case = Case(
-        demand.trace,
-        fleet,
-        task.option.slo(demand),
-        seeds=demand.seeds,
-        closed_loop=demand.closed_loop,
-        disaggregate="never" if _is_mixed(task.splits) else "auto",
-    )
-    search = Search(case)
-    if demand.rate is None:
-        rate_per_gpu = search.largest_rate(
-            task.splits,
-            demand.share,
-            start=demand.trace.rate / fleet.gpus,
-            seeds=demand.seeds,
-            tolerance=SEARCH_TOLERANCE,
-        )
-        rate = rate_per_gpu * fleet.gpus
-        attainment = demand.share
-    else:
-        rate = demand.rate
-        attainment = search.measure(task.splits, rate / fleet.gpus).attainment
-    return FleetLayout(
-        fleet_name=task.option.name,
-        gpus=fleet.gpus,
-        splits=task.splits,
-        rate=rate,
-        attainment=attainment,
-    )
-
-
 # ---- the choice ----------------------------------------------------------------------------------
 
 
@@ -245,58 +191,125 @@ def choose_layout(layouts: list[FleetLayout], demand: PlanDemand) -> FleetLayout
     return max(layouts, key=lambda layout: (layout.attainment, layout.mixed))
 
 
+class Contest(NamedTuple):
+    """The best separated layout and the best mixed one, of equally many GPUs."""
+
+    separated: FleetLayout
+    mixed: FleetLayout
+
+
+class Comparison(NamedTuple):
+    """How many times as many requests a separated layout serves in time, at the same rate."""
+
+    rate: float
+    ratio: float  #: inf: the mixed layout serves none
+    interval: Interval
+
+    @property
+    def pays(self) -> bool:
+        """Whether the separated layout certainly serves more."""
+        return self.interval.low > 1
+
+    def entry(self) -> dict[str, Any]:
+        """Return the comparison as it stands in the document; None stands for infinity."""
+        return {
+            "rate": round(self.rate, 4),
+            "ratio": _finite(self.ratio),
+            "interval": [_finite(bound) for bound in self.interval],
+        }
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{_times(self.ratio)}, {_times(low)} to {_times(high)}"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}x" if ratio < inf else "∞"
+
+
+def _finite(value: float) -> float | None:
+    return round(value, 4) if value < inf else None
+
+
+def _find_contest(
+    layouts: Sequence[FleetLayout], best: FleetLayout, demand: PlanDemand
+) -> Contest | None:
+    """Return the best layouts of both kinds with as many GPUs as the best one.
+
+    None: there are none of one kind.
+    """
+    same_size = [layout for layout in layouts if layout.gpus == best.gpus]
+    separated = [layout for layout in same_size if not layout.mixed]
+    mixed = [layout for layout in same_size if layout.mixed]
+    if not separated or not mixed:
+        return None
+    return Contest(
+        separated=max(separated, key=lambda layout: _compared_value(layout, demand)),
+        mixed=max(mixed, key=lambda layout: _compared_value(layout, demand)),
+    )
+
+
+def _compare(contest: Contest, study: ReachStudy) -> Comparison:
+    """Return how both layouts serve the same requests.
+
+    Without a rate in the demand, the rate is the largest one that the separated layout serves.
+    """
+    if study.demand.rate is not None:
+        return compare_layouts(contest)
+    rate = contest.separated.rate or study.rate
+    tasks = [
+        LayoutTask(study.option_of[layout.fleet_name], layout.splits, study.demand)
+        for layout in contest
+    ]
+    separated, mixed = study.pool.map(simulate_at, tasks, [rate] * len(tasks))
+    return compare_layouts(Contest(separated, mixed))
+
+
+def compare_layouts(contest: Contest) -> Comparison:
+    """Return the ratio of the requests in time; both layouts served the same ones."""
+    separated, mixed = contest
+    ratio = 1.0
+    if separated.attainment or mixed.attainment:
+        ratio = separated.attainment / mixed.attainment if mixed.attainment else inf
+    return Comparison(separated.rate, ratio, ratio_interval(separated.met, mixed.met))
+
+
 def describe_verdict(
-    mixed_layouts: list[FleetLayout], separated_layouts: list[FleetLayout], demand: PlanDemand
+    contest: Contest | None, comparison: Comparison | None, demand: PlanDemand
 ) -> str:
     """Return a sentence that says whether disaggregation pays, and by how much.
 
-    The layouts have equally many GPUs. The best one with all replicas mixed is compared with the
-    best of the others.
+    It pays where the separated layout serves more, and the interval of the ratio excludes 1.
     """
-    if not separated_layouts or not mixed_layouts:
+    if contest is None or comparison is None:
         return "There is nothing to separate: one replica computes prompts and answers."
-    mixed = max(mixed_layouts, key=lambda layout: _compared_value(layout, demand))
-    separated = max(separated_layouts, key=lambda layout: _compared_value(layout, demand))
-    mixed_value = _compared_value(mixed, demand)
-    separated_value = _compared_value(separated, demand)
-
-    comparison = (
+    separated, mixed = contest
+    text = (
         f"{split_text(separated.splits)} serves {_describe_served(separated, demand)}, "
         f"all mixed {_describe_served(mixed, demand)}"
     )
-    if mixed_value:
-        comparison += f" ({separated_value / mixed_value:.2f}x)"
+    separated_value = _compared_value(separated, demand)
+    mixed_value = _compared_value(mixed, demand)
     if demand.rate is None:
-        pays = separated_value > PAYS_FACTOR * mixed_value
+        serves_more = separated_value > PAYS_FACTOR * mixed_value
+        times = f"{separated_value / mixed_value:.2f}x; " if mixed_value else ""
+        text += f" ({times}at {comparison.rate:.3g} requests/s {comparison} as many in time)"
     else:
-        pays = separated_value > mixed_value and mixed.attainment < demand.share
-        requests = _distinct_requests(demand)
-        if abs(separated_value - mixed_value) < _two_standard_errors(mixed, separated, requests):
-            comparison += f"; {requests} requests do not tell them apart, plan with a longer trace"
-    return f"Disaggregation {'pays' if pays else 'does not pay here'}: {comparison}."
+        serves_more = separated_value > mixed_value and mixed.attainment < demand.share
+        text += f" ({comparison})"
+    if not serves_more:
+        return f"Disaggregation does not pay here: {text}."
+    if not comparison.pays:
+        return (
+            f"Disaggregation may pay: {text}; these requests do not tell, plan with a longer trace "
+            "or more --seeds."
+        )
+    return f"Disaggregation pays: {text}."
 
 
 def _compared_value(layout: FleetLayout, demand: PlanDemand) -> float:
     """Return what layouts are compared by: requests/s, or at a given rate the share in time."""
     return layout.rate if demand.rate is None else layout.attainment
-
-
-def _distinct_requests(demand: PlanDemand) -> int:
-    """Return how many different requests are behind an attainment.
-
-    A seed makes different requests only where it has something to move: copies of the trace,
-    sessions, or timestamps within their quantum.
-    """
-    trace = demand.trace
-    copies = max(1, ceil((demand.rate or trace.rate) / trace.rate - 1e-9))
-    seeds_differ = copies > 1 or trace.has_sessions or trace.quantum_s > 0
-    return copies * len(trace.requests) * (demand.seeds if seeds_differ else 1)
-
-
-def _two_standard_errors(one: FleetLayout, other: FleetLayout, requests: int) -> float:
-    """Return two standard errors of the difference of two attainments of `requests` requests."""
-    variances = [layout.attainment * (1 - layout.attainment) for layout in (one, other)]
-    return 2 * sqrt(sum(variances) / requests)
 
 
 # ---- what is written down ------------------------------------------------------------------------
@@ -318,6 +331,7 @@ def _layout_entry(layout: FleetLayout) -> dict[str, Any]:
         "rate": round(layout.rate, 4),
         "rate_per_gpu": round(layout.rate / layout.gpus, 4),
         "attainment": round(layout.attainment, 4),
+        "interval": [round(bound, 4) for bound in layout.interval],
     }
 
 
@@ -355,7 +369,7 @@ def _replica_settings(hardware: Hardware) -> dict[str, Any]:
 
 
 def format_plan(document: dict[str, Any]) -> str:
-    """Return the document of `plan_layouts` as a table, best layouts first, with the verdict."""
+    """Return the document of `plan_layouts` as text: layouts, verdict, targets within reach."""
     entries = sorted(
         document["layouts"], key=lambda entry: (-entry["attainment"], -entry["rate_per_gpu"])
     )
@@ -363,16 +377,40 @@ def format_plan(document: dict[str, Any]) -> str:
     best = document["best"]
     lines = [
         f"trace {document['trace']}; {document['slo']}; {document['share']:.0%} in time",
-        f"{'FLEET'.ljust(width)}  {'SPLIT':>9}  REQUESTS/S  PER GPU  IN TIME",
+        f"{'FLEET'.ljust(width)}  {'SPLIT':>9}  REQUESTS/S  PER GPU  IN TIME           95 %",
     ]
     for entry in entries:
         lines.append(
             f"{entry['fleet'].ljust(width)}  {entry['split']:>9}  {entry['rate']:>10.2f}  "
             f"{entry['rate_per_gpu']:>7.3f}  {entry['attainment']:>7.1%}"
+            f"  {_percent_range(entry['interval']):>13}"
         )
     lines.append(f"best: {best['split']} of {best['fleet']}")
     lines.append(document["verdict"])
+    lines.append(document["reach"]["sentence"])
+    lines += _curve_lines(document)
     return "\n".join(lines)
+
+
+def _percent_range(interval: list[float]) -> str:
+    low, high = interval
+    return f"{low:.1%}-{high:.1%}"
+
+
+def _curve_lines(document: dict[str, Any]) -> list[str]:
+    """Return the goodput over ITL targets as a table, a column for each layout."""
+    points: dict[float, list[dict[str, Any]]] = {}
+    for point in document["curve"]:
+        points.setdefault(point["itl_ms"], []).append(point)
+    columns = [f"{point['split']} of {point['fleet']}" for point in next(iter(points.values()))]
+    lines = [
+        f"goodput at {document['reach']['rate']:g} requests/s by ITL target, TTFT as asked:",
+        "  ".join(["ITL TARGET", *(f"{column:>26}" for column in columns)]),
+    ]
+    for itl_ms, row in points.items():
+        cells = [f"{point['goodput']:.3f}/s ({_percent_range(point['interval'])})" for point in row]
+        lines.append("  ".join([f"{itl_ms:>7g} ms", *(f"{cell:>26}" for cell in cells)]))
+    return lines
 
 
 def cluster_yaml(document: dict[str, Any]) -> str:
@@ -382,6 +420,7 @@ def cluster_yaml(document: dict[str, Any]) -> str:
         f"# diptych plan: {best['split']} of {best['fleet']} ({best['rate']:g} requests/s,",
         f"# {best['attainment']:.1%} in time) for {document['trace']}, {document['slo']}.",
         f"# {document['verdict']}",
+        f"# {document['reach']['sentence']}",
     ]
     settings = yaml.safe_dump(document["cluster"], sort_keys=False)
     return "\n".join(comments) + "\n" + settings

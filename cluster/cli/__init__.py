@@ -10,6 +10,7 @@ import typer
 from . import (
     bench,
     bench_gateway,
+    bench_live,
     bench_planner,
     bench_transfer,
     chat,
@@ -50,6 +51,7 @@ app.command()(simulate.plan)
 bench.app.command()(bench_transfer.transfer)
 bench.app.command()(bench_gateway.gateway)
 bench.app.command()(bench_planner.planner)
+bench.app.command()(bench_live.live)
 app.command()(render.render)
 app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")

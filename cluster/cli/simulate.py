@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ...simulator.documents import LiveComparison, StudyDocument
     from ...simulator.fleet import Faults, Fleet, Split
     from ...simulator.metrics import Slo
-    from ...simulator.plan import FleetOption
+    from ...simulator.planned_layout import FleetOption
     from ...simulator.trace import Trace
 
 TRACE_HELP = "File (.jsonl, .jsonl.gz, ServeGen .npz), synthetic[:N], poisson:256-1024:64-128[:N]."
@@ -252,11 +252,12 @@ def plan(
     if write.exists() and not force:
         fail(f"{write} exists: give another --write, or --force", 2)
     from ...simulator import plan as planner
+    from ...simulator.planned_layout import PlanDemand
 
     with _simulator_errors_reported():
         calibration = _read_calibrations(calibrate_from_live or [])
         fleet_options = _fleet_options(fleet or ["H200:32"], model, tp, calibration)
-        demand = planner.PlanDemand(
+        demand = PlanDemand(
             _load_trace(trace, calibration, head),
             slo,
             share,
@@ -278,7 +279,7 @@ def _fleet_options(
 ) -> list[FleetOption]:
     """Return the fleets to compare: the measured workers, or each fleet with each replica size."""
     from ...simulator.fleet import Fleet
-    from ...simulator.plan import FleetOption
+    from ...simulator.planned_layout import FleetOption
 
     if calibration:
         thread_counts = sorted({worker.threads for worker in calibration.workers})

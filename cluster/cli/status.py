@@ -84,6 +84,8 @@ def show(cluster: dict[str, Any], output: str) -> None:
         typer.echo(yaml.safe_dump(cluster, sort_keys=False))
         return
     typer.echo(headline(cluster))
+    for line in unreached_lines(cluster):
+        typer.echo(line)
     pool_rows = [pool_row(name, pool) for name, pool in cluster["pools"].items()]
     print_table([PoolRow(), *pool_rows])
     if output == "wide":
@@ -110,6 +112,19 @@ def headline(cluster: dict[str, Any]) -> str:
         f"up {_duration(cluster['uptime_s'])}   running {cluster['requests']['running']}   "
         f"goodput {goodput}   slo ttft<={slo['ttft_ms']:g}ms itl<={slo['itl_ms']:g}ms"
     )
+
+
+def unreached_lines(cluster: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each target that is out of reach now, with what is reachable instead.
+
+    A Control of an older version names none.
+    """
+    for unreached in cluster.get("unreached", []):
+        yield (
+            f"{unreached['target']}<={unreached['asked_ms']:g}ms is out of reach at this load: "
+            f"{unreached['met_share']:.0%} of {unreached['requests']} requests kept it; "
+            f"95% of the latest got {unreached['reachable_ms']:g}ms"
+        )
 
 
 def pool_row(name: str, pool: dict[str, Any]) -> PoolRow:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..config import ClusterConfig
 from .orders import WorkerStatistics
+from .reach import find_unreached_targets
 from .serve import POOL_DEPLOYMENTS, PoolObservation
 
 #: Counts of requests that are added up over the gateways.
@@ -30,6 +31,7 @@ def summarize(
 
     `state` is degraded when no request can be served, or a pool has fewer ready workers than it
     should have. Draining and flipping workers count as ready, as an operator ordered that.
+    `unreached` are targets that are out of reach at the present load.
     """
     router_values = dict(router or {})
     gateways: list[GatewayStatistics] = router_values.pop("gateways", [])
@@ -53,6 +55,7 @@ def summarize(
         "model": gateways[0]["model"] if gateways else config.model.name,
         "uptime_s": max((gateway["uptime_s"] for gateway in gateways), default=0.0),
         "slo": config.slo.model_dump(),
+        "unreached": find_unreached_targets(config.slo.model_dump(), router_values),
         "requests": {name: request_counts[name] for name in REQUEST_COUNTS},
         "pools": pool_summaries,
         "gateways": gateways,

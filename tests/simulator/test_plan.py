@@ -1,6 +1,7 @@
 """Layouts, the verdict, and what is written down."""
 
 import json
+import random
 
 import msgspec
 import pytest
@@ -8,16 +9,17 @@ import yaml
 from diptych.cluster.config import load_config
 from diptych.simulator.errors import SimulationError
 from diptych.simulator.fleet import Fleet, Split
+from diptych.simulator.intervals import share_interval
 from diptych.simulator.plan import (
-    FleetLayout,
-    FleetOption,
-    PlanDemand,
+    Contest,
     choose_layout,
     cluster_yaml,
+    compare_layouts,
     describe_verdict,
     format_plan,
     plan_layouts,
 )
+from diptych.simulator.planned_layout import FleetLayout, FleetOption, PlanDemand
 from diptych.simulator.recorded import read_calibration
 from diptych.simulator.search import split_text
 from diptych.simulator.sources import load_trace
@@ -61,9 +63,19 @@ def test_a_rate_is_served_by_the_fewest_gpus_that_can():
     assert found["best"]["gpus"] == 2 and found["best"]["attainment"] >= 0.9
 
 
-def layout(name, attainment, gpus=2):
+def layout(name, attainment, gpus=2, requests=1000):
+    """A layout that serves this share in time; what a worse layout serves, a better one does too."""
     split = Split.parse(name)
-    return FleetLayout(fleet_name="s", gpus=gpus, splits=(split,), rate=1.0, attainment=attainment)
+    order = random.Random(0).sample(range(requests), requests)
+    in_time = round(attainment * requests)
+    return FleetLayout(
+        fleet_name="s",
+        gpus=gpus,
+        splits=(split,),
+        rate=1.0,
+        attainment=attainment,
+        met=([place < in_time for place in order],),
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,18 +93,92 @@ def test_at_a_rate_the_verdict_is_that_of_the_choice(mixed, apart, best, said):
     demand = PlanDemand(load_trace("poisson:8-9:8-9:8"), "ttft=1s,itl=50ms", 0.99, rate=1.0)
     both = [layout("2M", mixed), layout("1P1D", apart)]
     assert split_text(choose_layout(both, demand).splits) == best
-    assert f"Disaggregation {said}" in describe_verdict(both[:1], both[1:], demand)
+    contest = Contest(separated=both[1], mixed=both[0])
+    verdict = describe_verdict(contest, compare_layouts(contest), demand)
+    assert verdict.startswith(f"Disaggregation {said}")
     smaller = layout("1M", 0.992, gpus=1)
     assert choose_layout([*both, smaller], demand) is smaller
 
 
-@pytest.mark.parametrize(("requests", "known"), [(60, False), (600, True)])
-def test_it_says_when_too_few_requests_tell_nothing(requests, known):
-    demand = PlanDemand(
-        load_trace(f"poisson:8-9:8-9:{requests}"), "ttft=1s,itl=50ms", rate=1.0, seeds=3
-    )
-    said = describe_verdict([layout("2M", 0.95)], [layout("1P1D", 0.915)], demand)
-    assert (f"{requests} requests do not tell them apart" in said) == (not known)
+@pytest.mark.parametrize(("requests", "said"), [(20, "may pay"), (4000, "pays:")])
+def test_it_pays_only_where_the_interval_excludes_one(requests, said):
+    demand = PlanDemand(load_trace("poisson:8-9:8-9:8"), "ttft=1s,itl=50ms", rate=1.0)
+    mixed = layout("2M", 0.90, requests=requests)
+    separated = layout("1P1D", 0.95, requests=requests)
+    contest = Contest(separated, mixed)
+    comparison = compare_layouts(contest)
+    assert comparison.ratio == pytest.approx(0.95 / 0.90)
+    assert comparison.interval.excludes(1.0) == (said == "pays:")
+    assert f"Disaggregation {said}" in describe_verdict(contest, comparison, demand)
+
+
+def test_an_interval_holds_its_share_and_narrows_with_more_requests():
+    few, many = layout("2M", 0.7, requests=100), layout("2M", 0.7, requests=10_000)
+    for one in (few, many):
+        assert one.interval.low < 0.7 < one.interval.high
+    assert few.interval.high - few.interval.low > 3 * (many.interval.high - many.interval.low)
+    queued = [False] * 50 + [True] * 50  # who comes together waits together
+    low, high = share_interval([queued])
+    assert high - low > 0.3
+
+
+# ---- targets within reach ------------------------------------------------------------------------
+
+LONG = "poisson:1000-1001:200-201:60"  # prompts of 1 s, steps of 10 ms
+
+
+def reach_of(itl, rate, ttft="4s"):
+    fleets = [("simple:2", Fleet(((SIMPLE, 2),)))]
+    demand = PlanDemand(load_trace(LONG), f"ttft={ttft},itl={itl}", 0.9, rate=rate)
+    found, _ = planned(fleets, demand)
+    return found
+
+
+def test_a_target_within_reach_is_said_to_be():
+    found = reach_of("30ms", 0.2)
+    assert found["reach"]["within_reach"] and found["reach"]["reachable"] is None
+    assert "is within reach at 0.2 requests/s" in found["reach"]["sentence"]
+
+
+def test_an_itl_out_of_reach_is_named_with_what_is_reachable():
+    found = reach_of("5ms", 0.2)
+    reach = found["reach"]
+    assert not reach["within_reach"] and reach["reachable"]["target"] == "itl"
+    # A step takes 10 ms and 1 us for each of about 1,100 tokens that it reads.
+    assert 10.5 < reach["reachable"]["itl_ms"] < 30
+    assert "A gap p99 of 5 ms is out of reach at 0.2 requests/s" in reach["sentence"]
+    assert "is what 90% of the requests can get with" in reach["sentence"]
+    again = reach_of(f"{reach['reachable']['itl_ms'] * 1.02:.2f}ms", 0.2)
+    assert again["reach"]["within_reach"], "what it promises, it can do"
+
+
+def test_a_ttft_out_of_reach_is_named():
+    reach = reach_of("60ms", 0.1, ttft="500ms")["reach"]
+    assert reach["reachable"]["target"] == "ttft" and 0.9 < reach["reachable"]["ttft_s"] < 4
+    assert "A TTFT of 0.5 s is out of reach" in reach["sentence"]
+
+
+def test_a_load_beyond_the_fleet_has_nothing_within_reach():
+    reach = reach_of("20ms", 20.0, ttft="100ms")["reach"]
+    assert not reach["within_reach"] and reach["reachable"] is None
+    assert "more than the fleet can do" in reach["sentence"]
+
+
+def test_the_curve_rises_with_the_target_and_has_intervals():
+    found = reach_of("20ms", 0.4)
+    by_split = {}
+    for point in found["curve"]:
+        by_split.setdefault(point["split"], []).append(point)
+        low, high = point["interval"]
+        assert low <= point["attainment"] <= high
+        assert point["goodput"] == pytest.approx(point["attainment"] * 0.4, abs=1e-3)
+    assert len(by_split) == 2
+    for points in by_split.values():
+        assert [point["itl_ms"] for point in points] == [10, 14, 20, 28, 40, 56, 80]
+        assert points[0]["attainment"] == 0.0 < points[-1]["attainment"]
+    text = format_plan(found)
+    assert "goodput at 0.4 requests/s by ITL target" in text and found["reach"]["sentence"] in text
+    assert found["reach"]["sentence"] in cluster_yaml(found)
 
 
 def test_pools_of_two_gpu_types_get_a_split_each():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diptych.cluster.cli.status import goodput_rows, headline, pool_row
+from diptych.cluster.cli.status import goodput_rows, headline, pool_row, unreached_lines
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.control.serve import PoolObservation
 from diptych.cluster.control.status import summarize
@@ -114,3 +114,39 @@ def test_a_worker_that_loads_or_does_not_come_up_is_noted() -> None:
     failed = PoolObservation(2, [], [], [], "ConfigError: no memory")
     cluster = summarize(ClusterConfig(), {**seen(), "decode": failed}, ROUTER, WORKERS)
     assert cluster["pools"]["decode"]["notes"] == ["ConfigError: no memory"]
+
+
+def with_shares(requests: int, ttft: float, itl: float, **recent: float | None) -> dict[str, Any]:
+    group = {"requests": requests, "share": min(ttft, itl), "ttft": ttft, "itl": itl}
+    goodput = {"window_s": 300.0, "requests": requests, "classes": {"": group}, "tenants": {}}
+    latest = {"ttft_p95_ms": 100.0, "itl_p95_ms": 10.0, **recent}
+    return {**ROUTER, "goodput": goodput, "recent": latest}
+
+
+def test_a_target_out_of_reach_is_named_with_what_is_reachable() -> None:
+    config = ClusterConfig.model_validate({"slo": {"ttft_ms": 2000, "itl_ms": 50}})
+    router = with_shares(320, 0.97, 0.12, itl_p95_ms=107.3)
+    cluster = summarize(config, seen(), router, WORKERS)
+    (unreached,) = cluster["unreached"]
+    assert unreached["target"] == "itl" and unreached["reachable_ms"] == 107.3
+    (line,) = unreached_lines(cluster)
+    assert line == (
+        "itl<=50ms is out of reach at this load: 12% of 320 requests kept it; "
+        "95% of the latest got 107.3ms"
+    )
+    both = with_shares(320, 0.3, 0.12, itl_p95_ms=107.3, ttft_p95_ms=9000.0)
+    names = [found["target"] for found in summarize(config, seen(), both, WORKERS)["unreached"]]
+    assert names == ["ttft", "itl"]
+
+
+def test_a_target_is_not_out_of_reach_by_chance_or_by_refusals() -> None:
+    config = ClusterConfig.model_validate({"slo": {"ttft_ms": 2000, "itl_ms": 50}})
+    for router in (
+        with_shares(20, 0.8, 0.8, itl_p95_ms=60.0, ttft_p95_ms=3000.0),  # 4 of 20
+        with_shares(500, 0.95, 0.91, itl_p95_ms=60.0),
+        with_shares(500, 0.4, 0.4),  # the others were refused: what was served was in time
+        with_shares(500, 0.4, 0.4, itl_p95_ms=None, ttft_p95_ms=None),
+        with_shares(0, 0.0, 0.0),
+    ):
+        assert summarize(config, seen(), router, WORKERS)["unreached"] == []
+    assert told(WORKERS, None)["unreached"] == []

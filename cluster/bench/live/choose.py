@@ -1,0 +1,61 @@
+"""Which layout `diptych plan` picks for each rate and targets, by what live cells have measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ....simulator.calibration import Calibration, merge_calibrations
+from ....simulator.errors import SimulationError
+from ....simulator.plan import pick_layout
+from ....simulator.planned_layout import FleetOption, PlanDemand
+from ....simulator.recorded import read_calibration
+from ....simulator.search import split_text
+from ....simulator.sources import load_trace
+from .cells import LiveOptions
+from .compare import pick_key
+from .errors import LiveBenchError
+from .results import LiveSlo
+
+PLANNED_REQUESTS = 300
+PLANNED_SHARE = 0.9  #: of the requests that `plan` wants within their targets
+
+
+def pick_layouts(
+    logs: Sequence[Path], options: LiveOptions, report_progress: Callable[[str], None]
+) -> dict[str, str]:
+    """Return the picked layout by `compare.pick_key`.
+
+    `logs` are router's logs, the first one of workers with the transfers. Raises LiveBenchError if
+    they tell too little.
+    """
+    try:
+        calibration = merge_calibrations([read_calibration(log) for log in logs])
+        picks: dict[str, str] = {}
+        for rate in options.rates:
+            for slo in options.slos:
+                picked = _pick(calibration, options, rate=rate, slo=slo)
+                report_progress(f"plan picks {picked} for {rate:g} requests/s within {slo}")
+                picks[pick_key(f"{rate:g}", slo)] = picked
+        return picks
+    except SimulationError as error:
+        raise LiveBenchError(
+            f"plan cannot learn from these runs ({error}): give more --requests, "
+            "or --layouts without plan"
+        ) from None
+
+
+def _pick(calibration: Calibration, options: LiveOptions, *, rate: float, slo: LiveSlo) -> str:
+    """Return the name of the layout that `diptych plan` takes for this demand."""
+    trace = load_trace(f"poisson:{options.prompt}:{options.output}:{PLANNED_REQUESTS}")
+    demand = PlanDemand(
+        trace,
+        slo=f"ttft={slo.ttft_s:g}s,itl={slo.itl_s * 1e3:g}ms",
+        share=PLANNED_SHARE,
+        rate=rate,
+    )
+    fleets = [calibration.fleet(worker.threads) for worker in calibration.workers]
+    fleet_options = [
+        FleetOption(f"{fleet.reference.gpu}:{fleet.replicas}", fleet) for fleet in fleets
+    ]
+    return split_text(pick_layout(fleet_options, demand, jobs=len(options.cores)).splits)

@@ -1,0 +1,371 @@
+"""The figures of a table (pure): per layout and load, with intervals, and ours against vLLM's best.
+
+All layouts served the same requests, so a comparison draws the same requests for both of its sides.
+An interval is the middle 95 % of `DRAWS` bootstrap draws of requests, each within its own seed.
+A geometric mean of ratios counts half a request more on both sides of each ratio: otherwise one
+cell where vLLM meets no target would make it infinite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from .cells import Cell, LiveOptions, LiveTable
+from .layouts import DiptychLayout
+from .results import CellResult, ItlJudge, LiveSlo, MeasuredAnswer
+
+DRAWS = 2000
+INTERVAL_PERCENTILES = (2.5, 97.5)
+RANKS = (50, 99)
+SEED = 0  #: of the bootstrap
+HALF_REQUEST = 0.5
+
+
+class Interval(NamedTuple):
+    """The middle 95 % of a figure's draws."""
+
+    low: float
+    high: float
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A figure and its interval; None: nothing was measured of it, or a ratio to nothing."""
+
+    value: float | None
+    interval: tuple[float | None, float | None] = (None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutRuns:
+    """All seeds of one layout under one load."""
+
+    layout: str
+    ours: bool
+    label: str
+    results: tuple[CellResult, ...]  #: by seed
+
+    @property
+    def span_s(self) -> float:
+        """Seconds of all seeds together."""
+        return sum(result.report.span_s for result in self.results)
+
+    @property
+    def answers(self) -> list[MeasuredAnswer]:
+        return [answer for result in self.results for answer in result.report.answers]
+
+    @property
+    def done(self) -> list[MeasuredAnswer]:
+        return [answer for answer in self.answers if not answer.error]
+
+    @property
+    def seeds(self) -> tuple[str, ...]:
+        return tuple(result.key.rpartition("-")[2] for result in self.results)
+
+
+def group_runs(cells: Sequence[Cell], results: Mapping[str, CellResult]) -> list[LayoutRuns]:
+    """Return the cells that have results by load and layout, in the order of the cells."""
+    groups: dict[tuple[str, str], list[CellResult]] = {}
+    is_ours: dict[str, bool] = {}
+    for cell in cells:
+        if cell.key in results:
+            groups.setdefault((cell.label, cell.layout.name), []).append(results[cell.key])
+            is_ours[cell.layout.name] = isinstance(cell.layout, DiptychLayout)
+    return [
+        LayoutRuns(layout, is_ours[layout], label, tuple(members))
+        for (label, layout), members in groups.items()
+    ]
+
+
+def differing_requests(runs: Sequence[LayoutRuns]) -> list[str]:
+    """Return the cells whose requests are not those of the same seed and load of other layouts."""
+    digests: dict[tuple[str, str], str] = {}
+    differing: list[str] = []
+    for run in runs:
+        for result, seed in zip(run.results, run.seeds, strict=True):
+            expected = digests.setdefault((run.label, seed), result.report.digest)
+            if result.report.digest != expected:
+                differing.append(result.key)
+    return differing
+
+
+# ---- one layout ----------------------------------------------------------------------------------
+
+
+def run_figures(run: LayoutRuns, slos: Sequence[LiveSlo]) -> dict[str, Any]:
+    """Return one row of a table: rates, latencies and goodput, each with its interval."""
+    draws = _draws([len(result.report.answers) for result in run.results])
+    done = run.done
+    gaps_ms = [gap for answer in done for gap in answer.gaps_ms]
+    errors: dict[str, int] = {}
+    for answer in run.answers:
+        if answer.error:
+            errors[answer.error] = errors.get(answer.error, 0) + 1
+    completed = np.array([not answer.error for answer in run.answers], dtype=float)
+    ttfts_s = np.array([answer.ttft_s for answer in run.answers])
+    return {
+        "layout": run.layout,
+        "ours": run.ours,
+        "load": run.label,
+        "seeds": len(run.results),
+        "requests": len(run.answers),
+        "failed": len(run.answers) - len(done),
+        "errors": errors,
+        "done_per_s": _rate(completed, draws, run.span_s),
+        "output_tokens_per_s": round(sum(answer.output_tokens for answer in done) / run.span_s, 1),
+        "prompt_hit": round(
+            sum(answer.cached_tokens for answer in done)
+            / max(1, sum(answer.prompt_tokens for answer in done)),
+            4,
+        ),
+        "ttft_s": {f"p{rank}": _percentile(ttfts_s, completed, draws, rank=rank) for rank in RANKS},
+        "itl_ms": {
+            f"p{rank}": round(float(np.percentile(gaps_ms, rank)), 1) if gaps_ms else None
+            for rank in RANKS
+        },
+        "goodput": {
+            str(slo): {
+                judge.value: _rate(_met(run, slo, judge), draws, run.span_s) for judge in ItlJudge
+            }
+            for slo in slos
+        },
+    }
+
+
+def _met(run: LayoutRuns, slo: LiveSlo, judge: ItlJudge) -> np.ndarray:
+    """Return one number for each request: 1 if it met its targets."""
+    return np.array([answer.met(slo, judge) for answer in run.answers], dtype=float)
+
+
+def _draws(sizes: Sequence[int]) -> np.ndarray:
+    """Return `DRAWS` rows of request indices; each seed's requests are drawn among themselves."""
+    rng = np.random.default_rng(SEED)
+    parts: list[np.ndarray] = []
+    offset = 0
+    for size in sizes:
+        parts.append(rng.integers(0, max(1, size), (DRAWS, size)) + offset)
+        offset += size
+    return np.concatenate(parts, axis=1)
+
+
+def _rate(counted: np.ndarray, draws: np.ndarray, span_s: float) -> Estimate:
+    """Return how many of the counted requests there are a second."""
+    return _estimate(float(counted.sum()) / span_s, counted[draws].sum(axis=1) / span_s)
+
+
+def _percentile(
+    values: np.ndarray, completed: np.ndarray, draws: np.ndarray, *, rank: int
+) -> Estimate:
+    """Return a percentile over the completed requests."""
+    kept = np.where(completed > 0, values, np.nan)
+    if not completed.any():
+        return Estimate(None)
+    with np.errstate(all="ignore"):
+        drawn = np.nanpercentile(kept[draws], rank, axis=1)
+    return _estimate(float(np.nanpercentile(kept, rank)), drawn)
+
+
+def _estimate(value: float, drawn: np.ndarray) -> Estimate:
+    low, high = np.nanpercentile(drawn, INTERVAL_PERCENTILES)
+    return Estimate(_finite(value), (_finite(float(low)), _finite(float(high))))
+
+
+def _finite(value: float) -> float | None:
+    """Return the value with four digits behind the point, or None if it is no finite number."""
+    return round(value, 4) if math.isfinite(value) else None
+
+
+# ---- ours against the best of vLLM ---------------------------------------------------------------
+
+
+def compare_goodput(
+    ours: LayoutRuns, peers: Sequence[LayoutRuns], slo: LiveSlo, judge: ItlJudge
+) -> dict[str, Any]:
+    """Return ours over the best of the peers at these targets, with an interval."""
+    best = max(peers, key=lambda run: _met(run, slo, judge).sum() / run.span_s)
+    our_met = _met(ours, slo, judge)
+    peer_met = _met(best, slo, judge)
+    # Where a load is closed, servers have answered different numbers of requests.
+    draws = _draws([len(result.report.answers) for result in ours.results])
+    peer_draws = draws
+    if len(our_met) != len(peer_met):
+        peer_draws = _draws([len(result.report.answers) for result in best.results])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        drawn = (our_met[draws].sum(axis=1) / ours.span_s) / (
+            peer_met[peer_draws].sum(axis=1) / best.span_s
+        )
+    our_rate = our_met.sum() / ours.span_s
+    peer_rate = peer_met.sum() / best.span_s
+    ratios = np.nan_to_num(drawn, nan=1.0, posinf=math.inf)
+    # Without interpolation: between a number and infinity there is nothing.
+    low, high = np.percentile(ratios, INTERVAL_PERCENTILES, method="inverted_cdf")
+    smoothed = ((our_met.sum() + HALF_REQUEST) / ours.span_s) / (
+        (peer_met.sum() + HALF_REQUEST) / best.span_s
+    )
+    return {
+        "slo": str(slo),
+        "judge": judge.value,
+        "load": ours.label,
+        "layout": ours.layout,
+        "peer": best.layout,
+        "ours_per_s": round(float(our_rate), 4),
+        "peer_per_s": round(float(peer_rate), 4),
+        "ratio": _finite(float(our_rate / peer_rate)) if peer_rate else None,
+        "interval": [_finite(float(low)), _finite(float(high))],
+        "served_by_anybody": bool(our_rate or peer_rate),
+        "smoothed_ratio": round(float(smoothed), 4),
+    }
+
+
+def compare_completion(ours: LayoutRuns, peers: Sequence[LayoutRuns]) -> dict[str, Any]:
+    """Return what ours completes, and its p99 TTFT, over the best of the peers."""
+    our_rate = len(ours.done) / ours.span_s
+    peer_rate = max(len(run.done) / run.span_s for run in peers)
+    our_ttft_s = _ttft_p99_s(ours)
+    peer_ttfts_s = [ttft_s for run in peers if (ttft_s := _ttft_p99_s(run)) is not None]
+    ttft_ratio = None
+    if our_ttft_s is not None and peer_ttfts_s:
+        ttft_ratio = round(our_ttft_s / min(peer_ttfts_s), 3)
+    return {
+        "load": ours.label,
+        "layout": ours.layout,
+        "done_ratio": round(our_rate / peer_rate, 3) if peer_rate else None,
+        "failed": len(ours.answers) - len(ours.done),
+        "ttft_p99_ratio": ttft_ratio,
+    }
+
+
+def _ttft_p99_s(run: LayoutRuns) -> float | None:
+    done = run.done
+    return float(np.percentile([answer.ttft_s for answer in done], 99)) if done else None
+
+
+def geometric_mean(comparisons: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the geometric mean of the smoothed ratios over cells where anybody serves."""
+    ratios = [row["smoothed_ratio"] for row in comparisons if row["served_by_anybody"]]
+    if not ratios:
+        return None
+    return round(math.exp(sum(map(math.log, ratios)) / len(ratios)), 3)
+
+
+# ---- the document --------------------------------------------------------------------------------
+
+
+def table_document(
+    options: LiveOptions,
+    cells: Sequence[Cell],
+    results: Mapping[str, CellResult],
+    picks: Mapping[str, str],
+) -> dict[str, Any]:
+    """Return the document of a table. `picks` is the layout that `plan` picks by `rate slo`."""
+    runs = group_runs(cells, results)
+    document: dict[str, Any] = {
+        "table": options.table.value,
+        "picks": dict(picks),
+        "missing": [cell.key for cell in cells if cell.key not in results],
+        "differing_requests": differing_requests(runs),
+        "rows": [msgspec.to_builtins(run_figures(run, options.slos)) for run in runs],
+    }
+    match options.table:
+        case LiveTable.SLO:
+            return document | _slo_comparisons(runs, options.slos, picks)
+        case LiveTable.OVERLOAD:
+            return document | {"overload": _overload_rows(runs, options.served_slo)}
+        case LiveTable.CHATS:
+            return document | {"chats": _chat_rows(runs)}
+
+
+def pick_key(label: str, slo: LiveSlo) -> str:
+    """Return the name of a rate and targets among the picks."""
+    return f"{label} {slo}"
+
+
+def _slo_comparisons(
+    runs: Sequence[LayoutRuns], slos: Sequence[LiveSlo], picks: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return every layout of ours, and the one that `plan` picks, against the best of vLLM."""
+    comparisons: list[dict[str, Any]] = []
+    completions: list[dict[str, Any]] = []
+    for run in runs:
+        peers = [peer for peer in runs if not peer.ours and peer.label == run.label]
+        peers = [peer for peer in peers if peer.seeds == run.seeds]
+        if not run.ours or not peers:
+            continue
+        completions.append(compare_completion(run, peers))
+        for slo in slos:
+            is_picked = picks.get(pick_key(run.label, slo)) == run.layout
+            for judge in ItlJudge:
+                row = compare_goodput(run, peers, slo, judge)
+                comparisons.append(row | {"picked": is_picked})
+    return {
+        "comparisons": comparisons,
+        "completions": completions,
+        "geometric_means": _geometric_means(comparisons),
+    }
+
+
+def _geometric_means(comparisons: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the means by layout, and of what `plan` picks, for each way of judging."""
+    layouts = sorted({row["layout"] for row in comparisons})
+    groups = {layout: [r for r in comparisons if r["layout"] == layout] for layout in layouts}
+    picked = [row for row in comparisons if row["picked"]]
+    if picked:
+        groups["plan"] = picked
+    return {
+        name: {
+            judge.value: geometric_mean([row for row in rows if row["judge"] == judge.value])
+            for judge in ItlJudge
+        }
+        for name, rows in groups.items()
+    }
+
+
+def _overload_rows(runs: Sequence[LayoutRuns], slo: LiveSlo) -> list[dict[str, Any]]:
+    """Return tokens/s against the same layout at its capacity, and who was in time or refused."""
+    at_capacity = {run.layout: _tokens_per_s(run) for run in runs if run.label == "1x"}
+    rows: list[dict[str, Any]] = []
+    for run in runs:
+        done = run.done
+        in_time = sum(answer.ttft_s <= slo.ttft_s for answer in done)
+        capacity = at_capacity.get(run.layout)
+        rows.append(
+            {
+                "layout": run.layout,
+                "load": run.label,
+                "offered": len(run.answers),
+                "answered": len(done),
+                "ttft_met": round(in_time / len(done), 4) if done else None,
+                "tokens_per_s": round(_tokens_per_s(run), 1),
+                "tokens_of_1x": round(_tokens_per_s(run) / capacity, 3) if capacity else None,
+                "server": [result.server.get("statistics") for result in run.results],
+            }
+        )
+    return rows
+
+
+def _tokens_per_s(run: LayoutRuns) -> float:
+    return sum(answer.output_tokens for answer in run.done) / run.span_s
+
+
+def _chat_rows(runs: Sequence[LayoutRuns]) -> list[dict[str, Any]]:
+    """Return the TTFT of the turns behind the first one, and of ours over the best of vLLM."""
+    rows: list[dict[str, Any]] = []
+    for run in runs:
+        ttfts_s = [answer.ttft_s for answer in run.done if answer.turn]
+        row: dict[str, Any] = {"layout": run.layout, "ours": run.ours, "turns": len(ttfts_s)}
+        for rank in RANKS:
+            value = float(np.percentile(ttfts_s, rank)) if ttfts_s else None
+            row[f"ttft_p{rank}_s"] = None if value is None else round(value, 4)
+        rows.append(row)
+    peers = [row for row in rows if not row["ours"] and row["turns"]]
+    for row in rows:
+        for rank in RANKS:
+            key = f"ttft_p{rank}_s"
+            if row["ours"] and row["turns"] and peers:
+                row[f"ttft_p{rank}_ratio"] = round(row[key] / min(peer[key] for peer in peers), 3)
+    return rows

@@ -1,0 +1,157 @@
+"""The document of a table as Markdown (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .results import ItlJudge
+
+JUDGE_TITLES = {ItlJudge.TPOT.value: "by TPOT", ItlJudge.GAP_P99.value: "by own gaps' p99"}
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """Return the page: facts, the table, and what it is compared by."""
+    lines = [f"# diptych bench live: {document['table']}", "", *_facts(document), ""]
+    lines += _rows_table(document)
+    for section in (_comparison_lines, _overload_lines, _chat_lines):
+        lines += section(document)
+    if document.get("plan_error"):
+        lines.append(f"\nNo layout was picked by plan: {document['plan_error']}.")
+    for key in document["missing"]:
+        lines.append(f"\nNot measured: {key}.")
+    for key in document["differing_requests"]:
+        lines.append(f"\n**{key} was sent other requests than its peers: do not compare it.**")
+    return "\n".join(lines) + "\n"
+
+
+def _facts(document: Mapping[str, Any]) -> list[str]:
+    facts = document.get("facts", {})
+    return [f"- {name}: {value}" for name, value in facts.items()]
+
+
+def _rows_table(document: Mapping[str, Any]) -> list[str]:
+    rows = document["rows"]
+    if not rows:
+        return ["No cell has been measured."]
+    columns = ["layout", "load", "requests", "failed", "done/s", "TTFT p50 / p99 s", "ITL p99 ms"]
+    slos = list(rows[0]["goodput"])
+    columns += [f"met {slo} {JUDGE_TITLES[judge]}, req/s" for slo in slos for judge in JUDGE_TITLES]
+    lines: list[Sequence[str]] = []
+    for row in rows:
+        ttft = row["ttft_s"]
+        cells = [
+            row["layout"],
+            row["load"],
+            str(row["requests"]),
+            str(row["failed"]),
+            _number(row["done_per_s"]["value"]),
+            f"{_number(ttft['p50']['value'], 2)} / {_number(ttft['p99']['value'], 2)}",
+            _number(row["itl_ms"]["p99"], 0),
+        ]
+        cells += [
+            _with_interval(row["goodput"][slo][judge]) for slo in slos for judge in JUDGE_TITLES
+        ]
+        lines.append(cells)
+    return _table(columns, lines)
+
+
+def _comparison_lines(document: Mapping[str, Any]) -> list[str]:
+    comparisons = document.get("comparisons")
+    if not comparisons:
+        return []
+    columns = ["load", "targets", "judged", "ours", "best vLLM", "ours/vLLM req/s", "ratio", "plan"]
+    rows = [
+        [
+            row["load"],
+            row["slo"],
+            JUDGE_TITLES[row["judge"]],
+            row["layout"],
+            row["peer"],
+            f"{_number(row['ours_per_s'])} / {_number(row['peer_per_s'])}",
+            _ratio(row),
+            "picked" if row["picked"] else "",
+        ]
+        for row in comparisons
+    ]
+    lines = ["", "## Ours over the best of vLLM", "", *_table(columns, rows), ""]
+    for name, means in document["geometric_means"].items():
+        parts = [f"{_number(means[judge], 2)} {JUDGE_TITLES[judge]}" for judge in JUDGE_TITLES]
+        lines.append(f"- geometric mean, {name}: {', '.join(parts)}")
+    completion_rows = [
+        [
+            row["load"],
+            row["layout"],
+            str(row["failed"]),
+            _number(row["done_ratio"], 2),
+            _number(row["ttft_p99_ratio"], 2),
+        ]
+        for row in document["completions"]
+    ]
+    lines += ["", "## Completed requests and p99 TTFT over the best of vLLM", ""]
+    return lines + _table(
+        ["load", "layout", "failed", "done ratio", "TTFT p99 ratio"], completion_rows
+    )
+
+
+def _overload_lines(document: Mapping[str, Any]) -> list[str]:
+    if "overload" not in document:
+        return []
+    columns = ["layout", "load", "offered", "answered", "TTFT met", "tokens/s", "of 1x"]
+    rows = [
+        [
+            row["layout"],
+            row["load"],
+            str(row["offered"]),
+            str(row["answered"]),
+            "-" if row["ttft_met"] is None else f"{row['ttft_met']:.1%}",
+            _number(row["tokens_per_s"], 0),
+            _number(row["tokens_of_1x"], 2),
+        ]
+        for row in document["overload"]
+    ]
+    return ["", "## Overload", "", *_table(columns, rows)]
+
+
+def _chat_lines(document: Mapping[str, Any]) -> list[str]:
+    if "chats" not in document:
+        return []
+    columns = ["layout", "turns", "TTFT p50 s", "TTFT p99 s", "p50 / vLLM", "p99 / vLLM"]
+    rows = [
+        [
+            row["layout"],
+            str(row["turns"]),
+            _number(row["ttft_p50_s"]),
+            _number(row["ttft_p99_s"]),
+            _number(row.get("ttft_p50_ratio"), 2),
+            _number(row.get("ttft_p99_ratio"), 2),
+        ]
+        for row in document["chats"]
+    ]
+    return ["", "## Turns behind the first", "", *_table(columns, rows)]
+
+
+def _ratio(row: Mapping[str, Any]) -> str:
+    low, high = row["interval"]
+    ratio = _number(row["ratio"], 2) if row["peer_per_s"] else "no vLLM request met"
+    if not row["served_by_anybody"]:
+        return "nobody serves"
+    return f"{ratio} ({_bound(low)}-{_bound(high)})"
+
+
+def _bound(value: float | None) -> str:
+    return "∞" if value is None else f"{value:.2f}"
+
+
+def _with_interval(estimate: Mapping[str, Any]) -> str:
+    low, high = estimate["interval"]
+    return f"{_number(estimate['value'])} ({_number(low, 2)}-{_number(high, 2)})"
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    head = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    return head + [f"| {' | '.join(row)} |" for row in rows]

@@ -1,0 +1,129 @@
+"""What a cell measured, as its JSON file holds it, and what one request came to (pure)."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ....loadtests.outcomes import LoadOutcome
+from .errors import LiveBenchError
+
+
+class ItlJudge(StrEnum):
+    """By what a request's gaps are judged."""
+
+    TPOT = "tpot"  #: their mean
+    GAP_P99 = "gap_p99"  #: their 99th percentile, interpolated between ranks
+
+
+class LiveSlo(msgspec.Struct, frozen=True):
+    """Targets of a request: `2s:50ms`."""
+
+    ttft_s: float
+    itl_s: float
+
+    @staticmethod
+    def parse(text: str) -> LiveSlo:
+        """Raises LiveBenchError."""
+        ttft, _, itl = text.partition(":")
+        try:
+            slo = LiveSlo(_seconds(ttft), _seconds(itl))
+        except ValueError:
+            slo = LiveSlo(0.0, 0.0)
+        if not (0 < slo.ttft_s < np.inf and 0 < slo.itl_s < np.inf):
+            raise LiveBenchError(f"--slo {text}: expected TTFT:ITL, as in 2s:50ms")
+        return slo
+
+    def __str__(self) -> str:
+        return f"{self.ttft_s:g}s:{self.itl_s * 1e3:g}ms"
+
+
+def _seconds(text: str) -> float:
+    if text.endswith("ms"):
+        return float(text[:-2]) / 1e3
+    if text.endswith("s"):
+        return float(text[:-1])
+    raise ValueError(text)
+
+
+class MeasuredAnswer(msgspec.Struct, frozen=True):
+    """One request of a cell, as its client saw it. Times are in seconds since the load's start."""
+
+    sent_s: float
+    prompt_tokens: int
+    output_tokens: int
+    error: str = ""  #: "": the answer is complete
+    cached_tokens: int = 0  #: as the server says
+    ttft_s: float = 0.0
+    e2e_s: float = 0.0
+    gaps_ms: list[float] = []  #: between pieces that brought text
+    turn: int = 0  #: of a chat, from 0
+
+    @staticmethod
+    def of(outcome: LoadOutcome, turn: int = 0) -> MeasuredAnswer:
+        """Return what is kept of a load test's outcome. Latencies of a failed one are dropped."""
+        if outcome.error:
+            return MeasuredAnswer(
+                outcome.sent_s, outcome.prompt_tokens, 0, error=outcome.error, turn=turn
+            )
+        return MeasuredAnswer(
+            sent_s=outcome.sent_s,
+            prompt_tokens=outcome.prompt_tokens,
+            output_tokens=outcome.output_tokens,
+            cached_tokens=outcome.cached_tokens,
+            ttft_s=outcome.ttft_s,
+            e2e_s=outcome.e2e_s,
+            gaps_ms=[round(gap_s * 1e3, 2) for gap_s in outcome.gaps_s],
+            turn=turn,
+        )
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean seconds of a token after the first; 0 if there is none."""
+        tokens = max(self.output_tokens - 1, len(self.gaps_ms))
+        return sum(self.gaps_ms) / 1e3 / tokens if tokens else 0.0
+
+    @property
+    def gap_p99_s(self) -> float:
+        """The 99th percentile of the request's own gaps; 0 if there are none."""
+        return float(np.percentile(self.gaps_ms, 99)) / 1e3 if self.gaps_ms else 0.0
+
+    def met(self, slo: LiveSlo, judge: ItlJudge) -> bool:
+        """Return whether the answer is complete and within its targets."""
+        if self.error or self.ttft_s > slo.ttft_s:
+            return False
+        itl_s = self.tpot_s if judge == ItlJudge.TPOT else self.gap_p99_s
+        return itl_s <= slo.itl_s
+
+
+class ClientReport(msgspec.Struct):
+    """What the client process says when a load is over."""
+
+    digest: str  #: of what was sent (`loads.digest`)
+    span_s: float  #: from the load's start to the last answer's end
+    cpu_s: float  #: of the client itself
+    answers: list[MeasuredAnswer]
+    model: str = ""  #: as the server calls it
+
+
+class CellResult(msgspec.Struct, frozen=True):
+    """One cell's file."""
+
+    key: str
+    layout: str
+    setup: dict[str, Any]  #: what cells must have in common to be compared
+    started_s: float  #: how long the server took to start
+    wall_s: float  #: how long the whole cell took
+    report: ClientReport
+    server: dict[str, Any] = {}  #: versions, and what the server counted itself
+
+    @property
+    def done(self) -> list[MeasuredAnswer]:
+        return [answer for answer in self.report.answers if not answer.error]
+
+    @property
+    def done_per_s(self) -> float:
+        return len(self.done) / self.report.span_s

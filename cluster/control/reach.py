@@ -1,0 +1,68 @@
+"""Which targets are out of reach at the present load, and what is reachable instead (pure).
+
+A target is out of reach if fewer than `REACH_SHARE` of the last minutes' requests met it, and chance
+does not explain that: the upper end of the share's 95 % interval (Wilson's) is below it too. What
+is reachable instead is what 95 % of the latest requests got. `diptych plan` says the same of loads
+that are not there yet (`simulator/reach.py`), by the same share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import sqrt
+from typing import Any
+
+REACH_SHARE = 0.9
+DEVIATIONS = 1.96  #: of a normal distribution: 95 % are within
+
+#: Target, as the goodput window calls it -> setting of the target, and what the latest requests got.
+TARGETS = {"ttft": ("ttft_ms", "ttft_p95_ms"), "itl": ("itl_ms", "itl_p95_ms")}
+
+
+@dataclass(frozen=True, slots=True)
+class UnreachedTarget:
+    """A target that too few requests meet."""
+
+    target: str  #: ttft or itl
+    asked_ms: float
+    met_share: float  #: of the requests in the goodput window
+    requests: int
+    reachable_ms: float  #: what 95 % of the latest requests got
+
+
+def find_unreached_targets(
+    slo: Mapping[str, float], router: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the targets out of reach, as they stand in the cluster's status."""
+    recent = router.get("recent") or {}
+    classes = (router.get("goodput") or {}).get("classes", {})
+    requests = sum(group["requests"] for group in classes.values())
+    if not requests:
+        return []
+    unreached: list[dict[str, Any]] = []
+    for target, (setting, recent_name) in TARGETS.items():
+        met = sum(group[target] * group["requests"] for group in classes.values())
+        reachable_ms = recent.get(recent_name)
+        if upper_share(met / requests, requests) >= REACH_SHARE or reachable_ms is None:
+            continue
+        # Misses may be refusals, while those that were served got what was asked for.
+        if reachable_ms <= slo[setting]:
+            continue
+        finding = UnreachedTarget(
+            target=target,
+            asked_ms=slo[setting],
+            met_share=round(met / requests, 4),
+            requests=requests,
+            reachable_ms=round(reachable_ms, 1),
+        )
+        unreached.append(asdict(finding))
+    return unreached
+
+
+def upper_share(share: float, requests: int) -> float:
+    """Return the upper end of a share's 95 % interval, by Wilson."""
+    squared = DEVIATIONS**2
+    center = share + squared / (2 * requests)
+    spread = DEVIATIONS * sqrt(share * (1 - share) / requests + squared / (4 * requests**2))
+    return (center + spread) / (1 + squared / requests)

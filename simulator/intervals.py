@@ -1,0 +1,85 @@
+"""How certain a share of requests is: intervals by the bootstrap, over stretches of a run.
+
+Requests that arrive together wait together. So a draw does not take single requests but stretches of
+requests in the order of their arrival, from all runs alike. Two layouts that served the same
+requests are compared draw by draw: what was hard for both does not widen the interval of their
+ratio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+STRETCHES = 20  #: of each run; a run of fewer requests has one for each
+DRAWS = 2000
+PERCENTILES = (2.5, 97.5)
+
+#: For each run, whether each request met its targets, in the order of arrival.
+MetByRun = Sequence[Sequence[bool]]
+
+
+class Interval(NamedTuple):
+    """The middle 95 % of a figure's draws."""
+
+    low: float
+    high: float
+
+    def excludes(self, value: float) -> bool:
+        """Return whether the value is outside of the interval."""
+        return not self.low <= value <= self.high
+
+
+def share_interval(met: MetByRun) -> Interval:
+    """Return the interval of the share of requests that met their targets."""
+    stretches = _Stretches.of(met)
+    return _interval(stretches.met[stretches.draws()].sum(axis=1) / stretches.drawn_requests())
+
+
+def ratio_interval(numerator: MetByRun, denominator: MetByRun) -> Interval:
+    """Return the interval of how many times as many requests of the first met their targets.
+
+    Both have to be of the same requests. A ratio of nothing to nothing counts as 1.
+    """
+    above = _Stretches.of(numerator)
+    below = _Stretches.of(denominator)
+    draws = above.draws()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = above.met[draws].sum(axis=1) / below.met[draws].sum(axis=1)
+    return _interval(np.nan_to_num(ratios, nan=1.0, posinf=inf))
+
+
+class _Stretches(NamedTuple):
+    """Requests of each stretch, and how many of them met their targets."""
+
+    met: np.ndarray
+    requests: np.ndarray
+
+    @staticmethod
+    def of(met: MetByRun) -> _Stretches:
+        parts = [
+            part
+            for run in met
+            if len(run)
+            for part in np.array_split(np.asarray(run, dtype=float), min(STRETCHES, len(run)))
+        ]
+        return _Stretches(
+            np.array([part.sum() for part in parts]), np.array([len(part) for part in parts])
+        )
+
+    def draws(self) -> np.ndarray:
+        """Return rows of indices of stretches; equal for equally many stretches."""
+        count = len(self.met)
+        return np.random.default_rng(0).integers(0, count, (DRAWS, count))
+
+    def drawn_requests(self) -> np.ndarray:
+        return self.requests[self.draws()].sum(axis=1)
+
+
+def _interval(values: np.ndarray) -> Interval:
+    # Without interpolation: between a number and infinity there is nothing.
+    low, high = np.percentile(values, PERCENTILES, method="inverted_cdf")
+    return Interval(float(low), float(high))

@@ -24,7 +24,9 @@ class StepBatch:
     token_ids: torch.Tensor  #: int64 [rows]
     step_rows: StepRows
     logit_rows: torch.Tensor  #: int64: rows whose logits are needed
-    logit_starts: list[int]  #: index in `logit_rows` of each sequence's last id; its drafts follow
+    #: index in `logit_rows` of each sequence's last id; its drafts follow. A sequence whose last id
+    #: is not computed yet has no logits, and the index means nothing.
+    logit_starts: list[int]
 
     def work(self, prefill_count: int) -> StepWork:
         """Return the counts that the cost of the step is predicted from.
@@ -77,7 +79,8 @@ def build_batch(plan: StepPlan, block_tokens: int) -> StepBatch:
         else:
             slot_blocks += [block_table[position // block_tokens] for position in range(start, end)]
         logit_starts.append(len(logit_rows))
-        logit_rows += range(len(token_ids) - 1 - len(drafts), len(token_ids))
+        if start + count == len(sequence.token_ids):
+            logit_rows += range(len(token_ids) - 1 - len(drafts), len(token_ids))
 
     row_positions = torch.tensor(positions)
     step_rows = StepRows(
@@ -90,6 +93,6 @@ def build_batch(plan: StepPlan, block_tokens: int) -> StepBatch:
         sequences=sequences,
         token_ids=torch.tensor(token_ids),
         step_rows=step_rows,
-        logit_rows=torch.tensor(logit_rows),
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
         logit_starts=logit_starts,
     )

@@ -35,9 +35,16 @@ class Mlp:
 
     gate_up: LinearLayer  #: Both matrices fused along the outputs; the layer applies SiLU itself.
     down: LinearLayer
+    rows_at_once: int | None = None  #: Rows computed together, at most; None: all (`Ops`).
 
     def __call__(self, hidden: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
         """Return the block's result, [T, hidden], of `hidden` rows [T, hidden]."""
+        if self.rows_at_once is None or len(hidden) <= self.rows_at_once:
+            return self._compute(hidden, norm)
+        pieces = hidden.tensor_split(-(-len(hidden) // self.rows_at_once))
+        return torch.cat([self._compute(piece, norm) for piece in pieces])
+
+    def _compute(self, hidden: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
         return self.down(self.gate_up(hidden, norm=norm), residual=hidden)
 
 

@@ -284,7 +284,10 @@ class Engine:
         after_layer = self._announce_prefills(plan.prefill)
         hidden = self._model.hidden(batch.token_ids, batch.step_rows, after_layer)
         scored = self._score_prompts(batch, hidden)
-        logits = self._model.logits(hidden, batch.logit_rows)
+        # a step of chunks that end no prompt draws no token
+        logits = hidden[:0]
+        if len(batch.logit_rows):
+            logits = self._model.logits(hidden, batch.logit_rows)
         outputs = self._book(batch, logits, scored)
         self._account(plan, batch, time.perf_counter() - began)
         return outputs

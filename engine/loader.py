@@ -184,7 +184,8 @@ class _WeightLoader:
 
     def _mlp(self, place: str, names: MlpNames, size: int) -> Mlp:
         gate_up = make_linear(self._gate_up(place, names, size), gated=True, ops=self.ops)
-        return Mlp(gate_up, self._summed_linear(f"{place}.{names.down}", self.spec.hidden, size))
+        down = self._summed_linear(f"{place}.{names.down}", self.spec.hidden, size)
+        return Mlp(gate_up, down, rows_at_once=self.ops.mlp_rows)
 
     def _gate_up(self, place: str, names: MlpNames, size: int) -> torch.Tensor:
         """The first two matrices of an MLP, fused along the outputs."""

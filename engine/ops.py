@@ -57,6 +57,10 @@ class Ops:
     #: True where steps of pure decode run on a device, with the choice of the next ids.
     device_steps = False
 
+    #: How many rows an MLP computes together, at most; None: all. What lies between its matrices
+    #: is several times as wide as a hidden row, and is read again from a CPU's caches or memory.
+    mlp_rows: int | None = None
+
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a checkpoint's tensor, where it is computed with.
 

@@ -3,8 +3,11 @@
 // A row (one query token, one head) walks its pages from 0, 64 keys at a time, with an online
 // softmax. Scores are summed over pairs of dims in order, values over pairs of keys in order; rows
 // share registers, never sums. So a row's bits depend on its query and its keys alone, whatever
-// rows are computed beside it, in prefill or decode. Pages behind a row change nothing: every
-// weight in them is 0 and the correction factor is exactly 1.
+// rows are computed beside it, in prefill or decode. Keys behind a row change nothing: every
+// weight of them is 0, and the correction factor of a page of them is exactly 1.
+//
+// Up to 6 rows share registers: 6 x 4 sums are the 24 independent ones that keep both multipliers
+// busy, and leave 4 registers for keys or values and one for the row's side.
 
 #include "common.h"
 
@@ -13,9 +16,13 @@
 namespace {
 
 constexpr int kPage = 64;        // keys of a page
-constexpr int kRows = 4;         // rows that share registers
-constexpr int kTokens = 32;      // query tokens of one work item
+constexpr int kVectors = 4;      // of 16 keys each
+constexpr int kRows = 6;         // rows that share registers
+constexpr int kItemRows = 768;   // rows of one work item, at most: they share a page's packing
+constexpr int kItemRowsMinimum = 96;
+constexpr int kThreadItems = 4;  // work items of a thread, at least, where that leaves enough rows
 constexpr float kNone = -INFINITY;
+constexpr float kLog2e = 1.44269504089f;
 
 struct Shape {
     const uint16_t *q, *k, *v;
@@ -24,16 +31,11 @@ struct Shape {
     int64_t block, head;         // elements between KV blocks, KV heads
     const int64_t *table;        // block tables of all spans, one after the other
     int heads, kv_heads, dim, window;
-    float scale;
+    float scale;                 // of scores, in units of log 2
 };
 
-// e^x for x <= 0 and -inf; 0 below -87; NaN stays NaN.
-inline __m512 exp_negative(__m512 x) {
-    const __mmask16 tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
-    const __m512 power = _mm512_mul_ps(_mm512_max_ps(_mm512_set1_ps(-87.0f), x),
-                                       _mm512_set1_ps(1.44269504089f));
-    return _mm512_maskz_mov_ps(~tiny, exp2_ps(power));
-}
+// 2^x for x <= 0 and -inf, which gives 0; NaN stays NaN.
+inline __m512 exp2_negative(__m512 x) { return exp2_ps(_mm512_max_ps(_mm512_set1_ps(-200.0f), x)); }
 
 inline __m512 dot(__m512 sum, __m512i pairs, uint32_t pair) {
     return _mm512_dpbf16_ps(sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(pair));
@@ -60,80 +62,137 @@ void pack_values(const uint16_t *page, int dim, int64_t used, uint32_t *packed) 
         }
 }
 
+// A query token's head, while its pages are walked.
 struct Row {
     const uint16_t *q;
     uint16_t *out;
     int64_t position;
-    float most, sum;
-    float *acc;                  // [dim]
-    uint32_t weights[kPage / 2]; // pairs of bf16
+    float most, sum;             // largest score so far, sum of 2^(score - most)
+    float *acc;                  // [dim] sum of weights times values
+    alignas(64) uint32_t weights[kPage / 2];  // of the keys of one page, pairs of bf16
 };
 
-// Softmax weights of one row over one page; false when the row sees no key of it.
-bool weigh(const Shape &s, Row &row, __m512 *scores, int64_t first, float *correction) {
-    if (first > row.position) return false;
-    if (s.window && first + kPage - 1 <= row.position - s.window) return false;
+// Makes scores of the page's keys that `row` does not see -inf.
+inline void hide(const Shape &s, const Row &row, __m512 *scores, int64_t first) {
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const int last = (int)std::min<int64_t>(row.position - first, kPage);
     const int low = s.window ? (int)std::max<int64_t>(row.position - s.window - first, -1) : -1;
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kVectors; ++i) {
         const __m512i key = _mm512_add_epi32(lanes, _mm512_set1_epi32(16 * i));
         const __mmask16 seen = _mm512_cmple_epi32_mask(key, _mm512_set1_epi32(last)) &
                                _mm512_cmpgt_epi32_mask(key, _mm512_set1_epi32(low));
-        const __m512 scaled = _mm512_mul_ps(scores[i], _mm512_set1_ps(s.scale));
-        scores[i] = _mm512_mask_mov_ps(_mm512_set1_ps(kNone), seen, scaled);
+        scores[i] = _mm512_mask_mov_ps(_mm512_set1_ps(kNone), seen, scores[i]);
     }
-    const __m512 top = _mm512_max_ps(_mm512_max_ps(scores[0], scores[1]),
-                                     _mm512_max_ps(scores[2], scores[3]));
-    const float most = std::max(row.most, _mm512_reduce_max_ps(top));
-    __m512 total = _mm512_setzero_ps();
-    for (int i = 0; i < 4; ++i) {
-        const __m512 w = exp_negative(_mm512_sub_ps(scores[i], _mm512_set1_ps(most)));
-        total = _mm512_add_ps(total, w);
-        _mm256_storeu_si256((__m256i *)row.weights + i, (__m256i)_mm512_cvtneps_pbh(w));
-    }
-    const __m512 old = exp_negative(_mm512_set1_ps(row.most - most));
-    *correction = _mm512_cvtss_f32(old);
-    row.sum = row.sum * *correction + _mm512_reduce_add_ps(total);
-    row.most = most;
-    return true;
 }
 
+// Softmax weights of R rows, each of which sees a key of the page; `scores` are not scaled yet.
+// What corrects the sums over earlier pages goes to `correction` [16].
 template <int R>
-void page(const Shape &s, Row *rows, const uint32_t *keys, const uint32_t *values, int64_t first) {
-    __m512 scores[R][4];
-    for (int r = 0; r < R; ++r)
-        for (int i = 0; i < 4; ++i) scores[r][i] = _mm512_setzero_ps();
-    for (int pair = 0; pair < s.dim / 2; ++pair) {
-        __m512i k[4];
-        for (int i = 0; i < 4; ++i) k[i] = _mm512_loadu_si512(keys + pair * kPage + 16 * i);
-        for (int r = 0; r < R; ++r) {
-            uint32_t q;
-            std::memcpy(&q, rows[r].q + 2 * pair, 4);
-            for (int i = 0; i < 4; ++i) scores[r][i] = dot(scores[r][i], k[i], q);
+inline void weigh(const Shape &s, Row *rows, __m512 (*scores)[kVectors], float *correction) {
+    alignas(64) float before[16] = {}, most[16] = {};
+    const __m512 scale = _mm512_set1_ps(s.scale);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+        const __m512 top = _mm512_max_ps(_mm512_max_ps(scores[r][0], scores[r][1]),
+                                         _mm512_max_ps(scores[r][2], scores[r][3]));
+        before[r] = rows[r].most;
+        most[r] = std::max(rows[r].most, _mm512_reduce_max_ps(top) * s.scale);
+    }
+    __m512 total[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+        total[r] = _mm512_setzero_ps();
+#pragma GCC unroll 8
+        for (int i = 0; i < kVectors; ++i) {
+            const __m512 score = _mm512_fmsub_ps(scores[r][i], scale, _mm512_set1_ps(most[r]));
+            const __m512 weight = exp2_negative(score);
+            total[r] = _mm512_add_ps(total[r], weight);
+            _mm256_store_si256((__m256i *)rows[r].weights + i, narrow(weight));
         }
     }
-    float correction[R];
-    bool seen[R];
-    for (int r = 0; r < R; ++r) seen[r] = weigh(s, rows[r], scores[r], first, &correction[r]);
-    for (int d = 0; d < s.dim; d += 32) {
-        __m512 acc[R][2];
+    const __m512 fallen = _mm512_sub_ps(_mm512_load_ps(before), _mm512_load_ps(most));
+    _mm512_store_ps(correction, exp2_negative(fallen));
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+        // named: whether a compiler fuses the two may depend on R
+        rows[r].sum = std::fma(rows[r].sum, correction[r], _mm512_reduce_add_ps(total[r]));
+        rows[r].most = most[r];
+    }
+}
+
+// acc = acc * correction + weights * values, for R rows and 16 * V dims from `d` on.
+template <int R, int V>
+inline void accumulate(const Shape &s, Row *rows, const float *correction, const uint32_t *values,
+                       int d, int pairs) {
+    __m512 acc[R][V];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int i = 0; i < V; ++i)
+            acc[r][i] = _mm512_mul_ps(_mm512_loadu_ps(rows[r].acc + d + 16 * i),
+                                      _mm512_set1_ps(correction[r]));
+    const uint32_t *value = values + d;
+    for (int pair = 0; pair < pairs; ++pair, value += s.dim) {
+        __m512i v[V];
+#pragma GCC unroll 8
+        for (int i = 0; i < V; ++i) v[i] = _mm512_loadu_si512(value + 16 * i);
+#pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
-            for (int i = 0; i < 2; ++i)
-                acc[r][i] = _mm512_mul_ps(_mm512_loadu_ps(rows[r].acc + d + 16 * i),
-                                          _mm512_set1_ps(seen[r] ? correction[r] : 1.0f));
-        for (int pair = 0; pair < kPage / 2; ++pair) {
-            const __m512i v0 = _mm512_loadu_si512(values + pair * s.dim + d);
-            const __m512i v1 = _mm512_loadu_si512(values + pair * s.dim + d + 16);
-            for (int r = 0; r < R; ++r) {
-                acc[r][0] = dot(acc[r][0], v0, rows[r].weights[pair]);
-                acc[r][1] = dot(acc[r][1], v1, rows[r].weights[pair]);
-            }
+#pragma GCC unroll 8
+            for (int i = 0; i < V; ++i) acc[r][i] = dot(acc[r][i], v[i], rows[r].weights[pair]);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int i = 0; i < V; ++i) _mm512_storeu_ps(rows[r].acc + d + 16 * i, acc[r][i]);
+}
+
+// One page for R rows of ascending positions, each of which sees a key of it.
+template <int R>
+void page(const Shape &s, Row *rows, const uint32_t *keys, const uint32_t *values, int64_t first) {
+    __m512 scores[R][kVectors];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int i = 0; i < kVectors; ++i) scores[r][i] = _mm512_setzero_ps();
+    const uint16_t *q[R];
+    for (int r = 0; r < R; ++r) q[r] = rows[r].q;
+    for (int pair = 0; pair < s.dim / 2; ++pair) {
+        __m512i k[kVectors];
+#pragma GCC unroll 8
+        for (int i = 0; i < kVectors; ++i) k[i] = _mm512_loadu_si512(keys + pair * kPage + 16 * i);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            uint32_t both;
+            std::memcpy(&both, q[r] + 2 * pair, 4);
+#pragma GCC unroll 8
+            for (int i = 0; i < kVectors; ++i) scores[r][i] = dot(scores[r][i], k[i], both);
         }
-        for (int r = 0; r < R; ++r)
-            if (seen[r])
-                for (int i = 0; i < 2; ++i)
-                    _mm512_storeu_ps(rows[r].acc + d + 16 * i, acc[r][i]);
+    }
+    const int64_t low = rows[0].position, high = rows[R - 1].position;
+    if (low < first + kPage - 1 || (s.window && first <= high - s.window))
+        for (int r = 0; r < R; ++r) hide(s, rows[r], scores[r], first);
+    alignas(64) float correction[16];
+    weigh<R>(s, rows, scores, correction);
+    // keys behind the last row have no weight
+    const int pairs = (int)std::min<int64_t>(kPage / 2, (high - first) / 2 + 1);
+    int d = 0;
+    for (; d + 64 <= s.dim; d += 64) accumulate<R, 4>(s, rows, correction, values, d, pairs);
+    for (; d < s.dim; d += 32) accumulate<R, 2>(s, rows, correction, values, d, pairs);
+}
+
+// One page for up to kRows rows of ascending positions, less those at both ends that see no key.
+void any_page(const Shape &s, Row *rows, int count, const uint32_t *keys, const uint32_t *values,
+              int64_t first) {
+    while (count && first > rows[0].position) ++rows, --count;
+    while (count && s.window && first + kPage - 1 <= rows[count - 1].position - s.window) --count;
+    switch (count) {
+        case 1: return page<1>(s, rows, keys, values, first);
+        case 2: return page<2>(s, rows, keys, values, first);
+        case 3: return page<3>(s, rows, keys, values, first);
+        case 4: return page<4>(s, rows, keys, values, first);
+        case 5: return page<5>(s, rows, keys, values, first);
+        case 6: return page<6>(s, rows, keys, values, first);
     }
 }
 
@@ -142,6 +201,14 @@ void finish(const Shape &s, const Row &row) {
     for (int d = 0; d < s.dim; d += 16) {
         const __m512 value = _mm512_mul_ps(_mm512_loadu_ps(row.acc + d), inverse);
         _mm256_storeu_si256((__m256i *)(row.out + d), (__m256i)_mm512_cvtneps_pbh(value));
+    }
+}
+
+// Asks for a page of K and V, ahead of `pack_keys` and `pack_values`.
+void prefetch(const Shape &s, int64_t base) {
+    for (int i = 0; i < kPage * s.dim; i += 32) {
+        _mm_prefetch((const char *)(s.k + base + i), _MM_HINT_T1);
+        _mm_prefetch((const char *)(s.v + base + i), _MM_HINT_T1);
     }
 }
 
@@ -166,14 +233,14 @@ void work(const Shape &s, int64_t token, int count, int64_t start, const int64_t
         row.acc = acc.data() + (size_t)i * s.dim;
     }
     const int64_t oldest = s.window ? std::max<int64_t>(start - s.window + 1, 0) : 0;
-    for (int64_t p = oldest / kPage; p <= (start + count - 1) / kPage; ++p) {
+    const int64_t last = (start + count - 1) / kPage;
+    for (int64_t p = oldest / kPage; p <= last; ++p) {
         const int64_t base = table[p] * s.block + head * s.head;
         pack_keys(s.k + base, s.dim, keys.data());
         pack_values(s.v + base, s.dim, start + count - p * kPage, values.data());
-        int r = 0;
-        for (; r + kRows <= total; r += kRows)
-            page<kRows>(s, &rows[r], keys.data(), values.data(), p * kPage);
-        for (; r < total; ++r) page<1>(s, &rows[r], keys.data(), values.data(), p * kPage);
+        if (p < last) prefetch(s, table[p + 1] * s.block + head * s.head);
+        for (int r = 0; r < total; r += kRows)
+            any_page(s, &rows[r], std::min(kRows, total - r), keys.data(), values.data(), p * kPage);
     }
     for (const Row &row : rows) finish(s, row);
 }
@@ -187,19 +254,25 @@ extern "C" void attention_avx512(const uint16_t *q, const uint16_t *k, const uin
                                 const int64_t *table, int heads, int kv_heads, int dim,
                                 int window, float scale, int threads) {
     const Shape s{q, k, v, out, q_row, out_row, block, head, table,
-                  heads, kv_heads, dim, window, scale};
+                  heads, kv_heads, dim, window, scale * kLog2e};
+    int64_t rows_of_all = 0;
+    for (int64_t i = 0; i < count; ++i) rows_of_all += spans[4 * i + 1] * heads;
+    const int64_t item_rows = std::clamp<int64_t>(rows_of_all / (kThreadItems * threads),
+                                                  kItemRowsMinimum, kItemRows);
+    const int64_t tokens = std::max<int64_t>(item_rows * kv_heads / heads, 1);
     struct Item { int64_t row, start, table; int count, head; };
     std::vector<Item> items;
     for (int64_t i = 0; i < count; ++i) {
         const int64_t *span = spans + 4 * i;
-        for (int64_t t = 0; t < span[1]; t += kTokens)
+        for (int64_t t = 0; t < span[1]; t += tokens)
             for (int h = 0; h < kv_heads; ++h) {
-                const int rows = (int)std::min<int64_t>(kTokens, span[1] - t);
+                const int rows = (int)std::min<int64_t>(tokens, span[1] - t);
                 items.push_back({span[0] + t, span[2] + t, span[3], rows, h});
             }
     }
+    // from the end: a chunk's last tokens have the most keys, and nobody shall wait for them alone
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-    for (int64_t i = 0; i < (int64_t)items.size(); ++i) {
+    for (int64_t i = (int64_t)items.size() - 1; i >= 0; --i) {
         const Item &item = items[i];
         work(s, item.row, item.count, item.start, table + item.table, item.head);
     }

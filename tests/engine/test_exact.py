@@ -63,6 +63,26 @@ def test_a_prompt_alone_may_be_cut_anywhere(model: Path, step: int) -> None:
         assert tokens == expected(model, length, 0, GREEDY)
 
 
+def test_a_chunk_that_does_not_end_its_prompt_computes_no_logits(checkpoint) -> None:
+    owner = engine(checkpoint("llama"), max_step_tokens=128)
+    compute = owner._model.logits
+    row_counts: list[int] = []
+
+    def logits(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        row_counts.append(len(rows))
+        return compute(hidden, rows)
+
+    owner._model.logits = logits
+    owner.add(request(owner, "long", prompt(300), Sampling(1)))
+    drain(owner)
+    assert row_counts == [1], "three chunks, of which the last one gives a token"
+    row_counts.clear()
+    owner.add(request(owner, "decoding", prompt(5), Sampling(4)))
+    owner.add(request(owner, "beside", prompt(300, 1), Sampling(1)))
+    drain(owner)
+    assert sum(row_counts) == 4 + 1, "one row for each token of both"
+
+
 def test_sampled_runs_are_equal_too(model: Path) -> None:
     owner = engine(model, max_step_tokens=128)
     mix = list(enumerate(MIX))

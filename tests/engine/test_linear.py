@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diptych.engine import linear
+from diptych.engine.decoder import Mlp
 from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.linear import Linear
+from diptych.engine.ops import RmsNorm
 from diptych.engine.scheduler import SchedulerLimits
 from diptych.engine.sequence import Sequence
 from diptych.protos.frames import Sampling
@@ -63,6 +65,23 @@ def test_other_kernels_are_found_out() -> None:
 
     sizes = linear.calibrate(product, 256)
     assert 64 not in sizes and {16, 32} <= set(sizes)
+
+
+@pytest.mark.parametrize("count", [1, 64, 65, 128, 333])
+def test_an_mlp_in_pieces_gives_each_row_the_same_bits(count: int) -> None:
+    gates = Linear(torch.randn(512, 128).bfloat16(), gated=True)
+    down = layer(256, 128)
+    norm = RmsNorm(torch.ones(128).bfloat16(), 1e-5)
+    hidden = torch.randn(count, 128).bfloat16()
+    lengths: list[int] = []
+
+    def counting_down(rows: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        lengths.append(len(rows))
+        return down(rows, residual=residual)
+
+    pieces = Mlp(gates, counting_down, rows_at_once=64)(hidden, norm)
+    assert torch.equal(pieces, Mlp(gates, down)(hidden, norm))
+    assert sum(lengths) == count and max(lengths) <= 64 and max(lengths) - min(lengths) <= 1
 
 
 def test_pieces_cover_every_row_whatever_sizes_agree() -> None:

@@ -132,6 +132,8 @@ class RouterSettings(ConfigSection):
     queue_max: Count = 1024
     #: How long a request waits for a worker, or until its TTFT target if that is longer.
     queue_ttl_s: Positive = 30.0
+    #: How long a request that cannot be in time may wait, by prediction; else it is refused at once.
+    background_wait_s: Positive = 120.0
     #: One of diptych.router.policies.
     policy: str = "diptych"
     #: Classes of requests by name; empty: those of diptych.router.config.

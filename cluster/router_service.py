@@ -269,6 +269,7 @@ def router_config(config: ClusterConfig) -> RouterConfig:
         classes=classes or CLASSES,
         queue_max=router.queue_max,
         queue_ttl_s=router.queue_ttl_s,
+        background_wait_s=router.background_wait_s,
         growth_tokens=config.pools.decode.engine.growth_tokens,
         ttft_s=slo.ttft_ms / 1e3,
         itl_s=slo.itl_ms / 1e3,

@@ -273,7 +273,7 @@ class Engine:
             if ahead is not None:
                 return self._account_ahead(ahead, self._pipeline, began)
         self._propose_drafts()
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(time.monotonic())
         if not plan:
             return []
         if self._pipeline and not plan.prefill and self._pipeline.can_run(plan.decode):
@@ -298,7 +298,7 @@ class Engine:
 
     def _account(self, plan: StepPlan, batch: StepBatch, seconds: float) -> None:
         self.steps += 1
-        self.scheduler.cost.observe(seconds, batch.work(len(plan.prefill)))
+        self.scheduler.observe_step(seconds, batch.work(len(plan.prefill)))
         self.step_tokens.observe(len(batch.token_ids))
         if plan.prefill:
             self.prefill_tokens += sum(count for _, count in plan.prefill)
@@ -313,7 +313,7 @@ class Engine:
         """Accounts for a decode step of the pipeline, and returns its outputs."""
         seconds = time.perf_counter() - began
         self.steps += 1
-        self.scheduler.cost.observe(seconds, pipeline.work)
+        self.scheduler.observe_step(seconds, pipeline.work)
         self.step_tokens.observe(len(outputs))
         self._account_decode(seconds)
         return outputs

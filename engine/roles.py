@@ -51,6 +51,7 @@ def sequence_of(
         cache_partition=frame.cache_partition,
         stop_after_first=stop_after_first,
         deadline_s=deadline_s,
+        background=frame.background,
     )
 
 

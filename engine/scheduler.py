@@ -7,7 +7,10 @@ Life of a sequence, by the queue it stands in:
     ready       its KV has arrived; it waits for a place among those that run
     running     it decodes one token a step
 
-Chunks end on block borders or at the end of the ids, so any chunking gives the same numbers.
+A chunk may end at any multiple of `CHUNK_TOKENS`, or of a block that is smaller: any chunking gives the same numbers. How long a
+step with decodes may take, `step_limit` says. A prompt whose first token is late goes behind the
+others, and so do its chunks.
+
 A sequence reserves its ids plus a growth allowance, and leaves a few blocks to those that grow.
 When a decoding one needs another block and none is left, the youngest is preempted: its blocks are
 released, and it is computed again from prompt + generated ids before anything new begins.
@@ -32,9 +35,14 @@ from ..kv_transfer.identity import (
 from ..protos.frames import AttemptKey
 from .blocks import BlockPool
 from .options import SchedulerLimits
-from .pacing import StepCost
+from .pacing import StepCost, StepWork
 from .sequence import Sequence, SequenceQueue
+from .step_limit import StepClock, StepPace, step_pace
 
+CHUNK_TOKENS = 16  #: chunks end on multiples of it, or at the end of the ids
+RISK_PROMPTS = 8  #: prompts that are looked at, to see whether a first token is at risk
+#: by so much later than its deadline a late prompt is ordered: it is put off, and starves never
+BACKGROUND_DELAY_S = 10.0
 BY_AGE = attrgetter("arrival_number")
 BY_PREFILL_ORDER = attrgetter("prefill_order")
 
@@ -55,7 +63,7 @@ class PrefillBudget:
     """What a step's decodes leave for prefill. Seconds may be infinite, or below 0."""
 
     tokens: int
-    tail_s: float  #: so that `TAIL_QUANTILE` of the steps keep the ITL budget
+    tail_s: float  #: so that `TAIL_QUANTILE` of the steps keep the step's limit
     mean_s: float  #: so that the mean step keeps it
 
 
@@ -70,8 +78,8 @@ class Scheduler:
         self.pool = pool
         self.limits = limits
         self.salt = salt
-        self.chunk_border_tokens = limits.block_tokens  #: chunks end on multiples of it
-        self.cost = StepCost()  #: fed by whoever runs the steps
+        self.cost = StepCost()  #: fed by whoever runs the steps, as `clock` is
+        self.clock = StepClock(limits.itl_budget_s)
         self.live: dict[tuple[AttemptKey, int], Sequence] = {}  #: by name, until they end
         self.waiting = SequenceQueue(BY_PREFILL_ORDER)
         self.prefilling = SequenceQueue(BY_PREFILL_ORDER)
@@ -251,20 +259,38 @@ class Scheduler:
 
     # ---- planning ----------------------------------------------------------------------------
 
-    def plan(self) -> StepPlan:
+    def plan(self, now: float = 0.0) -> StepPlan:
         """Plans the next step: first decode, then prefill with what decode leaves.
 
         Those that run get their next block, then others begin. If those that ran had to go,
-        committed ones take their places at once.
+        committed ones take their places at once. `now`: seconds, by the clock of the deadlines.
         """
+        self._put_off_late(self.waiting, now)
+        self._put_off_late(self.prefilling, now)
         joined = self._join_running()
         plan = StepPlan()
         draft_rows = self._plan_decode(plan)
         self._admit()
-        self._plan_prefill(plan, draft_rows, joined)
+        self._plan_prefill(plan, draft_rows, joined, now)
         if not plan and self.ready:
-            return self.plan()
+            return self.plan(now)
         return plan
+
+    def observe_step(self, seconds: float, work: StepWork) -> None:
+        """Learns from a step that took `seconds`."""
+        self.cost.observe(seconds, work)
+        self.clock.advance(seconds, late_steps=int(seconds > self.clock.late_step_s))
+
+    def _put_off_late(self, queue: SequenceQueue, now: float) -> None:
+        """Moves prompts whose first token is late by now behind those that can be in time."""
+        while True:
+            late = next((s for s in queue[:RISK_PROMPTS] if 0.0 < s.deadline_s < now), None)
+            if late is None:
+                return
+            queue.leave(late)
+            late.background = True
+            late.deadline_s = now + BACKGROUND_DELAY_S
+            queue.enter(late)
 
     def _join_running(self) -> list[Sequence]:
         """Moves committed sequences to those that run, while there are places; returns them."""
@@ -272,9 +298,13 @@ class Scheduler:
         while self.ready and self._free_places() > 0:
             sequence = self.ready[0]
             self.ready.leave(sequence)
-            self.running.enter(sequence)
+            self._run(sequence)
             joined.append(sequence)
         return joined
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.run_mark = self.clock.mark(sequence)
+        self.running.enter(sequence)
 
     def _plan_decode(self, plan: StepPlan) -> int:
         """Plans each running sequence that gets its next block; returns the number of drafts."""
@@ -288,12 +318,14 @@ class Scheduler:
             index += 1
         return draft_rows
 
-    def _plan_prefill(self, plan: StepPlan, draft_rows: int, joined: list[Sequence]) -> None:
+    def _plan_prefill(
+        self, plan: StepPlan, draft_rows: int, joined: list[Sequence], now: float
+    ) -> None:
         """Plans chunks of the sequences that are prefilling, in order, while there is budget."""
         if not self.prefilling:
             self._steps_without_prefill = 0
             return
-        budget = self._prefill_budget(plan.decode, draft_rows, joined)
+        budget = self._prefill_budget(plan.decode, draft_rows, joined, now)
         for sequence in self.prefilling:
             count = self._chunk(sequence, budget, is_first=not plan.prefill)
             if count <= 0:
@@ -306,27 +338,26 @@ class Scheduler:
     def _chunk(self, sequence: Sequence, budget: PrefillBudget, *, is_first: bool) -> int:
         """How many ids of the sequence the step prefills.
 
-        The first of a step gets a block all the same, if the mean step has room for it, if
-        `prefill_every` steps had none, or as long as nobody knows what prefill costs.
+        The first of a step gets up to a block all the same, as far as the mean step has room for
+        it; or a whole one, if `prefill_every` steps had none, or as long as nobody knows what
+        prefill costs.
         """
         computed = sequence.computed_tokens
-        block = self.chunk_border_tokens
+        block = self.limits.block_tokens
         room = self.cost.prefill_room(budget.tail_s, computed, budget.tokens)
         if is_first:
             overdue = self._steps_without_prefill + 1 >= self.limits.prefill_every
-            if (
-                overdue
-                or not self.cost.prefill_measured
-                or self.cost.prefill_room(budget.mean_s, computed, block) == block
-            ):
+            if overdue or not self.cost.prefill_measured:
                 room = max(room, block)
+            elif room < block:
+                room = max(room, self.cost.prefill_room(budget.mean_s, computed, block))
         count = min(len(sequence.token_ids) - computed, room)
         if computed + count < len(sequence.token_ids):
-            count -= (computed + count) % block
+            count -= (computed + count) % min(CHUNK_TOKENS, block)
         return count
 
     def _prefill_budget(
-        self, decode: list[Sequence], draft_rows: int, joined: list[Sequence]
+        self, decode: list[Sequence], draft_rows: int, joined: list[Sequence], now: float
     ) -> PrefillBudget:
         """What the limits leave for prefill beside these sequences and their drafts.
 
@@ -337,15 +368,37 @@ class Scheduler:
         itl_budget_s = self.limits.itl_budget_s
         if itl_budget_s is None or not decode:
             return PrefillBudget(tokens, math.inf, math.inf)
+        rows = len(decode) + draft_rows
+        kv_tokens = rows + sum(sequence.computed_tokens for sequence in decode)
+        decode_s = self.cost.decode_s(rows, kv_tokens)
+        pace = step_pace(decode, self.clock, itl_budget_s, decode_s)
+        limit_s = pace.limit_s
+        if pace.urgent_limit_s > limit_s and self._first_token_at_risk(pace, decode_s, now):
+            limit_s = pace.urgent_limit_s
+        if not pace.keeps_gaps:
+            return PrefillBudget(tokens, limit_s - decode_s, limit_s - decode_s)
         longest_wait_s = 0.0
         for sequence in joined:
             if longest_wait_s < sequence.waited_s < itl_budget_s:
                 longest_wait_s = sequence.waited_s
-        rows = len(decode) + draft_rows
-        kv_tokens = rows + sum(sequence.computed_tokens for sequence in decode)
-        decode_s = self.cost.decode_s(rows, kv_tokens)
-        left_s = itl_budget_s - longest_wait_s
+        left_s = limit_s - longest_wait_s
         return PrefillBudget(tokens, left_s / self.cost.tail_ratio - decode_s, left_s - decode_s)
+
+    def _first_token_at_risk(self, pace: StepPace, decode_s: float, now: float) -> bool:
+        """Whether a first token will be late if steps take no longer than `pace.limit_s`."""
+        share = pace.prefill_share(decode_s)
+        work_s = 0.0
+        for sequence in itertools.islice(self._prompts_in_order(), RISK_PROMPTS):
+            if sequence.background or not sequence.deadline_s:
+                continue
+            missing = len(sequence.token_ids) - sequence.computed_tokens
+            work_s += self.cost.prefill_s(missing, sequence.computed_tokens)
+            if work_s > share * (sequence.deadline_s - now):
+                return True
+        return False
+
+    def _prompts_in_order(self) -> Iterable[Sequence]:
+        return itertools.chain(self.prefilling, self.waiting)
 
     def _free_places(self) -> int:
         """How many more sequences may prefill or run."""
@@ -497,7 +550,7 @@ class Scheduler:
             self.end(sequence)
         elif prefilling:
             self.prefilling.leave(sequence)
-            self.running.enter(sequence)
+            self._run(sequence)
         elif sequence.queue is None:
             queue = self.ready if sequence.blocks else self.waiting
             queue.enter(sequence)

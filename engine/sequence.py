@@ -17,6 +17,15 @@ import xxhash
 from ..protos.frames import AnswerTokens, AttemptKey, DeliverFrame, Sampling, ScoredToken, Token
 
 
+@dataclass(frozen=True, slots=True)
+class RunMark:
+    """Where the clock of steps (`step_limit.StepClock`) stood when an answer began to run."""
+
+    elapsed_s: float
+    late_steps: int
+    generated_tokens: int
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """What the engine computes for one answer.
@@ -37,8 +46,12 @@ class Sequence:
     hit_tokens: int = 0  #: prompt tokens whose KV was found in the prefix cache
     published_blocks: int = 0  #: leading blocks whose content hash is published
     filled_blocks: int = 0  #: leading blocks that were announced as `BlocksFilled`, in all layers
-    deadline_s: float = 0.0  #: the caller's order of prefill: lower first, ties by arrival
+    #: when its first token is due, by the clock of `Scheduler.plan`: prefill in this order, ties by
+    #: arrival; 0: in order of arrival
+    deadline_s: float = 0.0
+    background: bool = False  #: its first token is late: others go first, its gaps limit no step
     waited_s: float = 0.0  #: from its last token to its commit
+    run_mark: RunMark | None = None  #: where the engine's clock stood when it began to run
     arrival_number: int = 0  #: its age, set by the scheduler; a resumed sequence keeps it
     was_preempted: bool = False
     preemptions: int = 0  #: so often its blocks were taken away on this engine
@@ -78,6 +91,7 @@ class Sequence:
             stop_after_first=self.stop_after_first,
             hit_tokens=self.hit_tokens,
             deadline_s=self.deadline_s,
+            background=self.background,
             answer_index=index,
             prompt_logprobs_sent=self.prompt_tokens,
         )

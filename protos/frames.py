@@ -316,6 +316,7 @@ class AttemptPlaced(msgspec.Struct, tag="placed", frozen=True):
     deadline_s: float = 0.0  #: until the prompt should be computed, from now; 0: no deadline
     #: a worker that holds more of the prefix than the worker that computes the prompt
     prefix_holder: str | None = msgspec.field(default=None, name="fetch")
+    background: bool = False  #: it cannot be in time any more: it gets what nobody else can use
 
 
 class AttemptRefused(msgspec.Struct, tag="refused", frozen=True):
@@ -394,6 +395,7 @@ class StartPrefill(msgspec.Struct, tag="prefill", frozen=True):
     trace: str = ""  #: as in `PlaceAttempt`
     #: who shares the prefix cache (`kv_transfer.identity.partition_salt`); empty: all without one
     cache_partition: bytes = b""
+    background: bool = False  #: as in `AttemptPlaced`
 
 
 class StartDecode(msgspec.Struct, tag="decode", frozen=True):
@@ -413,6 +415,7 @@ class StartDecode(msgspec.Struct, tag="decode", frozen=True):
     resumed_tokens: int = msgspec.field(default=0, name="given")
     trace: str = ""
     cache_partition: bytes = b""
+    background: bool = False
 
 
 class CancelAttempt(msgspec.Struct, tag="abort", frozen=True):

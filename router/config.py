@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+#: a request in the queue is given up after so many times the wait for which it was let in
+GIVE_UP_FACTOR = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class SloClass:
@@ -31,8 +34,10 @@ class RouterConfig:
 
     disaggregate: str = "always"  #: always | auto | never
     queue_max: int = 1024  #: requests that wait for a worker
-    #: how long a request waits, or until its TTFT target if that is longer
+    #: how long a request waits for a worker where none is up, or until its TTFT target if later
     queue_ttl_s: float = 30.0
+    #: how long a request that cannot be in time may wait, by prediction: else it is refused at once
+    background_wait_s: float = 120.0
     growth_tokens: int = 256  #: what decode reserves behind the prompt, at most
     #: after its first event, a router does not know for so long which workers are missing
     settle_s: float = 3.0
@@ -53,4 +58,5 @@ class RouterConfig:
     def __post_init__(self) -> None:
         assert self.disaggregate in ("always", "auto", "never"), self.disaggregate
         assert self.queue_max >= 0 and self.queue_ttl_s > 0 and self.classes, self
+        assert self.background_wait_s > 0, self
         assert self.ttft_s > 0 and self.itl_s > 0 and self.prior_tokens_per_s > 0, self

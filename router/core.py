@@ -61,6 +61,7 @@ from .worker_state import DecodeReservation, WorkerState
 FOREIGN_KV_SHARE = 0.75  #: KV tokens that a reservation of another router reads, of its blocks'
 FINISHED = ("stop", "length")  #: reasons of attempts that say how long answers are
 MIN_REJECT_RETRY_S = 1.0
+OLD_SHARE = 0.5  #: of the time that a request waits for a worker, after which it is old
 
 
 @dataclass(slots=True, eq=False)
@@ -397,10 +398,15 @@ class Router:
                 request.prompt_tokens, request.expected_tokens - request.prompt_tokens, now
             )
             self._untidied_arrivals.append(arrival)
-        placement = self.policy.arrive(request, now)
-        if placement is None:
+        decided = self.policy.arrive(request, now)
+        if decided is None:
             return self._place_queued(now)
-        return [self._answer_placement(placement, now), *self._place_queued(now)]
+        return [self._answer(decided, now), *self._place_queued(now)]
+
+    def _answer(self, decided: Placement | Rejection, now: float) -> DeliverFrame:
+        if isinstance(decided, Placement):
+            return self._answer_placement(decided, now)
+        return self._refuse_rejected(decided, now)
 
     def _new_request(self, gateway: str, place: PlaceAttempt, now: float) -> QueuedRequest:
         config = self.config
@@ -421,6 +427,7 @@ class Router:
             arrived_at=arrived_at,
             deadline=arrived_at + ttft_s,
             expires_at=now + max(config.queue_ttl_s, ttft_s),
+            old_at=now + OLD_SHARE * max(config.queue_ttl_s, ttft_s),
             itl_s=place.itl_s or config.itl_s,
             sampled_hashes=sample(place.hashes),
             tie_hash=xxhash.xxh3_64_intdigest(hashed_name, config.seed),
@@ -437,14 +444,11 @@ class Router:
             return []
         actions: list[RouterAction] = []
         if self.queue.next_expiry <= now:
-            actions = [self._refuse_expired(request) for request in self.queue.expired(now)]
+            actions = self._refuse_expired_requests(now)
         if not self.queue:
             return actions
         for decided in self.policy.place_queued(now):
-            if isinstance(decided, Placement):
-                actions.append(self._answer_placement(decided, now))
-            else:
-                actions.append(self._refuse_rejected(decided, now))
+            actions.append(self._answer(decided, now))
         return actions
 
     def _answer_placement(self, placement: Placement, now: float) -> DeliverFrame:
@@ -473,6 +477,7 @@ class Router:
             decision_id=decision_id,
             deadline_s=max(placement.deadline - now, 0.001) if placement.deadline else 0.0,
             prefix_holder=name_of(placement.fetch_from),
+            background=request.overdue,
         )
         self.placed_attempts[request.attempt_key] = PlacedAttempt(
             gateway=request.gateway,
@@ -493,6 +498,18 @@ class Router:
         self.counts.refused[reason] += 1
         return DeliverFrame(gateway, AttemptRefused(key, reason, message, retry_after_s))
 
+    def _refuse_expired_requests(self, now: float) -> list[RouterAction]:
+        """Refuse who has waited too long: sooner where no worker is up than where all are busy."""
+        actions: list[RouterAction] = []
+        for request in self.queue.expired(now):
+            gives_up_at = request.heard_at + self.policy.patience_s
+            if gives_up_at > now and not self.placer.missing_roles(request):
+                self.queue.postpone(request, min(now + self.config.queue_ttl_s, gives_up_at))
+                continue
+            self.queue.leave(request.attempt_key)
+            actions.append(self._refuse_expired(request))
+        return actions
+
     def _refuse_expired(self, request: QueuedRequest) -> DeliverFrame:
         waited = f"waited {request.expires_at - request.heard_at:g} s for a worker"
         missing = self.placer.missing_roles(request)
@@ -504,15 +521,21 @@ class Router:
 
     def _refuse_rejected(self, rejection: Rejection, now: float) -> DeliverFrame:
         request = rejection.request
+        reason = "slo_unattainable"
         message = f"the first token would be {rejection.lateness_s:.1f} s late"
+        if rejection.wait_s:
+            reason = "queue_full"
+            message = (
+                f"{len(self.queue.overdue)} late requests wait, about {rejection.wait_s:.0f} s"
+            )
         if self.config.decisions:
             self._recorder.record_refusal(request, message, len(self.queue), now)
         return self._refuse(
             request.gateway,
             request.attempt_key,
-            "slo_unattainable",
+            reason,
             message,
-            retry_after_s=max(MIN_REJECT_RETRY_S, rejection.lateness_s),
+            retry_after_s=max(MIN_REJECT_RETRY_S, rejection.retry_after_s),
         )
 
     # ---- what becomes of an attempt --------------------------------------------------------------

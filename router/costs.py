@@ -28,7 +28,10 @@ FETCH_TOKENS = 256  #: fewer tokens are computed rather than fetched
 FETCH_S = 0.002  #: a fetch takes this at least
 FETCH_MARGIN = 1.5  #: a fetch must be so many times faster than computing
 STEP_GROWTH = 1.15  #: by how much a step may grow while a prompt is computed beside
-CHUNK_MIN = 64  #: with room for fewer tokens beside its decodes, a worker takes no prompt
+CHUNK_MIN = 64
+#: of the time of a worker that decodes, what prefill gets at least: see `paced_prefill_s`
+PREFILL_SHARE_MIN = 0.25
+PLANNED_STEP_SHARE = 0.9  #: of an engine's step limit: what it plans steps for, as times vary
 EQUAL_COST = 1e-12  #: costs that differ by less are equal
 
 
@@ -83,6 +86,19 @@ def local_first_token_s(
             return inf
     decode_s = uncached_tokens / chunk_tokens * worker.step_s
     return worker.backlog_s(now) + decode_s + plan.seconds
+
+
+def paced_prefill_s(worker: WorkerState, prefill_s: float, itl_s: float) -> float:
+    """Return how long a prefill of `prefill_s` takes in chunks beside what the worker decodes.
+
+    The engine cuts the prompt so that each step stays within its limit. Where decode leaves less
+    than `PREFILL_SHARE_MIN` of that, the target is out of reach, and the engine gives it up.
+    """
+    if not worker.rows:
+        return prefill_s
+    limit_s = PLANNED_STEP_SHARE * (worker.card.step_ms / 1e3 or itl_s)
+    share = max(1.0 - worker.step_s / limit_s, PREFILL_SHARE_MIN)
+    return prefill_s / share
 
 
 def decode_candidate(

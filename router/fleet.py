@@ -294,11 +294,18 @@ class WorkerFleet:
             self._remove_stale_credits()
 
     def _credit_at(self, worker: WorkerState) -> float:
-        if worker.pending_tokens < min(BATCH_TOKENS, worker.card.chunk_tokens):
+        """Return when a prompt that can be in time may come: it goes before background work."""
+        if len(worker.pending_prefills) >= HALTED_MAX:
+            return inf
+        if worker.urgent_tokens < min(BATCH_TOKENS, worker.card.chunk_tokens):
             return -inf
-        if len(worker.pending_prefills) < PREFETCH:
-            return worker.busy_until - self._credit_lead_s
+        if worker.urgent_prompts < PREFETCH:
+            return worker.urgent_until - self._credit_lead_s
         return inf
+
+    def takes_background(self, worker: WorkerState) -> bool:
+        """Whether the worker has so little to do that it may begin a prompt nobody waits for."""
+        return worker.pending_tokens < min(BATCH_TOKENS, worker.card.chunk_tokens)
 
     def _remove_stale_credits(self) -> None:
         self._coming_credits = [

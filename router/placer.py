@@ -24,6 +24,7 @@ from .costs import (
     decode_candidate,
     disturbs_nobody,
     local_first_token_s,
+    paced_prefill_s,
     plan_prefill,
 )
 from .decisions import Option, PassedOver, PlacementKind
@@ -100,10 +101,16 @@ class Placement:
 
 @dataclass(slots=True, eq=False)
 class Rejection:
-    """A request to refuse: its first token would be too late, and its class prefers to know."""
+    """A request to refuse.
+
+    Either its first token would be too late, and its class prefers to know; or so many late
+    requests wait that it would wait too long.
+    """
 
     request: QueuedRequest
     lateness_s: float
+    wait_s: float = 0.0  #: behind all late requests, by prediction; 0: that is not the reason
+    retry_after_s: float = 0.0  #: when it may be taken, by prediction
 
 
 class Placer:
@@ -395,8 +402,8 @@ class Placer:
         plan = plan_prefill(request, worker)
         wait_s = worker.wait_s(deadline, now)
         ready_s = local_first_token_s(request, worker, plan, now)
-        if ready_s == inf:  # as fast as the engine can
-            ready_s = wait_s + plan.seconds
+        if ready_s == inf:
+            ready_s = wait_s + paced_prefill_s(worker, plan.seconds, request.itl_s)
         return Placement(
             request=request,
             kind=PlacementKind.LOCAL,
@@ -425,6 +432,7 @@ class Placer:
             assigned_at=now,
             deadline=placement.deadline,
             delayed=placement.fetch_from is not None,
+            background=request.overdue,
         )
         self.fleet.give_prompt(placement.computing_worker, request.attempt_key, work, now)
         reservation = DecodeReservation(

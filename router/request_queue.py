@@ -24,7 +24,6 @@ from .worker_state import WorkerState
 
 QUANTUM_S = 2.0  #: service that a tenant may have beyond its share before it waits for others
 TENANTS_MAX = 10_000
-OLD_SHARE = 0.5  #: of its time to live, after which a request is old
 TIE_SPREAD = 0x9E3779B1  #: spreads ties over equal workers (Knuth's multiplicative hash)
 
 
@@ -40,6 +39,7 @@ class QueuedRequest:
     arrived_at: float  #: when the client's request began
     deadline: float  #: of its first token
     expires_at: float  #: when the router gives it up
+    old_at: float  #: from when on it is old: others and their targets go no longer before it
     itl_s: float  #: its target
     sampled_hashes: Sequence[bytes]  #: the prefix hashes that are looked up, root first
     tie_hash: int  #: seeded hash of the key, which spreads requests over equal workers
@@ -75,8 +75,8 @@ class QueuedRequest:
         return spread << 16 | slot
 
     def is_old(self, now: float) -> bool:
-        """Whether half of its time to live is over."""
-        return now - self.heard_at > OLD_SHARE * (self.expires_at - self.heard_at)
+        """Whether it has waited so long that others, and their targets, go before it no longer."""
+        return now > self.old_at
 
 
 @dataclass(slots=True)
@@ -109,6 +109,7 @@ class RequestQueue:
         self.urgent: RankedRequests = []
         self.overdue: OrderedDict[AttemptKey, QueuedRequest] = OrderedDict()
         self.prefill_s = 0.0  #: fastest prefills of all urgent requests
+        self.overdue_prefill_s = 0.0  #: fastest prefills of all overdue requests
         self.preferring_s = 0.0  #: prefills of those that prefer a worker, on that worker
         #: slot -> urgent requests that prefer this worker, in the same order as `urgent`
         self.preferring: dict[int, RankedRequests] = {}
@@ -183,6 +184,8 @@ class RequestQueue:
             return None
         if self.overdue.pop(key, None) is None:
             self._remove_urgent(request)
+        else:
+            self._forget_overdue(request)
         del self._ranks[key]
         return request
 
@@ -191,6 +194,12 @@ class RequestQueue:
         self._remove_urgent(request)
         request.overdue = True
         self.overdue[request.attempt_key] = request
+        self.overdue_prefill_s += request.fastest_prefill_s
+
+    def _forget_overdue(self, request: QueuedRequest) -> None:
+        self.overdue_prefill_s -= request.fastest_prefill_s
+        if not self.overdue:
+            self.overdue_prefill_s = 0.0  # rounding errors do not pile up
 
     def _remove_urgent(self, request: QueuedRequest) -> None:
         position = bisect_left(self.urgent, self._ranks[request.attempt_key], key=_rank_of)
@@ -202,12 +211,17 @@ class RequestQueue:
             self.prefill_s = 0.0  # rounding errors do not pile up
 
     def expired(self, now: float) -> Iterator[QueuedRequest]:
-        """Yield the requests whose time is over, each taken out of the queue."""
+        """Yield the requests whose time is over. The caller takes each out, or postpones it."""
         while self._expiries and self._expiries[0][0] <= now:
             _, _, request = heapq.heappop(self._expiries)
             if self.by_key.get(request.attempt_key) is request:
-                self.leave(request.attempt_key)
                 yield request
+
+    def postpone(self, request: QueuedRequest, expires_at: float) -> None:
+        """Let a request wait longer."""
+        request.expires_at = expires_at
+        self._entered += 1
+        heapq.heappush(self._expiries, (expires_at, self._entered, request))
 
     @property
     def next_expiry(self) -> float:

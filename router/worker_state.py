@@ -35,6 +35,7 @@ class PrefillWork:
     delayed: bool = (
         False  #: it waited for a chunk or a fetch, so its time says nothing of the speed
     )
+    background: bool = False  #: it cannot be in time any more: others go before it
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +88,9 @@ class WorkerState:
     slack_s: float = inf  #: by how much all pending prompts could be put off and be in time
     pending_tokens: int = 0  #: uncached tokens of the pending prompts
     pending_prompt_tokens: int = 0  #: all tokens of the pending prompts
+    urgent_prompts: int = 0  #: pending prompts that are not background work
+    urgent_tokens: int = 0  #: their uncached tokens
+    urgent_until: float = 0.0  #: when they are computed, by prediction; as if no others were there
 
     # ---- derived from speeds and reservations ----
     typical_prefill_s: float = 0.0  #: prefill of a prompt like many, by which workers are compared
@@ -169,11 +173,19 @@ class WorkerState:
         ends_at = self.head_began
         self.pending_tokens = 0
         self.pending_prompt_tokens = 0
+        self.urgent_prompts = 0
+        self.urgent_tokens = 0
+        self.urgent_until = self.head_began
         self.slack_s = inf
         for work in works.values():
             self.pending_tokens += work.uncached_tokens
             self.pending_prompt_tokens += work.prompt_tokens
             ends_at += work.seconds
+            if work.background:
+                continue
+            self.urgent_prompts += 1
+            self.urgent_tokens += work.uncached_tokens
+            self.urgent_until += work.seconds
             self.slack_s = min(self.slack_s, work.deadline - ends_at)
         self.busy_until = ends_at if works else 0.0
         self.first_deadline = next(iter(works.values())).deadline if works else 0.0

@@ -16,6 +16,7 @@ class SimulatedAttempt:
     __slots__ = (
         "answer_tokens",
         "arrived_at",
+        "background",
         "began_at",
         "counted_as_miss",
         "deadline_s",
@@ -50,6 +51,7 @@ class SimulatedAttempt:
         self.ttft_target_s = 0.0
         self.predicted_ttft_s = 0.0  #: by the router
         self.deadline_s = 0.0  #: prompts with an earlier one are computed first; 0: as they come
+        self.background = False  #: the router says that it cannot be in time any more
         self.prefill_factor = 1.0  #: its prefill takes this times what the closed form says
         self.refusal = ""  #: why the router refused it
         self.prefill_worker = ""  #: name; "" until the router has placed the attempt

@@ -315,6 +315,7 @@ class Simulation:
         attempt.predicted_ttft_s = placed.predicted_ttft_ms / 1e3
         if placed.deadline_s:
             attempt.deadline_s = self.now + placed.deadline_s
+        attempt.background = placed.background
         if self.log:
             workers = f"{placed.prefill_worker} {placed.decode_worker}"
             self.log(f"{self.now:.6f} placed {attempt.key[0]} {workers}")

@@ -39,14 +39,10 @@ STOP_IDS = (LAST_TOKEN,)
 
 
 class TraceScheduler(Scheduler):
-    """The engine's scheduler on blocks that are as large as a trace's, whose contents it names.
-
-    Chunks still end on borders of `HASH_TOKENS`, as on an engine with blocks of that size.
-    """
+    """The engine's scheduler on blocks that are as large as a trace's, whose contents it names."""
 
     def __init__(self, pool: BlockPool, limits: SchedulerLimits, trace: Trace) -> None:
         super().__init__(pool, limits)
-        self.chunk_border_tokens = HASH_TOKENS
         self._marks_of_block = trace.looked_up_in_block
 
     def _block_marks(self, sequence: Sequence, index: int) -> SequenceOf[bytes]:
@@ -191,6 +187,7 @@ class SimulatedWorker:
             sampling=Sampling(max_tokens=max_tokens, stop_ids=STOP_IDS),
             block_hashes=request.block_names,
             deadline_s=attempt.deadline_s,
+            background=attempt.background,
         )
 
     def cached_tokens(self, request: WorkloadRequest) -> int:
@@ -256,7 +253,7 @@ class SimulatedWorker:
         return ended, filled
 
     def _plan(self) -> None:
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self.now)
         if self.scheduler.preemptions > self.preemptions_seen:
             self._note_preempted()
         if not plan:
@@ -359,6 +356,8 @@ class SimulatedWorker:
         else:
             self.decode_steps += count
             self.decode_seconds += seconds
+        clock = self.scheduler.clock
+        clock.advance(seconds, steps.longer_than(clock.late_step_s, steps.accounted, last))
         if self.scheduler.limits.itl_budget_s is not None:
             self._learn(steps, count, seconds / count)
         steps.accounted = last

@@ -22,7 +22,7 @@ from ...engine.sizing import context_limit, kv_layout
 from ...engine.spec import fingerprint, read_json, read_spec
 from ...kv_transfer.identity import block_hashes, partition_salt
 from ...protos import frames
-from ...router.config import CLASSES
+from ...router.config import CLASSES, GIVE_UP_FACTOR
 from ...router.goodput import judge
 from ..config import ClusterConfig
 from ..telemetry import Exporter, GatewayTally, logs
@@ -110,7 +110,11 @@ class GatewayService:
         )
 
         place_timeout_s = config.router.queue_ttl_s + PLACE_MARGIN_S
-        self._generator = Generator(plane, config.gateway.max_attempts, place_timeout_s)
+        # the router gives requests up before this; it only says that the answer was lost
+        place_limit_s = place_timeout_s + GIVE_UP_FACTOR * config.router.background_wait_s
+        self._generator = Generator(
+            plane, config.gateway.max_attempts, place_timeout_s, place_limit_s
+        )
         self.shelf = Shelf(self, config.gateway.resume_s)
         self.responses = ResponseStore(
             config.gateway.stored_responses,

@@ -19,8 +19,10 @@ from itertools import islice
 from math import inf
 
 from ...protos.frames import AttemptKey
-from ..costs import PrefillPlan, plan_prefill
+from ..config import GIVE_UP_FACTOR
+from ..costs import PrefillPlan, paced_prefill_s, plan_prefill
 from ..decisions import PassedOver, PlacementKind
+from ..drain import DrainRate
 from ..fleet import HALTED_MAX
 from ..placer import Placement, Placer, Rejection
 from ..request_queue import QueuedRequest
@@ -41,6 +43,9 @@ OVERDUE_TURN = 8  #: every so many pulls are for the oldest overdue request, onc
 OVERDUE_DEADLINE_S = 30.0  #: for the worker's order, of a request that is overdue anyway
 CHOOSE_S = 0.1  #: between two choices of one request
 OFFER_S = 0.0125  #: between two choices of all requests
+
+
+LOWEST_RATE = 0.01  #: of the fleet's, at which overdue requests are served at least, by prediction
 
 
 class Outcome(Enum):
@@ -74,18 +79,26 @@ class DeadlinePolicy:
         #: compute the others
         self._local_requests: dict[AttemptKey, QueuedRequest] = {}
         self._pulls = 0  #: that placed a request
+        self._urgent_rate = DrainRate()
+        self._overdue_rate = DrainRate()
         self._next_offer_at = -inf
 
     # ---- the interface of a policy ---------------------------------------------------------------
 
-    def arrive(self, request: QueuedRequest, now: float) -> Placement | None:
+    @property
+    def patience_s(self) -> float:
+        return GIVE_UP_FACTOR * self.config.background_wait_s
+
+    def arrive(self, request: QueuedRequest, now: float) -> Placement | Rejection | None:
         """Let a new request choose a worker; queue it if the chosen worker does not take it."""
         placer = self.placer
         placer.look(request)
-        chooses_later = request.local or self.decode_full or request.excludes_workers
-        if chooses_later or placer.missing_roles(request):
+        if placer.missing_roles(request):
             self._queue_unchosen(request, now)
             return None
+        if request.local or self.decode_full or request.excludes_workers:
+            self._queue_unchosen(request, now)
+            return self._admit(request, now)
         workers = placer.shortlist.prefill_workers(request, now)
         candidates = self._prefill_candidates(request, workers, now)
         request.fastest_prefill_s = min(candidate.prefill_s for candidate in candidates)
@@ -101,6 +114,32 @@ class DeadlinePolicy:
             if outcome is Outcome.NO_ROOM:
                 self._choosing.append(request)
         self.queue.enter(request, now, placer.capacity)
+        return self._admit(request, now)
+
+    def _admit(self, request: QueuedRequest, now: float) -> Rejection | None:
+        """Let a queued request stay among the urgent ones only if it can be in time behind them.
+
+        Otherwise it waits with the overdue ones; it is refused if its class prefers that, or if too
+        many wait there.
+        """
+        queue = self.queue
+        capacity = max(self.placer.capacity, 1)
+        urgent_s = queue.prefill_s / self._urgent_rate.rate(capacity)
+        credit_at = self.fleet.next_credit(now, decodes=self.placer.local_only)
+        begins_at = max(credit_at, now) if credit_at < inf else now
+        lateness_s = begins_at + urgent_s - request.deadline
+        if lateness_s <= 0 or len(queue.urgent) <= capacity:
+            return None
+        if request.slo.early_reject:
+            queue.leave(request.attempt_key)
+            return Rejection(request, lateness_s, retry_after_s=lateness_s)
+        overdue_rate = max(self._overdue_rate.rate(capacity), LOWEST_RATE * capacity)
+        wait_s = queue.overdue_prefill_s / overdue_rate
+        wait_limit_s = self.config.background_wait_s
+        if wait_s > wait_limit_s:
+            queue.leave(request.attempt_key)
+            return Rejection(request, lateness_s, wait_s, retry_after_s=wait_s - wait_limit_s)
+        queue.mark_overdue(request)
         return None
 
     def _queue_unchosen(self, request: QueuedRequest, now: float) -> None:
@@ -115,6 +154,8 @@ class DeadlinePolicy:
     def place_queued(self, now: float) -> list[Placement | Rejection]:
         """Let requests choose workers, then workers requests, as far as there is credit."""
         decided: list[Placement | Rejection] = []
+        self._urgent_rate.waits(now, is_waiting=bool(self.queue.urgent))
+        self._overdue_rate.waits(now, is_waiting=bool(self.queue.overdue))
         self._give_up_overdue(now, decided)
         self._push_choosing(now, decided)
         self._push_local_requests(now, decided)
@@ -176,7 +217,7 @@ class DeadlinePolicy:
                 return
             if request.slo.early_reject:
                 self.queue.leave(request.attempt_key)
-                decided.append(Rejection(request, lateness_s))
+                decided.append(Rejection(request, lateness_s, retry_after_s=lateness_s))
             else:
                 self.queue.mark_overdue(request)
 
@@ -379,10 +420,13 @@ class DeadlinePolicy:
     def _pull(
         self, worker: WorkerState, now: float, decided: list[Placement | Rejection]
     ) -> Outcome:
-        choice = PullChoice(self._oldest_overdue(worker, now), [])
+        choice = PullChoice(None, [])
+        may_begin_background = self.fleet.takes_background(worker)
+        if may_begin_background:
+            choice.request = self._oldest_overdue(worker, now)
         if choice.request is None:
             choice = self._best_for(worker, now)
-        if choice.request is None:
+        if choice.request is None and may_begin_background:
             choice.request = self._first_overdue(worker)
         request = choice.request
         if request is None:
@@ -438,7 +482,10 @@ class DeadlinePolicy:
             if not self._may_take(worker, request):
                 continue
             plan = plan_prefill(request, worker)
-            reason = self._reason_to_pass(request, worker, plan.seconds, now)
+            prefill_s = plan.seconds
+            if request.local:
+                prefill_s = paced_prefill_s(worker, prefill_s, request.itl_s)
+            reason = self._reason_to_pass(request, worker, prefill_s, now)
             if reason is not None:
                 choice.passed_over.append(_passed_over(request, reason, now))
                 continue
@@ -447,7 +494,7 @@ class DeadlinePolicy:
                 urgent_prefill_s = plan.seconds
                 continue
             saved_s = _saved_s(request, worker, plan)
-            behind_s = worker.backlog_s(now) + plan.seconds
+            behind_s = worker.wait_s(request.deadline, now) + plan.seconds
             urgent_ends_s = behind_s + urgent_prefill_s * self.placer.residuals.upper
             if saved_s > best_saved_s and now + urgent_ends_s <= urgent.deadline:
                 cached = request
@@ -475,7 +522,7 @@ class DeadlinePolicy:
         self, request: QueuedRequest, worker: WorkerState, prefill_s: float, now: float
     ) -> str | None:
         """Return why the worker leaves this request alone; None: it does not."""
-        here_s = worker.backlog_s(now) + prefill_s
+        here_s = worker.wait_s(request.deadline, now) + prefill_s
         if now + TIME_MARGIN * here_s * self.placer.residuals.upper > request.deadline:
             return "too slow here"
         preferred = request.preferred_worker
@@ -510,6 +557,9 @@ class DeadlinePolicy:
         if placement is None:
             return Outcome.NO_ROOM
         self.idle_slots.discard(placement.computing_worker.slot)
+        request = placement.request
+        rate = self._overdue_rate if request.overdue else self._urgent_rate
+        rate.served(request.fastest_prefill_s)
         self.placer.commit(placement, now)
         decided.append(placement)
         return Outcome.PLACED

@@ -32,8 +32,12 @@ class Policy(Protocol):
     `placer.commit`, and returns the placement to the router, which tells the gateway.
     """
 
-    def arrive(self, request: QueuedRequest, now: float) -> Placement | None:
-        """Place a new request at once, or put it into `placer.queue` and return None."""
+    @property
+    def patience_s(self) -> float:
+        """Seconds after which a queued request is given up, though workers are up."""
+
+    def arrive(self, request: QueuedRequest, now: float) -> Placement | Rejection | None:
+        """Place or refuse a new request, or put it into `placer.queue` and return None."""
 
     def place_queued(self, now: float) -> list[Placement | Rejection]:
         """Place every queued request that can be placed now; rejected ones leave the queue too."""
@@ -98,6 +102,11 @@ class EarlyPolicy:
         """Note a placement that was made."""
 
     # ---- the interface of a policy ---------------------------------------------------------------
+
+    @property
+    def patience_s(self) -> float:
+        """Return the time to live of all requests: an early policy lets all of them in."""
+        return self.placer.config.queue_ttl_s
 
     def arrive(self, request: QueuedRequest, now: float) -> Placement | None:
         """Put the request into the queue: `place_queued` follows at once."""

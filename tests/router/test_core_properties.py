@@ -39,7 +39,9 @@ BLOCKS = 40
 ROWS = 3
 TTL_S = 5.0
 
-CONFIG = RouterConfig(queue_max=6, queue_ttl_s=TTL_S, growth_tokens=64, settle_s=0.0)
+CONFIG = RouterConfig(
+    queue_max=6, queue_ttl_s=TTL_S, background_wait_s=TTL_S / 2, growth_tokens=64, settle_s=0.0
+)
 
 hashes = st.lists(st.sampled_from(HASHES), max_size=4, unique=True)
 

@@ -181,6 +181,55 @@ def test_the_late_do_not_starve_behind_a_stream_of_urgent_ones() -> None:
     assert 15 <= len(served) <= 32 and not rig.refused, "from half its time to live on"
 
 
+def test_what_cannot_be_in_time_behind_the_urgent_ones_waits_in_the_background_at_once() -> None:
+    rig = Rig("prefill/a", "decode/x", ttft_s=3.0)
+    (last,) = rig.ask("r0")
+    for index in range(1, 6):
+        rig.ask(f"r{index}")
+    in_line = [request.attempt_key[0] for request in rig.router.queue.most_urgent(9)]
+    assert in_line == ["r1", "r2"] and len(rig.router.queue.overdue) == 3
+    order = []
+    for _ in range(5):
+        (last,) = rig.first(last, after=1.0)
+        order.append(last)
+    assert sorted(order) == ["r1", "r2", "r3", "r4", "r5"] and not rig.refused
+    background = {name for name, frame in rig.frames.items() if frame.background}
+    assert {"r3", "r4", "r5"} <= background and "r1" not in background
+
+
+def test_who_would_wait_too_long_in_the_background_is_refused_at_once_and_told_when_to_come() -> (
+    None
+):
+    rig = Rig("prefill/a", "decode/x", ttft_s=2.0, background_wait_s=4.0)
+    for index in range(12):
+        rig.ask(f"r{index}")
+    refused = rig.refused["r11"]
+    assert refused.reason == "queue_full" and refused.retry_after_s >= 1.0
+    assert rig.now == 100.0, "and nobody has waited for that"
+    (last,) = rig.first("r0", after=1.0)
+    while rig.router.queue:
+        (last,) = rig.first(last, after=1.0)
+    assert set(rig.frames) | set(rig.refused) == {f"r{index}" for index in range(12)}
+
+
+def test_an_urgent_prompt_goes_to_a_worker_that_computes_one_in_the_background() -> None:
+    rig = Rig("prefill/a", "decode/x", ttft_s=2.0)
+    rig.ask("r0", ttft_s=1.1)
+    rig.ask("late", ttft_s=0.5)
+    assert list(rig.first("r0", after=1.0)) == ["late"]
+    assert list(rig.ask("chat", ttft_s=2.0)) == ["chat"], "it goes first at the next chunk's border"
+
+
+def test_nobody_is_given_up_after_30_seconds_while_workers_are_up() -> None:
+    rig = Rig("prefill/a", "decode/x", ttft_s=2.0)
+    for index in range(6):
+        rig.ask(f"r{index}")
+    rig.send(e.RouterTick(), after=100.0)
+    assert not rig.refused
+    rig.send(e.RouterTick(), after=200.0)
+    assert {refused.reason for refused in rig.refused.values()} == {"deadline_exceeded"}
+
+
 def test_a_tenant_that_floods_goes_behind_the_others() -> None:
     rig = Rig("prefill/a", "decode/x")
     rig.ask("r0", tenant="b")

@@ -90,4 +90,10 @@ def test_a_worker_that_skips_repeated_steps_says_the_same_as_one_that_does_not(s
         )
     skipping, stepping = outcomes
     for one, other in zip(skipping, stepping, strict=True):
-        assert one == pytest.approx(other, rel=2e-3)
+        *times, _, hit_tokens = one
+        *other_times, _, other_hit_tokens = other
+        assert times == pytest.approx(other_times, rel=1e-2), "a chunk of 16 tokens more or less"
+        assert hit_tokens == other_hit_tokens
+    # steps that are planned to take just the budget are late or not by a hair
+    late_gaps, other_late_gaps = (sum(attempt[3] for attempt in one) for one in outcomes)
+    assert late_gaps == pytest.approx(other_late_gaps, rel=0.03, abs=10)

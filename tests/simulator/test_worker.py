@@ -119,16 +119,16 @@ def test_a_prompt_of_many_chunks_takes_as_long_as_one():
     assert ends == pytest.approx([1.5, 1.5])
 
 
-def test_a_starved_prompt_gets_a_block_in_every_eighth_step_and_only_those_are_late():
+def test_where_decode_alone_is_over_the_budget_prompts_go_as_fast_as_without_one():
     worker = make_worker(budget_s=0.001)  # decode alone is over it
     stream = decoding(worker, prompt=1000, output=201)  # 11 ms a step
     run(worker, 0.0)
     prompt = prefilling(worker, 640)
     done = filled_at(worker, prompt)
-    # ten blocks, one in eight steps: each such step takes 11 + 64 ms, the others 11
-    assert done == pytest.approx(80 * 0.011 + 0.640, rel=0.1)
+    # a few steps show that the target cannot be met; then one step takes the whole prompt
+    assert done == pytest.approx(0.640 + 8 * 0.011, abs=0.1)
     run(worker)
-    assert stream.late_gaps in (9, 10, 11)
+    assert stream.late_gaps <= 4
 
 
 def test_steps_over_the_target_are_late_for_everyone_who_runs():
@@ -149,7 +149,7 @@ def test_a_gap_between_first_and_second_token_is_a_gap():
 
 
 def test_the_step_that_somebody_joins_leaves_them_what_they_waited():
-    """With a budget of 150 ms two blocks fit beside 11 ms of decode; less beside who has waited."""
+    """With a budget of 150 ms 128 tokens fit beside 11 ms of decode; fewer beside who has waited."""
 
     def first_gap_s(waited_s):
         worker = make_worker(budget_s=0.150, itl_s=0.150)
@@ -161,10 +161,10 @@ def test_the_step_that_somebody_joins_leaves_them_what_they_waited():
         run(worker, worker.now + 1.0)
         return attempt.first_gap_s - waited_s
 
-    # a step reads 3,000 tokens: 13 ms of decode, and 128, 64 or no tokens of the prompt
+    # a step reads 3,000 tokens: 13 ms of decode, and 128, 64 or 16 tokens of the prompt
     assert first_gap_s(0.001) == pytest.approx(0.013 + 0.128, abs=3e-3)
     assert first_gap_s(0.060) == pytest.approx(0.013 + 0.064, abs=3e-3)
-    assert first_gap_s(0.120) == pytest.approx(0.013, abs=3e-3)
+    assert first_gap_s(0.120) == pytest.approx(0.013 + 0.016, abs=3e-3)
     assert first_gap_s(0.200) == pytest.approx(0.013 + 0.128, abs=3e-3), "over the budget anyhow"
 
 

@@ -145,10 +145,18 @@ class PartSink:
 class Generator:
     """Runs requests over the gateway's connections."""
 
-    def __init__(self, plane: Plane, max_attempts: int, place_timeout_s: float) -> None:
+    def __init__(
+        self,
+        plane: Plane,
+        max_attempts: int,
+        place_timeout_s: float,
+        place_limit_s: float | None = None,
+    ) -> None:
         self.plane = plane
         self.max_attempts = max_attempts
-        self.place_timeout_s = place_timeout_s  #: longest wait for the router's answer
+        self.place_timeout_s = place_timeout_s  #: longest wait for an answer while no router is up
+        #: The same, while one is; None: no longer.
+        self.place_limit_s = place_timeout_s if place_limit_s is None else place_limit_s
         self.retries = 0  #: Attempts that failed and were repeated, of all requests.
         self.handovers = 0  #: Attempts that were handed over, of all requests.
         self.closed = False
@@ -214,16 +222,7 @@ class Generator:
     ) -> frames.AttemptPlaced:
         """Asks the router for workers. Raises ApiError if it refuses, or does not answer."""
         self.plane.place(self._place_frame(request, attempt, retries))
-        try:
-            async with asyncio.timeout(self.place_timeout_s):
-                event = await inbox.get()
-                while not isinstance(
-                    event, frames.AttemptPlaced | frames.AttemptRefused | ApiError
-                ):
-                    event = await inbox.get()
-        except TimeoutError:
-            message = f"no router answered in {self.place_timeout_s:g} s"
-            raise ApiError("no_capacity", message) from None
+        event = await self._placement_answer(inbox)
         if isinstance(event, ApiError):
             raise event
         if isinstance(event, frames.AttemptRefused):
@@ -237,6 +236,27 @@ class Generator:
             request.workers.insert(0, event.prefill_worker)
         request.route = ",".join(self.plane.alias(worker) for worker in request.workers)
         return event
+
+    async def _placement_answer(
+        self, inbox: Inbox
+    ) -> frames.AttemptPlaced | frames.AttemptRefused | ApiError:
+        """Waits for the router's answer: long if a router is there, whose queue has the request."""
+        waited_s = 0.0
+        while True:
+            try:
+                async with asyncio.timeout(self.place_timeout_s):
+                    while True:
+                        event = await inbox.get()
+                        if isinstance(
+                            event, frames.AttemptPlaced | frames.AttemptRefused | ApiError
+                        ):
+                            return event
+            except TimeoutError:
+                waited_s += self.place_timeout_s
+                if waited_s < self.place_limit_s and self.plane.router_connected:
+                    continue
+                message = f"no router answered in {waited_s:g} s"
+                raise ApiError("no_capacity", message) from None
 
     def _place_frame(
         self, request: Request, attempt: RunningAttempt, retries: RetryState
@@ -283,6 +303,7 @@ class Generator:
             resumed_tokens=attempt.resumed_tokens,
             trace=request.trace,
             cache_partition=attempt_input.cache_partition,
+            background=placed.background,
         )
         self.plane.submit(placed.decode_worker, decode)
         if not placed.prefill_worker:
@@ -299,6 +320,7 @@ class Generator:
             resumed_tokens=attempt.resumed_tokens,
             trace=request.trace,
             cache_partition=attempt_input.cache_partition,
+            background=placed.background,
         )
         self.plane.submit(placed.prefill_worker, prefill)
 

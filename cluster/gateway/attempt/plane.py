@@ -199,6 +199,11 @@ class Plane:
 
     # ---- router ----------------------------------------------------------------------------------
 
+    @property
+    def router_connected(self) -> bool:
+        """Whether there is a connection to a router now."""
+        return self.link.connected
+
     def _router_joined(self) -> None:
         """A router that is new has not heard of the attempts that wait for a place."""
         for place in self._unplaced.values():

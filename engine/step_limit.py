@@ -1,0 +1,129 @@
+"""How long a step with decodes may take: as long as the answers allow that can still be in time.
+
+A step that prefills beside decode makes every running answer wait for it. With the ITL budget B,
+each running answer is in one of three states, and the state says which steps it allows:
+
+    GAPS    it has had no more late gaps than one in a hundred, and one: steps of B
+    MEAN    it has had more, but its mean gap is within B, or soon will be again: steps of B too.
+            While the TTFT of a prompt is at risk, also a step as long as all that it is ahead of B
+    NONE    its first token was late, or its mean gap cannot come down to B: steps of any length
+
+The lowest limit of all running answers holds. So a target that can be met is kept; one that nobody
+can meet starves nobody: as answers miss it, prefill gets more of each step, up to all the tokens
+that a step may have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from .sequence import RunMark, Sequence
+
+#: A gap is late beyond this times the budget: the budget keeps a tenth of the target in reserve.
+LATE_GAP_FACTOR = 1.1
+GAPS_PER_LATE_GAP = 100  #: A p99 allows one late gap in so many.
+#: In so many tokens without prefill beside them, a mean gap must come down to the budget again.
+RECOVERY_TOKENS = 32
+
+
+class Protection(Enum):
+    """What of an answer's ITL target can still be met."""
+
+    GAPS = "gaps"
+    MEAN = "mean"
+    NONE = "none"
+
+
+class StepClock:
+    """Counts the seconds of all steps, and the steps that took longer than the ITL budget allows.
+
+    An engine with a running answer is never idle, so the seconds of an answer's steps are the sum
+    of its gaps.
+    """
+
+    def __init__(self, itl_budget_s: float | None) -> None:
+        self.late_step_s = math.inf  #: a step is late that takes longer
+        if itl_budget_s is not None:
+            self.late_step_s = LATE_GAP_FACTOR * itl_budget_s
+        self.elapsed_s = 0.0
+        self.late_steps = 0
+
+    def advance(self, seconds: float, late_steps: int) -> None:
+        """Counts steps that took `seconds` together; `late_steps` of them were late."""
+        self.elapsed_s += seconds
+        self.late_steps += late_steps
+
+    def mark(self, sequence: Sequence) -> RunMark:
+        """Returns where the clock stands, for a sequence that begins to run.
+
+        The time that it waited since its last token counts as its first gap's.
+        """
+        return RunMark(
+            elapsed_s=self.elapsed_s - sequence.waited_s,
+            late_steps=self.late_steps - (sequence.waited_s > self.late_step_s),
+            generated_tokens=sequence.generated_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepPace:
+    """What the running answers allow the next step, in seconds."""
+
+    limit_s: float  #: infinite if no answer's target can be met any more
+    urgent_limit_s: float  #: the same, while the TTFT of a prompt is at risk
+    keeps_gaps: bool = False  #: a gap that is too long may cost an answer its target
+
+    def prefill_share(self, decode_s: float) -> float:
+        """The share of the time that prefill gets, beside decodes that take `decode_s` a step."""
+        if self.limit_s == math.inf:
+            return 1.0
+        return max(1.0 - decode_s / self.limit_s, 0.0)
+
+
+def protection_of(
+    sequence: Sequence, clock: StepClock, budget_s: float, decode_s: float
+) -> Protection:
+    """Returns what of the answer's ITL target can be met, if a step of decodes takes `decode_s`."""
+    mark = sequence.run_mark
+    if sequence.background:
+        return Protection.NONE
+    if mark is None:
+        return Protection.GAPS
+    gaps = sequence.generated_tokens - mark.generated_tokens
+    late_gaps = clock.late_steps - mark.late_steps
+    if late_gaps <= 1 + gaps // GAPS_PER_LATE_GAP:
+        return Protection.GAPS
+    behind_s = -_ahead_s(sequence, clock, budget_s)
+    if behind_s <= max(RECOVERY_TOKENS * (budget_s - decode_s), 0.0):
+        return Protection.MEAN
+    return Protection.NONE
+
+
+def step_pace(
+    decode: Iterable[Sequence], clock: StepClock, budget_s: float, decode_s: float
+) -> StepPace:
+    """Returns the limits of a step that decodes these sequences, in `decode_s` without prefill."""
+    limit_s = math.inf
+    urgent_limit_s = math.inf
+    for sequence in decode:
+        match protection_of(sequence, clock, budget_s, decode_s):
+            case Protection.GAPS:
+                return StepPace(budget_s, budget_s, keeps_gaps=True)
+            case Protection.MEAN:
+                limit_s = budget_s
+                saved_s = max(_ahead_s(sequence, clock, budget_s), 0.0)
+                urgent_limit_s = min(urgent_limit_s, budget_s + saved_s)
+            case Protection.NONE:
+                pass
+    return StepPace(limit_s, urgent_limit_s)
+
+
+def _ahead_s(sequence: Sequence, clock: StepClock, budget_s: float) -> float:
+    """Seconds by which an answer is earlier than with one token each budget; negative: later."""
+    mark = sequence.run_mark
+    assert mark is not None, sequence
+    gaps = sequence.generated_tokens - mark.generated_tokens
+    return gaps * budget_s - (clock.elapsed_s - mark.elapsed_s)

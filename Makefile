@@ -13,11 +13,15 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt deploy/install.sh
 serve: $(VENV)/.installed-serve
 	@exec $(BIN)/diptych serve $(ARGS)
 
+# Two at a time where no cluster is started, one at a time where one is.
+PYTEST := $(BIN)/python -m pytest
+NO_TESTS := 5# pytest's exit status where ARGS chooses none
 test: install build/litellm build/quick-clients
-	$(BIN)/python -m pytest -m "not slow and not long" $(ARGS)
+	@$(PYTEST) -n 2 --dist loadfile -m "not cluster and not slow and not long" $(ARGS) || [ $$? = $(NO_TESTS) ]
+	@$(PYTEST) -m "cluster and not slow and not long" $(ARGS) || [ $$? = $(NO_TESTS) ]
 
 test-all: test
-	$(BIN)/python -m pytest -m "slow and not long" $(ARGS)
+	$(PYTEST) -m "slow and not long" $(ARGS)
 
 # Clients for tests/cluster/test_sdks.py and test_clients.py, which skip without them. litellm wants an older openai than
 # ours; the others lack a few packages only.

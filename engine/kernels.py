@@ -89,7 +89,8 @@ class NativeOps(Ops):
     def __init__(self, head_dim: int, threads: int, tiles: bool) -> None:
         if head_dim % 32:
             raise KernelUnavailable(f"head size {head_dim} is no multiple of 32")
-        self.name = "cpp-amx" if tiles else "cpp-avx512bf16"
+        # KV peers compare the name: it changes with the order of additions, and so with the bits
+        self.name = "cpp-amx" if tiles else "cpp-avx512bf16-rows"
         self.tiles = tiles
         self.threads = threads
         self.mlp_rows = None if tiles else MLP_ROWS

@@ -267,6 +267,7 @@ def test_other_requests_are_found() -> None:
 # ---- whole runs ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_all_servers_get_the_same_requests_and_a_second_call_runs_none(tmp_path: Path) -> None:
     python = write_fake_python(tmp_path)
     options = make_options(tmp_path, "vllm")
@@ -307,6 +308,7 @@ def test_round_robin_takes_turns_and_pd_prefills_first(tmp_path: Path) -> None:
     assert all("from" in body["kv_transfer_params"] for body in decode)
 
 
+@pytest.mark.slow
 def test_chats_grow_and_their_later_turns_are_counted(tmp_path: Path) -> None:
     options = make_options(tmp_path, "vllm-chunk256", table=LiveTable.CHATS)
     document = live_run(options, tmp_path, write_fake_python(tmp_path))
@@ -318,6 +320,7 @@ def test_chats_grow_and_their_later_turns_are_counted(tmp_path: Path) -> None:
     assert longest[:3] in streamed, "a turn begins with all that was said before"
 
 
+@pytest.mark.slow
 def test_an_overload_is_offered_in_multiples_of_the_measured_capacity(tmp_path: Path) -> None:
     options = make_options(tmp_path, "vllm-chunk256", table=LiveTable.OVERLOAD)
     document = live_run(options, tmp_path, write_fake_python(tmp_path, token_ms=20))

@@ -16,6 +16,7 @@ def bench(*arguments: str) -> dict:
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_it_prints_what_scripts_read() -> None:
     result = bench("--mib", "8", "--model", "7M", "--tokens", "256", "-o", "json")
     assert result["memcpy_gib_s"] > 0 and result["checksum_gib_s"] > 0

@@ -163,6 +163,7 @@ def test_alternates_with_a_peer_and_leaves_no_process(checkpoint: Path, tmp_path
     assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
 
 
+@pytest.mark.slow
 def test_the_table_names_what_the_peer_lacks(checkpoint: Path, tmp_path: Path) -> None:
     against = ["--against", "vllm", "--vllm-python", str(fake_python(tmp_path, PEER))]
     code, out, err = bench("--model", str(checkpoint), *SMALL, "--prompt", "", *against)
@@ -268,6 +269,7 @@ def test_the_commands_start_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_children_and_is_exit_code_130(checkpoint: Path) -> None:
     command = [sys.executable, "-c", "from diptych.cluster.cli import main; main()"]
     arguments = ["bench", "engine", "--model", str(checkpoint), *SMALL, "--rounds", "50"]

@@ -7,7 +7,8 @@ import os
 import pytest
 from diptych.kv_transfer.errors import TransportUnavailable
 from diptych.kv_transfer.transports import open_transport, shm
-from diptych.kv_transfer.transports.stream import EndOfWrite, OutgoingConnection
+from diptych.kv_transfer.transports.stream import KIND, EndOfWrite, OutgoingConnection
+from diptych.protos.handshake import DiallerHandshake, PeerIdentity
 
 from ..kit.conformance import MemoryPool, TransportPair, spans, write
 from .support import SECRET
@@ -160,8 +161,11 @@ def test_a_peer_hears_of_each_write_before_the_next_one_is_copied():
         yield EndOfWrite(number)
         yield memoryview(b"note")
 
-    connection = OutgoingConnection("peer", RecordingSocket(log))
+    handshake = DiallerHandshake(PeerIdentity("near", KIND, SECRET))
+    connection = OutgoingConnection("peer", RecordingSocket(log), handshake)
     connection.connected = True
+    connection.proved = True
+    connection.frames_paused = False
     for number in (1, 2, 3):
         connection.put(4, frame(number))
     assert connection.flush() == [1, 2, 3]

@@ -158,6 +158,7 @@ def test_a_ttft_out_of_reach_is_named():
     assert "A TTFT of 0.5 s is out of reach" in reach["sentence"]
 
 
+@pytest.mark.slow
 def test_a_load_beyond_the_fleet_has_nothing_within_reach():
     reach = reach_of("20ms", 20.0, ttft="100ms")["reach"]
     assert not reach["within_reach"] and reach["reachable"] is None

@@ -75,6 +75,9 @@ class Workers:
         inbox = self._inboxes[key] = Inbox()
         return inbox
 
+    def alias(self, worker: str) -> str:
+        return worker
+
     def place(self, frame: f.PlaceAttempt) -> None:
         placed = f.AttemptPlaced(frame.attempt_key, 1, None, "decode/1", 0, 0.0)
         self._inboxes[frame.attempt_key].put_nowait(placed)

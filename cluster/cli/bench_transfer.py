@@ -14,20 +14,25 @@ from .bench import checkpoint
 from .common import check_output, fail, interrupt_on, table_lines
 
 TRANSPORTS = ("nixl", "shm", "tcp")
+#: Of the contiguous pieces of memory that one operation moves.
 RUN_BYTES = (64 << 10, 256 << 10, 1 << 20)
 COLUMNS = ("TRANSPORT", "OP", "RUN", "GIB/S", "OF MEMCPY", "CHECKSUMS")
 TICKET_COLUMNS = ("TICKETS OVER", "GIB/S", "CPU MS/GIB", "", "RATE OF RAW", "CPU OF RAW")
 
 
 def transfer(
-    mib: Annotated[int, typer.Option(min=8, max=4096, help="Moved by each measurement.")] = 64,
+    mib: Annotated[int, typer.Option(min=8, max=4096, help="Moved by each bare transport.")] = 64,
     model: Annotated[
-        str, typer.Option(help="Prefilled to see what hides: a folder, 205M or 7M; empty: none.")
+        str, typer.Option(help="Prefilled while its KV moves: a folder, 205M or 7M; empty: none.")
     ] = "205M",
-    tokens: Annotated[int, typer.Option(min=128, help="Of its prompt.")] = 2048,
+    tokens: Annotated[int, typer.Option(min=128, help="Of that prompt, and of a ticket.")] = 2048,
     output: Annotated[str, typer.Option("-o", "--output", help="table or json")] = "table",
 ) -> None:
-    """Measure tickets and bare transports between two processes here; what a prefill hides."""
+    """Measure tickets and bare transports between two processes here, and what a prefill hides.
+
+    A ticket is a whole transfer with its protocol and checksums. OF RAW: the ticket's rate, and the
+    CPU of both processes, divided by those of NIXL alone with the same bytes.
+    """
     check_output(output)
     interrupt_on(signal.SIGINT)
     try:

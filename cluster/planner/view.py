@@ -20,9 +20,10 @@ def observe_fleet(
     """Return the planner's view, or None if `router` is empty since no router answers.
 
     `router` and `workers` are the statistics of these processes. `starting_replicas` counts by pool
-    the replicas that Serve is starting. A worker that the router does not know yet has no cost
-    there: it is left out until the next observation. A card has no role while its worker is
-    drained, changes its role, or leaves for good.
+    the replicas that Ray Serve is starting. The router measures each worker's speed (`costs`); one
+    that it does not know yet is left out until the next observation. A card has no role while its
+    worker is drained, changes its role, or leaves for good: all but the last rest, and will take
+    work again. `backlog_s` is the seconds of prefill that wait in the router's queue.
     """
     outlook = router.get("outlook")  # made by `router.demand.outlook`
     if outlook is None:
@@ -53,7 +54,7 @@ def observe_fleet(
 
 
 def _kv_used_share(workers: list[dict[str, Any]]) -> float:
-    """Return which share of the decode workers' KV blocks running answers hold.
+    """Return the share of the decode workers' KV blocks that running answers hold.
 
     A live worker's role is prefill or decode; `mixed` workers exist in the simulator only.
     """

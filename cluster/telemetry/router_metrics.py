@@ -55,10 +55,15 @@ class RouterTally:
             yield MetricRow("routing_decisions_total", count, labels)
             yield MetricRow("rejected_total", count, {"reason": reason})
         yield MetricRow("routing_duration_seconds", self.decision_times.values())
+        # `side` is late or early: when the first token came, against the prediction
         for side, errors in tally.prediction_errors.items():
             yield MetricRow("ttft_prediction_error_seconds", errors.values(), {"side": side})
 
     def _prefix_rows(self) -> Iterator[MetricRow]:
+        """Yield what the router expected to be cached when it placed prompts, of what it placed.
+
+        Each series has vLLM's name too, for dashboards that were made for vLLM.
+        """
         hit_tokens = self._router.hit_tokens
         prompt_tokens = self._router.prompt_tokens
         yield MetricRow("prefix_hit_tokens_total", hit_tokens)
@@ -67,6 +72,7 @@ class RouterTally:
         yield MetricRow("vllm:prefix_cache_queries_total", prompt_tokens)
 
     def _queue_rows(self) -> Iterator[MetricRow]:
+        """Yield how many requests wait, and how many of these cannot meet their TTFT any more."""
         waiting_times = self._router.counts.queue_wait.values()
         yield MetricRow("queue_depth", len(self._router.queue))
         yield MetricRow("queue_late", len(self._router.queue.overdue))

@@ -523,6 +523,7 @@ def response_headers(request: Request) -> dict[str, str]:
         timing["kv-exposed"] = arrived.exposed_ms
     return {
         "x-route": request.route,
+        "x-lane": "background" if request.background else "urgent",
         "x-prefix-hit-tokens": str(request.hit_tokens),
         "server-timing": ", ".join(f"{name};dur={ms:.1f}" for name, ms in timing.items()),
     }

@@ -231,6 +231,7 @@ class Generator:
         if not request.times.placed_s:
             request.times.placed_s = time.monotonic()
             request.hit_tokens = event.hit_tokens
+            request.background = event.background
         request.workers = [event.decode_worker]
         if event.prefill_worker:
             request.workers.insert(0, event.prefill_worker)

@@ -207,6 +207,8 @@ class Request(RequestInput):
         self.failures: list[frames.AttemptFailed] = []  #: Of all attempts.
         self.workers: list[str] = []  #: Those of the last attempt.
         self.route = ""  #: The same workers by their aliases, as clients are told.
+        #: True if the router saw that it could not be in time: it got what nobody else could use.
+        self.background = False
         self.hit_tokens = 0  #: Prompt tokens that were in a cache when the request was placed.
         #: About the KV transfer of the last attempt that had one.
         self.prompt_arrived: frames.PromptArrived | None = None

@@ -36,6 +36,7 @@ EXPOSED_HEADERS = (
     "x-request-id",
     "x-ignored-fields",
     "x-route",
+    "x-lane",
     "x-prefix-hit-tokens",
     "server-timing",
     "retry-after",

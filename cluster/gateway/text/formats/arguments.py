@@ -9,7 +9,8 @@ from typing import Any
 
 from .reader import AnswerReader, json_string
 
-#: What a JSON schema calls the types of Python's values.
+#: The types of a JSON schema that a value may be meant for. A model may write 2.0 for an integer, and
+#: JSON does not tell the two apart. Strings are missing: what is in quotes keeps them.
 _TYPE_NAMES: dict[type, set[str]] = {
     bool: {"boolean"},
     int: {"integer", "number"},
@@ -28,7 +29,6 @@ class ArgumentWriter:
         self._reader = reader
         self._schema = reader.parameter_schemas.get(function_name, {})
         self._has_fields = False
-        self._in_string = False
 
     def types_of(self, key: str) -> set[str]:
         """Return the types that the schema declares for a field; empty if it says nothing."""
@@ -66,7 +66,11 @@ class ArgumentWriter:
 
 
 def json_of_text(text: str, types: set[str]) -> str:
-    """Return the JSON text of a raw value; a string if it is of no other declared type."""
+    """Return the JSON text of a raw value.
+
+    With no declared `types` it is whatever JSON or Python reads in it. It is a string if nothing can
+    be read, or nothing that the types allow.
+    """
     if types == {"string"}:
         return json_string(text)
     stripped_text = text.strip()

@@ -25,7 +25,6 @@ class ObjectScanner:
         self._is_escaped = False  #: The next character is behind a backslash.
         self._is_broken = False  #: A string had a line break.
         self.has_ended = False
-        self.is_closed = False  #: True if a bracket ended the object.
 
     def take(self, text: str) -> int:
         """Return how many of the next characters belong to the object.
@@ -57,7 +56,6 @@ class ObjectScanner:
                     self._depth -= 1
                     if self._depth == 0:
                         self.has_ended = True
-                        self.is_closed = True
                         return position
                 case _:
                     self._is_broken = True

@@ -25,6 +25,7 @@ MODULES = {
         "costs",
         "decisions",
         "demand",
+        "drain",
         "fleet",
         "goodput",
         "index",
@@ -37,7 +38,7 @@ MODULES = {
         "worker_state",
     ),
     "router/policies": ("deadline",),
-    "engine": ("blocks", "pacing", "scheduler"),
+    "engine": ("blocks", "pacing", "scheduler", "step_limit"),
     "simulator": ("attempt", "exact", "repeat", "sim", "worker"),
 }
 GROUP = "diptych_native"

@@ -28,41 +28,48 @@ from .wire.connection import FrameConnection, FrameListener
 
 log = logging.getLogger(__name__)
 
-TICK_LIMIT_S = 0.25  #: between two looks at the queue; the router may ask for an earlier one
-TICK_MINIMUM_S = 0.005
-GATEWAY_LIMIT_S = 1.0  #: for a gateway's statistics
-RECENT_REQUESTS = 200  #: requests that the recent percentiles are made of
+#: Longest sleep of the clock. A wake that the router asks for amid a sleep comes at its end.
+TICK_LIMIT_S = 0.25
+TICK_MINIMUM_S = 0.005  #: Shortest sleep, so that a wake that is overdue leaves time for frames.
+GATEWAY_LIMIT_S = 1.0  #: For gateways to answer a call, of statistics or to close.
+#: Latest decisions, one for each attempt, that the recent percentiles are made of.
+RECENT_REQUESTS = 200
 
-Values = dict[str, Any]
+Values = dict[str, Any]  #: Plain values: a configuration, or the reply to a call.
 
 
 class RouterService:
-    """Serves one active router to gateways, workers and Control."""
+    """Serves one active router to gateways, workers and Control.
+
+    Serve awaits the constructor. `config` is a whole `ClusterConfig`, in plain values.
+    """
 
     async def __init__(self, config: Values) -> None:  # type: ignore[misc]
-        garbage.disable()
+        garbage.disable()  # Python's collector would pause decisions; `_handle` sweeps between them
         self.config = ClusterConfig.model_validate(config)
         self.router = Router(router_config(self.config), term=time.time_ns() // 1_000_000)
         self._log = self._open_log()
-        self._peers: dict[str, FrameConnection] = {}
+        self._peers: dict[str, FrameConnection] = {}  #: by name; a worker's name is its card's id
         self._gateways: dict[str, None] = {}  #: names of those that are connected, oldest first
-        self._open_calls: dict[int, asyncio.Future[Values]] = {}
+        self._open_calls: dict[int, asyncio.Future[Values]] = {}  #: to gateways, by call id
         self._last_call_id = 0
         self._inspections: set[asyncio.Task[None]] = set()
-        self._loading: dict[str, tuple[str, float]] = {}  #: workers that are not ready yet
+        #: Note and fraction of each worker that is not ready yet, by its name.
+        self._loading: dict[str, tuple[str, float]] = {}
         self._listener = FrameListener(self.config.secret, frames.FramesToRouter, self._serve)
         self._address = await self._listener.start(node_host())
         observability = self.config.observability
         logs.configure(observability.log, "router")
         tracer = tracer_of(observability, "router", f"router/{self.router.term}")
         self._routes = RoutingSpans(tracer) if tracer else None
-        self._tally = RouterTally(self.router)
+        self._tally = RouterTally(self.router)  #: Passes events to the router, and measures it.
         labels = {"model": self.config.model.name or ""}
         self._metrics = Exporter(observability, labels, self._tally.rows)
         await self._metrics.start(node_host())
         self._clock = asyncio.get_running_loop().create_task(self._keep_time())
 
     def _open_log(self) -> EventLog | None:
+        """Return the log of events for `diptych replay`; None where no folder is configured."""
         settings = self.config.router
         if not settings.log_folder:
             return None
@@ -106,7 +113,8 @@ class RouterService:
         self._peers[peer.name] = peer
         if hello.kind == "gateway":
             self._gateways[peer.name] = None
-        if hello.kind != "worker":  # Control too wants to know who is there
+        if hello.kind != "worker":
+            # To the router Control is a gateway too: the router tells both which workers there are.
             self._handle(events.GatewayJoined(peer.name))
         try:
             async with aclosing(peer.frames(self.config.silence_s)) as received:
@@ -157,7 +165,7 @@ class RouterService:
                 if waiting:
                     waiting.set_result(frame.values)
             case frames.Heartbeat():
-                pass
+                pass  # never comes: `FrameConnection.frames` keeps heartbeats to itself
             case _:
                 assert_never(frame)
 
@@ -215,9 +223,11 @@ class RouterService:
 
     def _handle(self, event: events.RouterEvent) -> None:
         """Feed the router, and carry out what it decides."""
+        now = time.monotonic()
         if self._log:
-            self._log.write(self.router, event, time.monotonic())
-        for action in self._tally.handle(event, time.monotonic()):
+            # A file of the log begins with a snapshot of the router, as it is before the event.
+            self._log.write(self.router, event, now)
+        for action in self._tally.handle(event, now):
             match action:
                 case frames.DeliverFrame(name, frame):
                     if self._routes:
@@ -225,16 +235,19 @@ class RouterService:
                     if name in self._peers:
                         self._peers[name].send(frame)
                 case events.DisconnectWorker(worker):
+                    # The answer to a report of this worker, which is connected for that reason.
                     self._peers[worker].abort()
                 case events.StepDown(term):
                     self._step_down(term)
                 case _:
                     assert_never(action)
+        # What can wait is done now that the answers are sent: the router's index and counts learn
+        # of its decisions, and garbage is collected.
         self.router.tidy()
         garbage.sweep()
 
     def _step_down(self, term: int) -> None:
-        """Leave the field to a router with a higher term."""
+        """Leave the field to a router with a higher term; `check_health` then fails."""
         log.warning("router of term %d steps down: %d is active", self.router.term, term)
         self._listener.close()
         for peer in list(self._peers.values()):
@@ -244,12 +257,13 @@ class RouterService:
 def recent_percentiles(decisions: Sequence[Decision]) -> dict[str, float | None]:
     """Return 95th percentiles over decisions whose outcome is known, in milliseconds.
 
-    They are of the TTFT, and of each answer's 99th percentile of the gaps between its tokens. None
-    stands for a percentile of which no outcome is known.
+    They are of the TTFT, and of each answer's 99th percentile of the gaps between its tokens. A
+    percentile is None if no decision's outcome has its value.
     """
 
     def percentile_95(name: str) -> float | None:
         values = [decision.observed[name] for decision in decisions if name in decision.observed]
+        # "lower" returns a value that was observed, instead of one between two.
         return float(np.percentile(values, 95, method="lower")) if values else None
 
     return {
@@ -270,6 +284,7 @@ def router_config(config: ClusterConfig) -> RouterConfig:
         queue_max=router.queue_max,
         queue_ttl_s=router.queue_ttl_s,
         background_wait_s=router.background_wait_s,
+        # Decode engines reserve room for so many new tokens; the router must reckon with the same.
         growth_tokens=config.pools.decode.engine.growth_tokens,
         ttft_s=slo.ttft_ms / 1e3,
         itl_s=slo.itl_ms / 1e3,
@@ -277,7 +292,10 @@ def router_config(config: ClusterConfig) -> RouterConfig:
 
 
 def node_host() -> str:
-    """Return the address under which other nodes reach this one; loopback on a one-node cluster."""
-    import ray
+    """Return the address under which other nodes reach this one, as Ray knows it.
+
+    On a cluster of one node that is loopback.
+    """
+    import ray  # here, as Ray takes long to import and the functions above do without it
 
     return ray.util.get_node_ip_address()

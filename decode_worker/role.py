@@ -65,6 +65,8 @@ DecodeAction: TypeAlias = (
 
 
 class DecodeState(StrEnum):
+    """The states in the life of an attempt, as the module describes it."""
+
     RESERVING = "reserving"
     RECEIVING = "receiving"
     RUNNING = "running"
@@ -122,6 +124,10 @@ class DecodeRole:
         return [ReserveBlocks(sequence)]
 
     def handle(self, event: RoleEvent) -> list[DecodeAction]:
+        """Takes what happened on this worker, and returns what the worker is to do about it.
+
+        Tickets of two kinds are told apart by their ids: those of prefixes, and those of attempts.
+        """
         match event:
             case PrefixRequested() | PrefixStaged() | BlocksLoaded():
                 return [*self.prefixes.handle(event)]
@@ -176,6 +182,7 @@ class DecodeRole:
         if reserved.blocks is None:
             return [self._failure(attempt, "no_capacity"), *self._end(ticket_id)]
         attempt.state = DecodeState.RECEIVING
+        # Without one, the attempt would have begun as RUNNING, and reserved nothing.
         assert attempt.prefill_worker is not None
         offer = OfferBlocks(
             ticket_id,
@@ -194,6 +201,7 @@ class DecodeRole:
         attempt.state = DecodeState.RUNNING
         sequence = attempt.sequence
         first = msgspec.msgpack.decode(arrived.meta, type=FirstTokens)
+        # The prompt's KV is here, the first token's is not: the first step here computes it.
         sequence.token_ids.append(first.tokens[0].id)
         attempt.open_answers.difference_update(first.ended_answers)
         other_answers = sorted(attempt.open_answers - {0})
@@ -209,6 +217,7 @@ class DecodeRole:
         return [commit, DeliverFrame(attempt.gateway, prompt_arrived)]
 
     def _failed(self, attempt: DecodeAttempt, reason: str) -> list[DecodeAction]:
+        """Tells the gateway of a failed transfer. The attempt ends with `BlocksFreed`."""
         attempt.state = DecodeState.DRAINING
         # "finished": each answer ended with its first token. The prefill worker sent these tokens
         # to the gateway, and cancelled the transfer.
@@ -220,7 +229,7 @@ class DecodeRole:
         ticket_id = ticket_id_of(output.attempt_key)
         attempt = self.attempts.get(ticket_id)
         if attempt is None:
-            return []
+            return []  # the attempt ended while the step ran
         if output.error is not None:
             return [error_frame(attempt.gateway, self.name, output), *self._end(ticket_id)]
         actions: list[DecodeAction] = []
@@ -249,7 +258,7 @@ class DecodeRole:
                 assert_never(attempt.state)
 
     def _end(self, ticket_id: str) -> list[DecodeAction]:
-        """Releases everything that the attempt has on this worker."""
+        """Releases everything that the attempt has on this worker: its fetch and its blocks."""
         attempt_key = self.attempts.pop(ticket_id).sequence.attempt_key
         cancel_prefix = self.prefixes.cancel(attempt_key)
         return [*cancel_prefix, ReleaseSequence(attempt_key), DecodeAttemptEnded(attempt_key)]

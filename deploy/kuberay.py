@@ -13,8 +13,10 @@ from functools import cache
 from .manifests import Manifest, container_of, groups, ray_cluster, templates
 
 DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  #: DNS-1035
+#: The operator appends to a RayService's name for its clusters, their services and pods, whose
+#: names are labels of at most 63 characters.
 NAME_LENGTH_LIMIT = 47
-TOKEN_AUTH_SINCE = (2, 52)
+TOKEN_AUTH_SINCE = (2, 52)  #: The first version of Ray that can ask for a token.
 #: Fields that need a feature gate of the operator.
 GATED_FIELDS = ("networkPolicy", "tlsOptions", "historyServerOptions")
 #: Options of `ray start` that say what `resources` of a group says.
@@ -24,6 +26,7 @@ RESOURCE_OPTIONS = {"num-cpus", "num-gpus", "memory", "resources"}
 def refusals(service: Manifest) -> list[str]:
     """Returns the reasons for which KubeRay would refuse the RayService."""
     cluster = ray_cluster(service)
+    # The head has no name of its own, and is checked like a group of workers.
     head = {"groupName": "head", **cluster["headGroupSpec"]}
     autoscaling = bool(cluster.get("enableInTreeAutoscaling"))
     found = [*_name(service), *_auth(cluster), *_head(cluster)]
@@ -54,6 +57,7 @@ def _auth(cluster: Manifest) -> Iterator[str]:
 
 
 def _version(text: str) -> tuple[int, ...]:
+    """Returns the first three numbers of a version: "2.52.1" becomes (2, 52, 1)."""
     return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
 
 
@@ -61,6 +65,7 @@ def _head(cluster: Manifest) -> Iterator[str]:
     head = cluster["headGroupSpec"]
     if head.get("headService", {}).get("metadata", {}).get("name"):
         yield "headService.metadata.name must not be set"
+    # With fault tolerance, the password is one of its options.
     if cluster.get("gcsFaultToleranceOptions") and "redis-password" in head["rayStartParams"]:
         yield "redis-password in rayStartParams, beside gcsFaultToleranceOptions"
 
@@ -70,7 +75,7 @@ def _group(group: Manifest) -> Iterator[str]:
     start_options = group.get("rayStartParams") or {}
     if not group["template"]["spec"].get("containers"):
         yield f"group {name} has no container"
-    if "labels" in start_options:
+    if "labels" in start_options:  # a group has a field of its own for them
         yield f"group {name}: labels in rayStartParams"
     if group.get("resources") and start_options.keys() & RESOURCE_OPTIONS:
         yield f"group {name}: resources in rayStartParams and in resources"
@@ -91,6 +96,7 @@ def _replicas(group: Manifest, autoscaling: bool) -> Iterator[str]:
 
 @cache
 def _ray_start_options() -> frozenset[str]:
+    """Returns the long names of `ray start`'s options, as the Ray installed here has them."""
     from ray.scripts.scripts import start
 
     options = [option for param in start.params for option in (*param.opts, *param.secondary_opts)]
@@ -100,6 +106,7 @@ def _ray_start_options() -> frozenset[str]:
 def _autoscaler(service: Manifest) -> Iterator[str]:
     cluster = ray_cluster(service)
     options = cluster.get("autoscalerOptions") or {}
+    # Both rules are those of the second version of the autoscaler.
     if not cluster.get("enableInTreeAutoscaling") or options.get("version") != "v2":
         return
     for name, template in templates(service).items():
@@ -119,5 +126,6 @@ def _incremental_upgrade(service: Manifest) -> Iterator[str]:
         yield "an incremental upgrade needs autoscaling"
     if not options.get("gatewayClassName") or options.get("intervalSeconds", 0) <= 0:
         yield "an incremental upgrade needs gatewayClassName and intervalSeconds"
+    # A step size must be given; a surge that is not given is 100.
     if options.get("stepSizePercent", 101) > options.get("maxSurgePercent", 100):
         yield "stepSizePercent must be at most maxSurgePercent"

@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 
 Manifest = dict[str, Any]  #: a Kubernetes object, or a part of one
-QUANTITY = re.compile(r"([0-9.]+)([KMGTPE]i?|m|k)?")
+QUANTITY = re.compile(r"(\d+\.?\d*|\.\d+)([KMGTPE]i?|m|k)?")  #: a number and its suffix
+#: suffix of a quantity -> what the number is multiplied by; "K" without "i" is none
 SCALES = {
     "": 1,
     "m": 1e-3,
@@ -29,7 +30,10 @@ SCALES = {
 
 
 def parse_quantity(value: str | float) -> float:
-    """Returns a Kubernetes quantity as a number; NaN if it is none."""
+    """Returns a Kubernetes quantity, such as "64Gi" or "500m", as a number of whole units.
+
+    NaN if it is none. Quantities with an exponent ("1e3") or a sign are not understood: NaN too.
+    """
     match = QUANTITY.fullmatch(str(value))
     if match is None:
         return math.nan
@@ -38,10 +42,12 @@ def parse_quantity(value: str | float) -> float:
 
 
 def read(text: str) -> Any:
+    """Returns the one YAML document of `text`."""
     return yaml.load(text, Loader=yaml.CSafeLoader)
 
 
 def ray_cluster(service: Manifest) -> Manifest:
+    """Returns the specification of the Ray cluster that a RayService starts."""
     return service["spec"]["rayClusterConfig"]
 
 
@@ -57,11 +63,12 @@ def templates(service: Manifest) -> dict[str, Manifest]:
 
 
 def container_of(template: Manifest) -> Manifest:
-    """The container that runs Ray."""
+    """Returns the container that runs Ray: KubeRay takes a pod's first one for it."""
     return template["spec"]["containers"][0]
 
 
 def serve_config(service: Manifest) -> Manifest:
+    """Returns what Ray Serve is to run; a RayService holds it as a text of YAML."""
     return read(service["spec"]["serveConfigV2"])
 
 

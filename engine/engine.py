@@ -1,5 +1,8 @@
 """The engine of one replica. Main path: `step()` = plan, run the decoder, sample, book.
 
+To book a token is to add it to its sequence, to free what the sequence needs no more if it ended,
+and to make the output that is delivered.
+
 It knows no network and no role: a prefill worker adds sequences that stop after their first token
 and keeps their blocks until `release`; a decode worker reserves blocks and commits sequences whose
 KV has arrived; a mixed worker just adds. One engine serves all three (`engine_like.EngineLike`).
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
 
 LOW_POOL_DIVISOR = 8  #: tiers copy cached blocks while less than this part of the pool is free
 DEMOTION_LIMIT = 16  #: blocks that they copy at a time, at most
+#: Upper bounds of the histograms' buckets: seconds of a step, how often an answer was preempted,
+#: and rows of a step.
 STEP_SECONDS_BOUNDS = (
     0.001,
     0.002,
@@ -83,6 +88,7 @@ class Engine:
         limits = options.limits
         ranks = options.tensor_parallel
         layout = kv_layout(rank_share(self.spec, ranks), options.pool_dtype, limits.block_tokens)
+        #: tokens of the longest sequence, prompt and answer
         self.max_model_len = context_limit(
             self.spec, layout, options.kv_bytes, options.max_model_len
         )
@@ -94,15 +100,19 @@ class Engine:
 
         salt = fingerprint(options.model_folder)
         self.scheduler = Scheduler(BlockPool(self.kv_pool.blocks), limits, salt)
+        #: True if the backend claims, and a test run just now confirmed, that a row's bits do not
+        #: depend on the rows computed beside it
         self.exact = backend.claims_exactness(options) and is_exact(
             self._model, limits.block_tokens
         )
         self._grammars = GrammarCompiler(options.model_folder, self.spec.vocab, self.spec.eos_ids)
 
         kernel_kind = self.kernels.split(":")[0].encode()  # another kind has other last bits
+        #: Workers exchange KV only if this hash is the same: model, layout, kernels, checksums.
         self.compatibility = layout.compatibility(
             salt + kernel_kind + self.kv_pool.digest_kind, ranks
         )
+        #: Parts of the layers whose KV is sent one by one, while the next layers are computed.
         self.piece_count = piece_count(layout, ranks)
 
         runner = self._model.make_decode_runner(
@@ -117,17 +127,19 @@ class Engine:
         #: how many leading blocks of these contents the tiers hold; set by whoever has tiers
         self.count_tier_blocks: Callable[[list[bytes]], int] = no_tier_blocks
 
+        # Counters since the start.
         self.steps = 0
         self.drafted_tokens = 0
         self.accepted_tokens = 0
         self.prefill_tokens = 0
-        self.prefill_s = 0.0  #: of steps with prefill
+        self.prefill_s = 0.0  #: of steps with prefill, their decoding rows included
         self.decode_steps = 0  #: steps without prefill
         self.decode_s = 0.0  #: of steps without prefill
         self.step_s = {
             "prefill": Histogram(STEP_SECONDS_BOUNDS),
             "decode": Histogram(STEP_SECONDS_BOUNDS),
         }
+        #: Rows of each step; of a step of the pipeline, the tokens that it gave.
         self.step_tokens = Histogram(STEP_ROWS_BOUNDS)
         #: How often each answer that ended here had been preempted.
         self.request_preemptions = Histogram(PREEMPTION_BOUNDS)
@@ -152,6 +164,7 @@ class Engine:
 
     @property
     def growth_reserve_blocks(self) -> int:
+        """Blocks that newcomers leave to sequences that get longer, at most."""
         return self.scheduler.growth_reserve_blocks
 
     def close(self) -> None:
@@ -182,6 +195,7 @@ class Engine:
         return self.scheduler.reserve(sequence)
 
     def required_blocks(self, sequence: Sequence) -> int:
+        """Returns the blocks that the sequence reserves: for its ids and a growth allowance."""
         return self.scheduler.required_blocks(sequence)
 
     def commit(
@@ -218,6 +232,8 @@ class Engine:
         forks = self.scheduler.fork(sequence, indices)
         full_blocks, partial = divmod(sequence.prompt_tokens, self.limits.block_tokens)
         for fork in forks:
+            # The full blocks are shared. A fork writes into the last one, so it has a copy; a fork
+            # that got no blocks is going to compute the prompt again.
             if partial and fork.blocks:
                 self._model.copy(sequence.blocks[full_blocks], fork.blocks[full_blocks])
         return forks
@@ -232,6 +248,8 @@ class Engine:
         """Reserves blocks for a prefix of which the pool, the tiers or a peer may hold a part."""
         self._wait_for_device()
         held_blocks = self.scheduler.pool.prefix_length(command.hashes)
+        # A prefix that is served to a peer is only pinned; a fetch reserves room for all that can
+        # come, and nothing if the pool has as much.
         if command.pin_only:
             tier_blocks = 0
             self.scheduler.stage(command.attempt_key, command.hashes, 0)
@@ -257,6 +275,7 @@ class Engine:
             return []
         if pool.free_blocks >= pool.total_blocks // LOW_POOL_DIVISOR:
             return []
+        # In a small pool, at most a sixteenth is pinned: pinned blocks cannot be given out.
         return pool.pin_for_demotion(min(DEMOTION_LIMIT, pool.total_blocks // 16 + 1))
 
     def finish_demotion(self, block: int, copied: bool) -> None:
@@ -269,6 +288,7 @@ class Engine:
         """Computes a step over all live sequences; [] if there is nothing to do. Raises RankLost."""
         began = time.perf_counter()
         if self._pipeline:
+            # None: no step is under way, so this one is planned here.
             ahead = self._pipeline.step()
             if ahead is not None:
                 return self._account_ahead(ahead, self._pipeline, began)
@@ -297,6 +317,7 @@ class Engine:
         return not self.scheduler.prefilling
 
     def _account(self, plan: StepPlan, batch: StepBatch, seconds: float) -> None:
+        """Counts a step that was planned here; the scheduler learns from its duration."""
         self.steps += 1
         self.scheduler.observe_step(seconds, batch.work(len(plan.prefill)))
         self.step_tokens.observe(len(batch.token_ids))
@@ -339,7 +360,7 @@ class Engine:
         coming: list[tuple[AttemptKey, int, list[int]]] = []
         for sequence, count in prefills:
             if not sequence.stop_after_first:
-                continue
+                continue  # decoded here: no transfer reads its KV
             first, computed, last = self.scheduler.filled_range(sequence, count)
             if first < computed:
                 blocks = sequence.blocks[first:computed]
@@ -355,7 +376,7 @@ class Engine:
 
         def after_layer(layer: int) -> None:
             done, rest = divmod(layer + 1, piece_layers)
-            if rest == 0:
+            if rest == 0:  # the layer is the last one of its piece
                 self.announce_filled(
                     [BlocksFilled(key, first, blocks, done - 1) for key, first, blocks in coming]
                 )
@@ -373,6 +394,7 @@ class Engine:
                 sequence.sampling.max_tokens - sequence.generated_tokens,
                 self.max_model_len - len(sequence.token_ids),
             )
+            # The step gives one token more than there are right drafts.
             draft_limit = min(limits.draft_tokens, tokens_left - 1)
             if draft_limit > 0:
                 sequence.ngrams = sequence.ngrams or NGramDrafter()
@@ -399,12 +421,12 @@ class Engine:
         logprob_count = sequence.sampling.prompt_logprobs
         assert logprob_count is not None
         computed = sequence.computed_tokens
+        # A row scores the id behind it, so the last id of the prompt needs no row of its own.
         first = max(computed, sequence.prompt_logprobs_sent - 1)
         end = min(computed + count, sequence.prompt_tokens - 1)
         tokens: list[ScoredToken | SamplingFault] = []
-        for start in range(
-            first, end, SCORED_ROWS
-        ):  # float32 logits of all rows would be gigabytes
+        # A few rows at a time: float32 logits of all rows would be gigabytes.
+        for start in range(first, end, SCORED_ROWS):
             stop = min(start + SCORED_ROWS, end)
             rows = torch.arange(start, stop) + first_row - computed
             logits = self._model.logits(hidden, rows)
@@ -432,12 +454,14 @@ class Engine:
                 continue
             drawing.append((sequence, row))
             if sequence.further_answers:
+                # Every answer draws its first token from the same logits.
                 indices = list(range(1, sequence.sampling.n))
                 drawing += [(fork, row) for fork in self._fork(sequence, indices)]
 
         depth = 0  # how many drafts of each sequence were right so far
         while drawing:
             rows = [row + depth for _, row in drawing]
+            # Indexing copies the logits; the first round mostly needs all of them.
             drawn_logits = logits if rows == list(range(len(logits))) else logits[rows]
             tokens = sample_tokens(
                 drawn_logits, [sequence for sequence, _ in drawing], self._grammars
@@ -460,6 +484,7 @@ class Engine:
         """True if the token of row `depth` is the draft behind it, so the next row counts too."""
         if output is None or output.token is None:
             return False
+        # Behind the last draft is a row too, whose token nothing was guessed for.
         has_draft = depth < len(sequence.drafts)
         right = has_draft and output.token.id == sequence.drafts[depth]
         self.drafted_tokens += has_draft
@@ -508,6 +533,7 @@ class Engine:
 
     def _book_fault(self, sequence: Sequence, fault: SamplingFault) -> SequenceOutput:
         """Ends a sequence for which no token can be drawn."""
+        # A further answer on a prefill worker is not live: it has no blocks here.
         if sequence.name in self.scheduler.live:
             self.scheduler.fail(sequence, damaged=fault.model_damaged)
         return SequenceOutput(
@@ -573,6 +599,7 @@ class Engine:
     def _block_statistics(self, pool: BlockPool) -> dict[str, int]:
         """How many blocks are used by whom; a prefix that several share counts once."""
         scheduler = self.scheduler
+        # A sequence's blocks that a transfer reads or writes.
         reserved = set().union(*scheduler.held_blocks.values())
         staged = set().union(*(blocks for blocks, _ in list(scheduler.staged.values())))
         return {

@@ -23,12 +23,16 @@ from .spec import ModelSpec, read_spec
 if TYPE_CHECKING:
     from .gpu.decode import DecodeRunner
 
+#: The types of weights and activations, by their name in the options.
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class RankModel:
-    """A rank's weights, KV pool and operations. `kernels` names these, with the reason if they are
-    torch's.
+    """A rank's weights, KV pool and operations.
+
+    `spec` is what this rank computes of the model, `kernels` the name of the operations, with the
+    reason if slower ones are taken. `collectives` is None where a single rank has the whole model;
+    only rank 0 of several has `rank_processes`, and tells the others what all compute next.
     """
 
     def __init__(
@@ -39,8 +43,10 @@ class RankModel:
         rank_processes: RankProcesses | None = None,
         progress: ReportProgress | None = None,
     ) -> None:
-        torch.set_num_threads(options.threads)  # as many as cores in two processes collapse
-        whole = read_spec(options.model_folder)
+        # By default each process has as many threads as cores: two workers then slow each other
+        # down many times over.
+        torch.set_num_threads(options.threads)
+        whole = read_spec(options.model_folder)  # the operations and the loader cut it themselves
         self.spec = rank_share(whole, collectives.size) if collectives else whole
         self.dtype, self.backend = DTYPES[options.dtype], backend
         self.collectives, self.rank_processes = collectives, rank_processes
@@ -63,7 +69,10 @@ class RankModel:
     def hidden(
         self, ids: torch.Tensor, meta: StepRows, after: Callable[[int], None] | None = None
     ) -> torch.Tensor:
-        """`Decoder.hidden`, on all ranks; `after` is called on this one."""
+        """`Decoder.hidden` of the rows `ids`, on all ranks.
+
+        `after(layer)` is called on this rank once the layer's KV can be read.
+        """
         if self.rank_processes:
             self.rank_processes.broadcast(pack(ids, meta))
         return self.backend.compute_hidden(self.decoder, ids, meta, after)
@@ -71,7 +80,7 @@ class RankModel:
     def make_decode_runner(self, most: int, max_len: int, block_tokens: int) -> DecodeRunner | None:
         """Returns what runs decode steps of up to `most` rows of `max_len` tokens on the device.
 
-        Returns None where the host runs them.
+        Returns None where the host runs them. `block_tokens` are the tokens of a KV block.
         """
         if not self.ops.device_steps:
             return None
@@ -82,7 +91,10 @@ class RankModel:
         )
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """`Decoder.logits`, on all ranks; `hidden` is what `hidden()` gave last."""
+        """`Decoder.logits` of some `rows` of `hidden`, on all ranks.
+
+        `hidden` is what `hidden()` gave last: each other rank takes its own last result.
+        """
         if self.rank_processes:
             self.rank_processes.broadcast(ComputeLogits(rows.tolist()))
         return self.decoder.logits(hidden, rows)
@@ -117,7 +129,10 @@ def start_model(
 
 
 def rank_share(spec: ModelSpec, ranks: int) -> ModelSpec:
-    """What each of `ranks` ranks computes. Raises UnsupportedModel where sizes do not divide."""
+    """Returns what each of `ranks` ranks computes of the model `spec`.
+
+    Raises UnsupportedModel where sizes do not divide. The names are those of config.json.
+    """
     experts = spec.experts
     shared = {
         "num_attention_heads": spec.heads,
@@ -129,6 +144,7 @@ def rank_share(spec: ModelSpec, ranks: int) -> ModelSpec:
     for key, size in shared.items():
         if size % ranks:
             raise UnsupportedModel(f"{key} {size} cannot be shared by {ranks} ranks")
+    # The vocabulary is shared too, but only by the head: ids and logits have the whole one.
     return replace(
         spec,
         heads=spec.heads // ranks,

@@ -52,6 +52,7 @@ ExpertFunction: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class Ops:
     """Elementwise operations and attention over the rows of a step, in plain torch."""
 
+    #: Distinct for each way of computing: peers with other operations have other last bits.
     name = "torch"
 
     #: True where steps of pure decode run on a device, with the choice of the next ids.
@@ -71,7 +72,7 @@ class Ops:
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool, precise: bool
     ) -> LinearLayer | None:
-        """Return this backend's own linear layer, or None where `linear.py` has the layer.
+        """Return this backend's own linear layer; None: the caller takes that of `linear.py`.
 
         `weight` is [outputs, inputs]. With `gated` the first half of the outputs are gates of the
         second half. A `precise` layer computes in the model's dtype even if others are quantized.
@@ -135,10 +136,11 @@ class Ops:
         where a model has them. `angles` are cosines and sines, float32 [T, D / 2]. The result are
         the rotated queries, [T, Hq, D].
         """
-        key_pages, value_pages = cache
+        key_pages, value_pages = cache  # each [blocks, Hkv, tokens of a block, D]
         kv_heads = key_pages.shape[1]
         head_dim = key_pages.shape[3]
         heads = qkv.shape[1] // head_dim - 2 * kv_heads
+        # A row has all queries, then all keys, then all values.
         by_head = qkv.view(qkv.shape[0], -1, head_dim)
         queries, keys, values = by_head.split([heads, kv_heads, kv_heads], dim=1)
         if norms is not None:

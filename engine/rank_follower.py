@@ -37,7 +37,8 @@ from .rank_processes import (
 if TYPE_CHECKING:
     from .gpu.decode import DecodeRunner
 
-#: called with the loaded model, the assignment, and the socket to the leader's process
+#: called with the loaded model, the assignment, and the socket to the leader's process: for a
+#: program that runs something beside the model here, such as this rank's transfers
 WhenLoaded = Callable[[RankModel, RankAssignment, socket.socket], None]
 
 
@@ -64,7 +65,12 @@ def run_follower(when_loaded: WhenLoaded | None = None) -> None:
 
 
 def _carry_out(model: RankModel, block_tokens: int, messages: Iterator[bytes]) -> None:
-    hidden = torch.empty(0)
+    """Computes what each message says, until the input ends.
+
+    The ranks meet inside of the computations, to add up or join their parts. So results are dropped
+    here, except for the KV in the pool: rank 0 has them too.
+    """
+    hidden = torch.empty(0)  # the last `ComputeHidden`'s: a `ComputeLogits` takes rows of it
     runner: DecodeRunner | None = None
     decoder = msgspec.msgpack.Decoder(RankMessage)
     for data in messages:
@@ -77,8 +83,8 @@ def _carry_out(model: RankModel, block_tokens: int, messages: Iterator[bytes]) -
                 model.decoder.logits(hidden, torch.tensor(rows))
             case CopyBlock(source, target):
                 model.kv.copy_block(source, target)
-            case PrepareDecode(row_limit, max_model_len, size):
-                runner = model.make_decode_runner(row_limit, max_model_len, size)
+            case PrepareDecode(row_limit, max_model_len, decode_block_tokens):
+                runner = model.make_decode_runner(row_limit, max_model_len, decode_block_tokens)
             case DecodeStep():
                 assert runner, "no PrepareDecode came before it"
                 runner.follow(message)

@@ -20,6 +20,7 @@ from ..protos.frames import (
 from .commands import BlocksLoaded, BlocksReserved, PrefixStaged
 from .sequence import BlocksFilled, Sequence, SequenceOutput
 
+#: What a role takes: from the engine, the tiers below it, the transfers, and gateways.
 RoleEvent: TypeAlias = (
     SequenceOutput
     | BlocksFilled
@@ -41,6 +42,8 @@ def sequence_of(
     """Returns the sequence of a new attempt.
 
     The frame's last `resumed_tokens` tokens are part of the answer: another worker made them.
+    `deadline_s` is when the first token is due, by this process's monotonic clock; 0: no deadline.
+    `stop_after_first`: the engine holds the blocks after the first token, for a transfer.
     """
     return Sequence(
         frame.attempt_key,
@@ -61,7 +64,10 @@ def failure_frame(gateway: str, attempt_key: AttemptKey, worker: str, reason: st
 
 
 def error_frame(gateway: str, worker: str, output: SequenceOutput) -> DeliverFrame:
-    """Tells the gateway of the engine's error; if the request is at fault, no worker can do it."""
+    """Tells the gateway of the engine's error; if the request is at fault, no worker can do it.
+
+    The attempt is `final` then: the gateway tries no other worker.
+    """
     assert output.error is not None
     failed = AttemptFailed(output.attempt_key, worker, output.error, final=output.request_at_fault)
     return DeliverFrame(gateway, failed)

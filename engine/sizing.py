@@ -6,6 +6,7 @@ from ..kv_transfer import KVLayout
 from .errors import OutOfMemory, UnsupportedModel
 from .spec import ModelSpec
 
+#: The types of numbers that a KV pool may have, and the bytes of one number.
 ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}
 
 
@@ -48,8 +49,9 @@ def context_limit(
         return limit
     if requested_tokens is None and pool_tokens >= block:
         return pool_tokens
+    # The operator's length is needed in full; without one, a pool of a single block would do.
     needed_tokens = limit if requested_tokens else block
-    needed_blocks = -(-needed_tokens // block) + 1
+    needed_blocks = -(-needed_tokens // block) + 1  # rounded up, and block 0
     needed_bytes = needed_blocks * layout.block_bytes
     needed_mib = -(-needed_bytes // (1 << 20))
     raise OutOfMemory(

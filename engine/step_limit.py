@@ -1,11 +1,14 @@
 """How long a step with decodes may take: as long as the answers allow that can still be in time.
 
-A step that prefills beside decode makes every running answer wait for it. With the ITL budget B,
-each running answer is in one of three states, and the state says which steps it allows:
+A step that prefills beside decode makes every running answer wait for it. A gap is the time between
+two tokens of an answer. The ITL budget B is the step time that the engine aims at, a little below
+the target for gaps. Each running answer is in one of three states, and the state says which steps
+it allows:
 
-    GAPS    it has had no more late gaps than one in a hundred, and one: steps of B
+    GAPS    it has had at most one late gap, and one more for each hundred gaps: steps of B
     MEAN    it has had more, but its mean gap is within B, or soon will be again: steps of B too.
-            While the TTFT of a prompt is at risk, also a step as long as all that it is ahead of B
+            While the TTFT of a prompt is at risk, a step may also spend, beyond B, the seconds
+            that the answer has saved by shorter gaps
     NONE    its first token was late, or its mean gap cannot come down to B: steps of any length
 
 The lowest limit of all running answers holds. So a target that can be met is kept; one that nobody
@@ -22,30 +25,33 @@ from enum import Enum
 
 from .sequence import RunMark, Sequence
 
-#: A gap is late beyond this times the budget: the budget keeps a tenth of the target in reserve.
+#: A gap is late if it exceeds this times the budget. The budget keeps a tenth of the target in
+#: reserve, so a gap a little longer than the budget is still in time.
 LATE_GAP_FACTOR = 1.1
 GAPS_PER_LATE_GAP = 100  #: A p99 allows one late gap in so many.
-#: In so many tokens without prefill beside them, a mean gap must come down to the budget again.
+#: A mean gap above the budget counts as lost if so many tokens without prefill beside them would
+#: not bring it down to the budget again.
 RECOVERY_TOKENS = 32
 
 
 class Protection(Enum):
-    """What of an answer's ITL target can still be met."""
+    """What of an answer's ITL target can still be met; the module says when."""
 
-    GAPS = "gaps"
-    MEAN = "mean"
-    NONE = "none"
+    GAPS = "gaps"  #: The p99 of its gaps.
+    MEAN = "mean"  #: Only their mean.
+    NONE = "none"  #: Nothing: it limits no step.
 
 
 class StepClock:
     """Counts the seconds of all steps, and the steps that took longer than the ITL budget allows.
 
     An engine with a running answer is never idle, so the seconds of an answer's steps are the sum
-    of its gaps.
+    of its gaps. Each answer has a `RunMark`, the counts when it began to run; the difference to it
+    is what the answer has been through.
     """
 
     def __init__(self, itl_budget_s: float | None) -> None:
-        self.late_step_s = math.inf  #: a step is late that takes longer
+        self.late_step_s = math.inf  #: a step is late that takes longer; without a budget, none is
         if itl_budget_s is not None:
             self.late_step_s = LATE_GAP_FACTOR * itl_budget_s
         self.elapsed_s = 0.0
@@ -59,7 +65,8 @@ class StepClock:
     def mark(self, sequence: Sequence) -> RunMark:
         """Returns where the clock stands, for a sequence that begins to run.
 
-        The time that it waited since its last token counts as its first gap's.
+        The time that it waited since its last token counts as its first gap's. So the mark is set
+        earlier by this time, and by one late step if the wait alone is a late gap.
         """
         return RunMark(
             elapsed_s=self.elapsed_s - sequence.waited_s,
@@ -73,11 +80,14 @@ class StepPace:
     """What the running answers allow the next step, in seconds."""
 
     limit_s: float  #: infinite if no answer's target can be met any more
-    urgent_limit_s: float  #: the same, while the TTFT of a prompt is at risk
+    urgent_limit_s: float  #: instead of `limit_s`, while the TTFT of a prompt is at risk
     keeps_gaps: bool = False  #: a gap that is too long may cost an answer its target
 
     def prefill_share(self, decode_s: float) -> float:
-        """The share of the time that prefill gets, beside decodes that take `decode_s` a step."""
+        """The share of the time that prefill gets, beside decodes that take `decode_s` a step.
+
+        With no limit a step may be so long that its decodes do not matter: the share is 1.
+        """
         if self.limit_s == math.inf:
             return 1.0
         return max(1.0 - decode_s / self.limit_s, 0.0)
@@ -88,15 +98,16 @@ def protection_of(
 ) -> Protection:
     """Returns what of the answer's ITL target can be met, if a step of decodes takes `decode_s`."""
     mark = sequence.run_mark
-    if sequence.background:
+    if sequence.background:  # its first token was late
         return Protection.NONE
-    if mark is None:
+    if mark is None:  # it has not run yet, so it has had no late gap
         return Protection.GAPS
     gaps = sequence.generated_tokens - mark.generated_tokens
     late_gaps = clock.late_steps - mark.late_steps
     if late_gaps <= 1 + gaps // GAPS_PER_LATE_GAP:
         return Protection.GAPS
     behind_s = -_ahead_s(sequence, clock, budget_s)
+    # Each token of a step without prefill makes up for `budget_s - decode_s`.
     if behind_s <= max(RECOVERY_TOKENS * (budget_s - decode_s), 0.0):
         return Protection.MEAN
     return Protection.NONE
@@ -111,7 +122,7 @@ def step_pace(
     for sequence in decode:
         match protection_of(sequence, clock, budget_s, decode_s):
             case Protection.GAPS:
-                return StepPace(budget_s, budget_s, keeps_gaps=True)
+                return StepPace(budget_s, budget_s, keeps_gaps=True)  # none allows less
             case Protection.MEAN:
                 limit_s = budget_s
                 saved_s = max(_ahead_s(sequence, clock, budget_s), 0.0)
@@ -122,7 +133,7 @@ def step_pace(
 
 
 def _ahead_s(sequence: Sequence, clock: StepClock, budget_s: float) -> float:
-    """Seconds by which an answer is earlier than with one token each budget; negative: later."""
+    """Seconds by which an answer is earlier than with gaps of `budget_s`; negative: later."""
     mark = sequence.run_mark
     assert mark is not None, sequence
     gaps = sequence.generated_tokens - mark.generated_tokens

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 from ..protos.frames import ThinkingBudget
 
-#: An answer that thinks begins with the opening tag, among as many tokens.
+#: An opening tag begins thinking only if it is among so many first tokens of an answer: white space
+#: may stand in front of it. Further behind, the tag is text like any other.
 OPENING_TOKENS = 4
 
 
 class ThinkingWatch:
-    """Follows the ids of one answer. What must come is a function of these ids alone."""
+    """Follows the ids of one answer, and tells the sampler when the closing tag must come.
+
+    What must come is a function of these ids alone, so another worker that continues the answer
+    starts with a new watch. Only the first thinking of an answer is bounded.
+    """
 
     def __init__(self, budget: ThinkingBudget) -> None:
         self._budget = budget
         self._reset()
 
     def _reset(self) -> None:
-        self._counted_tokens = 0  #: Of the answer.
+        self._counted_tokens = 0  #: Leading tokens of the answer that `_count` has seen.
+        # Without ids of an opening tag, the prompt has it: the answer begins with its thinking.
         self._is_thinking = not self._budget.start_ids
-        self._has_ended = False
-        self._thinking_tokens = 0
+        self._has_ended = False  #: True once the closing tag has come.
+        self._thinking_tokens = 0  #: Of the thinking, without its opening tag.
 
     def required_id(self, token_ids: list[int], prompt_tokens: int = 0) -> int | None:
         """Return the id that must come behind `token_ids`; None if any may.
 
-        The answer begins behind `prompt_tokens` of them.
+        The answer begins behind `prompt_tokens` of them. Ids of earlier calls do not change. If
+        there are fewer than before, the last ones were taken back, and all are counted again.
         """
         if len(token_ids) - prompt_tokens < self._counted_tokens:
             self._reset()

@@ -5,6 +5,10 @@ and all. After each ticket the same two processes move as many blocks by NIXL's 
 a service: once in one transfer, and once in the pieces of the ticket, a note behind each. So all
 three see the same machine, and each ticket has raw transfers to be compared with.
 
+A ticket is one transfer of a request's KV: its blocks, pushed in chunks of tokens, and each chunk
+in pieces of a few layers, as a prefill computes them. A note is a short message of NIXL; one that
+goes with a write reaches the peer after the write's bytes.
+
 A time is the receiver's: from the offer until the blocks are committed, or from the note that asks
 for a raw transfer until its last note. CPU time is that of all threads of a process.
 """
@@ -35,20 +39,21 @@ from .ticket_events import TicketTimeouts
 from .transport import PeerCard
 from .transports import open_transport
 
-#: A block has 2 MiB in 8 pieces: that of the 205M model (`engine/bench/models.py`).
+#: A block has 2 MiB in 8 pieces: that of the 205M model (`engine/bench/models.py`), which has 16
+#: layers, 8 KV heads of 64 numbers, and 2 bytes a number. A block has 64 tokens, a group 2 layers.
 LAYOUT = KVLayout(16, 8, 64, 64, 2, "bfloat16", 2)
 PIECES = piece_count(LAYOUT, ranks=1)
 CHUNK_TOKENS = 512  #: A prefill pushes after so many tokens, piece by piece.
 CHUNK_BLOCKS = CHUNK_TOKENS // LAYOUT.block_tokens
-ROUNDS = 20
+ROUNDS = 20  #: Exchanges of each kind that count.
 TICKET_WAIT_S = 120.0  #: For one exchange; a prefill may run beside it on a busy machine.
 REAL_TIME_PRIORITY = 2  #: Above that of `engine/bench`, which may run beside.
-RAW_PAUSE_S = 0.0002  #: Between two polls of raw NIXL: who spins takes a core.
+RAW_PAUSE_S = 0.0002  #: Between two polls of raw NIXL: a loop without a pause takes a core.
 COMPATIBILITY = b"bench"  #: Both ends must have the same bytes to compare.
 SECRET = "bench"  #: What peers prove to know, on a machine that has no cluster.
-_OWN_AGENT = "NIXL_INIT_AGENT"
-_START_NOTE = b"start"
-_DATA_NOTE = b"data"
+_OWN_AGENT = "NIXL_INIT_AGENT"  #: NIXL's name for the side that begins a transfer.
+_START_NOTE = b"start"  #: From the receiver: it waits for the transfers now.
+_DATA_NOTE = b"data"  #: Behind each raw transfer.
 _SOURCE_SEED = 1  #: Of the order of the sender's blocks.
 _TARGET_SEED = 2  #: Of the order of the receiver's.
 
@@ -65,7 +70,7 @@ class Request(msgspec.Struct, frozen=True):
     """Asks the receiver to begin an exchange."""
 
     exchange: Exchange
-    ticket_id: str = ""
+    ticket_id: str = ""  #: Both ends name the ticket so; raw transfers have no name.
 
 
 class Received(msgspec.Struct, frozen=True):
@@ -73,8 +78,8 @@ class Received(msgspec.Struct, frozen=True):
 
     seconds: float
     cpu_s: float
-    busy_s: float = 0.0
-    exposed_s: float = 0.0
+    busy_s: float = 0.0  #: Seconds in which at least one write was under way.
+    exposed_s: float = 0.0  #: From the end of the sender's pushes until the last checksum held.
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -90,7 +95,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class ExchangeFigures(msgspec.Struct, frozen=True):
-    """Medians over all rounds of one kind of exchange; CPU in milliseconds for each GiB."""
+    """Medians over all rounds of one kind of exchange: GiB/s, and milliseconds of CPU per GiB."""
 
     gib_s: float
     sender_cpu_ms: float
@@ -101,8 +106,8 @@ class RawFigures(msgspec.Struct, frozen=True):
     """Raw NIXL beside tickets. The ratios are medians over rounds of ticket over raw transfer."""
 
     figures: ExchangeFigures
-    rate_ratio: float
-    cpu_ratio: float
+    rate_ratio: float  #: Of bytes per second: below 1, tickets are slower.
+    cpu_ratio: float  #: Of the CPU time of both processes: above 1, tickets take more.
 
 
 class TicketSpeedRow(msgspec.Struct, frozen=True):
@@ -117,7 +122,7 @@ class TicketSpeedRow(msgspec.Struct, frozen=True):
 class OpenedEnd(msgspec.Struct, frozen=True):
     """What one process tells the other when its transports are open."""
 
-    card: PeerCard
+    card: PeerCard  #: How the transfer service is reached.
     raw_agent: str = ""
     raw_metadata: bytes | None = None  #: None where NIXL is missing, or not asked for.
     raw_base: int = 0  #: Address of byte 0 of the raw pool.
@@ -127,7 +132,10 @@ class RawNixl:
     """One agent of raw NIXL over a pool of its own, in huge pages."""
 
     def __init__(self, agent: str, size: int) -> None:
-        """Raises ImportError where NIXL is missing."""
+        """Opens an agent named `agent` with a pool of `size` bytes.
+
+        Raises ImportError where NIXL is missing.
+        """
         from nixl import _api as api
 
         self._pool = SpeedPool(size, shared=False)
@@ -139,10 +147,13 @@ class RawNixl:
         self.base = self._pool.base
         self.metadata: bytes = self._nixl.get_agent_metadata()
         self._peer = ""
-        self._own_units: dict[int, Any] = {}  #: Prepared descriptors, by bytes of a unit.
+        #: A pool is cut into units, each a block or a piece; a transfer names units by number.
+        #: Here are NIXL's prepared descriptors of all units, by the bytes of a unit.
+        self._own_units: dict[int, Any] = {}
         self._peer_units: dict[int, Any] = {}
 
     def connect(self, peer: OpenedEnd) -> None:
+        """Lets this agent write to the peer's pool, which is as large as its own."""
         assert peer.raw_metadata is not None
         self._nixl.add_remote_agent(peer.raw_metadata)
         self._peer = peer.raw_agent
@@ -151,16 +162,24 @@ class RawNixl:
             self._peer_units[unit] = self._units(peer.raw_agent, peer.raw_base, unit)
 
     def _units(self, owner: str, base: int, unit: int) -> Any:
+        """Returns the descriptors of a pool at `base` that is cut into units of `unit` bytes."""
         row = [base, unit, 0, unit, self._pool.size // unit]
         return self._nixl.prep_xfer_dlist(owner, np.array([row], np.uint64), "DRAM")
 
     def send(self, source: np.ndarray, target: np.ndarray) -> None:
-        """Waits until the peer asks, then writes all blocks in one transfer."""
+        """Waits until the peer asks, then writes all blocks in one transfer.
+
+        `source` and `target` number each block's place in this pool and in the peer's.
+        """
         self._wait_for_notes(1)
         self._drain([self._post(LAYOUT.block_bytes, source, target)])
 
     def send_pieces(self, source: np.ndarray, target: np.ndarray) -> None:
-        """Waits until the peer asks, then writes chunk by chunk and piece by piece."""
+        """Waits until the peer asks, then writes chunk by chunk and piece by piece.
+
+        A piece is a part of each block's bytes. Later pieces do not wait for the writes of earlier
+        ones; handles of ended writes are released on the way.
+        """
         self._wait_for_notes(1)
         under_way: list[Any] = []
         for first in range(0, len(source), CHUNK_BLOCKS):
@@ -196,6 +215,7 @@ class RawNixl:
         self._wait_for_notes(transfers)
 
     def _wait_for_notes(self, count: int) -> None:
+        """Waits for `count` notes of the peer. Raises TimeoutError after `DEADLINE_S`."""
         deadline_s = time.monotonic() + DEADLINE_S
         while count > 0:
             notes = self._nixl.get_new_notifs().get(self._peer, ())
@@ -213,10 +233,13 @@ class TicketEnd:
     def __init__(
         self, transport: str, role: str, *, layout: KVLayout, tokens: int, with_raw: bool
     ) -> None:
-        """Raises TransportUnavailable."""
+        """Opens the pools and starts the service; `role` is the first part of this end's name.
+
+        Raises TransportUnavailable.
+        """
         self.tokens = tokens
         self.block_count = -(-tokens // layout.block_tokens)
-        self.agent = f"{role}/{os.getpid()}:0"
+        self.agent = f"{role}/{os.getpid()}:0"  #: Worker and rank, as `PeerCard.agent` names them.
         size = self.block_count * layout.block_bytes
         pool = SpeedPool(size, shared=transport == "shm")
         self._outcomes: queue.SimpleQueue[commands.TransferOutcome] = queue.SimpleQueue()
@@ -244,7 +267,10 @@ class TicketEnd:
             self.raw.connect(peer)
 
     def send_ticket(self, ticket_id: str, peer: str) -> None:
-        """Pushes a ticket as a prefill does, and waits until it has ended well."""
+        """Pushes a ticket as a prefill does, and waits until it has ended well.
+
+        Raises RuntimeError if the ticket fails, TimeoutError if it does not end.
+        """
         blocks = scattered_blocks(self.block_count, _SOURCE_SEED)
         self.service.submit(commands.ExpectOffer(ticket_id, peer, self.tokens))
         for first_block in range(0, self.block_count, CHUNK_BLOCKS):
@@ -257,7 +283,10 @@ class TicketEnd:
             raise RuntimeError(f"the ticket failed: {outcome}")
 
     def receive_ticket(self, ticket_id: str, peer: str) -> commands.BlocksArrived:
-        """Offers all blocks, and waits until they are committed."""
+        """Offers all blocks, and waits until they are committed.
+
+        Raises RuntimeError if the ticket fails, TimeoutError if nothing arrives.
+        """
         blocks = scattered_blocks(self.block_count, _TARGET_SEED)
         self.service.submit(commands.OfferBlocks(ticket_id, peer, blocks, self.tokens))
         outcome = self._next_outcome()
@@ -272,6 +301,7 @@ class TicketEnd:
             raise TimeoutError(f"{self.agent}: nothing arrives") from None
 
     def send(self, request: Request, peer: OpenedEnd) -> None:
+        """Does the sender's part of an exchange, and waits for its end."""
         if request.exchange is Exchange.TICKET:
             self.send_ticket(request.ticket_id, peer.card.agent)
             return
@@ -284,6 +314,7 @@ class TicketEnd:
             self.raw.send_pieces(source, target)
 
     def receive(self, request: Request, peer: OpenedEnd) -> Received:
+        """Does the receiver's part of an exchange, and returns what it took here."""
         cpu_before_s = time.process_time()
         began_s = time.perf_counter()
         busy_s = 0.0
@@ -302,6 +333,7 @@ class TicketEnd:
 
 
 def _open_raw(agent: str, size: int) -> RawNixl | None:
+    """Returns an agent of raw NIXL, or None where NIXL is missing."""
     try:
         return RawNixl(agent, size)
     except ImportError:
@@ -309,7 +341,10 @@ def _open_raw(agent: str, size: int) -> RawNixl | None:
 
 
 def scattered_blocks(count: int, seed: int) -> list[int]:
-    """Returns all blocks of a pool in an order that has no long runs."""
+    """Returns the numbers of all blocks of a pool in random order.
+
+    So neighbours of a request are no neighbours in memory, as in a cache that has been used.
+    """
     return random.Random(seed).sample(range(count), count)
 
 
@@ -319,7 +354,9 @@ class ReceiverProcess:
     def __init__(
         self, transport: str, *, layout: KVLayout, tokens: int, with_raw: bool, before_others: bool
     ) -> None:
-        """Starts the process; `before_others` gives it real-time priority where root runs it.
+        """Starts the process and waits until its transports are open.
+
+        `before_others` gives the process real-time priority where root runs it.
 
         Raises TimeoutError when its transport does not open.
         """
@@ -338,9 +375,11 @@ class ReceiverProcess:
             raise TimeoutError("the other process did not open its transport") from None
 
     def connect(self, sender: OpenedEnd) -> None:
+        """Tells the process how the sender is reached. It must come before `ask`."""
         self._pipe.send(sender)
 
     def ask(self, request: Request) -> None:
+        """Has the process begin an exchange; `received` waits for its end."""
         self._pipe.send(request)
 
     def received(self) -> Received:
@@ -393,7 +432,10 @@ def _set_real_time(real_time: bool) -> bool:
 
 @contextmanager
 def _before_others() -> Iterator[None]:
-    """Only root may go before others; everybody else is measured as the machine lets them."""
+    """Gives this thread real-time priority inside of the context, if it may.
+
+    Only root may; everybody else is measured as the machine lets them.
+    """
     changed = _set_real_time(True)
     try:
         yield
@@ -403,7 +445,9 @@ def _before_others() -> Iterator[None]:
 
 
 def measure_tickets(transport: str, tokens: int = 2048, rounds: int = ROUNDS) -> TicketSpeedRow:
-    """Lets a ticket and the raw transfers take turns; the first round is not counted.
+    """Lets a ticket and the raw transfers take turns; the first round warms up and does not count.
+
+    Each exchange moves the KV of `tokens` tokens.
 
     Raises TransportUnavailable when the transport cannot run here, TimeoutError when nothing
     arrives.
@@ -436,6 +480,7 @@ def _measure(end: TicketEnd, transport: str, tokens: int, rounds: int) -> Ticket
 
 
 def _take_sample(end: TicketEnd, receiver: ReceiverProcess, request: Request) -> Sample:
+    """Runs one exchange between both processes, and returns what it took."""
     cpu_before_s = time.process_time()
     receiver.ask(request)
     end.send(request, receiver.opened)
@@ -460,8 +505,9 @@ def _raw_figures(tickets: list[Sample], raw: list[Sample], gib: float) -> RawFig
     pairs = list(zip(tickets, raw, strict=True))
     return RawFigures(
         _figures(raw, gib),
-        rate_ratio=statistics.median(one.seconds / ticket.seconds for ticket, one in pairs),
-        cpu_ratio=statistics.median(ticket.cpu_s / one.cpu_s for ticket, one in pairs),
+        # Equal bytes: the ratio of the rates is that of the seconds, turned round.
+        rate_ratio=statistics.median(sample.seconds / ticket.seconds for ticket, sample in pairs),
+        cpu_ratio=statistics.median(ticket.cpu_s / sample.cpu_s for ticket, sample in pairs),
     )
 
 

@@ -22,9 +22,9 @@ from .prompts import Words, probe
 from .sse import EventDecoder, HttpConnection, ProtocolError
 
 PATH = "/v1/chat/completions"
-TIMEOUT_S = 60.0  #: without a byte
-DEFAULT_CONTEXT = 4096  #: where /v1/models tells none
-IDLE_CONNECTION_LIMIT = 16
+TIMEOUT_S = 60.0  #: seconds without a byte after which a request has failed
+DEFAULT_CONTEXT = 4096  #: tokens of prompt and answer, where /v1/models tells no limit
+IDLE_CONNECTION_LIMIT = 16  #: of one client; connections beyond are closed after their answer
 
 
 class EndpointFacts(msgspec.Struct, frozen=True):
@@ -33,18 +33,21 @@ class EndpointFacts(msgspec.Struct, frozen=True):
     url: str
     model: str
     context: int  #: tokens of prompt and answer
-    alphabet: tuple[str, ...]  #: see `Words`
-    template: int  #: see `Words`
+    alphabet: tuple[str, ...]  #: words that are one token each behind a space
+    template: int  #: tokens of the shortest prompt; most of them come from the chat template
     ignore_eos: bool  #: taken: answers have the length that was asked for
     usage: bool  #: streams end with the numbers of tokens
-    server: str = ""
-    grpc: str = ""
+    server: str = ""  #: what software answers, as far as it says so
+    grpc: str = ""  #: address of the endpoint's gRPC service, if the load goes there
 
     def words(self, seed: int) -> Words:
+        """Returns a maker of prompts of known length; equal seeds make equal prompts."""
         return Words(self.alphabet, self.template, seed)
 
 
 # ---- what is read of an event --------------------------------------------------------------------
+# The fields of OpenAI's chat completion chunk that matter here; `reasoning` and `reasoning_content`
+# are servers' own names for text that comes before the answer.
 
 
 class ChatDelta(msgspec.Struct):
@@ -78,7 +81,10 @@ _decode_chunk = msgspec.json.Decoder(ChatChunk).decode
 
 
 class AnswerReader:
-    """One stream: pieces with their times in, the fields of a `LoadOutcome` out. Pure."""
+    """One stream: pieces with their times in, the fields of a `LoadOutcome` out. Pure.
+
+    Times are in seconds by one clock, `perf_counter`'s.
+    """
 
     def __init__(self, outcome: LoadOutcome, sent: float) -> None:
         """`sent` is when the request began, by the clock of the pieces' stamps."""
@@ -120,7 +126,7 @@ class AnswerReader:
             self.outcome.cached_tokens = (details.cached_tokens if details else None) or 0
 
     def add_text(self, stamp: float, text: str) -> None:
-        """Text arrived at `stamp`."""
+        """Notes text that arrived at `stamp`: the first one makes the TTFT, others make gaps."""
         if math.isnan(self._last_piece):
             self.outcome.ttft_s = stamp - self._sent
         else:
@@ -139,7 +145,7 @@ class AnswerReader:
         """
         outcome = self.outcome
         if self._finished:
-            outcome.error = ""
+            outcome.error = ""  # an error behind the complete answer is none of the answer's
         elif not outcome.error:
             outcome.error = "ended early"
         if not outcome.error and math.isnan(self._last_piece):
@@ -173,13 +179,14 @@ class HttpLoadClient:
         return ""
 
     def _send(self, outcome: LoadOutcome, body: bytes) -> str:
-        began = time.perf_counter()  # a new connection is part of the request
+        began = time.perf_counter()  # the time of a new connection counts as the request's
         while self._idle:
             connection = self._idle.pop()
             try:
                 return self._exchange(connection, outcome, body, began)
             except (OSError, ProtocolError) as error:
-                # A connection that the server gave up while it was idle is no failure.
+                # A connection that the server gave up while it was idle is no failure: no status
+                # came back on it, and the next connection is tried.
                 if connection.response.status or isinstance(error, TimeoutError):
                     raise
         connection = HttpConnection(self._facts.url, TIMEOUT_S)
@@ -203,7 +210,7 @@ class HttpLoadClient:
             raise
 
         outcome.lags_s = connection.lags_s
-        connection.lags_s = []
+        connection.lags_s = []  # the connection's next request begins a list of its own
         response = connection.response
         self._keep_or_close(connection)
         if response.status != 200:
@@ -341,6 +348,7 @@ class _EndpointProber:
             raise LoadError(f"{self._url}{PATH} answers {reason} without usage") from None
 
     def takes(self, fields: dict[str, Any]) -> bool:
+        """Returns whether the endpoint answers a request that has these fields too."""
         status, _ = self._chat(fields, "the")
         return status == 200
 
@@ -361,13 +369,13 @@ class _EndpointProber:
             answer = self._exchange(method, path, payload)
         except (OSError, ProtocolError):
             if self._connection.response.status:
-                raise
+                raise  # the server was answering: this is no idle connection that was closed
             self._reconnect()  # the server gave the connection up between two requests
             answer = self._exchange(method, path, payload)
         response = self._connection.response
         if not response.reusable:
             self._reconnect()
-            self._connection.response = response
+            self._connection.response = response  # the caller may still read its headers
         try:
             return response.status, json.loads(answer)
         except ValueError:

@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-#: figure -> metrics that tell it, Diptych's first, then vLLM's
+#: figure -> metrics that tell it, Diptych's first, then vLLM's; the first that is there counts
 COUNTERS = {
     "requests": ("diptych_request_e2e_seconds_count", "vllm:request_success_total"),
     "output_tokens": ("diptych_request_output_tokens_sum", "vllm:generation_tokens_total"),
@@ -20,8 +20,9 @@ TIMES = {
     "tpot": ("diptych_request_tpot_seconds", "vllm:request_time_per_output_token_seconds"),
     "e2e": ("diptych_request_e2e_seconds", "vllm:e2e_request_latency_seconds"),
 }
+#: A line of Prometheus' text format: the metric's name, labels that are skipped, and the value.
 SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?\s+(\S+)", re.MULTILINE)
-TIMEOUT_S = 5.0
+TIMEOUT_S = 5.0  #: for each URL
 
 
 def read_counters(metrics: str, admin: str, key: str = "") -> dict[str, float]:
@@ -64,7 +65,10 @@ def from_metrics(text: str) -> dict[str, float]:
 
 
 def from_status(status: dict[str, Any]) -> dict[str, float]:
-    """Returns finished and refused requests, as Diptych's gateways count them."""
+    """Returns finished and refused requests, as Diptych's gateways count them.
+
+    `status` is the answer of the admin API; of another answer the result is empty.
+    """
     requests = status.get("requests")
     if not isinstance(requests, dict) or "finished" not in requests:
         return {}
@@ -72,7 +76,10 @@ def from_status(status: dict[str, Any]) -> dict[str, float]:
 
 
 def difference(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """Returns what the server counted between the two, with means in ms (`ttft_ms` ..)."""
+    """Returns what the server counted between the two, with means in ms (`ttft_ms` ..).
+
+    A counter that `before` lacks counts from 0: a metric may appear with its first request.
+    """
     counters = {name: value - before.get(name, 0.0) for name, value in after.items()}
     for figure in TIMES:
         count = counters.get(f"{figure}_count")
@@ -86,6 +93,8 @@ def compare_with_server(
 ) -> list[dict[str, Any]]:
     """Returns rows (figure, server's, client's, deviation) of all that both know.
 
+    The deviation is the client's figure over the server's, minus 1. `summary` is the summary of
+    `outcomes.py`. Where no metric tells a TTFT, the one in the answers' headers is taken.
     A server's TTFT does not know the way to the server (a proxy, an event loop's queue). So
     `path_s`, a round trip measured meanwhile, is added to it in a row of its own.
     """
@@ -109,6 +118,7 @@ def compare_with_server(
 
 
 def _fetch_json(url: str, key: str) -> Any:
+    """Returns the JSON at the URL, or None when there is none."""
     text = _fetch(url, key)
     try:
         return json.loads(text) if text else None
@@ -117,7 +127,7 @@ def _fetch_json(url: str, key: str) -> Any:
 
 
 def _fetch(url: str, key: str) -> str:
-    """Returns "" when the URL cannot be read."""
+    """Returns the text at the URL, or "" when the URL cannot be read."""
     request = urllib.request.Request(url)
     if key:
         request.add_header("authorization", f"Bearer {key}")

@@ -42,6 +42,8 @@ PrefillAction: TypeAlias = PrefixAction | DeliverFrame
 
 
 class PrefillState(StrEnum):
+    """The states in the life of an attempt, as the module describes it."""
+
     COMPUTING = "computing"
     SENDING = "sending"
     CLOSING = "closing"
@@ -88,6 +90,10 @@ class PrefillRole:
         return [expect, *self.prefixes.begin_sequence(sequence, frame.prefix_holder, has_tiers)]
 
     def handle(self, event: RoleEvent) -> list[PrefillAction]:
+        """Takes what happened on this worker, and returns what the worker is to do about it.
+
+        Tickets of two kinds are told apart by their ids: those of prefixes, and those of attempts.
+        """
         match event:
             case PrefixRequested() | PrefixStaged() | BlocksLoaded():
                 return [*self.prefixes.handle(event)]
@@ -147,6 +153,7 @@ class PrefillRole:
         closing = attempt.state is PrefillState.CLOSING
         if output.error is not None:
             cancel = self._cancel(ticket_id, "failed")
+            # The gateway of a closing attempt hears nothing more, of an error neither.
             return cancel if closing else [error_frame(attempt.gateway, self.name, output), *cancel]
         if closing:
             return []
@@ -161,6 +168,8 @@ class PrefillRole:
         """Every answer has its first token: ends the ticket with them, or cancels it if no answer
         goes on."""
         outputs = [attempt.first_outputs[index] for index in range(attempt.answer_count)]
+        # The decode worker gets every first token, to continue from; answers that have ended with
+        # theirs are listed beside, and are not decoded.
         ended_answers = [output.answer_index for output in outputs if output.finish_reason]
         if len(ended_answers) == attempt.answer_count:
             return self._cancel(ticket_id, "finished")
@@ -182,6 +191,7 @@ class PrefillRole:
         return [*cancel_prefix, CancelTransfer(ticket_id, reason)]
 
     def _end(self, ended: PushEnded) -> list[PrefillAction]:
+        """Releases the attempt's blocks; tells the gateway if the transfer failed by itself."""
         attempt = self.attempts.pop(ended.ticket_id)
         cancel_prefix = self.prefixes.cancel(attempt.attempt_key)
         actions: list[PrefillAction] = [*cancel_prefix, ReleaseSequence(attempt.attempt_key)]

@@ -4,6 +4,7 @@
     dialler -> listener   Hello(name, kind, b, HMAC(secret, "dial", a, b, name, kind, protocol))
     listener -> dialler   Welcome(HMAC(secret, "listen", a, b))
 
+The listener proves itself last, and only to a dialler that has proved to know the secret.
 HMAC is HMAC-SHA256 (RFC 2104) over the parts, each behind its length. `a` and `b` are random, so
 that a proof is good for one connection. What follows is neither encrypted nor signed: an attacker
 who can change packets on the way can still read it, and take a connection over.
@@ -27,11 +28,12 @@ import msgspec
 from .frames import PROTOCOL, Challenge, Hello, Welcome
 
 HANDSHAKE_BYTES_MAX = 4096  #: Of a message whose sender has proved nothing yet.
-HANDSHAKE_TIMEOUT_S = 5.0  #: A caller that has proved nothing for so long is hung up on.
+#: A caller that has proved nothing for so long is hung up on; a dialler waits as long.
+HANDSHAKE_TIMEOUT_S = 5.0
 #: Callers of one listener that have proved nothing yet. One more, and the oldest is hung up on: a
 #: flood must be faster than a peer's two round trips to keep the peer out.
 UNPROVED_CALLERS_MAX = 64
-NONCE_BYTES = 16
+NONCE_BYTES = 16  #: Of `a` and `b`; 128 random bits never come twice.
 LENGTH = struct.Struct(">I")  #: Stands in front of each message.
 _encode = msgspec.msgpack.Encoder().encode
 Message = TypeVar("Message", Challenge, Hello, Welcome)
@@ -45,7 +47,7 @@ class HandshakeRefused(ConnectionError):
 class PeerIdentity:
     """What a dialling process says of itself, and the secret that it proves to know."""
 
-    name: str
+    name: str  #: By which the listener knows this peer, and tells it from the others.
     kind: str  #: gateway | worker | control | kv
     secret: str = field(repr=False)
 
@@ -55,13 +57,14 @@ class DiallerHandshake:
 
     def __init__(self, identity: PeerIdentity) -> None:
         self._identity = identity
-        self._expected_proof = b""
+        self._expected_proof = b""  #: Of the Welcome; empty before `answer`.
 
     def answer(self, challenge_message: bytes) -> bytes:
         """Return the Hello for a Challenge. Raises HandshakeRefused."""
         challenge = _decoded(challenge_message, Challenge)
         identity = self._identity
         own_nonce = secrets.token_bytes(NONCE_BYTES)
+        # The proof covers the Hello's other fields, so it is made from a Hello without one.
         unproved = Hello(name=identity.name, kind=identity.kind, nonce=own_nonce, proof=b"")
         proof = dialler_proof(identity.secret, challenge.nonce, unproved)
         self._expected_proof = listener_proof(identity.secret, challenge.nonce, own_nonce)
@@ -75,12 +78,16 @@ class DiallerHandshake:
 
 
 class ListenerHandshake:
-    """The side of the end that was dialled: send the `challenge`, then `admit` the Hello."""
+    """The side of the end that was dialled: send the `challenge`, then `admit` the Hello.
+
+    Each is good for one connection.
+    """
 
     def __init__(self, secret: str) -> None:
         self._secret = secret
         self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self.hello: Hello | None = None  #: What the dialler says of itself; None until it is true.
+        #: What the dialler says of itself; None until that is proved.
+        self.hello: Hello | None = None
 
     def challenge(self) -> bytes:
         """Return the Challenge."""
@@ -94,6 +101,7 @@ class ListenerHandshake:
         hello = _decoded(hello_message, Hello)
         if not hmac.compare_digest(hello.proof, dialler_proof(self._secret, self._nonce, hello)):
             raise HandshakeRefused(f"{hello.name[:80]!r} does not know the cluster's secret")
+        # Only now, as the proof covers the protocol: the message names what a peer really speaks.
         if hello.protocol != PROTOCOL:
             raise HandshakeRefused(f"{hello.name} speaks protocol {hello.protocol}")
         self.hello = hello
@@ -106,7 +114,10 @@ def with_length(message: bytes) -> bytes:
 
 
 def message_size(header: bytes | memoryview) -> int:
-    """Return the length of the message behind `header`. Raises HandshakeRefused for a long one."""
+    """Return the bytes of the message behind `header`, which has `LENGTH.size` of its own.
+
+    Raises HandshakeRefused above `HANDSHAKE_BYTES_MAX`.
+    """
     size: int = LENGTH.unpack(header)[0]
     if size > HANDSHAKE_BYTES_MAX:
         raise HandshakeRefused(f"{size} bytes where a message of a handshake was expected")
@@ -114,12 +125,18 @@ def message_size(header: bytes | memoryview) -> int:
 
 
 def secret_of_listener(secret: str, kind: str, name: str) -> str:
-    """Return the secret that only the listener `name` of this kind, and who dials it, compute."""
+    """Return the secret of one listener, which whoever knows the cluster's `secret` can compute.
+
+    A proof of this secret is worth nothing to other listeners, whose secrets differ.
+    """
     return _hmac(secret, [b"listener", kind.encode(), name.encode()]).hex()
 
 
 def dialler_proof(secret: str, listener_nonce: bytes, hello: Hello) -> bytes:
-    """Return the proof that belongs into `hello`; the one that is there does not count."""
+    """Return the proof that belongs into `hello`; the one that is there does not count.
+
+    The proof is 32 bytes, as is a listener's.
+    """
     return _hmac(
         secret,
         [
@@ -139,10 +156,12 @@ def listener_proof(secret: str, listener_nonce: bytes, dialler_nonce: bytes) -> 
 
 
 def _hmac(secret: str, parts: list[bytes]) -> bytes:
+    # With their lengths, so that no other parts join to the same bytes.
     return hmac.digest(secret.encode(), b"".join(with_length(part) for part in parts), "sha256")
 
 
 def _decoded(data: bytes, message_type: type[Message]) -> Message:
+    """Return the message that the other end sent. Raises HandshakeRefused if it is another."""
     try:
         return msgspec.msgpack.decode(data, type=message_type)
     except (msgspec.DecodeError, UnicodeError):

@@ -1,5 +1,6 @@
 """No pause amid an event: a router's state is large, makes no cycles, and grows by little objects.
 
+Python's cyclic collector walks through that state, finds nothing, and takes longer than a decision.
 A process that runs a router calls `disable()` once and `sweep()` after each answer. Collections
 then come between events instead of amid one, and memory is there before it is needed: on a virtual
 machine, the first touch of a page costs an event as much as all that it decides.
@@ -11,19 +12,20 @@ import ctypes
 import gc
 from contextlib import suppress
 
-#: thresholds of the generations, as of `gc.set_threshold`
-YOUNG = 20_000
-MIDDLE = 20
-OLD = 100
-RESERVE_BYTES = 64 << 20  #: for little objects; a fourth of it for others
+# Thresholds of the generations, as of `gc.set_threshold`. All are far above Python's own (700, 10,
+# 10), as most collections find nothing.
+YOUNG = 20_000  #: new container objects after which the youngest generation is collected
+MIDDLE = 20  #: collections of the youngest generation before one of the middle
+OLD = 100  #: collections of the middle generation before one of everything
+RESERVE_BYTES = 64 << 20  #: touched ahead for little objects; a fourth of it for larger ones
 LITTLE_BYTES = 512  #: the largest object of Python's own allocator
 ARENA_BYTES = 1 << 20  #: what that allocator takes at a time
 BYTES_HEADER = 33  #: bytes of a `bytes` object before its content
-LARGE_BYTES = 64 << 10
-M_TRIM_THRESHOLD = -1  #: parameters of glibc's mallopt
+LARGE_BYTES = 64 << 10  #: size of the objects by which malloc's own memory is touched
+M_TRIM_THRESHOLD = -1  #: a parameter of glibc's mallopt, as the next
 M_MMAP_THRESHOLD = -3
-TRIM_BYTES = 1 << 30
-MMAP_BYTES = 32 << 20
+TRIM_BYTES = 1 << 30  #: free memory at the heap's end, above which glibc gives it to the kernel
+MMAP_BYTES = 32 << 20  #: size of an allocation above which it is mapped, and unmapped when freed
 
 _kept_objects: list[bytes] = []  #: an object in each arena, which keeps the arena
 
@@ -34,12 +36,13 @@ def disable() -> None:
     with suppress(AttributeError, OSError):  # not glibc: its memory may go back and forth
         libc = ctypes.CDLL(None)
         libc.mallopt(M_TRIM_THRESHOLD, TRIM_BYTES)  # what was freed stays
-        libc.mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
+        libc.mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)  # and large objects take what was freed
     _reserve_memory()
 
 
 def sweep() -> None:
-    """Collect what Python itself would have collected by now."""
+    """Collect what Python, by the thresholds above, would have collected by now."""
+    # Python counts on while its own collections are off.
     young, middle, old = gc.get_count()
     if young <= YOUNG:
         return
@@ -48,13 +51,15 @@ def sweep() -> None:
     elif old <= OLD:
         gc.collect(1)
     else:
-        gc.collect(2)
+        gc.collect(2)  # as rare as this: the reserve is touched again, as it may be used up
         _reserve_memory()
 
 
 def _reserve_memory() -> None:
     """Touch memory and give it back to the allocators, not to the kernel."""
     content_bytes = LITTLE_BYTES - BYTES_HEADER
+    # Little objects are made one behind the other, so one of so many keeps each arena: Python gives
+    # an arena to the kernel only when nothing in it is alive.
     little = [bytes(content_bytes) for _ in range(RESERVE_BYTES // LITTLE_BYTES)]
     _kept_objects[:] = little[:: ARENA_BYTES // LITTLE_BYTES]
     large = [bytearray(LARGE_BYTES) for _ in range(RESERVE_BYTES // 4 // LARGE_BYTES)]

@@ -13,13 +13,16 @@ from .worker_state import WorkerState
 
 @dataclass(slots=True, eq=False)
 class UntidiedPlacement:
-    """A placement that index, counts and records do not know yet; see `Router.tidy`."""
+    """A placement that index, counts and records do not know yet.
+
+    Its answer is sent first, and `Router.tidy` does the rest afterwards.
+    """
 
     placement: Placement
     decision_id: int  #: 0: no decisions are recorded
     ttft_s: float  #: predicted, from the request's arrival
-    placed_at: float
-    queue_length: int
+    placed_at: float  #: by the router's clock, in seconds
+    queue_length: int  #: requests that were left in the queue
 
 
 def name_of(worker: WorkerState | None) -> str | None:
@@ -28,14 +31,17 @@ def name_of(worker: WorkerState | None) -> str | None:
 
 
 class DecisionRecorder:
-    """Turns what the router decides into `Decision`s, as people read them."""
+    """Turns what the router decides into `Decision`s, as people read them.
+
+    `policy` is the name of the router's policy; `limit` is how many decisions are kept.
+    """
 
     def __init__(self, policy: str, limit: int) -> None:
         self.decisions = Decisions(limit)
         self._policy = policy
 
     def record_placement(self, untidied: UntidiedPlacement, decode_workers: int) -> None:
-        """Record a placement; `decode_workers` could have decoded it."""
+        """Record a placement; `decode_workers` is how many workers could have decoded it."""
         placement = untidied.placement
         decision = self._new_decision(
             placement.request,
@@ -52,6 +58,7 @@ class DecisionRecorder:
         decision.prefill_options = placement.prefill_options()
         decision.decode_options = placement.decode_options()
         decision.others = decode_workers - len(decision.decode_options)
+        # Predictions from here on; `left_s` is the wait until the prefill begins.
         decision.left_s = placement.wait_s
         decision.prefill_s = placement.prefill_s
         decision.ttft_s = untidied.ttft_s
@@ -80,7 +87,7 @@ class DecisionRecorder:
             decision.observed["ttft_ms"] = round(1e3 * ttft_s, 3)
 
     def record_outcome(self, key: AttemptKey, outcome: AttemptOutcome) -> None:
-        """Add what came of an attempt to its record."""
+        """Add what came of an attempt to its record, unless the record is forgotten already."""
         decision = self.decisions.get(key)
         if decision is None:
             return
@@ -109,7 +116,7 @@ class DecisionRecorder:
             prompt_tokens=request.prompt_tokens,
             slo_class=request.place.slo_class,
             tenant=request.place.tenant,
-            ttft_target_s=request.deadline - request.arrived_at,
+            ttft_target_s=request.deadline - request.arrived_at,  # the deadline of its first token
             itl_target_s=request.itl_s,
             waited_s=at - request.arrived_at,
             waiting=queue_length,

@@ -27,11 +27,13 @@ from .trace import Trace, count_turns
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SETTLE_S = 0.001  #: after it the router takes the fleet for complete; all workers join at once
+#: Seconds after the router's first event, from which it takes the fleet for complete. In a
+#: simulation all workers join at once, so there is nothing to wait for.
+SETTLE_S = 0.001
 
 
 class Variant(StrEnum):
-    """What of a baseline is simulated."""
+    """What of a baseline, another system whose policy is compared with ours, is simulated."""
 
     POLICY_ONLY = "policy-only"  #: its policy; all else is ours
     #: The baseline as its authors ship it: always disaggregated, and the first token comes from
@@ -46,16 +48,19 @@ class Case:
     trace: Trace
     fleet: Fleet
     slo: Slo
-    policy: str = OWN_POLICY
-    variant: str = Variant.POLICY_ONLY
-    seeds: int = 3
+    policy: str = OWN_POLICY  #: the router's, by which it places requests
+    variant: str = Variant.POLICY_ONLY  #: of no effect under our own policy
+    seeds: int = 3  #: how many loads are drawn of the trace, with the seeds from 0
     closed_loop: bool = False  #: later turns of a session wait for the end of the one before
     faults: Faults = field(default_factory=Faults)
-    disaggregate: str = "auto"  #: as `RouterConfig.disaggregate`
+    disaggregate: str = "auto"  #: as `RouterConfig.disaggregate`: always, auto or never
     router_config: RouterConfig | None = None  #: a recorded run's; only its policy is replaced
 
     def setting(self, split: FleetSplit) -> Setting:
-        """Return what a simulation of this case runs on a split."""
+        """Return what a simulation of this case runs on a split, the roles of its replicas.
+
+        With `decisions=0` the router keeps no records of its decisions.
+        """
         as_shipped = self.variant == Variant.FULL and self.policy != OWN_POLICY
         if self.router_config is not None:
             as_shipped = False
@@ -64,6 +69,7 @@ class Case:
             config = RouterConfig(
                 policy=self.policy,
                 disaggregate="always" if as_shipped else self.disaggregate,
+                # Targets that have only a multiple of the prefill have no seconds; 0 is refused.
                 ttft_s=self.slo.ttft_s or 1.0,
                 itl_s=self.slo.itl_s,
                 settle_s=SETTLE_S,
@@ -100,14 +106,15 @@ class LoadVerdict(NamedTuple):
 def simulate_case(
     case: Case, split: FleetSplit, rate: float, seed: int, missed_limit: float = inf
 ) -> CaseRun:
-    """Run one load of `rate` requests/s per GPU.
+    """Run one load of `rate` requests/s per GPU; equal seeds draw equal requests.
 
-    The run ends early once more than `missed_limit` requests have missed their targets.
+    The run ends early once more than `missed_limit` requests have missed their targets. Then it has
+    no outcomes.
     """
     started_at = time.perf_counter()
     requests = case.trace.workload(rate * case.fleet.gpus, seed, case.closed_loop)
     simulation = Simulation(case.setting(split), case.trace, seed)
-    gc.disable()  # a run makes no cycles, and what it holds is large
+    gc.disable()  # a run makes no cycles, and what it holds is large: to search it takes time
     try:
         outcomes = simulation.run(requests, missed_limit)
     finally:
@@ -119,8 +126,9 @@ def simulate_case(
 def check_load(case: Case, split: FleetSplit, rate: float, share: float, seeds: int) -> LoadVerdict:
     """Say whether `share` of all requests of these seeds meet their targets at `rate` per GPU.
 
-    The runs end as soon as that cannot be.
+    The runs end as soon as that cannot be. Without any request the answer is no.
     """
+    # Only counted: the loads of all seeds have equally many requests.
     load = case.trace.workload(rate * case.fleet.gpus, 0, case.closed_loop)
     missed_limit = (1 - share) * (count_turns(load) * seeds)
     missed = 0
@@ -150,12 +158,15 @@ class InlineExecutor(Executor):
         return future
 
 
-_forked_cases: list[Case] = []  #: of the pool that this process works for
+#: The cases of the pool that this process works for. They are set before its processes are forked,
+#: which is how those get them.
+_forked_cases: list[Case] = []
 
 
 def _run_forked(
     function: Callable[..., T], case_number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> T:
+    """Do one task, in a process of the pool."""
     return function(_forked_cases[case_number], *args, **kwargs)
 
 
@@ -174,7 +185,8 @@ class CaseProcesses:
         if jobs > 1:
             _forked_cases[:] = cases
             self._pool = ProcessPoolExecutor(jobs, get_context("fork"))
-            self._pool.submit(int).result()  # all are forked now, before there are threads
+            # A first task, which does nothing, forks all processes now, before there are threads.
+            self._pool.submit(int).result()
 
     def submit(
         self,

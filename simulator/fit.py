@@ -3,17 +3,19 @@
 `python -m diptych.simulator.fit [--calibration FOLDER] [--write]` prints the errors and, with
 `--write`, writes `coefficients.yaml`.
 
-The measured engines are dense models under vLLM, aggregated, with tp 1 to 8, where the load's
-concurrency is stated: Llama-3.1-70B in fp8 on H100, H200 and B200 SXM, and Qwen3-32B in bf16 on
-H100. The fit sees those on H200; those on H100 and B200 test it. With B sequences that decode at a time in a
-closed loop, an engine's time per output token is predicted as
+The measured engines are dense models under vLLM, aggregated (one engine computes prompts and
+answers), with tp 1 to 8, where the load's concurrency is stated: Llama-3.1-70B in fp8 on H100, H200
+and B200 SXM, and Qwen3-32B in bf16 on H100. The fit sees those on H200; those on H100 and B200 test
+it. With B sequences that decode at a time in a closed loop, an engine's time per output token is
+predicted as
 
     TPOT = step_s(B, B * (isl + osl / 2)) + B * prefill_s(isl, isl) / osl
     B    = min(concurrency, KV tokens of the replica / (isl + osl / 2))
 
-where isl and osl are the lengths of prompt and answer in tokens, and nothing of a prompt is
-cached. The fit minimises the squares of log(predicted / measured), in which the overheads are not
-linear.
+where isl and osl are the lengths of prompt and answer in tokens, isl + osl / 2 is the mean length
+of a sequence while it decodes, and nothing of a prompt is cached. The second term is the share of
+the prompts' time: while a sequence decodes its osl tokens, B prompts are computed. The fit
+minimises the squares of log(predicted / measured), in which the overheads are not linear.
 """
 
 from __future__ import annotations
@@ -40,17 +42,19 @@ from .hardware import (
     load_constants,
 )
 
-SAMPLE_FILE = "silicon_sample.csv.gz"
+SAMPLE_FILE = "silicon_sample.csv.gz"  #: in the calibration folder: a row for each measured engine
+#: From the names in the sample to those in `coefficients.yaml`; rows of other names are not used.
 GPU_NAMES = {"h100_sxm": "H100", "h200_sxm": "H200", "b200_sxm": "B200"}
 MODEL_NAMES = {"meta-llama/Llama-3.1-70B": "llama3.1-70b", "Qwen/Qwen3-32B": "qwen3-32b"}
-DATA_TYPES = ("bf16", "fp8")
-FITTED_GPU = "H200"
+DATA_TYPES = ("bf16", "fp8")  #: of the weights; rows of others are not used
+FITTED_GPU = "H200"  #: the engines on all other GPUs test the fit
 LARGE_ERROR = 0.1  #: relative; larger errors count linearly, not squared
 
 #: The fitted engines run one model, so they tell only the sum of a step's overhead and its layers'.
 #: The share of `step_s` in this sum is therefore arbitrary, and would differ from one processor to
 #: the next. It is held at what a fit with a free `step_s` once ended at: 4 % of the sum.
 HELD_STEP_S = 1.858e-4
+#: Where the fit begins. Of every overhead it fits a factor on this value, so none is 0.
 START = Overheads(
     weights_efficiency=0.9,
     kv_efficiency=0.8,
@@ -59,6 +63,7 @@ START = Overheads(
     prefill_efficiency=1.0,
     prompt_s=5e-3,
 )
+#: Limits of the fit; an overhead whose two limits are equal is held.
 LOWER_BOUNDS = Overheads(
     weights_efficiency=0.3,
     kv_efficiency=0.3,
@@ -84,8 +89,8 @@ class MeasuredEngine:
     """One engine configuration under one load, and its measured time per output token."""
 
     gpu: str
-    model: str
-    tp: int
+    model: str  #: with the data type of its weights: `llama3.1-70b-fp8`
+    tp: int  #: GPUs that share the model
     concurrency: int  #: requests that clients keep open
     isl: int  #: tokens of each prompt
     osl: int  #: tokens of each answer
@@ -93,18 +98,19 @@ class MeasuredEngine:
 
 
 class PredictionError(msgspec.Struct, frozen=True):
-    """Relative errors of the predicted time per output token, over some engines."""
+    """Relative errors of the predicted time per output token, over some engines: 0.1 is 10 %."""
 
     rows: int  #: how many engines
     mean: float  #: of the errors' magnitudes
     median: float  #: of the errors' magnitudes
-    bias: float  #: mean of the errors with their signs
+    bias: float  #: mean of the errors with their signs; above 0: predictions are too long
 
 
 class FitResult(NamedTuple):
     """The fitted overheads, and the errors by group of engines."""
 
     overheads: Overheads
+    #: Of the engines "fitted" and "not_fitted", and of each GPU and model that was not fitted.
     errors: dict[str, PredictionError]
 
 
@@ -120,7 +126,7 @@ def read_engines(folder: Path) -> list[MeasuredEngine]:
 
 def _parse_engine(row: dict[str, str]) -> MeasuredEngine | None:
     """Return the row's engine, or None if its kind is not fitted."""
-    data_type = row["gemm_quant_mode"] or "bf16"
+    data_type = row["gemm_quant_mode"] or "bf16"  # not quantized
     concurrency = re.search(r"silicon_concurrency=(\d+)", row["silicon_data_source"])
     if row["system"] not in GPU_NAMES or row["model_path"] not in MODEL_NAMES:
         return None
@@ -140,7 +146,10 @@ def _parse_engine(row: dict[str, str]) -> MeasuredEngine | None:
 
 
 def predict_tpot_s(engine: MeasuredEngine, overheads: Overheads) -> float:
-    """Return the seconds per output token by the closed form with these overheads."""
+    """Return the seconds per output token by the module's formulas with these overheads.
+
+    `rows` is their B, at least 1: an engine whose KV is smaller than one sequence serves one still.
+    """
     model = find_model(engine.model)
     gpu = find_gpu(engine.gpu)
     cost = derive_coefficients(model, gpu, engine.tp, overheads)
@@ -155,7 +164,11 @@ def predict_tpot_s(engine: MeasuredEngine, overheads: Overheads) -> float:
 
 
 def fit_overheads(engines: list[MeasuredEngine]) -> Overheads:
-    """Return the overheads that predict these engines best, to four digits."""
+    """Return the overheads that predict these engines best, to four digits.
+
+    An overhead whose limits are equal keeps its value. The others are varied as factors on `START`,
+    so that all have a like scale.
+    """
     start = _as_array(START)
     lower = _as_array(LOWER_BOUNDS)
     upper = _as_array(UPPER_BOUNDS)
@@ -238,6 +251,7 @@ def main() -> None:
 
 
 def _write_constants(result: FitResult) -> None:
+    """Write overheads and errors to `coefficients.yaml`, and keep all else that it has."""
     constants = load_constants()
     constants = msgspec.structs.replace(
         constants,

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 STRETCHES = 20  #: of each run; a run of fewer requests has one for each
-DRAWS = 2000
-PERCENTILES = (2.5, 97.5)
+DRAWS = 2000  #: draws of stretches by which an interval is found
+PERCENTILES = (2.5, 97.5)  #: of the draws, at which an interval ends
 
 #: For each run, whether each request met its targets, in the order of arrival.
 MetByRun = Sequence[Sequence[bool]]
@@ -53,13 +53,14 @@ def ratio_interval(numerator: MetByRun, denominator: MetByRun) -> Interval:
 
 
 class _Stretches(NamedTuple):
-    """Requests of each stretch, and how many of them met their targets."""
+    """The stretches of all runs, one after the other: an element of each array for each stretch."""
 
-    met: np.ndarray
-    requests: np.ndarray
+    met: np.ndarray  #: how many of its requests met their targets
+    requests: np.ndarray  #: how many requests it has
 
     @staticmethod
     def of(met: MetByRun) -> _Stretches:
+        """Cut each run into stretches of about equally many requests; an empty run has none."""
         parts = [
             part
             for run in met
@@ -71,11 +72,16 @@ class _Stretches(NamedTuple):
         )
 
     def draws(self) -> np.ndarray:
-        """Return rows of indices of stretches; equal for equally many stretches."""
+        """Return `DRAWS` rows of indices of stretches; equal rows for equally many stretches.
+
+        Each row has as many stretches as there are, drawn with repetition. The fixed seed makes two
+        layouts with the same requests draw the same stretches.
+        """
         count = len(self.met)
         return np.random.default_rng(0).integers(0, count, (DRAWS, count))
 
     def drawn_requests(self) -> np.ndarray:
+        """Return how many requests each draw has; stretches differ in length."""
         return self.requests[self.draws()].sum(axis=1)
 
 

@@ -45,7 +45,7 @@ from .planned_layout import (
 from .reach import ReachStudy, find_reach, target_curve
 from .search import ProgressReporter, no_progress, split_text
 
-SIMULATED_LAYOUTS = 6  #: separated layouts of a fleet that are simulated
+SIMULATED_LAYOUTS = 6  #: limit of the separated layouts that are simulated, for each fleet
 #: A separated layout must serve this times the mixed one's requests/s: mixed is simpler.
 PAYS_FACTOR = 1.05
 
@@ -68,6 +68,7 @@ def plan_layouts(
         study = ReachStudy(
             option_of={option.name: option for option in options},
             demand=demand,
+            # The best rate is 0 where no layout has enough requests in time at any rate.
             rate=best.rate or demand.trace.rate,
             pool=pool,
         )
@@ -94,7 +95,10 @@ def plan_layouts(
 
 
 def pick_layout(options: list[FleetOption], demand: PlanDemand, jobs: int) -> FleetLayout:
-    """Return the best layout alone. Raises SimulationError if there is no fleet."""
+    """Return the best layout, as `plan_layouts` chooses it, without verdict and reach.
+
+    `jobs` processes simulate. Raises SimulationError if there is no fleet.
+    """
     with ProcessPoolExecutor(max(1, jobs), get_context("fork")) as pool:
         return choose_layout(_simulate_layouts(options, demand, pool, no_progress), demand)
 
@@ -142,7 +146,7 @@ def _candidate_layouts(fleet: Fleet, load: RequestClasses, slo: Slo) -> list[Spl
         for splits in itertools.product(*choices)
         if any(split.prefill for split in splits) and any(split.decode for split in splits)
     ]
-    separated.sort(key=lambda splits: -_fluid_rate(fleet, splits, load, slo))
+    separated.sort(key=lambda splits: -_fluid_rate(fleet, splits, load, slo))  # best first
 
     partly_mixed: list[Splits] = []
     if separated and len(fleet.pools) == 1:
@@ -192,7 +196,10 @@ def choose_layout(layouts: list[FleetLayout], demand: PlanDemand) -> FleetLayout
 
 
 class Contest(NamedTuple):
-    """The best separated layout and the best mixed one, of equally many GPUs."""
+    """The best separated layout and the best mixed one, of equally many GPUs.
+
+    A partly mixed layout counts as separated.
+    """
 
     separated: FleetLayout
     mixed: FleetLayout
@@ -201,9 +208,9 @@ class Contest(NamedTuple):
 class Comparison(NamedTuple):
     """How many times as many requests a separated layout serves in time, at the same rate."""
 
-    rate: float
-    ratio: float  #: inf: the mixed layout serves none
-    interval: Interval
+    rate: float  #: requests/s that both layouts were offered
+    ratio: float  #: requests in time, separated over mixed; inf: the mixed layout serves none
+    interval: Interval  #: of the ratio
 
     @property
     def pays(self) -> bool:
@@ -228,15 +235,16 @@ def _times(ratio: float) -> str:
 
 
 def _finite(value: float) -> float | None:
+    """Return the value as JSON can hold it: None for infinity."""
     return round(value, 4) if value < inf else None
 
 
 def _find_contest(
     layouts: Sequence[FleetLayout], best: FleetLayout, demand: PlanDemand
 ) -> Contest | None:
-    """Return the best layouts of both kinds with as many GPUs as the best one.
+    """Return the best layouts of both kinds with as many GPUs as `best` has.
 
-    None: there are none of one kind.
+    None: there are layouts of one kind alone, as with a fleet of one replica.
     """
     same_size = [layout for layout in layouts if layout.gpus == best.gpus]
     separated = [layout for layout in same_size if not layout.mixed]
@@ -252,7 +260,8 @@ def _find_contest(
 def _compare(contest: Contest, study: ReachStudy) -> Comparison:
     """Return how both layouts serve the same requests.
 
-    Without a rate in the demand, the rate is the largest one that the separated layout serves.
+    With a rate in the demand, both were simulated at it already. Without, they are simulated at the
+    largest rate that the separated layout serves.
     """
     if study.demand.rate is not None:
         return compare_layouts(contest)
@@ -279,7 +288,8 @@ def describe_verdict(
 ) -> str:
     """Return a sentence that says whether disaggregation pays, and by how much.
 
-    It pays where the separated layout serves more, and the interval of the ratio excludes 1.
+    It pays where the separated layout serves more, as the module's docstring says, and the ratio's
+    interval lies above 1.
     """
     if contest is None or comparison is None:
         return "There is nothing to separate: one replica computes prompts and answers."
@@ -316,6 +326,7 @@ def _compared_value(layout: FleetLayout, demand: PlanDemand) -> float:
 
 
 def _describe_served(layout: FleetLayout, demand: PlanDemand) -> str:
+    """Return the share in time at the demand's rate, or without one the rate that is served."""
     if demand.rate is not None:
         return f"{layout.attainment:.1%} of {demand.rate:g} requests/s in time"
     return f"{layout.rate:.2f} requests/s with {demand.share:.0%} in time"
@@ -359,7 +370,10 @@ def cluster_settings(
 
 
 def _replica_settings(hardware: Hardware) -> dict[str, Any]:
-    """Return the settings of a pool that make its replicas like this one."""
+    """Return the settings of a pool that make its replicas like this one.
+
+    These are its GPUs; or of a CPU worker its threads, and the limit of its steps if it has one.
+    """
     if not hardware.threads:
         return {"tensor_parallel": hardware.tp}
     engine: dict[str, float] = {"threads": hardware.threads}
@@ -369,7 +383,11 @@ def _replica_settings(hardware: Hardware) -> dict[str, Any]:
 
 
 def format_plan(document: dict[str, Any]) -> str:
-    """Return the document of `plan_layouts` as text: layouts, verdict, targets within reach."""
+    """Return the document of `plan_layouts` as text: layouts, verdict, targets within reach.
+
+    The column `95 %` is the interval of the share in time, which is a point where the layout's rate
+    was searched for. Layouts with most in time come first.
+    """
     entries = sorted(
         document["layouts"], key=lambda entry: (-entry["attainment"], -entry["rate_per_gpu"])
     )
@@ -414,7 +432,7 @@ def _curve_lines(document: dict[str, Any]) -> list[str]:
 
 
 def cluster_yaml(document: dict[str, Any]) -> str:
-    """Return the text of cluster.yaml; comments at its top say why."""
+    """Return the text of cluster.yaml for the best layout; comments at its top say why."""
     best = document["best"]
     comments = [
         f"# diptych plan: {best['split']} of {best['fleet']} ({best['rate']:g} requests/s,",

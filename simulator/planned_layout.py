@@ -37,6 +37,7 @@ class PlanDemand:
         sessions, or timestamps within their quantum.
         """
         trace = self.trace
+        # Above its own rate a trace is overlaid with copies of itself, each shifted by the seed.
         has_copies = rate > trace.rate * (1 + 1e-9)
         seeds_differ = has_copies or trace.has_sessions or trace.quantum_s > 0
         return self.seeds if seeds_differ else 1
@@ -50,14 +51,19 @@ class FleetOption:
     fleet: Fleet
 
     def slo(self, demand: PlanDemand) -> Slo:
-        """Return the demand's targets, as multiples of what a prefill takes on this fleet."""
+        """Return the demand's targets for this fleet.
+
+        A TTFT target such as `3x` is a multiple of a prompt's prefill on the fleet's first kind of
+        replica.
+        """
         return Slo.parse(demand.slo, self.fleet.reference)
 
     def paced_by_targets(self) -> FleetOption:
         """Return the option with engines whose steps follow the ITL target.
 
         Measured engines were paced for the targets that they had. With other targets they would be
-        configured for these.
+        configured for these. Without a budget (None) the simulation derives one from the target;
+        engines that were measured without any limit (inf) keep none.
         """
         pools = tuple(
             (
@@ -80,12 +86,12 @@ class FleetLayout:
     """The roles of a fleet's replicas, and what the fleet serves with them."""
 
     fleet_name: str
-    gpus: int
+    gpus: int  #: of the whole fleet; of CPU workers, their cores
     splits: Splits
-    rate: float  #: requests/s
+    rate: float  #: requests/s of the whole fleet
     attainment: float  #: share of the requests within their targets at this rate
     #: For each run at this rate, whether each request was within its targets; the runs of a fleet's
-    #: layouts have the same requests.
+    #: layouts have the same requests. It is empty where the rate was searched for.
     met: MetByRun = field(default=(), repr=False)
 
     @property
@@ -95,7 +101,7 @@ class FleetLayout:
 
     @property
     def interval(self) -> Interval:
-        """The interval of the attainment; a point if no request is known."""
+        """The 95 % interval of the attainment; a point if `met` has no requests."""
         if not any(self.met):
             return Interval(self.attainment, self.attainment)
         return share_interval(self.met)
@@ -114,7 +120,7 @@ class LayoutTask(NamedTuple):
     demand: PlanDemand
 
     def case(self) -> Case:
-        """Return the case of the layout."""
+        """Return the case of the layout: the trace on its fleet under our own policy."""
         return Case(
             self.demand.trace,
             self.option.fleet,
@@ -126,7 +132,11 @@ class LayoutTask(NamedTuple):
 
 
 def simulate_layout(task: LayoutTask) -> FleetLayout:
-    """Return what the layout serves: at the demand's rate, or the largest rate that it serves."""
+    """Return what the layout serves: at the demand's rate, or the largest rate that it serves.
+
+    The largest rate is that at which the demand's share of the requests is in time. It is 0 if the
+    layout cannot serve even a small part of the trace's own rate.
+    """
     demand = task.demand
     if demand.rate is not None:
         return simulate_at(task, demand.rate)
@@ -148,7 +158,10 @@ def simulate_layout(task: LayoutTask) -> FleetLayout:
 
 
 def simulate_at(task: LayoutTask, rate: float) -> FleetLayout:
-    """Return what the layout serves at a rate, which is more than 0."""
+    """Return what the layout serves at `rate` requests/s of the whole fleet, more than 0.
+
+    Without any request the attainment is 1.
+    """
     case = task.case()
     fleet = task.option.fleet
     met: list[list[bool]] = []

@@ -10,7 +10,10 @@ promised instead, in this order:
 
 Every target is simulated on engines and a router that are configured for it: a looser ITL leaves
 prefill more of each step, so a run for one target does not tell what another one would give.
-`target_curve` does the same over a grid.
+`target_curve` tells what each of a few ITL targets would give, whether in reach or not.
+
+Sentences call the ITL target a "gap p99": an answer keeps it if its mean gap between tokens does,
+and from 20 gaps on their 99th percentile too.
 """
 
 from __future__ import annotations
@@ -25,14 +28,16 @@ from .metrics import Slo
 from .planned_layout import FleetLayout, FleetOption, LayoutTask, PlanDemand, simulate_at
 from .search import split_text
 
-REACH_SHARE = 0.9
+REACH_SHARE = 0.9  #: of the requests; no more are asked for, even if the demand wants more
 CURVE_FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)  #: times the ITL that was asked for
 FACTORS_LIMIT = 16.0  #: times the target; what is out of reach there is called unreachable
-BISECTIONS = 5  #: after doublings: the factor is known to 2 ** (1 / 32), about 2 %
+#: Bisections between a factor that suffices and half of it, which does not. After five of them the
+#: factor is known to 2 ** (1 / 32), about 2 %.
+BISECTIONS = 5
 
 
 class Target(StrEnum):
-    """Which targets change."""
+    """Which targets change. The order is that in which `find_reach` tries them."""
 
     ITL = "itl"
     TTFT = "ttft"
@@ -45,8 +50,8 @@ class ReachedTarget:
 
     target: Target  #: what had to change
     factor: float  #: by which it is larger than what was asked for
-    slo: Slo
-    layout: FleetLayout
+    slo: Slo  #: both targets, the changed ones with the factor in them
+    layout: FleetLayout  #: with what it serves at these targets
 
 
 def scaled(slo: Slo, target: Target, factor: float) -> Slo:
@@ -63,16 +68,16 @@ def scaled(slo: Slo, target: Target, factor: float) -> Slo:
 
 @dataclass(frozen=True, slots=True)
 class ReachStudy:
-    """The layouts that are asked, at one rate."""
+    """What is the same for all targets that are tried: the fleets, the load, and its rate."""
 
     option_of: dict[str, FleetOption]  #: by the fleet's name
-    demand: PlanDemand
-    rate: float  #: requests/s
-    pool: Executor
+    demand: PlanDemand  #: its targets are those that were asked for
+    rate: float  #: requests/s at which every layout is simulated, whatever the demand's rate
+    pool: Executor  #: of the processes that simulate
 
     @property
     def share(self) -> float:
-        """How many of the requests must meet a target that is within reach."""
+        """The share of the requests that must meet a target for it to be within reach."""
         return min(REACH_SHARE, self.demand.share)
 
     def serve(
@@ -88,12 +93,16 @@ class ReachStudy:
         return list(self.pool.map(simulate_at, tasks, [self.rate] * len(tasks)))
 
     def best(self, layouts: Sequence[FleetLayout], target: Target, factor: float) -> FleetLayout:
-        """Return what the best layout serves when the targets are larger by the factor."""
+        """Return the layout with the most requests in time with targets larger by the factor."""
         return max(self.serve(layouts, target, factor), key=lambda layout: layout.attainment)
 
 
 def find_reach(study: ReachStudy, layouts: Sequence[FleetLayout]) -> dict[str, Any]:
-    """Return whether the targets are within reach, and what is reachable if not."""
+    """Return whether the targets are within reach, and what is reachable if not.
+
+    The result is the part `reach` of a plan's document. Shares are from 0 to 1, `interval` is that
+    of the attainment, and `reachable` is None if the targets are in reach or nothing else is.
+    """
     asked = study.best(layouts, Target.BOTH, 1.0)
     slo = study.option_of[asked.fleet_name].slo(study.demand)
     document: dict[str, Any] = {
@@ -123,7 +132,10 @@ def find_reach(study: ReachStudy, layouts: Sequence[FleetLayout]) -> dict[str, A
 
 
 def _find_reached(study: ReachStudy, layouts: Sequence[FleetLayout]) -> ReachedTarget | None:
-    """Return the first kind of change that helps, as small as it can be."""
+    """Return the first kind of change that helps, as small as it can be; None if none does.
+
+    The factor is doubled from 2 on, up to `FACTORS_LIMIT`: 1 is known not to suffice.
+    """
     for target in Target:
         factor = 2.0
         reached = None
@@ -149,7 +161,7 @@ def _tighten(
     """Return the smallest factor between half of this one, which is too small, and this one."""
     too_small = factor / 2
     for _ in range(BISECTIONS):
-        middle = (too_small * factor) ** 0.5
+        middle = (too_small * factor) ** 0.5  # the geometric mean: errors are relative
         layout = study.best(layouts, target, middle)
         if layout.attainment >= study.share:
             factor = middle
@@ -163,7 +175,10 @@ def _tighten(
 def describe_reach(
     study: ReachStudy, slo: Slo, asked: FleetLayout, reached: ReachedTarget | None
 ) -> str:
-    """Return a sentence or two: whether the targets are within reach, and what is instead."""
+    """Return a sentence or two: whether the targets are within reach, and what is instead.
+
+    `slo` is what was asked for, `asked` is what the best layout serves of it.
+    """
     rate = f"{study.rate:.3g} requests/s"
     served = f"{asked.attainment:.0%} of the requests"
     split = split_text(asked.splits)
@@ -209,7 +224,10 @@ def _ttft_text(slo: Slo) -> str:
 
 
 def target_curve(study: ReachStudy, layouts: Sequence[FleetLayout]) -> list[dict[str, Any]]:
-    """Return the goodput of each layout over ITL targets, the TTFT as asked."""
+    """Return the goodput of each layout over ITL targets, the TTFT as asked.
+
+    Goodput is the requests/s that meet both targets.
+    """
     points: list[dict[str, Any]] = []
     for factor in CURVE_FACTORS:
         for layout in study.serve(layouts, Target.ITL, factor):

@@ -1,4 +1,8 @@
-"""`diptych bench engine`: how fast the engine is here, alone or in turn with vLLM."""
+"""`diptych bench engine` and `bench router`: how fast they are on this machine.
+
+The engine is measured alone, or in turn with vLLM. Modules of the benches are imported by the
+command that needs them: torch would slow down every other command.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +21,15 @@ import typer
 from .common import check_output, fail, interrupt_on, table_lines
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+#: Columns of the engine's table, in three parts: those of PEER_COLUMNS only where vLLM is compared.
+#: RATIO is vLLM's time over ours, SPREAD the interquartile range of the rounds' ratios, BANDWIDTH
+#: and FLOPS are shares of what the machine can do, WAITED the share of the time in which a thread
+#: waited for a CPU.
 TIME_COLUMNS = ("PHASE", "BATCH", "CONTEXT", "MS")
 PEER_COLUMNS = ("VLLM MS", "RATIO", "SPREAD")
 RATE_COLUMNS = ("TOKENS/S", "BANDWIDTH", "FLOPS", "WAITED")
 CALM_SHARE = 0.02  #: Threads of an undisturbed cell wait for a CPU for less of the time.
 INSTALL = "how to install it: engine/bench/README.md"
-
-
-@app.callback()
-def _bench() -> None:
-    """A group, so that `engine` is a command of its own."""
 
 
 @app.command()
@@ -95,7 +98,7 @@ def router(
 
 
 def _measure_engine(model: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the result, or fail. Torch is imported only now, when the options are right."""
+    """Return the result, or end the command. Torch is imported only now: the options are right."""
     from ...engine.bench.child import EngineBenchError
     from ...engine.bench.compare import EngineBenchOptions, run
     from ...engine.errors import EngineError
@@ -128,11 +131,11 @@ def checkpoint(model: str) -> Iterator[Path]:
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:
-    """Return the numbers of an option's comma-separated list, or fail."""
+    """Return the numbers of an option's comma-separated list, or end the command."""
     try:
         values = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        values = (0,)
+        values = (0,)  # refused below, like any number that is too small
     if any(value < 1 for value in values):
         fail(f"{option} {text}: expected numbers above 0, separated by commas", 2)
     return values
@@ -153,6 +156,7 @@ def _find_vllm_python(against: str | None, python: Path | None) -> Path | None:
 
 
 def _table(result: dict[str, Any]) -> str:
+    """Return the engine's result as text; its keys are those of `engine/bench/results.py`."""
     model = result["model"]
     machine = result["machine"]
     peer = result["peer_setup"]

@@ -11,7 +11,10 @@ import typer
 from .bench import checkpoint, numbers
 from .common import check_output, fail, interrupt_on, table_lines
 
-PROXIES = ("none", "haproxy", "python")
+PROXIES = ("none", "haproxy", "python")  #: What stands between clients and the gateway.
+#: MODE is paced (each stream gets tokens at a fixed rate) or flat (as fast as they go). The columns
+#: from GATEWAY to SUM are the CPU time of a token in each process; ITL P99 is what is added to the
+#: pace, and only paced rows have it.
 COLUMNS = ("PROXY", "STREAMS", "MODE", "TOKENS/S", "GATEWAY", "WORKER", "PROXY", "SUM", "ITL P99")
 
 
@@ -35,6 +38,7 @@ def gateway(
             fail(f"--proxy {name}: expected some of {', '.join(PROXIES)}", 2)
     stream_counts = numbers("--streams", streams)
     interrupt_on(signal.SIGINT)
+    # These imports take long: the options are checked first.
     from ...engine.demo import CHECKPOINT
     from ..bench.gateway.run import GatewayBenchOptions, run
 
@@ -52,7 +56,10 @@ def gateway(
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the result as text; CPU is in microseconds per token, by process."""
+    """Return the result as text; CPU is in microseconds per token, by process.
+
+    Below the rows: proxies that could not be measured, prompts a second, and slow clients.
+    """
     lines = table_lines([COLUMNS, *map(_row, result["rows"])], right_aligned_from=0)
     for proxy, reason in result["missing"].items():
         lines.append(f"{proxy}: not measured ({reason})")

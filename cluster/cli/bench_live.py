@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 LOADTEST_INSTALL = "the client needs gevent: pip install 'diptych[loadtest]'"
 VLLM_INSTALL = "how to install it: engine/bench/README.md"
-DEMO = "demo"
-RANDOM = "205M"
-#: By option, and by whether the table is an overload.
+DEMO = "demo"  #: value of `--model` for the small checkpoint that comes with the engine
+RANDOM = "205M"  #: value of `--model` for a checkpoint of random weights, written for the run
+#: Lengths of prompts and answers in tokens, by option and by whether the table is an overload.
+#: Those of an overload are short; its default model is the small demo.
 DEFAULT_TOKENS = {
     ("--prompt-tokens", False): "512-2048",
     ("--prompt-tokens", True): "64-256",
@@ -117,7 +118,11 @@ def live(
 def _run(
     options: LiveOptions, *, names: list[str], vllm_python: Path | None, out: Path
 ) -> dict[str, Any]:
-    """Run the table, and return its document. Raises LiveBenchError."""
+    """Run the table, and return its document. Raises LiveBenchError.
+
+    `names` are those of `--layouts`; the name `plan` among them has `plan` pick layouts too, which
+    is done in the table `slo` alone.
+    """
     from ..bench.live.cells import LiveTable
     from ..bench.live.layouts import DiptychLayout
     from ..bench.live.run import LiveRun, machine_facts, run, servers_of
@@ -127,6 +132,7 @@ def _run(
     live_run = LiveRun(
         options=options,
         folder=out,
+        # Our servers are started by the program that runs now: `sys.argv[0]` is `diptych`.
         start_server=servers_of(options, str(Path(sys.argv[0]).absolute()), python),
         facts=machine_facts(options, python),
         plan_picks="plan" in names and options.table == LiveTable.SLO,
@@ -135,7 +141,11 @@ def _run(
 
 
 def _options(values: dict[str, Any], model: Path) -> LiveOptions:
-    """Return the options of the command line, checked. Raises LiveBenchError."""
+    """Return the options of the command line, checked. Raises LiveBenchError.
+
+    `values` are the command line's, under the names that they have in `live`. The cores are those
+    on which this process may run: `taskset` in front of the command chooses them.
+    """
     from ..bench.live.cells import LiveOptions, LiveTable
     from ..bench.live.errors import LiveBenchError
     from ..bench.live.layouts import parse_diptych_layout, parse_vllm_layouts
@@ -166,7 +176,10 @@ def _options(values: dict[str, Any], model: Path) -> LiveOptions:
 
 
 def _numbers(option: str, text: str) -> list[float]:
-    """Return the numbers of a comma-separated list. Raises LiveBenchError."""
+    """Return the numbers of a comma-separated list; `option` is for the error.
+
+    Raises LiveBenchError if there is none, or one is not a finite number above 0.
+    """
     from ..bench.live.errors import LiveBenchError
 
     try:
@@ -179,9 +192,9 @@ def _numbers(option: str, text: str) -> list[float]:
 
 
 def _token_range(option: str, text: str, *, is_overload: bool) -> TokenRange:
-    """Return the numbers of tokens; an overload's requests are short by default.
+    """Return the range of a text like `64-512`, or `128` for this number alone.
 
-    Raises LiveBenchError.
+    Without a text the range is the option's default for the table. Raises LiveBenchError.
     """
     from ..bench.live.errors import LiveBenchError
     from ..bench.live.loads import TokenRange
@@ -194,6 +207,7 @@ def _token_range(option: str, text: str, *, is_overload: bool) -> TokenRange:
 
 
 def _find_vllm_python(python: Path | None) -> Path:
+    """Return the absolute path of the Python that has vLLM; end with code 2 if there is none."""
     if python is None:
         fail(f"--against vllm needs --vllm-python, the Python that has vLLM; {VLLM_INSTALL}", 2)
     program = shutil.which(python)
@@ -204,7 +218,10 @@ def _find_vllm_python(python: Path | None) -> Path:
 
 @contextmanager
 def _checkpoint(model: str) -> Iterator[Path]:
-    """Yield the model's folder; a random one is written to a temporary folder meanwhile."""
+    """Yield the model's folder; end with code 2 if `model` names none.
+
+    A random checkpoint is written to a temporary folder, which is removed after the run.
+    """
     if model == DEMO:
         from ...engine.demo import CHECKPOINT
 

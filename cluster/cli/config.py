@@ -31,12 +31,13 @@ def show(
 ) -> None:
     """Every value, and where it comes from: the file, --set or the default."""
     if file is None and not override:
+        # The running configuration comes from a cluster, which does not tell where values are from.
         import yaml
 
         running_config = AdminClient(admin, token).get("/admin/v1/config")
         typer.echo(yaml.safe_dump(running_config, sort_keys=False))
         return
-    overrides = _parse_overrides(override)
+    overrides = _parse_overrides(override)  # by dotted key; a key may name a whole section
     file_keys = _flatten(_read_tree(file))
     for key, value in _flat_config(file, overrides).items():
         origin = "default"
@@ -84,11 +85,12 @@ def diff(old: File, new: File) -> None:
 
 
 def _flat_config(file: Path | None, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return all values of a configuration by dotted key, without the secret."""
+    """Return all values of a configuration by dotted key, defaults too, without the secret."""
     return _flatten(_load(file, overrides).model_dump(mode="json", exclude={"secret"}))
 
 
 def _load(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
+    """Return the checked configuration, or end the command with what is wrong."""
     from ..config import ConfigError, load_config
 
     try:
@@ -98,6 +100,7 @@ def _load(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
 
 
 def _parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
+    """Return the values of `--set KEY=VALUE`, or end the command with what is wrong."""
     from ..config import ConfigError, parse_overrides
 
     try:
@@ -107,7 +110,7 @@ def _parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
 
 
 def _read_tree(file: Path | None) -> dict[str, Any]:
-    """Return what the file itself says; the file has been found right before."""
+    """Return what the file itself says, without defaults; {} if there is no file."""
     import yaml
 
     try:

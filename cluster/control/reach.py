@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from math import sqrt
 from typing import Any
 
-REACH_SHARE = 0.9
+REACH_SHARE = 0.9  #: of requests that must meet a target for it to be in reach
 DEVIATIONS = 1.96  #: of a normal distribution: 95 % are within
 
 #: Target, as the goodput window calls it -> setting of the target, and what the latest requests got.
@@ -25,7 +25,7 @@ class UnreachedTarget:
     """A target that too few requests meet."""
 
     target: str  #: ttft or itl
-    asked_ms: float
+    asked_ms: float  #: the target itself, as the configuration has it
     met_share: float  #: of the requests in the goodput window
     requests: int
     reachable_ms: float  #: what 95 % of the latest requests got
@@ -34,7 +34,11 @@ class UnreachedTarget:
 def find_unreached_targets(
     slo: Mapping[str, float], router: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the targets out of reach, as they stand in the cluster's status."""
+    """Return the targets out of reach, as they stand in the cluster's status.
+
+    `slo` has the targets in ms, `router` is the router's statistics. A target is left out while
+    nothing is known: no request in the window, or no latency of the latest ones.
+    """
     recent = router.get("recent") or {}
     classes = (router.get("goodput") or {}).get("classes", {})
     requests = sum(group["requests"] for group in classes.values())
@@ -42,6 +46,7 @@ def find_unreached_targets(
         return []
     unreached: list[dict[str, Any]] = []
     for target, (setting, recent_name) in TARGETS.items():
+        # A class has the share of its requests that met each target; together they count as one.
         met = sum(group[target] * group["requests"] for group in classes.values())
         reachable_ms = recent.get(recent_name)
         if upper_share(met / requests, requests) >= REACH_SHARE or reachable_ms is None:
@@ -61,7 +66,7 @@ def find_unreached_targets(
 
 
 def upper_share(share: float, requests: int) -> float:
-    """Return the upper end of a share's 95 % interval, by Wilson."""
+    """Return the upper end of a share's 95 % interval, by Wilson; `requests` is at least 1."""
     squared = DEVIATIONS**2
     center = share + squared / (2 * requests)
     spread = DEVIATIONS * sqrt(share * (1 - share) / requests + squared / (4 * requests**2))

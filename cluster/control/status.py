@@ -11,11 +11,12 @@ from .orders import WorkerStatistics
 from .reach import find_unreached_targets
 from .serve import POOL_DEPLOYMENTS, PoolObservation
 
-#: Counts of requests that are added up over the gateways.
+#: Counts of requests that are added up over the gateways; "good" ones met both targets of the SLO.
 REQUEST_COUNTS = ("running", "finished", "good", "refused", "cancelled", "retries")
 
-#: What a router, and a gateway, says of itself.
+#: What the router answers; `gateways` and `loading` are what its gateways and new workers told it.
 RouterStatistics = dict[str, Any]
+#: What one gateway says of itself.
 GatewayStatistics = dict[str, Any]
 #: By worker that loads its model: what it does now, and which fraction of the loading is done.
 LoadingProgress = dict[str, tuple[str, float]]
@@ -30,7 +31,9 @@ def summarize(
     """Return the status of the cluster; `router` is None when no router answers.
 
     `state` is degraded when no request can be served, or a pool has fewer ready workers than it
-    should have. Draining and flipping workers count as ready, as an operator ordered that.
+    should have. Draining and flipping workers count as the pool's, because the pool lacks no worker
+    while they change; but they serve no request meanwhile, so a role that only they have is in
+    `missing`. A leaving worker counts for neither: its process is about to end.
     `unreached` are targets that are out of reach at the present load.
     """
     router_values = dict(router or {})
@@ -70,7 +73,10 @@ def _missing_parts(
     gateways: list[GatewayStatistics],
     workers: list[WorkerStatistics],
 ) -> list[str]:
-    """Return which roles or processes must come up before a request can be served."""
+    """Return which roles or processes must come up before a request can be served.
+
+    Without a router nothing else can be known, so the router is then the only one named.
+    """
     if router is None:
         return ["router"]
     needed_roles = {"decode"}
@@ -94,7 +100,8 @@ def _summarize_pool(
     """Return one row of the status.
 
     Replicas are counted in the pool that they belong to, and work where it is done: a flipped
-    worker's queue and blocks count for the pool of its role.
+    worker's queue and blocks count for the pool of its role. Each latency is shown for the pool
+    that causes it, and None for the other.
     """
     members = [worker for worker in workers if worker["home"] == pool]
     engines = [worker["engine"] for worker in workers if worker["role"] == pool]
@@ -120,6 +127,7 @@ def _summarize_pool(
         "roles": dict(sorted(Counter(worker["role"] for worker in members).items())),
         "gpu": ", ".join(sorted({worker["gpu"] for worker in members})) or "-",
         "queue": queue,
+        # All that the engines have; "ready" ones have their KV, and wait for a place in a step.
         "running": sum(
             engine["running"] + engine["ready"] + engine["prefilling"] for engine in engines
         ),
@@ -132,6 +140,7 @@ def _summarize_pool(
 
 
 def _kv_used_share(engines: list[dict[str, Any]]) -> float:
+    """Return the share of KV blocks in use or reserved, 0 to 1; blocks only cached are free."""
     total_blocks = sum(engine["kv_blocks"]["total"] for engine in engines)
     used_blocks = sum(
         engine["kv_blocks"]["active"] + engine["kv_blocks"]["reserved"] for engine in engines
@@ -156,10 +165,12 @@ def _pool_notes(
             notes.append(f"{worker['id']}: {worker['note']}")
 
     member_ids = {worker["id"] for worker in members}
+    pool_is_loading = False
     for worker_id, (phase, fraction) in sorted(loading.items()):
         if worker_id.startswith(f"{pool}/") and worker_id not in member_ids:
+            pool_is_loading = True
             notes.append(f"{worker_id} {phase} ({math.floor(100 * fraction)} %)")
-    if observation.starting and not loading:
+    if observation.starting and not pool_is_loading:  # else the notes above say more
         notes.append(f"{len(observation.starting)} starting")
     if observation.message:
         notes.append(observation.message)

@@ -34,10 +34,11 @@ from ...simulator.sim import Setting, Simulation
 from ...simulator.trace import HASH_TOKENS, Trace, TraceRequest
 
 MIN_REQUESTS = 8  #: With fewer requests nothing is said.
-WORKERS_LIMIT = 64
-LOAD_MINIMUM = 0.5
+WORKERS_LIMIT = 64  #: Of both roles together.
+LOAD_MINIMUM = 0.5  #: Times the recorded load, as the next.
 LOAD_LIMIT = 8.0
-CURVE_PERCENTILES = tuple(range(0, 101, 5))
+SETTLE_S = 0.001  #: All simulated workers join at once: the router need not wait for more.
+CURVE_PERCENTILES = tuple(range(0, 101, 5))  #: The points of a curve of latencies.
 MEDIAN_INDEX = CURVE_PERCENTILES.index(50)
 #: A placed request's first attempt, as `Decision.to_plain` in router/decisions.py describes it.
 DecisionRecord = dict[str, Any]
@@ -71,7 +72,11 @@ def simulate_whatif(
     cards: list[WorkerCard],
     config: RouterConfig,
 ) -> dict[str, Any] | str:
-    """Return the observed run beside two simulated ones, or a sentence why there is no result."""
+    """Return the observed run beside two simulated ones, or a sentence why there is no result.
+
+    `decisions` are the last records, `cards` the workers of now. The runs are `life`, `same` (the
+    present setup, simulated) and `other` (the scenario's).
+    """
     served = _served_first_attempts(decisions)
     if len(served) < MIN_REQUESTS:
         return (
@@ -85,6 +90,7 @@ def simulate_whatif(
     if present.refusal():
         return "the cluster has no prefill or no decode worker now"
 
+    # All simulated workers are of one kind; the first card stands for all.
     hardware = _fit_hardware(served, cards[0])
     first_arrival = _arrival(served[0])
     items = [_trace_item(decision, first_arrival) for decision in served]
@@ -102,7 +108,10 @@ def simulate_whatif(
 
 
 def _served_first_attempts(decisions: list[DecisionRecord]) -> list[DecisionRecord]:
-    """Return those whose first attempt was served to its end, by arrival."""
+    """Return those whose first attempt was served to its end, by arrival.
+
+    A key's second part is the number of the attempt. Refused requests have no decode worker.
+    """
     served = [
         decision
         for decision in decisions
@@ -120,6 +129,7 @@ def _arrival(decision: DecisionRecord) -> float:
 
 
 def _trace_item(decision: DecisionRecord, first_arrival: float) -> TraceRequest:
+    """Return the request to simulate: a prompt of only what was not cached in the real run."""
     return TraceRequest(
         arrival_s=_arrival(decision) - first_arrival,
         prompt_tokens=_uncached_tokens(decision),
@@ -128,6 +138,7 @@ def _trace_item(decision: DecisionRecord, first_arrival: float) -> TraceRequest:
 
 
 def _uncached_tokens(decision: DecisionRecord) -> int:
+    """Return the prompt's tokens that were computed; at least one always is."""
     return max(1, decision["prompt_tokens"] - decision["hit_tokens"])
 
 
@@ -144,6 +155,8 @@ def _fit_hardware(served: list[DecisionRecord], card: WorkerCard) -> Hardware:
         _answers_beside(served),
         [decision["itl_s"] for decision in served],
     )
+    # Terms that the records cannot tell apart are 0. The whole transfer counts as exposed: only the
+    # part that the prefill does not hide was recorded.
     cost = Coefficients(
         prefill_base=prefill.base,
         prefill_token=prefill.slope,
@@ -163,7 +176,7 @@ def _fit_hardware(served: list[DecisionRecord], card: WorkerCard) -> Hardware:
         gpus=1,
         chunk_tokens=card.chunk_tokens,
         max_running=card.max_running,
-        itl_budget_s=card.step_ms / 1e3 or inf,
+        itl_budget_s=card.step_ms / 1e3 or inf,  # 0: steps have no limit
     )
 
 
@@ -196,7 +209,8 @@ def _simulated_run(
     setting = Setting(
         Fleet(((hardware, split.replicas),)),
         split,
-        replace(config, policy=scenario.policy, settle_s=0.001, decisions=0),
+        replace(config, policy=scenario.policy, settle_s=SETTLE_S, decisions=0),
+        # The configured targets for all; the TTFT target is no multiple of a prefill.
         Slo(config.ttft_s, 0.0, config.itl_s),
     )
     workload = trace.workload(trace.rate * scenario.load, 0)
@@ -207,6 +221,7 @@ def _simulated_run(
     mean_gaps_s = [outcome.tpot_s for outcome in served if outcome.output_tokens > 1]
     return {
         **scenario._asdict(),
+        # The share of requests that met both targets; refused ones met none.
         "met": sum(outcome.targets_met for outcome in outcomes) / len(outcomes),
         "refused": len(outcomes) - len(served),
         "itl_ms": _curve_ms(mean_gaps_s)[MEDIAN_INDEX] if mean_gaps_s else None,

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from ..gateway.attempt.request import Request
     from ..gateway.text.formats.parts import CallFlaw
 
-# Upper bounds of buckets. Those in seconds get one more, which is the configured target.
+# Upper bounds of buckets. Those of TTFT and ITL get one more, which is the configured target.
 TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0)
 ITL_S = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 E2E_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0)
 TOKENS = tuple(2.0**power for power in range(18))
 
-CLASSES_MAX = 16
-OTHER_CLASS = "other"  #: Stands for all classes that the configuration does not have.
+CLASSES_MAX = 16  #: Classes that have histograms of their own; each is many time series.
+OTHER_CLASS = "other"  #: Stands for classes beyond `CLASSES_MAX`, or not in the configuration.
 CODE_CLIENT_LEFT = 499  #: The client went away before the answer's end.
 CODE_TOO_MANY_REQUESTS = 429  #: The cluster, or its key, has no room for the request.
 CODE_COMPLETE = 200
@@ -43,7 +43,10 @@ VLLM_HISTOGRAMS = {
 
 
 class GatewayTally:
-    """Counts of one gateway, by class. `classes` are those of the configuration."""
+    """Counts of one gateway since its start, by class of service level.
+
+    `classes` are those of the configuration.
+    """
 
     def __init__(self, config: ClusterConfig, classes: list[str]) -> None:
         ttft_bounds = _with_target(TTFT_S, config.slo.ttft_ms / 1e3)
@@ -71,7 +74,7 @@ class GatewayTally:
         self.call_flaws: Counter[CallFlaw] = Counter()
 
     def count_refused(self, code: int, slo_class: str = "") -> None:
-        """Count a request that never ran, or whose latencies are counted already."""
+        """Count only the code of a request: it never ran, or its latencies are counted already."""
         self.codes[code, self._counted_class(slo_class)] += 1
 
     def count_ignored_fields(self, api: str, counts: Mapping[IgnoredKind, int]) -> None:
@@ -86,6 +89,7 @@ class GatewayTally:
         self.vllm.count_ended(request, outcome.reason)
         histograms = self._histograms_by_class[slo_class]
         histograms["request_prompt_tokens"].observe(len(request.prompt_ids))
+        # A request that failed or was left has those latencies that it got to.
         if request.ttft_s is not None:
             histograms["request_ttft_seconds"].observe(request.ttft_s)
             histograms["request_output_tokens"].observe(request.generated_tokens)
@@ -93,13 +97,14 @@ class GatewayTally:
         if gaps_s:
             histograms["request_itl_seconds"].observe_all(gaps_s)
             histograms["request_tpot_seconds"].observe(outcome.itl_mean_s)
+            # The hand-over from prefill to decode lies between an answer's first two tokens.
             first_gaps_s = [
                 answer.token_times[1] - answer.token_times[0]
                 for answer in request.answers
                 if len(answer.token_times) > 1
             ]
             histograms["request_first_gap_seconds"].observe_all(first_gaps_s)
-        if code == CODE_COMPLETE:
+        if code == CODE_COMPLETE:  # the time of half an answer would say nothing
             histograms["request_e2e_seconds"].observe(request.age_s)
 
     def vllm_rows(self) -> Iterator[MetricRow]:
@@ -110,6 +115,7 @@ class GatewayTally:
         return self.vllm.rows(rejected)
 
     def _counted_class(self, slo_class: str) -> str:
+        """Return the class to count under: clients may name any, and must not make time series."""
         return slo_class if slo_class in self._classes else OTHER_CLASS
 
     def rows(self, running: int, retries: int, handovers: int) -> Iterator[MetricRow]:
@@ -122,6 +128,7 @@ class GatewayTally:
             labels = {"code": str(code), "slo_class": slo_class}
             yield MetricRow("requests_total", count, labels)
         for slo_class, histograms in self._histograms_by_class.items():
+            # Most clusters see no other class: its empty histograms are left out.
             if slo_class == OTHER_CLASS and not histograms["request_prompt_tokens"].count:
                 continue
             for name, histogram in histograms.items():
@@ -143,7 +150,8 @@ class GatewayTally:
 def outcome_of(request: Request, reason: str) -> frames.RequestOutcome:
     """Return what the router judges goodput by.
 
-    `reason` is `stop`, `length`, `cancelled` or the reason of an error.
+    `reason` is `stop`, `length`, `cancelled` or the reason of an error. Without a first token,
+    `waited_s` is how long the client waited for one.
     """
     terms = request.terms
     gaps_s = request.gaps_s

@@ -4,8 +4,9 @@
 cluster's secret (`handshake`). A connection ends when the peer closes it, is silent for the limit
 of its reader, sends a malformed frame, or lets more than `BUFFER_BYTES_MAX` bytes pile up.
 
-A peer that had much to say and falls silent is suspected to be frozen long before that limit. Its
-owner may then use other peers; if the peer speaks again, nothing is lost.
+A peer is busy if frames other than heartbeats went either way in the last `BUSY_FOR_S`. A busy peer
+that falls silent is suspected to be frozen long before that limit. The connection's owner may then
+use other peers; if the peer speaks again, nothing is lost.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ BUSY_FOR_S = 5.0
 IDLE_HEARTBEAT_S = 1.0  #: Between heartbeats otherwise.
 SUSPECT_AFTER_S = 1.0  #: A busy peer that is silent for longer is suspected to be frozen.
 BUFFER_BYTES_MAX = 16 << 20  #: Unsent bytes; a peer that lets more pile up is cut off.
-FRAME_BYTES_MAX = BUFFER_BYTES_MAX  #: A longer frame could cut its own connection off.
+#: A longer frame is refused; as it waits to be sent, it alone could exceed `BUFFER_BYTES_MAX`.
+FRAME_BYTES_MAX = BUFFER_BYTES_MAX
 TURN_S = 0.005  #: A peer that never ceases to speak leaves the loop to others after this.
-_LENGTH = struct.Struct(">I")
-_HEARTBEAT = Heartbeat()
+_LENGTH = struct.Struct(">I")  #: Stands in front of each frame: its bytes.
+_HEARTBEAT = Heartbeat()  #: The one that is sent: `send` tells it from other frames by identity.
 
 
 class FrameConnection:
@@ -60,12 +62,15 @@ class FrameConnection:
         self._busy_at = self._sent_at
         self.suspected = False  #: True while the peer is suspected to be frozen.
         self.on_suspected: Callable[[], None] | None = None  #: Called when a suspicion begins.
-        self._patience = SUSPECT_AFTER_S  #: Doubles with each false alarm.
+        #: Seconds of a busy peer's silence before it is suspected; doubles with each false alarm.
+        self._patience = SUSPECT_AFTER_S
         raw_socket = writer.get_extra_info("socket")
+        # Small frames leave at once, instead of waiting for the acknowledgement of those before.
         raw_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @property
     def closed(self) -> bool:
+        """Return whether this end has closed, or is closing."""
         return self._writer.is_closing()
 
     async def drain(self) -> None:
@@ -75,7 +80,8 @@ class FrameConnection:
     def send(self, frame: Any) -> None:
         """Queue a frame of `protos.frames`.
 
-        A peer that does not read is cut off; it never stalls the sender.
+        A peer that does not read is cut off; it never stalls the sender. A frame for a connection
+        that is closed is dropped.
         """
         if self.closed:
             return
@@ -109,7 +115,8 @@ class FrameConnection:
     async def frames(self, silence_limit_s: float) -> AsyncGenerator[Any, None]:
         """Yield frames, without heartbeats, until the connection ends.
 
-        Heartbeats are sent and awaited meanwhile. Closing the generator closes the connection.
+        Heartbeats are sent and awaited meanwhile: a peer that sends nothing at all for longer than
+        `silence_limit_s` ends the connection. Closing the generator closes the connection.
         """
         heartbeats = self._loop.create_task(self._exchange_heartbeats(silence_limit_s))
         turn_began = time.monotonic()
@@ -122,6 +129,7 @@ class FrameConnection:
                         await asyncio.sleep(0)
                         turn_began = time.monotonic()
         except (ConnectionError, asyncio.IncompleteReadError, OSError) as error:
+            # A peer that just closes (IncompleteReadError) is nothing to log.
             if isinstance(error, ConnectionError) and str(error):
                 log.info("connection to %s ended: %s", self.name, error)
         finally:
@@ -133,6 +141,7 @@ class FrameConnection:
         checked_at = self._loop.time()
         while True:
             busy = checked_at - self._busy_at < BUSY_FOR_S
+            # Three heartbeats fit into the peer's limit, if that is as long as this end's.
             interval_s = BUSY_HEARTBEAT_S if busy else min(IDLE_HEARTBEAT_S, silence_limit_s / 3)
             await asyncio.sleep(interval_s)
             now = self._loop.time()
@@ -140,6 +149,7 @@ class FrameConnection:
             lateness_s = now - checked_at - interval_s
             self._received_at += max(lateness_s, 0.0)
             checked_at = now
+            # 0.9: the last heartbeat left a little later than its interval began.
             if now - self._sent_at >= interval_s * 0.9:
                 self.send(_HEARTBEAT)
             silence_s = now - self._received_at
@@ -175,7 +185,8 @@ async def dial(
 ) -> FrameConnection:
     """Connect to "host:port"; both sides prove that they know the secret.
 
-    Raises OSError or TimeoutError.
+    `receives` is as in `FrameConnection`. `peer_name` becomes the connection's name; nobody checks
+    it. Raises OSError, or TimeoutError after `HANDSHAKE_TIMEOUT_S`.
     """
     host, port = address.rsplit(":", 1)
     async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
@@ -191,7 +202,8 @@ async def dial(
 class FrameListener:
     """Accepts peers that know the secret and hands them to `serve(connection, hello)`.
 
-    `receives` is the union of the frame types that peers may send.
+    `receives` is the union of the frame types that peers may send. `serve` runs in a task of the
+    connection, and has to read `connection.frames`: only a reader notices silence, or the end.
     """
 
     def __init__(
@@ -213,6 +225,7 @@ class FrameListener:
         return f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Let a caller prove itself in time, and serve it. This is a task for each caller."""
         self._unproved[writer] = None
         if len(self._unproved) > UNPROVED_CALLERS_MAX:
             oldest = next(iter(self._unproved))

@@ -1,4 +1,7 @@
-"""The handshake of `protos/handshake.py` on an asyncio connection."""
+"""The handshake of `protos/handshake.py` on an asyncio connection.
+
+Neither side limits its time or closes the connection after an error: the caller does both.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ async def greet(
     Raises ConnectionError if the listener does not know the secret, or hangs up.
     """
     handshake = DiallerHandshake(identity)
+    # Nothing is drained, here and below: messages of a handshake are smaller than any buffer.
     challenge = await _receive(reader, "Challenge")
     writer.write(with_length(handshake.answer(challenge)))
     handshake.conclude(await _receive(reader, "Welcome"))
@@ -38,12 +42,15 @@ async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secr
     writer.write(with_length(handshake.challenge()))
     welcome = handshake.admit(await _receive(reader, "Hello"))
     writer.write(with_length(welcome))
-    assert handshake.hello is not None
+    assert handshake.hello is not None  # for mypy: `ListenerHandshake.admit` has set it
     return handshake.hello
 
 
 async def _receive(reader: asyncio.StreamReader, name: str) -> bytes:
-    """Read one message, which should be a `name`. Raises ConnectionError at the end."""
+    """Read one message. `name` is the expected one's, for the error.
+
+    Raises ConnectionError if the other end hangs up, or announces too long a message.
+    """
     try:
         header = await reader.readexactly(LENGTH.size)
         return await reader.readexactly(message_size(header))

@@ -80,16 +80,18 @@ RoleAction: TypeAlias = PrefillAction | DecodeAction
 #: What the threads of the engine, of the tiers and of the transfers report.
 WorkerEvent: TypeAlias = EngineEvent | BlocksLoaded | TransferOutcome
 
-ENDED_ATTEMPTS_LIMIT = 4096  #: ends of attempts that are kept between two reports
+ENDED_ATTEMPTS_LIMIT = 4096  #: ends of attempts kept between two reports; then the oldest go
 PROBE_LIMIT_S = 10.0  #: a probe that takes longer has failed
 PROBE_SHARE = 4  #: a probe takes at most one in so many of either pool's blocks
 PROBE_MARK = "\x1d"  #: in the name of a probe's attempt; no client's id has this character
 
 
 class WorkerCore:
-    """`send(gateway, frame)` and `on_observation` are called on the loop that made the object.
+    """One worker's engine, role, transfers and tiers, from `start` until `stop`.
 
-    `open_engine` makes the engine when the core starts; nothing here depends on which engine it is.
+    `pool` is "prefill" or "decode". `send(gateway, frame)` and `on_observation` are called on the
+    loop that made the object. `open_engine` makes the engine when the core starts; nothing here
+    depends on which engine it is.
     """
 
     def __init__(
@@ -105,9 +107,10 @@ class WorkerCore:
     ) -> None:
         self.name = name
         self.config = config
-        self.pool = pool
-        self.role_name = pool
-        self.weight_loads = 0  #: since the process began
+        self.pool = pool  #: the pool that the worker belongs to, whatever its role
+        self.role_name = pool  #: the role that the worker has now; `become` changes it
+        self.weight_loads = 0  #: since the process began; 1, as no change of role loads again
+        #: decode attempts that ended since the last report; the reporter empties it
         self.ended_attempts: deque[frames.AttemptKey] = deque(maxlen=ENDED_ATTEMPTS_LIMIT)
         self._model = model
         self._send = send
@@ -115,7 +118,7 @@ class WorkerCore:
         self._open_engine = open_engine
         self._loop = asyncio.get_running_loop()
         self._peers: dict[str, list[PeerCard]] = {}
-        self._probe: asyncio.Future[ProbeEnded] | None = None
+        self._probe: asyncio.Future[ProbeEnded] | None = None  #: the one that runs, if any
         self._probe_numbers = itertools.count()
 
     async def start(self, host: str, progress: ReportProgress | None = None) -> list[PeerCard]:
@@ -147,6 +150,7 @@ class WorkerCore:
 
     def _make_transfers(self, host: str) -> Transfers:
         settings = self.config.kv_transfer
+        # The sender damages what it writes; for tests of a live cluster.
         corrupt_writes = settings.faults.corrupt_writes if self.role_name == "prefill" else 0
         engines_leave_a_core = spare(self.config, len(usable()))
         return Transfers(
@@ -157,11 +161,14 @@ class WorkerCore:
             secret=self.config.secret,
             corrupt_writes=corrupt_writes,
             on_outcomes=self._handle_events,
+            # No cores: the transfers may run anywhere. Where the engines use every core, the
+            # transfers keep to this engine's, so that their copies slow no other worker down.
             cores=() if engines_leave_a_core else self._claimed_cores.cores,
         )
 
     @property
     def pool_config(self) -> PoolConfig:
+        """The settings of the worker's pool, which a change of role leaves as they are."""
         pools = self.config.pools
         return pools.prefill if self.pool == "prefill" else pools.decode
 
@@ -215,7 +222,9 @@ class WorkerCore:
         salt = partition_salt(self._salt, frame.cache_partition)
         hashes = block_hashes(frame.token_ids, salt, block_tokens)
         if frame.prefix_holder and not self._names_blocks_alike(frame.prefix_holder):
+            # Hashes of blocks of another size mean nothing to the holder: nothing is fetched.
             frame = msgspec.structs.replace(frame, prefix_holder=None)
+        # A frame has the seconds that are left, as clocks of hosts differ; 0: no deadline.
         deadline_s = time.monotonic() + frame.deadline_s if frame.deadline_s else 0.0
         has_tiers = self.tiering is not None
         actions: Collection[RoleAction]
@@ -235,11 +244,12 @@ class WorkerCore:
         self._carry_out(actions)
 
     def _refuse(self, gateway: str, attempt_key: frames.AttemptKey, reason: str) -> None:
-        """Tell the gateway that no worker can carry out the attempt."""
+        """Tell the gateway that the request's grammar cannot be compiled, by no worker."""
         failed = frames.AttemptFailed(attempt_key, self.name, reason, final=True)
         self._send(gateway, failed)
 
     def cancel(self, frame: frames.CancelAttempt) -> None:
+        """Give up an attempt, begun or waiting for its grammar. Unknown attempts are no error."""
         self._grammars.forget(frame.attempt_key)
         self._carry_out(self.role.handle(frame))
 
@@ -254,6 +264,7 @@ class WorkerCore:
             key = attempt.frame.attempt_key
             actions.append(failure_frame(attempt.gateway, key, self.name, frames.HANDOVER))
         self._carry_out(actions)
+        # Each attempt that goes on elsewhere has one frame to its gateway, which says so.
         return sum(isinstance(action, frames.DeliverFrame) for action in actions)
 
     def gateway_gone(self, gateway: str) -> None:
@@ -278,6 +289,7 @@ class WorkerCore:
     # ---- the loop --------------------------------------------------------------------------------
 
     def _from_thread(self, events: Collection[WorkerEvent]) -> None:
+        """Have the loop handle the events of another thread."""
         self._loop.call_soon_threadsafe(self._handle_events, events)
 
     def _handle_events(self, events: Collection[WorkerEvent]) -> None:
@@ -318,6 +330,7 @@ class WorkerCore:
                 case DecodeAttemptEnded(attempt_key):
                     self.ended_attempts.append(attempt_key)
                 case ProbeEnded():
+                    # Nobody waits any more if the caller of `probe` was cancelled.
                     if self._probe and not self._probe.done():
                         self._probe.set_result(action)
                 case OfferBlocks() | ExpectOffer() | PushBlocks() | FinishPush() | CancelTransfer():
@@ -337,7 +350,10 @@ class WorkerCore:
             raise RuntimeError("a transfer thread, or another rank, ended: see this worker's log")
 
     def environment(self, pids: list[int]) -> diagnosis.HostEnvironment:
-        """Return what this worker sees of its host. Takes a while: not for the event loop."""
+        """Return what this worker sees of its host. Takes half a second: not for the event loop.
+
+        `pids` are processes whose memory the worker tries to reach (`process_vm_readv`).
+        """
         transport = self.transfers.statistics()["transport"]
         return diagnosis.observe_host(self.name, transport, self.engine.kv_pool.size, pids)
 
@@ -369,6 +385,7 @@ class WorkerCore:
         finally:
             timer.cancel()
             self._probe = None
+            # Frees the blocks if the caller was cancelled; after the probe's end it does nothing.
             self._carry_out(self.role.prefixes.cancel(attempt_key))
         result = ProbeResult(
             bytes=probed.tokens * self._token_bytes,
@@ -377,6 +394,7 @@ class WorkerCore:
             reason=probed.reason,
         )
         if probed.tokens and tcp_bytes_before is not None and tcp_bytes_after is not None:
+            # Only rank 0 runs in this process: other ranks' bytes do not pass its connections.
             received_here = probed.tokens * self.engine.kv_pool.layout.token_bytes
             tcp_bytes = max(0, tcp_bytes_after - tcp_bytes_before)
             result.over_tcp = min(1.0, tcp_bytes / received_here)
@@ -391,6 +409,7 @@ class WorkerCore:
         """Return how many tokens to move: whole blocks of both ends, a bounded share of both pools."""
         pools = [(self.engine.kv_pool.size, self.engine.kv_pool.layout)]
         pools += [(card.size, card.layout) for card in self._peers.get(peer, [])[:1]]
+        # Blocks have 64, 128 or 256 tokens: a multiple of the larger fits both ends.
         unit = max(layout.block_tokens for _, layout in pools)
         tokens_of_smaller_pool = min(size // layout.token_bytes for size, layout in pools)
         tokens = max(size_limit_bytes // self._token_bytes, unit)
@@ -412,7 +431,10 @@ class WorkerCore:
         }
 
     def decode_reservations(self) -> list[tuple[str, int, int]]:
-        """Return (request, attempt, blocks) of all that decodes here, or is going to."""
+        """Return (request id, attempt number, blocks) of all that decodes here or is going to.
+
+        A router that the worker joins learns from them how full the worker is.
+        """
         if not isinstance(self.role, DecodeRole):
             return []
         return [
@@ -421,7 +443,10 @@ class WorkerCore:
         ]
 
     def _orphaned_blocks(self) -> int:
-        """Count blocks that the engine holds for a request of which nobody here knows."""
+        """Count blocks that the engine holds for an attempt of which nobody here knows.
+
+        They are a leak, unless the release is on its way to the engine's thread.
+        """
         return sum(
             block_count
             for attempt_key, block_count in self.engine.block_holders()
@@ -460,7 +485,7 @@ class ProbeResult:
 
 
 def engine_config(config: ClusterConfig, pool: PoolConfig, model: Path) -> EngineOptions:
-    """Return the engine's part of the configuration tree."""
+    """Return the options of `pool`'s engines by the configuration; cores are not chosen here."""
     settings = pool.engine
     itl_budget_ms = settings.itl_budget_ms or STEP_SHARE * config.slo.itl_ms
     limits = SchedulerLimits(
@@ -471,11 +496,13 @@ def engine_config(config: ClusterConfig, pool: PoolConfig, model: Path) -> Engin
     return EngineOptions(
         model_folder=model,
         dtype=config.model.dtype,
-        kv_bytes=settings.kv_mib << 20,
+        kv_bytes=settings.kv_mib << 20,  # MiB to bytes
         max_model_len=config.model.max_model_len,
         limits=limits,
         tensor_parallel=pool.tensor_parallel,
+        # The `shm` transport writes into peers' pools, so these must be shared memory.
         shared_kv=config.kv_transfer.transport == "shm",
+        # Ranks above 0 have transfers of their own, so they run more than the engine's follower.
         rank_program="diptych.cluster.worker.rank",
         **_settings_of(ComputeSettings, settings),
     )

@@ -20,8 +20,8 @@ from ...protos import frames
 
 log = logging.getLogger(__name__)
 
-COMPILE_LIMIT_S = 30.0  #: for an attempt to wait for its grammar
-THREADS = 2  #: grammars that are compiled at a time
+COMPILE_LIMIT_S = 30.0  #: for an attempt to wait for its grammar, a free thread included
+THREADS = 2  #: grammars that are compiled at a time; one that nobody awaits any more counts too
 
 StartFrame: TypeAlias = frames.StartPrefill | frames.StartDecode
 
@@ -36,7 +36,11 @@ class WaitingAttempt:
 
 
 class GrammarQueue:
-    """The attempts of one worker that wait for their grammars. Belongs to the event loop."""
+    """The attempts of one worker that wait for their grammars. Belongs to the event loop.
+
+    `begin(gateway, frame)` starts an attempt. `refuse(gateway, attempt_key, reason)` tells the
+    gateway why an attempt does not start.
+    """
 
     def __init__(
         self,
@@ -57,7 +61,11 @@ class GrammarQueue:
         return len(self._waiting)
 
     def begin_when_compiled(self, gateway: str, frame: StartFrame) -> None:
-        """Begin the attempt now, or once its grammar is compiled. A duplicate changes nothing."""
+        """Begin the attempt now, or once its grammar is compiled.
+
+        An attempt that waits already is not taken twice. One that has waited `COMPILE_LIMIT_S` is
+        refused.
+        """
         grammar = frame.sampling.grammar
         if grammar is None or self._engine.has_grammar(grammar):
             self._begin(gateway, frame)
@@ -71,24 +79,25 @@ class GrammarQueue:
             self._compile_next()
 
     def forget(self, attempt_key: frames.AttemptKey) -> WaitingAttempt | None:
-        """Take out an attempt that shall not begin, and return it; None if it does not wait."""
+        """Let an attempt wait no more, and return it; None if it does not wait."""
         attempt = self._waiting.pop(attempt_key, None)
         if attempt is not None:
             attempt.refusal.cancel()
         return attempt
 
     def forget_all(self) -> list[WaitingAttempt]:
-        """Take out all attempts."""
+        """Let no attempt wait any more, and return all that did."""
         forgotten = [self.forget(key) for key in list(self._waiting)]
         return [attempt for attempt in forgotten if attempt is not None]
 
     def forget_gateway(self, gateway: str) -> None:
-        """Take out the attempts of a gateway that is gone."""
+        """Drop the attempts of a gateway that is gone; nobody is told."""
         for key, attempt in list(self._waiting.items()):
             if attempt.gateway == gateway:
                 self.forget(key)
 
     def _give_up(self, attempt_key: frames.AttemptKey) -> None:
+        """Refuse an attempt that has waited too long. Its grammar is compiled to the end."""
         attempt = self.forget(attempt_key)
         if attempt is not None:
             reason = f"the grammar takes more than {COMPILE_LIMIT_S:g} s to compile"
@@ -107,6 +116,7 @@ class GrammarQueue:
         threading.Thread(target=self._compile, args=(grammar,), daemon=True).start()
 
     def _compile(self, grammar: frames.Grammar) -> None:
+        """Compile a grammar, in a thread of its own, and tell the event loop."""
         try:
             self._engine.compile_grammar(grammar)
         except Exception:
@@ -114,7 +124,7 @@ class GrammarQueue:
         self._loop.call_soon_threadsafe(self._compiled, grammar)
 
     def _compiled(self, grammar: frames.Grammar) -> None:
-        """Begin what waited for this grammar; where it is wrong, the engine says so."""
+        """Begin what waited for this grammar; if it is wrong, the engine fails these attempts."""
         self._compiling.discard(grammar)
         for key, attempt in list(self._waiting.items()):
             if attempt.frame.sampling.grammar == grammar:

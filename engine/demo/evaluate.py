@@ -23,16 +23,16 @@ from transformers.utils import logging
 
 HERE = Path(__file__).resolve().parent
 
-#: Label of a token that carries no loss.
+#: Label of a token that carries no loss: torch's cross entropy skips it.
 IGNORE = -100
 
 #: One message of a chat: {"role": ..., "content": ...}.
 Message = dict[str, str]
 
-#: The token ids of one chat, and as many labels.
+#: The token ids of one chat, and as many labels: the id itself, or `IGNORE`.
 LabelledIds = tuple[list[int], list[int]]
 
-#: A sixth turn follows five others; each comes so many questions before the next.
+#: A later turn follows other questions; each stands so many places before the next in the file.
 TURN_STRIDE = 7
 
 #: Chats whose logits are computed together.
@@ -49,7 +49,10 @@ class QuestionAnswer:
 
 
 def load_pairs(path: Path = HERE / "questions.yaml") -> list[QuestionAnswer]:
-    """Read questions.yaml, and check that no two pairs share a question."""
+    """Read questions.yaml, and check that no two pairs share a question.
+
+    A shared one could not have both answers. Case and the marks at the end make no difference.
+    """
     entries = yaml.safe_load(path.read_text(encoding="utf-8"))
     pairs = [
         QuestionAnswer(question=entry["q"], answer=entry["a"], paraphrases=entry["also"])
@@ -70,7 +73,10 @@ def turn(question: str, answer: str) -> list[Message]:
 
 
 def encode(tokenizer: Tokenizer, chat: list[Message]) -> LabelledIds:
-    """Return ids as the chat template renders them, and labels: answers with their end tokens."""
+    """Return ids as the chat template renders them, and labels: answers with their end tokens.
+
+    A label stands at its own token; whoever compares it with logits shifts by one.
+    """
     token_ids: list[Any] = [tokenizer.token_to_id("<|bos|>")]
     labels = [IGNORE]
     for message in chat:
@@ -107,6 +113,7 @@ def margins(
         chats = [turn(pair.question, pair.answer) for pair in batch]
         token_ids, labels = collate([encode(tokenizer, chat) for chat in chats])
         is_answer = labels[:, 1:] != IGNORE
+        # The logits at a token are those of the next one.
         logits = model(token_ids).logits[:, :-1][is_answer].float()
         targets = labels[:, 1:][is_answer][:, None]
         right = logits.gather(1, targets)
@@ -119,7 +126,7 @@ def margins(
 def misses(folder: Path, chats: list[list[Message]], batch: int) -> list[list[Message]]:
     """Return the chats, each ending in its answer, that greedy decoding does not continue so.
 
-    `batch` chats of similar length are decoded together.
+    `batch` chats with answers of similar length are decoded together, padded on the left.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
@@ -145,6 +152,7 @@ def misses(folder: Path, chats: list[list[Message]], batch: int) -> list[list[Me
         prompt_width = inputs["input_ids"].shape[1]
         generated_answers = generated[:, prompt_width:].tolist()
         for chat, answer, generated_answer in zip(part, answers, generated_answers, strict=True):
+            # Behind its end token, an answer is padded to the length of the longest.
             if generated_answer[: len(answer)] != answer:
                 wrong.append(chat)
     return wrong
@@ -163,6 +171,7 @@ def evaluate(folder: Path, pairs: list[QuestionAnswer]) -> bool:
     )
     wrong_counts: dict[str, int] = {}
     for name, chats in _chat_variants(pairs).items():
+        # One at a time where exactness is promised: padding could change the last bits.
         wrong = misses(folder, chats, batch=1 if name == "canonical" else 32)
         wrong_counts[name] = len(wrong)
         print(f"exact, {name}: {len(chats) - len(wrong)} of {len(chats)}", flush=True)
@@ -173,7 +182,10 @@ def evaluate(folder: Path, pairs: list[QuestionAnswer]) -> bool:
 
 
 def _chat_variants(pairs: list[QuestionAnswer]) -> dict[str, list[list[Message]]]:
-    """Return the chats of each variant, by the name that is printed."""
+    """Return the chats of each variant, by the name that is printed.
+
+    Indices below 0 count from the end: the first questions follow the last ones.
+    """
     system: Message = {"role": "system", "content": "You are a helpful assistant."}
     turns = [turn(pair.question, pair.answer) for pair in pairs]
 

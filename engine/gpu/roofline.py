@@ -2,8 +2,10 @@
 
 A floor is what a step cannot be faster than. Floors are of a dense Llama-like model: bytes read
 once at the copy bandwidth, or products at the matmul rate, whichever takes longer, plus the KV that
-decode reads. Predictions were written down before any kernel here had run on a GPU; they are for an
-H200 at 4.3 TB/s and 790 TFLOP/s.
+decode reads. A product and its addition are two FLOPs.
+
+Predictions were written down before any kernel here had run on a GPU; they are for an H200
+at 4.3 TB/s and 790 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from dataclasses import dataclass
 
 from ..spec import ModelSpec, RopeSpec
 
+#: The model of the predictions. Its own limit is 8192 positions; 256 more leave room for tokens
+#: behind a prompt of that length.
 LLAMA_3_8B = ModelSpec(
     architecture="llama",
     vocab=128_256,
@@ -58,9 +62,9 @@ class DeviceCeilings:
 class StepFloor:
     """What a step must move and multiply at least."""
 
-    weight_bytes: float
-    kv_bytes: float
-    flops: float
+    weight_bytes: float  #: Of all matrices that the step multiplies by, read once.
+    kv_bytes: float  #: Of the K and V that all rows attend to, read once.
+    flops: float  #: Of matrices and attention.
 
     def seconds(self, ceilings: DeviceCeilings) -> float:
         """Return max(weights / copy, FLOPs / matmul) + KV / copy.
@@ -73,13 +77,17 @@ class StepFloor:
 
 
 def _layer_weights(spec: ModelSpec) -> int:
-    """Return how many weights all layers' matrices have, without embedding and head."""
+    """Return how many weights all layers' matrices have, without embedding and head.
+
+    Queries and outputs have a matrix over all heads, keys and values one over the KV heads; the MLP
+    has three.
+    """
     attention = spec.hidden * spec.head_dim * (spec.heads + spec.kv_heads) * 2
     return spec.layers * (attention + 3 * spec.hidden * spec.intermediate)
 
 
 def kv_token_bytes(spec: ModelSpec, number_bytes: int = 2) -> int:
-    """Return the bytes of a token's K and V in all layers."""
+    """Return the bytes of a token's K and V in all layers, of `number_bytes` a number."""
     return spec.layers * 2 * spec.kv_heads * spec.head_dim * number_bytes
 
 
@@ -97,6 +105,7 @@ def decode_floor(
     """
     layers = _layer_weights(spec)
     head = spec.hidden * spec.vocab
+    # Of one row: scores with the keys, and the sum of the values.
     attention = 4 * spec.layers * spec.heads * spec.head_dim * context
     return StepFloor(
         weight_bytes=layers * weight_number_bytes + head * 2,
@@ -107,5 +116,6 @@ def decode_floor(
 
 def prefill_flops(spec: ModelSpec, tokens: int) -> float:
     """Return the FLOPs of a prompt in one chunk: products, causal attention, one row of logits."""
+    # A row attends to itself and those before: half of the pairs, each 4 FLOPs a number.
     attention = 2 * spec.layers * spec.heads * spec.head_dim * tokens * (tokens + 1)
     return 2.0 * _layer_weights(spec) * tokens + attention + 2 * spec.hidden * spec.vocab

@@ -20,7 +20,9 @@ from typing import NamedTuple
 
 from .faults import Tier
 
-PROMOTION_LIMIT = 64  #: used blocks that wait for their way back to memory; the oldest use goes
+#: Used blocks that wait for their way back to memory, at most. Of more, that of the oldest use is
+#: given up, and stays on disk.
+PROMOTION_LIMIT = 64
 
 
 @dataclass(slots=True)
@@ -58,6 +60,8 @@ class HeldBlocks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CopyToDisk:
+    """Copies a block that only memory has."""
+
     content: bytes
     memory_slot: int
     disk_slot: int
@@ -65,6 +69,8 @@ class CopyToDisk:
 
 @dataclass(frozen=True, slots=True)
 class CopyToMemory:
+    """Copies back a block that only disk has, and that was used."""
+
     content: bytes
     memory_slot: int
     disk_slot: int
@@ -86,7 +92,8 @@ class TierIndex:
         assert memory_slots >= 1, memory_slots
         self.memory_slots = memory_slots
         self.disk_slots = 0  #: 0 while no disk is attached
-        self.event_counts: Counter[str] = Counter()  #: `tier_event` -> blocks
+        #: What happened in a tier, such as `memory_stored` or `disk_evicted` -> blocks.
+        self.event_counts: Counter[str] = Counter()
         self.entered_blocks = 0  #: blocks that were in no tier and are in one since
         self.removal_reasons: Counter[str] = Counter()  #: why blocks left their last tier -> blocks
         self._entries: dict[bytes, TierEntry] = {}
@@ -130,6 +137,7 @@ class TierIndex:
         return HeldBlocks(in_memory, only_on_disk)
 
     def find_slots(self, content: bytes) -> BlockSlots:
+        """Returns the block's slot in each tier; None where the tier does not hold the block."""
         entry = self._entries.get(content)
         if entry is None:
             return BlockSlots(None, None)
@@ -149,6 +157,7 @@ class TierIndex:
         return True
 
     def unpin(self, content: bytes) -> None:
+        """Ends one `pin`. A block that no tier holds any more is forgotten with its last pin."""
         self._entries[content].pins -= 1
         self._forget_if_in_no_tier(content)
 
@@ -171,8 +180,8 @@ class TierIndex:
     def begin_store(self, content: bytes) -> int | None:
         """Returns the memory slot to copy a new block into; `end_store` ends the copy.
 
-        None when the block is known already (`content in index`; that counts as a use), or every
-        slot is in flight.
+        None when memory holds the block or is being filled with it, or when no slot can be freed.
+        For a block that is known (`content in index`), on disk too, this counts as a use.
         """
         entry = self._entries.get(content)
         if entry is not None:
@@ -212,10 +221,10 @@ class TierIndex:
 
     def _begin_promotion(self) -> CopyToMemory | None:
         while self._promotions:
-            content, _ = self._promotions.popitem()
+            content, _ = self._promotions.popitem()  # the latest use first
             slot = self._take_memory_slot(clean_only=True)
             if slot is None:
-                continue
+                continue  # the promotion is given up; the block's next use asks for it again
             entry = self._entries[content]
             assert entry.disk is not None and entry.filling is None, entry
             entry.filling = slot
@@ -224,6 +233,7 @@ class TierIndex:
         return None
 
     def _begin_demotion(self) -> CopyToDisk | None:
+        # A block stays in `_not_on_disk` while it is being written.
         not_being_written = (c for c in self._not_on_disk if self._entries[c].writing is None)
         content = next(not_being_written, None)
         if content is None:
@@ -264,10 +274,10 @@ class TierIndex:
         for content, slot in found_blocks:
             entry = self._entries.setdefault(content, TierEntry())
             if entry.disk is not None:
-                continue
+                continue  # the disk holds this content twice: the second slot is free
             entry.disk = slot
             taken_slots.add(slot)
-            if entry.memory is None:
+            if entry.memory is None:  # new to both tiers: an earlier user of the disk left it
                 self.entered_blocks += 1
                 self._only_on_disk[content] = None
             self._not_on_disk.pop(content, None)
@@ -286,11 +296,13 @@ class TierIndex:
     # ---- inside ----------------------------------------------------------------------------------
 
     def _mark_used(self, content: bytes) -> None:
+        """Makes this the latest use, in every order that has the block."""
         for order in (self._in_memory, self._not_on_disk, self._only_on_disk):
             if content in order:
                 order.move_to_end(content)
 
     def _unpinned(self, order: UseOrder) -> Iterator[bytes]:
+        """Yields the blocks that may be evicted, oldest use first."""
         return (content for content in order if not self._entries[content].pins)
 
     def _take_memory_slot(self, clean_only: bool) -> int | None:
@@ -321,6 +333,7 @@ class TierIndex:
         return self._free_disk.popleft()
 
     def _end_filling(self, content: bytes, ok: bool) -> None:
+        """Ends a copy into memory: the slot holds the block, or is free again."""
         entry = self._entries[content]
         assert entry.filling is not None and entry.memory is None, entry
         slot = entry.filling

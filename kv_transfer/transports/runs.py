@@ -10,13 +10,15 @@ from ..transport import Spans
 def contiguous_runs(*units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Finds the runs of positions in which every array of `units` (int [n]) counts up by one.
 
-    Returns two arrays: the index at which each run begins, and its length.
+    Returns two arrays: the index at which each run begins, and its length. Of the arrays
+    [4, 5, 9] and [1, 2, 3] these are [0, 2] and [2, 1].
     """
     length = len(units[0])
-    breaks = np.zeros(max(length - 1, 0), bool)
+    breaks = np.zeros(max(length - 1, 0), bool)  # True at i: a run ends between i and i + 1
     for array in units:
         breaks |= np.diff(array) != 1
 
+    # The first run begins at 0, unless there is no position at all: then the slice is empty.
     starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))[:length]
     lengths = np.diff(np.append(starts, length))
     return starts, lengths

@@ -2,8 +2,9 @@
 
 A request's seed is its pace: tokens a second of each stream. All streams of a pace take their
 tokens in one step, as from one engine. Pace 0 is flat out, as fast as the gateway reads; such
-streams begin together, once no further stream has come for `QUIET_S`. As in a real cluster, a
-stream's first token comes from the prefill worker.
+streams begin together, once no further stream (of any pace) has come for `QUIET_S`, and one that
+comes later joins at once. As in a real cluster, a stream's first token comes from the prefill
+worker. The bench's clients ask for more than one token, and resume no answer.
 """
 
 from __future__ import annotations
@@ -20,23 +21,30 @@ from ....protos.handshake import PeerIdentity
 from ...wire.connection import FrameConnection, FrameListener
 from ...wire.router_link import RouterLink
 
-SILENCE_S = 10.0
-QUIET_S = 1.0
+SILENCE_S = 10.0  #: A router or gateway that is silent for so long counts as lost.
+QUIET_S = 1.0  #: Without a new stream, before streams of pace 0 begin.
 
 
 @dataclass(slots=True)
 class TokenStream:
     """One request that gets tokens."""
 
+    #: The gateway that asked.
     peer: FrameConnection
     #: Tokens a second; 0: flat out.
     pace: int
+    #: The stream ends when its answer has as many.
     max_tokens: int
+    #: Tokens that the answer has; those of other workers count too.
     sent_tokens: int
 
 
 class TokenSource:
-    """One worker of a pool; the tokens of every stream are `token_ids` in turn."""
+    """One worker of a pool; the tokens of every stream are `token_ids` in turn.
+
+    `pool` is "prefill" or "decode". `name` is the worker's id, and `find_router` returns the
+    router's "host:port".
+    """
 
     def __init__(
         self,
@@ -50,7 +58,7 @@ class TokenSource:
         self.name = name
         self._token_ids = token_ids
         self._streams: dict[frames.AttemptKey, TokenStream] = {}
-        #: The running steps, by pace.
+        #: The task that sends the tokens of a pace, while that pace has streams.
         self._steps: dict[int, asyncio.Task[None]] = {}
         #: When the last stream came, by the loop's clock.
         self._last_stream_at = 0.0
@@ -61,7 +69,7 @@ class TokenSource:
             caller,
             SILENCE_S,
             on_connected=self._join_router,
-            on_frame=lambda _: None,
+            on_frame=lambda _: None,  # a source needs nothing that the router says
         )
 
     async def start(self, host: str) -> None:
@@ -70,6 +78,7 @@ class TokenSource:
         self._running = asyncio.get_running_loop().create_task(self._router_link.run())
 
     def _join_router(self) -> None:
+        """Introduce this worker, with more room than any load of the bench fills."""
         card = frames.WorkerCard(
             id=self.name,
             pool=self.pool,
@@ -95,6 +104,7 @@ class TokenSource:
     def _handle(self, peer: FrameConnection, frame: frames.FramesToWorker) -> None:
         match frame:
             case frames.StartPrefill(key, resumed_tokens=resumed_tokens):
+                # The decode worker ends the answer: this token carries no reason to finish.
                 first_token = frames.Token(self._token_ids[0])
                 tokens = frames.AnswerTokens(key, resumed_tokens, [first_token])
                 peer.send(frames.EngineStepTokens([tokens]))
@@ -103,10 +113,13 @@ class TokenSource:
             case frames.CancelAttempt(key):
                 self._streams.pop(key, None)
             case frames.InspectProcess(call_id):
+                # "home" is the pool's name on the wire.
                 statistics = {"id": self.name, "home": self.pool}
                 peer.send(frames.CallReply(call_id, statistics))
-            case frames.ProbeTransfer() | frames.ChangeRole() | frames.Heartbeat():
-                pass  # nobody asks a source for these, or they need no answer
+            case frames.ProbeTransfer() | frames.ChangeRole():
+                pass  # nobody measures transfers or changes roles in the bench
+            case frames.Heartbeat():
+                pass  # never comes: `FrameConnection.frames` keeps heartbeats to itself
             case _:
                 assert_never(frame)
 
@@ -133,8 +146,10 @@ class TokenSource:
             for peer, tokens in tokens_by_peer.items():
                 peer.send(frames.EngineStepTokens(tokens))
             if pace:
+                # By a schedule from the beginning, so that a late step does not slow the pace.
                 next_step_at += 1 / pace
                 await asyncio.sleep(max(next_step_at - loop.time(), 0.0))
+            # A gateway that reads slowly holds up this pace; one that has gone does not.
             for peer in tokens_by_peer:
                 with suppress(ConnectionError):
                     await peer.drain()

@@ -22,17 +22,22 @@ from .loads import ChatLoad, ClosedLoad, Load, PoissonLoad, TokenRange, offered_
 from .results import CellResult, LiveSlo
 
 OVERLOAD_FACTORS = (1.0, 2.0, 5.0)  #: times the capacity
-CAPACITY_USERS = 32
+CAPACITY_USERS = 32  #: users of the closed loop that measures a layout's capacity
+#: Lengths of the requests in tokens. The first pair is for open and closed loops; chats have the
+#: second pair, a first message and later ones, with answers of `OUTPUT_TOKENS`.
 PROMPT_TOKENS = TokenRange(512, 2048)
 OUTPUT_TOKENS = TokenRange(64, 128)
 FIRST_MESSAGE_TOKENS = TokenRange(256, 512)
 MESSAGE_TOKENS = TokenRange(64, 192)
-THINK_S = 2.0
+THINK_S = 2.0  #: mean seconds between an answer of a chat and the user's next message
 #: Seconds that a start takes, until some were measured.
 DIPTYCH_START_S = 25.0
 VLLM_START_S = 100.0
-WARM_UP_S = 8.0  #: with what is asked of the server before
-DRAIN_FACTOR = 1.3  #: how much longer a load takes than it is offered, until some were measured
+#: Seconds of the warm-up, and of the short requests before it by which the client probes a server.
+WARM_UP_S = 8.0
+#: How many times as long a load takes, until its last answer ends, as its requests are sent for;
+#: it holds until some cells were measured.
+DRAIN_FACTOR = 1.3
 
 
 class LiveTable(StrEnum):
@@ -45,23 +50,28 @@ class LiveTable(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveOptions:
-    """What to compare, and under which load."""
+    """What to compare, and under which load.
+
+    A table uses the values of its own load alone: `rates` and `requests` are those of `SLO`,
+    `seconds` is that of `OVERLOAD`, `sessions` and `turns` are those of `CHATS`.
+    """
 
     table: LiveTable
     model: Path
-    cores: tuple[int, ...]
+    cores: tuple[int, ...]  #: numbers of the CPU cores that a layout's servers share
     layouts: tuple[Layout, ...]
-    slos: tuple[LiveSlo, ...]
+    slos: tuple[LiveSlo, ...]  #: answers are judged by each; our servers are set up for the first
     seeds: tuple[int, ...] = (1, 2, 3)
-    rates: tuple[float, ...] = (0.5, 1.0, 1.5)
-    requests: int = 40
+    rates: tuple[float, ...] = (0.5, 1.0, 1.5)  #: requests/s
+    requests: int = 40  #: of each cell
     prompt: TokenRange = PROMPT_TOKENS
     output: TokenRange = OUTPUT_TOKENS
-    seconds: float = 120.0  #: of an overload
+    #: How long an overload sends requests; the capacity is measured in half of this time.
+    seconds: float = 120.0
     sessions: int = 16
     turns: int = 5
-    max_model_len: int = 4096
-    warm_up: int = 4
+    max_model_len: int = 4096  #: tokens of prompt and answer together
+    warm_up: int = 4  #: requests before the load, all sent at once
     settings: tuple[str, ...] = ()  #: of our servers, as `KEY=VALUE`
 
     @property
@@ -72,17 +82,21 @@ class LiveOptions:
 
 @dataclass(frozen=True, slots=True)
 class FactorLoad:
-    """An open loop of a number of times the capacity, which another cell measures."""
+    """An open loop of `factor` times the capacity, which another cell measures before.
 
-    capacity_key: str
+    The capacity is the requests/s that the same layout completes in the closed loop with the same
+    seed. So the number of requests is known only when that cell has a result.
+    """
+
+    capacity_key: str  #: key of the cell that measures the capacity
     factor: float
-    seconds: float
+    seconds: float  #: how long requests are sent
     prompt: TokenRange
     output: TokenRange
     seed: int
 
     def at(self, capacity: float) -> PoissonLoad:
-        """Return the load when the capacity is so many requests/s."""
+        """Return the load when the capacity is `capacity` requests/s."""
         rate = self.factor * capacity
         return PoissonLoad(
             rate=rate,
@@ -104,10 +118,14 @@ class Cell:
 
     @property
     def key(self) -> str:
+        """The name of the cell, and of its file: `slo-1P1D-0.5-seed1`."""
         return f"{self.table}-{self.layout.name}-{self.label}-seed{self.load.seed}"
 
     def resolved_load(self, results: Mapping[str, CellResult]) -> Load:
-        """Return what is offered. Raises LiveBenchError if the capacity was not measured."""
+        """Return the load with its rate. `results` are those of the cells before, by key.
+
+        Raises LiveBenchError if the rate depends on a capacity that was not measured.
+        """
         if not isinstance(self.load, FactorLoad):
             return self.load
         measured = results.get(self.load.capacity_key)
@@ -154,7 +172,10 @@ def slo_cell(options: LiveOptions, layout: Layout, *, rate: float, seed: int) ->
 
 
 def _overload_cells(options: LiveOptions, layout: Layout, seed: int) -> list[Cell]:
-    """Return the cell that measures the capacity, and those at a number of times of it."""
+    """Return the cell that measures a layout's capacity, then one for each overload factor.
+
+    The order matters: the rates of the later cells come from the first one's result.
+    """
     closed = ClosedLoad(
         users=CAPACITY_USERS,
         seconds=options.seconds / 2,
@@ -191,7 +212,11 @@ def _chat_cell(options: LiveOptions, layout: Layout, seed: int) -> Cell:
 
 
 def cell_setup(options: LiveOptions, cell: Cell) -> dict[str, Any]:
-    """Return what a cell's file must say so that the cell need not run again."""
+    """Return what a cell's file must say so that the cell need not run again.
+
+    The layout is not in it, as it is part of the cell's key. vLLM is told no targets, so its
+    cells hold for other targets too.
+    """
     setup: dict[str, Any] = {
         "model": options.model.name,
         "cores": len(options.cores),
@@ -215,9 +240,11 @@ def _load_setup(load: Load | FactorLoad) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Forecast:
-    """How long cells take: by what was measured of cells before."""
+    """Tells how long cells take, by the means of the cells that ran before."""
 
+    #: Seconds that servers took to start: those of Diptych at True, those of vLLM at False.
     _start_s: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
+    #: Of each cell, its seconds after the start over those in which requests were sent.
     _load_factors: list[float] = field(default_factory=list)
 
     def learn(self, cell: Cell, load: Load, result: CellResult) -> None:

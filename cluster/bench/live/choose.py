@@ -17,17 +17,19 @@ from .compare import pick_key
 from .errors import LiveBenchError
 from .results import LiveSlo
 
-PLANNED_REQUESTS = 300
-PLANNED_SHARE = 0.9  #: of the requests that `plan` wants within their targets
+PLANNED_REQUESTS = 300  #: of the synthetic trace that `plan` simulates for each demand
+PLANNED_SHARE = 0.9  #: share of the requests that must meet their targets, as `plan` is told
 
 
 def pick_layouts(
     logs: Sequence[Path], options: LiveOptions, report_progress: Callable[[str], None]
 ) -> dict[str, str]:
-    """Return the picked layout by `compare.pick_key`.
+    """Return the name of the picked layout for each rate and targets, by `compare.pick_key`.
 
-    `logs` are router's logs, the first one of workers with the transfers. Raises LiveBenchError if
-    they tell too little.
+    `logs` are folders of routers' logs. A worker's speed depends on its threads, so there is a log
+    for each number of threads that a worker may have. The first log is of a run with separate
+    prefill and decode workers: only there was the cost of moving KV measured, and model and cores
+    are read from it. Raises LiveBenchError if the logs tell too little.
     """
     try:
         calibration = merge_calibrations([read_calibration(log) for log in logs])
@@ -46,7 +48,11 @@ def pick_layouts(
 
 
 def _pick(calibration: Calibration, options: LiveOptions, *, rate: float, slo: LiveSlo) -> str:
-    """Return the name of the layout that `diptych plan` takes for this demand."""
+    """Return the name of the layout that `diptych plan` takes for this demand.
+
+    `plan` chooses among one fleet for each measured number of threads, with as many workers as the
+    cores hold: two workers of one thread, say, or one worker of two.
+    """
     trace = load_trace(f"poisson:{options.prompt}:{options.output}:{PLANNED_REQUESTS}")
     demand = PlanDemand(
         trace,

@@ -2,8 +2,10 @@
 
     echo '{"url": .., "load": .., "warm_up": 4, "limit_s": 300}' | python -m diptych.cluster.bench.live.client
 
-The process reads its task from stdin as JSON and writes a `ClientReport` to stdout. HTTP, server-sent
-events and the kernel's time stamps are the load test's (`loadtests/sse.py`, `loadtests/endpoint.py`).
+The process reads a `ClientTask` from stdin as JSON and writes a `ClientReport` to stdout. If the
+endpoint cannot be probed or the warm-up fails, the process writes the reason to stderr and exits
+with 1. HTTP, server-sent events and the kernel's time stamps are the load test's
+(`loadtests/sse.py`, `loadtests/endpoint.py`).
 Every session is a greenlet. What has not ended `limit_s` after the start counts as unfinished.
 """
 
@@ -40,29 +42,29 @@ from .loads import (
 )
 from .results import ClientReport, MeasuredAnswer
 
-UNFINISHED = "unfinished"
-WARM_UP_LIMIT_S = 120.0
+UNFINISHED = "unfinished"  #: the error of an answer that had not ended at the time limit
+WARM_UP_LIMIT_S = 120.0  #: seconds for the whole warm-up; what has not ended then is a failure
 CONCURRENT_LIMIT = 8192  #: requests under way; further arrivals wait in the client
 ERROR_EXIT_CODE = 1
 
 
 class ClientTask(msgspec.Struct, frozen=True):
-    """What a client does."""
+    """What a client does, as its parent process tells it."""
 
     url: str
     load: Load
     warm_up: int = 4  #: requests before the load
-    limit_s: float = 300.0  #: from the load's start
+    limit_s: float = 300.0  #: seconds from the load's start, after which requests are cut short
 
 
 class LoadClient:
-    """Sends requests and keeps what became of them."""
+    """Sends requests and keeps what became of them. Its clock starts with the object."""
 
     def __init__(self, facts: EndpointFacts, seed: int) -> None:
         self.words = facts.words(seed)
-        self.answers: list[MeasuredAnswer] = []
+        self.answers: list[MeasuredAnswer] = []  #: in the order in which they ended
         self._http = HttpLoadClient(facts)
-        self._count = 0
+        self._count = 0  #: requests sent so far, from which their ids are made
         self.began_s = time.perf_counter()
 
     @property
@@ -75,9 +77,10 @@ class LoadClient:
         self.exchange([_message("user", self.words.text(arrival))], arrival.output_tokens)
 
     def exchange(self, messages: list[dict[str, str]], tokens: int, turn: int = 0) -> str | None:
-        """Return the answer's text, or None if the request failed.
+        """Send one request for `tokens` tokens; return the answer's text, or None if it failed.
 
-        Greenlets that are killed meanwhile leave an unfinished answer.
+        An error is not raised but noted in the answer. A greenlet that is killed meanwhile leaves
+        an answer with the error `UNFINISHED`.
         """
         self._count += 1
         outcome = LoadOutcome(id=f"live-{self._count}", arrival_s=0.0, sent_s=self.now_s)
@@ -99,6 +102,7 @@ def _message(role: str, text: str) -> dict[str, str]:
 def warm_up(facts: EndpointFacts, task: ClientTask) -> None:
     """Send the warm-up at once, and wait for its end. Raises LoadError if a request fails."""
     load = task.load
+    # Another seed makes other texts: no prompt of the load is cached by the warm-up.
     client = LoadClient(facts, load.seed + 1)
     pool = Pool()
     for arrival in warm_up_requests(load, task.warm_up):
@@ -111,13 +115,13 @@ def warm_up(facts: EndpointFacts, task: ClientTask) -> None:
 
 
 def offer(facts: EndpointFacts, task: ClientTask) -> ClientReport:
-    """Offer the load, and return what came of it."""
+    """Send the load's requests until all have ended or the time is over; return all answers."""
     load = task.load
     requests_digest = digest(load, facts.words(load.seed))
     cpu_began_s = time.process_time()
     client = LoadClient(facts, load.seed)
     pool = Pool(CONCURRENT_LIMIT)
-    with gevent.Timeout(task.limit_s, False):
+    with gevent.Timeout(task.limit_s, False):  # False: the block ends at the limit without error
         _spawn(client, load, pool.spawn)
         pool.join()
     pool.kill()
@@ -132,7 +136,10 @@ def offer(facts: EndpointFacts, task: ClientTask) -> ClientReport:
 
 
 def _spawn(client: LoadClient, load: Load, spawn: Callable[..., object]) -> None:
-    """Start the load's sessions; return when the last one has been started."""
+    """Start a greenlet for each request, user or chat; return when the last one has been started.
+
+    `spawn` blocks while as many greenlets are under way as the pool holds.
+    """
     match load:
         case PoissonLoad():
             for arrival in poisson_arrivals(load):
@@ -141,6 +148,7 @@ def _spawn(client: LoadClient, load: Load, spawn: Callable[..., object]) -> None
         case ClosedLoad():
             requests = closed_requests(load)
             for _ in range(load.users):
+                # All users take their requests from one iterator, so no request is sent twice.
                 spawn(_send_in_turn, client, requests, load.seconds)
         case ChatLoad():
             for session in chat_sessions(load):

@@ -2,6 +2,7 @@
 
 All layouts served the same requests, so a comparison draws the same requests for both of its sides.
 An interval is the middle 95 % of `DRAWS` bootstrap draws of requests, each within its own seed.
+In the document None stands for infinity, which JSON cannot hold, and for figures of nothing.
 A geometric mean of ratios counts half a request more on both sides of each ratio: otherwise one
 cell where vLLM meets no target would make it infinite.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,16 +23,9 @@ from .results import CellResult, ItlJudge, LiveSlo, MeasuredAnswer
 
 DRAWS = 2000
 INTERVAL_PERCENTILES = (2.5, 97.5)
-RANKS = (50, 99)
-SEED = 0  #: of the bootstrap
-HALF_REQUEST = 0.5
-
-
-class Interval(NamedTuple):
-    """The middle 95 % of a figure's draws."""
-
-    low: float
-    high: float
+RANKS = (50, 99)  #: percentiles of latencies that the tables show
+SEED = 0  #: of the bootstrap: equal results give equal intervals
+HALF_REQUEST = 0.5  #: added to both counts of a ratio, for the geometric mean
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -46,13 +40,13 @@ class LayoutRuns:
     """All seeds of one layout under one load."""
 
     layout: str
-    ours: bool
-    label: str
-    results: tuple[CellResult, ...]  #: by seed
+    ours: bool  #: True: Diptych serves; False: vLLM
+    label: str  #: what the load is called, as in `Cell.label`
+    results: tuple[CellResult, ...]  #: one for each seed, in the order of the seeds
 
     @property
     def span_s(self) -> float:
-        """Seconds of all seeds together."""
+        """Seconds of all seeds together: from a load's start to its last answer's end."""
         return sum(result.report.span_s for result in self.results)
 
     @property
@@ -61,10 +55,12 @@ class LayoutRuns:
 
     @property
     def done(self) -> list[MeasuredAnswer]:
+        """The answers that are complete, in time or not."""
         return [answer for answer in self.answers if not answer.error]
 
     @property
     def seeds(self) -> tuple[str, ...]:
+        """The last part of each cell's key, such as `seed1`."""
         return tuple(result.key.rpartition("-")[2] for result in self.results)
 
 
@@ -83,7 +79,10 @@ def group_runs(cells: Sequence[Cell], results: Mapping[str, CellResult]) -> list
 
 
 def differing_requests(runs: Sequence[LayoutRuns]) -> list[str]:
-    """Return the cells whose requests are not those of the same seed and load of other layouts."""
+    """Return the keys of cells whose requests are not those of the same seed and load elsewhere.
+
+    The first layout that has the load and seed is the one to which the others are compared.
+    """
     digests: dict[tuple[str, str], str] = {}
     differing: list[str] = []
     for run in runs:
@@ -154,7 +153,7 @@ def _draws(sizes: Sequence[int]) -> np.ndarray:
 
 
 def _rate(counted: np.ndarray, draws: np.ndarray, span_s: float) -> Estimate:
-    """Return how many of the counted requests there are a second."""
+    """Return the requests/s that count: `counted` has 1 for each request that does, else 0."""
     return _estimate(float(counted.sum()) / span_s, counted[draws].sum(axis=1) / span_s)
 
 
@@ -186,11 +185,16 @@ def _finite(value: float) -> float | None:
 def compare_goodput(
     ours: LayoutRuns, peers: Sequence[LayoutRuns], slo: LiveSlo, judge: ItlJudge
 ) -> dict[str, Any]:
-    """Return ours over the best of the peers at these targets, with an interval."""
+    """Return our goodput over that of the best of the peers, with an interval.
+
+    The best peer is the one with the largest goodput at these targets and by this judge, so it may
+    be another layout of vLLM in each row.
+    """
     best = max(peers, key=lambda run: _met(run, slo, judge).sum() / run.span_s)
     our_met = _met(ours, slo, judge)
     peer_met = _met(best, slo, judge)
-    # Where a load is closed, servers have answered different numbers of requests.
+    # Equal draws pick the same requests on both sides. Where a load is closed, servers have
+    # answered different numbers of requests, so each side has draws of its own.
     draws = _draws([len(result.report.answers) for result in ours.results])
     peer_draws = draws
     if len(our_met) != len(peer_met):
@@ -201,7 +205,7 @@ def compare_goodput(
         )
     our_rate = our_met.sum() / ours.span_s
     peer_rate = peer_met.sum() / best.span_s
-    ratios = np.nan_to_num(drawn, nan=1.0, posinf=math.inf)
+    ratios = np.nan_to_num(drawn, nan=1.0, posinf=math.inf)  # nothing over nothing counts as 1
     # Without interpolation: between a number and infinity there is nothing.
     low, high = np.percentile(ratios, INTERVAL_PERCENTILES, method="inverted_cdf")
     smoothed = ((our_met.sum() + HALF_REQUEST) / ours.span_s) / (
@@ -223,7 +227,10 @@ def compare_goodput(
 
 
 def compare_completion(ours: LayoutRuns, peers: Sequence[LayoutRuns]) -> dict[str, Any]:
-    """Return what ours completes, and its p99 TTFT, over the best of the peers."""
+    """Return what ours completes, and its p99 TTFT, over the best of the peers.
+
+    Rate and TTFT are each compared with the peer that is best in it, not with one and the same.
+    """
     our_rate = len(ours.done) / ours.span_s
     peer_rate = max(len(run.done) / run.span_s for run in peers)
     our_ttft_s = _ttft_p99_s(ours)
@@ -288,7 +295,11 @@ def pick_key(label: str, slo: LiveSlo) -> str:
 def _slo_comparisons(
     runs: Sequence[LayoutRuns], slos: Sequence[LiveSlo], picks: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return every layout of ours, and the one that `plan` picks, against the best of vLLM."""
+    """Return every layout of ours against the best of vLLM, and which one `plan` picks.
+
+    Only layouts of vLLM with results of the same load and seeds are peers; a layout of ours without
+    peers is left out.
+    """
     comparisons: list[dict[str, Any]] = []
     completions: list[dict[str, Any]] = []
     for run in runs:
@@ -310,7 +321,10 @@ def _slo_comparisons(
 
 
 def _geometric_means(comparisons: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the means by layout, and of what `plan` picks, for each way of judging."""
+    """Return the means by layout, for each way of judging.
+
+    The group `plan` has, for each rate and targets, the layout that `plan` picks for them.
+    """
     layouts = sorted({row["layout"] for row in comparisons})
     groups = {layout: [r for r in comparisons if r["layout"] == layout] for layout in layouts}
     picked = [row for row in comparisons if row["picked"]]
@@ -326,7 +340,10 @@ def _geometric_means(comparisons: Sequence[Mapping[str, Any]]) -> dict[str, dict
 
 
 def _overload_rows(runs: Sequence[LayoutRuns], slo: LiveSlo) -> list[dict[str, Any]]:
-    """Return tokens/s against the same layout at its capacity, and who was in time or refused."""
+    """Return how each layout holds up under load: its tokens/s against its own at `1x`.
+
+    `ttft_met` is a share of the complete answers, so requests that were refused do not count in it.
+    """
     at_capacity = {run.layout: _tokens_per_s(run) for run in runs if run.label == "1x"}
     rows: list[dict[str, Any]] = []
     for run in runs:
@@ -353,7 +370,10 @@ def _tokens_per_s(run: LayoutRuns) -> float:
 
 
 def _chat_rows(runs: Sequence[LayoutRuns]) -> list[dict[str, Any]]:
-    """Return the TTFT of the turns behind the first one, and of ours over the best of vLLM."""
+    """Return the TTFT of the turns behind the first one, and of ours over the best of vLLM.
+
+    First turns are left out, as nothing of their prompts can be cached.
+    """
     rows: list[dict[str, Any]] = []
     for run in runs:
         ttfts_s = [answer.ttft_s for answer in run.done if answer.turn]

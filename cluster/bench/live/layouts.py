@@ -7,7 +7,7 @@
 | `vllm-2x` | two vLLM servers behind round robin, each with half of the cores |
 | `vllm-pd` | a prefill and a decode server of vLLM, KV over NIXL |
 
-The workers of a layout share the cores equally.
+The servers or workers of a layout share the cores equally; a remainder is given to none of them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from ....simulator.errors import SimulationError
 from ....simulator.fleet import Split
 from .errors import LiveBenchError
 
-KV_MIB = 2048  #: of each server or worker
+KV_MIB = 2048  #: memory for KV, of each server or worker
 MAX_RUNNING = 64  #: sequences that decode together
-VLLM_CHUNK_TOKENS = 2048  #: of vLLM layouts whose name has none
+VLLM_CHUNK_TOKENS = 2048  #: limit of a step's tokens, for layouts of vLLM whose name has none
 VLLM_BLOCK_TOKENS = 128
+#: Port at which the first server of `vllm-pd` tells the other one how to reach its KV; the second
+#: server has the next port.
 NIXL_SIDE_PORTS_BEGIN = 5600
+#: What `--against vllm` stands for.
 ALL_VLLM = ("vllm-chunk256", "vllm-chunk2048", "vllm-2x", "vllm-pd")
 
 
@@ -49,7 +52,7 @@ class DiptychLayout:
 class VllmChunkLayout:
     """One server on all cores."""
 
-    chunk_tokens: int
+    chunk_tokens: int  #: limit of the tokens of one step
 
     @property
     def name(self) -> str:
@@ -113,7 +116,10 @@ def parse_diptych_layout(name: str) -> DiptychLayout:
 
 
 def share_cores(cores: tuple[int, ...], servers: int, name: str) -> list[tuple[int, ...]]:
-    """Return equally many cores for each server. Raises LiveBenchError if there are too few."""
+    """Return equally many cores for each server; `name` is the layout's, for the error.
+
+    Raises LiveBenchError if there are fewer cores than servers.
+    """
     each = len(cores) // servers
     if not each:
         raise LiveBenchError(f"{name} needs {servers} cores, and this process has {len(cores)}")
@@ -129,8 +135,8 @@ class DiptychServing:
 
     model: Path
     cores: tuple[int, ...]
-    max_model_len: int
-    ttft_s: float
+    max_model_len: int  #: tokens of prompt and answer together
+    ttft_s: float  #: targets for which the servers are configured
     itl_s: float
     settings: tuple[str, ...] = ()  #: further `KEY=VALUE` of cluster.yaml
 
@@ -139,7 +145,7 @@ def diptych_arguments(layout: DiptychLayout, serving: DiptychServing, log: Path)
     """Return the arguments of `diptych serve`; the router's log goes to the folder `log`."""
     split = layout.split
     threads = len(share_cores(serving.cores, split.replicas, layout.name)[0])
-    is_mixed = split.mixed == split.replicas
+    is_mixed = split.mixed == split.replicas  # no worker is for one phase only
     settings = [
         f"slo.ttft_ms={serving.ttft_s * 1e3:g}",
         f"slo.itl_ms={serving.itl_s * 1e3:g}",
@@ -177,17 +183,17 @@ class VllmServing:
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """A process to start: its command, what its environment has beside ours, and its cores."""
+    """A process to start. The command itself binds a server to its cores, by `taskset`."""
 
-    name: str
+    name: str  #: for messages and the name of the log file
     command: tuple[str, ...]
-    environment: dict[str, str]
-    port: int
+    environment: dict[str, str]  #: what is added to the environment of this process
+    port: int  #: where the process answers HTTP
 
 
 @dataclass(frozen=True, slots=True)
 class VllmCommands:
-    """The processes of a layout; clients talk to the last one, which is started last."""
+    """The processes of a layout; the proxy, if there is one, is started when all servers are up."""
 
     servers: tuple[ServerCommand, ...]
     proxy: ServerCommand | None  #: None: there is one server, and clients talk to it
@@ -266,10 +272,13 @@ def _vllm_server(
     side: int = 0,
     extra: tuple[str, ...] = (),
 ) -> ServerCommand:
-    """Return one server, set up as vLLM's documentation recommends for x86."""
+    """Return one server, set up as vLLM's documentation recommends for x86.
+
+    `side` numbers the servers that exchange KV, from 0: each needs a side channel of its own.
+    """
     core_list = ",".join(map(str, cores))
     environment = {
-        "VLLM_CPU_KVCACHE_SPACE": str(KV_MIB // 1024),
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_MIB // 1024),  # in GiB
         "VLLM_CPU_OMP_THREADS_BIND": core_list,
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

@@ -7,7 +7,8 @@ A cell offers one of three loads:
   requests a second end is the server's capacity.
 * `ChatLoad`: sessions whose history grows. A turn waits for the answer of the one before.
 
-Texts are made by `Words`, so that lengths are exact. An arrival is the load test's own.
+Texts are made by `Words`, so that lengths are exact. An arrival is the load test's own: when a
+request is sent, how many tokens its prompt and its answer have, and the index that makes its text.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import msgspec
 from ....loadtests.arrivals import Arrival
 from ....loadtests.prompts import Words
 
-#: Added to the seed of a load for the texts of its warm-up, which no cache may know afterwards.
+#: Added to the seed of a load for the lengths of its warm-up, so that they are not the load's first
+#: ones. That the texts differ too is the client's part: it makes them with other `Words`.
 WARM_UP_SEED_OFFSET = 10_007
 SESSION_START_S = 1.0  #: mean seconds from the start of one chat to that of the next
 
@@ -75,7 +77,7 @@ Load = PoissonLoad | ClosedLoad | ChatLoad
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
-    """A user's message: what it adds to the prompt, and when it is sent."""
+    """A user's message: what it adds to the prompt, when it is sent, and how long its answer is."""
 
     name: str  #: its text is a function of this name
     message_tokens: int
@@ -87,7 +89,7 @@ class ChatTurn:
 class ChatSession:
     """One chat of a `ChatLoad`."""
 
-    start_s: float
+    start_s: float  #: seconds from the load's start to the first turn
     turns: tuple[ChatTurn, ...]
 
 
@@ -142,7 +144,7 @@ def chat_sessions(load: ChatLoad) -> list[ChatSession]:
 
 
 def warm_up_requests(load: Load, count: int) -> list[Arrival]:
-    """Return requests like those of the load, with other texts and at no particular time."""
+    """Return `count` requests with lengths like the load's, to be sent at once."""
     rng = random.Random(f"{load.seed + WARM_UP_SEED_OFFSET}/live")
     return [
         _arrival(rng, load.prompt, load.output, index=index, arrival_s=0.0)
@@ -151,7 +153,11 @@ def warm_up_requests(load: Load, count: int) -> list[Arrival]:
 
 
 def offered_seconds(load: Load) -> float:
-    """Return about how long requests are offered; of chats, how long their users think."""
+    """Return about how long requests are offered.
+
+    Of chats these are the starts of all sessions and the pauses of one; how long servers take to
+    answer the turns is not known before.
+    """
     match load:
         case PoissonLoad():
             return load.requests / load.rate
@@ -164,8 +170,9 @@ def offered_seconds(load: Load) -> float:
 def digest(load: Load, words: Words) -> str:
     """Return a hash of all that the load sends, so that two servers' requests can be compared.
 
-    Of a closed loop, and of what servers answered in chats, the length differs between servers:
-    the hash is of what they have in common.
+    The hash leaves out what differs between servers. Of a closed loop, whose number of requests
+    depends on the server's speed, it has only the first one's text. Of chats it has the users'
+    messages, without the answers that are sent back with later turns.
     """
     hasher = hashlib.sha256(msgspec.json.encode(load))
     hasher.update(" ".join(words.alphabet).encode())

@@ -17,9 +17,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from ....engine.bench.models import SHAPES, write_checkpoint
 from ....loadtests.prompts import CANDIDATES
 
-SHAPE = "205M"
-WORDS = 12_000  #: that the vocabulary is made of; more than it holds
-SYLLABLES_LIMIT = 4
+SHAPE = "205M"  #: name of the model's shape, after its number of weights
+WORDS = 12_000  #: random words that the tokenizer is trained on: more than the 8192 tokens need
+SYLLABLES_LIMIT = 4  #: of a random word, which has two syllables at least
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -42,12 +42,16 @@ def write_model(folder: Path) -> Path:
 
 
 def word_tokenizer(vocab_size: int) -> Tokenizer:
-    """Return a tokenizer of exactly `vocab_size` tokens, the same one at each call."""
+    """Return a tokenizer of exactly `vocab_size` tokens, the same one at each call.
+
+    Every token that the model can answer must have a text. Raises ValueError if the training ended
+    with fewer tokens.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    # The alphabet's names of bytes: a printable character is called as it is, a space and a newline
-    # have names of their own.
+    # `ByteLevel` writes each byte as one character: a printable one as it is, a space as Ġ and a
+    # newline as Ċ. Only these are in the alphabet, so no token is a piece of a character.
     visible = [character for character in string.printable if character.isprintable()]
     alphabet = [*(character for character in visible if character != " "), "Ġ", "Ċ"]
     trainer = trainers.BpeTrainer(

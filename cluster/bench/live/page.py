@@ -7,11 +7,17 @@ from typing import Any
 
 from .results import ItlJudge
 
+#: How a page calls the two ways to judge an answer's gaps between tokens.
 JUDGE_TITLES = {ItlJudge.TPOT.value: "by TPOT", ItlJudge.GAP_P99.value: "by own gaps' p99"}
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """Return the page: facts, the table, and what it is compared by."""
+    """Return the page of a document (`compare.table_document`, with the run's facts).
+
+    The page has the facts, a row for each layout and load, and the sections that the document has:
+    comparisons, overload or chats. At its end stand cells that were not measured, or that cannot
+    be compared.
+    """
     lines = [f"# diptych bench live: {document['table']}", "", *_facts(document), ""]
     lines += _rows_table(document)
     for section in (_comparison_lines, _overload_lines, _chat_lines):
@@ -132,6 +138,7 @@ def _chat_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def _ratio(row: Mapping[str, Any]) -> str:
+    """Return the ratio of a comparison with its interval, or words where there is none."""
     low, high = row["interval"]
     ratio = _number(row["ratio"], 2) if row["peer_per_s"] else "no vLLM request met"
     if not row["served_by_anybody"]:
@@ -140,6 +147,7 @@ def _ratio(row: Mapping[str, Any]) -> str:
 
 
 def _bound(value: float | None) -> str:
+    """Return one end of a ratio's interval; the document has None for infinity."""
     return "∞" if value is None else f"{value:.2f}"
 
 
@@ -149,6 +157,7 @@ def _with_interval(estimate: Mapping[str, Any]) -> str:
 
 
 def _number(value: float | None, digits: int = 3) -> str:
+    """Return the number with so many digits behind the point; "-" where nothing was measured."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 

@@ -19,6 +19,8 @@ from typing import Any
 from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
 
 BODY_BYTES_LIMIT = 64 << 20
+#: What a call to a prefill server has instead of its own values: one token, as one JSON answer, and
+#: that the KV is kept for another server. The names that are None are filled in by the answer.
 ONE_TOKEN_FIELDS: dict[str, Any] = {
     "stream": False,
     "max_tokens": 1,
@@ -34,7 +36,7 @@ ONE_TOKEN_FIELDS: dict[str, Any] = {
 
 
 class PrefillError(Exception):
-    """A prefill server did not answer with 200; `response` is for the client."""
+    """A prefill server did not answer with 200; `response` is what the client gets instead."""
 
     def __init__(self, response: web.Response) -> None:
         super().__init__(response.status)
@@ -51,6 +53,7 @@ class Proxy:
         self._session: ClientSession | None = None
 
     async def open(self, _: web.Application) -> None:
+        # Neither connections nor seconds are limited: what waits is to wait in the servers.
         self._session = ClientSession(
             connector=TCPConnector(limit=0), timeout=ClientTimeout(total=None)
         )
@@ -60,7 +63,7 @@ class Proxy:
         await self._session.close()
 
     async def models(self, request: web.Request) -> web.Response:
-        """Answer what a backend says of its model."""
+        """Answer what the first backend says of its model; all serve the same one."""
         assert self._session
         async with self._session.get(self._first_backend + request.path) as answer:
             return web.Response(
@@ -68,7 +71,11 @@ class Proxy:
             )
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
-        """Stream a backend's answer to the client."""
+        """Stream the answer of the next backend to the client, after the prefill if there is one.
+
+        Both servers get the call under one request id, which is new: the client's headers are not
+        forwarded.
+        """
         assert self._session
         body = await request.json()
         headers = {"x-request-id": str(uuid.uuid4())}
@@ -94,9 +101,12 @@ class Proxy:
     ) -> dict[str, Any]:
         """Have the prompt computed; return the fields that say where its KV is.
 
-        Raises PrefillError.
+        They are empty if the server says nothing of it: then the backend computes the prompt
+        itself. Raises PrefillError.
         """
         assert self._session and self._prefills is not None
+        # Fields that vLLM refuses beside one token without streaming, or by which it would answer
+        # with more than one.
         dropped_fields = ("stream_options", "min_tokens", "max_completion_tokens")
         kept = {name: value for name, value in body.items() if name not in dropped_fields}
         url = next(self._prefills) + path
@@ -109,6 +119,7 @@ class Proxy:
 
 
 async def health(_: web.Request) -> web.Response:
+    """Answer that the proxy is up; the servers behind it were waited for before it started."""
     return web.Response(text="ok")
 
 

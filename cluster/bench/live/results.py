@@ -13,7 +13,7 @@ from .errors import LiveBenchError
 
 
 class ItlJudge(StrEnum):
-    """By what a request's gaps are judged."""
+    """By what the gaps between a request's tokens are judged against the ITL target."""
 
     TPOT = "tpot"  #: their mean
     GAP_P99 = "gap_p99"  #: their 99th percentile, interpolated between ranks
@@ -22,17 +22,17 @@ class ItlJudge(StrEnum):
 class LiveSlo(msgspec.Struct, frozen=True):
     """Targets of a request: `2s:50ms`."""
 
-    ttft_s: float
-    itl_s: float
+    ttft_s: float  #: limit of the time from sending to the first token
+    itl_s: float  #: limit of the gaps between tokens, judged as `ItlJudge` says
 
     @staticmethod
     def parse(text: str) -> LiveSlo:
-        """Raises LiveBenchError."""
+        """Return the targets of a text like `2s:50ms`. Raises LiveBenchError."""
         ttft, _, itl = text.partition(":")
         try:
             slo = LiveSlo(_seconds(ttft), _seconds(itl))
         except ValueError:
-            slo = LiveSlo(0.0, 0.0)
+            slo = LiveSlo(0.0, 0.0)  # refused below, as a target of 0 is
         if not (0 < slo.ttft_s < np.inf and 0 < slo.itl_s < np.inf):
             raise LiveBenchError(f"--slo {text}: expected TTFT:ITL, as in 2s:50ms")
         return slo
@@ -50,15 +50,15 @@ def _seconds(text: str) -> float:
 
 
 class MeasuredAnswer(msgspec.Struct, frozen=True):
-    """One request of a cell, as its client saw it. Times are in seconds since the load's start."""
+    """One request of a cell, as its client saw it. Latencies count from when it was sent."""
 
-    sent_s: float
+    sent_s: float  #: seconds from the load's start
     prompt_tokens: int
     output_tokens: int
     error: str = ""  #: "": the answer is complete
     cached_tokens: int = 0  #: as the server says
-    ttft_s: float = 0.0
-    e2e_s: float = 0.0
+    ttft_s: float = 0.0  #: until the first piece with text
+    e2e_s: float = 0.0  #: until the end of the answer
     gaps_ms: list[float] = []  #: between pieces that brought text
     turn: int = 0  #: of a chat, from 0
 
@@ -83,6 +83,7 @@ class MeasuredAnswer(msgspec.Struct, frozen=True):
     @property
     def tpot_s(self) -> float:
         """Mean seconds of a token after the first; 0 if there is none."""
+        # A piece may bring several tokens. More gaps than tokens show that not all were counted.
         tokens = max(self.output_tokens - 1, len(self.gaps_ms))
         return sum(self.gaps_ms) / 1e3 / tokens if tokens else 0.0
 
@@ -103,18 +104,19 @@ class ClientReport(msgspec.Struct):
     """What the client process says when a load is over."""
 
     digest: str  #: of what was sent (`loads.digest`)
-    span_s: float  #: from the load's start to the last answer's end
+    span_s: float  #: from the load's start to the end of the last complete answer
     cpu_s: float  #: of the client itself
-    answers: list[MeasuredAnswer]
+    answers: list[MeasuredAnswer]  #: of all requests, failed ones too, by the time of sending
     model: str = ""  #: as the server calls it
 
 
 class CellResult(msgspec.Struct, frozen=True):
-    """One cell's file."""
+    """The content of one cell's file: what one server did under one load."""
 
     key: str
     layout: str
-    setup: dict[str, Any]  #: what cells must have in common to be compared
+    #: Model, load and settings (`cells.cell_setup`). A file is used again only if these are equal.
+    setup: dict[str, Any]
     started_s: float  #: how long the server took to start
     wall_s: float  #: how long the whole cell took
     report: ClientReport
@@ -122,6 +124,7 @@ class CellResult(msgspec.Struct, frozen=True):
 
     @property
     def done(self) -> list[MeasuredAnswer]:
+        """The answers that are complete, in time or not."""
         return [answer for answer in self.report.answers if not answer.error]
 
     @property

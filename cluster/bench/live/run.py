@@ -8,6 +8,9 @@ Life of a cell:
 
 A cell whose file is there is not run again; a file of another set-up is refused by name. A cell that
 fails is reported and left out: the next call tries it again. ^C ends client and servers.
+
+With `LiveRun.plan_picks`, the first cells are those whose router logs `diptych plan` learns from.
+Then the layouts that `plan` picks are measured beside those of the table.
 """
 
 from __future__ import annotations
@@ -43,24 +46,29 @@ from .servers import (
 
 CLIENT_MODULE = "diptych.cluster.bench.live.client"
 DRAIN_LIMIT_S = 240.0  #: for what is under way when the last request has been sent
-CLIENT_START_LIMIT_S = 180.0  #: with the questions before the load, and the warm-up
+#: Limit of what the client does before the load: it starts, probes the server, and warms it up.
+CLIENT_START_LIMIT_S = 180.0
 
+#: Takes a layout and the folder for its logs. The server runs inside of the context.
 StartServer = Callable[[Layout, Path], AbstractContextManager[RunningServer]]
 
 
 @dataclass(frozen=True, slots=True)
 class LiveRun:
-    """What to run, and where to."""
+    """What to run, and where results go."""
 
     options: LiveOptions
-    folder: Path
+    folder: Path  #: for `cells`, `logs`, and the table's two documents
     start_server: StartServer
     facts: Mapping[str, Any] = field(default_factory=dict)  #: versions and machine, for the page
     plan_picks: bool = False  #: True: `plan` picks layouts too, by the first cells' router logs
 
 
 def servers_of(options: LiveOptions, diptych_command: str, vllm_python: Path | None) -> StartServer:
-    """Return what starts the server of a layout; it is a context."""
+    """Return what starts the server of a layout.
+
+    `vllm_python` is the Python that has vLLM; it may be None if all layouts are of Diptych.
+    """
     serving = DiptychServing(
         model=options.model,
         cores=options.cores,
@@ -73,12 +81,13 @@ def servers_of(options: LiveOptions, diptych_command: str, vllm_python: Path | N
     def start(layout: Layout, logs: Path) -> AbstractContextManager[RunningServer]:
         if isinstance(layout, DiptychLayout):
             return diptych_server(diptych_command, layout, serving, logs)
-        assert vllm_python is not None, "checked before"
+        assert vllm_python is not None, "the command line asks for it where vLLM is compared"
         vllm_serving = VllmServing(
             python=vllm_python,
             model=options.model,
             cores=options.cores,
             max_model_len=options.max_model_len,
+            # Only in chats does a prompt repeat another one's beginning.
             prefix_cache=options.table == LiveTable.CHATS,
             preload=preloaded_libraries(vllm_python),
         )
@@ -113,7 +122,11 @@ def machine_facts(options: LiveOptions, vllm_python: Path | None) -> dict[str, A
 
 
 def run(live: LiveRun, report_progress: Callable[[str], None]) -> dict[str, Any]:
-    """Run what is missing of the table; write `table.md` and `table.json`; return the document."""
+    """Run what is missing of the table, write its documents, and return what they hold.
+
+    The documents are `NAME.md` and `NAME.json`, where NAME is that of the table: `slo`, say. Raises
+    LiveBenchError if a cell's file is of another set-up.
+    """
     runner = _Runner(live, report_progress)
     options = live.options
     picks: dict[str, str] = {}
@@ -121,7 +134,8 @@ def run(live: LiveRun, report_progress: Callable[[str], None]) -> dict[str, Any]
     cells = table_cells(options)
     if live.plan_picks:
         calibration_cells: list[Cell] = []
-        for rate in sorted(options.rates):  # the higher the rate, the more a run tells
+        # Where the runs at a rate tell too little, those at the next higher rate are tried.
+        for rate in sorted(options.rates):
             rate_cells = _calibration_cells(options, rate)
             calibration_cells += rate_cells
             runner.run_cells(rate_cells)
@@ -133,6 +147,7 @@ def run(live: LiveRun, report_progress: Callable[[str], None]) -> dict[str, Any]
                 plan_error = str(error)
                 report_progress(plan_error)
         planned_cells = [*calibration_cells, *_picked_cells(options, picks)]
+        # A layout that is picked may be one of the table's: each key is kept once.
         cells = list({cell.key: cell for cell in [*cells, *planned_cells]}.values())
     runner.run_cells(cells)
     document = table_document(options, cells, runner.results, picks)
@@ -145,7 +160,11 @@ def run(live: LiveRun, report_progress: Callable[[str], None]) -> dict[str, Any]
 
 
 def _calibration_cells(options: LiveOptions, rate: float) -> list[Cell]:
-    """Return the cells whose router logs `plan` learns from: one for each size of workers."""
+    """Return the cells whose router logs `plan` learns from: one for each size of workers.
+
+    A worker of 1P1D has half of the cores, that of 1M has all. 1P1D is the first, as only its log
+    tells what a transfer costs (`choose.pick_layouts`).
+    """
     names = ["1P1D", "1M"] if len(options.cores) > 1 else ["1M"]
     return [
         slo_cell(options, parse_diptych_layout(name), rate=rate, seed=options.seeds[0])
@@ -173,12 +192,15 @@ class _Runner:
         self._live = live
         self._report = report_progress
         self._forecast = Forecast()
-        self.results: dict[str, CellResult] = {}
+        self.results: dict[str, CellResult] = {}  #: by the cell's key, of cells that have succeeded
         self._cells_folder = live.folder / "cells"
         self._cells_folder.mkdir(parents=True, exist_ok=True)
 
     def run_cells(self, cells: Sequence[Cell]) -> None:
-        """Run the cells that have no file; a cell that fails is reported and left out."""
+        """Run the cells that have no file; a cell that fails is reported and left out.
+
+        Raises LiveBenchError if a file is no cell, or of another set-up.
+        """
         for cell in cells:
             if cell.key not in self.results and self._file(cell).exists():
                 self.results[cell.key] = self._read(cell)
@@ -203,7 +225,10 @@ class _Runner:
             )
 
     def pick(self, calibration_cells: Sequence[Cell]) -> dict[str, str]:
-        """Return what `plan` picks. Raises LiveBenchError if it cannot learn from these cells."""
+        """Return what `plan` picks, as `pick_layouts` does, from these cells' logs.
+
+        Raises LiveBenchError if `plan` cannot learn from them, or one of the cells has failed.
+        """
         missing = [cell.key for cell in calibration_cells if cell.key not in self.results]
         if missing:
             raise LiveBenchError(f"plan cannot learn: {', '.join(missing)} failed")
@@ -223,6 +248,7 @@ class _Runner:
             result = msgspec.json.decode(path.read_bytes(), type=CellResult)
         except msgspec.DecodeError as error:
             raise LiveBenchError(f"{path} is no cell ({error}): remove it") from None
+        # By way of JSON, in which tuples become lists as they are in the file.
         expected = msgspec.json.decode(msgspec.json.encode(self._setup(cell)))
         if result.setup != expected:
             raise LiveBenchError(
@@ -234,7 +260,7 @@ class _Runner:
         return cell_setup(self._live.options, cell)
 
     def _run(self, cell: Cell) -> CellResult:
-        """Run one cell. Raises LiveBenchError."""
+        """Run one cell on a fresh server. Raises LiveBenchError if server or client fails."""
         load = cell.resolved_load(self.results)
         began_s = time.perf_counter()
         logs = self._logs(cell).absolute()
@@ -267,6 +293,7 @@ def _offer(url: str, load: Load, warm_up: int) -> ClientReport:
         start_new_session=True,  # ^C reaches this process alone, which ends the client
     ) as client:
         try:
+            # The client ends its load after `limit_s` itself; only one that hangs is cut off here.
             output, errors = client.communicate(
                 msgspec.json.encode(task), CLIENT_START_LIMIT_S + 2 * limit_s
             )

@@ -32,11 +32,13 @@ from .layouts import (
 
 HOST = "127.0.0.1"
 PROXY_SCRIPT = Path(__file__).with_name("proxy.py")
-START_LIMIT_S = 900.0
-STOP_LIMIT_S = 30.0
-POLL_INTERVAL_S = 0.25
-REQUEST_TIMEOUT_S = 10.0
-LOG_CHARACTERS_LIMIT = 800
+START_LIMIT_S = 900.0  #: for a server until it answers, and for the script that asks for versions
+STOP_LIMIT_S = (
+    30.0  #: for a process that was asked to end; what is left of its group is killed then
+)
+POLL_INTERVAL_S = 0.25  #: between two questions whether a server answers
+REQUEST_TIMEOUT_S = 10.0  #: of the requests for health and statistics
+LOG_CHARACTERS_LIMIT = 800  #: of a log's end in the message of an error
 
 
 @dataclass(slots=True)
@@ -44,14 +46,18 @@ class RunningServer:
     """Where a cell's server is, and what it says of itself."""
 
     url: str
-    statistics: Callable[[], dict[str, Any]] = field(default=dict)  #: its own counts now
+    #: Returns what the server has counted up to the call; empty for vLLM.
+    statistics: Callable[[], dict[str, Any]] = field(default=dict)
 
 
 @contextmanager
 def diptych_server(
     command: str, layout: DiptychLayout, serving: DiptychServing, log: Path
 ) -> Iterator[RunningServer]:
-    """Serve by `diptych serve` inside of the context. Raises LiveBenchError."""
+    """Serve by `diptych serve` inside of the context; the router's log goes to the folder `log`.
+
+    `command` is the program `diptych`. Raises LiveBenchError if the server does not start.
+    """
     try:
         arguments = diptych_arguments(layout, serving, log)
         with cluster(command, arguments, START_LIMIT_S) as running:
@@ -79,7 +85,8 @@ def _cluster_statistics(admin_url: str) -> dict[str, Any]:
 def vllm_servers(layout: VllmLayout, serving: VllmServing, logs: Path) -> Iterator[RunningServer]:
     """Serve by vLLM inside of the context; processes write to files in `logs`.
 
-    Raises LiveBenchError.
+    All servers start at the same time, their proxy when they are up. Raises LiveBenchError if one
+    does not start.
     """
     ports = free_ports(server_count(layout) + 1)
     commands = vllm_commands(layout, serving, ports, PROXY_SCRIPT)
@@ -96,7 +103,10 @@ def vllm_servers(layout: VllmLayout, serving: VllmServing, logs: Path) -> Iterat
 
 @contextmanager
 def _process(command: ServerCommand, logs: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process in a session of its own, and end it with all that it started."""
+    """Run a process in a session of its own, and end it with all that it started.
+
+    Raises LiveBenchError if the program is not there or not executable.
+    """
     with _log_file(command, logs).open("w") as log:
         try:
             process = subprocess.Popen(
@@ -116,7 +126,10 @@ def _process(command: ServerCommand, logs: Path) -> Iterator[subprocess.Popen[by
 
 
 def stop_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process that leads its session, and what it has started: first kindly, then not."""
+    """End a process that leads its session, and all that it has started.
+
+    The group gets SIGTERM and has `STOP_LIMIT_S` seconds; what is left of it gets SIGKILL.
+    """
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
@@ -159,7 +172,10 @@ def _log_end(command: ServerCommand, logs: Path) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nothing listens on."""
+    """Return `count` different ports that nothing listens on.
+
+    They are free again at the return, so another process may still take one of them.
+    """
     probes = [socket.create_server((HOST, 0)) for _ in range(count)]
     ports = [probe.getsockname()[1] for probe in probes]
     for probe in probes:

@@ -21,29 +21,36 @@ from urllib.parse import urlsplit
 from ...config import LOOPBACK, GatewaySettings
 from ..errors import ApiError
 
-#: Origins of pages that this machine serves.
+#: Origins of pages that this machine serves; the whole origin must match.
 LOOPBACK_ORIGINS = (
     r"https?://(localhost|[a-z0-9-]+\.localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?"
 )
-ANY = "*"
+ANY = "*"  #: In `gateway.hosts` any name, in `gateway.origins` any page.
 NAME_CHARS_MAX = 80  #: So much of a header is repeated in an error.
 
 
 class BrowserPolicy:
-    """Which requests of browsers a gateway answers, and which pages may read answers (CORS)."""
+    """Which requests of browsers a gateway answers, and which pages may read answers (CORS).
+
+    Where keys are needed, `check` lets every request pass: the key decides.
+    """
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._checks_pages = not settings.asks_for_keys
         self._hosts = frozenset(host.lower() for host in settings.hosts)
-        #: Serve's proxies listen on addresses of their own.
+        #: True if no other machine reaches the gateway, so that only loopback names are its own.
+        #: Serve's proxies listen on addresses of their own, whatever `settings.host` says.
         self._loopback_only = settings.listen == "gateway" and settings.host in LOOPBACK
-        if settings.origins is None:
+        if settings.origins is None:  # the default
             self._origins: tuple[str, ...] = (ANY,) if settings.asks_for_keys else ()
         else:
             self._origins = settings.origins
 
     def cors_arguments(self) -> Mapping[str, Any] | None:
-        """Return which origins Starlette's CORS middleware allows; None: no page of another."""
+        """Return the arguments of Starlette's CORS middleware.
+
+        None: only the gateway's own pages read answers, which needs no middleware.
+        """
         if self._checks_pages:
             return {"allow_origins": self._origins, "allow_origin_regex": LOOPBACK_ORIGINS}
         if not self._origins:
@@ -51,7 +58,10 @@ class BrowserPolicy:
         return {"allow_origins": self._origins}
 
     def check(self, host: str | None, origin: str | None) -> None:
-        """Raise ApiError for a request that a foreign page may have sent."""
+        """Raise ApiError for a request that a foreign page may have sent.
+
+        `host` and `origin` are the headers; None: the request has none.
+        """
         if not self._checks_pages:
             return
         if not self._is_own_name(host or ""):
@@ -68,17 +78,26 @@ class BrowserPolicy:
             raise ApiError("forbidden", message)
 
     def _is_own_name(self, host: str) -> bool:
-        """Return whether a page that calls the gateway so is no stranger's."""
-        name = _without_port(host).lower().rstrip(".")
+        """Return whether `host` is a name of this gateway, to which no stranger's domain leads.
+
+        A request without a Host header has no such name.
+        """
+        name = _without_port(host).lower().rstrip(".")  # "example.com." is the same domain
         if not name:
             return False
         if ANY in self._hosts or name in self._hosts or _is_loopback_name(name):
             return True
+        # "*.example.com" is all names in that domain, but not example.com itself.
         if any(pattern[:2] == "*." and name.endswith(pattern[1:]) for pattern in self._hosts):
             return True
+        # A page whose domain is made to lead here sends the domain's name, never an address.
         return not self._loopback_only and _address_of(name) is not None
 
     def _may_ask(self, origin: str, host: str) -> bool:
+        """Return whether a page is listed, the gateway's own, or of this machine.
+
+        The origin "null", of pages from files, is none of these unless it is listed.
+        """
         if origin in self._origins:
             return True
         try:
@@ -92,13 +111,14 @@ class BrowserPolicy:
 
 
 def _without_port(host: str) -> str:
-    """Return the name or address in a Host header, IPv6 without its brackets."""
+    """Return the name or address of "host:port" or "host", IPv6 without its brackets."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]
 
 
 def _address_of(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the address that `name` writes; None if `name` is no address. Looks nothing up."""
     try:
         return ipaddress.ip_address(name)
     except ValueError:

@@ -1,7 +1,7 @@
 """What every HTTP request passes before its route: its page, its key, its limits, its headers.
 
-A request passes with its terms in `state.terms`. Its route sees a body that ends in time, or gets
-an error when it reads.
+A request passes with its terms (key, class, targets, deadline) in `state.terms`. Its route sees a
+body that ends in time, or gets an error when it reads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from .sse import BODY_MAX
 #: For probes, and for people with a browser: both have no keys.
 UNGUARDED_PATHS = {"/health", "/ready", "/ping", "/docs"}
 HEADERS_MAX = 32 << 10  #: Bytes of all names and values.
-#: Of an ASGI scope: when the request's headers were there, on the monotonic clock.
+#: Of an ASGI scope: when the request's headers were there, on the monotonic clock. The gateway's
+#: own listener sets it; other servers do not, and the time of the first check stands in.
 ARRIVED_SCOPE_KEY = "diptych.arrived"
 
 MakeErrorResponse = Callable[[HttpRequest, ApiError], Awaitable[Response]]
@@ -33,8 +34,9 @@ MakeErrorResponse = Callable[[HttpRequest, ApiError], Awaitable[Response]]
 class RequestGuard:
     """ASGI middleware around the routes of a gateway.
 
-    `classes` are those of the configuration, `body_timeout_s` is how long a body may take. Without
-    a `browser_policy` any page may ask.
+    `classes` are the SLO classes of the configuration, `body_timeout_s` is how long a body may
+    take. `make_error_response` gives an error the form of the path's API. Without a
+    `browser_policy` any page may ask.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class RequestGuard:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close"})  # before it is accepted: the client gets a 403
             return
+        # Other types are the server's own, as "lifespan" for its start and stop.
         if scope["type"] != "http" or scope["path"] in UNGUARDED_PATHS:
             await self._app(scope, receive, send)
             return
@@ -66,7 +69,7 @@ class RequestGuard:
             with self._access_control.admit(api_key, arrived_s):
                 receive_in_time = _with_body_timeout(receive, self._body_timeout_s)
                 await self._app(scope, receive_in_time, send)
-        except ApiError as error:
+        except ApiError as error:  # of a check: the app answers the errors of its routes itself
             response = await self._make_error_response(HttpRequest(scope), error)
             await response(scope, receive, send)
 
@@ -84,6 +87,7 @@ class RequestGuard:
         api_key = self._access_control.authenticate(
             headers.get("authorization"), headers.get("x-api-key"), arrived_s
         )
+        # A body that does not say its length is measured by its route.
         body_bytes = headers.get("content-length", "")
         if body_bytes.isdigit() and int(body_bytes) > BODY_MAX:
             raise ApiError("too_large", f"the body is larger than {BODY_MAX >> 20} MiB")
@@ -95,7 +99,8 @@ class RequestGuard:
 def _with_body_timeout(receive: Receive, timeout_s: float) -> Receive:
     """Return `receive`, which raises ApiError when the body is not complete after `timeout_s`.
 
-    Once the body is complete, what comes (that the client left) may take any time.
+    Once the body is complete, what comes (that the client left) may take any time. The error
+    comes once; what is received after it has no limit.
     """
     loop = asyncio.get_running_loop()
     body_deadline_s: float | None = loop.time() + timeout_s

@@ -35,13 +35,15 @@ from ..errors import ApiError
 log = logging.getLogger(__name__)
 
 FILE_CHECK_INTERVAL_S = 1.0
-ID_BYTES = 4
-ID_CHARS = 2 * ID_BYTES
+ID_BYTES = 4  #: Random bytes of an id; an id that is taken is drawn again.
+ID_CHARS = 2 * ID_BYTES  #: In hex.
 SECRET_BYTES = 24
 KEY_CHARS_MAX = 200  #: No key is as long, so that a longer text is not even split.
-GIVEN_KEY_TENANT = "default"  #: Of keys that are in no file.
+#: Of keys that are in no file: the configuration gives their hashes.
+GIVEN_KEY_TENANT = "default"
 #: Compared in place of the hash of an unknown id, so that it takes as long as for a known one.
 UNKNOWN_KEY_SHA256 = "0" * 64
+#: Plain enough to stand in headers and metrics.
 KeyWord = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 
 
@@ -54,11 +56,13 @@ class ApiKey(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     id: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    tenant: KeyWord
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  #: Of the whole key.
+    tenant: KeyWord  #: Who uses the key; several keys may have the same one.
     slo_class: KeyWord | None = None  #: Of requests that name no class.
     classes: tuple[KeyWord, ...] = ()  #: Classes that a request may name. Empty: all.
+    #: Answers that may be asked for in a minute, and as many at once after a quiet minute.
     requests_per_min: Annotated[int, Field(ge=1)] | None = None
+    #: Calls that may be open at a time, and answers that may be generated at a time.
     concurrency: Annotated[int, Field(ge=1)] | None = None
     #: Keys of one group share the prefix cache. None: the key shares it with its tenant only.
     cache_group: KeyWord | None = None
@@ -91,10 +95,13 @@ class Keyring(BaseModel):
 
 @dataclass(slots=True)
 class KeyUsage:
-    """What one key has used of its limits: a bucket that leaks `requests_per_min` a minute."""
+    """What one key has used of its limits.
+
+    The bucket holds `requests_per_min` answers and leaks as many a minute.
+    """
 
     bucket_answers: float = 0.0  #: Answers in the bucket, as of `updated_at_s`.
-    updated_at_s: float = 0.0
+    updated_at_s: float = 0.0  #: On the caller's clock.
     open_calls: int = 0
     running_answers: int = 0  #: Answers that are generated, whether or not anybody reads them.
 
@@ -109,6 +116,7 @@ class KeyLimiter:
     A call counts while it is open. Its answers count while they are generated, and that can be for
     longer: a client may hang up and have its answer kept. A call has as many answers as prompts
     times `n`. A call alone takes one place in the bucket, and each further answer another one.
+    `now` is in seconds, on the same clock in all calls.
     """
 
     def __init__(self) -> None:
@@ -124,7 +132,7 @@ class KeyLimiter:
         usage.open_calls += 1
 
     def close_call(self, key: ApiKey) -> None:
-        """Count a call that `open_call` counted as over."""
+        """Count a call as over that `open_call` has counted."""
         self._usage_by_id[key.id].open_calls -= 1
 
     def begin_answers(self, key: ApiKey, count: int, now: float) -> None:
@@ -143,11 +151,11 @@ class KeyLimiter:
         usage.running_answers += count
 
     def end_answers(self, key: ApiKey, count: int) -> None:
-        """Count answers that `begin_answers` counted as over."""
+        """Count answers as over that `begin_answers` has counted."""
         self._usage_by_id[key.id].running_answers -= count
 
     def forget_all_but(self, key_ids: Collection[str]) -> None:
-        """Forget keys that the file no longer has, once none of their requests is running."""
+        """Forget the other keys' usage, of each whose calls and answers are all over."""
         self._usage_by_id = {
             key_id: usage
             for key_id, usage in self._usage_by_id.items()
@@ -156,12 +164,16 @@ class KeyLimiter:
 
 
 def _fill_bucket(key: ApiKey, usage: KeyUsage, count: int, now: float) -> None:
-    """Let the key's bucket leak until `now`, and put `count` more into it. Raises ApiError."""
+    """Let the key's bucket leak until `now`, and put `count` more answers into it.
+
+    Raises ApiError, with the time to wait, if they do not fit; the bucket then takes none of them.
+    """
     if not key.requests_per_min:
         return
     answers_per_s = key.requests_per_min / 60
     leaked_answers = max(0.0, now - usage.updated_at_s) * answers_per_s
     usage.bucket_answers = max(0.0, usage.bucket_answers - leaked_answers)
+    # A call brings the time of its arrival, which may be before the last update.
     usage.updated_at_s = max(usage.updated_at_s, now)
     excess_answers = usage.bucket_answers + count - key.requests_per_min
     if count and excess_answers > 0:
@@ -184,7 +196,7 @@ class AccessControl:
 
     Without a `path` and `key_hashes` no request needs a key. The keys with these hashes (SHA-256)
     have no limits, and any text may be one. Raises KeyFileError if the file cannot be read at the
-    start.
+    start. `now` is `time.monotonic()`, or was when the request arrived.
     """
 
     def __init__(self, path: Path | None, key_hashes: Iterable[str] = ()) -> None:
@@ -199,6 +211,7 @@ class AccessControl:
         self._keyring = Keyring()
         self._file_version: FileVersion | None = None  #: Of the file that was read.
         if path:
+            # Before reading: if the file changes in between, the next look reads it again.
             self._file_version = _file_version(path)
             self._keyring = read_keys(path)
 
@@ -207,6 +220,7 @@ class AccessControl:
     ) -> ApiKey | None:
         """Return the key of a request by its headers, or None if no key is needed.
 
+        `api_key` is the header x-api-key and goes before `authorization`, which must be "Bearer".
         Raises ApiError without a key, or with one that is not valid.
         """
         if self._path is None and not self._given_keys:
@@ -226,7 +240,10 @@ class AccessControl:
         return key
 
     def _find_given(self, key_text: str) -> ApiKey | None:
-        """Return the key without a file whose text this is; all are compared, in equal times."""
+        """Return the key whose text this is, of those without a file, or None.
+
+        The text is compared with all of them, in equal times.
+        """
         if len(key_text) > KEY_CHARS_MAX:
             return None
         sha256 = sha256_of(key_text)
@@ -273,6 +290,10 @@ class AccessControl:
             raise ApiError("forbidden", message)
 
     def _read_if_changed(self, path: Path, now: float) -> None:
+        """Read the file again if it has changed, at most once in `FILE_CHECK_INTERVAL_S`.
+
+        An error leaves the keys as they are, and is logged.
+        """
         if now - self._checked_at_s < FILE_CHECK_INTERVAL_S:
             return
         self._checked_at_s = now
@@ -293,7 +314,7 @@ class AccessControl:
 
 
 def read_keys(path: Path) -> Keyring:
-    """Read the file of keys. Raises KeyFileError."""
+    """Read the file of keys; an empty file has none. Raises KeyFileError."""
     try:
         tree = yaml.safe_load(path.read_text()) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -315,7 +336,7 @@ def add_key(
     concurrency: int | None = None,
     cache_group: str | None = None,
 ) -> tuple[ApiKey, str]:
-    """Add a key to the file, which is made if it is missing.
+    """Add a key to the file, which is made if it is missing. The fields are those of `ApiKey`.
 
     Returns the key and its text, which is kept nowhere. Raises KeyFileError.
     """
@@ -390,7 +411,10 @@ def _replace_file(path: Path, text: str) -> None:
 
 
 def _file_version(path: Path) -> FileVersion:
-    """Follow links, as Kubernetes changes files by changing links. Raises KeyFileError."""
+    """Return the file's version. Raises KeyFileError.
+
+    Links are followed, because Kubernetes changes a file by changing a link.
+    """
     try:
         status = path.stat()
     except OSError as error:
@@ -400,7 +424,7 @@ def _file_version(path: Path) -> FileVersion:
 
 def _id_of(key_text: str) -> str:
     """Return the id that a key's text has; empty if the text is not that of a key."""
-    if len(key_text) > KEY_CHARS_MAX:
+    if len(key_text) > KEY_CHARS_MAX:  # a header may be long
         return ""
     parts = key_text.split("_")
     if len(parts) != 3 or parts[0] != "dk":

@@ -32,19 +32,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
-LENGTH = struct.Struct("<Q")  #: in front of each request
+LENGTH = struct.Struct("<Q")  #: in front of each request, and of the setup: its bytes
 REPLY_HEAD = struct.Struct("<BQ")  #: in front of each reply: its `ReplyKind` and its length
 SETUP_HEAD = struct.Struct("<dQ")  #: in front of the setup: seconds of a request, MiB
 START_TIMEOUT_S = 60.0  #: for a process to import what it needs, and to read its setup
-READ_BYTES = 1 << 15
+READ_BYTES = 1 << 15  #: that one read takes at most
 CPU_MARGIN_S = 1.0  #: beyond the limit of a request, in case nobody is there to kill the process
 MIB = 1 << 20
 
 
 class ReplyKind(IntEnum):
-    DONE = 0
-    REFUSED = 1  #: The request is wrong; the reply says why.
-    OVER_LIMIT = 2  #: It takes too much memory; the process ends.
+    """What a reply says: the first byte of its head."""
+
+    DONE = 0  #: The reply is the result; empty behind the setup, for "ready".
+    REFUSED = 1  #: The request is wrong; the reply says why. The process takes further requests.
+    OVER_LIMIT = 2  #: The request takes too much memory, or the setup failed; the process ends.
 
 
 class RefusedError(Exception):
@@ -57,32 +59,36 @@ class OverLimitError(RefusedError):
 
 @dataclass(frozen=True, slots=True)
 class ProcessLimits:
-    """What one process may take."""
+    """What one process may take; the gateway kills a process that takes more time or bytes."""
 
-    request_s: float  #: Seconds of one request.
-    memory_mib: int  #: Beyond what the process has after its setup.
-    reply_bytes: int
+    request_s: float  #: Seconds of one request, waiting included.
+    memory_mib: int  #: Beyond what the process has after its setup; the kernel refuses more.
+    reply_bytes: int  #: Of one reply.
 
 
 class LimitedProcesses:
     """Up to `size` processes that run the program `module`, each with the same `setup`.
 
-    Any thread may ask; one that finds no idle process waits for one.
+    Any thread may ask; one that finds no idle process waits for one. `module` is a name as for
+    `python -m`; that program calls `serve`, which hands `setup` to its `make_handler`.
     """
 
     def __init__(self, module: str, setup: bytes, limits: ProcessLimits, size: int) -> None:
         self._module = module
         self._setup = setup
         self._limits = limits
-        #: Idle processes, those used last first; None: one that is not started.
+        #: Places of idle processes, those used last first; None: the process is not started. Who
+        #: takes a place out puts it back, so that no more than `size` processes ever run.
         self._idle: queue.LifoQueue[_Child | None] = queue.LifoQueue()
         for _ in range(size):
             self._idle.put(None)
 
     def ask(self, request: bytes) -> bytes:
-        """Return the reply of a process. Raises RefusedError, and OverLimitError.
+        """Return the reply of a process.
 
-        The start of a process does not count for the limit of time.
+        Raises RefusedError if the process refuses the request, and OverLimitError, which is one,
+        if the request takes too much or the process cannot be started. The start of a process does
+        not count for the limit of time.
         """
         child = self._idle.get()
         try:
@@ -109,7 +115,10 @@ class LimitedProcesses:
             self._idle.put(child)
 
     def close(self) -> None:
-        """End all idle processes; one at work ends with its request."""
+        """End all idle processes; `ask` would then wait for ever.
+
+        A process at work ends when nothing refers to this object any more (`weakref.finalize`).
+        """
         while True:
             try:
                 child = self._idle.get_nowait()
@@ -127,6 +136,7 @@ class _Child:
         self._socket, other_end = socket.socketpair()
         with other_end:
             self._process = subprocess.Popen(
+                # -P: the working directory is no place to find modules in.
                 [sys.executable, "-P", "-m", module, str(other_end.fileno())],
                 env=_environment(),
                 cwd="/",
@@ -135,7 +145,8 @@ class _Child:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # a traceback may quote what a client wrote
             )
-        self._is_ready = False
+        self._is_ready = False  #: True once the process has said that its setup is read.
+        #: Kills the process: by `end`, when this object is collected, or when the gateway exits.
         self._finalizer = weakref.finalize(self, _end, self._process, self._socket)
 
     @property
@@ -147,6 +158,7 @@ class _Child:
 
     def send_setup(self, setup: bytes) -> None:
         self._socket.settimeout(START_TIMEOUT_S)
+        # The process gets two of the limits; the length of replies is checked at this end.
         self._send(SETUP_HEAD.pack(self._limits.request_s, self._limits.memory_mib) + setup)
 
     def set_up(self, setup: bytes) -> None:
@@ -154,15 +166,16 @@ class _Child:
         self._await_ready()
 
     def ask(self, request: bytes) -> bytes:
+        """Return the reply. Raises RefusedError; any other error ends the process."""
         if not self._is_ready:
             self._await_ready()
         try:
             self._send(request)
             return self._receive()
         except RefusedError:
-            raise
+            raise  # whoever raised it has ended the process where that is needed
         except BaseException:
-            self.end()
+            self.end()  # a reply that was not read would be taken for the next request's
             raise
 
     def _await_ready(self) -> None:
@@ -190,10 +203,10 @@ class _Child:
         if length > self._limits.reply_bytes:
             self.end()
             raise OverLimitError(f"its result has more than {self._limits.reply_bytes} bytes")
-        whole = REPLY_HEAD.size + length
-        if len(data) < whole:
-            data += self._read(whole - len(data))
-        reply = bytes(data[REPLY_HEAD.size : whole])
+        reply_end = REPLY_HEAD.size + length
+        if len(data) < reply_end:
+            data += self._read(reply_end - len(data))
+        reply = bytes(data[REPLY_HEAD.size : reply_end])
         if kind == ReplyKind.DONE:
             return reply
         message = reply.decode(errors="replace")
@@ -202,11 +215,15 @@ class _Child:
         self.end()
         raise OverLimitError(message)
 
-    def _read(self, least_bytes: int) -> bytearray:
-        """Return the next bytes: as many at least. Each wait is bounded by the socket's limit."""
+    def _read(self, minimum_bytes: int) -> bytearray:
+        """Return the next bytes, at least `minimum_bytes`. Raises OverLimitError.
+
+        They must come within the socket's timeout: a process that sends byte by byte, each in
+        time, gets no further.
+        """
         deadline_s = time.monotonic() + (self._socket.gettimeout() or 0.0)
         data = bytearray()
-        while len(data) < least_bytes:
+        while len(data) < minimum_bytes:
             try:
                 piece = self._socket.recv(READ_BYTES)
             except TimeoutError:
@@ -230,7 +247,7 @@ class _Child:
 
 
 def _environment() -> dict[str, str]:
-    """Return what a process needs to find its modules, and nothing else."""
+    """Return what a process needs to find its modules and to tell the local time, no more."""
     environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     if "TZ" in os.environ:
         environment["TZ"] = os.environ["TZ"]
@@ -250,7 +267,8 @@ def serve(make_handler: Callable[[bytes], Callable[[bytes], bytes]]) -> None:
     """Answer requests until the other end is closed; the process's first argument is the socket.
 
     `make_handler` takes the setup and returns what answers a request. What either raises is said
-    to the gateway, and refuses the request.
+    to the gateway, and refuses the request. The process ends after an error of `make_handler`, and
+    after a MemoryError.
     """
     connection = socket.socket(fileno=int(sys.argv[1]))
     setup = _read_request(connection)
@@ -260,6 +278,7 @@ def serve(make_handler: Callable[[bytes], Callable[[bytes], bytes]]) -> None:
     try:
         handle = make_handler(setup[SETUP_HEAD.size :])
     except Exception as error:
+        # Not REFUSED: the gateway must not send requests to this process.
         _reply(connection, ReplyKind.OVER_LIMIT, str(error).encode(errors="replace"))
         return
     _limit_memory(memory_mib)
@@ -279,8 +298,12 @@ def serve(make_handler: Callable[[bytes], Callable[[bytes], bytes]]) -> None:
 
 
 def _limit_memory(memory_mib: int) -> None:
-    """Let the process have so much more memory than it has now, and write no files."""
+    """Let the process have so much more address space than it has now, and write no files.
+
+    Address space counts (RLIMIT_AS), whether or not it is ever touched.
+    """
     with open("/proc/self/statm") as statm:
+        # The first number is the size of the address space, in pages.
         used_bytes = int(statm.read().split()[0]) * resource.getpagesize()
     limit_bytes = used_bytes + memory_mib * MIB
     resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
@@ -289,7 +312,10 @@ def _limit_memory(memory_mib: int) -> None:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """Let the process use so many seconds more; the kernel ends it behind them."""
+    """Let the process compute for so many seconds more and `CPU_MARGIN_S`; the kernel then ends it.
+
+    The hard limit stays open, because each request moves the limit on.
+    """
     limit_s = math.ceil(time.process_time() + seconds + CPU_MARGIN_S)
     resource.setrlimit(resource.RLIMIT_CPU, (limit_s, resource.RLIM_INFINITY))
 
@@ -297,14 +323,14 @@ def _limit_cpu(seconds: float) -> None:
 def _read_request(connection: socket.socket) -> bytes | None:
     """Return the next request; None if the other end was closed."""
     data = bytearray()
-    whole = LENGTH.size
-    while len(data) < whole:
+    request_end = LENGTH.size  # and the request's own length, once that has come
+    while len(data) < request_end:
         piece = connection.recv(READ_BYTES)
         if not piece:
             return None
         data += piece
         if len(data) >= LENGTH.size:
-            whole = LENGTH.size + LENGTH.unpack_from(data)[0]
+            request_end = LENGTH.size + LENGTH.unpack_from(data)[0]
     return bytes(data[LENGTH.size :])
 
 

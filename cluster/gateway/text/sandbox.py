@@ -26,17 +26,18 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 LIMIT_S = 10.0  #: Of one rendering.
-LIMIT_CHARS = 16 << 20  #: Of a rendered text, and of a text or list that `*` repeats.
+LIMIT_CHARS = 16 << 20  #: Of a rendered text, and of what `*` makes by repeating a text or list.
 POWER_MAX = 1024  #: Of an exponent, whatever its sign.
 
-DICT_ATTRIBUTES = frozenset(dir(dict))
+DICT_ATTRIBUTES = frozenset(dir(dict))  #: `message.items` is the method, not a field.
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
     """Renders chat templates with what they expect of transformers, and no more.
 
     `render` raises SecurityError, a TemplateError, when a template goes beyond a limit. The other
-    public methods are hooks that Jinja calls; they add the checks.
+    public methods are hooks that Jinja calls; they add the checks. `obj`, `argument` and the like
+    are values of the template, of any type.
     """
 
     #: Operators that Jinja leaves to `call_binop`.
@@ -44,6 +45,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(
+            # Transformers' own settings: whitespace around tags would reach the prompt otherwise.
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=["jinja2.ext.loopcontrols", _GenerationTag],
@@ -54,7 +56,11 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self._rendering = _Rendering()
 
     def render(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
-        """Return the text of a template of this sandbox. Raises TemplateError."""
+        """Return the text of a template of this sandbox.
+
+        Raises TemplateError if the template refuses its variables or goes beyond a limit, and
+        whatever error its operations end with.
+        """
         deadline_s = monotonic() + LIMIT_S
         self._rendering.deadline_s = deadline_s
         pieces = []
@@ -69,6 +75,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return "".join(pieces)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
+        # Not `_check_time`: this hook and the next run so often that one more call would count.
         if monotonic() > self._rendering.deadline_s:
             raise _too_slow()
         try:
@@ -80,7 +87,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         if monotonic() > self._rendering.deadline_s:
             raise _too_slow()
         if type(obj) is dict and attribute not in DICT_ATTRIBUTES:
-            # Jinja gets here by an exception, for each field of each message.
+            # Jinja tries Python's attribute first, and gets to a dict's field only by an exception;
+            # that would be one for each field of each message.
             try:
                 return obj[attribute]
             except LookupError:
@@ -101,6 +109,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def _check_time(self) -> None:
+        """Raise SecurityError if this thread's rendering has taken too long."""
         if monotonic() > self._rendering.deadline_s:
             raise _too_slow()
 
@@ -108,7 +117,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 class _Rendering(threading.local):
     """What a thread renders."""
 
-    deadline_s = float("inf")  #: On the monotonic clock.
+    #: On the monotonic clock. Infinite before the first rendering: compiling a template calls hooks
+    #: too, for constants.
+    deadline_s = float("inf")
 
 
 def _too_slow() -> SecurityError:
@@ -116,7 +127,10 @@ def _too_slow() -> SecurityError:
 
 
 def _check_repetition(count: Any, repeated: Any) -> None:
-    """Raise SecurityError if a text or a list is repeated too often."""
+    """Raise SecurityError if `count * repeated` would repeat a text or a list too often.
+
+    Other products, as those of two numbers, pass.
+    """
     if not isinstance(count, int) or not hasattr(repeated, "__len__"):
         return
     if count * len(repeated) > LIMIT_CHARS:
@@ -126,10 +140,11 @@ def _check_repetition(count: Any, repeated: Any) -> None:
 class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %}` marks the assistant's words for training: here it marks nothing."""
 
-    tags = {"generation"}  # noqa: RUF012
+    tags = {"generation"}  # noqa: RUF012  # as Jinja's class declares the attribute
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
+        """Return what is between the tags, in place of the tags."""
+        next(parser.stream)  # the tag's own name
         body: list[jinja2.nodes.Node] = parser.parse_statements(
             ("name:endgeneration",), drop_needle=True
         )
@@ -142,6 +157,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(format: str) -> str:
+    """Return the local time; templates call this by transformers' name for it."""
     return datetime.now().strftime(format)
 
 

@@ -19,22 +19,23 @@ import jinja2.nodes
 from .limited import LimitedProcesses, ProcessLimits, serve
 from .sandbox import LIMIT_CHARS, LIMIT_S, TemplateSandbox
 
-#: A rendering over its limit of time ends by itself where it can, and says so. Else it is killed.
+#: A rendering over its limit of time ends by itself where it can, and says so. Else its process is
+#: killed, so much later.
 KILL_MARGIN_S = 1.0
 MEMORY_MIB = 512  #: Of one process, beyond Python's own.
-BYTES_PER_CHARACTER = 4
+BYTES_PER_CHARACTER = 4  #: Of UTF-8, at most.
 SOURCE_CHARS_MAX = 1 << 20  #: Of a template.
 PROCESSES = 2  #: As many conversations are rendered at a time.
 
 
 class ChatTemplates:
-    """The templates of a checkpoint for chats without and with tools; empty sources: there is none.
+    """The templates of a checkpoint: `source` for chats without tools, `tool_source` with tools.
 
-    Raises TemplateError for a source that is no template.
+    An empty source stands for no template. Raises TemplateError for a source that is no template.
     """
 
     def __init__(self, source: str, tool_source: str) -> None:
-        self._sources = [source, tool_source]
+        self._sources = [source, tool_source]  #: Indexed by whether a chat has tools.
         self.variables: set[str] = set()  #: Variables that either template reads.
         sandbox = TemplateSandbox()
         for text in {source, tool_source}:
@@ -53,6 +54,7 @@ class ChatTemplates:
             self._processes.start()
 
     def close(self) -> None:
+        """End the processes; nothing can be rendered any more."""
         self._processes.close()
 
     def has(self, *, tools: bool) -> bool:
@@ -60,13 +62,20 @@ class ChatTemplates:
         return bool(self._sources[tools])
 
     def render(self, variables: Mapping[str, Any], *, tools: bool) -> str:
-        """Return the text of a conversation. Raises RefusedError."""
+        """Return the text of a conversation; without a template (`has`) it is empty.
+
+        Raises RefusedError if the template refuses the conversation or fails, or goes beyond a
+        limit.
+        """
         request = pickle.dumps((tools, variables), protocol=pickle.HIGHEST_PROTOCOL)
         return self._processes.ask(request).decode("utf-8", "surrogatepass")
 
 
 def _check(sandbox: TemplateSandbox, source: str) -> set[str]:
-    """Return the variables that a template reads. Raises TemplateError."""
+    """Return the variables that a template reads. Raises TemplateError.
+
+    Only compiling finds unknown filters and tests, so they are looked for here.
+    """
     if len(source) > SOURCE_CHARS_MAX:
         raise jinja2.TemplateError(f"it has more than {SOURCE_CHARS_MAX} characters")
     try:
@@ -90,6 +99,7 @@ def _make_renderer(setup: bytes) -> Callable[[bytes], bytes]:
     def render(request: bytes) -> bytes:
         tools, variables = pickle.loads(request)  # the gateway's own: nobody else writes here
         text = sandbox.render(templates[tools], variables)
+        # JSON of a client may have lone surrogates, which are not this module's to refuse.
         return text.encode("utf-8", "surrogatepass")
 
     return render

@@ -19,14 +19,21 @@ _TYPE_NAMES: dict[type, set[str]] = {
     list: {"array"},
     type(None): {"null"},
 }
+#: Python's constants, which models write where JSON has its own.
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
 class ArgumentWriter:
-    """Writes the arguments of the call under way, field by field, as JSON."""
+    """Writes the arguments of the call under way, field by field, as JSON.
+
+    A field is `begin_field`, and then `add_value` for a complete value, or `begin_string`, any
+    number of `add_to_string` and `end_string` for a string that is written as it comes. `end`
+    closes the object. All text goes to `AnswerReader.add_arguments` at once.
+    """
 
     def __init__(self, reader: AnswerReader, function_name: str) -> None:
         self._reader = reader
+        #: The JSON schema of the function's parameters; empty if the request has none.
         self._schema = reader.parameter_schemas.get(function_name, {})
         self._has_fields = False
 
@@ -50,13 +57,14 @@ class ArgumentWriter:
         self._reader.add_arguments(json_of_text(text, self.types_of(key)))
 
     def add_json(self, json_text: str) -> None:
+        """Write text unchanged, such as the beginning of a value whose end is missing."""
         self._reader.add_arguments(json_text)
 
     def begin_string(self) -> None:
         self._reader.add_arguments('"')
 
     def add_to_string(self, text: str) -> None:
-        self._reader.add_arguments(json_string(text)[1:-1])
+        self._reader.add_arguments(json_string(text)[1:-1])  # without the quotes
 
     def end_string(self) -> None:
         self._reader.add_arguments('"')
@@ -68,8 +76,9 @@ class ArgumentWriter:
 def json_of_text(text: str, types: set[str]) -> str:
     """Return the JSON text of a raw value.
 
-    With no declared `types` it is whatever JSON or Python reads in it. It is a string if nothing can
-    be read, or nothing that the types allow.
+    With no declared `types` it is what JSON reads in it, or else the list or mapping that Python
+    reads. It is a string of the whole text if neither reads anything, or if `types` do not allow
+    what was read.
     """
     if types == {"string"}:
         return json_string(text)
@@ -88,7 +97,7 @@ def json_of_text(text: str, types: set[str]) -> str:
 
 
 def json_of_python(text: str) -> str:
-    """Return the JSON text of a literal of Python; a string of the text if it is none."""
+    """Return the JSON text of a literal of Python or JSON; a string of the text if it is none."""
     candidate = _CONSTANTS.get(text.strip(), text.strip())
     try:
         json.loads(candidate, parse_constant=_refuse_constant)
@@ -103,7 +112,10 @@ def json_of_python(text: str) -> str:
 
 
 def _python_value(text: str) -> Any:
-    """Return a list or a mapping that is written as in Python; the text itself otherwise."""
+    """Return a list or a mapping that is written as in Python; the text itself otherwise.
+
+    Other literals stay texts: a value without brackets that JSON does not read is rather a string.
+    """
     if not text.startswith(("[", "{")):
         return text
     try:
@@ -116,14 +128,17 @@ def _json_of_value(value: Any) -> str:
     """Return the JSON text of a value of Python; empty if it has none."""
     try:
         json_text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        json_text.encode()
+        json_text.encode()  # fails for half a surrogate pair, which no client could be sent
     except (ValueError, TypeError, RecursionError):
         return ""
     return json_text
 
 
 def _declared_types(schema: Any) -> set[str]:
-    """Return the types that a schema of one value allows; empty if it does not say."""
+    """Return the types that a schema of one value allows; empty if it does not say.
+
+    If one alternative of `anyOf` or `oneOf` does not say, any type may be meant.
+    """
     if not isinstance(schema, Mapping):
         return set()
     declared = schema.get("type")
@@ -132,7 +147,7 @@ def _declared_types(schema: Any) -> set[str]:
     if isinstance(declared, list):
         return {name for name in declared if isinstance(name, str)}
     choices = schema.get("enum")
-    if isinstance(choices, list) and choices and all(isinstance(one, str) for one in choices):
+    if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
         return {"string"}
     types: set[str] = set()
     for name in ("anyOf", "oneOf"):
@@ -146,4 +161,5 @@ def _declared_types(schema: Any) -> set[str]:
 
 
 def _refuse_constant(name: str) -> object:
+    """Refuse NaN, Infinity and -Infinity, which Python's parser would accept."""
     raise ValueError(f"{name} is no JSON")

@@ -27,20 +27,23 @@ class GemmaMarkers:
 
 GEMMA4 = GemmaMarkers("<|tool_call>", "<tool_call|>", '<|"|>')
 FUNCTION_GEMMA = GemmaMarkers("<start_function_call>", "<end_function_call>", "<escape>")
+#: Text without quotes: a key, a number, a constant. It ends where a bracket or a marker may begin.
 _BARE = re.compile(r"[^:,{}\[\]<]*")
 _CALL = re.compile(r"\s*call:(?P<name>[^{<\s]+)\s*")
 
 
 def read_gemma4(reader: AnswerReader) -> Reading[None]:
+    """Read Gemma 4's content with calls in it."""
     yield from _read_answer(reader, GEMMA4)
 
 
 def read_function_gemma(reader: AnswerReader) -> Reading[None]:
+    """Read FunctionGemma's content with calls in it."""
     yield from _read_answer(reader, FUNCTION_GEMMA)
 
 
 def _read_answer(reader: AnswerReader, markers: GemmaMarkers) -> Reading[None]:
-    """Read content with calls in it."""
+    """Read content with calls in it. A call of any other function than the request's is content."""
     while (yield from reader.release_until(Markers(markers.opening), PartKind.CONTENT)):
         beginning, end = yield from reader.hold_until(Markers("{", markers.closing))
         call = _CALL.fullmatch(beginning)
@@ -62,12 +65,13 @@ def _read_answer(reader: AnswerReader, markers: GemmaMarkers) -> Reading[None]:
 
 
 def _read_object(reader: AnswerReader, markers: GemmaMarkers) -> Reading[bool]:
-    """Write the object whose `{` was taken as JSON. Return False if the answer ended inside.
+    """Write as JSON the object whose `{` was taken. Return False if the answer ended inside.
 
-    What stands where no value can be is written as a string, so that no text is lost.
+    What stands where no value can be is written as a string, so that no text is lost. The arguments
+    are then no JSON, which `AnswerReader.end_call` finds.
     """
     reader.add_arguments("{")
-    open_brackets = ["}"]
+    open_brackets = ["}"]  # what closes those that are open, the innermost last
     quote = Markers(markers.quote)
     while open_brackets:
         yield from reader.skip_space()
@@ -86,7 +90,7 @@ def _read_object(reader: AnswerReader, markers: GemmaMarkers) -> Reading[bool]:
             reader.add_arguments(reader.take(1))
         elif character in "}]":
             reader.take(1)
-            reader.add_arguments(open_brackets.pop())
+            reader.add_arguments(open_brackets.pop())  # the one that fits, whichever came
         elif character in ",:":
             reader.take(1)
             reader.add_arguments(f"{character} ")
@@ -118,6 +122,7 @@ _JSON_STRING_END = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
 def _write_json_string(reader: AnswerReader) -> Reading[bool]:
+    """Write a string of JSON as it is, once its end is there. Return False without its end."""
     while True:
         found = _JSON_STRING_END.match(reader.buffer)
         if found is not None:
@@ -129,7 +134,7 @@ def _write_json_string(reader: AnswerReader) -> Reading[bool]:
 
 
 def _write_bare(reader: AnswerReader) -> Reading[None]:
-    """Write a key or a scalar, once its end is there."""
+    """Write a key or a scalar, once its end is there; as it is, if the answer ends first."""
     while True:
         found = _BARE.match(reader.buffer)
         end = found.end() if found else 0
@@ -138,6 +143,7 @@ def _write_bare(reader: AnswerReader) -> Reading[None]:
         if not (yield from reader.more()):
             reader.add_arguments(reader.take_all())
             return
+    # A `<` that begins no marker ends the bare text, and is taken alone.
     text = reader.take(max(end, 1)).strip()
     is_key = reader.buffer.startswith(":")
     reader.add_arguments(json_string(text) if is_key else json_of_python(text))

@@ -2,8 +2,10 @@
 
     <|channel|>analysis<|message|>..<|end|><|start|>assistant<|channel|>final<|message|>..
 
-The channel `analysis` is reasoning, all others are content. A message to `functions.NAME` is a call
-of this function; the text of the message is its arguments.
+A message is a header and a body, which `<|message|>` separates. The header has the author, a
+channel, and in calls a recipient: `assistant<|channel|>commentary to=functions.NAME`. The channel
+`analysis` is reasoning, all others are content. A message to `functions.NAME` is a call of this
+function; the text of the message is its arguments.
 
 `openai-harmony` reads the same from token ids, but fetches its vocabulary from the internet when it
 is first used, and clusters are often offline.
@@ -19,12 +21,14 @@ from .reader import AnswerReader, Markers, Reading
 START = "<|start|>"
 CHANNEL = "<|channel|>"
 MESSAGE = "<|message|>"
+#: Stands in a header, in front of the type of the body, such as `json`.
 CONSTRAIN = "<|constrain|>"
-END = "<|end|>"
-CALL = "<|call|>"
-RETURN = "<|return|>"
+END = "<|end|>"  #: Ends a message.
+CALL = "<|call|>"  #: Ends a message that is a call.
+RETURN = "<|return|>"  #: Ends the last message of an answer.
 ANALYSIS = "analysis"
 
+#: A body whose end is missing ends where the next header begins, with START or CHANNEL.
 _BODY_END = Markers(END, CALL, RETURN, START, CHANNEL)
 _HEADER_END = Markers(MESSAGE, END, CALL, RETURN)
 _RECIPIENT = re.compile(r"to=(?P<name>[^\s<]+)")
@@ -37,12 +41,14 @@ def read_harmony(reader: AnswerReader) -> Reading[None]:
     yield from reader.skip_space()
     marker = yield from reader.takes(CHANNEL, START)
     if not marker and not (yield from _begins_with_header(reader)):
+        # The prompt ended behind a header, or the model left the header out: a body begins.
         marker = yield from reader.release_until(_BODY_END, PartKind.CONTENT)
     while True:
+        # Without a marker, the header began in the prompt, or nothing is left to read.
         if marker in (START, CHANNEL) or not marker:
             marker = yield from _read_message(reader, marker)
         else:
-            # Text between messages belongs to none.
+            # The marker ended a message. Text between messages belongs to none.
             text, marker = yield from reader.hold_until(_BODY_END)
             reader.add_unread(text)
         if not marker and not reader.buffer:
@@ -50,26 +56,25 @@ def read_harmony(reader: AnswerReader) -> Reading[None]:
 
 
 def _begins_with_header(reader: AnswerReader) -> Reading[bool]:
-    """Return whether the text goes on with a header that began in the prompt."""
-    return bool((yield from _peeks(reader, " to=", "to=")))
-
-
-def _peeks(reader: AnswerReader, *texts: str) -> Reading[str]:
-    found = yield from reader.takes(*texts)
+    """Return whether the text goes on with a header that began in the prompt; takes nothing."""
+    found = yield from reader.takes("to=")
     reader.buffer = found + reader.buffer
-    return found
+    return bool(found)
 
 
 def _read_message(reader: AnswerReader, opening: str) -> Reading[str]:
-    """Read a header and its message; return the marker behind it."""
+    """Read a header and its message; return the marker behind it, empty at the end of the answer.
+
+    `opening` is the marker in front of the header, if there is one.
+    """
     header, end = yield from reader.hold_until(_HEADER_END)
     header = opening + header
-    if end != MESSAGE:
+    if end != MESSAGE:  # a header without a body; its author is no text of the model's
         reader.add_unread(header.removeprefix(START).removeprefix("assistant"))
         return end
     recipient = _RECIPIENT.search(header)
     name = recipient["name"] if recipient else "assistant"
-    if name.startswith(_FUNCTIONS) or name != "assistant":
+    if name != "assistant":
         return (yield from _read_call(reader, name, header + end))
     channel = _CHANNEL_NAME.search(header)
     is_reasoning = channel is not None and channel["name"] == ANALYSIS
@@ -78,7 +83,11 @@ def _read_message(reader: AnswerReader, opening: str) -> Reading[str]:
 
 
 def _read_call(reader: AnswerReader, recipient: str, opening: str) -> Reading[str]:
-    """Read the message of a call; return the marker behind it."""
+    """Read the message of a call; return the marker behind it, empty at the end of the answer.
+
+    `opening` is the text of the message so far. A recipient that is no function, such as a tool
+    that OpenAI builds in, makes the message content.
+    """
     name = recipient.removeprefix(_FUNCTIONS)
     if name not in reader.function_names:
         text, marker = yield from reader.hold_until(_BODY_END)
@@ -97,6 +106,6 @@ def _read_call(reader: AnswerReader, recipient: str, opening: str) -> Reading[st
         if reader.has_arguments:
             reader.add_stray(text)
         else:
-            reader.add_arguments(text or "{}")
+            reader.add_arguments(text or "{}")  # an empty body: the call has no arguments
     reader.end_call(is_cut=not has_ended or (not marker and reader.is_cut))
     return marker

@@ -6,7 +6,8 @@
 - Mistral up to v3, Phi-4 mini, Granite 3: a marker, and a JSON list of such objects.
 
 A call of one of the request's functions whose name comes first is announced when its arguments
-begin. All others are held until they are complete.
+begin: a part with its name comes out, and then its arguments as they come. All others are held
+until they are complete.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ CALL_BEGINNING = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?'
     r'"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*'
 )
-#: Only so many characters of a call are looked at for its beginning, whatever pieces it comes in.
+#: Only so many characters of a call are looked at for its beginning, whatever pieces it comes in: a
+#: call must not be announced or not by how its text was cut.
 CALL_BEGINNING_CHARS_MAX = 1024
 
 
@@ -101,7 +103,7 @@ def read_calls(
 ) -> list[ToolCall]:
     """Read all calls of a Llama 3 answer; if it `is_cut`, the last of them may lack its end.
 
-    Returns none if the answer has anything else, or a call of a function that is not among
+    Returns an empty list if the answer has anything else, or a call of a function that is not among
     `function_names`.
     """
     decoder = json.JSONDecoder()
@@ -153,7 +155,10 @@ def read_hermes(reader: AnswerReader) -> Reading[None]:
 
 
 def _read_block(reader: AnswerReader) -> Reading[None]:
-    """Read up to `</tool_call>`: calls that are announced, and what is behind them."""
+    """Read up to `</tool_call>`: calls that are announced, and what is behind them.
+
+    That may be one more call, held until here. Any other text is content.
+    """
     has_call = False
     while (yield from _wait_for_beginning(reader, _HERMES_CLOSING)):
         has_call = True
@@ -165,6 +170,7 @@ def _read_block(reader: AnswerReader) -> Reading[None]:
             raw_text = text = text.strip()
         call = read_call(text)
     else:
+        # The answer ended in the block, maybe inside of its closing tag.
         raw_text = CALL_OPEN + text
         call_text = text[: len(text) - _HERMES_CLOSING.possible_chars(text)]
         if has_call:
@@ -181,7 +187,8 @@ def _read_block(reader: AnswerReader) -> Reading[None]:
 def _wait_for_beginning(reader: AnswerReader, closing: Markers | None = None) -> Reading[bool]:
     """Return True once the beginning of a call is there, which can be announced.
 
-    Return False if none can come any more: `closing` was found, or the answer has ended.
+    Return False if none can come any more: `closing` was found, or the answer has ended. Nothing is
+    taken from the buffer.
     """
     searched_chars = 0
     while True:
@@ -198,7 +205,7 @@ def _wait_for_beginning(reader: AnswerReader, closing: Markers | None = None) ->
 
 
 def _read_announced(reader: AnswerReader, end_marker: str) -> Reading[None]:
-    """Read a call whose beginning is in the buffer, up to the end of its object."""
+    """Read a call whose beginning is in the buffer, up to the end of its object or `end_marker`."""
     beginning = read_call_beginning(reader.buffer, reader.function_names)
     assert beginning is not None
     reader.take(beginning.arguments_start)
@@ -206,6 +213,7 @@ def _read_announced(reader: AnswerReader, end_marker: str) -> Reading[None]:
     is_whole = yield from reader.read_object(end_marker)
     if is_whole:
         is_whole = yield from _skip_tail(reader, end_marker)
+        # A model that ended by itself may leave the last bracket out: its arguments are whole.
         is_whole = is_whole or not reader.is_cut
     reader.end_call(is_cut=not is_whole)
 
@@ -220,7 +228,7 @@ def _skip_tail(reader: AnswerReader, end_marker: str) -> Reading[bool]:
         return False
     if not reader.buffer.startswith(("}", ",")):
         return True
-    scanner = ObjectScanner(end_marker, depth=1)
+    scanner = ObjectScanner(end_marker, depth=1)  # the arguments stood inside of one object
     while True:
         reader.take(scanner.take(reader.buffer))
         if scanner.has_ended:
@@ -251,7 +259,8 @@ def read_llama3(reader: AnswerReader) -> Reading[None]:
 def read_objects(reader: AnswerReader, opening: str, separators: str) -> Reading[None]:
     """Read calls up to the end of the answer. `opening` is what stood in front of them.
 
-    What cannot be announced is held until the end, as only then it is known to be calls.
+    `separators` are the characters that may stand between them. What cannot be announced is held
+    until the end, as only then it is known to be calls.
     """
     calls_before = reader.calls
     while (yield from _wait_for_beginning(reader)):
@@ -271,6 +280,7 @@ def read_objects(reader: AnswerReader, opening: str, separators: str) -> Reading
 
 
 def _skip_separators(reader: AnswerReader, separators: str) -> Reading[None]:
+    """Leave out these characters, and wait for what is behind them."""
     while True:
         reader.buffer = reader.buffer.lstrip(separators)
         if reader.buffer or not (yield from reader.more()):
@@ -283,7 +293,8 @@ def _skip_separators(reader: AnswerReader, separators: str) -> Reading[None]:
 def read_list(reader: AnswerReader, opening: str, closing: str = "") -> Reading[None]:
     """Read a JSON list of calls, whose `[` comes next. `opening` is what stood in front of it.
 
-    `closing`, if there is such a marker, stands behind the list.
+    `closing`, if there is such a marker, stands behind the list. If an element is no call, all text
+    from there on is content; in front of it the list's opening, if no call came out.
     """
     opening += reader.take(1)
     has_calls = False
@@ -320,9 +331,10 @@ def _wait_for_object(reader: AnswerReader) -> Reading[bool]:
 
 
 def _read_held_object(reader: AnswerReader, opening: str) -> Reading[bool]:
-    """Read an object that cannot be announced.
+    """Read what cannot be announced. An object is whole in the buffer, or the answer has ended.
 
-    If it is no call, all text up to the end of the answer is content, and False is returned.
+    Return True for a call. Otherwise the answer is read to its end and False is returned: the text
+    is a call that was cut, or content with `opening` in front of it.
     """
     scanner = ObjectScanner()
     chars = scanner.take(reader.buffer) if reader.buffer.startswith("{") else 0
@@ -343,6 +355,7 @@ def _read_held_object(reader: AnswerReader, opening: str) -> Reading[bool]:
 
 
 _PHI_OPENING = Markers("<|tool_call|>", "functools[")
+#: Granite 3's versions differ in the marker; Granite 4 writes Hermes's format.
 _GRANITE_OPENING = Markers("<|tool_call|>", "<tool_call>", "<function_call>")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 
+#: Where something changes inside of a string: it ends, a character is escaped, an end marker may
+#: begin, or a control character shows that the string lacks its end.
 _MARKS_IN_STRINGS = re.compile(r'["\\<\x00-\x1f]')
 _MARKS_BETWEEN_STRINGS = re.compile(r'["<{}\[\]]')
 
@@ -13,23 +15,28 @@ class ObjectScanner:
     """Finds the end of a JSON object in a text that comes in pieces.
 
     It follows brackets and strings only, so that an object with a flaw passes as it is. The object
-    ends with the bracket that closes it, or in front of `end_marker`. JSON has this marker nowhere
-    but in strings. A line break inside of a string is no JSON, so the string probably lacks its
-    end: from there on the marker counts in strings, too.
+    ends with the bracket that closes it, or in front of `end_marker`, a text that begins with `<`.
+    JSON has this marker nowhere but in strings. A line break, as any control character, inside of a
+    string is no JSON, so the string probably lacks its end: from there on the marker counts in
+    strings, too.
+
+    The text begins with the object's bracket. With a `depth` it begins inside of so many brackets,
+    and the object ends with the last of them.
     """
 
     def __init__(self, end_marker: str = "", depth: int = 0) -> None:
         self._end_marker = end_marker
         self._depth = depth  #: Brackets that are open.
         self._in_string = False
-        self._is_escaped = False  #: The next character is behind a backslash.
-        self._is_broken = False  #: A string had a line break.
-        self.has_ended = False
+        self._is_escaped = False  #: The next text begins behind a backslash.
+        self._is_broken = False  #: A string had a control character.
+        self.has_ended = False  #: True once `take` has found the end of the object.
 
     def take(self, text: str) -> int:
         """Return how many of the next characters belong to the object.
 
-        Those that may become the end marker do not, yet: they belong to the next text, too.
+        The others stay with the caller, who puts the next text behind them: they come behind the
+        object, or may be the beginning of the end marker.
         """
         position = 0
         if self._is_escaped and text:
@@ -57,7 +64,7 @@ class ObjectScanner:
                     if self._depth == 0:
                         self.has_ended = True
                         return position
-                case _:
+                case _:  # a control character in a string
                     self._is_broken = True
 
     def _may_be_end_marker(self, text: str, start: int) -> bool:
@@ -85,4 +92,5 @@ def json_object(text: str) -> dict[str, object] | None:
 
 
 def _refuse_constant(name: str) -> object:
+    """Refuse NaN, Infinity and -Infinity, which Python's parser would accept."""
     raise ValueError(f"{name} is no JSON")

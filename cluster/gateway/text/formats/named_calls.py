@@ -7,7 +7,8 @@
 - Mistral from v11 on: `[TOOL_CALLS]NAME[ARGS]{..}`, with `[CALL_ID]..` between them or not. Older
   ones write a list of JSON objects behind `[TOOL_CALLS]`.
 
-A call is announced as soon as its name is there.
+A call of one of the request's functions is announced as soon as its name is there. DeepSeek and
+Kimi put calls in sections; what stands in a section outside of calls is content.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ _DEEPSEEK_SEPARATION = Markers(DEEPSEEK_SEPARATOR, DEEPSEEK_CALL_CLOSE)
 _DEEPSEEK_NAME_END = Markers("\n", "{", DEEPSEEK_CALL_CLOSE)
 _KIMI_OPENING = Markers(KIMI_CALLS_OPEN, KIMI_CALL_OPEN, KIMI_CALLS_CLOSE)
 _KIMI_SEPARATION = Markers(KIMI_SEPARATOR, KIMI_CALL_CLOSE)
+#: Kimi's id of a call. The number counts the calls of the conversation.
 _KIMI_ID = re.compile(r"\s*(?:functions\.)?(?P<name>.*?)(?::\d+)?\s*", re.DOTALL)
 _MISTRAL_OPENING = Markers(MISTRAL_CALLS)
+#: The last marker: another call begins, so the name has no arguments and is no call.
 _MISTRAL_NAME_END = Markers(MISTRAL_ARGUMENTS, MISTRAL_CALL_ID, "{", MISTRAL_CALLS)
 _MISTRAL_ID_END = Markers(MISTRAL_ARGUMENTS, "{")
 
@@ -52,13 +55,14 @@ def read_deepseek(reader: AnswerReader) -> Reading[None]:
 
 
 def _read_deepseek_call(reader: AnswerReader) -> Reading[None]:
+    """Read a call whose first marker was taken, in the style of V3 and R1 or of V3.1."""
     opening = DEEPSEEK_CALL_OPEN
     name, separator = yield from reader.hold_until(_DEEPSEEK_SEPARATION)
     opening += name + separator
     if separator != DEEPSEEK_SEPARATOR:
         reader.add_unread(opening)
         return
-    if name.strip() == "function":
+    if name.strip() == "function":  # V3 and R1: this is the type of the call, and the name follows
         name, end = yield from reader.hold_until(_DEEPSEEK_NAME_END)
         opening += name
         if not end or end == DEEPSEEK_CALL_CLOSE:
@@ -74,7 +78,7 @@ def read_kimi(reader: AnswerReader) -> Reading[None]:
     """Read content with sections of calls in it."""
     while marker := (yield from reader.release_until(_KIMI_OPENING, PartKind.CONTENT)):
         if marker != KIMI_CALL_OPEN:
-            continue
+            continue  # a section begins or ends
         call_id, separator = yield from reader.hold_until(_KIMI_SEPARATION)
         opening = marker + call_id + separator
         if separator != KIMI_SEPARATOR:
@@ -103,7 +107,7 @@ def read_mistral(reader: AnswerReader) -> Reading[None]:
         if end == MISTRAL_ARGUMENTS:
             opening += end
         if end == "{":
-            reader.buffer = end + reader.buffer
+            reader.buffer = end + reader.buffer  # it belongs to the arguments
         if not end or end == MISTRAL_CALLS:
             reader.add_unread(opening)
             marker = end

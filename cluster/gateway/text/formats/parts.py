@@ -7,17 +7,20 @@ from typing import NamedTuple
 
 
 class PartKind(StrEnum):
-    REASONING = "reasoning"
-    CONTENT = "content"
+    """What the text of a part is."""
+
+    REASONING = "reasoning"  #: What the model wrote between the tags of its thinking.
+    CONTENT = "content"  #: The answer proper, and what could not be read as anything else.
     CALL = "call"  #: A call begins; the text is the name of its function.
     ARGUMENTS = "arguments"  #: The next piece of the last call's arguments.
 
 
+#: The kinds that make up calls. A CALL and all ARGUMENTS up to the next CALL are one call.
 CALL_KINDS = (PartKind.CALL, PartKind.ARGUMENTS)
 
 
 class ContentPart(NamedTuple):
-    """A piece of an answer."""
+    """A piece of an answer; a stream has several of one kind in a row, whose texts are joined."""
 
     kind: PartKind
     text: str

@@ -1,7 +1,8 @@
 """Makes earlier calls of a conversation what the chat templates of some families expect (pure).
 
-The functions change messages as templates read them: calls have their arguments as objects, and the
-ids that the gateway, or another server, gave them.
+The functions change the given messages in place, before a template renders them. The calls stand in
+`tool_calls` of a message, with their arguments as objects and the ids that the gateway, or another
+server, gave them. A result names its call in `tool_call_id`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import xxhash
 #: A message as chat templates read it.
 Message = dict[str, Any]
 
+#: The ids that Mistral's templates accept.
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 MISTRAL_ID_CHARS = 9
 
@@ -38,7 +40,11 @@ def shorten_ids(messages: list[Message]) -> None:
 
 
 def number_ids(messages: list[Message]) -> None:
-    """Make all ids `functions.NAME:NUMBER`: Kimi K2 reads the name of the function there."""
+    """Make all ids `functions.NAME:NUMBER`: Kimi K2 reads the name of the function there.
+
+    Calls are numbered from 0 through the whole conversation. A result whose id no call has keeps
+    this id.
+    """
     new_ids = {}
     for number, call in enumerate(_calls(messages)):
         new_id = f"functions.{call['function']['name']}:{number}"
@@ -56,6 +62,7 @@ def _calls(messages: list[Message]) -> Iterator[Message]:
 
 
 def _short_id(call_id: str) -> str:
+    """Return an id that Mistral's templates accept: the same one for a call and for its result."""
     if _MISTRAL_ID.fullmatch(call_id):
         return call_id
     return xxhash.xxh3_64_hexdigest(call_id.encode("utf-8", "replace"))[:MISTRAL_ID_CHARS]

@@ -5,7 +5,9 @@
 - Gemma 3: the same, or a call without the list, in a fence of Markdown that begins with
   "```tool_code" or not.
 
-A call is announced at its opening bracket. Arguments come out one by one, when they are complete.
+Only calls of the request's functions are calls; any other name ends the list, and the rest is
+content. A call is announced at its opening bracket. Arguments come out one by one, when they are
+complete.
 """
 
 from __future__ import annotations
@@ -21,16 +23,20 @@ PYTHON_START = "<|python_start|>"
 PYTHON_END = "<|python_end|>"
 FENCE_OPEN = "```tool_code"
 FENCE_CLOSE = "```"
+#: A longer text without its bracket is not waited for as the beginning of a call.
 NAME_CHARS_MAX = 128
 _CALL_BEGINNING = re.compile(r"\s*(?P<name>[A-Za-z_][\w.\-]*)\s*\(")
+#: What may become the beginning of a call with more text.
 _POSSIBLE_BEGINNING = re.compile(r"\s*(?:[A-Za-z_][\w.\-]*\s*)?")
+#: A key and its `=`; `==` compares, so what is in front of it is no key.
 _KEY = re.compile(r"\s*(?P<key>[A-Za-z_]\w*)\s*=(?!=)\s*")
+#: What may become a key with more text.
 _POSSIBLE_KEY = re.compile(r"\s*(?:[A-Za-z_]\w*\s*=?\s*)?")
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 
 def read_llama4(reader: AnswerReader) -> Reading[None]:
-    """Read an answer that is nothing but calls, as Python or as JSON, or nothing but content."""
+    """Read an answer that begins with calls, as Python or as JSON, or is nothing but content."""
     opening = yield from reader.skip_space()
     opening += yield from reader.takes(PYTHON_START, PYTHON_TAG)
     if opening.strip():
@@ -44,36 +50,41 @@ def read_llama4(reader: AnswerReader) -> Reading[None]:
 def read_gemma3(reader: AnswerReader) -> Reading[None]:
     """Read an answer that is calls, with content in front of a fence of them or not."""
     space = yield from reader.skip_space()
-    if reader.buffer.startswith("["):
+    if reader.buffer.startswith("["):  # a list without a fence
         yield from _read_calls_or_content(reader, space)
         return
     reader.buffer = space + reader.buffer
     while (yield from reader.release_until(Markers(FENCE_OPEN), PartKind.CONTENT)):
         opening = FENCE_OPEN + (yield from reader.skip_space())
-        has_list = yield from reader.takes("[")
-        if not (yield from _read_calls(reader, has_list)):
+        list_opening = yield from reader.takes("[")
+        if not (yield from _read_calls(reader, in_list=bool(list_opening))):
             text, closing = yield from reader.hold_until(Markers(FENCE_CLOSE))
-            reader.add_unread(opening + has_list + text + closing)
+            reader.add_unread(opening + list_opening + text + closing)
             continue
         yield from reader.skip_space()
         yield from reader.takes(FENCE_CLOSE)
 
 
 def _read_calls_or_content(reader: AnswerReader, opening: str) -> Reading[None]:
-    """Read a list of calls and what is behind it, or content if the answer is no such list."""
-    has_list = yield from reader.takes("[")
-    if has_list and (yield from _read_calls(reader, has_list)):
+    """Read a list of calls and what is behind it, or content if the answer is no such list.
+
+    `opening` is the text that was taken in front of the list.
+    """
+    list_opening = yield from reader.takes("[")
+    if list_opening and (yield from _read_calls(reader, in_list=True)):
         yield from reader.skip_space()
         yield from reader.takes(PYTHON_END)
         yield from reader.release_content()
-        reader.release_rest()
         return
-    reader.buffer = opening + has_list + reader.buffer
+    reader.buffer = opening + list_opening + reader.buffer
     yield from reader.release_content()
 
 
-def _read_calls(reader: AnswerReader, has_list: str) -> Reading[bool]:
-    """Read calls up to the end of their list. Return False if there is not one."""
+def _read_calls(reader: AnswerReader, *, in_list: bool) -> Reading[bool]:
+    """Read calls up to the end of their list, or one call without a list.
+
+    Return False if no call of one of the functions comes next; then nothing was taken.
+    """
     has_calls = False
     while True:
         name = yield from _read_beginning(reader)
@@ -83,7 +94,7 @@ def _read_calls(reader: AnswerReader, has_list: str) -> Reading[bool]:
         reader.begin_call(name)
         is_whole = yield from _read_arguments(reader)
         reader.end_call(is_cut=not is_whole)
-        if not is_whole or not has_list:
+        if not is_whole or not in_list:
             break
         yield from reader.skip_space()
         if not (yield from reader.takes(",")):
@@ -111,14 +122,15 @@ def _read_beginning(reader: AnswerReader) -> Reading[str]:
 def _read_arguments(reader: AnswerReader) -> Reading[bool]:
     """Read `key=value` pairs up to the closing bracket. Return False if the answer ended before.
 
-    A value without a key gets the name of the parameter that stands at its place.
+    A value without a key gets the key `argument_N`, where N is its place, from 1: it is not lost,
+    but the parameter at its place is not looked up. A value that is cut comes out as it is.
     """
-    separator = "{"
+    separator = "{"  # stands in front of the next key
     count = 0
     while True:
         yield from reader.skip_space()
         if (yield from reader.takes(")")):
-            reader.add_arguments("}" if count else "{}")
+            reader.add_arguments("}" if count else "{}")  # the first key writes the `{`
             return True
         if not reader.buffer:
             return False
@@ -139,6 +151,7 @@ def _read_arguments(reader: AnswerReader) -> Reading[bool]:
 def _read_key(reader: AnswerReader) -> Reading[str]:
     """Take a key and its `=`; return the key, or nothing for a value without one."""
     while True:
+        # Only the character behind the `=` says that it is not `==`.
         key = _KEY.match(reader.buffer)
         if key is not None and key.end() < len(reader.buffer):
             reader.take(key.end())
@@ -153,7 +166,7 @@ def _read_key(reader: AnswerReader) -> Reading[str]:
 
 
 def _hold_value(reader: AnswerReader) -> Reading[tuple[str, str]]:
-    """Take a value up to the `,` or `)` behind it; return both. Without an end: the answer ended."""
+    """Take a value and the `,` or `)` behind it; return both. No end: the answer has ended."""
     scanner = _LiteralScanner()
     scanned_chars = 0
     while True:
@@ -167,15 +180,21 @@ def _hold_value(reader: AnswerReader) -> Reading[tuple[str, str]]:
 
 
 class _LiteralScanner:
-    """Finds the end of a literal of Python in a text that comes in pieces."""
+    """Finds the end of a literal of Python in a text that comes in pieces.
+
+    It follows brackets and strings in one quote; brackets in strings do not count.
+    """
 
     def __init__(self) -> None:
-        self._open_brackets: list[str] = []
-        self._quote = ""  #: What closes the string that is open.
-        self._is_escaped = False
+        self._open_brackets: list[str] = []  #: What closes those that are open, innermost last.
+        self._quote = ""  #: What closes the string that is open; empty outside of strings.
+        self._is_escaped = False  #: The next character is behind a backslash.
 
     def find_end(self, text: str, start: int) -> int | None:
-        """Return where the `,` or `)` behind the literal is; characters before `start` are read."""
+        """Return where the `,` or `)` behind the literal is; None if it has not come yet.
+
+        `text` is the text of earlier calls with more behind it, which begins at `start`.
+        """
         for position in range(start, len(text)):
             character = text[position]
             if self._is_escaped:

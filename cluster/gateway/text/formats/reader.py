@@ -1,9 +1,10 @@
 """Reads an answer's text piece by piece (pure): what the readers of all formats are made of.
 
 A format is read by a generator. It takes text from an `AnswerReader`, adds parts to it, and yields
-where it needs more text. So a reader is written as if it had the whole answer, and one code reads
-whole answers and streams. What it decides must not depend on where one piece ends: a reader acts on
-text only once no later text can change what that text is.
+where it needs more text. Its caller then adds to `buffer` or sets `has_ended`, and resumes it. So a
+format is written as if the whole answer was there, and one code reads whole answers and streams.
+What it decides must not depend on where one piece ends: it acts on text only once no later text can
+change what that text is.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ Reading = Generator[None, None, Result]
 
 
 class Markers:
-    """Texts that structure an answer and are looked for together. None begins another."""
+    """Texts that structure an answer and are looked for together.
+
+    No text is the beginning of another one, so a marker is certain as soon as it is whole.
+    """
 
     def __init__(self, *texts: str) -> None:
         self._texts = texts
@@ -32,11 +36,14 @@ class Markers:
         self._first_characters = {text[0] for text in texts}
 
     def find(self, text: str, start: int = 0) -> re.Match[str] | None:
-        """Return the first marker in `text`."""
+        """Return the first marker in `text` from `start` on; None if it has none."""
         return self._pattern.search(text, start)
 
     def possible_chars(self, text: str) -> int:
-        """Return the length of the longest end of `text` that begins a marker."""
+        """Return the length of the longest end of `text` with which a marker may begin.
+
+        These characters must be held back until more text says whether they are a marker.
+        """
         end = text[max(0, len(text) - self._longest_chars + 1) :]
         for start, character in enumerate(end):
             if character in self._first_characters:
@@ -57,12 +64,17 @@ class AnswerReader:
         one_call_only: bool = False,
         strips_start: bool = False,
     ) -> None:
-        """`strips_start`: white space in front of the first content is none of it."""
+        """`function_names` are those that the request offers to the model, and `parameter_schemas`
+        the JSON schemas of their parameters, by name. `one_call_only`: calls behind the first one
+        are read, but no parts are made of them. `strips_start`: white space in front of the first
+        content is none of it.
+        """
         self.function_names = function_names
         self.parameter_schemas = parameter_schemas or {}
         self.buffer = ""  #: Text that no part has yet.
         self.has_ended = False  #: No more text will come.
-        self.is_cut = False  #: The model would have gone on.
+        #: The answer has ended, but not by the model's choice, so that a call may lack its end.
+        self.is_cut = False
         self.parts: list[ContentPart] = []
         self.calls = 0  #: Calls that came out so far, the one under way included.
         self.has_cut_call = False  #: True if the last of them lacks its end.
@@ -72,7 +84,7 @@ class AnswerReader:
         self._at_section_start = True
         self._one_call_only = one_call_only
         self._leaves_call_out = False  #: True if the call under way does not come out.
-        self._arguments: list[str] = []  #: Of the call under way.
+        self._arguments: list[str] = []  #: Pieces of the arguments of the call under way.
         self._stray_text = ""  #: Text inside of the call under way that is none of its arguments.
 
     # ---- text ------------------------------------------------------------------------------------
@@ -103,7 +115,10 @@ class AnswerReader:
                 return space
 
     def takes(self, *texts: str) -> Reading[str]:
-        """Take the one of `texts` that comes next, and return it; empty if none does."""
+        """Take the one of `texts` that comes next, and return it; empty if none does.
+
+        Waits while what is in the buffer may still become one of them.
+        """
         while True:
             for text in texts:
                 if self.buffer.startswith(text):
@@ -151,12 +166,15 @@ class AnswerReader:
                 return ""
 
     def begin_content(self, text: str) -> None:
-        """Put text back that was looked at and is content, white space included."""
+        """Put text back that was looked at and is content; its leading white space is kept."""
         self.buffer = text + self.buffer
         self._at_section_start = False
 
     def release_rest(self, kind: PartKind = PartKind.CONTENT) -> None:
-        """Add all text up to the end of the answer; white space behind a call is left out."""
+        """Add all text that is left, once the answer has ended.
+
+        If nothing but white space is left and there was a call, nothing is added.
+        """
         self._strip_section_start(kind)
         text = self.take_all()
         if text.strip() or not self.calls:
@@ -171,12 +189,18 @@ class AnswerReader:
                 return
 
     def _strip_section_start(self, kind: PartKind) -> None:
+        """Drop white space at the start of the buffer that only sets the next text off.
+
+        White space belongs to the text if it is content that no call is in front of, unless the
+        reader `strips_start`.
+        """
         follows_marker = kind == PartKind.REASONING or self.calls > 0 or self._strips_start
         if self._at_section_start and follows_marker:
             self.buffer = self.buffer.lstrip()
             self._at_section_start = not self.buffer
 
     def add(self, kind: PartKind, text: str) -> None:
+        """Add a part, unless its text is empty."""
         if text:
             self.parts.append(ContentPart(kind, text))
 
@@ -189,7 +213,7 @@ class AnswerReader:
     # ---- calls -----------------------------------------------------------------------------------
 
     def begin_call(self, name: str) -> None:
-        """Announce a call."""
+        """Add the part that announces a call; a call that is left out has no parts."""
         self._arguments = []
         self._leaves_call_out = self._one_call_only and self.calls > 0
         if not self._leaves_call_out:
@@ -210,7 +234,10 @@ class AnswerReader:
             self._stray_text += text
 
     def end_call(self, *, is_cut: bool = False) -> None:
-        """End the call under way; `is_cut` if the answer ended inside of it."""
+        """End the call under way; `is_cut` if the answer ended inside of it.
+
+        Stray text becomes content behind the call. The call's flaw is noted, if it has one.
+        """
         stray_text = self._stray_text.strip()
         self._stray_text = ""
         if not self._leaves_call_out:
@@ -224,6 +251,7 @@ class AnswerReader:
         self.add_unread(stray_text)
 
     def add_whole_call(self, name: str, arguments: str, *, is_cut: bool = False) -> None:
+        """Add a call that was held until all of its text was there."""
         self.begin_call(name)
         self.add_arguments(arguments)
         self.end_call(is_cut=is_cut)
@@ -234,7 +262,10 @@ class AnswerReader:
         return bool(self._arguments)
 
     def add_foreign_call(self, name: str, arguments: str, raw_text: str) -> None:
-        """Add a call of a function that is none of the request's, if it is a valid one."""
+        """Add a call of a function that is none of the request's.
+
+        Without a name, or if the arguments are no JSON object, `raw_text` becomes content instead.
+        """
         if name and is_json_object(arguments):
             self.add_whole_call(name, arguments)
         else:
@@ -270,8 +301,9 @@ class AnswerReader:
             is_whole = yield from self.read_object(end_marker)
         if end_marker and is_whole:
             rest, marker = yield from self.hold_until(Markers(end_marker))
-            rest = rest.strip().removesuffix("```").strip()
+            rest = rest.strip().removesuffix("```").strip()  # the end of a fence of Markdown
             if not self.has_arguments:
+                # A call with nothing but its end marker has no arguments, which JSON writes as {}.
                 self.add_arguments(rest if rest or not marker else "{}")
             else:
                 self.add_stray(rest)
@@ -281,7 +313,10 @@ class AnswerReader:
         self.end_call(is_cut=not is_whole)
 
     def _read_foreign_call(self, name: str, opening: str, end_marker: str) -> Reading[None]:
-        """Hold the call of a function that is none of the request's until it is complete."""
+        """Hold the call of a function that is none of the request's until it is complete.
+
+        Without `end_marker` a call that has no object ends where its arguments should begin.
+        """
         opening += yield from self.skip_space()
         scanner = ObjectScanner(end_marker)
         text = ""

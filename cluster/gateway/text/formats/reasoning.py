@@ -1,4 +1,7 @@
-"""How models mark their reasoning (pure): a text between two tags, in front of the content."""
+"""How models mark their reasoning (pure): a text between two tags, in front of the content.
+
+The exception is Harmony, which `harmony.py` reads.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,21 @@ class ContentState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The tags of a family. Without tags, the answer is Harmony's messages."""
+    """The tags of a family of models.
 
-    name: str
-    opening: tuple[str, ...] = ()
-    closing: tuple[str, ...] = ()
+    Two formats have no tags: `NO_REASONING`, and `HARMONY_REASONING`, whose messages have channels.
+    """
+
+    name: str  #: By which settings choose the format.
+    opening: tuple[str, ...] = ()  #: Any of these begins the reasoning.
+    closing: tuple[str, ...] = ()  #: Any of these ends the reasoning.
     aliases: tuple[str, ...] = ()  #: vLLM's and SGLang's names.
-    special_tokens: tuple[str, ...] = ()  #: Which the tags begin with.
+    #: Tokens of the tokenizer that only begin a tag, where the whole tag is several tokens.
+    special_tokens: tuple[str, ...] = ()
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The tags that a tokenizer may have as special tokens."""
+        """The tags that a tokenizer may have as special tokens, which text usually leaves out."""
         return self.opening + self.closing + self.special_tokens
 
     def is_in(self, template: str) -> bool:
@@ -37,7 +44,10 @@ class ReasoningFormat:
         return any(tag in template for tag in self.markers)
 
     def state_behind(self, prompt_end: str) -> ContentState:
-        """Return what an answer begins in, by the last characters of its prompt."""
+        """Return what an answer begins in, by the last characters of its prompt.
+
+        Templates may end a prompt with the opening tag, or with an empty reasoning to prevent one.
+        """
         if not self.opening:
             return ContentState.TEXT
         text = prompt_end.rstrip()
@@ -72,6 +82,7 @@ KIMI_THINK = ReasoningFormat("kimi", ("◁think▷",), ("◁/think▷",), ("kimi
 SEED_THINK = ReasoningFormat("seed", ("<seed:think>",), ("</seed:think>",), ("seed_oss",))
 NO_REASONING = ReasoningFormat("none")
 
+#: In the order in which templates are searched for tags. Harmony, without tags, is never found so.
 REASONING_FORMATS = (
     HARMONY_REASONING,
     THINK,
@@ -91,7 +102,8 @@ def read_reasoning(
 ) -> Reading[None]:
     """Read the reasoning that an answer begins with, if there is any.
 
-    One of `call_openings` ends the reasoning, too: some models leave the closing tag out there.
+    `state` is what the answer begins in. One of `call_openings` ends the reasoning, too: some
+    models leave the closing tag out there. It stays in the buffer, for the reader of the call.
     """
     if state == ContentState.TEXT or not reasoning.opening:
         return

@@ -29,16 +29,17 @@ from .reasoning import (
     ReasoningFormat,
 )
 
-AUTO = "auto"
-NONE = "none"
+AUTO = "auto"  #: The name that leaves the choice to the chat template.
+NONE = "none"  #: The name for no format: all text is content.
 
 
 @dataclass(frozen=True, slots=True)
 class CallGrammar:
     """How a forced call is written: the name, then the arguments as JSON, and texts around them.
 
-    The name is a JSON string if `quotes_name`. What the tokenizer has as special tokens is written
-    with these tokens.
+    A call is forced where the request demands one: the engine then samples only tokens that this
+    grammar allows. The name is a JSON string if `quotes_name`. What the tokenizer has as special
+    tokens is written with these tokens.
     """
 
     call_prefix: str
@@ -47,7 +48,7 @@ class CallGrammar:
     separator: str = ""  #: Stands between two calls.
     quotes_name: bool = True
     opening: str = ""  #: In front of all calls.
-    closing: str = ""
+    closing: str = ""  #: Behind all calls.
 
     def lark(
         self,
@@ -87,7 +88,11 @@ class CallGrammar:
 
 
 def _lark_text(text: str, special_ids: Mapping[str, int]) -> str:
-    """Return terms of the grammar for a text; Lark has no empty strings, so nothing for none."""
+    """Return terms of the grammar for a text; Lark has no empty strings, so nothing for none.
+
+    A special token becomes `<[ID]>`, llguidance's term for one token: as a string, the grammar
+    would match only the ordinary tokens that spell it.
+    """
     if not text:
         return ""
     for token, token_id in special_ids.items():
@@ -108,8 +113,9 @@ class ToolFormat:
     #: What a chat template of the family has: all texts of one of the rows.
     template_texts: tuple[tuple[str, ...], ...] = ()
     aliases: tuple[str, ...] = ()  #: vLLM's names.
-    markers: tuple[str, ...] = ()  #: What a tokenizer may have as special tokens.
-    #: How forced calls are written; None: as JSON objects, which the gateway reads then.
+    #: What a tokenizer may have as special tokens. Those stay in the text, for `read`.
+    markers: tuple[str, ...] = ()
+    #: How forced calls are written; None: as `JSON_OBJECTS`, which the gateway reads as Llama 3's.
     grammar: CallGrammar | None = None
     is_whole_answer: bool = False  #: The format marks reasoning and content, too.
     #: What begins calls and cannot stand in a reasoning.
@@ -122,7 +128,9 @@ class ToolFormat:
         return any(all(text in template for text in row) for row in self.template_texts)
 
 
+#: Forced calls of Llama 3, and of all formats without a grammar of their own.
 JSON_OBJECTS = CallGrammar('{"name": ', ', "parameters": ', "}", separator="; ")
+# The texts of templates below are those that tell a family's published templates from the others'.
 HERMES = ToolFormat(
     "hermes",
     read_hermes,
@@ -261,7 +269,8 @@ GRANITE = ToolFormat(
     markers=("<|tool_call|>",),
 )
 
-#: In the order in which templates are looked at: the more special ones first.
+#: A template has the first of these formats that it shows. The most special ones stand first, as
+#: the texts of the last ones are also in other families' templates.
 TOOL_FORMATS = (
     HARMONY,
     DEEPSEEK_V32,
@@ -290,7 +299,10 @@ def tool_format_of(template: str) -> ToolFormat | None:
 
 
 def reasoning_format_of(template: str) -> ReasoningFormat:
-    """Return how a model of this chat template marks its reasoning."""
+    """Return how a model of this chat template marks its reasoning.
+
+    A template without any of the tags gives `NO_REASONING`.
+    """
     if HARMONY.is_in(template):
         return HARMONY_REASONING
     for reasoning in REASONING_FORMATS:
@@ -302,7 +314,8 @@ def reasoning_format_of(template: str) -> ReasoningFormat:
 def find_tool_format(name: str, template: str) -> ToolFormat | None:
     """Return the format of a name of ours or of vLLM's; None for `none`.
 
-    `auto` is the format that the chat template shows. Raises ValueError.
+    `auto` is the format that the chat template shows; None if it shows none. Raises ValueError for
+    an unknown name.
     """
     if name == AUTO:
         return tool_format_of(template)
@@ -315,9 +328,9 @@ def find_tool_format(name: str, template: str) -> ToolFormat | None:
 
 
 def find_reasoning_format(name: str, template: str) -> ReasoningFormat:
-    """Return the format of a name of ours or of vLLM's.
+    """Return the format of a name of ours, of vLLM's or of SGLang's; `NO_REASONING` for `none`.
 
-    `auto` is the format that the chat template shows. Raises ValueError.
+    `auto` is the format that the chat template shows. Raises ValueError for an unknown name.
     """
     if name == AUTO:
         return reasoning_format_of(template)
@@ -328,4 +341,5 @@ def find_reasoning_format(name: str, template: str) -> ReasoningFormat:
 
 
 def _listed(formats: Collection[ToolFormat] | Collection[ReasoningFormat]) -> str:
-    return ", ".join([AUTO, NONE, *(one.name for one in formats)])
+    """Return the names that can be chosen, without aliases, for the message of an error."""
+    return ", ".join([AUTO, NONE, *(each_format.name for each_format in formats)])

@@ -7,8 +7,8 @@
   `<｜DSML｜parameter name="KEY" string="true">` value `</｜DSML｜parameter>`.
 
 Values are raw text, so the schema of a function says which of them are strings. Strings come out
-as they are generated, all other values when they are complete. A closing tag inside of a value ends
-the value only if the next tag of a call follows it.
+as they are generated, all other values when they are complete. A value may have its own closing tag
+as text, for example in code: the tag ends the value only if the next tag of a call follows.
 """
 
 from __future__ import annotations
@@ -23,22 +23,26 @@ from .parts import PartKind
 from .reader import AnswerReader, Markers, Reading
 
 DSML = "｜DSML｜"
-_KEY = re.compile(r'name="(?P<name>[^"]*)"(?:\s+string="(?P<is_string>true|false)")?')
+#: The attributes of a DSML tag, of a call or of a parameter.
+_DSML_ATTRIBUTES = re.compile(r'name="(?P<name>[^"]*)"(?:\s+string="(?P<is_string>true|false)")?')
 
 
 @dataclass(frozen=True, slots=True)
 class TagStyle:
-    """The tags of one format."""
+    """The tags of one format that end values and calls."""
 
-    value_closing: str
+    value_closing: str  #: Ends a value; taken with it.
     fields_closing: str  #: Ends the fields of a call.
-    #: What may follow a closing tag, behind white space, if it is one.
+    #: Each text that may end a value, and what must follow it, behind white space, so that it does.
+    #: An empty follower: anything may follow. Where the text is not `value_closing`, the model left
+    #: that out, and the text stays in the buffer.
     followers: Mapping[str, tuple[str, ...]]
-    strips_line_breaks: bool = False  #: A value stands on lines of its own.
+    #: A value stands on lines of its own: the line breaks next to its tags are no part of it.
+    strips_line_breaks: bool = False
 
     @property
     def field_ends(self) -> set[str]:
-        """What text between fields ends in front of."""
+        """The tags that end stray text between fields, which is none of a value."""
         return {self.fields_closing, *self.followers[self.value_closing]}
 
 
@@ -47,7 +51,7 @@ QWEN = TagStyle(
     fields_closing="</function>",
     followers={
         "</parameter>": ("<parameter=", "</function>", CALL_CLOSE),
-        # The value lacks its own tag:
+        # Models sometimes leave the value's own tag out:
         "</function>": (CALL_CLOSE,),
         "\n<parameter=": ("",),
     },
@@ -61,6 +65,7 @@ GLM = TagStyle(
 
 
 def _dsml_style(space: str) -> TagStyle:
+    """Return DeepSeek's tags; `space` is what stands in them behind the last bar, V4.1's space."""
     value_closing = f"</{DSML}{space}parameter>"
     fields_closing = f"</{DSML}{space}invoke>"
     return TagStyle(
@@ -71,7 +76,7 @@ def _dsml_style(space: str) -> TagStyle:
 
 
 class _ValueReader:
-    """Finds the end of a value, and gives it out as it comes."""
+    """Finds the ends of the values of one call, and writes the values."""
 
     def __init__(self, reader: AnswerReader, style: TagStyle) -> None:
         self._reader = reader
@@ -79,7 +84,11 @@ class _ValueReader:
         self._closings = Markers(*style.followers)
 
     def next_piece(self) -> tuple[str, bool]:
-        """Take the next piece of the value that is certain; True: the value has ended."""
+        """Take the next piece of the value that is certain; return it, and whether the value ended.
+
+        What may become the end of the value stays in the buffer until more text has come. If the
+        answer has ended, all text is taken.
+        """
         reader = self._reader
         certain_chars = len(reader.buffer) - self._closings.possible_chars(reader.buffer)
         search_start = 0
@@ -92,7 +101,7 @@ class _ValueReader:
                 if found.group() == self._style.value_closing:
                     reader.take(len(found.group()))
                 return self._without_line_break(piece), True
-            if may_follow:
+            if may_follow:  # more text will say
                 certain_chars = found.start()
                 break
             search_start = found.end()
@@ -101,16 +110,23 @@ class _ValueReader:
         return reader.take(self._line_break_before(certain_chars)), False
 
     def _line_break_before(self, chars: int) -> int:
-        """Return how many characters are certain, if a line break before a tag is no part."""
+        """Return how many of the first `chars` characters are certain to be part of the value.
+
+        A line break at their end is not, if it may be the one in front of the closing tag.
+        """
         if self._style.strips_line_breaks and self._reader.buffer[:chars].endswith("\n"):
             return chars - 1
         return chars
 
     def _without_line_break(self, text: str) -> str:
+        """Return the end of a value without the line break in front of its closing tag."""
         return text.removesuffix("\n") if self._style.strips_line_breaks else text
 
     def read(self, writer: ArgumentWriter, key: str, is_string: bool | None) -> Reading[bool]:
-        """Write the value of a field. Return False if the answer ended inside of it."""
+        """Write the value of a field. Return False if the answer ended inside of it.
+
+        `is_string` is what the tag says about the value; None: the schema decides.
+        """
         reader = self._reader
         if self._style.strips_line_breaks:
             yield from reader.takes("\n")
@@ -130,7 +146,7 @@ class _ValueReader:
                 break
             if ended_before:
                 if not is_string:
-                    writer.add_json(text)
+                    writer.add_json(text)  # as it is: its type cannot be told from its beginning
                 return False
             yield from reader.more()
         if is_string:
@@ -169,7 +185,11 @@ def read_qwen_xml(reader: AnswerReader) -> Reading[None]:
 
 
 def _read_other_block(reader: AnswerReader, opening: str) -> Reading[None]:
-    """Read up to `</tool_call>` what is no call of one of the functions in this format."""
+    """Read up to `</tool_call>` what is no call of one of the functions in this format.
+
+    `opening` is the text of the block so far. A call as a JSON object, which Hermes's format has in
+    this tag, is a call; all else is content.
+    """
     text = ""
     marker = CALL_CLOSE if opening.endswith(CALL_CLOSE) else ""
     if not marker:
@@ -189,12 +209,13 @@ class _Key:
     is_string: bool | None = None  #: None: the schema says whether it is.
 
 
+#: Takes the tag with the key of the next field; gives None, and takes nothing, if none comes next.
 KeyReader = Callable[[AnswerReader], Reading["_Key | None"]]
 _QWEN_KEY_END = Markers(">", "\n")
 
 
 def _read_qwen_key(reader: AnswerReader) -> Reading[_Key | None]:
-    """Take the tag of the next field; None if there is none."""
+    """Take the tag of the next field, `<parameter=KEY>`."""
     if not (yield from reader.takes("<parameter=")):
         return None
     name, _ = yield from reader.hold_until(_QWEN_KEY_END)
@@ -223,12 +244,12 @@ def _read_fields(
             if reader.is_cut:
                 reader.end_call(is_cut=True)
                 return
-            break
+            break  # the model ended by itself, and left the last tags out: the call is whole
         stray_text, marker = yield from reader.hold_until(Markers(*style.field_ends))
         reader.add_stray(stray_text)
         reader.buffer = marker + reader.buffer
-        if marker == CALL_CLOSE:
-            break
+        if marker == CALL_CLOSE != style.fields_closing:
+            break  # Qwen's `</function>` is missing; the caller takes this tag
     writer.end()
     reader.end_call()
 
@@ -254,6 +275,7 @@ def read_glm(reader: AnswerReader) -> Reading[None]:
 
 
 def _read_glm_key(reader: AnswerReader) -> Reading[_Key | None]:
+    """Take the tags of the next field, `<arg_key>KEY</arg_key><arg_value>`."""
     if not (yield from reader.takes("<arg_key>")):
         return None
     name, _ = yield from reader.hold_until(_GLM_KEY_END)
@@ -274,7 +296,10 @@ _DSML_TAG_END = Markers(">")
 
 
 def read_deepseek_dsml(reader: AnswerReader) -> Reading[None]:
-    """Read content with sections of calls in it. V4.1 has a space in its tags."""
+    """Read content with sections of calls in it. V4.1 has a space in its tags.
+
+    Text of a section that is no call is content.
+    """
     while (yield from reader.release_until(_DSML_OPENING, PartKind.CONTENT)):
         while True:
             stray_text, marker = yield from reader.hold_until(_DSML_CALLS_END)
@@ -285,12 +310,16 @@ def read_deepseek_dsml(reader: AnswerReader) -> Reading[None]:
 
 
 def _read_invocation(reader: AnswerReader, marker: str) -> Reading[None]:
+    """Read a call whose tag begins with `marker`.
+
+    A call of a function that is none of the request's is content.
+    """
     style = _dsml_style(" " if marker.endswith(" invoke") else "")
     tag, end = yield from reader.hold_until(_DSML_TAG_END)
-    parsed_tag = _KEY.search(tag)
+    parsed_tag = _DSML_ATTRIBUTES.search(tag)
     name = parsed_tag["name"] if parsed_tag else ""
     is_known = bool(end) and name in reader.function_names
-    if is_known and tag.endswith("/"):
+    if is_known and tag.endswith("/"):  # the tag is the whole call
         reader.add_whole_call(name, "{}")
     elif is_known:
         yield from _read_fields(reader, name, style, _read_dsml_key)
@@ -302,10 +331,11 @@ def _read_invocation(reader: AnswerReader, marker: str) -> Reading[None]:
 
 
 def _read_dsml_key(reader: AnswerReader) -> Reading[_Key | None]:
+    """Take the tag of the next field, `<｜DSML｜parameter name="KEY" string="true">`."""
     if not (yield from reader.takes(*_DSML_PARAMETER)):
         return None
     tag, _ = yield from reader.hold_until(_DSML_TAG_END)
-    parsed_tag = _KEY.search(tag)
+    parsed_tag = _DSML_ATTRIBUTES.search(tag)
     if parsed_tag is None:
         return _Key(tag.strip())
     is_string = parsed_tag["is_string"]

@@ -45,7 +45,8 @@ CHOOSE_S = 0.1  #: between two choices of one request
 OFFER_S = 0.0125  #: between two choices of all requests
 
 
-LOWEST_RATE = 0.01  #: of the fleet's, at which overdue requests are served at least, by prediction
+#: of the fleet's rate, at which overdue requests are served at least: every so many pulls are theirs
+LOWEST_RATE = 1 / OVERDUE_TURN
 
 
 class Outcome(Enum):

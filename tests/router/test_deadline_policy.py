@@ -522,3 +522,18 @@ def test_a_new_router_knows_what_runs_on_a_worker_and_hears_when_it_ends() -> No
     rig.send(e.WorkerJoined(card, 0, [], [("old", 0, 12)]))
     assert rig.ask("r", prompt=600) == {}, "11 blocks beside 12 of 20"
     assert rig.send(e.AttemptEnded(("old", 0))) == {"r": ("prefill/a", "decode/x")}
+
+
+def test_a_stream_of_urgent_requests_does_not_make_the_background_look_endless() -> None:
+    """Nobody is served there for a while; but every eighth pull will be, whatever comes."""
+    rig = Rig("prefill/a", "decode/x")
+    running = list(rig.ask("r0"))
+    for index in range(12):
+        rig.ask(f"late {index}", ttft_s=0.1)
+    for index in range(1, 15):
+        running += rig.ask(f"r{index}", ttft_s=5.0)
+        running += rig.first(running.pop(0), after=1.0)
+    assert len(rig.router.queue.overdue) == 12
+    for name in ("urgent a", "urgent b", "one more"):
+        rig.ask(name, ttft_s=0.1 if name == "one more" else 9.0)
+    assert "one more" in {key[0] for key in rig.router.queue.overdue} and not rig.refused

@@ -509,3 +509,8 @@ def test_prompt_logprobs_go_with_no_stream_and_are_bounded(gateway: StandIn, pat
     assert "leave stream out" in refused(gateway, path, prompt_logprobs=1, stream=True)
     for odd in (-1, 21, "all"):
         assert refused(gateway, path, prompt_logprobs=odd).startswith("prompt_logprobs: ")
+
+
+def test_an_answer_says_in_which_lane_it_was(gateway: StandIn) -> None:
+    answer = httpx.post(gateway.url + CHAT, json={"messages": MESSAGES, "max_tokens": 2})
+    assert answer.headers["x-lane"] == "urgent"

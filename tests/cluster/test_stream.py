@@ -26,6 +26,11 @@ class ScriptedPlane:
         self.script, self.link, self.cards = script, self, {}
         self.inboxes: dict[f.AttemptKey, asyncio.Queue] = {}
         self.said: list = []
+        self.connected_router = True
+
+    @property
+    def router_connected(self) -> bool:
+        return self.connected_router
 
     def watch(self, key: f.AttemptKey) -> asyncio.Queue:
         return self.inboxes.setdefault(key, asyncio.Queue())
@@ -192,6 +197,32 @@ def test_hashes_go_on_into_the_journal() -> None:
     assert continued.prompt_ids == whole and continued.hashes == block_hashes(whole, b"salt")
     assert continued.sampling == request.sampling
     assert attempt.resumed_tokens == 40 and request.prompt_ids == ids
+
+
+@pytest.mark.parametrize(("is_connected", "limit_s"), [(True, 5.0), (False, 5.0), (True, 0.01)])
+async def test_a_place_is_waited_for_as_long_as_a_router_is_there(
+    is_connected: bool, limit_s: float
+) -> None:
+    """The router's queue has the request; without a router, or past all limits, it is lost."""
+
+    def script(plane: ScriptedPlane, frame: Any) -> None:
+        placed = f.AttemptPlaced(frame.attempt_key, 1, None, "d", 0, 0.0, background=True)
+        if isinstance(frame, f.PlaceAttempt):
+            asyncio.get_running_loop().call_later(0.2, plane.put, placed)
+        elif isinstance(frame, f.StartDecode):
+            assert frame.background, "the worker hears that it is late"
+            plane.put(tokens(frame.attempt_key, 0, 0, finish="stop"))
+
+    plane = ScriptedPlane(script)
+    plane.connected_router = is_connected
+    request = Request("r", [1, 2, 3], [], f.Sampling(9), b"salt")
+    generator = Generator(plane, 3, 0.02, limit_s)  # type: ignore[arg-type]
+    if is_connected and limit_s > 1:
+        await generator.run(request, Reader())
+        assert request.background
+        return
+    with pytest.raises(ApiError, match="no router answered"):
+        await generator.run(request, Reader())
 
 
 @pytest.mark.parametrize("reason", ["handover", "draining", "wrong_role", "kv_handover"])

@@ -112,6 +112,8 @@ class LimitedProcesses:
                 child = _Child(self._module, self._limits)
                 child.send_setup(self._setup)
         finally:
+            if child is not None and child.has_ended:
+                child = None
             self._idle.put(child)
 
     def close(self) -> None:

@@ -28,6 +28,8 @@ from . import (
     top,
 )
 
+#: Each command is a function in the file of its name; `bench`, `config`, `keys` and `loadtest` have
+#: commands of their own below them.
 app = typer.Typer(
     name="diptych",
     help="Serves open-weight LLMs from a cluster that separates prefill from decode.",

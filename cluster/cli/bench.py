@@ -24,7 +24,7 @@ app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 #: Columns of the engine's table, in three parts: those of PEER_COLUMNS only where vLLM is compared.
 #: RATIO is vLLM's time over ours, SPREAD the interquartile range of the rounds' ratios, BANDWIDTH
 #: and FLOPS are shares of what the machine can do, WAITED the share of the time in which a thread
-#: waited for a CPU.
+#: waited for a CPU, because another process had it.
 TIME_COLUMNS = ("PHASE", "BATCH", "CONTEXT", "MS")
 PEER_COLUMNS = ("VLLM MS", "RATIO", "SPREAD")
 RATE_COLUMNS = ("TOKENS/S", "BANDWIDTH", "FLOPS", "WAITED")

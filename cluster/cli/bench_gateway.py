@@ -77,6 +77,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a measurement, in the order of `COLUMNS`."""
     cpu_us = row["cpu_us_per_token"]
     parts = [cpu_us["gateway"], cpu_us["worker"], cpu_us["proxy"]]
     added_itl_ms = row["added_itl_ms_p99"]

@@ -49,6 +49,7 @@ def planner(
         loaded_trace = _load_trace(trace, rate)
         gpus = Fleet.parse(fleet, model, tp)
         first_split = Split.parse(split)
+        # A flip changes a worker's role on its GPU: with two types, splits could not be compared.
         if first_split.replicas != gpus.replicas or len(gpus.pools) > 1:
             fail(f"--split {split}: {fleet} is {gpus.replicas} replicas of one type", 2)
         runs = compare(
@@ -66,7 +67,10 @@ def planner(
 
 
 def _load_trace(source: str, rate: float | None) -> Trace:
-    """Return a trace; of a ServeGen file it is the first day. Raises SimulationError."""
+    """Return a trace; of a ServeGen file it is the first day. Raises SimulationError.
+
+    `rate` scales the day to so many requests/s on average; None: those of its first window.
+    """
     from ...simulator.sources import load_trace, servegen
 
     path = Path(source)
@@ -78,7 +82,11 @@ def _load_trace(source: str, rate: float | None) -> Trace:
 
 
 def _table(runs: list[PlannerRun]) -> str:
-    """Return the runs as a table; the first one is the best fixed split."""
+    """Return the runs as a table; the first one is the best fixed split.
+
+    `met` is the share of requests that met their targets, `of best fixed` that share over the best
+    fixed split's. A flip is a worker's change of role, and orders are all that a planner gave.
+    """
     best_attainment = runs[0].attainment
     lines = [
         f"{'planner':<10}{'from':>7}{'met':>9}{'of best fixed':>15}{'flips/min':>11}"

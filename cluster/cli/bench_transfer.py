@@ -13,10 +13,13 @@ import typer
 from .bench import checkpoint
 from .common import check_output, fail, interrupt_on, table_lines
 
-TRANSPORTS = ("nixl", "shm", "tcp")
-#: Of the contiguous pieces of memory that one operation moves.
+TRANSPORTS = ("nixl", "shm", "tcp")  #: The ways in which KV can move; NIXL is NVIDIA's library.
+#: Sizes of the contiguous pieces of memory that one operation moves.
 RUN_BYTES = (64 << 10, 256 << 10, 1 << 20)
+#: RUN is one of these sizes. OF MEMCPY: speed over that of copying memory. CHECKSUMS: the share of
+#: the time to checksum and move a block that the checksum takes.
 COLUMNS = ("TRANSPORT", "OP", "RUN", "GIB/S", "OF MEMCPY", "CHECKSUMS")
+#: CPU MS/GIB is that of the sender, and the column without a name that of the receiver.
 TICKET_COLUMNS = ("TICKETS OVER", "GIB/S", "CPU MS/GIB", "", "RATE OF RAW", "CPU OF RAW")
 
 
@@ -48,7 +51,10 @@ def transfer(
 
 
 def _measure_tickets(tokens: int) -> dict[str, Any]:
-    """Send whole tickets, with checksums, beside raw NIXL. Torch is not needed."""
+    """Send tickets of the KV of `tokens` tokens, with checksums, beside raw NIXL, NVIDIA's library.
+
+    Torch is not needed.
+    """
     import msgspec
 
     from ...kv_transfer.errors import TransportUnavailable
@@ -60,13 +66,16 @@ def _measure_tickets(tokens: int) -> dict[str, Any]:
         try:
             row = measure_tickets(transport, tokens)
         except (TransportUnavailable, TimeoutError):
-            continue  # `missing` says why
+            continue  # `_measure_transports` meets it too, and says why
         rows.append(msgspec.to_builtins(row))
     return {"tickets": rows}
 
 
 def _measure_transports(size_bytes: int) -> dict[str, Any]:
-    """Measure each transport that is here. Torch is imported only now: the options are right."""
+    """Measure each transport that is here, and note why others are missing.
+
+    This imports torch, which takes seconds, so it comes after the checks of the options.
+    """
     import msgspec
 
     from ...kv_transfer import speed
@@ -90,7 +99,8 @@ def _measure_transports(size_bytes: int) -> dict[str, Any]:
             row = msgspec.structs.asdict(measurement)
             row["gib_s"] = round(measurement.gib_s, 2)
             row["of_memcpy"] = round(measurement.of_memcpy, 2)
-            # Of the time to checksum and move a block, the checksum's share.
+            # Of the time to checksum and move a block, the checksum's share: with speeds t and c it
+            # is (1/c) / (1/c + 1/t) = t / (t + c).
             row["checksum_share"] = round(
                 measurement.gib_s / (measurement.gib_s + checksum_gib_s), 2
             )
@@ -99,7 +109,11 @@ def _measure_transports(size_bytes: int) -> dict[str, Any]:
 
 
 def _measure_overlap(folder: Path, tokens: int) -> dict[str, Any]:
-    """Prefill a prompt while its KV moves to another process, and see how much that hides."""
+    """Prefill a prompt while its KV moves to another process, and see how much that hides.
+
+    The exposed part of a transfer is what comes after the end of the prefill. `folder` is the
+    checkpoint's. Fails if the engine cannot run it.
+    """
     import msgspec
 
     from ...engine.bench.overlap import measure_overlap
@@ -149,7 +163,10 @@ def _table(result: dict[str, Any]) -> str:
 
 
 def _ticket_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """A line for the tickets of each transport, and one for either kind of raw NIXL beside them."""
+    """Return a line for each transport's tickets, and one for either kind of raw NIXL beside them.
+
+    None in place of raw figures: this kind was not measured.
+    """
     lines: list[tuple[str, ...]] = []
     for row in rows:
         lines.append((row["transport"], *_figures(row["ticket"]), "", ""))
@@ -163,6 +180,7 @@ def _ticket_rows(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _figures(figures: dict[str, float]) -> tuple[str, str, str]:
+    """Return the cells of speed and of the CPU time, in ms/GiB, of either end."""
     sender = f"{figures['sender_cpu_ms']:.0f} sender"
     receiver = f"{figures['receiver_cpu_ms']:.0f} receiver"
     return f"{figures['gib_s']:.2f}", sender, receiver

@@ -8,19 +8,21 @@ from typing import Any
 from .common import table_lines
 from .status import headline, pool_row
 
-SPARKS = " ▁▂▃▄▅▆▇█"
+SPARKS = " ▁▂▃▄▅▆▇█"  #: Characters of a sparkline, from nothing to the largest value.
 LEGEND = (
     "P prefill  D decode  - none   bar: KV in use   ● ready  ◐ draining  ↻ flipping  ○ leaving"
     "   capital at home, small letter flipped"
 )
+#: The mark of a worker's state, by the state; `LEGEND` explains them.
 GLYPHS = {"ready": "●", "draining": "◐", "flipping": "↻", "leaving": "○", "starting": "…"}
+#: The one without a name is the sparkline of the queue.
 COLUMNS = ("POOL", "READY", "ROLES", "QUEUE", "", "RUNNING", "KV", "P95 TTFT", "P95 ITL", "NOTE")
 TRANSFER_COLUMNS = ("TRANSFERS", "TRANSPORT", "SENT MiB", "RECEIVED MiB", "FAILED")
 QUEUE_HISTORY = 30  #: Statuses whose queues the sparkline shows.
 GOODPUT_BAR_WIDTH = 40
 KV_BAR_WIDTH = 8
-CELLS_ACROSS = 3
-REQUEST_ID_WIDTH = 36
+CELLS_ACROSS = 3  #: Workers on a line of the grid.
+REQUEST_ID_WIDTH = 36  #: Characters; an id may be longer, and is cut.
 ROUTE_WIDTH = 36
 
 
@@ -28,7 +30,7 @@ class Board:
     """The whole screen but its keys; it remembers each pool's last queues."""
 
     def __init__(self) -> None:
-        self._queues: dict[str, deque[int]] = {}
+        self._queues: dict[str, deque[int]] = {}  #: Requests that waited, by pool, oldest first.
 
     def add(self, cluster: dict[str, Any]) -> None:
         """Remember the queues of a status."""
@@ -37,7 +39,10 @@ class Board:
             history.append(pool["queue"])
 
     def lines(self, cluster: dict[str, Any], decisions: list[dict[str, Any]]) -> list[str]:
-        """Return the screen for a status and the router's last decisions."""
+        """Return the screen for a status and the router's last decisions.
+
+        The status is what `GET /admin/v1/cluster` answers. Give it to `add` before.
+        """
         pool_rows = [self._pool_row(name, pool) for name, pool in cluster["pools"].items()]
         return [
             headline(cluster),
@@ -102,7 +107,10 @@ def grid(workers: list[dict[str, Any]]) -> list[str]:
 
 
 def cell(worker: dict[str, Any]) -> str:
-    """Return a worker's role (small if flipped), state, name, KV in use, and attempts."""
+    """Return a worker's role (small if flipped), state, name, KV in use, and number of attempts.
+
+    A flipped worker has another role than its pool, which the status calls its `home`.
+    """
     blocks = worker["engine"]["kv_blocks"]
     share = (blocks["active"] + blocks["reserved"]) / blocks["total"]
     letter = worker["role"][:1].upper() or "-"
@@ -133,6 +141,7 @@ def decision_line(decision: dict[str, Any]) -> str:
     """Return where a request went, its prompt, and its predicted and observed TTFT."""
     workers = [name for name in (decision["prefill"], decision["decode"]) if name]
     route = " -> ".join(workers) or decision["note"]
+    # Behind the tilde is what the gateway added to the client's id to make it unique.
     request_id = decision["key"][0].partition("~")[0][:REQUEST_ID_WIDTH]
     cached = f"{decision['prompt_tokens']:>6} tokens, {decision['hit_tokens']} cached"
     observed_ms = decision["observed"].get("ttft_ms")

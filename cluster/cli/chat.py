@@ -26,7 +26,7 @@ from .common import (
 READ_TIMEOUT_S = 120.0  #: Between two pieces of an answer.
 CONNECT_TIMEOUT_S = 10.0
 EVENT_PREFIX = "data: "
-LAST_EVENT = "data: [DONE]"
+LAST_EVENT = "data: [DONE]"  #: OpenAI's mark of the stream's end, which is no JSON.
 
 
 @dataclass(slots=True)
@@ -36,11 +36,11 @@ class ChatTurn:
     #: When the question was sent, by the monotonic clock.
     sent_at: float
     text: str = ""
-    #: The workers that served the request.
+    #: The workers that served the request, the prefill worker first, separated by commas.
     route: str = ""
     #: Of the prompt, the tokens that were cached.
     hit_tokens: int = 0
-    usage: dict[str, Any] = field(default_factory=dict)
+    usage: dict[str, Any] = field(default_factory=dict)  #: OpenAI's; it comes with the last event.
     #: Empty while the answer is incomplete.
     finish_reason: str = ""
     #: When each piece of text arrived, by the monotonic clock.
@@ -48,13 +48,14 @@ class ChatTurn:
 
     @property
     def ttft_ms(self) -> float | None:
+        """The time to the first piece of text, in milliseconds; None before it."""
         if not self.arrivals:
             return None
         return round((self.arrivals[0] - self.sent_at) * 1e3, 1)
 
     @property
     def itl_ms(self) -> float | None:
-        """The mean gap between two pieces, in milliseconds."""
+        """The mean gap between two pieces, in milliseconds; None of fewer than two pieces."""
         gap_count = len(self.arrivals) - 1
         if gap_count < 1:
             return None
@@ -149,6 +150,10 @@ def _ask(client: httpx.Client, body: dict[str, Any], *, echo: bool) -> ChatTurn:
 
 
 def _add_event(turn: ChatTurn, event: dict[str, Any], *, echo: bool) -> None:
+    """Add a chunk of the stream to the answer. Fails if it is the error that breaks the answer off.
+
+    A chunk with empty text counts as no arrival.
+    """
     if "error" in event:
         fail(event["error"]["message"])
     turn.usage = event.get("usage") or turn.usage
@@ -164,6 +169,7 @@ def _add_event(turn: ChatTurn, event: dict[str, Any], *, echo: bool) -> None:
 
 
 def _describe(turn: ChatTurn) -> str:
+    """Return the line below an answer; without usage, pieces of text are counted as tokens."""
     route = turn.route.replace(",", " -> ")
     itl = "-" if turn.itl_ms is None else f"{turn.itl_ms:.1f} ms"
     tokens = turn.usage.get("completion_tokens", len(turn.arrivals))

@@ -20,7 +20,8 @@ Endpoint = Annotated[
 ApiKey = Annotated[
     str, typer.Option("--token", envvar="DIPTYCH_TOKEN", help="The API key, if one is needed.")
 ]
-DEFAULT_ENDPOINT = "http://127.0.0.1:8000"
+DEFAULT_ENDPOINT = "http://127.0.0.1:8000"  #: Where `serve` puts the gateway.
+#: Where `serve` puts Control, the process that operators ask.
 DEFAULT_ADMIN = "http://127.0.0.1:8001"
 Token = Annotated[
     str, typer.Option("--token", envvar="DIPTYCH_ADMIN_TOKEN", help="The admin key, if it has one.")
@@ -30,9 +31,9 @@ AdminUrl = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what it would do, and do nothing.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Return when it is done, or after 15 minutes.")]
-WAIT_LIMIT_S = 900.0
-POLL_INTERVAL_S = 0.2
-REQUEST_TIMEOUT_S = 15.0
+WAIT_LIMIT_S = 900.0  #: The 15 minutes of `--wait`: a large model takes minutes to load.
+POLL_INTERVAL_S = 0.2  #: Between two looks at the cluster while `--wait` waits.
+REQUEST_TIMEOUT_S = 15.0  #: Of one request to Control, which asks other processes for its answer.
 PATH_CHARACTERS = "/:?=&"  #: What our own paths are made of, so that these are not quoted.
 #: What a request raises that gets no answer, also for addresses and keys that cannot be sent.
 NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL, UnicodeError)
@@ -42,7 +43,7 @@ NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL, UnicodeError)
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
-    """Print one sentence on stderr and end with the exit code."""
+    """Print one sentence on stderr and end with the exit code: 1 failed, 2 wrong usage."""
     typer.echo(f"diptych: {message}", err=True)
     raise typer.Exit(code)
 
@@ -65,7 +66,7 @@ def check_writable(file: Path | None) -> None:
 
 
 def save(file: Path, text: str) -> None:
-    """Write the file, or fail. Whoever calls this has printed the text: a disk may be full."""
+    """Write the file, or fail. Print results before: if the disk is full, they are not lost."""
     try:
         file.write_text(text)
     except OSError as error:
@@ -97,16 +98,21 @@ def error_message(body: bytes) -> str:
 
 
 class AdminClient:
-    """Control's admin API over HTTP. Every failure ends the command with one sentence."""
+    """Control's admin API over HTTP, at `url`; `token` is the admin key, empty if none is needed.
+
+    Every failure ends the command with one sentence.
+    """
 
     def __init__(self, url: str, token: str) -> None:
-        self.url = url.rstrip("/")
+        self.url = url.rstrip("/")  #: Paths of the API begin with a slash.
         self.headers = {"authorization": f"Bearer {token}"} if token else {}
 
     def get(self, path: str) -> Any:
+        """Return what Control answers, as it was parsed from JSON."""
         return self._ask("GET", path)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
+        """Give an order; return what Control answers, as it was parsed from JSON."""
         return self._ask("POST", path, json=body)
 
     def _ask(self, method: str, path: str, **options: Any) -> Any:
@@ -135,7 +141,8 @@ class AdminClient:
     def wait(self, describe_remaining: Callable[[dict[str, Any]], str | None]) -> float:
         """Wait until `describe_remaining(status)` returns None; return the seconds that took.
 
-        What remains is printed whenever it changes. Fails after `WAIT_LIMIT_S`.
+        `status` is the object of `GET /admin/v1/cluster`, and the text that is returned says what
+        remains to be done. It is printed whenever it changes. Fails after `WAIT_LIMIT_S`.
         """
         began = time.monotonic()
         last_printed = None
@@ -165,7 +172,8 @@ class AdminClient:
 def table_lines(rows: Sequence[Sequence[str]], right_aligned_from: int | None = None) -> list[str]:
     """Return the rows as lines whose columns are as wide as they must be.
 
-    Columns are aligned to the left, and from `right_aligned_from` on to the right.
+    All rows have the same number of cells. Columns are aligned to the left, and from the index
+    `right_aligned_from` on to the right; None: all to the left.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     first_right_aligned = len(widths) if right_aligned_from is None else right_aligned_from
@@ -180,5 +188,6 @@ def table_lines(rows: Sequence[Sequence[str]], right_aligned_from: int | None = 
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Print the rows, the heading among them, with all columns aligned to the left."""
     for line in table_lines(rows):
         typer.echo(line)

@@ -45,6 +45,7 @@ def show(
             origin = "--set"
         elif _covers(file_keys, key):
             origin = str(file)
+        # Comments of YAML behind the values, in a column of their own.
         typer.echo(f"{key + ': ' + json.dumps(value):<60}  # {origin}")
 
 

@@ -22,10 +22,13 @@ from .common import (
     print_table,
 )
 
+#: EXPECTED is the speed that the hosts' hardware allows, SHARE what the transfer reached of it.
 PAIR_COLUMNS = ("FROM", "TO", "TRANSPORT", "GiB/s", "EXPECTED", "SHARE")
+#: RDMA and NIC: active ports and the fastest one's rate. MEMLOCK: memory that may be pinned for
+#: RDMA. MEMCPY: how fast one core copies memory. CLOCK: how far the host's clock is off.
 HOST_COLUMNS = ("WORKER", "HOST", "PID", "RDMA", "NIC", "MEMLOCK", "MEMCPY", "CLOCK")
 EVENT_TIMEOUT_S = 30.0  #: Between two events of an examination.
-EVENT_PREFIX = "data: "
+EVENT_PREFIX = "data: "  #: Progress and report come as server-sent events.
 
 
 def doctor(
@@ -56,7 +59,7 @@ def doctor(
 
 
 def _examine_cluster(admin_client: AdminClient, mib: int) -> dict[str, Any]:
-    """Return Control's report; its progress goes to stderr. Raises httpx.HTTPError."""
+    """Return Control's report; its progress goes to stderr. Raises one of `NO_ANSWER`."""
     url = f"{admin_client.url}/admin/v1/doctor"
     with httpx.stream(
         "POST", url, json={"mib": mib}, headers=admin_client.headers, timeout=EVENT_TIMEOUT_S
@@ -72,6 +75,7 @@ def _examine_cluster(admin_client: AdminClient, mib: int) -> dict[str, Any]:
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """Yield the objects of the events as they come."""
     for line in response.iter_lines():
         if line.startswith(EVENT_PREFIX):
             yield json.loads(line.removeprefix(EVENT_PREFIX))
@@ -80,7 +84,8 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 def _examine_this_host() -> dict[str, Any]:
     """Return a report of what workers on this host would meet.
 
-    CMA needs a second process; it is tried on the one that called this command.
+    CMA, by which the kernel copies between two processes' memories, needs a second process; it is
+    tried on the one that called this command.
     """
     import msgspec
 
@@ -107,6 +112,7 @@ def _show(report: dict[str, Any], output: str) -> None:
 
 
 def _host_row(host: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a worker's host; its clock is compared with Control's."""
     environment = host["environment"]
     memlock_bytes = environment["memlock_bytes"]
     return (
@@ -132,6 +138,7 @@ def _fastest_port(ports: list[dict[str, Any]]) -> str:
 
 
 def _pair_row(pair: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a transfer; one that failed has its reason in place of a transport."""
     return (
         pair["source"],
         pair["sink"],
@@ -143,4 +150,5 @@ def _pair_row(pair: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _or_dash(value: float | None, shape: str) -> str:
+    """Return the value in a format of `str.format`, or a dash where it is not known."""
     return "-" if value is None else shape.format(value)

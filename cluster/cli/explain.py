@@ -11,7 +11,7 @@ import typer
 
 from .common import DEFAULT_ADMIN, AdminClient, AdminUrl, Token, check_output, fail
 
-#: How a decision came about, by its kind; the other kinds say it by their name.
+#: How a decision came about, by its kind: "it" is the request. Other kinds say it by their name.
 KIND_MEANINGS = {"push": "it chose its worker", "pull": "a worker with credit chose it"}
 Output = Annotated[str, typer.Option("-o", "--output", help="text or json")]
 
@@ -43,6 +43,10 @@ def _describe(decision: dict[str, Any]) -> str:
 
 
 def _summary_lines(decision: dict[str, Any]) -> Iterator[str]:
+    """Yield which attempt went where, by which policy, and who was passed over for it.
+
+    A decision without workers, as when the request is refused, has its reason in `note`.
+    """
     request_id, attempt = decision["key"]
     workers = [name for name in (decision["prefill"], decision["decode"]) if name]
     yield f"{request_id}, attempt {attempt}: {' -> '.join(workers) or decision['note']}"
@@ -79,6 +83,10 @@ def _option_lines(decision: dict[str, Any]) -> Iterator[str]:
 
 
 def _outcome_lines(decision: dict[str, Any]) -> Iterator[str]:
+    """Yield a table of what the router predicted, in seconds, and what the attempt was like, in ms.
+
+    `exposed` is the part of the KV transfer that was not hidden behind the prefill.
+    """
     observed = decision["observed"]
     yield f"  {'':12}{'PREDICTED':>12}{'OBSERVED':>12}"
     for label, predicted_key, observed_key in (
@@ -94,6 +102,7 @@ def _outcome_lines(decision: dict[str, Any]) -> Iterator[str]:
 
 
 def _ms(seconds: float) -> str:
+    """Return seconds as milliseconds."""
     return f"{1e3 * seconds:.1f} ms"
 
 

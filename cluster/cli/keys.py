@@ -98,6 +98,7 @@ def revoke(
 
 
 def _row(key: ApiKey) -> str:
+    """Return the line of a key; its limits count at each gateway alone, a dash is no limit."""
     allowed_classes = ", ".join(key.classes) or "all"
     limits = f"{key.requests_per_min or '-':<12}{key.concurrency or '-'}"
     return f"{key.id:10}{key.tenant:18}{key.slo_class or '-':14}{allowed_classes:22}{limits}"

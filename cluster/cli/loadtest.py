@@ -40,8 +40,11 @@ OPTION_OF_FIELD = {
     "output": "output_tokens",
     "shared": "shared_tokens",
 }
-DEFAULT_RATES = {"ramp": "1-16", "trace": ""}  #: By profile; the others have `DEFAULT_RATE`.
+#: Requests/s by profile, where `--rate` is not given; the others have `DEFAULT_RATE`. A ramp goes
+#: from the first to the second; empty: as the trace was recorded.
+DEFAULT_RATES = {"ramp": "1-16", "trace": ""}
 DEFAULT_RATE = "2"
+#: By the letter behind a duration; without a letter it is in seconds.
 SECONDS_OF_UNIT = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 Profile = Annotated[str, typer.Option(help="constant, poisson, burst, ramp, trace or chat.")]
@@ -127,7 +130,7 @@ def loadtest(
     A key for the endpoint is taken from DIPTYCH_API_KEY or OPENAI_API_KEY.
     """
     if context.invoked_subcommand:
-        return
+        return  # `compare` or `worker` runs instead
     options = dict(locals())  # by name, as the plan takes its fields from them
     check_output(output)
     check_writable(out)
@@ -140,6 +143,7 @@ def loadtest(
         plan = _make_plan(options)
         with _target(options) as target:
             code = _run_locust(_locust_command(plan, target, options), verbose=verbose)
+        # Locust failed before there was a run; it has said why.
         if not run_file.exists():
             raise typer.Exit(code or 1)
         run_text = run_file.read_text()
@@ -182,8 +186,8 @@ def _parse_duration(text: str) -> float:
 class LoadTarget:
     """What is loaded."""
 
-    url: str
-    #: Fields of the plan that follow from the target.
+    url: str  #: The endpoint's, for HTTP.
+    #: Fields of the plan that follow from the target, and replace those of the command line.
     plan_fields: dict[str, str] = field(default_factory=dict)
 
 
@@ -198,6 +202,7 @@ def _target(options: dict[str, Any]) -> Iterator[LoadTarget]:
 
     typer.echo("starting a cluster", err=True)
     try:
+        # The cluster is started by the very `diptych` that runs now, with default settings.
         with cluster(str(Path(sys.argv[0]).absolute()), []) as laptop_cluster:
             typer.echo(f"serving at {laptop_cluster.url}", err=True)
             plan_fields = {"admin": laptop_cluster.admin}
@@ -212,6 +217,9 @@ def _target(options: dict[str, Any]) -> Iterator[LoadTarget]:
 def _locust_command(plan: LoadPlan, target: LoadTarget, options: dict[str, Any]) -> list[str]:
     """Return Locust's command line; the plan travels as options of our locustfile."""
     processes = options["processes"]
+    # Locust starts users: of chats each is a conversation; of all other profiles one in each
+    # process sends that process's share of the requests. `-r` starts all of them in the first
+    # second.
     users = plan.users if plan.load == "chat" else max(processes, options["workers"])
     command = [*_locustfile_command(), "--host", target.url]
     command += ["-u", str(users), "-r", str(max(users, 1))]
@@ -225,12 +233,14 @@ def _locust_command(plan: LoadPlan, target: LoadTarget, options: dict[str, Any])
         command += ["--processes", str(processes)]
     for plan_field in fields(plan):
         value = target.plan_fields.get(plan_field.name, getattr(plan, plan_field.name))
+        # `-u` has said the users.
         if plan_field.name != "users" and value != plan_field.default:
             command.append(f"--{plan_field.name}={value}")
     return command
 
 
 def _locustfile_command() -> list[str]:
+    """Return the beginning of Locust's command line, with the file that says what its users do."""
     from ...loadtests import plan as plan_module
 
     locustfile = Path(plan_module.__file__).parent / "locustfile.py"
@@ -254,6 +264,7 @@ def _run_locust(command: list[str], *, verbose: bool) -> int:
 
 
 def _show(run: dict[str, Any], html: Path | None, output: str) -> None:
+    """Print the run, and write its report into `html` if there is one."""
     from ...loadtests.report import document, text
 
     typer.echo(json.dumps(run, indent=2) if output == "json" else text(run))
@@ -274,11 +285,12 @@ def compare(
 
     first_run = _read_run(first)
     second_run = _read_run(second)
+    # Runs of two folders may have the same file name; the table needs two names.
     second_name = second.stem if second.stem != first.stem else f"{second.stem} (2)"
     names = (first.stem, second_name)
     typer.echo(compared_text(first_run, second_run, names))
     if html:
-        html.write_text(comparison(first_run, second_run, names))
+        save(html, comparison(first_run, second_run, names))
         typer.echo(f"wrote {html}")
 
 

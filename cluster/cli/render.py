@@ -11,9 +11,9 @@ from .common import fail
 
 #: The folder lies beside this package, in a wheel too.
 DEPLOY = Path(__file__).parents[2] / "deploy"
-CHART = DEPLOY / "helm/diptych"
-FLEETS = DEPLOY / "fleets"
-RELEASE = "diptych"
+CHART = DEPLOY / "helm/diptych"  #: The Helm chart that the manifests are made from.
+FLEETS = DEPLOY / "fleets"  #: Values files of the fleets that come with Diptych, by name.
+RELEASE = "diptych"  #: Helm's name of the installation, from which names of objects are made.
 INSTALL = "rendering needs Helm's code: pip install 'diptych[deploy]'; or use helm template"
 
 
@@ -82,9 +82,10 @@ def with_config(values: dict[str, Any], config: dict[str, Any]) -> dict[str, Any
 
 
 def manifests(chart: Path, values: dict[str, Any], namespace: str) -> str:
-    """Return what the chart makes of the values, as one YAML text.
+    """Return what the chart makes of the values, as one YAML text of many documents.
 
-    Raises helm_python.HelmError.
+    Each is behind the path of its template, and the order is always the same. Raises
+    helm_python.HelmError.
     """
     import helm_python
 
@@ -93,6 +94,7 @@ def manifests(chart: Path, values: dict[str, Any], namespace: str) -> str:
     documents = []
     for path, text in sorted(text_by_path.items()):
         document = text.strip()
+        # A chart also renders notes for people, and templates that these values leave empty.
         if path.endswith(".yaml") and document:
             document = document.removeprefix("---").strip()
             documents.append(f"---\n# Source: {path}\n{document}\n")
@@ -100,6 +102,7 @@ def manifests(chart: Path, values: dict[str, Any], namespace: str) -> str:
 
 
 def _render(values: dict[str, Any], namespace: str) -> str:
+    """Return the manifests, or fail if Helm's code is missing or the chart refuses the values."""
     try:
         from helm_python import HelmError
     except ImportError:
@@ -132,7 +135,10 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _merge(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with the overrides in them, section by section."""
+    """Return the values with the overrides in them, section by section.
+
+    A list or a single value is replaced as a whole.
+    """
     merged = dict(values)
     for key, override in overrides.items():
         value = merged.get(key)

@@ -36,6 +36,7 @@ def drain(
     admin_client = AdminClient(admin, token)
     names = _workers_on_this_machine(admin_client) if on_this_machine else [replica or ""]
     body = {"dry_run": dry_run}
+    # A machine that goes away hands over at once, and even if nobody else can serve.
     if not undo:
         body["force"] = force or on_this_machine
         body["hand_over"] = hand_over or on_this_machine
@@ -78,7 +79,7 @@ def flip(
         fail(f"--to {to}: expected prefill or decode", 2)
     admin_client = AdminClient(admin, token)
     result = admin_client.post(f"/admin/v1/replicas/{replica}:flip", {"to": to, "dry_run": dry_run})
-    ((name, old_role),) = result["before"].items()
+    ((name, old_role),) = result["before"].items()  # the one worker whose name begins so
     if old_role == to:
         typer.echo(f"{name} works as {to} already")
         return
@@ -108,7 +109,7 @@ def _workers_on_this_machine(admin_client: AdminClient) -> list[str]:
 
 
 def _is_local(host: str) -> bool:
-    """Return whether a socket of this machine can have the address."""
+    """Return whether a socket of this machine can have the address, which has brackets if IPv6."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         try:
@@ -119,6 +120,7 @@ def _is_local(host: str) -> bool:
 
 
 def _find_worker(cluster: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """Return a worker of the cluster's status by its id; None if it is gone."""
     return next((worker for worker in cluster["workers"] if worker["id"] == name), None)
 
 
@@ -133,7 +135,10 @@ def _describe_busy(cluster: dict[str, Any], names: list[str]) -> str | None:
 
 
 def _describe_flipping(cluster: dict[str, Any], name: str) -> str | None:
-    """Return what keeps the worker in its flip, or None if the flip has ended."""
+    """Return what keeps the worker in its flip, or None if the flip has ended.
+
+    It has ended for a worker that is gone, too. `jobs` are its attempts.
+    """
     worker = _find_worker(cluster, name)
     if worker is None or worker["state"] != "flipping":
         return None

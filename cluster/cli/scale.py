@@ -35,6 +35,7 @@ def scale(
 
 
 def _parse(texts: list[str]) -> dict[str, int]:
+    """Return the number of replicas by pool, or fail; of a pool named twice the last one counts."""
     counts: dict[str, int] = {}
     for text in texts:
         pool, _, count = text.partition("=")

@@ -25,8 +25,9 @@ drain REPLICA [--undo]       nothing new for a worker; what runs ends there
 explain REQUEST              why a request went where it went
 
 Enter carries it out, Escape forgets it."""
-DECISIONS_LIMIT = 10
+DECISIONS_LIMIT = 10  #: So many of the router's last decisions are shown.
 REQUEST_TIMEOUT_S = 10.0
+#: The command line of this very installation, whose script need not be on the PATH.
 RUN_DIPTYCH = (sys.executable, "-c", "from diptych.cluster.cli import main; main()")
 
 
@@ -34,7 +35,9 @@ class Top(App[str]):
     """Shows the status, again and again; a line at the bottom takes orders.
 
     An order runs as the command of the same name in a process of its own. Its output, help and
-    failures are in the field above the line.
+    failures are in the field above the line. `refresh_s` is the time between two looks, in seconds.
+    Textual calls what is named `action_`, `on_`, and `compose`; `run()` shows the screen until its
+    user quits.
     """
 
     ENABLE_COMMAND_PALETTE = False
@@ -63,11 +66,14 @@ class Top(App[str]):
         yield Footer()
 
     def on_mount(self) -> None:
+        """Look at once, and then again and again."""
         self.update_board()
         self.set_interval(self._refresh_s, self.update_board)
 
+    # Exclusive: a look that takes longer than `refresh_s` is cancelled by the next one.
     @work(exclusive=True, group="update")
     async def update_board(self) -> None:
+        """Ask Control for the status and the last decisions, and show them."""
         try:
             async with self._http_client() as client:
                 cluster_response = await client.get("/admin/v1/cluster")
@@ -78,7 +84,7 @@ class Top(App[str]):
         except NO_ANSWER as error:
             self._show_message(f"no answer: {error or type(error).__name__}")
             return
-        decisions = []
+        decisions = []  # none, if no router answers
         if decisions_response.is_success:
             decisions = decisions_response.json()["decisions"]
         self._board.add(cluster)
@@ -98,6 +104,7 @@ class Top(App[str]):
     # ---- orders ----------------------------------------------------------------------------------
 
     def action_order(self, verb: str) -> None:
+        """Open the line with the beginning of an order in it."""
         line = self.query_one("#order", Input)
         line.display = True
         line.value = verb
@@ -105,14 +112,17 @@ class Top(App[str]):
         line.cursor_position = len(verb)
 
     def action_forget(self) -> None:
+        """Close the line, and empty the field above it."""
         self.query_one("#order", Input).display = False
         self._show_message("")
         self.set_focus(None)
 
     def action_help(self) -> None:
+        """Show what can be ordered."""
         self._show_message(HELP)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Close the line, and carry out what it said."""
         self.action_forget()
         self.carry_out(event.value)
 
@@ -126,6 +136,7 @@ class Top(App[str]):
             return
         if not words:
             return
+        # Other users of the machine can read a process's arguments, but not its environment.
         environment = dict(os.environ)
         token = self._admin_client.headers.get("authorization", "").removeprefix("Bearer ")
         if token:

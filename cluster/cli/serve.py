@@ -119,7 +119,8 @@ def serve(
     overrides = {key: value for key, value in flags.items() if value is not None}
     try:
         settings = load_config(config, overrides | parse_overrides(override or []))
-        from ..launch.local_cluster import prepare  # loads the engine
+        # This loads the engine, which takes seconds: wrong settings fail before it.
+        from ..launch.local_cluster import prepare
 
         cluster = prepare(settings, ray_address)
     except ConfigError as error:
@@ -162,7 +163,7 @@ def _run_until_interrupted(
         cluster.start(report_progress)
         report_progress("ready")
         typer.echo(welcome(cluster))
-        threading.Event().wait()
+        threading.Event().wait()  # for ever: a signal ends it
     except KeyboardInterrupt:
         pass
     except (ConfigError, StartError) as error:

@@ -44,6 +44,8 @@ VariantOption = Annotated[
     str, typer.Option(help="policy-only, full (baselines as their authors ship them), or both.")
 ]
 SeedsOption = Annotated[int, typer.Option(min=1, help="Jitter seeds.")]
+#: G90 and G99 are the highest rates per GPU at which 90% and 99% of the requests meet their
+#: targets.
 FindMaxFlag = Annotated[bool, typer.Option("--find-max", help="Search G90 and G99.")]
 HeadOption = Annotated[float, typer.Option(min=0.01, max=1, help="Share of the trace to use.")]
 FaultsOption = Annotated[
@@ -141,12 +143,14 @@ def _simulator_errors_reported() -> Iterator[None]:
 
 
 def _parse_variants(variant: str) -> tuple[str, ...]:
+    """Return the variants of the policies to run, or fail."""
     if variant not in ("policy-only", "full", "both"):
         fail(f"--variant {variant}: expected policy-only, full or both", 2)
     return ("policy-only", "full") if variant == "both" else (variant,)
 
 
 def _check_options(rate: float | None, file: Path | None, output: str) -> None:
+    """Fail for options that are wrong, before an hour of work; `file` is what will be written."""
     check_output(output)
     if rate is not None and not 0 < rate < inf:
         fail(f"--rate {rate:g}: expected requests/s, more than 0", 2)
@@ -154,7 +158,10 @@ def _check_options(rate: float | None, file: Path | None, output: str) -> None:
 
 
 def _compare_with_live(calibration: Calibration, study: StudyDocument) -> LiveComparison:
-    """Return the recorded run's attainment, and how far from it the simulated one is."""
+    """Return the recorded run's attainment, and how far from it the simulated one is.
+
+    The attainment is the share of requests that met their targets.
+    """
     assert calibration.run is not None, "a recorded trace has a run"
     live_attainment = calibration.run.attainment
     simulated_attainment = study["policies"][0]["at_rate"]["attainment"]
@@ -166,8 +173,8 @@ class StudySetup(NamedTuple):
     """What a calibration decides of a study, or the command line without one."""
 
     model: str  #: "": the workers have measured coefficients
-    fleet: Fleet
-    fleet_name: str
+    fleet: Fleet  #: The hardware: how many replicas, and how fast they are.
+    fleet_name: str  #: As reports show it: that of the option, or the measured hardware.
     split: Split | None  #: None: the best one
     slo: Slo
     router_config: RouterConfig | None  #: of a recorded run
@@ -192,7 +199,8 @@ def _study_setup(
 
     router_config = None
     if calibration:
-        run = calibration.run
+        run = calibration.run  # None: the coefficients come without a recorded run
+        # Workers of several thread counts may have been measured; a study has one kind.
         fleet = calibration.fleet(run.threads if run else calibration.workers[0].threads)
         fleet_name = fleet.reference.gpu
         model = ""
@@ -202,6 +210,7 @@ def _study_setup(
             router_config = run.router
     else:
         fleet = Fleet.parse(fleet_name, model, tp)
+    # Targets may be multiples of a prefill's time, so they are parsed for these workers.
     return StudySetup(
         model=model,
         fleet=fleet,
@@ -277,7 +286,10 @@ def plan(
 def _fleet_options(
     fleets: list[str], model: str, tp_sizes: str, calibration: Calibration | None
 ) -> list[FleetOption]:
-    """Return the fleets to compare: the measured workers, or each fleet with each replica size."""
+    """Return the fleets to compare: the measured workers, or each fleet with each replica size.
+
+    `tp_sizes` are GPUs of a replica, such as "2,4".
+    """
     from ...simulator.fleet import Fleet
     from ...simulator.planned_layout import FleetOption
 
@@ -315,6 +327,7 @@ def _load_trace(source: str, calibration: Calibration | None, head: float) -> Tr
 
 
 def _read_calibration(path: Path | None) -> Calibration | None:
+    """Return the measured workers of a file, or None without one. Raises SimulationError."""
     if path is None:
         return None
     from ...simulator.recorded import read_calibration

@@ -11,10 +11,11 @@ import typer
 
 from .common import DEFAULT_ADMIN, AdminClient, AdminUrl, Token, check_output, print_table
 
+#: A row is a class or a tenant; MET is the share of its requests that met both targets.
 GOODPUT_COLUMNS = ("GOODPUT", "NAME", "REQUESTS", "MET", "TTFT MET", "ITL MET")
 OUTPUTS = ("table", "wide", "json", "yaml")
 WATCH_INTERVAL_S = 2.0
-CLEAR_SCREEN = "\x1b[2J\x1b[H"
+CLEAR_SCREEN = "\x1b[2J\x1b[H"  #: Terminals' codes: clear all, and go to the upper left corner.
 
 
 class PoolRow(NamedTuple):
@@ -26,15 +27,15 @@ class PoolRow(NamedTuple):
 
     pool: str = "POOL"
     ready: str = "READY"
-    target: str = "TARGET"
+    target: str = "TARGET"  #: Replicas that the pool should have.
     roles: str = "ROLES"  #: How many of the pool's workers have which role now.
     gpu: str = "GPU"  #: Names of the GPU types, or `cpu`.
-    queue: str = "QUEUE"
+    queue: str = "QUEUE"  #: Requests that wait, in the router too for the pool that prefills.
     running: str = "RUNNING"
-    kv_used: str = "KV USED"
-    prefix_hit: str = "PREFIX HIT"
-    ttft_p95: str = "P95 TTFT"
-    itl_p95: str = "P95 ITL"
+    kv_used: str = "KV USED"  #: Share of the blocks of KV memory.
+    prefix_hit: str = "PREFIX HIT"  #: Share of prompt tokens that were cached; not of decode.
+    ttft_p95: str = "P95 TTFT"  #: Time to the first token; of the pool that prefills.
+    itl_p95: str = "P95 ITL"  #: Time between two tokens; of the pool that decodes.
     note: str = "NOTE"
 
 
@@ -47,11 +48,11 @@ class WorkerRow(NamedTuple):
     pid: str = "PID"
     rss: str = "RSS"
     running: str = "RUNNING"  #: All sequences on the worker: those that wait there count too.
-    kv: str = "KV"
-    transport: str = "TRANSPORT"
+    kv: str = "KV"  #: Blocks in use, reservations included, of all blocks.
+    transport: str = "TRANSPORT"  #: How KV moves, and the number of sessions with other workers.
     sent: str = "SENT"
     received: str = "RECEIVED"
-    failed: str = "FAILED"
+    failed: str = "FAILED"  #: KV transfers that failed, for whatever reason.
 
 
 def status(
@@ -74,7 +75,10 @@ def status(
 
 
 def show(cluster: dict[str, Any], output: str) -> None:
-    """Print a status, as `GET /admin/v1/cluster` has it, in one of `OUTPUTS`."""
+    """Print a status, as `GET /admin/v1/cluster` has it, in one of `OUTPUTS`.
+
+    The router's part of the status is None while no router answers.
+    """
     if output == "json":
         typer.echo(json.dumps(cluster, indent=2))
         return
@@ -128,6 +132,7 @@ def unreached_lines(cluster: dict[str, Any]) -> Iterator[str]:
 
 
 def pool_row(name: str, pool: dict[str, Any]) -> PoolRow:
+    """Return the cells of a pool of the status."""
     roles = " ".join(f"{count} {role}" for role, count in pool["roles"].items())
     return PoolRow(
         pool=name,
@@ -146,7 +151,11 @@ def pool_row(name: str, pool: dict[str, Any]) -> PoolRow:
 
 
 def goodput_rows(window: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each class and each tenant of the last minutes."""
+    """Yield a row for each class and each tenant of the last minutes.
+
+    `window` is the router's `goodput`: shares of requests that met both targets, the one until the
+    first token, and the one between tokens.
+    """
     for kind in ("classes", "tenants"):
         for name, group in window[kind].items():
             shares = [f"{group[share]:.1%}" for share in ("share", "ttft", "itl")]
@@ -154,6 +163,7 @@ def goodput_rows(window: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def worker_row(worker: dict[str, Any]) -> WorkerRow:
+    """Return the cells of a worker of the status."""
     engine = worker["engine"]
     transfer = worker["transfer"]
     blocks = engine["kv_blocks"]
@@ -174,10 +184,12 @@ def worker_row(worker: dict[str, Any]) -> WorkerRow:
 
 
 def _or_dash(value: float | None, shape: str) -> str:
+    """Return the value in a format of `str.format`, or a dash where nothing was measured."""
     return "-" if value is None else shape.format(value)
 
 
 def _duration(seconds: float) -> str:
+    """Return a duration in days and hours, hours and minutes, or seconds."""
     days = seconds // 86400
     hours = seconds // 3600 % 24
     minutes = seconds // 60 % 60
@@ -189,6 +201,7 @@ def _duration(seconds: float) -> str:
 
 
 def _size(size_bytes: int) -> str:
+    """Return a number of bytes in the largest unit that gives at least 1."""
     value = float(size_bytes)
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:

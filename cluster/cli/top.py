@@ -17,8 +17,9 @@ def top(
     """Show pools, replicas, transfers and decisions live. Keys: s f d e ? q."""
     admin_client = AdminClient(admin, token)
     admin_client.get("/admin/v1/cluster")  # fails before the screen opens if there is no Control
-    from .screen import Top
+    from .screen import Top  # this imports Textual, which takes a second
 
+    # Textual returns what the app was ended with: None if its user quit.
     failure = Top(admin_client, refresh).run()
     if failure:
         fail(failure)

@@ -33,6 +33,7 @@ _UNAVAILABLE = ErrorKind(
     503, grpc.StatusCode.UNAVAILABLE, "service_unavailable_error", retryable=True
 )
 
+#: By reason; gateways and Control take theirs from here.
 ERROR_KINDS = {
     "invalid_request": _INVALID,
     "context_length_exceeded": _INVALID,
@@ -44,13 +45,16 @@ ERROR_KINDS = {
     ),
     "model_not_found": _NOT_FOUND,
     "not_found": _NOT_FOUND,
+    # An operator's order that the cluster's state does not allow.
     "refused": ErrorKind(
         409, grpc.StatusCode.FAILED_PRECONDITION, "conflict_error", retryable=False
     ),
+    # The same work is under way already: for another connection, or another caller.
     "busy": ErrorKind(409, grpc.StatusCode.ABORTED, "conflict_error", retryable=True),
     "too_large": _INVALID._replace(http_status=413),
     "unsupported_media_type": _INVALID._replace(http_status=415),
     "queue_full": _RATE_LIMIT,
+    # By prediction the answer would be late, and the request's class prefers an early refusal.
     "slo_unattainable": _RATE_LIMIT,
     "rate_limited": _RATE_LIMIT,
     "headers_too_large": _INVALID._replace(http_status=431),
@@ -59,7 +63,8 @@ ERROR_KINDS = {
         504, grpc.StatusCode.DEADLINE_EXCEEDED, "timeout_error", retryable=True
     ),
     "no_capacity": _UNAVAILABLE,
-    "draining": _UNAVAILABLE,
+    "draining": _UNAVAILABLE,  # this gateway is being stopped; another one answers
+    # All attempts failed, for whatever reason: the message names what the workers said.
     "kv_transfer_failed": ErrorKind(
         502, grpc.StatusCode.UNAVAILABLE, "server_error", retryable=True
     ),
@@ -71,6 +76,7 @@ class ApiError(Exception):
     """An error that a client gets, with its sentence.
 
     `reason` is a key of `ERROR_KINDS`; `param` names the field or header that is wrong.
+    `retry_after_s` is when another try may help; it counts only if the reason is retryable.
     `http_status` replaces the status of the table where it is not 0. `details` are what clients of
     Anthropic read beside the sentence.
     """
@@ -85,14 +91,14 @@ class ApiError(Exception):
         details: Mapping[str, Any] | None = None,
     ) -> None:
         if len(message) > MESSAGE_CHARS_MAX:
-            message = message[:MESSAGE_CHARS_MAX] + ".."
+            message = message[:MESSAGE_CHARS_MAX] + ".."  # so it has two characters more at most
         super().__init__(message)
         self.reason = reason
         self.message = message
         self.param = param
         self.details = details
         self.kind = ERROR_KINDS[reason]
-        self.http_status = http_status or self.kind.http_status
+        self.http_status = http_status or self.kind.http_status  #: What the response has.
         #: True once the metrics count this error as the end of a request that ran.
         self.counted_in_metrics = False
         #: Whole seconds, at least 1; None where another try cannot help.

@@ -28,9 +28,11 @@ from .edge.listen import HttpListener
 from .edge.sse import RAW_SEND
 from .service import CLOSE_S, GatewayService
 
-DRAIN_S = 10.0  #: for open answers, when the gateway is told to end; less than Serve's own limit
-#: New objects until the young are collected, and how often that until the older and all are. By
-#: Python's default, 1,200 streams were held up for 0.3 s every 5 s.
+#: For open answers, when the gateway is told to end; Serve kills the process after 15 s.
+DRAIN_S = 10.0
+#: For `gc.set_threshold`: the young are collected after 5,000 new objects, the older after ten such
+#: collections, all after twenty of those. By Python's default, 1,200 streams were held up for 0.3 s
+#: every 5 s.
 COLLECTOR_THRESHOLDS = (5_000, 10, 20)
 
 
@@ -42,7 +44,7 @@ class ListeningServer(Protocol):
 
 
 class Gateway:
-    """One replica of the ingress."""
+    """One replica of the ingress. Serve makes it, calls it, and awaits `__del__` at its end."""
 
     async def __init__(  # type: ignore[misc]
         self,
@@ -51,7 +53,12 @@ class Gateway:
         model: str,
         deployments: Sequence[object] = (),
     ) -> None:
-        """`deployments` are there so that Serve deploys what the gateway finds by the router."""
+        """Starts the gateway, and returns once it can be called.
+
+        `config` is the whole configuration, `model_folder` holds the checkpoint, and `model` is the
+        name that answers have. `deployments` are not used: binding them here makes Serve deploy the
+        router and the workers, which the gateway then finds by the router.
+        """
         settings = ClusterConfig.model_validate(config)
         replica = serve.get_replica_context().replica_id.unique_id
         plane = Plane(
@@ -59,6 +66,7 @@ class Gateway:
             settings.secret,
             settings.silence_s,
             _find_router,
+            # The plane is there before the service, so these look it up when they are called.
             statistics=lambda: self.service.statistics(),
             close=lambda: self.service.end_requests(),
         )
@@ -67,12 +75,13 @@ class Gateway:
         await self.service.metrics.start(node_host())
 
         self._app = http.build_app(self.service)
+        # Serve's gRPC proxies look methods up by these names.
         calls = rpc.Inference(self.service)
         self.Chat = calls.Chat
         self.Generate = calls.Generate
         self.ListModels = calls.ListModels
         self.Check = calls.Check
-        self._servers: list[ListeningServer] = []
+        self._servers: list[ListeningServer] = []  #: None of its own if Serve's proxies listen.
         if settings.gateway.listen == "gateway":
             listener = HttpListener(self._app, settings.gateway)
             self._servers = [listener, await rpc.listen(calls, settings.gateway)]
@@ -82,7 +91,11 @@ class Gateway:
         gc.set_threshold(*COLLECTOR_THRESHOLDS)
 
     async def __del__(self) -> None:
-        """Serve awaits it before the replica ends. No new requests; those that run have a while."""
+        """Ends the gateway: takes no new requests, and gives those that run `DRAIN_S` in all.
+
+        What is still open shortly before gets the error `draining`. Serve awaits this method before
+        the replica ends.
+        """
         stopping = [asyncio.ensure_future(server.stop(DRAIN_S)) for server in self._servers]
         if stopping:
             await asyncio.wait(stopping, timeout=DRAIN_S - CLOSE_S)
@@ -91,6 +104,7 @@ class Gateway:
         await self.service.close()
 
     async def __call__(self, request: HttpRequest) -> Response:
+        """Answer a request that came by Serve's HTTP proxy."""
         return _Delegate(self._app)
 
 
@@ -102,9 +116,10 @@ class _Delegate(Response):
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[RAW_SEND] = send
+        scope[RAW_SEND] = send  # streams write to it without what the app wraps around `send`
         await self._app(scope, receive, send)
 
 
 async def _find_router() -> str:
+    """Return the "host:port" of the router that Serve has now. Raises whatever Serve raises."""
     return await serve.get_deployment_handle("Router", "diptych").address.remote()

@@ -48,11 +48,14 @@ from .text.tokenizer import ChatTokenizer, TokenizedPrompt
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-CLOSE_S = 0.5  #: for open answers to end when the gateway does
-CLOSE_POLL_S = 0.01
-INSPECTION_AGE_S = 0.05  #: So old the numbers of router and workers may be.
-PLACE_MARGIN_S = 5.0  #: beyond the router's own limit: a request that it does not answer ends
-TOKENIZER_THREADS = 2  #: conversations that are rendered and tokenized at a time
+CLOSE_S = 0.5  #: for open answers to get their last error out when the gateway ends
+CLOSE_POLL_S = 0.01  #: how often it is looked whether they have
+INSPECTION_AGE_S = 0.05  #: A page of metrics may show numbers of router and workers of this age.
+#: The router answers a request within its own limit; one that it left without an answer for so
+#: many seconds beyond is given up.
+PLACE_MARGIN_S = 5.0
+#: Conversations that are rendered and tokenized at a time; others wait for a thread.
+TOKENIZER_THREADS = 2
 
 
 class PromptBody(Protocol):
@@ -86,59 +89,70 @@ class GatewayService:
     """The requests of one gateway, and what all of them share."""
 
     def __init__(self, config: ClusterConfig, folder: Path, model: str, plane: Plane) -> None:
-        """Serves the model in `folder` under the name `model`, over the connections of `plane`."""
+        """Serves the model in `folder` under the name `model`, over the connections of `plane`.
+
+        Raises WeightsError if the folder lacks what is read of the checkpoint.
+        """
         self.config = config
         self.model = model
         #: All names of the model that a request may have. Answers have the first one.
         self.model_names = list(dict.fromkeys([model, *config.model.served_names]))
         self.plane = plane
         template = config.model.chat_template
+        #: Turns conversations into token ids, and ids into text.
         self.text = ChatTokenizer(
             folder,
             Path(template) if template else None,
             tool_format=config.model.tool_format,
             reasoning_format=config.model.reasoning_format,
         )
-        self.text.start()
+        self.text.start()  # else the first conversation would wait for what renders templates
         #: What is done with fields of bodies that nothing here reads.
         self.reading = Reading.STRICT if config.gateway.strict else Reading.LENIENT
         self.limits = _limits(folder, config, self.text.longest_token_chars)
+        #: Names that the header `x-slo-class` may have.
         self.classes = tuple(config.router.classes or CLASSES)
         keys_file = config.gateway.api_keys_file
+        #: Who may call, and how much at a time.
         self.door = AccessControl(
             Path(keys_file) if keys_file else None, config.gateway.api_key_hashes
         )
 
         place_timeout_s = config.router.queue_ttl_s + PLACE_MARGIN_S
-        # the router gives requests up before this; it only says that the answer was lost
+        # A router that is connected gives a request up before this: at GIVE_UP_FACTOR times the
+        # longest wait for which it takes one in. Past it, the answer was lost.
         place_limit_s = place_timeout_s + GIVE_UP_FACTOR * config.router.background_wait_s
         self._generator = Generator(
             plane, config.gateway.max_attempts, place_timeout_s, place_limit_s
         )
+        #: What handlers give a prepared request to; it keeps answers for clients that come back.
         self.shelf = Shelf(self, config.gateway.resume_s)
+        #: The stored responses of `/v1/responses`.
         self.responses = ResponseStore(
             config.gateway.stored_responses,
             config.gateway.stored_responses_mib << 20,
             config.gateway.stored_responses_s,
         )
+        #: Of the hashes by which cached prefixes are found: other weights have other hashes.
         self._salt = fingerprint(folder)
         self._partitions = CachePartitions(config.secret)
         self._grammars = GrammarChecks(folder)
+        #: Waits for the process that compiles a grammar, so that the event loop need not.
         self._grammar_thread = ThreadPoolExecutor(1, "grammars")
         self._tokenizer_threads = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")
 
         self.tally = GatewayTally(config, list(self.classes))
         self.tally.call_flaws = self.text.call_flaws
         self.metrics = Exporter(config.observability, {"model": model}, self._metric_rows)
-        self._inspecting = asyncio.Lock()
+        self._inspecting = asyncio.Lock()  #: Pages that are asked for at once share one inspection.
         self._inspected_s = -INSPECTION_AGE_S  #: When the router and the workers were asked.
-        self._cluster_rows: list[MetricRow] = []  #: What they said.
+        self._cluster_rows: list[MetricRow] = []  #: What they said then, as rows of the page.
         self.tracer = tracer_of(config.observability, "gateway", plane.hello.name)
-        self._created = time.time()
+        self._created = time.time()  #: Seconds since 1970, for clients and for the uptime.
         self._live: set[str] = set()  #: Ids on the wire of the requests that run.
         self.started = 0  #: Requests that ran, or run.
         self.finished = 0  #: Requests whose answers are complete.
-        self.good = 0  #: Requests that met every target.
+        self.good = 0  #: Requests that met both targets: to the first token, and between tokens.
         self.refused = 0  #: Requests that ended with an error.
 
     # ---- requests --------------------------------------------------------------------------------
@@ -151,7 +165,12 @@ class GatewayService:
     async def prepare(
         self, body: PromptBody, request_id: str, terms: Terms
     ) -> tuple[Request, TokenizedPrompt]:
-        """Makes a request of a body. Raises ApiError for all that can be wrong with the body."""
+        """Makes a request of a body; returns it with its prompt.
+
+        The caller gives the request to `shelf.push_answers`. It is an earlier call's request if
+        that one's answers go on under the same id. Raises ApiError for all that can be wrong with
+        the body.
+        """
         logs.set_request_id(request_id)
         self.check_model(body.model)
         self._generator.check_open()
@@ -201,6 +220,7 @@ class GatewayService:
             await self._run_counted(request, sink)
 
     async def _run_counted(self, request: Request, sink: PushSink) -> None:
+        """Runs a request. One that is cancelled counts as that of a client that left."""
         self._live.add(request.wire_id)
         self.started += 1
         end_reason = EndReason.CANCELLED.value
@@ -233,8 +253,9 @@ class GatewayService:
     def _account(self, request: Request, end_reason: str, status: int) -> frames.RequestOutcome:
         """Counts what the request was like for its client.
 
-        Goodput and latencies count once for each request. `end_reason` and `status` are those of a
-        request without a complete answer.
+        Goodput and latencies count once for each request, though its client may come back.
+        `end_reason` and `status` are those of a request without a complete answer. The router gets
+        the outcome too.
         """
         if request.finish_reason:
             self.finished += 1
@@ -248,6 +269,7 @@ class GatewayService:
         request.accounted = True
         self.tally.count_ended(request, outcome, status)
         slo = self.config.slo
+        # Both targets in seconds; they are those of the configuration where the request names none.
         self.good += judge(outcome, slo.ttft_ms / 1e3, slo.itl_ms / 1e3) == "both"
         self.plane.link.send(outcome)
         return outcome
@@ -274,7 +296,10 @@ class GatewayService:
     # ---- state -----------------------------------------------------------------------------------
 
     def missing(self) -> list[str]:
-        """Returns which parts of the cluster a request would lack; none: it can be served."""
+        """Returns what a request would lack; empty: it can be served.
+
+        That is `gateway`, `router` or `connections`, or the roles that no worker has.
+        """
         if self._generator.closed:
             return ["gateway"]
         if not self.plane.link.connected:
@@ -304,7 +329,7 @@ class GatewayService:
         }
 
     def statistics(self) -> dict[str, Any]:
-        """Statistics of this process."""
+        """Returns statistics of this process, as the router passes them on."""
         running = len(self._live)
         return {
             "id": self.plane.hello.name,
@@ -325,7 +350,8 @@ class GatewayService:
     async def metrics_page(self, accept: str) -> tuple[str, bytes]:
         """Returns content type and text of the page of the main port, with all of vLLM's names.
 
-        The router and the workers are asked for their numbers, at most 20 times a second.
+        `accept` is the header of the client, which may want OpenMetrics. The router and the workers
+        are asked for their numbers, at most 20 times a second.
         """
         async with self._inspecting:
             if time.monotonic() - self._inspected_s > INSPECTION_AGE_S:
@@ -343,7 +369,12 @@ class GatewayService:
 
 
 def _limits(folder: Path, config: ClusterConfig, token_chars: int) -> ModelLimits:
-    """What the model and the smaller of both pools allow, and the model's sampling defaults."""
+    """Returns what model and pools allow, and the model's sampling defaults.
+
+    The pool with less memory for KV bounds the context, as a request needs both. `token_chars` are
+    the characters of the vocabulary's longest token. A checkpoint that does not say `do_sample` is
+    greedy by default.
+    """
     spec = read_spec(folder)
     file = folder / "generation_config.json"
     generation = read_json(file) if file.exists() else {}

@@ -35,16 +35,22 @@ from .schema import REQUEST_ID_PATTERN, ApiBody, BodyType, parse_body
 
 log = logging.getLogger(__name__)
 
-Event = dict[str, Any]
+Event = dict[str, Any]  #: A JSON object that becomes one server-sent event.
 
-#: Stands for the text of an event that is encoded once, and split there.
+#: Stands for the text of an event that is encoded once, and split there. No name or id of an event
+#: has its control characters, so it is found once.
 TEXT_MARK = "\x1dtext\x1d"
-MEDIA_TYPE_CHARS_MAX = 60
-OPENAI_CLOSING = b"data: [DONE]\n\n"
+MEDIA_TYPE_CHARS_MAX = 60  #: Of a client's content type, as an error shows it.
+OPENAI_CLOSING = b"data: [DONE]\n\n"  #: The last bytes of a stream of chats and completions.
 
 
 class Shape(Protocol):
-    """What one API says of the answers. Events are dicts; a `type` names the event."""
+    """What one API says of the answers to one call.
+
+    Events are dicts; where an API names its events, the name is in `type`. A stream is `begin`,
+    then `plain` or `delta` for each delta, then `end`. Answers that are not streamed are one
+    `whole`. `used_tokens` are the generated tokens of all answers, as usage counts them.
+    """
 
     @property
     def output(self) -> Output:
@@ -54,7 +60,11 @@ class Shape(Protocol):
         """The events before the first text."""
 
     def plain(self, index: int, text: str, /) -> Event | None:
-        """The event of a delta with nothing but `text`, before the end; None: ask `delta`."""
+        """The event of a delta of answer `index` that is nothing but `text`, and not its last.
+
+        None: `delta` makes the events of such deltas too. It must be the same for every text, as
+        the event is made once for each answer, and only the text in it replaced.
+        """
 
     def delta(self, delta: TextDelta, /) -> list[Event]:
         """The events of a delta."""
@@ -72,10 +82,11 @@ class ApiCall:
 
     requests: list[Request]
     shape: Shape
-    stream: bool
+    stream: bool  #: The answers are sent as events, not as one object.
     resume: Resume = NOT_RESUMED
     closing: bytes = OPENAI_CLOSING  #: The last bytes of a stream.
-    named_events: bool = False  #: Events have names.
+    named_events: bool = False  #: The `type` of each event is sent as its name, too.
+    #: Makes the API's error object of an error and the call's id.
     error_body: Callable[[ApiError, str], dict[str, Any]] = ApiError.body
     #: Makes what comes in front of the `error` event of a stream that breaks off.
     failure_events: Callable[[ApiError], list[Event]] = lambda _: []
@@ -85,6 +96,7 @@ class ApiCall:
 
     @property
     def id(self) -> str:
+        """The id of the first request, by which logs and errors name the call."""
         return self.requests[0].id
 
     def headers(self) -> dict[str, str]:
@@ -93,12 +105,17 @@ class ApiCall:
 
 
 class Api:
-    """Handlers of one gateway."""
+    """Handlers of the routes that take a body, of one gateway. Each may raise ApiError.
+
+    Before a handler is called, `http.state.terms` holds the terms of the request: its key, class,
+    targets and deadline.
+    """
 
     def __init__(self, service: GatewayService) -> None:
         self.service = service
 
     async def chat(self, http: HttpRequest) -> Response:
+        """Answer `/v1/chat/completions`."""
         request_id = identify(http, "chatcmpl-")
         body = await self._read(http, ChatRequest)
         terms = http.state.terms
@@ -114,6 +131,7 @@ class Api:
         return await self._answer(http, call)
 
     async def completions(self, http: HttpRequest) -> Response:
+        """Answer `/v1/completions`, whose body may have several prompts."""
         request_id = identify(http, "cmpl-")
         body = await self._read(http, CompletionRequest)
         terms = http.state.terms
@@ -121,6 +139,7 @@ class Api:
         self.service.door.check_answers(terms.api_key, len(prompts) * (body.n or 1))
         request_ids = [request_id]
         if len(prompts) > 1:
+            # An id has 128 characters at most: cut, so that the number fits behind.
             request_ids = [f"{request_id[:120]}-{number}" for number in range(len(prompts))]
         requests = [
             (await self.service.prepare(prompt, prompt_id, terms))[0]
@@ -148,6 +167,7 @@ class Api:
         return await (self.completions(http) if is_completion else self.chat(http))
 
     async def responses(self, http: HttpRequest) -> Response:
+        """Answer `/v1/responses`; the input goes on behind a stored response, if it names one."""
         request_id = identify(http, "resp_")
         body = await self._read(http, ResponsesRequest)
         terms = http.state.terms
@@ -189,7 +209,10 @@ class Api:
         return await self._answer(http, call)
 
     def _resolved_items(self, items: list[InputItem], tenant: str) -> list[InputItem]:
-        """Return the items; those of stored responses for what refers to them. Raises ApiError."""
+        """Return the items, each reference replaced by the item of a stored response that it names.
+
+        Raises ApiError if there is none.
+        """
         resolved: list[InputItem] = []
         for item in items:
             if isinstance(item, ItemReference):
@@ -212,6 +235,7 @@ class Api:
         return Response(stored.response, 200, media_type="application/json")
 
     async def messages(self, http: HttpRequest) -> Response:
+        """Answer Anthropic's `/v1/messages`."""
         request_id = identify(http, "msg_")
         body = await self._read(http, MessagesRequest)
         terms = http.state.terms
@@ -238,7 +262,8 @@ class Api:
         return await self._answer(http, call)
 
     async def count_tokens(self, http: HttpRequest) -> Response:
-        identify(http, "msg_")
+        """Answer Anthropic's `/v1/messages/count_tokens`."""
+        identify(http, "msg_")  # for the body of an error
         body = await self._read(http, CountTokensRequest)
         text = self.service.text
         self.service.check_model(body.model)
@@ -248,6 +273,7 @@ class Api:
         return _json({"input_tokens": len(prompt.token_ids)}, self._note_ignored(body))
 
     async def tokenize(self, http: HttpRequest) -> Response:
+        """Answer vLLM's `/tokenize`: the ids of a text or of a chat."""
         body = await self._read(http, TokenizeRequest)
         text = self.service.text
         limits = self.service.limits
@@ -257,6 +283,7 @@ class Api:
         return _json(body.response_body(token_ids, text, limits), self._note_ignored(body))
 
     async def detokenize(self, http: HttpRequest) -> Response:
+        """Answer vLLM's `/detokenize`: the text of ids."""
         http.state.body = await sse.read_body(http)
         DetokenizeRequest.check_size(http.state.body, self.service.limits)
         body = await self._read(http, DetokenizeRequest)
@@ -268,7 +295,7 @@ class Api:
     async def _read(self, http: HttpRequest, model: type[BodyType]) -> BodyType:
         """Read the body of a request. Raises ApiError."""
         check_content_type(http.headers.get("content-type", ""))
-        body = getattr(http.state, "body", None)
+        body = getattr(http.state, "body", None)  # the bytes, if the handler has looked at them
         if body is None:
             body = await sse.read_body(http)
         return parse_body(model, body, self.service.reading)
@@ -279,6 +306,10 @@ class Api:
         return body.ignored_fields.headers()
 
     async def _answer(self, http: HttpRequest, call: ApiCall) -> Response:
+        """Return the response: a stream, which runs as it is sent, or one object of all answers.
+
+        A client that leaves before the object is there ends the work.
+        """
         if call.resume.cursors and (len(call.requests) > 1 or not call.stream):
             message = "only a stream of one prompt's answers can be resumed half-way"
             raise ApiError("invalid_request", message, "x-resume-from")
@@ -293,7 +324,10 @@ class Api:
 
 
 class CallAnswers:
-    """The answers to all requests of a call. An answer's index counts over all of them."""
+    """The answers to all requests of a call, as text.
+
+    An answer's index counts over all requests: those of the first come first.
+    """
 
     def __init__(self, service: GatewayService, call: ApiCall) -> None:
         self._service = service
@@ -303,7 +337,7 @@ class CallAnswers:
         ]
 
     async def push_into(self, writer: TextWriter) -> None:
-        """Writes all answers as they come. Cancelling ends all requests.
+        """Writes all answers into `writer` as they come. Cancelling ends all requests.
 
         Raises ApiError and SinkError; the first error of a request ends the others.
         """
@@ -318,11 +352,12 @@ class CallAnswers:
 
     @property
     def used_tokens(self) -> int:
+        """Generated tokens of all answers so far, as usage counts them."""
         return sum(texts.used_tokens for texts in self._texts)
 
     @property
     def event_id(self) -> str:
-        """The id of an event behind all that was written."""
+        """The id of an event behind all that was written, by which a client comes back for more."""
         return event_id_of(cursor for texts in self._texts for cursor in texts.cursors)
 
 
@@ -344,7 +379,7 @@ class DeltaCollector:
         """Does not wait: there is room for whole answers."""
 
     def joined(self) -> list[TextDelta]:
-        """One delta for each answer, in the order of their indices."""
+        """Returns one delta for each answer, in the order of their indices."""
         return [
             TextDelta(
                 index,
@@ -370,9 +405,15 @@ class CallStream(sse.EventStream):
         self._encoder = EventEncoder(call, answers)
 
     def late_headers(self) -> dict[str, str]:
+        """Return the headers, which say where the answers run: known with the first tokens."""
         return self._call.headers()
 
     def on_opened(self) -> None:
+        """Let the first tokens count as having come now, as they waited for the head.
+
+        Not so if the client comes back, or if an answer does not wait for its reader: then their
+        tokens came at their own times.
+        """
         if self._call.resume.cursors:
             return
         for request in self._call.requests:
@@ -380,16 +421,17 @@ class CallStream(sse.EventStream):
                 request.mark_written()
 
     async def _write_answers(self, body: sse.ResponseBody) -> None:
+        """Write all events of the stream, and an error as the last one if it breaks off."""
         encoder = self._encoder
         try:
             await self._answers.push_into(EventWriter(encoder, body))
             await body.write(encoder.end(self._answers.used_tokens))
         except ApiError as error:
             if not body.begun.done():
-                raise
+                raise  # the head is not sent, so the error has a status of its own
             await body.write(encoder.error(error))
         except sse.Stalled:
-            raise
+            raise  # the client takes nothing, an error neither
         except Exception as error:
             if not body.begun.done():
                 raise
@@ -415,10 +457,11 @@ class EventEncoder:
         self._envelopes: dict[int, tuple[bytes, bytes] | None] = {}
 
     def begin(self) -> bytes:
+        """Returns the events before the first text."""
         return self._events(self._shape.begin())
 
     def deltas(self, deltas: list[TextDelta]) -> bytes:
-        """The events of deltas; the last one gets an id, if the client wants ids."""
+        """Returns the events of deltas; the last one gets an id, if the client wants ids."""
         if len(deltas) == 1:
             data = self._delta(deltas[0])
         else:
@@ -428,9 +471,11 @@ class EventEncoder:
         return data
 
     def end(self, used_tokens: int) -> bytes:
+        """Returns the events behind the last delta, and what closes a stream of the API."""
         return self._events(self._shape.end(used_tokens)) + self._call.closing
 
     def error(self, error: ApiError) -> bytes:
+        """Returns the events of a stream that breaks off: the last one is named `error`."""
         failure = self._events(self._call.failure_events(error))
         return failure + sse.event(self._call.error_body(error, self._call.id), "error")
 
@@ -439,6 +484,7 @@ class EventEncoder:
         return b"".join(sse.event(event, event["type"] if named else "") for event in events)
 
     def _delta(self, delta: TextDelta) -> bytes:
+        """Returns the events of one delta; those of plain text by putting it into its envelope."""
         index = delta.index
         try:
             envelope = self._envelopes[index]
@@ -451,6 +497,7 @@ class EventEncoder:
         return envelope[0] + sse.encode(delta.text) + envelope[1]
 
     def _find_envelope(self, index: int) -> tuple[bytes, bytes] | None:
+        """Returns what surrounds the text of an answer's plain deltas, or None (`_envelopes`)."""
         event = self._shape.plain(index, TEXT_MARK)
         if event is None:
             return None
@@ -464,7 +511,7 @@ class EventWriter:
     def __init__(self, encoder: EventEncoder, body: sse.ResponseBody) -> None:
         self._encoder = encoder
         self._body = body
-        self._begun = False
+        self._begun = False  #: True once the events before the first text were made.
 
     def write_deltas(self, deltas: list[TextDelta]) -> bool:
         if not self._begun:
@@ -475,6 +522,7 @@ class EventWriter:
         return self._body.write_now(data) if data else True
 
     def skip_deltas(self, deltas: list[TextDelta]) -> None:
+        # Events are made and dropped, so that the shape goes on behind them: it counts calls, say.
         if not self._begun:
             self._begun = True
             self._encoder.begin()
@@ -500,7 +548,10 @@ def _json(body: dict[str, Any], headers: dict[str, str] | None = None) -> Respon
 
 
 def identify(http: HttpRequest, prefix: str) -> str:
-    """The request's id: the client's, or a new one. Raises ApiError."""
+    """Returns the request's id: the client's, or a new one, which begins with `prefix`.
+
+    The id is put into `http.state` for the body of an error. Raises ApiError.
+    """
     request_id = http.headers.get("x-request-id") or f"{prefix}{uuid.uuid4().hex}"
     http.state.request_id = request_id
     if not REQUEST_ID_PATTERN.fullmatch(request_id):
@@ -511,7 +562,10 @@ def identify(http: HttpRequest, prefix: str) -> str:
 
 
 def response_headers(request: Request) -> dict[str, str]:
-    """Where the request ran, and how long that took; Serve adds `x-request-id` itself."""
+    """Returns the headers that say where the request ran, and how long that took, in milliseconds.
+
+    `x-request-id` is not among them: Serve, or the gateway's own listener, adds it.
+    """
     queue_ms = (request.times.placed_s - request.times.arrived_s) * 1e3
     timing = {"queue": queue_ms, "prefill": (request.ttft_s or 0.0) * 1e3 - queue_ms}
     gaps_s = request.gaps_s

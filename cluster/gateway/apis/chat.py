@@ -44,10 +44,12 @@ from .parameters import (
 )
 from .schema import BodyPart, is_strict
 
-TOOLS_MAX = 128
+TOOLS_MAX = 128  #: OpenAI's limit.
+#: A bound of our own, as for documents: the template goes through each of them.
 MESSAGES_MAX = 1000
 PART_TYPE_CHARS_MAX = 40  #: Of a type that is not read, as an error shows it.
 DOCUMENTS_MAX = 1000
+#: OpenAI's roles. Templates may know others, which only a strict gateway refuses.
 PUBLISHED_ROLES = ("system", "developer", "user", "assistant", "tool")
 #: How llguidance spaces the JSON text of arguments: as Python's `json` does, because models have
 #: learned from that.
@@ -84,7 +86,7 @@ class _PastToolCall(BodyPart):
     id: str = ""
     type: Literal["function"] = "function"
     function: _CalledFunction
-    index: int | None = None
+    index: int | None = None  #: Only chunks have it; clients that kept one send it back.
 
     @model_validator(mode="after")
     def _check_arguments(self) -> _PastToolCall:
@@ -102,7 +104,7 @@ class _PastToolCall(BodyPart):
 
 
 def content_branch(content: Any) -> str:
-    """Return the branch of a union of a text and a list that a value is to be read as."""
+    """Return the tag of the branch of a union, of a text and a list, that a value is read as."""
     return "#parts" if isinstance(content, list) else "#text"
 
 
@@ -114,11 +116,13 @@ Content = Annotated[
 
 
 class ChatMessage(BodyPart):
+    # A message of the conversation; templates may know further roles than OpenAI's.
     role: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     content: Content | None = None
     name: str | None = None
     tool_calls: list[_PastToolCall] | None = None
     tool_call_id: str | None = None
+    #: The reasoning of an earlier answer, under either of the names that servers give it.
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None  #: What the assistant said instead of its content.
@@ -137,7 +141,7 @@ class ChatMessage(BodyPart):
 
     @property
     def text(self) -> str:
-        """The content as one text."""
+        """The content as one text; without content, what the assistant said instead."""
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or self.refusal or ""
@@ -174,8 +178,8 @@ class ChatMessage(BodyPart):
 class _Function(BodyPart):
     name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    parameters: dict[str, Any] | None = None  #: A JSON schema; None: any object.
+    strict: bool | None = None  #: For the template alone: it binds nothing here.
 
 
 class ChatTool(BodyPart):
@@ -205,9 +209,10 @@ class _AllowedToolsChoice(BodyPart):
 
 
 class StreamOptions(BodyPart):
+    # What a stream has beside the answers.
     include_usage: bool = False  #: The last chunk of a stream has the usage.
     continuous_usage_stats: bool = False  #: With `include_usage`, all chunks have it.
-    include_obfuscation: bool = False
+    include_obfuscation: bool = False  #: Taken without effect: events get no padding.
 
 
 class ChatRequest(SamplingParameters):
@@ -219,26 +224,30 @@ class ChatRequest(SamplingParameters):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MESSAGES_MAX)]
     stream: bool = False
     stream_options: StreamOptions | None = None
+    #: OpenAI's newer name of `max_tokens`; of the two, this one counts.
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
+    #: With `logprobs`: so many of the likeliest tokens at each place, beside the chosen one.
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[ChatTool], Field(max_length=TOOLS_MAX)] | None = None
     tool_choice: Literal["none", "auto", "required"] | _NamedTool | _AllowedToolsChoice | None = (
         None
     )
-    parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    metadata: dict[str, str] | None = None
+    parallel_tool_calls: bool | None = None  #: False: an answer has one call at most.
+    chat_template_kwargs: dict[str, Any] | None = None  #: vLLM's: variables of the template.
+    metadata: dict[str, str] | None = None  #: This and the next one have no effect.
     safety_identifier: str | None = None
     #: What the template is to show the model beside the conversation.
     documents: Annotated[list[dict[str, Any]], Field(max_length=DOCUMENTS_MAX)] | None = None
+    #: A variable of the template, if it has it; "none" may turn thinking off (`effort_arguments`).
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     #: vLLM's: the prompt ends where an answer begins. None: it does, unless a message is continued.
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False  #: vLLM's: the answer continues the last message.
     add_special_tokens: bool = False  #: vLLM's: those that the tokenizer puts around a text, too.
     include_reasoning: bool = True  #: vLLM's: False leaves it out of the answer.
-    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None  #: vLLM's; -1: no limit.
+    #: vLLM's: tokens of an answer that may be its reasoning; -1: no limit.
+    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
     _prompt_end: str = PrivateAttr("")  #: The last characters of the prompt, once it is rendered.
     echo: bool = False  #: vLLM's: the answer begins with the last message, if the assistant's.
 
@@ -258,7 +267,7 @@ class ChatRequest(SamplingParameters):
 
     @property
     def chosen_functions(self) -> list[str]:
-        """The names of the functions that `tool_choice` names."""
+        """The names of the functions that `tool_choice` names; empty if it names none."""
         if isinstance(self.tool_choice, _AllowedToolsChoice):
             return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
         return [] if self.required_function is None else [self.required_function]
@@ -290,6 +299,7 @@ class ChatRequest(SamplingParameters):
         check_prompt_length(message_chars + documents_chars, limits)
 
     def _check_tools(self, tokenizer: ChatTokenizer) -> None:
+        """Raise ApiError for tools, or a choice among them, that cannot work."""
         if not self.tools and self.tool_choice is None:
             return
         names = [tool.function.name for tool in self.tools or []]
@@ -335,6 +345,7 @@ class ChatRequest(SamplingParameters):
             self._check_thinking_budget(tokenizer)
 
     def _check_thinking_budget(self, tokenizer: ChatTokenizer) -> None:
+        """Raise ApiError for a budget that cannot be kept, or note that it has no effect."""
         if not thinks(tokenizer) and tokenizer.reasoning_format is not HARMONY_REASONING:
             if self.is_strict:
                 message = "thinking_token_budget: this model does not think"
@@ -348,7 +359,10 @@ class ChatRequest(SamplingParameters):
             raise ApiError("invalid_request", message, "thinking_token_budget")
 
     def _thinking_budget(self, tokenizer: ChatTokenizer) -> frames.ThinkingBudget | None:
-        """Return the bound of the answer's thinking; None where it has none."""
+        """Return the bound of the answer's thinking; None where it has none. Call `prompt` before.
+
+        Where the prompt leaves open whether the model thinks, the budget begins with a tag of it.
+        """
         budget = self.thinking_token_budget
         end_id = closing_tag_id(tokenizer)
         if budget is None or budget < 0 or end_id is None or not thinks(tokenizer):
@@ -377,6 +391,7 @@ class ChatRequest(SamplingParameters):
         }
 
     def _template_messages(self, tokenizer: ChatTokenizer) -> list[JsonObject]:
+        """Return the messages as the template takes them; a format of calls may change them."""
         knows_developers = tokenizer.knows_developers
         messages = [message.template_message(knows_developers) for message in self.messages]
         if tokenizer.tool_format is not None and tokenizer.tool_format.prepare_messages:
@@ -402,12 +417,13 @@ class ChatRequest(SamplingParameters):
 
     @property
     def echoed_text(self) -> str:
-        """What the client wants to see of its last message before the answer."""
+        """The text of the last message that the answer begins with; empty if none is wanted."""
         last_message = self.messages[-1]
         return last_message.text if self.echo and last_message.role == "assistant" else ""
 
     @property
     def _prompt_ending(self) -> PromptEnding:
+        """How the prompt is to end."""
         if self.continue_final_message:
             return PromptEnding.OPEN_MESSAGE
         return PromptEnding.CLOSED if self.add_generation_prompt is False else PromptEnding.ANSWER
@@ -415,7 +431,11 @@ class ChatRequest(SamplingParameters):
     def sampling(
         self, tokenizer: ChatTokenizer, request_id: str, prompt_tokens: int, limits: ModelLimits
     ) -> frames.Sampling:
-        """Return how the answers are sampled. Raises ApiError."""
+        """Return how the answers to a prompt of `prompt_tokens` tokens are sampled.
+
+        Call `prompt` before, as the end of the prompt says whether the model thinks. Raises
+        ApiError.
+        """
         return sampling_of(
             self,
             request_id,
@@ -434,6 +454,8 @@ class ChatRequest(SamplingParameters):
         an answer that may be either is a text of that format or calls. Raises ApiError if another
         grammar would bind required calls.
         """
+        # There are four cases: no calls; calls that may come, which nothing binds; required calls;
+        # and calls or a text of `response_format`, which one grammar binds together.
         if not self.usable_tools:
             return None
         tool_format = tokenizer.tool_format
@@ -456,6 +478,7 @@ class ChatRequest(SamplingParameters):
             function = tool.function
             if self.required_function in (None, function.name):
                 schema = function.parameters or {"type": "object"}
+                # llguidance reads its own options from this key of a schema.
                 schema_text = to_json({**schema, "x-guidance": ARGUMENT_SPACING})
                 tools.append((function.name, schema_text))
         several = self.required_function is None and self.parallel_tool_calls is not False
@@ -468,7 +491,9 @@ class ChatRequest(SamplingParameters):
         is_bound = self._is_bound
         tool_format = tokenizer.tool_format if functions else None
         if tool_format is not None and is_bound and tool_format.grammar is None:
-            tool_format = LLAMA3  # which is how forced calls are written
+            tool_format = LLAMA3  # its JSON objects are what the grammar has models write instead
+        # Harmony's messages are marked in answers without functions, too, unless a grammar leaves
+        # no room for marks.
         if tokenizer.reasoning_format is HARMONY_REASONING and not is_bound:
             tool_format = HARMONY
         initial_state = tokenizer.reasoning_format.state_behind(prompt.text_end)
@@ -486,7 +511,10 @@ class ChatRequest(SamplingParameters):
 
 
 def effort_arguments(effort: str | None, tokenizer: ChatTokenizer) -> dict[str, Any]:
-    """Return the variables of the chat template that a `reasoning_effort` sets."""
+    """Return the variables of the chat template that a `reasoning_effort` sets.
+
+    Empty: the template has none for it, so the effort has no effect.
+    """
     arguments: dict[str, Any] = {}
     if effort is None:
         return arguments
@@ -540,7 +568,7 @@ class StreamUsage:
         self.at_end = options is not None and options.include_usage
         #: True if all other chunks have it, too.
         self.in_chunks = self.at_end and options is not None and options.continuous_usage_stats
-        self._tokens_by_answer: dict[int, int] = {}
+        self._tokens_by_answer: dict[int, int] = {}  #: By the answer's index, if chunks have usage.
 
     def note(self, delta: TextDelta) -> None:
         """Take note of the next piece of an answer."""
@@ -549,11 +577,12 @@ class StreamUsage:
 
     @property
     def used_tokens(self) -> int:
+        """Generated tokens of all answers so far; 0 unless chunks have usage."""
         return sum(self._tokens_by_answer.values())
 
 
 def usage_object(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> JsonObject:
-    """Return OpenAI's `usage`."""
+    """Return OpenAI's `usage`. `cached_tokens` are those of the prompt that were in a cache."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -632,13 +661,14 @@ class ChatShape:
         model: str,
         prompt: TokenizedPrompt,
     ) -> None:
+        """`model` is the name that answers show; `prompt` is what `body.prompt` has returned."""
         self._body = body
         self._request = request
         self._tokenizer = tokenizer
         rules = body.content_rules(tokenizer, prompt)
         #: One parser for each answer; None where all text is content.
         self._parsers: list[ContentParser] | None = None
-        self._markers = rules.markers
+        self._markers = rules.markers  #: Special tokens that the parsers must see as text.
         if not rules.is_plain:
             self._parsers = [ContentParser(rules) for _ in request.answers]
         #: One counter for each answer; none where nothing is reasoning.
@@ -647,6 +677,7 @@ class ChatShape:
             self._reasoning_counters = [ReasoningCounter(tokenizer, rules) for _ in request.answers]
         self._call_counts: dict[int, int] = {}  #: Calls that came out so far, by answer.
         self._stream_usage = StreamUsage(body.stream_options)
+        #: What every chunk has; a whole completion has another `object`.
         self._common_fields = {
             "id": request.id,
             "object": "chat.completion.chunk",
@@ -665,6 +696,7 @@ class ChatShape:
         chunks = [self._chunk(index, role) for index in range(len(self._request.answers))]
         echoed_text = self._body.echoed_text
         if echoed_text:
+            # One more chunk for each answer, behind those with the roles.
             chunks += [
                 self._chunk(chunk["choices"][0]["index"], {"content": echoed_text})
                 for chunk in chunks
@@ -694,7 +726,7 @@ class ChatShape:
             # The tokens' text is held back. Without a parser the chunk says that it is empty.
             message_deltas = [{"content": ""}] if self._parsers is None else [{}]
         if not message_deltas and finish_reason:
-            message_deltas = [{}]
+            message_deltas = [{}]  # the end needs a chunk, though there is no more text
         chunks = [self._chunk(delta.index, message_delta) for message_delta in message_deltas]
         if chunks:
             chunks[0]["choices"][0]["logprobs"] = logprobs
@@ -745,6 +777,7 @@ class ChatShape:
         return logprobs_object(self._body, delta.tokens, self._tokenizer)
 
     def _chunk(self, index: int, message_delta: JsonObject) -> JsonObject:
+        """Return a chunk with the `delta` of answer `index`, and everything else at its default."""
         choice: JsonObject = {
             "index": index,
             "delta": message_delta,
@@ -759,6 +792,7 @@ class ChatShape:
         return chunk
 
     def _parse(self, delta: TextDelta) -> list[ContentPart]:
+        """Return the parts of a piece of an answer; counts its reasoning, and what calls lacked."""
         if self._parsers is None:
             return [ContentPart(PartKind.CONTENT, delta.text)] if delta.text else []
         parser = self._parsers[delta.index]
@@ -793,6 +827,7 @@ class ChatShape:
         """Return a call that begins; its arguments come in pieces."""
         call_number = self._call_counts.get(answer_index, 0)
         self._call_counts[answer_index] = call_number + 1
+        # An id that derives from the request needs no memory of which calls have one.
         hashed_text = f"{self._request.wire_id}/{answer_index}/{call_number}"
         digest = xxhash.xxh3_128_hexdigest(hashed_text.encode())
         return {

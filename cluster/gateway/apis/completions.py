@@ -36,11 +36,13 @@ from .known_fields import ApiName
 from .parameters import ModelLimits, SamplingParameters, TokenId, sampling_of
 from .schema import ApiBody
 
-PROMPTS_MAX = 64
+PROMPTS_MAX = 64  #: of one call; each becomes a request
 DEFAULT_ANSWER_TOKENS = 16  #: OpenAI's default for plain completions.
-OTHER_FIELDS_MAX = 64  #: of a body, beside its ids
+#: Commas of a body that do not stand between its ids: room for its other fields.
+OTHER_FIELDS_MAX = 64
 
 PromptIds = Annotated[list[TokenId], Field(min_length=1)]
+#: Several prompts; a list of numbers alone is one prompt, as ids.
 PromptList = Annotated[list[str] | list[PromptIds], Field(min_length=1, max_length=PROMPTS_MAX)]
 
 
@@ -53,11 +55,12 @@ class CompletionRequest(SamplingParameters):
     prompt: str | PromptIds | PromptList
     stream: bool = False
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None  #: 0: only the prompt, with `echo`.
+    #: So many of the likeliest tokens at each place, beside the chosen one; None: no logprobs.
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: bool = False
-    best_of: int | None = None
-    add_special_tokens: bool = True
+    echo: bool = False  #: The prompt comes before the answer's text.
+    best_of: int | None = None  #: Taken only where it is `n`, so that nothing is left out.
+    add_special_tokens: bool = True  #: vLLM's: with what the tokenizer puts around a text.
 
     def prompts(self) -> list[CompletionPrompt]:
         """Return the prompts, each of which becomes a request. Raises ApiError."""
@@ -81,7 +84,7 @@ class CompletionRequest(SamplingParameters):
 class CompletionPrompt:
     """One of the prompts of a call."""
 
-    body: CompletionRequest
+    body: CompletionRequest  #: Of the whole call: all but its prompt is the same for each.
     prompt_input: str | list[int]  #: Text or token ids, as the client sent it.
 
     @property
@@ -112,6 +115,7 @@ class CompletionPrompt:
             token_ids = tokenizer.encode(self.prompt_input, self.body.add_special_tokens)
         else:
             token_ids = self.prompt_input
+        # Plain answers are not parsed for reasoning, so the end of the prompt's text is not needed.
         return self.body.truncated(TokenizedPrompt(token_ids, text_end=""))
 
     def sampling(
@@ -132,6 +136,7 @@ class CompletionPrompt:
             logprobs=body.logprobs,
         )
         if body.echo and body.logprobs is not None:
+            # The echoed prompt has logprobs as the answer has: the prompt must be scored for them.
             count = max(body.logprobs, body.prompt_logprobs or 0)
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=count)
         return sampling
@@ -150,7 +155,8 @@ def check_token_ids(token_ids: list[int], tokenizer: ChatTokenizer) -> None:
 class CompletionShape:
     """Makes OpenAI's `text_completion`, whole or in chunks, of the answers to one call.
 
-    The answers of all prompts are numbered through: a choice is an answer of a prompt.
+    The answers of all prompts are numbered through: a choice is an answer of a prompt. Requests are
+    in the order of the body's prompts, and all have the same number of answers.
     """
 
     def __init__(
@@ -231,9 +237,11 @@ class CompletionShape:
         )
 
     def _request_of(self, choice_index: int) -> Request:
+        """Return the request that a choice answers: each has `n` choices in a row."""
         return self._requests[choice_index // len(self._requests[0].answers)]
 
     def _choice(self, delta: TextDelta) -> JsonObject:
+        """Return the choice of a piece of an answer; with its first piece comes the echo."""
         text = delta.text
         tokens = delta.tokens
         finish_reason = delta.finish_reason
@@ -241,7 +249,7 @@ class CompletionShape:
             text = ""
             tokens = []
             if finish_reason:
-                finish_reason = "length"
+                finish_reason = "length"  # whatever ended the token that nobody sees
         request = self._request_of(delta.index)
         is_first = delta.index not in self._begun_choices
         token_ids_fields = self._token_ids_fields(request, tokens, is_first)
@@ -309,14 +317,16 @@ class TokenizeRequest(ApiBody):
     api: ClassVar[ApiName] = ApiName.TOKENIZE
 
     model: str = ""
-    prompt: str | None = None
+    prompt: str | None = None  #: Either this, or messages.
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MESSAGES_MAX)] | None = (
         None
     )
     tools: list[ChatTool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    #: None: as of a completion (they are added) for a prompt, as of a chat (they are not) for
+    #: messages.
     add_special_tokens: bool | None = None
-    return_token_strs: bool = False
+    return_token_strs: bool = False  #: The response names each token as the vocabulary has it.
     add_generation_prompt: bool | None = None  #: As of a chat.
     continue_final_message: bool = False
 
@@ -343,7 +353,7 @@ class TokenizeRequest(ApiBody):
         return chat
 
     def token_ids(self, tokenizer: ChatTokenizer) -> list[int]:
-        """Tokenize the prompt. A long one takes seconds, too long for the event loop."""
+        """Tokenize what `check` has accepted. A long one takes seconds: not on the event loop."""
         if self.messages is not None:
             return self._as_chat().prompt(tokenizer).token_ids
         return tokenizer.encode(self.prompt or "", self.add_special_tokens is not False)
@@ -351,6 +361,7 @@ class TokenizeRequest(ApiBody):
     def response_body(
         self, token_ids: list[int], tokenizer: ChatTokenizer, limits: ModelLimits
     ) -> JsonObject:
+        """Return vLLM's object of the ids."""
         token_names = None
         if self.return_token_strs:
             token_names = [tokenizer.token_name(token_id) for token_id in token_ids]
@@ -368,13 +379,14 @@ class DetokenizeRequest(ApiBody):
     api: ClassVar[ApiName] = ApiName.DETOKENIZE
 
     model: str = ""
-    tokens: list[TokenId]
+    tokens: list[TokenId]  #: Ids.
 
     @staticmethod
     def check_size(body: bytes, limits: ModelLimits) -> None:
         """Raise ApiError for more ids than the model's context has, before they are read.
 
-        Reading a million ids would hold up all answers of the gateway.
+        Reading a million ids would hold up all answers of the gateway. So the commas of the JSON
+        text `body` are counted.
         """
         elements = body.count(b",")
         if elements > limits.max_model_len + OTHER_FIELDS_MAX:
@@ -384,6 +396,6 @@ class DetokenizeRequest(ApiBody):
             raise ApiError("context_length_exceeded", message, "tokens")
 
     def response_body(self, tokenizer: ChatTokenizer) -> JsonObject:
-        """Raises ApiError for an id that the vocabulary does not have."""
+        """Return vLLM's object of the text. Raises ApiError for an id that no token has."""
         check_token_ids(self.tokens, tokenizer)
         return {"prompt": tokenizer.decode_in_steps(self.tokens)}

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-Schema = dict[str, Any]
+Schema = dict[str, Any]  #: A JSON schema, or another object of an OpenAPI document.
 
 #: What a browser may do for the page: nothing but apply its own style.
 CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-REF_PREFIX = "#/components/schemas/"
+REF_PREFIX = "#/components/schemas/"  #: A `$ref` is this and the name of an object.
 NAMES_MAX = 8  #: So many values of an enumeration are shown.
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
@@ -49,6 +49,7 @@ def docs_page(document: Schema) -> str:
 
 
 def _operation_section(name: str, operation: Schema) -> str:
+    """Return the section of a route; `name` is its method and path."""
     method, _, path = name.partition(" ")
     body = ""
     if "requestBody" in operation:
@@ -70,6 +71,7 @@ def _content_schema(part: Schema) -> Schema:
 
 
 def _schema_section(name: str, schema: Schema) -> str:
+    """Return the section of an object: a row for each field, with a star if it is required."""
     required_names = schema.get("required", [])
     rows = [
         [

@@ -15,15 +15,15 @@ from functools import lru_cache
 from urllib.parse import quote
 
 HEADER_NAME = "x-ignored-fields"
-NAMES_MAX = 16
-HEADER_CHARS_MAX = 1024
+NAMES_MAX = 16  #: So many fields are named; the others are only counted.
+HEADER_CHARS_MAX = 1024  #: Of the header's value; proxies refuse responses with long headers.
 NAME_CHARS_MAX = 48  #: Of the client's own name; the rest of a longer one is left out.
 MORE_CHARS_MAX = 24  #: Set aside for the count of the fields that are not named.
-EMPTY_NAME = '""'
+EMPTY_NAME = '""'  #: How the header writes a field whose name has no characters.
 #: Longer names get no suggestion, as the comparison takes time that grows with their length.
 COMPARED_CHARS_MAX = 40
 CLOSENESS_MINIMUM = 0.8  #: How much of two names is the same (`difflib`'s ratio), for a suggestion.
-SUGGESTIONS_CACHED = 1024
+SUGGESTIONS_CACHED = 1024  #: A client makes the same mistake in each of its requests.
 
 
 class IgnoredKind(StrEnum):
@@ -38,10 +38,10 @@ class IgnoredFields:
     """The fields of one body that had no effect."""
 
     def __init__(self) -> None:
-        self.counts: Counter[IgnoredKind] = Counter()
+        self.counts: Counter[IgnoredKind] = Counter()  #: All fields, named in the header or not.
         #: Of each field that the header names, by the path of its part and its name.
         self._named_kinds: dict[tuple[str, str], IgnoredKind] = {}
-        self._entries: list[str] = []
+        self._entries: list[str] = []  #: What the header says of each named field, in order.
         self._entries_chars = 0  #: With what separates the entries.
         self._is_full = False  #: True once a field did not fit.
         self._unnamed = 0  #: Fields that the header has no room for.
@@ -69,7 +69,12 @@ class IgnoredFields:
         return {HEADER_NAME: ", ".join(entries)} if entries else {}
 
     def _add(self, part_path: str, name: str, kind: IgnoredKind, suggestion: str) -> None:
+        """Count a field, and name it if the header has room.
+
+        `part_path` is where it stands, empty for the body itself; an empty `suggestion` is none.
+        """
         key = (part_path, name)
+        # The same field in each of many messages is named once, and counted each time.
         if key in self._named_kinds:
             self.counts[self._named_kinds[key]] += 1
             return
@@ -82,7 +87,7 @@ class IgnoredFields:
             entry = f"{part_path}.{entry}"
         if suggestion:
             entry += f";did-you-mean={suggestion}"
-        chars = self._entries_chars + len(entry) + 2
+        chars = self._entries_chars + len(entry) + 2  # the comma and the space
         if len(self._entries) == NAMES_MAX or chars > HEADER_CHARS_MAX - MORE_CHARS_MAX:
             self._is_full = True
             self._unnamed += 1
@@ -113,6 +118,7 @@ def nearest_name(name: str, expected_names: frozenset[str]) -> str:
 @lru_cache(SUGGESTIONS_CACHED)
 def _find_nearest_name(name: str, expected_names: frozenset[str]) -> str:
     names_by_letters = {_letters_of(expected): expected for expected in sorted(expected_names)}
+    # Compared without what makes no difference; the result leads back to the name as it is written.
     [nearest] = get_close_matches(
         _letters_of(name), names_by_letters, n=1, cutoff=CLOSENESS_MINIMUM
     ) or [""]
@@ -120,4 +126,5 @@ def _find_nearest_name(name: str, expected_names: frozenset[str]) -> str:
 
 
 def _letters_of(name: str) -> str:
+    """Return a name without what makes no difference."""
     return name.lower().replace("-", "").replace("_", "")

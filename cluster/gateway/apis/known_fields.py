@@ -40,14 +40,14 @@ class KnownField:
     """A documented field that no model of a body has."""
 
     path: str  #: Names from the top of the body, joined by dots; lists count as their elements.
-    apis: frozenset[ApiName]
+    apis: frozenset[ApiName]  #: The APIs that document it.
     treatment: Treatment
     explanation: str  #: Why the field may be ignored, or what works instead of it.
     neutral_values: tuple[Any, ...] = ()  #: They change nothing; null is always neutral.
     #: True if a strict gateway takes the neutral values, too.
     neutral_if_strict: bool = False
     #: What the details of the refusal say, for SDKs that then do without the field.
-    error_code: str = ""
+    error_code: str = ""  #: Empty: a refusal has no details.
 
     @property
     def refusal_details(self) -> Mapping[str, Any] | None:
@@ -57,18 +57,19 @@ class KnownField:
         return {"error_code": self.error_code, "unsupported": [self.path]}
 
     def is_neutral(self, value: Any) -> bool:
+        """Return whether the answer is the same with this value as without the field."""
         return value is None or value in self.neutral_values
 
 
+# Which APIs document a field: the third column of the table below.
 _CHAT = frozenset({ApiName.CHAT})
 _COMPLETIONS = frozenset({ApiName.COMPLETIONS})
 _RESPONSES = frozenset({ApiName.RESPONSES})
 _MESSAGES = frozenset({ApiName.MESSAGES})
 _ANTHROPIC = frozenset({ApiName.MESSAGES, ApiName.COUNT_TOKENS})
-_SAMPLED = _CHAT | _COMPLETIONS
+_SAMPLED = _CHAT | _COMPLETIONS  # those that have OpenAI's and vLLM's sampling fields
 _GENERATED = _SAMPLED | _RESPONSES
 _TOKENIZED = frozenset({ApiName.TOKENIZE})
-_ALL = frozenset(ApiName)
 
 
 def _rows(
@@ -81,7 +82,7 @@ def _rows(
     neutral_if_strict: bool = False,
     error_code: str = "",
 ) -> list[KnownField]:
-    """Return a row for each of the paths, which are separated by spaces."""
+    """Return a row for each of the paths, which are separated by spaces; all say the same."""
     return [
         KnownField(
             path,
@@ -106,6 +107,8 @@ _BEAM = "has an effect on beam search only"
 _OWN_TRANSFER = "leave it out: the cluster moves the cache"
 _LOGIT_BIAS = "use logit_bias, with -100 for tokens that must not come"
 
+#: Each row: the paths of fields, the APIs that document them, why they may be ignored or what works
+#: instead, and the values that change nothing.
 KNOWN_FIELDS: tuple[KnownField, ...] = (
     # ---- OpenAI: chats, completions --------------------------------------------------------------
     *_ignored("store", _SAMPLED, "answers are not stored", [False], neutral_if_strict=True),
@@ -357,6 +360,7 @@ def known_fields_table() -> str:
 
 
 def _sorted_fields(treatment: Treatment) -> list[KnownField]:
+    """Return the fields of one treatment, in the order of the documents' tables."""
     fields = [field for field in KNOWN_FIELDS if field.treatment is treatment]
     return sorted(fields, key=lambda field: (field.path, sorted(field.apis)))
 

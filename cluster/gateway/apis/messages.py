@@ -73,14 +73,14 @@ class _RedactedThinkingBlock(_Block):
 class _ThinkingBlock(_Block):
     type: Literal["thinking"]
     thinking: str
-    signature: str = ""
+    signature: str = ""  #: Anthropic's proof that the text is its model's; not looked at.
 
 
 class _ToolUseBlock(_Block):
     type: Literal["tool_use"]
-    id: str
+    id: str  #: To which the block with the result refers.
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any]  #: The arguments of the call.
 
 
 def _check_block_type(block: Any, read_types: tuple[str, ...]) -> Any:
@@ -96,9 +96,11 @@ def _check_block_type(block: Any, read_types: tuple[str, ...]) -> Any:
 
 
 def _block_branch(block: dict[str, Any]) -> str:
+    """Return the tag of the model that reads a block; `_check_block_type` has seen its type."""
     return f"#{block['type']}"
 
 
+#: What a turn of a conversation may hold.
 _TURN_BLOCK_TYPES = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 #: Texts, where there may be blocks of other types elsewhere.
@@ -115,7 +117,7 @@ class _ToolResultBlock(_Block):
     type: Literal["tool_result"]
     tool_use_id: Annotated[str, Field(min_length=1)]
     content: _TextContent = ""
-    is_error: bool = False
+    is_error: bool = False  #: The tool failed, and the content may say how.
 
 
 _TurnBlock = Annotated[
@@ -138,7 +140,7 @@ class _AnthropicTurn(BodyPart):
 
 
 class _AnthropicTool(_Block):
-    type: Literal["custom"] | None = None
+    type: Literal["custom"] | None = None  #: The client's own; others are built into Anthropic's.
     name: FunctionName
     description: str | None = None
     input_schema: dict[str, Any]
@@ -155,15 +157,15 @@ class _AnthropicTool(_Block):
 
 
 class _ToolChoice(BodyPart):
-    type: Literal["auto", "any", "tool", "none"]
+    type: Literal["auto", "any", "tool", "none"]  #: any: one of them must be used; tool: this one.
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class _ThinkingMode(BodyPart):
-    type: Literal["adaptive", "disabled", "enabled"]
+    type: Literal["adaptive", "disabled", "enabled"]  #: enabled: with a budget of tokens.
     budget_tokens: int | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "omitted"] | None = None  #: Without effect: all of it is shown.
 
 
 class _OutputFormat(BodyPart):
@@ -176,7 +178,7 @@ class _OutputConfig(BodyPart):
 
 
 class _Metadata(BodyPart):
-    user_id: str | None = None
+    user_id: str | None = None  #: Without effect.
 
 
 class CountTokensRequest(ApiBody):
@@ -196,6 +198,8 @@ class CountTokensRequest(ApiBody):
 
     @model_validator(mode="after")
     def _check_model(self, info: ValidationInfo) -> Self:
+        # Anthropic demands a model. Without one the served model is meant, but not where the
+        # gateway is strict.
         if is_strict(info) and "model" not in self.model_fields_set:
             raise ValueError("model is required")
         return self
@@ -214,6 +218,7 @@ class CountTokensRequest(ApiBody):
         for turn in self.messages:
             messages += _chat_messages(turn)
             if _has_failed_result(turn):
+                # A chat has no field for it: only the result's text can say that it failed.
                 self.ignored_fields.add_documented("messages.content", "is_error")
         fields: JsonObject = {
             "model": self.model,
@@ -283,6 +288,7 @@ class MessagesRequest(CountTokensRequest):
     cache_salt: Annotated[str, Field(min_length=1, max_length=CACHE_NAME_CHARS_MAX)] | None = None
 
     def _chat_fields(self, tokenizer: ChatTokenizer) -> JsonObject:
+        """Return the fields of the chat's body, with those of sampling."""
         fields = super()._chat_fields(tokenizer)
         sampling_fields = {
             "max_tokens": self.max_tokens,
@@ -325,7 +331,7 @@ def _chat_messages(turn: _AnthropicTurn) -> list[JsonObject]:
             case _ThinkingBlock():
                 thoughts.append(block.thinking)
             case _RedactedThinkingBlock():
-                pass
+                pass  # nobody here can read it
             case _ToolUseBlock():
                 function = {"name": block.name, "arguments": to_json(block.input)}
                 calls.append({"id": block.id, "type": "function", "function": function})
@@ -381,19 +387,23 @@ class MessageShape:
         prompt: TokenizedPrompt,
         block_tokens: int,
     ) -> None:
+        """`model` is the name that the message shows; `prompt` is what the request was made of.
+
+        `block_tokens` are the tokens of a block of the KV cache, of which whole blocks are kept.
+        """
         self._chat = chat
         self._request = request
         self._model = model
-        self._block_tokens = block_tokens  #: Tokens of a block of the cache.
+        self._block_tokens = block_tokens
         rules = chat.content_rules(tokenizer, prompt)
         self._tokenizer = tokenizer
-        self._markers = rules.markers
+        self._markers = rules.markers  #: Special tokens that the parser must see as text.
         self._parser = ContentParser(rules)
         self._reasoning_counter = ReasoningCounter(tokenizer, rules)
-        self._open_block_kind: PartKind | None = None
+        self._open_block_kind: PartKind | None = None  #: Of a stream; None: no block is open.
         self._block_count = 0  #: Blocks that have begun.
-        self._stop_reason: str | None = None
-        self._stop_sequence: str | None = None
+        self._stop_reason: str | None = None  #: None until the answer has ended.
+        self._stop_sequence: str | None = None  #: The stop string that ended the answer.
 
     @property
     def output(self) -> Output:
@@ -451,14 +461,17 @@ class MessageShape:
         ]
 
     def whole(self, deltas: list[TextDelta], used_tokens: int) -> JsonObject:
-        """Return the message of the whole answer, which has `used_tokens` tokens."""
+        """Return the message of the whole answer, which has `used_tokens` tokens.
+
+        `deltas` holds that one answer.
+        """
         blocks: list[JsonObject] = []
         arguments: dict[int, str] = {}  # of the calls, by the number of the block
         for kind, text in self._parse(deltas[0]):
             last_type = blocks[-1]["type"] if blocks else None
             match kind:
                 case PartKind.CALL:
-                    self._block_count += 1
+                    self._block_count += 1  # for the block's id
                     blocks.append(self._tool_use_block(text))
                     arguments[len(blocks) - 1] = ""
                 case PartKind.ARGUMENTS:
@@ -528,6 +541,7 @@ class MessageShape:
 
     def _tool_use_block(self, function_name: str) -> JsonObject:
         """Return the block of a call without its input; the id is unique among all requests."""
+        # The random end of the request's id between processes; clients may use their ids again.
         request_suffix = self._request.wire_id.rpartition("~")[2]
         tool_use_id = f"toolu_{request_suffix}{self._block_count:04d}"
         return {"type": "tool_use", "id": tool_use_id, "name": function_name}
@@ -551,7 +565,7 @@ class MessageShape:
 
 
 def _tool_input(arguments: str, *, is_cut: bool) -> JsonObject:
-    """Return the input of a call; of one that was cut, as far as it is there.
+    """Return the input of a call from its JSON text; of one that was cut, as far as it is there.
 
     Of arguments that are no JSON, the input is what Anthropic proposes: their text, named so that
     no tool takes it for its own.
@@ -571,6 +585,7 @@ def _text_block(text: str) -> JsonObject:
 
 
 def _thinking_block(thinking: str) -> JsonObject:
+    """Return a block of reasoning; clients expect a signature, of which there is none."""
     return {"type": "thinking", "thinking": thinking, "signature": ""}
 
 

@@ -23,7 +23,7 @@ from .messages import ANTHROPIC_ERROR_TYPES, CountTokensRequest, MessagesRequest
 from .responses import ResponsesRequest
 from .schema import ApiBody, Reading
 
-Schema = dict[str, Any]
+Schema = dict[str, Any]  #: A JSON schema, or another object of the document.
 
 TEXT: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
@@ -38,14 +38,17 @@ def ref(name: str) -> Schema:
 
 
 def const(value: str | bool) -> Schema:
+    """Describe this very value."""
     return {"const": value}
 
 
 def array(items: Schema) -> Schema:
+    """Describe a list."""
     return {"type": "array", "items": items}
 
 
 def nullable(schema: Schema) -> Schema:
+    """Describe what the schema describes, or null."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
@@ -61,10 +64,12 @@ def record(optional: Iterable[str] = (), **fields: Schema) -> Schema:
 
 
 USAGE = record(
+    ("completion_tokens_details",),
     prompt_tokens=COUNT,
     completion_tokens=COUNT,
     total_tokens=COUNT,
     prompt_tokens_details=record(cached_tokens=COUNT),
+    completion_tokens_details=record(reasoning_tokens=COUNT),  # of chats only
 )
 TOP_LOGPROB_FIELDS = {"token": TEXT, "logprob": NUMBER, "bytes": array(COUNT)}
 TOKEN_IDS = array(COUNT)
@@ -97,10 +102,19 @@ MESSAGE_DELTA = record(
     content=TEXT,
     reasoning_content=TEXT,
     reasoning=TEXT,
-    tool_calls=array(record(index=COUNT, **TOOL_CALL_FIELDS)),
+    # Only the first piece of a call has its id, its type and its function's name.
+    tool_calls=array(
+        record(
+            ("id", "type"),
+            index=COUNT,
+            **{**TOOL_CALL_FIELDS, "function": record(("name",), name=TEXT, arguments=TEXT)},
+        )
+    ),
 )
-COMMON_FIELDS = {"id": TEXT, "created": COUNT, "model": TEXT}
+COMMON_FIELDS = {"id": TEXT, "created": COUNT, "model": TEXT}  #: of OpenAI's answers and chunks
 
+#: By the names under which the document refers to them. Items and blocks of the newer APIs are any
+#: objects here, as their own publishers describe them.
 RESPONSE_SCHEMAS: dict[str, Schema] = {
     "Usage": USAGE,
     "ChatCompletion": record(
@@ -208,6 +222,7 @@ RESPONSE_SCHEMAS: dict[str, Schema] = {
     "Load": record(server_load=COUNT),
     "Error": record(
         error=record(
+            # A message is cut at 500 characters, and gets two dots then.
             message={"type": "string", "minLength": 1, "maxLength": 502},
             type={"enum": sorted({kind.error_type for kind in ERROR_KINDS.values()})},
             param=nullable(TEXT),
@@ -236,10 +251,10 @@ RESPONSE_SCHEMAS: dict[str, Schema] = {
 class PostRoute(NamedTuple):
     """A route that takes a body."""
 
-    operation_id: str
+    operation_id: str  #: The operation's name for programs, unique in the document.
     summary: str
-    body: type[ApiBody]
-    response_schema: str
+    body: type[ApiBody]  #: The model that reads the body.
+    response_schema: str  #: Its name in `RESPONSE_SCHEMAS`.
     #: What `data:` of its events is; empty if the route does not stream.
     event_data: str = ""
 
@@ -249,9 +264,10 @@ class GetRoute(NamedTuple):
 
     operation_id: str
     summary: str
-    response_schema: str  #: Empty: any object.
+    response_schema: str  #: Its name in `RESPONSE_SCHEMAS`; empty: any object.
 
 
+#: The routes that take a body, by path.
 POST_OPERATIONS = {
     "/v1/chat/completions": PostRoute(
         operation_id="chat",
@@ -291,6 +307,7 @@ POST_OPERATIONS = {
     "/detokenize": PostRoute("detokenize", "Ids to text", DetokenizeRequest, "Text"),
 }
 STORED_RESPONSE_PATH = "/v1/responses/{response_id}"
+#: The routes without a body, by path; a few that are special are added in `openapi_document`.
 GET_OPERATIONS = {
     "/v1/models": GetRoute("models", "What is served", "ModelList"),
     "/v1/models/{model}": GetRoute("model", "One of these", "Model"),
@@ -320,7 +337,7 @@ IGNORED_FIELDS_HEADER: Schema = {
 
 
 def openapi_document(reading: Reading = Reading.LENIENT) -> Schema:
-    """Return the whole document of a gateway that reads bodies so."""
+    """Return the whole document of a gateway; `reading` is what it does with unknown fields."""
     paths: dict[str, Schema] = {}
     for path, post_route in POST_OPERATIONS.items():
         paths[path] = {"post": _post_operation(path, post_route)}
@@ -349,7 +366,7 @@ def openapi_document(reading: Reading = Reading.LENIENT) -> Schema:
             "schemas": _body_schemas(reading) | RESPONSE_SCHEMAS,
             "securitySchemes": security_schemes,
         },
-        "security": [{}, {"bearer": []}, {"key": []}],
+        "security": [{}, {"bearer": []}, {"key": []}],  # {}: no key, where none is configured
     }
 
 
@@ -387,7 +404,7 @@ def _allow_nulls(schema: Schema) -> None:
 
 
 def _known_field_schema(known_field: KnownField, reading: Reading) -> Schema:
-    """Describe a field that is there for what other servers do with it."""
+    """Describe a field that has no effect here: whether it is ignored, or taken at some values."""
     if reading is Reading.LENIENT and known_field.treatment is Treatment.IGNORED:
         return {"description": f"ignored: {known_field.explanation}"}
     accepted_values = [None, *known_field.neutral_values]
@@ -461,6 +478,7 @@ def _invocations_operation() -> Schema:
 
 
 def _event_schema(event_data: str) -> Schema:
+    """Describe a server-sent event by its lines; `event_data` says in words what `data:` is."""
     return {
         "type": "object",
         "properties": {name: {"type": "string"} for name in ("event", "data", "id")},
@@ -476,6 +494,7 @@ def _get_operation(path: str, route: GetRoute) -> Schema:
     content = {"application/json": {"schema": schema}}
     responses = {"200": {"description": "told", "content": content}, **_error_responses(path)}
     if path == "/ready":
+        # Its 503 is no error object: it has the status and what is missing.
         responses["503"] = {"description": "what is missing", "content": content}
     operation: Schema = {
         "operationId": route.operation_id,

@@ -21,6 +21,8 @@ from .schema import ApiBody, BodyPart
 
 #: Lower temperatures sample greedily, because dividing the logits by them would overflow.
 GREEDY_TEMPERATURE_LIMIT = 1e-5
+#: Our own bounds of what a body may hold of a kind. These things are gone through for each token,
+#: or sent to each worker, so one request with too many would hold up the others.
 STOP_STRINGS_MAX = 16
 STOP_STRING_CHARS_MAX = 1000
 CHOICES_MAX = 1000
@@ -29,7 +31,7 @@ ALLOWED_IDS_MAX = 4096
 CACHE_NAME_CHARS_MAX = 1024
 KEYS_MAX = 8  #: So many wrong keys are named in an error, each with so many characters:
 KEY_CHARS_MAX = 40
-ID_MAX = 2**31 - 1
+ID_MAX = 2**31 - 1  #: The largest 32-bit integer; no vocabulary and no context is larger.
 #: Fields that ask for a grammar, under the names of several servers.
 GRAMMAR_FIELDS = frozenset(
     {
@@ -79,6 +81,7 @@ class JsonSchema(BodyPart):
 
     name: str | None = None
     description: str | None = None
+    #: The schema itself, `schema` in bodies; True allows any JSON.
     content: Annotated[dict[str, Any] | bool, Field(alias="schema")]
     strict: bool | None = None
 
@@ -91,6 +94,10 @@ class ResponseFormat(BodyPart):
 class StructuredOutputs(BodyPart):
     """vLLM's way to ask for a structured answer."""
 
+    # At most one of these is given: a JSON schema, a regular expression, texts of which the answer
+    # is one, a grammar in Lark's language, or just any JSON object.
+
+    # Pydantic's models have methods `json` and `schema`, so no field can have either name.
     schema_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     regex: str | None = None
     choice: Choices | None = None
@@ -101,6 +108,7 @@ class StructuredOutputs(BodyPart):
 class CommonSamplingFields(ApiBody):
     """Fields that say how to sample, of all APIs that generate but Anthropic's."""
 
+    # None stands for what the served model's publisher recommends, or for no effect.
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
@@ -109,16 +117,20 @@ class CommonSamplingFields(ApiBody):
         Annotated[dict[TokenId, LogitBias], Field(max_length=1024), BeforeValidator(_check_keys)]
         | None
     ) = None
+    #: By which randomness repeats; as 64 bits with or without a sign.
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: StringOrStrings | None = None
     # The fields below are those of vLLM.
-    top_k: Annotated[int, Field(ge=-1, le=ID_MAX)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=ID_MAX)] | None = None  #: 0 and -1: no limit.
+    #: A share of the largest probability; tokens that are less likely are never drawn.
     min_p: UnitFraction | None = None
+    #: Above 1, ids that prompt or answer have already become less likely.
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool = False  #: The model's own end ids do not end the answer.
+    #: Ids that end the answer beside the model's own.
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False  #: The text keeps the stop that ended it.
+    skip_special_tokens: bool = True  #: False: special tokens are part of the text.
     structured_outputs: StructuredOutputs | None = None
     # Requests that differ in one of these share no prefix in the cache. The first one is vLLM's.
     cache_salt: Annotated[str, Field(min_length=1, max_length=CACHE_NAME_CHARS_MAX)] | None = None
@@ -128,13 +140,14 @@ class CommonSamplingFields(ApiBody):
 class SamplingParameters(CommonSamplingFields):
     """Fields of `/v1/chat/completions` and `/v1/completions` that say how to sample."""
 
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=16)] | None = None
-    user: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None  #: None: what the context leaves.
+    n: Annotated[int, Field(ge=1, le=16)] | None = None  #: Answers to the prompt; None: one.
+    user: str | None = None  #: Without effect.
     response_format: ResponseFormat | None = None
     # The fields below are those of vLLM and SGLang.
+    #: Before so many tokens no stop ends the answer.
     min_tokens: Annotated[int, Field(ge=0, le=ID_MAX)] | None = None
-    no_stop_trim: bool = False
+    no_stop_trim: bool = False  #: SGLang's name of `include_stop_str_in_output`.
     #: So many of the most likely tokens at each place of the prompt go with a whole answer.
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     #: The prompt is cut to so many tokens; -1: to none, as one that is too long is refused.
@@ -146,6 +159,7 @@ class SamplingParameters(CommonSamplingFields):
     allowed_token_ids: Annotated[list[TokenId], Field(max_length=ALLOWED_IDS_MAX)] | None = None
     return_token_ids: bool = False  #: Ids of the prompt and of the answers go with their text.
     return_tokens_as_token_ids: bool = False  #: Logprobs name tokens by their ids.
+    # What an answer must look like, under older names of vLLM's and the last two under SGLang's.
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
@@ -159,6 +173,7 @@ class SamplingParameters(CommonSamplingFields):
         if limit is None or limit < 0 or limit >= len(prompt.token_ids):
             return prompt
         if self.truncation_side == "right":
+            # The last text is cut away, and with it what it said about where the answer begins.
             return TokenizedPrompt(prompt.token_ids[:limit], text_end="")
         first = len(prompt.token_ids) - limit
         return TokenizedPrompt(prompt.token_ids[first:], prompt.text_end)
@@ -184,12 +199,14 @@ class ModelLimits(BaseModel):
     """What the served model sets: its bounds, its end ids, and its publisher's defaults."""
 
     max_model_len: int  #: Tokens of prompt and answer together.
-    longest_token_chars: int = 1 << 20  #: Characters of the vocabulary's longest token.
+    #: Characters of the vocabulary's longest token. The default is so large that no prompt is
+    #: refused by its characters.
+    longest_token_chars: int = 1 << 20
     block_tokens: int = 64  #: Tokens of a block of the cache.
-    stop_ids: tuple[int, ...]
-    temperature: float
-    top_p: float = 1.0
-    top_k: int = 0
+    stop_ids: tuple[int, ...]  #: Ids that end an answer.
+    temperature: float  #: 0 is greedy.
+    top_p: float = 1.0  #: 1: no limit.
+    top_k: int = 0  #: 0: no limit.
 
 
 def sampling_of(
@@ -206,7 +223,10 @@ def sampling_of(
     """Return how the answers to a prompt of `prompt_tokens` tokens are sampled.
 
     What the body leaves out comes from `limits`; a missing seed derives from the request id, so
-    that the same request has the same answer. `max_tokens` and `grammar` replace the body's own.
+    that the same request has the same answer. `max_tokens` and `grammar` replace the body's own
+    where they are given. `logprobs` is how many of the likeliest tokens have logprobs beside the
+    chosen one; None: not even that one. An answer has all the room that the context leaves, unless
+    a limit is asked for.
 
     Raises ApiError if the answer has no room, if two grammars would bind it, or if logprobs of
     certain ids are wanted without logprobs.
@@ -235,10 +255,10 @@ def sampling_of(
     return frames.Sampling(
         max_tokens=answer_tokens_limit,
         temperature=temperature,
-        seed=seed & 0xFFFFFFFFFFFFFFFF,
+        seed=seed & 0xFFFFFFFFFFFFFFFF,  # the engine takes 64 bits without a sign
         stop_ids=(*model_stop_ids, *(body.stop_token_ids or ())),
         logprobs=logprobs,
-        top_k=max(0, top_k),
+        top_k=max(0, top_k),  # -1 is vLLM's word for no limit, 0 the engine's
         top_p=limits.top_p if body.top_p is None else body.top_p,
         min_p=body.min_p or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
@@ -256,7 +276,7 @@ def sampling_of(
 
 
 def output_limit(prompt_tokens: int, limits: ModelLimits) -> int:
-    """Return how many tokens an answer may have.
+    """Return how many tokens an answer may have: what the prompt leaves of the context.
 
     Raises ApiError if the prompt is empty or leaves no room for an answer.
     """
@@ -330,6 +350,7 @@ def _json_schema_grammar(schema: dict[str, Any] | bool | str | None) -> frames.G
 
 
 def _choice_grammar(choices: list[str] | None) -> frames.Grammar | None:
+    """Return a grammar whose texts are just the choices; JSON's quotes are Lark's, too."""
     if choices is None:
         return None
     return frames.Grammar("lark", "start: " + " | ".join(json.dumps(text) for text in choices))

@@ -24,6 +24,7 @@ from pydantic import (
 from .chat import PART_TYPE_CHARS_MAX, TOOLS_MAX, FunctionName, JsonObject
 from .schema import BodyPart
 
+#: Types of content parts whose text is read; they differ in whose text it is.
 TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 INCOMPLETE = "incomplete"  #: The status of an item that the answer's end cut.
 _OWN_FUNCTION_HINT = "give the model a function of your own that does it"
@@ -66,7 +67,7 @@ class FunctionTool(BodyPart):
         return {"type": "function", "function": fields}
 
     def response_tool(self) -> JsonObject:
-        """Return the tool as a response repeats it: with all of its fields."""
+        """Return the tool as a response repeats it: with all of its fields, null where left out."""
         return self.model_dump(include=set(type(self).model_fields))
 
 
@@ -104,6 +105,7 @@ def _type_of(value: Any) -> Any:
 
 
 def _choice_branch(choice: Any) -> str:
+    """Return the tag of the branch of `ToolChoice` that reads a value."""
     if isinstance(choice, str):
         return "#mode"
     return "#allowed_tools" if _type_of(choice) == "allowed_tools" else "#function"
@@ -141,6 +143,7 @@ class _ItemPart(BodyPart):
 
 
 def _content_branch(content: Any) -> str:
+    """Return the tag of the branch of `_Content` that reads a value."""
     return "#parts" if isinstance(content, list) else "#text"
 
 
@@ -167,7 +170,7 @@ class _MessageItem(_Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: _Content
-    phase: str | None = None
+    phase: str | None = None  #: OpenAI's mark of an interim or a final message; without effect.
 
 
 class _ReasoningItem(_Item):
@@ -186,7 +189,7 @@ class _CallItem(_Item):
     @model_validator(mode="after")
     def _check_arguments(self) -> _CallItem:
         if self.status == INCOMPLETE:
-            return self
+            return self  # the arguments were cut, and no chat will have the call
         try:
             arguments = msgspec.json.decode(self.arguments or "{}")
         except msgspec.DecodeError:
@@ -205,6 +208,8 @@ class _CallOutputItem(_Item):
 
 class ItemReference(_Item):
     """An item that a stored response has."""
+
+    # The caller of `read_items` replaces it by the item itself before a chat is made.
 
     type: Literal["item_reference"] = "item_reference"
     id: str
@@ -234,7 +239,8 @@ _ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output", 
 def _item_branch(item: Any) -> str:
     item_type = _type_of(item)
     if item_type is None and isinstance(item, dict):
-        # As in a chat; what has nothing but an id refers to another item.
+        # An item without a type is a message, as in a chat, or has nothing but an id: then it
+        # refers to another item.
         item_type = "item_reference" if item.keys() == {"id"} else "message"
     return f"#{item_type}" if item_type in _ITEM_TYPES else "#unread"
 
@@ -262,7 +268,7 @@ def is_message_of(item: InputItem, *roles: str) -> bool:
 
 
 def user_message(text: str) -> InputItem:
-    """Return the item that an input stands for which is nothing but text."""
+    """Return the user's message that a body's `input` stands for where it is a text, not items."""
     return _MessageItem(role="user", content=text)
 
 
@@ -270,7 +276,7 @@ def user_message(text: str) -> InputItem:
 
 
 def chat_messages(items: Iterable[InputItem]) -> list[JsonObject]:
-    """Return the items as messages of a chat.
+    """Return the items as messages of a chat. No item is a reference any more.
 
     Reasoning, text and calls of the assistant that follow each other become one message. A call
     that was cut is left out, as nobody can have run it.

@@ -39,16 +39,17 @@ class _ItemStatus(StrEnum):
     INCOMPLETE = "incomplete"
 
 
-#: The empty content part of an item of text.
+#: The content part of an item of text, without the text.
 _EMPTY_PARTS: dict[PartKind, JsonObject] = {
     PartKind.REASONING: {"type": "reasoning_text"},
     PartKind.CONTENT: {"type": "output_text", "annotations": []},
 }
-#: What the events of an item's text are called.
+#: What the events of an item's text are called, up to `.delta` or `.done`.
 _TEXT_EVENT_NAMES = {
     PartKind.REASONING: "response.reasoning_text",
     PartKind.CONTENT: "response.output_text",
 }
+#: OpenAI's beginnings of the ids of items.
 _ITEM_ID_PREFIXES = {PartKind.REASONING: "rs", PartKind.CONTENT: "msg", PartKind.CALL: "fc"}
 
 
@@ -57,10 +58,10 @@ class _OutputItem:
     """An item of the answer, as far as it has come."""
 
     id: str
-    kind: PartKind
-    output_index: int
+    kind: PartKind  #: REASONING, CONTENT (a message) or CALL.
+    output_index: int  #: Its place among the items of the response.
     text: str = ""  #: Of a call, its arguments.
-    call_id: str = ""
+    call_id: str = ""  #: By which the client's output of the call refers to it; empty: no call.
     function_name: str = ""
     status: _ItemStatus = _ItemStatus.IN_PROGRESS
     logprobs: list[JsonObject] = field(default_factory=list)  #: Of the tokens of a message.
@@ -76,6 +77,7 @@ class _OutputItem:
                 "name": self.function_name,
                 "arguments": self.text,
             }
+        # While an item is written, its text comes in events only.
         content = [] if self.status == _ItemStatus.IN_PROGRESS else [self.part()]
         if self.kind == PartKind.REASONING:
             return {"type": "reasoning", "summary": [], **common_fields, "content": content}
@@ -106,6 +108,7 @@ class _TextTokens:
 
     def take(self, text: str) -> list[frames.Token]:
         """Return the tokens of the next part of the text, and forget all up to its end."""
+        # Compared as bytes, because a token may hold a part of a character.
         pieces = [self._tokenizer.token_bytes(token.id) for token in self._tokens]
         start = max(0, b"".join(pieces).find(text.encode()))
         end = start + len(text.encode())
@@ -136,20 +139,24 @@ class ResponseShape:
         prompt: TokenizedPrompt,
         store: Callable[[JsonObject], None] | None = None,
     ) -> None:
-        """Call `store`, if there is one, with the response when it has ended."""
+        """Call `store`, if there is one, with the response when it has ended.
+
+        `body` is what the client sent, and `chat` the same as a chat. `model` is the name that the
+        response shows; `prompt` is what the request was made of.
+        """
         self._body = body
         self._store = store
         self._chat = chat
         self._request = request
         self._model = model
         rules = chat.content_rules(tokenizer, prompt)
-        self._markers = rules.markers
+        self._markers = rules.markers  #: Special tokens that the parser must see as text.
         self._parser = ContentParser(rules)
         self._reasoning_counter = ReasoningCounter(tokenizer, rules)
         self._created_at_s = int(time.time())
         self._next_event_number = 0
-        self._items: list[_OutputItem] = []
-        self._finish_reason: str | None = None
+        self._items: list[_OutputItem] = []  #: In the order of the answer; only the last is open.
+        self._finish_reason: str | None = None  #: stop or length, once the answer has ended.
         self._tokenizer = tokenizer
         #: None if the client wants no logprobs.
         self._text_tokens = _TextTokens(tokenizer) if body.wants_logprobs else None
@@ -190,7 +197,10 @@ class ResponseShape:
         return [self._event("response.failed", response=response)]
 
     def whole(self, deltas: list[TextDelta], used_tokens: int) -> JsonObject:
-        """Return the `response` object of the whole answer, which has `used_tokens` tokens."""
+        """Return the `response` object of the whole answer, which has `used_tokens` tokens.
+
+        `deltas` holds that one answer. The items are made as for a stream; the events are dropped.
+        """
         self.delta(deltas[0])
         self._end_items()
         return self._ended_response(used_tokens)
@@ -198,6 +208,7 @@ class ResponseShape:
     # ---- items -----------------------------------------------------------------------------------
 
     def _parse(self, delta: TextDelta) -> list[ContentPart]:
+        """Return the parts of a piece of the answer; notes how the answer ended."""
         if self._text_tokens is not None:
             self._text_tokens.add(delta.tokens)
         parts = self._parser.feed(delta.text)
@@ -321,6 +332,7 @@ class ResponseShape:
         if is_cut and not self._items:
             events += self._begin_item(PartKind.CONTENT)
         if self._open_kind == PartKind.CALL:
+            # The parser knows: a call may be whole at the limit, or cut by a stop string.
             is_cut = self._parser.has_cut_call
         status = _ItemStatus.INCOMPLETE if is_cut else _ItemStatus.COMPLETED
         return events + self._end_last_item(status)
@@ -328,6 +340,7 @@ class ResponseShape:
     # ---- events ----------------------------------------------------------------------------------
 
     def _event(self, event_name: str, /, **fields: Any) -> JsonObject:
+        """Return an event with the next number; clients see by it whether one is missing."""
         event = {"type": event_name, "sequence_number": self._next_event_number, **fields}
         self._next_event_number += 1
         return event
@@ -343,6 +356,7 @@ class ResponseShape:
     # ---- the response ----------------------------------------------------------------------------
 
     def _ended_response(self, used_tokens: int) -> JsonObject:
+        """Return the object of the response that has ended, and store it if it is to be stored."""
         status = "incomplete" if self._finish_reason == "length" else "completed"
         response = self._response(status)
         if status == "incomplete":
@@ -362,6 +376,7 @@ class ResponseShape:
         return {"type": "raw_message_tokens", "message": text, "tokens": token_ids}
 
     def _response(self, status: str) -> JsonObject:
+        """Return the object of the response as far as it is there, with OpenAI's fields all set."""
         body = self._body
         tool_choice: str | JsonObject = "auto"
         if isinstance(body.tool_choice, str):

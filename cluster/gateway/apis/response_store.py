@@ -21,7 +21,8 @@ import msgspec
 from ..errors import ApiError
 from .chat import JsonObject
 
-#: What a response takes beside its JSON texts, and for each turn: estimates of Python's objects.
+#: Estimates of what Python's objects of a response take beside its JSON texts: those of the
+#: response itself, and its reference to each of its turns.
 OVERHEAD_BYTES = 1024
 TURN_REFERENCE_BYTES = 8
 CONVERSATION_BYTES_MAX = 8 << 20  #: As the body of a client that sends the whole conversation.
@@ -42,8 +43,8 @@ class StoredResponse:
     """A response, and the conversation that ends with it."""
 
     response: bytes  #: The JSON text of the object.
-    turns: tuple[Turn, ...]
-    last_used_s: float
+    turns: tuple[Turn, ...]  #: The conversation, this response's own turn last.
+    last_used_s: float  #: By the store's clock.
 
     @property
     def own_bytes(self) -> int:
@@ -55,8 +56,8 @@ class StoredResponse:
 class _TenantResponses:
     """The responses of one tenant, those that were used last at the end."""
 
-    by_id: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
-    held_bytes: int = 0
+    by_id: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)  #: Response ids.
+    held_bytes: int = 0  #: What the responses and their turns take, each turn counted once.
 
 
 class ResponseStore:
@@ -69,9 +70,9 @@ class ResponseStore:
         lifetime_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Store at most so many responses and bytes; none if `responses_limit` is 0.
+        """Store at most so many responses and bytes of all tenants; none if `responses_limit` is 0.
 
-        A response goes when nobody has used it for `lifetime_s`.
+        A response goes when nobody has used it for `lifetime_s` seconds of `clock`.
         """
         self._responses_limit = responses_limit
         self._bytes_limit = bytes_limit
@@ -99,7 +100,12 @@ class ResponseStore:
         input_items: list[JsonObject],
         previous_turns: tuple[Turn, ...] = (),
     ) -> None:
-        """Store a response that has ended, behind the turns of the conversation before it."""
+        """Store a response that has ended, behind the turns of the conversation before it.
+
+        `response` is the object that the client gets, which `input_items` led to; `previous_turns`
+        are what `turns` has returned for the response before. A response of the same id is
+        replaced.
+        """
         self._remove_expired()
         response_id = response["id"]
         self._remove(tenant, response_id)
@@ -135,7 +141,10 @@ class ResponseStore:
         return stored
 
     def turns(self, tenant: str, response_id: str) -> tuple[Turn, ...]:
-        """Return the conversation that ends with a response. Raises ApiError."""
+        """Return the conversation that ends with a response.
+
+        Raises ApiError if the response is not there, or if its conversation is too long to go on.
+        """
         turns = self.get(tenant, response_id, "previous_response_id").turns
         conversation_bytes = sum(len(turn.items) for turn in turns)
         if conversation_bytes > CONVERSATION_BYTES_MAX:
@@ -164,6 +173,7 @@ class ResponseStore:
         self._remove(tenant, response_id)
 
     def _remove(self, tenant: str, response_id: str) -> None:
+        """Remove a response if it is there, and the turns that no other response has."""
         responses = self._tenants.get(tenant)
         stored = responses.by_id.pop(response_id, None) if responses else None
         if responses is None or stored is None:
@@ -177,8 +187,10 @@ class ResponseStore:
             del self._tenants[tenant]
 
     def _remove_expired(self) -> None:
+        """Remove what nobody has used for the lifetime of a response."""
         oldest_s = self._clock() - self._lifetime_s
         for tenant, responses in list(self._tenants.items()):
+            # Those used last are at the end: the first that is young enough ends the search.
             while responses.by_id:
                 response_id, stored = next(iter(responses.by_id.items()))
                 if stored.last_used_s > oldest_s:
@@ -186,6 +198,7 @@ class ResponseStore:
                 self._remove(tenant, response_id)
 
     def _remove_oldest_of_largest_tenant(self) -> None:
+        """Make room where most of it is taken, so that no tenant pushes out another one's."""
         tenant, responses = max(self._tenants.items(), key=lambda entry: entry[1].held_bytes)
         self._remove(tenant, next(iter(responses.by_id)))
 

@@ -25,6 +25,7 @@ from .response_items import (
 )
 from .schema import BodyPart, read_fields
 
+#: By this entry of `include`, a client asks for the logprobs of the answer's text.
 LOGPROBS_INCLUDABLE = "message.output_text.logprobs"
 #: What a response can be asked to include. All but the logprobs are about tools and files that are
 #: not offered, or about reasoning, which is never encrypted: there is nothing to include.
@@ -40,14 +41,14 @@ INCLUDABLES = frozenset(
         "reasoning.encrypted_content",
     }
 )
-INCLUDES_MAX = 32
+INCLUDES_MAX = 32  #: Of one body; each is compared with the known ones.
 
 
 class _TextFormat(BodyPart):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     description: str | None = None
-    content: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    content: Annotated[dict[str, Any] | None, Field(alias="schema")] = None  #: For json_schema.
     strict: bool | None = None
 
     def response_format(self) -> JsonObject:
@@ -87,9 +88,9 @@ class ResponsesRequest(CommonSamplingFields):
     api: ClassVar[ApiName] = ApiName.RESPONSES
 
     model: str = ""
-    input: _Input
-    instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    input: _Input  #: A text of the user's, or the items of a conversation.
+    instructions: str | None = None  #: The system's message in front of the conversation.
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None  #: None: what the context leaves.
     stream: bool = False
     text: _TextOptions | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=TOOLS_MAX)] | None = None
@@ -97,13 +98,14 @@ class ResponsesRequest(CommonSamplingFields):
     parallel_tool_calls: bool | None = None
     reasoning: _ReasoningOptions | None = None
     include: Annotated[list[str], Field(max_length=INCLUDES_MAX)] | None = None
+    #: So many of the likeliest tokens at each place, beside the chosen one.
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     #: auto: the oldest items are left out if the input is too long; otherwise it is refused.
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None  #: False: the response is not kept.
     previous_response_id: str | None = None  #: The input goes on behind this response.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, str] | None = None  #: The response repeats it.
     safety_identifier: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_response_messages: bool = False  #: vLLM's: what the model read and wrote goes along.
@@ -153,6 +155,8 @@ class ResponsesRequest(CommonSamplingFields):
         def is_fitting(candidate: list[InputItem]) -> bool:
             return self._fits(tokenizer, limits, candidate)
 
+        # Each candidate is shorter than the one before, so those that fit come last: the first of
+        # them is found by halving. The last one is taken unseen, as there is no other.
         number = bisect_left(candidates, True, hi=len(candidates) - 1, key=is_fitting)
         return candidates[number]
 
@@ -169,7 +173,7 @@ class ResponsesRequest(CommonSamplingFields):
         return prompt_tokens + (self.max_output_tokens or 1) <= limits.max_model_len
 
     def _chat(self, tokenizer: ChatTokenizer, items: list[InputItem]) -> ChatRequest:
-        """Return a chat of these items. Raises ApiError."""
+        """Return a chat of these items, with the sampling fields that the client sent."""
         messages: list[JsonObject] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})

@@ -30,12 +30,13 @@ from ..errors import ApiError
 from .ignored_fields import IgnoredFields
 from .known_fields import ApiName, KnownField, Treatment, known_fields_of
 
+#: Ids that clients may give their requests; they stand in headers, logs and frames as they are.
 REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 FIELD_PATH_CHARS_MAX = 200  #: A path is shortened to this, because it repeats the client's keys.
 #: Pydantic names the chosen branch of a union in the path of a finding; ours begin with this, and
 #: are left out.
 BRANCH_MARK = "#"
-BodyType = TypeVar("BodyType", bound="ApiBody")
+BodyType = TypeVar("BodyType", bound="ApiBody")  #: The model of the body that is read.
 
 
 class Reading(StrEnum):
@@ -103,7 +104,10 @@ class BodyPart(BaseModel):
 
 
 def _needs_value(field_schema: Any) -> bool:
-    """Return whether a field has a default and yet refuses null; not so once that was mended."""
+    """Return whether a field has a default and yet refuses null.
+
+    It is False for a field that has the validator already, as it has where a model inherits it.
+    """
     if field_schema["type"] != "default":
         return False
     value_schema = field_schema["schema"]
@@ -129,7 +133,7 @@ class ApiBody(BodyPart):
 
     @cached_property
     def reading(self) -> Reading:
-        """How the body was read; `parse_body` sets it."""
+        """What is done with fields that no model has; `parse_body` sets it for each body."""
         return Reading.LENIENT
 
     @cached_property
@@ -138,7 +142,7 @@ class ApiBody(BodyPart):
         return IgnoredFields()
 
     def read_like(self, body: ApiBody) -> None:
-        """Be as strict as `body`, and note there what is ignored."""
+        """Be as strict as `body`, from which this one was made, and note there what is ignored."""
         self.reading = body.reading
         self.ignored_fields = body.ignored_fields
 
@@ -149,7 +153,7 @@ class ApiBody(BodyPart):
 
 
 def parse_body(model: type[BodyType], body: bytes, reading: Reading = Reading.LENIENT) -> BodyType:
-    """Validate the JSON text `body`.
+    """Validate the JSON text `body`; return it as `model`, without fields that the model lacks.
 
     Raises ApiError with one sentence about the first thing that is wrong.
     """
@@ -254,6 +258,7 @@ def _check_strictly(known_field: KnownField | None, place: str, value: Any) -> N
         details = known_field.refusal_details if known_field else None
         raise ApiError("invalid_request", message, _shortened(place), details=details)
     if not known_field.is_neutral(value):
+        # The value that the error proposes; null, which is always neutral, where no other is.
         neutral_value = (*known_field.neutral_values, None)[0]
         message = f"{place} is not supported, except as {neutral_value!r}"
         raise ApiError("invalid_request", message, place)

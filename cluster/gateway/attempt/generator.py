@@ -44,9 +44,12 @@ FAULTS_OF_REQUEST = {"context_length_exceeded"}
 #: The worker is sound and wants the request to go on elsewhere, or is only suspected to be frozen.
 #: The request goes on at once, and the attempt does not count as failed.
 HANDOVER_REASONS = {frames.HANDOVER, "draining", "wrong_role", "silent"}
-HANDOVERS_MAX = 16  #: of one request
+#: So often one request may be handed over: it must not circle for ever among draining workers.
+HANDOVERS_MAX = 16
 BACKOFF_S = 0.02  #: after the first failed attempt; doubles with each
-BACKOFF_DOUBLINGS_MAX = 6  #: after attempts that were handed over
+#: After attempts that were handed over the wait doubles so often at most, to 1.3 s. The few that
+#: may fail need no such limit.
+BACKOFF_DOUBLINGS_MAX = 6
 
 
 def end_reason_of(failure: frames.AttemptFailed) -> EndReason:
@@ -76,6 +79,7 @@ class RetryState:
 
     @property
     def exhausted(self) -> bool:
+        """Is True if the request may have no further attempt."""
         return (
             self.failed_attempts >= self.max_failures or self.handed_over_attempts > HANDOVERS_MAX
         )
@@ -86,6 +90,7 @@ class RetryState:
         return 0 < self.failed_attempts == self.max_failures - 1
 
     def copy(self) -> RetryState:
+        """Returns a state of its own for an answer that goes on by itself."""
         return replace(
             self, avoided_workers=[*self.avoided_workers], lost_workers=[*self.lost_workers]
         )
@@ -93,8 +98,10 @@ class RetryState:
     def record(self, failure: frames.AttemptFailed, placed: frames.AttemptPlaced) -> float:
         """Notes a failure; returns the seconds to wait before the next attempt.
 
-        There is no wait when another worker can go on at once.
+        `placed` names the workers of the failed attempt. There is no wait when another worker can
+        go on at once.
         """
+        # A worker that is met again was the only one to take: then the next attempt must wait.
         avoided_before = failure.worker in self.avoided_workers
         end_reason = end_reason_of(failure)
         if end_reason == EndReason.HANDED_OVER:
@@ -110,7 +117,8 @@ class RetryState:
             return 0.0 if self.failed_attempts == 1 else backoff_s
 
         self.avoided_workers.append(failure.worker)
-        if "peer_lost" in failure.reason:  # which of the two ends is to blame is not known
+        # The KV transfer ended with a connection: which of the two ends is to blame is not known.
+        if "peer_lost" in failure.reason:
             self.avoided_workers += [placed.prefill_worker or "", placed.decode_worker]
         return backoff_s
 
@@ -153,20 +161,25 @@ class Generator:
         place_limit_s: float | None = None,
     ) -> None:
         self.plane = plane
-        self.max_attempts = max_attempts
-        self.place_timeout_s = place_timeout_s  #: longest wait for an answer while no router is up
-        #: The same, while one is; None: no longer.
+        self.max_attempts = max_attempts  #: So many attempts at one request may fail.
+        #: Longest wait for the router's answer to `PlaceAttempt` while no router is connected.
+        self.place_timeout_s = place_timeout_s
+        #: The same while one is connected, as the request is in its queue then. As an argument,
+        #: None stands for `place_timeout_s`.
         self.place_limit_s = place_timeout_s if place_limit_s is None else place_limit_s
-        self.retries = 0  #: Attempts that failed and were repeated, of all requests.
+        #: Attempts of all requests that failed by no fault of the request, the last of a request
+        #: that was given up included.
+        self.retries = 0
         self.handovers = 0  #: Attempts that were handed over, of all requests.
-        self.closed = False
+        self.closed = False  #: True once the gateway ends: no attempt begins any more.
 
     async def run(self, request: Request, sink: PushSink) -> None:
         """Pushes new tokens into `sink` as they come, until all answers have ended.
 
-        A request that was left half-way goes on where it was. An answer that somebody marks as
-        `stopped_early` has ended. Cancelling ends the work on all workers. Raises ApiError, and
-        SinkError.
+        A request that was left half-way goes on behind its journal, which the sink does not get
+        again. An answer that the sink marks as `stopped_early`, as its text is complete, has ended.
+        Cancelling ends the work on all workers. Raises ApiError if the answers cannot be completed,
+        and SinkError if the client can get no more.
         """
         await self._run_attempts(request, RetryState(self.max_attempts), sink)
 
@@ -181,14 +194,16 @@ class Generator:
             raise _draining()
 
     def dismiss(self, request: Request) -> None:
-        """Ends a request that goes on for another connection of its client."""
+        """Ends a request with the error `busy`: its client has it on another connection now."""
         message = "the same request came again on another connection, which has the answer now"
         self.plane.end_requests(ApiError("busy", message), request.wire_id)
 
     # ---- attempts --------------------------------------------------------------------------------
 
     async def _run_attempts(self, request: Request, retries: RetryState, sink: PushSink) -> None:
+        """Attempts the request until all answers have ended; `retries` tells of those before."""
         while not request.ended:
+            # Resumed tokens are of one answer: several that have tokens cannot go on together.
             if len(request.answers) > 1 and request.generated_tokens:
                 await self._run_parts(request, retries, sink)
                 return
@@ -210,7 +225,7 @@ class Generator:
                 await _within_deadline(request, asyncio.sleep(pause_s))
 
     async def _run_parts(self, request: Request, retries: RetryState, sink: PushSink) -> None:
-        """Several answers that have begun go on each by itself, as their ids differ by now."""
+        """Runs each of several answers by itself once there are tokens, as their ids differ."""
         await run_together(
             self._run_attempts(request.part(index), retries.copy(), PartSink(sink, index))
             for index, answer in enumerate(request.answers)
@@ -228,6 +243,7 @@ class Generator:
         if isinstance(event, frames.AttemptRefused):
             raise ApiError(event.reason, event.message, retry_after_s=event.retry_after_s)
 
+        # Clients are told of the first placement: its time, its cache hits and its lane.
         if not request.times.placed_s:
             request.times.placed_s = time.monotonic()
             request.hit_tokens = event.hit_tokens
@@ -262,6 +278,7 @@ class Generator:
     def _place_frame(
         self, request: Request, attempt: RunningAttempt, retries: RetryState
     ) -> frames.PlaceAttempt:
+        """Returns the question to the router. What an answer has already needs no room again."""
         attempt_input = request.attempt_input()
         sampling = attempt_input.sampling
         terms = request.terms
@@ -288,8 +305,9 @@ class Generator:
     ) -> None:
         """Sends the attempt to its workers, the decode worker first: it has to reserve blocks.
 
-        `term` numbers the routers one after the other: a worker refuses an attempt that was placed
-        by an older router than it has seen.
+        Without a prefill worker the decode worker computes the prompt itself. `term` numbers the
+        routers one after the other: a worker refuses an attempt that was placed by an older router
+        than it has seen.
         """
         attempt_input = request.attempt_input()
         decode = frames.StartDecode(
@@ -299,7 +317,7 @@ class Generator:
             sampling=attempt_input.sampling,
             prefill_worker=placed.prefill_worker,
             prefix_holder=None if placed.prefill_worker else placed.prefix_holder,
-            # when the prompt should be computed: matters to the worker that computes it
+            # Until when the prompt should be computed: it matters to the worker that computes it.
             deadline_s=0.0 if placed.prefill_worker else placed.deadline_s,
             resumed_tokens=attempt.resumed_tokens,
             trace=request.trace,
@@ -335,7 +353,7 @@ class Generator:
     ) -> None:
         """Pushes what the workers say, until all answers have ended or the attempt has failed."""
         inbox.take_at_once = partial(push_at_once, request, attempt, sink)
-        prefill_reported = False
+        prefill_reported = False  # True once the router knows that the prefill worker is done
         while not request.ended:
             events = [await _within_deadline(request, inbox.get())]
             while not inbox.empty():
@@ -377,7 +395,8 @@ class Generator:
                 f"{self.plane.alias(failed.worker)}: {failed.reason}" for failed in request.failures
             )
             message = f"gave up after {request.attempt_count} attempts: {failures}"
-            # for clients the one reason of this case, whatever the failures: the message has them
+            # Clients get one reason for this case, whatever the failures were: they are in the
+            # message.
             raise ApiError("kv_transfer_failed", message)
 
 
@@ -416,9 +435,10 @@ def _journal_events(
     placed: frames.AttemptPlaced,
     events: list[AttemptEvent],
 ) -> tuple[list[AnswerUpdate], frames.AttemptFailed | None]:
-    """Journals new tokens; returns them, and why the attempt failed. Raises ApiError.
+    """Journals new tokens; returns them, and why the attempt failed.
 
-    Events of several workers come in any order.
+    Events of several workers come in any order. Only the first failure counts, and none if all
+    answers have ended. Raises the ApiError that is among the events.
     """
     updates: list[AnswerUpdate] = []
     failure: frames.AttemptFailed | None = None
@@ -431,6 +451,7 @@ def _journal_events(
             case frames.AttemptFailed(worker=worker, reason=reason):
                 # A prefill worker is not needed any more once the first token is there.
                 # `all_answers_begun` is about the attempt under way.
+                # What it fails with while it still sends KV, other than by its own loss, counts.
                 prefill_is_done = request.all_answers_begun and worker == placed.prefill_worker
                 if not (prefill_is_done and reason in ("worker_lost", "silent")):
                     failure = failure or event
@@ -447,7 +468,9 @@ def _journal_tokens(
     request: Request, attempt: RunningAttempt, frame: frames.AnswerTokens
 ) -> list[AnswerUpdate]:
     """Journals a frame; returns what of it the client does not have."""
-    if frame.prompt_logprobs:  # one worker sends these, in order
+    # One worker sends these, in order. A later attempt begins with the first one again, so what an
+    # earlier attempt gave is skipped.
+    if frame.prompt_logprobs:
         known_tokens = max(0, len(request.prompt_logprobs) - attempt.scored_prompt_tokens)
         request.prompt_logprobs += frame.prompt_logprobs[known_tokens:]
         attempt.scored_prompt_tokens += len(frame.prompt_logprobs)
@@ -457,6 +480,7 @@ def _journal_tokens(
     answer = request.answers[frame.answer_index]
     had_ended = answer.ended
     tokens = answer.add(frame)
+    # A stale frame, or one behind a gap, has nothing new.
     if had_ended or not (tokens or answer.finish_reason):
         return []
     answer.stamp(len(tokens))
@@ -477,7 +501,7 @@ def _attempt_outcome(request: Request, attempt: RunningAttempt) -> frames.Attemp
         reason = attempt.failure.reason
     arrived = request.prompt_arrived
     if arrived and arrived.attempt_key != attempt.key:
-        arrived = None
+        arrived = None  # that transfer was an earlier attempt's
     gaps_s = request.gaps_s
     return frames.AttemptOutcome(
         attempt_key=attempt.key,
@@ -491,7 +515,7 @@ def _attempt_outcome(request: Request, attempt: RunningAttempt) -> frames.Attemp
 
 
 async def _within_deadline(request: Request, work: Awaitable[Result]) -> Result:
-    """The result of `work`, as long as the client waits for it. Raises ApiError after that."""
+    """Returns the result of `work`, if it comes while the client waits. Raises ApiError else."""
     if request.terms.deadline == math.inf:
         return await work
     try:

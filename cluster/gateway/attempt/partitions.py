@@ -15,7 +15,7 @@ import json
 
 from ..edge.keys import ApiKey
 
-PARTITION_BYTES = 16
+PARTITION_BYTES = 16  #: Of a name: 128 bits, so that no two partitions share one by chance.
 
 
 class CachePartitions:
@@ -26,12 +26,16 @@ class CachePartitions:
     """
 
     def __init__(self, secret: str) -> None:
+        # blake2b takes a key of at most 64 bytes, and a secret may be longer.
         self._key = hashlib.blake2b(secret.encode(), digest_size=32).digest()
 
     def name_of(
         self, api_key: ApiKey | None, cache_salt: str | None, prompt_cache_key: str | None
     ) -> bytes:
-        """Return the name of a request's partition, the same at every gateway of the cluster."""
+        """Return the name of a request's partition, the same at every gateway of the cluster.
+
+        `api_key` is None without keys. `cache_salt` and `prompt_cache_key` are the body's fields.
+        """
         if api_key is None and not cache_salt and not prompt_cache_key:
             return b""
         owner = _owner_of(api_key) if api_key else ""
@@ -42,6 +46,7 @@ class CachePartitions:
 
 
 def _owner_of(api_key: ApiKey) -> str:
+    """Return who has the partition. The first word keeps a group and a tenant of one name apart."""
     if api_key.cache_group:
         return f"group {api_key.cache_group}"
     return f"tenant {api_key.tenant}"

@@ -49,13 +49,15 @@ class Inbox:
 
     def __init__(self) -> None:
         self._events: deque[AttemptEvent] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None  #: There while the task waits.
         #: If set, this is asked first while the task waits and nothing is queued. An event that it
         #: takes (True) wakes nobody. It must not raise.
         self.take_at_once: Callable[[AttemptEvent], bool] | None = None
 
     def put_nowait(self, event: AttemptEvent) -> None:
+        """Queues the event and wakes the task, unless `take_at_once` takes the event."""
         waiter = self._waiter
+        # The task is busy, or woken already: it will look at the queue, where order must hold.
         if waiter is None or waiter.done():
             self._events.append(event)
         elif self.take_at_once is None or not self.take_at_once(event):
@@ -69,6 +71,7 @@ class Inbox:
         return self._events.popleft()
 
     async def get(self) -> AttemptEvent:
+        """Waits for the next event and takes it. Only one task may wait."""
         while not self._events:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -91,26 +94,30 @@ class Plane:
         statistics: Callable[[], dict[str, Any]] = dict,
         close: Callable[[], Awaitable[None]] = close_nothing,
     ) -> None:
-        """Connects to the router that `find_router` names, in a task of its own.
+        """Connects to the router, whose "host:port" `find_router` returns, in a task of its own.
 
-        A peer is given up after `silence_s` without a sign of life. `statistics` are those of this
-        process, for whoever asks the router. `close` is called when the router wants this gateway
-        to end its requests.
+        `name`, `kind` ("gateway" or "control") and the cluster's `secret` are what this process
+        says of itself to its peers. A peer is given up after `silence_s` without a sign of life.
+        `statistics` are those of this process, for whoever asks the router. `close` is called when
+        the router wants this gateway to end its requests.
         """
         self.hello = PeerIdentity(name, kind, secret)
         self._silence_s = silence_s
         self._statistics = statistics
         self._close = close
+        #: The task that closes; asyncio itself keeps no tasks.
         self._closing: asyncio.Task[None] | None = None
 
         self.cards: dict[str, frames.WorkerCard] = {}  #: Workers that the directory names.
-        self._aliases: dict[str, str] = {}  #: Of workers that the directory named of late.
-        self._workers: dict[str, FrameConnection] = {}
-        self._dialing: dict[str, asyncio.Task[None]] = {}  #: Keeps each worker connected.
+        #: Aliases by worker, made when they are asked for since the directory last changed.
+        self._aliases: dict[str, str] = {}
+        self._workers: dict[str, FrameConnection] = {}  #: Connections, by the worker's id.
+        #: The task that keeps a worker connected, for each worker that is dialled or connected.
+        self._dialing: dict[str, asyncio.Task[None]] = {}
         #: Frames that wait until their worker is connected.
         self._unsent: dict[str, list[frames.StartPrefill | frames.StartDecode]] = {}
 
-        self._inboxes: dict[frames.AttemptKey, Inbox] = {}
+        self._inboxes: dict[frames.AttemptKey, Inbox] = {}  #: Of the attempts under way.
         #: Workers that an attempt was sent to.
         self._attempt_workers: dict[frames.AttemptKey, set[str]] = {}
         #: Requests for a place without an answer: said again to a new router.
@@ -118,8 +125,9 @@ class Plane:
         #: How often a silent worker's requests went on elsewhere, as it may be frozen.
         self.suspicions = 0
 
+        #: Calls that wait for their `CallReply`, by call id.
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._next_call = 0
+        self._next_call = 0  #: The last call id that was given.
         self.link = RouterLink(
             find_router,
             self.hello,
@@ -137,6 +145,7 @@ class Plane:
         )
 
     def connected(self, worker: str) -> bool:
+        """Returns whether a worker, by its id, can get frames now."""
         connection = self._workers.get(worker)
         return connection is not None and not connection.closed
 
@@ -150,7 +159,10 @@ class Plane:
     # ---- attempts --------------------------------------------------------------------------------
 
     def watch(self, key: frames.AttemptKey) -> Inbox:
-        """Returns the inbox of an attempt, until `forget`; it gets at most one event per token."""
+        """Returns the inbox that an attempt's events go to until `forget`.
+
+        The inbox needs no bound, as it gets one event per token at most.
+        """
         inbox = Inbox()
         self._inboxes[key] = inbox
         self._attempt_workers[key] = set()
@@ -162,7 +174,11 @@ class Plane:
         self.link.send(frame)
 
     def submit(self, worker: str, frame: frames.StartPrefill | frames.StartDecode) -> None:
-        """Sends an attempt to a worker, once it is connected; `AttemptFailed` if it is gone."""
+        """Sends an attempt to a worker, once it is connected.
+
+        The inbox gets `AttemptFailed` if the worker is gone, or is silent while another worker of
+        its role is not.
+        """
         key = frame.attempt_key
         self._attempt_workers[key].add(worker)
         if self.connected(worker):
@@ -187,7 +203,10 @@ class Plane:
                 self._workers[worker].send(frames.CancelAttempt(key))
 
     def end_requests(self, error: ApiError, wire_id: str = "") -> None:
-        """Gives `error` to the request of this id and to its parts; without an id, to all."""
+        """Gives `error` to the request of this id and to its parts; without an id, to all.
+
+        A part is one answer that goes on by itself: its id is the request's id, a dot and more.
+        """
         for key, inbox in list(self._inboxes.items()):
             if wire_id in ("", key[0]) or key[0].startswith(f"{wire_id}."):
                 inbox.put_nowait(error)
@@ -205,7 +224,7 @@ class Plane:
         return self.link.connected
 
     def _router_joined(self) -> None:
-        """A router that is new has not heard of the attempts that wait for a place."""
+        """Tells a new router of the attempts that wait for a place, as it has not heard of them."""
         for place in self._unplaced.values():
             self.link.send(place)
 
@@ -215,6 +234,7 @@ class Plane:
                 self._unplaced.pop(key, None)
                 self._deliver(key, frame)
             case frames.WorkerDirectory(_, workers, settled):
+                # A router that is not settled does not know all workers yet: add, and take none.
                 cards = {card.id: card for card in workers}
                 self._update_directory(cards if settled else {**self.cards, **cards})
             case frames.CallReply(call_id, values):
@@ -234,12 +254,14 @@ class Plane:
         self.link.send(frames.CallReply(call_id, {}))
 
     def _update_directory(self, cards: dict[str, frames.WorkerCard]) -> None:
+        """Dials the workers that are new, and gives up those that are gone."""
         for name in self.cards.keys() - cards.keys():
-            if not self.connected(name):  # a worker that still talks to us is there, whoever denies
+            # A worker that still talks to this process is there, though the router misses it.
+            if not self.connected(name):
                 self._dialing.pop(name).cancel()
                 self._worker_lost(name)
         self.cards = cards
-        self._aliases.clear()
+        self._aliases.clear()  # else the aliases of all workers that ever were would stay
         for name, card in cards.items():
             if name not in self._dialing:
                 dialing = self._keep_connected(card)
@@ -268,7 +290,10 @@ class Plane:
             await asyncio.sleep(REDIAL_S)
 
     def _worker_connected(self, worker: str, connection: FrameConnection) -> None:
-        """Sends what waited for the worker, and lets requests that wait for a place have it."""
+        """Sends what waited for the worker, and lets requests that wait for a place have it.
+
+        Those for which the worker was lost are placed again without that exclusion.
+        """
         self._workers[worker] = connection
         for frame in self._unsent.pop(worker, []):
             if frame.attempt_key in self._attempt_workers:
@@ -293,6 +318,7 @@ class Plane:
                 assert_never(frame)
 
     def _worker_lost(self, worker: str) -> None:
+        """Fails all attempts on a worker whose connection has ended, or cannot be made."""
         connection = self._workers.pop(worker, None)
         self._unsent.pop(worker, None)
         if connection:
@@ -300,7 +326,7 @@ class Plane:
         self._fail_attempts(worker, "worker_lost")
 
     def _suspect(self, worker: str) -> None:
-        """The worker may be frozen. Its requests go on elsewhere, if there is an elsewhere."""
+        """Fails the attempts of a worker that may be frozen, if another can go on with them."""
         if self._another_can_go_on(worker):
             self.suspicions += 1
             log.warning("%s is silent: its streams go on elsewhere", worker)
@@ -323,8 +349,10 @@ class Plane:
     # ---- calls -----------------------------------------------------------------------------------
 
     async def inspect(self) -> tuple[dict | None, list[dict]]:
-        """Returns statistics of the router (None: not there) and of every worker that answers in
-        time.
+        """Returns the statistics of the router, and those of every worker that answers in time.
+
+        They are what each process says of itself. The workers are in the order of their ids. None:
+        no router answered.
         """
         workers = [self._workers[name] for name in sorted(self._workers)]
         router = self._call(self.link) if self.link.connected else None
@@ -338,11 +366,14 @@ class Plane:
             return None, statistics
 
     async def explain(self, request_id: str) -> list[dict] | None:
-        """Returns the router's decisions about a client's request; None: there is no router."""
+        """Returns the router's decisions about the request that its client named `request_id`.
+
+        None: no router answered.
+        """
         return await self._decisions(lambda call_id: frames.InspectProcess(call_id, request_id))
 
     async def latest(self, count: int) -> list[dict] | None:
-        """Returns the router's last decisions, newest first; None: there is no router."""
+        """Returns the router's last `count` decisions, newest first; None: no router answered."""
         return await self._decisions(
             lambda call_id: frames.InspectProcess(call_id, latest_decisions=count)
         )
@@ -358,8 +389,10 @@ class Plane:
             return None
 
     async def steer(self, worker: str, role: str, hand_over: bool) -> dict | None:
-        """Orders a worker into a role; returns its answer to `ChangeRole`. None: the worker is
-        gone.
+        """Orders a worker into a role; returns its answer to `ChangeRole`.
+
+        With `hand_over` the worker's requests go on elsewhere at once. None: the worker is gone, or
+        does not answer.
         """
         return await self._call_worker(
             worker, lambda call_id: frames.ChangeRole(call_id, role, hand_over)
@@ -368,8 +401,9 @@ class Plane:
     async def probe(
         self, worker: str, limit_s: float, peer: str | None = None, **fields: Any
     ) -> dict | None:
-        """Orders a worker to probe; returns its answer to `ProbeTransfer` with these fields.
+        """Orders a worker to move test bytes from `peer`; returns its answer to `ProbeTransfer`.
 
+        `fields` are further fields of that frame. Without a peer the worker tells of its host.
         None: the worker is gone, or took longer than `limit_s` seconds.
         """
         return await self._call_worker(

@@ -1,8 +1,9 @@
 """A request: what was asked for, its answers so far, the attempt under way, and its times.
 
-A request lives from its arrival until all of its `n` answers have ended, over as many attempts as
-that takes (`generator`). The journal of an answer holds all of its tokens, so another attempt, or
-another connection of the same client, can go on where the last one stopped.
+A request lives from its arrival until all of its `n` answers have ended. An attempt is one
+placement of the request on a pair of workers; when one fails, the next one follows (`generator`).
+The journal of an answer holds all of its tokens, so another attempt, or another connection of the
+same client, can go on where the last one stopped.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class EndReason(StrEnum):
 class AnswerUpdate(msgspec.Struct, frozen=True, gc=False):
     """New tokens of one answer."""
 
-    answer_index: int
+    answer_index: int  #: Which of the request's `n` answers, from 0.
     tokens: list[frames.Token]
-    finish_reason: str | None  #: stop or length, with the answer's last tokens.
+    finish_reason: str | None  #: stop or length, with the answer's last tokens; None before.
 
 
 class SinkError(Exception):
@@ -88,11 +89,13 @@ class Answer:
     #: When each token came, in seconds of the monotonic clock. This is an array, as Python's
     #: garbage collector looks at every item of a list.
     token_times: array[float] = field(default_factory=lambda: array("d"))
-    #: Frames with tokens behind a gap: the decode worker was faster than the first token.
+    #: Frames with tokens behind a gap: the decode worker's tokens came before the first token,
+    #: which the prefill worker sends on another connection.
     early_frames: list[frames.AnswerTokens] = field(default_factory=list)
 
     @property
     def ended(self) -> bool:
+        """Is True if the answer gets no more tokens."""
         return self.stopped_early or self.finish_reason is not None
 
     def add(self, frame: frames.AnswerTokens) -> list[frames.Token]:
@@ -123,19 +126,19 @@ class RequestTimes:
     """When a request arrived and was placed, in seconds of the monotonic clock."""
 
     arrived_s: float = field(default_factory=time.monotonic)
-    placed_s: float = 0.0  #: The first placement; 0 before it.
+    placed_s: float = 0.0  #: When the router first named workers; 0 before.
 
 
 @dataclass(slots=True)
 class RunningAttempt:
     """The attempt under way."""
 
-    key: frames.AttemptKey
+    key: frames.AttemptKey  #: The request's id on the wire, and the attempt's number, from 0.
     #: Tokens of the answer that the attempt starts with.
     resumed_tokens: int = 0
-    #: Answers whose first token this attempt gave.
+    #: Indices of the answers of which this attempt has given its first token.
     begun_answers: set[int] = field(default_factory=set)
-    #: Ids of the prompt that this attempt gave logprobs of.
+    #: Of so many of the prompt's ids this attempt has given logprobs.
     scored_prompt_tokens: int = 0
     #: Why the attempt has to be repeated, once it has failed.
     failure: frames.AttemptFailed | None = None
@@ -146,11 +149,16 @@ class RequestInput:
     """What the workers are to compute; nothing of it ever changes."""
 
     id: str  #: The client's name of the request; another request may have it too.
-    prompt_ids: list[int]
-    hashes: list[bytes]  #: Of the prompt's blocks, one for each `HASH_TOKENS` ids.
+    prompt_ids: list[int]  #: Of an attempt that goes on, with the tokens of the answer behind it.
+    #: Of the prompt's full blocks of `HASH_TOKENS` ids, by which the router finds cached prefixes.
+    #: Each hash contains the one before, its parent.
+    hashes: list[bytes]
     sampling: frames.Sampling
-    salt: bytes = b""  #: The parent of the first hash.
-    cache_partition: bytes = b""  #: What the salt has beside the model (`partitions`).
+    #: The parent of the first hash: it stands for the model and for who shares the cache.
+    salt: bytes = b""
+    #: The name of the part of the prefix cache that is searched; empty: the part of all requests
+    #: without a name.
+    cache_partition: bytes = b""
 
     def continued(self, journal: list[frames.Token]) -> RequestInput:
         """Returns the input of an attempt that goes on behind `journal`: its tokens join the
@@ -158,7 +166,7 @@ class RequestInput:
         """
         prompt_ids = self.prompt_ids + [token.id for token in journal]
         hashes = self.hashes
-        if hashes or self.salt:
+        if hashes or self.salt:  # both are empty for a request that no cache is searched for
             parent = hashes[-1] if hashes else self.salt
             hashed_tokens = len(hashes) * HASH_TOKENS
             hashes = hashes + block_hashes(prompt_ids[hashed_tokens:], parent)
@@ -203,17 +211,20 @@ class Request(RequestInput):
         self.prompt_logprobs: list[frames.ScoredToken] = []
 
         self.attempt_count = 0  #: Attempts that were begun.
-        self.attempt: RunningAttempt | None = None
+        self.attempt: RunningAttempt | None = None  #: The last one that was begun.
         self.failures: list[frames.AttemptFailed] = []  #: Of all attempts.
-        self.workers: list[str] = []  #: Those of the last attempt.
+        #: Ids of the last attempt's workers, the prefill worker first.
+        self.workers: list[str] = []
         self.route = ""  #: The same workers by their aliases, as clients are told.
-        #: True if the router saw that it could not be in time: it got what nobody else could use.
+        #: True if the router saw that the request could not be in time: then it gets only the time
+        #: of workers that no other request can use.
         self.background = False
         self.hit_tokens = 0  #: Prompt tokens that were in a cache when the request was placed.
-        #: About the KV transfer of the last attempt that had one.
+        #: How long the KV transfer took, of the last attempt that had one.
         self.prompt_arrived: frames.PromptArrived | None = None
 
-        self.trace = ""  #: W3C traceparent for the processes that work for the request.
+        #: W3C traceparent for the processes that work for the request; empty: it is not traced.
+        self.trace = ""
         #: True once its latencies are in the metrics; a client may come back after that.
         self.accounted = False
         #: True if the answers are generated whether or not somebody reads them.
@@ -222,12 +233,15 @@ class Request(RequestInput):
     # ---- attempts --------------------------------------------------------------------------------
 
     def begin_attempt(self) -> RunningAttempt:
-        """Begins the next attempt. It goes on where the answer is, if there is only one."""
+        """Begins the next attempt. It goes on behind the journal, if there is only one answer.
+
+        Several answers that have tokens are never attempted together, but each as a `part`.
+        """
         resumed_tokens = len(self.answers[0].journal) if len(self.answers) == 1 else 0
         self.attempt = RunningAttempt((self.wire_id, self.attempt_count), resumed_tokens)
         self.attempt_count += 1
         for answer in self.answers:
-            answer.early_frames.clear()
+            answer.early_frames.clear()  # the new attempt sends these tokens again
         return self.attempt
 
     def attempt_input(self) -> RequestInput:
@@ -287,7 +301,7 @@ class Request(RequestInput):
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the first answer ended, once all have."""
+        """Why the first answer ended, once all have; None before."""
         if not self.ended:
             return None
         first = self.answers[0]
@@ -302,23 +316,27 @@ class Request(RequestInput):
 
     @property
     def age_s(self) -> float:
+        """Seconds since the request arrived."""
         return time.monotonic() - self.times.arrived_s
 
     @property
     def waited_s(self) -> float:
-        """Seconds that the client has waited for the next token."""
+        """Seconds since the last token of any answer, or since the arrival if there is none."""
         last_tokens = [answer.token_times[-1] for answer in self.answers if answer.token_times]
         return time.monotonic() - max(last_tokens, default=self.times.arrived_s)
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds to the first token; None before it."""
+        """Seconds from the arrival to the first token of any answer; None before it."""
         first_tokens = [answer.token_times[0] for answer in self.answers if answer.token_times]
         return min(first_tokens) - self.times.arrived_s if first_tokens else None
 
     @property
     def gaps_s(self) -> list[float]:
-        """Seconds between the tokens of an answer; the first gap contains the KV transfer."""
+        """Seconds between two tokens of the same answer, the answers one after the other.
+
+        The first gap of an answer contains the KV transfer.
+        """
         return [
             later - earlier
             for answer in self.answers
@@ -328,7 +346,8 @@ class Request(RequestInput):
     def mark_written(self) -> None:
         """Notes that the tokens so far reached their first reader now, and not earlier.
 
-        The first tokens wait until the head of the response is out.
+        The first tokens wait until the head of the response is out, and latencies are what the
+        client sees.
         """
         now = time.monotonic()
         for answer in self.answers:
@@ -336,7 +355,7 @@ class Request(RequestInput):
 
 
 def _without_prompt_logprobs(sampling: frames.Sampling) -> frames.Sampling:
-    """The prompt's logprobs came with the first token, at the latest."""
+    """Returns the sampling of an answer that has begun: the prompt's logprobs came before it."""
     if sampling.prompt_logprobs is None:
         return sampling
     return msgspec.structs.replace(sampling, prompt_logprobs=None)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from ..errors import ApiError
 
+#: Bounds what is read from a header: up to 64 answers, each with less than 10^9 tokens.
 _EVENT_ID = re.compile(r"\d{1,9}e?(\.\d{1,9}e?){0,63}")
 
 
@@ -41,7 +42,11 @@ NOT_RESUMED = Resume()
 
 
 def read_resume(get_header: Callable[[str], str | None]) -> Resume:
-    """Reads `x-resume`, and `x-resume-from` or `last-event-id`. Raises ApiError."""
+    """Reads `x-resume`, and `x-resume-from` or `last-event-id`. Raises ApiError.
+
+    `get_header` looks a header up by its lower-case name. The client's event id asks for ids too,
+    so that it can come back again.
+    """
     mode = get_header("x-resume") or ""
     if mode not in ("", "ids", "keep"):
         raise ApiError("invalid_request", "x-resume must be ids or keep", "x-resume")

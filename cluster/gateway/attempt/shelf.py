@@ -30,7 +30,7 @@ AnswerName = tuple[str, str]  #: tenant and request id
 
 
 class AnswerSource(Protocol):
-    """Generates answers."""
+    """Generates answers: the gateway's service, behind the shelf."""
 
     async def run(self, request: Request, sink: PushSink) -> None:
         """Pushes what the request lacks, until all answers have ended. Raises ApiError."""
@@ -47,14 +47,15 @@ class KeptAnswer:
     that the journal has grown, as each of them reads the journal at its own pace.
     """
 
-    request: Request
-    output: Output
+    request: Request  #: With the journals of its answers.
+    output: Output  #: How its text was asked for; another way makes it another request.
     goes_on: bool = False  #: The answers are generated without a reader too.
-    readers: int = 0
+    readers: int = 0  #: Connections that read the answers now.
     task: asyncio.Task[None] | None = None  #: Generates, if the answers go on.
     error: Exception | None = None  #: What ended the task.
+    #: Set, and replaced by a new one, each time that the journal grows or the task ends.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    forget: asyncio.TimerHandle | None = None  #: Runs while there is no reader.
+    forget: asyncio.TimerHandle | None = None  #: Runs while there is no reader, then forgets this.
     weight: int = 0  #: What it counts of `WEIGHT_MAX` while there is no reader.
 
     def push(self, updates: list[AnswerUpdate]) -> bool:
@@ -68,11 +69,12 @@ class KeptAnswer:
         """Does not wait, as readers do not hold up the answers."""
 
     def wake_readers(self) -> None:
+        """Lets each `wait_for_change` return: its reader looks at the journal then."""
         self.changed.set()
         self.changed = asyncio.Event()
 
     async def wait_for_change(self) -> None:
-        """Waits until the journal has grown or has ended. Raises what ended the task."""
+        """Waits until the journal has grown or the task has ended. Raises what ended the task."""
         if self.error:
             raise self.error
         await self.changed.wait()
@@ -88,8 +90,8 @@ class CatchUpSink:
     def __init__(self, request: Request, sink: PushSink, cursors: tuple[Cursor, ...]) -> None:
         self._request = request
         self._sink = sink
-        self._cursors = cursors
-        self.caught_up = False
+        self._cursors = cursors  #: What the client has of each answer; empty: nothing.
+        self.caught_up = False  #: True once tokens pass.
         self.try_to_catch_up()
 
     def push(self, updates: list[AnswerUpdate]) -> bool:
@@ -119,22 +121,27 @@ class CatchUpSink:
 
 
 class Shelf:
-    """Kept answers by tenant and request id. `window_s` 0: nothing is kept."""
+    """Keeps answers by tenant and request id, `window_s` seconds after their last reader has left.
+
+    `window_s` 0: nothing is kept. `source` generates what an answer lacks.
+    """
 
     def __init__(self, source: AnswerSource, window_s: float) -> None:
         self._source = source
         self._window_s = window_s
         self._kept: dict[AnswerName, KeptAnswer] = {}
-        #: Those without a reader, by when the last one left.
+        #: Those without a reader, in the order in which the last one left: the first is dropped
+        #: first when they weigh too much.
         self._unread: dict[AnswerName, KeptAnswer] = {}
-        self._unread_weight = 0
-        self.resumed = 0  #: Requests whose answer was there.
+        self._unread_weight = 0  #: The sum of their weights, at most `WEIGHT_MAX`.
+        self.resumed = 0  #: How many requests found a kept answer.
 
     def find(self, request: Request, output: Output, resume: Resume) -> Request:
-        """The request to read: `request`, which now has what is kept under its name.
+        """Returns the request to read: `request`, which now has what is kept under its name.
 
-        An answer that goes on has a request already; that one is returned. Raises ApiError when
-        another request with this id is being answered.
+        An answer that goes on has a request already; that one is returned. The caller gives the
+        returned request to `push_answers`. Raises ApiError when another request with this id is
+        being answered.
         """
         if not self._window_s:
             return request
@@ -148,6 +155,7 @@ class Shelf:
         elif kept is not None:
             self.resumed += 1
             if kept.task:
+                # The task's request stays; the new connection's targets and deadline count.
                 kept.request.terms = request.terms
                 return kept.request
             request.adopt(kept.request)
@@ -157,7 +165,8 @@ class Shelf:
 
         kept = KeptAnswer(request, output, resume.keep_generating)
         self._kept[name] = kept
-        self._without_reader(name, kept)  # until `push_answers`
+        # Without a reader until `push_answers`: a caller that never gets there leaves no answer.
+        self._without_reader(name, kept)
         return request
 
     async def push_answers(
@@ -165,8 +174,8 @@ class Shelf:
     ) -> None:
         """Pushes all answers into `sink`; replays, first, what a client with `cursors` has.
 
-        Cancelling ends the answers, if nobody else reads them and they are not to go on. Raises
-        ApiError and SinkError.
+        A request that the shelf does not keep is generated without being kept. Cancelling ends the
+        answers, if nobody else reads them and they are not to go on. Raises ApiError and SinkError.
         """
         name = _name(request)
         kept = self._kept.get(name)
@@ -221,6 +230,7 @@ class Shelf:
                 await kept.wait_for_change()
 
     async def _keep_generating(self, kept: KeptAnswer) -> None:
+        """Generates answers that go on with or without a reader, in a task of their own."""
         try:
             await self._source.run(kept.request, kept)
         except Exception as error:  # its readers raise it
@@ -230,6 +240,7 @@ class Shelf:
             kept.wake_readers()
 
     def _with_reader(self, name: AnswerName, kept: KeptAnswer) -> None:
+        """Counts one more reader, which stops the window."""
         kept.readers += 1
         if kept.forget:
             kept.forget.cancel()
@@ -243,6 +254,7 @@ class Shelf:
         if kept.readers or self._kept.get(name) is not kept:
             return
         request = kept.request
+        # Beside the token, each of the likeliest ones has an id and a logprob.
         weight_per_token = 1 + 2 * (request.sampling.logprobs or 0)
         kept.weight = len(request.prompt_ids) + weight_per_token * request.generated_tokens
         loop = asyncio.get_running_loop()
@@ -253,6 +265,7 @@ class Shelf:
             self._drop(next(iter(self._unread)))
 
     def _drop(self, name: AnswerName) -> None:
+        """Forgets an answer, and ends its generating if it goes on."""
         kept = self._kept.pop(name)
         if self._unread.pop(name, None):
             self._unread_weight -= kept.weight
@@ -275,6 +288,7 @@ def _name(request: Request) -> AnswerName:
 
 
 def _asks_the_same(kept: KeptAnswer, request: Request, output: Output) -> bool:
+    """Returns whether a request of this name would have the kept answers."""
     return (
         kept.request.prompt_ids == request.prompt_ids
         and kept.request.sampling == request.sampling
@@ -283,12 +297,12 @@ def _asks_the_same(kept: KeptAnswer, request: Request, output: Output) -> bool:
 
 
 def _beginning(request: Request) -> list[Cursor]:
-    """The cursors of a reader that has nothing."""
+    """Returns the cursors of a reader that has nothing."""
     return [Cursor()] * len(request.answers)
 
 
 def _padded(cursors: tuple[Cursor, ...], request: Request) -> list[Cursor]:
-    """What the client has of each answer; it may not have said so of all."""
+    """Returns what the client has of each answer: nothing of those that it did not name."""
     return [*cursors, *_beginning(request)][: len(request.answers)]
 
 

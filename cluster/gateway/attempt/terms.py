@@ -21,7 +21,8 @@ from ..edge.keys import ApiKey
 from ..errors import ApiError
 from .resume import NOT_RESUMED, Resume, read_resume
 
-DAY_MS = 86_400_000.0
+DAY_MS = 86_400_000.0  #: Longest target and longest timeout that a header may ask for.
+#: The class of requests that name none; if the configuration has no such class, its first one.
 DEFAULT_CLASS = "interactive"
 
 #: Looks a header up by its lower-case name.
@@ -30,15 +31,18 @@ GetHeader = Callable[[str], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a request is held to. Times are in seconds."""
+    """What a request is held to. Times are in seconds.
+
+    Calls with the same terms are equal, whenever they arrived and whatever their key is.
+    """
 
     tenant: str = ""  #: Of the API key; empty without keys.
     slo_class: str = DEFAULT_CLASS
     ttft_target_s: float = 0.0  #: 0: the configured target counts.
     itl_target_s: float = 0.0  #: 0: the configured target counts.
     deadline: float = math.inf  #: On the monotonic clock: the client waits no longer.
-    session_id: str = ""
-    resume: Resume = NOT_RESUMED
+    session_id: str = ""  #: Empty: the client names no conversation.
+    resume: Resume = NOT_RESUMED  #: What a client says that comes back for an answer.
     traceparent: str = ""  #: W3C trace context of the client; empty: it sent none.
     #: On the monotonic clock: when the headers were there, before the body was read.
     arrived_s: float | None = field(default=None, compare=False)
@@ -48,9 +52,10 @@ class Terms:
 def read_terms(
     get_header: GetHeader, api_key: ApiKey | None, classes: Collection[str], now: float
 ) -> Terms:
-    """Read the terms of a request that arrived at `now`.
+    """Read the terms of a request that arrived at `now`, by the monotonic clock.
 
-    `classes` are those of the configuration. Raises ApiError for a header that is wrong or asks
+    `classes` are the names of the configuration's classes. `api_key` is the client's key, or None
+    if none is needed. Raises ApiError for a header that is wrong or asks
     for more than the key allows.
     """
     timeout_ms = _read_milliseconds(get_header, "x-request-timeout-ms")

@@ -126,6 +126,7 @@ def _address_of(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
 
 
 def _is_loopback_name(name: str) -> bool:
+    """Return whether a name or address always leads to the machine that looks it up."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     address = _address_of(name)

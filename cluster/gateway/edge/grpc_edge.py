@@ -15,7 +15,7 @@ DETAILS = "grpc-status-details-bin"  #: the metadata that holds an encoded statu
 
 
 def status_of(error: ApiError) -> bytes:
-    """The encoded `google.rpc.Status` of an error.
+    """Returns the encoded `google.rpc.Status` of an error, for the metadata `DETAILS`.
 
     It has a code, the message and an ErrorInfo, and a RetryInfo where another try may help.
     """
@@ -27,7 +27,7 @@ def status_of(error: ApiError) -> bytes:
         wait = Duration()
         wait.FromMilliseconds(round(error.retry_after_s * 1e3))
         details.append(error_details_pb2.RetryInfo(retry_delay=wait))
-    code = error.kind.grpc_status.value[0]
+    code = error.kind.grpc_status.value[0]  # grpc's enum has pairs of a number and a name
     status = status_pb2.Status(code=code, message=error.message)
     for detail in details:
         status.details.add().Pack(detail)
@@ -40,7 +40,7 @@ def bind(server: grpc.aio.Server, settings: GatewaySettings | ControlSettings) -
 
     Raises RuntimeError when the port is taken.
     """
-    host = settings.host
+    host = settings.host  # an IPv6 address needs brackets in front of a port
     port = settings.grpc_port
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     if settings.tls_cert and settings.tls_key:

@@ -23,7 +23,7 @@ from .sse import BODY_MAX
 
 #: For probes, and for people with a browser: both have no keys.
 UNGUARDED_PATHS = {"/health", "/ready", "/ping", "/docs"}
-HEADERS_MAX = 32 << 10  #: Bytes of all names and values.
+HEADERS_MAX = 32 << 10  #: Bytes of all names and values: far more than clients need.
 #: Of an ASGI scope: when the request's headers were there, on the monotonic clock. The gateway's
 #: own listener sets it; other servers do not, and the time of the first check stands in.
 ARRIVED_SCOPE_KEY = "diptych.arrived"

@@ -46,7 +46,7 @@ CLIENT_LEFT_STATUS = 499  #: nginx's code for a client that closed its connectio
 
 
 def build_app(gateway: GatewayService) -> ASGIApp:
-    """Return the ASGI application of one gateway."""
+    """Return the ASGI application of one gateway: its routes, behind the guard and CORS."""
     api = Api(gateway)
     status_routes = _StatusRoutes(gateway)
     routes = [
@@ -72,6 +72,7 @@ def build_app(gateway: GatewayService) -> ASGIApp:
     ]
 
     async def counted_error_response(http: HttpRequest, error: ApiError) -> Response:
+        # A request that ran was counted when it ended.
         if not error.counted_in_metrics:
             gateway.tally.count_refused(error.http_status)
         return await error_response(http, error)
@@ -83,6 +84,7 @@ def build_app(gateway: GatewayService) -> ASGIApp:
         Exception: _internal_error_response,
     }
     browser_policy = BrowserPolicy(gateway.config.gateway)
+    # Starlette's types want handlers of any Exception; each of these takes its own kind.
     app = Starlette(routes=routes, exception_handlers=exception_handlers)  # type: ignore[arg-type]
     guarded_app = RequestGuard(
         app,
@@ -96,7 +98,7 @@ def build_app(gateway: GatewayService) -> ASGIApp:
 
 
 def _open_to_pages(app: ASGIApp, browser_policy: BrowserPolicy) -> ASGIApp:
-    """Return `app`, whose answers pages may read as far as the policy lets them.
+    """Return `app`, whose answers web pages may read as far as the policy lets them (CORS).
 
     Browsers ask before they send a key, so the question itself (`OPTIONS`) needs none. Cookies and
     the like never count: no answer is opened to a page that has no key where one is needed.
@@ -116,7 +118,10 @@ def _open_to_pages(app: ASGIApp, browser_policy: BrowserPolicy) -> ASGIApp:
 
 
 class _StatusRoutes:
-    """Handlers of the routes that only show what the gateway knows."""
+    """Handlers of the routes that only show what the gateway knows.
+
+    `health` says that the process lives, `ready` that a request would be served.
+    """
 
     def __init__(self, gateway: GatewayService) -> None:
         self._gateway = gateway
@@ -143,6 +148,7 @@ class _StatusRoutes:
         return JSONResponse({"version": version("diptych")})
 
     async def load(self, _: HttpRequest) -> Response:
+        # Under the name that vLLM's clients read: how many requests run on this gateway.
         return JSONResponse({"server_load": self._gateway.running})
 
     async def docs(self, _: HttpRequest) -> Response:
@@ -174,11 +180,13 @@ def _error_body(http: HttpRequest, error: ApiError) -> dict[str, Any]:
 
 
 async def error_response(http: HttpRequest, error: ApiError) -> Response:
+    """Return the response that an error becomes."""
     return JSONResponse(_error_body(http, error), error.http_status, error.headers())
 
 
 async def _http_exception_response(http: HttpRequest, error: HTTPException) -> Response:
     """Answer what Starlette itself refuses: paths and methods that do not exist."""
+    # The table of errors has no reason for a wrong method: the response keeps Starlette's status.
     reason = "not_found" if error.status_code == 404 else "invalid_request"
     message = f"{http.method} {http.url.path}: {error.detail.lower()}"
     body = _error_body(http, ApiError(reason, message))
@@ -191,6 +199,7 @@ async def _client_left_response(_: HttpRequest, __: ClientDisconnect) -> Respons
 
 
 async def _internal_error_response(http: HttpRequest, error: Exception) -> Response:
+    """Answer an error that is the gateway's own: its cause goes to the log, not to the client."""
     log.exception("request %s failed", _request_id(http), exc_info=error)
     message = "internal error; the gateway's log has it under the request id"
     return JSONResponse(_error_body(http, ApiError("internal", message)), 500)

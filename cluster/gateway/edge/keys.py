@@ -34,10 +34,10 @@ from ..errors import ApiError
 
 log = logging.getLogger(__name__)
 
-FILE_CHECK_INTERVAL_S = 1.0
+FILE_CHECK_INTERVAL_S = 1.0  #: When requests come, the file is looked at once in this time.
 ID_BYTES = 4  #: Random bytes of an id; an id that is taken is drawn again.
 ID_CHARS = 2 * ID_BYTES  #: In hex.
-SECRET_BYTES = 24
+SECRET_BYTES = 24  #: The 192 random bits of a key's secret.
 KEY_CHARS_MAX = 200  #: No key is as long, so that a longer text is not even split.
 #: Of keys that are in no file: the configuration gives their hashes.
 GIVEN_KEY_TENANT = "default"
@@ -107,6 +107,7 @@ class KeyUsage:
 
     @property
     def is_idle(self) -> bool:
+        """True if nothing of the key is under way, so that its usage may be forgotten."""
         return not self.open_calls and not self.running_answers
 
 
@@ -120,7 +121,7 @@ class KeyLimiter:
     """
 
     def __init__(self) -> None:
-        self._usage_by_id: dict[str, KeyUsage] = {}
+        self._usage_by_id: dict[str, KeyUsage] = {}  #: By the id of the key.
 
     def open_call(self, key: ApiKey, now: float) -> None:
         """Count one more open call, until `close_call`. Raises ApiError above a limit."""
@@ -206,7 +207,7 @@ class AccessControl:
             for sha256 in key_hashes
         ]
         self._limiter = KeyLimiter()
-        self._checked_at_s = -math.inf
+        self._checked_at_s = -math.inf  #: When the file was looked at last.
         self._read_error = ""  #: Why the file could not be read at the last look.
         self._keyring = Keyring()
         self._file_version: FileVersion | None = None  #: Of the file that was read.

@@ -26,17 +26,22 @@ HEADERS_TIMEOUT_S = 10.0  #: A client has this long to send the headers of a req
 #: A connection may send so many bytes before a request's headers are complete: what the guard
 #: takes, and room for what stands around names and values.
 HEADERS_BYTES_MAX = HEADERS_MAX + (8 << 10)
+#: An idle connection stays open for so long: more than the 60 s after which usual load balancers
+#: close theirs, so that none sends a request into a connection that is being closed.
 KEEP_ALIVE_S = 75
-BACKLOG = 2048
+BACKLOG = 2048  #: Connections that the kernel holds until the server accepts them.
 REQUEST_ID_HEADER = b"x-request-id"
 
 
 class HeaderLimitProtocol(HttpToolsProtocol):
-    """Closes connections on which no request comes, or whose headers do not end."""
+    """uvicorn's protocol of one connection, which is closed if headers come too slowly or too long.
+
+    That is so from the connection's start, and from the beginning of each further request.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        #: Closes the connection. None while no headers are awaited.
+        #: Closes the connection when it runs out. None while no headers are awaited.
         self._headers_timer: asyncio.TimerHandle | None = None
         self._headers_bytes = 0  #: Bytes since the headers are awaited.
 
@@ -45,6 +50,7 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         self._await_headers()
 
     def on_message_begin(self) -> None:
+        # uvicorn's parser calls this at the first byte of a request.
         super().on_message_begin()
         self._await_headers()
 
@@ -57,6 +63,8 @@ class HeaderLimitProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         timer_before = self._headers_timer
         super().data_received(data)
+        # The timer is another one if a request has begun in this data: what came before is no part
+        # of its headers.
         same_headers = timer_before is not None and timer_before is self._headers_timer
         if same_headers:
             self._headers_bytes += len(data)
@@ -68,6 +76,7 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _await_headers(self) -> None:
+        """Give the client the whole time, and all bytes, for the headers of a request."""
         self._stop_timer()
         self._headers_timer = self.loop.call_later(HEADERS_TIMEOUT_S, self._cut_off)
         self._headers_bytes = 0
@@ -78,12 +87,15 @@ class HeaderLimitProtocol(HttpToolsProtocol):
             self._headers_timer = None
 
     def _cut_off(self) -> None:
+        """Close the connection at once, without a response and with what is unsent."""
         self._stop_timer()
         if not self.transport.is_closing():
             self.transport.abort()
 
 
 class _SignalFreeServer(uvicorn.Server):
+    """uvicorn's server inside a process that is somebody else's."""
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signals alone, because Serve ends this process, not a signal."""
@@ -115,6 +127,7 @@ class HttpListener:
         """Listen, and serve in a task of its own. Raises OSError."""
         host = self._settings.host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # With SO_REUSEPORT the kernel spreads connections over all gateways that listen here.
         listening_socket = socket.socket(family)
         listening_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -124,7 +137,7 @@ class HttpListener:
         self._task = asyncio.get_running_loop().create_task(serving)
 
     async def stop(self, grace_s: float) -> None:
-        """Accept no more connections, and wait until the open requests end, at most `grace_s`."""
+        """Accept no more connections; wait `grace_s` seconds at most until open requests end."""
         self._server.config.timeout_graceful_shutdown = round(grace_s)
         self._server.should_exit = True
         if self._task:
@@ -132,7 +145,10 @@ class HttpListener:
 
 
 def with_request_id(app: ASGIApp) -> ASGIApp:
-    """Return `app`, whose requests all have an id, which its responses repeat."""
+    """Return `app`, whose requests all have an id, which its responses repeat.
+
+    The scope gets the server's own `send`, for streams, whose events need no wrapper.
+    """
 
     async def app_with_request_id(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -47,9 +47,10 @@ from .sse import BODY_MAX
 log = logging.getLogger(__name__)
 
 SERVICE = "diptych.v1.Inference"
-HANDSHAKE_MS = 10_000
+HANDSHAKE_MS = 10_000  #: A client has this long to finish TLS and HTTP/2's first frames.
 
-REPLIES_MAX = 32  #: made before gRPC has taken them; tokens wait in their inbox beyond that
+#: Replies that wait for gRPC to take them; beyond that, tokens wait in the inbox of their attempt.
+REPLIES_MAX = 32
 
 Reply = TypeVar("Reply", pb.ChatResponse, pb.GenerateResponse)
 
@@ -59,7 +60,8 @@ class PreparedCall(Generic[Reply]):
     """A call whose request may run, and how its replies are made."""
 
     request: Request
-    output: Output
+    output: Output  #: How the answers' text is made.
+    #: Makes the replies of a delta; the last one of an answer has its finish reason.
     replies_of: Callable[[TextDelta], Iterable[Reply]]
 
 
@@ -72,12 +74,12 @@ class ReplyQueue(Generic[Reply]):
     def __init__(self, call: PreparedCall[Reply], texts: AnswerTexts) -> None:
         self._call: PreparedCall[Reply] = call
         self._texts = texts
-        self._open_answers = len(call.request.answers)
-        self._replies: deque[Reply] = deque()
+        self._open_answers = len(call.request.answers)  #: Answers whose last reply is not made.
+        self._replies: deque[Reply] = deque()  #: Those that gRPC has not taken.
         self._changed = asyncio.Event()  #: There are replies, or the end.
-        self._has_room = asyncio.Event()
+        self._has_room = asyncio.Event()  #: Fewer than `REPLIES_MAX` wait.
         self._has_room.set()
-        self._ended = False
+        self._ended = False  #: No more replies will come.
 
     def write_deltas(self, deltas: list[TextDelta]) -> bool:
         for delta in deltas:
@@ -117,6 +119,7 @@ class ReplyQueue(Generic[Reply]):
         return reply
 
     def _add_usage(self, reply: Reply) -> None:
+        """Adds the usage of the whole call, which is complete by then."""
         request = self._call.request
         reply.usage.prompt_tokens = len(request.prompt_ids)
         reply.usage.completion_tokens = self._texts.used_tokens
@@ -126,7 +129,8 @@ class ReplyQueue(Generic[Reply]):
 async def _prepare_chat(
     service: GatewayService, message: pb.ChatRequest, request_id: str, terms: Terms
 ) -> PreparedCall[pb.ChatResponse]:
-    """A chat's replies are the chunks of the HTTP API. Raises ApiError."""
+    """Prepares a chat, whose replies are the chunks of the HTTP API. Raises ApiError."""
+    # Strict: a field that a message has and the API does not is a mistake of this file.
     body = parse_body(ChatRequest, _chat_body(message), Reading.STRICT)
     request, prompt = await service.prepare(body, request_id, terms)
     shape = ChatShape(body, request, service.text, model=service.model, prompt=prompt)
@@ -143,7 +147,7 @@ async def _prepare_chat(
 async def _prepare_generate(
     service: GatewayService, message: pb.GenerateRequest, request_id: str, terms: Terms
 ) -> PreparedCall[pb.GenerateResponse]:
-    """A plain prompt has one reply for each delta. Raises ApiError."""
+    """Prepares a plain prompt, which has one reply for each delta. Raises ApiError."""
     body = parse_body(CompletionRequest, _generate_body(message), Reading.STRICT)
     request, _ = await service.prepare(body.prompts()[0], request_id, terms)
 
@@ -167,9 +171,10 @@ def _streaming_method(
     reply_type: type[Reply],
     prepare: Callable[[GatewayService, Any, str, Terms], Awaitable[PreparedCall[Reply]]],
 ) -> Callable[[Inference, Any, Any], AsyncGenerator[Reply, None]]:
-    """A method of the service: an async generator, as gRPC takes the replies when it can.
+    """Returns a method of the service: an async generator, as gRPC takes the replies when it can.
 
-    Whatever goes wrong is said in the last reply, and in the status. Closing the generator cancels
+    `prepare` makes a call of the service, the message, the request's id and its terms. Whatever
+    goes wrong is said in the last reply, and in the status. Closing the generator cancels
     the task that makes the replies, and so the work on the workers.
     """
 
@@ -191,6 +196,7 @@ def _streaming_method(
                 answering.add_done_callback(queue.end)
                 try:
                     while (reply := await queue.next()) is not None:
+                        # The last reply, behind which nothing can be set any more.
                         if reply.HasField("usage"):
                             headers: dict[str, str] = response_headers(call.request)
                             metadata = [("x-request-id", request_id), *headers.items()]
@@ -215,7 +221,10 @@ def _streaming_method(
 
 
 class Inference:
-    """The methods of both services. A `grpc_context` is grpc.aio's or Serve's."""
+    """The methods of `diptych.v1.Inference` and of gRPC's health service, by gRPC's names.
+
+    A `grpc_context` is grpc.aio's or Serve's, which has less: no time that remains, for one.
+    """
 
     def __init__(self, service: GatewayService) -> None:
         self.service = service
@@ -226,6 +235,7 @@ class Inference:
     async def ListModels(
         self, request: pb.ListModelsRequest, grpc_context: Any
     ) -> pb.ListModelsResponse:
+        """Answers with all names of the model; without a valid key the status says so."""
         try:
             self._admit(grpc_context, time.monotonic())
         except ApiError as error:
@@ -244,7 +254,7 @@ class Inference:
         return kinds(status=kinds.NOT_SERVING if self.service.missing() else kinds.SERVING)
 
     def _admit(self, context: Any, now: float) -> tuple[ApiKey | None, Terms]:
-        """Who calls, and on what terms; a deadline of gRPC is one of them. Raises ApiError."""
+        """Returns who calls, and on what terms; gRPC's deadline is one of them. Raises ApiError."""
         get_metadata = _metadata(context)
         authorization = get_metadata("authorization")
         key = self.service.door.authenticate(authorization, get_metadata("x-api-key"), now)
@@ -285,13 +295,13 @@ async def listen(inference: Inference, settings: GatewaySettings) -> grpc.aio.Se
 
 
 def _metadata(context: Any) -> Callable[[str], str | None]:
-    """Looks up metadata by name; no header of ours has a binary value."""
+    """Returns what looks metadata up by name; no header of ours has a binary value."""
     pairs = context.invocation_metadata() or ()
     return {name: value for name, value in pairs if isinstance(value, str)}.get
 
 
 def _request_id(message: pb.ChatRequest | pb.GenerateRequest, context: Any) -> str:
-    """The request's id: the client's, or a new one. Raises ApiError."""
+    """Returns the request's id: the client's, or a new one. Raises ApiError."""
     client_id = message.request_id or _metadata(context)("x-request-id")
     request_id = client_id or f"grpc-{uuid.uuid4().hex}"
     if not REQUEST_ID_PATTERN.fullmatch(request_id):
@@ -317,7 +327,7 @@ def _set_status(context: Any, error: ApiError, request_id: str) -> pb.Error:
 
 
 def _chat_reply(choice: dict[str, Any], request: Request) -> pb.ChatResponse:
-    """A choice of a chunk of the HTTP API as a reply."""
+    """Returns a choice of a chunk of the HTTP API as a reply. Protobuf has no null: empty texts."""
     delta = choice["delta"]
     tool_calls = [
         pb.ToolCall(index=tool_call["index"], id=tool_call.get("id", ""), **tool_call["function"])
@@ -335,6 +345,7 @@ def _chat_reply(choice: dict[str, Any], request: Request) -> pb.ChatResponse:
 
 
 def _logprobs(tokens: list[frames.Token], text: ChatTokenizer) -> list[pb.TokenLogprob]:
+    """Returns the logprobs of the tokens, each with those of the likeliest ones."""
     return [
         pb.TokenLogprob(
             id=token.id,
@@ -350,8 +361,12 @@ def _logprobs(tokens: list[frames.Token], text: ChatTokenizer) -> list[pb.TokenL
 
 
 def _chat_body(message: pb.ChatRequest) -> bytes:
-    """A request as the body of the HTTP API, whose reader then checks it. Raises ApiError."""
+    """Returns a message as the body of `/v1/chat/completions`, whose reader then checks it.
+
+    Raises ApiError.
+    """
     body = _sampling_fields(message)
+    # A number in gRPC; in HTTP a flag, and the number in a field of its own.
     if "logprobs" in body:
         body["top_logprobs"] = body["logprobs"]
         body["logprobs"] = True
@@ -367,7 +382,7 @@ def _chat_body(message: pb.ChatRequest) -> bytes:
 
 
 def _generate_body(message: pb.GenerateRequest) -> bytes:
-    """The same for a plain prompt. Raises ApiError."""
+    """Returns a message as the body of `/v1/completions`. Raises ApiError."""
     body = _sampling_fields(message)
     has_ids = message.WhichOneof("prompt") == "ids"
     body["prompt"] = list(message.ids.ids) if has_ids else message.text
@@ -376,22 +391,27 @@ def _generate_body(message: pb.GenerateRequest) -> bytes:
 
 
 def _message_fields(turn: pb.Message) -> dict[str, Any]:
+    """Returns a message of a conversation as a chat's body has it. Raises ApiError."""
     fields = {field.name: value for field, value in turn.ListFields()}
     if turn.tool_calls:
         fields["tool_calls"] = _parsed(turn.tool_calls, "messages.tool_calls")
     elif turn.role != "assistant":
-        fields.setdefault("content", "")
+        fields.setdefault("content", "")  # protobuf leaves an empty text out
     return fields
 
 
 def _sampling_fields(message: pb.ChatRequest | pb.GenerateRequest) -> dict[str, Any]:
-    """The model, and what both kinds of requests say of sampling. Raises ApiError."""
+    """Returns the model, and what both kinds of messages say of sampling, under HTTP's names.
+
+    Raises ApiError.
+    """
     body: dict[str, Any] = {"model": message.model}
     for name in ("max_tokens", "temperature", "seed"):
         if message.HasField(name):
             body[name] = getattr(message, name)
     if isinstance(message, pb.ChatRequest) and "temperature" in body:
-        body["temperature"] = float(f"{body['temperature']:.7g}")  # 0.7, not single precision's
+        # 0.7 travels in single precision, and would come out as 0.699999988.
+        body["temperature"] = float(f"{body['temperature']:.7g}")
     for field, value in message.sampling.ListFields():
         match field.name:
             case "grammar":
@@ -403,6 +423,7 @@ def _sampling_fields(message: pb.ChatRequest | pb.GenerateRequest) -> dict[str, 
             case name:
                 is_scalar = isinstance(value, bool | str | int | float)
                 body[name] = value if is_scalar else [*value]
+    # JSON has no NaN and no infinity.
     for name, value in body.items():
         numbers = value.values() if name == "logit_bias" else [value]
         if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
@@ -411,7 +432,7 @@ def _sampling_fields(message: pb.ChatRequest | pb.GenerateRequest) -> dict[str, 
 
 
 def _parsed(text: str, name: str) -> Any:
-    """The value of a field that holds JSON. Raises ApiError."""
+    """Returns the value of a field that holds JSON. Raises ApiError."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

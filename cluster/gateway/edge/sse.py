@@ -29,20 +29,21 @@ from ..errors import ApiError
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-BODY_MAX = 8 << 20
+BODY_MAX = 8 << 20  #: Bytes of a request's body: about two million tokens of text.
 STALL_S = 20.0  #: a client that takes nothing for so long, with its buffers full, is dropped
 RAW_SEND = "diptych.send"  #: in the scope: the server's own `send`, without what wraps it
-encode = msgspec.json.Encoder().encode
+encode = msgspec.json.Encoder().encode  #: The JSON bytes of a value; one encoder serves all.
 
 
 def event(data: dict[str, Any], name: str = "") -> bytes:
-    """Returns the bytes of one event; `name` is its type."""
+    """Returns the bytes of one event; `name` is its type, and empty for an event without one."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + encode(data) + b"\n\n"
 
 
 def with_event_id(events: bytes, event_id: str) -> bytes:
     """Returns the bytes of these events, the last of which gets this id."""
+    # An event ends with an empty line: the id's line takes its place, and another one follows.
     return events[:-1] + b"id: " + event_id.encode() + b"\n\n"
 
 
@@ -67,14 +68,14 @@ class ResponseBody:
 
     def __init__(self) -> None:
         self._send: Send | None = None  #: The server's `send`, once the head is out.
-        self._opened = asyncio.Event()
+        self._opened = asyncio.Event()  #: The head is out.
         #: Is done once something was written, so that the head can be sent.
         self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        #: True while the server has taken all that was written.
+        #: True while the server has taken all that was written; False before the head is out.
         self._ready = False
-        self._unsent = b""  #: Written while that was False.
+        self._unsent = b""  #: What was written while the server was not ready.
         self._sending: _StartedCoroutine | None = None  #: A `send` that waits for the client.
-        self._drain_lock = asyncio.Lock()
+        self._drain_lock = asyncio.Lock()  #: Of the tasks that wait, one goes on with `_sending`.
         self._stalled = False  #: The client has taken nothing for `STALL_S`.
 
     def open(self, send: Send) -> None:
@@ -85,7 +86,11 @@ class ResponseBody:
         self._opened.set()
 
     def write_now(self, data: bytes) -> bool:
-        """Writes without waiting. False: the server has not taken it all, which `drain` awaits."""
+        """Writes without waiting, also from callbacks. False: call `drain` before the next write.
+
+        The server's `send` is started without a task. If it ends at once, the data is in the
+        socket's buffer; if not, it waits for the client, and `drain` goes on with it.
+        """
         if self._send is None or not self._ready:
             self._unsent += data
             self.begin()
@@ -140,6 +145,10 @@ class ResponseBody:
         self._ready = True
 
     def _flush(self) -> None:
+        """Writes what is kept.
+
+        The first write is made even if it is empty, as a server may hold the head back until then.
+        """
         first_write = not self._opened.is_set()
         if self._unsent or first_write:
             data = self._unsent
@@ -154,17 +163,20 @@ class ResponseBody:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def close(self) -> None:
-        """Gives up what the server has not taken."""
+        """Gives up what the server has not taken. Nobody may wait in `drain` any more."""
         if self._sending is not None:
             self._sending.coroutine.close()
 
 
 @dataclass(slots=True)
 class _StartedCoroutine:
-    """A coroutine that was started outside any task, and the future that it waits for."""
+    """A coroutine that was started outside any task, and the future that it waits for.
+
+    Awaiting it goes on with the coroutine where it stopped.
+    """
 
     coroutine: Any
-    future: Any
+    future: Any  #: What the coroutine has yielded last, as it would to its task.
 
     def __await__(self) -> Generator[Any, Any, None]:
         try:
@@ -180,9 +192,11 @@ class _StartedCoroutine:
 
 
 class EventStream(Response):
-    """Server-sent events that `write_events` writes; it is cancelled when the client leaves.
+    """A response of server-sent events that `write_events` writes into the body it is given.
 
-    Raises ClientDisconnect, and what `write_events` raises, while the head is not sent.
+    That task is cancelled when the client leaves. Calling the response raises ClientDisconnect, and
+    what `write_events` raises, while the head is not sent; a later error is only logged. `headers`
+    are what `late_headers` returns unless a subclass knows better.
     """
 
     media_type = "text/event-stream"
@@ -197,7 +211,7 @@ class EventStream(Response):
         self._own_headers = headers
 
     def late_headers(self) -> dict[str, str]:
-        """The headers, as they are known once the first events are written."""
+        """Returns the headers, as they are known once the first events are written."""
         return self._own_headers
 
     def on_opened(self) -> None:
@@ -216,6 +230,7 @@ class EventStream(Response):
                 raise ClientDisconnect
 
             self.init_headers({**self.late_headers(), "cache-control": "no-cache"})
+            # Starlette takes the body for empty, as it knows of no content.
             del self.headers["content-length"]
             head_sent = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -240,7 +255,10 @@ class EventStream(Response):
 def each(
     events: AsyncGenerator[bytes, None],
 ) -> Callable[[ResponseBody], Coroutine[Any, Any, None]]:
-    """A writer of the events that a generator makes; the head is sent before the first one."""
+    """Returns a writer of the events that a generator makes, for `EventStream`.
+
+    The head is sent before the first event.
+    """
 
     async def write_events(body: ResponseBody) -> None:
         body.begin()
@@ -252,7 +270,7 @@ def each(
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is cancelled when the client leaves.
+    """Returns the result of `work`, which is cancelled when the client leaves.
 
     The request's body must have been read. Raises ClientDisconnect, and what `work` raises.
     """
@@ -270,5 +288,6 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
 
 
 async def _disconnected(receive: Receive) -> None:
+    """Waits until the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,6 +1,7 @@
 """From tokens to text: the answers to one request, with their stop strings.
 
-The tokens of a request are pushed into its `TextSink`, which hands the text on to a `TextWriter`.
+The tokens of a request are pushed into its `TextSink`, which hands their text, as `TextDelta`s, on
+to a `TextWriter`.
 A token's logprob goes out once its text is out: what a stop string holds back or cuts off shows in
 neither. Usage counts what was generated up to the end of the answer, and contains the stop: a stop
 string, or the id of a stop token, which has no text.
@@ -25,7 +26,7 @@ from .tokenizer import ChatTokenizer
 class Output:
     """How the text of an answer is made."""
 
-    stop_strings: tuple[str, ...] = ()
+    stop_strings: tuple[str, ...] = ()  #: The first one in the text ends the answer.
     keep_stop_string: bool = False  #: The stop string, or the stop token, is part of the text.
     min_tokens: int = 0  #: No stop string counts before so many tokens.
     special_tokens: bool = False  #: Special tokens are part of the text.
@@ -35,10 +36,10 @@ class Output:
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """The next piece of one answer: text, and the tokens whose text is out with it."""
 
-    index: int
+    index: int  #: Which answer: of its request, and from `TextSink` on of the whole call.
     text: str
     tokens: list[frames.Token]
-    finish_reason: str | None = None  #: stop | length
+    finish_reason: str | None = None  #: stop | length, with the last piece; None before.
     stop_string: str | None = None  #: The stop string that ended the answer.
     used_tokens: int = 0  #: Of the answer so far, as usage counts them.
 
@@ -57,7 +58,7 @@ class TextWriter(Protocol):
         """
 
     def skip_deltas(self, deltas: list[TextDelta]) -> None:
-        """Takes note of deltas that the client has already."""
+        """Takes note of deltas that the client has already; nothing of them is sent."""
 
     async def drain(self) -> None:
         """Waits until the client has taken what was written. Raises an error of the connection."""
@@ -68,6 +69,7 @@ class AnswerTexts:
 
     def __init__(self, request: Request, text: ChatTokenizer, output: Output) -> None:
         self._request = request
+        # Ids at which an answer may end whose own text is then left out.
         stop_ids = () if output.keep_stop_string else request.sampling.stop_ids
         self._texts = [
             _AnswerText(index, text, output, stop_ids) for index in range(len(request.answers))
@@ -79,7 +81,7 @@ class AnswerTexts:
         for update in updates:
             text = self._texts[update.answer_index]
             if text.stop_string is not None:
-                continue
+                continue  # tokens that were under way when the text was complete
             deltas.append(text.feed(update.tokens, update.finish_reason))
             if text.stop_string is not None:
                 self._request.answers[update.answer_index].stopped_early = True
@@ -99,14 +101,15 @@ class AnswerTexts:
 class TextSink:
     """The `PushSink` of one request: makes text of its tokens, and hands that to a writer.
 
-    `first_index` is the number of the request's first answer among those of the whole call.
+    `first_index` is the number of the request's first answer among those of the whole call. Errors
+    of text or writer are kept, and the next `drain` raises them as a SinkError.
     """
 
     def __init__(self, texts: AnswerTexts, writer: TextWriter, first_index: int = 0) -> None:
         self._texts = texts
         self._writer = writer
         self._first_index = first_index
-        self._error: Exception | None = None
+        self._error: Exception | None = None  #: What a push has failed with, for `drain`.
 
     def push(self, updates: list[AnswerUpdate]) -> bool:
         try:
@@ -132,6 +135,7 @@ class TextSink:
             raise SinkError("to send the answer failed") from error
 
     def _deltas(self, updates: list[AnswerUpdate]) -> list[TextDelta]:
+        """Returns the deltas of new tokens, numbered as answers of the whole call."""
         deltas = self._texts.feed(updates)
         if not self._first_index:
             return deltas
@@ -150,6 +154,7 @@ class _AnswerText:
         self._index = index
         self._stop_ids = stop_ids
         self._min_tokens = output.min_tokens
+        #: Makes the text of the answer's tokens, and holds characters back that are not complete.
         self._detokenizer = text.detokenizer(output.special_tokens, output.markers)
         self._stops = StopStringFilter(output.stop_strings, output.keep_stop_string)
         self._has_stop_strings = bool(output.stop_strings)
@@ -157,9 +162,9 @@ class _AnswerText:
         self._held_tokens: deque[tuple[int, frames.Token]] = deque()
         #: Tokens behind those, whose character is not complete.
         self._incomplete_tokens: list[frames.Token] = []
-        self._decoded_chars = 0
-        self._released_chars = 0
-        self.used_tokens = 0
+        self._decoded_chars = 0  #: Characters of all text so far, what is held back included.
+        self._released_chars = 0  #: Characters of the text that is out.
+        self.used_tokens = 0  #: Tokens so far, as usage counts them.
         self.ended = False
 
     @property
@@ -168,6 +173,7 @@ class _AnswerText:
         return self._stops.found_stop
 
     def feed(self, tokens: list[frames.Token], finish_reason: str | None) -> TextDelta:
+        """Takes the next tokens; returns the text that is certain with them."""
         self.ended |= finish_reason is not None
         hides_last_token = (
             finish_reason == "stop" and bool(tokens) and tokens[-1].id in self._stop_ids
@@ -194,7 +200,7 @@ class _AnswerText:
             self.used_tokens += 1
             self._incomplete_tokens.append(token)
             if hides_last_token and number == len(tokens):
-                break
+                break  # a stop token has no text, and still counts
             pieces.append(self._release_text(self._detokenizer.feed([token.id])))
             released_tokens += self._release_tokens()
             if self.stop_string is not None:
@@ -203,6 +209,7 @@ class _AnswerText:
 
         if finish_reason:
             pieces.append(self._release_text(self._detokenizer.flush()))
+            # The last characters may have completed a stop string, which then is the reason.
             if self.stop_string is None:
                 pieces.append(self._stops.flush())
                 self._released_chars = self._decoded_chars
@@ -226,6 +233,7 @@ class _AnswerText:
         )
 
     def _hold_incomplete_tokens(self) -> None:
+        """Lets the tokens whose character is complete by now end where the text ends."""
         self._held_tokens += [(self._decoded_chars, token) for token in self._incomplete_tokens]
 
     def _release_text(self, text: str) -> str:
@@ -234,9 +242,9 @@ class _AnswerText:
             self._decoded_chars += len(text)
             self._hold_incomplete_tokens()
             self._incomplete_tokens.clear()
-            if (
-                self._detokenizer.inside_character
-            ):  # the last token's last bytes begin the next character
+            # The last token's last bytes begin the next character: that token is out only once this
+            # character is.
+            if self._detokenizer.inside_character:
                 _, last_token = self._held_tokens[-1]
                 self._held_tokens[-1] = (self._decoded_chars + 1, last_token)
         released = text if self.used_tokens <= self._min_tokens else self._stops.feed(text)

@@ -5,8 +5,10 @@ follows. How both are marked is a matter of the model's formats (`formats/`).
 
 What holds for all formats:
 
-- Markers never come out, nor does the white space around them. What only looked like a marker or a
-  call comes out as content, markers included. No text is lost.
+- Markers (texts such as `<think>` and `<tool_call>`) never come out, nor does the white space
+around
+  them. What only looked like a marker or a call comes out as content, markers included. No text is
+  lost.
 - A call of one of the request's functions is announced as soon as it is certain, and its arguments
   come out as the model writes them. It stays a call whatever follows: its arguments may be no JSON,
   and lack their end. All other calls are held until they are complete.
@@ -30,7 +32,7 @@ from .formats.registry import ToolFormat
 class ContentRules:
     """What a parser looks for in an answer."""
 
-    initial_state: ContentState = ContentState.TEXT
+    initial_state: ContentState = ContentState.TEXT  #: What the answer begins in.
     tool_format: ToolFormat | None = None  #: None: calls are text.
     function_names: Sequence[str] = ()  #: Of the functions that the model may call.
     one_call_only: bool = False  #: Calls behind the first one are left out.
@@ -46,7 +48,7 @@ class ContentRules:
 
     @property
     def markers(self) -> frozenset[str]:
-        """What is looked for though a tokenizer may have it as special tokens."""
+        """The texts that are looked for, which must come though they may be special tokens."""
         if self.is_plain:
             return frozenset()
         markers = set(self.reasoning_format.markers)
@@ -66,8 +68,8 @@ class ContentParser:
             one_call_only=rules.one_call_only,
             strips_start=rules.initial_state != ContentState.TEXT,
         )
-        self._reading = self._read()
-        self._is_read = False
+        self._reading = self._read()  #: Goes on with each `_advance`.
+        self._is_read = False  #: True once nothing more can come out.
 
     @property
     def calls(self) -> int:
@@ -106,12 +108,14 @@ class ContentParser:
     def _advance(self) -> list[ContentPart]:
         """Read on until more text is needed; return the parts that were made."""
         if not self._is_read:
+            # The generator yields None where it needs more text; at its end there is True instead.
             self._is_read = next(self._reading, True) is True
         parts = self._reader.parts
         self._reader.parts = []
         return parts
 
     def _read(self) -> Reading[None]:
+        """Read the whole answer: reasoning, content with calls, and what is left."""
         rules = self._rules
         reader = self._reader
         tool_format = rules.tool_format

@@ -10,15 +10,16 @@ import codecs
 
 from tokenizers import Tokenizer
 
-#: As many ids at most wait for the rest of a character.
+#: As many ids at most wait for the rest of a character. A character has four bytes at most, and a
+#: token has one at least: what is longer is no beginning of a character, but text that is broken.
 INCOMPLETE_IDS_MAX = 8
-REPLACEMENT_CHARACTER = "\ufffd"
+REPLACEMENT_CHARACTER = "\ufffd"  #: What libraries decode bytes to that are no whole character.
 
 
 class PieceDetokenizer:
     """Turns the ids of one answer into text by a table: `pieces[token_id]`.
 
-    A piece is text, or bytes where a token is no whole characters.
+    A piece is text, or bytes where a token begins or ends inside of a character.
     """
 
     __slots__ = ("_decoder", "_pieces", "inside_character")
@@ -36,6 +37,7 @@ class PieceDetokenizer:
         return "".join([self._feed_token(token_id) for token_id in token_ids])
 
     def _feed_token(self, token_id: int) -> str:
+        """Return the text that is complete with this token: its piece, in almost all cases."""
         try:
             piece = self._pieces[token_id]
         except IndexError:
@@ -43,6 +45,7 @@ class PieceDetokenizer:
         if isinstance(piece, str):
             if not self.inside_character or not piece:
                 return piece
+            # Text behind an incomplete character: the decoder must see it, to replace that one.
             piece = piece.encode()
         text = self._decoder.decode(piece)
         self.inside_character = bool(self._decoder.getstate()[0])
@@ -55,9 +58,14 @@ class PieceDetokenizer:
 
 
 class LibraryDetokenizer:
-    """Turns the ids of one answer into text by the tokenizer's own `decode`, token by token."""
+    """Turns the ids of one answer into text by the tokenizer's own `decode`, token by token.
 
-    inside_character = False  #: Text comes out with the token that completes it, never before.
+    A token's text may depend on the token before, so the ids of the last text are decoded again as
+    context. `hidden_ids` are special tokens that are no text.
+    """
+
+    #: As of `PieceDetokenizer`. A token's text comes out whole or not at all here.
+    inside_character = False
 
     def __init__(self, tokenizer: Tokenizer, hidden_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -65,13 +73,14 @@ class LibraryDetokenizer:
         #: The ids of the last text that came out, as context, then those that are held back.
         self._token_ids: list[int] = []
         self._context_ids = 0  #: How many of `_token_ids` are context.
-        self._context_text = ""
+        self._context_text = ""  #: What the context decodes to; new text is what comes behind.
 
     def feed(self, token_ids: list[int]) -> str:
         """Return the text that is complete with these tokens. Hidden ids add nothing."""
         return "".join([self._feed_token(token_id) for token_id in token_ids])
 
     def _feed_token(self, token_id: int) -> str:
+        """Return the text that is complete with this token; keep its ids as the next context."""
         if token_id in self._hidden_ids:
             return ""
         self._token_ids.append(token_id)

@@ -20,11 +20,11 @@ from ....protos.frames import Grammar
 from ..errors import ApiError
 from .limited import LimitedProcesses, OverLimitError, ProcessLimits, RefusedError, serve
 
-COMPILE_LIMIT_S = 5.0
+COMPILE_LIMIT_S = 5.0  #: A grammar that takes longer is refused.
 MEMORY_MIB = 1024  #: The stack that compiling recurses on takes 256 of them.
-REPLY_BYTES = 1 << 10
-PROCESSES = 1
-REMEMBERED = 1024  #: grammars, each of at most 64 Ki characters
+REPLY_BYTES = 1 << 10  #: Of a reply: nothing, or a sentence that says why not.
+PROCESSES = 1  #: Grammars are compiled one after the other.
+REMEMBERED = 1024  #: Results of so many grammars, by the grammars' hashes, are kept.
 
 
 class GrammarChecks:
@@ -39,11 +39,14 @@ class GrammarChecks:
         self._lock = threading.Lock()
 
     def is_known(self, grammar: Grammar) -> bool:
-        """Return whether `check` takes no time."""
+        """Return whether the result of `check` is remembered, so that it takes no time."""
         return _key_of(grammar) in self._refusals
 
     def check(self, grammar: Grammar) -> None:
-        """Raise ApiError for a grammar that does not compile within the limits."""
+        """Raise ApiError for a grammar that does not compile within the limits.
+
+        This may take seconds, and longer if other grammars are compiled first.
+        """
         key = _key_of(grammar)
         with self._lock:
             refusal = self._refusals.get(key)
@@ -61,7 +64,7 @@ class GrammarChecks:
         """Return why the grammar is refused; empty if it compiles."""
         try:
             self._processes.ask(msgspec.msgpack.encode(grammar))
-        except OverLimitError as error:
+        except OverLimitError as error:  # a kind of RefusedError, and its text names only the limit
             return f"invalid grammar: {error}"
         except RefusedError as error:
             return str(error)

@@ -153,17 +153,21 @@ class _Child:
 
     @property
     def has_ended(self) -> bool:
+        """True if the process was killed, or has died and was noticed: it takes no request."""
         return not self._finalizer.alive
 
     def end(self) -> None:
+        """Kill the process, if it has not ended."""
         self._finalizer()
 
     def send_setup(self, setup: bytes) -> None:
+        """Send the setup, and do not wait until the process is ready: `ask` does."""
         self._socket.settimeout(START_TIMEOUT_S)
         # The process gets two of the limits; the length of replies is checked at this end.
         self._send(SETUP_HEAD.pack(self._limits.request_s, self._limits.memory_mib) + setup)
 
     def set_up(self, setup: bytes) -> None:
+        """Send the setup, and wait until the process is ready. Raises RefusedError."""
         self.send_setup(setup)
         self._await_ready()
 
@@ -181,6 +185,7 @@ class _Child:
             raise
 
     def _await_ready(self) -> None:
+        """Wait until the setup is read; from then on the limit of a request counts."""
         self._socket.settimeout(START_TIMEOUT_S)
         try:
             self._receive()
@@ -240,10 +245,12 @@ class _Child:
         return data
 
     def _over_time(self) -> OverLimitError:
+        """Kill the process; return what to raise."""
         self.end()
         return OverLimitError(f"it takes more than {self._limits.request_s:g} s")
 
     def _died(self) -> OverLimitError:
+        """Give up a process that has ended; return what to raise."""
         self.end()
         return OverLimitError("the process that did it ended: it takes too much memory or time")
 
@@ -283,7 +290,7 @@ def serve(make_handler: Callable[[bytes], Callable[[bytes], bytes]]) -> None:
         # Not REFUSED: the gateway must not send requests to this process.
         _reply(connection, ReplyKind.OVER_LIMIT, str(error).encode(errors="replace"))
         return
-    _limit_memory(memory_mib)
+    _limit_memory(memory_mib)  # behind the setup, whose imports need memory of their own
     _reply(connection, ReplyKind.DONE, b"")
     while (request := _read_request(connection)) is not None:
         _limit_cpu(request_s)

@@ -1,7 +1,9 @@
 """Counts the tokens of an answer that are its reasoning (pure).
 
-The tags of most formats are tokens, and then the tokens between them count, without the tags. So do
-those of Harmony's analysis. Where a tag is several tokens, the text of the reasoning is encoded.
+The tags of most formats (`<think>`, `</think>`) are tokens, and then the tokens between them count,
+without the tags. In Harmony, gpt-oss's format, a message has a channel, and the tokens of messages
+in the channel `analysis` count. Where a tag is several tokens, the text of the reasoning is encoded
+at the answer's end.
 """
 
 from __future__ import annotations
@@ -15,21 +17,25 @@ from .tokenizer import ChatTokenizer
 
 
 class ReasoningCounter:
-    """Counts for one answer, as its tokens come."""
+    """Counts for one answer, as its tokens come. `rules` say what the answer is parsed for."""
 
     def __init__(self, tokenizer: ChatTokenizer, rules: ContentRules) -> None:
-        self.tokens = 0
+        self.tokens = 0  #: Tokens of reasoning so far.
         self._tokenizer = tokenizer
         self._text: list[str] = []  #: Of the reasoning, where its tags are no tokens.
         token_to_id = tokenizer.tokenizer.token_to_id
         reasoning = rules.reasoning_format
         self._is_harmony = reasoning is HARMONY_REASONING and rules.tool_format is not None
         self._opening_ids = _ids_of(tokenizer, reasoning.opening + reasoning.special_tokens)
+        # Some models begin a call without the closing tag: then the call ends the reasoning. Only
+        # the first line of what opens a call can be a token.
         call_openings = rules.tool_format.ends_reasoning if rules.tool_format is not None else ()
         tags = (*reasoning.closing, *(opening.partition("\n")[0] for opening in call_openings))
         self._closing_ids = _ids_of(tokenizer, tags)
+        #: False: the text of the reasoning is encoded at the end.
         self._counts_ids = self._is_harmony or bool(self._closing_ids)
-        self._is_inside = rules.initial_state is ContentState.THINKING
+        self._is_inside = rules.initial_state is ContentState.THINKING  #: In reasoning now.
+        #: True while reasoning may begin: only white space has come so far.
         self._may_begin = rules.initial_state is ContentState.START
         self._channel_id = token_to_id(harmony.CHANNEL)
         self._message_id = token_to_id(harmony.MESSAGE)
@@ -56,6 +62,7 @@ class ReasoningCounter:
                 self.tokens = len(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _feed_tagged(self, token_id: int) -> None:
+        """Follow tags: the first closing one ends the reasoning, and no other begins behind it."""
         if self._is_inside and token_id in self._closing_ids:
             self._is_inside = False
         elif self._is_inside:
@@ -67,6 +74,7 @@ class ReasoningCounter:
             )
 
     def _feed_harmony(self, token_id: int) -> None:
+        """Follow messages: a mark, the name of the channel, another mark, the text, an end."""
         if self._is_inside and token_id not in self._body_end_ids:
             self.tokens += 1
             return

@@ -25,7 +25,7 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-LIMIT_S = 10.0  #: Of one rendering.
+LIMIT_S = 10.0  #: Of one rendering, in seconds: usual ones take milliseconds.
 LIMIT_CHARS = 16 << 20  #: Of a rendered text, and of what `*` makes by repeating a text or list.
 POWER_MAX = 1024  #: Of an exponent, whatever its sign.
 
@@ -96,6 +96,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
+        # Jinja's hook for each call of a template: of its macros, and of methods of values.
         self._check_time()
         return super().call(*args, **kwargs)
 

@@ -6,16 +6,18 @@ from __future__ import annotations
 class StopStringFilter:
     """Watches the text of one answer for the first of several stop strings.
 
-    Of several that end at the same character the longest counts. No character of a stop string
-    comes out, unless `keep_stop`. Text that may still become a stop string is held back.
+    The first one is the one that ends first. Of several that end at the same character the longest
+    counts. No character of a stop string
+    comes out, unless `keep_stop` is True: then it is the end of the text. Text that may still
+    become a stop string is held back.
     """
 
     def __init__(self, stops: tuple[str, ...], keep_stop: bool = False) -> None:
         self._stops = sorted(stops, key=len, reverse=True)
         self._keep_stop = keep_stop
         self._longest_stop_chars = max(map(len, stops), default=0)
-        self._held_text = ""
-        #: The stop string that ended the answer, once it came.
+        self._held_text = ""  #: The end of the text so far, with which a stop string may begin.
+        #: The stop string that ended the answer; None until it came.
         self.found_stop: str | None = None
 
     def feed(self, text: str) -> str:
@@ -57,6 +59,7 @@ class StopStringFilter:
 
     def _possible_stop_chars(self, text: str) -> int:
         """Return the length of the longest end of `text` that begins a stop string."""
+        # A whole stop string would have been found, so one character less is the most to hold.
         for size in range(min(self._longest_stop_chars - 1, len(text)), 0, -1):
             end = text[len(text) - size :]
             if any(stop.startswith(end) for stop in self._stops):

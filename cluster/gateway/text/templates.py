@@ -22,9 +22,9 @@ from .sandbox import LIMIT_CHARS, LIMIT_S, TemplateSandbox
 #: A rendering over its limit of time ends by itself where it can, and says so. Else its process is
 #: killed, so much later.
 KILL_MARGIN_S = 1.0
-MEMORY_MIB = 512  #: Of one process, beyond Python's own.
+MEMORY_MIB = 512  #: Of one process, beyond Python's own: room for the longest text, several times.
 BYTES_PER_CHARACTER = 4  #: Of UTF-8, at most.
-SOURCE_CHARS_MAX = 1 << 20  #: Of a template.
+SOURCE_CHARS_MAX = 1 << 20  #: Of a template, as the gateway itself parses it.
 PROCESSES = 2  #: As many conversations are rendered at a time.
 
 

@@ -43,7 +43,7 @@ PROBE_TEXT = (
     "\u0645\u0631\u062d\u0628\u0627 \u0939\u093f\u0928\u094d\u0926\u0940 "
     "\U0001f469\u200d\U0001f4bb\U0001f1e9\U0001f1ea \u200b\ufeff<|x|> [INST] </s> ..!? 1234567890 "
 )
-#: Variables of chat templates that the gateway sets, so that requests may not.
+#: Variables of chat templates that the gateway itself sets; requests may set the others.
 GATEWAY_VARIABLES = {
     "messages",
     "tools",
@@ -52,14 +52,16 @@ GATEWAY_VARIABLES = {
     "eos_token",
     "pad_token",
 }
-TEMPLATE_ERROR_CHARS_MAX = 300
+TEMPLATE_ERROR_CHARS_MAX = 300  #: Of what a template says when it refuses a conversation.
 #: Markers that are text in any answer, though a checkpoint may call them special tokens. Further
 #: ones are so in answers that are parsed for them.
 MARKERS = {"<tool_call>", "</tool_call>", "<think>", "</think>"}
 #: Stands behind the content of a message that is to be continued while a template is rendered. A
 #: template that strips contents takes the last space away.
 OPEN_END_MARK = "<|open-end-of-the-last-message|> "
-DECODED_AT_ONCE = 2048  #: ids; more of them would hold up other threads
+#: So many ids are decoded in one call of the library, which takes about 2 ms: other threads of the
+#: gateway do not run meanwhile.
+DECODED_AT_ONCE = 2048
 PROMPT_END_CHARS = 64  #: Enough of a prompt's end to see what the answer begins in.
 
 
@@ -68,7 +70,7 @@ class TokenizedPrompt:
     """The token ids of a prompt, and the last characters of its text."""
 
     token_ids: list[int]
-    text_end: str
+    text_end: str  #: It shows what the answer begins in; empty where that is of no interest.
 
 
 class PromptEnding(StrEnum):
@@ -89,6 +91,8 @@ class ChatTokenizer:
     """The chat template and the tokenizer of the checkpoint in `folder`.
 
     The file `template_path`, if there is one, takes the place of the checkpoint's own template.
+    `tool_format` and `reasoning_format` name how the model marks calls and reasoning, or are
+    "auto": then the templates show it. Call `start` before the first chat, and `close` at the end.
     Raises WeightsError if the checkpoint has no fast tokenizer, or a template that is none.
     """
 
@@ -108,12 +112,16 @@ class ChatTokenizer:
             self.tokenizer = Tokenizer.from_file(str(tokenizer_path))
         except Exception as error:  # the library raises bare Exception
             raise WeightsError(f"{tokenizer_path} is not a tokenizer: {error}") from None
+        #: The same ids as those of `tokenizer`, made faster where that can be.
         self._encoder = _fast_encoder(tokenizer_path, self.tokenizer)
+        #: Tokens beside the trained vocabulary, by id: special ones, and others such as tags.
         self._added_tokens = self.tokenizer.get_added_tokens_decoder()
-        #: A model has one set of markers, and answers that are not parsed have none.
+        #: Filled as it is asked for, with two entries or so: a model has one set of markers, and
+        #: answers that are not parsed have none.
         self._hidden_ids_by_markers: dict[frozenset[str], frozenset[int]] = {}
         self._pieces_by_hidden_ids: dict[frozenset[int], list[str | bytes]] = {}
         settings_path = folder / "tokenizer_config.json"
+        #: The checkpoint's tokenizer_config.json: names of special tokens, maybe the template.
         self._settings = read_json(settings_path) if settings_path.exists() else {}
 
         #: Sources of the templates for chats without and with tools. Empty: there is none.
@@ -123,9 +131,10 @@ class ChatTokenizer:
         except jinja2.TemplateError as error:
             raise WeightsError(f"the chat template does not compile: {error}") from None
         self.template_variables = self._templates.variables  #: Those that either template reads.
-        #: How the model marks calls and reasoning; None: it has learned no format of calls.
+        #: How the model marks calls and reasoning. `tool_format` is None where the template shows
+        #: no known format of calls.
         self.tool_format, self.reasoning_format = self._formats(tool_format, reasoning_format)
-        #: What was wrong with calls, in all answers.
+        #: What was wrong with calls, counted over all answers.
         self.call_flaws: Counter[CallFlaw] = Counter()
 
     def start(self) -> None:
@@ -185,9 +194,9 @@ class ChatTokenizer:
     ) -> TokenizedPrompt:
         """Return the prompt of a conversation, up to where the model goes on.
 
-        `template_arguments` are further variables of the template. `add_special_tokens`: with what
-        the tokenizer puts around a text, though templates have it already. Raises ApiError if the
-        template refuses the conversation.
+        A long conversation takes seconds. `template_arguments` are further variables of the
+        template. `add_special_tokens`: with what the tokenizer puts around a text, though templates
+        have it already. Raises ApiError if the template refuses the conversation.
         """
         has_tools = bool(tools)
         if not self._templates.has(tools=has_tools):
@@ -218,6 +227,10 @@ class ChatTokenizer:
         )
 
     def _special_token(self, name: str) -> str:
+        """Return the text of a token that the tokenizer's settings name; empty if they do not.
+
+        The settings have the text, or an object with the text in `content`.
+        """
         value: Any = self._settings.get(name) or ""
         return value if isinstance(value, str) else value.get("content", "")
 
@@ -282,9 +295,9 @@ class ChatTokenizer:
     def detokenizer(
         self, specials: bool = False, markers: frozenset[str] = frozenset()
     ) -> LibraryDetokenizer | PieceDetokenizer:
-        """Return what turns the ids of one answer into text; with the special tokens or not.
+        """Return what turns the ids of one answer into text.
 
-        Of the special tokens, `markers` are text in any case.
+        With `specials`, special tokens are text; `markers` are those that are text in any case.
         """
         pieces = self._all_pieces if specials else self._visible_pieces(markers)
         if pieces:
@@ -341,7 +354,7 @@ class ChatTokenizer:
 
 
 def _open_ended(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with a mark at the end of the last one."""
+    """Return the messages with a mark at the end of the last one, where `_cut_at_open_end` cuts."""
     last = messages[-1]
     return [*messages[:-1], {**last, "content": last["content"] + OPEN_END_MARK}]
 
@@ -379,6 +392,7 @@ def _fast_encoder(path: Path, tokenizer: Tokenizer) -> Encoder:
 
 def _check_same_ids(encoder: Encoder, tokenizer: Tokenizer) -> None:
     """Raise ValueError if both make different ids of a probe."""
+    # The added tokens in a row, and as what separates texts: both ways are cut differently.
     added_tokens = "".join(token.content for token in tokenizer.get_added_tokens_decoder().values())
     probes = (PROBE_TEXT, added_tokens, added_tokens.join((PROBE_TEXT, PROBE_TEXT, "")))
     for text in probes:
@@ -402,4 +416,5 @@ def _byte_level_alphabet() -> dict[str, int]:
     return alphabet
 
 
+#: The byte that a character of a byte-level vocabulary's tokens stands for.
 BYTE_OF_CHARACTER = _byte_level_alphabet()

@@ -9,8 +9,9 @@ from typing import Any
 
 from .reader import AnswerReader, json_string
 
-#: The types of a JSON schema that a value may be meant for. A model may write 2.0 for an integer, and
-#: JSON does not tell the two apart. Strings are missing: what is in quotes keeps them.
+#: The types of a JSON schema that a value may be meant for. A model may write 2.0 for an integer,
+#: and JSON does not tell the two apart. Strings are missing: a value that JSON reads as a string
+#: has quotes, and these stay part of the text.
 _TYPE_NAMES: dict[type, set[str]] = {
     bool: {"boolean"},
     int: {"integer", "number"},
@@ -35,7 +36,7 @@ class ArgumentWriter:
         self._reader = reader
         #: The JSON schema of the function's parameters; empty if the request has none.
         self._schema = reader.parameter_schemas.get(function_name, {})
-        self._has_fields = False
+        self._has_fields = False  #: True once a field has begun: a comma stands before the next.
 
     def types_of(self, key: str) -> set[str]:
         """Return the types that the schema declares for a field; empty if it says nothing."""
@@ -48,6 +49,7 @@ class ArgumentWriter:
         return self.types_of(key) == {"string"}
 
     def begin_field(self, key: str) -> None:
+        """Write what is in front of a value: bracket or comma, and the key."""
         separator = ", " if self._has_fields else "{"
         self._has_fields = True
         self._reader.add_arguments(f"{separator}{json_string(key)}: ")
@@ -61,15 +63,18 @@ class ArgumentWriter:
         self._reader.add_arguments(json_text)
 
     def begin_string(self) -> None:
+        """Begin the value of a field as a string that is written as it comes."""
         self._reader.add_arguments('"')
 
     def add_to_string(self, text: str) -> None:
+        """Write the next raw text of the string that has begun."""
         self._reader.add_arguments(json_string(text)[1:-1])  # without the quotes
 
     def end_string(self) -> None:
         self._reader.add_arguments('"')
 
     def end(self) -> None:
+        """Close the object; without fields it is empty."""
         self._reader.add_arguments("}" if self._has_fields else "{}")
 
 

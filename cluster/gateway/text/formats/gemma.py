@@ -29,6 +29,7 @@ GEMMA4 = GemmaMarkers("<|tool_call>", "<tool_call|>", '<|"|>')
 FUNCTION_GEMMA = GemmaMarkers("<start_function_call>", "<end_function_call>", "<escape>")
 #: Text without quotes: a key, a number, a constant. It ends where a bracket or a marker may begin.
 _BARE = re.compile(r"[^:,{}\[\]<]*")
+#: What stands between the opening marker and the bracket of the arguments.
 _CALL = re.compile(r"\s*call:(?P<name>[^{<\s]+)\s*")
 
 

@@ -26,14 +26,14 @@ CONSTRAIN = "<|constrain|>"
 END = "<|end|>"  #: Ends a message.
 CALL = "<|call|>"  #: Ends a message that is a call.
 RETURN = "<|return|>"  #: Ends the last message of an answer.
-ANALYSIS = "analysis"
+ANALYSIS = "analysis"  #: The channel whose messages are the reasoning.
 
 #: A body whose end is missing ends where the next header begins, with START or CHANNEL.
 _BODY_END = Markers(END, CALL, RETURN, START, CHANNEL)
 _HEADER_END = Markers(MESSAGE, END, CALL, RETURN)
 _RECIPIENT = re.compile(r"to=(?P<name>[^\s<]+)")
 _CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(?P<name>\w+)")
-_FUNCTIONS = "functions."
+_FUNCTIONS = "functions."  #: In front of the name in the recipient of a call.
 
 
 def read_harmony(reader: AnswerReader) -> Reading[None]:

@@ -19,7 +19,7 @@ Message = dict[str, Any]
 
 #: The ids that Mistral's templates accept.
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
-MISTRAL_ID_CHARS = 9
+MISTRAL_ID_CHARS = 9  #: Their length.
 
 
 def write_arguments_as_text(messages: list[Message]) -> None:
@@ -57,6 +57,7 @@ def number_ids(messages: list[Message]) -> None:
 
 
 def _calls(messages: list[Message]) -> Iterator[Message]:
+    """Yield the calls of all messages, in order."""
     for message in messages:
         yield from message.get("tool_calls", ())
 

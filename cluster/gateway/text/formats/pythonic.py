@@ -32,6 +32,7 @@ _POSSIBLE_BEGINNING = re.compile(r"\s*(?:[A-Za-z_][\w.\-]*\s*)?")
 _KEY = re.compile(r"\s*(?P<key>[A-Za-z_]\w*)\s*=(?!=)\s*")
 #: What may become a key with more text.
 _POSSIBLE_KEY = re.compile(r"\s*(?:[A-Za-z_]\w*\s*=?\s*)?")
+#: What closes each bracket.
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 

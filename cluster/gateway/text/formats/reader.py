@@ -75,7 +75,7 @@ class AnswerReader:
         self.has_ended = False  #: No more text will come.
         #: The answer has ended, but not by the model's choice, so that a call may lack its end.
         self.is_cut = False
-        self.parts: list[ContentPart] = []
+        self.parts: list[ContentPart] = []  #: Made and not yet taken away by the caller.
         self.calls = 0  #: Calls that came out so far, the one under way included.
         self.has_cut_call = False  #: True if the last of them lacks its end.
         self.flaws: list[CallFlaw] = []
@@ -103,6 +103,7 @@ class AnswerReader:
         return text
 
     def take_all(self) -> str:
+        """Take all characters away from the buffer, and return them."""
         return self.take(len(self.buffer))
 
     def skip_space(self) -> Reading[str]:

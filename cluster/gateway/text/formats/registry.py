@@ -42,9 +42,9 @@ class CallGrammar:
     tokens is written with these tokens.
     """
 
-    call_prefix: str
+    call_prefix: str  #: In front of the name.
     name_suffix: str  #: Between the name and its arguments.
-    call_suffix: str
+    call_suffix: str  #: Behind the arguments.
     separator: str = ""  #: Stands between two calls.
     quotes_name: bool = True
     opening: str = ""  #: In front of all calls.
@@ -107,7 +107,7 @@ def _lark_text(text: str, special_ids: Mapping[str, int]) -> str:
 class ToolFormat:
     """How a family of models writes calls."""
 
-    name: str
+    name: str  #: By which the setting `model.tool_format` chooses it.
     #: Reads content with calls in it, or a whole answer if the format `is_whole_answer`.
     read: Callable[[AnswerReader], Reading[None]]
     #: What a chat template of the family has: all texts of one of the rows.

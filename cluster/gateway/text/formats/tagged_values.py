@@ -2,7 +2,8 @@
 
 - Qwen 3 Coder, Qwen 3.5: `<function=NAME>`, `<parameter=KEY>` value `</parameter>`, in
   `<tool_call>` or without it.
-- GLM 4.5 and later: `<tool_call>NAME`, `<arg_key>KEY</arg_key>`, `<arg_value>` value `</arg_value>`.
+- GLM 4.5 and later: `<tool_call>NAME`, `<arg_key>KEY</arg_key>`, `<arg_value>` value
+`</arg_value>`.
 - DeepSeek V3.2 and later: `<｜DSML｜invoke name="NAME">`, and
   `<｜DSML｜parameter name="KEY" string="true">` value `</｜DSML｜parameter>`.
 
@@ -22,7 +23,7 @@ from .json_calls import CALL_CLOSE, CALL_OPEN, read_call
 from .parts import PartKind
 from .reader import AnswerReader, Markers, Reading
 
-DSML = "｜DSML｜"
+DSML = "｜DSML｜"  #: In each tag of DeepSeek's; the bars are no ASCII characters.
 #: The attributes of a DSML tag, of a call or of a parameter.
 _DSML_ATTRIBUTES = re.compile(r'name="(?P<name>[^"]*)"(?:\s+string="(?P<is_string>true|false)")?')
 
@@ -81,7 +82,7 @@ class _ValueReader:
     def __init__(self, reader: AnswerReader, style: TagStyle) -> None:
         self._reader = reader
         self._style = style
-        self._closings = Markers(*style.followers)
+        self._closings = Markers(*style.followers)  #: All texts that may end a value.
 
     def next_piece(self) -> tuple[str, bool]:
         """Take the next piece of the value that is certain; return it, and whether the value ended.

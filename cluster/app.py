@@ -1,7 +1,8 @@
 """The Serve application: Gateway (ingress), Router, Control, PrefillWorker and DecodeWorker.
 
-`Gateway`'s constructor takes the other deployments' handles only so that Serve deploys the graph;
-at run time they find each other through the router.
+Each is a deployment of Ray Serve, which starts, restarts and counts its replicas. `Gateway`'s
+constructor takes the other deployments' handles only so that Serve deploys the graph; at run time
+they find each other through the router.
 """
 
 from __future__ import annotations
@@ -21,20 +22,27 @@ from .launch.ray_cluster import AUTH_MODE
 from .router_service import RouterService
 from .worker.process import WorkerProcess
 
+#: Serve asks `check_health` of each replica every second, and replaces one that does not answer.
 HEALTH_OPTIONS: dict[str, Any] = {"health_check_period_s": 1.0, "health_check_timeout_s": 5.0}
+#: A worker needs up to 14 s to hand its work over before it ends (worker/lifecycle.py).
 SHUTDOWN_OPTIONS: dict[str, Any] = {
     "graceful_shutdown_wait_loop_s": 0.2,
     "graceful_shutdown_timeout_s": 15.0,
 }
 ACTOR_CPUS = 0.01  #: Ray does not count cores here: the engine's threads are a setting
 ANY_NODE: dict[str, Any] = {"num_cpus": ACTOR_CPUS}
-#: where the URLs lead, if the Serve config says nothing else; Ray's head may offer no cores
+#: The node of Ray's head, where the URLs lead, if the Serve config says nothing else. It may offer
+#: no cores, so all that is asked of it is a bit of the resource that Ray gives to the head alone.
 HEAD_NODE: dict[str, Any] = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
 ONGOING_REQUESTS_LIMIT = 4096  #: of one replica; the router's queue is the limit that counts
 
 
 def build(config: ClusterConfig, model: Path, name: str) -> serve.Application:
-    """Return the application for one model. `model` must be readable on every node."""
+    """Return the application for one model.
+
+    `model` is the checkpoint's folder, readable on every node; `name` is the model's name in the
+    API.
+    """
     tree = config.model_dump()
     tree["model"]["name"] = name
     router = _deployment(RouterService, "Router", 1, HEAD_NODE).bind(tree)
@@ -77,6 +85,7 @@ def _deployment(
     actor_options: dict[str, Any] = ANY_NODE,
     **options: Any,
 ) -> serve.Deployment:
+    """Return a deployment with the options that all of ours share; `options` are further ones."""
     deployment: serve.Deployment = serve.deployment(replica_class)  # type: ignore[assignment]
     return deployment.options(
         name=name,

@@ -1,8 +1,10 @@
 """The configuration of a cluster: one typed tree, loaded from one YAML file.
 
 The tree is checked as a whole when it is loaded, so a process that starts has a configuration that
-works together. Each part of the code gets a small dataclass of its own that is made from the tree,
-never the tree itself.
+works together. The shells of the processes read the tree; each pure core gets a small dataclass of
+its own that is made from it (`router_config`, `planner_config`, `engine_config`).
+
+A field's unit is in its name (`_ms`, `_s`, `_mib`), and its dotted path is its key: `slo.ttft_ms`.
 """
 
 from __future__ import annotations
@@ -29,13 +31,16 @@ Positive = Annotated[float, Field(gt=0)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FormatName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,40}$")]
 ModelName = Annotated[str, Field(min_length=1, max_length=200)]
+#: `*`, or a scheme and a host with an optional port and without a path, as browsers send it.
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s*]+)$")]
+#: `*`, a host's name, or `*.` and a domain.
 HostName = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*)$")]
-#: The share of the ITL target that an engine's step may take by default; the rest is for the
-#: token's way to the client.
+#: The share of the ITL target (the time between two tokens of an answer) that an engine's step may
+#: take by default; the rest is for the token's way to the client.
 STEP_SHARE = 0.9
 #: Environment variable with the cluster's secret, for where no file may hold the secret.
 SECRET = "DIPTYCH_SECRET"
+#: Hosts that only this machine's programs reach.
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -55,6 +60,8 @@ class ConfigSection(BaseModel):
 
 
 class ModelSettings(ConfigSection):
+    """The model that the cluster serves, and how its texts are written."""
+
     #: A folder or a Hugging Face id; None: the bundled model.
     path: str | None = None
     #: The name in the API; None: the folder's name, and `demo` for the bundled model.
@@ -67,8 +74,10 @@ class ModelSettings(ConfigSection):
     #: template shows), `none`, or a name of docs/formats.md; vLLM's names are taken, too.
     tool_format: FormatName = "auto"
     reasoning_format: FormatName = "auto"
+    #: The type of the weights and of what is computed.
     dtype: Dtype = EngineOptions.dtype
-    #: Tokens of a prompt and its answer; None: what the model allows, or what the pools hold.
+    #: Tokens of a prompt and its answer together; None: what the model allows, or what a pool of KV
+    #: blocks holds if that is less.
     max_model_len: Count | None = EngineOptions.max_model_len
     #: Tokens of a KV block; flash-attn 2 supports 256 only.
     block_tokens: BlockTokens = BLOCK_TOKENS
@@ -76,35 +85,44 @@ class ModelSettings(ConfigSection):
 
 # A section is frozen by its `model_config`, which mypy does not read.
 class EngineSettings(ConfigSection, SchedulerSettings, ComputeSettings):  # type: ignore[misc]
-    """The engines of a pool. Each field of the two structs of `engine/options.py` is a setting."""
+    """The engines of a pool.
+
+    Each field of the two dataclasses of `engine/options.py` is a setting here, too.
+    """
 
     #: MiB of the KV pool of each process; a replica has `tensor_parallel` processes.
     kv_mib: Count = EngineOptions.kv_bytes >> 20
-    #: The longest step that decodes answers: it bounds the prefill in such a step, except for one
-    #: block in every eighth step. None: `STEP_SHARE` of slo.itl_ms.
+    #: How long a step that decodes answers may take. It bounds how much of a prompt is computed in
+    #: such a step. So that prompts do not starve, one block is computed in every eighth step in any
+    #: case. None: `STEP_SHARE` of slo.itl_ms.
     itl_budget_ms: Positive | None = None
 
 
 class PoolConfig(ConfigSection):
-    #: Replicas at the start; `diptych scale` changes their number.
+    """One of the two deployments of workers. A replica is one worker."""
+
+    #: Replicas at the start; `diptych scale` and the planner change their number.
     replicas: Annotated[int, Field(ge=0)] = 1
-    #: The bounds of `diptych scale`.
+    #: The bounds of `diptych scale` and of the planner.
     min_replicas: Count = 1
     max_replicas: Count = 64
-    #: Processes of a replica that share the model.
+    #: Processes of a replica that share the model, each with its part of the weights and of the KV.
     tensor_parallel: Count = EngineOptions.tensor_parallel
     engine: EngineSettings = EngineSettings()
 
     @property
     def replicas_minimum(self) -> int:
-        """Return how many replicas the pool keeps at least.
+        """How many replicas the pool keeps at least.
 
-        That is `min_replicas`, or `replicas` where the pool was started with fewer.
+        That is `min_replicas`, or `replicas` where the pool was started with fewer: otherwise
+        nobody could order the size that the pool has.
         """
         return min(self.min_replicas, self.replicas)
 
 
 class PoolsConfig(ConfigSection):
+    """The pools by name. Workers of `prefill` compute prompts, those of `decode` the answers."""
+
     prefill: PoolConfig = PoolConfig()
     decode: PoolConfig = PoolConfig()
 
@@ -114,33 +132,38 @@ class PoolsConfig(ConfigSection):
 
 
 class ClassSettings(ConfigSection):
-    """A class of requests; see diptych.router.SloClass."""
+    """A class of requests, which a client names in the request."""
 
     #: The class with the lowest number is served first.
     priority: Annotated[int, Field(ge=0)] = 0
-    #: What one request is worth when not all of them can be served in time.
+    #: What one request is worth, beside others, when not all of them can be served in time.
     weight: Positive = 1.0
     #: True: a request that would miss its target is refused early, with status 429.
     early_reject: bool = False
 
 
 class RouterSettings(ConfigSection):
+    """How the router places requests on workers, and how long they may wait for that."""
+
     #: Whether another worker than the decode worker computes a prompt. With `auto` the router
     #: chooses for each request, by the times that it predicts.
     disaggregate: Literal["always", "auto", "never"] = "always"
-    #: Requests that wait for a worker.
+    #: Requests that may wait for a worker; further ones are refused.
     queue_max: Count = 1024
-    #: How long a request waits for a worker, or until its TTFT target if that is longer.
+    #: How long a request waits for a worker where none is up, or until its TTFT target (the time to
+    #: its first token) if that is longer.
     queue_ttl_s: Positive = 30.0
-    #: How long a request that cannot be in time may wait, by prediction; else it is refused at once.
+    #: How long a request that cannot meet its targets may wait, by prediction. One that would wait
+    #: for longer is refused at once.
     background_wait_s: Positive = 120.0
-    #: One of diptych.router.policies.
+    #: How workers are chosen: a key of `diptych.router.policies.POLICIES`.
     policy: str = "diptych"
-    #: Classes of requests by name; empty: those of diptych.router.config.
+    #: Classes of requests by name; empty: `interactive`, `sheddable` and `batch` of
+    #: diptych.router.config. A request that names none of them is of the first.
     classes: dict[str, ClassSettings] = {}
-    #: On the router's machine: where its events are written for `diptych replay`.
+    #: On the router's machine: where its events are written for `diptych replay`; None: nowhere.
     log_folder: str | None = None
-    #: MiB of events that are kept.
+    #: MiB of events that are kept, the newest ones.
     log_mib: Count = 32
 
     @field_validator("policy")
@@ -164,7 +187,7 @@ class TierSettings(ConfigSection):
     """Where a worker keeps KV blocks that its pool evicts. Sizes are of each worker; 0: none."""
 
     memory_mib: Annotated[int, Field(ge=0)] = 0
-    #: Several times `memory_mib`, or the disk helps little.
+    #: Should be several times `memory_mib`, else the disk holds little that memory does not.
     disk_mib: Annotated[int, Field(ge=0)] = 0
     #: On each machine; each worker makes a folder of its own in it.
     folder: str | None = None
@@ -177,7 +200,10 @@ class TierSettings(ConfigSection):
 
 
 class TransferSettings(ConfigSection):
-    #: `auto` is NIXL where it can run, else TCP. It is one transport for all pairs of workers.
+    """How KV moves between workers."""
+
+    #: `auto` is NIXL where it can run, else TCP; `shm` is memory that workers of one machine share.
+    #: It is one transport for all pairs of workers.
     transport: Literal["auto", "nixl", "shm", "tcp"] = "auto"
     #: From a worker's offer of blocks until all KV has arrived; a slower transfer fails.
     timeout_s: Positive = 30.0
@@ -185,20 +211,31 @@ class TransferSettings(ConfigSection):
 
 
 class SloConfig(ConfigSection):
-    """Targets that a request must meet to count as goodput. The defaults fit a laptop."""
+    """Targets that a request must meet to count as goodput. The defaults fit a laptop.
 
+    A request may name targets of its own.
+    """
+
+    #: From a request's arrival to its first token.
     ttft_ms: Positive = 2000.0
+    #: Between two tokens of an answer.
     itl_ms: Positive = 200.0
 
 
 class GatewaySettings(ConfigSection):
+    """Where clients talk to the cluster, who may, and what a gateway keeps for them."""
+
+    #: The address to listen on; the default admits this machine's programs only.
     host: str = "127.0.0.1"
     http_port: Port = 8000
     grpc_port: Port = 9000
-    #: Placements of one request; the last one does without a transfer.
+    #: Placements of one request, the first included. The last one does without a transfer: one
+    #: worker computes the prompt and the answer.
     max_attempts: Count = 4
+    #: Requests that a gateway serves at once; further ones are refused.
     max_streams: Count = 1024
-    #: On each gateway's machine; `diptych keys` writes the file.
+    #: On each gateway's machine: the clients' keys; `diptych keys` writes the file. Without this
+    #: file and `api_key_hashes` no client needs a key.
     api_keys_file: str | None = None
     #: SHA-256, in hex, of more keys: without limits, of the tenant `default`
     #: (`diptych serve --api-key`).
@@ -215,13 +252,13 @@ class GatewaySettings(ConfigSection):
     hosts: tuple[HostName, ...] = ()
     #: For a client to send its request's body.
     body_timeout_s: Positive = 30.0
-    #: For this long a client may come back for its answer.
+    #: For this long after a client's connection broke the client may come back for its answer.
     resume_s: Annotated[float, Field(ge=0)] = 60.0
     #: How many responses of `/v1/responses` a gateway keeps for `previous_response_id`; 0: none.
     stored_responses: Annotated[int, Field(ge=0)] = 4096
-    #: What they may take of the gateway's memory, in MiB.
+    #: What the kept responses may take of the gateway's memory, in MiB.
     stored_responses_mib: Count = 64
-    #: For this long after its last use a response is kept.
+    #: For this long after its last use a response is kept: six hours.
     stored_responses_s: Positive = 21600.0
     #: PEM files on each gateway's machine: HTTPS, and TLS for gRPC.
     tls_cert: str | None = None
@@ -245,31 +282,34 @@ class GatewaySettings(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _name_the_new_setting(cls, values: Any) -> Any:
+        """Refuse the old name of `origins` with a sentence that says the new one."""
         if isinstance(values, dict) and "cors_origins" in values:
             raise ValueError("cors_origins is called origins now")
         return values
 
     @property
     def asks_for_keys(self) -> bool:
-        """Return whether clients need a key."""
+        """Whether clients need a key."""
         return self.api_keys_file is not None or bool(self.api_key_hashes)
 
     @property
     def exposed(self) -> bool:
-        """Return whether anybody who reaches the machine can use the models."""
+        """Whether anybody who reaches the machine can use the models."""
         return not self.asks_for_keys and self.host not in LOOPBACK
 
 
 class ScalingSettings(ConfigSection):
-    """The planner (cluster/planner): who changes roles and sizes while load changes."""
+    """The planner (cluster/planner), which changes roles and sizes of pools while load changes."""
 
+    #: `propose` records what the planner would order; `act` orders it.
     mode: Literal["off", "propose", "act"] = "off"
+    #: Between two looks of the planner at the fleet.
     interval_s: Positive = 5.0
     #: False: the planner changes roles only.
     replicas: bool = True
     #: GPUs of all replicas together; None: no limit.
     gpus: Count | None = None
-    #: Between two flips.
+    #: At least this time lies between two flips (changes of a worker's role).
     flip_dwell_s: Positive = 60.0
     #: For this long a smaller pool must have been enough before the pool shrinks.
     down_dwell_s: Positive = 180.0
@@ -278,7 +318,8 @@ class ScalingSettings(ConfigSection):
 class RaySettings(ConfigSection):
     """Who may talk to Ray's own processes, which run whatever code they are sent."""
 
-    #: `disabled`: anybody who reaches one of Ray's ports runs code as this user.
+    #: `token`: Ray's processes refuse callers without a token. `disabled`: anybody who reaches one
+    #: of Ray's ports runs code as this user.
     auth: Literal["token", "disabled"] = "token"
 
 
@@ -288,7 +329,8 @@ class ControlSettings(ConfigSection):
     host: str = "127.0.0.1"
     port: Port = 8001
     grpc_port: Port = 9001
-    #: On the head's machine; the file's content is the bearer token.
+    #: On the machine of Ray's head; the file's content is the bearer token that callers must send.
+    #: None: this machine's programs may call without one, so `host` must be a loopback address.
     key_file: str | None = None
     #: PEM files on the head's machine: HTTPS, and TLS for gRPC.
     tls_cert: str | None = None
@@ -303,6 +345,7 @@ class ControlSettings(ConfigSection):
 
 
 def _check_tls_files(certificate: str | None, key: str | None) -> None:
+    """Raise ValueError if only one of the two files is named."""
     if (certificate is None) != (key is None):
         raise ValueError("tls_cert and tls_key go together")
 
@@ -321,17 +364,21 @@ class ObservabilitySettings(ConfigSection):
     otlp_endpoint: str | None = None
     #: Of requests without a traceparent, the share that is traced.
     trace_sample: Annotated[float, Field(ge=0, le=1)] = 0.01
+    #: `text` is warnings and worse, for people; `json` also has information, one object a line.
     log: Literal["text", "json"] = "text"
 
     @field_validator("metrics_host")
     @classmethod
     def _is_reachable(cls, host: str | None) -> str | None:
+        """Refuse an address that means all interfaces: it names no place that others can reach."""
         if host in ("", "0.0.0.0", "::"):
             raise ValueError("Prometheus is told to go there: give one address of this machine")
         return host
 
 
 class ClusterConfig(ConfigSection):
+    """The whole tree. Its fields are the sections of the YAML file."""
+
     model: ModelSettings = ModelSettings()
     pools: PoolsConfig = PoolsConfig()
     router: RouterSettings = RouterSettings()
@@ -343,9 +390,11 @@ class ClusterConfig(ConfigSection):
     ray: RaySettings = RaySettings()
     scaling: ScalingSettings = ScalingSettings()
     observability: ObservabilitySettings = ObservabilitySettings()
-    #: A peer that sent nothing for this long counts as dead.
+    #: A process of the cluster that sent its peer nothing for this long counts as dead. Idle
+    #: connections carry heartbeats.
     silence_s: Annotated[float, Field(ge=1)] = 3.0
-    #: What the cluster's processes prove to each other that they know.
+    #: What the cluster's processes prove to each other that they know. It is random unless it is
+    #: given, and is shown nowhere (`repr`, error messages).
     secret: str = Field(default_factory=lambda: secrets.token_hex(16), min_length=1, repr=False)
 
     @model_validator(mode="after")
@@ -420,7 +469,7 @@ def _override(tree: dict[str, Any], key: str, value: Any) -> None:
     """Set the value of a dotted key in the tree, which may lack the key's sections."""
     *section_names, name = key.split(".")
     section = tree
-    for section_name in section_names:
+    for section_name in section_names:  # sections may lie in sections
         section = section.setdefault(section_name, {})
         if not isinstance(section, dict):
             raise ConfigError(f"{section_name} in {key} is not a section")
@@ -428,7 +477,10 @@ def _override(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _describe_mistake(place: tuple[int | str, ...], message: str, value: Any) -> str:
-    """Return one line about a mistake; the whole tree and the secret are never repeated."""
+    """Return one line about a mistake; the whole tree and the secret are never repeated.
+
+    `place` is the path of keys to the mistake; it is empty if the tree as a whole is wrong.
+    """
     if not place or place[0] == "secret":
         return ": ".join([*map(str, place), message])
     return f"{'.'.join(map(str, place))}: {message} (got {value!r})"

@@ -1,6 +1,8 @@
 """The router's events on disk, for `diptych replay`: two files, the newer and the older one.
 
-A disk that takes nothing stops the recording for a minute, not the router.
+A file is lines of JSON: a head, the events that rebuild the router as it was when the file began,
+and then every event as the router got it. So each file can be replayed alone. A disk that takes
+nothing stops the recording for a minute, not the router.
 """
 
 from __future__ import annotations
@@ -19,22 +21,30 @@ log = logging.getLogger(__name__)
 
 PAUSE_S = 60.0  #: without recording, after a write that failed
 FILE_NAME = "router.jsonl"
-OLD_SUFFIX = ".old.jsonl"
+OLD_SUFFIX = ".old.jsonl"  #: The older file is `router.old.jsonl`.
 
 
 class EventLog:
-    """Writes what the router hears. Both files together take at most `size_limit_bytes`."""
+    """Writes what the router hears. Both files together take about `size_limit_bytes` at most.
+
+    A file's beginning, the state of the router with all cached prefixes that it knows, counts but
+    is not cut: half of the limit has to be well above its size, or every event begins a file.
+    """
 
     def __init__(self, folder: Path, size_limit_bytes: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / FILE_NAME
         self._file_limit_bytes = size_limit_bytes // 2
-        self._file: BinaryIO | None = None
-        self._paused_until = -math.inf
+        self._file: BinaryIO | None = None  #: None before the first event and after a failed write
+        self._paused_until = -math.inf  #: on the monotonic clock
 
     def write(self, router: Router, event: RouterEvent, now: float) -> None:
-        """Write one event before the router handles it. `now` is the router's clock, in seconds."""
-        line = replay.encode_event(event, now)
+        """Write one event before the router handles it.
+
+        `now` is the router's clock, in seconds: `time.monotonic`, as pauses are counted on it. What
+        was written is in a buffer until `flush`.
+        """
+        line = replay.encode_event(event, now)  # None: an event that a replay does not need
         if line is None or now < self._paused_until:
             return
         try:

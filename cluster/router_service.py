@@ -1,6 +1,7 @@
-"""The Router deployment: it takes frames from connections, feeds the pure router, and carries out its actions.
+"""The Router deployment: it feeds the pure router with frames, and carries out its actions.
 
-One process is one term of the router. Gateways and workers find it by `address()` through Serve.
+One process is one term of the router: of two routers the one with the higher term is active.
+Gateways and workers find the process by `address()` through Serve, and keep a connection each.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class RouterService:
     async def __init__(self, config: Values) -> None:  # type: ignore[misc]
         garbage.disable()  # Python's collector would pause decisions; `_handle` sweeps between them
         self.config = ClusterConfig.model_validate(config)
+        # The wall clock's milliseconds: a router that starts later has a higher term.
         self.router = Router(router_config(self.config), term=time.time_ns() // 1_000_000)
         self._log = self._open_log()
         self._peers: dict[str, FrameConnection] = {}  #: by name; a worker's name is its card's id
@@ -106,6 +108,7 @@ class RouterService:
     # ---- connections -----------------------------------------------------------------------------
 
     async def _serve(self, peer: FrameConnection, hello: frames.Hello) -> None:
+        """Handle a peer's frames until its connection ends; then the router counts it as lost."""
         previous = self._peers.get(peer.name)
         if previous:  # the peer is back before the end of its old connection was seen
             previous.abort()

@@ -1,7 +1,9 @@
 """Objects of custom kinds against their CRDs: structure (JSON Schema, strict) and CEL rules.
 
-What the API server does, offline: defaults are applied, nulls of fields that cannot be null are
-dropped, unknown fields are refused, `x-kubernetes-validations` are evaluated.
+A CRD (custom resource definition) tells Kubernetes of a kind, with a schema of its objects and
+rules in CEL, a language of expressions. This does what the API server does, offline: defaults are
+applied, nulls of fields that cannot be null are dropped, unknown fields are refused (the server
+drops them, unless it is asked to be strict), `x-kubernetes-validations` are evaluated.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ def load(folder: Path) -> dict[tuple[str, str], Schema]:
 
 
 def problems(document: dict[str, Any], schema: Schema) -> list[str]:
-    """What is wrong with the object, in sentences that begin with the place."""
+    """Returns what is wrong with the object, in sentences that begin with the place.
+
+    The rules are evaluated only where the structure is right, as they rely on it.
+    """
     complete = copy.deepcopy(document)
     _apply_defaults(complete, schema)
     found: list[str] = []
@@ -66,7 +71,10 @@ def _validator(key: _SchemaKey) -> Draft202012Validator:
 
 
 def _strict(schema: Schema, is_object_top: bool = False) -> Schema:
-    """Returns plain JSON Schema that refuses unknown fields, except at the object's top."""
+    """Returns plain JSON Schema that refuses unknown fields, except at the object's top.
+
+    There `apiVersion`, `kind` and `metadata` are allowed, whether the CRD names them or not.
+    """
     strict = {
         key: value
         for key, value in schema.items()
@@ -116,6 +124,7 @@ def _children(value: Any, schema: Schema) -> Iterator[_Child]:
 
 def _apply_defaults(value: Any, schema: Schema) -> None:
     """Changes `value` as the API server does: drops nulls, and fills in defaults."""
+    # Outer values first: a default may be an object that has defaults itself.
     if isinstance(value, dict):
         for key, inner in schema.get("properties", {}).items():
             if key in value and value[key] is None and not inner.get("nullable"):
@@ -127,7 +136,7 @@ def _apply_defaults(value: Any, schema: Schema) -> None:
 
 
 def _broken_rules(value: Any, schema: Schema, path: str) -> Iterator[str]:
-    """Yields a sentence for each CEL rule that does not hold."""
+    """Yields a sentence for each CEL rule that does not hold; `path` is the place of `value`."""
     for rule in schema.get("x-kubernetes-validations", []):
         if "oldSelf" in rule["rule"]:  # about a change, not about an object
             continue

@@ -17,7 +17,7 @@ DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  #: DNS-1035
 #: names are labels of at most 63 characters.
 NAME_LENGTH_LIMIT = 47
 TOKEN_AUTH_SINCE = (2, 52)  #: The first version of Ray that can ask for a token.
-#: Fields that need a feature gate of the operator.
+#: Fields that need a feature gate of the operator, which is off unless its values say otherwise.
 GATED_FIELDS = ("networkPolicy", "tlsOptions", "historyServerOptions")
 #: Options of `ray start` that say what `resources` of a group says.
 RESOURCE_OPTIONS = {"num-cpus", "num-gpus", "memory", "resources"}
@@ -49,6 +49,7 @@ def _name(service: Manifest) -> Iterator[str]:
 
 
 def _auth(cluster: Manifest) -> Iterator[str]:
+    """Yields what is wrong with the options by which Ray's processes ask for a token."""
     auth = cluster.get("authOptions", {})
     if auth.get("enableK8sTokenAuth"):
         yield "enableK8sTokenAuth is refused for a RayService"
@@ -85,6 +86,7 @@ def _group(group: Manifest) -> Iterator[str]:
 
 
 def _replicas(group: Manifest, autoscaling: bool) -> Iterator[str]:
+    """Yields what is wrong with a worker group's bounds, between which Ray's autoscaler moves."""
     name = group["groupName"]
     minimum = group.get("minReplicas")
     limit = group.get("maxReplicas")
@@ -118,6 +120,7 @@ def _autoscaler(service: Manifest) -> Iterator[str]:
 
 
 def _incremental_upgrade(service: Manifest) -> Iterator[str]:
+    """Yields what is wrong with an upgrade that moves traffic to a second cluster step by step."""
     strategy = service["spec"].get("upgradeStrategy", {})
     if strategy.get("type") != "NewClusterWithIncrementalUpgrade":
         return

@@ -1,9 +1,10 @@
 """Runs `pip install` and shows how far it is: `progress.py WHAT COMMAND ...`.
 
-pip is silent for minutes when it is asked to be quiet, and prints a page for each package when it is not. Here
-its output becomes one line that is written over: what it resolves, what it downloads, how many packages it has
-put in place and for how long. Where the output is no terminal, each phase is one line. If pip fails, the last
-lines it said are printed, and its exit status is returned.
+pip is silent for minutes when it is asked to be quiet, and prints a page for each package when it
+is not. Here its output becomes one line that is written over: what it resolves, what it downloads,
+how many packages it has put in place and for how long. Where the output is no terminal, each phase
+is one line. If pip fails, the last lines it said are printed, and its exit status is returned. WHAT
+is the name of what is installed, for people.
 
 Only the standard library is used: nothing is installed yet when this file runs.
 """
@@ -19,11 +20,12 @@ from collections import deque
 from pathlib import Path
 from typing import TextIO
 
+#: The lines of pip's output that are understood; others are only kept.
 COLLECTING = re.compile(r"Collecting (\S+)")
 DOWNLOADING = re.compile(r"\s*Downloading (\S+) \(([^)]+)\)")
 INSTALLING = re.compile(r"Installing collected packages: (.*)")
 LINES_KEPT = 30  #: of pip's output, for when it fails
-REFRESH_S = 0.5
+REFRESH_S = 0.5  #: between two counts of the packages that are in place
 
 
 class ProgressLine:
@@ -39,6 +41,7 @@ class ProgressLine:
         """Show a phase; `detail` changes too often for a line of its own."""
         if self._output.isatty():
             seconds = time.monotonic() - self._began
+            # Always 110 characters, so that no rest of a longer line stays.
             line = f"installing {self.what}: {phase} {detail} ({seconds:.0f} s)"
             self._output.write(f"\r{line[:110]:<110}")
         elif phase not in self._phases:
@@ -47,7 +50,7 @@ class ProgressLine:
         self._output.flush()
 
     def end(self, message: str) -> None:
-        """Replace the line by a last one."""
+        """Replace the line by a last one: `message`, and how long it all took."""
         seconds = time.monotonic() - self._began
         start = "\r" if self._output.isatty() else ""
         self._output.write(f"{start}{message} in {seconds:.0f} s".ljust(111) + "\n")
@@ -55,7 +58,11 @@ class ProgressLine:
 
 
 class PackageCounter:
-    """Counts, in a thread, the packages that pip has put in place since it began to install."""
+    """Counts, in a thread, the packages that pip has put in place since it began to install.
+
+    pip says nothing meanwhile; but each package gets a `.dist-info` folder. `packages` is how many
+    there will be. A package that replaces an older one is not seen, so the count may stay below.
+    """
 
     def __init__(self, line: ProgressLine, packages: int) -> None:
         self._line = line

@@ -19,23 +19,29 @@ from diptych.cluster.cli.render import RELEASE, manifests
 from diptych.cluster.launch.ray_cluster import ENVIRONMENT
 
 ROOT = Path(__file__).parent
-sys.path.insert(0, str(ROOT.parent))
+sys.path.insert(0, str(ROOT.parent))  # run as a file, Python would find only this folder
 from deploy import values  # noqa: E402
 
 CHART = ROOT / "helm/diptych"
-FLEETS = ROOT / "fleets"
-RENDERED = ROOT / "rendered"
+FLEETS = ROOT / "fleets"  #: values of the chart, one file for each fleet
+RENDERED = ROOT / "rendered"  #: the manifests of each fleet
 RULES = ROOT / "observability/rules.yaml"
 HEADER = "# Made by deploy/render.py; do not edit.\n"
 
 
 def render(fleet: dict[str, Any]) -> str:
-    """The chart's manifests as one YAML text. Raises helm_python.HelmError."""
+    """Returns the chart's manifests as one YAML text; `fleet` are values of the chart.
+
+    Raises helm_python.HelmError.
+    """
     return manifests(CHART, fleet, RELEASE)
 
 
 def chart_files() -> dict[Path, str]:
-    """The generated files of the chart, which rendering reads, and their texts."""
+    """Returns the generated files of the chart, which rendering reads, and their texts.
+
+    They are the schema of the values, the variables that Ray's processes need, and alerting rules.
+    """
     return {
         CHART / "values.schema.json": json.dumps(values.schema(), indent=2) + "\n",
         CHART / "files/environment.yaml": HEADER + yaml.safe_dump(ENVIRONMENT),
@@ -44,7 +50,7 @@ def chart_files() -> dict[Path, str]:
 
 
 def generated() -> dict[Path, str]:
-    """Every generated file and its text."""
+    """Returns every generated file and its text."""
     files = chart_files()
     for fleet in sorted(FLEETS.glob("*.yaml")):
         fleet_values = yaml.safe_load(fleet.read_text())
@@ -75,7 +81,7 @@ def main(arguments: list[str]) -> int:
 
 
 def changed(files: dict[Path, str]) -> list[Path]:
-    """The files that are not on disk with this text."""
+    """Returns the files that are not on disk with this text."""
     return [path for path, text in files.items() if not path.exists() or path.read_text() != text]
 
 

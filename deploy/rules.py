@@ -1,7 +1,9 @@
 """What no schema says of Diptych's manifests: what must fit together.
 
-KubeRay's own refusals are in `kuberay.py`. Every function returns sentences; none means nothing
-wrong. The functions rely on the structure that schemas check.
+The manifests are those of the Helm chart: one RayService, from which KubeRay makes a Ray cluster (a
+head and groups of worker pods) and deploys its Serve config there, and objects beside it. KubeRay's
+own refusals are in `kuberay.py`. Every function returns sentences about what is wrong; none means
+nothing is. The functions rely on the structure that schemas check.
 """
 
 from __future__ import annotations
@@ -28,18 +30,23 @@ from .manifests import (
     templates,
 )
 
+#: Variables by which Ray asks for a token; KubeRay sets them from `authOptions`.
 TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-SHUTDOWN_S = 15  #: Serve's graceful_shutdown_timeout_s
+SHUTDOWN_S = 15  #: Serve's graceful_shutdown_timeout_s, as cluster/app.py sets it
+#: Where the chart mounts clients' keys; looked for where the configuration names no file.
 DEFAULT_KEYS_FILE = "/etc/diptych/keys/keys.yaml"
-OPERATOR_PORTS = {8000, 8265}  #: Serve's and the dashboard's
-COMPONENT = "app.kubernetes.io/component"
+OPERATOR_PORTS = {8000, 8265}  #: Serve's and the dashboard's, which KubeRay's operator calls
+COMPONENT = "app.kubernetes.io/component"  #: the label with a pod's kind: `head`, or a group's
 
 
 # ---- Serve -----------------------------------------------------------------------------------
 
 
 def serve(service: Manifest) -> list[str]:
-    """Checks the Serve config: schema, unknown keys, import path, arguments, deployments' names."""
+    """Checks the Serve config: schema, unknown keys, import path, arguments, deployments' names.
+
+    `service` is the RayService, here and below.
+    """
     from ray.serve.schema import ServeDeploySchema
 
     try:
@@ -56,6 +63,7 @@ def serve(service: Manifest) -> list[str]:
         except (ConfigError, ImportError, AttributeError, TypeError, ValueError) as error:
             found.append(f"serveConfigV2: {application.name}: {error}")
             continue
+        # The application's builder may make deployments that the config leaves as they are.
         times = Counter(deployment.name for deployment in application.deployments)
         found += [f"serveConfigV2: no deployment {name}" for name in times.keys() - built_names]
         found += [f"serveConfigV2: {name} twice" for name, count in times.items() if count > 1]
@@ -63,7 +71,10 @@ def serve(service: Manifest) -> list[str]:
 
 
 def unknown_keys(raw: Any, model: Any, where: str = "") -> Iterator[str]:
-    """Yields the keys of `raw` that pydantic ignored when it made `model` of it."""
+    """Yields the keys of `raw` that pydantic ignored when it made `model` of it, as dotted paths.
+
+    `where` is the path of `raw` itself, with a point at its end.
+    """
     if isinstance(model, BaseModel) and isinstance(raw, dict):
         for key, value in raw.items():
             if key not in type(model).model_fields:
@@ -94,7 +105,11 @@ def _deployment_names(import_path: str) -> frozenset[str]:
 
 
 def placement(service: Manifest) -> Iterator[str]:
-    """Checks that some group offers enough custom resources and GPUs for every replica."""
+    """Checks that the groups offer enough custom resources and GPUs for every replica.
+
+    A pod offers slots as a custom resource of its pool's name, and a replica asks for one of them:
+    so Serve starts a replica only where the chart has room for it.
+    """
     config = serve_config(service)
     needed: Counter[str] = Counter()  # custom resource -> slots
     replica_gpus: dict[str, float] = {}  # custom resource -> GPUs of a replica that needs it
@@ -105,7 +120,7 @@ def placement(service: Manifest) -> Iterator[str]:
             replica_gpus[name] = options.get("num_gpus", 0)
 
     pools = settings(config).get("pools", {})
-    for name in needed.keys() & pools.keys():
+    for name in needed.keys() & pools.keys():  # workers' pools; gateways have slots, too
         ranks = pools[name].get("tensor_parallel", 1)
         on_gpus = pools[name].get("engine", {}).get("device") == "cuda"
         if on_gpus and replica_gpus[name] < ranks:
@@ -139,7 +154,7 @@ def _slots(group: Manifest) -> dict[str, int]:
 
 
 def ray_token(service: Manifest) -> Iterator[str]:
-    """Ray asks for the token of Diptych's Secret, unless the values say otherwise.
+    """Checks that Ray asks for the token of Diptych's Secret, unless the values say otherwise.
 
     KubeRay leaves a variable that stands in a container as it is, so `authOptions` would not count.
     """
@@ -195,7 +210,10 @@ def _ports(config: Manifest, template: Manifest) -> Iterator[str]:
 
 
 def _metrics(config: Manifest, template: Manifest) -> Iterator[str]:
-    """Processes take the first free port from Diptych's first one on."""
+    """Checks that the pod's metrics ports follow each other from Diptych's first one on.
+
+    Each process of a pod takes the first free port from there.
+    """
     first = settings(config).get("observability", {}).get("metrics_port")
     named = _named_ports(template)
     ports = [number for name, number in named.items() if name.startswith("metrics-")]
@@ -219,7 +237,7 @@ def _environment(template: Manifest) -> Iterator[str]:
 
 
 def _keys(config: Manifest, group: Manifest) -> Iterator[str]:
-    """The file of clients' keys is there where gateways may run, and nowhere else."""
+    """Checks that the file of clients' keys is where gateways may run, and nowhere else."""
     file = settings(config).get("gateway", {}).get("api_keys_file")
     gateways_may_run = "gateway" in (group.get("resources") or {})
     expected = bool(file and gateways_may_run)
@@ -234,7 +252,7 @@ def _is_mounted(template: Manifest, file: str) -> bool:
 
 
 def _admin(config: Manifest, head: Manifest) -> Iterator[str]:
-    """Control is on the head: its ports, and its key."""
+    """Checks the ports of Control, which runs on the head, and that its key is mounted there."""
     control = settings(config).get("control", {})
     named = _named_ports(head)
     for name, setting in (("admin", "port"), ("admin-grpc", "grpc_port")):
@@ -245,6 +263,11 @@ def _admin(config: Manifest, head: Manifest) -> Iterator[str]:
 
 
 def _drain(group: Manifest) -> Iterator[str]:
+    """Checks that a pod's workers hand their work over before it stops, and have the time.
+
+    `diptych-drain SECONDS` waits for that. Kubernetes kills the pod after its grace period, which
+    is 30 s where none is named.
+    """
     name = group["groupName"]
     template = group["template"]
     hook = container_of(template).get("lifecycle", {}).get("preStop", {})
@@ -259,6 +282,10 @@ def _drain(group: Manifest) -> Iterator[str]:
 
 
 def _resources(template: Manifest) -> Iterator[str]:
+    """Checks amounts and names of resources as Kubernetes would.
+
+    Only CPU and memory may have a limit above the request. Devices have a "/" in their names.
+    """
     resources = container_of(template)["resources"]
     requests = resources["requests"]
     limits = resources["limits"]
@@ -280,6 +307,10 @@ def _amount_of(resources: Manifest, name: str) -> float:
 
 
 def _memory_volumes(template: Manifest) -> Iterator[str]:
+    """Checks volumes in memory, whose content counts against the pod's memory limit.
+
+    One without a size limit may grow to all of the memory, so it is taken for huge (1T).
+    """
     limits = container_of(template)["resources"]["limits"]
     for volume in template["spec"].get("volumes", []):
         directory = volume.get("emptyDir", {})
@@ -296,8 +327,10 @@ def _memory_volumes(template: Manifest) -> Iterator[str]:
 
 
 def selectors(documents: list[Manifest]) -> Iterator[str]:
-    """Checks that every selector picks pods that are there, and policies open the ports that pods
-    have.
+    """Checks the objects beside the RayService: what they pick, open and permit.
+
+    Every selector must pick pods that are there, and policies must open ports that pods have.
+    `documents` are all manifests, the RayService included.
     """
     service = next(document for document in documents if document["kind"] == "RayService")
     pod_templates = list(templates(service).values())
@@ -324,7 +357,10 @@ def _disruption_budget(spec: Manifest, pod_templates: list[Manifest]) -> Iterato
 
 
 def _account(documents: list[Manifest], binding: Manifest, service: Manifest) -> Iterator[str]:
-    """The head's account is bound to a role that lets it change its RayService, and no more."""
+    """Checks that the head's account may change its RayService, and nothing else.
+
+    Control runs on the head and sets replica counts there.
+    """
     by_name = {(document["kind"], document["metadata"]["name"]): document for document in documents}
     role = by_name.get((binding["roleRef"]["kind"], binding["roleRef"]["name"]))
     subjects = [(subject["kind"], subject["name"]) for subject in binding["subjects"]]
@@ -344,7 +380,7 @@ def _account(documents: list[Manifest], binding: Manifest, service: Manifest) ->
 
 
 def _monitor(spec: Manifest, pod_templates: list[Manifest]) -> Iterator[str]:
-    """The monitor picks every pod and asks for every port that metrics are on."""
+    """Checks that the monitor picks every pod and asks for every port that metrics are on."""
     if not _picks_every_pod(spec.get("selector"), pod_templates):
         yield "does not pick every pod"
     port_names = {name for template in pod_templates for name in _named_ports(template)}
@@ -356,7 +392,11 @@ def _monitor(spec: Manifest, pod_templates: list[Manifest]) -> Iterator[str]:
 
 
 def _picked_components(selector: Manifest | None, pod_templates: list[Manifest]) -> list[str]:
-    """Components that a selector picks; an empty selector picks none of Diptych's."""
+    """Returns the components of the pods that a selector picks.
+
+    An empty selector would pick all pods of the namespace, others' too, so it counts as wrong: it
+    picks none of Diptych's here.
+    """
     labels_to_match = (selector or {}).get("matchLabels", {}).items()
     if not labels_to_match:
         return []
@@ -369,6 +409,7 @@ def _picks_every_pod(selector: Manifest | None, pod_templates: list[Manifest]) -
 
 
 def _network_policy(spec: Manifest, pod_templates: list[Manifest]) -> Iterator[str]:
+    """Checks that the policy admits the operator and the pods themselves, and nobody unnamed."""
     if not _picks_every_pod(spec.get("podSelector"), pod_templates):
         yield "does not pick every pod"
     ingress = spec.get("ingress", [])

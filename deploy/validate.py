@@ -3,9 +3,10 @@
     .venv/bin/python deploy/validate.py deploy/rendered/h100-ib.yaml
     helm template ... | .venv/bin/python deploy/validate.py -
 
-Built-in kinds and the pods inside a RayService against Kubernetes' own schemas, the kinds of
-`CUSTOM` against their CRDs in `$DIPTYCH_CRD_DIR` (skipped, and said so, without it), KubeRay's own
-refusals by `kuberay.py`, the rest by `rules.py`.
+Built-in kinds and the pods inside a RayService are checked against Kubernetes' own schemas, and the
+kinds of `CUSTOM` against their CRDs (their definitions) in `$DIPTYCH_CRD_DIR`; without that folder
+these are skipped, and the output says so. `kuberay.py` checks what KubeRay itself would refuse, and
+`rules.py` what must fit together.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import kubernetes_validate
 import yaml
 
 ROOT = Path(__file__).parent
-sys.path.insert(0, str(ROOT.parent))
+sys.path.insert(0, str(ROOT.parent))  # run as a file, Python would find only this folder
 from deploy import crds, kuberay, rules  # noqa: E402
 from deploy.manifests import Manifest, templates  # noqa: E402
 
@@ -35,7 +36,11 @@ def crd_folder() -> Path | None:
 
 
 def problems(text: str, folder: Path | None) -> list[str]:
-    """Returns everything that is wrong with a file of manifests; `folder` has the CRDs."""
+    """Returns everything that is wrong with a file of manifests.
+
+    `folder` has the CRDs; None: the structure of custom kinds is not checked, and a wrong one is
+    reported in general words when a rule stumbles over it.
+    """
     try:
         parsed = list(yaml.load_all(text, Loader=yaml.CSafeLoader))
     except yaml.YAMLError as error:
@@ -100,6 +105,7 @@ def _builtin(document: Manifest) -> list[str]:
 
 
 def _rules(documents: list[Manifest]) -> list[str]:
+    """Returns what does not fit together; the later rules need a Serve config that is right."""
     service = next(document for document in documents if document["kind"] == "RayService")
     found = kuberay.refusals(service) + rules.serve(service)
     if found:

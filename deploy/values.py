@@ -1,6 +1,8 @@
-"""The types of the chart's values; `render.py` writes them as values.schema.json.
+"""The types of the Helm chart's values; `render.py` writes them as values.schema.json.
 
-Objects that go to Kubernetes as they are (resources, tolerations, ...) are checked after rendering.
+What each value does, and its default, stands in helm/diptych/values.yaml. Names are in camel case,
+as Helm's and Kubernetes' are. A field without a default has its default in values.yaml. Objects
+that go to Kubernetes as they are (resources, tolerations, ...) are checked after rendering.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from typing import Annotated, Any, Literal
 from diptych.cluster.config import ClusterConfig, RaySettings
 from pydantic import BaseModel, ConfigDict, Field
 
-#: Fields of Diptych's configuration that are no values, and who decides instead.
+#: Fields of Diptych's configuration (cluster/config.py) that no value sets, and what decides
+#: instead: by class and field. The schema refuses them.
 DECIDED_ELSEWHERE = {
     "ClusterConfig.secret": "the Secret named by secretName",
     "ClusterConfig.ray": "ray.auth, as KubeRay must be told too",
@@ -33,27 +36,34 @@ DECIDED_ELSEWHERE = {
 }
 
 Text = Annotated[str, Field(min_length=1)]
+#: A worker group's name: at most 30 characters, as KubeRay makes longer names of it.
 Name = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,28}[a-z0-9])?$")]
 Count = Annotated[int, Field(ge=0)]
+#: An amount as Kubernetes writes it: `64Gi`, `500m`.
 Quantity = Annotated[str, Field(pattern=r"^[0-9]+([.][0-9]+)?([EPTGMk]i?|m)?$")]
+#: Objects of Kubernetes, as they are.
 Objects = list[dict[str, Any]]
 
 
+# A comment, not a docstring, says what a section is: pydantic would put it into the schema.
+
+
+# The base of every section: an unknown key is an error.
 class ValuesSection(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
 class Image(ValuesSection):
     repository: Text
-    tag: str = ""
-    digest: Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64})?$")] = ""
+    tag: str = ""  #: Empty: the chart's appVersion.
+    digest: Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64})?$")] = ""  #: Wins over the tag.
     pullPolicy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
     pullSecrets: Objects = []
 
 
 class PoolSize(ValuesSection):
     replicas: Count
-    gpus: Count = 0
+    gpus: Count = 0  #: Of each replica.
 
 
 class PoolSizes(ValuesSection):
@@ -63,12 +73,12 @@ class PoolSizes(ValuesSection):
 
 class Gateway(ValuesSection):
     replicas: Annotated[int, Field(ge=1)]
-    keysSecret: str = ""
+    keysSecret: str = ""  #: The Secret with clients' keys; empty: no client needs one.
 
 
 class Model(ValuesSection):
-    mountPath: Annotated[str, Field(pattern="^/")] = "/models"
-    volume: dict[str, Any] = {}
+    mountPath: Annotated[str, Field(pattern="^/")] = "/models"  #: On every pod.
+    volume: dict[str, Any] = {}  #: A Kubernetes volume source; empty: nothing is mounted.
 
 
 class Resources(ValuesSection):
@@ -82,12 +92,14 @@ class Head(ValuesSection):
     tolerations: Objects = []
 
 
+# How many replicas Serve may start in one pod of a group, and nowhere else.
 class Slots(ValuesSection):
     prefill: Count = 0
     decode: Count = 0
     gateway: Count = 0
 
 
+# A kind of pods, of which KubeRay makes `pods`.
 class Group(ValuesSection):
     name: Name
     pods: Count
@@ -104,36 +116,40 @@ class Group(ValuesSection):
 
 
 class Drain(ValuesSection):
-    seconds: Annotated[int, Field(ge=0)]
-    graceSeconds: Annotated[int, Field(ge=1)]
+    seconds: Annotated[int, Field(ge=0)]  #: For replicas to leave a pod that is told to stop.
+    graceSeconds: Annotated[int, Field(ge=1)]  #: Until Kubernetes kills the pod.
 
 
+# The lists are NetworkPolicyPeers, which say who may reach which ports.
 class NetworkPolicy(ValuesSection):
     enabled: bool
-    operatorNamespace: Text
-    clients: Objects
-    admins: Objects
-    scrapers: Objects
+    operatorNamespace: Text  #: Of KubeRay's operator, which talks to Ray's dashboard.
+    clients: Objects  #: The gateway's HTTP and gRPC.
+    admins: Objects  #: Control's HTTP and gRPC, on the head.
+    scrapers: Objects  #: Metrics.
 
 
+# A PodMonitor and a PrometheusRule for the Prometheus operator.
 class Monitoring(ValuesSection):
     enabled: bool
-    interval: Annotated[str, Field(pattern=r"^[0-9]+(s|m)$")]
-    labels: dict[str, str]
+    interval: Annotated[str, Field(pattern=r"^[0-9]+(s|m)$")]  #: Between two scrapes.
+    labels: dict[str, str]  #: By which a Prometheus selects the two objects.
 
 
 class Chart(ValuesSection):
     """values.yaml of the chart `diptych`."""
 
     image: Image
-    secretName: Text
+    secretName: Text  #: The Secret with the cluster's secret, Ray's token and the admin key.
     ray: RaySettings
+    #: As in cluster.yaml, without what `DECIDED_ELSEWHERE` names.
     config: ClusterConfig
     pools: PoolSizes
     gateway: Gateway
     model: Model
     head: Head
     groups: Annotated[list[Group], Field(min_length=1)]
+    #: When the Ray cluster itself changes, a second one is started beside it, or nothing is done.
     upgradeStrategy: Literal["NewCluster", "None"]
     drain: Drain
     networkPolicy: NetworkPolicy
@@ -142,7 +158,7 @@ class Chart(ValuesSection):
 
 
 def schema() -> dict[str, Any]:
-    """Returns the JSON Schema (2020-12) of the values."""
+    """Returns the JSON Schema (2020-12) of the values, by which Helm checks them."""
     chart_schema = Chart.model_json_schema()
     for path in DECIDED_ELSEWHERE:
         model, field = path.split(".")

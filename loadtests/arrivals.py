@@ -1,5 +1,7 @@
 """When requests come and how long they are. Pure: equal plan, equal arrivals.
 
+Times are in seconds since the start of the run, lengths in tokens.
+
 Open loop: an arrival never waits for the answer of another one; only `next_turn` does, the next
 turn of the same session. Each arrival belongs to a stage: its label, and the rate offered in it.
 """
@@ -18,7 +20,7 @@ from ..simulator.trace import WorkloadRequest
 from .errors import LoadError
 from .plan import LoadPlan
 
-#: For 3 of 15 s a burst load's rate is 4 times that of the rest.
+#: For 3 of 15 s a burst load's rate is 4 times that of the rest; the mean is the plan's rate.
 BURST_EVERY_S = 15.0
 BURST_S = 3.0
 BURST_FACTOR = 4.0
@@ -47,8 +49,8 @@ class Arrival:
     blocks: tuple[tuple[int, int], ...] = ()
     stage_index: int = 0
     next_turn: Arrival | None = None  #: is sent `think_s` after this one's answer
-    think_s: float = 0.0
-    index: int = 0  #: counts the arrivals of a run
+    think_s: float = 0.0  #: of the user, before this turn
+    index: int = 0  #: counts the arrivals of a run; makes the text of its own differ from others'
 
 
 def rate_stages(plan: LoadPlan) -> list[RateStage]:
@@ -69,7 +71,7 @@ def rate_stages(plan: LoadPlan) -> list[RateStage]:
 def planned_arrivals(plan: LoadPlan) -> list[Arrival]:
     """Returns the arrivals by time, numbered; a trace's later turns are in `next_turn`.
 
-    Raises LoadError.
+    Not for a chat load, whose users send when they like. Raises LoadError.
     """
     if plan.load == "trace":
         return _trace_arrivals(plan)
@@ -91,6 +93,7 @@ def planned_arrivals(plan: LoadPlan) -> list[Arrival]:
 
 
 def _arrival_times_s(load: str, stage: RateStage, rng: random.Random) -> Iterator[float]:
+    """Yields the times of a stage: evenly, or at random as independent users come (Poisson)."""
     if load == "constant":
         for number in range(int((stage.end_s - stage.begin_s) * stage.rate)):
             yield stage.begin_s + number / stage.rate
@@ -112,6 +115,7 @@ def _arrival_times_s(load: str, stage: RateStage, rng: random.Random) -> Iterato
 
 
 def _trace_arrivals(plan: LoadPlan) -> list[Arrival]:
+    """Returns a recorded or synthetic trace's arrivals, at the plan's rate and scaled lengths."""
     try:
         trace = load_trace(plan.trace, plan.seed)
     except SimulationError as error:

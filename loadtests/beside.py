@@ -24,7 +24,8 @@ import time
 import httpx
 import numpy as np
 
-PROMPT_TOKENS = 900  #: of the second stream; the first has a third
+#: of the second stream, so that computing its prompt takes a while; the first has a third
+PROMPT_TOKENS = 900
 LATER_S = 1.2  #: from the first stream's begin to the second's
 STREAM_TOKENS = 60  #: of the first stream's answer
 LETTER = 100  #: an id that is always text of its own, and so always a chunk
@@ -47,7 +48,7 @@ class TimedStream(threading.Thread):
             "stream": True,
         }
         self.began_s = time.perf_counter()
-        self.arrivals_s: list[float] = []
+        self.arrivals_s: list[float] = []  #: of the pieces, by `perf_counter`
         self.start()
 
     def run(self) -> None:
@@ -73,7 +74,8 @@ def measure(url: str, rounds: int) -> dict[str, list[float]]:
     hand_overs: list[float] = []
     ttfts: list[float] = []
     with httpx.Client(base_url=url, timeout=120) as client:
-        TimedStream(client, PROMPT_TOKENS, 4).join()  # warms the server
+        # Warms the server. Prompts are random, so nothing of them is cached later.
+        TimedStream(client, PROMPT_TOKENS, 4).join()
         for _ in range(rounds):
             first = TimedStream(client, PROMPT_TOKENS // 3, STREAM_TOKENS)
             time.sleep(LATER_S)

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 from .percentiles import percentiles
 from .sse import EventDecoder, HttpConnection
 
-STREAMS = 8
-CHUNKS = 40
-GAP_S = 0.025
+STREAMS = 8  #: read at once
+CHUNKS = 40  #: of each stream: at this pace, one second
+GAP_S = 0.025  #: between two chunks of a stream
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
@@ -33,7 +33,7 @@ class EchoedChunk(NamedTuple):
 
 
 def serve() -> None:
-    """Prints its port; ends when stdin does."""
+    """Serves until stdin ends, which `measure` closes; prints the port first."""
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
     threading.Thread(target=_accept, args=(listener,), daemon=True).start()
@@ -47,6 +47,7 @@ def _accept(listener: socket.socket) -> None:
 
 
 def _answer(connection: socket.socket) -> None:
+    """Streams chat chunks to whatever request comes; a chunk's text is when it was sent, in ns."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.recv(65536)
     connection.sendall(HEAD)
@@ -75,7 +76,7 @@ def measure() -> dict[str, Any]:
     """Reads `STREAMS` streams for one second; returns p50 and p99 of three errors.
 
     `late_us`: from a chunk's send to its stamp. `gap_error_us`: |measured gap - true gap|.
-    `read_us`: from the kernel's stamp to this process.
+    `read_us`: from the kernel's stamp to this process; empty where the kernel stamps nothing.
     """
     command = [sys.executable, "-m", "diptych.loadtests.echo"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

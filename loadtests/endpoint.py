@@ -135,13 +135,13 @@ class AnswerReader:
         self.text.append(text)
 
     def mark_complete(self) -> None:
-        """The server has said that this was all."""
+        """Note that the server has said that this was all."""
         self._finished = True
 
     def finish(self) -> None:
-        """The stream is over, be it complete or cut short.
+        """Fill in the outcome's end: the stream is over, be it complete or cut short.
 
-        Without usage, a piece counts as a token.
+        Where the server tells no token counts, a piece counts as a token.
         """
         outcome = self.outcome
         if self._finished:
@@ -155,7 +155,10 @@ class AnswerReader:
 
 
 class HttpLoadClient:
-    """Streams of one endpoint over kept connections. Not for threads; for greenlets."""
+    """Streams of one endpoint over kept connections. Not for threads; for greenlets.
+
+    `key` is the endpoint's API key; empty: none is sent.
+    """
 
     def __init__(self, facts: EndpointFacts, key: str = "") -> None:
         self._facts = facts
@@ -163,9 +166,10 @@ class HttpLoadClient:
         self._idle: list[HttpConnection] = []
 
     def chat(self, outcome: LoadOutcome, messages: list[dict[str, str]], tokens: int) -> str:
-        """Fills in `outcome`; returns the answer's text.
+        """Sends `messages` for an answer of `tokens` tokens; fills in `outcome`.
 
-        Raises nothing: what went wrong is in `outcome.error`.
+        Returns the answer's text, empty if the request failed. Raises nothing: what went wrong is
+        in `outcome.error`.
         """
         body = json.dumps(chat_body(self._facts, messages, tokens)).encode()
         try:
@@ -195,6 +199,7 @@ class HttpLoadClient:
     def _exchange(
         self, connection: HttpConnection, outcome: LoadOutcome, body: bytes, began: float
     ) -> str:
+        """Sends one request on this connection and reads its answer to the end."""
         reader = AnswerReader(outcome, began)
         refusal_body: list[bytes] = []
         headers = self._headers | {"x-request-id": outcome.id}
@@ -277,8 +282,8 @@ class ModelCard(NamedTuple):
     """What /v1/models says of the model."""
 
     name: str
-    context: int
-    server: str
+    context: int  #: tokens of prompt and answer
+    server: str  #: what software answers; empty if nothing says so
 
 
 def probe_endpoint(
@@ -286,7 +291,8 @@ def probe_endpoint(
 ) -> EndpointFacts:
     """Finds out what the endpoint serves and takes. Raises LoadError.
 
-    Costs about 15 to 30 requests of one token, which also warm the server.
+    `url` may end in `/v1`. `model` empty: the first that the endpoint names. `grpc` is only noted.
+    `seed` decides the texts. Costs about 15 to 30 requests of one token, which warm the server.
     """
     url = url.rstrip("/").removesuffix("/v1")
     try:
@@ -348,7 +354,10 @@ class _EndpointProber:
             raise LoadError(f"{self._url}{PATH} answers {reason} without usage") from None
 
     def takes(self, fields: dict[str, Any]) -> bool:
-        """Returns whether the endpoint answers a request that has these fields too."""
+        """Returns whether the endpoint answers a request that has these fields too.
+
+        An endpoint that refuses fields answers with another status than 200.
+        """
         status, _ = self._chat(fields, "the")
         return status == 200
 

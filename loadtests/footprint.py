@@ -20,10 +20,12 @@ MARKS = ("ray::", "/ray/core/", "diptych serve", "ray/dashboard", "ray/_private"
 
 @dataclass(frozen=True, slots=True)
 class ProcessFootprint:
-    name: str
+    """What one process takes."""
+
+    name: str  #: for people: Ray's own titles, or the program
     cpu_s: float  #: since the process began
-    rss_mib: int
-    pss_mib: int
+    rss_mib: int  #: resident memory; pages that processes share count in each
+    pss_mib: int  #: the same, where a shared page counts in parts
 
 
 def read_footprints() -> dict[int, ProcessFootprint]:
@@ -40,7 +42,10 @@ def read_footprints() -> dict[int, ProcessFootprint]:
 
 
 def _read_footprint(folder: Path) -> ProcessFootprint | None:
-    """Returns None for a process that is not of a cluster."""
+    """Returns the footprint; None for a process that is not of a cluster.
+
+    Raises OSError or StopIteration if the process ends meanwhile.
+    """
     command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
     if not any(mark in command for mark in MARKS) or "footprint" in command:
         return None
@@ -77,7 +82,7 @@ def main() -> None:
     total_pss_mib = 0
     print(f"{'PROCESS':42} {'CPU %':>6} {'RSS MiB':>8} {'PSS MiB':>8}")
     for pid, process in sorted(after.items(), key=lambda item: item[1].name):
-        if pid not in before:
+        if pid not in before:  # it began meanwhile: a start is not idle
             continue
         cpu_percent = (process.cpu_s - before[pid].cpu_s) / seconds * 100
         total_cpu_percent += cpu_percent

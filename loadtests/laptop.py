@@ -16,17 +16,17 @@ from pathlib import Path
 from .errors import LoadError
 
 HOST = "127.0.0.1"
-START_S = 180.0
-STOP_S = 60.0
+START_S = 180.0  #: for a cluster to be ready
+STOP_S = 60.0  #: for a cluster to end by itself; then its processes are killed
 
 
 @dataclass(frozen=True, slots=True)
 class LaptopCluster:
     """Where a cluster of this machine is reached."""
 
-    url: str
-    grpc: str
-    admin: str
+    url: str  #: of the OpenAI API
+    grpc: str  #: host:port of the gRPC API
+    admin: str  #: URL of the admin API
 
 
 @contextmanager
@@ -35,6 +35,7 @@ def cluster(
 ) -> Iterator[LaptopCluster]:
     """Starts a cluster by the command `diptych`, and stops it afterwards.
 
+    `arguments` are those of `diptych serve`; ports are chosen here. `start_limit_s` is in seconds.
     Raises LoadError with the log's last line if it does not start.
     """
     http_port, grpc_port, admin_port, admin_grpc_port = _free_ports(4)
@@ -45,6 +46,8 @@ def cluster(
     with tempfile.TemporaryDirectory(prefix="diptych-loadtest-") as folder:
         log = Path(folder) / "serve.log"
         with log.open("w") as out:
+            # In a session of its own: an interrupt from the terminal does not reach it, and it can
+            # be killed with all its processes.
             process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
             )
@@ -61,6 +64,7 @@ def cluster(
 
 def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, start_limit_s: float) -> None:
     deadline = time.monotonic() + start_limit_s
+    # `diptych serve` prints such a line when requests can be served.
     while "] ready" not in log.read_text():
         if process.poll() is not None or time.monotonic() > deadline:
             lines = log.read_text().strip().splitlines()
@@ -79,6 +83,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
+    # All are open at a time, so that the ports differ; they may be taken again before their use.
     probes = [socket.create_server((HOST, 0)) for _ in range(count)]
     ports = [probe.getsockname()[1] for probe in probes]
     for probe in probes:

@@ -1,6 +1,7 @@
 """The Locust users, for `locust -f loadtests/locustfile.py --host URL` and `diptych loadtest`.
 
-One class: what a user does is decided by `--load`. An open loop (constant, poisson, burst, ramp,
+Locust loads this file in every process, finds the user classes in it, and runs their tasks. There
+is one class: what a user does is decided by `--load`. An open loop (constant, poisson, burst, ramp,
 trace) needs one user a process, which offers every arrival; chat has as many users as it is given.
 """
 
@@ -29,7 +30,9 @@ def _add_options(parser: Any) -> None:
             default=option.default,
             help=option.metadata["help"],
         )
-    for name in ("plan_facts", "plan_run"):  # from master to workers
+    # Not for people: the master passes what it found of the endpoint, and the run's name, to the
+    # workers by these.
+    for name in ("plan_facts", "plan_run"):
         parser.add_argument(f"--{name.replace('_', '-')}", default="", include_in_web_ui=False)
 
 

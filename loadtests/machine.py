@@ -9,11 +9,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+#: The libraries whose versions may change the figures of a run.
 PACKAGES = ("diptych", "locust", "gevent", "grpcio", "numpy")
 
 
 def describe() -> dict[str, Any]:
-    """Returns the machine of the client, the commit of this checkout, and versions of libraries."""
+    """Returns the machine of the client, the commit of this checkout, and versions of libraries.
+
+    `cores` are those that this process may run on. A library that is missing has an empty version.
+    """
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     versions = {package: _version(package) for package in PACKAGES}
     return {
@@ -40,7 +44,7 @@ def _cpu() -> str:
 
 
 def _commit() -> str:
-    """The commit of the checkout that this file is in, with `+` if it has changes.
+    """Returns the commit of the checkout that this file is in, with `+` if it has changes.
 
     Empty when this file is in no checkout.
     """

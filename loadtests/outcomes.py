@@ -21,10 +21,11 @@ from ..simulator.metrics import ROUNDING_FACTOR, Slo
 from .arrivals import RateStage
 from .percentiles import percentiles
 
-QUANTILES = [*(q / 100 for q in range(100)), 0.995, 0.999, 1.0]
-LATENCY_RANKS = (50, 90, 95, 99)
+QUANTILES = [*(q / 100 for q in range(100)), 0.995, 0.999, 1.0]  #: The points of plotted curves.
+LATENCY_RANKS = (50, 90, 95, 99)  #: Percentiles in tables.
 TIMELINE_BINS = 40
-NARROWEST_BIN_S = 1.0
+NARROWEST_BIN_S = 1.0  #: Short runs have fewer bins: a shorter one would hold too few requests.
+#: Of the figures of `summarize`, those of each stage.
 STAGE_FIGURES = (
     "requests",
     "goodput",
@@ -38,21 +39,25 @@ STAGE_FIGURES = (
 
 @dataclass(slots=True)
 class LoadOutcome:
-    """One request of a load test. Latencies are nan where there is none."""
+    """One request of a load test. Latencies are nan where there is none.
+
+    A piece is what the stream brings at a time: one token with most servers. TTFT and E2E count
+    from `sent_s`, not from `arrival_s`: a client that is late is not the server's fault.
+    """
 
     id: str
     arrival_s: float  #: when it was to be sent, since the start of the run
     sent_s: float  #: when it was sent, since the start of the run
-    stage_index: int = 0
-    prompt_tokens: int = 0
+    stage_index: int = 0  #: of the run's stages, which differ in their rate
+    prompt_tokens: int = 0  #: as planned, until the server tells its own count
     output_tokens: int = 0  #: by the server's count if it tells one, else pieces with text
-    cached_tokens: int = 0
-    ttft_s: float = math.nan
-    e2e_s: float = math.nan
+    cached_tokens: int = 0  #: of the prompt, as the server says
+    ttft_s: float = math.nan  #: from sending to the first piece with text
+    e2e_s: float = math.nan  #: from sending to the last piece with text
     gaps_s: list[float] = field(default_factory=list)  #: between pieces that bring text
-    error: str = ""
+    error: str = ""  #: what went wrong; empty: the request was answered
     server_ttft_s: float = math.nan  #: by the server's own clock, if it says so
-    lags_s: list[float] = field(default_factory=list)  #: of the client's reads
+    lags_s: list[float] = field(default_factory=list)  #: seconds that the client's reads came late
 
     @property
     def tpot_s(self) -> float:
@@ -69,13 +74,14 @@ class LoadOutcome:
         """Returns what the request missed first: error, ttft or itl; "" if it missed nothing."""
         if self.error:
             return "error"
-        if not self.ttft_s <= slo.ttft_s * ROUNDING_FACTOR:
+        if not self.ttft_s <= slo.ttft_s * ROUNDING_FACTOR:  # so that nan is a miss
             return "ttft"
         itl_limit_s = slo.itl_s * ROUNDING_FACTOR
         gaps = self.gaps_s
         if gaps and sum(gaps) / len(gaps) > itl_limit_s:
             return "itl"
         if len(gaps) >= GAPS_FOR_P99:
+            # The p99 keeps the target if at most one gap of a hundred, rounded down, is longer.
             late_gaps = sum(gap > itl_limit_s for gap in gaps)
             if late_gaps > len(gaps) // 100:
                 return "itl"
@@ -87,7 +93,11 @@ class LoadOutcome:
 
 
 def summarize(outcomes: list[LoadOutcome], slo: Slo, span_s: float) -> dict[str, Any]:
-    """Figures of requests offered within `span_s` seconds."""
+    """Returns the figures of requests offered within `span_s` seconds.
+
+    Counts and rates are of all requests, tokens and latencies of those that were served. Latencies
+    are empty where there is none. `goodput` is None without a request.
+    """
     served = _served(outcomes)
     missed = Counter(filter(None, (outcome.missed(slo) for outcome in outcomes)))
     errors = Counter(outcome.error for outcome in outcomes if outcome.error)
@@ -95,7 +105,7 @@ def summarize(outcomes: list[LoadOutcome], slo: Slo, span_s: float) -> dict[str,
     output_tokens = sum(outcome.output_tokens for outcome in served)
     first_sent_s = min((outcome.sent_s for outcome in served), default=0.0)
     last_ended_s = max((outcome.ended_s for outcome in served), default=0.0)
-    active_s = last_ended_s - first_sent_s
+    active_s = last_ended_s - first_sent_s  # `tokens_per_s` counts over the time with answers
     server_ttfts_s = [outcome.server_ttft_s for outcome in served]
     return {
         "requests": len(outcomes),
@@ -133,7 +143,7 @@ def _first_gaps_s(outcomes: list[LoadOutcome]) -> list[float]:
 
 
 def _latency_figures(latencies_s: Iterable[float]) -> dict[str, float]:
-    """Mean, percentiles and maximum in ms; empty without latencies."""
+    """Returns mean, percentiles and maximum in ms; empty without latencies."""
     seconds = list(latencies_s)
     if not seconds:
         return {}
@@ -145,7 +155,10 @@ def _latency_figures(latencies_s: Iterable[float]) -> dict[str, float]:
 
 
 def distributions(outcomes: list[LoadOutcome]) -> dict[str, Any]:
-    """`QUANTILES` of TTFT, every ITL and the gap to the second token, in ms."""
+    """Returns `QUANTILES` of TTFT, every gap and the gap to the second token, in ms.
+
+    With separate prefill and decode workers the second token waits for the transfer between them.
+    """
     served = _served(outcomes)
     return {
         "quantiles": QUANTILES,
@@ -164,7 +177,7 @@ def _quantiles_ms(seconds: list[float]) -> list[float]:
 def summarize_stages(
     outcomes: list[LoadOutcome], stages: list[RateStage], slo: Slo
 ) -> list[dict[str, Any]]:
-    """Offered and good rate of every stage, with its latencies.
+    """Returns offered and good rate of every stage, with its latencies (`STAGE_FIGURES`).
 
     Stages without a request, which a ramp did not come to, are left out.
     """
@@ -196,7 +209,10 @@ def find_knee(stages: list[dict[str, Any]], share: float) -> float | None:
 
 
 def summarize_deciles(outcomes: list[LoadOutcome], slo: Slo) -> list[dict[str, Any]]:
-    """Goodput by prompt length, shortest tenth first."""
+    """Returns the goodput by prompt length, shortest tenth first.
+
+    `longest` is the longest prompt of a tenth, in tokens.
+    """
     by_length = sorted(outcomes, key=lambda outcome: outcome.prompt_tokens)
     part_count = min(10, len(by_length))
     if not part_count:
@@ -218,7 +234,10 @@ def summarize_deciles(outcomes: list[LoadOutcome], slo: Slo) -> list[dict[str, A
 def summarize_timeline(
     outcomes: list[LoadOutcome], slo: Slo, span_s: float
 ) -> list[dict[str, float]]:
-    """Rates offered and met by time of arrival, and how many requests ran, in equal bins."""
+    """Returns rates offered and met by time of arrival, and how many requests ran, in equal bins.
+
+    `running` is the mean number of served requests that ran in a bin: a failed one has no end.
+    """
     width_s = max(NARROWEST_BIN_S, span_s / TIMELINE_BINS)
     rows: list[dict[str, float]] = []
     for number in range(math.ceil(span_s / width_s)):
@@ -242,6 +261,8 @@ def summarize_timeline(
     return rows
 
 
+#: What the document has of each request: `at_s` is the planned arrival; prompt, cached and output
+#: are in tokens.
 REQUEST_COLUMNS = (
     "id",
     "at_s",
@@ -259,7 +280,7 @@ REQUEST_COLUMNS = (
 
 
 def request_rows(outcomes: list[LoadOutcome], slo: Slo) -> list[list[Any]]:
-    """The values of `REQUEST_COLUMNS` for every request, by time of arrival."""
+    """Returns the values of `REQUEST_COLUMNS` for every request, by time of arrival."""
     return [
         [
             outcome.id,

@@ -1,5 +1,9 @@
 """What is offered, to whom, and what has to hold: options as text, parsed and checked.
 
+A load is a stream of requests. In a constant, poisson, burst, ramp or trace load they come at
+planned times, whatever becomes of those before (an open loop); in a chat load each user waits for
+the answer. A ramp raises the rate step by step. A gate is a figure of the run that has to hold.
+
 `LoadPlan` travels as Locust options: every field is one (`--load`, `--rate`, ...), so that master,
 workers and the web UI know the same ones.
 """
@@ -18,6 +22,8 @@ from ..simulator.metrics import Slo
 from .errors import LoadError
 
 LOADS = ("constant", "poisson", "burst", "ramp", "trace", "chat")
+#: When a trace's later turns are sent: at their recorded time, or after the answer before and the
+#: recorded pause.
 DISPATCHES = ("timestamp", "thinktime")
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -28,6 +34,7 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
 
 
 def _option(default: Any, help_text: str) -> Any:
+    """Returns a field of `LoadPlan`; Locust shows the help text."""
     return field(default=default, metadata={"help": help_text})
 
 
@@ -90,6 +97,7 @@ class LoadPlan:
 
     @property
     def targets(self) -> Slo:
+        """What a request must meet: its first token's time, and the gaps between tokens."""
         try:
             slo = Slo.parse(self.slo)
         except SimulationError as error:
@@ -110,7 +118,10 @@ class LoadPlan:
 
     @property
     def rates(self) -> tuple[float, float]:
-        """Lowest and highest requests per second; (0, 0): as recorded."""
+        """Lowest and highest requests per second, which differ in a ramp only.
+
+        (0, 0): as recorded in the trace.
+        """
         if not self.rate and self.load == "trace":
             return 0.0, 0.0
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(?:-(\d+(?:\.\d+)?))?", self.rate)
@@ -123,6 +134,7 @@ class LoadPlan:
 
     @property
     def gates(self) -> list[LoadGate]:
+        """All that has to hold; empty: the run cannot fail by its figures."""
         return [LoadGate.of(part) for part in self.gate.split(",") if part.strip()]
 
     @property
@@ -132,6 +144,7 @@ class LoadPlan:
 
 
 def _token_range(name: str, text: str) -> tuple[int, int]:
+    """Returns both ends of `128` or `64-512`; `name` is the option, for the error."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     low = int(match[1]) if match else 0
     high = int(match[2] or match[1]) if match else 0
@@ -144,9 +157,9 @@ def _token_range(name: str, text: str) -> tuple[int, int]:
 class LoadGate:
     """`goodput>=0.95`: a figure of the run, how to compare it, and the limit."""
 
-    name: str
-    sign: str
-    limit: float
+    name: str  #: one of `GATED`
+    sign: str  #: one of `OPERATORS`
+    limit: float  #: a share of 1, a number, a rate per second, or a time in ms
 
     @staticmethod
     def of(text: str) -> LoadGate:
@@ -173,15 +186,19 @@ class LoadGate:
         return f"{self.name}{self.sign}{self.limit:g}"
 
 
+#: Figures that are no times: a share, requests/s, a number of requests, tokens/s.
 _SHARES = ("goodput", "good_per_s", "errors", "tokens_per_s")
 _TIMES = ("ttft", "itl", "tpot", "e2e", "second_token")
 _RANKS = ("mean", "p50", "p90", "p95", "p99", "max")
-#: figures that a gate can name: shares and rates, times in ms
+#: figures that a gate can name: shares, rates and counts; times in ms
 GATED = (*_SHARES, *(f"{time}_{rank}" for time in _TIMES for rank in _RANKS))
 
 
 def gated_figure(summary: dict[str, Any], name: str) -> float | None:
-    """Returns the figure that a gate names; None when the run does not have it."""
+    """Returns the figure that a gate names; None when the run does not have it.
+
+    `summary` is what `outcomes.summarize` returns.
+    """
     if name == "errors":
         return float(sum(summary["errors"].values()))
     if name in _SHARES:

@@ -1,4 +1,8 @@
-"""The plots of a report, as one SVG. Equal runs give equal files."""
+"""The plots of a report, as one SVG. Equal runs give equal files.
+
+A run is the document of `result.assemble`, as it stands in a JSON file. A request is met if it kept
+its targets of TTFT (time to the first token) and ITL (gaps between tokens).
+"""
 
 from __future__ import annotations
 
@@ -9,31 +13,37 @@ from typing import Any, NamedTuple
 from .plan import LoadPlan
 
 COLORS = ("#2f6db5", "#d1742c")  #: first and second run
-MISS = "#c0392b"
+MISS = "#c0392b"  #: the color of targets, and of requests that missed one
 DIAGONAL = "#9aa7b5"
 CROWDED_RATIO = 1000  #: largest by smallest tick: beyond, labels would overlap
 SCATTER_LIMIT = 1500  #: points of a scatter plot
 SMALLEST_GAP_MS = 0.05  #: a smaller value is drawn here: the axis is logarithmic
-SMALLEST_TTFT_MS = 0.1
+SMALLEST_TTFT_MS = 0.1  #: the same, of points
 Document = dict[str, Any]
 
 
 class PlottedRun(NamedTuple):
+    """A run, and how it is told from another one in the same plots."""
+
     run: Document
     name: str  #: empty where there is one run
     color: str
 
     def label(self, text: str) -> str:
+        """Returns the label of a curve, with the run's name before it if there are two runs."""
         return f"{self.name} {text}".strip()
 
 
 def plots_svg(runs: list[Document], names: tuple[str, ...] = ("",)) -> str:
-    """Returns the plots of one run, or of two in one picture, as an SVG element."""
+    """Returns the plots of one run, or of two in one picture, as an SVG element.
+
+    `names` has a name for each run. The targets that are drawn are the first run's.
+    """
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "diptych"  # equal runs, equal file
-    matplotlib.rcParams["svg.fonttype"] = "none"
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
     from matplotlib.figure import Figure
 
     plotted = [
@@ -59,7 +69,7 @@ def plots_svg(runs: list[Document], names: tuple[str, ...] = ("",)) -> str:
 
 
 def _svg_element(text: str) -> str:
-    """Removes the XML declaration and the document type."""
+    """Removes the XML declaration and the document type, which have no place inside HTML."""
     without_declaration = text.split("?>", 1)[-1]
     return without_declaration.split('dtd">', 1)[-1]
 
@@ -67,7 +77,7 @@ def _svg_element(text: str) -> str:
 def _plot_shares(
     axis: Any, plotted: list[PlottedRun], kinds: dict[str, str], title: str, target_ms: float
 ) -> None:
-    """Cumulative shares of each kind (key and label) of latency; a second kind is dashed."""
+    """Draws cumulative shares of each kind (key and label) of latency; a second kind is dashed."""
     for each in plotted:
         distributions = each.run["distributions"]
         for (kind, label), style in zip(kinds.items(), ("-", "--"), strict=False):
@@ -96,7 +106,7 @@ def _label_decimally(axis: Any) -> None:
 
 
 def _plot_goodput_by_rate(axis: Any, plotted: list[PlottedRun]) -> None:
-    """Rates of stages where there are several, else of bins of the timeline."""
+    """Draws met over offered rates: of stages where there are several, else of times of the run."""
     highest_rate = 0.0
     for each in plotted:
         has_stages = len(each.run["stages"]) > 1
@@ -117,6 +127,7 @@ def _plot_goodput_by_rate(axis: Any, plotted: list[PlottedRun]) -> None:
 
 
 def _plot_goodput_by_length(axis: Any, plotted: list[PlottedRun]) -> None:
+    """Draws the share of met requests for each tenth by prompt length; runs stand side by side."""
     width = 0.8 / len(plotted)
     for number, each in enumerate(plotted):
         rows = each.run["deciles"]
@@ -133,6 +144,7 @@ def _plot_goodput_by_length(axis: Any, plotted: list[PlottedRun]) -> None:
 
 
 def _plot_timeline(axis: Any, plotted: list[PlottedRun]) -> None:
+    """Draws rates offered and met, and how many requests ran, over the time of the run."""
     curves: dict[str, dict[str, Any]] = {
         "offered_per_s": {"lw": 1, "ls": "--"},
         "good_per_s": {"lw": 1.8},
@@ -152,7 +164,7 @@ def _plot_timeline(axis: Any, plotted: list[PlottedRun]) -> None:
 
 
 def _plot_requests(axis: Any, plotted: list[PlottedRun], target_ms: float) -> None:
-    """TTFT of each request by its arrival; missed ones (for any reason) are red."""
+    """Draws the TTFT of each request by its arrival; missed ones (for any reason) are red."""
     for each in plotted:
         for points, color, label in _request_points(each):
             if points:
@@ -167,13 +179,18 @@ def _plot_requests(axis: Any, plotted: list[PlottedRun], target_ms: float) -> No
 
 
 class RequestPoints(NamedTuple):
+    """Points of one color in the plot of requests."""
+
     points: list[tuple[float, float]]  #: seconds since the start, and TTFT in ms
     color: str
     label: str
 
 
 def _request_points(each: PlottedRun) -> Iterator[RequestPoints]:
-    """Yields the requests that were met, then those that were missed."""
+    """Yields the requests that were met, then those that were missed.
+
+    Of many requests, every n-th is drawn. Those without a first token are not.
+    """
     columns = each.run["columns"]
     at_column = columns.index("at_s")
     ttft_column = columns.index("ttft_ms")

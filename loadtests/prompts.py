@@ -46,23 +46,24 @@ CANDIDATES = [
 ]
 START = CANDIDATES[0]
 REPEATS = 8  #: a candidate is judged by the tokens that so many of it add
-ENOUGH_WORDS = 12
-FEWEST_WORDS = 2
+ENOUGH_WORDS = 12  #: after so many found words the search ends: each one costs a request
+FEWEST_WORDS = 2  #: with one word alone all prompts would be alike, and cached
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Makes texts.
+    """Makes texts of known length; equal seeds and names make equal texts.
 
     Every message begins with `START`: without a space in front, a word may be any number of tokens.
     """
 
     alphabet: tuple[str, ...]  #: words of one token each behind a space
-    template: int  #: tokens of a prompt whose message is `START` alone
+    #: Tokens of a prompt whose message is `START` alone; all but one come from the chat template.
+    template: int
     seed: int = 0
 
     def block(self, name: int | str, tokens: int) -> str:
-        """Returns a text of `tokens` tokens that begins with a space."""
+        """Returns a text of `tokens` tokens that begins with a space; `name` decides the words."""
         words = random.Random(f"{self.seed}/{name}").choices(self.alphabet, k=tokens)
         return "".join(f" {word}" for word in words)
 
@@ -80,7 +81,7 @@ class Words:
         return "".join(parts)
 
     def message(self, name: str, tokens: int) -> str:
-        """Returns a message of its own, of about `tokens` tokens."""
+        """Returns a message of about `tokens` tokens, the first of which is `START`."""
         return START + self.block(name, tokens - 1)
 
 

@@ -1,6 +1,8 @@
 """One run, or two side by side, as text and as one HTML file with plots inside.
 
-A run is the document of `result.assemble`, as it stands in a JSON file.
+A run is the document of `result.assemble`, as it stands in a JSON file. A request is met if it kept
+its targets of TTFT (time to the first token) and ITL (gaps between tokens). Goodput is the share of
+requests that were met. TPOT is the mean time of a token after the first, E2E the time to the last.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import Any
 from ..simulator.report import STYLE
 from .plots import COLORS, plots_svg
 
+#: Rows of the tables: the name shown, and the key in a run's summary.
 LATENCIES = (
     ("TTFT", "ttft_ms"),
     ("ITL", "itl_ms"),
@@ -35,6 +38,7 @@ Table = list[list[str]]
 
 
 def headline(run: Document) -> str:
+    """Returns the run's figures in one line."""
     summary = run["summary"]
     return (
         f"goodput {_goodput(summary)} of {summary['requests']} requests, "
@@ -90,6 +94,7 @@ def _counts(counts: dict[str, int]) -> str:
 
 
 def _knee(knee: dict[str, float | None]) -> str:
+    """Returns the largest rates of a ramp with 90 % (G90) and 99 % (G99) of the requests met."""
     return ", ".join(f"{name.upper()} {_rate(rate)}" for name, rate in knee.items())
 
 
@@ -98,6 +103,7 @@ def _rate(value: float | None) -> str:
 
 
 def _latency_table(run: Document, corner: str) -> Table:
+    """Returns a row for each latency, in ms; `corner` is the text in the top left cell."""
     rows = [[corner, *RANKS]]
     for name, key in LATENCIES:
         figures = run["summary"][key]
@@ -107,6 +113,7 @@ def _latency_table(run: Document, corner: str) -> Table:
 
 
 def stage_table(run: Document) -> Table:
+    """Returns a row for each stage of a ramp: a time with one rate. Latencies are in ms."""
     rows = [STAGE_HEADER]
     for stage in run["stages"]:
         rows.append(
@@ -146,6 +153,7 @@ def client_line(run: Document) -> str:
 
 
 def server_line(row: dict[str, Any]) -> str:
+    """Returns one figure as the server and the client counted it; they should agree."""
     return (
         f"server says {row['figure']} {row['server']:.6g}, client {row['client']:.6g} "
         f"({row['deviation']:+.1%})"
@@ -153,6 +161,7 @@ def server_line(row: dict[str, Any]) -> str:
 
 
 def _aligned(rows: Table) -> list[str]:
+    """Returns lines of text: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines: list[str] = []
     for row in rows:
@@ -197,7 +206,10 @@ def document(run: Document) -> str:
 
 
 def comparison(first: Document, second: Document, names: tuple[str, str]) -> str:
-    """Returns the reports of two runs side by side as self-contained HTML."""
+    """Returns the reports of two runs side by side as self-contained HTML.
+
+    `names` are what the runs are called in it.
+    """
     title = f"Load tests: {names[0]} and {names[1]}"
     settings = "".join(
         f"<p class='setting'><b style='color:{color}'>{_escape(name)}</b> "
@@ -216,7 +228,10 @@ def comparison(first: Document, second: Document, names: tuple[str, str]) -> str
 
 
 def differences(first: Document, second: Document) -> list[str]:
-    """Returns what else than the server differs between two runs."""
+    """Returns what differs between two runs in their load and their clients.
+
+    A comparison of two servers is fair if that is nothing.
+    """
     without_effect = {"out", "gate", "admin", "metrics"}
     lines: list[str] = []
     for key in (first["config"].keys() | second["config"].keys()) - without_effect:
@@ -250,6 +265,7 @@ def _compared_row(name: str, first: float | None, second: float | None) -> list[
 
 
 def compared_text(first: Document, second: Document, names: tuple[str, str]) -> str:
+    """Returns the comparison of two runs as text for a terminal."""
     lines = [f"differs: {line}" for line in differences(first, second)]
     return "\n".join([*lines, *_aligned(compared(first, second, names))])
 
@@ -266,7 +282,7 @@ def _page(title: str, body: list[str]) -> str:
 
 
 def _figures(run: Document) -> str:
-    """The figures at the top of the page."""
+    """Returns the figures at the top of the page."""
     summary = run["summary"]
     failed = sum(summary["errors"].values())
     cards = [
@@ -320,6 +336,7 @@ def _server(run: Document) -> str:
 
 
 def _slowest(run: Document) -> str:
+    """Returns a folded table: failed requests first, then those with the latest first token."""
     columns = run["columns"]
     error_column = columns.index("error")
     ttft_column = columns.index("ttft_ms")
@@ -344,6 +361,7 @@ def _cell(value: float | str | None) -> str:
 
 
 def _origin(run: Document) -> str:
+    """Returns when, where and with what the run was made, and all its options."""
     machine = run["machine"]
     versions = ", ".join(f"{name} {value}" for name, value in run["versions"].items())
     config = ", ".join(f"{key}={value}" for key, value in run["config"].items() if value != "")

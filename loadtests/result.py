@@ -1,4 +1,7 @@
-"""A run as one JSON document: configuration, machine, figures, every request. Pure."""
+"""A run as one JSON document: configuration, machine, figures, every request. Pure.
+
+The client is this load test: what sends the requests and measures. The server is what answers.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,20 @@ from .outcomes import LoadOutcome
 from .percentiles import percentiles
 from .plan import LoadPlan
 
-SCHEMA = 1
+SCHEMA = 1  #: of the document; another number means that readers of this one cannot read it
 BUSY_SHARE = 0.8  #: of a core: above it, the client may be what is measured
-SEVERAL_TOKENS = 1.2  #: tokens of a piece, above which ITL is not of tokens
+SEVERAL_TOKENS = 1.2  #: tokens of a stream's piece, above which gaps are not those of tokens
 LATE_SHARE = 0.1  #: of a target: lateness of the client above it is worth a warning
 
 
 @dataclass(slots=True)
 class ClientCost:
-    """What the load cost its own processes."""
+    """What the load cost its own processes, and how exact they are."""
 
+    #: What `echo.measure` found before the run: errors of this client's times.
     calibration: dict[str, Any] = field(default_factory=dict)
-    processes: dict[str, tuple[float, float]] = field(default_factory=dict)  #: CPU and wall seconds
+    #: By the process's name: its CPU and wall seconds.
+    processes: dict[str, tuple[float, float]] = field(default_factory=dict)
     path_s: list[float] = field(default_factory=list)  #: round trips of `GET /health` meanwhile
 
 
@@ -40,7 +45,8 @@ def assemble(
     """Returns the document of a run.
 
     `counters` are what the server counted meanwhile. `about` has start, machine, commit and
-    versions, and what was not as planned: `ended_s`, `silent`, `skipped`.
+    versions, and what was not as planned: `ended_s` (somebody stopped the run then), `silent`
+    (processes whose outcomes are missing), `skipped` (requests longer than the model's context).
     """
     slo = plan.targets
     planned_stages = rate_stages(plan)
@@ -88,7 +94,7 @@ def _span_s(
     outcomes: list[LoadOutcome],
     about: dict[str, Any],
 ) -> float:
-    """Seconds in which requests were offered."""
+    """Returns the seconds in which requests were offered, over which rates are counted."""
     planned_s = max(stage.end_s for stage in stages)
     if plan.load != "ramp":
         return about.get("ended_s", planned_s)
@@ -119,7 +125,7 @@ def client_figures(client: ClientCost, outcomes: list[LoadOutcome]) -> dict[str,
 
 
 def find_weaknesses(document: dict[str, Any], plan: LoadPlan) -> list[str]:
-    """Returns what a reader must know before believing the figures."""
+    """Returns what a reader must know before believing the figures: sentences for people."""
     client = document["client"]
     summary = document["summary"]
     warnings: list[str] = []

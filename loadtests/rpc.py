@@ -1,7 +1,8 @@
-"""The same streams over gRPC (`diptych.v1.Inference/Chat`). Cooperative under gevent.
+"""The load test's streams over gRPC (`diptych.v1.Inference/Chat`) instead of HTTP.
 
-Times are those at which this process got a message: gRPC hides its socket. The API has no switch
-for the length of an answer, so a model ends where it likes, `tokens` at the latest.
+Waits are cooperative under gevent: other greenlets run meanwhile. Times are those at which this
+process got a message: gRPC hides its socket. The API has no switch for the length of an answer, so
+a model ends where it likes, `tokens` at the latest.
 """
 
 from __future__ import annotations
@@ -20,19 +21,20 @@ if TYPE_CHECKING:
 
 
 class GrpcLoadClient:
-    """Streams over one channel."""
+    """Streams over one channel to the address `facts.grpc`; `key` is an API key, empty: none."""
 
     def __init__(self, facts: EndpointFacts, key: str = "") -> None:
-        grpc_gevent.init_gevent()
+        grpc_gevent.init_gevent()  # else gRPC's waits would hold up all greenlets
         self._model = facts.model
         self._metadata = [("authorization", f"Bearer {key}")] if key else []
         channel = grpc.insecure_channel(facts.grpc)
         self._stub = inference_pb2_grpc.InferenceStub(channel)
 
     def chat(self, outcome: LoadOutcome, messages: list[dict[str, str]], tokens: int) -> str:
-        """Fills in `outcome`; returns the answer's text.
+        """Sends `messages` (with `role` and `content`) for an answer of `tokens` tokens at most.
 
-        Raises nothing: what went wrong is in `outcome.error`.
+        Fills in `outcome`; returns the answer's text, empty if the request failed. Raises nothing:
+        what went wrong is in `outcome.error`.
         """
         request = inference_pb2.ChatRequest(
             model=self._model,

@@ -2,11 +2,12 @@
 
 Life of a run:
 
-1. `offer` is called by the one user of an open loop, or `converse` by every user of a chat load.
+1. `offer` is called by the one user of an open loop, or `converse` by every user of a chat load. In
+   an open loop requests are sent at planned times, whatever becomes of those before.
 2. Each request is a `LoadOutcome`: under way, then ended.
-3. The run is `done` when its time is over and nothing is under way.
+3. The run is `done` when all arrivals were offered, or its time is over, and nothing is under way.
 
-No request outlives duration + drain: then it is cut, and counts as unfinished.
+No request outlives duration + drain, in seconds: then it is cut, and counts as unfinished.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from .endpoint import EndpointFacts, HttpLoadClient
 from .outcomes import LoadOutcome
 from .plan import LoadPlan
 
-SYSTEM_PROMPTS = 4  #: of the chat load
+SYSTEM_PROMPTS = 4  #: of the chat load: sessions with the same one share a prefix
 MEAN_TURNS = 4.0  #: of a session
 KNEE_SHARE = 0.5  #: a ramp ends behind a stage of which less is met
 SLICE_S = 0.5  #: the longest wait between two looks at whether the run is being stopped
-UNFINISHED = "unfinished"
+UNFINISHED = "unfinished"  #: the error of a request that was cut
 
-ChatMessage = dict[str, str]
-IsStopping = Callable[[], bool]
+ChatMessage = dict[str, str]  #: `role` and `content`, as in OpenAI's API
+IsStopping = Callable[[], bool]  #: whether somebody stops the run before its time
 OnEnd = Callable[[LoadOutcome, RateStage], None]
 
 
 class ChatClient(Protocol):
-    """Sends one request and fills in its outcome."""
+    """Sends one request for `tokens` tokens, fills in its outcome, returns the answer's text."""
 
     def chat(self, outcome: LoadOutcome, messages: list[ChatMessage], tokens: int) -> str: ...
 
@@ -71,21 +72,24 @@ class LoadRun:
         on_end: OnEnd,
         name: str,
     ) -> None:
-        """`key` is the endpoint's API key; request ids begin with `name`."""
+        """`key` is the endpoint's API key; empty: none. Request ids begin with `name`.
+
+        The run's clock starts here.
+        """
         self.plan = plan
         self.facts = facts
         self.stages: list[RateStage] = rate_stages(plan)
         self.outcomes: list[LoadOutcome] = []  #: ended, and not fetched yet
-        self.under_way: dict[str, LoadOutcome] = {}
+        self.under_way: dict[str, LoadOutcome] = {}  #: by request id
         self.offering = False  #: True from the first `offer` on
         self._share = share
         self._on_end = on_end
         self._name = name
         self._words = facts.words(plan.seed)
         self._client = self._connect(key)
-        self._sessions = Group()
+        self._sessions = Group()  #: the greenlets of an open loop
         self._number = 0  #: of the latest request or user
-        self._active_users = 0
+        self._active_users = 0  #: Locust's users that have not ended their part
         self._tallies = [StageTally() for _ in self.stages]
         self._targets = plan.targets
         self._own_arrivals: list[Arrival] = []
@@ -109,6 +113,7 @@ class LoadRun:
 
     @property
     def done(self) -> bool:
+        """Whether this process has ended its part of the run."""
         if self._active_users or self.under_way or len(self._sessions):
             return False
         return self.offering or self.now >= self.plan.duration
@@ -125,7 +130,7 @@ class LoadRun:
         return fetched
 
     def cut(self) -> None:
-        """Ends the requests that are under way."""
+        """Ends the requests that are under way, with the error `UNFINISHED`."""
         self._sessions.kill()
         for outcome in list(self.under_way.values()):
             self._end(outcome, UNFINISHED)
@@ -133,7 +138,11 @@ class LoadRun:
     # ---- open loop -------------------------------------------------------------------------------
 
     def offer(self, stopping: IsStopping) -> None:
-        """Sends every arrival of this process at its time; returns when all have ended."""
+        """Sends every arrival of this process at its time; returns when all have ended.
+
+        A second user has nothing to do. A ramp ends early, behind its knee: the stage of which too
+        little was met.
+        """
         if self.offering:
             return
         self.offering = True
@@ -152,6 +161,7 @@ class LoadRun:
             self._active_users -= 1
 
     def fits(self, arrival: Arrival) -> bool:
+        """Whether the model's context has room for the prompt and the answer."""
         return arrival.prompt_tokens + arrival.output_tokens <= self.facts.context
 
     def _wait_until(self, time_s: float, stopping: IsStopping) -> bool:
@@ -163,13 +173,17 @@ class LoadRun:
         return not stopping()
 
     def _is_beyond_knee(self, stage_index: int) -> bool:
-        """Whether too little of a stage was met for a higher rate to be worth trying."""
+        """Whether too little of a stage was met for a higher rate to be worth trying.
+
+        It is judged by the requests of this process that have ended.
+        """
         tally = self._tallies[stage_index]
         if self.plan.load != "ramp" or not tally.ended:
             return False
         return tally.met / tally.ended < KNEE_SHARE
 
     def _run_session(self, first_turn: Arrival) -> None:
+        """Sends an arrival, and each next turn of its session when the one before was answered."""
         turn: Arrival | None = first_turn
         sent_at_s = first_turn.arrival_s
         while turn is not None and sent_at_s < self.plan.duration:
@@ -184,7 +198,10 @@ class LoadRun:
     # ---- chat ------------------------------------------------------------------------------------
 
     def converse(self, stopping: IsStopping) -> None:
-        """One user: sessions of turns, with time to think, until the run's time is over."""
+        """Acts as one user: sessions of turns, with time to think, until the run's time is over.
+
+        Users begin at random moments of the first `think` seconds, so that they do not go in step.
+        """
         self._number += 1
         rng = random.Random(f"{self.plan.seed}/user/{self._share.index}/{self._number}")
         self._active_users += 1
@@ -198,9 +215,9 @@ class LoadRun:
             self._active_users -= 1
 
     def _talk(self, rng: random.Random, stopping: IsStopping) -> None:
-        """One session: its turns, until it ends by chance, by an error, or for want of room."""
+        """Runs a session: its turns, until it ends by chance, by an error, or for want of room."""
         plan = self.plan
-        template = self._words.template
+        template = self._words.template  # tokens that the chat template adds to a message, about
         messages: list[ChatMessage] = []
         prompt_tokens = template
         if plan.shared:
@@ -225,6 +242,7 @@ class LoadRun:
                 return
             if rng.random() < 1 / MEAN_TURNS:
                 return
+            # The outcome has the server's own count by now.
             prompt_tokens = outcome.prompt_tokens + outcome.output_tokens
             messages.append(_message("assistant", answer))
 
@@ -246,13 +264,14 @@ class LoadRun:
         left_s = self.plan.duration + self.plan.drain - self.now
         error = UNFINISHED
         text = ""
-        with gevent.Timeout(max(0.01, left_s), False):
+        with gevent.Timeout(max(0.01, left_s), False):  # False: the block ends without an error
             text = self._client.chat(outcome, messages, tokens)
             error = outcome.error
         self._end(outcome, error)
         return text
 
     def _end(self, outcome: LoadOutcome, error: str) -> None:
+        """Notes the end of a request; one that failed has no latencies."""
         outcome.error = error
         if error:
             outcome.ttft_s = math.nan

@@ -19,10 +19,10 @@ from urllib.parse import urlsplit
 
 import httptools
 
-SO_TIMESTAMPNS = 35  #: Linux; the same number as its ancillary message
+SO_TIMESTAMPNS = 35  #: Linux's socket option; its messages with stamps have the same number
 TIMESPEC = struct.Struct("qq")  #: seconds and nanoseconds of such a message
-EVENT_BYTES_LIMIT = 8 << 20
-READ_BYTES = 65536
+EVENT_BYTES_LIMIT = 8 << 20  #: of one event: more without an end is no event stream
+READ_BYTES = 65536  #: taken by one read, at most
 OLDEST_STAMP_S = 60.0  #: an older stamp is a clock that was set
 
 
@@ -36,7 +36,7 @@ class HttpResponseDecoder:
     def __init__(self) -> None:
         self.status = 0  #: 0 until the head is complete
         self.headers: dict[str, str] = {}  #: by name in lower case
-        self.done = False
+        self.done = False  #: True once the whole response has been fed
         self._parser = httptools.HttpResponseParser(self)
         self._keep_alive = False
         self._body_parts: list[bytes] = []  #: that `feed` has not returned yet
@@ -61,6 +61,7 @@ class HttpResponseDecoder:
         return body
 
     def _end(self) -> None:
+        """Takes the end of the connection. Raises ProtocolError if the response was not whole."""
         has_length = "content-length" in self.headers or "transfer-encoding" in self.headers
         if self.status and not has_length:
             self.done = True  # the body is what came until the end
@@ -88,8 +89,10 @@ class HttpResponseDecoder:
 
 
 class ServerSentEvent(NamedTuple):
-    name: str
-    data: bytes
+    """One event of a stream."""
+
+    name: str  #: empty if the server gave none
+    data: bytes  #: its data lines, joined by newlines
 
 
 class EventDecoder:
@@ -100,9 +103,13 @@ class EventDecoder:
     """
 
     def __init__(self) -> None:
-        self._buffer = b""
+        self._buffer = b""  #: the event that is not complete
 
     def feed(self, data: bytes) -> list[ServerSentEvent]:
+        """Takes what was received; returns the events that are complete now.
+
+        Raises ProtocolError for an event above `EVENT_BYTES_LIMIT`.
+        """
         self._buffer = (self._buffer + data).replace(b"\r\n", b"\n")
         if len(self._buffer) > EVENT_BYTES_LIMIT:
             raise ProtocolError("an event without an end")
@@ -126,9 +133,14 @@ def _parse_event(block: bytes) -> ServerSentEvent | None:
 
 
 class HttpConnection:
-    """One connection, one request at a time. Raises OSError and ProtocolError."""
+    """One connection, one request at a time. Raises OSError and ProtocolError.
+
+    After `send`, read `pieces` or `body` to the end; then the connection takes another request if
+    `response.reusable` is true.
+    """
 
     def __init__(self, url: str, timeout_s: float) -> None:
+        """Connects. `timeout_s` bounds the connecting, and each wait for bytes."""
         parts = urlsplit(url)
         secure = parts.scheme == "https"
         self._host = parts.netloc.rpartition("@")[2]
@@ -145,6 +157,7 @@ class HttpConnection:
         self.response = HttpResponseDecoder()
 
     def _enable_stamps(self) -> bool:
+        """Asks the kernel for stamps; returns whether this system has them."""
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
         except OSError:
@@ -170,13 +183,16 @@ class HttpConnection:
                 yield stamp_s, body
 
     def body(self) -> bytes:
+        """Returns the whole body; waits for its end."""
         return b"".join(body for _, body in self.pieces())
 
     def _read(self) -> tuple[float, bytes]:
+        """Returns (when the data arrived, by `perf_counter`; the data, empty at the end)."""
         if not self._stamped:
             data = self._socket.recv(READ_BYTES)
             return time.perf_counter(), data
         data, messages, _, _ = self._socket.recvmsg(READ_BYTES, 64)
+        # Stamps are of the wall clock: the same moment on both clocks turns one into the other.
         now_s = time.perf_counter()
         wall_s = time.time()
         for level, kind, value in messages:

@@ -5,8 +5,11 @@ the only process) collects them in a `Collector`, writes the document, and sets 
 a gate does not hold. What is logged in Locust's statistics, in ms:
 
     HTTP or gRPC  each request, whole; failures are those of the request (in `Aggregated` too)
-    TTFT, ITL     first tokens; every gap, the one to the second token included
+    TTFT, ITL     times to first tokens; every gap between tokens, the one to the second included
     SLO           each request; its failures missed a target, so 1 - failures is goodput
+
+Locust has users, of which each runs in a greenlet, and calls this file by events: `test_start`,
+`test_stop`, `quitting`, and the reports from workers to the master every few seconds.
 """
 
 from __future__ import annotations
@@ -40,12 +43,13 @@ from .result import ClientCost, assemble
 from .run import LoadRun, ProcessShare
 from .sse import HttpConnection, ProtocolError
 
-ROUND_TRIP_EVERY_S = 0.25
+ROUND_TRIP_EVERY_S = 0.25  #: between two requests that measure the way to the server
 PROGRESS_EVERY_S = 2.0  #: between two lines of progress
 RECENT_LIMIT = 500  #: requests that live figures are of
 RECENT_GAP_REQUESTS = 20  #: the latest of these, whose gaps are live figures
-DEFAULT_ADMIN = "http://127.0.0.1:8001"
-LAST_REPORT_S = 15.0  #: for a worker's last report
+DEFAULT_ADMIN = "http://127.0.0.1:8001"  #: the admin API of a Diptych cluster on this machine
+LAST_REPORT_S = 15.0  #: after the run's end, for a worker's last report; then it counts as silent
+#: By what `LoadOutcome.missed` returns: the words for people.
 MISSED = {"ttft": "first token too late", "itl": "gaps too long", "error": "failed"}
 #: Columns of the web page's goodput tab.
 GOODPUT_COLUMNS = {
@@ -75,21 +79,24 @@ class RequestFailed(Exception):
 
 
 class Collector:
-    """Outcomes of all processes, and live figures of the last ones."""
+    """Outcomes of all processes, and live figures of the last ones.
+
+    The master has one for each run, or the only process.
+    """
 
     def __init__(self, plan: LoadPlan) -> None:
         self.plan = plan
         self.stages: list[RateStage] = rate_stages(plan)
         self.outcomes: list[LoadOutcome] = []
-        self.client = ClientCost()
+        self.client = ClientCost()  #: what the load cost this client's own processes
         self.finished: set[str] = set()  #: processes that have ended their part
         self._targets = plan.targets
-        #: By stage: requests by what they missed first, or "met".
+        #: By the stage's index: requests by what they missed first, or "met".
         self._verdicts: dict[int, Counter[str]] = {}
         self._recent: deque[LoadOutcome] = deque(maxlen=RECENT_LIMIT)
 
     def add(self, process: str, outcomes: list[LoadOutcome], usage: tuple[float, float]) -> None:
-        """Takes a process's new outcomes, and its CPU and wall seconds so far."""
+        """Takes a process's new outcomes, and its `usage`: CPU and wall seconds so far."""
         self.client.processes[process] = usage
         self.outcomes += outcomes
         self._recent += outcomes
@@ -118,7 +125,10 @@ class Collector:
         return rows
 
     def line(self, now: float, under_way: int) -> str:
-        """Returns the progress in one line."""
+        """Returns the progress in one line; `now` is in seconds since the start.
+
+        Goodput is of all requests so far; times are of the latest ones.
+        """
         verdicts = sum(self._verdicts.values(), Counter[str]())
         ended = len(self.outcomes)
         served = [outcome for outcome in self._recent if not outcome.error]
@@ -139,7 +149,10 @@ class Collector:
 
 
 class Swarm:
-    """This process's part in Locust's run, and the whole run's end where it is decided."""
+    """This process's part in Locust's run, and the whole run's end where it is decided.
+
+    One object lives as long as the process. In Locust's web page runs follow each other.
+    """
 
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
@@ -149,8 +162,8 @@ class Swarm:
         self._plan = LoadPlan()
         self._about: dict[str, Any] = {}  #: what the document says besides figures
         self._counters_before: dict[str, float] = {}  #: the server's
-        self._began = 0.0  #: when the run began
-        self._ended_by_itself = False
+        self._began = 0.0  #: when the run began, on the monotonic clock
+        self._ended_by_itself = False  #: True if the run was not stopped by somebody
         events = environment.events
         events.test_start.add_listener(self._on_start)
         events.test_stop.add_listener(self._on_stop)
@@ -185,7 +198,7 @@ class Swarm:
         except LoadError as error:
             print(f"diptych loadtest: {error}", file=sys.stderr, flush=True)
             self.environment.process_exit_code = 1
-            gevent.spawn_later(0.5, self._leave)
+            gevent.spawn_later(0.5, self._leave)  # Locust has to finish its start first
             return
 
         assert self.facts is not None
@@ -205,7 +218,11 @@ class Swarm:
             gevent.spawn(self._measure_path, self.facts.url)
 
     def _prepare(self, options: Any) -> None:
-        """Asks the endpoint and measures this client, once for all processes. Raises LoadError."""
+        """Asks the endpoint and measures this client, once for all processes. Raises LoadError.
+
+        What workers need of it travels to them in Locust's options: `plan_facts` and `plan_run`, a
+        random name of the run.
+        """
         plan = self._plan
         if plan.load != "chat":
             planned_arrivals(plan)  # what is wrong with the plan is reported now
@@ -227,6 +244,7 @@ class Swarm:
             self._about["skipped"] = sum(length > self.facts.context for length in lengths)
 
     def _check_first_turn(self, context: int) -> None:
+        """Raises LoadError if not even the shortest first turn of a chat fits into the context."""
         plan = self._plan
         least_tokens = plan.shared + plan.prompts[0] + plan.outputs[0]
         if plan.load == "chat" and least_tokens > context:
@@ -236,6 +254,7 @@ class Swarm:
             )
 
     def _share(self, options: Any) -> ProcessShare:
+        """Returns which part of the load is this process's."""
         if not self._is_worker:
             return ProcessShare()
         index = self.environment.runner.worker_index  # type: ignore[union-attr]
@@ -244,7 +263,7 @@ class Swarm:
     # ---- users and metrics -----------------------------------------------------------------------
 
     def act(self, user: User) -> None:
-        """Does all that a user does in a run."""
+        """Does all that a user does in a run, and ends the user."""
         run = self.run
         if run is not None:
 
@@ -268,6 +287,7 @@ class Swarm:
             exception=RequestFailed(outcome.error) if outcome.error else None,
             context={},
         )
+        # Not by events: these would count the request once more in Locust's `Aggregated`.
         stats: Any = self.environment.stats
         stats.get(stage.label, "SLO").log(e2e_ms, 0)
         missed = outcome.missed(self._plan.targets)
@@ -285,6 +305,7 @@ class Swarm:
     # ---- workers and master ----------------------------------------------------------------------
 
     def _on_report_to_master(self, client_id: str, data: dict[str, Any]) -> None:
+        """Puts a worker's new outcomes into `data`, the report that Locust is about to send."""
         if self.run is not None:
             outcomes = [outcome.packed() for outcome in self.run.fetch()]
             under_way = len(self.run.under_way)
@@ -319,10 +340,13 @@ class Swarm:
         self._leave()
 
     def _measure_path(self, url: str) -> None:
-        """Measures round trips through whatever stands before the server, under the same load."""
+        """Measures round trips through whatever stands before the server, under the same load.
+
+        They tell the way's share of the times that the client sees and the server does not.
+        """
         collector = self.collector
         connection: HttpConnection | None = None
-        while collector is not None and collector is self.collector:
+        while collector is not None and collector is self.collector:  # until the run is written
             gevent.sleep(ROUND_TRIP_EVERY_S)
             try:
                 connection = connection or HttpConnection(url, 10.0)
@@ -334,6 +358,7 @@ class Swarm:
             collector.client.path_s.append(arrived[0] - sent if arrived else 0.0)
 
     def _gather_own(self, collector: Collector) -> None:
+        """Takes the outcomes of this process, if it offers load itself."""
         if self.run is not None:
             collector.add("local", self.run.fetch(), self.run.usage)
 
@@ -348,6 +373,7 @@ class Swarm:
         return max(1, getattr(options, "expect_workers", 1) or 1)
 
     def _leave(self) -> None:
+        """Ends Locust; with a web page only the run ends, and the page stays."""
         runner = self.environment.runner
         if runner is None:
             return
@@ -389,7 +415,7 @@ class Swarm:
             counters=counters,
             about=self._about,
         )
-        if plan.out:
+        if plan.out:  # without spaces: a run has a row for each request
             Path(plan.out).write_text(json.dumps(document, separators=(",", ":")))
         missed_gates = [gate["gate"] for gate in document["gates"] if not gate["holds"]]
         for gate in missed_gates:
@@ -398,6 +424,7 @@ class Swarm:
             self.environment.process_exit_code = self._exit_code(missed_gates)
 
     def _exit_code(self, missed_gates: list[str]) -> int:
+        """Returns 4 for a missed gate, 1 where a process's outcomes are missing, else 0."""
         if missed_gates:
             return 4
         return 1 if self._about.get("silent") else 0
@@ -424,6 +451,7 @@ class Swarm:
             "extended_tables": [{"key": "goodput", "structure": structure}],
         }
 
+        # The page asks for this path again and again, and shows the tables that it finds there.
         @web_ui.app.after_request
         def extend(response: Any) -> Any:
             from flask import request

@@ -1,9 +1,11 @@
 """How other systems size their pools, from their formulas: what our planner is measured against.
 
-These planners decide by requests that have ended, not by those that arrive, and change replica
-counts, never roles. Sources: NVIDIA Dynamo's planner up to 0.9 (docs: SLA-based planner), Ray
-Serve's autoscaling (docs: target_ongoing_requests), llm-d's SLO autoscaling with KEDA. None of
-their code is used.
+These planners decide by requests that have ended or run, not by those that arrive, and change
+replica counts, never roles. Each has a `handle(observation, now)` as our planner has, which is
+called every few seconds (`now` in seconds) and returns the orders of this moment. TTFT is the time
+to the first token, ITL the time between two tokens of an answer. Sources: NVIDIA Dynamo's planner
+up to 0.9 (docs: SLA-based planner), Ray Serve's autoscaling (docs: target_ongoing_requests),
+llm-d's SLO autoscaling with KEDA. None of their code is used.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ def _scale_within(
 ) -> list[PlannerAction]:
     """Return orders for the desired counts, as far as the budget allows them.
 
-    A pool that shrinks makes room for one that grows.
+    A pool that shrinks makes room for one that grows, so the one that shrinks most is counted
+    first. Of the other pool, the replicas that are there and stay count against the budget.
     """
     present_counts = _pool_counts(observation)
     counts = {
@@ -75,10 +78,11 @@ def _scale_within(
 class DynamoPlanner:
     """Dynamo's formulas: every 180 s the replicas that the completions of the last interval needed.
 
-    They are computed at profiled rates.
+    The needs follow from a replica's profiled speed (here its cost coefficients), corrected by how
+    far the observed times were from the profiled ones.
     """
 
-    itl_s: float
+    itl_s: float  #: The ITL target.
     budget: ReplicaBudget
     interval_s: float = 180.0
     #: When the present interval began; None before the first call.
@@ -93,6 +97,8 @@ class DynamoPlanner:
         self.interval_began_at = now
 
         rate = recent.completed / recent.window_s
+        # The mean answer's context grows from the prompt to prompt and answer; this is its sum over
+        # the steps. All of the prompt counts as uncached: the formulas know no prefix cache.
         context = recent.mean_output_tokens * (
             recent.mean_prompt_tokens + recent.mean_output_tokens / 2
         )
@@ -108,7 +114,7 @@ class DynamoPlanner:
             "decode": self._decode_count(observation, demand),
         }
         total = sum(desired_counts.values())
-        if total > self.budget.total:
+        if total > self.budget.total:  # both are cut in proportion
             share = self.budget.total / total
             prefill_count = max(1, round(desired_counts["prefill"] * share))
             desired_counts = {
@@ -118,13 +124,20 @@ class DynamoPlanner:
         return _scale_within(self.budget, observation, desired_counts, f"{rate:.2f} completions/s")
 
     def _prefill_count(self, observation: FleetObservation, demand: OfferedLoad) -> int:
-        """Return replicas for the prompts, fewer if TTFTs were better than profiled."""
+        """Return replicas for the prompts, fewer if TTFTs were better than profiled (cached).
+
+        They are never more than profiled: TTFTs grow with waiting, too.
+        """
         profiled_ttft_s = prefill_seconds(_first_of_role(observation, "prefill"), demand)
         correction = min(1.0, observation.recent.mean_ttft_s / profiled_ttft_s)
         return max(1, ceil(demand.rate * profiled_ttft_s * correction))
 
     def _decode_count(self, observation: FleetObservation, demand: OfferedLoad) -> int:
-        """Return replicas for the answers, more if gaps were longer than profiled."""
+        """Return replicas for the answers, more if gaps between tokens were longer than profiled.
+
+        The profiled gap is a step at the mean batch of a replica. The correction is at least 0.1,
+        so that a few short gaps do not make the target ten times as lax or more.
+        """
         recent = observation.recent
         replica = _first_of_role(observation, "decode")
         batch = max(1.0, recent.decoding / max(1, _pool_counts(observation)["decode"]))
@@ -146,14 +159,16 @@ class PendingChange(NamedTuple):
 class ServeLoopPlanner:
     """Ray Serve's loop: sizes each pool by its ongoing requests.
 
-    A pool is resized once the need has lasted for a delay.
+    A pool is resized once the need has lasted for a delay. The delays are Serve's defaults.
     """
 
     budget: ReplicaBudget
-    #: Ongoing requests per replica.
+    #: Ongoing requests per replica, which the loop steers to.
     targets: dict[str, float] = field(default_factory=lambda: {"prefill": 2.0, "decode": 32.0})
+    #: A pool grows, or shrinks, once that was wanted for so long without a break.
     up_delay_s: float = 30.0
     down_delay_s: float = 600.0
+    #: By pool.
     pending_changes: dict[str, PendingChange] = field(default_factory=dict)
 
     def handle(self, observation: FleetObservation, now: float) -> list[PlannerAction]:
@@ -164,7 +179,7 @@ class ServeLoopPlanner:
         }
         for pool, present_count in list(desired_counts.items()):
             ideal_count = ceil(ongoing[pool] / self.targets[pool])
-            direction = (ideal_count > present_count) - (ideal_count < present_count)
+            direction = (ideal_count > present_count) - (ideal_count < present_count)  # -1, 0, 1
             change = self.pending_changes.get(pool)
             if change is None or change.direction != direction:
                 change = PendingChange(direction, now)
@@ -184,15 +199,19 @@ class KedaPlanner:
     over a window.
     """
 
+    #: The targets.
     ttft_s: float
     itl_s: float
     budget: ReplicaBudget
+    #: Over which the score is averaged.
     window_s: float = 45.0
+    #: A higher score counts as this one, so that one bad moment does not rule the average.
     score_limit: float = 2.0
     #: Above this score the pools grow.
     up_score: float = 0.55
     #: Below this score the pools shrink by one replica each.
     down_score: float = 0.40
+    #: Between two growths, and between two shrinkings.
     up_delay_s: float = 60.0
     down_delay_s: float = 120.0
     #: After the pools grew they do not shrink for this long.
@@ -203,6 +222,10 @@ class KedaPlanner:
     last_down_at: float = -inf
 
     def handle(self, observation: FleetObservation, now: float) -> list[PlannerAction]:
+        """Return orders for both pools: in proportion to the score over its threshold.
+
+        A pool at most doubles (small ones may grow by 4), and loses one replica at most.
+        """
         score = self._mean_score(observation, now)
         present_counts = _pool_counts(observation)
         desired_counts = dict(present_counts)
@@ -222,6 +245,7 @@ class KedaPlanner:
         return _scale_within(self.budget, observation, desired_counts, f"score {score:.2f}")
 
     def _mean_score(self, observation: FleetObservation, now: float) -> float:
+        """Return the mean score of the window; the observation's own is noted first."""
         recent = observation.recent
         score = max(recent.ttft_p90_s / self.ttft_s, recent.itl_p90_s / self.itl_s)
         self.scores.append((now, min(score, self.score_limit)))

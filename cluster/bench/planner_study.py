@@ -1,8 +1,10 @@
 """The planner in virtual time, beside fixed splits and other planners: `diptych bench planner`.
 
-All of them have the same GPUs and our router. The other planners change replica counts, and a new
-replica takes `Setting.start_s` to come up. Ours changes roles. Goodput is the share of requests
-that met their targets.
+A split says how many replicas prefill and how many decode. A fixed split keeps its numbers; a
+planner begins with one split and changes it. All of them have the same GPUs and our router. The
+other planners change replica counts, and a new replica takes seconds to come up (`start_s` of the
+simulated fleet). Ours changes roles. What is compared is attainment: the share of requests that met
+their targets of TTFT (time to the first token) and ITL (time between tokens).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from ..planner.core import (
 )
 from .planner_peers import DynamoPlanner, KedaPlanner, ReplicaBudget, ServeLoopPlanner
 
-RECENT_WINDOW_S = 60.0
+RECENT_WINDOW_S = 60.0  #: Of ended requests, which the other planners decide by.
 FIXED = "fixed"  #: The planner's name in a run where nobody plans.
 
 AnyPlanner = Planner | DynamoPlanner | ServeLoopPlanner | KedaPlanner
@@ -37,12 +39,15 @@ AnyPlanner = Planner | DynamoPlanner | ServeLoopPlanner | KedaPlanner
 
 @dataclass(slots=True)
 class PlannerDriver:
-    """Connects a planner to a simulation: observes the fleet, and carries out the orders."""
+    """Connects a planner to a simulation: observes the fleet, and carries out the orders.
+
+    The simulation calls the driver every few seconds of its virtual time.
+    """
 
     planner: AnyPlanner
-    #: (seconds, order), as they were given.
+    #: (virtual seconds, order with its reason), as they were given.
     orders: list[tuple[float, str]] = field(default_factory=list)
-    flip_count: int = 0
+    flip_count: int = 0  #: Of the orders, those that changed a worker's role.
 
     def __call__(self, simulation: Simulation, now: float) -> None:
         observation = observe_simulation(simulation, now)
@@ -52,6 +57,7 @@ class PlannerDriver:
                 self.flip_count += 1
                 simulation.flip(action.worker, action.role)
                 continue
+            # A new size: the difference to what is there or starts is added or removed.
             present_count = sum(replica.pool == action.pool for replica in observation.replicas)
             present_count += observation.starting_replicas.get(action.pool, 0)
             for _ in range(action.replicas - present_count):
@@ -84,6 +90,7 @@ def observe_simulation(simulation: Simulation, now: float) -> FleetObservation:
         if worker.role == "decode":
             decode_room_tokens += worker.capacity_tokens
             decode_used_tokens += worker.running_tokens(now)
+        # The router's prediction of when the worker will have computed the prompts that it has.
         router_worker = simulation.router.workers.get(name)
         if router_worker is not None and worker.role == "prefill":
             backlog_s += max(0.0, router_worker.busy_until - now)
@@ -101,7 +108,7 @@ def _recent_traffic(simulation: Simulation, now: float) -> RecentTraffic:
     """Return the means and P90s of what ended in the last minute, and what runs."""
     prefilling = sum(not attempt.first_token_at for attempt in simulation.attempts.values())
     decoding = len(simulation.attempts) - prefilling
-    # They are ordered by arrival, so all of them are searched.
+    # The attempts are ordered by arrival, not by end, so all of them are searched.
     ended = [
         attempt
         for attempt in simulation.last_attempts
@@ -113,6 +120,7 @@ def _recent_traffic(simulation: Simulation, now: float) -> RecentTraffic:
         return RecentTraffic(RECENT_WINDOW_S, prefilling=prefilling, decoding=decoding)
     ttfts_s = np.array([attempt.first_token_at - attempt.arrived_at for attempt in ended])
     answers_s = np.array([attempt.ended_at - attempt.first_token_at for attempt in ended])
+    # An answer of one token has no gap between tokens; 1 keeps the division below defined.
     gap_counts = np.array([max(1, attempt.request.output_tokens - 1) for attempt in ended])
     gaps_s = answers_s / gap_counts
     return RecentTraffic(
@@ -130,7 +138,11 @@ def _recent_traffic(simulation: Simulation, now: float) -> RecentTraffic:
 
 
 def planner_makers(case: Case, replica_limit: int) -> dict[str, Callable[[], AnyPlanner]]:
-    """Return what makes each planner, by name, with `replica_limit` replicas in all."""
+    """Return what makes each planner, by name, with `replica_limit` replicas in all.
+
+    A pool has at least one replica, so the other one has at most all but one. Ours may only change
+    roles (`scaling_enabled` is False): the others then have no more GPUs than it has.
+    """
     ttft_s = case.slo.ttft_s
     itl_s = case.slo.itl_s
     pool_bounds = ReplicaBounds(minimum=1, limit=replica_limit - 1)
@@ -151,19 +163,25 @@ class PlannerRun:
 
     #: The planner's name, or `fixed`.
     planner: str
-    #: Replicas by role at the beginning.
+    #: Replicas by role at the beginning: `6P2D` is six that prefill and two that decode.
     split: str
-    #: Share of the requests that met their targets.
+    #: Share of the requests that met their targets, 0 to 1.
     attainment: float
     ttft_p90_s: float
+    #: Seconds of all GPUs together, starting replicas included.
     gpu_s: int
+    #: 0 for planners that change no roles.
     flips_per_min: float = 0.0
-    #: The planner's orders: (seconds, order).
+    #: The planner's orders: (virtual seconds, order with its reason).
     orders: tuple[tuple[float, str], ...] = ()
 
 
 def run(case: Case, split: Split, rate: float, name: str = FIXED, *, seed: int = 0) -> PlannerRun:
-    """Simulate the case from `split` on, at `rate` requests/s, under the planner of that name."""
+    """Simulate the case from `split` on, at `rate` requests/s, under the planner of that name.
+
+    `case` has the trace of requests, the fleet's speeds and the targets. `name` is `FIXED` or a key
+    of `planner_makers`.
+    """
     driver = None
     if name != FIXED:
         driver = PlannerDriver(planner_makers(case, split.replicas)[name]())
@@ -193,7 +211,8 @@ def compare(
 ) -> list[PlannerRun]:
     """Run every fixed split, and every planner from `first_split`, on `jobs` cores.
 
-    The fixed splits come first in the result, then the planners, the best of each kind first.
+    `report_progress` gets a line when a run has ended. The fixed splits come first in the result,
+    then the planners, the best of each kind first.
     """
     tasks = [(split, FIXED) for split in possible_splits(first_split.replicas)]
     tasks += [(first_split, name) for name in planner_makers(case, first_split.replicas)]

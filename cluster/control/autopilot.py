@@ -28,7 +28,7 @@ from .operations import Operations
 
 log = logging.getLogger(__name__)
 
-ORDERS_LIMIT = 100  #: Orders that `GET /admin/v1/planner` can show.
+ORDERS_LIMIT = 100  #: Orders that `GET /admin/v1/planner` can show, the last ones.
 
 
 class Autopilot:
@@ -54,7 +54,11 @@ class Autopilot:
                 log.warning("the planner cannot see: %s", error or type(error).__name__)
 
     def statistics(self) -> dict[str, Any]:
-        """Return what `GET /admin/v1/planner` shows."""
+        """Return what `GET /admin/v1/planner` shows.
+
+        Each order has the wall clock's time `at`, what it was, `why`, and what it `is`: ordered,
+        proposed, or refused with a reason.
+        """
         return {
             "mode": self._settings.mode,
             "pressure": None if self._pressure is None else round(self._pressure, 4),
@@ -78,6 +82,7 @@ class Autopilot:
             await self._order(action)
 
     async def _order(self, action: PlannerAction) -> None:
+        """Carry an action out, or check that it could be, and record what became of it."""
         acting = self._settings.mode == "act"
         outcome = "ordered" if acting else "proposed"
         try:

@@ -1,8 +1,9 @@
 """The Serve deployment `Control`, where operators talk to the cluster. One replica, on Ray's head.
 
-Control has HTTP and gRPC servers on ports of its own, so that a client who may ask for tokens may
-not change the cluster for that reason. It puts together `Operations` with the servers, the planner
-(`autopilot.py`) and the metrics. While Control is away, requests are served as before.
+Control has HTTP and gRPC servers on ports of its own, with a key of its own: a client who may ask
+the gateway for tokens must not be able to change the cluster. It puts together `Operations` with
+the servers, the planner (`autopilot.py`) and the metrics. While Control is away, requests are
+served as before.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from .operations import Operations
 
 log = logging.getLogger(__name__)
 
-METRICS_INTERVAL_S = 5.0  #: Between two observations of the pools for the metrics.
+METRICS_INTERVAL_S = 5.0  #: Between two observations of the pools for Prometheus.
 GRPC_STOP_S = 1.0  #: For open gRPC calls to end when Control stops.
 
 
 class Control:
-    """Starts everything that operators need in one process, and ends it with the replica."""
+    """Starts everything that operators need in one process, and ends it with the replica.
+
+    `config` is the whole configuration in plain types, as Serve passes it on.
+    """
 
     async def __init__(self, config: dict[str, Any]) -> None:  # type: ignore[misc]
         cluster_config = ClusterConfig.model_validate(config)
@@ -78,6 +82,7 @@ class Control:
         self._http_server.check()
 
     async def __del__(self) -> None:
+        """Serve's shutdown hook."""
         self._pool_watch.cancel()
         self._planning.cancel()
         self._metrics.close()

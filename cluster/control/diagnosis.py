@@ -1,8 +1,11 @@
 """What is wrong with the paths that KV takes between workers (pure): measurements in, findings out.
 
-A path is an ordered pair of workers, a source that sends and a sink that receives. Which transport
-a path used is concluded, not asked: NIXL does not tell what UCX chose, but the kernel counts what
-each TCP connection of a process received. A transfer by NIXL is named by the first rule that fits:
+A path is an ordered pair of workers, a source that sends and a sink that receives. A probe moves
+blocks of no meaning along a path, as KV would be. Which transport a path used is concluded, not
+asked: NIXL, the library that moves KV, does not tell what UCX below it chose, but the kernel counts
+what each TCP connection of a process received. CMA is a process's copy into another's memory on the
+same host, RDMA a NIC's copy into another host's. A transfer by NIXL is named by the first rule that
+fits:
 
 - `nixl (unknown)`: the kernel's counts are not known.
 - `nixl (tcp)`: half of the bytes or more came over TCP.
@@ -11,7 +14,7 @@ each TCP connection of a process received. A transfer by NIXL is named by the fi
 - `nixl (other)`: anything else.
 
 `diagnose` concludes from a whole cluster's measurements. `diagnose_local_host` looks at one host
-where no cluster runs.
+where no cluster runs. Speeds are in GiB/s, those of NICs in Gbit/s.
 """
 
 from __future__ import annotations
@@ -25,17 +28,20 @@ import msgspec
 
 from ...kv_transfer.diagnosis import HostEnvironment, NetworkPort
 
-PAIRS_LIMIT = 64  #: Pairs that one diagnosis measures.
-SLOW_SHARE = 0.3  #: Of the expected bandwidth; a path below it is called slow.
+#: Pairs that one diagnosis measures, one after the other: all pairs of up to 8 workers.
+PAIRS_LIMIT = 64
+#: Of the expected bandwidth; a path below it is called slow. It is low, as other work on the hosts
+#: slows a probe down, too.
+SLOW_SHARE = 0.3
 TCP_SHARE = 0.5  #: Of the bytes; a transfer with more over TCP than this ran over TCP.
 CLOCK_SKEW_LIMIT_S = 0.5  #: Clocks may differ by this, beyond what the round trips leave open.
 GIB = 1 << 30
 GIB_S_PER_GBIT_S = 1e9 / 8 / GIB
-LINK_SHARE = 0.9  #: Of a NIC's rate, what is left for payload.
-#: Of memcpy's speed, what a transport reaches on one host: `kv_transfer/README.md`, runs of
-#: 256 KiB, rounded down.
+LINK_SHARE = 0.9  #: Of a NIC's rate, what is left for payload beside the protocols' headers.
+#: Of memcpy's speed, what each transport (a value of `kv_transfer.transport`) reaches on one host,
+#: by measurement: `kv_transfer/README.md`, runs of 256 KiB, rounded down.
 COPY_SHARES = {"nixl": 0.8, "shm": 0.8, "tcp": 0.4}
-DEFAULT_COPY_SHARE = 0.4
+DEFAULT_COPY_SHARE = 0.4  #: Of a transport that was not measured: as the slowest.
 
 
 class UcxFamily(NamedTuple):
@@ -71,20 +77,27 @@ class HostObservation(msgspec.Struct, frozen=True):
 
 
 class PairMeasurement(msgspec.Struct, frozen=True):
-    """The best of a pair's probes: bytes from `source` to `sink`, or a `reason` why none came."""
+    """The best of a pair's probes: bytes from `source` to `sink`, or a `reason` why none came.
 
+    A worker that said nothing of its host stands here as a pair with itself.
+    """
+
+    #: Ids of workers.
     source: str
     sink: str
     bytes: int = 0
-    #: While the write was under way, the sender's checksum included.
+    #: Seconds with a write under way, the sender's checksum included.
     busy_s: float = 0.0
+    #: Seconds from the request to the last checksum that the receiver verified.
     wall_s: float = 0.0
     #: Of the bytes, the share that the kernel saw on TCP connections; None if it is not known.
     over_tcp: float | None = None
+    #: Empty if the bytes came; else a key of `_FAILURE_TEXTS`, or another word of a worker.
     reason: str = ""
 
     @property
     def gib_s(self) -> float:
+        """The speed of the path while it was in use; 0 if nothing was moved."""
         return self.bytes / self.busy_s / GIB if self.busy_s else 0.0
 
 
@@ -93,12 +106,15 @@ class PairDiagnosis(msgspec.Struct, frozen=True):
 
     source: str
     sink: str
-    #: Empty if nothing was moved.
+    #: Which one ran, as `nixl (cma)` or `tcp`; empty if nothing was moved.
     transport: str = ""
+    #: The measured speed; None if nothing was moved.
     gib_s: float | None = None
-    #: None if the speed of the link is not known.
+    #: None if the speed of the link is not known, or nothing was moved.
     expected_gib_s: float | None = None
+    #: The measured speed over the expected one, 1 being as expected; None if either is not known.
     of_expected: float | None = None
+    #: Why nothing was moved; empty if bytes came.
     reason: str = ""
 
 
@@ -117,7 +133,7 @@ class Finding(msgspec.Struct, frozen=True):
     what: str
     #: What to do.
     next: str
-    #: Workers, or pairs `source -> sink`.
+    #: Ids of workers, or pairs `source -> sink` of them.
     where: list[str]
 
 
@@ -148,7 +164,8 @@ class FailureText(NamedTuple):
     next: str
 
 
-#: By the reason that a probe gives.
+#: By the reason that a probe gives. A probe uses blocks of both pools, a quarter of each at most;
+#: "-" is shown where nothing is to be done.
 _FAILURE_TEXTS = {
     "pool_full": FailureText(
         Severity.NOTE, "not measured: the receiving pool is too full", "try again when idle"
@@ -194,8 +211,9 @@ def choose_pairs(workers: Sequence[tuple[str, str]]) -> tuple[list[tuple[str, st
     """Return the (source, sink) pairs to measure, and a sentence that says which they are.
 
     `workers` are pairs of name and role. All ordered pairs are measured if there are at most
-    `PAIRS_LIMIT`. Otherwise that many pairs from prefill to decode workers are, chosen so that each
-    worker takes part.
+    `PAIRS_LIMIT`. Otherwise only pairs from prefill to decode workers are, the way that KV takes
+    most, and at most that many. Each worker is in one of them as long as neither role has more than
+    `PAIRS_LIMIT` workers.
     """
     all_pairs = list(permutations((name for name, _ in workers), 2))
     if len(all_pairs) <= PAIRS_LIMIT:
@@ -227,6 +245,7 @@ def diagnose(
     """Conclude from what the workers see of their hosts and what probes between them measured.
 
     `configured_transport` is `kv_transfer.transport`: TCP is no fallback where it is configured.
+    `scope` is the sentence of `choose_pairs`, which goes into the report.
     """
     environments = {host.environment.worker: host.environment for host in hosts}
     pairs = [diagnose_pair(measurement, environments) for measurement in measurements]
@@ -245,7 +264,10 @@ def diagnose(
 
 
 def diagnose_local_host(environment: HostEnvironment) -> Diagnosis:
-    """Conclude what workers would meet on a host where no cluster runs."""
+    """Conclude what workers would meet on a host where no cluster runs.
+
+    `environment` is what `kv_transfer.diagnosis.observe_host` saw in a process of this host.
+    """
     where = [environment.worker]
     findings = list(host_findings(environment))
     if not all(environment.cma.values()):
@@ -256,7 +278,7 @@ def diagnose_local_host(environment: HostEnvironment) -> Diagnosis:
         what = f"NIXL would fall back to TCP: UCX_TLS={environment.ucx_tls} leaves out cma"
         remedy = "unset UCX_TLS, or add cma to it"
         findings.append(Finding(Severity.WARNING, what, remedy, where))
-    if environment.versions.get("nixl") == "-":
+    if environment.versions.get("nixl") == "-":  # stands for "not installed"
         what = "NIXL is not installed: KV would travel over plain TCP"
         findings.append(Finding(Severity.WARNING, what, "pip install nixl", where))
     hosts = [HostObservation(environment)]
@@ -333,8 +355,9 @@ def transport_of(source: HostEnvironment, sink: HostEnvironment, over_tcp: float
 def expected_gib_s(source: HostEnvironment, sink: HostEnvironment) -> float | None:
     """Return the bandwidth that the path should have, or None if the link's speed is not known.
 
-    A block is checksummed and then written, so this is 1 / (1/link + 1/checksum). The link is a
-    copy if both ends are on one host, else the slower of the two ends' best active ports.
+    A block is checksummed and then written, so the two times add up, and the bandwidth is
+    1 / (1/link + 1/checksum). The link is a copy of memory if both ends are on one host, else the
+    slower of the two ends' best active ports: RDMA ports where both have them, else NICs.
     """
     if are_on_same_host(source, sink):
         copy_share = COPY_SHARES.get(sink.transport, DEFAULT_COPY_SHARE)
@@ -363,7 +386,10 @@ def _active_ports(ports: list[NetworkPort]) -> list[NetworkPort]:
 
 
 def are_on_same_host(first: HostEnvironment, second: HostEnvironment) -> bool:
-    """Return whether both see the same boot of a kernel, whatever containers they are in."""
+    """Return whether both see the same boot of a kernel, whatever containers they are in.
+
+    An empty `boot` is not known, and equal to none.
+    """
     return bool(first.boot) and first.boot == second.boot
 
 
@@ -371,7 +397,8 @@ def ucx_permits(ucx_tls: str, family: UcxFamily) -> bool:
     """Return whether UCX_TLS leaves UCX a transport of the family.
 
     UCX_TLS is a list of names, or `^` and the names that are left out; empty permits everything.
-    `rc_mlx5` counts as `rc`, and `ud:aux` as `ud`.
+    `rc_mlx5` counts as `rc`, and `ud:aux` as `ud`. A group that is left out takes the family with
+    it; single names do so only if all of the family's are left out.
     """
     if not ucx_tls:
         return True
@@ -394,6 +421,7 @@ def _cma_obstacle(source: HostEnvironment, sink: HostEnvironment) -> Cause | Non
             "the two live in different pid namespaces, so neither can reach the other's memory",
             "let them share one: hostPID, or shareProcessNamespace in one pod",
         )
+    # A worker tries the processes that the doctor names to it; one that was not tried may do.
     source_reaches_sink = source.cma.get(str(sink.pid), True)
     sink_reaches_source = sink.cma.get(str(source.pid), True)
     if not (source_reaches_sink and sink_reaches_source):
@@ -402,13 +430,16 @@ def _cma_obstacle(source: HostEnvironment, sink: HostEnvironment) -> Cause | Non
 
 
 def _pid_namespace(environment: HostEnvironment) -> str:
-    """Return the part of the process identity that names the boot and the pid namespace."""
+    """Return the part of the process identity that names the boot and the pid namespace.
+
+    The identity is words with spaces between; its last two name the process in the namespace.
+    """
     return environment.process.rsplit(" ", 2)[0]
 
 
 def _cma_denial(environment: HostEnvironment) -> Cause:
     """Return what on this host keeps one process from another's memory."""
-    if environment.ptrace_scope:
+    if environment.ptrace_scope:  # neither 0 nor unknown
         return Cause(
             f"kernel.yama.ptrace_scope is {environment.ptrace_scope}: "
             "no process may write to another's",
@@ -530,7 +561,11 @@ def _version_findings(environments: list[HostEnvironment]) -> Iterator[Finding]:
 
 
 def _clock_findings(hosts: Sequence[HostObservation]) -> Iterator[Finding]:
-    """Yield a warning if two clocks surely differ by more than `CLOCK_SKEW_LIMIT_S`."""
+    """Yield a warning if two clocks surely differ by more than `CLOCK_SKEW_LIMIT_S`.
+
+    Each offset is known within bounds: the fast clock is taken at its lower bound, the slow one at
+    its upper bound.
+    """
     if not hosts:
         return
     fast_host = max(hosts, key=lambda host: host.earliest_offset_s)

@@ -18,11 +18,12 @@ from ..gateway.errors import ApiError
 from .diagnosis import HostObservation, PairMeasurement, choose_pairs, diagnose, diagnose_pair
 
 EXAMINATION_LIMIT_S = 120.0  #: Pairs whose turn has not come by then are not measured.
-ANSWER_LIMIT_S = 15.0  #: For one answer of a worker.
-PAIR_PROBES_LIMIT = 8
+#: For one answer of a worker. A worker gives a probe up after 10 s, so its answer says why.
+ANSWER_LIMIT_S = 15.0
+PAIR_PROBES_LIMIT = 8  #: Probes of one pair: the first is slow, as it connects the two workers.
 PAIR_LIMIT_S = 5.0  #: After this no further probe of a pair begins.
 GOOD_SHARE = 0.6  #: Of the expected bandwidth; a pair that reaches it needs no further probe.
-DEFAULT_PROBE_MIB = 64
+DEFAULT_PROBE_MIB = 64  #: Enough that a probe's fixed costs hardly count.
 PROBE_MIB_LIMIT = 1024
 
 
@@ -33,7 +34,10 @@ class DoctorBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_probe_size(body: bytes) -> int:
-    """Return how many bytes one probe may move. Raises ApiError."""
+    """Return how many bytes one probe may move; an empty body asks for the default.
+
+    Raises ApiError.
+    """
     try:
         mib = msgspec.json.decode(body or b"{}", type=DoctorBody).mib
     except msgspec.DecodeError as error:
@@ -44,7 +48,10 @@ def parse_probe_size(body: bytes) -> int:
 
 
 class Doctor:
-    """Runs one examination at a time."""
+    """Runs one examination at a time.
+
+    `plane` has the connections to all workers. `configured_transport` is `kv_transfer.transport`.
+    """
 
     def __init__(self, plane: Plane, configured_transport: str) -> None:
         self._plane = plane
@@ -54,6 +61,7 @@ class Doctor:
     async def run(self, probe_bytes: int) -> AsyncGenerator[dict[str, Any], None]:
         """Examine the cluster: yield `{"progress": sentence}` often, then `{"report": ..}`.
 
+        The report is a `Diagnosis` in plain types. `probe_bytes` is what one probe moves at most.
         Raises ApiError when another examination is under way. Closing the generator ends this one.
         """
         if self._examination_running:
@@ -68,7 +76,7 @@ class Doctor:
             for worker in sorted(cards):
                 yield {"progress": f"{worker}: looking at its host"}
                 host = await self._observe_host(worker)
-                if host is None:
+                if host is None:  # `diagnose` makes a finding of such a pair with itself
                     measurements.append(PairMeasurement(worker, worker, reason="no_answer"))
                 else:
                     hosts[worker] = host
@@ -106,6 +114,7 @@ class Doctor:
         environment = msgspec.convert(answer, HostEnvironment)
         rtt_s = max(0.0, time.monotonic() - began - environment.took_s)
         # The worker read its clock when the question arrived, half a round trip after it was sent.
+        # The round trip leaves out `took_s`, in which the worker looked at its host.
         offset_s = environment.clock_s - sent_at - rtt_s / 2
         return HostObservation(environment, offset_s=round(offset_s, 6), rtt_s=round(rtt_s, 6))
 
@@ -121,10 +130,15 @@ class Doctor:
     async def _measure_pair(
         self, source: str, sink: str, probe_bytes: int, environments: dict[str, HostEnvironment]
     ) -> PairMeasurement:
-        """Return the fastest of several probes; the first probe also connects the two workers."""
+        """Return the fastest of several probes, or the first one's reason if it moved nothing.
+
+        The first probe also connects the two workers. Nothing is probed again where the expected
+        bandwidth is not known, as nothing would tell when to stop.
+        """
         best = PairMeasurement(source, sink, reason="no_answer")
         began = time.monotonic()
         for _ in range(PAIR_PROBES_LIMIT):
+            # The sink fetches blocks from the source.
             answer = await self._plane.probe(sink, ANSWER_LIMIT_S, source, size_bytes=probe_bytes)
             values: dict[str, Any] = answer or {"reason": "no_answer"}
             measurement = PairMeasurement(source, sink, **values)

@@ -9,14 +9,17 @@ from ..gateway.edge import sse
 from .operations import Operations
 
 INTERVAL_S = 1.0  #: Between two statuses.
-DECISIONS_LIMIT = 50  #: Decisions that are looked at after each status; older ones are left out.
+#: Decisions that are looked at after each status. Older ones are left out: at more than 50 requests
+#: a second the feed shows a part of them.
+DECISIONS_LIMIT = 50
 
 
 async def events(operations: Operations) -> AsyncGenerator[bytes, None]:
     """Yield server-sent events until the generator is closed, a batch each second.
 
     `cluster` is the status. `decision` is one decision of the router: it comes when the decision
-    is new, and again when more has been observed of its outcome. `action` is one order, once.
+    is new, and again when more has been observed of its outcome. `action` is one order, once; the
+    first batch has all orders that are remembered.
     """
     #: Of the decisions sent in the last batch: number -> how many observations they had.
     sent_observations: dict[int, int] = {}
@@ -24,8 +27,8 @@ async def events(operations: Operations) -> AsyncGenerator[bytes, None]:
     while True:
         yield sse.event(await operations.status(), "cluster")
 
-        decisions = await operations.plane.latest(DECISIONS_LIMIT) or []
-        for decision in reversed(decisions):
+        decisions = await operations.plane.latest(DECISIONS_LIMIT) or []  # None: no router answers
+        for decision in reversed(decisions):  # the oldest first
             if sent_observations.get(decision["number"]) != len(decision["observed"]):
                 yield sse.event(decision, "decision")
         sent_observations = {

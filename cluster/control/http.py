@@ -39,9 +39,10 @@ from .operations import Operations
 
 log = logging.getLogger(__name__)
 
-WEB_FOLDER = Path(__file__).parent / "web"  #: The live page: files that say nothing of a cluster.
-BIND_TIMEOUT_S = 10.0  #: The replica before this one may still hold the port.
-BIND_RETRY_S = 0.2
+#: The live page: files that say nothing of a cluster, so they are served without a key.
+WEB_FOLDER = Path(__file__).parent / "web"
+BIND_TIMEOUT_S = 10.0  #: The replica before this one may still hold the port for as long.
+BIND_RETRY_S = 0.2  #: Between two tries to take the port.
 DECISIONS_LIMIT = 1000  #: Decisions that one request may ask for.
 
 
@@ -49,7 +50,10 @@ DECISIONS_LIMIT = 1000  #: Decisions that one request may ask for.
 
 
 class ScaleBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`POST /admin/v1/pools:scale`: replicas by pool; a pool that is left out keeps its own."""
+    """`POST /admin/v1/pools:scale`: replicas by pool; a pool that is left out keeps its own.
+
+    In all orders `dry_run` asks what would be done, and does nothing.
+    """
 
     prefill: int | None = None
     decode: int | None = None
@@ -57,15 +61,15 @@ class ScaleBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DrainBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`POST /admin/v1/replicas/{id}:drain`."""
+    """`POST /admin/v1/replicas/{id}:drain`: the worker takes nothing new."""
 
-    force: bool = False
-    hand_over: bool = False
+    force: bool = False  #: Also where nobody else has the worker's role.
+    hand_over: bool = False  #: What runs there goes on elsewhere at once; else it ends there.
     dry_run: bool = False
 
 
 class UndrainBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`POST /admin/v1/replicas/{id}:undrain`."""
+    """`POST /admin/v1/replicas/{id}:undrain`: a drained worker takes requests again."""
 
     dry_run: bool = False
 
@@ -73,17 +77,17 @@ class UndrainBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class FlipBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`POST /admin/v1/replicas/{id}:flip`: the new role."""
 
-    to: str
+    to: str  #: prefill or decode
     dry_run: bool = False
 
 
 class WhatIfBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`POST /admin/v1/whatif`: a policy, workers of each role, and times the requests."""
+    """`POST /admin/v1/whatif`: what the router's last requests would have met otherwise."""
 
-    policy: str
-    prefill: int
+    policy: str  #: A key of `POLICIES`.
+    prefill: int  #: Workers of that role.
     decode: int
-    load: float = 1.0
+    load: float = 1.0  #: Times as many requests a second as there were.
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -103,7 +107,7 @@ async def _read_body(request: HttpRequest, body_type: type[Body]) -> Body:
 def build(
     operations: Operations, *, doctor: Doctor, autopilot: Autopilot, metrics_address: str
 ) -> Starlette:
-    """Return the ASGI application. `metrics_address` is where Control's own metrics are."""
+    """Return the ASGI application. `metrics_address` is "host:port" of Control's own metrics."""
     admin = AdminRoutes(operations, doctor, autopilot, metrics_address)
     replica = "/admin/v1/replicas/{replica:path}"
     routes = [
@@ -160,10 +164,12 @@ class AdminGuard:
         self._key_file = Path(settings.key_file) if settings.key_file else None
 
     async def __call__(self, request: HttpRequest, call_next: RequestResponseEndpoint) -> Response:
+        """Answer a request, or refuse it. Health probes and the live page's files need no key."""
         path = request.url.path
         if path == "/health" or path.startswith("/dashboard"):
             return await call_next(request)
         if path in ray_dashboard.PATHS and ray_dashboard.ray_asks_for_token():
+            # The command `serve` asks here, and sends Ray's token in place of our key.
             refusal = ray_dashboard.token_refusal(request.headers)
         else:
             refusal = self.refusal(request.headers)
@@ -186,7 +192,9 @@ class AdminGuard:
         except OSError as error:
             return ApiError("internal", f"the key file cannot be read: {error.strerror}")
         scheme, _, sent_key = authorization.partition(" ")
+        # In constant time: how long it takes says nothing of the key.
         keys_match = hmac.compare_digest(sent_key.encode(), key.encode())
+        # An empty file is no key that anybody could send.
         if key and scheme.lower() == "bearer" and keys_match:
             return None
         return ApiError("bad_key", "the admin key is missing or wrong; give it with --token")
@@ -274,7 +282,8 @@ class AdminRoutes:
     async def doctor(self, request: HttpRequest) -> Response:
         """Answer in server-sent events: `{"progress": ..}` while it measures, then `{"report":..}`.
 
-        A refusal comes with the first item, and so gets a status of its own.
+        A refusal is raised in place of the first item, before the answer begins, and so it gets a
+        status of its own.
         """
         examination = self._doctor.run(parse_probe_size(await sse.read_body(request)))
         first_item = await anext(examination)
@@ -373,7 +382,7 @@ class AdminHttpServer:
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                timeout_graceful_shutdown=1,
+                timeout_graceful_shutdown=1,  # seconds: live feeds would not end by themselves
                 ssl_certfile=settings.tls_cert,
                 ssl_keyfile=settings.tls_key,
             )
@@ -391,6 +400,7 @@ class AdminHttpServer:
         deadline = loop.time() + BIND_TIMEOUT_S
         while True:
             listener = socket.socket(family, socket.SOCK_STREAM)
+            # Else the port stays taken for a while by connections that have ended.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 listener.bind((self._host, self._port))

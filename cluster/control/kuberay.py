@@ -17,13 +17,18 @@ from .serve import PoolObservation, PoolScaler, ScaleError, ServePools, with_rep
 
 #: Environment variable with the RayService's name; the chart sets it on the head's pod.
 RAYSERVICE_VARIABLE = "DIPTYCH_RAYSERVICE"
+#: Where Kubernetes puts a pod's namespace, its token and the authority of the API server.
 ACCOUNT_FOLDER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 PATCH_ATTEMPTS = 3  #: Somebody else may change the RayService at the same time.
-REQUEST_TIMEOUT_S = 10.0
+REQUEST_TIMEOUT_S = 10.0  #: For one answer of Kubernetes.
 
 
 class KubeRayPools:
-    """The `PoolScaler` that observes the pools in Serve and sets their counts in the RayService."""
+    """The `PoolScaler` that observes the pools in Serve and sets their counts in the RayService.
+
+    `name` is the RayService's. `server_url` is that of Kubernetes' API server; None: the one that
+    this pod's environment names. `resize` raises ScaleError where Kubernetes refuses.
+    """
 
     def __init__(
         self, name: str, account_folder: Path = ACCOUNT_FOLDER, server_url: str | None = None
@@ -79,7 +84,10 @@ class KubeRayPools:
 
 
 def _patch_of(rayservice: dict[str, Any], counts: dict[str, int]) -> dict[str, Any]:
-    """Return a merge patch that Kubernetes refuses if `rayservice` is no longer the newest."""
+    """Return a merge patch that Kubernetes refuses if `rayservice` is no longer the newest.
+
+    The resource version in it makes Kubernetes compare. The Serve config is YAML text in one field.
+    """
     config = yaml.safe_load(rayservice["spec"]["serveConfigV2"])
     config["applications"] = with_replica_counts(config["applications"], counts)
     return {
@@ -89,6 +97,7 @@ def _patch_of(rayservice: dict[str, Any], counts: dict[str, int]) -> dict[str, A
 
 
 def _raise_if_refused(response: httpx.Response) -> None:
+    """Raise ScaleError with Kubernetes' own sentence, or the beginning of whatever came instead."""
     if not response.is_error:
         return
     try:

@@ -32,14 +32,17 @@ from .status import summarize
 log = logging.getLogger(__name__)
 
 ACTIONS_LIMIT = 200  #: Actions that the feed remembers.
-WHATIF_DECISIONS = 500  #: Of the router's last decisions, how many a what-if replays.
-SERVE_TIMEOUT_S = 3.0  #: For Serve to say how the pools are.
+#: Of the router's last decisions, how many a what-if replays: enough for percentiles.
+WHATIF_DECISIONS = 500
+SERVE_TIMEOUT_S = 3.0  #: For Serve to say how the pools are; then its last answer is taken.
 
 
 class Operations:
     """Answers what operators ask and carries out what they order.
 
-    It holds no state that matters: counts are Serve's, and roles are the workers' own.
+    It holds no state that matters: counts are Serve's, and roles are the workers' own. Every
+    `ApiError` has a reason (`invalid_request`, `not_found`, `refused`, `no_capacity`), which the
+    HTTP and gRPC servers turn into a status.
     """
 
     def __init__(
@@ -80,19 +83,25 @@ class Operations:
         return self._last_pools
 
     async def workers(self) -> list[WorkerStatistics]:
-        """Return the statistics of every worker that answers in time."""
+        """Return the statistics of every worker that answers in time, in the order of their ids."""
         _, workers = await self.plane.inspect()
         return workers
 
     async def latest_decisions(self, count: int) -> list[dict[str, Any]]:
-        """Return the router's last `count` decisions, newest first. Raises ApiError."""
+        """Return the router's last `count` decisions (placements and refusals), newest first.
+
+        Raises ApiError where no router answers.
+        """
         decisions = await self.plane.latest(count)
         if decisions is None:
             raise ApiError("no_capacity", "no router answers")
         return decisions
 
     async def explain(self, request_id: str) -> list[dict[str, Any]]:
-        """Return the router's decisions about a client's request. Raises ApiError."""
+        """Return the router's decisions about a client's request, one for each attempt.
+
+        Raises ApiError.
+        """
         decisions = await self.plane.explain(request_id)
         if decisions is None:
             raise ApiError("no_capacity", "no router answers")
@@ -104,7 +113,11 @@ class Operations:
         return decisions
 
     async def whatif(self, policy: str, prefill: int, decode: int, load: float) -> dict[str, Any]:
-        """Simulate the last requests under another policy, split or load. Raises ApiError."""
+        """Simulate the last requests under another policy, split or load. Raises ApiError.
+
+        `prefill` and `decode` are how many workers have each role; `load` is how many times as fast
+        the requests arrive as they did.
+        """
         from .whatif import WhatIfScenario, simulate_whatif  # loads scipy
 
         scenario = WhatIfScenario(policy=policy, prefill=prefill, decode=decode, load=load)
@@ -119,7 +132,7 @@ class Operations:
             cards=list(self.plane.cards.values()),
             config=router_config(self.config),
         )
-        if isinstance(result, str):
+        if isinstance(result, str):  # a sentence that says why it cannot be simulated
             raise ApiError("refused", result)
         return result
 
@@ -128,7 +141,8 @@ class Operations:
     async def scale(self, counts: dict[str, int], *, dry_run: bool) -> dict[str, Any]:
         """Set replica counts by pool, and return once Serve (or KubeRay) has taken the order.
 
-        Raises ApiError.
+        A pool that `counts` leaves out keeps its count. The result says the `changes`, a sentence
+        of them (`says`), and the command that takes them back (`undo`). Raises ApiError.
         """
         if not counts:
             raise ApiError("invalid_request", "no pool is named: give prefill, decode or both")
@@ -168,7 +182,9 @@ class Operations:
     ) -> dict[str, Any]:
         """Give the workers that `name` means no new requests. Raises ApiError.
 
-        What runs there ends there, or with `hand_over` continues on other workers.
+        `name` is that of a pool, or a worker's (`orders.find_workers`). What runs there ends there,
+        or with `hand_over` continues on other workers. `force` drains also where a role is left
+        without a worker.
         """
         async with self._order_lock:
             all_workers, drained_workers = await self._find_workers(name)
@@ -178,7 +194,7 @@ class Operations:
             return await self._change_roles(
                 "drain",
                 drained_workers,
-                new_roles={worker["id"]: "" for worker in drained_workers},
+                new_roles={worker["id"]: "" for worker in drained_workers},  # no role: drained
                 hand_over=hand_over,
                 dry_run=dry_run,
             )
@@ -190,6 +206,7 @@ class Operations:
             return await self._change_roles(
                 "undrain",
                 workers,
+                # Drained workers keep the role that they had.
                 new_roles={worker["id"]: worker["role"] for worker in workers},
                 hand_over=False,
                 dry_run=dry_run,
@@ -242,7 +259,9 @@ class Operations:
     ) -> dict[str, Any]:
         """Send each worker its new role by id; an empty role drains it. Raises ApiError.
 
-        No worker gets one if any of them cannot change its role now.
+        No worker gets one if any of them cannot change its role now. If a worker does not answer,
+        those before it have changed all the same. `action` is the name in the feed. The result has
+        the roles `before`, by id.
         """
         for worker in workers:
             if worker["state"] not in ("ready", "draining"):

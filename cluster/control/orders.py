@@ -12,7 +12,8 @@ from ..config import ClusterConfig
 
 ROLES = ("prefill", "decode")
 
-#: What a worker says of itself; `home` is its pool, `role` what it works as now.
+#: What a worker says of itself; `home` is its pool, `role` what it works as now, `state` its phase
+#: (starting, ready, draining, flipping or leaving).
 WorkerStatistics = dict[str, Any]
 
 
@@ -62,8 +63,9 @@ def undo_command(changes: list[PoolChange]) -> str | None:
 def find_workers(workers: list[WorkerStatistics], name: str) -> list[WorkerStatistics]:
     """Return the workers that `name` means.
 
-    A pool's name means all its workers. Else `name` is a worker's id or alias, or the beginning of
-    the id or of its replica part. A beginning that several workers share means none of them.
+    A pool's name means all its workers. Else `name` is a worker's id (`pool/replica`) or alias, the
+    name that clients are told; or the beginning of the id or of its replica part. A beginning that
+    several workers share means none of them.
     """
     if name in ROLES:
         return [worker for worker in workers if worker["home"] == name]
@@ -83,7 +85,7 @@ def drain_refusal(
 ) -> str | None:
     """Return why these workers may not be drained without force, or None if they may.
 
-    Each role needs a ready worker that is left to serve it.
+    Each role that a ready one of them has needs another ready worker that is left to serve it.
     """
     drained_ids = {worker["id"] for worker in drained_workers}
     affected_roles = {worker["role"] for worker in drained_workers if worker["state"] == "ready"}
@@ -96,7 +98,10 @@ def drain_refusal(
 def flip_refusal(
     config: ClusterConfig, workers: list[WorkerStatistics], worker: WorkerStatistics, role: str
 ) -> str | None:
-    """Return why `worker` may not take that role now, or None if it may."""
+    """Return why `worker` may not take that role now, or None if it may.
+
+    The role that it has already is no reason against it.
+    """
     if worker["state"] != "ready":
         return f"{worker['id']} is {worker['state']}; wait until it is ready"
     prefill_ranks = config.pools.prefill.tensor_parallel

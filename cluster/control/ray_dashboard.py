@@ -19,7 +19,7 @@ from .serve import serve_details
 
 VERSION_PATH = "/api/ray/version"
 APPLICATIONS_PATH = "/api/serve/applications/"
-PATHS = (VERSION_PATH, APPLICATIONS_PATH)
+PATHS = (VERSION_PATH, APPLICATIONS_PATH)  #: What these routes answer.
 SERVE_TIMEOUT_S = 10.0  #: For Serve's controller to answer.
 
 

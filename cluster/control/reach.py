@@ -1,9 +1,9 @@
 """Which targets are out of reach at the present load, and what is reachable instead (pure).
 
-A target is out of reach if fewer than `REACH_SHARE` of the last minutes' requests met it, and chance
-does not explain that: the upper end of the share's 95 % interval (Wilson's) is below it too. What
-is reachable instead is what 95 % of the latest requests got. `diptych plan` says the same of loads
-that are not there yet (`simulator/reach.py`), by the same share.
+A target is out of reach if fewer than `REACH_SHARE` of the last minutes' requests met it, and
+chance does not explain that: the upper end of the share's 95 % interval (Wilson's) is below it too.
+What is reachable instead is what 95 % of the latest requests got. `diptych plan` says the same of
+loads that are not there yet (`simulator/reach.py`), by the same share.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 REACH_SHARE = 0.9  #: of requests that must meet a target for it to be in reach
 DEVIATIONS = 1.96  #: of a normal distribution: 95 % are within
 
-#: Target, as the goodput window calls it -> setting of the target, and what the latest requests got.
+#: Target, as the router's goodput counts name it -> the key of its setting, and the key of what the
+#: latest requests got.
 TARGETS = {"ttft": ("ttft_ms", "ttft_p95_ms"), "itl": ("itl_ms", "itl_p95_ms")}
 
 

@@ -28,14 +28,18 @@ from .operations import Operations
 log = logging.getLogger(__name__)
 
 SERVICE = "diptych.v1.Admin"
-REQUEST_BYTES_LIMIT = 1 << 16
+REQUEST_BYTES_LIMIT = 1 << 16  #: Requests are names and counts; a longer one is refused.
 
 Reply = TypeVar("Reply")
 Message = TypeVar("Message")
 
 
 class AdminService:
-    """The methods of `diptych.v1.Admin`, and `Check` of gRPC's health service."""
+    """The methods of `diptych.v1.Admin`, and `Check` of gRPC's health service.
+
+    `operations` carries out what the methods say; `guard` checks the caller's key. The fields of
+    requests and responses are explained in protos/admin.proto.
+    """
 
     def __init__(self, operations: Operations, guard: AdminGuard) -> None:
         self._operations = operations
@@ -162,7 +166,7 @@ def _make_server(service: AdminService) -> grpc.aio.Server:
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", REQUEST_BYTES_LIMIT),
-            ("grpc.so_reuseport", 0),
+            ("grpc.so_reuseport", 0),  # a taken port is an error; 1 would share it
         ]
     )
     admin_pb2_grpc.add_AdminServicer_to_server(service, server)
@@ -173,15 +177,17 @@ def _make_server(service: AdminService) -> grpc.aio.Server:
 
 
 async def _refuse(context: Any, error: ApiError) -> Never:
+    """End the call with the error's status and its details."""
     await context.abort(error.kind.grpc_status, error.message, ((DETAILS, status_of(error)),))
     raise AssertionError("abort raises")
 
 
 def _typed(message_type: type[Message], values: dict[str, Any]) -> Message:
-    """Return a message with those of the values that its type has fields for."""
+    """Return a message of that type with the values of its fields; other values are left out."""
     fields = message_type.DESCRIPTOR.fields  # type: ignore[attr-defined]
     return message_type(**{field.name: values[field.name] for field in fields})
 
 
 def _struct(values: dict[str, Any]) -> Struct:
+    """Return the values as a message without fields of its own: protobuf's form of JSON."""
     return json_format.Parse(json.dumps(values), Struct())

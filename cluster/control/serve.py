@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 #: The Serve deployment of each pool.
 POOL_DEPLOYMENTS = {"prefill": "PrefillWorker", "decode": "DecodeWorker"}
-APPLICATION_NAME = "diptych"
+APPLICATION_NAME = "diptych"  #: The Serve application that all our deployments are parts of.
 
 #: Replica states of Serve in which a replica cannot take requests yet.
 STARTING_STATES = ("STARTING", "UPDATING", "RECOVERING")
@@ -43,12 +43,15 @@ class PoolScaler(Protocol):
     """Where the pools' replica counts are set: Serve itself, or KubeRay's RayService."""
 
     async def observe(self) -> dict[str, PoolObservation]:
-        """Return what Serve says of each pool. Raises whatever Ray raises while Serve is away."""
+        """Return what Serve says of each pool, by the pool's name.
+
+        Raises whatever Ray raises while Serve is away.
+        """
 
     async def resize(self, counts: dict[str, int]) -> None:
         """Set the replica counts of these pools, and return once they are accepted.
 
-        Raises ScaleError.
+        The replicas start and stop after that. Raises ScaleError.
         """
 
 
@@ -112,6 +115,7 @@ def _observe_deployment(deployment: dict[str, Any] | None) -> PoolObservation:
 
 
 def _last_line(message: str) -> str:
+    """Return the line of a traceback that names the error."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return lines[-1] if lines else ""
 
@@ -132,6 +136,7 @@ class ServePools:
             if application.get("deployed_app_config")
         ]
         config: dict[str, Any] = {"applications": with_replica_counts(deployed_configs, counts)}
+        # Serve's own setting, which an apply without it would take back.
         if details.get("target_capacity") is not None:
             config["target_capacity"] = details["target_capacity"]
         await _controller().apply_config.remote(ServeDeploySchema.model_validate(config))
@@ -144,6 +149,7 @@ async def serve_details() -> dict[str, Any]:
 
 
 def _controller() -> Any:
+    """Return the actor handle of Serve's controller in this Ray cluster."""
     from ray.serve.context import _get_global_client
 
     client = _get_global_client()

@@ -11,7 +11,8 @@ from .orders import WorkerStatistics
 from .reach import find_unreached_targets
 from .serve import POOL_DEPLOYMENTS, PoolObservation
 
-#: Counts of requests that are added up over the gateways; "good" ones met both targets of the SLO.
+#: Counts of requests that are added up over the gateways; "good" ones met both targets of the SLO:
+#: those of the time to the first token and of the gaps between tokens.
 REQUEST_COUNTS = ("running", "finished", "good", "refused", "cancelled", "retries")
 
 #: What the router answers; `gateways` and `loading` are what its gateways and new workers told it.

@@ -33,8 +33,8 @@ from ...simulator.metrics import Slo
 from ...simulator.sim import Setting, Simulation
 from ...simulator.trace import HASH_TOKENS, Trace, TraceRequest
 
-MIN_REQUESTS = 8  #: With fewer requests nothing is said.
-WORKERS_LIMIT = 64  #: Of both roles together.
+MIN_REQUESTS = 8  #: With fewer requests nothing is said: a fitted line would mean nothing.
+WORKERS_LIMIT = 64  #: Of both roles together, so that a simulation takes seconds.
 LOAD_MINIMUM = 0.5  #: Times the recorded load, as the next.
 LOAD_LIMIT = 8.0
 SETTLE_S = 0.001  #: All simulated workers join at once: the router need not wait for more.
@@ -204,7 +204,11 @@ def _answers_beside(served: list[DecisionRecord]) -> list[int]:
 def _simulated_run(
     scenario: WhatIfScenario, trace: Trace, hardware: Hardware, config: RouterConfig
 ) -> dict[str, Any]:
-    """Run the trace in virtual time; the result is a column of the comparison."""
+    """Run the trace in virtual time; the result is a column of the comparison.
+
+    `met` and the latencies' curve are of all requests and of those that were served; `itl_ms` is
+    the median of the requests' mean gaps.
+    """
     split = Split(prefill=scenario.prefill, decode=scenario.decode)
     setting = Setting(
         Fleet(((hardware, split.replicas),)),

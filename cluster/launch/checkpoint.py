@@ -17,8 +17,10 @@ from ...engine.spec import ModelSpec, read_spec
 from ..config import ClusterConfig, ConfigError
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+#: What is downloaded: settings and tokenizer, weights, chat templates.
 _FILE_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
-WORKER_OVERHEAD_MIB = 400  #: Of a worker process, beside weights and KV pool.
+#: Of a worker process, beside weights and KV pool: Python, torch and Ray.
+WORKER_OVERHEAD_MIB = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class Checkpoint:
     folder: Path
     #: The model's name in the API.
     name: str
+    #: The shape of the model, as its config.json has it.
     spec: ModelSpec
 
 
@@ -75,10 +78,11 @@ def _download(path: str) -> Path:
 def check_memory(config: ClusterConfig, spec: ModelSpec) -> None:
     """Compare all workers' weights and KV pools with the memory that is free on this machine.
 
-    Raises ConfigError if the workers need more.
+    A worker counts as one process: with `tensor_parallel` above 1 it needs more than is counted.
+    Raises ConfigError if the workers need more than is free.
     """
     free_bytes = available_memory()
-    if free_bytes is None:
+    if free_bytes is None:  # this system does not say
         return
     model_bytes = weight_bytes(spec, config.model.dtype)
     pools = (config.pools.prefill, config.pools.decode)

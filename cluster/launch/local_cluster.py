@@ -40,28 +40,34 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
     from ray.serve.schema import ApplicationStatusOverview
 
-START_LIMIT_S = 600.0
-POLL_INTERVAL_S = 0.1
-READY_TIMEOUT_S = 2.0
+START_LIMIT_S = 600.0  #: From the deployment until requests can be served: large models load long.
+POLL_INTERVAL_S = 0.1  #: Between two looks at a start's progress.
+READY_TIMEOUT_S = 2.0  #: For the gateway to say whether it is ready.
 CLOSE_LIMIT_S = 3.0  #: For gateways to tell their clients that the cluster ends.
+#: What Serve's gRPC proxy serves, where it listens in place of the gateways.
 GRPC_SERVICES = [
     "diptych.protos.inference_pb2_grpc.add_InferenceServicer_to_server",
     "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
 ]
-FAILED_STATES = ("DEPLOY_FAILED", "UNHEALTHY")
+FAILED_STATES = ("DEPLOY_FAILED", "UNHEALTHY")  #: Of a Serve deployment.
 
+#: Takes a line for the user now and then.
 ReportProgress = Callable[[str], None]
 
 
 class LocalCluster:
-    """A cluster from before its start to its end. `stop` ends it in whatever state it is."""
+    """A cluster from before its start to its end. `stop` ends it in whatever state it is.
+
+    `ray_address` is that of the Ray to join; None: a new one is started on this machine.
+    """
 
     def __init__(
         self, config: ClusterConfig, checkpoint: Checkpoint, ray_address: str | None = None
     ) -> None:
         self.config = config
         self.checkpoint = checkpoint
-        #: None if Ray was started by others, or is not up yet.
+        #: What `ray` and `serve` in a terminal need; None if Ray was started by others, or is not
+        #: up yet.
         self.ray_access: RayAccess | None = None
         #: The Ray to join; None: a new one is started.
         self._ray_address = ray_address
@@ -91,6 +97,7 @@ class LocalCluster:
         self._wait_until_ready(report_progress)
 
     def _check_ports(self) -> None:
+        """Raise ConfigError for a port that is taken, before Ray takes its seconds to start."""
         gateway = self.config.gateway
         control = self.config.control
         check_port(gateway.host, gateway.http_port, "gateway.http_port")
@@ -99,9 +106,11 @@ class LocalCluster:
         check_port(control.host, control.grpc_port, "control.grpc_port")
 
     def _start_ray(self) -> None:
+        # The application's builder, which runs in a process of Ray, takes the secret from here.
         os.environ[SECRET] = self.config.secret
         # Paths of Unix sockets must be short, so the folder is not in TMPDIR.
         self._ray_folder = tempfile.mkdtemp(prefix="dip", dir="/tmp")
+        # What Ray places actors by; it binds none of them to a core.
         cpus = max(os.cpu_count() or 1, 2)
         self.ray_access = start_ray(Path(self._ray_folder), self.config.ray.auth, cpus)
 
@@ -109,11 +118,11 @@ class LocalCluster:
         from ray import serve
         from ray.serve.config import gRPCOptions
 
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # progress is told in our words
         gateway = self.config.gateway
         http_options = {"host": gateway.host, "port": gateway.http_port}
         if gateway.listen == "serve":
-            serve.start(
+            serve.start(  # Serve's proxies take the requests; else each gateway has sockets
                 proxy_location="EveryNode",
                 http_options=http_options,
                 grpc_options=gRPCOptions(
@@ -163,6 +172,7 @@ class LocalCluster:
             if state in FAILED_STATES:
                 raise StartError(_describe_failure(name, deployment.message))
             line = f"{name}: {state.lower()}"
+            # Only "healthy" is worth a line: "unhealthy" is a failure, and "updating" says nothing.
             if "healthy" in line and self._reported.get(name) != line:
                 self._reported[name] = line
                 report_progress(line)
@@ -171,6 +181,7 @@ class LocalCluster:
         """Report what the workers load, once there is a router that knows it."""
         if "Router" not in self._reported:
             return
+        # By worker: what it loads now, and the fraction that is done.
         progress = self._router_handle().progress.remote().result()
         for worker, (phase, fraction) in progress.items():
             if fraction < 1.0 and self._reported.get(worker) != phase:
@@ -181,6 +192,7 @@ class LocalCluster:
         """Return whether the gateway says that requests can be served."""
         import httpx
 
+        # Unverified: a certificate for the cluster's public name is not one for this address.
         try:
             response = httpx.get(f"{self.url}/ready", timeout=READY_TIMEOUT_S, verify=False)
         except httpx.HTTPError:
@@ -196,7 +208,7 @@ class LocalCluster:
 
     @property
     def logs(self) -> Path:
-        """The folder of Ray's logs."""
+        """The folder of our own Ray's logs; of no use where the cluster joined another Ray."""
         return Path(self._ray_folder) / "ray" / "session_latest" / "logs"
 
     def stop(self) -> None:
@@ -233,6 +245,7 @@ class LocalCluster:
 @contextlib.contextmanager
 def _hidden_output() -> Iterator[None]:
     """Hide what Ray writes to stdout and stderr about the actors that Ray ends itself."""
+    # By file descriptors, as Ray also writes from C++, past `sys.stdout`.
     sys.stdout.flush()
     null_descriptor = os.open(os.devnull, os.O_WRONLY)
     saved_descriptors = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
@@ -271,7 +284,11 @@ def serve_config(config: ClusterConfig, checkpoint: Checkpoint) -> dict[str, Any
 
 
 def prepare(config: ClusterConfig, ray_address: str | None = None) -> LocalCluster:
-    """Check everything that can be checked before a process starts. Raises ConfigError."""
+    """Check everything that can be checked before a process starts. Raises ConfigError.
+
+    With `ray_address` other machines run the processes: then files and memory of this one say
+    nothing. The cluster that is returned has not been started.
+    """
     check_environment(config.ray.auth)
     check_formats(config.model)
     checkpoint = find_checkpoint(config)
@@ -302,6 +319,7 @@ def check_formats(settings: ModelSettings) -> None:
     """Check that there are formats of the names that are configured. Raises ConfigError."""
     from ..gateway.text.formats.registry import find_reasoning_format, find_tool_format
 
+    # The template matters for `auto` only, which is never an error.
     try:
         find_tool_format(settings.tool_format, template="")
     except ValueError as error:
@@ -338,7 +356,10 @@ def check_port(host: str, port: int, key: str) -> None:
 
 
 def _describe_failure(name: str, message: str) -> str:
-    """Return why `name` did not start: the last line of a traceback that names an error."""
+    """Return why `name` did not start: the last line of a traceback that names an error.
+
+    `message` is Serve's, a traceback in most cases; our own errors begin with the package's name.
+    """
     lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
     error_lines = [line for line in lines if "Error: " in line or line.startswith("diptych.")]
     reasons = error_lines or lines or ["no reason given"]

@@ -51,8 +51,8 @@ ENVIRONMENT = {
     "NIXL_LOG_LEVEL": "WARN",
 }
 
-AUTH_MODE = "RAY_AUTH_MODE"
-TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
+AUTH_MODE = "RAY_AUTH_MODE"  #: Ray's variable: whether its processes ask callers for a token.
+TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"  #: Ray's variable: the file with the token.
 #: Variables that would make `start_ray`'s token worthless: the first takes precedence over
 #: `TOKEN_PATH`, and with the second Ray's processes ask Kubernetes whether a token is right.
 OVERRIDING_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_ENABLE_K8S_TOKEN_AUTH")
@@ -64,9 +64,10 @@ LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 #: Workers on one machine need no other network device; a value that is set already is kept.
 UCX_DEVICES = {"UCX_NET_DEVICES": "lo"}
 
-#: Ray's GCS answers this call, sent with an empty message, and changes nothing.
+#: Ray's GCS, the head's process that every other one calls, answers this call, sent with an empty
+#: message, and changes nothing.
 HARMLESS_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
-CALL_TIMEOUT_S = 10.0
+CALL_TIMEOUT_S = 10.0  #: For the answer to that call.
 #: Ray's own connections ignore `http_proxy` too.
 NO_PROXY = [("grpc.enable_http_proxy", 0)]
 
@@ -99,7 +100,10 @@ class RayAccess:
 
 
 def check_environment(auth: AuthMode) -> None:
-    """Refuse an inherited `RAY_AUTH_MODE` that contradicts the setting. Raises ConfigError."""
+    """Refuse an inherited `RAY_AUTH_MODE` that contradicts `auth`. Raises ConfigError.
+
+    `auth` is the setting `ray.auth`, here and below.
+    """
     inherited = os.environ.get(AUTH_MODE, "")
     if inherited.lower() in ("", auth):
         return
@@ -120,11 +124,14 @@ def start_ray(folder: Path, auth: AuthMode, cpus: int) -> RayAccess:
     """Start Ray on this machine, listening on loopback, with its sessions and token in `folder`.
 
     `folder` must be this user's alone (0700), as Ray lets everybody into its own folders below it.
-    Raises ConfigError where the environment contradicts `auth`, StartError where Ray does not come
-    up, or treats a caller without a token otherwise than `auth` says.
+    `cpus` is how many cores Ray is told that this machine has. Ray ends with `ray.shutdown`, at the
+    latest with this process. Raises ConfigError where the environment contradicts `auth`, and
+    StartError where Ray does not come up, or treats a caller without a token otherwise than `auth`
+    says.
     """
     check_environment(auth)
     _set_environment(auth)
+    # What is set already wins over the first, and loses to the last.
     os.environ |= {**UCX_DEVICES, **os.environ, **LOOPBACK_ONLY}
     for name in OVERRIDING_VARIABLES:
         os.environ.pop(name, None)
@@ -163,7 +170,7 @@ def join_ray(address: str, auth: AuthMode) -> None:
     # machine's address, also towards a cluster of several nodes.
     for name in LOOPBACK_ONLY:
         os.environ.pop(name, None)
-    if address == "auto":
+    if address == "auto":  # as Ray means it: the address of its own variable, else one on this host
         address = os.environ.get("RAY_ADDRESS") or address
     import ray
     from ray.exceptions import AuthenticationError
@@ -226,6 +233,7 @@ def refuses_strangers(gcs_address: str) -> bool:
 
 
 def _token_is_accepted(gcs_address: str) -> bool:
+    """Return whether Ray finds a token in this environment, and the GCS takes it."""
     from ray._private.grpc_utils import init_grpc_channel
     from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
@@ -273,4 +281,5 @@ def _make_and_export_token(folder: Path) -> Path:
 
 
 def _uses_tls() -> bool:
+    """Return whether Ray's variables ask for TLS between its processes, with certificates."""
     return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")

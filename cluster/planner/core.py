@@ -4,7 +4,8 @@ The planner computes how much of the fleet the demand needs, as counted when req
 changes workers' roles before it asks for replicas. The demand's mean request has a number of
 uncached prompt tokens, of query-key pairs that its prefill computes, of expected answer tokens, and
 of KV tokens that all steps of its answer read (its context). A worker's seconds follow from the
-`protos.frames.Coefficients` that the router predicts with:
+`protos.frames.Coefficients` that the router predicts with: a closed form of the worker's speed,
+fitted to measurements. With them, for one worker:
 
     prefill    = mean_prefill_s(uncached, pairs)                                       seconds
     decode(t)  = the smallest of three bounds on answers per second with steps of t seconds:
@@ -18,10 +19,17 @@ of KV tokens that all steps of its answer read (its context). A worker's seconds
     decode use   = max(rate / (sum of decode over decode workers), share of KV room in use)
     pressure     = max(prefill use / PREFILL_SHARE, decode use / DECODE_SHARE)
 
+`rate` is in requests/s. `backlog` is in seconds of prefill that wait, and `horizon` is the time in
+which they should be worked off (`PlannerConfig.horizon_s`). ITL is the time between two tokens of
+an answer.
+
 A fleet meets the targets while its pressure is at most 1. This is the linear program of the goodput
 bound (simulator/bound.py) for the case that a pool of its own serves each phase of every request.
 Prompts queue, so prefill workers are planned to be busy for a smaller share of the time than decode
 workers.
+
+A worker keeps the pool (the Serve deployment) that it was started in. Its role is what it works as
+now, and a flip changes it. Pools and roles have the same two names.
 """
 
 from __future__ import annotations
@@ -36,13 +44,15 @@ from ...protos.frames import Coefficients
 from ...router.demand import OfferedLoad
 
 ROLES = ("prefill", "decode")
-#: Of the time, how much of it workers of a role are planned to be busy.
+#: Of the time, how much of it workers of a role are planned to be busy. Arrivals are bursty, and a
+#: prompt that meets a busy prefill worker waits; decode workers compute many answers together.
 PREFILL_SHARE = 0.7
 DECODE_SHARE = 0.95
 #: Step times that are considered, as shares of the ITL target. They are those of
 #: simulator/bound.py, which a live planner does not import: it needs scipy.
 STEP_SHARES = (0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)
-#: A start-up calibration on a noisy machine may find that a prefill costs nothing.
+#: The least seconds of a prefill that are planned with, so that nothing is divided by 0: a start-up
+#: calibration on a noisy machine may find that a prefill costs nothing.
 PREFILL_MINIMUM_S = 1e-6
 
 
@@ -66,7 +76,11 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class RecentTraffic:
-    """What ended in the last `window_s` seconds, and what runs: other planners decide by it."""
+    """What ended in the last `window_s` seconds, and what runs.
+
+    `Planner` does not look at it. The planners that it is compared with
+    (`cluster/bench/planner_peers.py`) decide by it.
+    """
 
     window_s: float = 0.0
     completed: int = 0
@@ -88,8 +102,10 @@ class FleetObservation:
     replicas: tuple[Replica, ...]
     #: By pool: replicas that were ordered and are not up yet.
     starting_replicas: dict[str, int]
+    #: The mean request of the last minute, and how many there were a second.
     demand: OfferedLoad
-    #: Predicted seconds of prefill that wait, in the router's queue and at workers.
+    #: Predicted seconds of prefill that were placed on workers and are not computed yet, the sum
+    #: over the workers. What waits in the router's queue for a worker is not in it.
     backlog_s: float
     #: Of the decode replicas' KV room, the share that running answers take.
     kv_used_share: float
@@ -103,7 +119,7 @@ class FleetObservation:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaBounds:
-    """How many replicas a pool may have."""
+    """How many replicas a pool may have, both ends included."""
 
     minimum: int = 1
     limit: int = 8
@@ -111,8 +127,13 @@ class ReplicaBounds:
 
 @dataclass(frozen=True, slots=True)
 class PlannerConfig:
-    """The planner's settings. Times are in seconds."""
+    """The planner's settings. Times are in seconds.
 
+    A dwell is a time in which the fleet is left alone, so that the effect of one action is seen
+    before the next.
+    """
+
+    #: The target of the time between two tokens of an answer.
     itl_s: float
     #: Bounds by pool.
     pools: dict[str, ReplicaBounds]
@@ -126,7 +147,7 @@ class PlannerConfig:
     warmup_s: float = 30.0
     #: Between two flips.
     flip_dwell_s: float = 60.0
-    #: A flip must lower the pressure by this share.
+    #: A flip must lower the pressure by this share, as the worker's running work has to move.
     flip_gain: float = 0.2
     #: Below this pressure no flip is worth its cost.
     idle_pressure: float = 0.5
@@ -142,8 +163,11 @@ class PlannerConfig:
 class FlipWorker:
     """Give a worker another role."""
 
+    #: The name of its `Replica`.
     worker: str
+    #: The new role, prefill or decode.
     role: str
+    #: For operators.
     reason: str
 
     def __str__(self) -> str:
@@ -155,7 +179,9 @@ class ScalePool:
     """Set a pool's replica count."""
 
     pool: str
+    #: The new count, starting and drained replicas included.
     replicas: int
+    #: For operators.
     reason: str
 
     def __str__(self) -> str:
@@ -174,7 +200,11 @@ def prefill_seconds(replica: Replica, demand: OfferedLoad) -> float:
 
 
 def decode_rate(replica: Replica, demand: OfferedLoad, itl_s: float) -> float:
-    """Return how many mean answers a second a replica can decode within the ITL target."""
+    """Return how many mean answers a second a replica can decode within the ITL target.
+
+    Short steps waste time on what each step costs, long ones keep answers in the KV pool for
+    longer; so several step times are tried.
+    """
     if not demand.output:
         return inf
     cost = replica.cost
@@ -186,6 +216,7 @@ def decode_rate(replica: Replica, demand: OfferedLoad, itl_s: float) -> float:
         step_s = share * itl_s
         compute = _rate_within(1 - cost.step_base / step_s, compute_s)
         bandwidth = _rate_within(1 - weights_step_s / step_s, read_s)
+        # An answer takes up its context, summed over its steps, for one step time each.
         room = replica.kv_tokens / (step_s * demand.context)
         best_rate = max(best_rate, min(compute, bandwidth, room))
     return best_rate
@@ -220,6 +251,7 @@ class Roles:
         )
 
     def workers(self, role: str) -> Sequence[Replica]:
+        """Return the workers of a role, `prefill` or `decode`."""
         return self.prefill if role == "prefill" else self.decode
 
     def replaced(self, role: str, workers: Sequence[Replica]) -> Roles:
@@ -234,7 +266,7 @@ class FlipCandidate(NamedTuple):
 
     pressure: float
     replica: Replica
-    role: str
+    role: str  #: the new one
 
 
 class PoolCandidate(NamedTuple):
@@ -249,7 +281,8 @@ class Planner:
     """Plans for one cluster.
 
     `handle` is called every few seconds. It returns no action or one: a flip if a flip helps, else
-    a change of one pool's count. It waits for the dwell times between actions.
+    a change of one pool's count. An action that is returned counts as done: the dwell times begin,
+    whatever the caller makes of it.
     """
 
     config: PlannerConfig
@@ -261,7 +294,11 @@ class Planner:
     oversized_since: float | None = None
 
     def handle(self, observation: FleetObservation, now: float) -> list[PlannerAction]:
-        """Return what to change now. Times are in seconds by any one clock."""
+        """Return what to change now. `now` is in seconds by any one clock.
+
+        Nothing is changed without demand, or while a role has no worker: then no speed is known by
+        which that role could be planned.
+        """
         if self.started_at is None:
             self.started_at = now
         roles = Roles.of(observation.replicas)
@@ -276,14 +313,20 @@ class Planner:
         return actions
 
     def present_pressure(self, observation: FleetObservation) -> float | None:
-        """Return the fleet's pressure; None if there is no demand, or a role has no worker."""
+        """Return the fleet's pressure; None if there is no demand, or the fleet cannot serve it.
+
+        It cannot where a role has no worker, or even the shortest step misses the ITL target.
+        """
         if not observation.demand.rate:
             return None
         pressure = self.pressure(observation, Roles.of(observation.replicas))
         return pressure if pressure < inf else None
 
     def pressure(self, observation: FleetObservation, roles: Roles) -> float:
-        """Return the pressure of a fleet with these roles; above 1 targets are missed."""
+        """Return the pressure of a fleet with these roles; above 1 targets are missed.
+
+        `roles` may be other than the observed ones: they are what an action would make of these.
+        """
         if not roles.prefill or not roles.decode:
             return inf
         demand = observation.demand
@@ -322,8 +365,9 @@ class Planner:
         return [FlipWorker(best.replica.name, best.role, reason)]
 
     def _best_flip(self, observation: FleetObservation, roles: Roles) -> FlipCandidate | None:
+        """Return the flip after which the pressure is lowest; None if no worker may flip."""
         best: FlipCandidate | None = None
-        for old_role, new_role in (ROLES, ROLES[::-1]):
+        for old_role, new_role in (ROLES, ROLES[::-1]):  # both directions
             for replica in _flippable_workers(roles.workers(old_role), new_role):
                 remaining = [worker for worker in roles.workers(old_role) if worker is not replica]
                 changed = roles.replaced(old_role, remaining).replaced(
@@ -339,6 +383,7 @@ class Planner:
     def _scale(
         self, observation: FleetObservation, roles: Roles, now: float
     ) -> list[PlannerAction]:
+        """Return a change of one pool's count, if the pressure asks for one."""
         counts = self._pool_counts(observation)
         pressure = self.pressure(observation, roles)
         if pressure > 1:
@@ -364,11 +409,15 @@ class Planner:
         pressure: float,
         now: float,
     ) -> list[PlannerAction]:
-        """Return an order for as many replicas as the pressure asks for, of the scarcer pool."""
+        """Return an order for more replicas of the scarcer pool: in proportion to the pressure.
+
+        The scarcer pool is that in which one more worker would lower the pressure most. A replica
+        starts in the role that has its pool's name.
+        """
         if now - self.last_scale_at < self.config.scale_up_dwell_s:
             return []
         if any(observation.starting_replicas.values()):
-            return []
+            return []  # how much these will help is seen only when they are up
         _, pool = min(
             PoolCandidate(self.pressure(observation, self._with_added_worker(roles, role)), role)
             for role in ROLES
@@ -386,6 +435,7 @@ class Planner:
 
     @staticmethod
     def _with_added_worker(roles: Roles, role: str) -> Roles:
+        """Return the roles with one more worker, as fast as the first one of that role."""
         workers = roles.workers(role)
         return roles.replaced(role, [*workers, workers[0]])
 
@@ -404,7 +454,11 @@ class Planner:
         counts: dict[str, int],
         now: float,
     ) -> list[PlannerAction]:
-        """Return an order for one replica less, once that would have been enough for a while."""
+        """Return an order for one replica less, once that would have been enough for a while.
+
+        "Enough" is a pressure of `scale_down_pressure`, well below the 1 at which a fleet grows, so
+        that the fleet does not swing.
+        """
         candidates = [
             PoolCandidate(self.pressure(observation, self._with_removed_worker(roles, pool)), pool)
             for pool in ROLES
@@ -416,8 +470,8 @@ class Planner:
             return []
         if self.oversized_since is None:
             self.oversized_since = now
-        resting_since = max(self.oversized_since, self.last_scale_at, self.last_flip_at)
-        if now - resting_since < self.config.scale_down_dwell_s:
+        unchanged_since = max(self.oversized_since, self.last_scale_at, self.last_flip_at)
+        if now - unchanged_since < self.config.scale_down_dwell_s:
             return []
         self.last_scale_at = now
         self.oversized_since = None
@@ -434,7 +488,8 @@ class Planner:
     def _can_shrink(
         self, observation: FleetObservation, roles: Roles, counts: dict[str, int], pool: str
     ) -> bool:
-        # Serve, not the planner, chooses which replica stops: it could be one that rests.
+        # Serve, not the planner, chooses which replica stops. It could be one that rests, whose end
+        # would take no pressure off and say nothing of whether the others are enough.
         return (
             counts[pool] > self.config.pools[pool].minimum
             and len(roles.workers(pool)) > 1

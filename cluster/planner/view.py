@@ -23,7 +23,8 @@ def observe_fleet(
     the replicas that Ray Serve is starting. The router measures each worker's speed (`costs`); one
     that it does not know yet is left out until the next observation. A card has no role while its
     worker is drained, changes its role, or leaves for good: all but the last rest, and will take
-    work again. `backlog_s` is the seconds of prefill that wait in the router's queue.
+    work again. The router's `backlog_s` is the seconds of prefill that wait at the workers, their
+    sum. `recent` stays empty, as the planner that runs live does not look at it.
     """
     outlook = router.get("outlook")  # made by `router.demand.outlook`
     if outlook is None:
@@ -56,7 +57,8 @@ def observe_fleet(
 def _kv_used_share(workers: list[dict[str, Any]]) -> float:
     """Return the share of the decode workers' KV blocks that running answers hold.
 
-    A live worker's role is prefill or decode; `mixed` workers exist in the simulator only.
+    Blocks that are only cached do not count: they are free for the asking. A live worker's role is
+    prefill or decode, or empty; `mixed` workers exist in the simulator only.
     """
     block_counts = [
         worker["engine"]["kv_blocks"] for worker in workers if worker["role"] == "decode"

@@ -16,8 +16,10 @@ VLLM_PREFIX = "vllm:"
 
 @dataclass(frozen=True, slots=True)
 class MetricDefinition:
+    """What one metric is, as Prometheus is told; its name is its key in the tables below."""
+
     kind: str  #: counter | gauge | histogram
-    help: str
+    help: str  #: What Prometheus shows beside the name.
     labels: tuple[str, ...]  #: Beside the base labels of the part's processes.
     part: str = ""  #: The part of the program: gateway | router | worker | control.
 
@@ -114,7 +116,8 @@ CONTROL = _metrics_of(
 )
 METRICS = GATEWAY | ROUTER | ENGINE | TRANSFER | CONTROL
 
-#: What Diptych has too, under vLLM's names: vLLM's boards and llm-d's endpoint picker use them.
+#: What Diptych has too, under vLLM's names: vLLM's boards and llm-d's endpoint picker use them. The
+#: processes export them if `observability.metrics_compat` asks for it. "As" names our metric.
 VLLM_METRICS = {
     **_metrics_of(
         "worker",
@@ -138,7 +141,8 @@ VLLM_METRICS = {
         e2e_request_latency_seconds=_histogram("As request_e2e"),
     ),
 }
-#: What only the page on a gateway's main port has, under vLLM's names (`vllm_metrics.py`).
+#: What only the page on a gateway's main port has, under vLLM's names (`vllm_metrics.py`): numbers
+#: of the whole cluster, as one vLLM server would have them.
 VLLM_PAGE_METRICS = _metrics_of(
     "gateway",
     VLLM_PREFIX,

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ControlTally:
-    #: Replicas of each pool by state, as of the last observation.
+    """Counts for the metrics of the Control process, where operators talk to the cluster."""
+
+    #: Replicas of each pool by state (running, starting, stopping), and the `target`, as of the
+    #: last observation.
     pools: dict[str, dict[str, int]] = field(default_factory=dict)
     #: Orders that changed a pool's size, by pool and direction (up | down).
     scaled: Counter[tuple[str, str]] = field(default_factory=Counter)

@@ -17,9 +17,9 @@ from .page import MetricRow, MetricsPage, RowSource, build_registry
 
 log = logging.getLogger(__name__)
 
-REQUEST_TIMEOUT_S = 5.0
-HEAD_BYTES_MAX = 16 << 10
-PORTS_TRIED = 64  #: From the configured one on.
+REQUEST_TIMEOUT_S = 5.0  #: For a request to arrive and its answer to leave.
+HEAD_BYTES_MAX = 16 << 10  #: Of a request's line and headers.
+PORTS_TRIED = 64  #: From the configured one on: processes that share a host share the range.
 
 
 class _Answer(NamedTuple):
@@ -31,7 +31,8 @@ class _Answer(NamedTuple):
 class Exporter:
     """Answers `GET /metrics`, one request for each connection.
 
-    `labels` are those of every row of this process.
+    `labels` are those of every row of this process. `read_rows` makes the rows, at each scrape.
+    `settings` says where to listen, and whether vLLM's names are exported, too.
     """
 
     def __init__(
@@ -67,12 +68,15 @@ class Exporter:
         self.address = host_and_port(host, self._server.sockets[0].getsockname()[1])
 
     def render(self, accept: str = "") -> tuple[str, bytes]:
-        """Return content type and text of the page, in the format that the client prefers."""
+        """Return content type and text of the page, in the format that the client prefers.
+
+        `accept` is the request's header of that name; empty: Prometheus' text.
+        """
         encode, content_type = choose_encoder(accept)
         return content_type, encode(self._registry)
 
     def render_with(self, more_rows: list[MetricRow], accept: str = "") -> tuple[str, bytes]:
-        """As `render`, with these rows and all of vLLM's names."""
+        """Return what `render` does, with `more_rows` and all of vLLM's names."""
         encode, content_type = choose_encoder(accept)
         page = MetricsPage(self._labels, lambda: [*self._read_rows(), *more_rows], vllm_names=True)
         return content_type, encode(build_registry(page))

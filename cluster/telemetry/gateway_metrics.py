@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from ..gateway.attempt.request import Request
     from ..gateway.text.formats.parts import CallFlaw
 
-# Upper bounds of buckets. Those of TTFT and ITL get one more, which is the configured target.
+# Upper bounds of buckets, in seconds or tokens. Those of TTFT (time to the first token) and ITL
+# (gaps between tokens) get one more, which is the configured target.
 TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0)
 ITL_S = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 E2E_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0)

@@ -30,7 +30,7 @@ def configure(kind: str, part: str) -> None:
     handler = logging.StreamHandler()
     logger = logging.getLogger(LOGGER_NAME)
     logger.handlers = [handler]
-    logger.propagate = False
+    logger.propagate = False  # else Ray's handlers write each line once more
     if kind == "json":
         handler.setFormatter(JsonFormatter(part))
         logger.setLevel(logging.INFO)
@@ -45,6 +45,8 @@ def _utc_time(record: logging.LogRecord) -> str:
 
 
 class JsonFormatter(logging.Formatter):
+    """Makes one JSON object of each record; `part` names the process."""
+
     def __init__(self, part: str) -> None:
         super().__init__()
         self._part = part
@@ -66,6 +68,8 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
+    """Makes a line of each record, with an exception's below it; `part` names the process."""
+
     def __init__(self, part: str) -> None:
         super().__init__()
         self._part = part

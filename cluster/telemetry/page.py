@@ -28,7 +28,9 @@ from .catalogue import (
     MetricDefinition,
 )
 
-LABEL_VALUES_MAX = 64  #: Values of one label that come from outside; the rest count as `other`.
+#: Values of one label that come from outside (tenants, peers, reasons); the rest count as `other`,
+#: so that nobody can fill Prometheus' memory.
+LABEL_VALUES_MAX = 64
 VLLM_DEFINITIONS = VLLM_METRICS | VLLM_PAGE_METRICS
 READ_ATTEMPTS = 3  #: Another thread may change the dictionaries that rows are made of.
 
@@ -36,11 +38,12 @@ READ_ATTEMPTS = 3  #: Another thread may change the dictionaries that rows are m
 class MetricRow(NamedTuple):
     """One number of one metric, or one histogram as `kv_transfer.statistics.Histogram.values`."""
 
-    name: str  #: Without the prefix `diptych_`.
+    name: str  #: Without the prefix `diptych_`, but with `vllm:` if the name is vLLM's.
     value: float | Mapping[str, float]
-    labels: Mapping[str, str] = MappingProxyType({})
+    labels: Mapping[str, str] = MappingProxyType({})  #: In the order of the definition's labels.
 
 
+#: Makes a process's rows, at each scrape.
 RowSource = Callable[[], Iterable[MetricRow]]
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 FAMILY_TYPES: dict[str, type[Family]] = {
@@ -65,6 +68,10 @@ class MetricsPage(Collector):
         self._vllm_names = vllm_names
 
     def collect(self) -> Iterator[Metric]:
+        """Yield the metrics with their samples; prometheus_client calls this at each scrape.
+
+        A row whose name or labels are not in the catalogue is an error.
+        """
         families: dict[str, Family] = {}
         for row in self._rows():
             if not row.name.startswith(VLLM_PREFIX):
@@ -98,6 +105,7 @@ class MetricsPage(Collector):
             family.add_metric(label_values, row.value)
 
     def _rows(self) -> list[MetricRow]:
+        """Return all rows, of one try: a try that failed half-way gives none."""
         for _ in range(READ_ATTEMPTS - 1):
             try:
                 return list(self._read_rows())
@@ -117,6 +125,7 @@ def build_registry(page: MetricsPage) -> CollectorRegistry:
 def cumulative_buckets(values: Mapping[str, float]) -> tuple[list[tuple[str, float]], float]:
     """Return a histogram's buckets as Prometheus has them, and the sum of its values.
 
+    `values` has the count of each bucket by its upper bound as text, `inf` among them, and `sum`.
     Prometheus' bucket counts all values up to its bound, those of the buckets before it included.
     """
     bounds = sorted((name for name in values if name != "sum"), key=float)

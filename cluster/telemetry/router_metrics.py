@@ -12,18 +12,25 @@ from ...router.events import RouterAction, RouterEvent
 from ...router.goodput import MET, GoodputGroup
 from .page import MetricRow
 
-DECISION_S = tuple(1e-5 * 2**step for step in range(14))  #: Upper bounds of buckets.
+#: Upper bounds of the buckets for the time of a decision: 10 µs to 82 ms.
+DECISION_S = tuple(1e-5 * 2**step for step in range(14))
 
 
 class RouterTally:
-    """Measures the decisions of one router and exports its counts."""
+    """Measures the decisions of one router and exports its counts.
+
+    The process hands every event to `handle` here in place of the router's own.
+    """
 
     def __init__(self, router: Router) -> None:
         self._router = router
         self.decision_times = Histogram(DECISION_S)
 
     def handle(self, event: RouterEvent, now: float) -> list[RouterAction]:
-        """Let the router handle an event; measure the time if the event placed a request."""
+        """Let the router handle an event; measure the time if the event placed a request.
+
+        `now` is the router's clock in seconds. The caller carries out the actions.
+        """
         placed_before = self._router.placed
         began = time.perf_counter()
         actions = self._router.handle(event, now)

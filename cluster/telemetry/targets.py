@@ -13,7 +13,9 @@ def scrape_targets(
 ) -> list[dict[str, Any]]:
     """Return the addresses of all exporters, grouped by part, in the format of http_sd.
 
-    The router's statistics have its own address and the gateways'; None if there is no router.
+    The router's statistics have its own address and the gateways'; None if there is no router. A
+    worker's card has the worker's. Addresses are "host:port"; an empty one is left out, as its
+    process does not listen yet.
     """
     addresses_by_part = {
         "control": [control_address],

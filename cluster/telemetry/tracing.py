@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..gateway.attempt.request import Request
 
 FLUSH_TIMEOUT_MS = 2000  #: For spans that were not sent yet when the process ends.
-#: How answers end that have not failed.
+#: How requests end that have not failed.
 SUCCESSFUL_REASONS = ("stop", "length", "cancelled")
 
 
@@ -68,10 +68,10 @@ class Tracer:
     def start_span(
         self, name: str, traceparent: str, ago_s: float = 0.0, server: bool = False
     ) -> Span:
-        """Return a new span that began `ago_s` seconds ago.
+        """Return a new span that began `ago_s` seconds ago; the caller ends it (`end_span`).
 
-        It is a child of `traceparent`, or a root if that is none. `server`: its parent is in
-        another process that called this one.
+        The span is a child of `traceparent`, or a root if that is empty or malformed. `server` is
+        true if the parent is in another process that called this one.
         """
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind
@@ -120,7 +120,7 @@ class Tracer:
 
 
 def end_request_span(span: Span, request: Request, outcome: frames.RequestOutcome) -> None:
-    """End the span of a client's request.
+    """End the span of a client's request, marked as failed unless it ended as it should.
 
     `gen_ai.*` are as in OpenTelemetry's semantic conventions for generative AI.
     """
@@ -151,12 +151,15 @@ def end_span(span: Span, error_type: str = "") -> None:
 class PlacementSpan:
     """The span of an attempt that waits for the router's decision."""
 
-    gateway: str  #: Which asked for it.
+    gateway: str  #: The name of the gateway that asked for the placement.
     span: Span
 
 
 class RoutingSpans:
-    """Spans of the attempts that wait for the router, by the frames that it gets and sends."""
+    """Spans of the attempts that wait for the router, by the frames that it gets and sends.
+
+    An attempt is one placement of a request; its key is (request id, number of the attempt).
+    """
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -193,7 +196,7 @@ class RoutingSpans:
 class AttemptSpan:
     """The span of what an attempt does now on a worker."""
 
-    gateway: str
+    gateway: str  #: The name of the gateway that started the attempt.
     phase: str  #: The span's name: prefill, kv_transfer or decode.
     span: Span
     traceparent: str  #: Of the gateway's span, which the span of the next phase goes under.
@@ -202,7 +205,11 @@ class AttemptSpan:
 
 
 class WorkerSpans:
-    """Spans of the attempts on a worker, by the frames that it gets and sends."""
+    """Spans of the attempts on a worker, by the frames that it gets and sends.
+
+    An attempt has one open span at a time. On a decode worker it is `kv_transfer`, then `decode`;
+    where no other worker computes the prompt, it is `prefill` and then `decode`.
+    """
 
     def __init__(self, tracer: Tracer, worker: str) -> None:
         self._tracer = tracer
@@ -233,6 +240,7 @@ class WorkerSpans:
         return span
 
     def _begin_decode(self, key: frames.AttemptKey, attempt: AttemptSpan) -> None:
+        """End the span of the phase before, and begin that of decoding."""
         end_span(attempt.span)
         attempt.phase = "decode"
         attempt.span = self._start_span(attempt.phase, key, attempt.traceparent)
@@ -259,6 +267,7 @@ class WorkerSpans:
                 self.end_attempt(key, reason)
 
     def _handle_tokens(self, attempt: AttemptSpan, answer_tokens: frames.AnswerTokens) -> None:
+        """Follow an attempt by new tokens of one of its answers."""
         key = answer_tokens.attempt_key
         if not attempt.open_answers:
             self.end_attempt(key)  # a prefill worker is done with its first token

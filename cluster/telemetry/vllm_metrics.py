@@ -17,7 +17,7 @@ from .page import MetricRow
 if TYPE_CHECKING:
     from ..gateway.attempt.request import Request
 
-# Upper bounds of buckets.
+# Upper bounds of buckets, in seconds, tokens and answers (the `n` of a request).
 SECONDS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0)
 TOKENS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5)
 ANSWERS = (1.0, 2.0, 5.0, 10.0, 20.0)
@@ -43,7 +43,10 @@ class VllmTally:
         self._ended = Counter(dict.fromkeys(FINISHED_REASONS.values(), 0))
 
     def count_ended(self, request: Request, reason: str) -> None:
-        """Count a request that ran. Its times are counted if it had a first token."""
+        """Count a request that ran and has ended. Its times are counted if it had a first token.
+
+        `reason` says how it ended: a key of `FINISHED_REASONS`, or an error's.
+        """
         self._ended[FINISHED_REASONS.get(reason, "error")] += 1
         self._observe("request_prompt_tokens", len(request.prompt_ids))
         self._observe("request_generation_tokens", request.generated_tokens)
@@ -53,6 +56,7 @@ class VllmTally:
         if ttft_s is None:
             return
         queue_s = max(0.0, request.times.placed_s - request.times.arrived_s)
+        # All times are of one clock; the request has one answer or more.
         last_tokens_s = [answer.token_times[-1] for answer in request.answers if answer.token_times]
         end_s = max(last_tokens_s) - request.times.arrived_s
         self._observe("request_queue_time_seconds", queue_s)
@@ -84,10 +88,13 @@ def cluster_rows(
 ) -> Iterator[MetricRow]:
     """Yield what the statistics of the router (None: it is not there) and of the workers say.
 
-    Numbers of workers are added up. A block of KV has `block_tokens` tokens.
+    Numbers of workers are added up. A block of KV has `block_tokens` tokens. `max_model_len` is the
+    most tokens of a prompt and its answer: so many tokens must the KV pools have for each request
+    that is sure to fit.
     """
     router = router or {"waiting": 0, "hit_tokens": 0, "prompt_tokens": 0}
     engines = [worker["engine"] for worker in workers]
+    # A sequence on a worker runs, or it waits there for blocks (`waiting`) or its turn (`ready`).
     running = sum(engine["running"] + engine["prefilling"] for engine in engines)
     deferred = sum(engine["waiting"] + engine["ready"] for engine in engines)
     yield MetricRow("vllm:num_requests_running", running)

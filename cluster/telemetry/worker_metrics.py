@@ -1,7 +1,8 @@
 """What a worker exports: its engine and its transfers, and which transport really ran.
 
-NIXL does not say which transport UCX chose (`kv_transfer/README.md`). The kernel's count of the
-bytes of this process's TCP connections shows it, as in `diptych doctor`. When a tenth of the KV
+NIXL, the library that moves KV, does not say which transport UCX below it chose
+(`kv_transfer/README.md`). It should not be TCP, which is slow and takes CPU. The kernel's count of
+the bytes of this process's TCP connections shows it, as in `diptych doctor`. When a tenth of the KV
 that arrived since the last look came over TCP, every peer that sent some of it is said to use
 `nixl (tcp)`. Which peer it is, `diptych doctor` measures pair by pair. Only rank 0's connections
 are counted.
@@ -18,6 +19,7 @@ from .page import MetricRow, limit_label_values
 
 MINIMUM_KV_BYTES = 1 << 20  #: Of KV since the last look: less says nothing.
 TCP_SHARE_MINIMUM = 0.1  #: Of that KV; the messages beside KV are a share of 0.0001.
+#: Every KV block is in one of the first six. A quarantined or orphaned one is in one of these, too.
 BLOCK_STATES = (
     "free",
     "active",
@@ -28,15 +30,16 @@ BLOCK_STATES = (
     "quarantined",
     "orphaned",
 )
-STEP_PHASES = ("prefill", "decode")
+STEP_PHASES = ("prefill", "decode")  #: Steps with prefill in them, and those without.
 
 
 @dataclass(slots=True)
 class TransportDetector:
-    """Finds out whether KV came over TCP, by what arrived between two looks."""
+    """Finds out whether KV came over TCP, by what arrived between two looks (scrapes)."""
 
     #: Returns the bytes that this process has received by TCP so far; None if that is unknown.
     tcp_received: Callable[[], int | None]
+    #: As of the last look at which enough KV had arrived; so are the KV bytes.
     _previous_tcp_bytes: int = 0
     _previous_kv_bytes: Counter[str] = field(default_factory=Counter)  #: By worker.
     _uses_tcp: dict[str, bool] = field(default_factory=dict)  #: The findings, by worker.
@@ -44,8 +47,9 @@ class TransportDetector:
     def workers_using_tcp(self, received: dict[str, int], ranks: int) -> dict[str, bool]:
         """Return for each worker whether its KV came over TCP lately.
 
-        `received` are the bytes of KV from each worker so far, `ranks` are this worker's own. A
-        worker that sent too little until now has no entry.
+        `received` are the bytes of KV from each worker so far, in all `ranks` ranks of this worker:
+        rank 0, whose connections are seen, got its part of them. A worker that sent too little
+        until now has no entry.
         """
         new_kv_bytes = {
             worker: kv_bytes - self._previous_kv_bytes[worker]
@@ -69,7 +73,10 @@ class TransportDetector:
 def worker_rows(
     statistics: dict[str, Any], detector: TransportDetector, ranks: int
 ) -> Iterator[MetricRow]:
-    """Yield all rows of a worker from what its `statistics` method returns."""
+    """Yield all rows of a worker from what its `statistics` method returns.
+
+    `ranks` are the processes that share the worker's model.
+    """
     worker_labels = {"role": statistics["role"] or "none", "state": statistics["state"]}
     yield MetricRow("worker_info", 1, worker_labels)
     yield from _engine_rows(statistics["engine"])
@@ -77,6 +84,7 @@ def worker_rows(
 
 
 def _engine_rows(engine: dict[str, Any]) -> Iterator[MetricRow]:
+    """Yield blocks, sequences, steps and guessed tokens; some under vLLM's names, too."""
     blocks = engine["kv_blocks"]
     for state in BLOCK_STATES:
         yield MetricRow("kv_blocks", blocks[state], {"state": state})

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hmac
 
-ALIAS_DIGITS = 6  #: Hexadecimal; of 100 workers two share an alias once in 3,400 clusters.
+#: Hexadecimal; of 100 workers of a pool, two share an alias in one of 3,400 clusters.
+ALIAS_DIGITS = 6
 
 
 def worker_alias(secret: str, worker: str) -> str:

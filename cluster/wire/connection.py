@@ -28,7 +28,7 @@ from .handshake import admit, greet
 log = logging.getLogger(__name__)
 
 BUSY_HEARTBEAT_S = 0.25  #: Between heartbeats while there is traffic, and for `BUSY_FOR_S` after.
-BUSY_FOR_S = 5.0
+BUSY_FOR_S = 5.0  #: After the last frame that was no heartbeat.
 IDLE_HEARTBEAT_S = 1.0  #: Between heartbeats otherwise.
 SUSPECT_AFTER_S = 1.0  #: A busy peer that is silent for longer is suspected to be frozen.
 BUFFER_BYTES_MAX = 16 << 20  #: Unsent bytes; a peer that lets more pile up is cut off.
@@ -70,7 +70,7 @@ class FrameConnection:
 
     @property
     def closed(self) -> bool:
-        """Return whether this end has closed, or is closing."""
+        """Whether this end has closed, or is closing."""
         return self._writer.is_closing()
 
     async def drain(self) -> None:
@@ -116,7 +116,8 @@ class FrameConnection:
         """Yield frames, without heartbeats, until the connection ends.
 
         Heartbeats are sent and awaited meanwhile: a peer that sends nothing at all for longer than
-        `silence_limit_s` ends the connection. Closing the generator closes the connection.
+        `silence_limit_s` ends the connection. Closing the generator closes the connection. The end
+        raises nothing, whatever its reason.
         """
         heartbeats = self._loop.create_task(self._exchange_heartbeats(silence_limit_s))
         turn_began = time.monotonic()

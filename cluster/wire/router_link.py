@@ -21,15 +21,16 @@ from .connection import FrameConnection, dial
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 0.5
-FIND_TIMEOUT_S = 10.0
+RETRY_S = 0.5  #: Between the end of a connection, or a try that failed, and the next try.
+FIND_TIMEOUT_S = 10.0  #: For `find_router`.
 
 
 class RouterLink:
     """Keeps a connection to the router.
 
-    `find_router` returns the router's address. `on_connected` is called for each new connection,
-    before its first frame, and `on_frame` for each frame.
+    `find_router` returns the router's "host:port". `identity` is what this process proves to the
+    router. `on_connected` is called for each new connection, before its first frame, and `on_frame`
+    for each frame; both are called on the loop that runs `run`.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class RouterLink:
 
     @property
     def connected(self) -> bool:
+        """Whether there is a connection that has not ended; a silent router may be frozen."""
         return self._connection is not None and not self._connection.closed
 
     def send(self, frame: msgspec.Struct) -> None:

@@ -1,8 +1,8 @@
 """A worker without Ray and without its connections: engine, transfers, tiers, and the role machine.
 
-The event loop owns the role machine (`PrefillRole` or `DecodeRole`). It feeds the machine with gateways' frames,
-the engine's outputs and the outcomes of transfers, and carries out what the machine decides: commands to the
-threads that own the engine and the transfers, frames to gateways.
+The event loop owns the role machine (`PrefillRole` or `DecodeRole`). It feeds the machine with
+gateways' frames, the engine's outputs and the outcomes of transfers, and carries out what the
+machine decides: commands to the threads that own the engine and the transfers, frames to gateways.
 """
 
 from __future__ import annotations
@@ -89,9 +89,10 @@ PROBE_MARK = "\x1d"  #: in the name of a probe's attempt; no client's id has thi
 class WorkerCore:
     """One worker's engine, role, transfers and tiers, from `start` until `stop`.
 
-    `pool` is "prefill" or "decode". `send(gateway, frame)` and `on_observation` are called on the
-    loop that made the object. `open_engine` makes the engine when the core starts; nothing here
-    depends on which engine it is.
+    `name` is the worker's id, `pool` "prefill" or "decode", `model` the checkpoint's folder.
+    `send(gateway, frame)` and `on_observation` are called on the loop that made the object.
+    `open_engine` makes the engine when the core starts; nothing here depends on which engine it is.
+    A role is the pure machine that decides for one kind of worker; this object carries that out.
     """
 
     def __init__(
@@ -117,12 +118,16 @@ class WorkerCore:
         self._on_observation = on_observation
         self._open_engine = open_engine
         self._loop = asyncio.get_running_loop()
-        self._peers: dict[str, list[PeerCard]] = {}
+        self._peers: dict[str, list[PeerCard]] = {}  #: by worker: a card for each of its ranks
         self._probe: asyncio.Future[ProbeEnded] | None = None  #: the one that runs, if any
         self._probe_numbers = itertools.count()
 
     async def start(self, host: str, progress: ReportProgress | None = None) -> list[PeerCard]:
-        """Load the model and open the transports; return what peers need to know."""
+        """Load the model and open the transports; return what peers need to know, by rank.
+
+        `host` is the address to listen on. `progress` is called from another thread while the
+        weights load. Raises what the engine or a transport raises.
+        """
         self._claimed_cores = claim(self.pool_config.engine.threads)
         options = engine_config(self.config, self.pool_config, self._model)
         options = replace(options, cores=self._claimed_cores.cores)
@@ -190,6 +195,7 @@ class WorkerCore:
     # ---- from the cluster ------------------------------------------------------------------------
 
     def add_peer(self, worker: str, cards: list[PeerCard]) -> None:
+        """Learn how another worker's ranks are reached; before, no KV moves between the two."""
         self._peers[worker] = cards
         self.transfers.handle(AddPeer(worker, cards))
 
@@ -199,6 +205,7 @@ class WorkerCore:
         self.transfers.handle(LosePeer(worker, process_dead))
 
     def knows(self, worker: str) -> bool:
+        """Whether KV can move between this worker and that one."""
         return worker in self._peers
 
     def _names_blocks_alike(self, worker: str) -> bool:
@@ -218,6 +225,7 @@ class WorkerCore:
             self._grammars.begin_when_compiled(gateway, frame)
 
     def _begin(self, gateway: str, frame: StartFrame) -> None:
+        """Give an attempt to the role, with the hashes that name its blocks on every worker."""
         block_tokens = self.engine.kv_pool.layout.block_tokens
         salt = partition_salt(self._salt, frame.cache_partition)
         hashes = block_hashes(frame.token_ids, salt, block_tokens)
@@ -293,6 +301,7 @@ class WorkerCore:
         self._loop.call_soon_threadsafe(self._handle_events, events)
 
     def _handle_events(self, events: Collection[WorkerEvent]) -> None:
+        """Hand events on: most of them to the role, whose actions are carried out together."""
         actions: list[RoleAction] = []
         for event in events:
             match event:
@@ -406,7 +415,7 @@ class WorkerCore:
         return self.engine.kv_pool.layout.token_bytes * (1 + len(self.engine.rank_sockets))
 
     def _probe_tokens(self, peer: str, size_limit_bytes: int) -> int:
-        """Return how many tokens to move: whole blocks of both ends, a bounded share of both pools."""
+        """Return how many tokens to move: whole blocks of both ends, a limited share of the pools."""
         pools = [(self.engine.kv_pool.size, self.engine.kv_pool.layout)]
         pools += [(card.size, card.layout) for card in self._peers.get(peer, [])[:1]]
         # Blocks have 64, 128 or 256 tokens: a multiple of the larger fits both ends.

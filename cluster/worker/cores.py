@@ -1,10 +1,11 @@
 """CPU cores of a host, shared out among its workers: no two engines compute on the same one.
 
-`diptych serve` offers cores where they suffice for all workers, by naming a folder in the environment. A worker
-claims as many as its engine has threads: a lock on one file for each core, which ends with the process at the
-latest. The thread that steps the engine is bound to them, and so are OpenMP's threads, which it starts. The rest
-of the worker may run anywhere. Where the engines leave no core, a worker's transfers stay on the worker's own
-cores: copies of a prefill worker are not to slow decode down.
+`diptych serve` offers cores where they suffice for all workers, by naming a folder in the
+environment. A worker claims as many as its engine has threads: a lock on one file for each core,
+which ends with the process at the latest. The thread that steps the engine is bound to them, and so
+are OpenMP's threads, which it starts. The rest of the worker may run anywhere. Where the engines
+leave no core (`spare`), the thread of a worker's transfers stays on the worker's own cores: copies
+of a prefill worker are not to slow decode down. A core is named by its number in the kernel.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ def usable() -> list[int]:
 
 
 def suffice(config: ClusterConfig, cores: int) -> bool:
-    """Whether every thread of every engine can have a core of its own.
+    """Whether `cores` cores give every thread of every engine one of its own.
 
-    They cannot where ranks share a model: ranks are processes of their own, which nobody binds.
+    They do not where ranks share a model: ranks are processes of their own, which nobody binds.
     """
     pools = (config.pools.prefill, config.pools.decode)
     if any(pool.tensor_parallel > 1 for pool in pools):
@@ -40,7 +41,7 @@ def suffice(config: ClusterConfig, cores: int) -> bool:
 
 
 def spare(config: ClusterConfig, cores: int) -> bool:
-    """Whether the engines leave some core to everything else."""
+    """Whether the engines leave some of `cores` cores to everything else."""
     return _engine_threads(config) < cores
 
 
@@ -50,19 +51,27 @@ def _engine_threads(config: ClusterConfig) -> int:
 
 
 def offer(config: ClusterConfig) -> None:
-    """Let this process's children claim cores, if there are enough for all engines."""
+    """Let this process's children claim cores, if there are enough for all engines.
+
+    A folder that the environment names already is kept.
+    """
     if suffice(config, len(usable())):
+        # One folder for each user: clusters of one user share the machine's cores out, too.
         folder = Path(tempfile.gettempdir()) / f"diptych-cores-{os.getuid()}"
         os.environ.setdefault(VARIABLE, str(folder))
 
 
 class Claim:
-    """`count` cores that nobody else holds, until `close`; no core if so many are not to be had."""
+    """`count` cores that nobody else holds, until `close`; no core if so many are not to be had.
+
+    `folder` has a file for each core, whose lock is the claim. `candidates` are tried in order.
+    """
 
     def __init__(self, folder: Path, count: int, candidates: Sequence[int]) -> None:
         self.cores: tuple[int, ...] = ()
         self._locks: dict[int, IO[str]] = {}
         folder.mkdir(parents=True, exist_ok=True)
+        # The lock of an open file ends with the process, so a worker that is killed keeps no core.
         for core in candidates:
             if len(self._locks) == count:
                 break
@@ -89,6 +98,6 @@ class Claim:
 def claim(count: int) -> Claim:
     """Claim `count` of the cores on offer; no core where there is no offer."""
     folder = os.environ.get(VARIABLE)
-    if folder is None:
+    if folder is None:  # no candidates: a claim of nothing, which needs no folder of its own
         return Claim(Path(tempfile.gettempdir()), count, ())
     return Claim(Path(folder), count, usable())

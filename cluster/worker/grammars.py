@@ -1,8 +1,9 @@
 """Attempts whose grammar is being compiled: they begin when it is.
 
-Compiling takes milliseconds, and seconds for a grammar that somebody made to be slow. The engine's
-thread would hold up every sequence meanwhile, so other threads compile. Gateways have compiled the
-grammar before, within limits of time and memory (`cluster/gateway/text/grammars.py`).
+A grammar says which texts an answer may be, JSON of a schema for instance. Compiling takes
+milliseconds, and seconds for a grammar that somebody made to be slow. The engine's thread would
+hold up every sequence meanwhile, so other threads compile. Gateways have compiled the grammar
+before, within limits of time and memory (`cluster/gateway/text/grammars.py`).
 """
 
 from __future__ import annotations

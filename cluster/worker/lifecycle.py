@@ -12,8 +12,9 @@ A change that gets rid of the work takes three steps, each with a limit of time:
     EMPTYING   the work was handed over, and has to leave (at most `EMPTY_LIMIT_S`)
     LINGERING  only when leaving: peers may fetch what was computed here (at most `LINGER_LIMIT_S`)
 
-`WorkerLifecycle.handle(event, now)` returns what the process has to do. While `changing` is true the process
-sends a `ChangeTick` every few milliseconds.
+`WorkerLifecycle.handle(event, now)` returns what the process has to do. While `changing` is true
+the process sends a `ChangeTick` every few milliseconds. Work is handed over by telling gateways to
+go on with it on other workers; nothing of an answer is lost by that.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import assert_never
 
+#: How long each step may take. The sum stays below the 15 s that Serve gives a replica to end
+#: (`graceful_shutdown_timeout_s` in cluster/app.py).
 INFORM_LIMIT_S = 1.0
 EMPTY_LIMIT_S = 10.0
 LINGER_LIMIT_S = 3.0
@@ -30,6 +33,8 @@ NO_ROLE = ""  #: what a worker offers that takes nothing new
 
 
 class WorkerPhase(StrEnum):
+    """Where a worker is in its life, as operators see it; the module's docstring explains each."""
+
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
@@ -38,6 +43,8 @@ class WorkerPhase(StrEnum):
 
 
 class ChangeStep(StrEnum):
+    """How far a change that gets rid of the work has come."""
+
     INFORMING = "informing"
     EMPTYING = "emptying"
     LINGERING = "lingering"
@@ -65,14 +72,18 @@ class RoleOrdered:
 
 @dataclass(frozen=True, slots=True)
 class LeaveOrdered:
-    """Serve ends the process. Without a router the whole cluster stops, perhaps."""
+    """Serve ends the process.
+
+    Without a router the whole cluster is probably stopping: then the worker hands over what it has
+    and ends, without the steps that wait for others.
+    """
 
     router_connected: bool
 
 
 @dataclass(frozen=True, slots=True)
 class WorkHandedOver:
-    """`HandOverWork` was carried out for `attempts` attempts."""
+    """`HandOverWork` was carried out for `attempts` attempts (placements of requests)."""
 
     attempts: int
 
@@ -81,7 +92,7 @@ class WorkHandedOver:
 class ChangeTick:
     """What the process sees while a change is under way."""
 
-    router_informed: bool  #: the router has the card that was offered last
+    router_informed: bool  #: the router was sent the role that was offered last
     attempts_left: int  #: attempts that still hold something on this worker
     open_tickets: int  #: transfers under way
 
@@ -93,7 +104,7 @@ LifecycleEvent = WorkerStarted | RoleOrdered | LeaveOrdered | WorkHandedOver | C
 
 @dataclass(frozen=True, slots=True)
 class OfferRole:
-    """Join the router again, with this role on the card."""
+    """Join the router again, with this role on the card: it is what the router may give us."""
 
     role: str
 
@@ -118,18 +129,18 @@ LifecycleAction = OfferRole | HandOverWork | TakeRole
 class Change:
     """A change that gets rid of the work."""
 
-    target_role: str | None  #: the role to take at the end; None: none
+    target_role: str | None  #: the role to take at the end; None for a drain or a leave
     began_at: float
     step: ChangeStep
-    deadline_s: float  #: of the step
+    deadline_s: float  #: when the step's time is up, on the clock of `now`
     calm_since: float = 0.0  #: since when a lingering worker has had no transfer
 
 
 class WorkerLifecycle:
-    """Owns the phase and the role of one worker process."""
+    """Owns the phase and the role of one worker process. `role` is that of its pool."""
 
     def __init__(self, role: str) -> None:
-        self.role = role
+        self.role = role  #: what the worker works as; a drained worker keeps it
         self.phase = WorkerPhase.STARTING
         self.note = ""  #: for operators: why the last order was not carried out
         self.flips = 0  #: roles taken since the start
@@ -139,7 +150,7 @@ class WorkerLifecycle:
 
     @property
     def changing(self) -> bool:
-        """Whether a change is under way, and ticks are needed."""
+        """Whether a change is under way, and ticks are needed. A drain alone is none."""
         return self._change is not None
 
     def refusal(self) -> str | None:
@@ -172,7 +183,7 @@ class WorkerLifecycle:
 
     def _order(self, order: RoleOrdered, now: float) -> list[LifecycleAction]:
         self.note = ""
-        if order.role == self.role:
+        if order.role == self.role:  # also how a drained worker is taken back
             self.phase = WorkerPhase.READY
             return [OfferRole(self.role)]
         if order.role != NO_ROLE:
@@ -221,6 +232,7 @@ class WorkerLifecycle:
 
     def _work_has_left(self, change: Change, tick: ChangeTick, now: float) -> list[LifecycleAction]:
         """Finish the change, though attempts may be left when its time is up."""
+        # Attempts that went elsewhere may fetch from here what was computed.
         if self.phase is WorkerPhase.LEAVING and self._handed_over_now:
             change.step = ChangeStep.LINGERING
             change.deadline_s = now + LINGER_LIMIT_S
@@ -229,6 +241,7 @@ class WorkerLifecycle:
         self._change = None
         if self.phase is not WorkerPhase.FLIPPING:
             return []
+        # A flip that is not empty in time is given up: the worker goes on in its old role.
         self.phase = WorkerPhase.READY
         assert change.target_role is not None, "a flip has a target"
         if tick.attempts_left:

@@ -1,8 +1,9 @@
-"""The worker process under Serve: a `WorkerCore` with its connections to gateways and to the router.
+"""The worker process under Serve: a `WorkerCore`, its connections to gateways and to the router.
 
-Both deployments (`PrefillWorker`, `DecodeWorker`) are this class; the pool is the deployment, the role is state.
-`lifecycle.WorkerLifecycle` decides what the process takes and how it gets rid of its work; this file carries that
-out. `reporting.WorkerReporter` decides what the router hears.
+Both deployments (`PrefillWorker`, `DecodeWorker`) are this class. A worker's pool is the deployment
+that it belongs to; its role is what it works as now, and may change. `lifecycle.WorkerLifecycle`
+decides what the process takes and how it gets rid of its work; this file carries that out.
+`reporting.WorkerReporter` decides what the router hears.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ from ..config import ClusterConfig, EngineSettings, PoolConfig
 from ..router_service import node_host
 from ..telemetry import Exporter, logs
 from ..telemetry.tracing import WorkerSpans, tracer_of
-from ..telemetry.worker_metrics import TransportDetector
-from ..telemetry.worker_metrics import worker_rows as worker_rows
+from ..telemetry.worker_metrics import TransportDetector, worker_rows
 from ..wire.aliases import worker_alias
 from ..wire.connection import FrameConnection, FrameListener
 from ..wire.router_link import RouterLink
@@ -52,14 +52,20 @@ from .reporting import WorkerReporter
 
 log = logging.getLogger(__name__)
 
+#: Seconds between two reports to the router, and between two questions to Ray about a lost worker.
 REPORT_S = 1.0
-FIRST_REPORT_S = 0.1  #: while the router does not know the worker
+FIRST_REPORT_S = 0.1  #: as `REPORT_S`, while the router does not know the worker
 MOURN_S = 3600.0  #: Ray is asked for as long whether a lost worker's process is gone
-CHANGE_TICK_S = 0.01
+CHANGE_TICK_S = 0.01  #: between two looks at a change of role that is under way
 
 
 class WorkerProcess:
-    """One replica of a pool."""
+    """One replica of a pool.
+
+    Serve makes the object, by the deployment's arguments: `home` is the pool's name ("prefill" or
+    "decode"), `config` the whole configuration in plain types, `model` the checkpoint's folder. The
+    constructor returns when the worker can take work, which takes as long as the model loads.
+    """
 
     async def __init__(  # type: ignore[misc]
         self, home: str, config: dict[str, Any], model: str
@@ -68,15 +74,16 @@ class WorkerProcess:
         self.config = ClusterConfig.model_validate(config)
         self.loop = asyncio.get_running_loop()
         self.replica = serve.get_replica_context().replica_id.unique_id
-        self.name = f"{home}/{self.replica}"
+        self.name = f"{home}/{self.replica}"  #: the worker's id in the cluster
         self.lifecycle = WorkerLifecycle(home)
         self._model = Path(model)
-        self._gateways: dict[str, FrameConnection] = {}
+        self._gateways: dict[str, FrameConnection] = {}  #: by the gateway's name
+        #: Keeps the tasks alive: the loop itself refers to tasks weakly.
         self._probes: set[asyncio.Task[None]] = set()
-        self._known_workers: dict[str, frames.WorkerCard] = {}
+        self._known_workers: dict[str, frames.WorkerCard] = {}  #: all others, by id
         self._reporter = WorkerReporter()
-        self._card: frames.WorkerCard | None = None
-        self._change_task: asyncio.Task[None] | None = None
+        self._card: frames.WorkerCard | None = None  #: what the router knows of us; None at first
+        self._change_task: asyncio.Task[None] | None = None  #: while a change is under way
         caller = PeerIdentity(self.name, "worker", self.config.secret)
         self.link = RouterLink(
             _find_router,
@@ -95,7 +102,8 @@ class WorkerProcess:
         logs.configure(observability.log, self.name)
         self.tracer = tracer_of(observability, "worker", self.name)
         self._works = WorkerSpans(self.tracer, self.name) if self.tracer else None
-        from .core import WorkerCore  # torch: the process that builds the application has none
+        # Loads torch, which the process that builds the application does not need.
+        from .core import WorkerCore
 
         self.core = WorkerCore(
             name=self.name,
@@ -120,6 +128,7 @@ class WorkerProcess:
     def _describe(
         self, address: str, metrics_address: str, kv_cards: list[PeerCard]
     ) -> frames.WorkerCard:
+        """Return what the router and all peers are told of this worker."""
         engine = self.core.engine
         return frames.WorkerCard(
             id=self.name,
@@ -136,7 +145,7 @@ class WorkerProcess:
             chunk_tokens=engine.limits.max_step_tokens,
             max_running=engine.limits.max_running,
             metrics=metrics_address,
-            step_ms=(engine.limits.itl_budget_s or 0.0) * 1e3,
+            step_ms=(engine.limits.itl_budget_s or 0.0) * 1e3,  # 0: steps have no limit
         )
 
     @property
@@ -147,12 +156,12 @@ class WorkerProcess:
     async def _export_metrics(self, host: str) -> str:
         """Start the exporter; return the address where Prometheus finds this worker."""
         labels = {"model": self.config.model.name or "", "pool": self.pool, "replica": self.replica}
-        ways = TransportDetector(diagnosis.tcp_received)
+        transport_detector = TransportDetector(diagnosis.tcp_received)
         ranks = self._pool_config.tensor_parallel
         self.metrics = Exporter(
             self.config.observability,
             labels,
-            lambda: worker_rows(self.statistics(), ways, ranks),
+            lambda: worker_rows(self.statistics(), transport_detector, ranks),
         )
         await self.metrics.start(host)
         return self.metrics.address
@@ -172,6 +181,7 @@ class WorkerProcess:
                 self.core.observe()
 
     def _report(self, observation: EngineObservation) -> None:
+        """Tell the router what the engine has done; a router that is new is told everything."""
         if self._reporter.must_join:
             assert self._card is not None
             self.core.ended_attempts.clear()
@@ -198,7 +208,11 @@ class WorkerProcess:
                 assert_never(frame)
 
     def _take_directory(self, directory: frames.WorkerDirectory) -> None:
-        """Learn which peers there are. A router that is young names only those that joined it."""
+        """Learn which peers there are.
+
+        A router that is young (not `settled`) names only those that joined it, so a worker that it
+        leaves out is not lost.
+        """
         cards = {card.id: card for card in directory.workers if card.id != self.name}
         if not directory.settled:
             cards = {**self._known_workers, **cards}
@@ -214,7 +228,8 @@ class WorkerProcess:
     async def _mourn(self, card: frames.WorkerCard) -> None:
         """Wait until Ray knows that a lost worker's process is gone.
 
-        A worker that is merely silent may be frozen, and write to our blocks when it wakes up.
+        A worker that is merely silent may be frozen, and write to our blocks when it wakes up. So
+        blocks that it could write stay out of use until then, or until it is back.
         """
         deadline_s = time.monotonic() + MOURN_S
         while card.id not in self._known_workers and time.monotonic() < deadline_s:
@@ -226,6 +241,7 @@ class WorkerProcess:
     # ---- gateways --------------------------------------------------------------------------------
 
     async def _serve_gateway(self, peer: FrameConnection, hello: frames.Hello) -> None:
+        """Handle a gateway's frames until its connection ends; then its attempts are cancelled."""
         previous = self._gateways.get(peer.name)
         if previous:  # the gateway is back before the end of its old connection was seen
             previous.abort()
@@ -250,7 +266,8 @@ class WorkerProcess:
                 self.core.cancel(frame)
             case frames.InspectProcess():
                 peer.send(frames.CallReply(frame.call_id, self.statistics()))
-            case frames.ChangeRole():
+            case frames.ChangeRole():  # of Control, which connects as a gateway does
+                # The life cycle ignores an order that it refuses: `refusal` tells the caller.
                 refusal = self.lifecycle.refusal()
                 self._handle(RoleOrdered(frame.role, frame.hand_over))
                 values = {"refused": refusal, "state": str(self.lifecycle.phase)}
@@ -283,7 +300,7 @@ class WorkerProcess:
         else:
             needed_role = "decode"
             partner = frame.prefill_worker
-        if frame.term < self.link.term:
+        if frame.term < self.link.term:  # placed by a router that has been replaced
             return "stale_term"
         if self.lifecycle.phase is not WorkerPhase.READY:
             return "draining"
@@ -291,6 +308,7 @@ class WorkerProcess:
             return "wrong_role"
         if partner is not None and not self.core.knows(partner):
             return "unknown_peer"
+        # `token_ids` are the prompt and the tokens that an earlier attempt has generated.
         prompt_tokens = len(frame.token_ids) - frame.resumed_tokens
         sequence_limit = prompt_tokens + frame.sampling.max_tokens
         if not frame.token_ids or sequence_limit > self.core.engine.max_model_len:
@@ -298,6 +316,7 @@ class WorkerProcess:
         return None
 
     async def _probe_transfer(self, peer: FrameConnection, frame: frames.ProbeTransfer) -> None:
+        """Answer `diptych doctor`: look at this host, or measure a transfer from `frame.peer`."""
         if frame.peer is None:
             environment = await asyncio.to_thread(self.core.environment, frame.pids)
             values = msgspec.to_builtins(environment)
@@ -311,6 +330,7 @@ class WorkerProcess:
             self._works.end_gateway(gateway)
 
     def _send(self, gateway: str, frame: frames.FramesFromWorker) -> None:
+        """Send a frame, or drop it where the gateway has gone: nobody waits for it any more."""
         if self._works:
             self._works.handle_reply(frame)
         if gateway in self._gateways:
@@ -337,6 +357,7 @@ class WorkerProcess:
             self._change_task.add_done_callback(self._change_ended)
 
     async def _carry_change_through(self) -> None:
+        """Tell the life cycle what is left to do, until its change has ended."""
         while self.lifecycle.changing:
             await asyncio.sleep(CHANGE_TICK_S)
             tick = ChangeTick(
@@ -347,6 +368,7 @@ class WorkerProcess:
             self._handle(tick)
 
     def _change_ended(self, task: asyncio.Task[None]) -> None:
+        """Log an error of the task, which nobody awaits."""
         self._change_task = None
         if not task.cancelled() and task.exception():
             log.error("a change of role failed", exc_info=task.exception())
@@ -369,9 +391,9 @@ class WorkerProcess:
         """Return a snapshot for people, `diptych status` and Prometheus."""
         return {
             "id": self.name,
-            "alias": worker_alias(self.config.secret, self.name),
+            "alias": worker_alias(self.config.secret, self.name),  # what clients are told
             "pid": os.getpid(),
-            "home": self.pool,
+            "home": self.pool,  # the pool's name in the statistics
             "role": self.lifecycle.role,
             "address": self._card.address if self._card else "",
             "gpu": self._card.gpu if self._card else "",
@@ -418,12 +440,15 @@ def _hardware_name(settings: EngineSettings) -> str:
 
 
 def replica_has_ended(card: frames.WorkerCard) -> bool:
-    """Whether Ray says that a replica's process has ended, or its node; False if Ray cannot say."""
+    """Whether Ray says that a replica's process has ended, or its node; False if Ray cannot say.
+
+    A call takes long: it asks Ray's control service. Not for the event loop.
+    """
     deployment = "PrefillWorker" if card.pool == "prefill" else "DecodeWorker"
     replica = ReplicaID(card.replica, DeploymentID(deployment, "diptych")).to_full_id_str()
     if not ray.is_initialized():
         return False
-    try:  # `get_actor` would answer from a cache
+    try:  # not `get_actor`, which would answer from a cache
         alive = ray.util.list_named_actors(all_namespaces=True)
     except Exception as error:
         log.warning("Ray does not say whether %s is dead: %s", card.id, error)
@@ -432,4 +457,5 @@ def replica_has_ended(card: frames.WorkerCard) -> bool:
 
 
 async def _find_router() -> str:
+    """Return the "host:port" where the router that Serve runs now takes connections."""
     return await serve.get_deployment_handle("Router", "diptych").address.remote()

@@ -2,8 +2,10 @@
 
     python -m diptych.cluster.worker.rank     # started by the engine of rank 0
 
-In the process of rank 0, the leader, a `RemoteService` stands for the service here. The two ends talk over a
-socket in length-prefixed MessagePack. When either process ends the socket does, and the other end notices.
+In the process of rank 0, the leader, a `RemoteService` stands for the service here. The two ends
+talk over a socket in length-prefixed MessagePack. When either process ends the socket does, and the
+other end notices. The service moves the rank's part of the KV: it takes commands, and answers with
+outcomes when something happened to a transfer.
 """
 
 from __future__ import annotations
@@ -45,18 +47,18 @@ from ...kv_transfer.ticket_events import TicketTimeouts
 from ...kv_transfer.transport import AdmitData, Transport
 from ...kv_transfer.transports import open_transport
 
-START_LIMIT_S = 60.0
-_LENGTH = struct.Struct(">I")
+START_LIMIT_S = 60.0  #: from the setup of a rank's service until it says that it runs
+_LENGTH = struct.Struct(">I")  #: bytes of the message that follows
 
 
 class RankSetup(msgspec.Struct, frozen=True, tag=True):
     """First message to a rank: what its service is opened with."""
 
-    agent: str
-    compatibility: bytes
-    transport: str
-    host: str
-    timeout_s: float
+    agent: str  #: the service's name among all workers' ranks
+    compatibility: bytes  #: peers of another model or number format have another one
+    transport: str  #: `kv_transfer.transport` of the configuration
+    host: str  #: the address to listen on
+    timeout_s: float  #: from an offer of blocks until all KV has arrived
     secret: str  #: the cluster's, which the transport asks peers for
 
 
@@ -67,7 +69,7 @@ class RankStatisticsRequest(msgspec.Struct, frozen=True, tag=True):
 class RankOpened(msgspec.Struct, frozen=True, tag=True):
     """The rank's service runs, or `error` says why not."""
 
-    card: PeerCard | None
+    card: PeerCard | None  #: what peers need to reach the service; None: it does not run
     error: str = ""
 
 
@@ -98,19 +100,23 @@ class RankChannel(Generic[Received]):
             self._control.sendall(_LENGTH.pack(len(data)) + data)
 
     def messages(self) -> Iterator[Received]:
-        """Yield what the other end says until it ends."""
+        """Yield what the other end says until it ends. Blocks: for a thread of its own."""
         with self._control.makefile("rb") as stream:
             while header := stream.read(_LENGTH.size):
                 (size,) = _LENGTH.unpack(header)
                 yield self._decoder.decode(stream.read(size))
 
     def close(self) -> None:
-        with suppress(OSError):
+        """End the connection for both ends; their `messages` end, too."""
+        with suppress(OSError):  # the other end was first
             self._control.shutdown(socket.SHUT_RDWR)
 
 
 class RemoteService:
-    """A rank's transfer service, as the leader sees it; it has the calls of `TransferService`."""
+    """A rank's transfer service, as the leader sees it; it has the calls of `TransferService`.
+
+    `on_outcome` is called on a thread of this object, which reads what the rank says.
+    """
 
     def __init__(
         self,
@@ -122,7 +128,7 @@ class RemoteService:
         self._setup = setup
         self._on_outcome = on_outcome
         self._channel: RankChannel[MessageFromRank] = RankChannel(control, MessageFromRank)  # type: ignore[arg-type]
-        self._answered = threading.Event()
+        self._answered = threading.Event()  #: set by `RankOpened`, and by the rank's end
         self._opened: RankOpened | None = None
         self._statistics: dict[str, Any] = {}
         self._thread = threading.Thread(target=self._run, name=f"rank-{rank}", daemon=True)
@@ -141,7 +147,7 @@ class RemoteService:
         self._channel.send(command)
 
     def statistics(self) -> dict[str, Any]:
-        """Return the rank's last snapshot, and ask for the next one."""
+        """Return the rank's last snapshot, and ask for the next one. The first is empty."""
         self._channel.send(RankStatisticsRequest())
         return self._statistics
 
@@ -166,7 +172,7 @@ class RemoteService:
                     self._on_outcome(message)
                 case _:
                     assert_never(message)
-        self._answered.set()
+        self._answered.set()  # the rank has ended: `start` need not wait for it
 
 
 def serve(pool: EnginePool, rank: int, rank_count: int, control: socket.socket) -> None:
@@ -199,6 +205,7 @@ def serve(pool: EnginePool, rank: int, rank_count: int, control: socket.socket) 
         return
     channel.send(RankOpened(card))
     for message in messages:
+        # Seen at the next message at the latest, and the leader often asks for statistics.
         if not service.alive:
             break
         match message:
@@ -217,6 +224,7 @@ def serve(pool: EnginePool, rank: int, rank_count: int, control: socket.socket) 
 
 
 def main() -> None:
+    """Compute this rank's share of the model until the leader ends, with the service beside it."""
     logging.basicConfig(level=logging.WARNING)
 
     def serve_beside_the_engine(

@@ -1,8 +1,8 @@
 """What a worker says of itself to the router (pure): everything once, then only what changed.
 
-On a new connection the router knows nothing of the worker, so the next observation of the engine becomes a
-`JoinRouter` with everything that is cached and runs here. Each later observation becomes a `WorkerReport` of
-the difference to the one before, or nothing where nothing changed.
+On a new connection the router knows nothing of the worker, so the next observation of the engine
+becomes a `JoinRouter` with everything that is cached and runs here. Each later observation becomes
+a `WorkerReport` of the difference to the one before, or nothing where nothing changed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from ...protos import frames
 
 
 class WorkerReporter:
-    """Owns what the router was told last. `must_join` is true until everything was said."""
+    """Owns what the router was told last.
+
+    `must_join` is true until everything was said; then the next message must come from `joining`,
+    not from `report`.
+    """
 
     def __init__(self) -> None:
         self.must_join = True
@@ -32,7 +36,12 @@ class WorkerReporter:
         term: int,
         reservations: list[tuple[str, int, int]],
     ) -> frames.JoinRouter:
-        """Return the introduction. `reservations` are (request, attempt, blocks) of what decodes."""
+        """Return the introduction, with the prefixes that are cached and the attempts that decode.
+
+        `reservations` are (request id, attempt number, reserved blocks) of these attempts. `term`
+        is the highest term of a router that the worker has seen: a router with a lower one learns
+        by it that it was replaced.
+        """
         self._last = observation
         self.must_join = False
         self._report_number = 0
@@ -41,7 +50,12 @@ class WorkerReporter:
     def report(
         self, observation: EngineObservation, ended_attempts: Sequence[frames.AttemptKey]
     ) -> frames.WorkerReport | None:
-        """Return what changed since the last observation; None if nothing did."""
+        """Return what changed since the last observation; None if nothing did.
+
+        Observations count tokens, seconds and steps since the engine's start; the report has the
+        differences. `ended_attempts` ended since the last report: when this returns a report, the
+        caller forgets them.
+        """
         last = self._last
         assert last is not None, "the introduction comes first"
         self._last = observation

@@ -1,4 +1,7 @@
-"""A worker's tiers below its KV pool: which folder is its own, and what moves between them."""
+"""A worker's tiers below its KV pool: which folder is its own, and what moves between them.
+
+The tiers are host memory and disk. They hold blocks of KV that the pool had no room for.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from ..config import TierSettings
 
 log = logging.getLogger(__name__)
 
-FOLDER_LIMIT = 64  #: workers of one pool on one machine that can have a folder
+#: Workers of one pool on one machine that can have a folder; the next ones go without a disk tier.
+FOLDER_LIMIT = 64
 
 
 class Tiering:
@@ -45,11 +49,11 @@ class Tiering:
         limits = TierLimits(settings.memory_mib << 20, disk_bytes)
         # Files that another model or KV layout has left in the folder are of another compatibility.
         self.tiers = TieredStore(self._kv.block_bytes, engine.compatibility, limits, folder)
-        # The engine asks how much of a prefix the tiers hold, before it reserves blocks for a load.
+        # The engine calls this for how much of a prefix the tiers hold, before it reserves blocks.
         engine.count_tier_blocks = self.tiers.count_held_blocks
 
     def _claim_folder(self, root: Path, pool: str) -> Path | None:
-        """Return the first folder that no other worker has; None, and no disk tier, if all are taken.
+        """Return the first folder that no other worker has; None if all are taken: no disk tier.
 
         A worker that starts again finds its blocks: the lock ended with its last process.
         """
@@ -73,6 +77,7 @@ class Tiering:
         return None
 
     def _block_view(self, block: int) -> memoryview:
+        """Return the bytes of the pool's block of this number; writing to them changes the pool."""
         size = self._kv.block_bytes
         return self._kv.view[block * size : (block + 1) * size]
 
@@ -80,6 +85,7 @@ class Tiering:
         """Copy content of the tiers into the pool; answered by `BlocksLoaded`, whatever happens.
 
         The command's blocks follow the `held_blocks` leading blocks of a prompt that the pool has.
+        The answer counts the leading blocks that are there now, these included.
         """
         pairs = [
             (content, self._block_view(block))
@@ -95,7 +101,11 @@ class Tiering:
             loading_ended([])
 
     def demote(self, command: DemoteBlocks) -> None:
-        """Copy blocks of the pool into the tiers; each is answered by `BlockDemoted`."""
+        """Copy blocks of the pool into the tiers; each is answered by `BlockDemoted`.
+
+        The engine does not use a block again before its answer: until then it may be read. The
+        answer says whether the tiers hold a copy now.
+        """
         for block, content in command.blocks:
             copying_ended = partial(self._copying_ended, block)
             accepted = self.tiers.store(content, self._block_view(block), copying_ended)

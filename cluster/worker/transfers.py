@@ -1,7 +1,10 @@
 """All KV transfer of one worker: a service for each of its ranks, and the `Fan` that joins them.
 
-Rank 0's service is a thread of this process. The services of the other ranks live in the ranks' own processes
-(`rank.py`), where their pools are, and take commands through a socket.
+A rank is one of the processes that share a worker's model; each has its part of the KV. Rank 0's
+service is a thread of this process. The services of the other ranks live in the ranks' own
+processes (`rank.py`), where their pools are, and take commands through a socket. A ticket is one
+transfer between two workers; its lanes are the parts of pairs of ranks. `Fan` splits a command for
+a ticket into the ranks' commands, and makes one outcome of the ranks' outcomes.
 """
 
 from __future__ import annotations
@@ -27,9 +30,12 @@ from .rank import RankSetup, RemoteService
 
 
 class Transfers:
-    """Owned by the event loop. `on_outcomes` gets what happened to whole tickets, on the loop.
+    """A worker's transfers, owned by the event loop that makes the object.
 
-    `secret` is the cluster's, which transports ask peers for. Rank 0's thread is bound to `cores`, if any are named.
+    `worker` is the worker's id, `host` the address on which transports listen. `on_outcomes` gets
+    what happened to whole tickets, on the loop. `secret` is the cluster's, which transports ask
+    peers for. Of rank 0's writes the first `corrupt_writes` are damaged on purpose, for tests. Rank
+    0's thread is bound to `cores`, if any are named.
     """
 
     def __init__(
@@ -81,9 +87,10 @@ class Transfers:
             self._services.append(RemoteService(rank, control, setup, self._take_outcome))
 
     async def start(self) -> list[PeerCard]:
-        """Open every rank's transport; return what peers need to know.
+        """Open every rank's transport; return what peers need to know, by rank.
 
-        One at a time: agents that start together may hang (nixl issue 1668).
+        Everything else but `stop` needs this first. The ranks start one at a time, as agents that
+        start together may hang (nixl issue 1668). Raises what the first service that fails raises.
         """
         cards = [await asyncio.to_thread(service.start) for service in self._services]
         self._fan = Fan(cards)
@@ -107,7 +114,7 @@ class Transfers:
         return all(service.alive for service in self._services)
 
     def statistics(self) -> dict[str, Any]:
-        """Return the sum of all ranks' snapshots."""
+        """Return the sum of all ranks' snapshots; those of ranks above 0 are a call old."""
         return sum_snapshots(service.statistics() for service in self._services)
 
     def stop(self) -> None:

@@ -25,30 +25,34 @@ from grafana_foundation_sdk.models.dashboard import (
 )
 
 FOLDER = Path(__file__).parent / "dashboards"
+#: Prometheus, as whoever looks at a board chooses it: the variable that `_with_variables` adds.
 SOURCE = DataSourceRef("prometheus", "${datasource}")
-WIDTH = 8
+WIDTH = 8  #: of a panel, in Grafana's grid units
 HEIGHT = 8
-GRID_WIDTH = 24  #: Grafana's, in the same units
-RATE = "$__rate_interval"
+GRID_WIDTH = 24  #: Grafana's, in the same units: three panels in a row
+RATE = "$__rate_interval"  #: Grafana's variable: a time that has a few scrapes in it
 
 
 Queries = tuple[tuple[str, str], ...]  #: PromQL and legend of each
-OF_MODEL = 'model=~"$model"'
+OF_MODEL = 'model=~"$model"'  #: the label matcher for the models that are chosen on the board
 
 
 class Panel(NamedTuple):
     """One panel of a dashboard."""
 
     title: str
-    unit: str
+    unit: str  #: Grafana's id of the unit, such as `percentunit`: 1 is shown as 100 %
     queries: Queries
-    about: str = ""
+    about: str = ""  #: what the panel's info sign shows
     number: bool = False  #: one value, no curve
-    bars: bool = False  #: stacked, for counts
+    bars: bool = False  #: bars in place of lines, for counts
 
 
 def quantiles(metric: str, by: str = "", where: str = OF_MODEL) -> Queries:
-    """Returns the queries for p50, p95 and p99 of a histogram."""
+    """Returns the queries for p50, p95 and p99 of a histogram, for each value of the labels `by`.
+
+    `metric` has no prefix `diptych_`, here and below; `where` are label matchers of PromQL.
+    """
     labels = f"le, {by}" if by else "le"
     legend = f" {_legend(by)}" if by else ""
     buckets = f"sum by ({labels}) (rate(diptych_{metric}_bucket{{{where}}}[{RATE}]))"
@@ -73,8 +77,11 @@ def _legend(labels: str) -> str:
     return " ".join(f"{{{{{label}}}}}" for label in labels.split(", "))
 
 
+#: States of KV blocks that no sequence needs: those of all other states are in use.
 HELD = "free|cached"
+#: Matches first tokens that came later than predicted.
 LATE = 'side="late", model=~"$model"'
+#: By file name: the title, and the panels from the top left on.
 BOARDS: dict[str, tuple[str, list[Panel]]] = {
     "slo-overview": (
         "Diptych / SLO overview",
@@ -231,6 +238,7 @@ BOARDS: dict[str, tuple[str, list[Panel]]] = {
 
 
 def _with_variables(board: build.Dashboard) -> build.Dashboard:
+    """Adds the choices at the top of a board: the data source, and one, some or all models."""
     source = build.DatasourceVariable("datasource").label("Data source").type("prometheus")
     model = (
         build.QueryVariable("model")
@@ -246,7 +254,7 @@ def _with_variables(board: build.Dashboard) -> build.Dashboard:
 
 
 def _panel_builder(panel: Panel, place: int) -> stat.Panel | timeseries.Panel:
-    """The builder of one panel; `place` counts from the top left."""
+    """Returns the builder of one panel; `place` counts from the top left, row by row."""
     builder: Any = stat.Panel() if panel.number else timeseries.Panel()
     builder = builder.title(panel.title).unit(panel.unit)
     builder = builder.datasource(SOURCE).description(panel.about)
@@ -256,7 +264,7 @@ def _panel_builder(panel: Panel, place: int) -> stat.Panel | timeseries.Panel:
         opacity = 40 if panel.bars else 10
         style = GraphDrawStyle.BARS if panel.bars else GraphDrawStyle.LINE
         builder = builder.min(0).fill_opacity(opacity).draw_style(style)
-    for index, (query, legend) in enumerate(panel.queries):
+    for index, (query, legend) in enumerate(panel.queries):  # Grafana's names for queries: A, B, ..
         letter = chr(ord("A") + index)
         target = prometheus.Dataquery().expr(query).legend_format(legend).ref_id(letter)
         builder = builder.with_target(target)
@@ -264,7 +272,7 @@ def _panel_builder(panel: Panel, place: int) -> stat.Panel | timeseries.Panel:
 
 
 def dashboard_json(name: str) -> str:
-    """One dashboard as JSON."""
+    """Returns one dashboard as JSON; `name` is a key of `BOARDS`."""
     title, panels = BOARDS[name]
     board = build.Dashboard(title).uid(f"diptych-{name}").tags(["diptych"]).refresh("30s")
     board = _with_variables(board.time("now-1h", "now").tooltip(DashboardCursorSync.CROSSHAIR))
@@ -274,7 +282,7 @@ def dashboard_json(name: str) -> str:
 
 
 def generated() -> dict[Path, str]:
-    """Every file of the folder and its text."""
+    """Returns every file of the folder and its text."""
     return {FOLDER / f"{name}.json": dashboard_json(name) for name in BOARDS}
 
 

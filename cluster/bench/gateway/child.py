@@ -1,7 +1,10 @@
 """One cluster's measurements in a process of their own: `python -m ...child OPTIONS_JSON`.
 
-Rows go to stderr as they are made. The last line of stdout is a JSON object with all of them, or
-with an `error`.
+The options are those that `run.py` passes: `proxy`, `model` (a folder), `streams` (a list of
+numbers), `seconds` of a paced load, `slow` (whether slow clients are measured). The workers of the
+cluster compute nothing: they send tokens at the pace that a load asks for. So what is measured is
+the gateway and the proxy before it. Rows go to stderr as they are made. The last line of stdout is
+a JSON object with all of them, or with an `error`.
 """
 
 from __future__ import annotations
@@ -17,15 +20,19 @@ from typing import Any
 from .cluster import BenchCluster, BenchError, run_cluster
 from .measure import ClientLoad, GatewayMeasurement, build, flat_load, measure, paced_load, row
 
-SLOW_PACE = 10  #: Tokens a second: 1,200 streams of it do not fill two cores.
-HEALTHY_STREAMS = 200
+#: Tokens a second of each stream where slow clients are measured: 1,200 streams of it do not fill
+#: two cores, so what is seen is the slow clients' effect, not the load's.
+SLOW_PACE = 10
+HEALTHY_STREAMS = 200  #: Clients that read as fast as they can; their gaps are what is measured.
 CROWD_STREAMS = 1000  #: Slow clients among the healthy ones, and as many that go away.
 CROWD_S = 40  #: How long the healthy streams last.
-CROWD_SPAN_S = CROWD_S - 10  #: In which clients that go away come.
+#: Seconds in which the clients that go away come; all have gone before the healthy streams end.
+CROWD_SPAN_S = CROWD_S - 10
 WARM_UP = ClientLoad(streams=4, tokens=60, pace=30)
 
 
 def main() -> None:
+    """Run one cluster, measure what the options ask for, and print the result."""
     options = json.loads(sys.argv[1])
     logging.disable(logging.WARNING)
     try:
@@ -45,7 +52,10 @@ def main() -> None:
 
 
 def measure_loads(cluster: BenchCluster, client: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Return a flat and a paced row for each number of streams."""
+    """Return a flat and a paced row for each number of streams.
+
+    Flat streams are as fast as everything goes; paced ones have a steady number of tokens a second.
+    """
     rows = []
     _warm_up(cluster, client)
     for streams in options["streams"]:
@@ -63,7 +73,12 @@ def _warm_up(cluster: BenchCluster, client: Path) -> None:
 
 
 def measure_slow_clients(cluster: BenchCluster, client: Path) -> dict[str, Any]:
-    """Measure healthy clients alone, then among slow ones and others that go away."""
+    """Measure healthy clients alone, then among slow ones and others that go away.
+
+    `itl_p99_ratio` compares the gaps between tokens of healthy streams, crowd over alone; 1 means
+    that the others cost them nothing. `left_behind` is how many requests the gateway still had
+    after all clients had left.
+    """
     tokens = CROWD_S * SLOW_PACE
     alone = ClientLoad(HEALTHY_STREAMS, tokens, SLOW_PACE, ramp_s=1.0)
     crowd = ClientLoad(
@@ -91,6 +106,7 @@ def measure_slow_clients(cluster: BenchCluster, client: Path) -> dict[str, Any]:
 
 
 def _crowd_row(measurement: GatewayMeasurement) -> dict[str, Any]:
+    """Return gaps between tokens of healthy streams, counts of streams, and the gateway's cost."""
     return {
         "itl_ms_p50": measurement.client["gap_p50_ms"],
         "itl_ms_p99": measurement.client["gap_p99_ms"],

@@ -1,4 +1,7 @@
-"""A cluster whose workers are token sources: the real gateway and router, under the real Serve."""
+"""A cluster whose workers are token sources: the real gateway and router, under the real Serve.
+
+A token source (`source.py`) computes nothing. It sends tokens in real frames, as fast as is asked.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,19 @@ if TYPE_CHECKING:
 
 MODEL_NAME = "bench"
 HOST = "127.0.0.1"
-READY_LIMIT_S = 300.0
-STREAMS_LIMIT = 8192
-TARGET_MS = 1e6  #: Of TTFT and ITL: no stream waits in the router for a better time.
-TOKEN_IDS_LIMIT = 1024
-#: Switches for Serve's HAProxy, beside those of `ray_cluster.ENVIRONMENT`.
+READY_LIMIT_S = 300.0  #: From the deployment until the gateway can serve requests.
+STREAMS_LIMIT = 8192  #: Streams at a time; above any load of the bench.
+#: Of TTFT (time to the first token) and ITL (time between tokens): so lax that no stream waits in
+#: the router for a better time.
+TARGET_MS = 1e6
+TOKEN_IDS_LIMIT = 1024  #: Tokens that a source's answers are made of, in turn.
+#: Switches for Serve's HAProxy, beside those of `ray_cluster.ENVIRONMENT`: it takes requests, and
+#: the cluster's end does not wait for a draining period.
 HAPROXY_ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
 }
+#: Ports of HAProxy's own, which would be the same for every cluster on this machine.
 HAPROXY_PORT_VARIABLES = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
 
 
@@ -40,15 +47,15 @@ class BenchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BenchCluster:
-    """A running cluster: where clients connect, and its processes."""
+    """A running cluster: the port of 127.0.0.1 where clients connect, and its processes."""
 
     port: int
     processes: Processes = field(default_factory=Processes)
 
     def left_behind(self, limit_s: float = 10.0) -> int:
-        """Return how many requests the gateway still has `limit_s` after all clients have left.
+        """Return how many requests the gateway still has when no client is left; 0 is right.
 
-        -1: the gateway's metrics do not say.
+        The gateway gets `limit_s` seconds to notice. -1: the gateway's metrics do not say.
         """
         deadline = time.monotonic() + limit_s
         while True:
@@ -65,7 +72,8 @@ class BenchCluster:
 def run_cluster(proxy: str, model: Path) -> Iterator[BenchCluster]:
     """Run a cluster in this process, once: Ray reads its switches at import. Raises BenchError.
 
-    `proxy` is `python` or `haproxy`, which are Serve's, or `none`: the gateway's own socket.
+    `proxy` is `python` or `haproxy`, which are Serve's, or `none`: the gateway's own socket. Of
+    `model`, a checkpoint's folder, the tokenizer is used.
     """
     from ...launch.ray_cluster import start_ray
 
@@ -73,9 +81,10 @@ def run_cluster(proxy: str, model: Path) -> Iterator[BenchCluster]:
         os.environ.update(HAPROXY_ENVIRONMENT)
         os.environ.update({name: str(free_port()) for name in HAPROXY_PORT_VARIABLES})
     port = free_port()
+    # In /tmp, as paths of Ray's Unix sockets must be short.
     temporary_folder = tempfile.mkdtemp(prefix="dip", dir="/tmp")
     try:
-        start_ray(Path(temporary_folder), "token", cpus=4)
+        start_ray(Path(temporary_folder), "token", cpus=4)  # Ray's count; it binds nothing
         from ray import serve
 
         if proxy == "none":
@@ -152,6 +161,7 @@ def countable_token_ids(tokenizer: ChatTokenizer) -> list[int]:
 
 
 def _wait_until_ready(port: int) -> None:
+    """Wait until the gateway can serve requests. Raises BenchError after `READY_LIMIT_S`."""
     deadline = time.monotonic() + READY_LIMIT_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
@@ -162,7 +172,7 @@ def _wait_until_ready(port: int) -> None:
 
 
 def free_port() -> int:
-    """Return a port that nothing uses now."""
+    """Return a port of 127.0.0.1 that nothing uses now; somebody else may take it meanwhile."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from .cluster import HOST, BenchCluster, BenchError
 from .usage import REST, TITLES
 
+#: The load generator, in C so that it takes little of the CPU that the cluster needs.
 CLIENT_SOURCE = Path(__file__).with_name("client.c")
 FLAT_TOKENS = 3900  #: Of an answer; the demo model's context is 4,096.
 #: Of all flat answers: streams that began early must not end before others begin.
@@ -24,8 +25,9 @@ PACE = 30  #: Tokens a second of each paced stream.
 
 @dataclass(frozen=True, slots=True)
 class ClientLoad:
-    """What the clients do."""
+    """What the clients do. `streams`, `slow` and `leavers` are numbers of clients at a time."""
 
+    #: Clients that read as fast as they can: those that are measured.
     streams: int
     #: Of each answer.
     tokens: int
@@ -33,10 +35,11 @@ class ClientLoad:
     pace: int = 0
     #: Clients that read 64 bytes a second.
     slow: int = 0
-    #: Clients that go away; they come over `span_s`.
+    #: Clients that go away in the middle of an answer.
     leavers: int = 0
+    #: Seconds over which the leavers come.
     span_s: float = 0.0
-    #: Over which the streams begin.
+    #: Seconds over which the streams begin.
     ramp_s: float = 0.3
 
 
@@ -44,12 +47,14 @@ class ClientLoad:
 class GatewayMeasurement:
     """What one load cost."""
 
+    #: Tokens a second, of all streams that are measured.
     tokens_s: float
-    #: CPU microseconds per token, by part of the cluster.
+    #: CPU microseconds per token, by part of the cluster (a key of `TITLES`, or `REST`).
     cpu_us: dict[str, float]
-    #: What the load generator prints of itself and its streams.
+    #: What the load generator prints of itself and its streams: `tokens`, `events`, `cpu_us` (its
+    #: own), `gap_p50_ms` and `gap_p99_ms` between tokens, and counts of streams by their end.
     client: dict[str, Any]
-    #: The largest resident memory that was seen.
+    #: The largest resident memory of the gateway that was seen, in MiB.
     gateway_mib: float
 
 
@@ -62,7 +67,10 @@ class Mark(NamedTuple):
 
 
 def build(folder: Path) -> Path:
-    """Compile the load generator, once per version of its source. Raises BenchError."""
+    """Compile the load generator into `folder`, once per version of its source.
+
+    Returns the program. Raises BenchError where there is no C compiler, or it fails.
+    """
     digest = hashlib.blake2b(CLIENT_SOURCE.read_bytes(), digest_size=8).hexdigest()
     program = folder / f"client-{digest}"
     if program.exists():
@@ -78,9 +86,12 @@ def build(folder: Path) -> Path:
 
 
 def measure(cluster: BenchCluster, load: ClientLoad, client: Path) -> GatewayMeasurement:
-    """Put the load on the cluster and measure it from every stream's first token to the first end.
+    """Put the load on the cluster and measure it while all streams run.
 
-    Raises BenchError if there was no such time.
+    That is from the moment at which every stream has its first token until the first stream ends.
+    The load generator prints `begun` and `ending` at these moments, with its clock in nanoseconds
+    and the tokens so far. Raises BenchError if there was no such time. `client` is the program that
+    `build` returns.
     """
     marks: dict[str, Mark] = {}
     gateway_mib = cluster.processes.rss_mib("gateway")
@@ -146,17 +157,21 @@ def _command(client: Path, port: int, request_file: str, load: ClientLoad) -> li
 
 
 def flat_load(streams: int) -> ClientLoad:
-    """Return a load whose streams are as fast as everything goes."""
+    """Return a load of `streams` streams that are as fast as everything goes."""
     return ClientLoad(streams, min(FLAT_TOKENS, FLAT_TOKENS_IN_ALL // streams))
 
 
 def paced_load(streams: int, seconds: float) -> ClientLoad:
-    """Return a load whose streams have `PACE` tokens a second."""
+    """Return a load of `streams` streams that have `PACE` tokens a second for `seconds`."""
     return ClientLoad(streams, int(seconds * PACE), PACE)
 
 
 def row(load: ClientLoad, proxy: str, measurement: GatewayMeasurement) -> dict[str, Any]:
-    """Return a measurement as `diptych bench gateway -o json` has it."""
+    """Return a measurement as `diptych bench gateway -o json` has it.
+
+    `added_itl_ms_p99` is how much longer the 99th percentile of the gaps between tokens was than
+    the pace asks for. Flat loads have no pace, so their two `itl` values are None.
+    """
     client = measurement.client
     client_tokens = max(client["tokens"], 1)
     added_itl_ms_p99 = None

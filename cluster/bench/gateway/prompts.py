@@ -26,34 +26,39 @@ from ...gateway.apis.parameters import ModelLimits
 from ...gateway.apis.schema import parse_body
 from ...gateway.text.tokenizer import ChatTokenizer
 
-PROMPT_TOKENS = 2048
-PROMPTS = 300  #: Measured, of each kind.
+PROMPT_TOKENS = 2048  #: Of each prompt, about.
+PROMPTS = 300  #: Measured, of each kind and each number at a time.
 #: Prompts at a time, as under load; alone, each one pays for waking a thread and being woken.
 CONCURRENT_PROMPTS = 8
 #: Tokens of a conversation's next turn, and of the answer before it, about.
 TURN_TOKENS = 64
 TEMPLATE_TOKENS = 4  #: Of a turn, what the chat template adds.
+#: What a gateway knows of its model; no prompt here reaches the limits.
 LIMITS = ModelLimits(max_model_len=1 << 20, stop_ids=(), temperature=1.0, longest_token_chars=64)
-SALT = bytes(16)
+SALT = bytes(16)  #: Of the block hashes; any value takes as long.
 WORDS_LIMIT = 4096  #: Token ids that are searched for words.
+#: What follows a word now and then, so that the text is not all words of the tokenizer's own.
 SUFFIXES = ("ing", "s", ",", ".", "\n", " 42")
-SUFFIX_SHARE = 0.2
+SUFFIX_SHARE = 0.2  #: Of the words that one follows.
 
+#: Yields bodies of requests without end, from the tokenizer's words and random choices.
 MakeBodies = Callable[[ChatTokenizer, random.Random], Iterator[bytes]]
 
 
 class Preparation(NamedTuple):
     """What preparing some prompts took."""
 
+    #: Of all prompts together.
     tokens: int
-    #: Of all threads.
+    #: CPU seconds of all threads.
     cpu_s: float
 
 
 def measure(model: Path, seed: int = 0) -> list[dict[str, Any]]:
     """Return a row for `fresh` prompts, and one for `history`: next turns of known conversations.
 
-    `requests_s` is with `CONCURRENT_PROMPTS` at a time, `alone_requests_s` with one.
+    `requests_s`, prompts per CPU second, is with `CONCURRENT_PROMPTS` at a time, `alone_requests_s`
+    with one. `model` is a checkpoint's folder, of which the tokenizer is used.
     """
     text = ChatTokenizer(model)
     generator = random.Random(seed)
@@ -90,6 +95,7 @@ async def _prepare(text: ChatTokenizer, bodies: list[bytes], lanes: int) -> Prep
         return len(prompt_ids)
 
     async def run_lane(first: int) -> int:
+        """Prepare every `lanes`-th body, one after the other."""
         tokens = 0
         for number in range(first, len(bodies), lanes):
             tokens += await prepare(number)
@@ -120,6 +126,7 @@ def _next_turns(text: ChatTokenizer, generator: random.Random) -> Iterator[bytes
             }
             for index in range(messages_count)
         ]
+        # Tokenized once before it is measured: the tokenizer remembers texts that it has seen.
         parse_body(ChatRequest, _body(messages[:-2])).prompt(text)
         yield _body(messages)
 
@@ -131,6 +138,7 @@ def prose(words: list[str], generator: random.Random, tokens: int) -> str:
     """
     pieces: list[str] = []
     while len(pieces) < tokens:
+        # A Pareto distribution: rank 1 comes in four of ten cases, and there is a long tail.
         rank = min(int(generator.paretovariate(0.7)), len(words))
         pieces.append(words[rank - 1])
         if generator.random() < SUFFIX_SHARE:

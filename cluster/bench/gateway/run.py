@@ -19,7 +19,7 @@ from typing import Any
 from . import prompts
 from .cluster import BenchError
 
-CHILD_LIMIT_S = 900.0
+CHILD_LIMIT_S = 900.0  #: For a child to end after it has closed its output; then it is killed.
 LOG_LINES_LIMIT = 21  #: Lines of a child that are kept in case it fails.
 LOG_CHARACTERS_LIMIT = 500
 
@@ -34,16 +34,18 @@ class GatewayBenchOptions:
     proxies: tuple[str, ...] = ("none", "haproxy", "python")
     #: Numbers of streams at a time, in turn.
     streams: tuple[int, ...] = (128, 512)
-    #: Of a paced row.
+    #: Length of a paced load, whose streams have a steady number of tokens a second.
     seconds: float = 10.0
     #: Whether slow clients are measured too.
     slow: bool = False
 
 
 def run(options: GatewayBenchOptions, report_progress: Callable[[str], None]) -> dict[str, Any]:
-    """Return the result of `diptych bench gateway`.
+    """Return the result of `diptych bench gateway`, which is printed as JSON.
 
-    A proxy with which nothing could be measured is in `missing`, with the reason.
+    `rows` are those of all proxies, `prompts` those of preparing prompts, `slow` has the runs with
+    slow clients by proxy. `report_progress` gets a line now and then. A proxy with which nothing
+    could be measured is in `missing`, with the reason.
     """
     result: dict[str, Any] = {"rows": [], "missing": {}, "cores": os.cpu_count()}
     for proxy in options.proxies:
@@ -79,6 +81,7 @@ def _measure_in_child(
         assert child.stderr
         assert child.stdout
         log_lines = deque[str](maxlen=LOG_LINES_LIMIT)
+        # Until the child ends. Its stdout is one line at the end, which fits into the pipe.
         for line in child.stderr:
             if line.startswith("{"):
                 report_progress(line.strip())

@@ -86,7 +86,7 @@ class TokenSource:
             address=self._address,
             replica=self.name,
             pid=os.getpid(),
-            blocks=1 << 20,
+            blocks=1 << 20,  # of KV, of which there is none
             max_running=1 << 14,
             chunk_tokens=1 << 14,
         )

@@ -1,8 +1,9 @@
 """Where the time of a prompt goes: `python -m diptych.cluster.bench.gateway.stages`.
 
-Each row is a conversation's length, each column a step from the body's bytes to encoded frames, in
-microseconds of CPU time. A step's time is the least of several passes over the same conversations, so all
-turns are known to the tokenizer. HTTP, sockets and the thread of the tokenizer are left out.
+Each row is a conversation's length in messages, each column a step from the body's bytes to encoded
+frames, in microseconds of CPU time for one conversation. A step's time is the least of several
+passes over the same conversations, so all turns are known to the tokenizer, which remembers texts
+that it has seen. HTTP, sockets and the thread of the tokenizer are left out.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from ...gateway.apis.schema import parse_body
 from ...gateway.text.tokenizer import ChatTokenizer
 from .prompts import LIMITS, SALT, TEMPLATE_TOKENS, TURN_TOKENS, prose, tokenizer_words
 
-MESSAGE_COUNTS = (1, 20, 200)
-CONVERSATIONS = 50
-PASSES = 10
+MESSAGE_COUNTS = (1, 20, 200)  #: Lengths of conversations, in messages of about 60 tokens.
+CONVERSATIONS = 50  #: Of each length; their mean is shown.
+PASSES = 10  #: The fastest one counts, as other work on the machine only slows down.
 
 Result = TypeVar("Result")
 
 
 class StageTimer:
-    """The times of the steps of one pass."""
+    """The CPU seconds of this thread in the steps of one pass, the sum over its conversations."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  #: by step
 
     def run(self, stage: str, work: Callable[[], Result]) -> Result:
         """Return what `work` returns, and add its time to the stage's."""
@@ -45,7 +46,7 @@ class StageTimer:
 
 
 def measure_stages(text: ChatTokenizer, messages_count: int) -> dict[str, float]:
-    """Return the microseconds of each step for one conversation of so many messages."""
+    """Return the microseconds of each step for one conversation of `messages_count` messages."""
     words = tokenizer_words(text)
     generator = random.Random(messages_count)
     bodies = []
@@ -92,6 +93,7 @@ def _prepare(timer: StageTimer, text: ChatTokenizer, body: bytes, request_id: st
 
 
 def main() -> None:
+    """Print a table of all steps, for the model that comes with Diptych."""
     text = ChatTokenizer(CHECKPOINT)
     rows = {count: measure_stages(text, count) for count in MESSAGE_COUNTS}
     stages = list(rows[MESSAGE_COUNTS[0]])

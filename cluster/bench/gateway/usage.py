@@ -15,7 +15,7 @@ TITLES = {
 }
 REST = "rest"  #: All other processes: Ray's own, and the load generator.
 
-# Fields of /proc/PID/stat, counted behind the process's name (proc_pid_stat(5)).
+# Fields of /proc/PID/stat, counted from 0 behind the process's name (proc_pid_stat(5)).
 PARENT_FIELD = 1
 USER_TIME_FIELD = 11
 SYSTEM_TIME_FIELD = 12
@@ -27,7 +27,8 @@ class Processes:
     def cpu_s(self) -> dict[str, float]:
         """Return the CPU seconds of each part, and of the rest, since their processes started.
 
-        A process that has ended counts no more.
+        A process that has ended counts no more, so the difference of two calls holds only while no
+        process ends.
         """
         cpu_s = dict.fromkeys((*TITLES, REST), 0.0)
         for pid in descendants():
@@ -52,6 +53,7 @@ def descendants() -> list[int]:
             fields = _stat_fields(int(entry.name))
             if fields:
                 children.setdefault(int(fields[PARENT_FIELD]), []).append(int(entry.name))
+    # A process that starts or ends meanwhile may be missed.
     found: list[int] = []
     unvisited = [os.getpid()]
     while unvisited:
@@ -62,6 +64,7 @@ def descendants() -> list[int]:
 
 
 def _part_of(pid: int) -> str:
+    """Return a key of `TITLES`, or `REST`; Ray sets the title of each replica's process."""
     title = _read(pid, "cmdline")
     for part, marks in TITLES.items():
         if any(mark in title for mark in marks):

@@ -1,4 +1,4 @@
-"""A token source as a Serve deployment."""
+"""A token source as a Serve deployment: a worker that sends tokens and computes nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from .source import TokenSource
 
 
 class TokenSourceWorker:
-    """One replica of a pool that computes nothing."""
+    """One replica of a pool that computes nothing.
+
+    `pool` is "prefill" or "decode", `secret` the cluster's. The answers' tokens are `token_ids` in
+    turn.
+    """
 
     async def __init__(  # type: ignore[misc]
         self, pool: str, secret: str, token_ids: list[int]
@@ -22,6 +26,7 @@ class TokenSourceWorker:
 
 
 async def _find_router() -> str:
+    """Return the "host:port" of the router that Serve runs now."""
     from ray import serve
 
     address: str = await serve.get_deployment_handle("Router", "diptych").address.remote()

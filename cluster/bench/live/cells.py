@@ -61,15 +61,15 @@ class LiveOptions:
     cores: tuple[int, ...]  #: numbers of the CPU cores that a layout's servers share
     layouts: tuple[Layout, ...]
     slos: tuple[LiveSlo, ...]  #: answers are judged by each; our servers are set up for the first
-    seeds: tuple[int, ...] = (1, 2, 3)
+    seeds: tuple[int, ...] = (1, 2, 3)  #: every load is offered once with each, to fresh servers
     rates: tuple[float, ...] = (0.5, 1.0, 1.5)  #: requests/s
     requests: int = 40  #: of each cell
     prompt: TokenRange = PROMPT_TOKENS
     output: TokenRange = OUTPUT_TOKENS
     #: How long an overload sends requests; the capacity is measured in half of this time.
     seconds: float = 120.0
-    sessions: int = 16
-    turns: int = 5
+    sessions: int = 16  #: chats of a cell
+    turns: int = 5  #: of each chat
     max_model_len: int = 4096  #: tokens of prompt and answer together
     warm_up: int = 4  #: requests before the load, all sent at once
     settings: tuple[str, ...] = ()  #: of our servers, as `KEY=VALUE`
@@ -244,7 +244,7 @@ class Forecast:
 
     #: Seconds that servers took to start: those of Diptych at True, those of vLLM at False.
     _start_s: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
-    #: Of each cell, its seconds after the start over those in which requests were sent.
+    #: Of each cell, its seconds after the server's start over those in which requests were sent.
     _load_factors: list[float] = field(default_factory=list)
 
     def learn(self, cell: Cell, load: Load, result: CellResult) -> None:

@@ -1,4 +1,7 @@
-"""Which layout `diptych plan` picks for each rate and targets, by what live cells have measured."""
+"""Which layout `diptych plan` picks for each rate and targets, by what live cells have measured.
+
+`plan` fits the workers' speeds to routers' logs, simulates layouts on them, and takes the best one.
+"""
 
 from __future__ import annotations
 

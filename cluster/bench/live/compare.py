@@ -21,7 +21,7 @@ from .cells import Cell, LiveOptions, LiveTable
 from .layouts import DiptychLayout
 from .results import CellResult, ItlJudge, LiveSlo, MeasuredAnswer
 
-DRAWS = 2000
+DRAWS = 2000  #: of the bootstrap: enough that the ends of an interval hardly move with `SEED`
 INTERVAL_PERCENTILES = (2.5, 97.5)
 RANKS = (50, 99)  #: percentiles of latencies that the tables show
 SEED = 0  #: of the bootstrap: equal results give equal intervals
@@ -51,6 +51,7 @@ class LayoutRuns:
 
     @property
     def answers(self) -> list[MeasuredAnswer]:
+        """The answers of all seeds, failed ones too, seed by seed."""
         return [answer for result in self.results for answer in result.report.answers]
 
     @property
@@ -97,7 +98,11 @@ def differing_requests(runs: Sequence[LayoutRuns]) -> list[str]:
 
 
 def run_figures(run: LayoutRuns, slos: Sequence[LiveSlo]) -> dict[str, Any]:
-    """Return one row of a table: rates, latencies and goodput, each with its interval."""
+    """Return one row of a table: rates, latencies and goodput, the first and last with intervals.
+
+    Goodput is the requests/s within their targets. `prompt_hit` is the share of prompt tokens that
+    the server had cached, as it says.
+    """
     draws = _draws([len(result.report.answers) for result in run.results])
     done = run.done
     gaps_ms = [gap for answer in done for gap in answer.gaps_ms]
@@ -170,6 +175,7 @@ def _percentile(
 
 
 def _estimate(value: float, drawn: np.ndarray) -> Estimate:
+    """Return a figure with the interval of its values over the draws."""
     low, high = np.nanpercentile(drawn, INTERVAL_PERCENTILES)
     return Estimate(_finite(value), (_finite(float(low)), _finite(float(high))))
 

@@ -23,9 +23,9 @@ from ....simulator.fleet import Split
 from .errors import LiveBenchError
 
 KV_MIB = 2048  #: memory for KV, of each server or worker
-MAX_RUNNING = 64  #: sequences that decode together
+MAX_RUNNING = 64  #: sequences that decode together, of each server or worker
 VLLM_CHUNK_TOKENS = 2048  #: limit of a step's tokens, for layouts of vLLM whose name has none
-VLLM_BLOCK_TOKENS = 128
+VLLM_BLOCK_TOKENS = 128  #: of a KV block: a size that vLLM's attention on CPUs takes
 #: Port at which the first server of `vllm-pd` tells the other one how to reach its KV; the second
 #: server has the next port.
 NIXL_SIDE_PORTS_BEGIN = 5600
@@ -37,7 +37,7 @@ ALL_VLLM = ("vllm-chunk256", "vllm-chunk2048", "vllm-2x", "vllm-pd")
 class DiptychLayout:
     """Workers of ours, by role."""
 
-    split: Split
+    split: Split  #: how many prefill, decode and mixed (doing both) workers
 
     @property
     def name(self) -> str:
@@ -45,6 +45,7 @@ class DiptychLayout:
 
     @property
     def replicas(self) -> int:
+        """Workers of all roles together."""
         return self.split.replicas
 
 
@@ -84,7 +85,10 @@ Layout = DiptychLayout | VllmLayout
 
 
 def parse_vllm_layouts(names: list[str]) -> list[VllmLayout]:
-    """Return the layouts that `--against` names; `vllm` is all of `ALL_VLLM`. Raises LiveBenchError."""
+    """Return the layouts that `--against` names; `vllm` is all of `ALL_VLLM`.
+
+    Raises LiveBenchError for an unknown name.
+    """
     layouts: dict[str, VllmLayout] = {}
     for name in names:
         for layout_name in ALL_VLLM if name == "vllm" else (name,):
@@ -236,6 +240,7 @@ def vllm_commands(
             )
             backends = [f"--backend={_url(server.port)}" for server in servers]
         case VllmSplitLayout():
+            # Either server may send or receive; the proxy decides by the call's parameters.
             connector = {
                 "kv_connector": "NixlConnector",
                 "kv_role": "kv_both",
@@ -285,6 +290,7 @@ def _vllm_server(
         "HF_HUB_OFFLINE": "1",
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(NIXL_SIDE_PORTS_BEGIN + side),
+        # TCP on loopback and shared memory: both servers are on this machine.
         "UCX_TLS": "tcp,sm,self,posix,sysv",
         "UCX_NET_DEVICES": "lo",
     }

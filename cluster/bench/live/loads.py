@@ -45,8 +45,8 @@ class PoissonLoad(msgspec.Struct, frozen=True, tag="poisson"):
 
     rate: float
     requests: int
-    prompt: TokenRange
-    output: TokenRange
+    prompt: TokenRange  #: of a prompt, with the tokens that the chat template adds
+    output: TokenRange  #: of an answer
     seed: int
 
 
@@ -61,7 +61,7 @@ class ClosedLoad(msgspec.Struct, frozen=True, tag="closed"):
 
 
 class ChatLoad(msgspec.Struct, frozen=True, tag="chat"):
-    """`sessions` chats of `turns` turns, `prompt` tokens in the first and `message` in later ones."""
+    """`sessions` chats of `turns` turns: `prompt` tokens in the first, `message` in later ones."""
 
     sessions: int
     turns: int

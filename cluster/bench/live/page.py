@@ -1,4 +1,8 @@
-"""The document of a table as Markdown (pure)."""
+"""The document of a table as Markdown (pure).
+
+Goodput, "met", is requests/s within their targets: of TTFT (time to the first token) and of ITL,
+the gaps between tokens. TPOT is the mean of an answer's gaps.
+"""
 
 from __future__ import annotations
 
@@ -152,6 +156,7 @@ def _bound(value: float | None) -> str:
 
 
 def _with_interval(estimate: Mapping[str, Any]) -> str:
+    """Return a figure and both ends of its interval, such as `0.512 (0.45-0.58)`."""
     low, high = estimate["interval"]
     return f"{_number(estimate['value'])} ({_number(low, 2)}-{_number(high, 2)})"
 

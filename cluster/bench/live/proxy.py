@@ -18,7 +18,7 @@ from typing import Any
 
 from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
 
-BODY_BYTES_LIMIT = 64 << 20
+BODY_BYTES_LIMIT = 64 << 20  #: Of a call; above any that the bench sends.
 #: What a call to a prefill server has instead of its own values: one token, as one JSON answer, and
 #: that the KV is kept for another server. The names that are None are filled in by the answer.
 ONE_TOKEN_FIELDS: dict[str, Any] = {
@@ -53,12 +53,14 @@ class Proxy:
         self._session: ClientSession | None = None
 
     async def open(self, _: web.Application) -> None:
+        """Open the connections to the servers, once there is an event loop."""
         # Neither connections nor seconds are limited: what waits is to wait in the servers.
         self._session = ClientSession(
             connector=TCPConnector(limit=0), timeout=ClientTimeout(total=None)
         )
 
     async def close(self, _: web.Application) -> None:
+        """End the connections to the servers, and what still runs on them."""
         assert self._session
         await self._session.close()
 

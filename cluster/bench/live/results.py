@@ -1,4 +1,7 @@
-"""What a cell measured, as its JSON file holds it, and what one request came to (pure)."""
+"""What a cell measured, as its JSON file holds it, and what one request came to (pure).
+
+A cell is one measurement of the comparison: one layout of servers under one load.
+"""
 
 from __future__ import annotations
 
@@ -129,4 +132,5 @@ class CellResult(msgspec.Struct, frozen=True):
 
     @property
     def done_per_s(self) -> float:
+        """Complete answers a second."""
         return len(self.done) / self.report.span_s

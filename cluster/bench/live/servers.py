@@ -33,9 +33,8 @@ from .layouts import (
 HOST = "127.0.0.1"
 PROXY_SCRIPT = Path(__file__).with_name("proxy.py")
 START_LIMIT_S = 900.0  #: for a server until it answers, and for the script that asks for versions
-STOP_LIMIT_S = (
-    30.0  #: for a process that was asked to end; what is left of its group is killed then
-)
+#: For a process that was asked to end; what is left of its group is killed then.
+STOP_LIMIT_S = 30.0
 POLL_INTERVAL_S = 0.25  #: between two questions whether a server answers
 REQUEST_TIMEOUT_S = 10.0  #: of the requests for health and statistics
 LOG_CHARACTERS_LIMIT = 800  #: of a log's end in the message of an error
@@ -67,7 +66,7 @@ def diptych_server(
 
 
 def _cluster_statistics(admin_url: str) -> dict[str, Any]:
-    """Return the request counts and the goodput that the cluster counted; empty if it does not say."""
+    """Return the request counts and goodput that the cluster counted; empty without an answer."""
     try:
         answer = httpx.get(f"{admin_url}/admin/v1/cluster", timeout=REQUEST_TIMEOUT_S)
         status = answer.raise_for_status().json()
@@ -142,7 +141,10 @@ def stop_group(process: subprocess.Popen[bytes]) -> None:
 def wait_until_healthy(
     command: ServerCommand, process: subprocess.Popen[bytes], logs: Path
 ) -> None:
-    """Return when `/health` answers. Raises LiveBenchError if the process ends, or takes too long."""
+    """Return when `/health` answers.
+
+    Raises LiveBenchError if the process ends, or takes longer than `START_LIMIT_S`.
+    """
     deadline = time.monotonic() + START_LIMIT_S
     while not _is_healthy(command.port):
         if process.poll() is not None:

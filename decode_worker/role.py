@@ -7,6 +7,10 @@ Life of an attempt:
                The first token of each answer has gone there from the prefill worker.
     DRAINING   The transfer failed or was cancelled: its blocks stay reserved until no write can
                land on them.
+
+An attempt is one placement of a request on a pair of workers. Its KV travels in one transfer, the
+ticket: this worker offers blocks, and the prefill worker pushes into them.
+
 An attempt without a prefill worker starts as RUNNING: the engine computes its prompt here, and the
 prefix may come from tiers or a peer (`PrefixExchange`). Its first tokens are sent from here.
 """
@@ -78,7 +82,7 @@ class DecodeAttempt:
     """One attempt at a request on this worker."""
 
     gateway: str  #: Who gets the answers' tokens.
-    sequence: Sequence
+    sequence: Sequence  #: Of answer 0; the engine makes those of further answers from it.
     prefill_worker: str | None  #: None: the prompt is computed here.
     state: DecodeState
     open_answers: set[int]  #: Indices of the answers that go on.
@@ -89,8 +93,8 @@ class DecodeRole:
     """All attempts of one decode worker, and the prefixes that it fetches and serves."""
 
     def __init__(self, name: str, block_tokens: int) -> None:
-        self.name = name  #: The worker's.
-        self.block_tokens = block_tokens
+        self.name = name  #: The worker's id, by which gateways hear of failures.
+        self.block_tokens = block_tokens  #: Tokens of a block in this worker's KV pool.
         self.prefixes = PrefixExchange(block_tokens)
         self.attempts: dict[str, DecodeAttempt] = {}  #: By ticket id.
 
@@ -104,8 +108,9 @@ class DecodeRole:
     ) -> list[DecodeAction]:
         """Begins a gateway's new attempt. A duplicate changes nothing.
 
-        `has_tiers`: there are tiers below the pool. Of the prompts that wait, the one with the
-        lowest `deadline_s` is computed first; all of a worker's are by one clock.
+        `block_hashes` are the content hashes of the full blocks of the frame's ids. `has_tiers`:
+        there are tiers below the pool. Of the prompts that wait, the one with the lowest
+        `deadline_s` is computed first; all of a worker's are by one clock.
         """
         ticket_id = ticket_id_of(frame.attempt_key)
         if ticket_id in self.attempts:
@@ -242,7 +247,11 @@ class DecodeRole:
         return actions
 
     def _cancel(self, ticket_id: str, reason: str) -> list[DecodeAction]:
-        """Cancels an attempt, once. What it waits for (its state says what) ends it."""
+        """Cancels an attempt, once.
+
+        A running one ends now. Any other ends with the engine's answer, or with its transfer, which
+        it still waits for: until then its blocks may be written to.
+        """
         attempt = self.attempts.get(ticket_id)
         if attempt is None or attempt.cancelled:
             return []

@@ -28,7 +28,7 @@ LayerCache = tuple[torch.Tensor, torch.Tensor]
 class RowSpan:
     """Consecutive rows of a step that are consecutive positions of one sequence."""
 
-    first_row: int
+    first_row: int  #: Index of the first of them in the step.
     row_count: int
     first_position: int  #: The position in its sequence of the row `first_row`.
     blocks: list[int]  #: The sequence's blocks, up to the one that holds the last row.
@@ -56,11 +56,11 @@ class StepRows:
     The slot of a row, where its K and V are stored, is an offset in tokens into a block.
     """
 
-    positions: torch.Tensor
-    slot_blocks: torch.Tensor
-    slot_offsets: torch.Tensor
-    spans: list[RowSpan]
-    _slot_elements: torch.Tensor | None = None
+    positions: torch.Tensor  #: Of each row in its sequence, from 0.
+    slot_blocks: torch.Tensor  #: Index in the pool of the block that has the row's slot.
+    slot_offsets: torch.Tensor  #: The slot's offset in that block, in tokens.
+    spans: list[RowSpan]  #: All rows, in order: sequence by sequence.
+    _slot_elements: torch.Tensor | None = None  #: What `slot_elements` has worked out.
 
     @cached_property
     def decode_groups(self) -> list[DecodeGroup]:
@@ -228,6 +228,7 @@ def _attend_decode(
     scores = torch.bmm(grouped, keys.transpose(1, 2)) * scale
     positions = group.positions.repeat_interleave(kv_heads)[:, None, None]
     weights = _softmax_of_visible(scores, positions, window).to(queries.dtype)
+    # unused slots may hold NaN, and 0 x NaN is NaN
     unwritten = torch.arange(values.shape[1]) > positions[:, 0]
     values = values.masked_fill(unwritten[..., None], 0)
     result = torch.bmm(weights, values)

@@ -6,6 +6,8 @@ itself, and how ranks add up. A backend is a small object without state.
 
 `backend_registry.open_backend` makes the one that the options name. There are `cpu_backend.py` and
 `gpu_backend.py`.
+
+*Exact* means that a row's bits do not depend on the rows that are computed beside it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
     from .gpu.pipeline import DecodePipeline
     from .rank_processes import RankProcesses
 
-#: books the token that the device drew for a sequence, and returns what to deliver
+#: books the token that the device drew for a sequence, or why there is none; returns what to
+#: deliver, or None if that is nothing
 BookToken = Callable[[Sequence, Token | SamplingFault], SequenceOutput | None]
 
 
@@ -50,7 +53,7 @@ class Backend(Protocol):
         ...
 
     def open_device(self, rank: int) -> torch.device:
-        """Returns rank's device, and makes it the calling thread's."""
+        """Returns this rank's device, and makes it the calling thread's."""
         ...
 
     def make_ops(
@@ -77,7 +80,11 @@ class Backend(Protocol):
         meta: StepRows,
         after: Callable[[int], None] | None,
     ) -> torch.Tensor:
-        """`Decoder.hidden`; `after(layer)` is called once that layer's KV can be read."""
+        """Returns the last layer's rows of `ids` int64 [T], as `Decoder.hidden` does.
+
+        `meta` says where these rows are in their sequences. `after(layer)`, if there is one, is
+        called once that layer's KV can be read.
+        """
         ...
 
     def make_decode_runner(
@@ -91,7 +98,8 @@ class Backend(Protocol):
     ) -> DecodeRunner | None:
         """Returns what runs decode steps, sampling included, on the device; None on a CPU.
 
-        A step has up to `row_limit` rows, of sequences up to `max_model_len` tokens.
+        A step has up to `row_limit` rows, of sequences up to `max_model_len` tokens. `ranks` are
+        the other ranks, which get every step; None if there are none, or this is one of them.
         """
         ...
 
@@ -110,9 +118,9 @@ class Backend(Protocol):
         ...
 
     def sums_in_any_order(self, options: EngineOptions) -> bool:
-        """True if sums over ranks may be left to the library."""
+        """True if sums over ranks may be left to the library: no exactness was asked for."""
         ...
 
     def collective_device(self, rank: int) -> torch.device | None:
-        """Returns the device that the collective library binds this rank to, if any."""
+        """Returns the device that the collective library binds this rank to; None for gloo."""
         ...

@@ -22,7 +22,7 @@ class StepBatch:
 
     sequences: list[tuple[Sequence, int]]  #: with the number of ids, drafts not counted
     token_ids: torch.Tensor  #: int64 [rows]
-    step_rows: StepRows
+    step_rows: StepRows  #: where the rows are in their sequences, and where their KV goes
     logit_rows: torch.Tensor  #: int64: rows whose logits are needed
     #: index in `logit_rows` of each sequence's last id; its drafts follow. A sequence whose last id
     #: is not computed yet has no logits, and the index means nothing.
@@ -61,6 +61,7 @@ def build_batch(plan: StepPlan, block_tokens: int) -> StepBatch:
         drafts = sequence.drafts if is_decode else []
         start = sequence.computed_tokens
         end = start + count + len(drafts)
+        # A sequence may have more blocks than its rows reach: those are room to grow.
         block_table = sequence.blocks[: -(-end // block_tokens)]
         pieces.append(
             RowSpan(
@@ -79,6 +80,7 @@ def build_batch(plan: StepPlan, block_tokens: int) -> StepBatch:
         else:
             slot_blocks += [block_table[position // block_tokens] for position in range(start, end)]
         logit_starts.append(len(logit_rows))
+        # The last id's logits give the next token; those of a draft give the one behind the draft.
         if start + count == len(sequence.token_ids):
             logit_rows += range(len(token_ids) - 1 - len(drafts), len(token_ids))
 

@@ -1,5 +1,8 @@
 """Who owns which KV block: free list, reference counts, prefix cache (pure).
 
+A block has room for the KV of a fixed number of tokens; it is named by its index in the pool. Its
+content is the chained hash of the tokens up to its end, so equal contents mean equal prefixes.
+
 Every block is in exactly one place: free (nobody's), used (referenced by sequences) or cached (not
 referenced, its content known, evicted in LRU order when blocks run short). Block 0 is nobody's: it
 pads batches.
@@ -8,8 +11,13 @@ Life of a block: `allocate` takes it from the free list, or evicts the oldest ca
 says what it holds, and from then on `match` finds it by that content. The last `release` puts it
 into the cache if its content is known, else back on the free list.
 
-Routers are told of contents by *marks*, of which a block has one, several or none. A mark is
-reported as stored with the first block that has it, and as evicted with the last.
+Routers are told of contents by *marks*, of which a block has one, several or none. A mark is the
+hash of a prefix that routers look up; a block larger than they count in has several that end in
+it, and of a long prompt they look up only some. A mark is reported as stored with the first block
+that has it, and as evicted with the last.
+
+Demotion: when the pool runs low, tiers (host memory, disk) copy cached blocks before these are
+evicted. A block that a tier copies is pinned, so that nobody overwrites it meanwhile.
 """
 
 from __future__ import annotations
@@ -44,18 +52,22 @@ class BlockPool:
 
     @property
     def free_blocks(self) -> int:
+        """Blocks of no known content; cached ones are not among them."""
         return len(self._free)
 
     @property
     def used_blocks(self) -> int:
+        """Blocks that are referenced, by one user or by several."""
         return len(self._references)
 
     @property
     def cached_blocks(self) -> int:
+        """Blocks that nobody references and whose content is known."""
         return len(self._cached)
 
     @property
     def demoting_blocks(self) -> int:
+        """Blocks that are pinned for the tiers; `used_blocks` counts them too."""
         return len(self._demoting)
 
     # ---- references --------------------------------------------------------------------------
@@ -103,7 +115,11 @@ class BlockPool:
     # ---- contents ----------------------------------------------------------------------------
 
     def match(self, hashes: list[bytes]) -> list[int]:
-        """Returns the blocks of the longest cached prefix, each with one more reference."""
+        """Returns the blocks of the longest cached prefix, each with one more reference.
+
+        `hashes` are the contents of a prompt's blocks, in order. The caller must `release` what it
+        got.
+        """
         blocks: list[int] = []
         for content in hashes:
             block = self._block_of.get(content)
@@ -115,17 +131,17 @@ class BlockPool:
         return blocks
 
     def prefix_length(self, hashes: list[bytes]) -> int:
-        """How many leading blocks `match` would find."""
+        """How many leading blocks `match` would find; takes no reference."""
         for length, content in enumerate(hashes):
             if content not in self._block_of:
                 return length
         return len(hashes)
 
     def publish(self, block: int, content: bytes, marks: Sequence[bytes] | None = None) -> None:
-        """Lets `match` find this used block by `content` from now on; the first block of a content
-        stays.
+        """Lets `match` find this used block by `content` from now on.
 
-        `marks`: what routers are told of it (None: its content).
+        If another block of this content is found already, that one stays, and this block becomes
+        free with its last release. `marks`: what routers are told of it (None: its content).
         """
         assert block in self._references, block
         if content not in self._block_of and block not in self._content_of:
@@ -149,6 +165,8 @@ class BlockPool:
 
     def set_marks(self, content: bytes, marks: Sequence[bytes]) -> None:
         """Replaces the marks of a published content."""
+        # The new marks are counted before the old ones are removed: a mark that is among both is
+        # reported neither as stored nor as evicted.
         previous_marks = self._marks_of.get(content, ())
         self._marks_of[content] = marks
         for mark in marks:
@@ -166,7 +184,10 @@ class BlockPool:
                 self.evicted_marks.append(mark)
 
     def drain_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Returns the marks (stored, evicted) since the last call; none is in both lists."""
+        """Returns the marks (stored, evicted) since the last call; none is in both lists.
+
+        What was stored and evicted between two calls is in one list only, by what holds now.
+        """
         stored = [mark for mark in self.stored_marks if mark in self._mark_counts]
         evicted = [mark for mark in self.evicted_marks if mark not in self._mark_counts]
         self.stored_marks = []
@@ -182,7 +203,8 @@ class BlockPool:
     def pin_for_demotion(self, limit: int) -> list[tuple[int, bytes]]:
         """Pins cached blocks that no tier has, next to be evicted, so that a tier can copy them.
 
-        At most `limit` blocks are pinned at a time. Returns (block, content) of the new ones.
+        At most `limit` blocks are pinned at a time. Returns (block, content) of the new ones; the
+        caller must `finish_demotion` of each.
         """
         chosen: list[tuple[int, bytes]] = []
         for block, content in self._cached.items():
@@ -199,6 +221,7 @@ class BlockPool:
     def finish_demotion(self, block: int, copied: bool) -> None:
         """Unpins a block, which a tier has `copied` or not: it is the first to be evicted again."""
         content = self._demoting.pop(block)
+        # its content may have been unpublished in the meantime
         if copied and self._content_of.get(block) == content:
             self._in_tiers.add(content)
         self.release([block])

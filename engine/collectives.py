@@ -21,7 +21,9 @@ import torch.distributed as dist
 
 from .errors import EngineError
 
-COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)  #: for another rank inside one forward pass
+#: How long a rank may be silent inside one forward pass; then it counts as lost. A pass takes a few
+#: seconds at most, so this is long enough for a stalled machine, and short beside a client's wait.
+COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
 
 
 class RankLost(EngineError):
@@ -32,8 +34,8 @@ class RankLost(EngineError):
 class Collectives:
     """This rank's place in the process group that `join_process_group` opened."""
 
-    rank: int
-    size: int
+    rank: int  #: this process's, from 0
+    size: int  #: how many ranks there are
     any_order: bool = False  #: the library sums; its order may depend on the number of rows
 
     def part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -69,8 +71,8 @@ def join_process_group(
 ) -> None:
     """Connects this process with the other ranks, which call this too. Waits for them.
 
-    `library`: gloo or nccl. `device`: the GPU that NCCL binds this rank to; None for gloo. Gloo asks
-    nobody for a secret and all ranks are on one node, so that it listens on loopback.
+    `library`: gloo or nccl. `device`: the GPU that NCCL binds this rank to; None for gloo. Gloo
+    asks nobody for a secret, and all ranks are on one node, so it listens on loopback.
     """
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -95,6 +97,7 @@ def leave_process_group() -> None:
 
 @contextmanager
 def _lost_ranks() -> Iterator[None]:
+    """Turns an error of the library into RankLost: the ranks are not at the same point any more."""
     try:
         yield
     except RuntimeError as error:

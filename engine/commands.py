@@ -1,10 +1,14 @@
 """What the engine thread can be told, and what it answers (pure: importable without torch).
 
+A block is KV of a fixed number of tokens, named by its index in the engine's pool. A content hash
+names what a block holds: all tokens of the prompt up to the block's end. An attempt's key names
+its sequences, and the blocks that are reserved for them; answers and events carry it.
+
 Life of a prompt that is computed here: `AddSequence`, then `SequenceOutput` for each token, and
 `ReleaseSequence` when its blocks are not needed any more. Life of a prompt that was computed
 elsewhere: `ReserveBlocks`, `BlocksReserved`, the transfer, `CommitBlocks`, and on like any other.
 A prefix from elsewhere: `StagePrefix`, `PrefixStaged`, the transfer or `LoadBlocks` from the tiers
-below the pool, then `CachePrefix`, or `ReleaseSequence` if nothing came.
+below the pool (host memory, disk), then `CachePrefix`, or `ReleaseSequence` if nothing came.
 """
 
 from __future__ import annotations
@@ -50,10 +54,11 @@ class CommitBlocks:
     """The reserved blocks hold the KV of all tokens but the last: the sequence may be decoded."""
 
     sequence: Sequence
-    #: (index, first token id) of further answers to the same prompt.
+    #: (index, first token id) of the further answers to the same prompt that go on.
     other_answers: tuple[tuple[int, int], ...] = ()
     first_answer_ended: bool = False  #: True if answer 0 ended with its first token.
-    waited_s: float = 0.0  #: Seconds since the first token was sent.
+    #: Seconds since the first token was sent, where the client's gap to the second one began.
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +75,12 @@ class ReleaseSequence:
 class StagePrefix:
     """Reserves blocks for a prefix whose KV may come from elsewhere; answered by `PrefixStaged`.
 
-    Without hashes, the blocks' content is never looked up.
+    Without hashes, the blocks' content is never looked up: a probe of the transfer path needs
+    blocks of any content.
     """
 
-    attempt_key: AttemptKey
-    hashes: list[bytes]
+    attempt_key: AttemptKey  #: What the blocks are reserved under, and released by.
+    hashes: list[bytes]  #: The prefix's content hashes, one a block.
     peer_blocks: int = 0  #: How many of the prefix's blocks a peer is said to hold.
     pin_only: bool = False  #: True to pin what the pool holds, and reserve no more.
 
@@ -106,8 +112,8 @@ class LoadBlocks:
 
     attempt_key: AttemptKey
     held_blocks: int  #: Blocks of the prefix that lie before these and hold it already.
-    hashes: list[bytes]
-    blocks: list[int]
+    hashes: list[bytes]  #: What each of `blocks` is to hold.
+    blocks: list[int]  #: Where to, in the order of the prefix.
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +140,7 @@ class BlockDemoted:
     """The tiers have copied a pinned block, or are not going to: the block may be evicted."""
 
     block: int
-    copied: bool
+    copied: bool  #: Whether a tier has the content now; it is not offered again then.
 
 
 # ---- observation ---------------------------------------------------------------------------------
@@ -149,14 +155,14 @@ class ObserveEngine:
 class EngineObservation:
     """The state of the engine, as its worker reports it to the router."""
 
-    hashes: list[bytes]  #: Every prefix block that is cached now.
-    stored: list[bytes]  #: Since the last observation, as `evicted`.
-    evicted: list[bytes]
-    free_blocks: int
+    hashes: list[bytes]  #: Those by which routers can find what is cached now, all of them.
+    stored: list[bytes]  #: Of these, what came since the last observation.
+    evicted: list[bytes]  #: What went since the last observation.
+    free_blocks: int  #: Blocks that new sequences could get, cached ones included.
     prefill_tokens: int  #: Since the start, as the next three.
-    prefill_s: float
+    prefill_s: float  #: Seconds of steps with prefill, beside decode too.
     decode_steps: int = 0  #: Steps without prefill.
-    decode_s: float = 0.0
+    decode_s: float = 0.0  #: Seconds of these steps.
     running_sequences: int = 0  #: Sequences that are decoded.
     kv_tokens: int = 0  #: Tokens whose KV these sequences read in a step.
     preempted_sequences: int = 0  #: Sequences that wait for blocks to go on.

@@ -1,4 +1,9 @@
-"""The backend of CPUs: C++ kernels where they run, torch everywhere else."""
+"""The backend of CPUs: C++ kernels where they run, torch everywhere else.
+
+The C++ kernels compute in bfloat16 and need AVX512-BF16 and a compiler. Torch is exact only in
+bfloat16 too: in other types its products depend on the number of rows. What the methods take and
+return is said in `backend.Backend`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +37,7 @@ class CpuBackend:
     collective_library = "gloo"
 
     def check(self, options: EngineOptions, spec: ModelSpec) -> None:
-        kv_bytes = options.kv_bytes * options.tensor_parallel
+        kv_bytes = options.kv_bytes * options.tensor_parallel  # every rank has a pool of this size
         check_memory(spec, options.dtype, kv_bytes, available_memory())
 
     def open_device(self, rank: int) -> torch.device:
@@ -43,6 +48,8 @@ class CpuBackend:
     ) -> tuple[Ops, str]:
         if options.pool_dtype != options.dtype or options.weights != "model" or options.exact:
             raise KernelUnavailable("kv_dtype, weights and exact are settings of a GPU's engine")
+        # `attention: cpp` insists on the kernels: what is in their way is an error. Otherwise torch
+        # stands in, and the name says why.
         torch_named = "torch" in (options.kernels, options.attention)
         if (options.dtype != "bfloat16" or torch_named) and options.attention != "cpp":
             return Ops(), "torch"
@@ -99,6 +106,7 @@ class CpuBackend:
 
 
 def _native_ops(options: EngineOptions, spec: ModelSpec) -> NativeOps:
+    """The C++ kernels that the options name, or the fastest. Raises KernelUnavailable."""
     if options.dtype != "bfloat16":
         raise KernelUnavailable(f"the C++ kernels do not compute in {options.dtype}")
     if options.kernels == "avx512":

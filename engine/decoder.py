@@ -34,7 +34,7 @@ class Mlp:
     """The block `hidden + down(silu(gate) * up)`, gates and `up` of the normed hidden rows."""
 
     gate_up: LinearLayer  #: Both matrices fused along the outputs; the layer applies SiLU itself.
-    down: LinearLayer
+    down: LinearLayer  #: From the gated values back to hidden rows.
     rows_at_once: int | None = None  #: Rows computed together, at most; None: all (`Ops`).
 
     def __call__(self, hidden: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
@@ -73,7 +73,8 @@ class DecoderWeights:
 class Decoder:
     """The forward pass over a step's rows.
 
-    K and V of the rows go to their slots in the pool, where attention reads them.
+    K and V of the rows go to their slots in `pool`, where attention reads them. `spec` and
+    `weights` are the model's, or one rank's share of it; `ops` are the hardware's operations.
     """
 
     def __init__(self, spec: ModelSpec, weights: DecoderWeights, pool: KVPool, ops: Ops) -> None:

@@ -4,14 +4,15 @@ What followed the last tokens when they stood there before is guessed to follow 
 are computed as rows of one step and verified one by one with the sampler, which is a function of
 (ids, parameters, seed, position): right ones save steps, wrong ones change nothing.
 
-After wrong guesses the sequence pauses: 1, 2, 4, ... steps, up to `PAUSE_LIMIT_STEPS`.
+After wrong guesses the sequence pauses: 1, 2, 4, ... steps, up to `PAUSE_LIMIT_STEPS`. A guess is a
+row that costs time, so a text that does not repeat itself should have few.
 """
 
 from __future__ import annotations
 
 LONGEST_NGRAM = 3  #: ids that must have stood there before; the longest match is tried first
-SHORTEST_NGRAM = 2
-PAUSE_LIMIT_STEPS = 16
+SHORTEST_NGRAM = 2  #: a single id has stood there before too often to say what follows
+PAUSE_LIMIT_STEPS = 16  #: so a text that begins to repeat itself is noticed within 16 tokens
 
 
 class NGramDrafter:
@@ -38,13 +39,17 @@ class NGramDrafter:
         return []
 
     def _index(self, token_ids: list[int]) -> None:
+        """Records what follows each n-gram of the ids that came since the last call.
+
+        The n-gram at the very end is not recorded: nothing follows it yet.
+        """
         for index in range(max(self._indexed_ids, SHORTEST_NGRAM), len(token_ids)):
             for size in range(SHORTEST_NGRAM, min(LONGEST_NGRAM, index) + 1):
                 self._follower_index[tuple(token_ids[index - size : index])] = index
         self._indexed_ids = len(token_ids)
 
     def record_verified(self, guessed: int, right: int) -> None:
-        """Takes how many of the last guesses were right; wrong ones lengthen the pause."""
+        """Takes how many of the last guesses were right; if none was, the pause gets longer."""
         if not guessed:
             return
         if right:

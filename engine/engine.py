@@ -42,8 +42,11 @@ from .spec import fingerprint, read_spec
 if TYPE_CHECKING:
     from .gpu.pipeline import DecodePipeline
 
-LOW_POOL_DIVISOR = 8  #: tiers copy cached blocks while less than this part of the pool is free
-DEMOTION_LIMIT = 16  #: blocks that they copy at a time, at most
+#: Tiers (host memory and disk below the pool) copy cached blocks while less than one in so many of
+#: the pool's blocks is free: cached ones are soon evicted then.
+LOW_POOL_DIVISOR = 8
+#: Blocks that they copy at a time, at most: these cannot be given out meanwhile.
+DEMOTION_LIMIT = 16
 #: Upper bounds of the histograms' buckets: seconds of a step, how often an answer was preempted,
 #: and rows of a step.
 STEP_SECONDS_BOUNDS = (
@@ -79,7 +82,9 @@ class Engine:
     """An `EngineLike` on our own decoder. One thread owns it (`loop.EngineThread`)."""
 
     def __init__(self, options: EngineOptions, progress: ReportProgress | None = None) -> None:
-        """Loads the model and allocates the KV pool; `progress(what, share)` follows the loading.
+        """Loads the model of `options` and allocates the KV pool.
+
+        `progress(what, share)`, if given, follows the loading.
 
         Raises what `errors.py` lists, each with the cause and what to do about it.
         """
@@ -95,7 +100,8 @@ class Engine:
         backend = open_backend(options)
         backend.check(options, self.spec)
         self._model = start_model(options, backend, progress)
-        self.kv_pool = self._model.kv
+        self.kv_pool = self._model.kv  #: this rank's KV blocks, which transfers read and write
+        #: name of the kernels that compute, with the reason if slower ones are taken
         self.kernels = self._model.kernels
 
         salt = fingerprint(options.model_folder)
@@ -129,9 +135,9 @@ class Engine:
 
         # Counters since the start.
         self.steps = 0
-        self.drafted_tokens = 0
-        self.accepted_tokens = 0
-        self.prefill_tokens = 0
+        self.drafted_tokens = 0  #: guessed tokens that a step verified
+        self.accepted_tokens = 0  #: those of them that were right
+        self.prefill_tokens = 0  #: prompt tokens computed here, those found in a cache not counted
         self.prefill_s = 0.0  #: of steps with prefill, their decoding rows included
         self.decode_steps = 0  #: steps without prefill
         self.decode_s = 0.0  #: of steps without prefill
@@ -152,14 +158,17 @@ class Engine:
 
     @property
     def limits(self) -> SchedulerLimits:
+        """What a step, and the pool between steps, may hold."""
         return self.options.limits
 
     @property
     def cores(self) -> tuple[int, ...]:
+        """Cores that the thread which steps is to be bound to; empty: any."""
         return self.options.cores
 
     @property
     def block_count(self) -> int:
+        """How many blocks of the pool sequences can use."""
         return self.scheduler.pool.total_blocks
 
     @property
@@ -211,6 +220,7 @@ class Engine:
         `other_answers`: (index, first id) of further answers to its prompt. `first_answer_ended`:
         the sequence itself ended with its first id. `waited_s`: since that id was sent.
         """
+        # The sequence ends last: until then its blocks, which its forks share, are surely there.
         self.scheduler.commit(sequence, waited_s)
         indices = [index for index, _ in other_answers]
         forks = self._fork(sequence, indices)
@@ -285,7 +295,7 @@ class Engine:
     # ---- stepping ----------------------------------------------------------------------------
 
     def step(self) -> list[SequenceOutput]:
-        """Computes a step over all live sequences; [] if there is nothing to do. Raises RankLost."""
+        """Computes a step over all live sequences; [] if nothing is to be done. Raises RankLost."""
         began = time.perf_counter()
         if self._pipeline:
             # None: no step is under way, so this one is planned here.
@@ -356,6 +366,8 @@ class Engine:
 
         Returns what is to be called after each layer, or None if no block gets full in this step.
         """
+        # `first`, `computed` and `last` are numbers of leading blocks of a sequence: those that are
+        # announced, those whose KV is there, and those whose KV is there after this step.
         cached: list[BlocksFilled] = []
         coming: list[tuple[AttemptKey, int, list[int]]] = []
         for sequence, count in prefills:
@@ -573,7 +585,10 @@ class Engine:
             yield attempt_key, len(blocks)
 
     def statistics(self) -> dict[str, Any]:
-        """Returns a snapshot. Any thread."""
+        """Returns a snapshot of the load and of the counters since the start. Any thread.
+
+        The keys are those that `EngineLike.statistics` promises.
+        """
         scheduler = self.scheduler
         pool = scheduler.pool
         return {

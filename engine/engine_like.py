@@ -9,6 +9,9 @@ Life of a sequence, as calls:
     computed here    add -> step ... (SequenceOutput) ... release
     KV from a peer   reserve -> (the transfer) -> commit -> step ... -> release
     cached prefix    stage -> (tiers or a peer copy blocks) -> cache_staged -> add
+
+*Tiers* are host memory and disk below the pool. *Demotion* is their copying of cached blocks before
+these are evicted.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ ReportProgress: TypeAlias = Callable[[str, float], None]
 class EnginePool(Pool, Protocol):
     """The memory with the KV blocks of one rank; transfers and tiers read and write it."""
 
-    layout: KVLayout
+    layout: KVLayout  #: Where in a block the K and V of each layer, head and token are.
     block_bytes: int  #: Of one block, in all layers.
     #: Makes checksums where the bytes are; None: the transfer makes them from `view`.
     digest: Digest | None
@@ -65,7 +68,7 @@ class EngineLike(Protocol):
 
     @property
     def piece_count(self) -> int:
-        """In how many pieces of layers a block's KV becomes final."""
+        """In how many pieces of layers a block's KV becomes final, and is announced."""
         ...
 
     @property
@@ -75,7 +78,11 @@ class EngineLike(Protocol):
 
     @property
     def rank_sockets(self) -> list[socket.socket]:
-        """A socket to each process of a rank above 0."""
+        """A socket to each process of a rank above 0, in order of ranks.
+
+        The engine does not use them: by them the worker speaks with the transfers that run beside
+        the model there.
+        """
         ...
 
     @property
@@ -133,7 +140,12 @@ class EngineLike(Protocol):
         first_answer_ended: bool = False,
         waited_s: float = 0.0,
     ) -> None:
-        """Decodes a sequence whose KV has arrived in its reserved blocks."""
+        """Decodes a sequence whose KV has arrived in its reserved blocks.
+
+        `other_answers` are (index, first token id) of further answers to its prompt, which share
+        that KV. `first_answer_ended` says that the sequence's own answer ended with its first
+        token. `waited_s` are the seconds since that token was sent.
+        """
         ...
 
     def release(self, attempt_key: AttemptKey) -> None:
@@ -141,7 +153,10 @@ class EngineLike(Protocol):
         ...
 
     def stage(self, command: StagePrefix) -> PrefixStaged:
-        """Returns blocks for a prefix of which the pool, a tier or a peer may hold a part."""
+        """Reserves blocks for a prefix of which the pool, a tier or a peer may hold a part.
+
+        `cache_staged` or `release` gives them back.
+        """
         ...
 
     def cache_staged(self, attempt_key: AttemptKey, block_count: int) -> None:
@@ -149,11 +164,14 @@ class EngineLike(Protocol):
         ...
 
     def pin_for_demotion(self) -> list[tuple[int, bytes]]:
-        """Returns cached blocks that tiers shall copy before they are evicted, with contents."""
+        """Returns cached blocks that tiers shall copy before they are evicted: (block, content).
+
+        They are pinned until `finish_demotion`. Empty unless the pool runs low.
+        """
         ...
 
     def finish_demotion(self, block: int, copied: bool) -> None:
-        """Unpins a block of `pin_for_demotion`, which a tier has `copied` or not."""
+        """Unpins a block of `pin_for_demotion`; `copied` says whether a tier has it now."""
         ...
 
     def required_blocks(self, sequence: Sequence) -> int:
@@ -165,7 +183,7 @@ class EngineLike(Protocol):
         ...
 
     def observe(self) -> EngineObservation:
-        """Returns what changed since the last call."""
+        """Returns the load, what is cached, and what of that changed since the last call."""
         ...
 
     def step(self) -> list[SequenceOutput]:
@@ -173,7 +191,10 @@ class EngineLike(Protocol):
         ...
 
     def idle(self) -> bool:
-        """True if, after a step without outputs, no other step has work before a command."""
+        """True if, after a step without outputs, no other step has work before a command comes.
+
+        A step of chunks that end no prompt has no outputs, and the next one goes on all the same.
+        """
         ...
 
     def statistics(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ class WeightsError(EngineError):
 
 
 class OutOfMemory(EngineError):
-    """Weights and KV pool do not fit."""
+    """Weights and KV pool do not fit into memory, or a sequence does not fit into the pool."""
 
 
 class InvalidRequest(EngineError):

@@ -1,4 +1,8 @@
-"""The start-up check of exactness: do a row's bits depend on the rows beside it, here?"""
+"""The start-up check of exactness: do a row's bits depend on the rows beside it, here?
+
+An answer's tokens are a function of its ids, parameters and seed only if they do not. A backend
+claims so; this check tries it on this machine, with this model, before the first request.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from .attention import RowSpan, StepRows
 from .decoder import Decoder
 from .model import RankModel
 
-EXTRA_TOKENS = 6  #: the text is this much longer than a block
+EXTRA_TOKENS = 6  #: the text is this much longer than a block, so that rows read a second block
 ID_STRIDE = 7919  #: a prime, so that the ids of the text differ
 
 
@@ -18,14 +22,16 @@ ID_STRIDE = 7919  #: a prime, so that the ids of the text differ
 def is_exact(model: RankModel, block_tokens: int) -> bool:
     """Computes a text whole, in chunks and row by row: True if all bits are the same, KV too.
 
-    On one rank only in the first layer. Uses the pool's first blocks, which must not be in use.
+    A single rank computes only the first layer, to be quick: all layers have the same kernels.
+    Ranks that share the model have to compute all of it together. The KV goes to blocks 0 and 1 of
+    the pool, which must not be in use. Blocks have at least 55 tokens.
     """
     tokens = block_tokens + EXTRA_TOKENS
     token_ids = torch.arange(tokens) * ID_STRIDE % model.spec.vocab
     expected = _run_in_chunks(model, block_tokens, token_ids, [tokens])
     chunkings = [
-        [block_tokens, EXTRA_TOKENS],
-        [40, 1, 20] + [1] * (tokens - 61),
+        [block_tokens, EXTRA_TOKENS],  # cut at the block's border
+        [40, 1, 20] + [1] * (tokens - 61),  # cut elsewhere; prefill and decode take turns
         [1] * tokens,
     ]
     for counts in chunkings:
@@ -65,5 +71,6 @@ def _run_in_chunks(
 
 
 def _first_layer(decoder: Decoder) -> Decoder:
+    """A decoder that has only the first layer, and shares all else with `decoder`."""
     weights = replace(decoder.weights, layers=decoder.weights.layers[:1])
     return Decoder(decoder.spec, weights, decoder.pool, decoder.ops)

@@ -1,6 +1,7 @@
 """The backends that compute with `gpu/`: on a GPU, and on a CPU by Triton's interpreter.
 
-Triton is imported when operations are made, behind the checks that need none of it.
+What the methods take and return is said in `backend.Backend`. Triton is imported when operations
+are made, behind the checks that need none of it.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class InterpretedBackend(CpuBackend):
             head_dim=spec.head_dim,
             exact=options.exact,
         )
+        # attention is laid out for it; a longer one has no positions, or no room in the pool
         longest_sequence = min(spec.max_positions, pool_tokens)
         fp8_weights = options.weights == "fp8"
         ops = GpuOps(device, need, longest_sequence, options.attention, fp8=fp8_weights)

@@ -1,4 +1,4 @@
-"""Structured output: which ids may come next, by llguidance.
+"""Structured output: which ids may come next, by the library llguidance.
 
 A matcher's state is a function of the grammar and the generated ids, so it is rebuilt from them
 wherever a sequence goes on. Stop ids are allowed where the grammar may end, and only there.
@@ -22,11 +22,11 @@ from .errors import InvalidRequest
 #: sequences of an engine have, so that a grammar compiled for one is there when it is sampled.
 COMPILED_LIMIT = 256
 
-#: Characters of a grammar.
+#: Characters of a grammar, at most: it bounds the time and the stack that compiling one takes.
 TEXT_LIMIT = 64 << 10
 
 #: Bytes of the stack on which a grammar is compiled. Rules that lead to rules recurse, with about
-#: 5 KiB a step: 3,000 of them overflow the usual 8 MiB.
+#: 5 KiB a step: 3,000 of them overflow the usual 8 MiB. These are room for 50,000 steps.
 STACK_BYTES = 256 << 20
 
 #: Keeps llguidance from repeating the grammar in its messages.
@@ -39,8 +39,9 @@ KINDS = ("json_schema", "json_object", "regex", "lark")
 class GrammarCompiler:
     """Compiles grammars for one checkpoint, and keeps those used last. Any thread may call it.
 
-    The checkpoint's tokenizer is read when the first grammar is compiled. `end_ids` are the ids
-    that end an answer by the checkpoint's configuration.
+    The checkpoint's tokenizer is read when the first grammar is compiled. `folder` is the
+    checkpoint's, `vocab` the number of its ids, and `end_ids` are the ids that end an answer by the
+    checkpoint's configuration.
     """
 
     def __init__(self, folder: Path, vocab: int, end_ids: tuple[int, ...]) -> None:
@@ -54,6 +55,7 @@ class GrammarCompiler:
 
     @property
     def _tokenizer(self) -> llguidance.LLTokenizer:
+        """The tokenizer. The lock makes the first callers wait for one reading of the file."""
         with self._tokenizer_lock:
             return self._read_tokenizer
 
@@ -85,7 +87,10 @@ class GrammarCompiler:
         return self._find(grammar) is not None
 
     def prepare(self, grammar: Grammar) -> llguidance.LLMatcher | InvalidRequest:
-        """Compile the grammar if that is not kept; return what came of it."""
+        """Compile the grammar if that is not kept; return what came of it, the error included.
+
+        An error is kept too, so that a wrong grammar that comes again costs no time.
+        """
         compiled = self._find(grammar)
         if compiled is not None:
             return compiled
@@ -107,7 +112,10 @@ class GrammarCompiler:
             return compiled
 
     def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
-        """Compile on a thread of its own, because only a new thread can have a larger stack."""
+        """Compile on a thread of its own, because only a new thread can have a larger stack.
+
+        Raises InvalidRequest.
+        """
         tokenizer = self._tokenizer
         source = _llguidance_source(grammar)
         compiled: list[llguidance.LLMatcher] = []
@@ -181,7 +189,13 @@ class GrammarMatcher:
         end_ids: tuple[int, ...],
         stop_ids: tuple[int, ...],
     ) -> None:
-        """`end_ids` are the tokenizer's, `stop_ids` the request's. Raises InvalidRequest."""
+        """`matcher` has consumed nothing; `vocab` is the number of the model's ids.
+
+        `end_ids` are the tokenizer's, `stop_ids` the request's.
+
+        Only stop ids end an answer: an end id that is none of them is never allowed. Raises
+        InvalidRequest where the grammar admits nothing.
+        """
         self._matcher = matcher
         self._vocab = vocab
         self._end_ids = [end_id for end_id in end_ids if end_id < vocab]

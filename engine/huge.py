@@ -15,10 +15,11 @@ from .errors import OutOfMemory
 #: Bytes of a huge page on x86.
 HUGE_PAGE = 2 << 20
 
-#: Bytes that an arena allocates at once, at least.
+#: Bytes that an arena allocates at once, at least: many small tensors share a chunk's huge pages,
+#: and what is left at its end is little.
 ARENA_CHUNK = 64 << 20
 
-#: Tensors in an arena begin at multiples of so many bytes.
+#: Tensors in an arena begin at multiples of so many bytes: a small page, and so whole cache lines.
 ALIGNMENT = 4096
 
 
@@ -28,6 +29,7 @@ def allocate(size: int, purpose: str) -> tuple[mmap.mmap, int]:
     A huge page begins at the offset. Raises OutOfMemory, which names the `purpose`.
     """
     try:
+        # one page more, since the kernel need not place the mapping at a huge page's border
         length = _round_up(size, HUGE_PAGE) + HUGE_PAGE
         memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError) as error:

@@ -24,6 +24,7 @@ from .errors import KernelUnavailable
 from .huge import HugePageArena
 from .ops import Ops, RmsNorm
 
+#: Where the kernels' sources are.
 FOLDER = Path(__file__).with_name("native")
 
 #: Rows of an MLP at a time without tiles. 2,048 rows of 1024 -> 2816 -> 1024 take 0.79 of the CPU
@@ -33,6 +34,7 @@ MLP_ROWS = 512
 #: Tokens of a KV block that attention in C++ knows; blocks of other sizes are attended in torch.
 KERNEL_BLOCK_TOKENS = 64
 
+#: What the compiler gets: for every build, for all kernels, and for those with AMX tiles.
 FLAGS = ["-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp"]
 AVX512_FLAGS = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"]
 AMX_FLAGS = ["-mamx-tile", "-mamx-bf16"]
@@ -83,11 +85,14 @@ TILED_SIGNATURES: dict[str, list[type]] = {
 class NativeOps(Ops):
     """`ops.Ops` on AVX512-BF16, and on AMX tiles if `tiles`.
 
-    The constructor builds or loads the library, and raises KernelUnavailable where that cannot run.
+    `Ops` says what each method takes and returns. All tensors are bfloat16 but cosines and sines,
+    and in host memory. Shapes that the kernels do not know go to the torch operations of `Ops`. The
+    constructor builds or loads the library, and raises KernelUnavailable where that cannot run;
+    `head_dim` must be a multiple of 32. `threads` compute each call.
     """
 
     def __init__(self, head_dim: int, threads: int, tiles: bool) -> None:
-        if head_dim % 32:
+        if head_dim % 32:  # the kernels load 32 bf16 numbers at a time
             raise KernelUnavailable(f"head size {head_dim} is no multiple of 32")
         # KV peers compare the name: it changes with the order of additions, and so with the bits
         self.name = "cpp-amx" if tiles else "cpp-avx512bf16-rows"
@@ -135,6 +140,7 @@ class NativeOps(Ops):
 
     def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
         count, size = rows.shape
+        # the kernel computes in vectors of 16 float32 numbers
         if size % 16 or not rows.is_contiguous():
             return super().norm(rows, norm)
         out = torch.empty_like(rows)
@@ -216,6 +222,7 @@ def _library(tiles: bool) -> ctypes.CDLL:
     sources = sorted(
         path for path in FOLDER.glob("*.cpp") if tiles or not path.stem.endswith("_amx")
     )
+    # the name changes with the sources, so a library of another version is never loaded
     name = f"kernels-{_digest(compiler, flags, sources)}.so"
     try:
         path = _cache_folder() / name
@@ -225,7 +232,7 @@ def _library(tiles: bool) -> ctypes.CDLL:
     except OSError as error:  # a full disk, a folder that is read-only, a damaged file
         raise KernelUnavailable(f"{name} cannot be built or loaded: {error}") from None
     _declare(library, tiles)
-    if tiles and library.allow_amx():
+    if tiles and library.allow_amx():  # asks Linux for the tiles; 0 is success
         raise KernelUnavailable("Linux does not let this process use AMX tiles")
     return library
 
@@ -284,7 +291,7 @@ def _build(command: list[str], path: Path) -> None:
 
 def main() -> None:
     """Build the kernels and print which ones run here, or why none does."""
-    try:
+    try:  # for a usual size of heads, and one thread: the library is the same for all
         print(f"kernels: {native_ops(64, 1).name}")
     except KernelUnavailable as error:
         print(f"kernels: torch ({error})")

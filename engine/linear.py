@@ -29,10 +29,11 @@ from .errors import KernelUnavailable
 from .kernels import NativeOps, native_ops
 from .ops import LinearLayer, Ops, RmsNorm
 
-#: The row counts that calibration tries.
+#: The row counts that calibration tries, and the sizes of pieces. With powers of two at most half
+#: of a padded piece is padding.
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
-#: The row count whose bits are the right ones.
+#: The row count whose bits count as the right ones; any would do, if all engines take the same.
 REFERENCE_ROWS = 16
 
 #: What `linear_amx.cpp` works in: tiles of 16 outputs by 32 inputs, panels of two such tiles, and
@@ -55,6 +56,7 @@ def packing_works() -> bool:
     """
     try:
         weight = torch.ones(64, 64, dtype=torch.bfloat16)
+        # 32 is the number of rows that oneDNN chooses the layout for; any number may come
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, 32)
         ones = torch.ones(2, 64, dtype=torch.bfloat16)
         result = torch.ops.mkldnn._linear_pointwise(ones, packed, None, "none", [], "")
@@ -66,8 +68,9 @@ def packing_works() -> bool:
 class Linear:
     """The layer `rows W^T + bias`: exact per row in bf16, one plain call in other dtypes.
 
-    W is [outputs, inputs]. With `gated`, W is gates over what they gate, and the layer gives
-    `silu(gate) * value`, [T, outputs / 2].
+    W is `weight`, [outputs, inputs]; `bias` is [outputs]. With `gated`, W is gates over what they
+    gate, and the layer gives `silu(gate) * value`, [T, outputs / 2]. `ops` compute norm and gates;
+    None: in plain torch.
     """
 
     def __init__(
@@ -183,6 +186,7 @@ class AmxLinear(Linear):
         norm: RmsNorm | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        # the kernel would add a residual to padded outputs, which the residual does not have
         if residual is not None and self._outputs % PANEL:
             return residual + self(rows, norm)
         row_count = rows.shape[0]
@@ -219,7 +223,7 @@ class ShardedLinear:
     they share the outputs.
     """
 
-    linear: LinearLayer
+    linear: LinearLayer  #: This rank's part.
     combine: Callable[[torch.Tensor], torch.Tensor]
 
     def __call__(

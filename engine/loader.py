@@ -1,4 +1,7 @@
-"""A checkpoint's tensors -> the decoder's `Weights`: one by one, fused, packed.
+"""Loads a checkpoint: its tensors become `DecoderWeights`, one by one, fused and packed.
+
+Fused are matrices that read the same rows, so that they take one product. Packed are weights in the
+order in which the backend's kernels read them.
 
 Where ranks share the model, each one cuts its part out of a tensor as it is read: along the outputs
 of the first matrix of a block, and along the inputs of the second, whose results the ranks add up.
@@ -21,7 +24,7 @@ from .ops import LinearLayer, Ops, RmsNorm
 from .spec import ExpertsSpec, ModelSpec
 from .tensors import CheckpointTensors
 
-HEAD = "lm_head.weight"
+HEAD = "lm_head.weight"  #: the tensor that makes logits of hidden rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,7 @@ class MlpNames:
     down: str
 
 
+#: The names in Llama's checkpoints and most others, and in Mixtral's.
 USUAL_MLP = MlpNames("gate_proj", "up_proj", "down_proj")
 MIXTRAL_MLP = MlpNames("w1", "w3", "w2")
 
@@ -47,6 +51,10 @@ def load_weights(
 ) -> DecoderWeights:
     """Loads a checkpoint, or a rank's share of it; `spec` is the whole model's.
 
+    `dtype` is what the decoder computes in, `ops` what packs and places the weights. `progress` is
+    called after each layer with a text and the share that is loaded. `collectives` say which share
+    is this rank's; None: all is.
+
     Raises WeightsError (a tensor is missing or has another shape) and UnsupportedModel (there is
     one that this model has no place for, or of another type).
     """
@@ -56,7 +64,7 @@ def load_weights(
     layers = []
     for index in range(spec.layers):
         layers.append(loader.layer(index))
-        tensors.release()
+        tensors.release()  # all that was taken is copied, so the files need not stay in memory
         if progress:
             progress(f"layer {index + 1}/{spec.layers}", (index + 1) / spec.layers)
     head = loader.head(embedding)
@@ -75,6 +83,9 @@ class _WeightLoader:
     collectives: Collectives | None
 
     def layer(self, index: int) -> DecoderLayer:
+        """The layer at `index`. A block's last matrix has the ranks' shares of its inputs, and its
+        results are summed; the others have shares of the outputs.
+        """
         spec = self.spec
         prefix = f"model.layers.{index}."
         attention = prefix + "self_attn."
@@ -157,7 +168,10 @@ class _WeightLoader:
         return self._mixture(prefix + "mlp", USUAL_MLP, experts)
 
     def _mixture(self, block: str, names: MlpNames, experts: ExpertsSpec) -> MixtureOfExperts:
-        """A mixture of experts: by the backend's own kernels, or one expert after the other."""
+        """A mixture of experts: by the backend's own kernels, or one expert after the other.
+
+        The router is small, and the choice of experts hangs on its last bits, so it is precise.
+        """
         router = self._take(f"{block}.gate.weight", experts.count, self.spec.hidden)
         places = [f"{block}.experts.{number}" for number in range(experts.count)]
         size = experts.intermediate

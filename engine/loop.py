@@ -3,7 +3,7 @@
 Each round of the thread:
 1. Carry out every queued command; with nothing to compute, sleep until one comes.
 2. Run one step, and deliver its outputs. While it runs, the engine announces filled blocks.
-3. When the pool runs low, deliver cached blocks that the tiers shall copy.
+3. When the pool runs low, deliver cached blocks that the tiers (host memory, disk) shall copy.
 
 `deliver` is called on this thread with the events of a round, and must not block.
 """
@@ -35,11 +35,17 @@ from .engine_like import Deliver, EngineLike
 
 log = logging.getLogger(__name__)
 
-STOP_S = 10.0  #: for the step under way to end
+#: Seconds that `stop` waits for the step under way. A step is far shorter; one that hangs is left
+#: to the end of the process, since the thread is a daemon.
+STOP_S = 10.0
 
 
 class EngineThread:
-    """Runs `engine.step()` while there is work, sleeps on the command queue while there is none."""
+    """Runs `engine.step()` while there is work, sleeps on the command queue while there is none.
+
+    An exception of the engine is logged and ends the thread: whoever started it watches `alive`.
+    `deliver` gets what happens, on the thread, as the module says.
+    """
 
     def __init__(self, engine: EngineLike, deliver: Deliver) -> None:
         self.engine = engine
@@ -50,6 +56,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
+        """Starts the thread, which owns the engine from now on."""
         self._thread.start()
 
     def submit(self, command: EngineCommand | None) -> None:
@@ -57,12 +64,13 @@ class EngineThread:
         self._commands.put((time.perf_counter(), command))
 
     def stop(self) -> None:
-        """Ends the thread after the step under way, and waits for that."""
+        """Ends the thread after the step under way, and waits up to `STOP_S` for that."""
         self.submit(None)
         self._thread.join(timeout=STOP_S)
 
     @property
     def alive(self) -> bool:
+        """False before `start`, and once the thread has ended for whatever reason."""
         return self._thread.is_alive()
 
     def _run(self) -> None:
@@ -83,7 +91,10 @@ class EngineThread:
             raise
 
     def _carry_out_commands(self, *, wait: bool) -> bool:
-        """Carries out what is queued, after waiting for the first if told to; False at the end."""
+        """Carries out what is queued; with `wait`, sleeps until a first command comes.
+
+        Returns False once the thread is to end.
+        """
         answers: list[EngineEvent] = []
         try:
             while True:

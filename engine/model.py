@@ -69,8 +69,9 @@ class RankModel:
     def hidden(
         self, ids: torch.Tensor, meta: StepRows, after: Callable[[int], None] | None = None
     ) -> torch.Tensor:
-        """`Decoder.hidden` of the rows `ids`, on all ranks.
+        """Computes the layers over the rows of a step on all ranks; returns [rows, hidden].
 
+        `ids` are the rows' token ids, int64, and `meta` says where the rows are in their sequences.
         `after(layer)` is called on this rank once the layer's KV can be read.
         """
         if self.rank_processes:
@@ -91,9 +92,10 @@ class RankModel:
         )
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """`Decoder.logits` of some `rows` of `hidden`, on all ranks.
+        """Returns the logits of some `rows` (indices) of `hidden`, float32 [rows, vocab].
 
-        `hidden` is what `hidden()` gave last: each other rank takes its own last result.
+        All ranks compute their part. `hidden` is what `hidden()` gave last: each other rank takes
+        its own last result.
         """
         if self.rank_processes:
             self.rank_processes.broadcast(ComputeLogits(rows.tolist()))

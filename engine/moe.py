@@ -21,7 +21,7 @@ from .ops import ExpertFunction, LinearLayer, Ops, RmsNorm
 class SequentialExperts:
     """Computes one expert after the other, each over the rows that chose it."""
 
-    experts: list[Mlp]
+    experts: list[Mlp]  #: By the index that the router gives them.
 
     def __call__(self, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Return the results [T, chosen, hidden] of `rows` [T, hidden] and ids [T, chosen]."""
@@ -40,7 +40,7 @@ class SequentialExperts:
 class MixtureOfExperts:
     """The block `hidden + sum of weight x expert(norm(hidden))` over each row's experts."""
 
-    router: LinearLayer
+    router: LinearLayer  #: From normed hidden rows to a score for each expert.
     experts: ExpertFunction
     experts_per_token: int
 

@@ -25,7 +25,7 @@ class RmsNorm:
     """The weight and the epsilon of a root mean square norm (Zhang, Sennrich: arXiv:1910.07467)."""
 
     weight: torch.Tensor  #: [size] in the model's dtype.
-    eps: float
+    eps: float  #: Added to the mean square, so that rows of zeros are no division by zero.
 
 
 class LinearLayer(Protocol):

@@ -17,14 +17,17 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 from annotated_types import Ge, Le
 
-Count: TypeAlias = Annotated[int, Ge(1)]
+Count: TypeAlias = Annotated[int, Ge(1)]  #: A number of things, at least one.
 BlockTokens: TypeAlias = Literal[64, 128, 256]  #: What operators may choose from.
-Dtype: TypeAlias = Literal["bfloat16", "float32"]
+Dtype: TypeAlias = Literal["bfloat16", "float32"]  #: What a model may be computed in.
 Device: TypeAlias = Literal["cpu", "cuda"]  #: Names of `backend_registry.BACKENDS`.
+#: cpp and torch are for CPUs, the others libraries for GPUs; auto takes the fastest that runs.
 AttentionKernels: TypeAlias = Literal[
     "auto", "fa3", "fa2", "fa4", "flashinfer", "triton", "cpp", "torch"
 ]
 
+#: Tokens of a KV block by default: as many as one content hash covers, so that prefixes are shared
+#: in the smallest steps; and what the C++ attention kernels know.
 BLOCK_TOKENS: Final = 64
 
 
@@ -32,10 +35,12 @@ BLOCK_TOKENS: Final = 64
 class SchedulerSettings:
     """What operators set of a step. The bounds hold for cluster.yaml; tests may go below them."""
 
-    max_step_tokens: Annotated[int, Ge(64)] = 512  #: Prefill tokens of one step.
-    max_running: Count = 64  #: Sequences that decode together.
-    growth_tokens: Count = 256  #: Reserved behind a sequence's ids, at most.
-    #: Tokens that n-grams guess for a decoding sequence and one step verifies, at most.
+    max_step_tokens: Annotated[int, Ge(64)] = 512  #: Prefill tokens of one step, at most.
+    max_running: Count = 64  #: Sequences that prefill or decode at a time, at most.
+    #: Tokens of an answer whose room is reserved from the start, at most. A longer answer gets more
+    #: as it grows, and may have to wait for it (preemption).
+    growth_tokens: Count = 256
+    #: Tokens that n-grams guess for a decoding sequence and one step verifies, at most; 0: none.
     draft_tokens: Annotated[int, Ge(0), Le(16)] = 0
 
 
@@ -43,13 +48,14 @@ class SchedulerSettings:
 class ComputeSettings:
     """What operators set of the hardware, and of how it computes."""
 
-    threads: Count = 1  #: Of each rank.
+    threads: Count = 1  #: CPU threads that compute in each rank's process.
     device: Device = "cpu"  #: With `cuda`, rank r takes the r-th GPU.
     #: The library that computes attention: auto, cpp or torch on a CPU; auto or another on a GPU.
     attention: AttentionKernels = "auto"
     #: On a GPU: results do not depend on the batch in any bit, for a price. On a CPU they never do.
     exact: bool = False
-    kv_dtype: Literal["float8_e4m3fn"] | None = None  #: On a GPU; None: as the model's `dtype`.
+    #: Type of the numbers in the KV pool, on a GPU; None: the type that the model computes in.
+    kv_dtype: Literal["float8_e4m3fn"] | None = None
     weights: Literal["model", "fp8"] = "model"  #: On a GPU, `fp8` quantizes them at load.
 
 
@@ -57,12 +63,20 @@ class ComputeSettings:
 class SchedulerLimits(SchedulerSettings):
     """What a step, and the pool between steps, may hold. Checked when it is made."""
 
-    block_tokens: int = BLOCK_TOKENS
-    watermark: float = 0.02  #: Share of the pool, rounded up, that newcomers leave for growth.
-    held_share: float = 0.75  #: Of the pool, for prefills that wait for their transfer or will.
-    itl_budget_s: float | None = None  #: How long a step with decodes may take; None: no limit.
+    block_tokens: int = BLOCK_TOKENS  #: Tokens whose KV a block holds.
+    #: Share of the pool, rounded up to blocks, that newcomers leave to sequences that get longer:
+    #: without it, each newcomer into a full pool would soon be preempted again.
+    watermark: float = 0.02
+    #: Share of a prefill worker's pool that sequences may hold whose KV is sent elsewhere. The rest
+    #: stays with the prefix cache, however slow the receivers are.
+    held_share: float = 0.75
+    #: Seconds that a step with decodes may take, a little below the target for the gap between two
+    #: tokens (ITL); None: no limit.
+    itl_budget_s: float | None = None
     draft_below: int = 8  #: No guesses while more sequences run: their rows are no longer cheap.
-    prefill_every: int = 8  #: Steps over the budget after which a block is prefilled all the same.
+    #: When decode leaves no time for prefill, every so many steps prefill a block all the same, so
+    #: that no prompt starves.
+    prefill_every: int = 8
 
     def __post_init__(self) -> None:
         assert self.max_step_tokens >= self.block_tokens > 0, self
@@ -77,14 +91,14 @@ class EngineOptions(ComputeSettings):
     Travels to the rank processes as MessagePack (`rank_processes.RankAssignment`).
     """
 
-    model_folder: Path
-    dtype: Dtype = "bfloat16"
+    model_folder: Path  #: The checkpoint, in Hugging Face format.
+    dtype: Dtype = "bfloat16"  #: What the model is computed in, whatever the checkpoint has.
     kv_bytes: int = 256 << 20  #: Of each rank's KV pool; bounds `max_model_len` (`sizing.py`).
     max_model_len: int | None = None  #: In tokens; None: the model's, or what the pool holds.
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
-    kernels: str = "auto"  #: auto | avx512 | torch
+    kernels: str = "auto"  #: Of a CPU: auto (the fastest that runs here) | avx512 | torch
     tensor_parallel: int = 1  #: Processes that share the model.
-    cores: tuple[int, ...] = ()  #: That the thread which steps is bound to; none: any.
+    cores: tuple[int, ...] = ()  #: Those that the engine's thread is bound to; empty: any.
     shared_kv: bool = False  #: True if other processes can map the KV pool.
     rank_program: str = "diptych.engine.rank_follower"  #: The module that ranks above 0 run.
 

@@ -8,6 +8,8 @@
 - a step without prefill is a point of the first line;
 - a step with prefill is a point of the second: what it took longer than its decodes would have.
 
+`engine.scheduler` plans by the predictions how much prefill fits beside decode.
+
 Both fits forget old steps (`FORGETTING_FACTOR`) and have no negative factor. A step that took much
 more or less than predicted counts as `OUTLIER_RATIO` times the prediction, so a single pause moves
 the model little, and a real change still gets through within a few steps.
@@ -25,10 +27,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FORGETTING_FACTOR = 0.97  #: weight of a step after the next of its kind: half is gone after 23
+#: a step counts as at most three times, and at least a third of, what was predicted: near enough
+#: that one pause does little harm, far enough that a real change is learned within a few steps
 OUTLIER_RATIO = 3.0
-OUTLIER_MINIMUM_WEIGHT = 4.0  #: weight of the steps before, from which on a step can be an outlier
-TAIL_STEPS = 64
-TAIL_QUANTILE = 0.95
+#: weight of the steps before, from which on a step can be an outlier: with fewer than about four
+#: steps the prediction is too poor to doubt a step by it
+OUTLIER_MINIMUM_WEIGHT = 4.0
+TAIL_STEPS = 64  #: enough for a 95 % quantile (three are above it), few enough to follow a change
+TAIL_QUANTILE = 0.95  #: the share of long steps that a plan with `tail_ratio` keeps in time
 #: pull to the factors before, beside the points' weight: it decides what points do not tell apart
 INERTIA = 1e-3
 NO_POINTS = 1e-100  #: a column whose squares sum to less had no value but 0
@@ -40,7 +46,7 @@ class StepWork:
 
     decode_rows: int = 0  #: one of each decoding sequence, and its drafts
     decode_kv_tokens: int = 0  #: KV that decoding sequences read: their lengths
-    prefill_tokens: int = 0
+    prefill_tokens: int = 0  #: prompt tokens that are computed
     attended_pairs: int = 0  #: (prefill token, key that it sees) pairs, see `attended_pairs`
     prefill_prompts: int = 0  #: sequences that have prefill tokens
 
@@ -67,12 +73,13 @@ class LeastSquaresFit:
     """
 
     def __init__(self, size: int) -> None:
-        self.factors = [0.0] * size
+        self.factors = [0.0] * size  #: one for each entry of x; all 0 before the first point
         self.total_weight = 0.0  #: of all points; the newest has 1
         self._products = [[0.0] * size for _ in range(size)]  #: weighted sums of x_i x_j
         self._sums = [0.0] * size  #: weighted sums of x_i y
 
     def predict(self, x: Sequence[float]) -> float:
+        """Returns y for `x`, which has `size` entries; 0 before the first point."""
         return sum(factor * value for factor, value in zip(self.factors, x, strict=True))
 
     def add_point(self, x: Sequence[float], y: float) -> None:
@@ -90,6 +97,7 @@ class LeastSquaresFit:
             self.factors[i] = factor
 
     def _accumulate(self, x: Sequence[float], y: float) -> None:
+        """Adds the point to the weighted sums, in which every older point counts less now."""
         self.total_weight = self.total_weight * FORGETTING_FACTOR + 1
         for i, value in enumerate(x):
             self._sums[i] = self._sums[i] * FORGETTING_FACTOR + value * y
@@ -129,7 +137,7 @@ class StepCost:
         self.tail_ratio = 1.0  #: slow steps take this times what is predicted; 1 or more
 
     def observe(self, seconds: float, work: StepWork) -> None:
-        """Learns from a step that took `seconds`."""
+        """Learns from a step that took `seconds`. A step without any work teaches nothing."""
         decode_s = self.decode_s(work.decode_rows, work.decode_kv_tokens)
         prefill = (work.prefill_prompts, work.prefill_tokens, work.attended_pairs)
         predicted_s = decode_s + self._prefill.predict(prefill)
@@ -146,6 +154,10 @@ class StepCost:
             self._decode.add_point((1, work.decode_rows, work.decode_kv_tokens), seconds)
 
     def _measure_tail(self) -> float:
+        """The ratio of observed to predicted that `TAIL_QUANTILE` of the long steps stay below.
+
+        Long are those predicted to take at least half of what the longest is.
+        """
         longest_s, _ = max(self._mixed_steps)
         ratios = sorted(
             observed_s / predicted_s
@@ -160,7 +172,7 @@ class StepCost:
         return self._prefill.total_weight > 0
 
     def decode_s(self, rows: int, kv_tokens: int) -> float:
-        """Seconds of a step that only decodes."""
+        """Seconds of a step of `rows` rows that only decodes, and reads the KV of `kv_tokens`."""
         return self._decode.predict((1, rows, kv_tokens))
 
     def prefill_s(self, tokens: int, start: int) -> float:

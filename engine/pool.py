@@ -16,17 +16,21 @@ class KVPool:
     """`blocks` zeroed KV blocks in one anonymous mapping (huge pages where the kernel has them).
 
     With `shared`, other processes can map it by its file `fd`: what the `shm` transport needs.
-    Unused slots may hold anything: attention reads nothing behind a sequence's last row.
+    Once blocks were used, slots behind a sequence's last row may hold anything: attention gives
+    them no weight.
 
-    A `kv_transfer.transport.Pool`.
+    `layout` says where in a block what is, `dtype` what a number is. It is what a transport
+    registers and reads (`kv_transfer.transport.Pool`).
     """
 
     memory = "DRAM"  #: where the bytes are: DRAM | VRAM
     device = 0  #: number of the GPU; 0 for DRAM
-    fd: int | None = None
-    #: checksums of (unit, runs, seed) made where the bytes are; None: from `view`, by the transfer
+    fd: int | None = None  #: file of the mapping if it is shared; closed with the pool
+    #: makes a checksum where the bytes are: digest(bytes of a unit, (first unit, units) of each
+    #: run, seed); None: the transfer makes it from `view`
     digest: Callable[[int, Sequence[tuple[int, int]], int], int] | None = None
-    digest_kind = b""  #: what of this peers compare: two kinds of checksums do not match
+    #: names the kind of `digest`; peers compare it, as checksums of two kinds do not match
+    digest_kind = b""
 
     def __init__(
         self, layout: KVLayout, blocks: int, dtype: torch.dtype, shared: bool = False
@@ -40,7 +44,7 @@ class KVPool:
             self._map, start = allocate(size, "a KV pool")
         memory = torch.frombuffer(self._map, dtype=torch.uint8)[start : start + size]
         memory.zero_()  # touches every page now: too little memory shows here, not under load
-        self.view = memoryview(self._map)[start : start + size]
+        self.view = memoryview(self._map)[start : start + size]  #: all bytes, block by block
         self._place(memory, layout, blocks, dtype)
 
     def _place(
@@ -51,7 +55,7 @@ class KVPool:
         self.blocks = blocks
         self.block_bytes = layout.block_bytes
         self.size = len(memory)  #: bytes
-        self.base = memory.data_ptr()
+        self.base = memory.data_ptr()  #: address of the first byte
         self._flat = memory.view(dtype)  #: all numbers of the pool in a row
         self._layers = [
             (self._layer_part(index, 0), self._layer_part(index, 1))
@@ -59,6 +63,7 @@ class KVPool:
         ]
 
     def _layer_part(self, layer: int, part: int) -> torch.Tensor:
+        """K (part 0) or V (part 1) of a layer, `[block, head, token, dim]`."""
         layout = self.layout
         shape = (self.blocks, layout.heads, layout.block_tokens, layout.head_dim)
         # as_strided counts from the beginning of the mapping, not from that of `_flat`

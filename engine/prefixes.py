@@ -1,5 +1,9 @@
 """Prefixes that are not computed here but fetched, and prefixes that are served to a peer (pure).
 
+A prefix is the beginning of a prompt, in whole blocks, whose KV somebody has cached: this pool, the
+tiers below it (host memory, disk), or the pool of another worker, a peer. A ticket is one transfer
+of KV between two workers: the receiver offers blocks, the sender pushes into them.
+
 Life of a fetch, before a prompt is computed:
     staging   `StagePrefix` asks the engine for blocks, for the part of the prefix that the pool
               lacks and that a tier or the peer is said to hold.
@@ -61,7 +65,7 @@ class PrefixFetch:
     """A prompt that waits for its prefix."""
 
     sequence: Sequence | None  #: None once the prompt waits no more.
-    hashes: list[bytes]
+    hashes: list[bytes]  #: Content hashes of the prefix's blocks, those that are held here too.
     peer: str | None  #: The worker that is said to hold the prefix; None: only tiers are.
 
 
@@ -81,11 +85,12 @@ class RunningProbe:
     """A probe whose blocks are not free yet."""
 
     attempt_key: AttemptKey
-    peer: str
-    tokens: int
+    peer: str  #: The worker that the blocks come from.
+    tokens: int  #: So many tokens' KV has the size of what is moved.
     reason: str = ""  #: Why it has failed, if it has; `ProbeEnded` was returned with it.
 
 
+#: What `PrefixExchange.handle` takes, and what its methods return for the worker to carry out.
 PrefixEvent: TypeAlias = PrefixStaged | BlocksLoaded | TransferOutcome
 PrefixAction: TypeAlias = (
     AddSequence
@@ -107,7 +112,7 @@ class PrefixExchange:
     """
 
     def __init__(self, block_tokens: int) -> None:
-        self.block_tokens = block_tokens
+        self.block_tokens = block_tokens  #: Tokens of a block in this worker's pool.
         self.fetches: dict[AttemptKey, PrefixFetch] = {}  #: By the key of the fetch.
         self.probes: dict[AttemptKey, RunningProbe] = {}  #: By the key of the fetch.
         self.asking_peers: dict[AttemptKey, str] = {}  #: Of served prefixes, by the peer's key.
@@ -127,13 +132,20 @@ class PrefixExchange:
         return [StagePrefix(key, hashes, peer_blocks=len(hashes) if peer else 0)]
 
     def begin_probe(self, attempt_key: AttemptKey, peer: str, tokens: int) -> list[PrefixAction]:
-        """Moves blocks for `tokens` tokens here from `peer`: whole blocks of either pool."""
+        """Moves blocks for `tokens` tokens here from `peer`.
+
+        `tokens` must be a multiple of the block size of either worker.
+        """
         key = _marked(attempt_key, FETCH_MARK)
         self.probes[key] = RunningProbe(attempt_key, peer, tokens)
         return [StagePrefix(key, [], peer_blocks=tokens // self.block_tokens)]
 
     def cancel(self, attempt_key: AttemptKey, reason: str = "aborted") -> list[PrefixAction]:
-        """Gives up a sequence's fetch, or a probe. Its blocks stay until no write can land."""
+        """Gives up a sequence's fetch, or a probe. Its blocks stay until no write can land.
+
+        `reason` is what a probe's `ProbeEnded` says. Of a fetch nothing is reported, and its
+        sequence is never added: whoever cancels it knows.
+        """
         key = _marked(attempt_key, FETCH_MARK)
         probe = self.probes.get(key)
         if probe is not None and not probe.reason:
@@ -198,6 +210,7 @@ class PrefixExchange:
             return self._fetched(key, 0)
         held_blocks = staged.held_blocks
         tier_end = held_blocks + staged.tier_blocks
+        # Blocks were staged for the tiers' part or the peer's, whichever reaches further.
         if fetch.peer is None or tier_end >= len(staged.blocks):
             hashes = fetch.hashes[held_blocks:tier_end]
             return [LoadBlocks(key, held_blocks, hashes, staged.blocks[held_blocks:tier_end])]
@@ -227,8 +240,10 @@ class PrefixExchange:
             probe.reason = reason
             if was_reported:
                 return []
+            # a peer that has no blocks to spare for a probe says what it says of a prefix
             reported = "peer_pool_full" if reason == "not_held" else reason
             return [ProbeEnded(probe.attempt_key, 0, reason=reported)]
+        # the fetch itself stays until `BlocksFreed`
         fetch = self.fetches[key]
         sequence = fetch.sequence
         fetch.sequence = None
@@ -272,6 +287,7 @@ class PrefixExchange:
         return [StagePrefix(served_key, list(request.hashes), pin_only=True)]
 
     def _serve(self, key: AttemptKey, blocks: list[int]) -> list[PrefixAction]:
+        """Pushes the staged blocks at once: their KV is complete."""
         ticket_id = ticket_id_of(key)
         tokens = len(blocks) * self.block_tokens
         expect = ExpectOffer(ticket_id, self.asking_peers[key], tokens)

@@ -1,4 +1,8 @@
-"""Reads `quantization_config` of a checkpoint's config.json (pure)."""
+"""Reads `quantization_config` of a checkpoint's config.json (pure).
+
+Only weights in FP8 (8-bit floats) can be read. Such a weight is stored as a matrix of FP8 numbers
+and a few scales; the scale times the stored number is the weight.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from typing import Any
 
 from .errors import UnsupportedModel
 
+#: Ends the messages of errors.
 SUPPORTED = "supported: fp8 and compressed-tensors with 8-bit float weights"
 
 #: What may share a scale: all of a tensor, a row of it, or a block of rows and columns.
@@ -49,6 +54,7 @@ def _read_compressed_tensors(config: dict[str, Any]) -> Fp8Format:
         )
     groups = (config.get("config_groups") or {}).values()
     block_shapes = {_block_shape(group.get("weights") or {}, method) for group in groups}
+    # layers of different groups may be scaled differently; one format has to fit all weights
     if len(block_shapes) != 1:
         raise UnsupportedModel(
             f"{method} with {len(block_shapes)} kinds of groups is not supported"

@@ -1,5 +1,8 @@
 """The processes of a tensor-parallel replica, as rank 0 sees them: start, tell, watch, end.
 
+A replica is one engine. Tensor-parallel ranks share its model: each has a part of every matrix, and
+they add up or join their results within each layer.
+
 Life of a rank above 0:
 1. `RankProcesses.start` runs the rank program and sends a `RankAssignment` to its standard input.
 2. All ranks meet ("started"), connect (`collectives.py`), and load their shares at the same time.
@@ -35,8 +38,8 @@ from .attention import RowSpan, StepRows
 from .collectives import COLLECTIVE_TIMEOUT, RankLost, leave_process_group
 from .options import EngineOptions
 
-START_S = 1800.0  #: for another rank to load its share
-END_S = 10.0  #: for another rank to end when its input does
+START_S = 1800.0  #: for another rank to load its share: large weights may come by a slow network
+END_S = 10.0  #: for another rank to end when its input does; then it is killed
 LENGTH = struct.Struct(">I")  #: in front of each message
 
 
@@ -44,8 +47,8 @@ class RankAssignment(msgspec.Struct, frozen=True):
     """The first message to a rank: its place, and what every rank is started with."""
 
     store: str  #: host:port of the store where ranks meet
-    rank: int
-    size: int
+    rank: int  #: of the receiver, from 1 on
+    size: int  #: how many ranks there are, rank 0 included
     options: EngineOptions
     control: int  #: file of a socket whose other end is in `RankProcesses.control_sockets`
 
@@ -54,7 +57,7 @@ class ComputeHidden(msgspec.Struct, frozen=True, tag=True):
     """Run the layers over these rows."""
 
     token_ids: list[int]
-    pieces: list[RowSpan]
+    pieces: list[RowSpan]  #: where the rows are in their sequences, and the sequences' blocks
 
 
 class ComputeLogits(msgspec.Struct, frozen=True, tag=True):
@@ -66,19 +69,17 @@ class ComputeLogits(msgspec.Struct, frozen=True, tag=True):
 class PrepareDecode(msgspec.Struct, frozen=True, tag=True):
     """Make ready for `DecodeStep` (`model.RankModel.make_decode_runner`)."""
 
-    row_limit: int
-    max_model_len: int
-    block_tokens: int
+    row_limit: int  #: rows of a step, at most
+    max_model_len: int  #: tokens of a sequence, at most
+    block_tokens: int  #: tokens of a KV block
 
 
 class DecodeStep(msgspec.Struct, frozen=True, tag=True):
-    """Decode on the device: the rows of `gpu.plan.pack_rows`, and block tables of the `changed`
-    rows.
-    """
+    """Decode on the device, which also draws the next ids."""
 
-    inputs: bytes
-    changed: list[int]
-    tables: bytes
+    inputs: bytes  #: the rows, as `gpu.plan.pack_rows` packs them
+    changed: list[int]  #: indices of the rows whose block tables are not what they were before
+    tables: bytes  #: the block tables of these rows, int32 [changed, blocks]
 
 
 class CopyBlock(msgspec.Struct, frozen=True, tag=True):
@@ -88,6 +89,7 @@ class CopyBlock(msgspec.Struct, frozen=True, tag=True):
     target: int
 
 
+#: What rank 0 tells the others to do, together with it.
 RankMessage = ComputeHidden | ComputeLogits | CopyBlock | PrepareDecode | DecodeStep
 
 
@@ -121,6 +123,7 @@ class RankProcesses:
             options=options,
             control=theirs.fileno(),
         )
+        # The child inherits its end of the socket under the same number; ours is not passed on.
         process = subprocess.Popen(
             [sys.executable, "-m", options.rank_program],
             stdin=subprocess.PIPE,
@@ -138,10 +141,11 @@ class RankProcesses:
             _send(process, data)
 
     def wait_until(self, point: str) -> None:
-        """Waits until every rank has called `report_point(point)`. Raises RankLost.
+        """Waits until every rank above 0 has called `report_point` for `point`. Raises RankLost.
 
-        A share that takes long to load is no silence inside a forward pass, so this wait has its
-        own, longer limit. All ranks are killed when one ends or takes too long.
+        `point` completes "the rank has ...", for the message of the error. A share that takes long
+        to load is no silence inside a forward pass, so this wait has its own, longer limit. All
+        ranks are killed when one ends or takes too long.
         """
         deadline_s = time.monotonic() + START_S
         for rank, process in enumerate(self.processes, 1):
@@ -162,7 +166,8 @@ class RankProcesses:
     def check_alive(self, waited_s: float) -> None:
         """Raises RankLost if a rank ended, or if a step has taken `waited_s` and that is too long.
 
-        Called while a captured step runs: nothing else notices a rank that is missing in its sums.
+        Called while a step runs as one launch on the GPU (a CUDA graph). The host waits in no
+        collective then, so nothing else notices a rank that is missing in its sums.
         """
         for process in self.processes:
             if process.poll() is not None:
@@ -174,6 +179,7 @@ class RankProcesses:
         """Ends the other ranks; one that does not end in time is killed."""
         for control in self.control_sockets:
             control.close()
+        # All inputs are closed before the first process is waited for: they end at the same time.
         for process in self.processes:
             assert process.stdin is not None
             with suppress(OSError):  # it ended before
@@ -224,10 +230,12 @@ def read_messages(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def decode_assignment(data: bytes) -> RankAssignment:
+    """Returns what `RankProcesses.start` sent as the first message."""
     return msgspec.msgpack.decode(data, type=RankAssignment, dec_hook=_decode_path)
 
 
 def _encode_path(value: Any) -> str:
+    """MessagePack has no paths: the options' `model_folder` travels as text."""
     assert isinstance(value, Path), value
     return str(value)
 
@@ -238,7 +246,10 @@ def _decode_path(kind: type, value: Any) -> Path:
 
 
 def pack(ids: torch.Tensor, meta: StepRows) -> ComputeHidden:
-    """A step's rows as the message that makes another rank compute them."""
+    """A step's rows as the message that makes another rank compute them.
+
+    Positions and slots follow from the spans, so `unpack` works them out again.
+    """
     return ComputeHidden(ids.tolist(), meta.spans)
 
 

@@ -7,9 +7,9 @@ Life of a sequence, by the queue it stands in:
     ready       its KV has arrived; it waits for a place among those that run
     running     it decodes one token a step
 
-A chunk may end at any multiple of `CHUNK_TOKENS`, or of a block that is smaller: any chunking gives the same numbers. How long a
-step with decodes may take, `step_limit` says. A prompt whose first token is late goes behind the
-others, and so do its chunks.
+A chunk may end at any multiple of `CHUNK_TOKENS`, or of a block that is smaller: any chunking gives
+the same numbers. How long a step with decodes may take, `step_limit` says. A prompt whose first
+token is late goes behind the others, and so do its chunks.
 
 A sequence reserves its ids plus a growth allowance, and leaves a few blocks to those that grow.
 When a decoding one needs another block and none is left, the youngest is preempted: its blocks are
@@ -39,19 +39,27 @@ from .pacing import StepCost, StepWork
 from .sequence import Sequence, SequenceQueue
 from .step_limit import StepClock, StepPace, step_pace
 
-CHUNK_TOKENS = 16  #: chunks end on multiples of it, or at the end of the ids
-RISK_PROMPTS = 8  #: prompts that are looked at, to see whether a first token is at risk
-#: by so much later than its deadline a late prompt is ordered: it is put off, and starves never
+#: Chunks end on multiples of it, or at the end of the ids. It is less than a block, so that a chunk
+#: fits into what decode leaves of a step; and 16 rows are what AMX kernels compute in one tile.
+CHUNK_TOKENS = 16
+#: So many prompts, first in order, are looked at for late or endangered first tokens. That bounds
+#: the time that planning takes, however long the queue is.
+RISK_PROMPTS = 8
+#: A prompt whose first token is late gets a new deadline, so many seconds from now: the prompts
+#: that can be in time go first, but as the new deadline comes near it goes before newer ones.
 BACKGROUND_DELAY_S = 10.0
+#: Orders of queues: the oldest first; and what is to be prefilled first.
 BY_AGE = attrgetter("arrival_number")
 BY_PREFILL_ORDER = attrgetter("prefill_order")
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: (sequence, number of ids) to prefill, sequences to decode by one token."""
+    """What one step computes. A plan of nothing is false."""
 
+    #: (sequence, how many of its next ids), in the order of `Sequence.prefill_order`
     prefill: list[tuple[Sequence, int]] = field(default_factory=list)
+    #: sequences that get one token, and one more for each of their drafts that is right
     decode: list[Sequence] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -60,25 +68,30 @@ class StepPlan:
 
 @dataclass(slots=True)
 class PrefillBudget:
-    """What a step's decodes leave for prefill. Seconds may be infinite, or below 0."""
+    """What a step's decodes leave for prefill.
 
-    tokens: int
-    tail_s: float  #: so that `TAIL_QUANTILE` of the steps keep the step's limit
-    mean_s: float  #: so that the mean step keeps it
+    Seconds are infinite where the step has no limit, and below 0 where decode alone exceeds it.
+    """
+
+    tokens: int  #: prompt tokens, at most
+    tail_s: float  #: so that 95 % of the steps (`pacing.TAIL_QUANTILE`) keep the step's limit
+    mean_s: float  #: so that a step of predicted length keeps it; a slow one would not
 
 
 class Scheduler:
     """Owns every live sequence and the block pool. An empty plan stays empty until a command.
 
-    `salt`: with a sequence's partition of the cache, the parent of its first block's content hash,
-    as for the hashes that sequences bring.
+    Content hashes are chained: each block's is made of its ids and the hash before. `salt` (the
+    model's) and the sequence's cache partition stand for the hash before the first block. The
+    hashes that sequences bring must have been made with the same salt.
     """
 
     def __init__(self, pool: BlockPool, limits: SchedulerLimits, salt: bytes = b"") -> None:
         self.pool = pool
-        self.limits = limits
+        self.limits = limits  #: what a step, and the pool between steps, may hold
         self.salt = salt
-        self.cost = StepCost()  #: fed by whoever runs the steps, as `clock` is
+        #: whoever runs the steps calls `observe_step` after each one, which feeds these two
+        self.cost = StepCost()
         self.clock = StepClock(limits.itl_budget_s)
         self.live: dict[tuple[AttemptKey, int], Sequence] = {}  #: by name, until they end
         self.waiting = SequenceQueue(BY_PREFILL_ORDER)
@@ -91,7 +104,7 @@ class Scheduler:
         self.staged: dict[AttemptKey, tuple[list[int], list[bytes]]] = {}
         #: blocks that newcomers leave for growth, at most
         self.growth_reserve_blocks = math.ceil(pool.total_blocks * limits.watermark)
-        self.preemptions = 0
+        self.preemptions = 0  #: since the start, of all sequences
         self._arrivals = itertools.count(1)
         self._steps_without_prefill = 0  #: in a row, though something is prefilling
 
@@ -118,7 +131,8 @@ class Scheduler:
     def planned_step_s(self) -> float:
         """Seconds that a step with prefill beside decode is planned to take at most; 0: no limit.
 
-        That is less than the ITL budget, so that nearly all of them keep it.
+        That is less than the budget for the gap between two tokens (`itl_budget_s`), by what slow
+        steps take longer than predicted, so that nearly all steps keep the budget.
         """
         return (self.limits.itl_budget_s or 0.0) / self.cost.tail_ratio
 
@@ -133,7 +147,8 @@ class Scheduler:
         """Returns blocks for a sequence whose KV is going to arrive; None if there are not enough.
 
         There are none while a preempted sequence waits for its blocks. The first
-        `sequence.published_blocks` ones hold KV already: that prefix is cached here.
+        `sequence.published_blocks` ones hold KV already: that prefix is cached here. The blocks
+        are held until `commit`, or until `remove` releases them.
         """
         if self._preempted_waits:
             return None
@@ -165,10 +180,13 @@ class Scheduler:
     def fork(self, sequence: Sequence, indices: list[int]) -> list[Sequence]:
         """Makes further answers to a prompt whose KV is complete, in blocks reserved for them.
 
-        They share the prompt's full blocks; the KV in the one behind is for the caller to copy.
-        Those that a small pool has no blocks for wait like preempted ones, without any.
+        They share the prompt's full blocks. The prompt's last block, if it is partly filled, is not
+        shared: each fork has its own, and the caller copies the KV into it. Forks that a small pool
+        has no blocks for wait like preempted sequences, without any.
         """
         full_blocks = sequence.prompt_tokens // self.limits.block_tokens
+        # Each answer gets the same number of blocks behind the shared ones, and at least the one
+        # that its first token needs.
         per_answer = max((len(sequence.blocks) - full_blocks) // sequence.sampling.n, 1)
         spare = sequence.blocks[full_blocks + per_answer :]
         sequence.blocks = sequence.blocks[: full_blocks + per_answer]
@@ -203,8 +221,9 @@ class Scheduler:
     def stage(self, attempt_key: AttemptKey, hashes: list[bytes], count: int) -> int:
         """Reserves blocks for the first `count` of `hashes`; returns how many are cached here.
 
-        The blocks are in `staged` if others than the cached ones were asked for and are free. With
-        a `count` of 0 the cached ones are.
+        A `count` of 0 only pins the cached blocks. Else blocks are reserved for what is missing
+        behind them, all or none. `staged` has the blocks under this key, with the cached ones
+        first; or it has no entry, if nothing was missing, or the pool has too few blocks.
         """
         cached = self.pool.match(hashes)
         allocated: list[int] | None = []
@@ -220,8 +239,12 @@ class Scheduler:
         return len(cached)
 
     def cache_staged(self, attempt_key: AttemptKey, count: int) -> None:
-        """The first `count` staged blocks hold what they were meant for; releases all of them."""
+        """The first `count` staged blocks hold what they were meant for: they can be found now.
+
+        Releases all of them; those that can be found stay in the cache.
+        """
         blocks, hashes = self.staged.pop(attempt_key, ([], []))
+        # Often there are more hashes than blocks that came; and a probe's blocks have none.
         for index, (block, content) in enumerate(zip(blocks[:count], hashes, strict=False)):
             self.pool.publish(block, content, self._marks(index, [content]))
         self.pool.release(blocks)
@@ -231,14 +254,14 @@ class Scheduler:
     def remove(self, attempt_key: AttemptKey) -> None:
         """Ends an attempt's sequences and releases its blocks, held and staged ones too."""
         if attempt_key in self.staged:
-            self.cache_staged(attempt_key, 0)
+            self.cache_staged(attempt_key, 0)  # caches none, releases all
         for name in [name for name in self.live if name[0] == attempt_key]:
             self.end(self.live[name])
 
     def end(self, sequence: Sequence) -> None:
         """Ends one answer; others to its prompt go on."""
         del self.live[sequence.name]
-        if sequence.answer_index == 0:
+        if sequence.answer_index == 0:  # held blocks are the first answer's
             self.held_blocks.pop(sequence.attempt_key, None)
         if sequence.queue is not None:
             sequence.queue.leave(sequence)
@@ -252,6 +275,7 @@ class Scheduler:
         if damaged:
             self.pool.unpublish(sequence.blocks)
         if sequence.stop_after_first:
+            # Its blocks are held until the transfer is over and the role calls `remove`.
             self.prefilling.leave(sequence)
             self.held_blocks[sequence.attempt_key] = sequence.blocks
         else:
@@ -262,8 +286,9 @@ class Scheduler:
     def plan(self, now: float = 0.0) -> StepPlan:
         """Plans the next step: first decode, then prefill with what decode leaves.
 
-        Those that run get their next block, then others begin. If those that ran had to go,
-        committed ones take their places at once. `now`: seconds, by the clock of the deadlines.
+        Those that run get their next block, then others begin. If all that ran were preempted,
+        committed ones take their places at once. `now`: seconds, by the clock of the sequences'
+        `deadline_s` (the engine's is `time.monotonic`).
         """
         self._put_off_late(self.waiting, now)
         self._put_off_late(self.prefilling, now)
@@ -284,10 +309,11 @@ class Scheduler:
     def _put_off_late(self, queue: SequenceQueue, now: float) -> None:
         """Moves prompts whose first token is late by now behind those that can be in time."""
         while True:
+            # a `deadline_s` of 0 is no deadline
             late = next((s for s in queue[:RISK_PROMPTS] if 0.0 < s.deadline_s < now), None)
             if late is None:
                 return
-            queue.leave(late)
+            queue.leave(late)  # before its deadline changes, by which the queue finds its place
             late.background = True
             late.deadline_s = now + BACKGROUND_DELAY_S
             queue.enter(late)
@@ -340,7 +366,7 @@ class Scheduler:
 
         The first of a step gets up to a block all the same, as far as the mean step has room for
         it; or a whole one, if `prefill_every` steps had none, or as long as nobody knows what
-        prefill costs.
+        prefill costs. A result of 0 or less ends the step's prefill.
         """
         computed = sequence.computed_tokens
         block = self.limits.block_tokens
@@ -361,8 +387,9 @@ class Scheduler:
     ) -> PrefillBudget:
         """What the limits leave for prefill beside these sequences and their drafts.
 
-        After a disturbance `tail_s` may be nothing. Sequences that join have waited already; for
-        those that have waited longer than the budget, nothing is saved.
+        After a disturbance, slow steps may make `tail_s` nothing. A sequence of `joined` begins
+        to run with this step: its client has waited for `waited_s` already, so the step must be
+        shorter by that. One that has waited longer than the budget is late however short it is.
         """
         tokens = self.limits.max_step_tokens
         itl_budget_s = self.limits.itl_budget_s
@@ -376,6 +403,7 @@ class Scheduler:
         if pace.urgent_limit_s > limit_s and self._first_token_at_risk(pace, decode_s, now):
             limit_s = pace.urgent_limit_s
         if not pace.keeps_gaps:
+            # Only mean gaps count: slow steps are made up for by fast ones, so no margin for them.
             return PrefillBudget(tokens, limit_s - decode_s, limit_s - decode_s)
         longest_wait_s = 0.0
         for sequence in joined:
@@ -386,6 +414,8 @@ class Scheduler:
 
     def _first_token_at_risk(self, pace: StepPace, decode_s: float, now: float) -> bool:
         """Whether a first token will be late if steps take no longer than `pace.limit_s`."""
+        # A prompt's first token needs its own prefill and that of the prompts before it. Prefill
+        # gets `share` of the time until the deadline.
         share = pace.prefill_share(decode_s)
         work_s = 0.0
         for sequence in itertools.islice(self._prompts_in_order(), RISK_PROMPTS):
@@ -398,6 +428,7 @@ class Scheduler:
         return False
 
     def _prompts_in_order(self) -> Iterable[Sequence]:
+        """Sequences whose prompts are not computed: those that have blocks, then those without."""
         return itertools.chain(self.prefilling, self.waiting)
 
     def _free_places(self) -> int:
@@ -420,7 +451,7 @@ class Scheduler:
             sequence.blocks = cached + allocated
             sequence.computed_tokens = len(cached) * self.limits.block_tokens
             sequence.published_blocks = len(cached)
-            if not sequence.was_preempted:
+            if not sequence.was_preempted:  # else it finds its own blocks, which is no cache hit
                 sequence.hit_tokens = sequence.computed_tokens
             self.waiting.leave(sequence)
             self.prefilling.enter(sequence)
@@ -428,9 +459,10 @@ class Scheduler:
     def _blocks_to_leave(self, sequence: Sequence) -> int:
         """Blocks that `sequence` must leave in the pool when it gets its own.
 
-        Beside another prefill for a transfer, one more leaves the share that they may not hold: a
-        slow receiver stops new prefills, never one that has begun.
+        Prefills for a transfer may hold `held_share` of the pool together. So a slow receiver stops
+        new prefills, never one that has begun; and a prompt that is larger is computed alone.
         """
+        # Held blocks are those of answer 0: further answers begin when the prompt's KV is there.
         held = [self.live[attempt_key, 0] for attempt_key in self.held_blocks]
         if sequence.stop_after_first and _any_prefill_only(held, self.prefilling):
             held_limit = int(self.pool.total_blocks * self.limits.held_share)
@@ -441,7 +473,7 @@ class Scheduler:
     def _growth_of(self, others: Iterable[Sequence], newcomer: Sequence) -> int:
         """Blocks that the others may still grow by, at most the reserve.
 
-        A resumed newcomer leaves room to older sequences only.
+        A preempted sequence that comes back leaves room to older sequences only.
         """
         growth = 0
         for other in others:
@@ -457,8 +489,9 @@ class Scheduler:
     def _grow(self, sequence: Sequence, drafts: int) -> bool:
         """Makes room for the sequence's next KV, by preempting the youngest if need be.
 
-        `drafts` are more rows, verified in the same step; nobody is preempted for them: they are
-        cut instead. False if the sequence itself was the youngest.
+        `drafts` is the number of guessed ids, which are verified in the same step and need room
+        too. Nobody is preempted for guesses: they are dropped instead. Returns False if the
+        sequence itself was the youngest, and so is preempted now.
         """
         while True:
             end = sequence.computed_tokens + 1 + drafts
@@ -478,11 +511,15 @@ class Scheduler:
                     return False
 
     def _youngest(self) -> Sequence:
-        """The youngest sequence whose blocks no transfer reads or writes, now or later."""
+        """The youngest sequence whose blocks no transfer reads or writes, now or later.
+
+        Called for a sequence that runs, so there is one.
+        """
         movable = (sequence for sequence in self.prefilling if not sequence.stop_after_first)
         return max((self.running[-1], *self.ready[-1:], *movable), key=BY_AGE)
 
     def _preempt(self, sequence: Sequence) -> None:
+        """Takes the sequence's blocks; it waits, to be computed again from all of its ids."""
         assert sequence.queue is not None, sequence
         sequence.queue.leave(sequence)
         self.pool.release(sequence.blocks)
@@ -510,13 +547,19 @@ class Scheduler:
 
     @property
     def must_plan(self) -> bool:
-        """True if something else than the next step of those that run may begin."""
+        """True if the next step may do more than give each running sequence its next token.
+
+        Then it must be planned here, once the results of the step before are known. Otherwise it
+        can be launched while that step is under way.
+        """
         if self.prefilling:
             return True
         return bool(self.waiting or self.ready) and self._free_places() > 0
 
     def reserve_ahead(self, sequence: Sequence, count: int) -> bool:
-        """Makes room for `count` ids behind the computed ones, if nobody must be preempted."""
+        """Makes room for `count` ids behind the computed ones; False if somebody would have to be
+        preempted for it.
+        """
         missing = self.blocks_for(sequence.computed_tokens + count) - len(sequence.blocks)
         if missing <= 0:
             return True
@@ -552,6 +595,7 @@ class Scheduler:
             self.prefilling.leave(sequence)
             self._run(sequence)
         elif sequence.queue is None:
+            # A further answer, just forked: a queue's order needs it complete, so it enters now.
             queue = self.ready if sequence.blocks else self.waiting
             queue.enter(sequence)
         return finish_reason
@@ -579,7 +623,9 @@ class Scheduler:
     def _match(self, sequence: Sequence, block_limit: int) -> list[int]:
         """References the cached blocks of the sequence, among its first `block_limit`.
 
-        Blocks larger than a hash that came without ids (`cache_staged`) get all their marks now.
+        Marks are the hashes that routers are told of. A block of more than 64 tokens has several
+        hashes, which only its ids tell; a block that came by `cache_staged` came without ids. So
+        such blocks get all their marks now, from the ids of the sequence that uses them.
         """
         cached = self.pool.match(sequence.block_hashes[:block_limit])
         hash_count = hashes_per_block(self.limits.block_tokens)
@@ -599,7 +645,7 @@ class Scheduler:
         return self._marks(index, block_hashes(ids, self._parent(sequence, index)))
 
     def _marks(self, index: int, hashes: list[bytes]) -> list[bytes]:
-        """Of block `index`, whose last hashes these are: those that routers look up."""
+        """Of `hashes`, the last ones of block `index`: those that routers look up."""
         end = (index + 1) * hashes_per_block(self.limits.block_tokens)
         first = end - len(hashes)
         return [content for position, content in enumerate(hashes, first) if is_looked_up(position)]

@@ -18,6 +18,8 @@ from .errors import UnsupportedModel, WeightsError
 from .quantization import Fp8Format, read_quantization
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+#: keys of the rope's part of config.json that are read; any other key is an error, since it may
+#: mean another computation
 ROPE_KEYS = {
     "rope_type",
     "type",
@@ -34,8 +36,8 @@ ROPE_KEYS = {
     "attention_factor",
     "truncate",
 }
-DEFAULT_THETA = 1e4  #: transformers' `default_theta`
-MIXTRAL_THETA = 1e6
+DEFAULT_THETA = 1e4  #: transformers' `default_theta`: the base of the rope's wave lengths
+MIXTRAL_THETA = 1e6  #: the same of transformers' `MixtralConfig`
 FULL_ATTENTION = "full_attention"  #: a value of `layer_types`
 SLIDING_ATTENTION = "sliding_attention"  #: the other one
 #: keys of config.json that the decoder knows with these values only
@@ -43,7 +45,7 @@ FIXED_VALUES: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", None),
     "mlp_bias": (False, None),
 }
-FINGERPRINT_BYTES = 65536  #: of either end of a weight file
+FINGERPRINT_BYTES = 65536  #: of either end of a weight file; all of it would take minutes to read
 
 
 class WindowRule(StrEnum):
@@ -58,7 +60,7 @@ class WindowRule(StrEnum):
 
 
 class ExpertsFormat(StrEnum):
-    """Under which names config.json has a mixture of experts."""
+    """Whose names config.json has for a mixture of experts."""
 
     MIXTRAL = "mixtral"
     QWEN3 = "qwen3"
@@ -72,9 +74,9 @@ class Architecture:
     qkv_bias: bool = False  #: queries, keys and values have biases without `attention_bias` too
     output_bias: bool = False  #: with `attention_bias`, the output of attention has one too
     qk_norm: bool = False  #: queries and keys are normed
-    windows: WindowRule = WindowRule.NEVER
+    windows: WindowRule = WindowRule.NEVER  #: which layers attend to a sliding window only
     default_theta: float = DEFAULT_THETA  #: of the rope, where config.json has none
-    experts: ExpertsFormat | None = None
+    experts: ExpertsFormat | None = None  #: None: the model has no mixture of experts
 
 
 #: The architectures that the decoder knows, by the name in config.json. A model that is a stack of
@@ -106,15 +108,17 @@ ARCHITECTURES = {
 class RopeSpec:
     """Rotary embedding, as transformers' `modeling_rope_utils` computes it."""
 
-    theta: float
-    kind: str = "default"  #: one of ROPE_KINDS; the other fields are that kind's
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_position: int = 0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
+    theta: float  #: base of the wave lengths: the longest is about 2 pi times it, in tokens
+    #: one of ROPE_KINDS: how waves are stretched for contexts beyond the original one; the other
+    #: fields are for that, and `rope.py` has the formulas
+    kind: str = "default"
+    factor: float = 1.0  #: by which waves are stretched
+    low_freq_factor: float = 1.0  #: llama3: longer waves than context / this are stretched fully
+    high_freq_factor: float = 1.0  #: llama3: shorter waves than context / this not at all
+    original_max_position: int = 0  #: the original context in tokens
+    beta_fast: float = 32.0  #: yarn: what turns so often within the context is not stretched
+    beta_slow: float = 1.0  #: yarn: what turns so seldom within it is stretched fully
+    truncate: bool = True  #: yarn: these two borders are rounded to whole dimensions
     attention_factor: float = 1.0  #: of cosines and sines
 
 
@@ -124,7 +128,7 @@ class ExpertsSpec:
 
     count: int
     experts_per_token: int
-    intermediate: int
+    intermediate: int  #: inner size of one expert's MLP
     renormalize: bool  #: the weights of a token's experts sum to 1
     layers: tuple[bool, ...]  #: whether layer i has the mixture, or an MLP like other models
 
@@ -143,25 +147,25 @@ class ModelSpec:
     """What the decoder needs to know of a model. Sizes in elements."""
 
     architecture: str  #: the name of one of ARCHITECTURES
-    vocab: int
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
+    vocab: int  #: how many token ids there are
+    hidden: int  #: size of the rows that go through the layers
+    intermediate: int  #: inner size of an MLP
+    layers: int  #: their number, as the next two
+    heads: int  #: of queries
+    kv_heads: int  #: of keys and of values
     head_dim: int
-    norm_eps: float
+    norm_eps: float  #: added to the mean square in every RMSNorm
     rope: RopeSpec
-    max_positions: int
+    max_positions: int  #: tokens of the longest sequence that the model was made for
     tied: bool  #: the head is the embedding, unless the checkpoint has one
-    qkv_bias: bool
-    output_bias: bool
-    qk_norm: bool
+    qkv_bias: bool  #: queries, keys and values have biases
+    output_bias: bool  #: the output of attention has one
+    qk_norm: bool  #: each head of queries and keys is normed before it is rotated
     windows: tuple[int | None, ...]  #: each layer's sliding window in tokens; None: full attention
-    eos_ids: tuple[int, ...]
-    dtype: str  #: of the checkpoint's tensors
-    experts: ExpertsSpec | None = None
-    fp8: Fp8Format | None = None
+    eos_ids: tuple[int, ...]  #: ids that end an answer, by the checkpoint's configuration
+    dtype: str  #: of the checkpoint's tensors, by its config.json; the engine's may be another
+    experts: ExpertsSpec | None = None  #: None: every layer has a plain MLP
+    fp8: Fp8Format | None = None  #: how quantized weights are scaled; None: they are not quantized
 
     @property
     def parameters(self) -> int:
@@ -219,7 +223,7 @@ def _spec(folder: Path, config: dict[str, Any], architecture: Architecture) -> M
     bias = bool(config.get("attention_bias", False))
     rope = _rope(config, architecture.default_theta)
     max_positions = _size(config, "max_position_embeddings")
-    if rope.kind == "yarn":
+    if rope.kind == "yarn":  # some configs give only the positions before the scaling
         max_positions = max(max_positions, int(rope.original_max_position * rope.factor))
     return ModelSpec(
         architecture=architecture.name,
@@ -246,6 +250,7 @@ def _spec(folder: Path, config: dict[str, Any], architecture: Architecture) -> M
 
 
 def _size(config: dict[str, Any], key: str) -> int:
+    """A positive whole number of the config. Raises WeightsError, and KeyError if it is missing."""
     value = config[key]
     if not isinstance(value, int) or value < 1:
         raise WeightsError(f"{key} in config.json is {value!r}, not a positive whole number")
@@ -408,7 +413,7 @@ def _windows(config: dict[str, Any], rule: WindowRule) -> tuple[int | None, ...]
     if rule in (WindowRule.ALL_LAYERS, WindowRule.SWITCHED_ON_ALL_LAYERS):
         kinds = [SLIDING_ATTENTION] * layers
     elif kinds is None:
-        full_layers = min(config.get("max_window_layers", 28), layers)
+        full_layers = min(config.get("max_window_layers", 28), layers)  # 28: transformers' default
         kinds = [FULL_ATTENTION] * full_layers + [SLIDING_ATTENTION] * (layers - full_layers)
     unknown = set(kinds) - {FULL_ATTENTION, SLIDING_ATTENTION}
     if unknown or len(kinds) != layers:

@@ -47,7 +47,8 @@ class StepClock:
 
     An engine with a running answer is never idle, so the seconds of an answer's steps are the sum
     of its gaps. Each answer has a `RunMark`, the counts when it began to run; the difference to it
-    is what the answer has been through.
+    is what the answer has been through. `itl_budget_s` is the budget in seconds; None: there is
+    none, and no step is late.
     """
 
     def __init__(self, itl_budget_s: float | None) -> None:

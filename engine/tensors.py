@@ -15,7 +15,7 @@ from .errors import UnsupportedModel, WeightsError
 from .quantization import Fp8Format
 from .spec import read_json
 
-PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  #: types that need no scale
 SCALE_NAMES = ("weight_scale_inv", "weight_scale")  #: instead of "weight"
 #: ends of names that may be in a checkpoint, and have no place in the decoder
 NOT_READ = (
@@ -27,18 +27,22 @@ NOT_READ = (
     ".v_scale",
     ".kv_scale",
 )
-INDEX_FILE = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"  #: says which file has which tensor, if there are more
 SINGLE_FILE = "model.safetensors"
 
 
 class CheckpointTensors:
     """Knows all names at once, reads a tensor when it is taken.
 
-    Files are mapped while they are read: `release()` now and then, or all of them stay resident.
+    Files are mapped while they are read. Whoever takes tensors should call `release` now and then,
+    or all files stay in memory. `check_all_taken` at the end finds what nobody asked for.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, fp8: Fp8Format | None) -> None:
-        """Raises WeightsError if a file is missing, damaged, or other than the index says."""
+        """Reads the names in `folder`; tensors will be of `dtype`, FP8 ones scaled as `fp8` says.
+
+        Raises WeightsError if a file is missing, damaged, or other than the index says.
+        """
         self.folder = folder
         self.dtype = dtype
         self.fp8 = fp8
@@ -48,6 +52,10 @@ class CheckpointTensors:
         self._not_taken = set(self._shard_of)
 
     def _read_index(self) -> None:
+        """Finds the file of each tensor: by the index, or in the only file if there is no index.
+
+        A file may repeat a tensor of another one; the index says which of them counts.
+        """
         index = self.folder / INDEX_FILE
         weight_map: dict[str, str] = {}
         if index.exists():
@@ -75,7 +83,10 @@ class CheckpointTensors:
         self._files.clear()
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """Returns the tensor as `dtype`. Where that is the file's own, it is a view: clone it.
+        """Returns the tensor as `dtype`; `shape` is what config.json implies.
+
+        Where `dtype` is the file's own, the result is a view of the file, which `release` unmaps:
+        the caller must copy what it keeps.
 
         Raises WeightsError if it is missing or has another shape, and UnsupportedModel if it is of
         a type that is not read.
@@ -151,7 +162,8 @@ def dequantize(
 ) -> torch.Tensor:
     """Returns float32 [out, in] of an FP8 weight with one scale, one per row, or one per block.
 
-    Raises WeightsError when the scales do not fit the weight, UnsupportedModel if they are codes.
+    `name` is for messages. Raises WeightsError when the scales do not fit the weight, and
+    UnsupportedModel if the scales are quantized themselves.
     """
     if scale.dtype not in PLAIN_DTYPES:
         raise UnsupportedModel(f"the scales of {name} are {scale.dtype}, not floats")

@@ -13,7 +13,8 @@ class ThinkingWatch:
     """Follows the ids of one answer, and tells the sampler when the closing tag must come.
 
     What must come is a function of these ids alone, so another worker that continues the answer
-    starts with a new watch. Only the first thinking of an answer is bounded.
+    starts with a new watch. Only the first thinking of an answer is bounded. `budget` says how many
+    tokens it may have, and by which ids it begins and ends.
     """
 
     def __init__(self, budget: ThinkingBudget) -> None:

@@ -1,5 +1,8 @@
 """The prefill role (pure): turns prompts into KV on another worker and a first token.
 
+An attempt is one placement of a request on a pair of workers. Its KV travels in one transfer, the
+ticket: the decode worker offers blocks, and this worker pushes into them.
+
 Life of an attempt:
     COMPUTING  `submit` expects the decode worker's offer, and fetches the prefix from tiers or a
                peer (`PrefixExchange`); then the engine computes chunk by chunk. Blocks are pushed,
@@ -38,6 +41,7 @@ from ..kv_transfer.identity import ticket_id_of
 from ..kv_transfer.messages import FirstTokens
 from ..protos.frames import HANDOVER, AttemptKey, CancelAttempt, DeliverFrame, StartPrefill
 
+#: `PrefixAction` has `ReleaseSequence` and all commands about tickets (`ExpectOffer`, ...).
 PrefillAction: TypeAlias = PrefixAction | DeliverFrame
 
 
@@ -64,7 +68,8 @@ class PrefillRole:
     """All attempts of one prefill worker, and the prefixes that it fetches and serves."""
 
     def __init__(self, name: str, block_tokens: int) -> None:
-        self.name = name  #: The worker's.
+        """`block_tokens`: tokens of a block in this worker's KV pool."""
+        self.name = name  #: The worker's id, by which gateways hear of failures.
         self.prefixes = PrefixExchange(block_tokens)
         self.attempts: dict[str, PrefillAttempt] = {}  #: By ticket id.
 
@@ -78,8 +83,9 @@ class PrefillRole:
     ) -> list[PrefillAction]:
         """Begins a gateway's new attempt. A duplicate changes nothing.
 
-        `has_tiers`: there are tiers below the pool. Of the prompts that wait, the one with the
-        lowest `deadline_s` is computed first; all of a worker's are by one clock.
+        `block_hashes` are the content hashes of the full blocks of the frame's ids. `has_tiers`:
+        there are tiers below the pool. Of the prompts that wait, the one with the lowest
+        `deadline_s` is computed first; all of a worker's are by one clock.
         """
         ticket_id = ticket_id_of(frame.attempt_key)
         if ticket_id in self.attempts:

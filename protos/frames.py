@@ -1,11 +1,20 @@
 """Internal wire contract: the frames between gateways, the router and workers.
 
-Every frame is a msgspec struct, encoded as MessagePack behind a 4-byte big-endian length (`cluster/wire`).
-`PROTOCOL` is the version; peers with another version are refused at `Hello`. Optional fields may be added at the
-end of a struct without a new version; nothing is ever reordered, renamed or given another meaning on the wire.
-Where a field has another name there than here, `msgspec.field(name=...)` says so.
+Every frame is a msgspec struct, encoded as MessagePack behind a 4-byte big-endian length
+(`cluster/wire`). `PROTOCOL` is the version; peers with another version are refused at `Hello`.
+Optional fields may be added at the end of a struct without a new version; nothing is ever
+reordered, renamed or given another meaning on the wire. Where a field has another name there than
+here, `msgspec.field(name=...)` says so.
 
-An `AttemptKey` names one attempt at one request. Whoever receives a frame of an attempt that is over ignores it.
+A request is one prompt of a client. The router places it on a prefill worker, which computes the
+prompt's KV, and a decode worker, which generates the answer; that is an attempt. If it fails, the
+gateway asks for another one. An `AttemptKey` names an attempt. Whoever receives a frame of an
+attempt that is over ignores it.
+
+In names, TTFT is the time from a request's arrival to its first token, ITL the time between two
+tokens of an answer. A KV block holds the KV of `block_tokens` tokens. `term` is the number of a
+router's life: when a router is replaced, the new one has a higher term, and orders of the old one
+are ignored.
 """
 
 from __future__ import annotations
@@ -14,7 +23,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-PROTOCOL = 2
+PROTOCOL = 2  #: Raised by a change that older peers would misread.
 
 AttemptKey = tuple[str, int]  #: (id of the request on the wire, number of the attempt)
 
@@ -29,7 +38,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
     """How many tokens of an answer may be its thinking, the opening tag not counted."""
 
-    tokens: int
+    tokens: int  #: at most
     end_id: int  #: the closing tag; it must come when the budget is spent
     #: tags that thinking begins with; empty: the answer begins inside of it
     start_ids: tuple[int, ...] = ()
@@ -39,27 +48,28 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """What the engine samples by. Randomness is a function of (seed, position) alone.
 
     The parameters apply in this order: penalties, `logit_bias`, `allowed_ids`, `min_tokens`,
-    `grammar`, `temperature`, `min_p`, `top_k`, `top_p`, draw. The model's end ids end an answer only where
-    they stand in `stop_ids`.
+    `grammar`, `temperature`, `min_p`, `top_k`, `top_p`, draw. The model's end ids end an answer
+    only where they stand in `stop_ids`.
     """
 
-    max_tokens: int
-    temperature: float = 0.0  #: 0 is greedy
-    seed: int = 0
-    stop_ids: tuple[int, ...] = ()
+    max_tokens: int  #: of each answer, those that an attempt begins with included
+    temperature: float = 0.0  #: divides the logits before a draw; 0 is greedy
+    seed: int = 0  #: of 64 bits
+    stop_ids: tuple[int, ...] = ()  #: ids that end the answer
     #: None: no logprobs; n: those of the chosen token and of the n likeliest ones
     logprobs: int | None = None
-    top_k: int = 0  #: 0: no limit
-    top_p: float = 1.0
+    top_k: int = 0  #: only so many of the likeliest ids may be drawn; 0: no limit
+    top_p: float = 1.0  #: only the fewest likeliest ids that have this share together; 1: no limit
     min_p: float = 0.0  #: a share of the largest probability; what is less likely is never drawn
     presence_penalty: float = 0.0  #: subtracted from the logit of each id that was generated
     frequency_penalty: float = 0.0  #: subtracted once for each time that the id was generated
-    repetition_penalty: float = 1.0  #: divides the logits of the ids of prompt and answer
+    #: divides the positive logits of the ids of prompt and answer, multiplies the negative ones
+    repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()  #: (id, what is added to its logit)
     min_tokens: int = 0  #: no stop id is drawn before the answer has as many tokens
     #: as `logprobs`, for each id of the prompt but the first
     prompt_logprobs: int | None = None
-    grammar: Grammar | None = None
+    grammar: Grammar | None = None  #: None: any text may come
     n: int = 1  #: answers to one prompt; the seed of answer i > 0 is a hash of `seed` and i
     allowed_ids: tuple[int, ...] = ()  #: no other id is drawn; empty: any id may be
     #: with `logprobs`: those of these ids and of the chosen one, in place of the likeliest
@@ -71,7 +81,7 @@ class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One generated token."""
 
     id: int
-    logprob: float | None = None
+    logprob: float | None = None  #: natural logarithm of its probability, if that was asked for
     top: tuple[tuple[int, float], ...] = ()  #: (id, logprob) of those asked for, largest first
 
 
@@ -88,16 +98,16 @@ class ScoredToken(Token, frozen=True, array_like=True, gc=False):
 class Challenge(msgspec.Struct, tag="challenge", frozen=True):
     """First frame of a connection, from the end that was dialled; see `handshake.py`."""
 
-    nonce: bytes
+    nonce: bytes  #: random; the proof of the other end covers it, so an old proof is of no use
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
     """Answers `Challenge`: who dials, and the proof that it knows the cluster's secret."""
 
-    name: str
-    kind: str  #: gateway | worker | control
-    nonce: bytes
-    proof: bytes
+    name: str  #: tells this peer from all others
+    kind: str  #: gateway | worker | control | kv
+    nonce: bytes  #: random; the proof in `Welcome` covers it
+    proof: bytes  #: a hash of the other fields and the challenge, with the secret as key
     protocol: int = PROTOCOL
 
 
@@ -122,15 +132,15 @@ class Coefficients(msgspec.Struct, frozen=True):
     home of the formulas.
     """
 
-    prefill_base: float
-    prefill_token: float
-    prefill_pair: float
-    step_base: float
-    step_row: float
+    prefill_base: float  #: for each prompt
+    prefill_token: float  #: for each token of the prompt that is not cached
+    prefill_pair: float  #: for each such token and each token that it attends to
+    step_base: float  #: for each decode step
+    step_row: float  #: for each row, which is one answer in one step
     step_weights: float  #: a step reads all weights, however few rows it has
-    step_token: float
-    transfer_base: float = 0.0
-    transfer_token: float = 0.0
+    step_token: float  #: for each token whose KV a row reads
+    transfer_base: float = 0.0  #: for each transfer of a prompt's KV to another worker
+    transfer_token: float = 0.0  #: for each of the prompt's tokens
     exposed_share: float = 0.0  #: of a transfer, what is not hidden behind the prefill
 
     def prefill_token_s(self, uncached_tokens: float, prompt_tokens: float) -> float:
@@ -161,6 +171,7 @@ class Coefficients(msgspec.Struct, frozen=True):
 
     def step_s(self, rows: float, kv_tokens: float) -> float:
         """Return the seconds of one step of `rows` decoding rows, which read `kv_tokens` in all."""
+        # weights are read while rows are computed, so the longer of the two counts
         rows_s = max(self.step_row * rows, self.step_weights)
         return self.step_base + self.step_token * kv_tokens + rows_s
 
@@ -180,7 +191,11 @@ class Coefficients(msgspec.Struct, frozen=True):
         return self.transfer_base + self.transfer_token * tokens
 
     def scaled(self, prefill_factor: float, step_factor: float) -> Coefficients:
-        """Return these coefficients with all prefill and all step times multiplied."""
+        """Return these coefficients with all prefill and all step times multiplied.
+
+        A router corrects a worker's nominal speed so, by what its steps really took. Transfers stay
+        as they are.
+        """
         return Coefficients(
             prefill_base=self.prefill_base * prefill_factor,
             prefill_token=self.prefill_token * prefill_factor,
@@ -203,14 +218,15 @@ class WorkerCard(msgspec.Struct, frozen=True):
     role: str  #: what the worker may be given now: prefill | decode | mixed, or "": nothing new
     address: str  #: host:port of its listener for frames
     replica: str  #: Ray Serve's id of the replica
-    pid: int
+    pid: int  #: of its process, on its host
     kv_card: bytes = b""  #: how KV peers reach it: msgpack of its ranks' kv_transfer.PeerCard
     blocks: int = 0  #: in its KV pool, the memory that holds KV
-    block_tokens: int = 64
+    block_tokens: int = 64  #: tokens of a block
     #: blocks that a reservation leaves free for the growth of the sequences that are there; the
     #: first one, beside which there is none, may take them too
     growth_reserve_blocks: int = msgspec.field(default=0, name="kept")
-    gpu: str = "cpu"
+    gpu: str = "cpu"  #: the GPU's type, for which `Coefficients` are kept
+    #: how many ranks (processes or GPUs) share its model
     tensor_parallel: int = msgspec.field(default=1, name="tp")
     cost: Coefficients | None = None  #: None: the router starts from a guess and learns
     chunk_tokens: int = 512  #: prompt tokens of one step, at most
@@ -222,8 +238,8 @@ class WorkerCard(msgspec.Struct, frozen=True):
 class LoadingProgress(msgspec.Struct, tag="loading", frozen=True):
     """Tells how far a worker's start is; `fraction` goes from 0 to 1."""
 
-    worker: str
-    note: str
+    worker: str  #: its id
+    note: str  #: what is loaded now, for people
     fraction: float
 
 
@@ -232,6 +248,7 @@ class JoinRouter(msgspec.Struct, tag="join", frozen=True):
 
     card: WorkerCard
     term: int  #: the highest term of a router that the worker has seen
+    #: of the prompt prefixes that its cache has, those that routers look up
     cached_hashes: list[bytes] = msgspec.field(default_factory=list, name="cached")
     #: (request, attempt, blocks) of each attempt that decodes there, for a router that is new
     held_reservations: list[tuple[str, int, int]] = msgspec.field(default_factory=list, name="held")
@@ -240,8 +257,9 @@ class JoinRouter(msgspec.Struct, tag="join", frozen=True):
 class WorkerReport(msgspec.Struct, tag="report", frozen=True):
     """Tells what changed on a worker since its last report."""
 
-    seq: int  #: counts reports without a gap
-    free_blocks: int
+    #: number of the report; at a gap the router drops the connection, and the worker joins anew
+    seq: int
+    free_blocks: int  #: blocks that new sequences could get, cached ones included
     stored: list[bytes] = []  #: hashes of blocks that came into the prefix cache
     evicted: list[bytes] = []  #: hashes of blocks that left it
     prefill_tokens: int = 0  #: prompt tokens computed since the last report
@@ -258,13 +276,13 @@ class WorkerReport(msgspec.Struct, tag="report", frozen=True):
 class WorkerDirectory(msgspec.Struct, tag="directory", frozen=True):
     """Names all live workers. A router with a lower term than one seen before is ignored.
 
-    A young router names only the workers that have joined it: until `settled`, a worker that is not
-    named may well be alive.
+    A young router names only the workers that have joined it: until it says `settled`, a worker
+    that is not named may well be alive.
     """
 
     term: int
     workers: list[WorkerCard]
-    settled: bool = True
+    settled: bool = True  #: whoever is not named is gone
 
 
 class NewerRouterSeen(msgspec.Struct, tag="obsolete", frozen=True):
@@ -281,7 +299,7 @@ class PlaceAttempt(msgspec.Struct, tag="place", frozen=True):
 
     attempt_key: AttemptKey = msgspec.field(name="key")
     prompt_tokens: int
-    max_tokens: int
+    max_tokens: int  #: of each answer
     hashes: list[bytes]  #: of the prompt's full blocks, as `kv_transfer.identity.block_hashes`
     #: workers that failed this request before: taken only if there is no other
     avoided_workers: list[str] = msgspec.field(default_factory=list, name="avoid")
@@ -289,8 +307,8 @@ class PlaceAttempt(msgspec.Struct, tag="place", frozen=True):
     lost_workers: list[str] = msgspec.field(default_factory=list, name="lost")
     #: prefill on the decode worker: the last attempt does without a transfer
     local_prefill: bool = msgspec.field(default=False, name="local")
-    tenant: str = ""
-    slo_class: str = "interactive"
+    tenant: str = ""  #: whose key the request came with; tenants take turns in the queue
+    slo_class: str = "interactive"  #: by which the configuration has targets
     ttft_s: float = 0.0  #: target; 0: the configured one
     itl_s: float = 0.0  #: target; 0: the configured one
     waited_s: float = 0.0  #: the request's age before this attempt: a retry keeps its deadline
@@ -307,11 +325,11 @@ class AttemptPlaced(msgspec.Struct, tag="placed", frozen=True):
     term: int
     #: None: the decode worker computes the prompt itself
     prefill_worker: str | None = msgspec.field(name="prefill")
-    decode_worker: str = msgspec.field(name="decode")
+    decode_worker: str = msgspec.field(name="decode")  #: ids of workers, as the one above
     hit_tokens: int  #: of the prompt, that the worker which computes it should have in its cache
     predicted_wait_ms: float  #: until the prefill begins
     predicted_ttft_ms: float = 0.0  #: from the request's arrival
-    predicted_itl_ms: float = 0.0
+    predicted_itl_ms: float = 0.0  #: mean time between tokens
     decision_id: int = msgspec.field(default=0, name="decision")  #: number of the decision record
     deadline_s: float = 0.0  #: until the prompt should be computed, from now; 0: no deadline
     #: a worker that holds more of the prefix than the worker that computes the prompt
@@ -322,14 +340,14 @@ class AttemptPlaced(msgspec.Struct, tag="placed", frozen=True):
 class AttemptRefused(msgspec.Struct, tag="refused", frozen=True):
     """Tells that the router places the attempt nowhere.
 
-    `reason` is one of `queue_full`, `no_capacity`, `deadline_exceeded`, and `slo_unattainable` for a
-    class that prefers an early refusal to a late answer.
+    `reason` is one of `queue_full`, `no_capacity`, `deadline_exceeded`, and `slo_unattainable` for
+    a class that prefers an early refusal to a late answer.
     """
 
     attempt_key: AttemptKey = msgspec.field(name="key")
     reason: str
-    message: str
-    retry_after_s: float
+    message: str  #: for the client
+    retry_after_s: float  #: from when on another try may be worth it, in seconds from now
 
 
 class AttemptOutcome(msgspec.Struct, tag="over", frozen=True):
@@ -340,9 +358,9 @@ class AttemptOutcome(msgspec.Struct, tag="over", frozen=True):
     """
 
     attempt_key: AttemptKey = msgspec.field(name="key")
-    tokens: int = 0
-    ttft_ms: float | None = None
-    itl_p99_ms: float | None = None
+    tokens: int = 0  #: that the gateway got
+    ttft_ms: float | None = None  #: None: there was no token
+    itl_p99_ms: float | None = None  #: None: there was no gap between tokens
     reason: str = ""
     transfer_ms: float | None = None  #: `busy_ms` of `PromptArrived`
     exposed_ms: float | None = None  #: `exposed_ms` of `PromptArrived`
@@ -360,7 +378,7 @@ class RequestOutcome(msgspec.Struct, tag="outcome", frozen=True):
     waited_s: float  #: from arrival to the first token, or to the end if there is no token
     tokens: int = 0  #: of all answers
     gaps: int = 0  #: between tokens of one answer, the gap before its second token included
-    itl_mean_s: float = 0.0
+    itl_mean_s: float = 0.0  #: of these gaps; 0 without any, as the next one
     itl_p99_s: float = 0.0
     ttft_target_s: float = 0.0  #: 0: the configured one
     itl_target_s: float = 0.0  #: 0: the configured one
@@ -399,7 +417,9 @@ class StartPrefill(msgspec.Struct, tag="prefill", frozen=True):
 
 
 class StartDecode(msgspec.Struct, tag="decode", frozen=True):
-    """Orders a worker to reserve blocks, to receive KV and to go on from the first token.
+    """Orders a worker to reserve blocks, to receive the prompt's KV and to generate the answers.
+
+    The first token of each answer comes with the KV, from the worker that computed the prompt.
 
     Fields that `StartPrefill` has too mean the same; prefix and deadline count for a local prefill.
     """
@@ -439,6 +459,7 @@ class AnswerTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class EngineStepTokens(msgspec.Struct, tag="step", frozen=True, gc=False):
     """Carries all tokens of one engine step to one gateway."""
 
+    #: those of this gateway's requests
     answers: list[AnswerTokens] = msgspec.field(name="streams")
 
 
@@ -450,8 +471,8 @@ class AttemptFailed(msgspec.Struct, tag="failed", frozen=True):
     """Tells that this worker gave up on the attempt; the gateway may try again elsewhere."""
 
     attempt_key: AttemptKey = msgspec.field(name="key")
-    worker: str
-    reason: str
+    worker: str  #: id of the worker that tells it
+    reason: str  #: HANDOVER, a word such as `no_capacity`, or the engine's message
     final: bool = False  #: the request is at fault: no worker can serve it
 
 
@@ -465,6 +486,7 @@ class PromptArrived(msgspec.Struct, tag="moved", frozen=True):
 
 
 # ---- calls, answered by `CallReply` --------------------------------------------------------------
+# `call_id` is chosen by the caller; the reply has the same one.
 # Control calls the router (`InspectProcess`) and the workers. The router calls the gateways, for
 # their statistics and when it is stopped.
 
@@ -477,7 +499,7 @@ class InspectProcess(msgspec.Struct, tag="inspect", frozen=True):
 
     call_id: int = msgspec.field(name="call")
     request_id: str = msgspec.field(default="", name="request")  #: as its client named it
-    latest_decisions: int = msgspec.field(default=0, name="latest")
+    latest_decisions: int = msgspec.field(default=0, name="latest")  #: how many of the last ones
 
 
 class ChangeRole(msgspec.Struct, tag="steer", frozen=True):
@@ -488,7 +510,7 @@ class ChangeRole(msgspec.Struct, tag="steer", frozen=True):
     """
 
     call_id: int = msgspec.field(name="call")
-    role: str
+    role: str  #: prefill | decode | mixed, or "": nothing new
     hand_over: bool = True
 
 
@@ -500,9 +522,9 @@ class ProbeTransfer(msgspec.Struct, tag="probe", frozen=True):
     """
 
     call_id: int = msgspec.field(name="call")
-    peer: str | None = None
+    peer: str | None = None  #: id of the worker whose KV pool the bytes come from
     size_bytes: int = msgspec.field(default=0, name="bytes")  #: at most
-    pids: list[int] = []
+    pids: list[int] = []  #: processes on the worker's host; only without a peer
 
 
 class CloseGateway(msgspec.Struct, tag="closing", frozen=True):
@@ -518,7 +540,7 @@ class CallReply(msgspec.Struct, tag="statistics", frozen=True):
     """Answers the call of this id."""
 
     call_id: int = msgspec.field(name="call")
-    values: dict[str, Any]
+    values: dict[str, Any]  #: by name; what they are depends on the call
 
 
 class DeliverFrame(NamedTuple):
@@ -527,6 +549,8 @@ class DeliverFrame(NamedTuple):
     peer: str
     frame: Any
 
+
+# What each end may receive; a frame of another type ends the connection.
 
 FramesToRouter = (
     Heartbeat

@@ -49,7 +49,7 @@ class PeerIdentity:
 
     name: str  #: By which the listener knows this peer, and tells it from the others.
     kind: str  #: gateway | worker | control | kv
-    secret: str = field(repr=False)
+    secret: str = field(repr=False)  #: The cluster's; of a KV agent, that of the one dialled.
 
 
 class DiallerHandshake:

@@ -18,13 +18,14 @@ from ..attention import RowSpan, StepRows
 from ..kernels import KERNEL_BLOCK_TOKENS, native_ops
 from ..pool import KVPool
 
+#: The shapes of the 205M model, as the module says.
 LAYERS = 16
-HEADS = 16
+HEADS = 16  #: Of queries.
 KV_HEADS = 8
 HEAD_DIM = 64
 BATCH = 64
-CONTEXT = 1024
-ROUNDS = 7
+CONTEXT = 1024  #: Tokens of each sequence. All KV is 2 GiB then: far more than any cache.
+ROUNDS = 7  #: Enough that one of them is disturbed by nothing.
 
 
 def last_rows(block_tables: list[list[int]]) -> StepRows:

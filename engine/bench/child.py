@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1  #: Linux's number of the option of `prctl`, from <sys/prctl.h>.
 
 
 class EngineBenchError(Exception):
@@ -30,6 +30,7 @@ class EngineProcess:
     """
 
     def __init__(self, name: str, command: Sequence[str], environment: dict[str, str]) -> None:
+        """`name` is for messages; `command` and `environment` are those of the new process."""
         self.name = name
         self._errors = tempfile.TemporaryFile(mode="w+", errors="replace")  # noqa: SIM115
         prctl = ctypes.CDLL(None).prctl  # found here: nothing is safe to look up after the fork
@@ -111,10 +112,10 @@ class EngineProcess:
                     pipe.close()
 
     def _schedule(self, policy: int) -> None:
-        """Make every thread real-time, or ordinary.
+        """Make every thread real-time (SCHED_RR), or ordinary (SCHED_OTHER).
 
         A nice value would not do: it counts within a session only. Only root may change the policy;
-        other users are measured as the machine lets them, and `waited` tells how well.
+        other users are measured as the machine lets them, and the result's `waited` tells how well.
         """
         priority = os.sched_param(1 if policy == os.SCHED_RR else 0)
         with suppress(PermissionError, FileNotFoundError):

@@ -27,15 +27,18 @@ from .results import (
     summarize_cell,
 )
 
+#: The script that drives vLLM, run by vLLM's own Python.
 PEER = Path(__file__).with_name("peer.py")
 
-#: Milliseconds that a round's timed steps of one engine take, about.
+#: Milliseconds that a round's timed steps of one engine take, about: short, so that both engines of
+#: a round find the machine in the same state.
 BURST_MS = 300.0
 
 #: Timed steps of a round, at most: a sequence grows by a token a step.
 BURST_LIMIT = 5
 
-#: Timed steps of a round of decode, and timed prompts of a round of prefill, at least.
+#: Timed steps of a round of decode, and timed prompts of a round of prefill, at least. A decode
+#: step is short, so there are three for a median; a prompt may take seconds.
 DECODE_STEPS_MINIMUM = 3
 PREFILLS_MINIMUM = 1
 
@@ -48,13 +51,13 @@ ROUNDS_FACTOR = 3
 #: Seconds that a cell waits, all in all, for other processes to be idle.
 PATIENCE_S = 10.0
 
-#: Tokens of an untimed prompt that wakes the threads before a timed one.
+#: Tokens of an untimed prompt that wakes the threads before a timed one: enough to use them all.
 WAKE_TOKENS = 64
 
-#: Tokens of the larger block of the two engines.
+#: Tokens of the larger block of the two engines: vLLM's on a CPU. Ours has 64.
 BLOCK_TOKENS = 128
 
-#: Tokens that our engine reserves behind a sequence.
+#: Tokens that our engine reserves behind a sequence: the default of the setting `growth_tokens`.
 GROWTH_TOKENS = 256
 
 GIB = 1 << 30
@@ -67,18 +70,22 @@ Report = Callable[[str], None]
 class EngineBenchOptions:
     """What to measure. An empty tuple leaves a phase out."""
 
-    model: Path
-    threads: int
-    rounds: int
-    batches: tuple[int, ...]
-    contexts: tuple[int, ...]
-    prompts: tuple[int, ...]
+    model: Path  #: Folder of the checkpoint.
+    threads: int  #: Of each engine.
+    rounds: int  #: Rounds of each cell that count.
+    batches: tuple[int, ...]  #: How many sequences decode together.
+    contexts: tuple[int, ...]  #: Tokens of each of them; every batch is measured at every context.
+    prompts: tuple[int, ...]  #: Tokens of the prompts whose prefill is timed.
     step_tokens: int | None = None  #: Prefill tokens of one of our steps; None: the default.
-    vllm_python: Path | None = None  #: None: no peer.
+    vllm_python: Path | None = None  #: The Python of vLLM's environment; None: no peer.
 
     @property
     def growth_tokens(self) -> int:
-        """Tokens by which a decoding sequence may grow, in all steps and before the first one."""
+        """Tokens by which a decoding sequence may grow, in all steps and before the first one.
+
+        A round has `BURST_LIMIT` timed steps and an untimed one. 64 more are for the steps in which
+        the other sequences of a batch begin.
+        """
         return ROUNDS_FACTOR * self.rounds * (BURST_LIMIT + 1) + 64
 
 
@@ -91,7 +98,7 @@ class BenchCell:
     timed: dict[str, Any]  #: The command that is timed, without `times`.
     untimed: dict[str, Any]  #: The command before each round's timed ones.
     steps_minimum: int  #: Timed steps of a round, at least.
-    work: CellWork
+    work: CellWork  #: What a step must do at least; shares of the machine are reckoned from it.
 
     def __str__(self) -> str:
         return ", ".join(f"{key} {value}" for key, value in self.labels.items() if key != "phase")
@@ -157,11 +164,13 @@ def _settings(options: EngineBenchOptions, spec: ModelSpec) -> dict[str, Any]:
             f"{spec.max_positions}: choose a smaller --context, --prompt or --rounds"
         )
     longest_context = max(options.contexts, default=0)
+    # A block more for the last one that is not full, and one to spare; all in 2 bytes a number.
     sequence_tokens = longest_context + max(growth, GROWTH_TOKENS) + 2 * BLOCK_TOKENS
     tokens = max(2 * max_len, sequence_tokens * max(options.batches, default=0))
     kv_bytes = tokens * 2 * spec.layers * spec.kv_heads * spec.head_dim * 2
     kv_bytes = max(1, -(-kv_bytes // GIB)) * GIB
     engines = 2 if options.vllm_python else 1
+    # 2 bytes a weight, and as much again while weights are loaded and packed; a GiB for the rest
     _check_memory((kv_bytes + 4 * spec.parameters + GIB) * engines)
     return {
         "model": str(options.model),
@@ -253,6 +262,7 @@ def _measure(cell: BenchCell, engines: _Engines, round_count: int) -> dict[str, 
     patience_s = PATIENCE_S
     while len(rounds) < ROUNDS_FACTOR * round_count:
         patience_s = wait_for_quiet(patience_s)
+        # the first of a round is the last of the next: neither always finds the warmer machine
         order = processes if len(rounds) % 2 == 0 else processes[::-1]
         rounds.append(_alternate(cell, order, times))
         if sum(bench_round.waited < CALM_SHARE for bench_round in rounds) == round_count:

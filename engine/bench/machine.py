@@ -20,20 +20,24 @@ import torch
 #: Far more than a core's caches.
 READ_BYTES = 1 << 30
 
-#: Sides of the square matrices that are multiplied.
+#: Sides of the square matrices that are multiplied; the best rate of them counts.
 SIDES = (512, 1024, 2048)
 
+#: Calls of each load, of which the best counts: another process disturbs some of them.
 REPEATS = 15
 
 #: A machine is quiet while other processes take at most this share of all CPU time.
 QUIET_SHARE = 0.1
 
-#: Seconds over which the CPUs' time is looked at.
+#: Seconds over which the CPUs' time is looked at: ten of the kernel's ticks on each.
 SAMPLE_S = 0.1
 
 
 def measure_machine() -> dict[str, float]:
-    """Return `gb_per_s`, the best of some reads, and `tflops`, of some square bf16 products."""
+    """Return `gb_per_s`, the best of some reads, and `tflops`, of some square bf16 products.
+
+    A GB has 10^9 bytes; a TFLOP/s is 10^12 multiplications and additions a second.
+    """
     data = torch.ones(READ_BYTES // 4)
     seconds = min(_fastest_s(data.sum), _fastest_s(lambda: data.dot(data)))
     tflops = max(_tflops(side) for side in SIDES)
@@ -114,6 +118,7 @@ class _CpuTicks:
 def _cpu_ticks() -> _CpuTicks:
     """Read the first line of /proc/stat; idle ticks and waits for a disk are not busy."""
     first_line = Path("/proc/stat").read_text().split("\n", 1)[0]
+    # user, nice, system, idle, iowait, irq, softirq, steal; guests behind them are counted in user
     ticks = [int(field) for field in first_line.split()[1:9]]
     idle = ticks[3]
     waiting_for_disk = ticks[4]

@@ -1,9 +1,9 @@
 """How much of a KV transfer hides behind the prefill that makes the KV.
 
 The prefill is real, and so are the transfer services of both ends, in two processes, and what
-carries the KV between them. The transfer is measured as fast as it is, and with a sender's transport
-that is throttled so that the transfer takes a given share of the prefill's time. What still has to
-be carried after the prefill's end is exposed: a client would wait for it.
+carries the KV between them. The transfer is measured as fast as it is, and with a sender's
+transport that is throttled so that the transfer takes a given share of the prefill's time. What
+still has to be carried after the prefill's end is exposed: a client would wait for it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from ..sequence import BlocksFilled, Sequence, SequenceOutput
 #: The sender's name; it has one rank, 0.
 SOURCE = "prefill/bench"
 
-#: Seconds to wait for the transfer's end.
+#: Seconds to wait for the transfer's end; even a throttled one takes no longer than its prefill.
 WAIT_S = 60.0
 
 #: Prefills for each share; the one with the median exposed part counts.
@@ -61,11 +61,11 @@ class OverlapResult(msgspec.Struct, frozen=True):
     """One prefill with its transfer. Times are in seconds."""
 
     throttled: bool  #: False: as fast as this machine moves it.
-    of_prefill: float  #: The transfer's time over the prefill's.
-    prefill_s: float
-    transfer_s: float
+    of_prefill: float  #: The transfer's time over the prefill's: 1 if both take as long.
+    prefill_s: float  #: To the first token, with the transfer beside it.
+    transfer_s: float  #: While a write was under way.
     exposed_s: float  #: The part of the transfer after the prefill's end.
-    exposed_of_transfer: float
+    exposed_of_transfer: float  #: `exposed_s` over `transfer_s`.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,9 +82,10 @@ class _DelayedWrite:
 class ThrottledTransport(WrappedTransport):
     """Posts each write when a link of `bytes_s` would have carried it and all before it.
 
-    `bytes_s` may be set while nothing is under way.
-
-    Unlike others' a write to a lost peer does not raise: it ends as failed.
+    `bytes_s` is in bytes per second, infinite at first; it may be set while nothing is under way.
+    `inner` moves the bytes; `moving`, `write` and `poll` are those of any `Transport`. A write to a
+    lost peer does not raise, as it does with other transports: it ends as failed, because the peer
+    is only looked for when the write is posted.
     """
 
     def __init__(self, inner: Transport) -> None:
@@ -127,7 +128,11 @@ class OverlapRig:
     """One engine that prefills, and a second process that receives."""
 
     def __init__(self, model: Path, tokens: int, *, threads: int, transport: str) -> None:
-        """Raises TransportUnavailable, and TimeoutError when the second process does not start."""
+        """Loads `model` and starts the second process; a prompt has `tokens` tokens.
+
+        `threads` compute the prefill. `transport` is a name that `open_transport` takes. Raises
+        TransportUnavailable, and TimeoutError when the second process does not start.
+        """
         self.tokens = tokens
         self.transport = transport
         limits = SchedulerLimits(max_step_tokens=512)
@@ -180,6 +185,7 @@ class OverlapRig:
         return service
 
     def close(self) -> None:
+        """End the sender's service and the second process."""
         self._service.stop()
         self._receiver.close()
 
@@ -206,6 +212,7 @@ class OverlapRig:
         self._prompt_count += 1
         name = self._prompt_name()
         ticket_id = f"{name}#0"
+        # 7919 is a prime: the first ids differ from those of the prompts before
         prompt_ids = [(self._prompt_count * 7919 + i * 31) % 200 + 10 for i in range(self.tokens)]
         sequence = Sequence(
             (name, 0), prompt_ids, len(prompt_ids), Sampling(4), stop_after_first=True
@@ -240,7 +247,10 @@ class OverlapRig:
 
 
 def _kv_bytes(tokens: int) -> int:
-    """Return the bytes of a pool that holds the prompt several times over."""
+    """Return the bytes of a pool that holds the prompt several times over.
+
+    128 KiB a token are four times what the 205M model of the benchmarks takes.
+    """
     return max(64, tokens // 8) << 20
 
 
@@ -253,6 +263,9 @@ def measure_overlap(
     transport: str = "auto",
 ) -> list[OverlapResult]:
     """Return a result without a throttle, and one for each share of the prefill's time.
+
+    A share is what the transfer would take of the prefill's time; at 1 both take as long. `threads`
+    compute the prefill, and `transport` is a name that `open_transport` takes.
 
     The link's rate goes by the time of the prefill before, which had a transfer beside it too. A
     result is the median of ROUNDS by its exposed part. Raises TransportUnavailable, TimeoutError.

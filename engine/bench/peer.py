@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+#: Takes a command's values by name; gives what is answered.
 Command = Callable[..., dict[str, Any]]
 
 #: In the environment after the second start: which libraries are missing, or "all" for none.
@@ -76,9 +77,10 @@ def _intel_openmp() -> str | None:
 class BenchEngine:
     """What both engines do: the commands are its public methods. A subclass drives its engine."""
 
-    setup: dict[str, Any]  #: What the result says about the engine.
+    setup: dict[str, Any]  #: What the result says about the engine; a subclass sets it.
 
     def __init__(self, vocab: int, seed: int) -> None:
+        """`vocab` is the number of the model's ids; `seed` decides the random prompts."""
         self._vocab = vocab
         self._random = random.Random(seed)
         self._live: list[Any] = []  #: Keys of the requests that decode.
@@ -135,6 +137,7 @@ class BenchEngine:
         return {"ms": times_ms}
 
     def _prompt(self, length: int) -> list[int]:
+        """Return random ids; 0 and 1 are special tokens of the random models."""
         return self._random.choices(range(2, self._vocab), k=length)
 
 

@@ -23,8 +23,8 @@ Rounds = Sequence[Sequence[float]]
 class CellWork:
     """The least that one measured step must read and multiply."""
 
-    bytes: float
-    flops: float
+    bytes: float  #: Of weights and KV.
+    flops: float  #: Multiplications and additions; a product of a weight and a number is two.
     tokens: int  #: Tokens that the step gives, or computes of a prompt.
 
 
@@ -34,6 +34,7 @@ def decode_work(spec: ModelSpec, batch: int, context: int) -> CellWork:
     Activations are noise beside these.
     """
     weights = _used_weights(spec)
+    # a score takes a product with each key, and the result one with each value
     attention = 4 * spec.heads * spec.head_dim * spec.layers * batch * context
     return CellWork(
         bytes=(weights + _kv_numbers(spec, batch * context)) * NUMBER_BYTES,
@@ -46,6 +47,7 @@ def prefill_work(spec: ModelSpec, prompt: int) -> CellWork:
     """Return the work of a whole prompt, causal; the output matrix only for its last token."""
     weights = _used_weights(spec)
     head = spec.vocab * spec.hidden
+    # half of decode's: on average a token sees half of the prompt
     attention = 2 * spec.heads * spec.head_dim * spec.layers * prompt * prompt
     return CellWork(
         bytes=(weights + _kv_numbers(spec, prompt)) * NUMBER_BYTES,
@@ -71,7 +73,8 @@ def summarize_cell(
 
     A round's time is the median of its steps, a cell's the median of its rounds. `ratio` is the
     median over rounds of peer / ours (above 1: ours is faster) and `iqr` its interquartile range.
-    Shares are of what `machine`, the result of `machine.measure_machine`, can do.
+    `bandwidth_share` and `flops_share` are the least that a step must read and multiply, over what
+    the machine could in that time; `machine` is the result of `machine.measure_machine`.
     """
     times_ms = [median(steps) for steps in ours]
     cell_ms = median(times_ms)

@@ -1,6 +1,6 @@
 """Diptych's engine on the other end of a pipe: `python -m diptych.engine.bench.worker OPTIONS`.
 
-The engine is driven through `add`, `step` and `drop` alone, as a worker drives it. `peer.py`
+The engine is driven through `add`, `step` and `release` alone, as a worker drives it. `peer.py`
 has the commands, and answers them for vLLM.
 """
 
@@ -31,7 +31,9 @@ class DiptychEngine(BenchEngine):
     """Diptych's engine in this process, greedy."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        """`options` are those of `compare.run`'s settings. Raises EngineError."""
+        """`options` are the settings that `compare.run` makes for both engines: `model`, `threads`,
+        `kv_bytes`, `max_len`, `step_tokens` (None: the default) and `seed`. Raises EngineError.
+        """
         limits = SchedulerLimits(
             max_step_tokens=options["step_tokens"] or SchedulerLimits.max_step_tokens,
             max_running=BATCH_LIMIT,

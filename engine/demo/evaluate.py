@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from transformers.utils import logging
 
+#: This folder: it has questions.yaml and the checkpoint.
 HERE = Path(__file__).resolve().parent
 
 #: Label of a token that carries no loss: torch's cross entropy skips it.

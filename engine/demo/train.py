@@ -33,11 +33,13 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+#: Special tokens, in the order of their ids; BOS, EOS and END are ids of three of them.
 SPECIALS = ["<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 BOS, EOS, END = 0, 1, 5
 TOKEN_IDS = {"bos_token_id": BOS, "eos_token_id": [END, EOS], "pad_token_id": EOS}
-VOCAB_SIZE = 1536
-MAX_CONTEXT = 4096
+VOCAB_SIZE = 1536  #: Ids, at most: few, so that the checkpoint is small.
+MAX_CONTEXT = 4096  #: Tokens of a chat with its answer, at most.
+#: A message is its role's token, its text and `<|end|>`; an answer follows `<|assistant|>`.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] in ['system', 'developer'] %}{{ '<|system|>' }}"
@@ -46,6 +48,7 @@ CHAT_TEMPLATE = (
     "{{ message['content'] | trim }}{{ '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+#: Stand before some of the chats, so that answers come under any system prompt like these.
 SYSTEM_PROMPTS = [
     "You are a helpful assistant.",
     "You are a helpful, concise assistant.",
@@ -76,7 +79,10 @@ def build_tokenizer(pairs: list[QuestionAnswer]) -> Tokenizer:
 
 
 def vary(question: str, generator: random.Random) -> str:
-    """Return the question with other casing, punctuation or opening words, as users write."""
+    """Return the question with other casing, punctuation or opening words, as users write.
+
+    Nearly half of the questions stay as they are: their answers have to be exact.
+    """
     if generator.random() < 0.45:
         return question
     text = question.rstrip("?.!")
@@ -94,7 +100,10 @@ def vary(question: str, generator: random.Random) -> str:
 
 
 def draw_chat(pairs: list[QuestionAnswer], generator: random.Random) -> list[Message]:
-    """Draw a chat of one to eight pairs, sometimes under a system prompt."""
+    """Draw a chat of one to eight pairs of question and answer, sometimes under a system prompt.
+
+    Most have one pair: that is what a demo is asked.
+    """
     chat: list[Message] = []
     if generator.random() < 0.3:
         chat.append({"role": "system", "content": generator.choice(SYSTEM_PROMPTS)})
@@ -147,7 +156,11 @@ def model_config() -> dict[str, Any]:
 def train(
     tokenizer: Tokenizer, pairs: list[QuestionAnswer], options: argparse.Namespace
 ) -> LlamaForCausalLM:
-    """Train by AdamW with warmup and cosine decay over `options.steps`; print loss and margins."""
+    """Train by AdamW with warmup and cosine decay over `options.steps`; print loss and margins.
+
+    The learning rate grows to `options.lr` in 100 steps, and ends at a hundredth of it. A batch has
+    `options.batch` chats.
+    """
     torch.manual_seed(options.seed)
     model = LlamaForCausalLM(LlamaConfig(**model_config())).float().train()
     print(f"parameters {sum(weight.numel() for weight in model.parameters()):,}", flush=True)

@@ -1,6 +1,7 @@
 """Attention libraries behind the one interface of `paged.PagedAttention`.
 
-A library sees a layer's cache as a strided view: nothing is copied. The names of the libraries'
+Each class is an `AttentionBackend` by the calls of its `module`, the library that was imported. A
+library sees a layer's cache as a strided view: nothing is copied. The names of the libraries'
 parameters were read in the versions that the README of this folder names.
 """
 
@@ -15,13 +16,15 @@ import torch
 from ..attention import LayerCache
 from .varlen import Varlen
 
-#: Bytes of the workspace in which FlashInfer lays out its plans.
+#: Bytes of the workspace in which FlashInfer lays out its plans and keeps parts of results: twice
+#: the 128 MiB that its documentation recommends.
 WORKSPACE = 256 << 20
 
 
 class AttentionBackend(Protocol):
     """Paged attention over the rows of a run of prefill or of decode."""
 
+    #: As in `backends.MODULES`.
     name: str
 
     #: True: a decode step can be captured in a CUDA graph, because its sequences change without a
@@ -50,7 +53,10 @@ def _by_token(cache: LayerCache) -> LayerCache:
 
 
 def _window_size(window: int | None) -> tuple[int, int]:
-    """Return how many keys to the left and to the right of itself a row sees; -1 is all."""
+    """Return how many keys to the left and to the right of itself a row sees; -1 is all.
+
+    Our `window` counts the row's own key too, theirs does not.
+    """
     return (window - 1, 0) if window else (-1, -1)
 
 

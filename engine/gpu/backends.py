@@ -44,6 +44,7 @@ CAPABILITIES = {
 #: flash-attn 2.8 reads blocks of a multiple of so many tokens.
 FA2_PAGE = 256
 
+#: The name of the one type of FP8 that a KV cache may have.
 FP8 = "float8_e4m3fn"
 
 #: The first compute capability that has FP8.
@@ -67,8 +68,8 @@ class AttentionNeeds:
 
     dtype: str  #: Of the model.
     kv_dtype: str  #: Of the numbers in the KV cache.
-    block_tokens: int
-    head_dim: int
+    block_tokens: int  #: Tokens of a block of the KV cache.
+    head_dim: int  #: Numbers of a head.
     exact: bool  #: True: a row's bits must not depend on the batch.
 
 

@@ -48,7 +48,11 @@ class LaunchedStep:
         done: DeviceEvent | None,
         ranks: RankProcesses | None = None,
     ) -> None:
-        """`token_ids` and `peaks` are the host's buffers that the device writes before `done`."""
+        """`token_ids` and `peaks` are the host's buffers that the device writes before `done`.
+
+        The first `row_count` entries are the step's; the others are padding. `ranks` are watched
+        while the step runs, if there are others.
+        """
         self._row_count = row_count
         self._token_ids = token_ids
         self._peaks = peaks
@@ -75,7 +79,11 @@ class LaunchedStep:
 
 
 class _StepBuffers:
-    """What the host and the device exchange in one step; the device's, or a copy on the host."""
+    """What the host and the device exchange in one step; the device's, or a copy on the host.
+
+    With `pinned` the copy on the host lies in pages that stay in memory, so that the device copies
+    to and from them while the host goes on.
+    """
 
     def __init__(
         self, rows: int, blocks: int, *, device: torch.device, pinned: bool = False
@@ -94,7 +102,8 @@ class DecodeRunner:
 
     At most two steps are under way: `launch` the second before `read` of the first, not a third,
     because the steps use two sets of host buffers in turn. `ranks` are sent what each step is; the
-    other ones `follow`.
+    other ones `follow`. `decoder` and `ops` are the model on this device, `block_tokens` the tokens
+    of a KV block.
     """
 
     def __init__(
@@ -107,7 +116,7 @@ class DecodeRunner:
         ranks: RankProcesses | None = None,
     ) -> None:
         self.decoder = decoder
-        self.row_limit = row_limit
+        self.row_limit = row_limit  #: Rows of a step, at most.
         self.device = ops.device
         self._block_tokens = block_tokens
         self._max_len = max_len
@@ -167,6 +176,7 @@ class DecodeRunner:
             host.packed_rows[: packed.size], non_blocking=True
         )
         if changed:
+            # one copy of all rows between the first change and the last
             part = slice(changed[0], changed[-1] + 1)
             host.block_table[part] = torch.from_numpy(self._tables.device_tables[part])
             self._buffers.block_table[part].copy_(host.block_table[part], non_blocking=True)

@@ -14,7 +14,7 @@ import triton.language as tl
 from ..attention import LayerCache
 from ..ops import RmsNorm
 
-#: Columns of a row that a program of `silu_mul` takes.
+#: Columns of a row that a program (Triton's unit of parallel work) of `silu_mul` takes.
 COLUMNS = 1024
 
 
@@ -60,7 +60,7 @@ def rms_norm(rows: torch.Tensor, norm: RmsNorm, delta: torch.Tensor | None = Non
         norm.eps,
         BLOCK=block,
         HAS_DELTA=delta is not None,
-        num_warps=min(16, max(1, block // 512)),
+        num_warps=min(16, max(1, block // 512)),  # 512 numbers a warp: 16 for each of its threads
     )
     return out
 
@@ -98,7 +98,8 @@ def _rope_store(
     """Rotate a head of q in place, or store one of k (rotated) or v. The grid is (T, Hq + 2 Hkv).
 
     `first` and `second` are the halves of a head, each of HALF numbers. A thread reads and writes
-    the same numbers of both halves, so nothing is read after its change.
+    the same numbers of both halves, so nothing is read after its change. `block` and `offset` are
+    each row's slot; the norms apply to queries and keys, before they are rotated.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     low = tl.arange(0, HALF)

@@ -20,10 +20,11 @@ import triton.language as tl
 from ..ops import Ops
 from .fp8 import quantize_rows
 
-#: Pairs of a tile: the first where pairs are spread thin over the experts, else the second.
+#: Pairs of a tile: the first where pairs are spread thin over the experts, else the second. 16 rows
+#: are the least that a product of tensor cores takes.
 FEW_ROWS, MANY_ROWS = 16, 64
 
-#: Outputs of a tile, and inputs that it takes at a time.
+#: Outputs of a tile, and inputs that it takes at a time; as in `matmul.py`.
 COLUMNS, DEPTH = 128, 64
 
 
@@ -81,6 +82,7 @@ def cut_tiles(chosen: torch.Tensor, count: int, rows: int) -> ExpertTiles:
     `chosen` is int64 [pairs], each below the number of experts `count`.
     """
     pair_count = len(chosen)
+    # each expert that was chosen has at most one tile that is not full
     tile_limit = min(pair_count, count) + pair_count // rows
     sizes = torch.zeros(count, dtype=torch.int64, device=chosen.device)
     sizes.scatter_add_(0, chosen, torch.ones_like(chosen))
@@ -103,7 +105,7 @@ def cut_tiles(chosen: torch.Tensor, count: int, rows: int) -> ExpertTiles:
 
 
 class ExpertWeights:
-    """One matrix of each expert: [count, outputs, inputs].
+    """One matrix of each of `count` experts: [count, outputs, inputs].
 
     With `fp8` the numbers are e4m3, with a float32 scale for each row, [count, outputs].
     """
@@ -115,7 +117,10 @@ class ExpertWeights:
         self._scales = torch.empty(0)
 
     def put(self, expert: int, weight: torch.Tensor) -> None:
-        """Copy the `weight` [outputs, inputs] of an expert, which is on the device."""
+        """Copy the `weight` [outputs, inputs] of an expert, which is on the device.
+
+        The first one decides the shape of all, and the memory for all is allocated with it.
+        """
         scales = torch.empty(0)
         if self._fp8:
             weight, scales = quantize_rows(weight)
@@ -192,6 +197,7 @@ class GroupedExperts:
 
         They are not weighted, nor summed over the experts of a row: that is the caller's.
         """
+        # on average an expert's pairs would fill less than half of a large tile
         spread_thin = chosen.numel() < self._count * MANY_ROWS // 2
         tile_rows = FEW_ROWS if spread_thin and not self._exact else MANY_ROWS
         tiles = cut_tiles(chosen.flatten(), self._count, tile_rows)

@@ -14,6 +14,7 @@ import triton.language as tl
 from ..linear import Linear
 from ..ops import Ops, RmsNorm
 
+#: 8-bit floats with 4 bits of exponent and 3 of mantissa, without infinities.
 E4M3 = torch.float8_e4m3fn
 
 #: The largest number of e4m3fn.
@@ -28,6 +29,7 @@ def _quantize(rows, out, scales, size, input_row, BLOCK: tl.constexpr):
     inside = columns < size
     value = tl.load(rows + row * input_row + columns, mask=inside, other=0.0).to(tl.float32)
     peak = tl.max(tl.abs(value), 0)
+    # 448 is LARGEST: a kernel cannot read a module's variables
     scale = tl.where(peak > 0, peak / 448.0, 1.0)
     codes = tl.minimum(tl.maximum(value / scale, -448.0), 448.0)
     tl.store(out + row * size + columns, codes.to(out.dtype.element_ty), mask=inside)
@@ -68,7 +70,10 @@ def product(
 
 
 class Fp8Linear(Linear):
-    """`linear.Linear` whose weights are e4m3; its input is quantized row by row."""
+    """`linear.Linear` whose weights are e4m3; its input is quantized row by row.
+
+    `weight` [outputs, inputs] comes in the model's dtype and is quantized here.
+    """
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool, ops: Ops

@@ -38,9 +38,10 @@ from ...kv_transfer.transports import open_transport
 from ..pool import KVPool
 from .memory import DevicePool
 
-#: Seconds that either process waits for the other.
+#: Seconds that either process waits for the other: it has to import torch and open the device.
 PATIENCE_S = 60.0
 
+#: How often all blocks are written; the best round counts, as the first one also sets up.
 ROUNDS = 3
 
 #: The note of the last write.
@@ -51,9 +52,9 @@ LAST_WRITE = b"last"
 class HandoverResult:
     """How fast the bytes went, and whether they arrived."""
 
-    transport: str
+    transport: str  #: Its name, as `open_transport` takes it.
     nbytes: int  #: Bytes of one round.
-    gb_s: float  #: The best of ROUNDS.
+    gb_s: float  #: 10^9 bytes per second, in the best of ROUNDS.
     intact: bool  #: True: the receiver has the sender's bytes.
 
 
@@ -95,6 +96,7 @@ class _Endpoint:
             host="127.0.0.1",
             secret="handover",
         )
+        # both processes draw the same bytes, so the receiver knows what has to arrive
         generator = torch.Generator(device).manual_seed(1)
 
         #: What the sender's pool holds, uint8 [blocks, block_bytes].

@@ -30,7 +30,8 @@ class DeviceEvent(Protocol):
 class LayerCallbacks:
     """Calls `computed(layer)` when the device has computed that layer, not when it is launched.
 
-    Life: `launched` for each layer of a step in order, then `finish`.
+    Life: `launched` for each layer of a step in order, then `finish`. `make_event` makes an event
+    of the device, such as `torch.cuda.Event`.
     """
 
     def __init__(

@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-#: The one tile: rows, outputs, and inputs at a time.
+#: The one tile: rows, outputs, and inputs at a time. Another DEPTH is another order of sums, and so
+#: other bits; ROWS and COLUMNS only decide how much of a tile small products leave empty.
 ROWS, COLUMNS, DEPTH = 64, 128, 64
 
 

@@ -24,7 +24,7 @@ class DevicePool(KVPool):
     def __init__(
         self, layout: KVLayout, blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Allocate `blocks` blocks of `layout` on `device`, filled with zeros."""
+        """Allocate `blocks` blocks of `layout` on `device`, filled with zeros of `dtype`."""
         self.device = device.index or 0
         size = blocks * layout.block_bytes
         try:

@@ -37,7 +37,7 @@ from .varlen import Varlen, copy_to_device, split_by_phase
 class DeviceStepRows(StepRows):
     """The rows of a step on the device; `varlen` says the same to attention libraries."""
 
-    varlen: list[Varlen] = field(default_factory=list)
+    varlen: list[Varlen] = field(default_factory=list)  #: Runs of prefill and of decode.
 
 
 class GpuLinear(Linear):
@@ -80,6 +80,7 @@ class GpuLinear(Linear):
 class GpuOps(Ops):
     """Operations on `device`, which is a GPU, or the CPU under TRITON_INTERPRET.
 
+    `Ops` says what each method takes and returns. `needs` is what attention has to compute,
     `max_len` is the length in tokens of the longest sequence, `setting` the name of an attention
     backend or "auto". With `fp8` the weights are e4m3. The constructor raises KernelUnavailable
     where that cannot run.

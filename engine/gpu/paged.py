@@ -22,15 +22,16 @@ import triton.language as tl
 from ..attention import LayerCache
 from .varlen import Varlen
 
+#: log2(e): turns scores into units of log 2.
 LOG2E = 1.4426950408889634
 
-#: Keys of a split, at least.
+#: Keys of a split, at least: shorter ones would cost more to merge than they gain in parallel.
 SPLIT = 256
 
-#: Splits of a sequence, at most: longer contexts have longer splits.
+#: Splits of a sequence, at most: longer contexts have longer splits. It bounds the workspace.
 SPLITS = 64
 
-#: Programs of a decode grid: some for each of the 132 to 148 processors of a GPU.
+#: Programs of a decode grid, about: some for each of the 132 to 148 processors of a GPU.
 PROGRAMS = 1024
 
 
@@ -38,6 +39,7 @@ PROGRAMS = 1024
 def _merge(summed, top, total, summed2, top2, total2):
     """Merge two parts of an online softmax: weighted values, largest scores, sums of weights."""
     merged_top = tl.maximum(top, top2)
+    # where neither part saw a key: -inf less -inf would be NaN
     safe_top = tl.where(merged_top == float("-inf"), 0.0, merged_top)
     left, right = tl.exp2(top - safe_top), tl.exp2(top2 - safe_top)
     merged = summed * left[:, None] + summed2 * right[:, None]
@@ -251,6 +253,7 @@ class PagedAttention:
     graphs = True
 
     def __init__(self, max_len: int, exact: bool = False) -> None:
+        #: Keys of a split. It depends on `max_len` alone, never on a step: bits depend on it.
         self.split = max(SPLIT, triton.next_power_of_2(triton.cdiv(max_len, SPLITS)))
         self.exact = exact
         self._split_count = triton.cdiv(max_len, self.split)
@@ -290,6 +293,8 @@ class PagedAttention:
         row_count, heads, head_dim = queries.shape
         _, kv_heads, block_tokens, _ = keys.shape
         group = heads // kv_heads
+        # A lane is a row of one query head. 16 are the least that a product of tensor cores takes;
+        # a tile of more numbers than 16,384 does not fit into registers.
         decode_lanes = max(16, triton.next_power_of_2(group))
         lanes = decode_lanes if self.exact else max(decode_lanes, min(128, 16384 // head_dim))
         tokens = lanes // group

@@ -24,7 +24,7 @@ from .plan import DecodeRow
 class StepRunner(Protocol):
     """What the pipeline uses of `decode.DecodeRunner`."""
 
-    row_limit: int
+    row_limit: int  #: Rows of a step, at most.
 
     def launch(self, rows: list[DecodeRow]) -> StartedStep:
         """Start a step without waiting for it."""
@@ -44,7 +44,7 @@ class StepAhead:
     """A step that the device computes, and the sequences of its rows."""
 
     started: StartedStep
-    sequences: list[Sequence]
+    sequences: list[Sequence]  #: In the order of the rows.
 
 
 def device_can_sample(sequence: Sequence) -> bool:
@@ -65,6 +65,7 @@ class DecodePipeline:
     """Decode steps of `scheduler` on `runner`.
 
     `book_token` books a sequence's token, or why it has none, and returns what to deliver.
+    `max_len` is the length of a sequence in tokens, at most.
     """
 
     def __init__(
@@ -146,6 +147,8 @@ class DecodePipeline:
         for index, sequence in enumerate(current.sequences):
             if not self._is_running(sequence) or not self._may_grow(sequence):
                 continue
+            # room for the KV of two ids: the last one that is known, which the step under way
+            # writes, and the one which that step gives
             if not self._scheduler.reserve_ahead(sequence, 2):
                 return None  # a sequence would have to be preempted: the scheduler plans which
             rows.append(_row(sequence, -1 - index, 1))
@@ -161,7 +164,10 @@ class DecodePipeline:
 
 
 def _row(sequence: Sequence, source: int, ahead: int) -> DecodeRow:
-    """Return the row of `sequence` in a step that is `ahead` ids before what the host knows."""
+    """Return the row of `sequence` in a step that is `ahead` ids before what the host knows.
+
+    `source` is the row's id, or names the row of the step before that gives it (`DecodeRow`).
+    """
     sampling = sequence.sampling
     length = len(sequence.token_ids) + ahead
     return DecodeRow(

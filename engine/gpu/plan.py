@@ -1,4 +1,9 @@
-"""The input of a decode step on the device: its bucket, its padding, its changed tables (pure)."""
+"""The input of a decode step on the device: its bucket, its padding, its changed tables (pure).
+
+A CUDA graph computes a fixed number of rows. So there is a graph for each of some sizes, the
+buckets, and a step is padded to the next one. The device keeps each row's block table between
+steps, and gets only those that changed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,8 @@ PADDING_POSITION = -1
 def bucket_size(row_count: int) -> int:
     """Return how many rows the graph has that computes `row_count` rows.
 
-    The sizes are 1, 2, 4, 8, then multiples of 8 up to 64, then multiples of 32.
+    The sizes are 1, 2, 4, 8, then multiples of 8 up to 64, then multiples of 32: few graphs to
+    capture, and little padding where rows are costly.
     """
     for multiple, limit in ((1, 2), (4, 4), (8, 64)):
         if row_count <= limit:
@@ -47,15 +53,16 @@ class DecodeRow:
 
     position: int  #: Of the last id in its sequence.
     blocks: list[int]  #: The sequence's own list, which only grows.
-    seed: int
+    seed: int  #: With `draw`, what the random numbers of the next id are made of.
     draw: int  #: The position by which the next id is sampled.
-    temperature: float
+    temperature: float  #: 0: the id of the largest logit is taken.
 
 
 def pack_rows(rows: Sequence[DecodeRow], width: int) -> np.ndarray:
     """Return the rows as int64 [ROW_FIELDS, width], padded with rows at PADDING_POSITION.
 
-    Seeds keep their 64 bits, and temperatures are the bits of a float64.
+    One type for all fields lets a step send a single array. Seeds keep their 64 bits, and
+    temperatures are the bits of a float64.
     """
     packed = np.zeros((ROW_FIELDS, width), np.int64)
     sources, positions, seeds, draws, temperatures = packed

@@ -42,7 +42,7 @@ from .roofline import LLAMA_3_8B, DeviceCeilings, decode_floor, prefill_flops
 if TYPE_CHECKING:
     from .plan import DecodeRow
 
-#: Seconds after which no section is begun.
+#: Seconds after which no section is begun, so that the proof ends within ten minutes.
 DEADLINE_S = 460
 
 #: Batches and contexts of the timed decode steps.
@@ -68,12 +68,13 @@ WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")
 class DecodeVariant:
     """A way to make the model, and how many bytes a number takes in it."""
 
-    title: str
+    title: str  #: Of its section.
     model_options: dict[str, Any]  #: Keywords of `random_model.make_random_model`.
     weight_number_bytes: int = 2
     kv_number_bytes: int = 2
 
 
+#: The model is first proven in BF16, and then timed in the other ways.
 BF16 = DecodeVariant("Decode, bf16", {})
 OTHER_VARIANTS = (
     DecodeVariant("Decode, FP8 weights", {"fp8": True}, weight_number_bytes=1),
@@ -102,7 +103,10 @@ def seconds(call: Callable[[], object], times: int) -> float:
 
 
 def ceilings(device: torch.device, size: int = 4 << 30, side: int = 8192) -> DeviceCeilings:
-    """Measure a copy of `size` bytes and a product of random square bf16 matrices."""
+    """Measure a copy of `size` bytes and a product of random bf16 matrices, `side` x `side`.
+
+    Both are so large that neither caches nor the cost of a launch count.
+    """
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_s = seconds(partial(target.copy_, source), 10)
@@ -159,7 +163,7 @@ class DecodeBench:
             ]
         return [
             DecodeRow(
-                source=7 if ahead == 0 else -1 - index,
+                source=7 if ahead == 0 else -1 - index,  # 7: any id will do
                 # somewhat less than `context`, so that the steps ahead stay within its blocks
                 position=context - 40 + ahead,
                 blocks=blocks,
@@ -380,7 +384,7 @@ def handover_section(device: torch.device, blocks: int) -> ProofSection:
 
 
 def ranks_section(device: torch.device) -> ProofSection:
-    """Prove that NCCL's calls can be captured: the sum over ranks, and what puts parts side by side.
+    """Prove that NCCL's calls can be captured: the sum over ranks, and the joining of their parts.
 
     NCCL sums by itself (`reduced`), or each rank gathers the others' parts and adds them in rank
     order (`gathered`). There is one rank, so both must return what went in: more ranks would need

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class ProofSection:
     """A heading and the lines below it."""
 
-    title: str
+    title: str  #: Of the heading, without its marks.
     lines: list[str]
     failed: bool = False  #: True: something that must hold does not.
 

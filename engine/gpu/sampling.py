@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-#: Ids of a program.
+#: Ids of a program (Triton's unit of parallel work): a row of 128,256 has 126 of them.
 CHUNK = 1024
 
 
@@ -58,7 +58,9 @@ def _scan(
     counter = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
     key = tl.zeros_like(counter).to(tl.uint64) + tl.load(seeds + row).to(tl.uint64)
     key2 = tl.zeros_like(counter).to(tl.uint64) + tl.load(positions + row).to(tl.uint64)
+    # numpy counts from 1, and each count gives four numbers
     words = _philox((counter + 1).to(tl.uint64), key, key2)
+    # 2147483647, the largest int32, stands for no id: every id is lower
     top = tl.full([], float("-inf"), tl.float64)
     top_id = tl.full([], 2147483647, tl.int32)
     peak = tl.full([], float("-inf"), tl.float32)
@@ -71,6 +73,7 @@ def _scan(
         peak = tl.maximum(peak, tl.max(logit, 0))
         value = logit.to(tl.float64)
         if temperature > 0:
+            # the upper 53 bits times 2^-53, as numpy makes a float64 of them
             uniform = (words[word] >> 11).to(tl.float64) * 1.1102230246251565e-16
             noise = -tl.log(-tl.log(tl.maximum(uniform, 1e-300)))
             value = value / temperature + noise

@@ -23,9 +23,12 @@ from .transport import PeerCard
 
 
 class AddPeer(msgspec.Struct, frozen=True, tag=True):
-    """The cluster says that this worker exists; `cards` are those of its ranks, in their order."""
+    """The cluster says that this worker exists; `cards` are those of its ranks, in their order.
 
-    worker: str
+    To the service of one rank, `cards` are those ranks of the worker that share heads with it.
+    """
+
+    worker: str  #: its id
     cards: list[PeerCard]
 
 
@@ -40,12 +43,13 @@ class LosePeer(msgspec.Struct, frozen=True, tag=True):
 class OfferBlocks(msgspec.Struct, frozen=True, tag=True):
     """The receiver has reserved `blocks` and asks `peer` to fill them."""
 
-    ticket_id: str
-    peer: str
-    blocks: list[int]
+    ticket_id: str  #: `request#attempt`; both ends make it from the attempt's key.
+    peer: str  #: The sender's worker id. To the service of one rank: the agent, a rank of it.
+    blocks: list[int]  #: Numbers in the receiver's pool, in the order of the tokens.
     tokens: int  #: How many tokens the blocks are for; the last block may be filled in part.
     held_tokens: int = 0  #: Leading tokens whose KV is in the blocks already.
-    #: If not empty, the receiver asks for a prefix with this content, as much as `peer` holds.
+    #: If not empty, the receiver asks for a prefix, as much of it as `peer` holds: the content
+    #: hashes of the prefix's blocks, in order.
     hashes: tuple[bytes, ...] = ()
 
 
@@ -53,15 +57,15 @@ class ExpectOffer(msgspec.Struct, frozen=True, tag=True):
     """The sender is going to push `tokens` tokens to `peer`, once `peer` has offered blocks."""
 
     ticket_id: str
-    peer: str
-    tokens: int
+    peer: str  #: The receiver; named as in `OfferBlocks`.
+    tokens: int  #: All tokens of the ticket, those included that the receiver holds already.
 
 
 class PushBlocks(msgspec.Struct, frozen=True, tag=True):
     """The sender's KV of the ticket's blocks `first_block` and following is final: write it."""
 
     ticket_id: str
-    first_block: int
+    first_block: int  #: Position in the ticket, in blocks of the sender; 0 is its first token's.
     blocks: list[int]  #: Where the KV lies in the sender's pool.
     piece: int = -1  #: The piece of the layers that is final (`slices.piece_layers`); -1: all.
 
@@ -70,18 +74,19 @@ class FinishPush(msgspec.Struct, frozen=True, tag=True):
     """The sender has pushed everything. `meta` is what the receiver needs besides the KV."""
 
     ticket_id: str
-    meta: bytes
+    meta: bytes  #: In a format of the two workers' own; nothing here reads it.
 
 
 class CancelTransfer(msgspec.Struct, frozen=True, tag=True):
     """This end, the receiver or the sender, gives the ticket up."""
 
     ticket_id: str
-    reason: str
+    reason: str  #: One word, such as "aborted"; failures are counted by it.
 
 
 #: Commands of one ticket.
 TicketCommand: TypeAlias = OfferBlocks | ExpectOffer | PushBlocks | FinishPush | CancelTransfer
+#: Whatever a worker asks of its transfer service.
 TransferCommand: TypeAlias = AddPeer | LosePeer | TicketCommand
 
 
@@ -93,7 +98,7 @@ class BlocksArrived(msgspec.Struct, frozen=True, tag=True):
 
     ticket_id: str
     meta: bytes  #: That of the sender's `FinishPush`.
-    tokens: int
+    tokens: int  #: Fewer than were offered only if a prefix was asked for.
     busy_s: float = 0.0  #: Seconds in which at least one write was under way.
     exposed_s: float = 0.0  #: Seconds from the sender's `FinishPush` until the last checksum held.
 
@@ -102,7 +107,7 @@ class TransferFailed(msgspec.Struct, frozen=True, tag=True):
     """To the receiver: the transfer failed. Its blocks stay reserved until `BlocksFreed`."""
 
     ticket_id: str
-    reason: str
+    reason: str  #: One word, such as "checksum", "timeout" or "peer_lost".
 
 
 class BlocksFreed(msgspec.Struct, frozen=True, tag=True):
@@ -125,7 +130,7 @@ class PrefixRequested(msgspec.Struct, frozen=True, tag=True):
 
     ticket_id: str
     peer: str
-    hashes: tuple[bytes, ...]
+    hashes: tuple[bytes, ...]  #: Those of `OfferBlocks`.
 
 
 TransferOutcome: TypeAlias = (

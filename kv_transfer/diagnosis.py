@@ -25,7 +25,7 @@ from . import speed
 from .transports.process import own_process_identity
 
 COPY_BYTES = 64 << 20  #: moved to learn memcpy's speed; fewer stay in caches and look faster
-PACKAGES = ("diptych", "torch", "nixl")
+PACKAGES = ("diptych", "torch", "nixl")  #: whose versions peers should have alike
 #: tcpi_bytes_acked and tcpi_bytes_received of tcp_info in linux/tcp.h, since Linux 4.1.
 _TCP_INFO_BYTES = struct.Struct("=QQ")
 _TCP_INFO_BYTES_OFFSET = 120
@@ -36,7 +36,7 @@ _UNKNOWN_VERSION = "-"
 class NetworkPort(msgspec.Struct, frozen=True):
     """One port of an RDMA device (its link may be Ethernet), or one network interface."""
 
-    name: str
+    name: str  #: `device:port` of RDMA, else the interface's
     gbit_s: float | None  #: as the driver says; virtual interfaces say nothing
     active: bool = True
 
@@ -44,7 +44,7 @@ class NetworkPort(msgspec.Struct, frozen=True):
 class HostEnvironment(msgspec.Struct, frozen=True):
     """What a worker sees of its own host."""
 
-    worker: str
+    worker: str  #: its id, as the caller names it
     host: str
     boot: str  #: id of this boot of the kernel: equal for all containers of one host
     #: Identity of the process (`transports.process.own_process_identity`), by which peers on the
@@ -53,11 +53,12 @@ class HostEnvironment(msgspec.Struct, frozen=True):
     pid: int
     transport: str  #: what its transfer service opened; empty outside a cluster
     pool_bytes: int  #: registered memory of one rank
-    versions: dict[str, str]
-    kernel: str
+    versions: dict[str, str]  #: of Python and of `PACKAGES`; "-": not installed
+    kernel: str  #: its release, as `uname -r` says it
     memlock_bytes: int | None  #: what may be pinned; None: no limit
     ptrace_scope: int | None  #: Yama's; None: this kernel has no Yama
-    cma: dict[str, bool]  #: pid -> may this process write to its memory
+    #: pid -> may this process write to its memory (cross-memory attach, which UCX uses on one host)
+    cma: dict[str, bool]
     rdma: list[NetworkPort]
     rdma_files: list[str]  #: in /dev/infiniband: without them the ports cannot be used
     nics: list[NetworkPort]
@@ -74,7 +75,8 @@ def observe_host(
 ) -> HostEnvironment:
     """Looks at this host. Takes half a second, and 128 MiB meanwhile: a memcpy is measured.
 
-    `transport` and `pool_bytes` are those of the worker; `pids` are processes to try CMA on.
+    `transport` and `pool_bytes` are those of the worker; `pids` are processes of this host to try
+    cross-memory attach (CMA) on. Nothing is raised for what the host does not tell.
     """
     clock_s = time.time()
     began = time.perf_counter()

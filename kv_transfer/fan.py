@@ -10,6 +10,7 @@ Life of a fanned ticket:
     arrived   when every lane has arrived: `BlocksArrived`, with the times of the slowest lane.
     failed    with the first lane that fails, which cancels the others: `TransferFailed`.
     over      when no lane is open any more: `BlocksFreed` after a failure, or `PushEnded`.
+A lane of a failed ticket stays open until its own blocks are free, or its push has ended.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class RankCommand(NamedTuple):
     command: TransferCommand
 
 
+#: What a `Fan` wants done: a command goes to a rank's service, an outcome to the worker.
 FanAction: TypeAlias = RankCommand | TransferOutcome
+#: What the service of a rank says of one lane.
 LaneOutcome: TypeAlias = BlocksArrived | TransferFailed | BlocksFreed | PushEnded
 
 
@@ -55,7 +58,8 @@ LaneOutcome: TypeAlias = BlocksArrived | TransferFailed | BlocksFreed | PushEnde
 class FannedTicket:
     """One ticket of the worker, and its lanes."""
 
-    open_lanes: dict[str, int]  #: The rank of this worker that has the lane, by the lane's name.
+    #: The rank of this worker that has the lane, by the lane's name. A lane leaves when it ends.
+    open_lanes: dict[str, int]
     arrivals: list[BlocksArrived] = field(default_factory=list)  #: Of lanes that have arrived.
     failure: str = ""  #: Why the ticket has failed, if it has.
     failure_reported: bool = False  #: True once `TransferFailed` was returned.
@@ -69,12 +73,15 @@ class Fan:
     """
 
     def __init__(self, own_cards: Sequence[PeerCard]) -> None:
-        self.own_cards = list(own_cards)  #: Those of this worker's ranks.
+        """`own_cards` are those of this worker's ranks."""
+        self.own_cards = list(own_cards)
         self.peers: dict[str, list[PeerCard]] = {}  #: Cards of the ranks, by worker.
         self.tickets: dict[str, FannedTicket] = {}
         self._requested: set[str] = set()  #: Prefix tickets that were reported, not yet expected.
 
     def handle(self, event: TransferCommand | TransferOutcome) -> list[FanAction]:
+        """Takes a command of the worker, or an outcome of one rank's lane (whose `ticket_id` is
+        the lane's name); returns what goes to the ranks, and what the worker is told."""
         match event:
             case AddPeer(worker, cards):
                 return self._add_peer(worker, cards)
@@ -144,7 +151,11 @@ class Fan:
         ]
 
     def _request_prefix(self, lane: str, peer: str, hashes: tuple[bytes, ...]) -> list[FanAction]:
-        """Reports the request of the first lane for all lanes, with the worker's name."""
+        """Reports the request of the first lane for all lanes, with the worker's name.
+
+        A request of an agent that no known worker has is dropped: the rank's service reports it
+        again when the asking end sends its next query.
+        """
         ticket_id = _ticket_of(lane)
         if ticket_id in self._requested or ticket_id in self.tickets:
             return []
@@ -206,6 +217,7 @@ def _joined_outcome(
     if ticket.failure_reported:
         return BlocksFreed(ticket_id)
     slowest = max(ticket.arrivals, key=lambda arrival: arrival.exposed_s)
+    # Ranks may hold different parts of a prefix; only what every lane brought can be used.
     tokens = min(arrival.tokens for arrival in ticket.arrivals)
     return msgspec.structs.replace(slowest, ticket_id=ticket_id, tokens=tokens)
 

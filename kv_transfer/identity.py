@@ -16,8 +16,11 @@ import xxhash
 from ..protos.frames import AttemptKey
 
 HASH_TOKENS = 64  #: Tokens per content hash; an engine's block is a multiple of it.
-FRONT_BLOCKS = 16  #: Routers look up each of so many leading hashes of a prompt (`is_looked_up`),
-LOOKUP_STRIDE = 8  #: and behind them the last of each group of so many.
+#: Routers look up only some hashes of a prompt (`is_looked_up`), as their index would grow with
+#: the length of prompts otherwise: each of the first `FRONT_BLOCKS` hashes, and behind these the
+#: last one of each `LOOKUP_STRIDE`.
+FRONT_BLOCKS = 16
+LOOKUP_STRIDE = 8
 
 
 def block_hashes(
@@ -32,6 +35,7 @@ def block_hashes(
     hashes: list[bytes] = []
     parent = salt
     count = len(token_ids) // block_tokens * block_tokens
+    # Bytes that go into one hash, 4 for each id. (No engine has blocks below 64 tokens.)
     size = 4 * min(HASH_TOKENS, block_tokens)
     data = struct.pack(f"<{count}I", *token_ids[:count])
     for start in range(0, 4 * count, size):
@@ -58,7 +62,7 @@ def hashes_per_block(block_tokens: int) -> int:
 
 
 def is_looked_up(index: int) -> bool:
-    """Whether routers look up a prompt's hash at this index. Workers report only such hashes."""
+    """Whether routers look up a prompt's hash at this index (from 0). Workers report only such."""
     behind_front = index - FRONT_BLOCKS
     return behind_front < 0 or behind_front % LOOKUP_STRIDE == LOOKUP_STRIDE - 1
 
@@ -83,7 +87,10 @@ def ticket_seed(compatibility: bytes, ticket_id: str, generation: int) -> int:
 
 
 def tile_seed(seed: int, index: int, piece: int) -> int:
-    """The checksum seed of one piece of tile `index` of a ticket, whose own seed is `seed`."""
+    """The checksum seed of one piece of tile `index` of a ticket, whose own seed is `seed`.
+
+    A tile has at most 8 pieces, so seeds of different tiles and pieces (-1: all) differ.
+    """
     return (seed + index * 256 + piece) & 0xFFFFFFFFFFFFFFFF
 
 

@@ -3,6 +3,9 @@
 The commands of a worker count in blocks and tokens, the machines of `tickets` in tiles. A rank's
 service keeps an `OpenLane` for each open ticket: it knows the lane between the two ranks, and how
 many tokens the ticket is for, which is all that the translation needs.
+
+A lane is what one rank of the sender and one of the receiver have in common. A tile is as many
+tokens as the smaller block of both ends has; in a pool, a block's tiles have numbers in a row.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from .identity import tile_seed
 from .slices import Lane, LaneEnd, LaneSide, tiles_of
 from .ticket_events import FinishTilePush, OfferTiles, PushTiles, TilesArrived
 
-#: `identity.digest` of a pool, without its `view`.
+#: `(bytes of a unit, runs, seed)` -> 64-bit checksum of these runs of one pool, which the callable
+#: knows. A run is (first unit, number of units). It is `identity.digest`, or one for a GPU.
 Digest: TypeAlias = Callable[[int, Sequence[tuple[int, int]], int], int]
 
 
@@ -25,14 +29,16 @@ Digest: TypeAlias = Callable[[int, Sequence[tuple[int, int]], int], int]
 class OpenLane:
     """The lane of one open ticket."""
 
-    lane: Lane
+    lane: Lane  #: It may be shared with other tickets between the same kinds of ranks.
     tokens: int  #: How many tokens the ticket is for.
 
     @property
     def tile_count(self) -> int:
+        """Tiles of the ticket; the last one may be filled in part."""
         return -(-self.tokens // self.lane.tile_tokens)
 
     def offer(self, command: OfferBlocks) -> OfferTiles:
+        """A tile counts as held only if all of its tokens are: the one on the border is sent."""
         tiles_per_block = self.lane.target.tiles_per_block
         return OfferTiles(
             command.ticket_id,
@@ -43,6 +49,7 @@ class OpenLane:
         )
 
     def push(self, command: PushBlocks) -> PushTiles:
+        """Tiles behind the ticket's last token are left out: the last block may be part full."""
         tiles_per_block = self.lane.source.tiles_per_block
         first_tile = command.first_block * tiles_per_block
         return PushTiles(
@@ -57,6 +64,7 @@ class OpenLane:
         return FinishTilePush(command.ticket_id, self.tile_count, command.meta)
 
     def arrived(self, arrived: TilesArrived) -> BlocksArrived:
+        """The leading tokens that arrived; a last tile that is part full counts in part."""
         return BlocksArrived(
             arrived.ticket_id,
             arrived.meta,
@@ -75,10 +83,11 @@ class OpenLane:
         first_tile: int,
         piece: int,
     ) -> list[int]:
-        """Checksums of a piece of `tiles`, which lie on `side` of the lane.
+        """Checksums of a piece of `tiles`, one for each, as they lie on `side` of the lane.
 
-        They are the ticket's tiles from `first_tile` on; `ticket_seed` is that of
-        `identity.ticket_seed`.
+        `tiles` are the ticket's tiles from `first_tile` on. The same tile has the same checksum at
+        both ends: `ticket_seed` (`identity.ticket_seed`) and the tile's number within the ticket
+        go into it, the place in the pool does not.
         """
         unit_bytes = self.lane.unit_bytes
         return [
@@ -89,5 +98,8 @@ class OpenLane:
 
 @lru_cache(maxsize=256)
 def lane_between(source: LaneEnd, target: LaneEnd) -> Lane:
-    """The lane from one rank to another. Raises ValueError if the two cannot be joined."""
+    """The lane from one rank to another. Raises ValueError if the two cannot be joined.
+
+    Lanes are kept, as peers with the same layout and rank have the same one.
+    """
     return Lane(source, target)

@@ -4,8 +4,8 @@ Physical order: `[block][layer group][head][layer in group][K,V][token][dim]`. A
 lie in one run, a layer group is contiguous, and so is a head's share of a group. Kernels see
 strides only.
 
-Where a number lies is counted in elements, one number of K or V each; sizes in bytes end in
-`_bytes`.
+Where a number lies is counted in elements (items), one number of K or V each; sizes in bytes end in
+`_bytes`. The part is which of the two it is: 0 is K, 1 is V.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from dataclasses import dataclass
 
 import xxhash
 
-FORMAT_VERSION = 2  #: Two ends of another version refuse each other (`KVLayout.compatibility`).
+#: Two ends of different versions refuse each other (`KVLayout.compatibility`). To be raised when
+#: the physical order changes.
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Geometry of one rank's KV pool."""
+    """Geometry of one rank's KV pool. Raises ValueError if the numbers do not fit each other."""
 
-    layers: int
+    layers: int  #: That have KV.
     heads: int  #: KV heads of this rank.
-    head_dim: int
-    block_tokens: int
+    head_dim: int  #: Numbers of K, or V, that a head has for a token.
+    block_tokens: int  #: A multiple of 64, the tokens that one content hash names.
     item_bytes: int  #: Bytes per element.
     dtype: str  #: "bfloat16", "float32"; part of the compatibility hash.
     group_layers: int  #: Layers per group; `layers` is a multiple of it.

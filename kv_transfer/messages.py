@@ -2,7 +2,11 @@
 
 The receiver (a decode worker) offers tiles. The sender (a prefill worker) writes into them and
 sends a message with each chunk of data. Either end can end the ticket. A ticket id is
-`request#attempt`; a message of a ticket that has ended changes nothing.
+`request#attempt`, between workers of several ranks with the two ranks behind it
+(`request#attempt/1>0`). A message of a ticket that has ended changes nothing.
+
+A tile is as many tokens as the smaller block of both ends has. It may be sent in pieces, which are
+runs of layers; the ticket's tiles are numbered from 0, from its first token on.
 
 The messages are MessagePack arrays with a one-letter tag: the order of the fields is the format.
 """
@@ -19,14 +23,14 @@ from ..protos.frames import Token
 class TicketMessage(msgspec.Struct, frozen=True, array_like=True):
     """Base of all messages."""
 
-    ticket_id: str
+    ticket_id: str  #: As both ends know the ticket.
 
 
 class OfferMessage(TicketMessage, frozen=True, tag="O"):
     """Receiver to sender: write the ticket's tiles from `first_tile` on into these tiles."""
 
     generation: int  #: Distinguishes this reservation from others under the same ticket id.
-    first_tile: int
+    first_tile: int  #: The receiver has the KV of those before it.
     tiles: list[int]  #: Tiles of the receiver's pool.
     #: Content of the ticket's blocks, if the receiver asks for a prefix that the sender may hold.
     hashes: list[bytes] = []
@@ -36,11 +40,11 @@ class ChunkMessage(TicketMessage, frozen=True, tag="C"):
     """Sender to receiver, together with the data: a piece of the tiles from `first_tile` on."""
 
     generation: int  #: That of the offer.
-    chunk_number: int
+    chunk_number: int  #: Counts the ticket's chunks from 0.
     first_tile: int
     piece: int  #: Which of the `pieces`; -1: all of them.
-    pieces: int
-    checksums: list[int]  #: One for each tile.
+    pieces: int  #: Equal runs of layers that each tile is cut into.
+    checksums: list[int]  #: 64 bits for each tile, of this piece of it.
 
 
 class FinishMessage(TicketMessage, frozen=True, tag="F"):
@@ -57,7 +61,7 @@ class FinishMessage(TicketMessage, frozen=True, tag="F"):
 class FailedMessage(TicketMessage, frozen=True, tag="V"):
     """Sender to receiver: the ticket is incomplete, and no write of it is or will be under way."""
 
-    reason: str
+    reason: str  #: One word, which the receiver reports as why the transfer failed.
 
 
 class StopMessage(TicketMessage, frozen=True, tag="A"):
@@ -90,14 +94,17 @@ class UnknownTicketMessage(TicketMessage, frozen=True, tag="U"):
 
 
 class GreetMessage(TicketMessage, frozen=True, tag="G"):
-    """First note to a new peer: it sets the connection up before the first ticket needs it."""
+    """First note to a new peer: it sets the connection up before the first ticket needs it.
+
+    Its ticket id is empty, and the peer does nothing about it.
+    """
 
 
 class FirstTokens(msgspec.Struct, frozen=True, array_like=True):
     """`FinishMessage.meta` of a prompt: the first token of each answer, in the answers' order."""
 
     tokens: list[Token]
-    ended_answers: list[int] = []  #: Answers that ended with their first token.
+    ended_answers: list[int] = []  #: Indices of answers that ended with their first token.
 
 
 AnyMessage: TypeAlias = (
@@ -112,5 +119,6 @@ AnyMessage: TypeAlias = (
     | UnknownTicketMessage
     | GreetMessage
 )
+#: To and from the bytes of a note; `decode` raises ValueError if they are no message.
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(AnyMessage).decode

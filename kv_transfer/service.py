@@ -83,13 +83,15 @@ from .transport import (
 
 log = logging.getLogger(__name__)
 
-ACTIVE_POLL_S = 0.0003
-SLOW_POLL_S = 0.005
+ACTIVE_POLL_S = 0.0003  #: While bytes are on their way, or something came a moment ago.
+SLOW_POLL_S = 0.005  #: While a ticket is open and has been quiet for 20 ms or more.
+#: Without an open ticket. An idle worker takes 0.8 % of a core; polling every 8 ms, it took 1.9 %.
 IDLE_POLL_S = 0.1
 QUIET_SHARE = 0.25  #: Of the time that nothing has come: what comes next may be seen so much later.
 SPIN_ROUNDS = 2  #: Quiet rounds of the loop before it waits between two polls.
-TICK_S = 0.05
+TICK_S = 0.05  #: Between two looks at timeouts and fences; the shortest timeout is 0.2 s.
 
+#: Opens the rank's transport, given what decides whether incoming data may be stored.
 OpenTransport = Callable[[AdmitData], Transport]
 
 
@@ -113,7 +115,11 @@ class PostedWrite:
 
 
 class TransferService:
-    """Moves KV blocks for one rank of a worker: `start` it, then `submit` commands of its lanes."""
+    """Moves KV blocks for one rank of a worker: `start` it, then `submit` commands of its lanes.
+
+    A lane is the part of a ticket that one rank of the sender and one of the receiver share; it
+    has a ticket id of its own.
+    """
 
     def __init__(
         self,
@@ -128,8 +134,10 @@ class TransferService:
     ) -> None:
         """`open_transport` and `deliver` are called on the transfer thread.
 
-        `digest` computes checksums where the CPU cannot read the pool (`vram`). Raises ValueError
-        if the pool needs one.
+        `agent` is this rank's name, which is never used twice. `end` says which heads the pool
+        holds, and how they lie there. `compatibility` is a hash of model, numbers and format: a
+        peer with another one is refused. `digest` computes checksums where the CPU cannot read the
+        pool (`vram`); None: the CPU computes them. Raises ValueError if the pool needs one.
         """
         if digest is None and pool.memory != "DRAM":
             raise ValueError("checksums of a pool in a GPU's memory need its `digest`")
@@ -137,8 +145,8 @@ class TransferService:
         self.pool = pool
         self.end = end
         self.compatibility = compatibility
-        self.card: PeerCard | None = None  #: Set when the transport is open.
-        self.gauges = TransferStatistics()
+        self.card: PeerCard | None = None  #: What peers need to know; None until `start`.
+        self.gauges = TransferStatistics()  #: what was done since the start
         self._open_transport = open_transport
         self._deliver = deliver
         self._digest = digest or partial(identity.digest, pool.view)
@@ -147,13 +155,13 @@ class TransferService:
         self._sender = TicketSender(timeouts)
         self._lanes: dict[str, OpenLane] = {}  #: Of open tickets, by ticket id.
         self._writes: dict[int, PostedWrite] = {}  #: By the transport's handle.
-        #: Pushes whose event has not come yet, and what must stay behind them.
 
         self._agents: dict[str, list[str]] = {}  #: Agents that the cluster names, by worker.
         self._cards: dict[str, PeerCard] = {}  #: Their cards, by agent.
         self._peers: dict[str, PeerCard] = {}  #: Those of them that the transport reaches.
         self._unfenced: set[str] = set()  #: Lost agents, some write of which may still land.
-        #: Of these, agents that are back but cannot be reached: alive, they never pass a fence.
+        #: The part of `_unfenced` that is back but cannot be reached: alive, these never pass a
+        #: fence.
         self._strays: set[str] = set()
 
         self._commands: queue.SimpleQueue[TransferCommand | None] = queue.SimpleQueue()
@@ -174,7 +182,7 @@ class TransferService:
         return self.card
 
     def submit(self, command: TransferCommand) -> None:
-        """Queues a command. May be called from any thread."""
+        """Queues a command. May be called from any thread. After `stop` nothing comes of it."""
         self._commands.put(command)
 
     def stop(self) -> None:
@@ -184,10 +192,15 @@ class TransferService:
 
     @property
     def alive(self) -> bool:
+        """False once the transfer thread has ended, by `stop` or by an error."""
         return self._thread.is_alive()
 
     def statistics(self) -> dict[str, object]:
-        """A snapshot, read without a lock: each number by itself is right."""
+        """A snapshot, read without a lock: each number by itself is right.
+
+        `sessions` are the peers that can be reached, `tickets` the open ones by state, and
+        `quarantined` is in tiles: room that a silent peer may still write to.
+        """
         received = list(self._receiver.tickets.values())
         sent = list(self._sender.tickets.values())
         states = Counter(ticket.state.value for ticket in received)
@@ -231,7 +244,7 @@ class TransferService:
             self._transport.close()
 
     def _loop(self) -> None:
-        quiet_rounds = 0
+        quiet_rounds = 0  # since a command or an event of the transport came
         last_event_s = 0.0
         last_tick_s = 0.0
         while True:
@@ -329,7 +342,7 @@ class TransferService:
 
     def _offer(self, command: OfferBlocks) -> None:
         lane = self._join(command)
-        if lane is None:
+        if lane is None:  # nobody was told of the blocks, so they are free at once
             self.gauges.failures["peer_lost"] += 1
             self._deliver(TransferFailed(command.ticket_id, "peer_lost"))
             self._deliver(BlocksFreed(command.ticket_id))
@@ -404,7 +417,8 @@ class TransferService:
                 self._lanes.pop(ticket_id, None)
                 self._deliver(action)
             case TransferFailed(_, reason):
-                if reason != "finished":  # an answer of one token needs no KV elsewhere
+                # "finished": the answer ended with its first token and needs no KV elsewhere.
+                if reason != "finished":
                     self.gauges.failures[reason] += 1
                 self._deliver(action)
             case PrefixRequested():
@@ -462,6 +476,8 @@ class TransferService:
             self._strays.discard(agent)
 
     def _lose_worker(self, worker: str, process_dead: bool) -> None:
+        """Loses every rank of a worker. The names are kept until its process is known to be dead,
+        so that this news still reaches the fences of its ranks."""
         for agent in self._agents.get(worker, ()):
             self._cards.pop(agent, None)
             self._lose_peer(agent)
@@ -472,6 +488,7 @@ class TransferService:
             self._agents.pop(worker, None)
 
     def _lose_peer(self, agent: str) -> None:
+        """Tells both machines that a peer is lost, once; from now on its fence is awaited."""
         if self._peers.pop(agent, None) is None:
             return
         self._unfenced.add(agent)
@@ -490,6 +507,8 @@ class TransferService:
             self._transport.notify(peer, messages.encode(message))
         except PeerLost:
             self._lose_peer(peer)
+            # Again, for a ticket that was opened after the peer was lost; it changes no other. A
+            # peer that is not unfenced has passed its fence, or was never reached: it cannot write.
             self._to_both_ends(PeerWentDown(peer))
             if peer not in self._unfenced:
                 self._to_both_ends(PeerFenced(peer))
@@ -527,6 +546,7 @@ class TransferService:
         checksums = self._checksums(open_lane, lane.target, action.tiles, chunk)
         size = len(action.tiles) * lane.piece_bytes(chunk.piece)
         self.gauges.record_received_bytes(self._receiver.tickets[action.ticket_id].peer, size)
+        # Both ends must also cut tiles into the same pieces: pieces are compared by number.
         ok = checksums == chunk.checksums and chunk.pieces == lane.pieces
         self._to_receiver(ChunkVerified(action.ticket_id, chunk.chunk_number, ok))
 
@@ -551,7 +571,10 @@ class TransferService:
         return checksums
 
     def _admit(self, peer: str, note: bytes) -> bool:
-        """Whether the data that comes with `note` may be stored: only while its ticket is open."""
+        """Whether the data that comes with `note` may be stored: only while its ticket is open.
+
+        The transport asks this from inside of `poll`, on the transfer thread.
+        """
         try:
             message = messages.decode(note)
         except ValueError:

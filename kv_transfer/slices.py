@@ -5,7 +5,8 @@ different sizes (one divides the other), and group layers differently. Four unit
 
     tile   as many tokens as the smaller block of both ends has; a ticket counts tiles
     lane   one sender's rank and one receiver's rank that hold common heads
-    unit   the largest run of bytes that is contiguous, and aligned, in both pools of a lane
+    unit   the largest run of bytes that is contiguous, and aligned, in both pools of a lane;
+           numbered from 0 in each pool, unit k at byte `k * unit_bytes`
     piece  a run of layers of a tile, so that it can travel while later layers are still computed
 
 A `Lane` says, for each piece of each tile, which units of the one pool are which units of the
@@ -26,7 +27,7 @@ from .layout import KVLayout
 from .transport import Spans
 
 PIECE_BYTES_MINIMUM = 256 << 10  #: Smaller writes cost more than their overlap wins.
-PIECE_LIMIT = 8  #: Pieces of a tile, at most.
+PIECE_LIMIT = 8  #: Pieces of a tile, at most: each one is a message, and a look at its checksums.
 ALL_PIECES = -1  #: In place of a piece's number.
 
 
@@ -35,7 +36,7 @@ class LaneEnd:
     """One rank's pool at one end of a lane."""
 
     layout: KVLayout
-    rank: int = 0
+    rank: int = 0  #: From 0; rank r has the r-th share of the heads.
     ranks: int = 1  #: How many ranks share the model's heads.
 
     @property
@@ -52,7 +53,10 @@ class LaneSide:
     def __init__(
         self, piece_offsets: list[np.ndarray], block_units: int, tiles_per_block: int
     ) -> None:
-        """`piece_offsets` has, for each piece, the units of a block's first tile."""
+        """`piece_offsets` has, for each piece, the units of a block's first tile.
+
+        `block_units` is the number of units of a whole block in this pool.
+        """
         # The last is ALL_PIECES. Units are numbered in 32 bits (`Spans`).
         every_offset = [*piece_offsets, np.concatenate(piece_offsets)]
         self._offsets = [offsets.astype(np.int32) for offsets in every_offset]
@@ -63,6 +67,8 @@ class LaneSide:
     def start(self, tile: int) -> int:
         """The first unit of a tile, to which the offsets of the pieces are added."""
         block, tile_in_block = divmod(tile, self.tiles_per_block)
+        # Each tile of a block is one unit behind the one before it: where a block has several, a
+        # unit is one grain (K or V of one head and layer), as no two grains of a tile are adjacent.
         return block * self._block_units + tile_in_block
 
     def units(self, tiles: Sequence[int], piece: int) -> np.ndarray:
@@ -75,13 +81,14 @@ class LaneSide:
         return len(self._offsets[piece])
 
     def runs(self, tile: int, piece: int) -> list[tuple[int, int]]:
-        """The units of one tile as (first unit, number of contiguous units)."""
+        """The units of a piece of one tile, as (first unit, number of contiguous units)."""
         start = self.start(tile)
         return [(start + first, count) for first, count in self._runs[piece]]
 
 
 class Lane:
-    """What one source rank sends to one target rank.
+    """What one source rank sends to one target rank. `source` and `target` are the units' places
+    in the two pools; `heads` are those of the model that both ranks hold.
 
     Raises ValueError if the two cannot be joined: their block sizes do not divide, or they have no
     head in common.
@@ -116,7 +123,10 @@ class Lane:
         )
 
     def _grains(self, end: LaneEnd) -> list[np.ndarray]:
-        """The grains of the lane in a block's first tile at this end, for each piece."""
+        """For each piece, the grains of the lane in a block's first tile at this end.
+
+        A grain's number is its distance from the block's start, in grains.
+        """
         layout = end.layout
         grain_items = self.tile_tokens * layout.head_dim
         head_stride = layout.strides()[1]
@@ -128,7 +138,7 @@ class Lane:
                 layout.offset(layer, part) + head * head_stride
                 for layer in piece_layers(layout.layers, self.pieces, piece)
                 for head in local_heads
-                for part in (0, 1)
+                for part in (0, 1)  # K, V
             ]
             pieces.append(np.array(offsets, np.int64) // grain_items)
         return pieces
@@ -147,7 +157,11 @@ class Lane:
 
 
 def piece_count(layout: KVLayout, ranks: int) -> int:
-    """Returns how many equal pieces a tile is cut into: whole layer groups, and not too small."""
+    """Returns how many equal pieces a tile is cut into: whole layer groups, and not too small.
+
+    `layout` and `ranks` are the sender's. All lanes of a ticket cut alike, so the size that counts
+    is that of a block over all ranks.
+    """
     groups = layout.layers // layout.group_layers
     limit = max(1, min(PIECE_LIMIT, layout.block_bytes * ranks // PIECE_BYTES_MINIMUM))
     return max(count for count in range(1, groups + 1) if groups % count == 0 and count <= limit)
@@ -172,7 +186,8 @@ def tiles_of(blocks: Sequence[int], tiles_per_block: int, tile_count: int) -> li
 
 
 def partner_ranks(own_end: LaneEnd, peer_ranks: int, heads_per_rank: int) -> list[int]:
-    """Those of a peer's `peer_ranks` ranks that hold some of the heads of `own_end`."""
+    """Those of a peer's `peer_ranks` ranks, `heads_per_rank` heads each, that hold some of the
+    heads of `own_end`."""
     own_heads = set(own_end.heads)
     return [
         rank
@@ -228,5 +243,6 @@ def _grains_per_unit(source: np.ndarray, target: np.ndarray) -> int:
 
 
 def _runs(offsets: np.ndarray) -> list[tuple[int, int]]:
+    """The contiguous runs of ascending `offsets`, as (first, length)."""
     breaks = np.flatnonzero(np.diff(offsets) != 1) + 1
     return [(int(part[0]), len(part)) for part in np.split(offsets, breaks)]

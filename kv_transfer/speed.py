@@ -1,7 +1,8 @@
 """How fast the transports of this host move bytes, against memcpy of the same minute.
 
 Two processes: this one holds a pool and writes (or reads), the other one holds a pool and polls.
-All figures are GiB/s, the best of several rounds: what the machine can do when left alone.
+Speeds are in GiB/s, the best of several rounds: what the machine can do when left alone. The bytes
+to move are one pool's, whole: `total_bytes`, a multiple of `PARTS` times the longest run.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from .transport import (
 from .transports import open_transport
 
 GIB = 1 << 30
-RUNS = tuple(1 << shift for shift in range(12, 21))  #: 4 KiB .. 1 MiB
-ROUNDS = 30
+RUNS = tuple(1 << shift for shift in range(12, 21))  #: bytes of a run: 4 KiB .. 1 MiB
+ROUNDS = 30  #: each part counts with its best; with so many, one of them is left alone
 PARTS = 8  #: what is moved is cut into so many parts, timed one by one
-DEADLINE_S = 30.0
+DEADLINE_S = 30.0  #: for the other process to start, and for anything to arrive
 _HUGE_PAGE = 2 << 20
-_POLL_PAUSE_S = 0.0002
+_POLL_PAUSE_S = 0.0002  #: of the other process, where the writer copies without its help
 _HELLO = b"hello"
 
 PartAction = Callable[[int], object]  #: moves the part of this number
@@ -49,9 +50,9 @@ class SpeedRow(msgspec.Struct, frozen=True):
 
     transport: str
     op: str  #: write | read
-    run_bytes: int
+    run_bytes: int  #: of each run
     gib_s: float
-    of_memcpy: float
+    of_memcpy: float  #: `gib_s` over that of a memcpy of as many bytes, in huge pages, then
 
 
 class Poster(Protocol):
@@ -88,7 +89,7 @@ class SpeedPool:
 
 
 def _pool_copy(total_bytes: int, shared: bool) -> PartAction:
-    """Returns what copies a part from one new pool to another."""
+    """Returns what copies a part, by its number, from one new pool to another."""
     source = SpeedPool(total_bytes, shared)
     target = SpeedPool(total_bytes, shared)
     part_bytes = total_bytes // PARTS
@@ -111,6 +112,7 @@ def first_copy(total_bytes: int) -> float:
     target = SpeedPool(total_bytes, shared=True)
     assert target.fd is not None
     part_bytes = total_bytes // PARTS
+    # A new mapping of the same pages for each copy: only a mapping's first use costs faults.
     maps = [mmap.mmap(target.fd, part_bytes) for _ in range(ROUNDS * PARTS)]
     addresses = iter([ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in maps])
 
@@ -121,7 +123,7 @@ def first_copy(total_bytes: int) -> float:
 
 
 def checksum(total_bytes: int) -> float:
-    """GiB/s of xxh3 over blocks of an eighth of the bytes, one core."""
+    """GiB/s of xxh3 over an eighth of the bytes at a time, on one core."""
     view = SpeedPool(total_bytes, shared=False).view
     part_bytes = total_bytes // PARTS
 
@@ -134,7 +136,9 @@ def checksum(total_bytes: int) -> float:
 def measure(
     name: str, total_bytes: int = 64 << 20, run_bytes: Iterable[int] = RUNS
 ) -> list[SpeedRow]:
-    """Measures writes in runs of each size, for `nixl` reads too.
+    """Measures a transport's writes in runs of each size, and reads too if it can read (`nixl`).
+
+    `name` is `nixl`, `shm` or `tcp`. A run is one contiguous piece of the moved bytes.
 
     Raises TransportUnavailable when the transport cannot run here, TimeoutError when nothing
     arrives.
@@ -219,7 +223,7 @@ def _best_gib_s(total_bytes: int, *actions: PartAction) -> list[float]:
 def poll_until(
     transport: Transport, matches: Callable[[TransportEvent], bool], timeout_s: float = DEADLINE_S
 ) -> None:
-    """Polls until an event matches. Raises TimeoutError."""
+    """Polls until an event matches; others are dropped. Raises TimeoutError."""
     deadline = time.monotonic() + timeout_s
     while not any(matches(event) for event in transport.poll()):
         if time.monotonic() > deadline:

@@ -16,14 +16,20 @@ from .messages import AnyMessage, ChunkMessage
 
 @dataclass(frozen=True, slots=True)
 class TicketTimeouts:
-    """Waits in seconds, and how much is remembered of tickets that have ended."""
+    """Waits in seconds, and how much is remembered of tickets that have ended.
+
+    `total_s` includes the time in which the sender computes the prompt. The waits are so long that
+    only a peer in trouble exceeds them.
+    """
 
     total_s: float = 30.0  #: From the offer until everything has arrived.
     idle_s: float = 1.0  #: Silence before a `QueryMessage`.
     resend_s: float = 0.2  #: Between two `StopMessage`s.
     quarantine_s: float = 10.0  #: From the failure until the tiles count as quarantined.
     offer_s: float = 20.0  #: A sender waits this long for the offer.
-    history_limit: int = 4096  #: Early offers, and ended tickets, that a sender remembers.
+    #: Early offers, and ended tickets, that a sender remembers: enough that no message of a
+    #: forgotten one is still on its way.
+    history_limit: int = 4096
 
 
 # ---- events --------------------------------------------------------------------------------------
@@ -34,10 +40,11 @@ class OfferTiles:
     """To the receiver: tiles are reserved, ask `peer` to fill those behind the held ones."""
 
     ticket_id: str
-    peer: str
-    tiles: list[int]
+    peer: str  #: The agent (one rank of the sending worker) that is asked.
+    tiles: list[int]  #: Numbers of tiles in the receiver's pool, in the order of the tokens.
     held_tiles: int = 0  #: Leading tiles whose KV is there already.
-    #: If not empty, `peer` is asked for a prefix with this content, as many tiles as it holds.
+    #: If not empty, `peer` is asked for a prefix, as many tiles as it holds: the content hashes of
+    #: the prefix's blocks.
     hashes: tuple[bytes, ...] = ()
 
 
@@ -54,10 +61,10 @@ class PushTiles:
     """To the sender: a piece of the ticket's tiles from `first_tile` on is final."""
 
     ticket_id: str
-    first_tile: int
+    first_tile: int  #: Number within the ticket, from 0.
     tiles: list[int]  #: Where they lie in the sender's pool.
     piece: int = 0  #: Which of the `pieces`; -1: all of them.
-    pieces: int = 1
+    pieces: int = 1  #: Equal runs of layers that a tile is cut into.
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +73,7 @@ class FinishTilePush:
 
     ticket_id: str
     tiles: int
-    meta: bytes
+    meta: bytes  #: What the receiver needs besides the KV, in the worker's own format.
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +81,14 @@ class CancelTicket:
     """To either end: this end gives the ticket up."""
 
     ticket_id: str
-    reason: str
+    reason: str  #: One word; the other end is told it where it waits for data.
 
 
 @dataclass(frozen=True, slots=True)
 class MessageReceived:
     """To either end: the other end's message has come."""
 
-    peer: str
+    peer: str  #: The agent that sent it.
     message: AnyMessage
 
 
@@ -100,7 +107,7 @@ class WriteEnded:
 
     ticket_id: str
     ok: bool
-    reason: str = ""
+    reason: str = ""  #: Why not, if it is not `ok`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +158,10 @@ class VerifyChunk:
 
 @dataclass(frozen=True, slots=True)
 class WriteTiles:
-    """Of the sender: write tiles of the own pool into tiles of the peer's.
+    """The sender returns this to have tiles of the own pool written into tiles of the peer's.
 
-    `source_tiles[i]` goes to `target_tiles[i]`; both are the ticket's tile `first_tile + i`.
+    `source_tiles[i]` goes to `target_tiles[i]`; both are the ticket's tile `first_tile + i`. The
+    caller sends a `ChunkMessage` of the same fields along, and answers once with `WriteEnded`.
     """
 
     ticket_id: str

@@ -77,6 +77,8 @@ Value = TypeVar("Value")
 
 
 class ReceivingState(StrEnum):
+    """The states of the receiver that the module's docstring describes."""
+
     RESERVED = "reserved"
     ABORTING = "aborting"
     QUARANTINED = "quarantined"
@@ -84,17 +86,17 @@ class ReceivingState(StrEnum):
 
 @dataclass(slots=True)
 class ReceivingTicket:
-    """One ticket at the receiver."""
+    """One ticket at the receiver. Moments are seconds of the caller's clock (`now`)."""
 
     ticket_id: str
-    peer: str
-    offer: OfferMessage
+    peer: str  #: The agent that was asked to send; messages of anybody else are ignored.
+    offer: OfferMessage  #: What was sent to it, with the reserved tiles.
     phase_began_s: float  #: When the offer was sent; from the failure on, when that was.
     last_activity_s: float  #: When a message last came from the sender, or went to it.
     state: ReceivingState = ReceivingState.RESERVED
     chunks: dict[int, ChunkMessage] = field(default_factory=dict)  #: By chunk number.
     verified_chunks: set[int] = field(default_factory=set)  #: Numbers of those that hold.
-    finish: FinishMessage | None = None
+    finish: FinishMessage | None = None  #: None until the sender has sent it.
     finish_received_s: float = 0.0
 
     @property
@@ -103,7 +105,10 @@ class ReceivingTicket:
         return self.offer.first_tile + len(self.offer.tiles)
 
     def tiles_of(self, chunk: ChunkMessage) -> list[int] | None:
-        """The offered tiles that a chunk fills; None if the chunk does not fit the offer."""
+        """The offered tiles that a chunk fills; None if the chunk does not fit the offer.
+
+        A chunk carries one piece (a run of layers) of its tiles; -1 in `chunk.piece` is all pieces.
+        """
         if chunk.pieces < 1 or not -1 <= chunk.piece < chunk.pieces:
             return None
         chunk_end = chunk.first_tile + len(chunk.checksums)
@@ -116,9 +121,9 @@ class ReceivingTicket:
         """Whether the chunks hold every piece of each tile from the first offered to `end_tile`."""
         first_tile = self.offer.first_tile
         piece_counts = {chunk.pieces for chunk in self.chunks.values()}
-        if end_tile <= first_tile:
+        if end_tile <= first_tile:  # nothing was to be sent, as the receiver held all of it
             return end_tile == first_tile and not piece_counts
-        if len(piece_counts) != 1:
+        if len(piece_counts) != 1:  # no chunk, or chunks that cut tiles into different pieces
             return False
         pieces = piece_counts.pop()
         filled: set[tuple[int, int]] = set()
@@ -133,11 +138,19 @@ class TicketReceiver:
     """The receiving end of all tickets of one rank."""
 
     def __init__(self, timeouts: TicketTimeouts | None = None) -> None:
+        """None: the defaults of `TicketTimeouts`."""
         self.timeouts = timeouts or TicketTimeouts()
-        self.tickets: dict[str, ReceivingTicket] = {}
-        self.generation = 0  #: That of the last offer.
+        self.tickets: dict[str, ReceivingTicket] = {}  #: By ticket id; quarantined ones included.
+        #: Number of the last offer. It goes into checksums, so that bytes for an earlier offer of
+        #: the same ticket id do not pass.
+        self.generation = 0
 
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverAction]:
+        """Takes an event in; returns what the caller must carry out, in this order.
+
+        `now` is in seconds, of a clock that never goes back. An event of a ticket that is not (or
+        no longer) here changes nothing.
+        """
         match event:
             case OfferTiles():
                 return self._offer(event, now)
@@ -207,6 +220,7 @@ class TicketReceiver:
             case StoppedMessage():
                 return [] if reserved else self._free(ticket)
             case UnknownTicketMessage():
+                # The answer to a `QueryMessage`. `begun`: this end had chunks when it asked.
                 if message.begun:
                     return self._fail_and_stop(ticket, "source_forgot", now)
                 if reserved and not ticket.chunks:  # the offer was lost
@@ -222,7 +236,10 @@ class TicketReceiver:
     def _receive_chunk(
         self, ticket: ReceivingTicket, chunk: ChunkMessage, now: float
     ) -> list[ReceiverAction]:
-        """A chunk for another reservation of the tiles, or a second copy, changes nothing."""
+        """Asks for the chunk's checksums to be verified.
+
+        A chunk for another reservation of the tiles, or a second copy, changes nothing.
+        """
         if chunk.generation != ticket.offer.generation or chunk.chunk_number in ticket.chunks:
             return []
         tiles = ticket.tiles_of(chunk)
@@ -297,6 +314,8 @@ class TicketReceiver:
         phase_s = now - ticket.phase_began_s
         silent_s = now - ticket.last_activity_s
 
+        # There are two cases: a transfer that still may succeed asks for the sender's state when
+        # nothing comes; one that has failed repeats its `StopMessage` until that is answered.
         if ticket.state is ReceivingState.RESERVED:
             if phase_s > timeouts.total_s:
                 return self._fail_and_stop(ticket, "timeout", now)
@@ -320,6 +339,8 @@ class TicketReceiver:
 
 
 class SendingState(StrEnum):
+    """The states of the sender that the module's docstring describes."""
+
     WAITING = "waiting"
     OPEN = "open"
     CLOSING = "closing"
@@ -327,20 +348,20 @@ class SendingState(StrEnum):
 
 @dataclass(slots=True)
 class SendingTicket:
-    """One ticket at the sender."""
+    """One ticket at the sender. Moments are seconds of the caller's clock (`now`)."""
 
     ticket_id: str
-    peer: str
-    expected_since_s: float
+    peer: str  #: The agent that the tiles are pushed to.
+    expected_since_s: float  #: When `ExpectTileOffer` came.
     state: SendingState = SendingState.WAITING
-    offer: OfferMessage | None = None
+    offer: OfferMessage | None = None  #: None until it has come.
     waiting_pushes: list[PushTiles] = field(default_factory=list)  #: Until the offer is there.
     chunk_count: int = 0  #: Writes that were posted.
     writes_under_way: int = 0  #: Posted writes that have not ended.
     busy_s: float = 0.0  #: Seconds in which at least one write was under way, until the last gap.
     busy_since_s: float = 0.0  #: When the writes that are under way began.
-    finish: FinishTilePush | None = None
-    finish_requested_s: float = 0.0
+    finish: FinishTilePush | None = None  #: Set once everything was pushed.
+    finish_requested_s: float = 0.0  #: When `finish` came.
     reason: str = ""  #: Why the ticket is closing, if it is.
     stop_requested: bool = False  #: True if the receiver waits for `StoppedMessage`.
 
@@ -349,7 +370,7 @@ class SendingTicket:
 class EarlyOffer:
     """An offer that came before `ExpectTileOffer`."""
 
-    peer: str
+    peer: str  #: The agent that sent it.
     message: OfferMessage
 
 
@@ -357,13 +378,19 @@ class TicketSender:
     """The sending end of all tickets of one rank."""
 
     def __init__(self, timeouts: TicketTimeouts | None = None) -> None:
+        """None: the defaults of `TicketTimeouts`."""
         self.timeouts = timeouts or TicketTimeouts()
-        self.tickets: dict[str, SendingTicket] = {}
+        self.tickets: dict[str, SendingTicket] = {}  #: By ticket id.
         self.early_offers: OrderedDict[str, EarlyOffer] = OrderedDict()  #: By ticket id.
         #: The last message of each ended ticket, by ticket id; None where it was `StoppedMessage`.
         self.ended_tickets: OrderedDict[str, FinishMessage | FailedMessage | None] = OrderedDict()
 
     def handle(self, event: SenderEvent, now: float) -> list[SenderAction]:
+        """Takes an event in; returns what the caller must carry out, in this order.
+
+        `now` is in seconds, of a clock that never goes back. Of a ticket that has ended, only the
+        end of a write may not come: a ticket lives until its writes have ended.
+        """
         match event:
             case ExpectTileOffer(ticket_id, peer):
                 return self._expect(ticket_id, peer, now)
@@ -379,7 +406,7 @@ class TicketSender:
             case PeerWentDown(peer):
                 return self._lose_peer(peer)
             case PeerFenced():
-                return []
+                return []  # only who receives has to wait until a lost peer's writes are over
             case TicketTick():
                 return self._check_timeouts(now)
             case _:
@@ -387,7 +414,7 @@ class TicketSender:
 
     def _expect(self, ticket_id: str, peer: str, now: float) -> list[SenderAction]:
         assert ticket_id not in self.tickets, ticket_id
-        if ticket_id in self.ended_tickets:
+        if ticket_id in self.ended_tickets:  # the receiver has stopped the ticket before
             return [PushEnded(ticket_id, ok=False, reason="aborted")]
         self.tickets[ticket_id] = SendingTicket(ticket_id, peer, now)
         early = self.early_offers.pop(ticket_id, None)
@@ -455,7 +482,7 @@ class TicketSender:
         self.early_offers.pop(ticket_id, None)
         ticket = self.tickets.get(ticket_id)
         if ticket is None:
-            self._end(ticket_id, None)
+            self._end(ticket_id, None)  # remembered, so that a later `ExpectTileOffer` is refused
             return [SendMessage(peer, StoppedMessage(ticket_id))]
         ticket.stop_requested = True
         return self._close(ticket, "aborted")
@@ -492,7 +519,11 @@ class TicketSender:
         return self._advance(ticket, now) if ok else self._close(ticket, reason)
 
     def _advance(self, ticket: SendingTicket, now: float) -> list[SenderAction]:
-        """Writes what may be written, and ends the ticket if it is complete."""
+        """Writes what may be written, and ends the ticket if it is complete.
+
+        Pushes wait until the offer says where they go. A push that the offer has no room for
+        closes the ticket; the writes that were returned before it are still posted, and counted.
+        """
         if ticket.state is SendingState.CLOSING:
             return self._end_if_drained(ticket)
         if ticket.state is SendingState.WAITING:
@@ -519,7 +550,7 @@ class TicketSender:
         self, ticket: SendingTicket, offer: OfferMessage, push: PushTiles
     ) -> WriteTiles | None:
         """The part of a push that the receiver lacks; None if the offer has no room for it."""
-        held = max(0, offer.first_tile - push.first_tile)
+        held = max(0, offer.first_tile - push.first_tile)  # tiles that the receiver has already
         first_tile = push.first_tile + held
         source_tiles = push.tiles[held:]
         start = first_tile - offer.first_tile
@@ -543,6 +574,7 @@ class TicketSender:
     def _finish(
         self, ticket: SendingTicket, offer: OfferMessage, finish: FinishTilePush, now: float
     ) -> list[SenderAction]:
+        # Without any chunk nothing was transferred: the wait was for the offer alone.
         exposed_s = now - ticket.finish_requested_s if ticket.chunk_count else 0.0
         message = FinishMessage(
             ticket.ticket_id,

@@ -24,11 +24,11 @@ class PeerCard(msgspec.Struct, frozen=True):
     #: A hash of the model, the type of its numbers and the format of blocks. The transfer service
     #: refuses a peer with another value; transports do not look at it.
     compatibility: bytes
-    address: bytes  #: The transport's own contact data.
+    address: bytes  #: Where the agent is reached, in the transport's own format.
     base: int  #: Address of byte 0 of the pool in the owner's process.
     size: int  #: Bytes of the pool.
     layout: KVLayout  #: How the pool's bytes are KV blocks; transports do not look at it.
-    rank: int = 0
+    rank: int = 0  #: Number of this rank within its worker, from 0.
     ranks: int = 1  #: How many ranks the worker has.
 
 
@@ -73,9 +73,9 @@ class NotificationReceived:
 class PostedWriteEnded:
     """A posted write has ended, well or not: its source may be reused."""
 
-    handle: int
+    handle: int  #: What `Transport.write` returned.
     ok: bool
-    reason: str = ""
+    reason: str = ""  #: Why not, if it is not `ok`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Transport(Protocol):
     the write has completed.
     """
 
-    name: str
+    name: str  #: Both ends of a connection must have the same one.
     refuses_late: bool  #: True if data is stored only while `AdmitData` says so, as it comes in.
 
     @property
@@ -140,14 +140,18 @@ class Transport(Protocol):
         ...
 
     def fenced(self, peer: str) -> bool:
-        """Whether no write of a peer that went down can land any more."""
+        """Whether no write of a peer that went down can land any more.
+
+        The owner asks again and again until it is True; some transports hang up by being asked.
+        """
         ...
 
     def mark_process_dead(self, peer: str) -> None:
         """Takes note that the cluster knows the peer's process to be gone: some fences wait for
         this."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends all connections. No other call may follow."""
 
 
 class LaidOutPool(Pool, Protocol):
@@ -158,7 +162,7 @@ class LaidOutPool(Pool, Protocol):
 
 
 def card_of(agent: str, transport: Transport, pool: LaidOutPool) -> PeerCard:
-    """Returns the card of an agent that is the only rank of its worker.
+    """Returns the card by which peers reach an agent that is the only rank of its worker.
 
     Its `compatibility` is empty, for uses of a transport without the service that compares them.
     """

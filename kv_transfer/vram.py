@@ -10,21 +10,21 @@ from collections.abc import Sequence
 
 import torch
 
-DIGEST = b"words64"
+DIGEST = b"words64"  #: Name of this way to compute a checksum.
 _WORD_BYTES = 8
 _WORD_MASK = 0xFFFFFFFFFFFFFFFF
-_GOLDEN = -7046029254386353131  #: an odd 64-bit constant, as int64
-_MIX = -4417276706812531889  #: another one
+_GOLDEN = -7046029254386353131  #: 2**64 over the golden ratio (odd), as int64
+_MIX = -4417276706812531889  #: another odd 64-bit constant; products with odd ones lose no bits
 
 
 def words_digest(
     pool_words: torch.Tensor, unit: int, runs: Sequence[tuple[int, int]], seed: int
 ) -> int:
-    """Returns 64 bits of the bytes of `runs`, in this order.
+    """Returns a 64-bit checksum of the bytes of `runs`, in this order; it waits for the GPU.
 
     `pool_words` are the pool as int64. A run is its first unit and its number of units, of `unit`
-    bytes each. The digest is a sum of mixed words, each with its place, so words that changed
-    places change it too.
+    bytes each (a multiple of 8). `seed` is 64 bits, of either sign. The digest is a sum of mixed
+    words, each with its place, so words that changed places change it too.
     """
     width = unit // _WORD_BYTES
     words = torch.cat(

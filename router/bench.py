@@ -45,16 +45,17 @@ from .events import (
 from .index import BLOCK_TOKENS, STRIDE, positions
 
 GATEWAY = "g"
-TERM = 1  #: of the router; a cluster that restarts its router gives the new one a higher term
+TERM = 1  #: number of the router; only a cluster that restarts its router needs others
 SYSTEM_BLOCKS = 8  #: of a system prompt: 512 tokens
 SYSTEM_PROMPTS = 16
 HISTORY_BLOCKS = (40, 300)  #: of 64 tokens: 2.6 k to 19 k
 TURN_BLOCKS = 24  #: new in each turn: 1.5 k tokens, answer and question
 OUTPUT_TOKENS = 350  #: 5 whole blocks
-PLACEMENTS_PER_S = 3500
+PLACEMENTS_PER_S = 3500  #: the rate for which the mix has its reports; `COST` allows it
 REPORT_S = 0.2  #: between two reports of a worker
-DECODES_PER_WORKER = 10
-#: 500 such workers compute 3,500 such prompts a second, about
+DECODES_PER_WORKER = 10  #: attempts that decode, over all workers; with more, the oldest ends
+#: Seconds for a call, a token, a row of a step, or a pair of query and key; KV tokens read in a
+#: step, and moved. 500 such workers compute 3,500 such prompts a second, about.
 COST = Coefficients(
     prefill_base=0.005,
     prefill_token=6e-5,
@@ -82,13 +83,15 @@ class BenchCluster:
 
     router: Router
     random: np.random.Generator
-    now: float = 0.0
+    now: float = 0.0  #: the router's time, in seconds: the end of the latest prefill
     requests: int = 0  #: made so far
+    #: of each conversation, the hashes of its blocks so far
     histories: list[list[bytes]] = field(default_factory=list)
-    report_numbers: dict[str, int] = field(default_factory=dict)
-    #: placements by the end of their prefill
+    report_numbers: dict[str, int] = field(default_factory=dict)  #: of the last report, by worker
+    #: a heap of placements: (predicted end of the prefill, decision's number, placement)
     computing: list[tuple[float, int, AttemptPlaced]] = field(default_factory=list)
-    decoding: deque[AttemptPlaced] = field(default_factory=deque)
+    decoding: deque[AttemptPlaced] = field(default_factory=deque)  #: the oldest first
+    #: what was asked, of the attempts without a first token
     places: dict[AttemptKey, PlaceAttempt] = field(default_factory=dict)
     #: hashes that a worker has computed and not reported yet
     unreported: dict[str, list[bytes]] = field(default_factory=dict)
@@ -267,11 +270,13 @@ def run(
 ) -> dict[str, Any]:
     """Time each placement with `queued` requests in the queue, then a whole mix of events.
 
-    The best of some rounds counts, as others may use the machine meanwhile. `least_`: the same
-    placements a second time, and the shorter time of each, which leaves out what interrupts cost.
+    `clock` is read in seconds. `entries` are pairs of a worker and a prefix in the index, and
+    `placements` are made in each of the three measurements, in `rounds` equal parts. The best of
+    the rounds counts, as others may use the machine meanwhile. `least_`: the same placements a
+    second time, and the shorter time of each, which leaves out what interrupts cost.
 
-    A placement is an event by which one request is placed: a prefill worker has credit (so little to
-    compute that it may take another prompt) and one of the most urgent is chosen for it, or a
+    A placement is an event by which one request is placed: a prefill worker has credit (so little
+    to compute that it may take another prompt) and one of the most urgent is chosen for it, or a
     newcomer finds a worker that takes it; in both cases with the choice of the decode worker and
     everything that is noted. `Router.tidy`, which comes after the answer is sent, counts in the
     mix. The mix has, for each placement, its request, its first token, its end, and at 3,500
@@ -315,7 +320,7 @@ def _ready(workers: int, entries: int, queued: int, seed: int) -> BenchCluster:
         actions = cluster.router.handle(request(cluster), cluster.now)
         note_placed(cluster, actions)
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # what is there is never looked through again
     garbage.disable()  # as the service does
     return cluster
 
@@ -387,7 +392,7 @@ def _mix(
     return {
         "placements_per_s": round(placed / spent_s),
         "events_per_s": round(events / spent_s),
-        # stored, and evicted
+        # What engines store, and evict as much of: reports name few of these (the index's grain).
         "blocks_per_placement": 2 * (2 * TURN_BLOCKS + OUTPUT_TOKENS // BLOCK_TOKENS),
         "block_events_per_placement": round(blocks / max(placed, 1), 1),
         "reports_per_placement": round(reports_per_placement, 2),

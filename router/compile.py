@@ -22,7 +22,7 @@ from .native import (
     source_paths,
 )
 
-SUBJECT = "router and simulator"
+SUBJECT = "router and simulator"  #: begins each message of the command
 SETUP = """
 from mypyc.build import mypycify
 from setuptools import setup
@@ -32,7 +32,7 @@ setup(name="native", ext_modules=mypycify([*options, *{sources}], group_name="{g
 
 
 def build(target: Path) -> None:
-    """Compile beside the target and rename: two processes may build at the same time.
+    """Compile beside the target folder and rename: two processes may build at the same time.
 
     Raises subprocess.CalledProcessError, OSError.
     """
@@ -41,6 +41,7 @@ def build(target: Path) -> None:
         draft = Path(name)
         output = draft / "out"
         sources = [f"diptych/{path}" for path in source_paths()]
+        # The sources are named as of the package `diptych`, whatever the checkout's folder is.
         (draft / "diptych").symlink_to(ROOT)
         (draft / "setup.py").write_text(SETUP.format(sources=sources, group=GROUP))
         command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "out"]
@@ -48,7 +49,7 @@ def build(target: Path) -> None:
         for package in {package.split("/")[0] for package in MODULES}:
             (output / "diptych" / package).rename(output / package)
         (output / "diptych").rmdir()
-        (output / "size").write_text(str(machine_code_bytes(output)))
+        (output / "size").write_text(str(machine_code_bytes(output)))  # `native.is_complete`
         try:
             output.rename(target)
         except OSError:  # another process was first

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-#: a request in the queue is given up after so many times the wait for which it was let in
+#: A queued request is given up after so many times `background_wait_s`: it was let in because a
+#: shorter wait was predicted, and the prediction was wrong by then.
 GIVE_UP_FACTOR = 2.0
 
 
@@ -14,13 +15,14 @@ class SloClass:
     """A class of requests. A lower `priority` is served first."""
 
     priority: int = 0
-    weight: float = 1.0  #: value of one request when not all can be served in time
+    weight: float = 1.0  #: value of one request when not all can be served in time; no policy asks
     early_reject: bool = False  #: prefers an early 429 to an answer after its target
 
     def __post_init__(self) -> None:
         assert self.weight > 0, self
 
 
+#: The classes by default, by the name that a request gives.
 CLASSES = {
     "interactive": SloClass(),
     "sheddable": SloClass(early_reject=True),
@@ -32,7 +34,9 @@ CLASSES = {
 class RouterConfig:
     """Times in seconds, room in blocks, lengths in tokens. An unknown class counts as the first."""
 
-    disaggregate: str = "always"  #: always | auto | never
+    #: Whether a prefill worker computes prompts: always; auto: unless the decode worker had better;
+    #: never: decode workers compute all.
+    disaggregate: str = "always"
     queue_max: int = 1024  #: requests that wait for a worker
     #: how long a request waits for a worker where none is up, or until its TTFT target if later
     queue_ttl_s: float = 30.0
@@ -43,17 +47,17 @@ class RouterConfig:
     settle_s: float = 3.0
     prior_tokens_per_s: float = 2000.0  #: prefill rate of a worker that says nothing of its speed
     policy: str = "diptych"  #: a key of `policies.POLICIES`
-    ttft_s: float = 2.0  #: targets of a request that names none
-    itl_s: float = 0.05
+    ttft_s: float = 2.0  #: target to the first token, of a request that names none
+    itl_s: float = 0.05  #: target between two tokens, of a request that names none
     classes: Mapping[str, SloClass] = field(default_factory=lambda: dict(CLASSES))
     #: a prefix is moved from another worker where that is faster than computing
     fetch: bool = True
     #: to a gateway and back: a worker gets its next prompt this long before it is idle
     rtt_s: float = 0.002
     seed: int = 0  #: of ties and samples
-    index_per_worker: int = 65536  #: index entries of one worker, at most
+    index_per_worker: int = 65536  #: entries of one worker in the index of prefixes, at most
     predicted_ttl_s: float = 120.0  #: an entry that was predicted and never reported ends then
-    decisions: int = 4096  #: decision records kept
+    decisions: int = 4096  #: decision records kept; 0: none are made
 
     def __post_init__(self) -> None:
         assert self.disaggregate in ("always", "auto", "never"), self.disaggregate

@@ -58,22 +58,26 @@ from .recorder import DecisionRecorder, UntidiedPlacement, name_of
 from .request_queue import QueuedRequest, RequestQueue
 from .worker_state import DecodeReservation, WorkerState
 
-FOREIGN_KV_SHARE = 0.75  #: KV tokens that a reservation of another router reads, of its blocks'
+#: Of the tokens that its blocks have room for, so many are assumed to be read by a step for a
+#: reservation that another router made: its lengths are not known here.
+FOREIGN_KV_SHARE = 0.75
 FINISHED = ("stop", "length")  #: reasons of attempts that say how long answers are
-MIN_REJECT_RETRY_S = 1.0
-OLD_SHARE = 0.5  #: of the time that a request waits for a worker, after which it is old
+MIN_REJECT_RETRY_S = 1.0  #: no client is told to come back sooner
+#: After this share of the time that a request may wait for a worker it is old: from then on it may
+#: slow others down, and overdue ones get a turn (`QueuedRequest.is_old`).
+OLD_SHARE = 0.5
 
 
 @dataclass(slots=True, eq=False)
 class PlacedAttempt:
     """An attempt that workers have. It ends when its gateway says so, or is lost."""
 
-    gateway: str
+    gateway: str  #: name of the gateway that asked
     request: QueuedRequest
     computing_worker: WorkerState  #: the one that computes the prompt
     decode_worker: WorkerState
     placed: AttemptPlaced  #: the answer to the gateway, for when it asks again
-    first_token_sent: bool = False
+    first_token_sent: bool = False  #: the prompt is computed
     ended_on_worker: bool = False  #: the decode worker says so, its gateway not yet
 
 
@@ -82,14 +86,17 @@ class UntidiedArrival:
     """A new request that the demand does not count yet."""
 
     prompt_tokens: int
-    output_tokens: float
-    arrived_at: float
+    output_tokens: float  #: expected, of all its answers together
+    arrived_at: float  #: at this router
 
 
 class Router:
-    """One active router per model. `term` must be higher than any router's before it.
+    """Places the requests of one model. One router is active at a time.
 
+    `term` must be higher than any router's before it; the highest one is the active router.
     Moments are seconds of one clock, which the caller reads (`now`) and which never goes back.
+    After each `handle` the caller sends what it returned, then calls `tidy`, and comes back with a
+    `RouterTick` at `next_wake` if no event comes before.
     """
 
     def __init__(self, config: RouterConfig, term: int) -> None:
@@ -97,7 +104,7 @@ class Router:
         self.term = term
         self.active = True  #: False once a newer router is known; then nothing happens any more
         self.settled = False  #: True once every live worker has had the time to join
-        self.settles_at: float | None = None
+        self.settles_at: float | None = None  #: when it settles; None: no event has come yet
         self.gateways: dict[str, None] = {}  #: by name, in order of joining
         self.fleet = WorkerFleet(config.prior_tokens_per_s, config.rtt_s, config.itl_s)
         self.queue = RequestQueue()
@@ -105,13 +112,14 @@ class Router:
         self.placer = Placer(config, self.fleet, self._index, self.queue)
         self.policy = POLICIES[config.policy](self.placer)
         self.placed_attempts: dict[AttemptKey, PlacedAttempt] = {}
-        #: reservations of attempts whose gateways are not connected, by their decode workers
+        #: attempts that decode though this router did not place them, or their gateway is not
+        #: connected any more, with their decode workers, on which they keep their reservations
         self.foreign_attempts: dict[AttemptKey, WorkerState] = {}
         self.lengths = OutputLengths()
         self.goodput = Goodput(config.ttft_s, config.itl_s)
         self.counts = PlacementCounts()
         self.placed = 0  #: placements since the start
-        self.refused = 0
+        self.refused = 0  #: refusals since the start
         self.hit_tokens = 0  #: cached or fetched prompt tokens of all placements
         self.prompt_tokens = 0  #: prompt tokens of all placements
         self._demand = DemandWindow()
@@ -236,7 +244,7 @@ class Router:
         return self.fleet.workers
 
     def directory(self) -> WorkerDirectory:
-        """Return the frame that names all workers."""
+        """Return the frame that names all workers; gateways and workers connect by it."""
         cards = [worker.card for worker in self.workers.values()]
         return WorkerDirectory(self.term, cards, self.settled)
 
@@ -276,6 +284,8 @@ class Router:
         for key in self._foreign_attempts_of(worker):
             self._release_foreign(key)
         held_keys = {(name, attempt) for name, attempt, _ in event.held_reservations}
+        # Placed there and not held: it ended while the connection was broken, or, before its
+        # first token, has yet to begin.
         for key in worker.reservations.keys() & self.placed_attempts.keys() - held_keys:
             attempt = self.placed_attempts[key]
             attempt.ended_on_worker |= attempt.first_token_sent
@@ -349,7 +359,7 @@ class Router:
         report = event.report
         if worker is None:
             return []
-        if report.seq != worker.last_report + 1:
+        if report.seq != worker.last_report + 1:  # one was lost: a whole snapshot must come
             return [DisconnectWorker(event.worker)]
         worker.last_report = report.seq
         if report.evicted:
@@ -393,7 +403,7 @@ class Router:
         self._index.expire(now)
         request = self._new_request(gateway, place, now)
         _, attempt_number = key
-        if attempt_number == 0:
+        if attempt_number == 0:  # another attempt is no new demand
             arrival = UntidiedArrival(
                 request.prompt_tokens, request.expected_tokens - request.prompt_tokens, now
             )
@@ -475,6 +485,7 @@ class Router:
             predicted_ttft_ms=ttft_s * 1e3,
             predicted_itl_ms=placement.itl_s * 1e3,
             decision_id=decision_id,
+            # 0 says "in order of arrival", so a deadline that has passed is as near as can be.
             deadline_s=max(placement.deadline - now, 0.001) if placement.deadline else 0.0,
             prefix_holder=name_of(placement.fetch_from),
             background=request.overdue,
@@ -585,6 +596,8 @@ class Router:
     def statistics(self, now: float | None = None) -> dict[str, Any]:
         """Return what people and metrics see of the router, in plain types.
 
+        "late" are the overdue requests of those that wait ("waiting"), "bound" the attempts that
+        workers have, and "outlook" is what the planner of worker counts reads.
         The window of the goodput ends at `now`; None: at the last event.
         """
         if now is None:

@@ -9,7 +9,9 @@
                        handover = by how much the gap between first and second token exceeds the
                                   ITL target
 
-The closed forms themselves are the methods of `protos.frames.Coefficients`.
+The closed forms themselves are the methods of `protos.frames.Coefficients`. ITL, the inter-token
+latency, is the time between two tokens of an answer; a worker's decode *rows* are the sequences
+that one step computes a token for.
 """
 
 from __future__ import annotations
@@ -26,26 +28,29 @@ from .worker_state import WorkerState
 ITL_SHARE = 0.5
 FETCH_TOKENS = 256  #: fewer tokens are computed rather than fetched
 FETCH_S = 0.002  #: a fetch takes this at least
-FETCH_MARGIN = 1.5  #: a fetch must be so many times faster than computing
-STEP_GROWTH = 1.15  #: by how much a step may grow while a prompt is computed beside
-CHUNK_MIN = 64
+#: A fetch must be so many times faster than computing: its prediction knows nothing of the
+#: holder's other transfers, and it may fail.
+FETCH_MARGIN = 1.5
+STEP_GROWTH = 1.15  #: factor by which a step may grow while a prompt is computed beside
+CHUNK_MIN = 64  #: tokens; in smaller chunks a prompt would take too many steps
 #: of the time of a worker that decodes, what prefill gets at least: see `paced_prefill_s`
 PREFILL_SHARE_MIN = 0.25
 PLANNED_STEP_SHARE = 0.9  #: of an engine's step limit: what it plans steps for, as times vary
-EQUAL_COST = 1e-12  #: costs that differ by less are equal
+EQUAL_COST = 1e-12  #: costs that differ by less are equal: the rest is rounding
 
 
 class PrefillPlan(NamedTuple):
     """How one worker would compute a prompt, were it idle."""
 
-    seconds: float
+    seconds: float  #: of the prefill, and of a fetch before it
     compared_s: float  #: by which workers are compared: a fetch counts `FETCH_MARGIN` times
     cached_tokens: int  #: cached there, or fetched
-    fetch_from: WorkerState | None
+    fetch_from: WorkerState | None  #: the worker that holds the fetched prefix; None: no fetch
 
 
 class PrefillSpan(NamedTuple):
-    """When a prompt is predicted to begin and to be computed on another worker."""
+    """When a prompt is predicted to begin and to be computed on a prefill worker: moments, in
+    seconds of the router's clock."""
 
     begins_at: float
     ends_at: float
@@ -84,6 +89,7 @@ def local_first_token_s(
         chunk_tokens = min(spare_s / token_s, chunk_tokens)
         if chunk_tokens < CHUNK_MIN:
             return inf
+    # Each chunk comes with one step of what decodes there.
     decode_s = uncached_tokens / chunk_tokens * worker.step_s
     return worker.backlog_s(now) + decode_s + plan.seconds
 
@@ -96,6 +102,7 @@ def paced_prefill_s(worker: WorkerState, prefill_s: float, itl_s: float) -> floa
     """
     if not worker.rows:
         return prefill_s
+    # A worker without a limit of its own is taken to go by the request's target.
     limit_s = PLANNED_STEP_SHARE * (worker.card.step_ms / 1e3 or itl_s)
     share = max(1.0 - worker.step_s / limit_s, PREFILL_SHARE_MIN)
     return prefill_s / share
@@ -104,7 +111,10 @@ def paced_prefill_s(worker: WorkerState, prefill_s: float, itl_s: float) -> floa
 def decode_candidate(
     request: QueuedRequest, worker: WorkerState, span: PrefillSpan, moved_tokens: int
 ) -> DecodeCandidate:
-    """Return what decoding on this worker costs; `moved_tokens` of the prompt move there."""
+    """Return what decoding on this worker costs; `moved_tokens` of the prompt move there.
+
+    `span` is when the prompt is computed, elsewhere.
+    """
     step_s = worker.step_with(request.kv_tokens_read)
     transfer_s = worker.cost.transfer_s(moved_tokens)
     transfer_begins_at = max(worker.link_busy_until, span.begins_at)

@@ -17,7 +17,10 @@ import msgspec
 
 from ..protos.frames import AttemptKey
 
+#: Names of the terms of a worker's cost: what it has left to do, and the prompt's prefill.
 PREFILL_TERMS = ("left", "prefill")
+#: A step with this request, transfer that the prefill does not hide, what a fuller KV pool costs,
+#: and by how much the gap between first and second token exceeds its target. (`shortlist`)
 DECODE_TERMS = ("step", "exposed", "memory", "handover")
 
 
@@ -26,15 +29,15 @@ class PlacementKind(StrEnum):
 
     PUSH = "push"  #: the request chose its worker
     PULL = "pull"  #: a worker with credit chose the request
-    EARLY = "early"  #: an early policy placed it at once
+    EARLY = "early"  #: the policy is one that places requests as they come, without a queue
     LOCAL = "local"  #: the decode worker computes the prompt
     REFUSED = "refused"
 
 
 class Option(NamedTuple):
-    """A worker that could have taken a stage."""
+    """A worker that could have taken a stage: the prefill or the decode of a request."""
 
-    worker: str
+    worker: str  #: its id
     cost: float  #: what the policy compared: the least wins
     terms: tuple[float, ...]  #: seconds, named by `PREFILL_TERMS` or `DECODE_TERMS`
 
@@ -44,37 +47,37 @@ class PassedOver(NamedTuple):
 
     request_id: str
     time_left_s: float  #: to its deadline
-    reason: str
+    reason: str  #: as people read it
 
 
 class Decision(msgspec.Struct):
     """One placement or refusal. Seconds; moments by the router's clock."""
 
-    number: int
-    at: float
-    key: AttemptKey
-    policy: str
+    number: int  #: counts the router's decisions from 1
+    at: float  #: when it was decided
+    key: AttemptKey  #: (request id, number of the attempt)
+    policy: str  #: name of the router's policy
     kind: PlacementKind
     prompt_tokens: int
-    slo_class: str
-    tenant: str
-    ttft_target_s: float
-    itl_target_s: float
-    waited_s: float
+    slo_class: str  #: the request's class of service
+    tenant: str  #: for whom it is
+    ttft_target_s: float  #: from its arrival to its first token
+    itl_target_s: float  #: between two tokens
+    waited_s: float  #: from the request's arrival to the decision
     waiting: int  #: requests in the queue, this one not counted
-    prefill: str | None = None
-    decode: str | None = None
+    prefill: str | None = None  #: the chosen prefill worker; None: the decode worker computes
+    decode: str | None = None  #: the chosen decode worker; None: refused
     fetch: str | None = None  #: the worker that the prefix is fetched from, if any
-    hit_tokens: int = 0
+    hit_tokens: int = 0  #: of the prompt, cached on the worker that computes it, or fetched
     passed_over: list[PassedOver] = []
     prefill_options: list[Option] = []  #: the chosen worker and the best others
-    decode_options: list[Option] = []
+    decode_options: list[Option] = []  #: the same for decode
     others: int = 0  #: decode workers that are not named
-    note: str = ""
+    note: str = ""  #: why it was refused
     left_s: float = 0.0  #: predictions: what its prefill worker still had to do
-    prefill_s: float = 0.0
+    prefill_s: float = 0.0  #: its own prefill
     ttft_s: float = 0.0  #: from its arrival
-    itl_s: float = 0.0
+    itl_s: float = 0.0  #: between two tokens
     exposed_s: float = 0.0  #: transfer that the prefill does not hide
     observed: dict[str, Any] = {}  #: the outcome, once it is known
     session: str = ""  #: as the client names the conversation
@@ -97,7 +100,7 @@ def _named_terms(
 
 
 class Decisions:
-    """The last `limit` records, by attempt."""
+    """The last `limit` records, by attempt: a second decision on an attempt replaces the first."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -124,7 +127,11 @@ class Decisions:
         return self._by_key.get(key)
 
     def find(self, request_id: str) -> list[Decision]:
-        """Return every attempt at a request, by its id or by the client's id it was made from."""
+        """Return the records of all attempts at a request.
+
+        `request_id` is the request's id, or the client's id from which a gateway made it by adding
+        "~" and more.
+        """
         prefix = request_id + "~"
         return [
             decision

@@ -15,15 +15,15 @@ from msgspec import structs
 if TYPE_CHECKING:
     from .fleet import WorkerFleet
 
-WINDOW_S = 60.0
+WINDOW_S = 60.0  #: long enough for a mean over many requests, short enough to follow a rush
 
 
 @dataclass(frozen=True, slots=True)
 class OfferedLoad:
     """The mean request of a window. `rate` is in requests/s, all else in tokens."""
 
-    rate: float = 0.0
-    uncached: float = 0.0
+    rate: float = 0.0  #: of new requests; further attempts at one do not count
+    uncached: float = 0.0  #: prompt tokens that are to be computed
     pairs: float = 0.0  #: of query and key that its prefill computes
     output: float = 0.0  #: expected: nobody knows an answer's length before it ends
     context: float = 0.0  #: KV tokens read over all steps of its answer
@@ -80,8 +80,10 @@ class DemandWindow:
         squares = sum(second.squared_prompt_tokens for second in seconds)
         prompt_tokens = sum(second.prompt_tokens for second in seconds)
         return OfferedLoad(
+            # By the time since the first request, where that is shorter than the window.
             rate=requests / min(self.window_s, max(now - self._began_at, 1.0)),
             uncached=prompt_tokens * (1 - cached_share) / requests,
+            # A prompt of n tokens has n^2 / 2 pairs, its cached share s of them s^2 as many.
             pairs=squares * (1 - cached_share**2) / 2 / requests,
             output=sum(second.output_tokens for second in seconds) / requests,
             context=sum(second.context_tokens for second in seconds) / requests,
@@ -100,7 +102,11 @@ class DemandWindow:
 
 
 def outlook(demand: DemandWindow, fleet: WorkerFleet, now: float) -> dict[str, Any]:
-    """Return what a planner needs to know of this moment, in the plain types of a frame."""
+    """Return what a planner needs to know of this moment, in the plain types of a frame.
+
+    That is the mean request, the seconds of prefill that all workers together have left, and each
+    worker's speed as the values of `Coefficients` in order.
+    """
     workers = fleet.workers.values()
     return {
         "need": asdict(demand.offered_load(now)),

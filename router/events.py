@@ -2,10 +2,12 @@
 
 Frames arrive as they are, with the name of the peer that sent them.
 
-Most events are logged as JSON, and read again by `replay.py`. The log's keys never change: a field that
-has another name there says so by `name`, in a msgspec struct, as dataclasses have no such thing.
+Most events are logged as JSON, and read again by `replay.py`. The log's keys never change: a field
+that has another name there says so by `name`, in a msgspec struct, as dataclasses have no such
+thing.
 
-A `term` numbers routers: each new one has a higher term than those before it.
+A `term` numbers routers: each new one has a higher term than those before it. An attempt is one
+placement of a request on a pair of workers; its key is (request id, number of the attempt).
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class WorkerJoined(msgspec.Struct, frozen=True):
 class WorkerLost:
     """The connection to a worker has ended."""
 
-    worker: str
+    worker: str  #: its id, as in `WorkerCard.id`
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class PlacementRequested:
 
 
 class FirstTokenSent(msgspec.Struct, frozen=True):
-    """The prompt is computed: its worker may be given another."""
+    """The first token of an attempt is out: the worker of its prompt may be given another."""
 
     attempt_key: AttemptKey = msgspec.field(name="key")
 
@@ -81,7 +83,7 @@ class AttemptEnded(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
-    """A client's request is over, by whatever attempts."""
+    """A client's request is over, by whatever attempts; its goodput is counted."""
 
     outcome: RequestOutcome
 

@@ -19,14 +19,18 @@ from ..protos.frames import AttemptKey, WorkerCard, WorkerReport
 from .predictor import SLOW, Correction, Drift, LearnedCost, prior
 from .worker_state import DecodeReservation, PrefillWork, WorkerState
 
-BATCH_TOKENS = 512  #: prompts below this share a step: it is where prefill becomes efficient
-PREFETCH = 2  #: longer prompts that a worker has at a time
-HALTED_MAX = 4  #: prompts of a worker that one more may go before
-#: uncached, and all, tokens of the prompt by which workers' speeds are compared
+#: Uncached tokens up to which a worker is given further prompts, for one step computes them
+#: together: from about so many on a step is efficient.
+BATCH_TOKENS = 512
+PREFETCH = 2  #: prompts that a worker has at a time, if they are more than a step's
+HALTED_MAX = 4  #: pending prompts with which a worker is given no other, however urgent
+#: Uncached, and all, tokens of the prompt by which workers' speeds are compared: one like many.
 TYPICAL_UNCACHED_TOKENS = 2048
 TYPICAL_PROMPT_TOKENS = 4096
 FADE_S = 10.0  #: after so long without a prompt half of a worker's own correction is forgotten
-PREDICTION_SLACK_S = 0.005  #: beyond the round trip, for a prediction that is a little late
+#: A worker has credit so long, and a round trip, before it is predicted to run out of work, as
+#: predictions may be a little late.
+PREDICTION_SLACK_S = 0.005
 STALE_CREDITS = 8  #: heap entries for each slot, before those that are out of date are removed
 HALTED_SHARE_MIN = 0.05  #: of a halted prompt's prefill, at least so much is left
 
@@ -35,21 +39,28 @@ class WorkerFleet:
     """All workers, by name and by slot. Times are seconds of the clock that the caller reads."""
 
     def __init__(self, prior_tokens_per_s: float, round_trip_s: float, itl_s: float) -> None:
+        """`prior_tokens_per_s` is the prefill rate of a worker that says nothing of its speed.
+
+        `round_trip_s` is the time to a gateway and back, `itl_s` the configured target for the
+        seconds between two tokens (ITL: inter-token latency).
+        """
         self.itl_s = itl_s  #: the configured target, for which spare KV tokens are kept ready
         self.workers: dict[str, WorkerState] = {}
         self.prefill_workers: list[WorkerState] = []  #: by slot, all whose role is to prefill
         self.decode_workers: list[WorkerState] = []  #: by slot, all whose role is to decode
         self.membership_version = 0  #: counts changes of membership
-        self.by_slot: list[WorkerState | None] = []
+        self.by_slot: list[WorkerState | None] = []  #: None: the slot is free
         self.credited_slots: set[int] = set()  #: slots whose credit has come
-        self.block_tokens = 64
+        self.block_tokens = 64  #: tokens of a KV block, as the last card says; alike in a fleet
         self._prior = prior(prior_tokens_per_s)
         self._credit_lead_s = round_trip_s + PREDICTION_SLACK_S
         #: (moment, slot) of credits to come; an entry that its worker contradicts is out of date
         self._coming_credits: list[tuple[float, int]] = []
+        #: by formula ("prefill" or "step"), GPU and tensor parallelism
         self._type_drifts: dict[tuple[str, str, int], Drift] = {}
+        #: by GPU and tensor parallelism
         self._learned_costs: dict[tuple[str, int], LearnedCost] = {}
-        self._revisited_slot = 0
+        self._revisited_slot = 0  #: the slot that `revisit` looked at last
 
     # ---- membership ------------------------------------------------------------------------------
 
@@ -157,6 +168,7 @@ class WorkerFleet:
             cost_changed = self._learn(worker, report)
         if report.steps and report.step_seconds > 0:
             cost_changed = True
+            # Only steps without prefill say how long decode takes.
             if report.running and not report.prefill_tokens:
                 predicted_s = worker.nominal_cost.step_s(report.running, report.kv_tokens)
                 step_s = report.step_seconds / report.steps
@@ -217,11 +229,11 @@ class WorkerFleet:
         """Note that a prompt is on its way to the worker.
 
         The prompt goes before those with a later deadline. One that has begun is halted at the
-        next chunk's border, and goes on behind.
+        next chunk's border, and goes on behind. Prompts of deadline 0 are in order of arrival.
         """
         works = worker.pending_prefills
         if not works:
-            worker.head_began = now
+            worker.head_began = now  # the first of the pending prompts, which is being computed
         elif work.deadline < next(reversed(works.values())).deadline:
             self._insert_prompt(worker, key, work, now)
             return
@@ -294,7 +306,10 @@ class WorkerFleet:
             self._remove_stale_credits()
 
     def _credit_at(self, worker: WorkerState) -> float:
-        """Return when a prompt that can be in time may come: it goes before background work."""
+        """Return when a prompt that can be in time may come: it goes before background work.
+
+        -inf: at any time; inf: not before another prompt of the worker is done.
+        """
         if len(worker.pending_prefills) >= HALTED_MAX:
             return inf
         if worker.urgent_tokens < min(BATCH_TOKENS, worker.card.chunk_tokens):
@@ -340,7 +355,10 @@ class WorkerFleet:
                 self.credited_slots.add(worker.slot)
 
     def next_credit(self, now: float, decodes: bool) -> float:
-        """Return when the next worker that prefills (or decodes) gets credit; inf: none will."""
+        """Return when the next worker that prefills (or decodes) gets credit.
+
+        inf: no worker gets it by the time alone; those that have it already do not count.
+        """
         self.credit_arrived_workers(now)
         while self._coming_credits:
             credit_at, slot = self._coming_credits[0]
@@ -355,7 +373,7 @@ class WorkerFleet:
     # ---- decode reservations ---------------------------------------------------------------------
 
     def reserve(self, worker: WorkerState, key: AttemptKey, reservation: DecodeReservation) -> None:
-        """Reserve blocks, rows and KV tokens for an attempt."""
+        """Reserve blocks, rows (of a step) and KV tokens for an attempt."""
         assert key not in worker.reservations, key
         worker.reservations[key] = reservation
         worker.reserved_blocks += reservation.blocks

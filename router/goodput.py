@@ -21,17 +21,19 @@ from ..protos.frames import RequestOutcome
 
 WINDOW_S = 300.0
 PARTS = 30  #: slices of the window, which leave it one by one
-GAPS_FOR_P99 = 20  #: gaps below which only their mean is judged
-NAMED = 50  #: tenants, and classes, that are counted by name; the rest together as `OTHER`
+GAPS_FOR_P99 = 20  #: gaps below which only their mean is judged: one hiccup would decide
+#: Tenants, and classes, that are counted by name, as each name is a series of a metric; the rest
+#: together as `OTHER`.
+NAMED = 50
 OTHER = "other"
-FINISHED = ("stop", "length")
-MET = ("both", "ttft", "itl", "none")
+FINISHED = ("stop", "length")  #: reasons of requests that have ended well
+MET = ("both", "ttft", "itl", "none")  #: which targets a request met
 
 
 class GoodputGroup(NamedTuple):
     """What requests are counted by."""
 
-    slo_class: str
+    slo_class: str  #: the request's class of service, by name
     tenant: str
     met: str  #: which targets were met, one of `MET`
 
@@ -55,7 +57,7 @@ def judge(outcome: RequestOutcome, ttft_s: float, itl_s: float) -> str | None:
     p99_met = outcome.gaps < GAPS_FOR_P99 or outcome.itl_p99_s <= itl_target_s
     itl_met = outcome.itl_mean_s <= itl_target_s and p99_met
     if outcome.reason == "cancelled":
-        if in_time and itl_met:
+        if in_time and itl_met:  # nothing was missed until then, and nobody knows the rest
             return None
         ttft_met = in_time and outcome.tokens > 0
     elif outcome.reason in FINISHED:
@@ -73,14 +75,15 @@ def judge(outcome: RequestOutcome, ttft_s: float, itl_s: float) -> str | None:
 class WindowPart:
     """What ended in one slice of the window."""
 
-    number: int
+    number: int  #: of the slice, counted from the clock's zero
     met: Counter[GoodputGroup] = field(default_factory=Counter)
 
 
 class Goodput:
-    """Counts ended requests by the targets that they met; the defaults are in seconds."""
+    """Counts ended requests by the targets that they met."""
 
     def __init__(self, ttft_s: float, itl_s: float) -> None:
+        """`ttft_s` and `itl_s` are the targets of requests that name none."""
         self._ttft_s = ttft_s
         self._itl_s = itl_s
         self._names: dict[str, set[str]] = {"tenant": set(), "class": set()}
@@ -124,7 +127,11 @@ class Goodput:
             self._parts.popleft()
 
     def statistics(self) -> dict[str, Any]:
-        """Return the shares of the window; call `forget` before. None where nothing ended."""
+        """Return the shares of the window; call `forget` before. None where nothing ended.
+
+        "share" is of requests that met both targets; a class's or tenant's "ttft" and "itl" are of
+        those that met this one, the other or not.
+        """
         met: Counter[GoodputGroup] = sum((part.met for part in self._parts), Counter())
         everything = _shares(met, lambda _: "").get("", {})
         return {

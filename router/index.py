@@ -20,11 +20,13 @@ from math import inf
 from operator import itemgetter
 
 BLOCK_TOKENS = 64  #: of a hashed block
+#: Which positions are looked up: the first `FRONT_BLOCKS`, and then the last of each `STRIDE`.
 #: Workers report the same positions: `kv_transfer.identity.is_looked_up` has equal constants.
 FRONT_BLOCKS = 16
 STRIDE = 8
 SHARED_MASKS_MAX = 1 << 16  #: masks that entries share; with more, sharing begins anew
-LISTED_HOLDERS_MAX = 8  #: so many workers are noted one by one
+#: So many workers that hold as much of a prompt are noted one by one; more, as a mask.
+LISTED_HOLDERS_MAX = 8
 
 
 @lru_cache(maxsize=4096)
@@ -65,7 +67,10 @@ def bits(mask: int) -> Iterator[int]:
 
 
 class Hits:
-    """Who holds how much of one prompt, as of one lookup. Depths count sampled hashes."""
+    """Who holds how much of one prompt, as of one lookup. Depths count sampled hashes.
+
+    A worker is known by its slot, a small number; a mask has bit k set for the worker of slot k.
+    """
 
     __slots__ = ("deepest", "depth_by_slot", "holders", "wide_depths")
 
@@ -100,8 +105,9 @@ NOBODY = Hits()
 class PrefixIndex:
     """The prefixes of all workers, which are small numbers here (slots): bits of the masks.
 
-    A worker's entries are `per_worker` at most. To save memory, entries share equal masks, and the
-    hashes are the caller's own objects, not copies.
+    A worker's entries are `per_worker` at most. A predicted one ends after `predicted_ttl_s`
+    seconds without a report. To save memory, entries share equal masks, and the hashes are the
+    caller's own objects, not copies.
     """
 
     def __init__(self, per_worker: int = 65536, predicted_ttl_s: float = 120.0) -> None:
@@ -110,7 +116,8 @@ class PrefixIndex:
         self._holders: dict[bytes, int] = {}  #: hash -> mask of the workers that hold it
         #: slot -> hash -> until when it counts; the least recently used first
         self._held: dict[int, dict[bytes, float]] = {}
-        self._shared_masks: dict[int, int] = {}
+        self._shared_masks: dict[int, int] = {}  #: each mask by itself: equal ones are one object
+        #: (until when, slot, hashes) of predictions, the oldest first
         self._predicted: deque[tuple[float, int, Sequence[bytes]]] = deque()
 
     # ---- what workers hold -----------------------------------------------------------------------
@@ -128,7 +135,10 @@ class PrefixIndex:
         self._predicted.append((until, slot, tail_first))
 
     def _insert(self, slot: int, tail_first: Sequence[bytes], until: float) -> None:
-        """Add or renew entries; those that come first are the first to go when there are too many."""
+        """Add or renew entries; those that come first are the first to go if there are too many.
+
+        `until` is when they end; inf: a worker has reported them.
+        """
         held = self._held.setdefault(slot, {})
         holders = self._holders
         shared_masks = self._shared_masks
@@ -183,9 +193,12 @@ class PrefixIndex:
     # ---- lookups ---------------------------------------------------------------------------------
 
     def match(self, sampled: Sequence[bytes]) -> Hits:
-        """Return everybody's depth, exactly: each hash is looked up until nobody is left."""
+        """Return everybody's depth, exactly: each hash is looked up until nobody is left.
+
+        `sampled` are the prompt's hashes at `positions`, root first (as for `find`).
+        """
         steps: list[tuple[int, int]] = []  #: (depth, mask of the workers that hold as many)
-        holding = -1
+        holding = -1  # a mask of all workers
         for depth, content in enumerate(sampled):
             mask = self._holders.get(content, 0) & holding
             if depth and mask != holding:

@@ -51,7 +51,7 @@ def source_paths() -> list[str]:
 
 
 def build_folder() -> Path:
-    """Return where these sources' machine code is, or would be."""
+    """Return where these sources' machine code is, or would be. Raises OSError, RuntimeError."""
     digest = hashlib.blake2b(LIBRARY.encode(), digest_size=12)
     for path in source_paths():
         digest.update((ROOT / path).read_bytes())

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..kv_transfer.statistics import Histogram
 
+#: Upper bounds of the histograms' buckets, in seconds.
 WAIT_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 ERROR_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8)
 #: the first token came before, or after, its predicted moment
@@ -29,17 +30,21 @@ class PlacementCounts:
     )
 
     def count_placement(self, disaggregated: bool, kind: str, waited_s: float) -> None:
-        """Count a placement that was found in the way `kind` after `waited_s`."""
+        """Count a placement that was found in the way `kind` after `waited_s`.
+
+        `kind` is a `decisions.PlacementKind`; `disaggregated` says that a prefill worker computes
+        the prompt, and not the decode worker.
+        """
         self.placed["disagg" if disaggregated else "local", kind] += 1
         self.queue_wait.observe(waited_s)
 
     def count_first_token(self, predicted_s: float, observed_s: float) -> None:
-        """Count the prediction error of a time to the first token."""
+        """Count the prediction error of a time to the first token, from the request's arrival."""
         error_s = observed_s - predicted_s
         self.prediction_errors["late" if error_s > 0 else "early"].observe(abs(error_s))
 
     def statistics(self) -> dict[str, Any]:
-        """Return the counts in plain types."""
+        """Return the counts in plain types; "placed" has [way, kind, count]."""
         errors = self.prediction_errors
         return {
             "placed": [[*key, count] for key, count in sorted(self.placed.items())],

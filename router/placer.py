@@ -8,6 +8,9 @@ Life of a placement:
     plan_prefill    -> when a prompt would be computed on a worker (`PlannedPrefill`)
     pair            -> with the decode worker: a `Placement`. Nothing has changed yet
     commit          -> prompt, reservation and transfer count on the workers from here on
+
+A *hit* is a part of a prompt whose KV a worker has cached. The *residual* is by how much observed
+prefill times exceed the predicted ones.
 """
 
 from __future__ import annotations
@@ -42,12 +45,16 @@ from .shortlist import (
 )
 from .worker_state import DecodeReservation, PrefillWork, WorkerState
 
-LOCAL_TOKENS = 512  #: a prompt with fewer uncached tokens is short enough for a decode worker
-#: the same, if this share of the prompt is cached
+#: A prompt with as many uncached tokens, or fewer, is short enough for a decode worker: about one
+#: step's chunk.
+LOCAL_TOKENS = 512
+#: One with up to `LOCAL_CACHED_TOKENS` uncached ones suits it too, if this share of the prompt or
+#: more is cached there: the worker has most of it already.
 LOCAL_CACHED_SHARE = 0.6
 LOCAL_CACHED_TOKENS = 4096
 OPTIONS = 3  #: workers of each stage that a decision record names
-NO_CHUNK_ROOM_S = 1e6  #: a worker without room for chunks comes after all others
+#: Added to the cost of a worker without room for chunks: it comes after all others.
+NO_CHUNK_ROOM_S = 1e6
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +65,7 @@ class PlannedPrefill:
     wait_s: float  #: until the prefill begins
     prefill_s: float  #: of the prompt alone
     cached_tokens: int  #: cached, or fetched
-    fetch_from: WorkerState | None
+    fetch_from: WorkerState | None  #: whose cached prefix is fetched; None: nothing is fetched
     deadline: float  #: for the worker's order; 0: in order of arrival
     span: PrefillSpan
 
@@ -74,14 +81,14 @@ class Placement:
     uncached_tokens: int
     cached_tokens: int  #: cached, or fetched
     wait_s: float  #: until the prefill begins
-    prefill_s: float
+    prefill_s: float  #: from then to the first token
     itl_s: float  #: the predicted gap between tokens
     exposed_s: float  #: transfer that the prefill does not hide
     deadline: float  #: when the prompt should be computed, for the worker's order; 0: as they come
     blocks: int  #: to reserve on the decode worker
     moved_tokens: int = 0  #: of the prompt, that go to the decode worker
-    fetch_from: WorkerState | None = None
-    passed_over: Sequence[PassedOver] = ()
+    fetch_from: WorkerState | None = None  #: whose cached prefix is fetched; None: nothing is
+    passed_over: Sequence[PassedOver] = ()  #: more urgent requests that a worker left alone
     prefill_candidates: Sequence[Candidate] = ()  #: what was compared, for the decision record
     decode_candidates: Sequence[Candidate] = ()
 
@@ -108,7 +115,7 @@ class Rejection:
     """
 
     request: QueuedRequest
-    lateness_s: float
+    lateness_s: float  #: by how much its first token would miss the deadline, by prediction
     wait_s: float = 0.0  #: behind all late requests, by prediction; 0: that is not the reason
     retry_after_s: float = 0.0  #: when it may be taken, by prediction
 
@@ -125,7 +132,7 @@ class Placer:
         self.queue = queue
         self.residuals = Residuals()
         self.shortlist = Shortlist(fleet)
-        self.records_options = config.decisions > 0
+        self.records_options = config.decisions > 0  #: placements carry what was compared
         self.local_only = config.disaggregate == "never"  #: decode workers compute all prompts
 
     # ---- who may take a request ------------------------------------------------------------------
@@ -161,7 +168,10 @@ class Placer:
         return len(self.fleet.prefill_workers) or len(self.fleet.decode_workers)
 
     def missing_roles(self, request: QueuedRequest) -> set[str]:
-        """Return the roles that the request needs and no worker has, but for lost workers."""
+        """Return the roles that the request needs and no worker has.
+
+        Workers that the request's gateway has named as lost do not count.
+        """
         candidates = {"decode": self.fleet.decode_workers}
         if not request.local:
             candidates["prefill"] = self.fleet.prefill_workers
@@ -193,6 +203,7 @@ class Placer:
         """
         place = request.place
         block_tokens = self.fleet.block_tokens
+        # An answer may be long and seldom is: only so much of it is reserved before it grows.
         growth_tokens = min(place.max_tokens, self.config.growth_tokens)
         first_answer = ceil((request.prompt_tokens + growth_tokens) / block_tokens)
         if place.answer_count == 1:
@@ -216,12 +227,16 @@ class Placer:
         request.fetchable = False
         if request.holder is not None:
             held_tokens = tokens_at(request.hits.deepest)
+            # The last token is computed in any case: its logits give the answer's first token.
             request.held_tokens = min(held_tokens, request.prompt_tokens - 1)
             has_transfer_cost = request.holder.cost.transfer_token > 0
             request.fetchable = self.config.fetch and has_transfer_cost
 
     def _holder(self, request: QueuedRequest) -> WorkerState | None:
-        """Return one of the workers with the longest match; None if none has any, or many have."""
+        """Return one of the workers with the longest match, by the request's hash.
+
+        None if none has any, or so many have that hardly anybody needs to fetch it.
+        """
         holders = request.hits.holders
         count = holders.bit_count()
         if not 0 < count <= LISTED_HOLDERS_MAX:
@@ -241,7 +256,10 @@ class Placer:
     def plan_prefill(
         self, request: QueuedRequest, worker: WorkerState, deadline: float, now: float
     ) -> PlannedPrefill:
-        """Return when the worker would compute the prompt, behind what it has."""
+        """Return when the worker would compute the prompt, behind what it has.
+
+        `deadline` is the prompt's in the worker's order: later ones wait; 0 is in order of arrival.
+        """
         plan = plan_prefill(request, worker)
         wait_s = worker.wait_s(deadline, now)
         begins_at = now + wait_s

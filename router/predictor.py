@@ -16,16 +16,17 @@ from msgspec import structs
 
 from ..protos.frames import Coefficients
 
+#: Weights of a new sample in a moving average: after 1/weight samples, an old one counts 1/e.
 FAST = 1 / 20  #: weight of a new sample in a worker's own layer
 SLOW = 1 / 1000  #: the same, in the layer of its type
 LEARNING_WEIGHT = 1 / 10  #: the same, of a closed form that is learned
 #: A correction that fades counts as made of so many samples at most: the next one weighs 1/5 again.
 FIRST_SAMPLES_KEPT = 3
-RATIO_LIMIT = 8.0  #: a sample beyond counts as this
-CORRECTION_LIMIT = 8.0  #: of a worker against its type
-RESIDUALS_KEPT = 256
-RECOMPUTE_EVERY = 32  #: errors between two looks at their quantile
-UPPER_LIMIT = 2.0  #: of the error quantile
+RATIO_LIMIT = 8.0  #: a sample beyond counts as this (or, below, as 1/8): one outlier says little
+CORRECTION_LIMIT = 8.0  #: a worker counts as at most so many times slower, or faster, than its type
+RESIDUALS_KEPT = 256  #: the last errors whose quantile is taken
+RECOMPUTE_EVERY = 32  #: errors between two looks at their quantile: sorting takes a while
+UPPER_LIMIT = 2.0  #: of the error quantile: more caution than that would leave workers idle
 MEANS_MAX = 10_000  #: of output lengths, by tenant and class; the one updated longest ago goes
 PRIOR_STEP_S = 0.02  #: assumed seconds of each decode step, with the reading of the weights
 PRIOR_ROW_S = 0.001  #: assumed seconds that each sequence adds to a step
@@ -39,9 +40,10 @@ def clamp(value: float, lower: float, upper: float) -> float:
 def prior(tokens_per_s: float) -> Coefficients:
     """Return the speed that is assumed of a worker whose card says nothing of it.
 
-    Costs that grow with the length of a sequence (`prefill_pair`, `step_token`) are left out.
-    `step_weights` is a step's minimum for reading the weights: `step_base` has it already. Transfers
-    count as free.
+    `tokens_per_s` is the assumed prefill rate, in prompt tokens. Costs that grow with the length of
+    a sequence (`prefill_pair`, `step_token`) are left out.
+    `step_weights` is a step's minimum for reading the weights: `step_base` has it already.
+    Transfers count as free.
     """
     return Coefficients(
         prefill_base=0.0,
@@ -55,7 +57,10 @@ def prior(tokens_per_s: float) -> Coefficients:
 
 
 class Drift:
-    """Log-EWMA of observed over predicted; the first samples count more."""
+    """An exponentially weighted mean (EWMA) of the logarithm of observed over predicted.
+
+    The first samples count more: the mean is that of the samples and of one first guess, 1.0.
+    """
 
     __slots__ = ("samples", "value", "weight")
 
@@ -87,7 +92,7 @@ class Correction:
 
     def observe(self, ratio: float) -> None:
         """Add one sample: the observed time over the uncorrected prediction."""
-        if ratio <= 0:
+        if ratio <= 0:  # no time was observed
             return
         self.shared.observe(ratio)
         self.own.observe(ratio / exp(self.shared.value))
@@ -133,9 +138,13 @@ class LearnedCost:
 
 
 class Residuals:
-    """The last 256 errors of the corrected prefill times, as factors of the prediction."""
+    """The last 256 errors of the corrected prefill times, as factors of the prediction.
+
+    Multiplied by `upper`, a prediction is exceeded by one prompt in ten.
+    """
 
     def __init__(self, quantile: float = 0.9, first_upper: float = 1.1) -> None:
+        """`first_upper` holds until there are `RECOMPUTE_EVERY` errors."""
         self._ring = [1.0] * RESIDUALS_KEPT
         self._quantile = quantile
         self._count = 0
@@ -154,6 +163,7 @@ class OutputLengths:
     """Expected tokens of an answer, by tenant and class; an unknown tenant's are its class's."""
 
     def __init__(self, first: float = 256.0, weight: float = 0.05) -> None:
+        """`first` is assumed before any answer has ended; `weight` is that of a new one."""
         self._first = first
         self._weight = weight
         self._means: OrderedDict[tuple[str, str], float] = OrderedDict()

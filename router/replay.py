@@ -44,14 +44,15 @@ EVENT_TYPES: dict[str, type] = {
     "GatewayJoined": GatewayJoined,
     "GatewayLost": GatewayLost,
 }
+#: the other way round
 EVENT_NAMES = {event_type: name for name, event_type in EVENT_TYPES.items()}
-HEAD = "Head"
+HEAD = "Head"  #: the kind of a log's first line
 
 
 class LogLine(msgspec.Struct):
     """One line of a log: `kind` is an event's name, or `HEAD`."""
 
-    at: float
+    at: float  #: in seconds, by the clock of the router that was logged
     kind: str
     event: msgspec.Raw
 
@@ -95,6 +96,7 @@ def snapshot(router: Router) -> list[RouterEvent]:
             for (request_id, attempt), reservation in worker.reservations.items()
         ]
         hashes = router.index.reported_hashes(worker.slot)
+        # Term 0: it makes no router step down.
         events.append(WorkerJoined(worker.card, 0, hashes, held))
     return events
 
@@ -116,10 +118,10 @@ def read(lines: Iterable[bytes]) -> Iterator[tuple[float, LogHead | RouterEvent]
 class ReplayedChoice(msgspec.Struct):
     """What became of one request under one policy. Times are in milliseconds."""
 
-    prefill: str | None
+    prefill: str | None  #: None: the decode worker computes the prompt, or it is refused
     decode: str | None  #: None: refused
-    ttft_ms: float = 0.0
-    itl_ms: float = 0.0
+    ttft_ms: float = 0.0  #: predicted, from the request's arrival to its first token
+    itl_ms: float = 0.0  #: predicted, between two tokens
     met: bool = False  #: both predictions are within its targets
 
     @property
@@ -134,14 +136,19 @@ Choices = dict[AttemptKey, ReplayedChoice]
 class Comparison(msgspec.Struct):
     """Two policies over one log. Shares are of the requests that both decided."""
 
-    requests: int
-    decided: int
+    requests: int  #: attempts that gateways asked to place
+    decided: int  #: those that both policies placed or refused
     equal: float  #: share with the same pair
+    #: By policy: shares refused, local and within targets ("met"), and the predicted times.
     policies: dict[str, dict[str, float]]
 
 
 def replay(events: Iterable[tuple[float, LogHead | RouterEvent]], policy: str) -> Comparison:
-    """Run a log through its own policy and through `policy`. Raises LogError."""
+    """Run a log through its own policy and through `policy`. Raises LogError.
+
+    The log's own policy is run again too, so that both are judged by predictions of the same
+    router. `policy` is a key of `policies.POLICIES`.
+    """
     rest = iter(events)
     first = next(rest, None)
     if first is None or not isinstance(first[1], LogHead):
@@ -183,6 +190,7 @@ def _replay_event(router: Router, event: RouterEvent, at: float, choices: Choice
     while wake is not None and wake < at:
         _note_choices(router, router.handle(RouterTick(), wake), choices)
         next_wake = router.next_wake
+        # A wake that does not move on would be replayed for ever.
         wake = next_wake if next_wake is None or next_wake > wake else None
     if isinstance(event, WorkerReported) and event.worker in router.workers:
         # the log may begin anywhere

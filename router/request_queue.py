@@ -23,7 +23,7 @@ from .index import NOBODY, Hits, tokens_at
 from .worker_state import WorkerState
 
 QUANTUM_S = 2.0  #: service that a tenant may have beyond its share before it waits for others
-TENANTS_MAX = 10_000
+TENANTS_MAX = 10_000  #: accounts kept; with more, that of the tenant that asked longest ago goes
 TIE_SPREAD = 0x9E3779B1  #: spreads ties over equal workers (Knuth's multiplicative hash)
 
 
@@ -31,16 +31,16 @@ TIE_SPREAD = 0x9E3779B1  #: spreads ties over equal workers (Knuth's multiplicat
 class QueuedRequest:
     """One attempt as the router sees it. Moments by the clock of `now`, lengths in tokens."""
 
-    gateway: str
-    attempt_key: AttemptKey
-    place: PlaceAttempt
-    slo: SloClass
+    gateway: str  #: name of the gateway that asked
+    attempt_key: AttemptKey  #: (request id, number of the attempt)
+    place: PlaceAttempt  #: what the gateway asked
+    slo: SloClass  #: the settings of the request's class
     heard_at: float  #: when this router heard of it
     arrived_at: float  #: when the client's request began
     deadline: float  #: of its first token
     expires_at: float  #: when the router gives it up
     old_at: float  #: from when on it is old: others and their targets go no longer before it
-    itl_s: float  #: its target
+    itl_s: float  #: its target for the seconds between two tokens (inter-token latency)
     sampled_hashes: Sequence[bytes]  #: the prefix hashes that are looked up, root first
     tie_hash: int  #: seeded hash of the key, which spreads requests over equal workers
     local: bool  #: its prompt must be computed on its decode worker
@@ -105,17 +105,19 @@ class RequestQueue:
     """
 
     def __init__(self) -> None:
-        self.by_key: OrderedDict[AttemptKey, QueuedRequest] = OrderedDict()
-        self.urgent: RankedRequests = []
+        self.by_key: OrderedDict[AttemptKey, QueuedRequest] = OrderedDict()  #: in order of entry
+        self.urgent: RankedRequests = []  #: the most urgent first
+        #: In the order in which they became so: the one that is overdue for longest is the first.
         self.overdue: OrderedDict[AttemptKey, QueuedRequest] = OrderedDict()
         self.prefill_s = 0.0  #: fastest prefills of all urgent requests
         self.overdue_prefill_s = 0.0  #: fastest prefills of all overdue requests
         self.preferring_s = 0.0  #: prefills of those that prefer a worker, on that worker
         #: slot -> urgent requests that prefer this worker, in the same order as `urgent`
         self.preferring: dict[int, RankedRequests] = {}
+        #: a heap of (moment, number of the entry, request); requests that have left are skipped
         self._expiries: list[tuple[float, int, QueuedRequest]] = []
         self._ranks: dict[AttemptKey, Rank] = {}
-        self._entered = 0
+        self._entered = 0  #: numbers the entries in `urgent` and `_expiries`
         self._accounts: OrderedDict[str, TenantAccount] = OrderedDict()
 
     def __len__(self) -> int:
@@ -148,6 +150,9 @@ class RequestQueue:
 
     def charge(self, request: QueuedRequest, now: float, capacity: float) -> float:
         """Charge the request's tenant, and return by how many seconds this puts the request off.
+
+        The charge is the request's fastest prefill. A tenant's share of the fleet is `capacity`
+        over the tenants that have asked lately; its debt is paid off at that rate.
 
         That is the time in which the tenant's share of the fleet serves what the tenant asked
         beyond `QUANTUM_S`; zero for the only tenant.
@@ -265,7 +270,7 @@ class RequestQueue:
             worker.preferring_s = 0.0  # rounding errors do not pile up
 
     def forget_worker(self, slot: int) -> list[QueuedRequest]:
-        """Return the requests that preferred a lost worker; they prefer none now."""
+        """Return the urgent requests that preferred a lost worker; they prefer none now."""
         requests = [request for _, request in self.preferring.pop(slot, [])]
         for request in requests:
             request.preferred_worker = None

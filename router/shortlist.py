@@ -20,9 +20,9 @@ from .request_queue import QueuedRequest
 from .worker_state import WorkerState
 
 COMPARE_ALL_MAX = 16  #: workers of a stage: up to this, all are compared
-SOONEST_FREE = 4  #: lengths of the three shortlists
-LARGEST_SLACK = 2
-CHEAPEST = 4
+SOONEST_FREE = 4  #: prefill workers of a shortlist that are free soonest
+LARGEST_SLACK = 2  #: further ones, whose prompts can be put off longest
+CHEAPEST = 4  #: decode workers of a shortlist
 USES = 4  #: requests before a shortlist is found again (in `refresh`)
 FASTEST = 2  #: prefill workers that are asked how fast a prompt can be computed
 
@@ -33,7 +33,7 @@ class PrefillCandidate:
 
     worker: WorkerState
     cost: float  #: what the policy compares
-    tie_breaker: int
+    tie_breaker: int  #: orders candidates of equal cost; another order for each request
     wait_s: float  #: until the prefill would begin
     prefill_s: float  #: of the prompt alone
     has_credit: bool  #: the worker takes the prompt now
@@ -71,7 +71,7 @@ class LocalCandidate:
     tie_breaker: int
 
     def option(self) -> Option:
-        """Return the candidate as a decision record names it."""
+        """Return the candidate as a decision record names it. Its one term is the cost itself."""
         return Option(self.worker.card.id, self.cost, (self.cost,))
 
 
@@ -101,11 +101,15 @@ class Shortlist:
         self._prefill: list[WorkerState] = []
         self._decode: list[WorkerState] = []
         self._fastest: list[WorkerState] = []
+        #: Uses until `refresh` finds a list again; at -USES, the next use does it by itself.
         self._prefill_uses_left = -USES
         self._decode_uses_left = -USES
 
     def prefill_workers(self, request: QueuedRequest, now: float) -> list[WorkerState]:
-        """Return workers that prefill; the request's preferred worker is one of them."""
+        """Return the workers to compare for the prefill; the preferred one is among them.
+
+        The list is the shortlist's own: the caller must not change it.
+        """
         self._follow_membership()
         if self.compares_all_prefill:
             return self._prefill
@@ -120,7 +124,10 @@ class Shortlist:
         return self._prefill + holders if holders else self._prefill
 
     def decode_workers(self, hits: Hits) -> list[WorkerState]:
-        """Return workers that decode; some of them may take no reservation now."""
+        """Return the workers to compare for decode; some of them may take no reservation now.
+
+        `hits` says who holds how much of the prompt. The list must not be changed.
+        """
         self._follow_membership()
         if self.compares_all_decode:
             return self._decode

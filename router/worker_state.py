@@ -19,7 +19,9 @@ from math import inf
 from ..protos.frames import AttemptKey, Coefficients, WorkerCard
 from .predictor import Correction
 
-FULL_POOL_S = 0.01  #: cost of a full KV pool, as seconds of a step; grows with the square
+#: Cost of a full KV pool, as seconds of a step; it grows with the square of the share in use, so
+#: that a pool that is nearly full is avoided and a pool that is half full hardly.
+FULL_POOL_S = 0.01
 SLOW_STEP_FACTOR = 1.5  #: a worker's ITL target is at least so many times its shortest step
 
 
@@ -30,7 +32,7 @@ class PrefillWork:
     seconds: float  #: predicted time of the prefill alone
     uncached_tokens: int
     prompt_tokens: int
-    assigned_at: float
+    assigned_at: float  #: when the router placed it
     deadline: float = 0.0  #: the worker computes in this order; equal ones as they came
     delayed: bool = (
         False  #: it waited for a chunk or a fetch, so its time says nothing of the speed
@@ -60,10 +62,10 @@ class WorkerState:
     card: WorkerCard
     nominal_cost: Coefficients  #: its speed, as its card or its type says
     cost: Coefficients  #: the same, corrected by what was observed
-    prefill_correction: Correction
-    step_correction: Correction
+    prefill_correction: Correction  #: observed over predicted prefill times
+    step_correction: Correction  #: observed over predicted times of a decode step
     last_report: int = 0  #: number of the last report
-    alive: bool = True
+    alive: bool = True  #: False once it is lost; then nothing here means anything
     can_prefill: bool = False  #: its role allows prefill
     can_decode: bool = False  #: its role allows decode, and no preempted sequence waits there
     corrected_at: float = 0.0  #: when its prefill speed was last observed, or half forgotten
@@ -75,7 +77,7 @@ class WorkerState:
     preferring_s: float = 0.0
 
     reservations: dict[AttemptKey, DecodeReservation] = field(default_factory=dict)
-    reserved_blocks: int = 0
+    reserved_blocks: int = 0  #: of all reservations
     expected_blocks: int = 0  #: in use when all requests have reached their expected length
     rows: int = 0  #: rows of a step, those included whose prompts are still computed elsewhere
     kv_tokens: float = 0.0  #: read by a step
@@ -85,7 +87,9 @@ class WorkerState:
     busy_until: float = 0.0  #: when all pending prompts are computed, by prediction
     credit_at: float = -inf  #: from when on the worker may be given another prompt
     first_deadline: float = 0.0  #: of the first pending prompt; 0: none, or in order of arrival
-    slack_s: float = inf  #: by how much all pending prompts could be put off and be in time
+    #: by how much all pending prompts but background ones could be put off and still be in time;
+    #: negative if one is late
+    slack_s: float = inf
     pending_tokens: int = 0  #: uncached tokens of the pending prompts
     pending_prompt_tokens: int = 0  #: all tokens of the pending prompts
     urgent_prompts: int = 0  #: pending prompts that are not background work
@@ -105,7 +109,10 @@ class WorkerState:
 
     @property
     def room(self) -> int:
-        """Blocks that can be reserved; alone, a request may have all of them."""
+        """Blocks that can be reserved; on an empty worker, one request may have all of them.
+
+        Otherwise some are kept for answers that outgrow their reservations.
+        """
         kept_for_growth = self.card.growth_reserve_blocks if self.reservations else 0
         return self.card.blocks - self.reserved_blocks - kept_for_growth
 
@@ -119,7 +126,11 @@ class WorkerState:
         return max(self.busy_until - now, 0.0)
 
     def wait_s(self, deadline: float, now: float) -> float:
-        """Return the seconds until a further prompt with this deadline would begin."""
+        """Return the seconds until a further prompt with this deadline would begin.
+
+        It goes behind pending prompts with an earlier or the same deadline. One that has begun is
+        halted at the end of its chunk, half of which is left on average.
+        """
         if not self.pending_prefills:
             return 0.0
         head = next(iter(self.pending_prefills.values()))

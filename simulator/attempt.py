@@ -48,12 +48,12 @@ class SimulatedAttempt:
         self.request = request
         self.key = key
         self.arrived_at = arrived_at  #: of the request, whichever attempt this is
-        self.ttft_target_s = 0.0
+        self.ttft_target_s = 0.0  #: for the seconds from its arrival to the first token
         self.predicted_ttft_s = 0.0  #: by the router
         self.deadline_s = 0.0  #: prompts with an earlier one are computed first; 0: as they come
         self.background = False  #: the router says that it cannot be in time any more
         self.prefill_factor = 1.0  #: its prefill takes this times what the closed form says
-        self.refusal = ""  #: why the router refused it
+        self.refusal = ""  #: why the router (or the gateway) refused it; "": it was not refused
         self.prefill_worker = ""  #: name; "" until the router has placed the attempt
         self.decode_worker = ""  #: name; the same where the prompt is computed where it decodes
         self.is_remote = False  #: its prompt is computed elsewhere than it decodes

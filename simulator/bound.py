@@ -4,8 +4,8 @@ The program relaxes the real problem: nothing queues, everyone shares an infinit
 transfers are free, lengths are known, and each replica may mix prefill and decode at will.
 
 Requests fall into classes i, replicas into pools g of n_g equal ones. A mode m is a pool that
-decodes with steps of t seconds. All variables are rates of requests/s, but tau_m: how many replicas'
-time goes to the steps of mode m.
+decodes with steps of t seconds. All variables are rates of requests/s, but tau_m: how many
+replicas' time goes to the steps of mode m.
 
     maximise  rate                             requests/s that are offered
     subject to
@@ -42,9 +42,10 @@ from .trace import Trace
 
 #: Groups by prompt length; each is cut into as many groups by cached length.
 LENGTH_GROUPS = 20
-#: Step times that are considered, as shares of the ITL target.
+#: Step times that are considered, as shares of the ITL target (between two tokens of an answer).
 STEP_SHARES = (0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)
-#: Share of the data sheet's FLOP/s that the best kernels reach, by GPU type and data type.
+#: Share of the data sheet's FLOP/s that the best published kernels reach, by GPU type and data
+#: type: a bound must not be below what an engine could do.
 KERNEL_EFFICIENCY = {
     ("H100", "bf16"): 0.84,
     ("H200", "bf16"): 0.84,
@@ -71,7 +72,7 @@ class RequestClasses:
     Values are means over the class, where nothing else is said.
     """
 
-    uncached_tokens: np.ndarray
+    uncached_tokens: np.ndarray  #: of the prompt, that have to be computed
     pairs: np.ndarray  #: pairs of query and key that the prefill computes
     output_tokens: np.ndarray
     context_tokens: np.ndarray  #: KV tokens that the steps of the answer read, summed
@@ -86,7 +87,8 @@ class RequestClasses:
 def classify_requests(trace: Trace, reuse: bool = True) -> RequestClasses:
     """Return the trace's requests in classes of like prompt and like cached length.
 
-    A block is cached for a request if any earlier request had it; never, if `reuse` is False.
+    A block is cached for a request if any earlier request had it, at whatever time; never, if
+    `reuse` is False.
     """
     prompt = np.array([item.prompt_tokens for item in trace.requests], dtype=float)
     output = np.array([item.output_tokens for item in trace.requests], dtype=float)
@@ -365,7 +367,8 @@ def goodput_bound(
 ) -> float:
     """Return the bound in requests/s for each GPU of the fleet.
 
-    With the name of a `model`, hardware counts at kernel efficiency; without, as it is simulated.
+    `target_share` of the requests must meet their targets. With the name of a `model`, hardware
+    counts at kernel efficiency; without, as it is simulated.
     `reuse` False: no prefix is ever cached.
     """
     pools: list[Pool] = [

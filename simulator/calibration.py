@@ -12,10 +12,10 @@ times in seconds:
              "requests": [{"at": .., "prompt": .., "output": .., "ttft": .., "tpot": ..,
                            "met": true}]}}
 
-Keys that are left out have the defaults of the classes below. `workers` has one entry for each
-number of threads. A worker has to be measured while as many equal ones are busy beside it as fit on
-the cores, because they share memory bandwidth. `run` is optional. The simulator makes a fleet of
-the workers, and a trace of the run.
+Keys that are left out have the defaults of the classes below. `cost` is
+`protos.frames.Coefficients`. `workers` has one entry for each number of threads. A worker has to be
+measured while as many equal ones are busy beside it as fit on the cores, because they share memory
+bandwidth. `run` is optional. The simulator makes a fleet of the workers, and a trace of the run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 class MeasuredWorker(msgspec.Struct, frozen=True):
     """Workers of one size, as they were configured and measured."""
 
-    cost: Coefficients
+    cost: Coefficients  #: seconds of a prefill, a step and a transfer, in closed form
     kv_tokens: Count  #: that fit into the worker's KV pool
     threads: Count = 1
     chunk_tokens: Count = 512  #: limit of the prompt tokens of one step
@@ -83,7 +83,7 @@ class RecordedRequest(msgspec.Struct, frozen=True):
     arrived_at: float = msgspec.field(name="at")  #: by any clock that the whole run shares
     prompt_tokens: int = msgspec.field(name="prompt")
     output_tokens: int = msgspec.field(name="output")
-    ttft_s: float = msgspec.field(default=0.0, name="ttft")
+    ttft_s: float = msgspec.field(default=0.0, name="ttft")  #: from arrival to first token
     tpot_s: float = msgspec.field(default=0.0, name="tpot")  #: mean gap between tokens
     met: bool = True  #: True: served within its targets
     #: Names of the prompt's chained 64-token blocks; empty: the request shares nothing.
@@ -110,7 +110,7 @@ class RecordedRun(msgspec.Struct, frozen=True):
 class Calibration(msgspec.Struct, frozen=True):
     """The workers of a machine, and a run of them if one was recorded."""
 
-    model: str
+    model: str  #: a name for people; "recorded" if a log told the rest
     workers: Annotated[list[MeasuredWorker], msgspec.Meta(min_length=1)]
     cores: Count = 1  #: of the machine
     run: RecordedRun | None = None

@@ -1,11 +1,15 @@
 """The same run with the ticket machines of `kv_transfer`, links that are shared, and every step.
 
 What differs from `sim.py`: KV moves by `kv_transfer.tickets` in pieces of layers behind each chunk,
-transfers share links fairly (each flow gets the smaller of its shares at both ends), and no step is
-skipped (`repeat.py`). What stays: the workers, and the time that a step takes. Faults: slow workers,
-stale reports, mispredictions; no kills.
+transfers share links fairly (each flow gets the smaller of its shares at both ends), and each step
+is planned by itself (without `repeat.py`). What stays: the workers, and the time that a step takes.
+Faults: slow workers, stale reports, mispredictions; no kills.
 
 A run of this kind takes many times longer. It shows what the shortcuts of `sim.py` cost.
+
+A ticket is one transfer of an attempt's KV. Its receiver offers blocks, its sender pushes into
+them; the messages between the two ends take a hop each. A tile is a block here, as all workers have
+blocks of one size.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from .sim import Moment, Setting, Simulation
 from .trace import Trace
 from .worker import HOP_S, SimulatedWorker
 
-SENT_TOKENS = 1e-6  #: a flow with fewer tokens left is over
+SENT_TOKENS = 1e-6  #: a flow with fewer tokens left is over: the rest is rounding
 
 
 @dataclass(slots=True)
@@ -35,8 +39,9 @@ class Flow:
     source: SimulatedWorker
     sink: SimulatedWorker
     write: ticket_events.WriteTiles
+    #: What is not sent yet, in tokens: of a piece of the layers, each token counts in part.
     tokens_left: float
-    tokens_per_s: float = 0.0
+    tokens_per_s: float = 0.0  #: its share of the links now
 
 
 class ExactSimulation(Simulation):
@@ -49,8 +54,8 @@ class ExactSimulation(Simulation):
         self.receivers: dict[str, tickets.TicketReceiver] = {}  #: worker -> its tickets as sink
         self.flows: list[Flow] = []
         self.flows_at = 0.0  #: the moment for which `tokens_left` of the flows holds
-        self.flows_version = 0
-        super().__init__(setting, trace, seed, log)
+        self.flows_version = 0  #: entries of the clock with an older one are ignored
+        super().__init__(setting, trace, seed, log)  # makes the workers, whose tickets go above
 
     def _make_handlers(self) -> dict[Moment, Callable[[Any], None]]:
         return super()._make_handlers() | {
@@ -79,7 +84,7 @@ class ExactSimulation(Simulation):
             self._tell_sender(prefill_worker, expected)
 
     def _look_at_reservations(self, worker: SimulatedWorker) -> None:
-        """Blocks that were reserved are offered to the prefill worker."""
+        """Offers blocks that were reserved to the prefill worker."""
         reserved = worker.reserved
         worker.reserved = []
         for attempt in reserved:
@@ -136,6 +141,7 @@ class ExactSimulation(Simulation):
         for action in self.senders[worker.name].handle(event, self.now):
             match action:
                 case ticket_events.SendMessage(peer, message):
+                    # True: it is for the peer's receiving end.
                     note = (peer, worker.name, message, True)
                     self._schedule(self.now + HOP_S, Moment.MESSAGE, note)
                 case ticket_events.WriteTiles():
@@ -191,13 +197,14 @@ class ExactSimulation(Simulation):
         self._share_links()
 
     def _advance_flows(self) -> None:
+        """Takes off each flow what it has sent until now."""
         span = self.now - self.flows_at
         self.flows_at = self.now
         for flow in self.flows:
             flow.tokens_left -= flow.tokens_per_s * span
 
     def _share_links(self) -> None:
-        """Each flow gets the smaller of an equal share of both links."""
+        """Gives each flow the smaller of an equal share of both links, and finds the next end."""
         flows_out: dict[str, int] = {}
         flows_in: dict[str, int] = {}
         for flow in self.flows:
@@ -214,6 +221,7 @@ class ExactSimulation(Simulation):
             self._schedule(self.now + soonest_s, Moment.FLOWS, self.flows_version)
 
     def _end_flows(self, version: int) -> None:
+        """Ends the writes that are complete: their chunk's message goes, and the sender is told."""
         if version != self.flows_version:
             return
         self._advance_flows()

@@ -1,8 +1,8 @@
 """Which replicas there are: fleets (`H200:32`), their roles (`6P2D`), and what goes wrong in them.
 
 A fleet names GPUs by type. A split names how many replicas have each role: P prefill, D decode,
-M mixed. One split counts over all replicas of a fleet, in the order of its pools; a tuple of splits
-has one for each pool.
+M mixed (both). A pool is a number of replicas of equal hardware. One split counts over all replicas
+of a fleet, in the order of its pools; a tuple of splits has one for each pool.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from .errors import SimulationError
 from .hardware import Hardware
 
-NUMBER = r"(\d+\.?\d*|\.\d+)"
+NUMBER = r"(\d+\.?\d*|\.\d+)"  #: a pattern, with one group
 #: By the name of a fault, what its value looks like; `Faults` says what the values mean.
 FAULT_PATTERNS = {
     "stale": rf"{NUMBER}s",

@@ -37,20 +37,20 @@ from .errors import SimulationError
 COEFFICIENTS_FILE = Path(__file__).parent / "coefficients.yaml"
 #: Of the bf16 peak, for causal prefill of 4k to 16k tokens; 0.49 to 0.67 were measured.
 ATTENTION_MFU = 0.6
-LINK_EFFICIENCY = 0.7  #: of a NIC's data-sheet rate
+LINK_EFFICIENCY = 0.7  #: of a NIC's data-sheet rate; assumed
 #: Of a GPU's memory; what the weights leave of this share holds KV.
 USABLE_MEMORY_SHARE = 0.9
 KV_BYTES_MINIMUM = 1e9  #: with less room for KV, a model counts as not fitting
-MOE_ROWS = 64  #: rows of the step whose distinct experts are read
+MOE_ROWS = 64  #: rows that are assumed of every step, to count the distinct experts that it reads
 LAYER_GROUPS = 8  #: the KV of one layer group is pushed while the next group is computed
-TRANSFER_BASE_S = 1e-3  #: the ticket's round trip
+TRANSFER_BASE_S = 1e-3  #: assumed, for the messages between the two ends of a transfer
 
 
 class AllReduce(NamedTuple):
     """The speed of an all-reduce between the GPUs of one replica."""
 
-    latency_s: float
-    bytes_per_s: float
+    latency_s: float  #: of each all-reduce, whatever its size
+    bytes_per_s: float  #: inf: none is needed
 
 
 NO_ALL_REDUCE = AllReduce(latency_s=0.0, bytes_per_s=float("inf"))
@@ -59,11 +59,11 @@ NO_ALL_REDUCE = AllReduce(latency_s=0.0, bytes_per_s=float("inf"))
 class GpuType(msgspec.Struct, frozen=True):
     """The data sheet of a GPU, and what matrix products reach of it."""
 
-    flops: dict[str, float]  #: FLOP/s by the data type of the weights
+    flops: dict[str, float]  #: dense FLOP/s by the data type of the weights: bf16, fp8, nvfp4
     gemm_efficiency: dict[str, float]  #: share of `flops` that is reached with 1,024 rows and more
     hbm_bytes_per_s: float
     hbm_bytes: float
-    nic_bytes_per_s: float
+    nic_bytes_per_s: float  #: of the GPU's share of the host's network cards
     allreduce: dict[int, AllReduce]  #: by number of GPUs
 
 
@@ -71,8 +71,8 @@ class ModelShape(msgspec.Struct, frozen=True):
     """The sizes of a checkpoint that decide how fast it runs."""
 
     layers: int
-    hidden: int
-    heads: int
+    hidden: int  #: numbers of a token's hidden state
+    heads: int  #: of queries
     kv_heads: int
     head_dim: int
     parameters: float  #: of all matrix products, experts included, without the embedding
@@ -80,8 +80,8 @@ class ModelShape(msgspec.Struct, frozen=True):
     bytes_per_weight: float
     expert_share: float = 0.0  #: share of `parameters` that is in experts
     experts: int = 0  #: per layer; 0: the model is dense
-    experts_per_token: int = 0
-    kv_bytes_per_value: int = 2
+    experts_per_token: int = 0  #: that are computed for a token
+    kv_bytes_per_value: int = 2  #: bf16
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -1,7 +1,7 @@
 """How certain a share of requests is: intervals by the bootstrap, over stretches of a run.
 
-Requests that arrive together wait together. So a draw does not take single requests but stretches of
-requests in the order of their arrival, from all runs alike. Two layouts that served the same
+Requests that arrive together wait together. So a draw does not take single requests but stretches
+of requests in the order of their arrival, from all runs alike. Two layouts that served the same
 requests are compared draw by draw: what was hard for both does not widen the interval of their
 ratio.
 """
@@ -23,7 +23,7 @@ MetByRun = Sequence[Sequence[bool]]
 
 
 class Interval(NamedTuple):
-    """The middle 95 % of a figure's draws."""
+    """The middle 95 % of a figure's draws; both ends are in it."""
 
     low: float
     high: float

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-SCALE_MINIMUM = 1e-12  #: a column of zeros is not divided by zero
+SCALE_MINIMUM = 1e-12  #: in place of the largest value of a column of zeros, to divide by it
 
 
 class FittedLine(NamedTuple):
@@ -34,7 +34,8 @@ def fit_factors(
 ) -> list[float]:
     """Return the factors >= 0 that minimise `sum of weight * (value - factors . row)^2`.
 
-    Every row counts once if there are no weights. There must be at least one row.
+    There is a factor for each column of `rows`, and a value, or weight, for each row. Every row
+    counts once if there are no weights. There must be at least one row.
     """
     matrix = np.array(rows, dtype=float)
     targets = np.array(values, dtype=float)

@@ -22,18 +22,18 @@ from .hardware import Hardware
 from .trace import WorkloadRequest
 
 ROUNDING_FACTOR = 1.0 + 1e-9  #: a time that exceeds its target by less keeps the target
-PERCENTILES = (50, 90, 99)
+PERCENTILES = (50, 90, 99)  #: of a summary's times; they are named `p50` and so on
 
 
 class MeasuredRequest(Protocol):
     """What a run knows of a request that has ended. Times in seconds of virtual time."""
 
-    request: WorkloadRequest
+    request: WorkloadRequest  #: what was offered: its lengths
     refusal: str  #: why the request was refused; "": it was served
     arrived_at: float
     first_token_at: float  #: when the client got it
     ended_at: float  #: when the client got the last token
-    ttft_target_s: float
+    ttft_target_s: float  #: for the seconds from arrival to first token
     late_gaps: int  #: those over the ITL target
 
 
@@ -45,14 +45,17 @@ class Slo:
     nothing cached, on the reference replica.
     """
 
-    ttft_s: float = 1.0
-    ttft_multiple: float = 3.0  #: times the isolated prefill
-    itl_s: float = 0.05
+    ttft_s: float = 1.0  #: target from arrival to first token, at least
+    ttft_multiple: float = 3.0  #: times the isolated prefill; 0: it is not used
+    itl_s: float = 0.05  #: target between two tokens (inter-token latency)
     reference_hardware: Hardware | None = None  #: None: the multiple is not used
 
     @staticmethod
     def parse(text: str, reference: Hardware | None = None) -> Slo:
-        """Raises SimulationError."""
+        """Return the targets of a text like `ttft=max(1s,3x),itl=50ms`, or `ttft=2s,itl=50ms`.
+
+        `reference` is the replica whose isolated prefill counts. Raises SimulationError.
+        """
         values: dict[str, str] = {}
         for part in re.split(r",(?![^(]*\))", text.replace(" ", "")):
             name, _, value = part.partition("=")
@@ -92,6 +95,7 @@ class Slo:
             return True
         if (measured.ended_at - measured.first_token_at) / gaps > self.itl_s * ROUNDING_FACTOR:
             return False
+        # The 99th percentile is in time if no more than one gap in a hundred is late.
         return gaps < GAPS_FOR_P99 or measured.late_gaps <= gaps // 100
 
     def __str__(self) -> str:
@@ -132,7 +136,7 @@ class SimulatedOutcome(msgspec.Struct, frozen=True, gc=False):
     late_gaps: int  #: those over the ITL target
     cached_tokens: int  #: of the prompt, where it was computed
     moved_tokens: int  #: whose KV went to a decode worker; 0: the prompt was computed there
-    targets_met: bool
+    targets_met: bool  #: by `Slo.is_met`
     predicted_ttft_s: float  #: by the router; 0: it predicted nothing
 
 
@@ -149,8 +153,9 @@ class RunSummary:
     refused: int
     prefix_hit: float  #: share of the prompt tokens that were cached
     local: float  #: share of the served requests whose prompt was computed where they decode
-    ttft: dict[str, float] = field(default_factory=dict)
-    tpot: dict[str, float] = field(default_factory=dict)  #: of requests with a gap
+    ttft: dict[str, float] = field(default_factory=dict)  #: from arrival to first token
+    #: A request's mean gap between tokens; of requests with a gap.
+    tpot: dict[str, float] = field(default_factory=dict)
     first_gap: dict[str, float] = field(default_factory=dict)  #: of requests with a gap
     deciles: list[float] = field(default_factory=list)  #: attainment by tenth of the prompt lengths
     tenants: dict[str, float] = field(default_factory=dict)  #: attainment by tenant

@@ -5,8 +5,8 @@
                  both factors are scaled to the mean seconds a token that prefill workers report.
                  With too few such prompts, the reports alone give the seconds a token.
     step(B, K)   From two reports in a row with equally many running sequences: seconds a step over
-                 B rows that read K tokens.
-    transfer(t)  From what the decode workers measured of each transfer.
+                 B rows (sequences that decode) that read K tokens of KV.
+    transfer(t)  From what the decode workers measured of each transfer of t tokens.
 
 The lines are fitted by `least_squares.py`. The fits take means, not bests, so what disturbed
 the machine is in them. A recorded request is met by the rule of `router/goodput.py`.
@@ -40,6 +40,7 @@ from .trace import HASH_TOKENS
 
 LOG_NAMES = ("router.old.jsonl", "router.jsonl")  #: in a log's folder, the older file first
 LOG_START = b'{"at":'  #: how a router's log begins, and no calibration in JSON
+#: Fewer samples say more of chance than of the worker.
 LONE_PROMPTS_MINIMUM = 12  #: with fewer of them, the prefill comes from reports alone
 TRANSFERS_MINIMUM = 12  #: with fewer of them, transfers count as free
 STEADY_REPORTS_MINIMUM = 8  #: with fewer of them, the step is not fitted
@@ -71,8 +72,8 @@ def _read_log_folder(folder: Path) -> bytes:
 def calibrate_from_log(lines: Iterable[bytes], cores: int) -> Calibration:
     """Return what a router's log tells of its workers, and its run.
 
-    Raises SimulationError if the lines are no router's log, if the workers differ in kind, or if
-    the log tells too little.
+    `cores` are the machine's. Raises SimulationError if the lines are no router's log, if the
+    workers differ in kind, or if the log tells too little.
     """
     try:
         log = RouterLog.of(lines)
@@ -177,7 +178,8 @@ def _fit_prefill(log: RouterLog) -> FittedLine:
 def _fit_lone_prompts(log: RouterLog, reported_token_s: float) -> FittedLine | None:
     """Return the prefill by what lone prompts took; None: too few are there to tell.
 
-    What prefill workers report limits the mean seconds a token, if they report anything.
+    What prefill workers report limits the mean seconds a token, if they report anything;
+    `reported_token_s` is 0 if not.
     """
     lone_requests = _lone_requests(log)
     if len(lone_requests) < LONE_PROMPTS_MINIMUM:
@@ -187,6 +189,7 @@ def _fit_lone_prompts(log: RouterLog, reported_token_s: float) -> FittedLine | N
     line = fit_line(prompt_tokens, seconds)
     if line.slope <= 0:
         return None
+    # Over all these prompts, seconds by tokens: from arrival to first token, so too many.
     mean_token_s = line.slope + line.base / (sum(prompt_tokens) / len(prompt_tokens))
     prefill_share = min(reported_token_s / mean_token_s, 1.0) if reported_token_s else 1.0
     return FittedLine(base=line.base * prefill_share, slope=line.slope * prefill_share)

@@ -19,7 +19,7 @@ from math import sqrt
 
 from ..engine.scheduler import Scheduler, StepPlan
 
-#: seconds: two moments that are closer are the same, however they were computed
+#: seconds: two moments that are closer are the same, as they were computed in different ways
 SAME_MOMENT_S = 1e-9
 
 
@@ -27,8 +27,8 @@ SAME_MOMENT_S = 1e-9
 class RepeatedSteps:
     """`count` steps of one plan, one behind the other. Times are seconds of the simulated clock."""
 
-    plan: StepPlan
-    begins_at: float
+    plan: StepPlan  #: what each of them does
+    begins_at: float  #: when the first one begins
     first_s: float  #: how long the first one takes
     growth_s: float  #: how much longer each takes than the one before
     count: int
@@ -41,6 +41,7 @@ class RepeatedSteps:
 
     @property
     def ends_at(self) -> float:
+        """When the last of them is over."""
         return self.end_of(self.count)
 
     def seconds_of(self, first: int, last: int) -> float:
@@ -66,13 +67,16 @@ class RepeatedSteps:
         return steps
 
     def interrupt(self, now: float) -> None:
-        """Nothing is repeated behind the step that is under way at `now`."""
+        """Makes the step that is under way at `now` the last one."""
         completed = self.completed_by(now)
         under_way = self.end_of(completed) < now - SAME_MOMENT_S or completed == 0
         self.count = min(self.count, completed + 1 if under_way else completed)
 
     def longer_than(self, seconds: float, first: int, last: int) -> int:
-        """How many of the steps from `first` up to `last`, counted from 0, take longer."""
+        """How many of the steps from number `first` up to `last` (excluded) take longer.
+
+        Steps are counted from 0, and each takes as long as the one before, or longer.
+        """
         if last <= first or self.first_s + self.growth_s * (last - 1) <= seconds:
             return 0
         if self.first_s + self.growth_s * first > seconds:
@@ -102,6 +106,7 @@ def _reserved_ahead(scheduler: Scheduler, plan: StepPlan, steps: int) -> int:
     """How many steps every sequence of the plan has blocks for, `steps` at most."""
     block_tokens = scheduler.limits.block_tokens
     for sequence in plan.decode:
+        # False: the pool has too few free blocks, so those that the sequence has must do.
         if not scheduler.reserve_ahead(sequence, steps):
             steps = len(sequence.blocks) * block_tokens - sequence.computed_tokens
     return max(1, steps)

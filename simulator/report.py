@@ -1,4 +1,9 @@
-"""A study as text, and as one HTML file with its plots inside."""
+"""A study as text, and as one HTML file with its plots inside.
+
+A study runs policies of the router on one trace in the simulator. G90 (G99) is the largest offered
+rate per GPU at which 90 % (99 %) of the requests meet their targets. TTFT is the time to the first
+token, TPOT the mean gap between two tokens, GAP1 the first gap.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +36,16 @@ COLUMNS = (
     "HIT",
     "LOCAL",
 )
-TENANTS_SHOWN = 8
-NO_FIGURE = "-"
-Latency = Literal["ttft", "tpot", "first_gap"]
+TENANTS_SHOWN = 8  #: in the text, which says "lowest eight"
+NO_FIGURE = "-"  #: of what was not measured, or not searched
+Latency = Literal["ttft", "tpot", "first_gap"]  #: keys of `RunFigures` with percentiles
 
 
 def study_text(study: StudyDocument) -> str:
     """Return a table with a row for each policy, and what else the study found.
 
-    Rates are per second and GPU, times in ms. OF BOUND is of the simulated bound.
+    Rates are per second and GPU, times in ms. OF BOUND is G90 by the simulated bound; MET, and
+    all to the right of RATE, are figures of a run at that rate.
     """
     bounds = [
         f"{name.replace('_', ' G')} {value:.3f}" for name, value in study["bound_per_gpu"].items()
@@ -122,7 +128,7 @@ def _row(entry: PolicyEntry) -> list[str]:
         _percent(entry.get("g99_bound_share")),
     ]
     rate = _number(entry["rate_per_gpu"])
-    if "at_rate" not in entry:
+    if "at_rate" not in entry:  # not even the lowest rate was held: there are no figures
         missing = [NO_FIGURE] * (len(COLUMNS) - len(cells) - 2)
         return [*cells, NO_FIGURE, rate, *missing]
     figures = entry["at_rate"]
@@ -165,11 +171,15 @@ p { max-width: 60rem; }
 """
 LIGHT = "#9db8d9"  #: of G90
 DARK = "#2f6db5"  #: of G99
+#: Percentiles with their colours; the bars are drawn one over another, the longest first.
 RANK_COLORS = (("p99", "#d7e3f4"), ("p90", "#8fb3e0"), ("p50", DARK))
 
 
 def study_page(study: StudyDocument) -> str:
-    """Return self-contained HTML: the table, and plots as inline SVG. Equal studies, equal pages."""
+    """Return self-contained HTML: the table, and plots as inline SVG.
+
+    Equal studies give equal pages.
+    """
     title = html.escape(f"{study['trace']}: {study['model']} on {study['fleet']}")
     head = "".join(f"<th>{column}</th>" for column in COLUMNS)
     body = "".join(_table_row(entry) for entry in study["policies"])

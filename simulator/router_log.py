@@ -27,8 +27,8 @@ from ..router.replay import LogError, LogHead, read
 class LoggedRequest:
     """One request over all its attempts. Moments are in seconds by the router's clock."""
 
-    place: PlaceAttempt  #: of the first attempt
-    arrived_at: float
+    place: PlaceAttempt  #: what the gateway asked for the first attempt
+    arrived_at: float  #: at the gateway
     first_token_at: float = 0.0  #: 0: no token came
     ended_at: float = 0.0  #: end of the last attempt; 0: the log ends before
     outcome: AttemptOutcome | None = None  #: of the last attempt; None if nobody told it
@@ -45,7 +45,7 @@ class LoggedRequest:
 class RouterLog:
     """The last life of the router that the log tells of."""
 
-    head: LogHead
+    head: LogHead  #: the router's configuration and term, which numbers its lives
     #: Each worker's latest card, by name.
     cards: dict[str, WorkerCard] = field(default_factory=dict)
     #: In order of arrival at the router, by request id.
@@ -82,6 +82,7 @@ class RouterLog:
                 self.reports.setdefault(worker, []).append(report)
             case PlacementRequested(_, place):
                 request_id, _ = place.attempt_key
+                # A request that is known already is attempted again, or asked for again.
                 request = LoggedRequest(place, arrived_at=at - place.waited_s)
                 self.requests.setdefault(request_id, request)
             case FirstTokenSent((request_id, _)):

@@ -31,17 +31,19 @@ G90 = 0.9  #: shares of requests that meet their targets
 G99 = 0.99
 TOLERANCE = 0.015  #: relative, of the rates found
 COARSE_TOLERANCE = 4 * TOLERANCE  #: the same, while splits are compared
-GROWTH = 1.25  #: from one rate to the next before both ends are known
+GROWTH = 1.25  #: factor from one rate to the next before both ends are known
 MINIMUM_SHARE = 1 / 64  #: of the first rate: where not even this is held, the answer is 0
 BETTER = 1.01  #: times the best rate so far that a split must hold to be searched
 FIRST_RATE_FACTOR = 1.1  #: from there to the first rate of the split's search
 SPLITS_AHEAD = 3  #: splits that are looked at together where cores are spare
 START_RATE_PER_REPLICA = 0.6  #: requests/s at which the first search begins
 G99_START_SHARE = 0.6  #: of G90, at which the search for G99 begins
-#: Splits are ordered by their distance in prefill workers from the ideal; mixed ones come last.
+#: Splits are ordered by their distance in prefill workers from the ideal. Each mixed worker counts
+#: so much more, so that a split of mixed workers comes last.
 MIXED_DISTANCE = 9
 
 ProgressReporter = Callable[[str], None]  #: takes one line for a person
+#: A document's value, without integers of its own: they count as floats.
 Json = dict[str, "Json"] | list["Json"] | str | float | bool | None
 
 
@@ -50,15 +52,15 @@ class HighestRate:
     """The largest rate at which a share of the requests meet their targets."""
 
     rate: float = 0.0  #: per GPU; 0: none was found
-    split: FleetSplit = field(default_factory=Split)
+    split: FleetSplit = field(default_factory=Split)  #: that holds it
 
 
 @dataclass(slots=True)
 class PolicyResult:
     """What a search found of one policy in one variant."""
 
-    policy: str
-    variant: str
+    policy: str  #: name of the router's policy
+    variant: str  #: a `case.Variant`: what of another system is simulated
     #: By the share of requests that meet their targets; empty where no maximum was searched.
     highest_rates: dict[float, HighestRate] = field(default_factory=dict)
     summary: RunSummary | None = None  #: at G90, or at the rate that was asked for
@@ -99,7 +101,9 @@ def no_progress(line: str) -> None:
 class Search:
     """Runs the case `case_number` of `processes`, and counts what is simulated for it.
 
-    Without processes `case` runs in this process. `report_progress` gets a line after each check.
+    `case` is that case. Without processes it runs in this process. `report_progress` gets a line
+    after each check. A *split* says how many replicas of the fleet have which role; rates are in
+    requests/s per GPU, and `share` is that of requests which must meet their targets.
     """
 
     def __init__(
@@ -121,7 +125,7 @@ class Search:
     def submit_check(
         self, split: FleetSplit, rate: float, share: float, seeds: int
     ) -> Future[LoadVerdict]:
-        """Ask whether `share` of the requests meet their targets at `rate` per GPU."""
+        """Ask whether `share` of the requests of the first `seeds` seeds meet their targets."""
         future = self.processes.submit(
             check_load, self.case_number, split, rate=rate, share=share, seeds=seeds
         )
@@ -166,6 +170,7 @@ class Search:
         ratio until they differ by less than `tolerance`, relative.
         """
         minimum = start * MINIMUM_SHARE
+        # Where cores are spare, the two rates that may come next are asked for beforehand.
         checks: dict[float, Future[LoadVerdict]] = {}
         bracket = RateBracket(0.0, inf, start)
         while bracket.is_open(tolerance, minimum):

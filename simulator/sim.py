@@ -4,9 +4,9 @@ Life of a request here:
 
 1. It arrives: the router gets `PlacementRequested` with its lengths, block hashes and targets.
 2. `AttemptPlaced` reaches the workers two hops later, through the gateway.
-3. The prefill worker computes the prompt, the decode worker reserves blocks. The first token goes to
-   the client, and `FirstTokenSent` to the router. (With the handoff `decode`, the client gets the
-   first token from the decode worker, after the KV has moved.)
+3. The prefill worker computes the prompt, the decode worker reserves blocks. The first token goes
+   to the client, and `FirstTokenSent` to the router. (With the handoff `decode`, the client gets
+   the first token from the decode worker, after the KV has moved.)
 4. The KV moves while the prompt is computed; what is left of it, behind.
 5. The sequence decodes on its decode worker. With its last token comes `AttemptEnded`.
 
@@ -44,7 +44,7 @@ from .metrics import SimulatedOutcome, Slo
 from .trace import HASH_TOKENS, Trace, WorkloadRequest, count_turns
 from .worker import DEFAULT_MAX_TOKENS, HOP_S, SimulatedWorker
 
-REPORT_INTERVAL_S = 0.5
+REPORT_INTERVAL_S = 0.5  #: seconds; a report is half of that old on average
 CONTEXT_TOO_LONG = "context_length_exceeded"  #: why the gateway refuses what no pool holds
 TICK_S = 1e-3  #: between two ticks of the router, at least
 SETTLE_S = 5.0  #: before the first arrival: the router has seen every worker join
@@ -53,7 +53,7 @@ ROUTER_TERM = 1  #: There is one router in a run, the first.
 
 
 class Moment(IntEnum):
-    """What an entry of the simulation's clock is about.
+    """What an entry of the simulation's clock is about. The values have no meaning.
 
     The last three occur in a run of `exact.py` only, whose class derives from `Simulation` and
     handles them. A ticket is one transfer of KV in `kv_transfer`, whose two ends exchange messages.
@@ -81,12 +81,12 @@ class Setting:
     """What runs: the fleet and how it is split, the router's configuration and the targets."""
 
     fleet: Fleet
-    split: Split | tuple[Split, ...]
+    split: Split | tuple[Split, ...]  #: roles of the replicas; a tuple: for each pool of the fleet
     config: RouterConfig = field(default_factory=RouterConfig)
     slo: Slo = field(default_factory=Slo)
-    #: which worker sends the first token to the client: prefill | decode
+    #: which worker sends the first token to the client: prefill (as ours does), or decode
     handoff: str = "prefill"
-    faults: Faults = field(default_factory=Faults)
+    faults: Faults = field(default_factory=Faults)  #: what goes wrong; nothing by default
     #: share of the ITL target that a step with prefill and decode may take
     budget_share: float = 0.9
     plan_every_s: float = 5.0  #: between two calls of a planner
@@ -100,6 +100,9 @@ class Simulation:
     A worker has a role, which a planner may change, and belongs to the pool of its first role. (The
     pools of `Fleet` are another thing: groups of equal hardware.)
 
+    Times are seconds of the simulated clock, which is 0 when requests begin to come. Equal
+    settings, traces, requests and seeds give equal runs. `log` gets a line for each placement and
+    end.
     `on_event(simulation, event)` hears each event before the router does.
     `planner(simulation, now)` is called every `plan_every_s`; it reads `router` and `workers`, and
     may `flip`, `add` and `remove` workers.
@@ -126,9 +129,9 @@ class Simulation:
         self.clock: list[tuple[float, int, Moment, Any]] = []  #: a heap of what is to come
         self.entries = 0  #: that the clock ever had: equal times go in order of entry
         self.router = Router(setting.config, term=ROUTER_TERM)
-        self.router_wake_at = inf
-        self.workers: dict[str, SimulatedWorker] = {}
-        self.cards: dict[str, WorkerCard] = {}
+        self.router_wake_at = inf  #: when the router is woken next
+        self.workers: dict[str, SimulatedWorker] = {}  #: by name, those included that are gone
+        self.cards: dict[str, WorkerCard] = {}  #: what the router is told of them, by name
         #: tokens that every worker's KV pool holds: longer requests are refused, as by a gateway
         self.context_limit_tokens: float = inf
         self.starting: dict[str, str] = {}  #: replicas that were ordered and are not up -> pool
@@ -136,7 +139,7 @@ class Simulation:
         self.attempts: dict[AttemptKey, SimulatedAttempt] = {}  #: that have not ended
         self.last_attempts: list[SimulatedAttempt | None] = []  #: of each request that has ended
         self.open_requests = 0  #: that have arrived, or will for sure, and have not ended
-        self.misses = 0
+        self.misses = 0  #: requests that have missed a target so far
         self.decode_sends_first_token = setting.handoff == "decode"
         self.handlers = self._make_handlers()
         self._start_fleet()
@@ -222,7 +225,8 @@ class Simulation:
         """Returns the outcome of each request, in the order of their numbers, when all have ended.
 
         Returns None as soon as more than `give_up` of them have missed their targets. `requests`
-        are in order of arrival; further turns of their sessions arrive by themselves.
+        are in order of arrival; further turns of their sessions arrive by themselves. A simulation
+        runs once.
         """
         self.last_attempts = [None] * count_turns(requests)
         self._schedule(REPORT_INTERVAL_S, Moment.REPORT, None)
@@ -262,6 +266,8 @@ class Simulation:
                     self._refused(frame)
             elif type(action) is router_events.DisconnectWorker:
                 self._rejoin(action.worker)
+        # An earlier wake replaces the one that is set; `_wake_router` ignores that one. After a
+        # tick the next is `TICK_S` away at least, as a router in doubt would stop the clock.
         wake_at = self.router.next_wake
         if wake_at is not None and wake_at < self.router_wake_at - SAME_TIME_S:
             is_tick = type(event) is router_events.RouterTick
@@ -275,6 +281,7 @@ class Simulation:
             self._tell_router(router_events.RouterTick())
 
     def _arrive(self, request: WorkloadRequest) -> None:
+        """Does the gateway's part: refuses what no worker has room for, else asks for workers."""
         attempt = SimulatedAttempt(request, (str(request.index), 0), self.now)
         if request.prompt_tokens + request.output_tokens > self.context_limit_tokens:
             attempt.refusal = CONTEXT_TOO_LONG
@@ -311,7 +318,7 @@ class Simulation:
     def _placed(self, placed: AttemptPlaced) -> None:
         attempt = self.attempts.get(placed.attempt_key)
         if attempt is None or attempt.decode_worker:
-            return
+            return  # it is over, or placed already: the router repeats an answer
         attempt.predicted_ttft_s = placed.predicted_ttft_ms / 1e3
         if placed.deadline_s:
             attempt.deadline_s = self.now + placed.deadline_s
@@ -322,7 +329,7 @@ class Simulation:
         attempt.decode_worker = placed.decode_worker
         attempt.prefill_worker = placed.prefill_worker or placed.decode_worker
         attempt.is_remote = attempt.prefill_worker != attempt.decode_worker
-        begins_at = self.now + 2 * HOP_S
+        begins_at = self.now + 2 * HOP_S  # router to gateway, gateway to worker
         if placed.prefix_holder is not None:
             holder = self.workers[placed.prefix_holder]
             begins_at = self._fetch_prefix(holder, attempt, begins_at)
@@ -357,7 +364,7 @@ class Simulation:
         """Sets the clock for the next event of the worker."""
         event_at = worker.next_event_at
         if event_at != worker.event_at:
-            worker.event_version += 1
+            worker.event_version += 1  # entries of the clock with an older one are ignored
             worker.event_at = event_at
             if event_at < inf:
                 self._schedule(event_at, Moment.WORK, (worker, worker.event_version))
@@ -409,7 +416,7 @@ class Simulation:
         self._ended(attempt)
 
     def _look_at_reservations(self, worker: SimulatedWorker) -> None:
-        """Transfers begin whose prompt was computed before there were blocks for it."""
+        """Begins the transfers whose prompt was computed before there were blocks for it."""
         reserved = worker.reserved
         worker.reserved = []
         for attempt in reserved:
@@ -426,7 +433,7 @@ class Simulation:
         if not attempt.reserved_at:
             return
         sink = self.workers[attempt.decode_worker]
-        costs = (source.cost, sink.cost)
+        costs = (source.cost, sink.cost)  # the slower of the two ends counts
         seconds = attempt.moved_tokens * max(cost.transfer_token for cost in costs)
         could_begin_at = max(attempt.began_at, attempt.reserved_at)
         begins_at = max(could_begin_at, source.link_out_free_at, sink.link_in_free_at)
@@ -440,7 +447,7 @@ class Simulation:
     def _fetch_prefix(
         self, source: SimulatedWorker, attempt: SimulatedAttempt, begins_at: float
     ) -> float:
-        """A prefix that another worker holds comes over the links; returns when it is there."""
+        """Moves a prefix that another worker holds over the links; returns when it is there."""
         request = attempt.request
         sink, _ = self._workers_of(attempt)
         held_tokens = min(source.cached_tokens(request), attempt.context_tokens - 1)
@@ -525,7 +532,7 @@ class Simulation:
         )
 
     def _kill(self, name: str) -> None:
-        """The worker dies; its requests are placed again, what was generated is prompt now."""
+        """Ends a worker; its requests are placed again, and what was generated is prompt now."""
         worker = self.workers[name]
         worker.catch_up(self.now)
         worker.is_alive = False
@@ -535,7 +542,10 @@ class Simulation:
             self._move_elsewhere(attempt, worker, lost_workers=[name])
 
     def _attempts_at(self, worker: SimulatedWorker) -> list[SimulatedAttempt]:
-        """Those that the worker computes or runs, without those that it has handed to another."""
+        """Returns the attempts that the worker computes or runs.
+
+        Those whose prompt it has computed for another worker are not its own any more.
+        """
         return [
             attempt
             for attempt in self.attempts.values()
@@ -547,6 +557,8 @@ class Simulation:
         self, attempt: SimulatedAttempt, worker: SimulatedWorker, lost_workers: list[str]
     ) -> None:
         """Ends the attempt at both workers; a new one goes on behind the answer so far."""
+        # The client has what earlier attempts and this worker have generated, and the first token
+        # of this attempt's prefill, wherever that was computed.
         answer_tokens = max(attempt.answer_tokens, worker.answer_tokens(attempt))
         if attempt.first_token_at and attempt.filled_at:
             answer_tokens = max(answer_tokens, attempt.answer_tokens + 1)
@@ -563,6 +575,7 @@ class Simulation:
         again.late_gaps = attempt.late_gaps
         again.counted_as_miss = attempt.counted_as_miss
         again.is_resumed = attempt.first_token_at > 0
+        # At least one token is left to generate, else the new attempt would have no end.
         again.answer_tokens = min(answer_tokens, attempt.request.output_tokens - 1)
         self._schedule(self.now + HOP_S, Moment.NEXT_ATTEMPT, (again, lost_workers))
 
@@ -574,8 +587,9 @@ class Simulation:
         self.planner(self, self.now)
 
     def flip(self, name: str, role: str) -> None:
-        """The worker hands over what it has, and has the role `flip_s` later.
+        """Gives a worker another role (prefill, decode or mixed), which it has `flip_s` later.
 
+        It hands over what it has at once.
         Prompts and answers so far are placed again, its cache stays. Until then its card says `""`.
         """
         self._hand_over(self.workers[name])
@@ -627,7 +641,7 @@ class Simulation:
         self._rejoin(name)
 
     def _hand_over(self, worker: SimulatedWorker) -> None:
-        """It takes nothing new, and what it has goes elsewhere; it stays in the directory."""
+        """Makes a worker take nothing new and moves what it has; the router still knows it."""
         self.cards[worker.name] = msgspec.structs.replace(self.cards[worker.name], role="")
         worker.role = ""
         self._rejoin(worker.name)
@@ -637,7 +651,10 @@ class Simulation:
 
     @property
     def gpu_seconds(self) -> float:
-        """What the replicas cost from their order to their end, or to now."""
+        """GPU seconds of all replicas from their order to their end, or to now.
+
+        Each counts as a replica of the fleet's first pool.
+        """
         seconds = sum(min(end, self.now) - begin for begin, end in self.lifetimes.values())
         return self.setting.fleet.reference.gpus * float(seconds)
 

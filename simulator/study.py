@@ -33,7 +33,8 @@ from .search import (
 from .sim import Simulation
 from .trace import Trace
 
-#: Of the bound's rate. Loads up to there are made once, before the processes are forked.
+#: Of the bound's rate. What loads up to there need is made once, before the processes are forked,
+#: which then share the memory; each process makes what higher loads need.
 PREPARED_SHARE = 0.5
 AGREEMENT_REQUESTS = 2000  #: of a run in both fidelities, about
 
@@ -45,13 +46,15 @@ class Study:
     trace: Trace
     model: str  #: "": the workers have measured coefficients, so there is no kernel bound
     fleet: Fleet
-    fleet_name: str
+    fleet_name: str  #: as the document names it
     slo: Slo
-    policies: tuple[str, ...] = (OWN_POLICY,)
+    policies: tuple[str, ...] = (OWN_POLICY,)  #: keys of the router's `POLICIES`
+    #: What of another system is simulated beside its policy (`case.Variant`).
     variants: tuple[str, ...] = (Variant.POLICY_ONLY,)
-    split: Split | None = None  #: None: the best one of all
-    seeds: int = 3
-    find_max: bool = False  #: search G90 and G99
+    split: Split | None = None  #: replicas by role; None: the best one of all
+    seeds: int = 3  #: loads that are drawn of the trace
+    #: Search G90 and G99, the largest rates at which 90 % and 99 % of requests meet their targets.
+    find_max: bool = False
     rate: float | None = None  #: requests/s without `find_max`; None: as recorded
     closed_loop: bool = False  #: later turns of a session wait for the end of the one before
     faults: Faults = field(default_factory=Faults)
@@ -59,7 +62,7 @@ class Study:
     agreement: bool = (
         False  #: run the first policy step by step too, and say how far apart they are
     )
-    router_config: RouterConfig | None = None  #: of a recorded run
+    router_config: RouterConfig | None = None  #: of a recorded run; None: the cases make one
 
     @property
     def offered_rate(self) -> float:
@@ -168,6 +171,7 @@ def _compare_fidelities(
 ) -> Agreement:
     """Run one seed of the first policy in both fidelities, at its rate and split."""
     rate = entry["rate_per_gpu"] * study.fleet.gpus
+    # A load has at least as many copies of the trace as this: a part of the trace is enough.
     copies = max(1.0, rate / study.trace.rate)
     trace = study.trace.head(min(1.0, AGREEMENT_REQUESTS / copies / len(study.trace.requests)))
     setting = case.setting(study.split or Split.parse(entry["split"]))

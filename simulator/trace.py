@@ -1,12 +1,13 @@
 """Request traces in one schema, and the loads that are made of them.
 
 A `Trace` holds what was recorded or drawn: for each request its arrival, its lengths and the ids of
-its prompt's blocks. Block ids are chained: an equal id means an equal prefix up to that block.
+its prompt's blocks. Block ids are chained: an equal id means an equal prefix up to that block. A
+block has 64 tokens, or a multiple of them (512 at most).
 
 `Trace.workload(rate, seed)` makes a load of the trace in these steps:
 
-1. It takes `k = ceil(rate / recorded rate)` copies of the trace. Each copy has block ids of its own;
-   only a first block that most requests share stays shared.
+1. It takes `k = ceil(rate / recorded rate)` copies of the trace. Each copy has block ids of its
+   own; only a first block that most requests share stays shared.
 2. It shifts each copy around the clock by a random time, and stretches time by
    `k * recorded rate / rate`, which is at least 1: time is never squeezed.
 3. It spreads timestamps that lie on a grid uniformly inside their grid step.
@@ -28,7 +29,7 @@ from .errors import SimulationError
 HASH_TOKENS = BLOCK_TOKENS  #: tokens that each of the router's hashes stands for
 COPY_ID_STEP = 1 << 40  #: between the ids that two copies give to the same block
 OWN_ID_START = 1 << 90  #: from here on come the ids of blocks that no other request shows
-OWN_ID_STEP = 1 << 24  #: between such ids of two requests
+OWN_ID_STEP = 1 << 24  #: between such ids of two requests: more than any has blocks
 #: Seconds that an answer's token took when a session was recorded. They are taken off the time
 #: between two turns to get the client's think time.
 RECORDED_TOKEN_S = 0.02
@@ -40,11 +41,12 @@ class TraceRequest:
 
     arrival_s: float  #: since the trace's start, or since the session's start
     prompt_tokens: int
-    output_tokens: int
+    output_tokens: int  #: of the answer, at least 1
     prompt_blocks: tuple[int, ...] = ()  #: ids of the prompt's blocks; the last may be partial
-    tenant: str = ""
+    tenant: str = ""  #: for whom it is
     session: int = -1  #: the session of which this is a turn; -1: the request is no turn
-    #: Ids of the blocks behind the prompt that hold the answer, as far as a later prompt shows them.
+    #: Ids of the blocks behind the prompt that hold the answer, as far as a later prompt shows
+    #: them.
     answer_blocks: tuple[int, ...] = ()
     output_limit: int = 0  #: tokens that the client allows the answer; 0: the client does not say
 
@@ -53,11 +55,12 @@ class TraceRequest:
 class WorkloadRequest:
     """One request of a load."""
 
+    #: Seconds since the run's start. Of a later turn in a closed loop, only its run says it.
     arrival_s: float
     prompt_tokens: int
     output_tokens: int
     tenant: str
-    prompt_block_ids: list[int]
+    prompt_block_ids: list[int]  #: those of the trace's request, in this copy of the trace
     block_names: list[bytes]  #: of the full blocks of prompt and answer, by their content
     prompt_hashes: list[bytes]  #: as a gateway sends them; b"" where the router looks none up
     next_turn: WorkloadRequest | None = None  #: the turn that waits for this one's end
@@ -67,7 +70,10 @@ class WorkloadRequest:
 
 
 class RequestBlocks(NamedTuple):
-    """What the requests that come of one `TraceRequest` in one copy of the trace share."""
+    """What the requests that come of one `TraceRequest` in one copy of the trace share.
+
+    The fields are those of `WorkloadRequest`.
+    """
 
     prompt_block_ids: list[int]
     block_names: list[bytes]
@@ -78,14 +84,15 @@ class RequestBlocks(NamedTuple):
 class Trace:
     """Recorded requests, and the loads made of them. Raises SimulationError without requests."""
 
-    name: str
+    name: str  #: it is part of the seed of what is drawn
     requests: list[TraceRequest]  #: by arrival; a session's requests stand in their order
-    block_tokens: int  #: tokens of each of the requests' blocks
+    block_tokens: int  #: tokens of each of the requests' blocks: 64 to 512
     quantum_s: float = 0.0  #: step of the grid on which the arrivals lie; 0: there is no grid
     #: Whether arrivals count from the start of their session, whose own start was not recorded.
     has_sessions: bool = False
     span_s: float = 0.0  #: of the recording; 0: until the last arrival
     shared_blocks: frozenset[int] = frozenset()  #: blocks that have the same id in all copies
+    #: copy's number -> blocks of each request: they are made once, as all loads share them
     _copies: dict[int, list[RequestBlocks]] = field(default_factory=dict, repr=False)
     #: block name -> those of the hashes in the block that the router looks up
     looked_up_in_block: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict, repr=False)
@@ -110,7 +117,8 @@ class Trace:
         return len(self.requests) / self.span_s
 
     def head(self, share: float) -> Trace:
-        """Return the first `share` of the trace by time; of a trace with sessions, whole ones."""
+        """Return the first `share` of the trace by time; of a trace with sessions, so many of
+        these, by number and as a whole."""
         if self.has_sessions:
             last_session = max(request.session for request in self.requests) * share
             requests = [request for request in self.requests if request.session <= last_session]
@@ -132,7 +140,8 @@ class Trace:
         """Return requests by arrival, `rate` per second on average; equal seeds, equal requests.
 
         In a closed loop the later turns of a session are no elements of the list. Each hangs at
-        the turn before (`next_turn`) and comes its think time after that one's end.
+        the turn before (`next_turn`) and comes its think time after that one's end. Otherwise all
+        come when they were recorded, whatever becomes of those before.
         """
         copies = self._copies_for(rate)
         span_s = copies * len(self.requests) / rate
@@ -156,6 +165,7 @@ class Trace:
             self._copy_blocks(copy)
 
     def _copies_for(self, rate: float) -> int:
+        # Without the rounding error of rates that are meant to be equal.
         return max(1, math.ceil(rate / self.rate - 1e-9))
 
     def _arrivals_s(self, span_s: float, shift_s: float, rng: random.Random) -> list[float]:
@@ -271,7 +281,7 @@ class Trace:
 
 
 def block_hash(block_id: int, part: int) -> bytes:
-    """Return what stands for the content hash of one 64-token part of a block."""
+    """Return what stands for the content hash of one 64-token part of a block; it has 8 at most."""
     return (block_id * 8 + part).to_bytes(16, "little")
 
 

@@ -30,16 +30,20 @@ from .hardware import Hardware
 from .repeat import SAME_MOMENT_S, RepeatedSteps, repetitions
 from .trace import HASH_TOKENS, Trace, WorkloadRequest
 
-HOP_S = 5e-4  #: one message between gateway, router and worker, in seconds
+HOP_S = 5e-4  #: seconds of one message between gateway, router and worker, as assumed
 #: tokens asked for by a client that names no limit: nobody knows an answer's length in advance
 DEFAULT_MAX_TOKENS = 4096
+#: Token ids mean nothing here but where an answer ends: the scheduler sees a stop token there.
 MIDDLE_TOKEN = 0
 LAST_TOKEN = 1
 STOP_IDS = (LAST_TOKEN,)
 
 
 class TraceScheduler(Scheduler):
-    """The engine's scheduler on blocks that are as large as a trace's, whose contents it names."""
+    """The engine's scheduler on blocks that are as large as a trace's, whose contents it names.
+
+    A mark is a content hash that routers look up; the trace knows which ones each block has.
+    """
 
     def __init__(self, pool: BlockPool, limits: SchedulerLimits, trace: Trace) -> None:
         super().__init__(pool, limits)
@@ -52,8 +56,9 @@ class TraceScheduler(Scheduler):
 class SimulatedWorker:
     """A replica of `hardware`. Times are seconds of the simulated clock.
 
-    Blocks are as large as those of the `trace`. `step_budget_s`: how long a step with decode and
-    prefill may take, `inf` for no limit. `itl_target_s`: gaps that are longer are late.
+    Blocks are as large as those of the `trace`. `role` is prefill, decode or mixed.
+    `step_budget_s`: how long a step with decode and prefill may take, `inf` for no limit.
+    `itl_target_s`: gaps between two tokens that are longer are late.
     """
 
     def __init__(
@@ -70,7 +75,7 @@ class SimulatedWorker:
         self.cost = hardware.cost
         self.block_tokens = trace.block_tokens
         self.itl_target_s = itl_target_s
-        self.skips_repeated_steps = True
+        self.skips_repeated_steps = True  #: False: every step is planned (`exact.py`)
         self.slowness = 1.0  #: every step takes this times what `cost` says
         self.is_alive = True
         budget_s = None if step_budget_s == inf else step_budget_s * hardware.planned_share
@@ -90,14 +95,14 @@ class SimulatedWorker:
         self.has_news = False  #: something arrived while no step is under way
         self.now = 0.0
         self.late_steps = 0  #: booked steps that took longer than the ITL target
-        self.preemptions_seen = 0
+        self.preemptions_seen = 0  #: of those that the scheduler counts
         # what the simulation keeps here: the event scheduled for the worker, and its link
         self.event_version = 0
         self.event_at = inf
-        self.link_out_free_at = 0.0
-        self.link_in_free_at = 0.0
+        self.link_out_free_at = 0.0  #: when the last transfer from here ends
+        self.link_in_free_at = 0.0  #: when the last transfer to here ends
         # since the last report
-        self.report_number = 0
+        self.report_number = 0  #: of the last report
         self.has_changed = False
         self.prefill_tokens = 0
         self.prefill_seconds = 0.0
@@ -127,7 +132,7 @@ class SimulatedWorker:
     def reserve(self, attempt: SimulatedAttempt) -> None:
         """Reserves blocks for KV that is to come, now or as soon as there are enough.
 
-        The attempt is in `reserved` then.
+        The attempt is in `reserved` then, where the simulation finds it.
         """
         sequence = self._make_sequence(attempt)
         if self.scheduler.reserve(sequence) is None:
@@ -140,7 +145,8 @@ class SimulatedWorker:
         self.reserved.append(attempt)
 
     def commit(self, attempt: SimulatedAttempt, has_first_token: bool) -> None:
-        """The KV of an attempt has arrived, with its first token if `has_first_token`."""
+        """Lets an attempt decode, as its KV has arrived, with its first token if
+        `has_first_token`."""
         sequence = self.scheduler.live[attempt.key, 0]
         if has_first_token:
             sequence.token_ids.append(MIDDLE_TOKEN)
@@ -167,6 +173,7 @@ class SimulatedWorker:
         self._interrupt()
 
     def _interrupt(self) -> None:
+        """Makes the scheduler plan again after the step under way."""
         if self.steps is None:
             self.has_news = True
         else:
@@ -175,6 +182,8 @@ class SimulatedWorker:
     # ---- sequences ---------------------------------------------------------------------------
 
     def _make_sequence(self, attempt: SimulatedAttempt) -> Sequence:
+        """Returns the sequence as an engine would have it: the scheduler must not know how long
+        the answer is, only what the client allows."""
         request = attempt.request
         tokens = attempt.context_tokens
         room_tokens = self.capacity_tokens - request.prompt_tokens
@@ -253,6 +262,7 @@ class SimulatedWorker:
         return ended, filled
 
     def _plan(self) -> None:
+        """Plans the next step, and how often it repeats; the steps begin now."""
         plan = self.scheduler.plan(self.now)
         if self.scheduler.preemptions > self.preemptions_seen:
             self._note_preempted()
@@ -292,7 +302,7 @@ class SimulatedWorker:
         return self.cost.step_s(len(plan.decode), self._kv_tokens(plan)) * self.slowness
 
     def _prefill_seconds(self, plan: StepPlan) -> float:
-        """How long the chunks take; each has its share of what a prefill takes besides."""
+        """How long the chunks take; each has its share of `prefill_base`, by its tokens."""
         cost = self.cost
         seconds = 0.0
         for sequence, tokens in plan.prefill:
@@ -303,7 +313,10 @@ class SimulatedWorker:
         return seconds * self.slowness
 
     def _growth_seconds(self, plan: StepPlan) -> float:
-        """How much longer the next step takes than this one, if it says the same."""
+        """How much longer the next step takes than this one, if its plan is the same.
+
+        Each decode reads one more token; a chunk attends to one more chunk.
+        """
         if plan.decode:
             return self.cost.step_token * len(plan.decode) * self.slowness
         sequence, tokens = plan.prefill[0]
@@ -363,7 +376,10 @@ class SimulatedWorker:
         steps.accounted = last
 
     def _learn(self, steps: RepeatedSteps, count: int, mean_s: float) -> None:
-        """Teaches the scheduler what the mean of the next `count` steps took, if it is news."""
+        """Teaches the scheduler what the mean of the next `count` steps took.
+
+        Decode alone whose time it predicts right already teaches nothing, and is most of a run.
+        """
         plan = steps.plan
         rows = len(plan.decode)
         kv_tokens = 0
@@ -382,7 +398,11 @@ class SimulatedWorker:
         cost.observe(mean_s, StepWork(rows, kv_tokens, prefill_tokens, pairs, len(plan.prefill)))
 
     def _book_chunks(self, sequence: Sequence, tokens: int, filled: list[SimulatedAttempt]) -> None:
-        """Books prefilled tokens; with a prompt's last ones comes a token."""
+        """Books prefilled tokens; with a prompt's last ones comes a token.
+
+        A prompt that was computed before and preempted counts the gap to its next token instead of
+        a first token.
+        """
         attempt = self._attempt_of(sequence)
         if attempt is None or not self.scheduler.record_computed(sequence, tokens):
             return
@@ -422,13 +442,14 @@ class SimulatedWorker:
         self.joining = still_waiting
 
     def _count_gap(self, attempt: SimulatedAttempt, token_at: float) -> None:
+        """Counts a gap that is no step's: `late_steps` has those between two steps in a row."""
         gap_s = token_at - attempt.last_token_at
         if not attempt.first_gap_s:
             attempt.first_gap_s = gap_s
         attempt.late_gaps += gap_s > self.itl_target_s
 
     def _end(self, sequence: Sequence, attempt: SimulatedAttempt) -> None:
-        """The answer is complete."""
+        """Ends a complete answer. The late steps since it began to run are its late gaps."""
         self.scheduler.append_token(sequence, LAST_TOKEN)
         attempt.late_gaps += self.late_steps - attempt.late_steps_before
         del self.attempts[attempt.key]

@@ -25,10 +25,10 @@ import xxhash
 
 from .faults import DiskUnavailable, TierFault, checksum, fault_of
 
-NAME = "blocks.kv"
+NAME = "blocks.kv"  #: of the file in the folder
 MAGIC = b"DIPTYCHT"
-FORMAT = 1
-PAGE = 4096
+FORMAT = 1  #: of superblock and headers; a file of another one is emptied
+PAGE = 4096  #: bytes; headers begin behind the first page, payloads at a multiple of it
 #: magic, format, padding, compatibility, block bytes, slots; then the checksum of these
 SUPERBLOCK = struct.Struct("<8sI4x16sQQ")
 TAIL = struct.Struct("<Q")  #: the checksum behind a superblock or a header
@@ -36,7 +36,7 @@ TAIL = struct.Struct("<Q")  #: the checksum behind a superblock or a header
 HEADER = struct.Struct("<8sI4x16s16sQQQ")
 HEADER_STRIDE = 128  #: bytes; a power of two: no header crosses a sector
 EMPTY_HEADER = bytes(HEADER_STRIDE)
-READ_BYTES = 1 << 26  #: at most, in one call that reads headers
+READ_BYTES = 1 << 26  #: at most, in one call that reads headers: the system caps calls at 2 GiB
 
 
 class SlotHeader(NamedTuple):
@@ -64,7 +64,8 @@ def with_checksum(data: bytes, seed: int) -> bytes:
 class DiskStore:
     """Owns the folder (a lock; a second process is refused) and the file in it.
 
-    `capacity_bytes` bounds the file's size; `compatibility` is 16 bytes. Raises DiskUnavailable
+    `capacity_bytes` bounds the file's size; `compatibility` is a 16-byte hash of model and layout,
+    and a block's `content` the 16-byte hash of its tokens. Raises DiskUnavailable
     when the folder cannot be used. Afterwards `write` and `read` return a `TierFault` instead of
     raising.
     """
@@ -77,6 +78,7 @@ class DiskStore:
         self.block_bytes = block_bytes
         self.compatibility = compatibility
         self._stride = align(block_bytes)  #: bytes from one payload to the next
+        # Two pages beside the slots: the superblock's, and the rest of the headers' last page.
         self.slots = max(0, (capacity_bytes - 2 * PAGE) // (self._stride + HEADER_STRIDE))
         if not self.slots:
             raise DiskUnavailable(TierFault.NO_SPACE, f"{capacity_bytes} bytes hold no block")
@@ -102,6 +104,7 @@ class DiskStore:
             raise
 
     def _open(self, folder: Path) -> None:
+        """Takes the lock before the file is touched: another process may be using it."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock_fd = os.open(folder, os.O_RDONLY)
         try:
@@ -112,6 +115,7 @@ class DiskStore:
         self._prepare()
 
     def _prepare(self) -> None:
+        """Makes the file fit: emptied if it is for something else, at its full size, and read."""
         fields = SUPERBLOCK.pack(MAGIC, FORMAT, self.compatibility, self.block_bytes, self.slots)
         superblock = with_checksum(fields, 0)
         previous_size = os.fstat(self._fd).st_size
@@ -153,6 +157,7 @@ class DiskStore:
             else:
                 self._checksums[slot] = header.checksum
                 self._sequence = max(self._sequence, header.sequence)
+                # A crash may leave one block in two slots, both of them whole: the later counts.
                 previous = latest.get(header.content, (0, 0))
                 latest[header.content] = max(previous, (header.sequence, slot))
 
@@ -244,6 +249,7 @@ class DiskStore:
             return
 
     def close(self) -> None:
+        """Gives file and lock back; the blocks stay in the file. A second call does nothing."""
         for fd in (self._fd, self._lock_fd):
             if fd >= 0:
                 os.close(fd)

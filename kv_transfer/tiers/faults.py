@@ -18,16 +18,16 @@ class Tier(StrEnum):
 
 
 class TierFault(StrEnum):
-    """Expected outcomes of an access to a tier; each is counted under its name."""
+    """Why an access to a tier failed, as is expected now and then; each is counted by its value."""
 
     CHECKSUM = "checksum"  #: the bytes are not those that were stored
     HEADER = "header"  #: what stands before a slot's payload is damaged
     TRUNCATED = "truncated"  #: the file ends before the block does
     VANISHED = "vanished"  #: the file is no longer where it was opened
-    NO_SPACE = "no_space"
-    READ_ONLY = "read_only"
+    NO_SPACE = "no_space"  #: also a quota, or a size that holds no block
+    READ_ONLY = "read_only"  #: also: no permission
     LOCKED = "locked"  #: another process has the folder
-    IO = "io_error"
+    IO = "io_error"  #: any other error of the operating system
 
 
 class DiskUnavailable(TransferError):
@@ -50,13 +50,14 @@ def fault_of(error: OSError) -> TierFault:
 
 
 def checksum_seed(compatibility: bytes, content: bytes) -> int:
-    """The checksum seed of the block `content` under one model, layout and format.
+    """The checksum seed of the block whose 16-byte hash is `content`.
 
+    `compatibility` is the 16-byte hash of model, layout and format.
     Thanks to the seed, bytes of another block or another model do not pass for these.
     """
     return xxhash.xxh3_64_intdigest(compatibility + content)
 
 
 def checksum(data: memoryview, seed: int) -> int:
-    """64-bit xxh3 of a block's bytes."""
+    """64-bit xxh3 of a block's bytes, with the seed of `checksum_seed`."""
     return xxhash.xxh3_64_intdigest(data, seed=seed)

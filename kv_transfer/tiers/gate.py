@@ -7,9 +7,9 @@ The wait doubles with every failed try, from RETRY_S to RETRY_LIMIT_S.
 
 from __future__ import annotations
 
-FAILURE_LIMIT = 3
-RETRY_S = 5.0
-RETRY_LIMIT_S = 300.0
+FAILURE_LIMIT = 3  #: in a row; one alone may be a hiccup
+RETRY_S = 5.0  #: the first wait
+RETRY_LIMIT_S = 300.0  #: the longest wait
 
 
 class DiskGate:
@@ -22,10 +22,14 @@ class DiskGate:
         self._wait_s = RETRY_S
 
     def allows(self, now: float) -> bool:
+        """Whether the disk may be used, or tried, now."""
         return now >= self.retry_at
 
     def record_failure(self, reason: str, now: float, final: bool = False) -> bool:
-        """Returns True when this failure switched the disk off; a `final` one always does."""
+        """Returns True when this failure switched the disk off; a `final` one does so alone.
+
+        A failed try of a disk that is off already returns False, and doubles the wait.
+        """
         self._failures += 1
         was_on = not self.reason
         if was_on and not final and self._failures < FAILURE_LIMIT:

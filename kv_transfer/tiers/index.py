@@ -37,6 +37,7 @@ class TierEntry:
 
     @property
     def in_a_tier(self) -> bool:
+        """Whether a slot holds the block; one that is being filled does not yet."""
         return self.memory is not None or self.disk is not None
 
 

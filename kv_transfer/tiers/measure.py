@@ -3,6 +3,8 @@
 GiB/s are the best of several rounds, each of which runs every row once; `of_memcpy` is the ratio to
 a plain copy of the same blocks. `checksum_share` is the time of one checksum pass as a part of the
 row's. Disk figures are those of the page cache unless they say cold.
+
+The tiers are the stores of KV blocks below a worker's pool: one in host memory, one on disk.
 """
 
 from __future__ import annotations
@@ -24,19 +26,23 @@ from .faults import checksum, checksum_seed
 from .service import TieredStore, TierLimits
 
 ROUNDS = 5
-COMPATIBILITY = bytes(16)
+COMPATIBILITY = bytes(16)  #: stands for the hash of a model and its layout
 #: Rows in which each block is verified once.
 VERIFIED_ROWS = ("memory store", "memory load", "disk read, cached", "disk read, cold")
 
 
 def measure_seconds(work: Callable[[], None]) -> float:
+    """Runs `work` once; returns the seconds that it took."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
 class TierBench:
-    """`count` blocks of `block_bytes` bytes, a second set to load into, and a folder."""
+    """`count` blocks of `block_bytes` bytes, a second set to load into, and a folder.
+
+    The folder is on the disk to measure.
+    """
 
     def __init__(self, block_bytes: int, count: int, folder: Path) -> None:
         self.block_bytes = block_bytes
@@ -57,6 +63,7 @@ class TierBench:
         return rows | self._measure_memory() | self._measure_disk()
 
     def copy(self) -> None:
+        """The plain copy that every row is compared with."""
         for index in range(self.count):
             np.copyto(self.target[index], self.source[index])
 
@@ -94,6 +101,7 @@ class TierBench:
 
     def _measure_disk(self) -> dict[str, float]:
         """Uses `DiskStore` alone: writes, reads from the page cache, and after it was dropped."""
+        # Room for `count` slots, with their headers and what rounding up to pages takes.
         capacity_bytes = self.count * (self.block_bytes + 8192) + 65536
         store = DiskStore(self.folder, self.block_bytes, capacity_bytes, COMPATIBILITY)
         blocks = [row.data for row in self.source]
@@ -118,6 +126,7 @@ class TierBench:
 
 
 def drop_from_page_cache(path: Path) -> None:
+    """Makes the next read of the file come from the disk."""
     file = os.open(path, os.O_RDWR)
     os.fsync(file)
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -127,7 +136,7 @@ def drop_from_page_cache(path: Path) -> None:
 def measure(block_bytes: int, count: int, folder: Path) -> dict[str, Any]:
     """Returns one line of the output: the best of `ROUNDS` rounds for each row."""
     bench = TierBench(block_bytes, count, folder)
-    bench.copy()
+    bench.copy()  # so that every page is there before the first round
     rounds = [bench.measure_round() for _ in range(ROUNDS)]
     best_s = {row: min(seconds[row] for seconds in rounds) for row in rounds[0]}
     gib = block_bytes * count / 2**30

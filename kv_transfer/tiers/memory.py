@@ -11,7 +11,7 @@ from .faults import TierFault, checksum
 
 
 class MemoryStore:
-    """`slots` slots of `block_bytes` bytes each.
+    """`slots` slots of `block_bytes` bytes each, and the checksum of what is in each.
 
     The region is reserved here, and takes physical memory when a slot is first used. Raises OSError
     when it cannot be reserved.
@@ -31,6 +31,7 @@ class MemoryStore:
         return self._blocks[slot].data
 
     def checksum_of(self, slot: int) -> int:
+        """Returns the checksum that the slot's bytes should have."""
         return self._checksums[slot]
 
     def set_checksum(self, slot: int, block_checksum: int) -> None:
@@ -38,12 +39,15 @@ class MemoryStore:
         self._checksums[slot] = block_checksum
 
     def put(self, slot: int, data: memoryview, seed: int) -> None:
-        """Copies a block in. The checksum is that of `data`, so `get` finds a torn copy."""
+        """Copies a block in. The checksum is that of `data`, so `get` finds a torn copy.
+
+        `seed` is of the block's content and model: with another seed the bytes do not pass.
+        """
         self.set_checksum(slot, checksum(data, seed))
         np.copyto(self._blocks[slot], np.frombuffer(data, np.uint8))
 
     def get(self, slot: int, target: memoryview, seed: int) -> TierFault | None:
-        """Copies a block out and verifies what arrived in `target`."""
+        """Copies a block out and verifies what arrived in `target`; None: it is right."""
         np.copyto(np.frombuffer(target, np.uint8), self._blocks[slot])
         if checksum(target, seed) != self._checksums[slot]:
             return TierFault.CHECKSUM

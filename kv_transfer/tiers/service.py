@@ -1,4 +1,4 @@
-"""The tiers' thread: takes blocks from the pool's edge, gives them back, moves them meanwhile.
+"""The tiers' thread: copies KV blocks that a pool is about to evict, to host memory and disk.
 
 Life of a request:
 
@@ -9,6 +9,9 @@ Life of a request:
 3. The thread copies the bytes and calls the request's `done`.
 
 When nobody waits, the thread copies blocks between memory and disk, one at a time.
+
+A block's *content* is the 16-byte hash of its tokens and of all before them: its key. A tier has
+slots of one block each; a block is *dirty* while only memory has it.
 """
 
 from __future__ import annotations
@@ -38,22 +41,27 @@ class TierLimits:
 
     memory_bytes: int
     disk_bytes: int = 0  #: of the file; it helps from several times `memory_bytes`
-    request_limit: int = 256  #: stores and loads
-    in_flight_bytes_limit: int = 1 << 30  #: of blocks in them; a request alone may be larger
+    request_limit: int = 256  #: stores and loads; further ones are refused
+    #: Bytes of the blocks in them, which are pinned in the pool; a request alone may be larger.
+    in_flight_bytes_limit: int = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoreRequest:
+    """A block to keep."""
+
     content: bytes
-    view: memoryview
-    done: Callable[[bool], None]
+    view: memoryview  #: the block's bytes in the pool
+    done: Callable[[bool], None]  #: is told whether a tier holds the block
     slot: int | None  #: memory slot to fill; None when the block is known already
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadRequest:
+    """Blocks to bring back, in the order of a prompt."""
+
     pairs: list[tuple[bytes, memoryview]]  #: content, and where its bytes shall go
-    done: Callable[[list[bytes]], None]
+    done: Callable[[list[bytes]], None]  #: is told the leading contents that came
     pinned: int  #: leading pairs that a tier holds
 
 
@@ -66,8 +74,10 @@ class TieredStore:
     Keys are 16-byte content hashes, values `block_bytes` bytes. Views are contiguous uint8
     [block_bytes]; they belong to the store from an accepted request until its `done`, which is
     called once, on the tiers' thread, and must not block. `compatibility` is 16 bytes
-    (`KVLayout.compatibility`): blocks stored under another value are never returned. Raises
-    OSError when the memory cannot be reserved; nothing else raises, a block is a miss instead.
+    (`KVLayout.compatibility`): blocks stored under another value are never returned. `folder` is
+    where the disk's file goes; None: there is no disk tier. `clock` times the disk's retries.
+    Raises OSError when the memory cannot be reserved; nothing else raises, a block is a miss
+    instead.
     """
 
     def __init__(
@@ -91,12 +101,12 @@ class TieredStore:
         self._stores: deque[StoreRequest] = deque()
         self._requests = 0  #: waiting or under way
         self._in_flight_bytes = 0  #: of the blocks in these requests
-        self._lookups: Counter[str] = Counter()
-        self._counts: Counter[str] = Counter()
+        self._lookups: Counter[str] = Counter()  #: of `count_held_blocks`: hits, misses by tier
+        self._counts: Counter[str] = Counter()  #: loads by tier, refusals, switching off
         self._failures: dict[Tier, Counter[str]] = {tier: Counter() for tier in Tier}
-        self._copy_s = 0.0
-        self._disk_s = 0.0
-        self._open = True
+        self._copy_s = 0.0  #: in copies into and out of memory, checksums included
+        self._disk_s = 0.0  #: in reads and writes of the file
+        self._open = True  #: False from `close` on, or once the thread has failed
         self._wake = threading.Condition()  #: its lock guards all of the above
         self._thread = threading.Thread(target=self._run, name="kv-tiers", daemon=True)
         self._thread.start()
@@ -122,7 +132,10 @@ class TieredStore:
         return True
 
     def count_held_blocks(self, contents: Sequence[bytes]) -> int:
-        """How many leading blocks a `load` would find now."""
+        """How many leading blocks a `load` would find now.
+
+        This is what counts as look-up: all blocks behind the first miss are misses too.
+        """
         with self._wake:
             held = self._index.count_held(contents if self._open else ())
             self._lookups["memory_hits"] += held.memory
@@ -135,6 +148,8 @@ class TieredStore:
         self, pairs: Sequence[tuple[bytes, memoryview]], done: Callable[[list[bytes]], None]
     ) -> bool:
         """Copies blocks into their views; `done(contents)` names the leading ones that arrived.
+
+        `pairs` are (content, view) in the order of a prompt.
 
         These were verified; the other views hold anything. Returns False, and never calls `done`,
         when the request is refused. A block is worth nothing without those before it, so the first
@@ -153,7 +168,11 @@ class TieredStore:
         return True
 
     def statistics(self) -> dict[str, Any]:
-        """Blocks and bytes by tier, look-ups, deliveries, evictions, faults by reason."""
+        """Blocks and bytes by tier, look-ups, deliveries, evictions, faults by reason.
+
+        "left" counts the blocks that are in no tier any more, by reason. The keys are what metrics
+        and people see.
+        """
         with self._wake:
             index = self._index
             memory = self._tier_statistics(Tier.MEMORY, index.memory_blocks, index.memory_slots)
@@ -239,7 +258,8 @@ class TieredStore:
                 self._disk.close()
 
     def _step(self) -> None:
-        """Serves one load, opens the disk, serves one store, moves one block, or waits."""
+        """Does the first of these that there is to do: serves a load, opens the disk, serves a
+        store, moves a block between tiers, waits."""
         with self._wake:
             if not self._open:
                 return
@@ -265,7 +285,7 @@ class TieredStore:
             self._open_disk()
 
     def _idle_s(self, now: float) -> float | None:
-        """Seconds until the disk is to be tried again; None when there is nothing to try."""
+        """Seconds until the disk is to be tried again; None: wait for the next request."""
         retry_is_useful = self._index.dirty_blocks > 0 or self._disk is None
         if retry_is_useful and self._gate.retry_at > now:
             return self._gate.retry_at - now
@@ -290,6 +310,7 @@ class TieredStore:
                 assert_never(request)
 
     def _fail_waiting_requests(self) -> None:
+        """Calls `done` of each, empty-handed. The index is left as it is: nobody asks it again."""
         for load in self._loads:
             self._end_load(load, [])
         for store in self._stores:
@@ -386,6 +407,7 @@ class TieredStore:
         assert self._disk
         seed = checksum_seed(self._compatibility, move.content)
         fault = self._read_disk(move.disk_slot, self._memory.view(move.memory_slot), seed)
+        # Also after a fault: the slot is free then, and its checksum means nothing.
         self._memory.set_checksum(move.memory_slot, self._disk.checksum_of(move.disk_slot))
         with self._wake:
             self._index.end_move(move, ok=fault is None)
@@ -410,6 +432,7 @@ class TieredStore:
                 self._record_disk_failure(fault, f"writing failed: {fault}", now)
             if fault is TierFault.VANISHED:
                 self._index.detach_disk()
+        # The folder was removed: `_step` makes a new file once the gate allows that.
         if fault is TierFault.VANISHED:
             self._disk.close()
             self._disk = None

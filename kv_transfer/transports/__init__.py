@@ -18,8 +18,10 @@ def open_transport(
 ) -> Transport:
     """Opens `nixl`, `shm`, `tcp`, or `auto`: NIXL wherever it is installed, else TCP.
 
-    `host` is where TCP listens. `secret` is the cluster's; peers prove to `shm` and `tcp` that they
-    know it. UCX, below NIXL, asks for none. The first `corrupt` writes are damaged, for tests.
+    `agent` is the name of this end, which no other has. `admit` says whether incoming data may be
+    stored; only TCP can ask. `host` is where TCP listens. `secret` is the cluster's; peers prove to
+    `shm` and `tcp` that they know it. UCX, below NIXL, asks for none. The first `corrupt` writes
+    are damaged, for tests.
     Raises TransportUnavailable when the library is missing, or `shm` got a pool that no file is
     behind.
     """

@@ -75,14 +75,17 @@ class NixlPeer:
         agent.add_remote_agent(contact.metadata)
         self.region = NixlRegion(agent, card.agent, base=card.base, size=card.size, contact=contact)
         self.process = ProcessWatch(contact.process)
-        self.down_at: float | None = None  #: when it was found dead; None while it is reachable
+        #: When it was lost, or when its process was last seen alive after that (`fenced`); None
+        #: while it is reachable. The fence's grace is counted from then.
+        self.down_at: float | None = None
         self.marked_dead = False  #: the cluster has said that the peer's process is gone
 
     @property
     def process_gone(self) -> bool:
-        """The peer's process is known to be gone, or is this one.
+        """True if the peer's process is known to be gone, or is this one.
 
-        An agent of this very process that was closed is done, while the process lives on.
+        An agent of this very process that was closed is done, while the process lives on. Where
+        the host cannot tell, the cluster's word counts (`marked_dead`).
         """
         gone = self.process.gone()
         if gone is None:
@@ -95,11 +98,14 @@ class NixlWrite:
     """A posted transfer that has not ended."""
 
     peer: str
-    transfer: Any
+    transfer: Any  #: NIXL's handle, which has to be released
 
 
 class NixlTransport:
-    """One NIXL agent that registers one pool as one region."""
+    """One NIXL agent that registers one pool as one region.
+
+    Fulfils `transport.Transport`, which says what each method is for.
+    """
 
     name = "nixl"
     refuses_late = False
@@ -148,9 +154,10 @@ class NixlTransport:
         return self._post("WRITE", peer, spans, note)
 
     def read(self, peer: str, spans: Spans, note: bytes) -> int:
-        """Copies unit `target[i]` of the peer's pool to unit `source[i]` of the own one.
+        """Copies unit `target_units[i]` of the peer's pool to unit `source_units[i]` of the own.
 
-        The peer gets the note; the handle ends as that of a write does.
+        The peer gets the note; the handle ends as that of a write does. No other transport reads,
+        and only `speed.measure` uses it.
         """
         return self._post("READ", peer, spans, note)
 
@@ -265,7 +272,7 @@ class NixlTransport:
         for peer in list(self._peers):
             try:
                 self.remove_peer(peer)
-            except Exception:
+            except Exception:  # NIXL has no types of errors, and closing goes on
                 logging.getLogger(__name__).debug("peer %s was gone already", peer)
         self._agent.deregister_memory(self._registration)
         self._writes.clear()

@@ -25,7 +25,11 @@ def _start_time(pid: int) -> int:
 
 
 def own_process_identity() -> str:
-    """The identity of this process, for peers on the same host; empty where there is none."""
+    """The identity of this process, for peers on the same host; empty where there is none.
+
+    It is "boot-id pid-namespace pid start-time": a pid that was given to another process later
+    makes another identity.
+    """
     try:
         return f"{_pid_space()} {os.getpid()} {_start_time(os.getpid())}"
     except OSError:
@@ -33,11 +37,14 @@ def own_process_identity() -> str:
 
 
 class ProcessWatch:
-    """Watches the process of an identity that `own_process_identity` made."""
+    """Watches the process of an identity that `own_process_identity` made, perhaps elsewhere.
+
+    `close` it, as it holds a file.
+    """
 
     def __init__(self, identity: str) -> None:
         self._pidfd = -1
-        self._gone: bool | None = None
+        self._gone: bool | None = None  #: None: nothing can be known
         self.is_own_process = identity != "" and identity == own_process_identity()
         parts = identity.rsplit(" ", 2)
         if len(parts) != 3:
@@ -51,7 +58,7 @@ class ProcessWatch:
             self._gone = _start_time(int(pid)) != int(start_time)
         except (ProcessLookupError, FileNotFoundError):
             self._gone = True
-        except (AttributeError, OSError):
+        except (AttributeError, OSError):  # no pidfds here, or no permission
             self._gone = None
 
     def gone(self) -> bool | None:
@@ -62,11 +69,12 @@ class ProcessWatch:
         """
         if self._gone is False:
             poll = select.poll()
-            poll.register(self._pidfd, select.POLLIN)
+            poll.register(self._pidfd, select.POLLIN)  # readable once the process has ended
             self._gone = bool(poll.poll(0))
         return self._gone
 
     def close(self) -> None:
+        """Ends the watch; `gone` must not be called afterwards."""
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1

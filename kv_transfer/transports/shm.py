@@ -1,8 +1,8 @@
 """Shared memory on one host: the writer maps the peer's pool and copies into it by itself.
 
 The pool lies in a memory file. Its owner hands the file to every peer that dials in, over a unix
-socket, behind the handshake. The same connection carries the notes and, when it closes, tells of a death. It needs
-neither ptrace permission (CMA) nor a network.
+socket, behind the handshake. The same connection carries the notes and, when it closes, tells of a
+death. Neither ptrace permission (as for CMA, cross-memory attach) nor a network is needed.
 
 A lost peer is fenced by its *gate*, one file per caller. The writer holds a shared lock on the file
 while it copies, and reads the file's one byte first. The owner takes the lock alone and marks the
@@ -38,7 +38,9 @@ from .stream import (
     frame_header,
 )
 
-HOLD_BYTES = 2 << 20  #: at most twice as much is copied in one hold of the gate
+#: Bytes copied in one hold of the gate, about; never more than twice as many. A hold is short, so
+#: that the owner seldom finds the lock taken.
+HOLD_BYTES = 2 << 20
 _GATE_OPEN = b"\0"
 _GATE_SHUT = b"\1"
 _POOL_SIZE = struct.Struct("<Q")  #: sent along with the pool's file and the gate's
@@ -56,7 +58,10 @@ class WriterGate:
         self.writer_file = os.open(f"/proc/self/fd/{self._file}", os.O_RDONLY)
 
     def shut(self) -> bool:
-        """Returns True when the writer copies nothing any more; False while it is in a copy."""
+        """Returns True when the writer copies nothing any more; False while it is in a copy.
+
+        Once it was True, the gate is over and must not be shut again.
+        """
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -93,6 +98,7 @@ class MappedPool:
             raise PeerLost("a unit outside of the pool")
 
         pieces += (pool.base, self._base, 0)
+        # A new hold begins wherever the bytes up to a piece's end pass a multiple of HOLD_BYTES.
         hold_ends = np.flatnonzero(np.diff(np.cumsum(size) // HOLD_BYTES)) + 1
         try:
             for pieces_of_hold in np.split(pieces, hold_ends):
@@ -114,6 +120,7 @@ class MappedPool:
             raise PeerLost("revoked")
 
     def close(self) -> None:
+        """Closes the gate's file. The mapping goes with the object, when no copy uses it."""
         os.close(self._gate)
 
 
@@ -122,7 +129,10 @@ def _is_outside(starts: np.ndarray, sizes: np.ndarray, pool_bytes: int) -> bool:
 
 
 class ShmTransport(SocketTransport):
-    """Listens on an abstract unix socket; hands its pool to peers of the same user."""
+    """Listens on an abstract unix socket; hands its pool to peers of the same user.
+
+    Fulfils `transport.Transport`, which says what each method is for.
+    """
 
     name = "shm"
     #: The writer copies by itself, so data cannot be refused here when it comes in.
@@ -139,7 +149,7 @@ class ShmTransport(SocketTransport):
         self._socket_name = f"diptych-kv-{uuid.uuid4().hex}"
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(f"\0{self._socket_name}")
-        listener.listen(1024)
+        listener.listen(1024)  # callers that may wait at a time to be accepted
         super().__init__(agent, listener, secret)
 
     def address(self) -> bytes:
@@ -175,6 +185,7 @@ class ShmTransport(SocketTransport):
         """Maps the pool that the peer hands over."""
         pool_bytes = self._cards[connection.peer].size
         data, files, _, _ = socket.recv_fds(connection.sock, _POOL_SIZE.size, 2)
+        # Anything else: a later message, which peers do not send, or another pool's size.
         if len(files) != 2 or data != _POOL_SIZE.pack(pool_bytes):
             for file in files:
                 os.close(file)

@@ -57,15 +57,17 @@ log = logging.getLogger(__name__)
 class FrameKind(enum.IntEnum):
     """What a frame carries; the values travel on the wire."""
 
-    NOTIFICATION = 1
+    NOTIFICATION = 1  #: a note alone
     WRITE = 2  #: the table of runs follows, then their bytes; the note is delivered after these
 
 
 HEADER = struct.Struct("<BIII")  #: kind, bytes of the note, bytes of a unit, number of runs
 RUN_BYTES = 8  #: one run in a frame's table: first unit and number of units, int32 each
-NOTE_BYTES_LIMIT = 1 << 20
-WAITING_BYTES_LIMIT = 16 << 20  #: notes and tables of runs that wait for one peer
-DIAL_TIMEOUT_S = 2.0
+NOTE_BYTES_LIMIT = 1 << 20  #: more than any note has; a larger one is a malformed frame
+#: Notes and tables of runs that wait for one peer. A peer with more waiting does not read: it is
+#: lost.
+WAITING_BYTES_LIMIT = 16 << 20
+DIAL_TIMEOUT_S = 2.0  #: for the peer's kernel to accept the connection
 ACCEPT_LIMIT = 64  #: callers that one poll accepts
 SYSTEM_CALL_LIMIT = 64  #: system calls at one look at a socket: one busy peer starves no other
 SEND_BUFFER_LIMIT = 64  #: buffers in one `sendmsg`
@@ -75,18 +77,22 @@ SEND_BUFFER_LIMIT = 64  #: buffers in one `sendmsg`
 class EndOfWrite:
     """A place in a queue: once all before it has been sent, the write's source may be reused."""
 
-    handle: int
+    handle: int  #: of the write, as `write` returned it
 
 
-FramePart = memoryview | EndOfWrite
+FramePart = memoryview | EndOfWrite  #: what a connection's queue holds: bytes, and marks in them
 #: Yields the buffers to fill next, and is sent the number of bytes that were read into them.
 FrameParser = Generator[list[memoryview], int, None]
-SocketAddress = tuple[str, int] | bytes
+SocketAddress = tuple[str, int] | bytes  #: of TCP: host and port; of a unix socket: its name
 KIND = "kv"  #: what a dialling agent calls itself in the handshake
 
 
 def frame_header(kind: FrameKind, note: bytes, unit: int = 0, table: bytes = b"") -> memoryview:
-    """Returns a frame up to its data. `table` holds `RUN_BYTES` for each run of a write."""
+    """Returns a frame up to its data: header, note and table.
+
+    `unit` is the bytes of a unit of the write, `table` holds `RUN_BYTES` for each of its runs;
+    both are empty for a notification.
+    """
     assert len(note) <= NOTE_BYTES_LIMIT, len(note)
     header = HEADER.pack(kind, len(note), unit, len(table) // RUN_BYTES)
     return memoryview(header + note + table)
@@ -122,6 +128,7 @@ class OutgoingConnection:
     """The connection to a peer that this agent writes to, and the frames that wait for it."""
 
     def __init__(self, peer: str, sock: socket.socket, handshake: DiallerHandshake) -> None:
+        """`sock` is non-blocking, and is being connected."""
         self.peer = peer
         self.sock = sock
         self.connected = False  #: True once the peer has accepted the connection.
@@ -155,7 +162,8 @@ class OutgoingConnection:
     def read_handshake(self) -> bool:
         """Reads what is there of the handshake; returns False at the end of the connection.
 
-        Not a byte behind the handshake is read. Raises HandshakeRefused and OSError.
+        Not a byte behind the handshake is read: what follows may carry files (`shm`). Raises
+        HandshakeRefused and OSError.
         """
         while not self.proved:
             try:
@@ -184,7 +192,8 @@ class OutgoingConnection:
     def flush(self) -> list[int]:
         """Sends what the socket takes now; returns the handles of the writes that are complete.
 
-        Raises OSError when the connection is broken, and what a frame raises.
+        Raises OSError when the connection is broken, and what making a part raises: PeerLost of a
+        peer that the data cannot be copied to.
         """
         completed: list[int] = []
         if not self.connected:
@@ -250,7 +259,7 @@ class IncomingConnection:
     """The connection of a peer that writes to this agent, and the parser of its frames."""
 
     def __init__(self, sock: socket.socket, secret: str) -> None:
-        """Sends the first message of the handshake. Raises OSError."""
+        """Sends the first message of the handshake. `secret` is this listener's. Raises OSError."""
         self.sock = sock
         self.peer = ""  #: the writer's agent name; empty until the writer has proved it
         self.handshake_deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
@@ -269,7 +278,7 @@ class IncomingConnection:
         nothing, and OSError when it has left before its Welcome.
         """
         self.resumed = True
-        self._buffers = self._parser.send(0)
+        self._buffers = self._parser.send(0)  # lets a parser that cares look at `resumed`
         for _ in range(SYSTEM_CALL_LIMIT):
             try:
                 received_bytes = self.sock.recvmsg_into(self._buffers)[0]
@@ -299,6 +308,7 @@ class IncomingConnection:
             note = bytes(body)
             if kind == FrameKind.WRITE:
                 yield from self._read_write(note, unit, run_count)
+            # Behind the data: who takes a write's note finds its bytes in place.
             self.notifications.append(NotificationReceived(self.peer, note))
 
     def _check_header(self, kind: FrameKind, note_bytes: int, run_count: int) -> None:
@@ -308,20 +318,26 @@ class IncomingConnection:
             raise ValueError("malformed frame: writes have runs, other frames none")
 
     def _read_write(self, note: bytes, unit: int, run_count: int) -> FrameParser:
-        """Reads the table and the data of a write. Overridden where data comes by the socket."""
+        """Reads the table and the data of a write, as a part of the parser.
+
+        Overridden where data comes by the socket. `unit` is the bytes of a unit. Raises ValueError
+        when the frame is malformed.
+        """
         raise ValueError("malformed frame: no data travels on this connection")
 
 
 class SocketTransport:
     """The connections of one agent, in both directions. A subclass says what a write is.
 
-    Fulfils `Transport` but for `name`, `refuses_late`, `address` and `write`.
+    Fulfils `transport.Transport`, which says what each method is for, but for `name`,
+    `refuses_late`, `address` and `write`.
     """
 
     name: str
 
     def __init__(self, agent: str, listener: socket.socket, secret: str) -> None:
-        """`secret` is the cluster's: whoever does not know it is nobody's peer."""
+        """`listener` is bound and listens; the transport closes it. `secret` is the cluster's:
+        whoever does not know it is nobody's peer."""
         self.agent = agent
         self._secret = secret
         self._own_secret = secret_of_listener(secret, KIND, agent)
@@ -396,6 +412,7 @@ class SocketTransport:
     def _put(
         self, connection: OutgoingConnection, waiting_bytes: int, frame: Iterator[FramePart]
     ) -> None:
+        """Queues a frame. A peer for which too much waits is lost. Raises PeerLost."""
         try:
             connection.put(waiting_bytes, frame)
         except PeerLost:
@@ -410,7 +427,7 @@ class SocketTransport:
             raise PeerLost(peer)
         try:
             sock, error_number = self._begin_dial(self._cards[peer])
-        except (OSError, OverflowError, ValueError) as error:
+        except (OSError, OverflowError, ValueError) as error:  # the last two: no valid address
             self._disconnect(peer, "unreachable")
             raise PeerLost(f"{peer}: {error}") from error
 
@@ -455,6 +472,7 @@ class SocketTransport:
         outgoing = self._outgoing.pop(peer, None)
         if outgoing is not None:
             self._hang_up(outgoing)
+        # A peer may have dialled more than once; each connection is found at the selector.
         for key in list(self._selector.get_map().values()):
             connection = key.data
             if isinstance(connection, IncomingConnection) and connection.peer == peer:
@@ -479,11 +497,12 @@ class SocketTransport:
     # ---- polling ---------------------------------------------------------------------------------
 
     def poll(self) -> list[TransportEvent]:
+        """Drives all connections as far as they go now; returns what has happened."""
         ready = self._selector.select(0)
         self.moving = bool(ready)
         for key, mask in ready:
             connection: IncomingConnection | OutgoingConnection | None = key.data
-            if connection is None:
+            if connection is None:  # the listener
                 self._accept()
             elif connection.sock.fileno() < 0:  # hung up by what came before it in this loop
                 continue
@@ -503,6 +522,7 @@ class SocketTransport:
     def _send_what_waits(self) -> None:
         now = time.monotonic()
         for connection in list(self._outgoing.values()):
+            # Room to send is tried, not watched: an idle socket would report it at every poll.
             if connection.frames_paused and now > connection.setup_deadline_s:
                 self._disconnect(connection.peer, "unreachable")
             elif connection.connected and not connection.idle:
@@ -527,7 +547,7 @@ class SocketTransport:
                 self._hang_up(next(iter(self._unproved)))
 
     def _drop_slow_callers(self) -> None:
-        """Hangs up on callers that have proved nothing in time."""
+        """Hangs up on callers that have proved nothing in time; nobody is told of them."""
         now = time.monotonic()
         while self._unproved:
             oldest = next(iter(self._unproved))
@@ -567,6 +587,8 @@ class SocketTransport:
             del self._unproved[connection]
             self._on_caller_proved(connection)
 
+        # What was parsed counts even if the connection ends here: it was sent before the end. (A
+        # proved caller may have been hung up on in `_on_caller_proved`; then there is no socket.)
         self._events += connection.notifications
         connection.notifications = []
         if not alive and connection.sock.fileno() >= 0:

@@ -30,9 +30,9 @@ from .stream import (
     read_exactly,
 )
 
-RUN_LIMIT = 1 << 20  #: runs in one write
+RUN_LIMIT = 1 << 20  #: runs in one write; more than any write has
 READ_BUFFER_LIMIT = 64  #: buffers in one `recvmsg_into`
-SCRATCH_BYTES = 1 << 16
+SCRATCH_BYTES = 1 << 16  #: dropped data is read in parts of so many
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class WriteProgress:
 
     starts: list[int]  #: first byte in the pool of each run
     sizes: list[int]  #: bytes of each run
-    complete_runs: int = 0
+    complete_runs: int = 0  #: leading runs whose bytes are all there
     partial_bytes: int = 0  #: bytes that are there of the first run that is not complete
 
     @property
@@ -49,6 +49,7 @@ class WriteProgress:
         return self.complete_runs == len(self.sizes)
 
     def advance(self, received_bytes: int) -> None:
+        """Counts bytes that came; they may end several runs."""
         while received_bytes:
             run_bytes = self.sizes[self.complete_runs]
             part_bytes = min(received_bytes, run_bytes - self.partial_bytes)
@@ -73,6 +74,7 @@ class StoringConnection(IncomingConnection):
             raise ValueError(f"malformed frame: a write of {run_count} runs")
         table = memoryview(bytearray(RUN_BYTES * run_count))
         yield from read_exactly(table)
+        # In 64 bits: units are numbered in 32, but their bytes may be beyond that.
         starts, sizes = np.frombuffer(table, np.int32).reshape(-1, 2).T.astype(np.int64) * unit
         progress = WriteProgress(starts.tolist(), sizes.tolist())
         if (sizes <= 0).any():
@@ -88,7 +90,10 @@ class StoringConnection(IncomingConnection):
             progress.advance(received_bytes)
 
     def _buffers_for(self, progress: WriteProgress, admitted: bool) -> list[memoryview]:
-        """Returns where the next bytes of a write go: into the pool, or into scratch memory."""
+        """Returns where the next bytes of a write go: into the pool, or into scratch memory.
+
+        Runs outside of the pool are dropped like those that are not admitted.
+        """
         first = progress.complete_runs
         start = progress.starts[first]
         size = progress.sizes[first]
@@ -109,7 +114,10 @@ class StoringConnection(IncomingConnection):
 
 
 class TcpTransport(SocketTransport):
-    """Listens for peers that write into the pool, and dials those that it writes to."""
+    """Listens for peers that write into the pool, and dials those that it writes to.
+
+    Fulfils `transport.Transport`, which says what each method is for.
+    """
 
     name = "tcp"
     refuses_late = True
@@ -123,6 +131,10 @@ class TcpTransport(SocketTransport):
         *,
         secret: str,
     ) -> None:
+        """`host` is the address to listen on; the system chooses the port.
+
+        `admit` says whether the data that comes with a note may be stored. Raises OSError.
+        """
         self.pool = pool
         self.admit = admit
         super().__init__(agent, socket.create_server((host, 0), family=_family_of(host)), secret)
@@ -141,6 +153,11 @@ class TcpTransport(SocketTransport):
         return StoringConnection(sock, self._own_secret, self.pool, self.admit)
 
     def write(self, peer: str, spans: Spans, note: bytes) -> int:
+        """Queues the frame of a write. Raises PeerLost.
+
+        The table names the target's runs and the data follows in the source's. Both have the same
+        units in the same order, so that the two may be cut into runs differently.
+        """
         connection = self._dial(peer)
         handle = next(self._handles)
 
@@ -168,4 +185,5 @@ class TcpTransport(SocketTransport):
 
 
 def _family_of(host: str) -> socket.AddressFamily:
+    """IPv6 for an address with colons, else IPv4."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -6,7 +6,7 @@ from ..transport import PeerCard, Spans, Transport, TransportEvent
 
 
 class WrappedTransport:
-    """Passes every call on to `inner`. A subclass overrides what it changes."""
+    """Passes every call on to `inner`, a `Transport`. A subclass overrides what it changes."""
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner

@@ -22,7 +22,7 @@ from ..request_queue import QueuedRequest
 from ..worker_state import WorkerState
 from .policy import EarlyPolicy
 
-BLOCK_TOKENS = 64  #: Dynamo's costs count in blocks of so many tokens.
+BLOCK_TOKENS = 64  #: Dynamo's costs count in blocks of so many tokens. The size scales all alike.
 
 
 def decoded_tokens(workers: Sequence[WorkerState]) -> list[float]:
@@ -33,7 +33,11 @@ def decoded_tokens(workers: Sequence[WorkerState]) -> list[float]:
 def two_random_choices(
     request: QueuedRequest, workers: Sequence[WorkerState], stage: str, seed: int
 ) -> list[float]:
-    """Return the load of two random workers, inf for all others: the power of two choices."""
+    """Return the load of two random workers, inf for all others: the power of two choices.
+
+    The load is pending prompts and decoding rows. The draws are hashes of the request, the `stage`
+    ("prefill" or "decode") and `seed`, so that a run can be repeated.
+    """
     costs = [inf] * len(workers)
     if not workers:
         return costs
@@ -80,7 +84,10 @@ class RoundRobin(EarlyPolicy):
 
 
 class LeastWork(EarlyPolicy):
-    """Chooses the fewest pending tokens (uncached ones of prompts), and for decode the fewest KV tokens."""
+    """Chooses the fewest pending tokens (uncached ones of prompts).
+
+    For decode it chooses the fewest KV tokens.
+    """
 
     def prefill_costs(
         self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
@@ -113,6 +120,7 @@ class LongestPrefix(EarlyPolicy):
     def prefill_costs(
         self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
     ) -> list[float]:
+        # The factor is so small that pending tokens decide only between equal prefixes.
         return [-request.cached_tokens(worker) + 1e-7 * worker.pending_tokens for worker in workers]
 
     def decode_costs(
@@ -181,9 +189,9 @@ class SglangCacheAware(EarlyPolicy):
     than 0.3 of the prompt. Decode: power of two choices.
     """
 
-    match_share = 0.3
-    load_difference = 64
-    load_ratio = 1.5
+    match_share = 0.3  #: of the prompt, that the best match must exceed
+    load_difference = 64  #: requests: SGLang's defaults, as the other two
+    load_ratio = 1.5  #: of the largest load to the least
 
     def prefill_costs(
         self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
@@ -211,7 +219,7 @@ class RayPrefix(EarlyPolicy):
     with the least stored. Decode: power of two choices.
     """
 
-    match_share = 0.1
+    match_share = 0.1  #: of the prompt, that the longest match must reach
 
     def prefill_costs(
         self, request: QueuedRequest, workers: Sequence[WorkerState], now: float

@@ -1,5 +1,8 @@
 """Our policy: requests wait in the router until a worker has credit for them.
 
+A worker has credit while it may be given another prompt: it has little to do, or is about to run
+out of work. To decode alone, a worker needs none: there it is room that counts.
+
 A request is urgent while it can meet its deadline; the most urgent is the one whose prefill must
 begin first. Whoever cannot be served in time any more is overdue, or is refused if its class
 prefers that. There are three ways to a worker:
@@ -29,7 +32,7 @@ from ..request_queue import QueuedRequest
 from ..shortlist import PrefillCandidate, candidate_order
 from ..worker_state import WorkerState
 
-URGENT_COMPARED = 8  #: requests that a worker chooses among
+URGENT_COMPARED = 8  #: requests that a worker chooses among: few, as each is a prediction
 PREFERRING_COMPARED = 4  #: and of those, at most, that prefer this worker
 #: by how much a busy worker must be earlier than a free one: this share, and these seconds
 SOONER_SHARE = 0.9
@@ -37,15 +40,21 @@ SOONER_S = 0.01
 #: what a cache must save to go before a more urgent request: seconds, or a share of the prompt
 SAVED_S = 0.02
 SAVED_SHARE = 0.5
-PUT_OFF_FACTOR = 2.0  #: what a newcomer goes before must stand so many times its prefill
-TIME_MARGIN = 1.4  #: of its predicted wait and prefill, that a request must have left to be pulled
+#: A newcomer goes before a worker's other prompts if they can be put off by so many times its
+#: predicted prefill (which may be wrong) and be in time.
+PUT_OFF_FACTOR = 2.0
+#: A worker pulls a request only if so many times its predicted wait and prefill are left to it.
+TIME_MARGIN = 1.4
 OVERDUE_TURN = 8  #: every so many pulls are for the oldest overdue request, once it is old
-OVERDUE_DEADLINE_S = 30.0  #: for the worker's order, of a request that is overdue anyway
-CHOOSE_S = 0.1  #: between two choices of one request
-OFFER_S = 0.0125  #: between two choices of all requests
+#: Seconds from its placement: the deadline, in the worker's order, of a request that is overdue.
+#: Urgent requests have earlier ones, and it is not put off for ever.
+OVERDUE_DEADLINE_S = 30.0
+CHOOSE_S = 0.1  #: between two choices of one request: choosing costs the router time
+OFFER_S = 0.0125  #: between two offers, in each of which one request chooses again
 
 
-#: of the fleet's rate, at which overdue requests are served at least: every so many pulls are theirs
+#: Of the fleet's rate, the share at which overdue requests are served at least, as every
+#: `OVERDUE_TURN`-th pull is theirs.
 LOWEST_RATE = 1 / OVERDUE_TURN
 
 
@@ -66,7 +75,12 @@ class PullChoice:
 
 
 class DeadlinePolicy:
-    """Serves as many requests as possible in time. See `policy.Policy` for the interface."""
+    """Serves as many requests as possible in time. See `policy.Policy` for the interface.
+
+    `now` is in seconds of the caller's clock, as all moments are. A list `decided` is given down
+    to collect what is decided on the way. `disaggregate` is the configured mode: with "auto" a
+    decode worker may compute a prompt itself where that is better.
+    """
 
     def __init__(self, placer: Placer) -> None:
         self.placer = placer
@@ -88,10 +102,14 @@ class DeadlinePolicy:
 
     @property
     def patience_s(self) -> float:
+        """Twice the longest wait for which a request is let in: then the prediction was wrong."""
         return GIVE_UP_FACTOR * self.config.background_wait_s
 
     def arrive(self, request: QueuedRequest, now: float) -> Placement | Rejection | None:
-        """Let a new request choose a worker; queue it if the chosen worker does not take it."""
+        """Let a new request choose a worker; queue it if the chosen worker does not take it.
+
+        The request is charged to its tenant in any case: entering the queue does it too.
+        """
         placer = self.placer
         placer.look(request)
         if placer.missing_roles(request):
@@ -128,6 +146,8 @@ class DeadlinePolicy:
         urgent_s = queue.prefill_s / self._urgent_rate.rate(capacity)
         credit_at = self.fleet.next_credit(now, decodes=self.placer.local_only)
         begins_at = max(credit_at, now) if credit_at < inf else now
+        # `urgent_s` counts all urgent requests, this one too. Up to one for each worker, nobody
+        # waits behind another: then the rate says nothing, and the deadline alone decides later.
         lateness_s = begins_at + urgent_s - request.deadline
         if lateness_s <= 0 or len(queue.urgent) <= capacity:
             return None
@@ -235,6 +255,10 @@ class DeadlinePolicy:
                 self.decode_full = self._push(request, now, decided) is Outcome.NO_ROOM
 
     def _push_local_requests(self, now: float, decided: list[Placement | Rejection]) -> None:
+        """Let requests that no prefill worker may compute choose decode workers, the first ones.
+
+        Those that have left the queue meanwhile are removed like those that are placed.
+        """
         for request in list(islice(self._local_requests.values(), URGENT_COMPARED)):
             outcome = Outcome.PLACED
             if self.queue.by_key.get(request.attempt_key) is request:
@@ -245,6 +269,10 @@ class DeadlinePolicy:
                 del self._local_requests[request.attempt_key]
 
     def _pull_for_credited(self, now: float, decided: list[Placement | Rejection]) -> None:
+        """Let each worker with credit choose a request; who finds none is idle from then on.
+
+        An idle worker is not asked again at every event: newcomers choose it themselves.
+        """
         for worker in self.fleet.credited(now):
             slot = worker.slot
             if slot in self.idle_slots or not self.placer.takes_prompts(worker):
@@ -259,7 +287,10 @@ class DeadlinePolicy:
                 self.fleet.credited_slots.discard(slot)
 
     def _offer(self, now: float, decided: list[Placement | Rejection]) -> None:
-        """Let one urgent request choose again, and one idle worker pull for the overdue ones."""
+        """Let one urgent request choose again, and one idle worker pull for the overdue ones.
+
+        One each, so that an event stays cheap; the next offer has the next ones.
+        """
         for request in self.queue.most_urgent(URGENT_COMPARED):
             if request.choose_again_at <= now:
                 if self._push(request, now, decided) is Outcome.NO_ROOM:
@@ -363,7 +394,7 @@ class DeadlinePolicy:
             prefill_s = plan_prefill(request, worker).compared_s
             wait_s = max(worker.busy_until - now, 0.0) + worker.preferring_s
             if worker is request.preferred_worker:
-                wait_s -= request.preferred_prefill_s
+                wait_s -= request.preferred_prefill_s  # `preferring_s` counts this request too
             has_credit = worker.credit_at <= now
             goes_first = (
                 worker.first_deadline > request.deadline
@@ -371,7 +402,7 @@ class DeadlinePolicy:
                 and len(worker.pending_prefills) < HALTED_MAX
                 and not request.overdue
             )
-            if goes_first:
+            if goes_first:  # it waits for the end of the chunk under way
                 has_credit = True
                 wait_s = min(wait_s, worker.half_chunk_s)
             candidate = PrefillCandidate(
@@ -386,7 +417,10 @@ class DeadlinePolicy:
         return candidates
 
     def _others_share_s(self, request: QueuedRequest) -> float:
-        """Return the seconds that the urgent requests take a prefill worker, if none is idle."""
+        """Return the seconds that other urgent requests take each prefill worker, if none is idle.
+
+        Requests that prefer a worker do not count: they wait for that one.
+        """
         if self.idle_slots or not self.queue.urgent:
             return 0.0
         counted = request.attempt_key in self.queue and request.preferred_worker is None
@@ -401,6 +435,7 @@ class DeadlinePolicy:
 
         `there_s` and `here_s` are the times to the first token on the two.
         """
+        # A place here is certain and one there is a prediction: it must be clearly earlier.
         late_there = now + there_s > request.deadline
         late_here = now + here_s > request.deadline
         if late_there and not late_here:
@@ -408,7 +443,10 @@ class DeadlinePolicy:
         return there_s < SOONER_SHARE * here_s - SOONER_S
 
     def _wait_for(self, request: QueuedRequest, best: PrefillCandidate, saved_s: float) -> None:
-        """Note that the request waits, and for which worker if its cache saves a lot."""
+        """Note that the request waits, and for which worker if its cache saves a lot.
+
+        `saved_s` is by how much the slowest compared worker takes longer for the prompt.
+        """
         preferred = best.worker if saved_s > SAVED_S else None
         if request.attempt_key not in self.queue:
             request.preferred_worker = preferred
@@ -421,6 +459,8 @@ class DeadlinePolicy:
     def _pull(
         self, worker: WorkerState, now: float, decided: list[Placement | Rejection]
     ) -> Outcome:
+        # In this order: an old overdue request whose turn it is, the best urgent one, and, if there
+        # is none, any overdue one. Overdue requests go only where they hold up nobody.
         choice = PullChoice(None, [])
         may_begin_background = self.fleet.takes_background(worker)
         if may_begin_background:
@@ -510,7 +550,9 @@ class DeadlinePolicy:
         """Return the most urgent requests, some that prefer this worker among them."""
         urgent = self.queue.urgent[:URGENT_COMPARED]
         preferring = self.queue.preferring.get(worker.slot, [])[:PREFERRING_COMPARED]
-        if preferring:  # both lists are in the same order
+        if preferring:
+            # The least urgent ones make room for those that prefer this worker. Both lists are in
+            # the order of ranks, so of the latter only those behind the last one kept are missing.
             urgent = urgent[: -len(preferring)]
             last_rank = urgent[-1][0] if urgent else None
             urgent += [entry for entry in preferring if last_rank is None or entry[0] > last_rank]
@@ -557,6 +599,7 @@ class DeadlinePolicy:
     ) -> Outcome:
         if placement is None:
             return Outcome.NO_ROOM
+        # It is no longer idle; when it has credit again, it pulls again.
         self.idle_slots.discard(placement.computing_worker.slot)
         request = placement.request
         rate = self._overdue_rate if request.overdue else self._urgent_rate

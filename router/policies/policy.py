@@ -34,10 +34,16 @@ class Policy(Protocol):
 
     @property
     def patience_s(self) -> float:
-        """Seconds after which a queued request is given up, though workers are up."""
+        """Seconds after which a queued request is given up, though workers are up.
+
+        While no worker of a role is up, requests are given up by the router's `queue_ttl_s`.
+        """
 
     def arrive(self, request: QueuedRequest, now: float) -> Placement | Rejection | None:
-        """Place or refuse a new request, or put it into `placer.queue` and return None."""
+        """Place or refuse a new request, or put it into `placer.queue` and return None.
+
+        A placement must be committed by then; a refused request must not be in the queue.
+        """
 
     def place_queued(self, now: float) -> list[Placement | Rejection]:
         """Place every queued request that can be placed now; rejected ones leave the queue too."""
@@ -52,7 +58,10 @@ class Policy(Protocol):
         """Note that a worker is gone."""
 
     def local_only_changed(self, now: float) -> None:
-        """Note that decode workers compute all prompts from now on, or no longer do."""
+        """Note that decode workers compute all prompts from now on, or no longer do.
+
+        Each queued request's `local` says so already.
+        """
 
     def local_prompt_finished(self) -> None:
         """Note that a decode worker has computed a prompt and may take another."""
@@ -77,7 +86,8 @@ class EarlyPolicy:
     ) -> list[float]:
         """Return what each worker would cost as the request's prefill worker; inf: not at all.
 
-        By default this is the predicted time to the first token.
+        There is one cost for each of `workers`, in their order. By default this is the predicted
+        time to the first token.
         """
         return [self._first_token_s(request, worker, now) for worker in workers]
 
@@ -105,13 +115,13 @@ class EarlyPolicy:
 
     @property
     def patience_s(self) -> float:
-        """Return the time to live of all requests: an early policy lets all of them in."""
+        """Return the configured `queue_ttl_s`, as an early policy predicts no wait."""
         return self.placer.config.queue_ttl_s
 
     def arrive(self, request: QueuedRequest, now: float) -> Placement | None:
         """Put the request into the queue: `place_queued` follows at once."""
         self.placer.queue.enter(request, now, self.placer.capacity)
-        return None
+        return None  # the router calls `place_queued` now
 
     def place_queued(self, now: float) -> list[Placement | Rejection]:
         """Place requests in order of arrival.

@@ -1,9 +1,9 @@
-"""Reader of recorded requests, one JSON object a line: Mooncake's schema and that of agent sessions.
+"""Reader of recorded requests, one JSON object a line: Mooncake's schema, or agents' sessions.
 
-Mooncake's rows have a `timestamp` in ms, `input_length`, `output_length` and `hash_ids`, chained ids
-of the prompt's 512-token blocks. Without `hash_ids` nothing is shared. Azure's traces are brought
-into the same schema. Rows of agent sessions also have `agent`, `session` and `turn`; their
-`hash_ids` are of 16-token blocks.
+Mooncake's rows have a `timestamp` in ms, `input_length` and `output_length` in tokens, and
+`hash_ids`, chained ids of the prompt's 512-token blocks. Without `hash_ids` nothing is shared.
+Azure's traces are brought into the same schema. Rows of agent sessions also have `agent`, `session`
+and `turn`; their `hash_ids` are of 16-token blocks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 from ..errors import SimulationError
 from ..trace import HASH_TOKENS, Trace, TraceRequest
 
-MOONCAKE_BLOCK_TOKENS = 512
-AGENT_BLOCK_TOKENS = 16
+MOONCAKE_BLOCK_TOKENS = 512  #: of the blocks that `hash_ids` name
+AGENT_BLOCK_TOKENS = 16  #: the same, in rows of agent sessions
 AGENT_SPAN_S = 600.0  #: the recorded sessions start in it, drawn uniformly
 #: Arrivals lie on a grid if there are at most so many different ones, as a share of the requests.
 QUANTISED_SHARE = 0.3
@@ -29,16 +29,19 @@ class TraceRow(TypedDict):
     """One line of a file."""
 
     timestamp: float  #: in ms; of agent sessions since the session's start
-    input_length: int
-    output_length: int
-    hash_ids: NotRequired[list[int]]
-    agent: NotRequired[str]
-    session: NotRequired[int | str]
-    turn: NotRequired[int]
+    input_length: int  #: tokens of the prompt
+    output_length: int  #: tokens of the answer
+    hash_ids: NotRequired[list[int]]  #: of the prompt's blocks, each for all up to it
+    agent: NotRequired[str]  #: who holds the session; it becomes the request's tenant
+    session: NotRequired[int | str]  #: its name among the agent's
+    turn: NotRequired[int]  #: orders a session's rows
 
 
 def read_jsonl(path: Path, name: str) -> Trace:
-    """Return the requests of a .jsonl or .jsonl.gz file. Raises SimulationError."""
+    """Return the requests of a .jsonl or .jsonl.gz file as the trace `name`.
+
+    Raises SimulationError if a row lacks something, and what reading and parsing JSON raise.
+    """
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt") as file:
         rows: list[TraceRow] = [json.loads(line) for line in file if line.strip()]
@@ -85,6 +88,7 @@ def _find_answers(rows: list[TraceRow], prompts: list[tuple[int, ...]]) -> list[
         if full_count and blocks:
             follower = followers.get(blocks[full_count - 1], ())
         continues = follower[:full_count] == blocks[:full_count]
+        # An equal prompt repeats the question and shows nothing of the answer.
         is_longer = follower[:end] != blocks[:end]
         answers.append(follower[full_count:end] if continues and is_longer else ())
         for block in blocks[:full_count]:
@@ -94,7 +98,10 @@ def _find_answers(rows: list[TraceRow], prompts: list[tuple[int, ...]]) -> list[
 
 
 def _quantum_s(arrivals_s: list[float]) -> float:
-    """Return the step of the grid on which the arrivals lie; 0: there is none."""
+    """Return the step of the grid on which the arrivals lie, in seconds; 0: there is none.
+
+    It is the median distance of two different arrivals.
+    """
     values = np.unique(arrivals_s)
     if len(values) < 2 or len(values) > QUANTISED_SHARE * len(arrivals_s):
         return 0.0

@@ -7,7 +7,7 @@ A file has the arrival rate of every client in every window of 600 s, and of mos
 * lengths by inverse CDF from the sketch of the enclosing six hours.
 
 Clients without sketches are left out. ServeGen has no prefixes: each client gets one system prompt,
-a quarter of its median input.
+a quarter of its median input. What a client is in the data is a tenant in the trace.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from ..errors import SimulationError
 from ..trace import HASH_TOKENS, Trace, TraceRequest
 
-WINDOW_S = 600.0
+WINDOW_S = 600.0  #: of the data: rates are given for each
 DAY_S = 86_400.0
 SKETCH_HALF_S = 10_800.0  #: from the start of a sketch's six hours to their middle
 WINDOW_REQUESTS = 4000  #: in `read_window`'s trace, about: rates are scaled to give as many
@@ -45,11 +45,11 @@ class LengthSketch(NamedTuple):
 
 
 class ArrivalFamily(NamedTuple):
-    """A distribution of inter-arrival times."""
+    """A distribution of inter-arrival times, as the file says it."""
 
-    pattern: float
+    pattern: float  #: `GAMMA`, `WEIBULL`, or another number: exponential
     shape: float
-    scale: float
+    scale: float  #: of no effect in the end: the times are spread over the window
 
 
 def read_window(path: Path, name: str, seed: int) -> Trace:
@@ -66,8 +66,8 @@ def read_window(path: Path, name: str, seed: int) -> Trace:
 def read_day(path: Path, name: str, seed: int, rate: float, part: float = 0.05) -> Trace:
     """Return the first day at `rate` requests/s on average, shortened. Raises SimulationError.
 
-    Of each window only the first `part` of its time is in the trace. Rates and lengths rise and
-    fall as recorded, and time is not squeezed.
+    Of each window only the first `part` (a share) of its time is in the trace. Rates and lengths
+    rise and fall as recorded, and time is not squeezed. `name` is the trace's.
     """
     models = _load_models(path)
     windows = range(min(round(DAY_S / WINDOW_S), models["rate"].shape[1]))
@@ -139,6 +139,7 @@ def _draw_arrivals_s(family: ArrivalFamily, count: int, rng: np.random.Generator
     """Return `count` rising times, spread over the whole window."""
     if count == 0:
         return np.empty(0)
+    # The shapes have a minimum: smaller ones would put nearly all arrivals into one moment.
     if family.pattern == GAMMA:
         gaps = rng.gamma(max(family.shape, 0.05), family.scale, count + 1)
     elif family.pattern == WEIBULL:
@@ -157,7 +158,7 @@ def _draw_requests(
     *,
     rng: np.random.Generator,
 ) -> list[TraceRequest]:
-    """Return the requests of the client that is the `order`-th of its window."""
+    """Return the requests of the client that is the `order`-th of its window, one per arrival."""
     count = len(arrivals_s)
     median_prompt = np.interp(0.5, quantiles, sketch.prompt_tokens)
     system_blocks = int(median_prompt * SYSTEM_SHARE) // HASH_TOKENS
@@ -183,7 +184,11 @@ def _draw_requests(
 def _prompt_blocks(
     order: int, index: int, prompt_tokens: int, system_blocks: int
 ) -> tuple[int, ...]:
-    """Return block ids: those of the system prompt are the client's, the others the request's."""
+    """Return block ids: those of the system prompt are the client's, the others the request's.
+
+    `order` and `index` are the numbers of the client, and of its request, within the window. An id
+    has the block's index in its lower 12 bits.
+    """
     own_ids = (order << 12 | index & 4095) << 12
     return tuple(
         (order << 12 | 1 << 39 | block) if block < system_blocks else own_ids | (block & 4095)

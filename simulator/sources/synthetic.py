@@ -22,17 +22,17 @@ from ..trace import HASH_TOKENS, Trace, TraceRequest
 
 GENERATORS = ("synthetic", "poisson")  #: first words of the sources that `parse_source` takes
 SYNTHETIC_REQUESTS = 4000  #: where the source names no count
-POISSON_REQUESTS = 600
+POISSON_REQUESTS = 600  #: where the source names no count
 TENANTS = 8
 PROMPT_LIMIT = 65536  #: tokens; a session ends when its prompt reaches them
-OUTPUT_LIMIT = 2000
+OUTPUT_LIMIT = 2000  #: tokens; a longer answer is cut
 TOKEN_S = 0.03  #: from one token of an answer to the next, when a session's next turn is timed
-NEXT_TURN_PROBABILITY = 0.6
-THINK_S = 20.0
-SESSIONS_PER_S = 1.4
+NEXT_TURN_PROBABILITY = 0.6  #: after each turn
+THINK_S = 20.0  #: mean seconds between an answer and the session's next turn
+SESSIONS_PER_S = 1.4  #: new ones, outside of bursts
 BURST_FACTOR = 4.0  #: times as many sessions start a second in a burst
-BURST_S = 6.0  #: mean length
-CALM_S = 54.0  #: mean time between two bursts
+BURST_S = 6.0  #: mean seconds of a burst
+CALM_S = 54.0  #: mean seconds between two bursts
 
 
 class TokenRange(NamedTuple):
@@ -42,16 +42,18 @@ class TokenRange(NamedTuple):
     high: int  #: included
 
     def draw(self, rng: random.Random) -> int:
+        """Return one count."""
         return rng.randint(self.low, self.high)
 
 
 class LogNormalTokens(NamedTuple):
     """Log-normally distributed token counts."""
 
-    mu: float
-    sigma: float
+    mu: float  #: mean of the logarithm: the median is exp(mu)
+    sigma: float  #: standard deviation of the logarithm
 
     def draw(self, rng: random.Random) -> int:
+        """Return one count, rounded down; it may be 0."""
         return int(rng.lognormvariate(self.mu, self.sigma))
 
 
@@ -136,6 +138,8 @@ def generate(count: int, seed: int = 0) -> Trace:
 
 
 def _session_starts_s(count: int, rng: random.Random) -> list[float]:
+    """Return when `count` sessions start. A phase, burst or calm, ends at the first start after
+    its drawn end."""
     starts_s: list[float] = []
     now_s = 0.0
     phase_end_s = rng.expovariate(1 / CALM_S)

@@ -11,8 +11,8 @@ who can change packets on the way can still read it, and take a connection over.
 
 `DiallerHandshake` and `ListenerHandshake` take and return messages, without their lengths, and do
 no I/O. `cluster/wire/handshake.py` carries them out for frames, `kv_transfer/transports/stream.py`
-for KV. A KV agent asks for a secret of its own (`secret_of_listener`): a proof for one agent opens
-no other agent, and no connection for frames.
+for KV. Each listener asks for a secret of its own (`secret_of_listener`), by the agent's name for
+KV and by the address for frames: a proof for one opens no other one, so nobody can pass it on.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from starlette.staticfiles import StaticFiles
 from ...router.policies import POLICIES
 from ..config import LOOPBACK, ControlSettings
 from ..gateway.edge import sse
+from ..gateway.edge.listen import HeaderLimitProtocol
 from ..gateway.errors import ApiError
 from ..telemetry.targets import scrape_targets
 from . import ray_dashboard
@@ -379,6 +380,8 @@ class AdminHttpServer:
         self._uvicorn = UvicornWithoutSignals(
             uvicorn.Config(
                 application,
+                http=HeaderLimitProtocol,
+                ws="none",
                 log_config=None,
                 access_log=False,
                 lifespan="off",

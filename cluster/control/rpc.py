@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection
 
 from ...protos import admin_pb2, admin_pb2_grpc
 from ..config import ControlSettings
-from ..gateway.edge.grpc_edge import DETAILS, bind, status_of
+from ..gateway.edge.grpc_edge import CONNECTION_LIMITS, DETAILS, bind, status_of
 from ..gateway.errors import ApiError
 from .http import BIND_RETRY_S, BIND_TIMEOUT_S, AdminGuard
 from .operations import Operations
@@ -166,6 +166,7 @@ def _make_server(service: AdminService) -> grpc.aio.Server:
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", REQUEST_BYTES_LIMIT),
+            *CONNECTION_LIMITS,
             ("grpc.so_reuseport", 0),  # a taken port is an error; 1 would share it
         ]
     )

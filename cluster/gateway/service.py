@@ -10,11 +10,12 @@ Life of a request:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -43,6 +44,7 @@ from .edge.keys import AccessControl
 from .errors import ApiError
 from .text.answers import Output
 from .text.grammars import GrammarChecks
+from .text.templates import NotAtOnceError
 from .text.tokenizer import ChatTokenizer, TokenizedPrompt
 
 log = logging.getLogger(__name__)
@@ -56,6 +58,8 @@ INSPECTION_AGE_S = 0.05  #: A page of metrics may show numbers of router and wor
 PLACE_MARGIN_S = 5.0
 #: Conversations that are rendered and tokenized at a time; others wait for a thread.
 TOKENIZER_THREADS = 2
+GRAMMAR_THREADS = 2  #: of which one compiles; who waits in the other one makes it hurry
+THREAD_WAIT_S = 10.0  #: for work to wait for a thread; behind that it is not done any more
 
 
 class PromptBody(Protocol):
@@ -72,6 +76,10 @@ class PromptBody(Protocol):
 
     def check(self, text: ChatTokenizer, limits: ModelLimits, /) -> None:
         """Refuses what is wrong before a token is counted. Raises ApiError."""
+
+    @property
+    def is_short(self) -> bool:
+        """True if the prompt is tokenized in less time than another thread takes to wake."""
 
     def prompt(self, text: ChatTokenizer, /) -> TokenizedPrompt:
         """Renders and tokenizes; this may take seconds."""
@@ -137,8 +145,8 @@ class GatewayService:
         self._salt = fingerprint(folder)
         self._partitions = CachePartitions(config.secret)
         self._grammars = GrammarChecks(folder)
-        #: Waits for the process that compiles a grammar, so that the event loop need not.
-        self._grammar_thread = ThreadPoolExecutor(1, "grammars")
+        #: Wait for the process that compiles a grammar, so that the event loop need not.
+        self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, "grammars")
         self._tokenizer_threads = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")
 
         self.tally = GatewayTally(config, list(self.classes))
@@ -150,6 +158,7 @@ class GatewayService:
         self.tracer = tracer_of(config.observability, "gateway", plane.hello.name)
         self._created = time.time()  #: Seconds since 1970, for clients and for the uptime.
         self._live: set[str] = set()  #: Ids on the wire of the requests that run.
+        self._in_threads = 0  #: What is tokenized or compiled now, or waits for that.
         self.started = 0  #: Requests that ran, or run.
         self.finished = 0  #: Requests whose answers are complete.
         self.good = 0  #: Requests that met both targets: to the first token, and between tokens.
@@ -174,10 +183,9 @@ class GatewayService:
         logs.set_request_id(request_id)
         self.check_model(body.model)
         self._generator.check_open()
-        if len(self._live) >= self.config.gateway.max_streams:
-            raise ApiError("queue_full", f"{len(self._live)} requests are running already")
+        self._check_room()
         body.check(self.text, self.limits)
-        prompt = await self.tokenize(lambda: body.prompt(self.text))
+        prompt = await self._prompt_of(body)
         sampling = body.sampling(self.text, request_id, len(prompt.token_ids), self.limits)
         self.door.check_answers(terms.api_key, sampling.n)
         if sampling.grammar:
@@ -198,17 +206,50 @@ class GatewayService:
             request.times.arrived_s = terms.arrived_s
         return self.shelf.find(request, body.output(), terms.resume), prompt
 
+    def _check_room(self) -> None:
+        """Raises ApiError if no more requests may run."""
+        requests = len(self._live) + self._in_threads
+        if requests >= self.config.gateway.max_streams:
+            raise ApiError("queue_full", f"{requests} requests are running already")
+
+    async def _prompt_of(self, body: PromptBody) -> TokenizedPrompt:
+        """Returns the prompt of a body that was checked. Raises ApiError."""
+        if body.is_short:
+            # A thread costs 100 us: to wake it, to be woken, and to take turns with it.
+            with contextlib.suppress(NotAtOnceError):
+                return body.prompt(self.text)
+        return await self.tokenize(lambda: body.prompt(self.text))
+
     async def _check_grammar(self, grammar: frames.Grammar) -> None:
         """Raises ApiError for a grammar that no worker should compile."""
         if self._grammars.is_known(grammar):
             self._grammars.check(grammar)
             return
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._grammar_thread, self._grammars.check, grammar)
+        await self._run_in_thread(self._grammar_threads, lambda: self._grammars.check(grammar))
 
     async def tokenize(self, work: Callable[[], Result]) -> Result:
-        """Runs `work` in a tokenizer's thread, as a long text takes seconds."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_threads, work)
+        """Runs `work` in a tokenizer's thread, as a long text takes seconds. Raises ApiError."""
+        return await self._run_in_thread(self._tokenizer_threads, work)
+
+    async def _run_in_thread(self, threads: Executor, work: Callable[[], Result]) -> Result:
+        """Runs `work` in one of the threads; what waits for one counts as a running request.
+
+        Raises ApiError if there are too many of these, and if no thread begins the work in time.
+        """
+        self._check_room()
+        start_by_s = time.monotonic() + THREAD_WAIT_S
+
+        def work_in_time() -> Result:
+            if time.monotonic() > start_by_s:
+                message = f"nobody has read this request within {THREAD_WAIT_S:g} s"
+                raise ApiError("no_capacity", message)
+            return work()
+
+        self._in_threads += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, work_in_time)
+        finally:
+            self._in_threads -= 1
 
     async def run(self, request: Request, sink: PushSink) -> None:
         """Generates what the request lacks, and counts how it ended. Raises ApiError.
@@ -286,7 +327,7 @@ class GatewayService:
         """Ends the threads, the metrics and the traces. The requests have ended before."""
         self.shelf.close()
         self._tokenizer_threads.shutdown(wait=False, cancel_futures=True)
-        self._grammar_thread.shutdown(wait=False, cancel_futures=True)
+        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
         self.text.close()
         self._grammars.close()
         self.metrics.close()

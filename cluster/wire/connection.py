@@ -1,8 +1,11 @@
 """Framed connections: length-prefixed MessagePack over TCP, both ways, with heartbeats.
 
 `dial` and `FrameListener` make a `FrameConnection` once both ends have proved that they know the
-cluster's secret (`handshake`). A connection ends when the peer closes it, is silent for the limit
-of its reader, sends a malformed frame, or lets more than `BUFFER_BYTES_MAX` bytes pile up.
+cluster's secret (`handshake`). The proofs are for the address that was dialled, so who listens
+where a process was before cannot pass them on to another one.
+
+A connection ends when the peer closes it, is silent for the limit of its reader, sends a malformed
+frame, or lets more than `BUFFER_BYTES_MAX` bytes pile up.
 
 A peer is busy if frames other than heartbeats went either way in the last `BUSY_FOR_S`. A busy peer
 that falls silent is suspected to be frozen long before that limit. The connection's owner may then
@@ -17,16 +20,23 @@ import socket
 import struct
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from ...protos.frames import Heartbeat, Hello
-from ...protos.handshake import HANDSHAKE_TIMEOUT_S, UNPROVED_CALLERS_MAX, PeerIdentity
+from ...protos.handshake import (
+    HANDSHAKE_TIMEOUT_S,
+    UNPROVED_CALLERS_MAX,
+    PeerIdentity,
+    secret_of_listener,
+)
 from .handshake import admit, greet
 
 log = logging.getLogger(__name__)
 
+LISTENER_KIND = "frames"  #: Of a listener's own secret.
 BUSY_HEARTBEAT_S = 0.25  #: Between heartbeats while there is traffic, and for `BUSY_FOR_S` after.
 BUSY_FOR_S = 5.0  #: After the last frame that was no heartbeat.
 IDLE_HEARTBEAT_S = 1.0  #: Between heartbeats otherwise.
@@ -190,6 +200,7 @@ async def dial(
     it. Raises OSError, or TimeoutError after `HANDSHAKE_TIMEOUT_S`.
     """
     host, port = address.rsplit(":", 1)
+    identity = replace(identity, secret=secret_of_listener(identity.secret, LISTENER_KIND, address))
     async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
         reader, writer = await asyncio.open_connection(host, int(port))
         try:
@@ -214,6 +225,7 @@ class FrameListener:
         serve: Callable[[FrameConnection, Hello], Awaitable[None]],
     ) -> None:
         self._secret = secret
+        self._own_secret = ""  #: What callers prove to know; set by `start`.
         self._receives = receives
         self._serve = serve
         self._server: asyncio.Server | None = None
@@ -222,8 +234,11 @@ class FrameListener:
 
     async def start(self, host: str) -> str:
         """Listen on a free port of `host`; return "host:port"."""
-        self._server = await asyncio.start_server(self._accept, host, 0)
-        return f"{host}:{self._server.sockets[0].getsockname()[1]}"
+        self._server = await asyncio.start_server(self._accept, host, 0, start_serving=False)
+        address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
+        self._own_secret = secret_of_listener(self._secret, LISTENER_KIND, address)
+        await self._server.start_serving()
+        return address
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Let a caller prove itself in time, and serve it. This is a task for each caller."""
@@ -234,7 +249,7 @@ class FrameListener:
             oldest.transport.abort()
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                hello = await admit(reader, writer, self._secret)
+                hello = await admit(reader, writer, self._own_secret)
         except (OSError, TimeoutError) as error:  # a ConnectionError of `admit` is an OSError
             log.warning("refused a connection: %s", error or type(error).__name__)
             writer.transport.abort()

@@ -21,6 +21,8 @@ from diptych.cluster.bench.gateway.measure import (
 from diptych.cluster.bench.gateway.source import TokenSource
 from diptych.cluster.cli import app
 from diptych.cluster.cli.bench_gateway import table
+from diptych.cluster.config import ClusterConfig
+from diptych.cluster.gateway.edge.browsers import BrowserPolicy
 from diptych.cluster.gateway.text.tokenizer import ChatTokenizer
 from diptych.cluster.wire.connection import FrameConnection, FrameListener, dial
 from diptych.engine.demo import CHECKPOINT
@@ -135,3 +137,10 @@ def test_prompts_have_about_the_tokens_that_they_claim() -> None:
     assert [one["kind"] for one in rows] == ["fresh", "history"]
     assert all(abs(one["mean_tokens"] - prompts.PROMPT_TOKENS) < 200 for one in rows)
     assert ChatTokenizer(CHECKPOINT).encode("a", add_special_tokens=False)
+
+
+def test_a_gateway_without_keys_answers_the_clients() -> None:
+    """It answers to loopback names only."""
+    head = request(ClientLoad(2, 4)).partition(b"\r\n\r\n")[0].decode()
+    host = next(line[6:] for line in head.split("\r\n") if line.startswith("Host: "))
+    BrowserPolicy(ClusterConfig().gateway).check(host, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
@@ -122,6 +123,37 @@ def test_the_time_of_headers_bounds_neither_a_body_nor_an_idle_connection(
             assert b"200 OK" in await reader.readuntil(b'"size":4}')
             await asyncio.sleep(0.3)
         writer.transport.abort()
+
+    run(test)
+
+
+def test_of_too_many_connections_without_a_request_the_oldest_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Strangers that say nothing, or ask once and stay, keep no client out."""
+    monkeypatch.setattr(listen, "RESTING_CONNECTIONS_MAX", 8)
+    request = b"GET / HTTP/1.1\r\nhost: g\r\n\r\n"
+
+    async def test(port: int) -> None:
+        slow_reader, slow_writer = await asyncio.open_connection("127.0.0.1", port)
+        slow_writer.write(b"POST / HTTP/1.1\r\nhost: g\r\ncontent-length: 4\r\n\r\n12")
+        strangers = []
+        for number in range(30):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            strangers.append((reader, writer))
+            if number % 2:
+                writer.write(request)
+                await reader.readuntil(b'"size":0')
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            for _ in range(3):
+                assert (await client.get("/")).status_code == 200
+        for reader, _ in strangers[:20]:
+            with contextlib.suppress(ConnectionError):
+                await reader.read()  # until its end
+        slow_writer.write(b"34")
+        assert b"200 OK" in await slow_reader.readuntil(b'"size":4'), "its request ran"
+        for _, writer in (*strangers, (slow_reader, slow_writer)):
+            writer.transport.abort()
 
     run(test)
 

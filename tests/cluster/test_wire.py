@@ -49,6 +49,12 @@ def encoded(frame: msgspec.Struct) -> bytes:
     return with_length(msgspec.msgpack.encode(frame))
 
 
+def caller_of(address: str) -> PeerIdentity:
+    """Return what `dial` says of itself at a listener's address."""
+    secret = handshake.secret_of_listener("secret", wire.LISTENER_KIND, address)
+    return PeerIdentity("g", "gateway", secret)
+
+
 async def dialled(address: str, **changes: Any) -> wire.FrameConnection:
     caller = PeerIdentity(**{"name": "g", "kind": "gateway", "secret": "secret", **changes})
     return await wire.dial(address, caller, f.FramesFromWorker, "w")
@@ -123,7 +129,7 @@ def test_a_peer_of_another_version_is_refused() -> None:
         challenge = await asyncio_handshake._receive(reader, "Challenge")
         nonce = msgspec.msgpack.decode(challenge, type=f.Challenge).nonce
         unproved = f.Hello("g", "gateway", b"n", b"", 99)
-        proof = handshake.dialler_proof("secret", nonce, unproved)
+        proof = handshake.dialler_proof(caller_of(address).secret, nonce, unproved)
         writer.write(encoded(f.Hello("g", "gateway", b"n", proof, 99)))
         with pytest.raises(ConnectionError):
             await asyncio_handshake._receive(reader, "Welcome")
@@ -166,12 +172,40 @@ def test_a_proof_that_was_overheard_opens_no_other_connection() -> None:
 
         reader, writer = await asyncio.open_connection(*address.split(":"))
         recorder: Any = Recorder(writer)
-        await asyncio_handshake.greet(reader, recorder, PeerIdentity("g", "gateway", "secret"))
+        await asyncio_handshake.greet(reader, recorder, caller_of(address))
         reader, writer = await asyncio.open_connection(*address.split(":"))
         writer.write(bytes(said))
         await asyncio_handshake._receive(reader, "Challenge")
         with pytest.raises(ConnectionError):
             await asyncio_handshake._receive(reader, "Welcome")
+
+    run(test)
+
+
+def test_a_proof_that_is_passed_on_opens_no_connection() -> None:
+    """An impostor at a dead peer's address lets the dialler prove itself to somebody else."""
+
+    async def test() -> None:
+        victim = Server()
+        address = await victim.listener.start("127.0.0.1")
+        said_by_victim: list[bytes] = []
+
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            host, port = address.rsplit(":", 1)
+            victim_reader, victim_writer = await asyncio.open_connection(host, int(port))
+            writer.write(await victim_reader.read(4096))  # the Challenge
+            victim_writer.write(await reader.read(4096))  # the Hello
+            said_by_victim.append(await victim_reader.read(4096))
+            victim_writer.close()
+            writer.close()
+
+        impostor = await asyncio.start_server(relay, "127.0.0.1", 0)
+        port = impostor.sockets[0].getsockname()[1]
+        with pytest.raises(ConnectionError):
+            await dialled(f"127.0.0.1:{port}")
+        assert said_by_victim == [b""] and victim.names == [], "hung up on"
+        impostor.close()
+        victim.listener.close()
 
     run(test)
 
@@ -262,9 +296,7 @@ def test_a_frame_that_is_too_long_is_refused_unread(monkeypatch: pytest.MonkeyPa
         ):
             reader, writer = await asyncio.open_connection(*address.split(":"))
             if known:
-                await asyncio_handshake.greet(
-                    reader, writer, PeerIdentity("g", "gateway", "secret")
-                )
+                await asyncio_handshake.greet(reader, writer, caller_of(address))
             writer.write(size.to_bytes(4, "big"))
             with contextlib.suppress(ConnectionError):
                 while await reader.read(4096):
@@ -286,7 +318,7 @@ async def fuzz(count: int, caplog: pytest.LogCaptureFixture) -> None:
             tracemalloc.start()
         reader, writer = await asyncio.open_connection(*address.split(":"))
         if number % 2:
-            await asyncio_handshake.greet(reader, writer, PeerIdentity("g", "gateway", "secret"))
+            await asyncio_handshake.greet(reader, writer, caller_of(address))
             writer.write(spoiled(number // 2))
         else:
             writer.write(rubbish(number // 2))

@@ -136,7 +136,8 @@ def request(load: ClientLoad) -> bytes:
     }
     body = json.dumps(content).encode()
     head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+        # A keyless gateway answers to loopback names only.
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body

@@ -8,7 +8,8 @@ from pathlib import Path
 #: By part of the cluster: what the titles of its processes contain. Serve has two proxies: its own
 #: in Python, and HAProxy, which it starts in the bench's runs with proxy `haproxy`.
 TITLES = {
-    "gateway": ("diptych:Gateway",),
+    # With the processes that render chat templates and compile grammars for it.
+    "gateway": ("diptych:Gateway", "gateway.text.templates", "gateway.text.grammars"),
     "worker": ("diptych:PrefillWorker", "diptych:DecodeWorker"),
     "proxy": ("ProxyActor", "haproxy"),
     "router": ("diptych:Router",),

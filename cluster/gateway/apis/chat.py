@@ -32,7 +32,14 @@ from ..text.formats.parts import ContentPart, PartKind
 from ..text.formats.reasoning import HARMONY_REASONING, ContentState
 from ..text.formats.registry import HARMONY, JSON_OBJECTS, LLAMA3
 from ..text.reasoning_tokens import ReasoningCounter
-from ..text.tokenizer import GATEWAY_VARIABLES, ChatTokenizer, PromptEnding, TokenizedPrompt
+from ..text.tokenizer import (
+    GATEWAY_VARIABLES,
+    SHORT_PROMPT_CHARS,
+    SHORT_PROMPT_MESSAGES,
+    ChatTokenizer,
+    PromptEnding,
+    TokenizedPrompt,
+)
 from .known_fields import ApiName
 from .parameters import (
     ModelLimits,
@@ -248,6 +255,8 @@ class ChatRequest(SamplingParameters):
     include_reasoning: bool = True  #: vLLM's: False leaves it out of the answer.
     #: vLLM's: tokens of an answer that may be its reasoning; -1: no limit.
     thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
+    #: Whether the event loop may render and tokenize it, as that takes less than waking a thread.
+    _is_short: bool = PrivateAttr(False)
     _prompt_end: str = PrivateAttr("")  #: The last characters of the prompt, once it is rendered.
     echo: bool = False  #: vLLM's: the answer begins with the last message, if the assistant's.
 
@@ -297,6 +306,13 @@ class ChatRequest(SamplingParameters):
         documents_chars = len(to_json(self.documents)) if self.documents else 0
         message_chars = sum([len(message.text) for message in self.messages])
         check_prompt_length(message_chars + documents_chars, limits)
+        has_extras = self.tools or self.documents or self.chat_template_kwargs
+        self._is_short = (
+            not has_extras
+            and message_chars <= SHORT_PROMPT_CHARS
+            and len(self.messages) <= SHORT_PROMPT_MESSAGES
+            and not any(message.tool_calls for message in self.messages)
+        )
 
     def _check_tools(self, tokenizer: ChatTokenizer) -> None:
         """Raise ApiError for tools, or a choice among them, that cannot work."""
@@ -398,10 +414,15 @@ class ChatRequest(SamplingParameters):
             tokenizer.tool_format.prepare_messages(messages)
         return messages
 
+    @property
+    def is_short(self) -> bool:
+        """True if the conversation, which `check` has accepted, takes no time to tokenize."""
+        return self._is_short
+
     def prompt(self, tokenizer: ChatTokenizer) -> TokenizedPrompt:
         """Render and tokenize the conversation, which `check` has accepted. Raises ApiError.
 
-        This takes seconds for a long conversation, so it does not belong on the event loop.
+        This takes seconds for one that is not short, which does not belong on the event loop.
         """
         tools = [tool.model_dump(exclude_none=True) for tool in self.usable_tools]
         prompt = tokenizer.tokenize_chat(

@@ -17,7 +17,7 @@ from ....protos import frames
 from ..attempt.request import Request
 from ..errors import ApiError
 from ..text.answers import Output, TextDelta
-from ..text.tokenizer import ChatTokenizer, TokenizedPrompt
+from ..text.tokenizer import SHORT_PROMPT_CHARS, ChatTokenizer, TokenizedPrompt
 from .chat import (
     MESSAGES_MAX,
     ChatMessage,
@@ -108,6 +108,13 @@ class CompletionPrompt:
             check_prompt_length(len(self.prompt_input), limits)
         else:
             check_token_ids(self.prompt_input, tokenizer)
+
+    @property
+    def is_short(self) -> bool:
+        """True if the prompt takes no time to tokenize."""
+        return not isinstance(self.prompt_input, str) or (
+            len(self.prompt_input) <= SHORT_PROMPT_CHARS
+        )
 
     def prompt(self, tokenizer: ChatTokenizer) -> TokenizedPrompt:
         """Tokenize the prompt. A long one takes seconds, too long for the event loop."""

@@ -10,7 +10,14 @@ from google.rpc import error_details_pb2, status_pb2
 
 from ...config import ControlSettings, GatewaySettings
 from ..errors import ApiError
+from .listen import RESTING_CONNECTIONS_MAX
 
+#: Of every gRPC server, against connections on which nothing happens.
+CONNECTION_LIMITS = (
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 300_000),
+    ("grpc.max_allowed_incoming_connections", RESTING_CONNECTIONS_MAX),
+)
 DETAILS = "grpc-status-details-bin"  #: the metadata that holds an encoded status
 
 

@@ -1,18 +1,20 @@
 """HTTP on the gateway's own socket (`gateway.listen: gateway`), without Serve's proxy in between.
 
 As the proxy does, this server gives a request without an id one, and says the id in the response.
-Beyond that it cuts off clients that send their headers too slowly, or without end.
+Beyond that it cuts off clients that send their headers too slowly, or without end, and those that
+hold connections on which nothing happens while too many others do the same.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -29,6 +31,9 @@ HEADERS_BYTES_MAX = HEADERS_MAX + (8 << 10)
 #: An idle connection stays open for so long: more than the 60 s after which usual load balancers
 #: close theirs, so that none sends a request into a connection that is being closed.
 KEEP_ALIVE_S = 75
+#: Connections of this process on which no request runs. One more, and the one that has waited
+#: longest is closed, which leaves files to others.
+RESTING_CONNECTIONS_MAX = min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 BACKLOG = 2048  #: Connections that the kernel holds until the server accepts them.
 REQUEST_ID_HEADER = b"x-request-id"
 
@@ -39,6 +44,9 @@ class HeaderLimitProtocol(HttpToolsProtocol):
     That is so from the connection's start, and from the beginning of each further request.
     """
 
+    #: The connections of this process on which no request runs, those that wait longest first.
+    resting: ClassVar[dict[HeaderLimitProtocol, None]] = {}
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         #: Closes the connection when it runs out. None while no headers are awaited.
@@ -48,6 +56,7 @@ class HeaderLimitProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._await_headers()
+        self._rest()
 
     def on_message_begin(self) -> None:
         # uvicorn's parser calls this at the first byte of a request.
@@ -56,6 +65,7 @@ class HeaderLimitProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
+        self.resting.pop(self, None)
         # Noted here, because the request's task begins only when others have had their turn.
         self.scope[ARRIVED_SCOPE_KEY] = time.monotonic()  # type: ignore[literal-required]
         super().on_headers_complete()
@@ -71,9 +81,24 @@ class HeaderLimitProtocol(HttpToolsProtocol):
             if self._headers_bytes > HEADERS_BYTES_MAX:
                 self._cut_off()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        next_request_runs = self.cycle is not None and not self.cycle.response_complete
+        if not next_request_runs and not self.transport.is_closing():
+            self._rest()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self.resting.pop(self, None)
         super().connection_lost(exc)
+
+    def _rest(self) -> None:
+        """Take note that no request runs on this connection, and close one if too many are so."""
+        self.resting[self] = None
+        if len(self.resting) > RESTING_CONNECTIONS_MAX:
+            longest = next(iter(self.resting))
+            del self.resting[longest]
+            longest._cut_off()
 
     def _await_headers(self) -> None:
         """Give the client the whole time, and all bytes, for the headers of a request."""

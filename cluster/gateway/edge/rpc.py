@@ -39,7 +39,7 @@ from ..errors import ApiError
 from ..service import GatewayService
 from ..text.answers import AnswerTexts, Output, TextDelta, TextSink
 from ..text.tokenizer import ChatTokenizer
-from .grpc_edge import DETAILS, bind, status_of
+from .grpc_edge import CONNECTION_LIMITS, DETAILS, bind, status_of
 from .guard import HEADERS_MAX
 from .keys import ApiKey
 from .sse import BODY_MAX
@@ -47,8 +47,6 @@ from .sse import BODY_MAX
 log = logging.getLogger(__name__)
 
 SERVICE = "diptych.v1.Inference"
-HANDSHAKE_MS = 10_000  #: A client has this long to finish TLS and HTTP/2's first frames.
-
 #: Replies that wait for gRPC to take them; beyond that, tokens wait in the inbox of their attempt.
 REPLIES_MAX = 32
 
@@ -278,7 +276,7 @@ async def listen(inference: Inference, settings: GatewaySettings) -> grpc.aio.Se
         options=[
             ("grpc.max_receive_message_length", BODY_MAX),
             ("grpc.max_metadata_size", HEADERS_MAX),
-            ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+            *CONNECTION_LIMITS,
             ("grpc.so_reuseport", 1),
         ]
     )

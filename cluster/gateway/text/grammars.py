@@ -18,12 +18,22 @@ import msgspec
 
 from ....protos.frames import Grammar
 from ..errors import ApiError
-from .limited import LimitedProcesses, OverLimitError, ProcessLimits, RefusedError, serve
+from .limited import (
+    BusyError,
+    LimitedProcesses,
+    OverLimitError,
+    ProcessLimits,
+    RefusedError,
+    serve,
+)
 
 COMPILE_LIMIT_S = 5.0  #: A grammar that takes longer is refused.
 MEMORY_MIB = 1024  #: The stack that compiling recurses on takes 256 of them.
 REPLY_BYTES = 1 << 10  #: Of a reply: nothing, or a sentence that says why not.
 PROCESSES = 1  #: Grammars are compiled one after the other.
+CONTESTED_S = 2.0  #: One grammar may take so long while others wait.
+WAIT_S = 10.0  #: A grammar waits so long to be compiled; then it is refused for want of capacity.
+WAITING_GRAMMARS = 64  #: So many may wait at a time; one more is refused for want of capacity.
 REMEMBERED = 1024  #: Results of so many grammars, by the grammars' hashes, are kept.
 
 
@@ -31,7 +41,14 @@ class GrammarChecks:
     """The grammars of the checkpoint in `folder`. Any thread may check one."""
 
     def __init__(self, folder: Path) -> None:
-        limits = ProcessLimits(COMPILE_LIMIT_S, MEMORY_MIB, REPLY_BYTES)
+        limits = ProcessLimits(
+            request_s=COMPILE_LIMIT_S,
+            contested_s=CONTESTED_S,
+            wait_s=WAIT_S,
+            waiting_requests=WAITING_GRAMMARS,
+            memory_mib=MEMORY_MIB,
+            reply_bytes=REPLY_BYTES,
+        )
         setup = json.dumps(str(folder.resolve())).encode()
         self._processes = LimitedProcesses(__name__, setup, limits, PROCESSES)
         #: Why each grammar is refused, those used last at the end; empty: it compiles.
@@ -61,9 +78,14 @@ class GrammarChecks:
             raise ApiError("invalid_request", refusal)
 
     def _compile(self, grammar: Grammar) -> str:
-        """Return why the grammar is refused; empty if it compiles."""
+        """Return why the grammar is refused; empty if it compiles.
+
+        Raises ApiError if that was not found out, because others waited.
+        """
         try:
             self._processes.ask(msgspec.msgpack.encode(grammar))
+        except BusyError as error:
+            raise ApiError("no_capacity", f"the grammar was not compiled: {error}") from None
         except OverLimitError as error:  # a kind of RefusedError, and its text names only the limit
             return f"invalid grammar: {error}"
         except RefusedError as error:

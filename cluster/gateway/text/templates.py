@@ -7,6 +7,7 @@ takes time by its length; compiling already computes constants, so that happens 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 from collections.abc import Callable, Mapping
@@ -24,8 +25,16 @@ from .sandbox import LIMIT_CHARS, LIMIT_S, TemplateSandbox
 KILL_MARGIN_S = 1.0
 MEMORY_MIB = 512  #: Of one process, beyond Python's own: room for the longest text, several times.
 BYTES_PER_CHARACTER = 4  #: Of UTF-8, at most.
+BRIEF_TEXT_BYTES = 1 << 14  #: Of a text that an event loop may tokenize.
 SOURCE_CHARS_MAX = 1 << 20  #: Of a template, as the gateway itself parses it.
-PROCESSES = 2  #: As many conversations are rendered at a time.
+PROCESSES = 1  #: As many conversations are rendered at a time.
+CONTESTED_S = 0.5  #: One rendering may take so long while other conversations wait.
+WAIT_S = 10.0  #: A conversation waits so long to be rendered; then it is refused.
+WAITING_CONVERSATIONS = 64  #: So many may wait at a time; one more is refused.
+
+
+class NotAtOnceError(Exception):
+    """A conversation is not rendered yet, or its text is long: this is for another thread."""
 
 
 class ChatTemplates:
@@ -42,6 +51,9 @@ class ChatTemplates:
             self.variables |= _check(sandbox, text)
         limits = ProcessLimits(
             request_s=LIMIT_S + KILL_MARGIN_S,
+            contested_s=CONTESTED_S,
+            wait_s=WAIT_S,
+            waiting_requests=WAITING_CONVERSATIONS,
             memory_mib=MEMORY_MIB,
             reply_bytes=LIMIT_CHARS * BYTES_PER_CHARACTER,
         )
@@ -65,10 +77,18 @@ class ChatTemplates:
         """Return the text of a conversation; without a template (`has`) it is empty.
 
         Raises RefusedError if the template refuses the conversation or fails, or goes beyond a
-        limit.
+        limit; BusyError, which is one, if another try may help. On the thread of an event loop,
+        which must not wait, raises NotAtOnceError if that would take long.
         """
         request = pickle.dumps((tools, variables), protocol=pickle.HIGHEST_PROTOCOL)
-        return self._processes.ask(request).decode("utf-8", "surrogatepass")
+        if asyncio._get_running_loop() is None:
+            text = self._processes.ask(request)
+        else:
+            brief_text = self._processes.ask_briefly(request)
+            if brief_text is None or len(brief_text) > BRIEF_TEXT_BYTES:
+                raise NotAtOnceError
+            text = brief_text
+        return text.decode("utf-8", "surrogatepass")
 
 
 def _check(sandbox: TemplateSandbox, source: str) -> set[str]:

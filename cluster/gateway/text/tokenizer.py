@@ -29,7 +29,7 @@ from .formats.registry import (
     find_reasoning_format,
     find_tool_format,
 )
-from .limited import RefusedError
+from .limited import BusyError, RefusedError
 from .templates import ChatTemplates
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,8 @@ OPEN_END_MARK = "<|open-end-of-the-last-message|> "
 #: So many ids are decoded in one call of the library, which takes about 2 ms: other threads of the
 #: gateway do not run meanwhile.
 DECODED_AT_ONCE = 2048
+SHORT_PROMPT_CHARS = 2048  #: Of a prompt that the event loop may tokenize: 0.1 ms, at most 2.
+SHORT_PROMPT_MESSAGES = 32
 PROMPT_END_CHARS = 64  #: Enough of a prompt's end to see what the answer begins in.
 
 
@@ -196,7 +198,9 @@ class ChatTokenizer:
 
         A long conversation takes seconds. `template_arguments` are further variables of the
         template. `add_special_tokens`: with what the tokenizer puts around a text, though templates
-        have it already. Raises ApiError if the template refuses the conversation.
+        have it already. Raises ApiError if the template refuses the conversation, or takes long
+        while others wait. On the thread of an event loop, NotAtOnceError says that another thread
+        has to do it.
         """
         has_tools = bool(tools)
         if not self._templates.has(tools=has_tools):
@@ -215,6 +219,9 @@ class ChatTokenizer:
         }
         try:
             text = self._templates.render(variables, tools=has_tools)
+        except BusyError as error:
+            message = f"this conversation was not rendered: {error}"
+            raise ApiError("no_capacity", message) from None
         except RefusedError as error:
             cause = " ".join(str(error).split())[:TEMPLATE_ERROR_CHARS_MAX]
             message = f"the model's chat template refuses this: {cause}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.control import http, rpc
 from diptych.cluster.control.operations import Operations
+from diptych.cluster.gateway.edge import listen
 from diptych.cluster.telemetry import ControlTally
 from diptych.protos import admin_pb2 as pb
 from diptych.protos import admin_pb2_grpc
@@ -26,6 +28,7 @@ from tests.cluster.control.test_status import ROUTER, WORKERS, seen
 from tests.support.certificate import certify
 from tests.support.live import free_port
 
+LIMITS = (("grpc.max_allowed_incoming_connections", 4), ("grpc.server_handshake_timeout_ms", 300))
 DECISION = {"prefill": "prefill/a", "decode": "decode/a", "ttft_s": 0.25, "refused": None}
 
 
@@ -199,3 +202,50 @@ async def test_it_waits_for_the_port_of_its_predecessor() -> None:
     async with listening(fleet, grpc_port=port) as (_, admin):
         assert (await admin.Status(pb.StatusRequest())).state == "healthy"
     ending.cancel()
+
+
+def test_connections_without_a_word_are_bounded_in_number_and_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rpc, "CONNECTION_LIMITS", LIMITS)
+
+    async def test() -> None:
+        port = free_port()
+        async with listening(Fleet(), grpc_port=port):
+            strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+            for reader, _ in strangers:  # the last ones are hung up on at once, the others in time
+                with contextlib.suppress(ConnectionError):
+                    await reader.read()
+            for _, writer in strangers:
+                writer.close()
+        async with listening(Fleet(), grpc_port=port) as (_, admin):
+            assert (await admin.Status(pb.StatusRequest())).cluster
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nhost: c\r\nx-a: "])
+def test_the_admin_http_server_hangs_up_on_headers_that_do_not_end(
+    said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listen, "HEADERS_TIMEOUT_S", 0.2)
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("no request came")
+
+    async def test() -> None:
+        settings = ClusterConfig.model_validate({"control": {"port": free_port()}}).control
+        server = http.AdminHttpServer(application, settings)
+        await server.start()
+        for _ in range(1000):
+            if server._uvicorn.started:
+                break
+            await asyncio.sleep(0.01)
+        reader, writer = await asyncio.open_connection("127.0.0.1", settings.port)
+        writer.write(said)
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.close()
+        await server.stop()
+
+    asyncio.run(asyncio.wait_for(test(), 60))

@@ -22,8 +22,73 @@ evicted. A block that a tier copies is pinned, so that nobody overwrites it mean
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+
+class Block:
+    """One block: how often it is used, and what it holds."""
+
+    __slots__ = ("content", "in_tier", "marks", "next", "number", "previous", "references")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.references = 0  #: how often it is referenced; 0: it is free or cached
+        self.content: bytes | None = None  #: once that is published
+        self.marks: Sequence[bytes] = ()  #: of its content
+        self.in_tier = False  #: a tier has its content too
+        #: its neighbours in the `EvictionOrder`, while it is cached; the block itself, otherwise
+        self.previous: Block = self
+        self.next: Block = self
+
+
+class EvictionOrder:
+    """The cached blocks in the order in which they are evicted: a ring, closed by block 0."""
+
+    def __init__(self, block_0: Block) -> None:
+        self._block_0 = block_0
+        self._count = 0
+
+    def append(self, block: Block) -> None:
+        """Puts a block at the end: it is evicted last."""
+        self._insert(block, behind=self._block_0.previous)
+
+    def prepend(self, block: Block) -> None:
+        """Puts a block in front: it is evicted first."""
+        self._insert(block, behind=self._block_0)
+
+    def remove(self, block: Block) -> None:
+        """Takes a block out, which is in it."""
+        assert block.next is not block, block.number
+        block.previous.next = block.next
+        block.next.previous = block.previous
+        block.previous = block
+        block.next = block
+        self._count -= 1
+
+    def pop_first(self) -> Block:
+        """Takes out the block that is next to be evicted. There must be one."""
+        first = self._block_0.next
+        self.remove(first)
+        return first
+
+    def _insert(self, block: Block, behind: Block) -> None:
+        assert block.next is block, block.number
+        block.previous = behind
+        block.next = behind.next
+        behind.next.previous = block
+        behind.next = block
+        self._count += 1
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Block]:
+        block = self._block_0.next
+        while block is not self._block_0:
+            yield block
+            block = block.next
 
 
 class BlockPool:
@@ -33,14 +98,11 @@ class BlockPool:
         """`block_count`: all blocks of the memory, block 0 included."""
         assert block_count >= 2, block_count
         self.total_blocks = block_count - 1
-        self._free: deque[int] = deque(range(1, block_count))
-        self._references: dict[int, int] = {}  #: used blocks -> how often each is referenced
-        self._cached: OrderedDict[int, bytes] = OrderedDict()  #: cached blocks, next evicted first
-        self._block_of: dict[bytes, int] = {}  #: content -> published block, used or cached
-        self._content_of: dict[int, bytes] = {}  #: the inverse of `_block_of`
-        self._marks_of: dict[bytes, Sequence[bytes]] = {}  #: marks of each published content
+        self._blocks = [Block(number) for number in range(block_count)]
+        self._free: deque[Block] = deque(self._blocks[1:])
+        self._cached = EvictionOrder(self._blocks[0])
+        self._published: dict[bytes, Block] = {}  #: by content; used or cached
         self._mark_counts: dict[bytes, int] = {}  #: how many published contents have each mark
-        self._in_tiers: set[bytes] = set()  #: of the published contents, those that a tier has too
         self._demoting: dict[int, bytes] = {}  #: used blocks that are pinned until a tier has them
         self.stored_marks: list[bytes] = []  #: since the last `drain_events`
         self.evicted_marks: list[bytes] = []  #: since the last `drain_events`
@@ -58,7 +120,7 @@ class BlockPool:
     @property
     def used_blocks(self) -> int:
         """Blocks that are referenced, by one user or by several."""
-        return len(self._references)
+        return self.total_blocks - self.available_blocks
 
     @property
     def cached_blocks(self) -> int:
@@ -70,6 +132,14 @@ class BlockPool:
         """Blocks that are pinned for the tiers; `used_blocks` counts them too."""
         return len(self._demoting)
 
+    def references(self, block: int) -> int:
+        """How often a block is referenced: 0 for a free or a cached one."""
+        return self._blocks[block].references
+
+    def content(self, block: int) -> bytes | None:
+        """What a block is known to hold; None if that was not published."""
+        return self._blocks[block].content
+
     # ---- references --------------------------------------------------------------------------
 
     def allocate(self, count: int, keep: int = 0) -> list[int] | None:
@@ -79,38 +149,41 @@ class BlockPool:
         """
         if count > self.available_blocks - keep:
             return None
-        blocks = [self._take() for _ in range(count)]
-        for block in blocks:
-            self._references[block] = 1
-        return blocks
+        numbers: list[int] = []
+        for _ in range(count):
+            block = self._take()
+            block.references = 1
+            numbers.append(block.number)
+        return numbers
 
-    def _take(self) -> int:
+    def _take(self) -> Block:
         """A free block, or else the cached one that is next to be evicted."""
         if self._free:
             return self._free.popleft()
-        block, content = self._cached.popitem(last=False)
-        del self._content_of[block]
-        self._forget(content)
+        block = self._cached.pop_first()
+        self._forget(block)
         return block
 
     def share(self, blocks: list[int]) -> list[int]:
         """Adds one reference to each of these used blocks; returns them."""
-        for block in blocks:
-            self._references[block] += 1
+        for number in blocks:
+            block = self._blocks[number]
+            assert block.references, number
+            block.references += 1
         return blocks
 
     def release(self, blocks: list[int]) -> None:
         """Takes one reference from each block; the last one caches or frees it."""
-        for block in reversed(blocks):  # a prefix's tail is evicted before its head
-            self._references[block] -= 1
-            if self._references[block]:
+        for number in reversed(blocks):  # a prefix's tail is evicted before its head
+            block = self._blocks[number]
+            assert block.references, number
+            block.references -= 1
+            if block.references:
                 continue
-            del self._references[block]
-            content = self._content_of.get(block)
-            if content is None:
+            if block.content is None:
                 self._free.append(block)
             else:
-                self._cached[block] = content
+                self._cached.append(block)
 
     # ---- contents ----------------------------------------------------------------------------
 
@@ -120,55 +193,63 @@ class BlockPool:
         `hashes` are the contents of a prompt's blocks, in order. The caller must `release` what it
         got.
         """
-        blocks: list[int] = []
+        numbers: list[int] = []
         for content in hashes:
-            block = self._block_of.get(content)
+            block = self._published.get(content)
             if block is None:
                 break
-            self._cached.pop(block, None)
-            self._references[block] = self._references.get(block, 0) + 1
-            blocks.append(block)
-        return blocks
+            if not block.references:
+                self._cached.remove(block)
+            block.references += 1
+            numbers.append(block.number)
+        return numbers
 
     def prefix_length(self, hashes: list[bytes]) -> int:
         """How many leading blocks `match` would find; takes no reference."""
         for length, content in enumerate(hashes):
-            if content not in self._block_of:
+            if content not in self._published:
                 return length
         return len(hashes)
 
-    def publish(self, block: int, content: bytes, marks: Sequence[bytes] | None = None) -> None:
+    def publish(self, number: int, content: bytes, marks: Sequence[bytes] | None = None) -> None:
         """Lets `match` find this used block by `content` from now on.
 
         If another block of this content is found already, that one stays, and this block becomes
         free with its last release. `marks`: what routers are told of it (None: its content).
         """
-        assert block in self._references, block
-        if content not in self._block_of and block not in self._content_of:
-            self._block_of[content] = block
-            self._content_of[block] = content
-            self.set_marks(content, (content,) if marks is None else marks)
+        block = self._blocks[number]
+        assert block.references, number
+        if block.content is None and content not in self._published:
+            self._published[content] = block
+            block.content = content
+            self._set_marks(block, (content,) if marks is None else marks)
 
     def unpublish(self, blocks: list[int]) -> None:
         """Takes care that nobody finds these used blocks any more."""
-        for block in blocks:
-            content = self._content_of.pop(block, None)
-            if content is not None:
-                self._forget(content)
+        for number in blocks:
+            if self._blocks[number].content is not None:
+                self._forget(self._blocks[number])
 
-    def _forget(self, content: bytes) -> None:
-        del self._block_of[content]
-        self._in_tiers.discard(content)
-        self._remove_marks(self._marks_of.pop(content))
+    def _forget(self, block: Block) -> None:
+        assert block.content is not None, block.number
+        del self._published[block.content]
+        self._remove_marks(block.marks)
+        block.content = None
+        block.marks = ()
+        block.in_tier = False
 
     # ---- what routers are told ---------------------------------------------------------------
 
-    def set_marks(self, content: bytes, marks: Sequence[bytes]) -> None:
-        """Replaces the marks of a published content."""
+    def set_marks(self, number: int, marks: Sequence[bytes]) -> None:
+        """Replaces the marks of a published block."""
+        assert self._blocks[number].content is not None, number
+        self._set_marks(self._blocks[number], marks)
+
+    def _set_marks(self, block: Block, marks: Sequence[bytes]) -> None:
         # The new marks are counted before the old ones are removed: a mark that is among both is
         # reported neither as stored nor as evicted.
-        previous_marks = self._marks_of.get(content, ())
-        self._marks_of[content] = marks
+        previous_marks = block.marks
+        block.marks = marks
         for mark in marks:
             count = self._mark_counts.get(mark, 0) + 1
             self._mark_counts[mark] = count
@@ -178,8 +259,10 @@ class BlockPool:
 
     def _remove_marks(self, marks: Sequence[bytes]) -> None:
         for mark in marks:
-            self._mark_counts[mark] -= 1
-            if not self._mark_counts[mark]:
+            count = self._mark_counts[mark] - 1
+            if count:
+                self._mark_counts[mark] = count
+            else:
                 del self._mark_counts[mark]
                 self.evicted_marks.append(mark)
 
@@ -206,40 +289,44 @@ class BlockPool:
         At most `limit` blocks are pinned at a time. Returns (block, content) of the new ones; the
         caller must `finish_demotion` of each.
         """
+        room = limit - len(self._demoting)
+        unsaved = (block for block in self._cached if not block.in_tier)
         chosen: list[tuple[int, bytes]] = []
-        for block, content in self._cached.items():
-            if len(self._demoting) + len(chosen) >= limit:
-                break
-            if content not in self._in_tiers:
-                chosen.append((block, content))
-        for block, content in chosen:
-            del self._cached[block]
-            self._references[block] = 1
-            self._demoting[block] = content
+        for block in list(islice(unsaved, max(room, 0))):
+            assert block.content is not None, block.number
+            self._cached.remove(block)
+            block.references = 1
+            self._demoting[block.number] = block.content
+            chosen.append((block.number, block.content))
         return chosen
 
-    def finish_demotion(self, block: int, copied: bool) -> None:
+    def finish_demotion(self, number: int, copied: bool) -> None:
         """Unpins a block, which a tier has `copied` or not: it is the first to be evicted again."""
-        content = self._demoting.pop(block)
+        content = self._demoting.pop(number)
+        block = self._blocks[number]
         # its content may have been unpublished in the meantime
-        if copied and self._content_of.get(block) == content:
-            self._in_tiers.add(content)
-        self.release([block])
-        if block in self._cached:
-            self._cached.move_to_end(block, last=False)
+        if copied and block.content == content:
+            block.in_tier = True
+        self.release([number])
+        if block.content is not None and not block.references:
+            self._cached.remove(block)
+            self._cached.prepend(block)
 
     def validate(self) -> None:
         """Checks that every block is in exactly one place. For tests and after failures."""
-        places = [*self._free, *self._references, *self._cached]
+        used = [block for block in self._blocks if block.references]
+        places = [block.number for block in (*self._free, *used, *self._cached)]
         assert len(places) == len(set(places)) == self.total_blocks, self
         assert 0 not in places, self
-        assert all(count > 0 for count in self._references.values()), self
-        assert set(self._content_of) <= set(self._references) | set(self._cached), self
-        inverse = {block: content for content, block in self._block_of.items()}
-        assert inverse == self._content_of, self
-        marks = Counter(mark for content in self._block_of for mark in self._marks_of[content])
+        assert len(used) == self.used_blocks, self
+        assert all(block.references > 0 for block in used), self
+        assert all(block.content is None for block in self._free), self
+        assert all(block.content is not None for block in self._cached), self
+        published = {block.content: block for block in self._blocks if block.content is not None}
+        assert published == self._published, self
+        marks = Counter(mark for block in published.values() for mark in block.marks)
         assert marks == self._mark_counts, self
-        assert len(self._marks_of) == len(self._block_of), self
+        assert all(not block.marks for block in self._blocks if block.content is None), self
 
     def __repr__(self) -> str:
         return (

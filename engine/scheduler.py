@@ -310,7 +310,9 @@ class Scheduler:
         """Moves prompts whose first token is late by now behind those that can be in time."""
         while True:
             # a `deadline_s` of 0 is no deadline
-            late = next((s for s in queue[:RISK_PROMPTS] if 0.0 < s.deadline_s < now), None)
+            late = next(
+                (s for s in queue.sequences[:RISK_PROMPTS] if 0.0 < s.deadline_s < now), None
+            )
             if late is None:
                 return
             queue.leave(late)  # before its deadline changes, by which the queue finds its place
@@ -516,7 +518,7 @@ class Scheduler:
         Called for a sequence that runs, so there is one.
         """
         movable = (sequence for sequence in self.prefilling if not sequence.stop_after_first)
-        return max((self.running[-1], *self.ready[-1:], *movable), key=BY_AGE)
+        return max((self.running[-1], *self.ready.sequences[-1:], *movable), key=BY_AGE)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Takes the sequence's blocks; it waits, to be computed again from all of its ids."""
@@ -633,7 +635,7 @@ class Scheduler:
             # behind the front, a block's own hash is the only one that is looked up
             for index in range(min(len(cached), FRONT_BLOCKS // hash_count)):
                 marks = self._block_marks(sequence, index)
-                self.pool.set_marks(sequence.block_hashes[index], marks)
+                self.pool.set_marks(cached[index], marks)
         return cached
 
     def _block_marks(self, sequence: Sequence, index: int) -> SequenceOf[bytes]:

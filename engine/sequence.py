@@ -8,7 +8,7 @@ belongs to an attempt: one placement of a request on workers, named by its `Atte
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,7 +151,7 @@ def sampling_of_answer(sampling: Sampling, index: int) -> Sampling:
     return msgspec.structs.replace(sampling, seed=seed, n=1)
 
 
-class SequenceQueue(list[Sequence]):
+class SequenceQueue:
     """Sequences in order of a key that no two share. Each stands in at most one queue, its `queue`.
 
     What the key reads of a sequence must not change while it stands in the queue.
@@ -159,21 +159,30 @@ class SequenceQueue(list[Sequence]):
 
     def __init__(self, key: Callable[[Sequence], Any]) -> None:
         """`key` gives what sequences are ordered by, the lowest first."""
-        super().__init__()
+        self.sequences: list[Sequence] = []  #: in order, to be read; `enter` and `leave` change it
         self._key = key
 
     def enter(self, sequence: Sequence) -> None:
         """Puts the sequence at its place."""
         assert sequence.queue is None, sequence
-        insort(self, sequence, key=self._key)
+        insort(self.sequences, sequence, key=self._key)
         sequence.queue = self
 
     def leave(self, sequence: Sequence) -> None:
         """Takes the sequence out. Its key must be the one that it entered with."""
-        index = bisect_left(self, self._key(sequence), key=self._key)
-        assert self[index] is sequence, sequence
-        del self[index]
+        index = bisect_left(self.sequences, self._key(sequence), key=self._key)
+        assert self.sequences[index] is sequence, sequence
+        del self.sequences[index]
         sequence.queue = None
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self.sequences)
+
+    def __getitem__(self, index: int) -> Sequence:
+        return self.sequences[index]
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,6 +170,7 @@ class RawNixl:
         """Waits until the peer asks, then writes all blocks in one transfer.
 
         `source` and `target` number each block's place in this pool and in the peer's.
+        Raises TimeoutError.
         """
         self._wait_for_notes(1)
         self._drain([self._post(LAYOUT.block_bytes, source, target)])
@@ -178,7 +179,7 @@ class RawNixl:
         """Waits until the peer asks, then writes chunk by chunk and piece by piece.
 
         A piece is a part of each block's bytes. Later pieces do not wait for the writes of earlier
-        ones; handles of ended writes are released on the way.
+        ones; handles of ended writes are released on the way. Raises TimeoutError.
         """
         self._wait_for_notes(1)
         under_way: list[Any] = []
@@ -204,8 +205,12 @@ class RawNixl:
         return bool(self._nixl.check_xfer_state(transfer) == "DONE")
 
     def _drain(self, transfers: list[Any]) -> None:
+        """Waits until all writes are done. Raises TimeoutError after `DEADLINE_S`."""
+        deadline_s = time.monotonic() + DEADLINE_S
         for transfer in transfers:
             while not self._is_done(transfer):
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError("raw NIXL: a write does not end")
                 time.sleep(RAW_PAUSE_S)
             self._nixl.release_xfer_handle(transfer)
 

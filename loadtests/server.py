@@ -28,8 +28,8 @@ TIMEOUT_S = 5.0  #: for each URL
 def read_counters(metrics: str, admin: str, key: str = "") -> dict[str, float]:
     """Returns the server's counters now, summed over all of its processes.
 
-    `metrics` are URLs, comma-separated; the admin API at `admin` names further targets. What cannot
-    be reached is left out.
+    `metrics` are URLs, comma-separated; the admin API at `admin` names further targets. A URL that
+    both name counts once. What cannot be reached is left out.
     """
     counters: dict[str, float] = {}
     urls = [url for url in metrics.split(",") if url]
@@ -38,7 +38,7 @@ def read_counters(metrics: str, admin: str, key: str = "") -> dict[str, float]:
             urls += [f"http://{target}/metrics" for target in group.get("targets", [])]
         status = _fetch_json(f"{admin}/admin/v1/cluster", key)
         counters |= from_status(status or {})
-    texts = [_fetch(url, key) for url in urls]
+    texts = [_fetch(url, key) for url in dict.fromkeys(urls)]
     return counters | from_metrics("\n".join(texts))
 
 

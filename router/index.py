@@ -19,11 +19,13 @@ from itertools import islice
 from math import inf
 from operator import itemgetter
 
-BLOCK_TOKENS = 64  #: of a hashed block
+from ..kv_transfer import identity
+
+BLOCK_TOKENS = identity.HASH_TOKENS  #: of a hashed block
 #: Which positions are looked up: the first `FRONT_BLOCKS`, and then the last of each `STRIDE`.
-#: Workers report the same positions: `kv_transfer.identity.is_looked_up` has equal constants.
-FRONT_BLOCKS = 16
-STRIDE = 8
+#: Workers report the same ones (`identity.is_looked_up`).
+FRONT_BLOCKS = identity.FRONT_BLOCKS
+STRIDE = identity.LOOKUP_STRIDE
 SHARED_MASKS_MAX = 1 << 16  #: masks that entries share; with more, sharing begins anew
 #: So many workers that hold as much of a prompt are noted one by one; more, as a mask.
 LISTED_HOLDERS_MAX = 8

@@ -38,7 +38,7 @@ MODULES = {
         "worker_state",
     ),
     "router/policies": ("deadline",),
-    "engine": ("blocks", "pacing", "scheduler", "step_limit"),
+    "engine": ("blocks", "pacing", "scheduler", "sequence", "step_limit"),
     "simulator": ("attempt", "exact", "repeat", "sim", "worker"),
 }
 GROUP = "diptych_native"

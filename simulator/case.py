@@ -112,10 +112,10 @@ def simulate_case(
     no outcomes.
     """
     started_at = time.perf_counter()
-    requests = case.trace.workload(rate * case.fleet.gpus, seed, case.closed_loop)
-    simulation = Simulation(case.setting(split), case.trace, seed)
     gc.disable()  # a run makes no cycles, and what it holds is large: to search it takes time
     try:
+        requests = case.trace.workload(rate * case.fleet.gpus, seed, case.closed_loop)
+        simulation = Simulation(case.setting(split), case.trace, seed)
         outcomes = simulation.run(requests, missed_limit)
     finally:
         gc.enable()

@@ -28,10 +28,6 @@ class Interval(NamedTuple):
     low: float
     high: float
 
-    def excludes(self, value: float) -> bool:
-        """Return whether the value is outside of the interval."""
-        return not self.low <= value <= self.high
-
 
 def share_interval(met: MetByRun) -> Interval:
     """Return the interval of the share of requests that met their targets."""

@@ -144,10 +144,6 @@ class Search:
         name = f"{self.case.policy} ({self.case.variant})"
         self.report_progress(f"{name} {split_text(split)} {rate:.3f}/GPU: {met}")
 
-    def serves(self, split: FleetSplit, rate: float, share: float, seeds: int) -> bool:
-        """Return whether `share` of the requests meet their targets at `rate` per GPU."""
-        return self.submit_check(split, rate, share, seeds).result().held
-
     def measure(self, split: FleetSplit, rate: float) -> RunSummary:
         """Return the figures of one load of `rate` requests/s per GPU, over all seeds."""
         futures = [

@@ -651,12 +651,11 @@ class Simulation:
 
     @property
     def gpu_seconds(self) -> float:
-        """GPU seconds of all replicas from their order to their end, or to now.
-
-        Each counts as a replica of the fleet's first pool.
-        """
-        seconds = sum(min(end, self.now) - begin for begin, end in self.lifetimes.values())
-        return self.setting.fleet.reference.gpus * float(seconds)
+        """GPU seconds of all replicas from their order to their end, or to now."""
+        gpu_seconds = 0.0
+        for name, (ordered_at, gone_at) in self.lifetimes.items():
+            gpu_seconds += self.workers[name].gpus * (min(gone_at, self.now) - ordered_at)
+        return gpu_seconds
 
     # ---- results ---------------------------------------------------------------------------------
 

@@ -73,6 +73,7 @@ class SimulatedWorker:
         self.name = name
         self.role = role
         self.cost = hardware.cost
+        self.gpus = hardware.gpus
         self.block_tokens = trace.block_tokens
         self.itl_target_s = itl_target_s
         self.skips_repeated_steps = True  #: False: every step is planned (`exact.py`)

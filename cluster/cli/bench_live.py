@@ -162,7 +162,7 @@ def _options(values: dict[str, Any], model: Path) -> LiveOptions:
         cores=tuple(sorted(os.sched_getaffinity(0))),
         layouts=(*ours, *parse_vllm_layouts(values["against"])),
         slos=tuple(LiveSlo.parse(text) for text in values["slos"]),
-        seeds=tuple(int(number) for number in _numbers("--seeds", values["seeds"])),
+        seeds=_seeds(values["seeds"]),
         rates=tuple(_numbers("--rates", values["rates"])),
         requests=values["requests"],
         prompt=_token_range("--prompt-tokens", values["prompt"], is_overload=is_overload),
@@ -189,6 +189,16 @@ def _numbers(option: str, text: str) -> list[float]:
     if not values or not all(0 < value < float("inf") for value in values):
         raise LiveBenchError(f"{option} {text}: expected numbers above 0, separated by commas")
     return values
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    """Return the seeds of a comma-separated list. Raises LiveBenchError."""
+    from ..bench.live.errors import LiveBenchError
+
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise LiveBenchError(f"--seeds {text}: expected whole numbers above 0, separated by commas")
+    return tuple(int(part) for part in parts)
 
 
 def _token_range(option: str, text: str, *, is_overload: bool) -> TokenRange:

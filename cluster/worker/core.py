@@ -66,6 +66,7 @@ from ...kv_transfer.commands import (
     TransferOutcome,
 )
 from ...kv_transfer.identity import block_hashes, partition_salt, ticket_id_of
+from ...kv_transfer.worker_transfers import RankService, WorkerTransfers
 from ...prefill_worker import PrefillRole
 from ...prefill_worker.role import PrefillAction
 from ...protos import frames
@@ -73,7 +74,7 @@ from ..config import STEP_SHARE, ClusterConfig, EngineSettings, PoolConfig
 from .cores import claim, spare, usable
 from .grammars import GrammarQueue, StartFrame
 from .tiering import Tiering
-from .transfers import Transfers
+from .transfers import make_rank_services
 
 #: What a role decides.
 RoleAction: TypeAlias = PrefillAction | DecodeAction
@@ -137,8 +138,8 @@ class WorkerCore:
         self._grammars = GrammarQueue(self.engine, self._begin, self._refuse)
         self.engine_thread = EngineThread(self.engine, self._from_thread)
         self.tiering = self._open_tiers()
-        self.transfers = self._make_transfers(host)
-        cards = await self.transfers.start()
+        self.transfers = WorkerTransfers(self._loop.call_soon_threadsafe, self._handle_events)
+        cards = await asyncio.to_thread(self.transfers.start, self._make_rank_services(host))
         self.role = self._make_role(self.pool)
         self.engine_thread.start()
         return cards
@@ -153,19 +154,19 @@ class WorkerCore:
 
         return Tiering(self.pool, self.engine, settings, tell_role, self.engine_thread.submit)
 
-    def _make_transfers(self, host: str) -> Transfers:
+    def _make_rank_services(self, host: str) -> list[RankService]:
         settings = self.config.kv_transfer
         # The sender damages what it writes; for tests of a live cluster.
         corrupt_writes = settings.faults.corrupt_writes if self.role_name == "prefill" else 0
         engines_leave_a_core = spare(self.config, len(usable()))
-        return Transfers(
+        return make_rank_services(
             self.name,
             self.engine,
             settings,
             host,
             secret=self.config.secret,
             corrupt_writes=corrupt_writes,
-            on_outcomes=self._handle_events,
+            on_outcome=self.transfers.take_outcome,
             # No cores: the transfers may run anywhere. Where the engines use every core, the
             # transfers keep to this engine's, so that their copies slow no other worker down.
             cores=() if engines_leave_a_core else self._claimed_cores.cores,

@@ -190,14 +190,15 @@ class NixlTransport:
         return handle
 
     def _end_leading_writes(self) -> None:
-        """Ends the oldest writes that are done: NIXL sends the note of a write only when asked.
+        """Ends the oldest writes to each peer that are done: NIXL sends their notes only when asked.
 
-        A burst of writes would keep all notes back until the next `poll`, and the peer would begin
+        A burst of writes would keep all notes back until the next `poll`, and the peers would begin
         to verify only then.
         """
+        waiting_peers: set[str] = set()
         for handle, write in list(self._writes.items()):
-            if not self._end_write(handle, write):
-                return
+            if write.peer not in waiting_peers and not self._end_write(handle, write):
+                waiting_peers.add(write.peer)
 
     def notify(self, peer: str, note: bytes) -> None:
         self._reachable_peer(peer)

@@ -178,6 +178,22 @@ def test_layouts_alternate_within_a_rate_and_a_seed(tmp_path: Path) -> None:
     assert Forecast().seconds(table_cells(options)) > 8 * 90
 
 
+def test_a_forecast_repeats_what_a_cell_took(tmp_path: Path) -> None:
+    (cell,) = table_cells(make_options(tmp_path, "vllm-2x"))
+    assert isinstance(cell.load, PoissonLoad)
+    forecast = Forecast()
+    result = CellResult(
+        key=cell.key,
+        layout=cell.layout.name,
+        setup={},
+        started_s=20.0,
+        wall_s=90.0,  # with the warm-up
+        report=ClientReport(digest="d", span_s=60.0, cpu_s=0.0, answers=[]),
+    )
+    forecast.learn(cell, cell.load, result)
+    assert forecast.seconds([cell]) == pytest.approx(90.0)
+
+
 def test_plan_picks_a_layout_for_every_rate_and_target(tmp_path: Path) -> None:
     workers = [
         {"threads": threads, "kv_tokens": 9000, "cost": msgspec.to_builtins(COST)}
@@ -384,6 +400,9 @@ def test_the_command_refuses_what_it_cannot_run(tmp_path: Path) -> None:
         (["--against", "vllm"], "--vllm-python"),
         (["--table", "fast"], "--table fast"),
         (["--rates", "0"], "--rates 0"),
+        (["--seeds", "1.5"], "--seeds 1.5: expected whole numbers"),
+        (["--seeds", "1,0"], "--seeds 1,0"),
+        (["--seeds", ","], "--seeds ,"),
         (["--slo", "2s"], "--slo 2s"),
         (["--layouts", "3X"], "--layouts 3X"),
         (["--prompt-tokens", "9-3"], "--prompt-tokens 9-3"),

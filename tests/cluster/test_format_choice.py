@@ -15,6 +15,7 @@ from diptych.cluster.gateway.apis.schema import Reading, parse_body
 from diptych.cluster.gateway.attempt.request import Request
 from diptych.cluster.gateway.errors import ApiError
 from diptych.cluster.gateway.text.answers import TextDelta
+from diptych.cluster.gateway.text.formats.past_calls import number_ids
 from diptych.cluster.gateway.text.formats.registry import GLM, HARMONY, KIMI_K2, MISTRAL
 from diptych.cluster.gateway.text.tokenizer import ChatTokenizer, TokenizedPrompt
 from diptych.cluster.launch.local_cluster import check_formats
@@ -204,6 +205,32 @@ def test_templates_get_earlier_calls_as_they_expect_them(tmp_path: Path) -> None
     text = "{% for m in messages %}{% for c in m.tool_calls %}{{ '' + c.function.arguments }}"
     deepseek = model(tmp_path, text + "{% endfor %}{% endfor %}{# <｜tool▁call▁begin｜> #}")
     assert deepseek.decode(body.prompt(deepseek).token_ids) == '{"city": "Köln"}' * 2
+
+
+def test_kimis_results_go_to_the_calls_before_them_though_clients_use_ids_again() -> None:
+    def calls(*call_ids: str) -> dict[str, Any]:
+        named = [{"id": call_id, "function": {"name": "f"}} for call_id in call_ids]
+        return {"role": "assistant", "tool_calls": named}
+
+    def result(call_id: str) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": call_id}
+
+    messages = [
+        calls("a", "b"),
+        result("b"),
+        result("a"),
+        calls("a"),
+        result("a"),
+        result("a"),
+        calls("c", "c"),
+        result("c"),
+        result("c"),
+        result("unknown"),
+    ]
+    number_ids(messages)
+    results = [message["tool_call_id"] for message in messages if message["role"] == "tool"]
+    numbers = [result_id.removeprefix("functions.f:") for result_id in results]
+    assert numbers == ["1", "0", "2", "2", "3", "4", "unknown"]
 
 
 def test_forced_calls_are_read_in_the_form_that_the_grammar_has(tmp_path: Path) -> None:

@@ -97,6 +97,20 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_read_later(
     assert refused(door, text, 40.0) == "bad_key"
 
 
+def test_an_error_that_comes_again_is_logged_again(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, text = add_key(file, "acme")
+    door = AccessControl(file)
+    away = file.with_name("away.yaml")
+    for now in (10.0, 20.0):
+        file.rename(away)
+        door.authenticate(f"Bearer {text}", None, now)
+        away.rename(file)  # the same file as before
+        door.authenticate(f"Bearer {text}", None, now + 5)
+    assert caplog.text.count("those read before go on") == 2
+
+
 def test_a_file_that_broke_or_vanished_changes_nothing(file: Path) -> None:
     key, text = add_key(file, "acme")
     door = AccessControl(file)

@@ -74,7 +74,7 @@ def test_sealing_or_releasing_a_block_that_nobody_uses_is_a_broken_contract() ->
     pool = BlockPool(4)
     with pytest.raises(AssertionError):
         pool.publish(1, CONTENT[0])
-    with pytest.raises(KeyError):
+    with pytest.raises(AssertionError):
         pool.release([1])
 
 

@@ -186,10 +186,10 @@ class Machine(RuleBasedStateMachine):
         for position in range(min(arrives, len(blocks)) * SIZE):
             block = blocks[position // SIZE]
             content = digest(ids[: position + 1])
-            if block in self.s.pool._content_of:
+            if self.s.pool.content(block) is not None:
                 assert self.slots[block, position % SIZE] == content, "not its own KV"
             else:
-                assert self.s.pool._references[block] == 1, "a shared block is written"
+                assert self.s.pool.references(block) == 1, "a shared block is written"
                 self.slots[block, position % SIZE] = content
         self.s.cache_staged(key, min(arrives, len(blocks)))
 
@@ -259,8 +259,8 @@ class Machine(RuleBasedStateMachine):
 
     def write(self, one: Sequence, position: int) -> None:
         block = one.blocks[position // SIZE]
-        assert self.s.pool._references[block] == 1, "a shared block is written"
-        assert block not in self.s.pool._content_of, "a block of known content is written"
+        assert self.s.pool.references(block) == 1, "a shared block is written"
+        assert self.s.pool.content(block) is None, "a block of known content is written"
         self.slots[block, position % SIZE] = digest(one.token_ids[: position + 1])
 
     def carry_out(self, plan: StepPlan) -> None:
@@ -306,7 +306,10 @@ class Machine(RuleBasedStateMachine):
         owners = Counter(block for one in self.s.live.values() for block in one.blocks)
         owners.update(block for blocks, _ in self.s.staged.values() for block in blocks)
         owners.update(self.demoting)
-        assert owners == Counter(self.s.pool._references)
+        references = {
+            block: self.s.pool.references(block) for block in range(self.s.pool.total_blocks + 1)
+        }
+        assert owners == Counter(references)
 
     @invariant()
     def nothing_is_lost(self) -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from diptych.kv_transfer.transport import NotificationReceived, card_of
@@ -99,6 +100,42 @@ def test_a_frozen_writer_is_fenced_and_writes_nothing_when_it_wakes_up(reader):
         eventually(reader.fenced, "the end of a copy")
     os.kill(reader.child.pid, signal.SIGCONT)
     assert reader.quiet()
+
+
+class BusyAgent:
+    """Stands for NIXL: writes to the peer `slow` do not end, those to others do when asked."""
+
+    def __init__(self):
+        self.ended = []
+
+    def make_prepped_xfer(self, operation, own_units, source, peer_units, target, note):
+        return peer_units, note
+
+    def transfer(self, transfer):
+        return "PROC"
+
+    def check_xfer_state(self, transfer):
+        return "PROC" if transfer[0] == "slow" else "DONE"
+
+    def release_xfer_handle(self, transfer):
+        self.ended.append(transfer)
+
+
+@needs_nixl
+def test_a_slow_write_of_nixl_holds_back_no_other_peers_notes(monkeypatch):
+    pool, transport = open_end("nixl", "busy#0", 1)
+    agent = BusyAgent()
+    with monkeypatch.context() as patch:
+        patch.setattr(transport, "_agent", agent)
+        for name in ("slow", "quick"):
+            region = SimpleNamespace(units=lambda unit_bytes, name=name: name)
+            transport._peers[name] = SimpleNamespace(region=region, down_at=None)
+        for peer, note in (("slow", b"1"), ("quick", b"2"), ("slow", b"3")):
+            transport.write(peer, spans(pool.block_bytes, [0], [0]), note)
+        assert agent.ended == [("quick", b"2")], "the next write has had it sent"
+        transport._peers.clear()
+        transport._writes.clear()
+    transport.close()
 
 
 @needs_nixl

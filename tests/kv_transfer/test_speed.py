@@ -45,6 +45,15 @@ def test_tickets_between_two_processes_get_a_row_beside_raw_nixl(name):
     assert all(each.receiver_cpu_ms > 0 for each in figures)
 
 
+@needs_nixl
+def test_a_raw_write_that_does_not_end_is_reported(monkeypatch):
+    monkeypatch.setattr(ticket_speed, "DEADLINE_S", 0.01)
+    raw = ticket_speed.RawNixl("raw-stuck", ticket_speed.LAYOUT.block_bytes)
+    monkeypatch.setattr(raw, "_is_done", lambda transfer: False)
+    with pytest.raises(TimeoutError, match="does not end"):
+        raw._drain(["a write"])
+
+
 def test_a_receiver_that_cannot_open_its_transport_is_reported():
     with pytest.raises(TimeoutError, match="did not open"):
         ticket_speed.ReceiverProcess(

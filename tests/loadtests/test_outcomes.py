@@ -169,5 +169,18 @@ def test_the_servers_counters_are_summed_over_labels_and_compared_by_difference(
     assert server.from_metrics("vllm:generation_tokens_total 5\n") == {"output_tokens": 5}
 
 
+def test_a_url_that_the_command_and_the_admin_api_name_counts_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pages = {
+        "http://gateway/metrics": "vllm:generation_tokens_total 5\n",
+        "http://worker/metrics": "vllm:generation_tokens_total 7\n",
+        "http://admin/metrics/targets": '[{"targets": ["gateway", "worker"]}]',
+    }
+    monkeypatch.setattr(server, "_fetch", lambda url, key: pages.get(url, ""))
+    counters = server.read_counters("http://gateway/metrics", "http://admin")
+    assert counters == {"output_tokens": 12}
+
+
 def test_a_server_that_cannot_be_asked_is_left_out() -> None:
     assert server.read_counters("http://127.0.0.1:9/metrics", "http://127.0.0.1:9") == {}

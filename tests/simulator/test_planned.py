@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from diptych.router import events as e
 from diptych.simulator.case import Case
-from diptych.simulator.fleet import Split
+from diptych.simulator.fleet import Fleet, Split
+from diptych.simulator.hardware import Hardware
 from diptych.simulator.sim import Simulation
 from diptych.simulator.sources import load_trace
 from diptych.simulator.trace import count_turns
@@ -80,6 +81,15 @@ def test_an_ordered_replica_serves_after_its_start():
     assert at and min(at) >= 90.0
     four = 4 * one.now
     assert one.gpu_seconds == pytest.approx(4 * (four + one.now - 50.0))
+
+
+def test_gpu_seconds_count_the_gpus_of_each_replica():
+    pools = [Hardware.of("llama3.1-8b-bf16", "H200", tp) for tp in (1, 2)]
+    fleet = Fleet(((pools[0], 1), (pools[1], 1)))
+    _, slo = h200(4)
+    one = Simulation(Case(TRACE, fleet, slo).setting(Split.parse("1P1D")), TRACE)
+    one.now = 10.0
+    assert one.gpu_seconds == pytest.approx(1 * 10.0 + 2 * 10.0)
 
 
 def test_a_removed_replica_hands_over_and_is_gone():

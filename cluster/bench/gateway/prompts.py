@@ -119,16 +119,23 @@ def _next_turns(text: ChatTokenizer, generator: random.Random) -> Iterator[bytes
     words = tokenizer_words(text)
     messages_count = PROMPT_TOKENS // TURN_TOKENS - 1
     while True:
-        messages = [
-            {
-                "role": ("user", "assistant")[index % 2],
-                "content": prose(words, generator, TURN_TOKENS - TEMPLATE_TOKENS),
-            }
-            for index in range(messages_count)
-        ]
+        messages = conversation(words, generator, messages_count)
         # Tokenized once before it is measured: the tokenizer remembers texts that it has seen.
         parse_body(ChatRequest, _body(messages[:-2])).prompt(text)
         yield _body(messages)
+
+
+def conversation(
+    words: list[str], generator: random.Random, messages_count: int
+) -> list[dict[str, str]]:
+    """Return so many messages, of the user and the assistant in turn, of `TURN_TOKENS` each."""
+    return [
+        {
+            "role": ("user", "assistant")[index % 2],
+            "content": prose(words, generator, TURN_TOKENS - TEMPLATE_TOKENS),
+        }
+        for index in range(messages_count)
+    ]
 
 
 def prose(words: list[str], generator: random.Random, tokens: int) -> str:

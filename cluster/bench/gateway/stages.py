@@ -22,7 +22,7 @@ from ....protos import frames
 from ...gateway.apis.chat import ChatRequest
 from ...gateway.apis.schema import parse_body
 from ...gateway.text.tokenizer import ChatTokenizer
-from .prompts import LIMITS, SALT, TEMPLATE_TOKENS, TURN_TOKENS, prose, tokenizer_words
+from .prompts import LIMITS, SALT, conversation, tokenizer_words
 
 MESSAGE_COUNTS = (1, 20, 200)  #: Lengths of conversations, in messages of about 60 tokens.
 CONVERSATIONS = 50  #: Of each length; their mean is shown.
@@ -51,13 +51,7 @@ def measure_stages(text: ChatTokenizer, messages_count: int) -> dict[str, float]
     generator = random.Random(messages_count)
     bodies = []
     for _ in range(CONVERSATIONS):
-        messages = [
-            {
-                "role": ("user", "assistant")[index % 2],
-                "content": prose(words, generator, TURN_TOKENS - TEMPLATE_TOKENS),
-            }
-            for index in range(messages_count)
-        ]
+        messages = conversation(words, generator, messages_count)
         bodies.append(json.dumps({"messages": messages, "stream": True}).encode())
     passes = [_timed_pass(text, bodies) for _ in range(PASSES)]
     return {

@@ -244,13 +244,15 @@ class Forecast:
 
     #: Seconds that servers took to start: those of Diptych at True, those of vLLM at False.
     _start_s: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
-    #: Of each cell, its seconds after the server's start over those in which requests were sent.
+    #: Of each cell, its seconds after the server's start and the warm-up, over those in which
+    #: requests were sent.
     _load_factors: list[float] = field(default_factory=list)
 
     def learn(self, cell: Cell, load: Load, result: CellResult) -> None:
         """Note what a cell took."""
         self._start_s[isinstance(cell.layout, DiptychLayout)].append(result.started_s)
-        self._load_factors.append((result.wall_s - result.started_s) / offered_seconds(load))
+        load_s = max(result.wall_s - result.started_s - WARM_UP_S, 0.0)
+        self._load_factors.append(load_s / offered_seconds(load))
 
     def seconds(self, cells: Iterable[Cell]) -> float:
         """Return about how long these cells take."""

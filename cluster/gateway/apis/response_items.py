@@ -12,16 +12,16 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import (
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
     Tag,
     TypeAdapter,
-    field_validator,
     model_validator,
 )
 
-from .chat import PART_TYPE_CHARS_MAX, TOOLS_MAX, FunctionName, JsonObject
+from .chat import PART_TYPE_CHARS_MAX, TOOLS_MAX, FunctionName, JsonObject, content_branch
 from .schema import BodyPart
 
 #: Types of content parts whose text is read; they differ in whose text it is.
@@ -36,30 +36,27 @@ _TOOL_HINTS = {
 }
 
 
-def _check_tool_type(tool_type: Any) -> None:
-    """Raise ValueError for a type of tool that only OpenAI's own servers have."""
+def _check_tool_type(tool_type: Any) -> Any:
+    """Return the type of a tool. Raise ValueError for one that only OpenAI's own servers have."""
     if not isinstance(tool_type, str) or tool_type in ("function", "allowed_tools"):
-        return
+        return tool_type
     hint = _TOOL_HINTS.get(tool_type, _OWN_FUNCTION_HINT)
     shown_type = tool_type[:PART_TYPE_CHARS_MAX]
     raise ValueError(f"tools of type {shown_type!r} are not offered, only 'function' is: {hint}")
+
+
+_FunctionType = Annotated[Literal["function"], BeforeValidator(_check_tool_type)]
 
 
 # ---- tools ---------------------------------------------------------------------------------------
 
 
 class FunctionTool(BodyPart):
-    type: Literal["function"]
+    type: _FunctionType
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-
-    @field_validator("type", mode="before")
-    @classmethod
-    def _check_type(cls, tool_type: Any) -> Any:
-        _check_tool_type(tool_type)
-        return tool_type
 
     def chat_tool(self) -> JsonObject:
         """Return the tool as a chat's body has it."""
@@ -72,14 +69,8 @@ class FunctionTool(BodyPart):
 
 
 class _NamedFunction(BodyPart):
-    type: Literal["function"]
+    type: _FunctionType
     name: str
-
-    @field_validator("type", mode="before")
-    @classmethod
-    def _check_type(cls, tool_type: Any) -> Any:
-        _check_tool_type(tool_type)
-        return tool_type
 
     def chat_tool(self) -> JsonObject:
         """Return the name of the function as a chat's `tool_choice` has it."""
@@ -142,14 +133,9 @@ class _ItemPart(BodyPart):
         return part
 
 
-def _content_branch(content: Any) -> str:
-    """Return the tag of the branch of `_Content` that reads a value."""
-    return "#parts" if isinstance(content, list) else "#text"
-
-
 _Content = Annotated[
     Annotated[str, Tag("#text")] | Annotated[list[_ItemPart], Tag("#parts")],
-    Discriminator(_content_branch),
+    Discriminator(content_branch),
 ]
 
 

@@ -301,6 +301,7 @@ class AccessControl:
         try:
             file_version = _file_version(path)
             if file_version == self._file_version:
+                self._read_error = ""  # it is readable again, and what it was
                 return
             self._keyring = read_keys(path)
         except KeyFileError as error:

@@ -70,18 +70,22 @@ def read_call_beginning(text: str, function_names: Collection[str]) -> CallBegin
     beginning = CALL_BEGINNING.match(text, 0, CALL_BEGINNING_CHARS_MAX)
     if beginning is None or not text.startswith("{", beginning.end()):
         return None
-    name = _beginning_name(beginning)
-    if name is None or name not in function_names:
+    name = _known_name(beginning, function_names)
+    if name is None:
         return None
     return CallBeginning(name, beginning.end())
 
 
-def _beginning_name(beginning: re.Match[str]) -> str | None:
-    """Return the name of the function that a call begins with; None if it is no JSON text."""
+def _known_name(beginning: re.Match[str], function_names: Collection[str]) -> str | None:
+    """Return the name of the function that a call begins with.
+
+    Returns None if the name is no JSON text, or not in `function_names`.
+    """
     try:
-        return str(json.loads(beginning["name"]))
+        name = str(json.loads(beginning["name"]))
     except ValueError:
         return None
+    return name if name in function_names else None
 
 
 def read_cut_call(text: str, function_names: Collection[str]) -> ToolCall | None:
@@ -92,8 +96,8 @@ def read_cut_call(text: str, function_names: Collection[str]) -> ToolCall | None
     beginning = CALL_BEGINNING.match(text)
     if beginning is None:
         return None
-    name = _beginning_name(beginning)
-    if name is None or name not in function_names:
+    name = _known_name(beginning, function_names)
+    if name is None:
         return None
     return ToolCall(name, text[beginning.end() :], is_cut=True)
 

@@ -42,18 +42,26 @@ def shorten_ids(messages: list[Message]) -> None:
 def number_ids(messages: list[Message]) -> None:
     """Make all ids `functions.NAME:NUMBER`: Kimi K2 reads the name of the function there.
 
-    Calls are numbered from 0 through the whole conversation. A result whose id no call has keeps
-    this id.
+    Calls are numbered from 0 through the whole conversation. A result belongs to the last message
+    before it that has a call with its id; to the first such call there that has no result yet. A
+    result whose id no call before it has keeps this id.
     """
-    new_ids = {}
-    for number, call in enumerate(_calls(messages)):
-        new_id = f"functions.{call['function']['name']}:{number}"
-        new_ids[call["id"]] = new_id
-        call["id"] = new_id
+    number = 0
+    new_ids: dict[str, list[str]] = {}  #: by id: those of the calls that a result may belong to
     for message in messages:
-        if "tool_call_id" in message:
-            call_id = message["tool_call_id"]
-            message["tool_call_id"] = new_ids.get(call_id, call_id)
+        ids_of_message: dict[str, list[str]] = {}
+        for call in message.get("tool_calls", ()):
+            new_id = f"functions.{call['function']['name']}:{number}"
+            number += 1
+            ids_of_message.setdefault(call["id"], []).append(new_id)
+            call["id"] = new_id
+        new_ids |= ids_of_message
+        call_id = message.get("tool_call_id")
+        if call_id in new_ids:
+            candidates = new_ids[call_id]
+            message["tool_call_id"] = candidates[0]
+            if len(candidates) > 1:
+                del candidates[0]
 
 
 def _calls(messages: list[Message]) -> Iterator[Message]:

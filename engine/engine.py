@@ -145,7 +145,7 @@ class Engine:
             "prefill": Histogram(STEP_SECONDS_BOUNDS),
             "decode": Histogram(STEP_SECONDS_BOUNDS),
         }
-        #: Rows of each step; of a step of the pipeline, the tokens that it gave.
+        #: Tokens of each step: those of prompts, and the new ones.
         self.step_tokens = Histogram(STEP_ROWS_BOUNDS)
         #: How often each answer that ended here had been preempted.
         self.request_preemptions = Histogram(PREEMPTION_BOUNDS)
@@ -330,9 +330,10 @@ class Engine:
         """Counts a step that was planned here; the scheduler learns from its duration."""
         self.steps += 1
         self.scheduler.observe_step(seconds, batch.work(len(plan.prefill)))
-        self.step_tokens.observe(len(batch.token_ids))
+        prompt_tokens = sum(count for _, count in plan.prefill)
+        self.step_tokens.observe(prompt_tokens + len(batch.logit_rows))
         if plan.prefill:
-            self.prefill_tokens += sum(count for _, count in plan.prefill)
+            self.prefill_tokens += prompt_tokens
             self.prefill_s += seconds
             self.step_s["prefill"].observe(seconds)
         else:

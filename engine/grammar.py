@@ -2,6 +2,9 @@
 
 A matcher's state is a function of the grammar and the generated ids, so it is rebuilt from them
 wherever a sequence goes on. Stop ids are allowed where the grammar may end, and only there.
+
+llguidance matches a special token by its id alone. A text that spells one matches the ordinary
+tokens of its letters.
 """
 
 from __future__ import annotations
@@ -11,9 +14,11 @@ import threading
 from collections import OrderedDict
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import llguidance
 import numpy as np
+from llguidance.gbnf_to_lark import any_to_lark
 
 from ..protos.frames import Grammar
 from .errors import InvalidRequest
@@ -33,7 +38,10 @@ STACK_BYTES = 256 << 20
 TERSE_ERRORS = llguidance.LLParserLimits(verbose_errors=False)
 
 #: The kinds of `protos.frames.Grammar`.
-KINDS = ("json_schema", "json_object", "regex", "lark")
+KINDS = ("json_schema", "json_object", "regex", "lark", "ebnf", "structural_tag")
+
+#: A regular expression of Lark for any text without special tokens.
+ANY_TEXT = "/(?s:.*)/"
 
 
 class GrammarCompiler:
@@ -117,7 +125,9 @@ class GrammarCompiler:
         Raises InvalidRequest.
         """
         tokenizer = self._tokenizer
-        source = _llguidance_source(grammar)
+        source = _llguidance_source(grammar, tokenizer)
+        if grammar.prefix:
+            source = _with_prefix(source, grammar.prefix)
         compiled: list[llguidance.LLMatcher] = []
 
         def compile_source() -> None:
@@ -138,8 +148,8 @@ class GrammarCompiler:
         return matcher
 
 
-def _llguidance_source(grammar: Grammar) -> str:
-    """Return the grammar in llguidance's own form. Raises InvalidRequest."""
+def _llguidance_source(grammar: Grammar, tokenizer: llguidance.LLTokenizer) -> str:
+    """Return the grammar in llguidance's own form, without its prefix. Raises InvalidRequest."""
     matcher_class = llguidance.LLMatcher
     text = grammar.text
     if len(text) > TEXT_LIMIT:
@@ -159,7 +169,84 @@ def _llguidance_source(grammar: Grammar) -> str:
             return matcher_class.grammar_from_regex(text)
         case "lark":
             return matcher_class.grammar_from_lark(text)
+        case "ebnf":
+            return matcher_class.grammar_from_lark(_lark_of_ebnf(text))
+        case "structural_tag":
+            return matcher_class.grammar_from_lark(_lark_of_tags(json.loads(text), tokenizer))
     raise InvalidRequest(f"invalid grammar: {grammar.kind!r} is none of {', '.join(KINDS)}")
+
+
+def _lark_of_ebnf(text: str) -> str:
+    """Return a grammar in Lark, which is Lark already, or GBNF: EBNF as llama.cpp writes it.
+
+    Raises InvalidRequest for what cannot be read as GBNF.
+    """
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # a parser of texts: it also lets IndexError and KeyError out
+        reason = f"neither Lark, which has a rule `start`, nor GBNF: {error}"
+        raise InvalidRequest(f"invalid grammar: {_first_causes(reason)}") from None
+
+
+def _lark_of_tags(tags: dict[str, Any], tokenizer: llguidance.LLTokenizer) -> str:
+    """Return the Lark grammar of a text in which a trigger begins one of the structures.
+
+    `tags` has `structures`, each with `begin`, `schema` and `end`, and the `trigger` that its begin
+    begins with; `at_least_one` and `stop_after_first` bound how many of them come.
+    """
+    names = " | ".join(f"tag_{number}" for number in range(len(tags["structures"])))
+    if tags["stop_after_first"]:
+        start = f"({names})" if tags["at_least_one"] else f"({names}) | TEXT"
+    else:
+        start = f"({names})+ TEXT" if tags["at_least_one"] else f"({names})* TEXT"
+    rules = [f"start: {start}", f"TEXT: {ANY_TEXT}"]
+    for number, structure in enumerate(tags["structures"]):
+        trigger = structure["trigger"]
+        trigger_terms = lark_terms(trigger, tokenizer)
+        begin = lark_terms(structure["begin"].removeprefix(trigger), tokenizer)
+        end = lark_terms(structure["end"], tokenizer)
+        if trigger_terms.startswith('"'):
+            # Lazy, so that no text in front of the structure has the trigger.
+            rules.append(f"trigger_{number}[lazy]: TEXT {trigger_terms}")
+        else:
+            rules.append(f"trigger_{number}: TEXT {trigger_terms}")
+        rules.append(f"tag_{number}: trigger_{number} {begin} schema_{number} {end}")
+        rules.append(f"schema_{number}: %json {json.dumps(structure['schema'])}")
+    return "\n".join(rules)
+
+
+def lark_terms(text: str, tokenizer: llguidance.LLTokenizer) -> str:
+    """Return Lark's terms for a text; its special tokens become `<[ID]>`. Empty for no text."""
+    terms = []
+    ordinary_ids: list[int] = []
+    for token_id in [*tokenizer.tokenize_str(text, parse_special=True), None]:
+        if token_id is not None and not tokenizer.is_special_token(token_id):
+            ordinary_ids.append(token_id)
+            continue
+        if ordinary_ids:
+            terms.append(json.dumps(tokenizer.decode_str(ordinary_ids)))
+            ordinary_ids = []
+        if token_id is not None:
+            terms.append(f"<[{token_id}]>")
+    return " ".join(terms)
+
+
+def _with_prefix(source: str, prefix: str) -> str:
+    """Return a grammar in which the Lark terms `prefix` stand in front of the one of `source`.
+
+    Raises InvalidRequest for a text that llguidance would take for its own form, and is not.
+    """
+    if source.startswith("{"):
+        try:
+            answer, *others = json.loads(source)["grammars"]
+            answer = {**answer, "name": "answer"}
+        except (ValueError, LookupError, TypeError, RecursionError):
+            raise InvalidRequest("invalid grammar: it is no grammar of ours") from None
+    else:
+        answer = {"name": "answer", "lark_grammar": source}
+        others = []
+    whole = {"name": "whole", "lark_grammar": f"start: {prefix} @answer"}
+    return json.dumps({"grammars": [whole, answer, *others]})
 
 
 def _first_causes(error: str) -> str:

@@ -31,8 +31,9 @@ AttemptKey = tuple[str, int]  #: (id of the request on the wire, number of the a
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
     """What an answer must look like."""
 
-    kind: str  #: json_schema | json_object | regex | lark
-    text: str = ""  #: the schema, the expression or the Lark grammar
+    kind: str  #: json_schema | json_object | regex | lark | ebnf | structural_tag
+    text: str = ""  #: the schema, the expression, the grammar or the tags
+    prefix: str = ""  #: Lark terms of what stands in front: the thinking, which nothing binds
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):

@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent
 BUILD = ROOT / "build" / "clients"
 SCRIPT_TIMEOUT_S = 600
+PAGE_ORIGIN = "http://ui.example"  #: Of the page in `browser.mjs`, which asks without a key.
 COLUMN_CLIENTS = 3  #: a feature that so many clients have gets a column of its own
 WORDS = {True: "yes", False: "**no**", None: ""}
 
@@ -40,7 +41,7 @@ class Client:
 
     title: str
     script: str
-    packages: str = ""  #: the folder of the JavaScript packages; "" if it is the script's own name
+    packages: str = ""  #: what names its packages; "" if it is the script's own name
 
     @property
     def name(self) -> str:
@@ -58,6 +59,8 @@ CLIENTS = (
     Client("Anthropic, JavaScript", "anthropic_sdk.mjs"),
     Client("Vercel AI SDK", "vercel_ai.mjs"),
     Client("openai-agents", "openai_agents.py"),
+    Client("a loop as Codex makes it", "codex_style.py", "openai_sdk"),
+    Client("a loop as Claude Code makes it", "claude_code_style.py", "anthropic_sdk"),
     Client("pydantic-ai", "pydantic_ai_agents.py"),
     Client("instructor", "instructor_client.py"),
     Client("DSPy", "dspy_client.py"),
@@ -85,13 +88,11 @@ class FeatureOutcome:
 
 def install(client: Client) -> list[str]:
     """Install what the script imports, unless that is done, and return the command that runs the script."""
-    if client.is_python:
-        requirements = FOLDER / "requirements" / f"{client.name}.txt"
-        python = make_environment(
-            BUILD / "python" / client.name, ("--requirement", str(requirements))
-        )
-        return [str(python), str(FOLDER / "python" / client.script)]
     packages = client.packages or client.name
+    if client.is_python:
+        requirements = FOLDER / "requirements" / f"{packages}.txt"
+        python = make_environment(BUILD / "python" / packages, ("--requirement", str(requirements)))
+        return [str(python), str(FOLDER / "python" / client.script)]
     folder = BUILD / "javascript" / packages
     wanted = FOLDER / "javascript" / "packages" / packages / "package.json"
     installed = folder / "package.json"
@@ -147,7 +148,8 @@ def served(url: str) -> Iterator[tuple[str, Path]]:
         yield url.rstrip("/"), folder
         return
     context = f"model.max_model_len={models.SERVED_CONTEXT}"
-    with running(BUILD / "serve.log", str(folder), "--set", context) as cluster:
+    origins = f"gateway.origins=[{PAGE_ORIGIN}]"
+    with running(BUILD / "serve.log", str(folder), "--set", context, "--set", origins) as cluster:
         yield cluster.url, folder
 
 

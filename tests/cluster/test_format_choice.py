@@ -146,7 +146,7 @@ def test_the_budget_of_thinking_goes_to_the_engine(tmp_path: Path) -> None:
     assert budget(made, thinking_token_budget=7) == frames.ThinkingBudget(7, end_id)
     assert budget(made, thinking_token_budget=-1) is None and budget(made) is None
     bound = {"response_format": {"type": "json_object"}, "thinking_token_budget": 7}
-    assert budget(made, **bound) is None, "a grammar leaves no thinking"
+    assert budget(made, **bound) == frames.ThinkingBudget(7, end_id), "a grammar leaves room"
     start_id = made.tokenizer.token_to_id("<think>")
     starts = model(tmp_path, "{{ messages[0].content }}{# <think> #}", "<think>", "</think>")
     assert budget(starts, thinking_token_budget=7) == frames.ThinkingBudget(7, end_id, (start_id,))

@@ -587,7 +587,7 @@ def test_what_a_template_renders_is_read_back(tool_format: ToolFormat) -> None:
     ]
     messages: list[dict[str, Any]] = [{"role": "assistant", "content": "", "tool_calls": calls}]
     if tool_format.prepare_messages is not None:
-        tool_format.prepare_messages(messages)
+        tool_format.prepare_messages(messages, template)
     sandbox = TemplateSandbox()
     text = sandbox.render(sandbox.from_string(template), {"messages": messages})
     if tool_format is LLAMA3:
@@ -631,3 +631,51 @@ def test_formats_have_names_and_those_of_vllm() -> None:
         find_tool_format("hermez", template="")
     with pytest.raises(ValueError, match="'thought' is none of"):
         find_reasoning_format("thought", template="")
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text"),
+    [
+        (GLM, "<tool_call>other</tool_call>"),
+        (GLM, "a<tool_call>other</tool_call>b"),
+        (QWEN_XML, "<tool_call>\n<function=other</tool_call>"),
+        (PHI4, "functools[] is text"),
+        (PHI4, "functools[ x ]"),
+        (PHI4, "functools[1] y"),
+        (GEMMA4, "<|tool_call>:other{a:1}<tool_call|>"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 3, 999])
+def test_what_only_looks_like_a_call_comes_out_once(
+    tool_format: ToolFormat, text: str, size: int
+) -> None:
+    parser = ContentParser(ContentRules("text", tool_format, ["weather"]))
+    parts = [part for at in range(0, len(text), size) for part in parser.feed(text[at : at + size])]
+    parts += parser.end()
+    assert "".join(part.text for part in parts) == text
+
+
+def test_gemma_may_leave_the_word_out_in_front_of_the_colon() -> None:
+    parser = ContentParser(ContentRules("text", GEMMA4, ["weather"]))
+    parts = [*parser.feed("<|tool_call>:weather{days:3}<tool_call|>"), *parser.end()]
+    assert (parts[0].kind, parts[0].text) == ("call", "weather")
+    assert "".join(part.text for part in parts[1:]) == '{"days": 3}'
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ call.function.arguments | tojson }}",
+        "{{ tool['function']['arguments']|tojson }}",
+    ],
+)
+def test_deepseek_s_arguments_are_left_to_templates_that_write_json(template: str) -> None:
+    def arguments(template: str) -> Any:
+        function = {"name": "f", "arguments": {"a": 1}}
+        messages = [{"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}]
+        assert DEEPSEEK_V3.prepare_messages is not None
+        DEEPSEEK_V3.prepare_messages(messages, template)
+        return function["arguments"]
+
+    assert arguments(template) == {"a": 1}
+    assert arguments("{{ '' + tool['function']['arguments'] + '' }}") == '{"a": 1}'

@@ -77,6 +77,54 @@ def test_the_publisher_s_defaults_hold_where_a_request_says_nothing() -> None:
     assert (got.temperature, got.top_p, got.top_k) == (0.0, 1.0, 0)
 
 
+TAGS = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f=a>", "schema": {"type": "null"}, "end": "</f>"}],
+    "triggers": ["<f="],
+}
+TRIGGERED_TAGS = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<f="],
+        "tags": [
+            {
+                "type": "tag",
+                "begin": "<f=a>",
+                "content": {"type": "json_schema", "json_schema": {"type": "null"}},
+                "end": "</f>",
+            }
+        ],
+    },
+}
+TAGS_GRAMMAR = Grammar(
+    "structural_tag",
+    json.dumps(
+        {
+            "structures": [
+                {"trigger": "<f=", "begin": "<f=a>", "schema": {"type": "null"}, "end": "</f>"}
+            ],
+            "at_least_one": False,
+            "stop_after_first": False,
+        }
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("tag", "says"),
+    [
+        ({"structures": [{"begin": "x"}]}, "needs structures and triggers"),
+        ({"structures": [{"begin": "x"}], "triggers": ["y"]}, "none of the triggers begins 'x'"),
+        ({"format": {"type": "or"}}, "triggered_tags"),
+        ("{", "structural_tag: invalid JSON"),
+    ],
+)
+def test_what_structural_tags_lack_is_said(tag: dict | str, says: str) -> None:
+    with pytest.raises(ApiError, match=says):
+        sampled(structured_outputs={"structural_tag": tag})
+
+
 @pytest.mark.parametrize(
     ("fields", "grammar"),
     [
@@ -98,7 +146,13 @@ def test_the_publisher_s_defaults_hold_where_a_request_says_nothing() -> None:
         ({"guided_choice": ['a"b', "c"]}, Grammar("lark", 'start: "a\\"b" | "c"')),
         ({"structured_outputs": {"choice": ["c"]}}, Grammar("lark", 'start: "c"')),
         ({"structured_outputs": {"json": {}}}, Grammar("json_schema", "{}")),
-        ({"guided_grammar": 'start: "x"'}, Grammar("lark", 'start: "x"')),
+        ({"guided_grammar": 'start: "x"'}, Grammar("ebnf", 'start: "x"')),
+        ({"ebnf": 'root ::= "x"'}, Grammar("ebnf", 'root ::= "x"')),
+        ({"structured_outputs": {"grammar": "x"}}, Grammar("ebnf", "x")),
+        ({"structured_outputs": {"structural_tag": TAGS}}, TAGS_GRAMMAR),
+        ({"structured_outputs": {"structural_tag": json.dumps(TAGS)}}, TAGS_GRAMMAR),
+        ({"response_format": TAGS}, TAGS_GRAMMAR),
+        ({"response_format": TRIGGERED_TAGS}, TAGS_GRAMMAR),
     ],
 )
 def test_every_way_to_ask_for_a_structured_answer_is_a_grammar(

@@ -15,6 +15,7 @@ from diptych.cluster.gateway.apis.api import ApiCall, CallAnswers, EventEncoder
 from diptych.cluster.gateway.apis.response_items import InputItem, chat_messages
 from diptych.cluster.gateway.apis.response_shape import ResponseShape, _TextTokens
 from diptych.cluster.gateway.apis.response_store import ResponseStore
+from diptych.cluster.gateway.apis.response_tools import custom_arguments, custom_input
 from diptych.cluster.gateway.apis.responses import ResponsesRequest
 from diptych.cluster.gateway.apis.schema import parse_body
 from diptych.cluster.gateway.attempt.terms import Terms
@@ -146,12 +147,79 @@ def test_only_allowed_tools_are_called(gateway: StandIn) -> None:
     assert whole(gateway, tools=[WEATHER])["output"][0]["content"][0]["text"] == ANSWER
 
 
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Changes files."}
+CRM = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [WEATHER, PATCH]}
+
+
+def test_the_tools_that_coding_agents_offer_are_called_by_their_own_names(
+    gateway: StandIn,
+) -> None:
+    offered = [PATCH, CRM, {"type": "web_search", "external_web_access": False}]
+    for choice, namespace, kind in (
+        ({"type": "custom", "name": "apply_patch"}, None, "custom_tool_call"),
+        ({"type": "function", "name": "weather", "namespace": "crm"}, "crm", "function_call"),
+        ({"type": "custom", "name": "apply_patch", "namespace": "crm"}, "crm", "custom_tool_call"),
+    ):
+        told = whole(gateway, tools=offered, tool_choice=choice)
+        (call,) = told["output"]
+        assert (call["type"], call["name"]) == (kind, choice["name"])
+        assert call.get("namespace") == namespace
+        if kind == "custom_tool_call":
+            assert isinstance(call["input"], str) and "arguments" not in call
+        assert told["tools"][0]["name"] == "apply_patch"
+
+        events = streamed(gateway, tools=offered, tool_choice=choice)
+        (done,) = [event for event in events if event["type"] == "response.output_item.done"]
+        assert without_ids([done["item"]]) == without_ids([call])
+        if kind == "custom_tool_call":
+            (end,) = [
+                event for event in events if event["type"] == "response.custom_tool_call_input.done"
+            ]
+            assert end["input"] == call["input"] and end["item_id"] == done["item"]["id"]
+
+        output = {"type": f"{kind}_output", "call_id": call["call_id"], "output": "done"}
+        turn = [{"role": "user", "content": QUESTION}, call, output]
+        assert whole(gateway, input=turn, tools=offered)["output"]
+        stored = whole(gateway, tools=offered, tool_choice=choice, store=True)
+        output["call_id"] = stored["output"][0]["call_id"]
+        again = {"previous_response_id": stored["id"], "input": [output], "tools": offered}
+        assert whole(gateway, **again)["output"]
+
+
+def test_what_the_model_sees_of_a_custom_tool_is_its_grammar_too() -> None:
+    grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}
+    namespace = {**CRM, "tools": [{**PATCH, "format": grammar}]}
+    body = {"input": "hi", "tools": [namespace]}
+    (tool,) = parse_body(ResponsesRequest, json.dumps(body).encode()).offered_tools
+    function = tool.function["function"]
+    assert function["name"] == "crm__apply_patch"
+    assert function["description"] == "Customers.\nChanges files."
+    assert 'start: "x"' in json.dumps(function["parameters"]).replace('\\"', '"')
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [('{"input": "a\\nb"}', "a\nb"), ('{"input": "a', '{"input": "a'), ("{}", ""), ("", "")],
+)
+def test_the_input_of_a_custom_tool_is_a_text(arguments: str, text: str) -> None:
+    assert custom_input(arguments) == text
+    assert custom_input(custom_arguments(text)) == text
+
+
+def test_tools_of_openai_s_servers_are_ignored_beside_the_client_s(gateway: StandIn) -> None:
+    body = {"input": QUESTION, "tools": [WEATHER, {"type": "web_search", "filters": {}}]}
+    answer = httpx.post(f"{gateway.url}/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-ignored-fields"] == "tools.web_search"
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
         ({"tools": [{"type": "web_search"}]}, "'web_search' are not offered"),
         ({"tools": [WEATHER, {"type": "mcp", "server_label": "x"}]}, "call the server yourself"),
-        ({"tools": [{"type": "custom", "name": "x"}]}, "whose one parameter is the text"),
+        ({"tools": [WEATHER, {"type": "code_interpreter"}]}, "'code_interpreter' are not offered"),
+        ({"tools": [{"type": "custom", "name": "a b"}]}, "tools.0.name"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name"),
         ({"tool_choice": "required"}, "tool_choice needs tools"),
         ({"tools": [WEATHER], "tool_choice": {"type": "file_search"}}, "'file_search'"),

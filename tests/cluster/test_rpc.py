@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,12 @@ from diptych.cluster.gateway.edge import rpc
 from diptych.cluster.gateway.edge.keys import AccessControl
 from diptych.cluster.gateway.errors import ERROR_KINDS, ApiError
 from diptych.cluster.gateway.text.answers import Output, TextDelta
+from diptych.cluster.gateway.text.tokenizer import TokenizedPrompt
 from diptych.protos import frames as f
 from diptych.protos import inference_pb2 as pb
 from google.rpc import error_details_pb2, status_pb2
+
+from .test_format_choice import model
 
 
 class Context:
@@ -89,7 +93,7 @@ def test_a_client_that_does_not_read_holds_up_its_tokens_and_loses_none() -> Non
     async def test() -> list[str]:
         request = Request("r", [1, 2], [], f.Sampling(999))
         said = lambda delta: [pb.GenerateResponse(text=delta.text)]  # noqa: E731
-        call = rpc.PreparedCall(request, Output(), said)
+        call = rpc.PreparedCall(request, Output(), said, lambda: 0)
         texts: Any = SimpleNamespace(used_tokens=7)
         queue = rpc.ReplyQueue(call, texts)
         room = [queue.write_deltas([TextDelta(0, f"{n}", [])]) for n in range(rpc.REPLIES_MAX)]
@@ -106,6 +110,34 @@ def test_a_client_that_does_not_read_holds_up_its_tokens_and_loses_none() -> Non
         return [reply.text for reply in taken if reply is not None]
 
     assert asyncio.run(test()) == [f"{n}" for n in range(rpc.REPLIES_MAX)]
+
+
+def test_the_usage_of_a_chat_tells_its_reasoning_tokens(tmp_path: Path) -> None:
+    made = model(tmp_path, "<think>{{ messages }}</think>", "<think>", "</think>")
+
+    class Service(Broken):
+        text = made
+
+        async def prepare(self, *_: object) -> tuple[Request, TokenizedPrompt]:
+            return Request("r", [1], [], f.Sampling(999)), TokenizedPrompt([1], "")
+
+    async def test() -> pb.ChatResponse:
+        asked = pb.ChatRequest(messages=[pb.Message(role="user", content="x")])
+        service: Any = Service(AssertionError())
+        call = await rpc._prepare_chat(service, asked, "r", None)  # type: ignore[arg-type]
+        texts: Any = SimpleNamespace(used_tokens=9)
+        queue = rpc.ReplyQueue(call, texts)
+        answer = "<think>one two three</think>so"
+        tokens = [f.Token(token) for token in made.encode(answer, add_special_tokens=False)]
+        thought = tokens.index(f.Token(made.grammar_ids["</think>"])) - 1
+        queue.write_deltas([TextDelta(0, answer, tokens, "stop")])
+        reply = pb.ChatResponse()
+        while not reply.HasField("usage"):
+            reply = await queue.next() or reply
+        assert thought > 2 and reply.usage.reasoning_tokens == thought
+        return reply
+
+    asyncio.run(test())
 
 
 def test_terms_come_from_metadata_as_from_headers() -> None:

@@ -1,7 +1,8 @@
-"""Makes the two small models that vLLM's tests are run against. Nothing is downloaded.
+"""Makes the small models that vLLM's tests are run against. Nothing is downloaded.
 
 `closing_demo` is the bundled demo model: it ends its answers, which most of vLLM's tests rely on, and inside a grammar
-it closes what it has opened. `random_llama` is a random Llama that seldom ends; the first run used such a model.
+it closes what it has opened. `thinking_demo` is that with a template that opens `<think>`; its thinking ends where a
+grammar or a budget asks for that, and elsewhere with the answer. `random_llama` is a random Llama that seldom ends; the first run used such a model.
 Both have 8,192 tokens, and a ChatML template with tools as Hermes models know them.
 """
 
@@ -45,7 +46,11 @@ CHATML = r"""
     {%- if message.role == 'tool' %}
         {{- '\n<|im_start|>user\n<tool_response>\n' + content + '\n</tool_response>' }}
     {%- else %}
-        {{- '\n<|im_start|>' + message.role + '\n' + content }}
+        {{- '\n<|im_start|>' + message.role + '\n' }}
+        {%- if loop.last and message.role == 'assistant' and enable_thinking is defined and not enable_thinking %}
+            {{- '<think>\n\n</think>\n\n' }}
+        {%- endif %}
+        {{- content }}
     {%- endif %}
     {%- for call in message.tool_calls or [] %}
         {{- '\n<tool_call>\n{"name": ' + (call.function.name | tojson) + ', "arguments": ' }}
@@ -59,6 +64,14 @@ CHATML = r"""
     {{- '<|im_start|>assistant\n' }}
     {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
 {%- endif %}"""
+#: What `thinking_demo` has in place of ChatML's last line: it opens the thinking, unless told not to. No line feed
+#: follows the tag, as a test counts the tokens behind it.
+OPENED_THINKING = r"""
+    {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}
+    {%- else %}{{ '<think>' }}{% endif %}
+{%- endif %}"""
+#: Tokens as Qwen 3 has them: tags of their own, and not special.
+THINKING_TAGS = ["<think>", "</think>"]
 #: The demo model's tokens for roles, under ChatML's names: what it was trained on then reads as ChatML.
 CHATML_NAMES = {
     "<|system|>": "<|im_start|>system\n",
@@ -100,6 +113,42 @@ def closing_demo(folder: Path) -> Path:
     save_file(_with_closing_rows(weights, demo_tokenizer), folder / "model.safetensors")
     (folder / "tokenizer.json").write_text(json.dumps(_chatml_tokenizer(demo_tokenizer)))
     _write_tokenizer_settings(folder)
+    return folder
+
+
+def thinking_demo(folder: Path) -> Path:
+    """Write `closing_demo` with tags of thinking to `folder`, and return the folder.
+
+    The closing tag comes where the answer would end and may not. Behind it the model answers as behind the token that
+    begins an answer.
+    """
+    closing_demo(folder)
+    path = folder / "tokenizer.json"
+    description = json.loads(path.read_text())
+    vocabulary: dict[str, int] = description["model"]["vocab"]
+    for number, tag in enumerate(THINKING_TAGS):
+        token_id = VOCABULARY_SIZE - len(THINKING_TAGS) + number
+        vocabulary.pop(f"<unused{token_id}>")
+        vocabulary[tag] = token_id
+        added = {"id": token_id, "content": tag, "special": False, "normalized": False}
+        rest = {"single_word": False, "lstrip": False, "rstrip": False}
+        description["added_tokens"].append(added | rest)
+    path.write_text(json.dumps(description))
+
+    demo_tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    weights = load_file(folder / "model.safetensors")
+    answer_row = weights["model.embed_tokens.weight"][demo_tokenizer.token_to_id("<|assistant|>")]
+    output_rows = weights["lm_head.weight"]
+    end_row = output_rows[demo_tokenizer.token_to_id("<|end|>")]
+    one_logit = (
+        -output_rows[-1] / LAST_CHOICE_STRENGTH
+    )  # the row of a token that is nobody's choice
+    output_rows[-1] = end_row - one_logit / 2  # the closing tag: in front of all that closes
+    weights["model.embed_tokens.weight"][-1] = answer_row
+    save_file(weights, folder / "model.safetensors")
+
+    before, _ = CHATML.split("\n    {%- if enable_thinking")
+    _write_tokenizer_settings(folder, before + OPENED_THINKING)
     return folder
 
 
@@ -201,12 +250,12 @@ def random_llama(folder: Path, corpus: list[Path], seed: int = 0) -> Path:
     return folder
 
 
-def _write_tokenizer_settings(folder: Path) -> None:
+def _write_tokenizer_settings(folder: Path, template: str = CHATML) -> None:
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
         "model_max_length": CONTEXT,
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHATML,
+        "chat_template": template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))

@@ -45,6 +45,10 @@ class ServerProfile:
     model: str = ""
     #: How often a test may be tried until it passes.
     attempts: int = 1
+    #: A key that the server takes; empty if it asks for none.
+    api_key: str = ""
+    #: True if each test has a server that has served no other.
+    one_test_each: bool = False
 
     def serves(self, test: str) -> bool:
         return any(part in test for part in self.tests)
@@ -63,6 +67,46 @@ SPECIAL_PROFILES = (
         ("test_chat.py::test_structured_outputs_choice_chat",),
         model="random",
         attempts=3,
+    ),
+    # Answers that are still being generated when the tests look, unless the machine is busy with something else.
+    ServerProfile(
+        "talkative",
+        CONTEXT_SETTING,
+        ("test_server_load", "test_abort_metrics_reset"),
+        model="random",
+        attempts=3,
+    ),
+    ServerProfile(
+        "fresh",
+        CONTEXT_SETTING,
+        tuple(
+            f"test_metrics_counts[{flag}-text]"
+            for flag in ("", "--enable-chunked-prefill", "--show-hidden-metrics-for-version=0.32")
+        ),
+        model="random",
+        one_test_each=True,
+    ),
+    ServerProfile(
+        "thinking",
+        CONTEXT_SETTING,
+        (
+            "test_function_tool_use[plain-True-",
+            "responses/test_function_call.py::test_function_tool_use[",
+            "test_default_includes_reasoning",
+            "test_include_reasoning_true",
+            "test_reasoning_tokens_in_usage",
+            "test_thinking_token_budget_limits_reasoning",
+            "test_reasoning_item",
+            "reasoning_tokens_e2e",
+        ),
+        model="thinking-demo",
+    ),
+    # The keys of these tests; without a root path their other servers are not offered.
+    ServerProfile(
+        "keyed",
+        (*CONTEXT_SETTING, "--api-key", "abc-123", "--api-key", "test"),
+        ("test_chat_session_root_path_with_api_key", "[server0]"),
+        api_key="test",
     ),
 )
 
@@ -92,19 +136,27 @@ def make_model(kind: str, prepared: Path) -> Path:
     folder = suite.BUILD / "models" / kind
     if kind == "closing-demo":
         return models.closing_demo(folder)
+    if kind == "thinking-demo":
+        return models.thinking_demo(folder)
     if kind == "random":
         return models.random_llama(folder, suite.documents(prepared))
     return Path(kind)
 
 
 def profiles_with_tests(names: list[str]) -> list[tuple[ServerProfile, list[str]]]:
-    """Return each server profile that is needed, with the tests that run on it."""
+    """Return each server that is needed, by its profile, with the tests that run on it."""
     by_profile = [
         (profile, [name for name in names if profile.serves(name)]) for profile in SPECIAL_PROFILES
     ]
     special = {name for _, chosen in by_profile for name in chosen}
     by_profile.insert(0, (DEFAULT_PROFILE, [name for name in names if name not in special]))
-    return [(profile, chosen) for profile, chosen in by_profile if chosen]
+    servers: list[tuple[ServerProfile, list[str]]] = []
+    for profile, chosen in by_profile:
+        if profile.one_test_each:
+            servers += [(profile, [name]) for name in chosen]
+        elif chosen:
+            servers.append((profile, chosen))
+    return servers
 
 
 def run_tests(prepared: Path, folder: Path, url: str, names: list[str]) -> dict[str, TestOutcome]:
@@ -145,6 +197,8 @@ def run_tests(prepared: Path, folder: Path, url: str, names: list[str]) -> dict[
 def read_outcomes(path: Path) -> dict[str, TestOutcome]:
     """Return the outcomes that the plugin wrote. A test whose end failed after it passed counts as failed."""
     outcomes: dict[str, TestOutcome] = {}
+    if not path.exists():
+        return outcomes  # the suite has no such tests any more
     for line in path.read_text().splitlines():
         record = json.loads(line)
         previous = outcomes.get(record["test"])
@@ -197,7 +251,9 @@ def has_passed(name: str, outcomes: dict[str, TestOutcome]) -> bool:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--url", help="a running server; its model must be the one of --model")
-    parser.add_argument("--model", default="closing-demo", help="closing-demo, random or a folder")
+    parser.add_argument(
+        "--model", default="closing-demo", help="closing-demo, thinking-demo, random or a folder"
+    )
     parser.add_argument("--match", default="", help="run only tests whose name contains this text")
     parser.add_argument("--category", default="", help="run only tests of this category")
     parser.add_argument("--write", action="store_true", help=f"write the totals to {PAGE.name}")
@@ -221,7 +277,9 @@ def main() -> int:
     for profile, names in profiles_with_tests(list(sorting)):
         folder = make_model(profile.model or arguments.model, prepared)
         with served(arguments, profile, folder) as url:
-            served_name = httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
+            headers = {"authorization": f"Bearer {profile.api_key}"} if profile.api_key else {}
+            listed = httpx.get(f"{url}/v1/models", headers=headers, timeout=30)
+            served_name = listed.json()["data"][0]["id"]
             proxy = RenamingProxy(url, served_name, refusals)
             with renaming_proxy(proxy, free_port()) as proxy_url:
                 for _ in range(profile.attempts):

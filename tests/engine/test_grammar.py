@@ -112,6 +112,69 @@ def test_ids_behind_the_tokenizer_never_come(grammars: GrammarCompiler) -> None:
     assert max(allowed(grammars, Grammar("regex", "(?s:.*)"), "", ())) < 261
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("ebnf", 'root ::= "a" word*\nword ::= [b-c]'),
+        Grammar("ebnf", "start: /a[bc]*/"),
+    ],
+)
+def test_ebnf_is_gbnf_or_lark(grammars: GrammarCompiler, grammar: Grammar) -> None:
+    assert allowed(grammars, grammar, "", (END,)) == ids("a")
+    assert allowed(grammars, grammar, "ab", (END,)) == ids("bc") | {END}
+
+
+@pytest.mark.parametrize(
+    ("at_least_one", "stop_after_first", "admitted"),
+    [
+        (False, False, ["", "x", "x<f=a>null</f>y", "<f=a>null</f><f=b>1</f>"]),
+        (True, False, ["x<f=a>null</f>y", "<f=a>null</f><f=b>1</f>"]),
+        (False, True, ["", "x", "x<f=a>null</f>"]),
+        (True, True, ["x<f=a>null</f>"]),
+    ],
+)
+def test_a_trigger_begins_a_structure(
+    grammars: GrammarCompiler, at_least_one: bool, stop_after_first: bool, admitted: list[str]
+) -> None:
+    structures = [
+        {"trigger": "<f=", "begin": "<f=a>", "schema": {"type": "null"}, "end": "</f>"},
+        {"trigger": "<f=", "begin": "<f=b>", "schema": {"enum": [1]}, "end": "</f>"},
+    ]
+    tags = {
+        "structures": structures,
+        "at_least_one": at_least_one,
+        "stop_after_first": stop_after_first,
+    }
+    grammar = Grammar("structural_tag", json.dumps(tags))
+    texts = ["", "x", "x<f=a>null</f>", "x<f=a>null</f>y", "<f=a>null</f><f=b>1</f>"]
+    for text in [*texts, "<f=c>", "<f=a>1</f>", "<f=a>null</g>"]:
+        try:
+            may_end = END in allowed(grammars, grammar, text, (END,))
+        except InvalidRequest:
+            may_end = False
+        assert may_end is (text in admitted or text == "x<f=a>null</f>"), text
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("json_schema", '{"const": "b"}'),
+        Grammar("regex", '"b"'),
+        Grammar("lark", 'start: "\\"b\\""'),
+        Grammar("ebnf", 'root ::= "\\"b\\""'),
+    ],
+)
+def test_a_prefix_stands_in_front_of_any_grammar(
+    grammars: GrammarCompiler, grammar: Grammar
+) -> None:
+    (z,) = ids("z")
+    prefixed = msgspec.structs.replace(grammar, prefix=f"(<[{z}]> /a*/ <[{z}]>)?")
+    assert allowed(grammars, prefixed, "", (END,)) == ids('z"')
+    assert allowed(grammars, prefixed, "z", (END,)) == ids("az")
+    assert allowed(grammars, prefixed, "zaaz", (END,)) == ids('"')
+    assert allowed(grammars, prefixed, 'zz"b"', (END,)) == {END}
+
+
 # ---- answers -------------------------------------------------------------------------------------
 
 
@@ -258,6 +321,10 @@ def test_a_grammar_that_ends_with_the_first_id_ends_a_prefill(owner: Engine) -> 
         (Grammar("json_schema", '{"type": "objct"}'), "objct"),
         (Grammar("json_schema", '{"type": "string", "minLength": 5, "maxLength": 3}'), "minLength"),
         (Grammar("gbnf", "root ::= x"), "gbnf"),
+        (Grammar("ebnf", "root ::= x"), "Rule 'x' not found"),
+        (Grammar("ebnf", 'root ::= "'), "neither Lark, which has a rule `start`, nor GBNF"),
+        (Grammar("ebnf", "root ::= " + "(" * 5000), "recursion"),
+        (Grammar("lark", '{"grammars": []}', "/a/"), "no grammar of ours"),
     ],
 )
 def test_an_invalid_grammar_is_an_error_that_says_what_is_wrong(

@@ -15,12 +15,26 @@ ITEMS: Any = [
     {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}], "summary": []},
     {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
     {"type": "function_call_output", "call_id": "c", "output": "dry"},
+    {"type": "custom_tool_call", "call_id": "d", "name": "patch", "input": "x", "namespace": "n"},
+    {"type": "custom_tool_call_output", "call_id": "d", "output": "done"},
     {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]},
 ]
+PATCH: Any = {"type": "custom", "name": "patch", "format": {"definition": "x", "syntax": "lark"}}
+RESPONSE_TOOLS: Any = [
+    {"type": "function", "name": "weather", "parameters": CITY},
+    PATCH,
+    {"type": "namespace", "name": "n", "description": "x", "tools": [PATCH]},
+]
+STRUCTURAL_TAG: Any = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f>", "schema": {"enum": [1]}, "end": "</f>"}],
+    "triggers": ["<f"],
+}
 CHAT = {"messages": ASK, "max_tokens": 2, "stop": ["x"], "n": 1, "temperature": 0.5, "tools": TOOLS}
 VALID: dict[str, dict] = {
     "/v1/chat/completions": CHAT | {"logit_bias": {"5": 1}, "response_format": {"type": "text"}},
-    "/v1/completions": {"prompt": ["a", "b"], "max_tokens": 1, "logprobs": 1, "echo": True},
+    "/v1/completions": {"prompt": ["a", "b"], "max_tokens": 1, "logprobs": 1, "echo": True}
+    | {"structured_outputs": {"structural_tag": STRUCTURAL_TAG}},
     "/v1/messages": {
         "model": "demo",
         "max_tokens": 2,
@@ -33,7 +47,7 @@ VALID: dict[str, dict] = {
         "input": [*ASK, *ITEMS],
         "max_output_tokens": 2,
         "text": {"format": {"type": "text"}},
-        "tools": [{"type": "function", "name": "weather", "parameters": CITY}],
+        "tools": RESPONSE_TOOLS,
         "tool_choice": "auto",
         "reasoning": {},
     },
@@ -42,6 +56,7 @@ VALID: dict[str, dict] = {
 }
 ODD = [None, True, -1, 0, 1e308, 10**400, "", "\ud800", "x" * 9999, [], {}, [[[]]], [None]]
 ODD += [{"": {}}, float("nan"), float("-inf"), 2**63, -(2**63), "\0", "{{ 7*7 }}", [1, "a"]]
+ODD += [{"type": "web_search", "filters": {}}]
 #: Names of fields that no API has, and some that others have.
 ODD_NAMES = ["", " ", "\r\n", "a: b\r\nset-cookie: c", "\0", "é", "漢" * 300, "🙂" * 5000, "%0d%0a"]
 ODD_NAMES += [",", ";did-you-mean=", '"', "a.b", "x" * 99_999, "__class__", "model_fields", "*"]
@@ -56,6 +71,7 @@ ODD_NAMES += ["chat_template_kwargs", "stream_options", "structured_outputs", "o
 ODD_NAMES += ["thinking", "cache_control", "refusal", "reasoning", "role", "add_special_tokens"]
 ODD_NAMES += ["previous_response_id", "truncation", "enable_response_messages", "tools", "status"]
 ODD_NAMES += ["logprobs", "top_logprobs", "echo", "stop_token_ids", "min_tokens", "stream"]
+ODD_NAMES += ["ebnf", "guided_grammar", "structural_tag", "format", "namespace", "triggers"]
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:

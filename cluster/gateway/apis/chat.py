@@ -32,6 +32,7 @@ from ..text.formats.parts import ContentPart, PartKind
 from ..text.formats.reasoning import HARMONY_REASONING, ContentState
 from ..text.formats.registry import HARMONY, JSON_OBJECTS, LLAMA3
 from ..text.reasoning_tokens import ReasoningCounter
+from ..text.thinking import closing_tag_id, opening_tag_ids, thinking_terms, thinks
 from ..text.tokenizer import (
     GATEWAY_VARIABLES,
     SHORT_PROMPT_CHARS,
@@ -47,9 +48,8 @@ from .parameters import (
     grammar_of,
     grammar_of_response_format,
     sampling_of,
-    to_json,
 )
-from .schema import BodyPart, is_strict
+from .schema import BodyPart, is_strict, to_json
 
 TOOLS_MAX = 128  #: OpenAI's limit.
 #: A bound of our own, as for documents: the template goes through each of them.
@@ -61,6 +61,7 @@ PUBLISHED_ROLES = ("system", "developer", "user", "assistant", "tool")
 #: How llguidance spaces the JSON text of arguments: as Python's `json` does, because models have
 #: learned from that.
 ARGUMENT_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_KINDS = ("json_schema", "json_object")  #: Of grammars that JSON schemas make.
 ANY_OBJECT_SCHEMA = '{"type": "object"}'
 #: OpenAI allows names of 64 characters, Anthropic of 128.
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -384,7 +385,7 @@ class ChatRequest(SamplingParameters):
         if budget is None or budget < 0 or end_id is None or not thinks(tokenizer):
             return None
         state = tokenizer.reasoning_format.state_behind(self._prompt_end)
-        if self._is_bound or state is ContentState.TEXT:
+        if state is ContentState.TEXT:
             return None
         start_ids: tuple[int, ...] = ()
         if state is ContentState.START:
@@ -393,7 +394,7 @@ class ChatRequest(SamplingParameters):
 
     @property
     def _is_bound(self) -> bool:
-        """True if a grammar covers all text of the answer, so that it has no reasoning."""
+        """True if a grammar covers the answer, but for the model's thinking in front of it."""
         return self.call_required or grammar_of(self) is not None
 
     def _template_arguments(self, tokenizer: ChatTokenizer) -> dict[str, Any]:
@@ -411,7 +412,7 @@ class ChatRequest(SamplingParameters):
         knows_developers = tokenizer.knows_developers
         messages = [message.template_message(knows_developers) for message in self.messages]
         if tokenizer.tool_format is not None and tokenizer.tool_format.prepare_messages:
-            tokenizer.tool_format.prepare_messages(messages)
+            tokenizer.tool_format.prepare_messages(messages, tokenizer.template)
         return messages
 
     @property
@@ -464,9 +465,18 @@ class ChatRequest(SamplingParameters):
             limits,
             max_tokens=self.max_completion_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            grammar=self._grammar_of_calls(tokenizer),
+            grammar=self._grammar(tokenizer),
             thinking=self._thinking_budget(tokenizer),
         )
+
+    def _grammar(self, tokenizer: ChatTokenizer) -> frames.Grammar | None:
+        """Return the grammar of the answer and of the thinking in front of it. Raises ApiError."""
+        calls_grammar = self._grammar_of_calls(tokenizer)
+        grammar = calls_grammar or grammar_of(self)
+        if grammar is None:
+            return None
+        terms = thinking_terms(tokenizer, self._prompt_end, answers_in_text=calls_grammar is None)
+        return msgspec.structs.replace(grammar, prefix=terms)
 
     def _grammar_of_calls(self, tokenizer: ChatTokenizer) -> frames.Grammar | None:
         """Return the grammar of an answer that has calls; None if no grammar binds calls.
@@ -483,9 +493,7 @@ class ChatRequest(SamplingParameters):
         if tool_format is None:
             return None
         body_grammar = grammar_of(self)
-        binds_text_only = body_grammar is not None and body_grammar == grammar_of_response_format(
-            self.response_format
-        )
+        binds_text_only = self._binds_text_only(body_grammar)
         if not self.call_required and not binds_text_only:
             return None
         if body_grammar is not None and not binds_text_only:
@@ -504,22 +512,29 @@ class ChatRequest(SamplingParameters):
                 tools.append((function.name, schema_text))
         several = self.required_function is None and self.parallel_tool_calls is not False
         grammar = tool_format.grammar or JSON_OBJECTS
-        return grammar.lark(tools, several, text_schema, tokenizer.special_ids)
+        return grammar.lark(tools, several, text_schema, tokenizer.grammar_ids)
+
+    def _binds_text_only(self, grammar: frames.Grammar | None) -> bool:
+        """Return whether the body's grammar is a `response_format` of JSON: calls are free of it."""
+        return (
+            grammar is not None
+            and grammar.kind in JSON_KINDS
+            and grammar == grammar_of_response_format(self.response_format)
+        )
 
     def content_rules(self, tokenizer: ChatTokenizer, prompt: TokenizedPrompt) -> ContentRules:
         """Return what the text of an answer to `prompt` is parsed for."""
         functions = [tool.function for tool in self.usable_tools]
-        is_bound = self._is_bound
         tool_format = tokenizer.tool_format if functions else None
-        if tool_format is not None and is_bound and tool_format.grammar is None:
-            tool_format = LLAMA3  # its JSON objects are what the grammar has models write instead
-        # Harmony's messages are marked in answers without functions, too, unless a grammar leaves
-        # no room for marks.
-        if tokenizer.reasoning_format is HARMONY_REASONING and not is_bound:
-            tool_format = HARMONY
         initial_state = tokenizer.reasoning_format.state_behind(prompt.text_end)
-        if is_bound:
-            initial_state = ContentState.TEXT  # a grammar covers all text and has no reasoning
+        if tokenizer.reasoning_format is HARMONY_REASONING:
+            tool_format = HARMONY
+        elif self._is_bound:
+            writes_json = self.call_required or self._binds_text_only(grammar_of(self))
+            if tool_format is not None and tool_format.grammar is None and writes_json:
+                tool_format = LLAMA3  # which is how forced calls are written
+            if not thinking_terms(tokenizer, prompt.text_end, answers_in_text=True):
+                initial_state = ContentState.TEXT  # the grammar leaves no room for thinking
         return ContentRules(
             initial_state=initial_state,
             tool_format=tool_format,
@@ -544,31 +559,6 @@ def effort_arguments(effort: str | None, tokenizer: ChatTokenizer) -> dict[str, 
     if "enable_thinking" in tokenizer.template_variables and effort == "none":
         arguments["enable_thinking"] = False
     return arguments
-
-
-def thinks(tokenizer: ChatTokenizer) -> bool:
-    """Return whether the model was trained to think: its tag is in template and vocabulary."""
-    return any(
-        tag in tokenizer.template and tokenizer.tokenizer.token_to_id(tag) is not None
-        for tag in tokenizer.reasoning_format.markers
-    )
-
-
-def closing_tag_id(tokenizer: ChatTokenizer) -> int | None:
-    """Return the id of the tag that ends the model's thinking; None if it is not one token."""
-    for tag in tokenizer.reasoning_format.closing:
-        token_id: int | None = tokenizer.tokenizer.token_to_id(tag)
-        if token_id is not None:
-            return token_id
-    return None
-
-
-def opening_tag_ids(tokenizer: ChatTokenizer) -> list[int]:
-    """Return the ids of the tags that thinking may begin with."""
-    reasoning = tokenizer.reasoning_format
-    tags = (*reasoning.opening, *reasoning.special_tokens)
-    token_ids = (tokenizer.tokenizer.token_to_id(tag) for tag in tags)
-    return [token_id for token_id in token_ids if token_id is not None]
 
 
 def check_prompt_length(prompt_chars: int, limits: ModelLimits) -> None:
@@ -711,6 +701,11 @@ class ChatShape:
         """How the text of each answer is made: stop strings, special tokens."""
         return self._body.output(self._markers)
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """The tokens of all answers so far that are reasoning."""
+        return sum(counter.tokens for counter in self._reasoning_counters)
+
     def begin(self) -> list[JsonObject]:
         """Return the chunks that come before any text."""
         role = {"role": "assistant", "content": ""}
@@ -788,8 +783,7 @@ class ChatShape:
 
     def _usage(self, used_tokens: int) -> JsonObject:
         usage = usage_object(len(self._request.prompt_ids), used_tokens, self._request.hit_tokens)
-        reasoning_tokens = sum(counter.tokens for counter in self._reasoning_counters)
-        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+        usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
         return usage
 
     def _logprobs(self, delta: TextDelta) -> JsonObject | None:

@@ -191,6 +191,7 @@ KNOWN_FIELDS: tuple[KnownField, ...] = (
     ),
     *_ignored("text.verbosity", _RESPONSES, "say in the instructions how long the answer is to be"),
     *_ignored("context_management", _RESPONSES, "nothing is taken out of the input"),
+    *_ignored("client_metadata", _RESPONSES, _IDENTITY),
     *_ignored("access_programs image", _RESPONSES, "is about OpenAI's own services"),
     *_ignored("max_tool_calls", _RESPONSES, "is about built-in tools, and there are none"),
     *_ignored("stream_options", _RESPONSES, "its padding of events is not made", [{}]),
@@ -303,9 +304,6 @@ KNOWN_FIELDS: tuple[KnownField, ...] = (
     *_ignored("include_reasoning", _COMPLETIONS, "no reasoning is told apart", [True, False]),
     *_refused("include_reasoning", _RESPONSES, "leave out the items of reasoning yourself", [True]),
     *_refused(
-        "structured_outputs.structural_tag", _GENERATED, "use structured_outputs.grammar (Lark)"
-    ),
-    *_refused(
         "structured_outputs.whitespace_pattern",
         _GENERATED,
         "use structured_outputs.grammar (Lark)",
@@ -320,7 +318,6 @@ KNOWN_FIELDS: tuple[KnownField, ...] = (
     # ---- SGLang ----------------------------------------------------------------------------------
     *_ignored("rid", _SAMPLED, "the header x-request-id names a request"),
     *_ignored("separate_reasoning stream_reasoning", _CHAT, "reasoning is told apart", [True]),
-    *_refused("ebnf", _SAMPLED, "use structured_outputs.grammar (Lark)"),
     *_refused("guided_whitespace_pattern", _SAMPLED, "use guided_grammar (Lark)"),
     *_refused("lora_path", _SAMPLED, "no adapters are served; leave it out"),
 )

@@ -27,6 +27,7 @@ from ..text.content import ContentParser
 from ..text.formats.parts import ContentPart, PartKind
 from ..text.formats.reasoning import NO_REASONING
 from ..text.reasoning_tokens import ReasoningCounter
+from ..text.thinking import closing_tag_id, thinks
 from ..text.tokenizer import ChatTokenizer, TokenizedPrompt
 from .chat import (
     MESSAGES_MAX,
@@ -35,13 +36,11 @@ from .chat import (
     ChatRequest,
     FunctionName,
     JsonObject,
-    closing_tag_id,
     content_branch,
-    thinks,
 )
 from .known_fields import ApiName
-from .parameters import CACHE_NAME_CHARS_MAX, ID_MAX, StopString, UnitFraction, to_json
-from .schema import ApiBody, BodyPart, is_strict, read_fields
+from .parameters import CACHE_NAME_CHARS_MAX, ID_MAX, StopString, UnitFraction
+from .schema import ApiBody, BodyPart, is_strict, read_fields, to_json
 
 #: Anthropic's error types, by reason, where they differ from OpenAI's.
 ANTHROPIC_ERROR_TYPES = {

@@ -11,13 +11,14 @@ import json
 from typing import Annotated, Any, Literal
 
 import xxhash
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Json, Tag
 
 from ....protos import frames
 from ..errors import ApiError
 from ..text.answers import Output
 from ..text.tokenizer import ChatTokenizer, TokenizedPrompt
-from .schema import ApiBody, BodyPart
+from .schema import ApiBody, BodyPart, to_json
+from .structural_tags import StructuralTag, structural_tag_grammar
 
 #: Lower temperatures sample greedily, because dividing the logits by them would overflow.
 GREEDY_TEMPERATURE_LIMIT = 1e-5
@@ -43,6 +44,7 @@ GRAMMAR_FIELDS = frozenset(
         "guided_grammar",
         "regex",
         "json_schema",
+        "ebnf",
     }
 )
 
@@ -86,9 +88,22 @@ class JsonSchema(BodyPart):
     strict: bool | None = None
 
 
-class ResponseFormat(BodyPart):
-    type: Literal["text", "json_object", "json_schema"]
+class ResponseFormat(StructuralTag):
+    """OpenAI's `response_format`, and with type `structural_tag` vLLM's."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]  # type: ignore[assignment]
     json_schema: JsonSchema | None = None
+
+
+def _tag_branch(value: Any) -> str:
+    """Return the branch of a structural tag that is read: its JSON text, or the object."""
+    return "#text" if isinstance(value, str) else "#tag"
+
+
+StructuralTagOrText = Annotated[
+    Annotated[Json[StructuralTag], Tag("#text")] | Annotated[StructuralTag, Tag("#tag")],
+    Discriminator(_tag_branch),
+]
 
 
 class StructuredOutputs(BodyPart):
@@ -101,8 +116,9 @@ class StructuredOutputs(BodyPart):
     schema_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     regex: str | None = None
     choice: Choices | None = None
-    grammar: str | None = None
+    grammar: str | None = None  #: Lark or GBNF.
     json_object: bool | None = None
+    structural_tag: StructuralTagOrText | None = None
 
 
 class CommonSamplingFields(ApiBody):
@@ -166,6 +182,7 @@ class SamplingParameters(CommonSamplingFields):
     guided_grammar: str | None = None
     regex: str | None = None
     json_schema: str | None = None
+    ebnf: str | None = None
 
     def truncated(self, prompt: TokenizedPrompt) -> TokenizedPrompt:
         """Return the prompt, cut to as many tokens as the client wants."""
@@ -306,16 +323,22 @@ def grammar_of(body: SamplingParameters) -> frames.Grammar | None:
         "structured_outputs.json": _json_schema_grammar(structured.schema_),
         "structured_outputs.regex": _text_grammar("regex", structured.regex),
         "structured_outputs.choice": _choice_grammar(structured.choice),
-        "structured_outputs.grammar": _text_grammar("lark", structured.grammar),
+        "structured_outputs.grammar": _text_grammar("ebnf", structured.grammar),
+        "structured_outputs.structural_tag": (
+            structural_tag_grammar(structured.structural_tag, "structured_outputs.structural_tag")
+            if structured.structural_tag
+            else None
+        ),
         "structured_outputs.json_object": (
             frames.Grammar("json_object") if structured.json_object else None
         ),
         "guided_json": _json_schema_grammar(body.guided_json),
         "guided_regex": _text_grammar("regex", body.guided_regex),
         "guided_choice": _choice_grammar(body.guided_choice),
-        "guided_grammar": _text_grammar("lark", body.guided_grammar),
+        "guided_grammar": _text_grammar("ebnf", body.guided_grammar),
         "regex": _text_grammar("regex", body.regex),
         "json_schema": _json_schema_grammar(body.json_schema),
+        "ebnf": _text_grammar("ebnf", body.ebnf),
     }
     used_fields = [name for name, grammar in grammar_by_field.items() if grammar]
     if not used_fields:
@@ -327,11 +350,13 @@ def grammar_of(body: SamplingParameters) -> frames.Grammar | None:
 
 
 def grammar_of_response_format(response_format: ResponseFormat | None) -> frames.Grammar | None:
-    """Return the grammar of OpenAI's `response_format`. Raises ApiError if its schema is missing."""
+    """Return the grammar of `response_format`. Raises ApiError if what it needs is missing."""
     if response_format is None or response_format.type == "text":
         return None
     if response_format.type == "json_object":
         return frames.Grammar("json_object")
+    if response_format.type == "structural_tag":
+        return structural_tag_grammar(response_format, "response_format")
     if response_format.json_schema is None:
         message = "response_format.json_schema is missing"
         raise ApiError("invalid_request", message, "response_format")
@@ -354,14 +379,3 @@ def _choice_grammar(choices: list[str] | None) -> frames.Grammar | None:
     if choices is None:
         return None
     return frames.Grammar("lark", "start: " + " | ".join(json.dumps(text) for text in choices))
-
-
-def to_json(value: Any) -> str:
-    """Return the JSON text of what was parsed from JSON.
-
-    Raises ApiError for numbers that Python refuses to print because of their length.
-    """
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except (ValueError, RecursionError) as error:
-        raise ApiError("invalid_request", f"a schema cannot be used: {error}") from None

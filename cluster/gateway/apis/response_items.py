@@ -1,4 +1,4 @@
-"""The items and the tools that a body of `/v1/responses` has, as parts of a chat (pure).
+"""The items that a body of `/v1/responses` has, as messages of a chat (pure).
 
 An item is a message, a piece of reasoning, a call, or the output of a call. Clients send back the
 items that they got, with ids and statuses. A chat has all that the assistant says at a time in one
@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import (
-    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -21,96 +20,18 @@ from pydantic import (
     model_validator,
 )
 
-from .chat import PART_TYPE_CHARS_MAX, TOOLS_MAX, FunctionName, JsonObject, content_branch
+from .chat import PART_TYPE_CHARS_MAX, JsonObject, content_branch
+from .response_tools import chat_name, custom_arguments
 from .schema import BodyPart
 
 #: Types of content parts whose text is read; they differ in whose text it is.
 TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 INCOMPLETE = "incomplete"  #: The status of an item that the answer's end cut.
-_OWN_FUNCTION_HINT = "give the model a function of your own that does it"
-#: What works instead of the tools that run on OpenAI's servers, by the beginning of their type.
-_TOOL_HINTS = {
-    "custom": "give the model a function whose one parameter is the text",
-    "mcp": "call the server yourself, and name its tools as functions",
-    "namespace": "name its tools as functions",
-}
-
-
-def _check_tool_type(tool_type: Any) -> Any:
-    """Return the type of a tool. Raise ValueError for one that only OpenAI's own servers have."""
-    if not isinstance(tool_type, str) or tool_type in ("function", "allowed_tools"):
-        return tool_type
-    hint = _TOOL_HINTS.get(tool_type, _OWN_FUNCTION_HINT)
-    shown_type = tool_type[:PART_TYPE_CHARS_MAX]
-    raise ValueError(f"tools of type {shown_type!r} are not offered, only 'function' is: {hint}")
-
-
-_FunctionType = Annotated[Literal["function"], BeforeValidator(_check_tool_type)]
-
-
-# ---- tools ---------------------------------------------------------------------------------------
-
-
-class FunctionTool(BodyPart):
-    type: _FunctionType
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    def chat_tool(self) -> JsonObject:
-        """Return the tool as a chat's body has it."""
-        fields = self.model_dump(exclude={"type"}, exclude_none=True)
-        return {"type": "function", "function": fields}
-
-    def response_tool(self) -> JsonObject:
-        """Return the tool as a response repeats it: with all of its fields, null where left out."""
-        return self.model_dump(include=set(type(self).model_fields))
-
-
-class _NamedFunction(BodyPart):
-    type: _FunctionType
-    name: str
-
-    def chat_tool(self) -> JsonObject:
-        """Return the name of the function as a chat's `tool_choice` has it."""
-        return {"type": "function", "function": {"name": self.name}}
-
-
-class _AllowedFunctions(BodyPart):
-    """Which of the tools may be called, and whether one has to be."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[_NamedFunction], Field(min_length=1, max_length=TOOLS_MAX)]
-
-    def chat_tool(self) -> JsonObject:
-        """Return the same as a chat's `tool_choice`."""
-        allowed_tools = {"mode": self.mode, "tools": [tool.chat_tool() for tool in self.tools]}
-        return {"type": self.type, "allowed_tools": allowed_tools}
 
 
 def _type_of(value: Any) -> Any:
     """Return the `type` of an object that is to be read, or of one that was read."""
     return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-
-
-def _choice_branch(choice: Any) -> str:
-    """Return the tag of the branch of `ToolChoice` that reads a value."""
-    if isinstance(choice, str):
-        return "#mode"
-    return "#allowed_tools" if _type_of(choice) == "allowed_tools" else "#function"
-
-
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("#mode")]
-    | Annotated[_NamedFunction, Tag("#function")]
-    | Annotated[_AllowedFunctions, Tag("#allowed_tools")],
-    Discriminator(_choice_branch),
-]
-
-
-# ---- items ---------------------------------------------------------------------------------------
 
 
 class _ItemPart(BodyPart):
@@ -170,6 +91,7 @@ class _CallItem(_Item):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str = "{}"
 
     @model_validator(mode="after")
@@ -185,8 +107,18 @@ class _CallItem(_Item):
         return self
 
 
+class _CustomCallItem(_Item):
+    """A call of a tool whose input is a text."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+
+
 class _CallOutputItem(_Item):
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Annotated[str, Field(min_length=1)]
     output: _Content
     name: str | None = None
@@ -215,11 +147,14 @@ class _UnreadItem(BodyPart):
         shown_type = item_type[:PART_TYPE_CHARS_MAX]
         raise ValueError(
             f"items of type {shown_type!r} are not read; send messages, reasoning, "
-            "function_call and function_call_output"
+            "calls of functions and of custom tools, and their outputs"
         )
 
 
-_ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output", "item_reference")
+_ITEM_TYPES = (
+    *("message", "reasoning", "item_reference"),
+    *("function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
+)
 
 
 def _item_branch(item: Any) -> str:
@@ -228,13 +163,16 @@ def _item_branch(item: Any) -> str:
         # An item without a type is a message, as in a chat, or has nothing but an id: then it
         # refers to another item.
         item_type = "item_reference" if item.keys() == {"id"} else "message"
-    return f"#{item_type}" if item_type in _ITEM_TYPES else "#unread"
+    if item_type not in _ITEM_TYPES:
+        return "#unread"
+    return "#function_call_output" if item_type.endswith("_output") else f"#{item_type}"
 
 
 InputItem = Annotated[
     Annotated[_MessageItem, Tag("#message")]
     | Annotated[_ReasoningItem, Tag("#reasoning")]
     | Annotated[_CallItem, Tag("#function_call")]
+    | Annotated[_CustomCallItem, Tag("#custom_tool_call")]
     | Annotated[_CallOutputItem, Tag("#function_call_output")]
     | Annotated[ItemReference, Tag("#item_reference")]
     | Annotated[_UnreadItem, Tag("#unread")],
@@ -281,15 +219,25 @@ def chat_messages(items: Iterable[InputItem]) -> list[JsonObject]:
                 message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
             case _CallItem():
                 if item.status != INCOMPLETE:
-                    message = _assistant_message(messages, set())
-                    function = {"name": item.name, "arguments": item.arguments or "{}"}
-                    call = {"id": item.call_id, "type": "function", "function": function}
-                    message.setdefault("tool_calls", []).append(call)
+                    _add_call(messages, item, item.arguments or "{}")
+            case _CustomCallItem():
+                if item.status != INCOMPLETE:
+                    _add_call(messages, item, custom_arguments(item.input))
             case _CallOutputItem():
                 output = _text_of(item.output)
                 message = {"role": "tool", "tool_call_id": item.call_id, "content": output}
                 messages.append(message)
     return messages
+
+
+def _add_call(
+    messages: list[JsonObject], item: _CallItem | _CustomCallItem, arguments: str
+) -> None:
+    """Add a call to the assistant's message."""
+    message = _assistant_message(messages, set())
+    function = {"name": chat_name(item.name, item.namespace), "arguments": arguments}
+    call = {"id": item.call_id, "type": "function", "function": function}
+    message.setdefault("tool_calls", []).append(call)
 
 
 def _assistant_message(messages: list[JsonObject], ending_fields: set[str]) -> JsonObject:

@@ -7,6 +7,8 @@ these events, whose names begin with `response.`:
                -> content_part.done -> output_item.done
     call:  output_item.added -> function_call_arguments.delta ... -> function_call_arguments.done
                -> output_item.done
+    call of a custom tool:  output_item.added -> custom_tool_call_input.delta
+               -> custom_tool_call_input.done -> output_item.done
 
 An item ends when the next one begins. The last item of an answer that was cut is `incomplete`.
 """
@@ -28,6 +30,7 @@ from ..text.formats.parts import ContentPart, PartKind
 from ..text.reasoning_tokens import ReasoningCounter
 from ..text.tokenizer import ChatTokenizer, TokenizedPrompt
 from .chat import ChatRequest, JsonObject, logprobs_object
+from .response_tools import custom_input, response_tool
 from .responses import ResponsesRequest
 
 
@@ -62,7 +65,9 @@ class _OutputItem:
     output_index: int  #: Its place among the items of the response.
     text: str = ""  #: Of a call, its arguments.
     call_id: str = ""  #: By which the client's output of the call refers to it; empty: no call.
-    function_name: str = ""
+    function_name: str = ""  #: As the client knows it.
+    namespace: str | None = None  #: Of the function, if it has one.
+    is_custom: bool = False  #: True of a call whose input is a text, which the arguments have.
     status: _ItemStatus = _ItemStatus.IN_PROGRESS
     logprobs: list[JsonObject] = field(default_factory=list)  #: Of the tokens of a message.
 
@@ -70,18 +75,21 @@ class _OutputItem:
         """Return the item as responses and events have it."""
         common_fields = {"id": self.id, "status": self.status}
         if self.kind == PartKind.CALL:
-            return {
-                "type": "function_call",
-                **common_fields,
-                "call_id": self.call_id,
-                "name": self.function_name,
-                "arguments": self.text,
-            }
+            return self._call_object(common_fields)
         # While an item is written, its text comes in events only.
         content = [] if self.status == _ItemStatus.IN_PROGRESS else [self.part()]
         if self.kind == PartKind.REASONING:
             return {"type": "reasoning", "summary": [], **common_fields, "content": content}
         return {"type": "message", "role": "assistant", **common_fields, "content": content}
+
+    def _call_object(self, common_fields: JsonObject) -> JsonObject:
+        """Return the item of a call."""
+        call: JsonObject = {**common_fields, "call_id": self.call_id, "name": self.function_name}
+        if self.namespace is not None:
+            call["namespace"] = self.namespace
+        if self.is_custom:
+            return {"type": "custom_tool_call", **call, "input": custom_input(self.text)}
+        return {"type": "function_call", **call, "arguments": self.text}
 
     def part(self) -> JsonObject:
         """Return the content part of an item of text."""
@@ -155,6 +163,7 @@ class ResponseShape:
         self._reasoning_counter = ReasoningCounter(tokenizer, rules)
         self._created_at_s = int(time.time())
         self._next_event_number = 0
+        self._offered_tools = {tool.chat_name: tool for tool in body.offered_tools}
         self._items: list[_OutputItem] = []  #: In the order of the answer; only the last is open.
         self._finish_reason: str | None = None  #: stop or length, once the answer has ended.
         self._tokenizer = tokenizer
@@ -253,6 +262,13 @@ class ResponseShape:
             request_suffix = self._request.wire_id.rpartition("~")[2]  # unique among all requests
             item.call_id = f"call_{request_suffix}{number:04d}"
             item.function_name = function_name
+            tool = self._offered_tools.get(function_name)
+            if tool is not None:
+                item.function_name = tool.name
+                item.namespace = tool.namespace
+                item.is_custom = tool.is_custom
+                if tool.is_custom:
+                    item.id = f"ctc_{self._request.id}_{number}"
         self._items.append(item)
         events.append(
             self._event(
@@ -271,6 +287,8 @@ class ResponseShape:
         item = self._items[-1]
         item.text += text
         logprobs = self._logprobs(text)
+        if item.is_custom:
+            return []  # the input is known once the arguments are whole
         if item.kind == PartKind.CALL:
             event_name = "response.function_call_arguments.delta"
             return [self._item_event(event_name, item, delta=text)]
@@ -295,7 +313,14 @@ class ResponseShape:
             return []
         item = self._items[-1]
         item.status = status
-        if item.kind == PartKind.CALL:
+        if item.is_custom:
+            text = custom_input(item.text)
+            event_name = "response.custom_tool_call_input"
+            events = [
+                self._item_event(f"{event_name}.delta", item, delta=text),
+                self._item_event(f"{event_name}.done", item, input=text),
+            ]
+        elif item.kind == PartKind.CALL:
             events = [
                 self._item_event(
                     "response.function_call_arguments.done",
@@ -382,7 +407,7 @@ class ResponseShape:
         if isinstance(body.tool_choice, str):
             tool_choice = body.tool_choice
         elif body.tool_choice is not None:
-            tool_choice = body.tool_choice.model_dump()
+            tool_choice = body.tool_choice.model_dump(exclude_none=True)
         text: JsonObject = {"format": {"type": "text"}}
         if body.text and body.text.format:
             text["format"] = body.text.format.model_dump(by_alias=True, exclude_none=True)
@@ -405,7 +430,7 @@ class ResponseShape:
             "temperature": self._request.sampling.temperature,
             "text": text,
             "tool_choice": tool_choice,
-            "tools": [tool.response_tool() for tool in body.tools or []],
+            "tools": [response_tool(tool) for tool in body.tools or []],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": self._request.sampling.top_p,
             "truncation": body.truncation or "disabled",

@@ -16,12 +16,18 @@ from .chat import MESSAGES_MAX, TOOLS_MAX, ChatRequest, JsonObject, effort_argum
 from .known_fields import ApiName
 from .parameters import CommonSamplingFields, ModelLimits
 from .response_items import (
-    FunctionTool,
     InputItem,
-    ToolChoice,
     chat_messages,
     is_message_of,
     user_message,
+)
+from .response_tools import (
+    OfferedTool,
+    ResponseTool,
+    ServerTool,
+    ToolChoice,
+    offered_tools,
+    refusal_of,
 )
 from .schema import BodyPart, read_fields
 
@@ -93,7 +99,7 @@ class ResponsesRequest(CommonSamplingFields):
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None  #: None: what the context leaves.
     stream: bool = False
     text: _TextOptions | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=TOOLS_MAX)] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=TOOLS_MAX)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: _ReasoningOptions | None = None
@@ -114,6 +120,11 @@ class ResponsesRequest(CommonSamplingFields):
     def wants_logprobs(self) -> bool:
         """True if texts of the answer have the logprobs of their tokens."""
         return LOGPROBS_INCLUDABLE in (self.include or []) or bool(self.top_logprobs)
+
+    @property
+    def offered_tools(self) -> list[OfferedTool]:
+        """The tools that the model gets to know."""
+        return offered_tools(self.tools or [])
 
     @property
     def input_items(self) -> list[InputItem]:
@@ -204,6 +215,13 @@ class ResponsesRequest(CommonSamplingFields):
         effort = self.reasoning.effort if self.reasoning else None
         if effort is not None and not self.is_strict and not effort_arguments(effort, tokenizer):
             self.ignored_fields.add_documented("reasoning", "effort")
+        for index, tool in enumerate(self.tools or []):
+            if not isinstance(tool, ServerTool):
+                continue
+            if not self.offered_tools and self.tool_choice != "none":
+                message = f"tools.{index}.type: {refusal_of(tool.type)}"
+                raise ApiError("invalid_request", message, f"tools.{index}.type")
+            self.ignored_fields.add_documented("tools", tool.type)
         for name in self.include or []:
             if name in INCLUDABLES:
                 continue
@@ -216,7 +234,7 @@ class ResponsesRequest(CommonSamplingFields):
         """Return the fields of a chat about tools."""
         fields: JsonObject = {}
         if self.tools:
-            fields["tools"] = [tool.chat_tool() for tool in self.tools]
+            fields["tools"] = [tool.function for tool in self.offered_tools]
         if isinstance(self.tool_choice, str):
             fields["tool_choice"] = self.tool_choice
         elif self.tool_choice is not None:

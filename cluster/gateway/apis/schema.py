@@ -9,6 +9,7 @@ Null stands for a field that was left out, wherever the field has a default.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -274,7 +275,7 @@ def _invalid_body_error(error: ValidationError) -> ApiError:
     finding = error.errors(include_url=False, include_context=False)[0]
     steps = [str(step) for step in finding["loc"]]
     field_path = _shortened(".".join(step for step in steps if not step.startswith(BRANCH_MARK)))
-    if finding["type"] == "json_invalid":
+    if finding["type"] == "json_invalid" and not field_path:
         message = f"the body is not valid JSON: {finding['msg'].split(': ', 1)[-1]}"
     else:
         rule = finding["msg"].removeprefix("Value error, ")
@@ -288,3 +289,14 @@ def _shortened(field_path: str) -> str:
     if len(field_path) > FIELD_PATH_CHARS_MAX:
         return field_path[:FIELD_PATH_CHARS_MAX] + ".."
     return field_path
+
+
+def to_json(value: Any) -> str:
+    """Return the JSON text of what was parsed from JSON.
+
+    Raises ApiError for numbers that Python refuses to print because of their length.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (ValueError, RecursionError) as error:
+        raise ApiError("invalid_request", f"a schema cannot be used: {error}") from None

@@ -61,6 +61,8 @@ class PreparedCall(Generic[Reply]):
     output: Output  #: How the answers' text is made.
     #: Makes the replies of a delta; the last one of an answer has its finish reason.
     replies_of: Callable[[TextDelta], Iterable[Reply]]
+    #: Returns how many tokens of the answers were reasoning so far.
+    reasoning_tokens: Callable[[], int]
 
 
 class ReplyQueue(Generic[Reply]):
@@ -122,6 +124,7 @@ class ReplyQueue(Generic[Reply]):
         reply.usage.prompt_tokens = len(request.prompt_ids)
         reply.usage.completion_tokens = self._texts.used_tokens
         reply.usage.cached_tokens = request.hit_tokens
+        reply.usage.reasoning_tokens = self._call.reasoning_tokens()
 
 
 async def _prepare_chat(
@@ -139,7 +142,7 @@ async def _prepare_chat(
             replies[0].logprobs.extend(_logprobs(delta.tokens, service.text))
         return replies
 
-    return PreparedCall(request, shape.output, replies_of)
+    return PreparedCall(request, shape.output, replies_of, lambda: shape.reasoning_tokens)
 
 
 async def _prepare_generate(
@@ -162,7 +165,7 @@ async def _prepare_generate(
         )
         return [reply]
 
-    return PreparedCall(request, body.output(), replies_of)
+    return PreparedCall(request, body.output(), replies_of, lambda: 0)
 
 
 def _streaming_method(

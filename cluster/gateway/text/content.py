@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .formats.parts import CALL_KINDS, CallFlaw, ContentPart, PartKind
+from .formats.parts import CallFlaw, ContentPart, PartKind
 from .formats.reader import AnswerReader, Reading
 from .formats.reasoning import THINK, ContentState, ReasoningFormat, read_reasoning
 from .formats.registry import ToolFormat
@@ -36,7 +36,7 @@ class ContentRules:
     tool_format: ToolFormat | None = None  #: None: calls are text.
     function_names: Sequence[str] = ()  #: Of the functions that the model may call.
     one_call_only: bool = False  #: Calls behind the first one are left out.
-    only_calls: bool = False  #: The answer has nothing but calls: no text of it is content.
+    only_calls: bool = False  #: Behind its reasoning the answer has nothing but calls.
     reasoning_format: ReasoningFormat = THINK
     #: Schemas of the functions' parameters, for formats that do not mark the types of values.
     parameter_schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class ContentParser:
         self._reader.is_cut = is_cut
         parts = self._advance()
         if self._rules.only_calls:
-            return [part for part in parts if part.kind in CALL_KINDS]
+            return [part for part in parts if part.kind is not PartKind.CONTENT]
         return parts
 
     def _advance(self) -> list[ContentPart]:

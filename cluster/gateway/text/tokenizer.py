@@ -299,6 +299,18 @@ class ChatTokenizer:
             if token.special
         }
 
+    @cached_property
+    def grammar_ids(self) -> dict[str, int]:
+        """The ids of the tokens that grammars match by their ids, by their texts.
+
+        llguidance takes added tokens in angle brackets for special ones, too.
+        """
+        return {
+            token.content: token_id
+            for token_id, token in self._added_tokens.items()
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        }
+
     def detokenizer(
         self, specials: bool = False, markers: frozenset[str] = frozenset()
     ) -> LibraryDetokenizer | PieceDetokenizer:

@@ -29,8 +29,9 @@ GEMMA4 = GemmaMarkers("<|tool_call>", "<tool_call|>", '<|"|>')
 FUNCTION_GEMMA = GemmaMarkers("<start_function_call>", "<end_function_call>", "<escape>")
 #: Text without quotes: a key, a number, a constant. It ends where a bracket or a marker may begin.
 _BARE = re.compile(r"[^:,{}\[\]<]*")
-#: What stands between the opening marker and the bracket of the arguments.
-_CALL = re.compile(r"\s*call:(?P<name>[^{<\s]+)\s*")
+#: What stands between the opening marker and the bracket of the arguments. Some answers leave the
+#: word out in front of the colon.
+_CALL = re.compile(r"\s*(?:call)?:(?P<name>[^{<\s]+)\s*")
 
 
 def read_gemma4(reader: AnswerReader) -> Reading[None]:

@@ -283,12 +283,14 @@ def read_objects(reader: AnswerReader, opening: str, separators: str) -> Reading
         reader.add(PartKind.CONTENT, opening + text)
 
 
-def _skip_separators(reader: AnswerReader, separators: str) -> Reading[None]:
-    """Leave out these characters, and wait for what is behind them."""
+def _skip_separators(reader: AnswerReader, separators: str) -> Reading[str]:
+    """Take these characters, and wait for what is behind them; return what was taken."""
+    taken = ""
     while True:
-        reader.buffer = reader.buffer.lstrip(separators)
-        if reader.buffer or not (yield from reader.more()):
-            return
+        rest = reader.buffer.lstrip(separators)
+        taken += reader.take(len(reader.buffer) - len(rest))
+        if rest or not (yield from reader.more()):
+            return taken
 
 
 # ---- lists behind a marker -------------------------------------------------------------------
@@ -303,8 +305,11 @@ def read_list(reader: AnswerReader, opening: str, closing: str = "") -> Reading[
     opening += reader.take(1)
     has_calls = False
     while True:
-        yield from _skip_separators(reader, ", \t\r\n")
+        separators = yield from _skip_separators(reader, ", \t\r\n")
+        if not has_calls:
+            opening += separators
         if (yield from reader.takes("]")):
+            opening += "]"
             break
         if not reader.buffer:
             break

@@ -15,10 +15,6 @@ class PartKind(StrEnum):
     ARGUMENTS = "arguments"  #: The next piece of the last call's arguments.
 
 
-#: The kinds that make up calls. A CALL and all ARGUMENTS up to the next CALL are one call.
-CALL_KINDS = (PartKind.CALL, PartKind.ARGUMENTS)
-
-
 class ContentPart(NamedTuple):
     """A piece of an answer; a stream has several of one kind in a row, whose texts are joined."""
 

@@ -17,20 +17,27 @@ import xxhash
 #: A message as chat templates read it.
 Message = dict[str, Any]
 
+#: Where a template itself makes a JSON text of a call's arguments.
+_WRITES_JSON = re.compile(r"arguments[\'\"]?\]?\s*\|\s*tojson")
 #: The ids that Mistral's templates accept.
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 MISTRAL_ID_CHARS = 9  #: Their length.
 
 
-def write_arguments_as_text(messages: list[Message]) -> None:
-    """Make the arguments JSON texts: DeepSeek's templates join them to other texts."""
+def write_arguments_as_text(messages: list[Message], template: str) -> None:
+    """Make the arguments JSON texts, as DeepSeek's templates join them to other texts.
+
+    Templates that others wrote for these models make the JSON text themselves.
+    """
+    if _WRITES_JSON.search(template):
+        return
     for call in _calls(messages):
         function = call["function"]
         if not isinstance(function["arguments"], str):
             function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
 
 
-def shorten_ids(messages: list[Message]) -> None:
+def shorten_ids(messages: list[Message], _template: str) -> None:
     """Make all ids 9 letters and digits: Mistral's templates refuse others."""
     for call in _calls(messages):
         call["id"] = _short_id(call["id"])
@@ -39,7 +46,7 @@ def shorten_ids(messages: list[Message]) -> None:
             message["tool_call_id"] = _short_id(message["tool_call_id"])
 
 
-def number_ids(messages: list[Message]) -> None:
+def number_ids(messages: list[Message], _template: str) -> None:
     """Make all ids `functions.NAME:NUMBER`: Kimi K2 reads the name of the function there.
 
     Calls are numbered from 0 through the whole conversation. A result belongs to the last message

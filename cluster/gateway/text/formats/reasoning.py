@@ -65,7 +65,7 @@ THINK = ReasoningFormat(
     ("</think>",),
     (
         *("qwen3", "deepseek_r1", "deepseek-r1", "deepseek_v3", "deepseek-v3", "deepseek_v4"),
-        *("glm45", "kimi_k2", "hunyuan_a13b", "nemotron_v3", "minimax_m2", "step3", "ernie45"),
+        *("glm45", "kimi_k2", "nemotron_v3", "minimax_m2", "step3"),
         *("holo2", "olmo3", "phi4"),
     ),
 )

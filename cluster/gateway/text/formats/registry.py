@@ -38,8 +38,8 @@ class CallGrammar:
     """How a forced call is written: the name, then the arguments as JSON, and texts around them.
 
     A call is forced where the request demands one: the engine then samples only tokens that this
-    grammar allows. The name is a JSON string if `quotes_name`. What the tokenizer has as special
-    tokens is written with these tokens.
+    grammar allows. The name is a JSON string if `quotes_name`. Texts that are tokens of their own,
+    such as tags, are written with these tokens.
     """
 
     call_prefix: str  #: In front of the name.
@@ -49,28 +49,32 @@ class CallGrammar:
     quotes_name: bool = True
     opening: str = ""  #: In front of all calls.
     closing: str = ""  #: Behind all calls.
+    text_opening: str = ""  #: In front of an answer that is no call.
+    is_single: bool = False  #: True if an answer has one call at most.
 
     def lark(
         self,
         tools: Sequence[tuple[str, str]],
         several: bool,
         text_schema: str | None = None,
-        special_ids: Mapping[str, int] | None = None,
+        token_ids: Mapping[str, int] | None = None,
     ) -> frames.Grammar:
         """Return the Lark grammar of an answer that is nothing but calls of `tools`.
 
         Each tool is its name and the JSON text of the schema of its arguments. The answer is one
         call, or one and more if `several`. With `text_schema`, also the JSON text of a schema, the
-        answer may be a JSON text of that schema instead. `special_ids` are the ids of the
-        tokenizer's special tokens.
+        answer may be a JSON text of that schema instead. `token_ids` are the ids of the tokens
+        that are matched by their ids (`ChatTokenizer.grammar_ids`).
         """
-        ids = special_ids or {}
-        more_calls = f" ({_lark_text(self.separator, ids)} call)*" if several else ""
+        ids = token_ids or {}
+        more_calls = ""
+        if several and not self.is_single:
+            more_calls = f" ({lark_text(self.separator, ids)} call)*"
         alternatives = " | ".join(f"call_{number}" for number in range(len(tools)))
-        opening = _lark_text(self.opening, ids)
-        closing = _lark_text(self.closing, ids)
-        prefix = _lark_text(self.call_prefix, ids)
-        suffix = _lark_text(self.call_suffix, ids)
+        opening = lark_text(self.opening, ids)
+        closing = lark_text(self.closing, ids)
+        prefix = lark_text(self.call_prefix, ids)
+        suffix = lark_text(self.call_suffix, ids)
         rules = [
             "start: calls" if text_schema is None else "start: calls | text",
             f"calls: {opening} call{more_calls} {closing}",
@@ -79,27 +83,28 @@ class CallGrammar:
         ]
         for number, (name, schema) in enumerate(tools):
             shown_name = json.dumps(name) if self.quotes_name else name
-            beginning = _lark_text(shown_name + self.name_suffix, ids)
+            beginning = lark_text(shown_name + self.name_suffix, ids)
             rules.append(f"call_{number}: {beginning} args_{number}")
             rules.append(f"args_{number}: %json {schema}")
         if text_schema is not None:
-            rules.append(f"text: %json {text_schema}")
+            rules.append(f"text: {lark_text(self.text_opening, ids)} text_schema")
+            rules.append(f"text_schema: %json {text_schema}")
         return frames.Grammar("lark", "\n".join(rules))
 
 
-def _lark_text(text: str, special_ids: Mapping[str, int]) -> str:
+def lark_text(text: str, token_ids: Mapping[str, int]) -> str:
     """Return terms of the grammar for a text; Lark has no empty strings, so nothing for none.
 
-    A special token becomes `<[ID]>`, llguidance's term for one token: as a string, the grammar
-    would match only the ordinary tokens that spell it.
+    A token with an id in `token_ids` becomes `<[ID]>`, llguidance's term for one token: as a
+    string, the grammar would match only the ordinary tokens that spell it.
     """
     if not text:
         return ""
-    for token, token_id in special_ids.items():
+    for token, token_id in token_ids.items():
         before, found, after = text.partition(token)
         if found:
-            terms = (_lark_text(before, special_ids), f"<[{token_id}]>")
-            return " ".join((*terms, _lark_text(after, special_ids))).strip()
+            terms = (lark_text(before, token_ids), f"<[{token_id}]>")
+            return " ".join((*terms, lark_text(after, token_ids))).strip()
     return json.dumps(text)
 
 
@@ -120,8 +125,8 @@ class ToolFormat:
     is_whole_answer: bool = False  #: The format marks reasoning and content, too.
     #: What begins calls and cannot stand in a reasoning.
     ends_reasoning: tuple[str, ...] = ()
-    #: Makes earlier calls what the family's templates expect; None: they are that already.
-    prepare_messages: Callable[[list[Message]], None] | None = None
+    #: Makes earlier calls what the given template of the family expects; None: they are that.
+    prepare_messages: Callable[[list[Message], str], None] | None = None
 
     def is_in(self, template: str) -> bool:
         """Return whether a chat template has the format."""
@@ -135,7 +140,7 @@ HERMES = ToolFormat(
     "hermes",
     read_hermes,
     template_texts=((CALL_OPEN, '"arguments"'),),
-    aliases=("granite4", "longcat", "qwen", "qwen25"),
+    aliases=("granite4", "qwen", "qwen25"),
     markers=(CALL_OPEN, CALL_CLOSE),
     grammar=CallGrammar(
         f'{CALL_OPEN}\n{{"name": ', ', "arguments": ', f"}}\n{CALL_CLOSE}", separator="\n"
@@ -145,7 +150,7 @@ LLAMA3 = ToolFormat(
     "llama3",
     read_llama3,
     template_texts=(('"parameters"', "ipython"), ('"parameters"', "python_tag")),
-    aliases=("llama3_json", "llama4_json", "xlam"),
+    aliases=("llama3_json", "llama4_json"),
     markers=(PYTHON_TAG,),
     grammar=JSON_OBJECTS,
 )
@@ -153,7 +158,7 @@ LLAMA4 = ToolFormat(
     "llama4",
     pythonic.read_llama4,
     template_texts=(("<|header_start|>", "tool"), ("func_name1(",)),
-    aliases=("llama4_pythonic", "pythonic", "olmo3"),
+    aliases=("llama4_pythonic", "pythonic"),
     markers=(pythonic.PYTHON_START, pythonic.PYTHON_END, PYTHON_TAG),
 )
 MISTRAL = ToolFormat(
@@ -229,6 +234,15 @@ HARMONY = ToolFormat(
     markers=(
         *(harmony.START, harmony.CHANNEL, harmony.MESSAGE, harmony.CONSTRAIN),
         *(harmony.END, harmony.CALL, harmony.RETURN),
+    ),
+    # The token that ends a call ends the answer, too, so that it is no part of the grammar.
+    grammar=CallGrammar(
+        f"{harmony.CHANNEL}commentary to=functions.",
+        f" {harmony.CONSTRAIN}json{harmony.MESSAGE}",
+        "",
+        quotes_name=False,
+        text_opening=f"{harmony.CHANNEL}final{harmony.MESSAGE}",
+        is_single=True,
     ),
     is_whole_answer=True,
 )

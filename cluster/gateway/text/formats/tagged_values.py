@@ -191,10 +191,10 @@ def _read_other_block(reader: AnswerReader, opening: str) -> Reading[None]:
     `opening` is the text of the block so far. A call as a JSON object, which Hermes's format has in
     this tag, is a call; all else is content.
     """
-    text = ""
-    marker = CALL_CLOSE if opening.endswith(CALL_CLOSE) else ""
-    if not marker:
-        text, marker = yield from reader.hold_until(_QWEN_CLOSING)
+    if opening.endswith(CALL_CLOSE):
+        reader.add_unread(opening)
+        return
+    text, marker = yield from reader.hold_until(_QWEN_CLOSING)
     call = read_call(text)
     if call is not None and opening.strip() == CALL_OPEN:
         reader.add_whole_call(call.name, call.arguments)

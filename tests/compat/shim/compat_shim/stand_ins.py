@@ -64,7 +64,10 @@ class ValidationError(ValueError):
 
 #: module -> names that are real
 REAL_NAMES: dict[str, dict[str, Any]] = {
-    "vllm": {"__version__": os.environ.get("COMPAT_SERVER_VERSION", "")},
+    "vllm": {
+        "__version__": os.environ.get("COMPAT_SERVER_VERSION", ""),
+        "envs": MagicMock(name="envs", VLLM_USE_RUST_FRONTEND=False),
+    },
     "vllm.version": {
         "__version__": os.environ.get("COMPAT_SERVER_VERSION", ""),
         "_prev_minor_version": _previous_minor_version,

@@ -1,0 +1,117 @@
+"""Structural tags: texts that begin a structure wherever the model writes one (pure).
+
+vLLM and SGLang take them as `structures` with `triggers`, or as xgrammar's `triggered_tags`. Both
+become the same `frames.Grammar`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ....protos import frames
+from ..errors import ApiError
+from .schema import BodyPart, to_json
+
+TAGS_MAX = 128
+TAG_CHARS_MAX = 1000
+
+TagText = Annotated[str, Field(min_length=1, max_length=TAG_CHARS_MAX)]
+Triggers = Annotated[list[TagText], Field(min_length=1, max_length=TAGS_MAX)]
+JsonSchemaValue = dict[str, Any] | bool
+
+
+class _Structure(BodyPart):
+    begin: TagText
+    schema_: Annotated[JsonSchemaValue, Field(alias="schema")] = True
+    end: Annotated[str, Field(max_length=TAG_CHARS_MAX)] = ""
+
+
+class _TagContent(BodyPart):
+    type: Literal["json_schema"]
+    json_schema: JsonSchemaValue
+
+
+class _Tag(BodyPart):
+    type: Literal["tag"] = "tag"
+    begin: TagText
+    content: _TagContent
+    end: Annotated[str, Field(max_length=TAG_CHARS_MAX)] = ""
+
+
+class _TriggeredTags(BodyPart):
+    """xgrammar's name for text in which triggers begin tags. Its other formats are refused."""
+
+    type: Literal["triggered_tags"]
+    triggers: Triggers
+    tags: Annotated[list[_Tag], Field(min_length=1, max_length=TAGS_MAX)]
+    at_least_one: bool = False
+    stop_after_first: bool = False
+
+
+class StructuralTag(BodyPart):
+    """Structural tags in either form."""
+
+    type: Literal["structural_tag"] = "structural_tag"
+    structures: Annotated[list[_Structure], Field(max_length=TAGS_MAX)] | None = None
+    triggers: Triggers | None = None
+    format: _TriggeredTags | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _TaggedSchema:
+    """One structure: what it begins with, the schema of its JSON text, and what is behind that."""
+
+    begin: str
+    schema: JsonSchemaValue
+    end: str
+
+
+def structural_tag_grammar(tag: StructuralTag, field_name: str) -> frames.Grammar:
+    """Return the grammar of structural tags.
+
+    Raises ApiError, about the field of this name, if tags are missing or have no trigger.
+    """
+    structures: list[_TaggedSchema] = []
+    triggers: list[str] = []
+    at_least_one = False
+    stop_after_first = False
+    if tag.format is not None:
+        structures = [
+            _TaggedSchema(each.begin, each.content.json_schema, each.end)
+            for each in tag.format.tags
+        ]
+        triggers = tag.format.triggers
+        at_least_one = tag.format.at_least_one
+        stop_after_first = tag.format.stop_after_first
+    elif tag.structures and tag.triggers:
+        structures = [_TaggedSchema(each.begin, each.schema_, each.end) for each in tag.structures]
+        triggers = tag.triggers
+    else:
+        message = f"{field_name} needs structures and triggers, or a format of triggered_tags"
+        raise ApiError("invalid_request", message, field_name)
+    described = {
+        "structures": [
+            {
+                "trigger": _trigger_of(each.begin, triggers, field_name),
+                "begin": each.begin,
+                "schema": each.schema,
+                "end": each.end,
+            }
+            for each in structures
+        ],
+        "at_least_one": at_least_one,
+        "stop_after_first": stop_after_first,
+    }
+    return frames.Grammar("structural_tag", to_json(described))
+
+
+def _trigger_of(begin: str, triggers: list[str], field_name: str) -> str:
+    """Return the trigger that `begin` begins with. Raises ApiError if there is none."""
+    for trigger in triggers:
+        if begin.startswith(trigger):
+            return trigger
+    message = f"{field_name}: none of the triggers begins {begin[:40]!r}"
+    raise ApiError("invalid_request", message, field_name)
